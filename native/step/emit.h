@@ -206,8 +206,9 @@ void ps__total_on_host(ps__builder *b, uint32_t unit);
  * run at once fetches the total's pieces, where there is a total.
  * ps__add_pieces() - add the complete contribution of the running device to the total's pieces.
  * @last: of the rounds that run at once; the pieces then wait for ps__send_pieces().
- * ps__send_pieces() - the first @n units' complete pieces go to the host. It comes one layer pass after the sums, which
- * wait for other devices: what leaves a device after them need not wait so long. */
+ * ps__send_pieces() - the first @n units' complete pieces go to the host. It comes one layer pass
+ * after the sums, which wait for other devices: what leaves a device after them need not wait so
+ * long. */
 void ps__fetch_pieces(ps__builder *b, uint32_t unit, uint32_t n_running);
 void ps__begin_pieces(ps__builder *b, uint32_t unit);
 void ps__add_pieces(ps__builder *b, uint32_t unit, bool last);
