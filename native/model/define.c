@@ -248,6 +248,8 @@ ps_status ps__def_finish(ps__layer_def *d) {
   for (uint32_t t = 0; t < d->n_tensors; t++)
     if (d->tensor[t].rows == PS__ROWS_PASS)
       d->of_pass |= ps__only(t);
+    else if (d->tensor[t].rows == PS__ROWS_STEP)
+      d->of_step |= ps__only(t);
   d->group_sources = d->group;
   for (uint32_t i = d->n_fwd; i-- > 0;)
     if (accessed(&d->fwd[i], PS_WRITE) & d->group_sources)
@@ -275,7 +277,7 @@ void ps__op_args(const ps__op_def *op, const ps__chunk_shape *c, void *args) {
 }
 
 bool ps__op_of_pass(const ps__layer_def *d, const ps__op_def *op) {
-  return accessed(op, PS_WRITE) & d->of_pass;
+  return accessed(op, PS_WRITE) & (d->of_pass | d->of_step);
 }
 
 ps__set ps__recompute(const ps__layer_def *d, ps__set need, ps__set have) {

@@ -26,8 +26,9 @@ typedef enum ps__row_kind {
   PS__ROWS_GROUP, /* for each token of the chunk's attention group (docs/glossary.md) */
   PS__ROWS_SLICE, /* for each token of a head slice: only in ops that run slice by slice */
   PS__ROWS_ONE,   /* one, for any chunk */
-  PS__ROWS_PASS   /* one, for all chunks of a layer pass: what an op makes of parameters alone, such
+  PS__ROWS_PASS,  /* one, for all chunks of a layer pass: what an op makes of parameters alone, such
                    * as quantized weights. The op runs before its first reader of the layer pass */
+  PS__ROWS_STEP   /* the same for all layer passes of a step over the layer, such as a scale */
 } ps__row_kind;
 
 enum { PS__NONE = -1 };
@@ -150,6 +151,7 @@ typedef struct ps__layer_def {
   ps__set group_sources; /* what these are made from, directly or not */
   ps__set grad_group;    /* group tensors that only backward ops write */
   ps__set of_pass;       /* tensors of a layer pass */
+  ps__set of_step;       /* tensors of a step */
   ps_status status;
 } ps__layer_def;
 
@@ -231,8 +233,8 @@ static inline bool ps__uses(const ps__op_def *op, int id, uint32_t mode) {
 /* ps__op_args() - the arguments of @op on a chunk or head slice, into @args, which has room for
  * PS__ARGS_BYTES. */
 void ps__op_args(const ps__op_def *op, const ps__chunk_shape *c, void *args);
-/* ps__op_of_pass() - whether the op runs once a layer pass: what it writes are tensors of a layer
- * pass. */
+/* ps__op_of_pass() - whether the op runs once a layer pass, or once a step: what it writes are such
+ * tensors. */
 bool ps__op_of_pass(const ps__layer_def *d, const ps__op_def *op);
 /* ps__recompute() - the forward ops that must run again so that all tensors of @need exist where
  * those of @have do. Goes back from what is needed to the ops that make it. */

@@ -96,6 +96,7 @@ static float dz_headroom(const ps_model *m) {
 static void define_operands(head *h) {
   const uint32_t dt = h->m->dt;
   const ps__args_fp8_scale n = {.cols = h->dim, .dt = dt, .dt_q = PS__E4M3},
+                           of_w = {.rows = h->v, .cols = h->dim, .dt = dt, .dt_q = PS__E4M3},
                            bound = {.rows = 1,
                                     .cols = 1,
                                     .dt = PS_F32,
@@ -107,10 +108,12 @@ static void define_operands(head *h) {
            .cols = h->dim,
            .dt = dt,
            .dt_q = PS__E4M3,
+           .given = 1,
            .forms = h->forward_only ? PS_FORM_ROWS : PS_FORM_ROWS | PS_FORM_COLS};
   PS__FWD(h->d, ps__k_fp8_scale, n, PS__R(h->n1), PS__W(h->nx.scale));
   PS__FWD(h->d, ps__k_quantize, x, PS__R(h->n1), PS__R(h->nx.scale), PS__W(h->nx.q));
-  PS__FWD(h->d, ps__k_quantize, w, PS__P(h->w), PS__W(h->p.w8_scale), PS__W(h->p.w8),
+  PS__FWD(h->d, ps__k_fp8_scale, of_w, PS__P(h->w), PS__W(h->p.w8_scale));
+  PS__FWD(h->d, ps__k_quantize, w, PS__P(h->w), PS__R(h->p.w8_scale), PS__W(h->p.w8),
           PS__SYM_IF(!h->forward_only, PS__W(h->p.w8t)));
   if (!h->forward_only)
     PS__FWD(h->d, ps__k_fp8_scale, bound, PS__B(PS__BATCH_SCALE), PS__W(h->dz.scale));

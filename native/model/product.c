@@ -19,9 +19,8 @@ ps__product ps__def_product(ps__layer_def *d, uint16_t w, uint32_t n_out, uint32
   if (!fp8)
     return p;
   p.w8 = ps__def_tensor(d, "weights_fp8", PS__ROWS_PASS, n, PS__E4M3);
-  p.w8_scale = scale_tensor(d, PS__ROWS_PASS);
+  p.w8_scale = scale_tensor(d, PS__ROWS_STEP);
   p.w8t = ps__def_tensor(d, "weights_fp8_columns", PS__ROWS_PASS, n, PS__E4M3);
-  p.w8t_scale = scale_tensor(d, PS__ROWS_PASS);
   return p;
 }
 
@@ -68,15 +67,19 @@ void ps__quantize_dy(const ps_model *m, ps__layer_def *d, ps__operand dy, uint32
           PS__SYM_IF(a.count, PS__FLUSHED));
 }
 
-/* W in the form of the pass. */
+/* W in the form of the pass; its scale, once a step. */
 static void quantize_w(const ps_model *m, ps__layer_def *d, const ps__product *p, bool backward) {
   const ps__args_quantize a = {.rows = p->n_out,
                                .cols = p->n_in,
                                .dt = m->dt,
                                .dt_q = PS__E4M3,
-                               .forms = backward ? PS_FORM_COLS : PS_FORM_ROWS};
-  PS__DEF_OP(d, backward, false, ps__k_quantize, a, PS__P(p->w),
-             PS__W(backward ? p->w8t_scale : p->w8_scale), PS__W(backward ? p->w8t : p->w8));
+                               .forms = backward ? PS_FORM_COLS : PS_FORM_ROWS,
+                               .given = 1};
+  const ps__args_fp8_scale s = {.rows = p->n_out, .cols = p->n_in, .dt = m->dt, .dt_q = PS__E4M3};
+  if (!backward)
+    PS__FWD(d, ps__k_fp8_scale, s, PS__P(p->w), PS__W(p->w8_scale));
+  PS__DEF_OP(d, backward, false, ps__k_quantize, a, PS__P(p->w), PS__R(p->w8_scale),
+             PS__W(backward ? p->w8t : p->w8));
 }
 
 ps__args_gemm_fp8 ps__gemm_fp8_args(const ps_model *m, uint32_t role, uint32_t n, uint32_t k,
@@ -124,7 +127,7 @@ void ps__product_dx(const ps_model *m, ps__layer_def *d, const ps__product *p, p
   ps__args_gemm_fp8 g = ps__gemm_fp8_args(m, PS_GEMM_DGRAD, p->n_in, p->n_out, alpha);
   g.accumulate = accumulate;
   quantize_w(m, d, p, true);
-  PS__BWD(d, ps__k_gemm_fp8, g, PS__R(dy.q), PS__R(dy.scale), PS__R(p->w8t), PS__R(p->w8t_scale),
+  PS__BWD(d, ps__k_gemm_fp8, g, PS__R(dy.q), PS__R(dy.scale), PS__R(p->w8t), PS__R(p->w8_scale),
           out);
   ps__name_product(d, true, p);
 }

@@ -14,7 +14,8 @@ typedef struct ps__product {
   uint32_t n_out, n_in;
   uint16_t w;
   bool fp8;
-  uint8_t w8, w8_scale, w8t, w8t_scale; /* FP8: in forms ROWS and COLS, of a layer pass */
+  uint8_t w8, w8t;  /* FP8: in forms ROWS and COLS, of a layer pass */
+  uint8_t w8_scale; /* theirs, of a step */
 } ps__product;
 
 /* X or dY.

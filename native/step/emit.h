@@ -95,6 +95,7 @@ typedef struct ps__on_device {
   /* saved activations [n_layers][n_chunks][max_tensors]: on the device, on the host */
   uint32_t *kept, *away;
   uint32_t flushed;               /* ps__step.flushed of this device, a device tensor */
+  uint32_t *of_step;              /* [the model's layers][max_tensors]: tensors of the step */
   uint32_t of_pass[PS__SET_BITS]; /* tensors of the running layer pass; PS__NO_VT: not made yet */
 } ps__on_device;
 
@@ -245,8 +246,10 @@ void ps__head_chunk(ps__builder *b, uint32_t c);
  * ps__flushed_end() - they go to the host; freed by the caller. PS__NO_VT: nothing was counted. */
 void ps__flushed_begin(ps__builder *b);
 uint32_t ps__flushed_end(ps__builder *b);
-/* ps__end_layer_pass() - free the layer pass's tensors (PS__ROWS_PASS). */
+/* ps__end_layer_pass() - free the layer pass's tensors (PS__ROWS_PASS).
+ * ps__end_rounds() - free the step's on all devices (PS__ROWS_STEP). */
 void ps__end_layer_pass(ps__builder *b);
+void ps__end_rounds(ps__builder *b);
 /* ps__send_saved() - copy a saved activation to the host, where that is its policy. */
 void ps__send_saved(ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor, uint32_t vt);
 /* ps__send_input() - the same of the chunk's input of @layer; nothing where that is the head. */

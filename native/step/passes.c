@@ -60,7 +60,8 @@ static uint64_t tensor_bytes(const ps__builder *b, const ps__layer_def *d, uint3
   switch (d->tensor[tensor].rows) {
   case PS__ROWS_GROUP: return row * group_of(b, c)->n_rows;
   case PS__ROWS_ONE:
-  case PS__ROWS_PASS: return row;
+  case PS__ROWS_PASS:
+  case PS__ROWS_STEP: return row;
   default: return row * ps__chunk_of(b, c)->n_tokens;
   }
 }
@@ -306,6 +307,10 @@ static void emit_list(ps__builder *b, chunk_pass *p, const listed *list, uint32_
   }
 }
 
+static uint32_t *of_step(const ps__builder *b, uint32_t layer, uint32_t tensor) {
+  return &b->on->of_step[(size_t)layer * b->s->model->max_tensors + tensor];
+}
+
 static chunk_pass begin_chunk_pass(ps__builder *b, uint32_t layer, uint32_t c) {
   const ps__chunk *k = ps__chunk_of(b, c);
   const ps__attention_group *g = group_of(b, c);
@@ -316,12 +321,12 @@ static chunk_pass begin_chunk_pass(ps__builder *b, uint32_t layer, uint32_t c) {
       .first_grad = ps__contribution_begins(b, c),
       .first_dkv = k - b->s->layout->chunk == g->first_chunk + g->n_chunks - 1,
       .document_rows = b->s->spec->one_document ? (uint32_t)b->s->layout->seq_len : 0};
-  for (int t = 0; t < PS__SET_BITS; t++)
-    p.bound[t] = b->on->of_pass[t];
+  for (uint32_t t = 0; t < PS__SET_BITS; t++)
+    p.bound[t] = ps__in(p.d->of_step, t) ? *of_step(b, layer, t) : b->on->of_pass[t];
   return p;
 }
 
-/* Whether a chunk before has run the op for the whole layer pass. */
+/* Whether a chunk before has run the op for the whole layer pass, or step. */
 static bool is_done(const chunk_pass *p, const ps__op_def *op) {
   bool done = ps__op_of_pass(p->d, op);
   for (uint32_t j = 0; done && j < op->n_syms; j++)
@@ -329,11 +334,20 @@ static bool is_done(const chunk_pass *p, const ps__op_def *op) {
   return done;
 }
 
-/* What the chunk's ops made for the whole layer pass. */
+/* What the chunk's ops made for the whole layer pass, and for the step. */
 static void keep_of_pass(ps__builder *b, const chunk_pass *p) {
   for (uint32_t t = 0; t < p->d->n_tensors; t++)
     if (ps__in(p->d->of_pass, t))
       b->on->of_pass[t] = p->bound[t];
+    else if (ps__in(p->d->of_step, t))
+      *of_step(b, p->layer, t) = p->bound[t];
+}
+
+void ps__end_rounds(ps__builder *b) {
+  const size_t n = (size_t)b->s->model->n_layers * b->s->model->max_tensors;
+  for (uint32_t d = 0; d < ps__n_devices(b); d++)
+    for (size_t i = 0; i < n; i++)
+      ps__vt_free(b, b->dev[d].of_step[i]);
 }
 
 void ps__end_layer_pass(ps__builder *b) {
@@ -372,7 +386,7 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   for (uint32_t t = 0; t < d->n_tensors; t++)
     if (policy_of(b, layer, c, t) == PS_POLICY_DEVICE)
       saved |= ps__only(t);
-  p.keep = saved | d->group | d->of_pass | ps__only(input) | ps__only(output);
+  p.keep = saved | d->group | d->of_pass | d->of_step | ps__only(input) | ps__only(output);
   listed list[PS__SET_BITS];
   uint32_t n = 0;
   for (uint32_t i = 0; i < d->n_fwd; i++)
@@ -507,7 +521,7 @@ static void rebuild_group(ps__builder *b, uint32_t layer, uint32_t c) {
     for (uint32_t f = 0; f < d->n_fwd; f++)
       if (ps__in(recompute, f))
         list[m++] = (listed){&d->fwd[f], true};
-    p.keep = have | d->of_pass;
+    p.keep = have | d->of_pass | d->of_step;
     emit_list(b, &p, list, m, PS__PHASE_RECOMPUTE, false);
     keep_of_pass(b, &p);
   }
@@ -523,7 +537,7 @@ void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   bind_kept(b, &p);
   p.bound[d->grad] = b->on->dy[c];
   bind_group(b, &p, d->grad_group);
-  p.keep = ps__only((uint32_t)d->grad) | d->of_pass;
+  p.keep = ps__only((uint32_t)d->grad) | d->of_pass | d->of_step;
   const bool group_over = ps__chunk_of(b, c)->row0 == 0;
   if (!group_over)
     p.keep |= shared;
@@ -692,7 +706,7 @@ void ps__head_chunk(ps__builder *b, uint32_t c) {
     b->on->head_norm = false;
   }
   for (uint32_t t = 0; t < d->n_tensors; t++)
-    if ((int)t != d->grad && (int)t != d->loss && !ps__in(d->of_pass, t))
+    if ((int)t != d->grad && (int)t != d->loss && !ps__in(d->of_pass | d->of_step, t))
       ps__vt_free(b, p.bound[t]);
   ps__vt_free_late(b, row_loss, s->spec->saved_lag);
   ps__tick(b);

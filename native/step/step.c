@@ -232,6 +232,7 @@ static void emit_rounds(ps__builder *b) {
     ps__send_pieces(b, n_leaving);
   }
   ps__send_pieces(b, b->n_leaving);
+  ps__end_rounds(b);
   ps__flush_late(b);
   ps__emit_updates(b);
 }
@@ -248,14 +249,18 @@ static void count_saved(ps__step *s) {
 
 static bool device_init(ps__on_device *on, const ps__step *s) {
   const ps__spec *spec = s->spec;
-  const size_t saved = (size_t)spec->n_layers * spec->n_chunks * s->model->max_tensors;
+  const size_t saved = (size_t)spec->n_layers * spec->n_chunks * s->model->max_tensors,
+               of_step = (size_t)s->model->n_layers * s->model->max_tensors;
   on->x = ps__malloc(spec->n_chunks * sizeof *on->x);
   on->dy = ps__malloc(spec->n_chunks * sizeof *on->dy);
   on->kept = ps__malloc(saved * sizeof *on->kept);
   on->away = ps__malloc(saved * sizeof *on->away);
+  on->of_step = ps__malloc(of_step * sizeof *on->of_step);
   on->rows_host = PS__NO_VT;
-  if (!on->x || !on->dy || !on->kept || !on->away)
+  if (!on->x || !on->dy || !on->kept || !on->away || !on->of_step)
     return false;
+  for (size_t i = 0; i < of_step; i++)
+    on->of_step[i] = PS__NO_VT;
   for (size_t i = 0; i < saved; i++)
     on->kept[i] = on->away[i] = PS__NO_VT;
   for (size_t i = 0; i < PS__SET_BITS; i++)
@@ -289,6 +294,7 @@ static void builder_free(ps__builder *b) {
     ps__free(on->dy);
     ps__free(on->kept);
     ps__free(on->away);
+    ps__free(on->of_step);
   }
   ps__free(b->step_batch);
   ps__free(b->gathered);

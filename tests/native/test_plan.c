@@ -213,6 +213,17 @@ static int hook_of(const ps__step *s, size_t op) {
   const bool hook = o->kernel && o->args_bytes == sizeof(ps__args_hook) && !o->kernel->info;
   return hook ? (int)((const ps__args_hook *)(const void *)(s->args + o->args))->what : -1;
 }
+/* The scale of a span is made once a step, by each device that has rounds. */
+static void check_scales(const ps__step *s) {
+  uint32_t n = 0, expected = 0;
+  for (size_t i = 0; i < s->n_op; i++)
+    n += s->op[i].kernel == &ps__k_fp8_scale && s->op[i].tag.what;
+  for (uint32_t l = 0; l < s->model->n_layers; l++)
+    for (uint32_t i = 0; i < ps__layer_of(s->model, l)->n_fwd; i++)
+      expected += ps__layer_of(s->model, l)->fwd[i].kernel == &ps__k_fp8_scale &&
+                  ps__layer_of(s->model, l)->fwd[i].what;
+  CHECK(n >= expected && n <= expected * s->at->n_devices);
+}
 /* The step ends with the report, which awaits the last of the weights and state that the
  * device-to-host stream copies, and the state of the units whose updates are split, from the last
  * one back. */
@@ -425,6 +436,7 @@ static uint32_t run_case(uint32_t idx, uint64_t *state) {
     check_step(&plan->step);
     check_tight(&plan->step);
     check_report(&plan->step);
+    check_scales(&plan->step);
     const outcome got = train(m, plan, i % 2 == 0);
     if (!same(&got, &expected)) {
       describe(m, &cfg, &spec, i);
