@@ -100,8 +100,11 @@ static void write_text(text *t, const ps_plan *p) {
     say(t, ", the first of %u", r->first_round_chunks);
   say(t, "; head and loss in slices of %llu\n", (unsigned long long)r->head_slice_tokens);
   if (r->n_devices > 1)
-    say(t, "devices          %u, of which %u have rounds; the host adds their gradients\n",
-        r->n_devices, r->n_rounds < r->n_devices ? r->n_rounds : r->n_devices);
+    say(t, "devices          %u, of which %u have rounds; %s\n", r->n_devices,
+        r->n_rounds < r->n_devices ? r->n_rounds : r->n_devices,
+        p->step.copied_bytes[PS__TO_PEERS]
+            ? "each fetches and adds a piece of most units, and they copy the rest to each other"
+            : "each fetches all from the host, which adds their gradients");
   say_memory(t, r);
   char kept[64] = "";
   if (r->units_kept)
@@ -155,8 +158,12 @@ static void write_text(text *t, const ps_plan *p) {
   say(t, "activations      first round: %s on the device, %s offloaded, %s recomputed\n",
       ps__format_bytes(a, r->saved_device_bytes), ps__format_bytes(b, r->saved_host_bytes),
       ps__format_bytes(c, r->saved_recompute_bytes));
-  say(t, "traffic          a step: %s to the device, %s to the host\n",
-      ps__format_bytes(a, r->h2d_bytes), ps__format_bytes(b, r->d2h_bytes));
+  say(t, "traffic          a step: %s to the device%s, %s to the host",
+      ps__format_bytes(a, r->h2d_bytes), r->n_devices > 1 ? "s" : "",
+      ps__format_bytes(b, r->d2h_bytes));
+  if (r->n_devices > 1)
+    say(t, ", %s between devices", ps__format_bytes(a, p->step.copied_bytes[PS__TO_PEERS]));
+  say(t, "\n");
   for (uint32_t i = 0; i < p->n_ramp; i++)
     say(t, "batch ramp       %llu steps of %llu tokens: %u round%s; predicted %.3f s a step\n",
         (unsigned long long)p->ramp[i].n_steps, (unsigned long long)p->ramp[i].layout.n_tokens,

@@ -143,6 +143,12 @@ static ps_status check_config(const ps_plan *plan, const ps_train_config *c) {
     return ps__fail(PS_EINVAL, "logits_fn is %s, but the plan was made %s keep_logits: plan anew",
                     c->logits_fn ? "given" : "missing", plan->cfg.keep_logits ? "with" : "without");
   PS_TRY(check_fp8_is_proved_on_gpus(plan));
+  if (plan->at->n_devices > 1 && plan->hw.backend == PS_BACKEND_CUDA)
+    return ps__fail(
+        PS_EINVAL,
+        "the plan is for %u GPUs, and the CUDA backend drives one so far: plan for one, "
+        "or for --backend cpu",
+        plan->at->n_devices);
   if (c->optimizer != plan->cfg.optimizer)
     return ps__fail(PS_EINVAL, "the optimizer is %s, but the plan was made for %s: plan anew",
                     ps_optimizer_name((ps_optimizer)c->optimizer),
