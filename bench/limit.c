@@ -66,7 +66,8 @@ static const struct {
     {"attention_bwd", {VALUES, VALUES, DOC_START, VALUES, LSE, GRADIENTS, UNSET, GRADIENTS_F32}},
     {"glu_fwd", {VALUES, UNSET}},
     {"glu_bwd", {GRADIENTS, VALUES}},
-    {"quantize", {VALUES, UNSET, UNSET, UNSET}},
+    {"fp8_scale", {VALUES, UNSET}},
+    {"quantize", {VALUES, SCALE, UNSET, UNSET, UNSET}}, /* a given scale is read */
     {"rmsnorm_quantize", {VALUES, VALUES, UNSET, UNSET, UNSET}},
     {"glu_quantize", {VALUES, UNSET, UNSET, UNSET}},
     {"glu_bwd_quantize", {GRADIENTS, VALUES, UNSET, UNSET, UNSET, UNSET, UNSET}},

@@ -24,9 +24,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent / "sweep"))
+
+from machine import ROOT, commit, machine, versions  # noqa: E402
+
 WARM_UP = 2  # steps of a training that do not count
 
 # family: kernel and, for products, what they multiply with
@@ -50,6 +54,7 @@ FAMILIES = {
     "glu_fwd": "swiglu",
     "glu_bwd": "swiglu",
     "quantize": "quantization",
+    "fp8_scale": "quantization",
     "rmsnorm_quantize": "norms",
     "glu_quantize": "swiglu",
     "glu_bwd_quantize": "swiglu",
@@ -224,13 +229,20 @@ def main():
     p.add_argument("--run", type=Path, metavar="DIR", help="a training's run directory")
     p.add_argument("--csv", type=Path, help="write the families as a table")
     p.add_argument("--json", type=Path, help="write everything, the calls too")
+    p.add_argument("--commit", help="commit to record (default: git's)")
     args, options = p.parse_known_args()
     if args.train and args.run:
         p.error("--train and --run exclude each other: --run is of a training that has ended")
     if args.steps <= WARM_UP:
         p.error(f"--steps {args.steps}: more than {WARM_UP} are needed")
     limit = json.loads(run([args.build / "bench/limit", *options, "--seconds", args.seconds]))
-    limit["command"] = ["bench/limit.py", *sys.argv[1:]]
+    limit |= {
+        "command": ["bench/limit.py", *sys.argv[1:]],
+        "machine": machine(),
+        "versions": versions(args.build / "bin/penstock"),
+        "commit": args.commit or commit() or "unknown",
+        "date": time.strftime("%Y-%m-%d"),
+    }
     rows, found = add_up(limit), None
     try:
         if args.train:

@@ -41,6 +41,9 @@ def result(tiny_model, tiny_shard, tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr
     rows = list(csv.DictReader(open(out / "limit.csv")))
+    assert {"machine", "versions", "commit", "date"} <= set(
+        json.loads((out / "limit.json").read_text())
+    )
     return done.stdout, rows, json.loads((out / "limit.json").read_text())
 
 
