@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from conftest import BUILD, ROOT, write_shard
 from penstock import BudgetError, Hardware, ModelConfig, Plan, Trainer
-from penstock._lib import check, ffi, lib
 
 MIB = 1 << 20
 UNIT = 2 * MIB  # arenas are whole units
@@ -221,27 +220,10 @@ def test_every_budget_gives_the_same_bits(case, model_dir, hardware):
 
 def make_plan(model, hardware, reserve, **kw):
     """A plan with the process's own memory given, so that a cap can be exact."""
-    cfg = Plan._config(
-        kw["seq_len"],
-        kw.get("device_mem"),
-        kw.get("host_mem"),
-        kw["tokens_per_step"],
-        kw["recipe"],
-        kw.get("optimizer", "adamw"),
-        kw["chunk_tokens"],
-        kw["chunks_per_round"],
-        0,
-        True,
-        2,
-        2,
-        True,
-        reserve=reserve,
-    )
-    out, device, host = ffi.new("ps_plan **"), ffi.new("uint64_t *"), ffi.new("uint64_t *")
-    check(lib.ps_plan_smallest(model._ptr, cfg, hardware._ptr, device, host))
-    check(lib.ps_plan_create(out, model._ptr, cfg, hardware._ptr))
-    lib.ps_plan_destroy(out[0])
-    return device[0], host[0]
+    given = kw | {"hardware": hardware, "reserve": reserve, "threads": 2}
+    least = Plan.smallest(model, **given)
+    Plan(model, **given)
+    return least
 
 
 def virtual_bytes():
