@@ -317,3 +317,17 @@ def test_what_plan_refuses(tiny_model):
         (("--gpus", "1,2", "--pairs", "1GiB:1GiB"), r"--gpus with several numbers"),
     ):
         refused(penstock(*words, *more), says)
+
+
+def test_a_trainer_refuses_a_plan_of_several_real_gpus(tiny_model):
+    plan = Plan(
+        ModelConfig.read(tiny_model),
+        seq_len=SEQ,
+        tokens_per_step=4 * SEQ,
+        hardware=Hardware.read(ROOT / "docs/hardware-h200.json"),
+        gpus=2,
+    )
+    with pytest.raises(
+        InvalidError, match="for 2 GPUs, and the CUDA backend drives one.*--backend"
+    ):
+        Trainer(tiny_model, plan, lambda step: None)

@@ -105,8 +105,9 @@ typedef struct ps_hardware {
   double elementwise_bytes_per_s;          /* norms and the like, through device memory */
   double h2d_bytes_per_s, d2h_bytes_per_s; /* a copy to the device, to the host */
   double duplex_bytes_per_s;               /* each of the two while both run */
-  /* A copy from one device to another; what a device receives from all others. 0: it is not known,
-   * or devices cannot: then each of several devices fetches all from the host. */
+  /* Copies from one device to others, one at a time. What a device receives from several at once is
+   * taken to be no limit. 0: not known, or devices cannot copy to each other: then each of several
+   * devices fetches all from the host. */
   double peer_bytes_per_s;
   double optimizer_bytes_per_s;        /* AdamW on the host, all threads */
   double accumulate_bytes_per_s;       /* gradient sums on the host */

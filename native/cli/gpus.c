@@ -159,6 +159,8 @@ static void find_what_binds(row *r, const ps_plan *plan, const ps_hardware *hw) 
       report->step_s > 0 ? report->stream_busy_s[report->bottleneck_stream] / report->step_s : 0;
   if (starts_with(stream, "compute"))
     r->binds = "products";
+  else if (starts_with(stream, "p2p") || starts_with(stream, "sums"))
+    r->binds = "other GPUs";
   else if (memory_shared(plan, report, hw))
     r->binds = "host memory";
   else

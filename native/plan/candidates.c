@@ -319,11 +319,6 @@ typedef struct traffic {
   double blocks; /* parameters of the streamed blocks, once */
 } traffic;
 
-static bool in_pieces(const ps__search_space *sp, uint32_t unit) {
-  return sp->plan->at->n_devices > 1 && sp->plan->hw.peer_bytes_per_s > 0 &&
-         !(unit == 0 && ps__tied(sp->plan->model));
-}
-
 static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
                             const ps__residency *r) {
   const ps_model *m = sp->plan->model;
@@ -357,7 +352,7 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
     const double added =
         ps__sum_bytes(bytes / e, contributions, contributions, sp->plan->model->dt);
     /* in pieces the other devices bring the rest, and add the contributions */
-    const bool pieces = in_pieces(sp, u);
+    const bool pieces = ps__takes_pieces(sp->plan, u);
     const double part = pieces ? share : 1;
     if (!stays && (frozen || !r->state))
       t.to_device += part * passes * bytes * rounds;

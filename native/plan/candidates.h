@@ -159,6 +159,9 @@ bool ps__params_stay(const ps__search_space *sp, const ps__residency *r, uint32_
 double ps__lookup_bytes(const ps__search_space *sp, const ps__layout *l);
 double ps__table_bytes(const ps__search_space *sp);
 bool ps__embed_on_host(const ps__search_space *sp, const ps__layout *l, const ps__residency *r);
+/* Whether several devices take the unit in pieces, unless it is an embedding on the host: they can
+ * copy to each other. The embedding of a tied model has contributions of the head, too. */
+bool ps__takes_pieces(const ps_plan *plan, uint32_t unit);
 /* All decisions of a candidate. Errors: PS_ENOMEM. @out freed by ps__spec_free(). */
 ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const ps__candidate *m,
                      bool embed_on_host, ps__spec *out);

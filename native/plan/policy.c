@@ -8,6 +8,11 @@ bool ps__among(const ps__search_space *sp, uint32_t unit, uint32_t parts) {
   return (layer + 1) * parts / PS__UNIT_PARTS != layer * parts / PS__UNIT_PARTS;
 }
 
+bool ps__takes_pieces(const ps_plan *plan, uint32_t unit) {
+  return plan->at->n_devices > 1 && plan->hw.peer_bytes_per_s > 0 &&
+         !(unit == 0 && ps__tied(plan->model));
+}
+
 bool ps__params_stay(const ps__search_space *sp, const ps__residency *r, uint32_t unit) {
   return ps__among(sp, unit, r->params) ||
          (r->head && sp->plan->model->unit[unit].layer == ps__head_layer(sp->plan->model));
@@ -163,9 +168,7 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
                table_on_host = u == 0 && embed_on_host, trained = !plan->model->unit[u].frozen;
     spec->param_resident[u] = ps__params_stay(sp, r, u) && !table_on_host;
     spec->grad_resident[u] = ps__among(sp, u, r->grads) && several && !table_on_host;
-    /* the embedding of a tied model has contributions of the head, too */
-    spec->in_pieces[u] = plan->cfg.n_devices > 1 && plan->hw.peer_bytes_per_s > 0 &&
-                         !table_on_host && !(u == 0 && ps__tied(plan->model));
+    spec->in_pieces[u] = ps__takes_pieces(plan, u) && !table_on_host;
     spec->update_resident[u] = r->state && trained;
     spec->update_streamed[u] = !r->state && layer > 0 && layer <= m->streamed && trained;
     const bool among = layer == ps__head_layer(plan->model)

@@ -29,8 +29,7 @@ static ps_tag embed_tag(uint32_t round, uint32_t chunk, int phase) {
  * long as three blocks' updates and would hold the step back, so rows that are gathered are updated
  * first. Half of the tokens are taken to be of rows that no token before them had.
  *
- * An update reads the gradient of the table. The first round's contribution overwrites it after the
- * gathers of its own device. So those of the other devices say that they read it. */
+ * An update reads the gradient of the table, which the first round's contribution overwrites. */
 static void gather_first(ps__builder *b, uint32_t chunk, uint32_t n, const ps__vaccess *token,
                          uint32_t rows, ps_tag tag) {
   const ps__step *s = b->s;
@@ -40,7 +39,7 @@ static void gather_first(ps__builder *b, uint32_t chunk, uint32_t n, const ps__v
       s->spec->clip ? ps__part(s->stats, PS_READ, 64, 64)
                     : ps__part(s->norms, PS_READ, 0, ps__norm_slots(s->model) * 8),
       ps__whole(b, rows, PS_WRITE), ps__whole(b, s->unit_host[0].grad, PS_READ)};
-  ps__emit_hook(b, PS__HOOK_GATHER, chunk, b->s->at->io, access, b->on == b->dev ? 3 : 4,
+  ps__emit_hook(b, PS__HOOK_GATHER, chunk, b->s->at->io, access, 4,
                 ps__bytes_work(2.0 * (double)(n * row_bytes(b)) +
                                0.5 * update * n * ps__embed_args_of(s->model)->dim),
                 tag);

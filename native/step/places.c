@@ -2,7 +2,7 @@
 #include "step/places.h"
 
 /* Copies both ways between a device and the host share a bus, which has the device's number. All
- * copies from other devices to a device share what it receives by. */
+ * copies from a device to other devices are of one stream. */
 enum { STREAMS_OF_DEVICE = 3, STREAMS_OF_HOST = 2 }; /* beside those between devices */
 #define COMPUTE(d) (STREAMS_OF_DEVICE * (d))
 #define H2D(d)     (STREAMS_OF_DEVICE * (d) + 1)
@@ -34,7 +34,7 @@ enum { STREAMS_OF_DEVICE = 3, STREAMS_OF_HOST = 2 }; /* beside those between dev
 
 /* The links between all pairs of n devices. */
 #define PAIR(a, b, n)                                                                              \
-  , {a, b, P2P(a, n), (n) + (b)}, { b, a, P2P(b, n), (n) + (a) }
+  , {a, b, P2P(a, n), (n) + (a)}, { b, a, P2P(b, n), (n) + (b) }
 #define PAIRS_1(n)
 #define PAIRS_2(n) PAIR(0, 1, n)
 #define PAIRS_3(n) PAIRS_2(n) PAIR(0, 2, n) PAIR(1, 2, n)

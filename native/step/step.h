@@ -139,10 +139,11 @@ void ps__spec_free(ps__spec *s);
  *   UPDATE_STATE  the state's part of a split update, of which UPDATE is the weights' part. On the
  *           host stream.
  *   GATHER  R token ids of a chunk; R the second half of stats (without clipping: the embedding's
- *           norms); W the tokens' rows of the table. Its `unit` is the step's chunk. The previous
- *           step's UPDATE of an embedding on the host runs at the same time: the trainer orders the
- *           two row by row (train/rows.c). That UPDATE ends before this step's next op on the table
- *           or its gradient, which comes after the chunk's backward pass.
+ *           norms); W the tokens' rows of the table; R the table's gradient. Its `unit` is the
+ *           step's chunk. The previous step's UPDATE of an embedding on the host runs at the same
+ *           time: the trainer orders the two row by row (train/rows.c). That UPDATE ends before
+ *           this step's next op on the table or its gradient, which comes after the chunk's
+ *           backward pass.
  *   REPORT  R stats; where FP8 counts what it flushes (ps__counts_flushed()), R the counters
  *           u64[n_devices][n_layers][PS__MAX_COUNTED] of the model's layers; where units are
  *           updated on the device, R what is copied to the host last. Of a checked step: R
