@@ -74,7 +74,7 @@ BENCH_LDLIBS := $(shell pkg-config --libs openblas 2>/dev/null || echo -lopenbla
 endif
 
 LIB_SRC := $(sort $(wildcard native/core/*.c native/engine/*.c native/backends/*/*.c native/kernels/*.c native/kernels/cpu/*.c native/optim/*.c \
-             native/model/*.c native/model/families/*.c native/hardware/*.c native/step/*.c native/plan/*.c native/generate/*.c native/train/*.c native/io/*.c) native/kernels/cuda/gemm_cache.c)
+             native/model/*.c native/model/families/*.c native/hardware/*.c native/step/*.c native/plan/*.c native/generate/*.c native/train/*.c native/io/*.c native/hosts/*.c) native/kernels/cuda/gemm_cache.c)
 
 # CUDA. The driver and cuBLASLt are opened at run time, so that what is built here also loads on machines without a GPU.
 NVCC := $(firstword $(if $(CUDA_HOME),$(wildcard $(CUDA_HOME)/bin/nvcc),$(realpath $(shell command -v nvcc)) $(wildcard /usr/local/cuda/bin/nvcc)))

@@ -28,11 +28,12 @@ ALLOWED = {
     for i, level in enumerate(ORDER)
     for name in level
 }
-ALLOWED["io"] = {"core"}
+ALLOWED["io"] = ALLOWED["hosts"] = {"core"}
 # The step as a program is the same on every machine: it knows no rates and no backend.
 ALLOWED["step"] -= {"hardware", "backends"}
 ALLOWED["model"] |= {"io"}  # adapters on disk
-ALLOWED["train"] |= {"io"}
+ALLOWED["plan"] |= {"hosts"}  # what sums over hosts take
+ALLOWED["train"] |= {"hosts", "io"}
 ALLOWED["cli"] = set()  # the public headers are all it needs
 
 CUDA = re.compile(

@@ -109,6 +109,9 @@ typedef struct ps_hardware {
    * taken to be no limit. 0: not known, or devices cannot copy to each other: then each of several
    * devices fetches all from the host. */
   double peer_bytes_per_s;
+  /* Between two hosts, each way. It is not measured: a file states it. 0: not known, and plans take
+   * no time for exchanges. */
+  double network_bytes_per_s;
   double optimizer_bytes_per_s;        /* AdamW on the host, all threads */
   double accumulate_bytes_per_s;       /* gradient sums on the host */
   double accumulate_sumsq_bytes_per_s; /* a sum and its squares in one pass: the last sum's */

@@ -102,6 +102,11 @@ typedef struct ps_plan_config {
   /* Devices that train the model together, at most PS_MAX_DEVICES; 0 counts as 1. The bits do not
    * depend on it, where chunks and rounds are the same. device_mem_bytes is the cap of each. */
   uint32_t n_devices;
+  /* Hosts that train the model together, at most PS_MAX_HOSTS (penstock/hosts.h); 0 counts as 1.
+   * The plan is that of one of them, and tokens_per_step is of all. Each has an equal part of the
+   * step's sequences, so the step is rounded down to that. */
+  uint32_t n_hosts;
+  uint32_t reserved;
   /* Terms of the loss that is trained, beside the cross-entropy of each counted target. Both are 0
    * with forward_only.
    *   z_loss           z_loss * logsumexp(logits)^2 (PaLM, arXiv 2204.02311); at most PS_MAX_Z_LOSS
@@ -155,8 +160,10 @@ typedef struct ps_plan_report {
   uint32_t n_rounds, chunks_per_round, n_chunks; /* n_chunks: of a step */
   /* The first round may be larger: the last step's updates run beside its forward pass. */
   uint32_t first_round_chunks;
-  uint32_t n_devices, reserved;
+  uint32_t n_devices, n_hosts;
+  /* tokens_per_step and n_sequences are of all hosts, all else is of one */
   uint64_t chunk_tokens, tokens_per_step, n_sequences, head_slice_tokens;
+  double exchange_bytes; /* that a host sends to the others in a step, and as many it receives */
   /* Of several devices, device figures are those of the one that takes the most. Used: arena +
    * scratch + overhead + tables; at most device_mem_bytes */
   uint64_t device_used_bytes;

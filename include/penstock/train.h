@@ -23,6 +23,7 @@
 #define PENSTOCK_TRAIN_H
 #include "checkpoint.h"
 #include "data.h"
+#include "hosts.h"
 #include "plan.h"
 
 #ifdef __cplusplus
@@ -129,6 +130,10 @@ typedef struct ps_train_config {
   /* What ps_trainer_validate() reads; NULL: nothing. The plan must be made with val_tokens.
    * Borrowed until destroy. */
   ps_dataset *val_dataset;
+  /* The other hosts' tasks, as many as the plan has hosts; NULL: the plan is of one host. Each
+   * trainer reads its part of every step's sequences, and batch_fn must be NULL. What steps report
+   * is of all hosts. Borrowed until destroy. */
+  ps_hosts *hosts;
   /* Given with a plan that was made with keep_logits, else NULL. Borrowed until destroy. */
   ps_logits_fn logits_fn;
   void *logits_user;
@@ -182,6 +187,8 @@ typedef struct ps_step_metrics {
    * and the largest such part of a tensor of a layer. Counted are activations and gradients that
    * blocks multiply. Above PS_FLUSHED_WARNS a warning says which tensor it is. */
   double fp8_flushed, fp8_flushed_most;
+  /* 1: a host's task asked to stop before this step was computed (ps_trainer_ask_stop()). */
+  uint64_t stop;
 } ps_step_metrics;
 #define PS_FLUSHED_WARNS 0.01
 
@@ -260,6 +267,11 @@ PS_API ps_status ps_trainer_validate(ps_trainer *t, ps_validation *out);
  * are in host memory. NULL is a no-op.
  * Threads: any, and signal handlers. Blocks: no; ops that run are not awaited. */
 PS_API void ps_trainer_cancel(ps_trainer *t);
+/* ps_trainer_ask_stop() - tell the tasks of all hosts that this one is to stop: the metrics of the
+ * same step say so in each of them. A step that a task has submitted needs all tasks. So each goes
+ * on to the step after the one that says so, and submits no further one.
+ * Threads: any, and signal handlers. */
+PS_API void ps_trainer_ask_stop(ps_trainer *t);
 /* ps_trainer_steps_done() - how many steps wait has reported; first_step is not counted. */
 PS_API uint64_t ps_trainer_steps_done(const ps_trainer *t);
 /* ps_trainer_at_rest() - 1: no op of steps, validations, samples or a step run again runs, and

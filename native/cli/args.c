@@ -10,6 +10,9 @@
 
 /* ---- messages -------------------------------------------------------------------------------- */
 
+static char last_words[1024];
+const char *cli_last_words(void) { return last_words; }
+
 int cli_fail(int code, const char *fmt, ...) {
   char text[4096], shown[8192];
   va_list ap;
@@ -17,6 +20,7 @@ int cli_fail(int code, const char *fmt, ...) {
   vsnprintf(text, sizeof text, fmt, ap);
   va_end(ap);
   fprintf(stderr, "penstock: %s\n", ps_printable(shown, sizeof shown, text));
+  snprintf(last_words, sizeof last_words, "%.1023s", text);
   return code;
 }
 

@@ -10,6 +10,7 @@
 #define PENSTOCK_CLI_H
 #include <penstock/adapter.h>
 #include <penstock/generate.h>
+#include <penstock/hosts.h>
 #include <penstock/resume.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -23,6 +24,7 @@ enum { CLI_OK = 0, CLI_FAILED = 1, CLI_REFUSED = 2, CLI_INTERRUPTED = 130 };
  * was written yet, so that bad input, an unreadable file and missing memory are CLI_REFUSED. */
 int cli_fail(int code, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 int cli_fail_status(ps_status status, bool starting);
+const char *cli_last_words(void); /* of the last cli_fail(); "" when there was none */
 const char *cli_bytes(char buf[32], uint64_t bytes);    /* "19.9 GiB" */
 const char *cli_rate(char buf[32], double bytes_per_s); /* "48.2 GB/s" */
 const char *cli_duration(char buf[32], double seconds); /* "1h02m", "3m20s", "12s" */
@@ -198,6 +200,27 @@ typedef struct cli_checkpoints {
   double due_s;           /* when the next is due, of an interval in seconds */
 } cli_checkpoints;
 
+/* ---- several hosts (launcher.c) -------------------------------------------------------------- */
+enum { CLI_ADDRESS = 256 };
+/* Which of @n tasks this one is, one a host; n below 2: the only one. */
+typedef struct cli_task {
+  uint32_t rank, n, port; /* rank 0 listens at address and port */
+  char address[CLI_ADDRESS];
+} cli_task;
+
+/* cli_task_read() - what torchrun, srun or mpirun say in the environment. Several tasks on this
+ * host are refused. Exit code.
+ * cli_task_meet() - meet the other tasks, if there are some, and compare the options. Exit code.
+ * cli_task_follow() - a task that is not rank 0 writes nothing but errors: it validates, samples
+ * and saves nothing.
+ * cli_task_share_plan() - all take the cut of rank 0's plan; @code is that of rank 0's plan.
+ * cli_task_end() - leave the other tasks; with @code not 0 end them. */
+int cli_task_read(cli_task *t);
+int cli_task_meet(cli_job *job);
+void cli_task_follow(cli_job *job);
+int cli_task_share_plan(cli_job *job, int code);
+void cli_task_end(cli_job *job, int code);
+
 /* ---- a job: options and plan of train, plan and demo (job.c) --------------------------------- */
 struct cli_job {
   const char *model, *out, *run_dir;
@@ -234,6 +257,9 @@ struct cli_job {
   int32_t document_token, document_end_token;
   bool data_marks_documents; /* masks of the data say where documents begin */
   double save_wait;          /* seconds for which a failing save is tried again */
+  double hosts_wait;         /* seconds for which the tasks of other hosts are awaited */
+  cli_task task;             /* its n is also of `penstock plan --hosts` */
+  ps_hosts *hosts;           /* set by cli_task_meet(); NULL: this is the only host */
   bool force, shuffle, json, quiet, smallest, deterministic, init_weights, forward_only;
   const char *hardware_file; /* of `penstock plan`: the machine to plan for */
   bool other_machine;        /* of `penstock plan`: --host-mem may exceed this machine's memory */
@@ -303,6 +329,8 @@ int cli_run_file_read(const cli_command *command, const char *path);
 int cli_run_file_show(const char *path);
 int cli_run_file_check(const cli_job *job);
 char *cli_run_file_text(const cli_job *job);
+/* cli_options_text() - a line for each option of train but those of @without; NULL: no memory. */
+char *cli_options_text(cli_job *job, const char *const *without);
 int cli_run_file_write(const cli_job *job);
 
 /* cli_plan_grid() - print the predicted tokens per second of a prepared job under each pair of

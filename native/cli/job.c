@@ -40,6 +40,7 @@ void cli_job_init(cli_job *job) {
       .document_end_token = -1,
       .trace_steps = 2,
       .save_wait = 600,
+      .hosts_wait = 300,
       .keep = CLI_KEEP,
       .sample_tokens = 64,
       .sample_top_p = 1,
@@ -196,6 +197,10 @@ static const job_option job_options[] = {
            .most = PS_MAX_DEVICES,
            .help = "train on N GPUs: --gpu I and those after it (default 1). So far --backend cpu "
                    "alone takes several, with an arena in place of each"),
+    OPTION(TRAINING, hosts_wait, .name = "hosts-wait", .kind = CLI_NUMBER, .value = "SECONDS",
+           .least = 0.1, .most = 1e6,
+           .help = "where torchrun, srun or mpirun start a task on each of several hosts: how long "
+                   "to wait for the others (default 300)"),
     OPTION(ALWAYS, device.threads, .name = "threads", .kind = CLI_COUNT, .value = "N", .least = 1,
            .most = PS_MAX_THREADS,
            .help =
@@ -406,6 +411,7 @@ int cli_job_prepare(cli_job *j) {
       .lora = j->lora,
       .n_threads = (uint32_t)j->device.threads,
       .n_devices = (uint32_t)j->device.n_gpus,
+      .n_hosts = j->task.n,
       .deterministic = j->deterministic,
       .one_document =
           j->document_token < 0 && j->document_end_token < 0 && !j->data_marks_documents,

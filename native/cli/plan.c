@@ -104,7 +104,16 @@ int cli_plan(int argc, char **argv) {
                                 .help = "plan for N GPUs (default 1); of several numbers, such as "
                                         "1,2,4,8, print a table: tokens/s, what binds, memory, and "
                                         "the tokens a step that N GPUs need"};
-  options[n + 7] = (cli_option){.name = NULL};
+  uint64_t n_hosts = 1;
+  options[n + 7] = (cli_option){.name = "hosts",
+                                .kind = CLI_COUNT,
+                                .out = &n_hosts,
+                                .value = "M",
+                                .least = 1,
+                                .most = PS_MAX_HOSTS,
+                                .help = "plan for M hosts like this one, a task on each (default "
+                                        "1)"};
+  options[n + 8] = (cli_option){.name = NULL};
   const cli_command command = {
       .usage = "plan --model DIR --seq-len N [--device-mem SIZE] [--host-mem SIZE] [OPTIONS]",
       .about = about,
@@ -123,6 +132,7 @@ int cli_plan(int argc, char **argv) {
     code = cli_fail(CLI_REFUSED, "--gpus with several numbers prints a table of its own: give one "
                                  "number, or leave out --smallest, --grid-* and --pairs");
   job.device.n_gpus = n_gpus[0];
+  job.task.n = (uint32_t)n_hosts;
   if (code == CLI_OK)
     code = cli_job_check(&job);
   if (code == CLI_OK && job.data.n)

@@ -238,6 +238,36 @@ static void write_options(FILE *f, const cli_option *options) {
   }
 }
 
+static bool among(const char *name, const char *const *names) {
+  while (*names && strcmp(*names, name) != 0)
+    names++;
+  return *names != NULL;
+}
+
+char *cli_options_text(cli_job *job, const char *const *without) {
+  cli_option options[CLI_MAX_OPTIONS];
+  char *text = NULL;
+  size_t bytes;
+  FILE *f = open_memstream(&text, &bytes);
+  if (!f)
+    return NULL;
+  cli_job_options(job, options, true);
+  for (const cli_option *o = options; o->name; o++) {
+    if (among(o->name, without))
+      continue;
+    fprintf(f, "--%s ", o->name);
+    if (has_value(o))
+      put_value(f, o);
+    else
+      fputs("not given", f);
+    putc('\n', f);
+  }
+  if (fclose(f) == 0)
+    return text;
+  free(text);
+  return NULL;
+}
+
 int cli_run_file_show(const char *path) {
   cli_job job;
   cli_option options[CLI_MAX_OPTIONS];

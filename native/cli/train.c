@@ -141,6 +141,7 @@ ps_train_config cli_train_config(const cli_job *job, ps_dataset *ds, ps_dataset 
   cfg.adapter_dir = resumed ? NULL : job->adapter;
   cfg.dataset = ds;
   cfg.val_dataset = val;
+  cfg.hosts = job->hosts;
   return cfg;
 }
 
@@ -255,11 +256,10 @@ static ps_status submit_steps(cli_job *job, ps_trainer *t, cli_progress *p, uint
   return st;
 }
 
-/* How many steps may be submitted in all, after @n_done: two are in flight, but none is where a
- * validation or samples come, or where a profiler begins or ends its recording. */
-static uint64_t submit_limit(const cli_job *job, uint64_t n_done) {
-  const uint64_t step = job->first_step + n_done, n = job->steps - job->first_step,
-                 ahead = n - n_done < 2 ? n : n_done + 2,
+/* How many steps of @n may be submitted in all, after @n_done: two are in flight, but none is where
+ * a validation or samples come, or where a profiler begins or ends its recording. */
+static uint64_t submit_limit(const cli_job *job, uint64_t n_done, uint64_t n) {
+  const uint64_t step = job->first_step + n_done, ahead = n - n_done < 2 ? n : n_done + 2,
                  stop[] = {cli_val_next(job, step), cli_samples_next(job, step),
                            cli_profile_next(job, step)};
   uint64_t most = job->first_step + ahead;
@@ -284,6 +284,7 @@ static int between_steps(cli_job *job, ps_trainer *t, cli_progress *p, watchdog 
 static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics,
                      cli_run_result *r) {
   const uint64_t n_steps = job->steps - job->first_step;
+  uint64_t end = n_steps; /* the steps that are to run: fewer where another host's task stops */
   double *step_s = calloc(n_steps + 1, sizeof *step_s);
   if (!step_s)
     return cli_fail(CLI_FAILED, "out of memory for the times of %llu steps",
@@ -295,12 +296,15 @@ static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics
   const bool watched = watch_begin(&dog, t, job);
   for (;;) {
     r->interrupted = r->interrupted || atomic_load(&n_interrupts);
+    const bool stops = r->interrupted || code != CLI_OK;
+    if (stops && job->hosts)
+      ps_trainer_ask_stop(t);
     ps_status st = PS_OK;
     if (r->n_done == submitted)
       st = cli_profile_at(job, t, job->first_step + r->n_done);
     if (st == PS_OK)
       st = submit_steps(job, t, p, &submitted, job->first_step + r->n_done,
-                        r->interrupted || code != CLI_OK ? 0 : submit_limit(job, r->n_done));
+                        stops && !job->hosts ? 0 : submit_limit(job, r->n_done, end));
     atomic_store(&dog.paused, ps_trainer_checkpoint_running(t) != 0);
     if (st == PS_OK && r->n_done == submitted)
       break;
@@ -314,6 +318,10 @@ static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics
       break;
     }
     note_step(r, &m, step_s);
+    if (m.stop && end > r->n_done + 1) {
+      end = r->n_done + 1; /* which all tasks know at the same step, and may have submitted */
+      r->interrupted = true;
+    }
     atomic_fetch_add(&dog.n_done, 1);
     cli_step_note(&s, job, &m, cli_now_s() - p->started_s, r->n_done);
     cli_progress_step(p, &m, &s);
@@ -323,7 +331,7 @@ static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics
     const uint64_t before = r->n_validations;
     const int between =
         code == CLI_OK ? between_steps(job, t, p, &dog, r, step, due ? &v : NULL) : CLI_OK;
-    if (code == CLI_OK)
+    if (code == CLI_OK && metrics)
       code = cli_metrics_write(job, metrics, r->metrics_path, &m, &s,
                                r->n_validations > before ? &v : NULL);
     code = code == CLI_OK ? between : code;
@@ -400,7 +408,8 @@ static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_re
   }
   atomic_store(&nothing_written, false);
   atomic_store(&running, t);
-  int code = open_outputs(job, r, &metrics, lock);
+  const bool writes = job->task.rank == 0;
+  int code = writes ? open_outputs(job, r, &metrics, lock) : CLI_OK;
   if (code != CLI_OK)
     return code;
   double started = p->started_s = cli_now_s();
@@ -408,9 +417,9 @@ static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_re
   code = run_steps(job, t, p, metrics, r);
   atomic_store(&running, NULL);
   r->wall_s = cli_now_s() - started;
-  if (fclose(metrics) != 0 && code == CLI_OK)
+  if (metrics && fclose(metrics) != 0 && code == CLI_OK)
     code = cli_fail(CLI_FAILED, "%s cannot be written: %s", r->metrics_path, strerror(errno));
-  if (code == CLI_OK && r->n_done)
+  if (code == CLI_OK && r->n_done && writes)
     code = report_trace(job, t, r);
   if (job->out && (r->n_done || job->first_step) && code != CLI_INTERRUPTED) {
     /* After an error too: the weights are those of the last complete step. */
@@ -420,7 +429,7 @@ static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_re
   }
   if (code == CLI_OK && !job->json && !job->quiet)
     cli_summary_print(stdout, job, r);
-  if (code == CLI_OK)
+  if (code == CLI_OK && writes)
     code = cli_summary_write(job, r);
   return code == CLI_OK && r->interrupted ? CLI_INTERRUPTED : code;
 }
@@ -465,12 +474,16 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
   ps_status st;
   int code = cli_gpus_check(&job->device);
   if (code == CLI_OK)
+    code = cli_task_meet(job);
+  cli_task_follow(job);
+  const bool first = job->task.rank == 0;
+  if (code == CLI_OK)
     code = cli_job_check(job);
   if (code == CLI_OK)
     code = cli_profile_parse(job);
-  if (code == CLI_OK)
+  if (code == CLI_OK && first)
     code = check_outputs(job);
-  if (code == CLI_OK)
+  if (code == CLI_OK && first)
     code = cli_run_lock(job->run_dir, false, lock);
   catch_interrupts();
   if (code == CLI_OK)
@@ -480,7 +493,7 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     code = cli_resume_open(job, from);
     ps_log_set(NULL, NULL); /* the settings are checked twice, and their warnings printed once */
   }
-  if (code == CLI_OK)
+  if (code == CLI_OK && first)
     code = cli_val_open(job, ds, &val);
   if (code == CLI_OK)
     code = cli_samples_open(job);
@@ -488,8 +501,12 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
   /* checked before the search, which takes longer */
   if (code == CLI_OK && (st = ps_train_config_check(&cfg, &job->config)) != PS_OK)
     code = cli_fail_status(st, true);
+  if (!first)
+    code = cli_task_share_plan(job, code);
   if (code == CLI_OK)
     code = cli_job_plan(job);
+  if (first)
+    code = cli_task_share_plan(job, code);
   if (code != CLI_OK) {
     ps_dataset_close(ds);
     ps_dataset_close(val);
@@ -541,6 +558,7 @@ int cli_train_job(cli_job *job) {
   const char *run_dir = job->run_dir = job->run_dir ? job->run_dir : job->out ? job->out : ".";
   ps_checkpoint *from = NULL;
   const int code = train(job, &from, &lock);
+  cli_task_end(job, code);
   ps_checkpoint_close(from);
   cli_run_unlock(run_dir, lock);
   return code;
@@ -572,6 +590,8 @@ int cli_train(int argc, char **argv) {
       .job = &job,
   };
   int code = cli_parse(&command, argc, argv);
+  if (code == CLI_OK)
+    code = cli_task_read(&job.task);
   if (code == CLI_OK)
     code = cli_train_job(&job);
   cli_job_free(&job);

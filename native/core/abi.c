@@ -6,6 +6,7 @@
 #include <penstock/engine.h>
 #include <penstock/generate.h>
 #include <penstock/hardware.h>
+#include <penstock/hosts.h>
 #include <penstock/model.h>
 #include <penstock/plan.h>
 #include <penstock/resume.h>
@@ -62,6 +63,7 @@ static const struct {
     ENTRY(ps_generate_request),
     ENTRY(ps_generate_stats),
     ENTRY(ps_dataset_part),
+    ENTRY(ps_hosts_config),
 };
 
 size_t ps_abi_size(const char *struct_name) {

@@ -384,8 +384,10 @@ static ps_status plan(ps__gen_plan *p, const ps_model_config *model) {
 ps_status ps__gen_plan_beside(ps__gen_plan *p, const ps_model_config *model,
                               const ps_generate_config *cfg, const ps_hardware *hw,
                               const ps__gen_beside *beside) {
-  *p = (ps__gen_plan){
-      .cfg = *cfg, .hw = *hw, .at = beside->at ? beside->at : ps__places_of(1), .beside = *beside};
+  *p = (ps__gen_plan){.cfg = *cfg,
+                      .hw = *hw,
+                      .at = beside->at ? beside->at : ps__places_of(1, 1),
+                      .beside = *beside};
   const ps_status st = plan(p, model);
   if (st != PS_OK)
     ps__gen_plan_free(p);

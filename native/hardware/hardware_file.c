@@ -112,6 +112,7 @@ static const field fields[] = {
     REAL_OF(d2h_bytes_per_s, REQUIRED),
     REAL_OF(duplex_bytes_per_s, REQUIRED),
     REAL_OF(peer_bytes_per_s, 0),
+    REAL_OF(network_bytes_per_s, 0),
     REAL_OF(optimizer_bytes_per_s, REQUIRED),
     REAL_OF(memory_bytes_per_s, REQUIRED),
     REAL_OF(op_ns, REQUIRED),

@@ -513,7 +513,7 @@ static ps_status add_candidates(ps__search_space *sp, uint32_t idx) {
       for (uint32_t i = 0; st == PS_OK && i < PS__N_RESIDENCIES * PS__N_AHEADS; i++) {
         m.residency = (uint8_t)(i / PS__N_AHEADS);
         m.keep = ps__residencies[m.residency];
-        if (sp->plan->at->n_devices > 1 && (m.keep.grads || m.keep.state))
+        if (ps__totals_on_host(sp->plan) && (m.keep.grads || m.keep.state))
           continue; /* totals and state are on the host */
         m.ahead = (uint8_t)(i % PS__N_AHEADS);
         const traffic now = with_kept_parameters(sp, &t[m.residency], &mb->layout, &s, m.ahead);

@@ -154,6 +154,8 @@ double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t st
   const ps__places *at = m->at;
   if (m->copy[stream].copies)
     return hw->op_ns + rate_ns(work.bytes, m->copy[stream].bytes_per_s);
+  if (stream == at->net)
+    return hw->op_ns + rate_ns(work.bytes, hw->network_bytes_per_s);
   if (stream == at->io)
     return hw->op_ns + rate_ns(work.bytes, hw->gather_bytes_per_s);
   if (ps__stream_on_host(at, stream))
@@ -285,6 +287,8 @@ static void draw_of_copy(const ps__cost_model *m, const ps__copy_rate *copy, ps_
 static void draw_of_host_op(const ps__cost_model *m, const ps_op_view *op, ps_sim_cost *out) {
   const ps_hardware *hw = m->hw;
   const bool optimizer = class_of(op->kernel) == PS_CLASS_OPTIMIZER, io = op->stream == m->at->io;
+  if (op->stream == m->at->net)
+    return;
   draw(out, ps__cpus_of(m->host),
        fraction(optimizer ? m->n_threads
                 : io      ? ps__io_threads(m->n_threads)

@@ -1,5 +1,6 @@
 /* evaluate.c - a candidate's ops, memory and time; what a step takes besides its arenas. */
 #include "hardware/hardware_impl.h"
+#include "hosts/hosts.h"
 #include "plan/evaluate.h"
 #include <string.h>
 
@@ -17,7 +18,9 @@ uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scr
   const uint64_t rows = s->spec->embed_on_host ? 4ull * plan->model->cfg.vocab_size : 0;
   /* a token's logits in fp32 */
   const uint64_t logits = plan->cfg.keep_logits ? 4ull * plan->model->cfg.vocab_size : 0;
-  return *scratch + *trace + plan->cfg.reserve_bytes + 8 * s->layout->n_tokens + rows + logits;
+  const uint64_t net = ps__exchanges(s->spec) ? ps__hosts_staging_bytes(s->spec->n_hosts) : 0;
+  return *scratch + *trace + plan->cfg.reserve_bytes + 8 * s->layout->n_tokens + rows + logits +
+         net;
 }
 
 uint64_t ps__largest_device(const ps__places *at, const uint64_t space[PS_MAX_PLACES]) {

@@ -37,7 +37,7 @@ static int n_layers(const ps__search *s) {
 
 static bool moved(const ps__search *s, ps__candidate *m, int what, int by) {
   /* the CPU backend's "device" has no processor of its own */
-  const bool cuda = s->plan->hw.backend == PS_BACKEND_CUDA, one = s->plan->at->n_devices == 1;
+  const bool cuda = s->plan->hw.backend == PS_BACKEND_CUDA, one = !ps__totals_on_host(s->plan);
   const int layers = n_layers(s);
   uint8_t *const field[N_MOVES] = {&m->host,  &m->keep.params, &m->keep.grads,
                                    &m->extra, &m->streamed,    &m->split,
@@ -181,7 +181,7 @@ static ps_status begin_at_start(ps__search *s, descent *d) {
   if (d->taken == 0 || s->whole || m.keep.state || s->plan->hw.backend != PS_BACKEND_CUDA)
     return PS_OK;
   m = d->at.candidate;
-  m.streamed = s->plan->at->n_devices == 1 ? (uint8_t)(layers / 6) : 0;
+  m.streamed = ps__totals_on_host(s->plan) ? 0 : (uint8_t)(layers / 6);
   m.sums = (uint8_t)(l->n_rounds == 1 ? 0 : layers < 6 ? layers : 6);
   m.extra = l->first_round_chunks > l->chunks_per_round ? PS__SAVED_PARTS / 2 : 0;
   PS_TRY(try_candidate(s, d, m, &usual));

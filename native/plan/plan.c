@@ -2,6 +2,7 @@
  * report, and refusals in words. */
 #include "plan/plan_impl.h"
 #include "hardware/hardware_impl.h"
+#include "hosts/hosts.h"
 #include <string.h>
 
 const char *ps_plan_stream_name(const ps_plan *plan, uint32_t stream) {
@@ -76,7 +77,8 @@ static ps_status check_ranges(const ps_plan_config *c) {
                {"sample_context", c->sample_context, PS_MAX_ROWS},
                {"n_threads", c->n_threads, PS_MAX_THREADS},
                {"trace_steps", c->trace_steps, PS_MAX_TRACE_STEPS},
-               {"n_devices", c->n_devices, PS_MAX_DEVICES}};
+               {"n_devices", c->n_devices, PS_MAX_DEVICES},
+               {"n_hosts", c->n_hosts, PS_MAX_HOSTS}};
   for (size_t i = 0; i < sizeof field / sizeof *field; i++)
     if (field[i].value > field[i].most)
       return ps__fail(PS_EINVAL, "%s is %llu: at most %llu is possible", field[i].name,
@@ -144,7 +146,9 @@ static ps_status check_config(ps_plan *p) {
   PS_TRY(check_ranges(c));
   if (c->n_devices == 0)
     c->n_devices = 1;
-  p->at = ps__places_of(c->n_devices);
+  if (c->n_hosts == 0)
+    c->n_hosts = 1;
+  p->at = ps__places_of(c->n_devices, c->n_hosts);
   if (c->recipe >= PS_N_RECIPES)
     return ps__fail(PS_EINVAL, "recipe %u is unknown: use " PS__RECIPE_NAMES, c->recipe);
   if (c->fp8_bf16_down > 1)
@@ -197,7 +201,14 @@ static ps_status check_config(ps_plan *p) {
   if (c->tokens_per_step < c->seq_len)
     return ps__fail(PS_EINVAL, "tokens per step %llu is less than one sequence of %llu tokens",
                     (unsigned long long)c->tokens_per_step, (unsigned long long)c->seq_len);
-  c->tokens_per_step = c->tokens_per_step / c->seq_len * c->seq_len;
+  if (c->tokens_per_step / c->seq_len < c->n_hosts)
+    return ps__fail(PS_EINVAL,
+                    "tokens per step %llu are %llu sequences of %llu tokens, for %u hosts: raise "
+                    "--tokens-per-step, as each host needs one at least",
+                    (unsigned long long)c->tokens_per_step,
+                    (unsigned long long)(c->tokens_per_step / c->seq_len),
+                    (unsigned long long)c->seq_len, c->n_hosts);
+  c->tokens_per_step = c->tokens_per_step / c->seq_len / c->n_hosts * c->seq_len; /* a host's */
   if (c->chunk_tokens >= c->seq_len && c->chunk_tokens % c->seq_len)
     return ps__fail(
         PS_EINVAL,
@@ -351,19 +362,29 @@ static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
   return refuse_both(p, r);
 }
 
+static double exchanged_bytes(const ps__step *s) {
+  double bytes = 0;
+  for (size_t i = 0; i < s->n_op; i++)
+    if (s->op[i].stream == s->at->net)
+      bytes += s->op[i].work.bytes;
+  return bytes;
+}
+
 static void fill_report(ps_plan *p, const ps__search_result *r) {
   const ps__step *s = &p->step;
   const ps__layout *l = &p->layout;
   ps_plan_report *o = &p->report;
   o->struct_bytes = sizeof *o;
   o->n_devices = s->at->n_devices;
+  o->n_hosts = p->cfg.n_hosts;
+  o->exchange_bytes = exchanged_bytes(s);
   o->n_rounds = l->n_rounds;
   o->chunks_per_round = l->chunks_per_round;
   o->first_round_chunks = l->first_round_chunks;
   o->n_chunks = l->n_chunks;
   o->chunk_tokens = l->chunk_tokens;
-  o->tokens_per_step = l->n_tokens;
-  o->n_sequences = l->n_sequences;
+  o->tokens_per_step = o->n_hosts * l->n_tokens;
+  o->n_sequences = o->n_hosts * l->n_sequences;
   o->head_slice_tokens = p->spec.head_slice;
   o->device_arena_bytes = ps__arena_round(ps__largest_device(s->at, s->space_bytes));
   const uint64_t overhead =
@@ -622,7 +643,7 @@ ps_status ps__plan_from_spec(ps_plan **out, const ps_model_config *model, const 
       ps__layout_init(&p->layout, p->cfg.seq_len, p->cfg.tokens_per_step / p->cfg.seq_len,
                       spec->chunk_tokens, spec->chunks_per_round, spec->first_round_chunks);
   p->cfg.n_devices = spec->n_devices;
-  p->at = ps__places_of(spec->n_devices);
+  p->at = ps__places_of(spec->n_devices, p->cfg.n_hosts);
   if (st == PS_OK)
     st = ps__spec_copy(&p->spec, spec);
   if (st == PS_OK)

@@ -31,8 +31,14 @@ struct ps_plan {
   _Atomic uint32_t in_use; /* 1: a trainer has it */
 };
 
+/* ps__totals_on_host() - totals of gradients and updates are on the host: where several devices or
+ * hosts train together. */
+static inline bool ps__totals_on_host(const ps_plan *p) {
+  return p->at->n_devices > 1 || p->cfg.n_hosts > 1;
+}
+
 /* ---- ramp.c: steps of a batch ramp ----------------------------------------------------------- */
-/* A stage: n_steps steps of n_sequences sequences, from first_step of the training on. */
+/* A stage: n_steps steps of n_sequences sequences a host, from first_step of the training on. */
 typedef struct ps__ramp {
   uint64_t n_steps, n_sequences, first_step, first_sequence;
   ps__layout layout;
@@ -41,7 +47,8 @@ typedef struct ps__ramp {
   double step_s; /* predicted */
 } ps__ramp;
 /* What a step of the training is made of: a stage's, or after the ramp the plan's own. Steps
- * [first_step, end_step) are alike. first_sequence: sequences read before first_step. */
+ * [first_step, end_step) are alike. first_sequence: sequences that a host has read before
+ * first_step. */
 typedef struct ps__step_size {
   const ps__layout *layout;
   const ps__step *step;

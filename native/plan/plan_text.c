@@ -84,6 +84,21 @@ static const char *where(uint64_t some, uint64_t all) {
   return some == all ? "resident" : some ? "partly resident" : "streamed";
 }
 
+static void say_hosts(text *t, const ps_plan *p) {
+  const ps_plan_report *r = &p->report;
+  say(t, "hosts            %u, each with %llu of the step's %llu tokens; ", r->n_hosts,
+      (unsigned long long)(r->tokens_per_step / r->n_hosts),
+      (unsigned long long)r->tokens_per_step);
+  if (p->hw.network_bytes_per_s > 0)
+    say(t, "%.3f GB a step each way at %.3g GB/s: %.3f s\n", r->exchange_bytes * 1e-9,
+        p->hw.network_bytes_per_s * 1e-9, r->exchange_bytes / p->hw.network_bytes_per_s);
+  else
+    say(t,
+        "%.3f GB a step each way, for which no time is taken: the machine's description has no "
+        "network_bytes_per_s\n",
+        r->exchange_bytes * 1e-9);
+}
+
 static void write_text(text *t, const ps_plan *p) {
   const ps_plan_report *r = &p->report;
   char a[32], b[32], c[32];
@@ -105,6 +120,8 @@ static void write_text(text *t, const ps_plan *p) {
         p->step.copied_bytes[PS__TO_PEERS]
             ? "each fetches and adds a piece of most units, and they copy the rest to each other"
             : "each fetches all from the host, which adds their gradients");
+  if (r->n_hosts > 1)
+    say_hosts(t, p);
   say_memory(t, r);
   char kept[64] = "";
   if (r->units_kept)
@@ -247,6 +264,11 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
                {"n_feasible", r->n_feasible}};
   for (size_t i = 0; i < sizeof field / sizeof *field; i++)
     ps__jsonw_uint(w, field[i].name, field[i].value);
+  if (r->n_hosts > 1) {
+    ps__jsonw_uint(w, "n_hosts", r->n_hosts);
+    ps__jsonw_number(w, "exchange_bytes", r->exchange_bytes);
+    ps__jsonw_number(w, "network_bytes_per_s", p->hw.network_bytes_per_s);
+  }
   ps__jsonw_string(w, "recipe", ps_recipe_name((ps_recipe)p->cfg.recipe));
   if (p->model->fp8.on) {
     ps__jsonw_uint(w, "fp8_bf16_first", p->cfg.fp8_bf16_first);

@@ -149,6 +149,7 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
   spec->deterministic = plan->cfg.deterministic != 0;
   spec->one_document = plan->cfg.one_document != 0;
   spec->n_devices = plan->cfg.n_devices;
+  spec->n_hosts = plan->cfg.n_hosts;
   spec->chunk_tokens = layout->chunk_tokens;
   spec->chunks_per_round = layout->chunks_per_round;
   spec->first_round_chunks = layout->first_round_chunks;

@@ -16,12 +16,13 @@ static ps_status check(const ps_plan *p) {
     return ps__fail(PS_EINVAL, "a plan that trains nothing has no batch ramp: leave it out");
   for (uint32_t i = 0; i < c->n_ramp; i++) {
     const ps_ramp_stage *s = &c->ramp[i];
-    if (s->tokens_per_step < c->seq_len || s->tokens_per_step > c->tokens_per_step)
+    const uint64_t least = c->n_hosts * c->seq_len, most = c->n_hosts * c->tokens_per_step;
+    if (s->tokens_per_step < least || s->tokens_per_step > most)
       return ps__fail(PS_EINVAL,
                       "stage %u of the batch ramp has %llu tokens a step: give from %llu, one "
-                      "sequence, to %llu, the tokens per step",
-                      i + 1, (unsigned long long)s->tokens_per_step, (unsigned long long)c->seq_len,
-                      (unsigned long long)c->tokens_per_step);
+                      "sequence%s, to %llu, the tokens per step",
+                      i + 1, (unsigned long long)s->tokens_per_step, (unsigned long long)least,
+                      c->n_hosts > 1 ? " a host" : "", (unsigned long long)most);
     if (s->n_steps == 0 || s->n_steps > PS_MAX_RAMP_STEPS - steps)
       return ps__fail(PS_EINVAL,
                       "stage %u of the batch ramp has %llu steps: give at least 1, and at most %d "
@@ -67,7 +68,7 @@ ps_status ps__plan_ramp(ps_plan *p, bool run) {
   for (uint32_t i = 0; i < p->cfg.n_ramp; i++) {
     ps__ramp *r = &p->ramp[p->n_ramp++];
     r->n_steps = p->cfg.ramp[i].n_steps;
-    r->n_sequences = p->cfg.ramp[i].tokens_per_step / p->cfg.seq_len;
+    r->n_sequences = p->cfg.ramp[i].tokens_per_step / p->cfg.seq_len / p->cfg.n_hosts;
     r->first_step = step;
     r->first_sequence = sequence;
     step += r->n_steps;
@@ -112,13 +113,14 @@ ps__step_size ps__step_size_at(const ps_plan *p, uint64_t step) {
 
 uint64_t ps_plan_sequences_before(const ps_plan *p, uint64_t step) {
   const ps__step_size s = ps__step_size_at(p, step);
-  return s.first_sequence + (step - s.first_step) * s.layout->n_sequences;
+  return p->cfg.n_hosts * (s.first_sequence + (step - s.first_step) * s.layout->n_sequences);
 }
 
 ps_status ps_plan_steps_of(const ps_plan *plan, uint64_t n_sequences, uint64_t *out) {
   if (!plan || !out)
     return ps__fail(PS_EINVAL, "ps_plan_steps_of: plan and out must be given");
   uint64_t steps = 0;
+  n_sequences /= plan->cfg.n_hosts; /* of one host */
   for (ps__step_size s; n_sequences; steps = s.end_step) {
     s = ps__step_size_at(plan, steps);
     const uint64_t n = n_sequences / s.layout->n_sequences;

@@ -63,6 +63,8 @@ static const char *label(const ps__places *at, const ps__vop *op) {
     case PS__TO_HOST: return outgoing(&op->tag);
     default: return "other devices";
     }
+  if (op->stream == at->net)
+    return "other hosts";
   if (op->stream == at->host_ops)
     return on_host(op);
   if (op->stream == at->io)

@@ -81,7 +81,7 @@ ps_status ps__plan_validation(ps_plan *p, bool run) {
   cfg.sample_sequences = cfg.sample_context = 0;
   cfg.n_ramp = 0;
   cfg.z_loss = cfg.label_smoothing = 0; /* the cross-entropy alone, as penstock eval */
-  cfg.tokens_per_step = sequences * cfg.seq_len;
+  cfg.tokens_per_step = cfg.n_hosts * sequences * cfg.seq_len; /* one of the hosts validates */
   PS_TRY(ps__plan_new(&p->val, &p->model->cfg, &cfg, &p->hw));
   ps_program *program = NULL;
   PS_TRY(find_step(p, p->val));

@@ -179,6 +179,12 @@ static const ps_kernel update_kernel[PS_N_OPTIMIZERS][2] = {PS__OPTIMIZERS(UPDAT
 
 static const ps_kernel hook_kernel[] = {
     [PS__HOOK_LOAD] = {.name = "load_batch", .op_class = PS_CLASS_IO, .fn = {run_hook, run_hook}},
+    [PS__HOOK_COUNT] = {.name = "count_targets",
+                        .op_class = PS_CLASS_OTHER,
+                        .fn = {run_hook, run_hook}},
+    [PS__HOOK_EXCHANGE] = {.name = "exchange_totals",
+                           .op_class = PS_CLASS_OTHER,
+                           .fn = {run_hook, run_hook}},
     [PS__HOOK_LOGITS] = {.name = "logits", .op_class = PS_CLASS_OTHER, .fn = {run_hook, run_hook}},
     [PS__HOOK_LOSS] = {.name = "loss", .op_class = PS_CLASS_OTHER, .fn = {run_hook, run_hook}},
     [PS__HOOK_NORM] = {.name = "grad_norm", .op_class = PS_CLASS_OTHER, .fn = {run_hook, run_hook}},

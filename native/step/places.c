@@ -57,26 +57,40 @@ enum { STREAMS_OF_DEVICE = 3, STREAMS_OF_HOST = 2 }; /* beside those between dev
 #define PEERS_7(n) , ENTRIES_7(PEER, n), ENTRIES_7(SUM, n)
 #define PEERS_8(n) , ENTRIES_8(PEER, n), ENTRIES_8(SUM, n)
 
-#define PLACES(n, STREAMS)                                                                         \
+/* NO_NET, NET: what a step of one host and of several has. */
+#define NO_NET(n)
+#define NET(n)                                                                                     \
+  , { "net", n }
+#define STREAMS_OF(n) (STREAMS_OF_DEVICE * (n) + STREAMS_OF_HOST + ((n) > 1 ? 2 * (n) : 0))
+
+#define PLACES(n, STREAMS, OTHERS, n_others)                                                       \
   [n] = {.n_places = (n) + 1,                                                                      \
          .n_links = 2 * (n) + (n) * ((n) - 1),                                                     \
-         .n_streams = STREAMS_OF_DEVICE * (n) + STREAMS_OF_HOST + ((n) > 1 ? 2 * (n) : 0),         \
+         .n_streams = STREAMS_OF(n) + (n_others),                                                  \
          .n_devices = n,                                                                           \
          .kind = {ENTRIES_##n(KIND, n), PS_PLACE_HOST},                                            \
          .link = {ENTRIES_##n(LINKS, n) PAIRS_##n(n)},                                             \
-         .stream = {ENTRIES_##n(STREAMS, n), {"host", n}, {"io", n} PEERS_##n(n)},                 \
+         .stream = {ENTRIES_##n(STREAMS, n), {"host", n}, {"io", n} PEERS_##n(n) OTHERS(n)},       \
          .dev = {ENTRIES_##n(AT, n)},                                                              \
          .host = n,                                                                                \
          .host_ops = STREAMS_OF_DEVICE * (n),                                                      \
-         .io = STREAMS_OF_DEVICE * (n) + 1}
+         .io = STREAMS_OF_DEVICE * (n) + 1,                                                        \
+         .net = STREAMS_OF(n)}
 
-static const ps__places places[PS_MAX_DEVICES + 1] = {
-    PLACES(1, ALONE), PLACES(2, NAMED), PLACES(3, NAMED), PLACES(4, NAMED),
-    PLACES(5, NAMED), PLACES(6, NAMED), PLACES(7, NAMED), PLACES(8, NAMED)};
+#define PLACES_OF(OTHERS, n_others)                                                                \
+  {PLACES(1, ALONE, OTHERS, n_others), PLACES(2, NAMED, OTHERS, n_others),                         \
+   PLACES(3, NAMED, OTHERS, n_others), PLACES(4, NAMED, OTHERS, n_others),                         \
+   PLACES(5, NAMED, OTHERS, n_others), PLACES(6, NAMED, OTHERS, n_others),                         \
+   PLACES(7, NAMED, OTHERS, n_others), PLACES(8, NAMED, OTHERS, n_others)}
 
-const ps__places *ps__places_of(uint32_t n_devices) { return &places[n_devices]; }
+static const ps__places one_host[PS_MAX_DEVICES + 1] = PLACES_OF(NO_NET, 0);
+static const ps__places of_several[PS_MAX_DEVICES + 1] = PLACES_OF(NET, 1);
+
+const ps__places *ps__places_of(uint32_t n_devices, uint32_t n_hosts) {
+  return n_hosts > 1 ? &of_several[n_devices] : &one_host[n_devices];
+}
 
 _Static_assert(PS_MAX_DEVICES + 1 <= PS_MAX_PLACES && PS_MAX_DEVICES + 1 <= PS_MAX_SPACES &&
                    PS_MAX_DEVICES * (PS_MAX_DEVICES + 1) <= PS_MAX_LINKS &&
-                   SUMS(PS_MAX_DEVICES, PS_MAX_DEVICES) <= PS_MAX_STREAMS,
+                   STREAMS_OF(PS_MAX_DEVICES) + 1 <= PS_MAX_STREAMS,
                "an engine has too few places, links or streams for so many devices");

@@ -23,13 +23,15 @@ typedef struct ps__places {
   /* who does what in a step */
   ps__device_at dev[PS_MAX_DEVICES];
   uint32_t host, host_ops, io; /* the host's place, and its streams */
+  uint32_t net;                /* a stream of the host that talks to other hosts; none: n_streams */
 } ps__places;
 
 /* ps__places_of() - the host, @n_devices devices (1..PS_MAX_DEVICES), a bus between each of them
  * and the host, and links from each device to each other one. The devices come first, then the
  * host; the streams likewise. One device has streams "compute", "h2d", "d2h"; of several their
- * number follows: "compute 0". "p2p 0" and so on come last, then "sums 0". Threads: any. */
-const ps__places *ps__places_of(uint32_t n_devices);
+ * number follows: "compute 0". "p2p 0" and so on come last, then "sums 0". Where several hosts
+ * train together, the host has one more stream, "net", the last. Threads: any. */
+const ps__places *ps__places_of(uint32_t n_devices, uint32_t n_hosts);
 
 /* ps__link_of() - the first link whose copies run on @stream; NULL: the stream runs ops. */
 static inline const ps_link *ps__link_of(const ps__places *at, uint32_t stream) {

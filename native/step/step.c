@@ -38,7 +38,7 @@ static ps_status spec_alloc(ps__spec *s) {
 ps_status ps__spec_init(ps__spec *s, const ps_model *m, const ps__layout *l) {
   memset(s, 0, sizeof *s);
   s->model = m;
-  s->n_devices = 1;
+  s->n_devices = s->n_hosts = 1;
   s->n_units = m->n_units;
   s->n_layers = m->cfg.n_layers;
   s->n_saved = m->max_saved;
@@ -62,6 +62,7 @@ ps_status ps__spec_init_beside(ps__spec *s, const ps_model *m, const ps__layout 
   s->deterministic = of->deterministic;
   s->one_document = of->one_document;
   s->n_devices = of->n_devices;
+  s->n_hosts = of->n_hosts;
   s->chunk_tokens = l->chunk_tokens;
   s->chunks_per_round = l->chunks_per_round;
   s->first_round_chunks = l->first_round_chunks;
@@ -113,6 +114,10 @@ static void make_batch(ps__builder *b) {
   const ps__vaccess load = ps__whole(b, s->batch, PS_WRITE);
   ps__emit_hook(b, PS__HOOK_LOAD, 0, b->s->at->io, &load, 1, (ps_work){.bytes = (double)at},
                 (ps_tag){.layer = -1, .round = -1, .chunk = -1, .phase = PS__PHASE_FORWARD});
+  const ps__vaccess count = ps__whole(b, s->batch, PS_READ_WRITE);
+  if (ps__exchanges(s->spec))
+    ps__emit_hook(b, PS__HOOK_COUNT, 0, b->s->at->net, &count, 1, (ps_work){0},
+                  (ps_tag){.layer = -1, .round = -1, .chunk = -1, .phase = PS__PHASE_FORWARD});
 }
 
 void ps__copy_batch(ps__builder *b, uint32_t round) {
@@ -136,8 +141,10 @@ static void emit_loss(ps__builder *b) {
   const ps__vaccess access[3] = {ps__part(s->batch, PS_READ, 0, sizeof(ps__batch_header)),
                                  ps__whole(b, s->row_loss, PS_READ),
                                  ps__part(s->stats, PS_WRITE, 0, 64)};
-  ps__emit_hook(b, PS__HOOK_LOSS, 0, b->s->at->host_ops, access, 3,
-                ps__bytes_work((double)(ps__loss_row_bytes(s->model) * s->layout->n_tokens)),
+  const bool exchanges = ps__exchanges(s->spec);
+  const double bytes = (double)(ps__loss_row_bytes(s->model) * s->layout->n_tokens);
+  ps__emit_hook(b, PS__HOOK_LOSS, 0, exchanges ? b->s->at->net : b->s->at->host_ops, access, 3,
+                ps__bytes_work(exchanges ? 0 : bytes),
                 (ps_tag){.layer = -1, .round = -1, .chunk = -1, .phase = PS__PHASE_HEAD});
 }
 
@@ -311,9 +318,11 @@ static ps_status check_spec(const ps_model *model, const ps__spec *spec) {
     return ps__fail(PS_EINTERNAL, "a step has 1 to %d devices, not %u", PS_MAX_DEVICES,
                     spec->n_devices);
   for (uint32_t u = 0; u < spec->n_units; u++) {
-    if (spec->n_devices > 1 && (spec->grad_resident[u] || ps__updated_on_device(spec, u)))
+    if ((spec->n_devices > 1 || spec->n_hosts > 1) &&
+        (spec->grad_resident[u] || ps__updated_on_device(spec, u)))
       return ps__fail(PS_EINTERNAL,
-                      "unit %u: with several devices totals and updates are on the host", u);
+                      "unit %u: with several devices or hosts, totals and updates are on the host",
+                      u);
     if (spec->in_pieces[u] &&
         (spec->n_devices == 1 || (u == 0 && (ps__tied(model) || spec->embed_on_host))))
       return ps__fail(PS_EINTERNAL, "unit %u cannot be cut into pieces", u);
@@ -339,7 +348,7 @@ ps_status ps__step_emit(ps__step *s, const ps_model *model, const ps__layout *la
   s->recipe = &ps__recipes[spec->recipe];
   s->dt = s->recipe->weights;
   PS_TRY(check_spec(model, spec));
-  s->at = ps__places_of(spec->n_devices);
+  s->at = ps__places_of(spec->n_devices, spec->n_hosts);
   s->sums = ps__contributions_of(layout, spec->head_slice, s->recipe->grad, false);
   s->of_step = ps__contributions_of(layout, spec->head_slice, s->recipe->grad, true);
   ps__builder b = {.s = s, .hooks = hooks, .header = PS__NO_VT, .checks = PS__NO_VT};

@@ -51,6 +51,10 @@ typedef struct ps__spec {
    * host, where their contributions are added in the order of the rounds. With several devices
    * totals and state are on the host, and so are updates. */
   uint32_t n_devices;
+  /* Hosts that train together, each with a part of the step's sequences: the program is that of one
+   * of them. Totals and updates are on the host, as with several devices. A unit's total is
+   * complete when those of all hosts are added to each other (EXCHANGE). */
+  uint32_t n_hosts;
   /* [n_units], with several devices: each of them fetches a piece of the unit from the host and
    * sends it to the others; and each adds the contributions to a piece of the unit's total, which
    * crosses its link to the host and back once for all rounds that run at once. All sums are those
@@ -97,6 +101,10 @@ static inline bool ps__updated_on_device(const ps__spec *s, uint32_t unit) {
 static inline bool ps__weights_stay(const ps__spec *s, uint32_t unit) {
   return s->param_resident[unit] && (ps__updated_on_device(s, unit) || s->model->unit[unit].frozen);
 }
+/* ps__exchanges() - whether the step talks to other hosts: it trains. */
+static inline bool ps__exchanges(const ps__spec *s) {
+  return s->n_hosts > 1 && !s->checked && s->model->n_trained > 0;
+}
 /* ps__counts_flushed() - whether a step of the model counts what FP8 flushes: it has a backward
  * pass through its blocks. */
 static inline bool ps__counts_flushed(const ps_model *m) {
@@ -125,9 +133,12 @@ void ps__spec_free(ps__spec *s);
 /* ---- host ops: what the trainer does inside the program -------------------------------------- */
 /* One function serves all hooks. Pointers, by what:
  *   LOAD    W batch (the whole host batch)
+ *   COUNT   with several hosts: RW batch. LOAD has put this host's valid targets into the header;
+ *           COUNT replaces them by those of all hosts, and the chunks' scales by theirs
  *   LOGITS  R logits of a head slice. Its `unit` is the slice's first token of the step. After it
  *           the slice's memory on the host is reused.
  *   LOSS    R batch, R row_loss f32[step tokens, columns], W stats.loss to valid_tokens
+ *   EXCHANGE  with several hosts: RW the unit's total, which becomes that of all hosts
  *   NORM    R norms f64[n_units][ps__norm_slots()], W the second half of stats: its step last,
  *           and on success only
  *   UPDATE  the operands of ps__update_operands() (optim/optim.h). The gate is, with clipping, the
@@ -150,8 +161,10 @@ void ps__spec_free(ps__spec *s);
  *           f64[n_checks], a sum of squares for each check */
 typedef enum ps__hook {
   PS__HOOK_LOAD,
+  PS__HOOK_COUNT,
   PS__HOOK_LOGITS,
   PS__HOOK_LOSS,
+  PS__HOOK_EXCHANGE,
   PS__HOOK_NORM,
   PS__HOOK_UPDATE,
   PS__HOOK_UPDATE_STATE,

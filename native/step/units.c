@@ -386,10 +386,10 @@ static uint32_t send_grad(ps__builder *b, uint32_t unit, uint32_t device_grad, u
 }
 
 /* Adds contribution i > 0, host tensor @from, to the total. With the last one (@total) come the
- * sums of squares. */
+ * sums of squares, unless other hosts add to the total first. */
 static void add_arrived(ps__builder *b, uint32_t unit, uint32_t from, uint32_t i, bool total,
                         uint32_t lag) {
-  if (total)
+  if (total && !ps__exchanges(b->s->spec))
     emit_sumsq_on_host(b, unit, i, from);
   else
     emit_addition(b, unit, i, b->s->at->host, from, b->s->unit_host[unit].grad,
@@ -436,7 +436,20 @@ void ps__add_waiting(ps__builder *b) {
   b->on->n_waiting = 0;
 }
 
+/* The total of this host becomes that of all hosts. Low bytes are rounded away before. The op's
+ * work: BYTES that the host sends, and as many it receives (hosts/hosts.h). */
+static void exchange(ps__builder *b, uint32_t unit) {
+  const ps__vaccess total = ps__whole(b, b->s->unit_host[unit].grad, PS_READ_WRITE);
+  const double n = b->s->spec->n_hosts, sent = 2 * (n - 1) / n * (double)total.bytes;
+  if (b->unit[unit].low != PS__NO_VT)
+    emit_sumsq_on_host(b, unit, 0, PS__NO_VT);
+  ps__emit_hook(b, PS__HOOK_EXCHANGE, unit, b->s->at->net, &total, 1, ps__bytes_work(sent),
+                ps__about(ps__unit_tag(b, unit, PS__PHASE_UPDATE), "gradients"));
+}
+
 void ps__total_on_host(ps__builder *b, uint32_t unit) {
+  if (ps__exchanges(b->s->spec))
+    exchange(b, unit);
   emit_sumsq_on_host(b, unit, 0, PS__NO_VT);
   ps__total_ready(b, unit);
 }
@@ -471,9 +484,10 @@ void ps__grad_end(ps__builder *b, uint32_t unit, bool more) {
   }
   /* The total is on the device where gradients are device-resident, where it ends there, and where
    * this is the only contribution. */
-  const bool total_here = resident || ends || n == 1;
+  const bool exchanged = ps__exchanges(s->spec), total_here = resident || ends || n == 1;
   const uint32_t leaving = resident || ends ? u->total : *grad;
-  const uint32_t sums = last && total_here ? emit_sumsq_on_device(b, unit, leaving) : PS__NO_VT;
+  const uint32_t sums =
+      last && total_here && !exchanged ? emit_sumsq_on_device(b, unit, leaving) : PS__NO_VT;
   if (last ? !on_device || s->spec->keep_grads : !resident)
     add_on_host(b, unit, leaving, resident || ends ? 0 : i, last, more ? 0 : s->spec->sum_lag);
   if (last && on_device)
@@ -485,7 +499,9 @@ void ps__grad_end(ps__builder *b, uint32_t unit, bool more) {
     u->sums = sums; /* they stay too */
   else
     ps__vt_free_late(b, sums, s->spec->grad_lag);
-  if (last)
+  if (last && exchanged)
+    ps__total_on_host(b, unit);
+  else if (last)
     ps__total_ready(b, unit);
 }
 

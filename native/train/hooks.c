@@ -7,7 +7,9 @@
 /* ---- batch ----------------------------------------------------------------------------------- */
 
 static ps_status read_dataset(ps_trainer *t, uint64_t step, uint64_t n) {
-  const uint64_t s = t->plan->cfg.seq_len, first = ps_plan_sequences_before(t->plan, step);
+  /* of the step's sequences the first are rank 0's */
+  const uint64_t s = t->plan->cfg.seq_len,
+                 first = ps_plan_sequences_before(t->plan, step) + t->rank * n;
   for (uint64_t i = 0; i < n; i++) {
     const uint64_t window =
         ps_dataset_at(t->cfg.dataset, s, first + i, t->cfg.seed, (int)t->cfg.shuffle);
@@ -75,6 +77,14 @@ static void fill_block(const ps_trainer *t, const ps__chunk *k, float scale, cha
   }
 }
 
+void ps__batch_scale(const ps__step *s, uint64_t valid, void *batch) {
+  const float scale = valid ? (float)(1.0 / (double)valid) : 0;
+  for (uint32_t i = 0; i < s->layout->n_chunks; i++)
+    memcpy((char *)batch + s->batch_offset[i] +
+               ps__batch_chunk_of(s->layout->chunk[i].n_tokens).scale,
+           &scale, sizeof scale);
+}
+
 void ps__batch_fill_part(const ps_trainer *t, const ps__step *s, uint64_t first, uint64_t valid,
                          void *batch) {
   const float scale = valid ? (float)(1.0 / (double)valid) : 0;
@@ -111,17 +121,24 @@ ps_status ps__batch_read(ps_trainer *t, uint64_t run_step, const ps__layout *l, 
   return check_batch(t, what, l->n_tokens, valid);
 }
 
+ps_status ps__batch_check_valid(const ps_trainer *t, uint64_t run_step, uint64_t valid) {
+  char what[32];
+  name_step(t, run_step, what);
+  return valid ? PS_OK
+               : ps__fail(PS_ENUMERIC,
+                          "%s has no valid target: its loss is undefined; mask fewer of its "
+                          "tokens, or raise --tokens-per-step",
+                          what);
+}
+
 static ps_status load_batch(ps_trainer *t, const ps_launch *l) {
   uint64_t valid;
   char what[32];
   name_step(t, l->step, what);
   PS_TRY(read_batch(t, l->step, t->size.layout));
   PS_TRY(ps__batch_fill(t, what, t->size.step, l->ptr[0], &valid));
-  if (valid == 0)
-    return ps__fail(PS_ENUMERIC,
-                    "%s has no valid target: its loss is undefined; mask fewer of its tokens, or "
-                    "raise --tokens-per-step",
-                    what);
+  if (!t->cfg.hosts)
+    PS_TRY(ps__batch_check_valid(t, l->step, valid));
   *(ps__batch_header *)l->ptr[0] = (ps__batch_header){.valid_tokens = valid, .step = l->step + 1};
   /* units are updated while the step goes on */
   if (!t->plan->cfg.clip)
@@ -168,7 +185,10 @@ static ps_status sum_loss(ps_trainer *t, const ps_launch *l) {
   const float *row = l->ptr[1];
   double mean[3] = {0};
   for (uint64_t c = 0; c < n_columns; c++)
-    mean[c] = ps__sum_rows(row + c, n, n_columns) / (double)batch->valid_tokens;
+    mean[c] = ps__sum_rows(row + c, n, n_columns);
+  PS_TRY(ps__sum_losses(t, l, mean));
+  for (uint64_t c = 0; c < n_columns; c++)
+    mean[c] /= (double)batch->valid_tokens;
   const double loss = mean[0], e = n_columns > 1 ? (double)terms->label_smoothing : 0,
                z_loss = (double)terms->z_loss * mean[1];
   t->skips.loss_bad = !isfinite(loss);
@@ -371,6 +391,8 @@ ps_status ps__trainer_hook(void *ctx, ps__hook what, uint32_t unit, const ps_lau
   launch->step += t->run_first;
   switch (what) {
   case PS__HOOK_LOAD: return load_batch(t, launch);
+  case PS__HOOK_COUNT: return ps__count_targets(t, launch);
+  case PS__HOOK_EXCHANGE: return ps__exchange_totals(t, unit, launch);
   case PS__HOOK_LOGITS: return give_logits(t, unit, launch);
   case PS__HOOK_LOSS: return sum_loss(t, launch);
   case PS__HOOK_NORM: return grad_norm(t, launch);

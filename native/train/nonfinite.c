@@ -53,6 +53,10 @@ static void describe_loss(const ps_trainer *t, char text[PS__WHY_BYTES]) {
   const ps__layout *l = t->size.layout;
   const uint64_t s = l->seq_len;
   uint32_t chunk = 0;
+  if (k->bad_row == l->n_tokens) {
+    snprintf(text, PS__WHY_BYTES, "the loss of another host's part is not finite");
+    return;
+  }
   while (chunk + 1 < l->n_chunks && l->chunk[chunk + 1].first_token <= k->bad_row)
     chunk++;
   snprintf(text, PS__WHY_BYTES, "the loss is %s, first in chunk %u (sequence %llu, position %llu)",
@@ -83,7 +87,7 @@ ps_status ps__loss_is_bad(ps_trainer *t, uint64_t run_step, double loss, const f
   ps__skips *k = &t->skips;
   k->bad_loss = loss;
   k->bad_row = 0;
-  while (k->bad_row + 1 < t->size.layout->n_tokens && isfinite(row[k->bad_row * n_columns]))
+  while (k->bad_row < t->size.layout->n_tokens && isfinite(row[k->bad_row * n_columns]))
     k->bad_row++;
   return skips(t) ? PS_OK : fail_loss(t, run_step);
 }

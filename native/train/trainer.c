@@ -1,6 +1,7 @@
 /* trainer.c - creates, steps and destroys a trainer. */
 #include "train/trainer.h"
 #include "generate/generate.h"
+#include "hosts/hosts.h"
 #include "io/io.h"
 #include "train/adapter.h"
 #include "train/resume.h"
@@ -135,10 +136,22 @@ static ps_status check_fp8_is_proved_on_gpus(const ps_plan *plan) {
                   ps__recipes[ps__recipes[plan->cfg.recipe].arrays].name);
 }
 
+static ps_status check_hosts(const ps_plan *plan, const ps_train_config *c) {
+  const uint32_t n = c->hosts ? c->hosts->n : 1;
+  if (n != plan->cfg.n_hosts)
+    return ps__fail(PS_EINVAL, "the trainer is one of %u hosts, and the plan is for %u: plan anew",
+                    n, plan->cfg.n_hosts);
+  if (c->hosts && c->batch_fn)
+    return ps__fail(PS_EINVAL, "several hosts read a dataset, of which each knows its part: "
+                               "batch_fn must not be given");
+  return PS_OK;
+}
+
 static ps_status check_config(const ps_plan *plan, const ps_train_config *c) {
   PS_TRY(ps_train_config_check(c, &plan->model->cfg));
   if (!c->dataset == !c->batch_fn)
     return ps__fail(PS_EINVAL, "exactly one of dataset and batch_fn must be given");
+  PS_TRY(check_hosts(plan, c));
   if (!c->logits_fn != !plan->cfg.keep_logits)
     return ps__fail(PS_EINVAL, "logits_fn is %s, but the plan was made %s keep_logits: plan anew",
                     c->logits_fn ? "given" : "missing", plan->cfg.keep_logits ? "with" : "without");
@@ -337,6 +350,7 @@ static ps_status open_trainer(ps_trainer *t, const ps_checkpoint *from, ps_progr
     t->serial = from->serial;
   }
   t->size = ps__step_size_at(t->plan, t->cfg.first_step);
+  PS_TRY(ps__trainer_agree(t));
   if (adapter_dir)
     PS_TRY(ps__adapter_open_for(t->plan->model, adapter_dir, &adapters, &dropout));
   if (dropout > 0 && !t->plan->cfg.forward_only)
@@ -348,6 +362,8 @@ static ps_status open_trainer(ps_trainer *t, const ps_checkpoint *from, ps_progr
                                   &weights);
   if (st == PS_OK)
     st = reserve_and_load(t, weights, adapters, from, progress, progress_user);
+  if (st == PS_OK)
+    st = ps__trainer_agree_weights(t);
   ps_tensors_close(weights);
   ps_tensors_close(adapters);
   return st;
@@ -416,6 +432,8 @@ static ps_status create(ps_trainer **out, const char *model_dir, ps_plan *plan,
   t->plan = plan;
   t->cfg = *cfg;
   (void)resolve_hypers(&t->cfg); /* checked above */
+  t->rank = cfg->hosts ? cfg->hosts->rank : 0;
+  ps__trainer_join_hosts(t);
   ps__dataset_use(cfg->dataset);
   ps__dataset_use(cfg->val_dataset);
   plan->hooks = (ps__step_hooks){t, ps__trainer_hook};
@@ -451,6 +469,9 @@ ps_status ps_trainer_resume(ps_trainer **out, const char *model_dir, ps_plan *pl
 ps_status ps_trainer_destroy(ps_trainer *t) {
   if (!t)
     return PS_OK;
+  ps__trainer_leave_hosts(t);
+  if (t->n_submitted != t->n_reported) /* steps in flight, which wait for other hosts */
+    ps_hosts_fail(t->cfg.hosts, PS_ECANCELLED, "its training was ended");
   if (t->run && !ps__engine_drives(t->engine))
     ps__trainer_await_written_steps(t);
   PS_TRY(ps_run_destroy(t->run));
@@ -523,7 +544,7 @@ static void keep_error(ps_trainer *t, ps_status st) {
 
 ps_status ps__trainer_stop(ps_trainer *t, ps_status st) {
   if (t->sticky == PS_OK)
-    keep_error(t, st);
+    keep_error(t, ps__trainer_hosts_failed(t, st));
   return ps__fail(t->sticky, "%s", t->sticky_message);
 }
 
@@ -632,10 +653,11 @@ static void fill_metrics(ps_trainer *t, ps_step_metrics *m) {
                          .loss = r->loss,
                          .objective = r->objective,
                          .z_loss = r->z_loss,
-                         .tokens = size.layout->n_tokens,
+                         .tokens = p->cfg.n_hosts * size.layout->n_tokens,
                          .valid_tokens = r->valid_tokens,
                          .grad_norm = r->norm,
                          .skipped = r->skipped,
+                         .stop = r->stop,
                          .n_skipped = r->n_skipped,
                          .fp8_flushed = r->flushed,
                          .fp8_flushed_most = r->flushed_most,
@@ -679,8 +701,10 @@ ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out) {
     return ps__fail(PS_ESTATE, "ps_trainer_wait: no step was submitted");
   ps__hold_seen(t->hold, t->n_reported);
   const ps_status st = ps__trainer_run_wait(t, t->n_reported + 1);
-  if (st != PS_OK)
+  if (st != PS_OK) {
+    (void)ps__trainer_hosts_failed(t, st); /* ops that wait for other hosts end */
     ps__run_rest(t->run); /* ops that were running have ended; the step's report may be one */
+  }
   /* Once its report ran, all weights of a step are in host memory. What was stopped after that is
    * only moments, and copies that nobody reads any more. */
   if (st != PS_OK && atomic_load(&t->ended) <= t->n_reported)
@@ -695,6 +719,11 @@ ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out) {
   t->last_end_ns = t->ring[t->n_reported % PS__RING].end_ns;
   t->n_reported++;
   return PS_OK;
+}
+
+void ps_trainer_ask_stop(ps_trainer *t) {
+  if (t)
+    atomic_store(&t->stop_asked, 1);
 }
 
 void ps_trainer_cancel(ps_trainer *t) {

@@ -13,7 +13,8 @@ enum { PS__WHY_BYTES = 256 };
 typedef struct ps__step_record {
   double loss, z_loss, objective, norm, lr;
   uint64_t valid_tokens, submit_ns, end_ns, skipped, n_skipped;
-  double flushed, flushed_most;  /* as in ps_step_metrics */
+  uint64_t stop; /* as in ps_step_metrics, and so are the next two */
+  double flushed, flushed_most;
   const ps__counted *flushed_in; /* the tensor that flushed_most is of, and its layer */
   uint32_t flushed_layer;
   bool gradient_bad;       /* of a skipped step: the gradient is not finite, and the loss is */
@@ -48,12 +49,14 @@ typedef struct ps__writing ps__writing; /* checkpoint.c */
 struct ps_trainer {
   ps_plan *plan;
   ps_train_config cfg;
+  uint32_t rank;              /* among the hosts */
   char *model_dir, *run_text; /* run_text: ps_train_config.run, or NULL */
   ps_engine *engine;
   /* NULL before the first submit. The run lives until destroy, also after an error, because a
    * cancel may come at any time. */
   _Atomic(ps_run *) run;
   _Atomic uint32_t cancelled;
+  _Atomic uint64_t stop_asked; /* ps_trainer_ask_stop() */
   /* updating: 1 + the last step of the run whose updates may have begun. ended: 1 + the last step
    * whose report ran. Where the two differ, host-resident weights may be of two steps. */
   _Atomic uint64_t updating, ended;
@@ -114,6 +117,27 @@ ps_status ps__batch_fill(const ps_trainer *t, const char *what, const ps__step *
 ps_status ps__batch_read(ps_trainer *t, uint64_t run_step, const ps__layout *l, uint64_t *valid);
 void ps__batch_fill_part(const ps_trainer *t, const ps__step *s, uint64_t first, uint64_t valid,
                          void *batch);
+/* ps__batch_check_valid() - PS_ENUMERIC where the batch of a step has no valid target.
+ * ps__batch_scale() - the chunks' scales: one over the step's valid targets (hooks.c). */
+ps_status ps__batch_check_valid(const ps_trainer *t, uint64_t run_step, uint64_t valid);
+void ps__batch_scale(const ps__step *s, uint64_t valid, void *batch);
+/* Among the trainers of other hosts (hosts.c); all are no-ops without other hosts.
+ * ps__count_targets(), ps__exchange_totals() - the hooks COUNT and EXCHANGE.
+ * ps__sum_losses() - sums of this host's losses become those of all hosts, in their order.
+ * ps__trainer_agree(), ps__trainer_agree_weights() - PS_EINVAL where tasks have another model,
+ * data, plan or options; other weights or state. The first before memory is reserved.
+ * ps__trainer_join_hosts() - a failure of another task stops this trainer's runs, until
+ * ps__trainer_leave_hosts().
+ * ps__trainer_hosts_failed() - an error @st of this trainer: it ends the other tasks. Where it is
+ * another task's failure, that is returned instead. */
+ps_status ps__count_targets(ps_trainer *t, const ps_launch *l);
+ps_status ps__exchange_totals(ps_trainer *t, uint32_t unit, const ps_launch *l);
+ps_status ps__sum_losses(ps_trainer *t, const ps_launch *l, double sum[3]);
+ps_status ps__trainer_agree(ps_trainer *t);
+ps_status ps__trainer_agree_weights(ps_trainer *t);
+void ps__trainer_join_hosts(ps_trainer *t);
+void ps__trainer_leave_hosts(ps_trainer *t);
+ps_status ps__trainer_hosts_failed(ps_trainer *t, ps_status st);
 /* A loss or gradient that is not finite (nonfinite.c).
  * ps__loss_is_bad() - LOSS: PS_ENUMERIC, or PS_OK where the step may be skipped.
  * ps__step_is_bad() - NORM: whether the step's loss or gradient is not finite. *st gets

@@ -43,7 +43,7 @@ static ps_hardware random_machine(void) {
 
 static double rate_of(const ps_hardware *hw, const ps_kernel *kernel, uint32_t stream,
                       const void *args, ps_work work) {
-  const ps__cost_model m = ps__cost_model_of(hw, ps__places_of(1), 2, 0);
+  const ps__cost_model m = ps__cost_model_of(hw, ps__places_of(1, 1), 2, 0);
   return (work.flops > 0 ? work.flops : work.bytes) / ps__cost_ns(&m, kernel, stream, args, work) *
          1e9;
 }
@@ -61,7 +61,7 @@ static double attention(const ps_hardware *hw, uint32_t rows, uint32_t kv_rows, 
                                                                   : (uint32_t)length};
   const double pairs = rows * (a.row0 + length / 2);
   return rate_of(hw, backward ? &ps__k_attention_bwd : &ps__k_attention_fwd,
-                 ps__places_of(1)->dev[0].compute, &a,
+                 ps__places_of(1, 1)->dev[0].compute, &a,
                  (ps_work){.flops = pairs * HEADS * HEAD_DIM * (backward ? 10 : 4)});
 }
 
@@ -74,7 +74,7 @@ static double gemm(const ps_hardware *hw, uint32_t rows, bool ta, bool tb, uint8
                            .dt_a = dt,
                            .dt_b = dt,
                            .dt_c = dt};
-  return rate_of(hw, &ps__k_gemm, ps__places_of(1)->dev[0].compute, &g,
+  return rate_of(hw, &ps__k_gemm, ps__places_of(1, 1)->dev[0].compute, &g,
                  (ps_work){.flops = 2.0 * g.m * g.n * g.k});
 }
 
@@ -204,20 +204,20 @@ static double drawn(const ps_sim_cost *c, uint8_t resource) {
 static void host_ops_have_their_own_rates(const ps_hardware *hw) {
   const ps_work work = {.bytes = 1e6};
   const ps_kernel adamw = {.name = "adamw", .op_class = PS_CLASS_OPTIMIZER, .fn = {NULL, NULL}};
-  CHECK(same(rate_of(hw, &adamw, ps__places_of(1)->host_ops, NULL, work), 1e9) &&
-        same(rate_of(hw, &ps__k_accumulate_host, ps__places_of(1)->host_ops, NULL, work), 2e9));
-  CHECK(same(rate_of(hw, &ps__k_embed_bwd_host, ps__places_of(1)->host_ops, NULL, work), 2e9) &&
-        same(rate_of(hw, &ps__k_sumsq_host, ps__places_of(1)->host_ops, NULL, work), 3e9));
-  CHECK(
-      same(rate_of(hw, &ps__k_accumulate_sumsq_host, ps__places_of(1)->host_ops, NULL, work), 5e9));
-  CHECK(same(rate_of(hw, &ps__k_embed_fwd, ps__places_of(1)->io, NULL, work), 4e9));
-  ps__cost_model m = ps__cost_model_of(hw, ps__places_of(1), 2, 0);
+  CHECK(same(rate_of(hw, &adamw, ps__places_of(1, 1)->host_ops, NULL, work), 1e9) &&
+        same(rate_of(hw, &ps__k_accumulate_host, ps__places_of(1, 1)->host_ops, NULL, work), 2e9));
+  CHECK(same(rate_of(hw, &ps__k_embed_bwd_host, ps__places_of(1, 1)->host_ops, NULL, work), 2e9) &&
+        same(rate_of(hw, &ps__k_sumsq_host, ps__places_of(1, 1)->host_ops, NULL, work), 3e9));
+  CHECK(same(rate_of(hw, &ps__k_accumulate_sumsq_host, ps__places_of(1, 1)->host_ops, NULL, work),
+             5e9));
+  CHECK(same(rate_of(hw, &ps__k_embed_fwd, ps__places_of(1, 1)->io, NULL, work), 4e9));
+  ps__cost_model m = ps__cost_model_of(hw, ps__places_of(1, 1), 2, 0);
   ps_sim_cost cost;
   ps__cost(&m,
            &(ps_op_view){
-               .kernel = &ps__k_sumsq_host, .stream = ps__places_of(1)->host_ops, .work = work},
+               .kernel = &ps__k_sumsq_host, .stream = ps__places_of(1, 1)->host_ops, .work = work},
            &cost);
-  CHECK(drawn(&cost, ps__memory_of(ps__places_of(1)->host)) == 3.0 / 8);
+  CHECK(drawn(&cost, ps__memory_of(ps__places_of(1, 1)->host)) == 3.0 / 8);
 }
 
 /* Sums alone, beside copies to the device, and beside copies both ways, on four threads and on
@@ -242,36 +242,36 @@ static void memory_is_divided_as_measured(const ps_hardware *of) {
         same(ps__sum_speed(of, 2), 1));
   const ps_work work = {.bytes = 1e6};
   for (uint32_t threads = 2; threads <= 4; threads += 2) {
-    ps__cost_model m = ps__cost_model_of(&hw, ps__places_of(1), 4, threads);
+    ps__cost_model m = ps__cost_model_of(&hw, ps__places_of(1, 1), 4, threads);
     const struct {
       const ps_kernel *kernel;
       uint32_t stream, kind;
       double beside_sums_and_in, beside_sums, beside_adamw;
-    } op[] = {
-        {NULL, ps__places_of(1)->dev[0].to_device, h2d, threads == 4 ? 50.0 / 40 : 1,
-         threads == 4 ? 50.0 / 20 : 50.0 / 45, 2},
-        /* never faster than alone */
-        {NULL, ps__places_of(1)->dev[0].to_host, d2h, 1, threads == 4 ? 50.0 / 40 : 50.0 / 48, 1},
-        {&ps__k_accumulate_host, ps__places_of(1)->host_ops, sums, threads == 4 ? 100.0 / 80 : 1,
-         threads == 4 ? 2 : 60.0 / 40, 1}};
+    } op[] = {{NULL, ps__places_of(1, 1)->dev[0].to_device, h2d, threads == 4 ? 50.0 / 40 : 1,
+               threads == 4 ? 50.0 / 20 : 50.0 / 45, 2},
+              /* never faster than alone */
+              {NULL, ps__places_of(1, 1)->dev[0].to_host, d2h, 1,
+               threads == 4 ? 50.0 / 40 : 50.0 / 48, 1},
+              {&ps__k_accumulate_host, ps__places_of(1, 1)->host_ops, sums,
+               threads == 4 ? 100.0 / 80 : 1, threads == 4 ? 2 : 60.0 / 40, 1}};
     for (size_t i = 0; i < sizeof op / sizeof *op; i++) {
       ps_sim_cost c;
       ps__cost(&m, &(ps_op_view){.kernel = op[i].kernel, .stream = op[i].stream, .work = work}, &c);
       CHECK(c.kind == op[i].kind && c.slower[c.kind] == 1 && c.slower[h2d | d2h] == 1 &&
-            drawn(&c, ps__memory_of(ps__places_of(1)->host)) == 0);
+            drawn(&c, ps__memory_of(ps__places_of(1, 1)->host)) == 0);
       CHECK(same(c.slower[sums | h2d], op[i].beside_sums_and_in) &&
             same(c.slower[sums | h2d | d2h], op[i].beside_sums));
       CHECK(same(c.slower[adamw | h2d | d2h], op[i].beside_adamw));
     }
     const ps_kernel update = {.name = "adamw", .op_class = PS_CLASS_OPTIMIZER, .fn = {NULL, NULL}};
     ps_sim_cost c;
-    ps__cost(&m,
-             &(ps_op_view){.kernel = &update, .stream = ps__places_of(1)->host_ops, .work = work},
-             &c);
+    ps__cost(
+        &m, &(ps_op_view){.kernel = &update, .stream = ps__places_of(1, 1)->host_ops, .work = work},
+        &c);
     CHECK(c.kind == adamw && same(c.slower[adamw | h2d | d2h], 3) && same(c.ns, 1e6 + hw.op_ns));
     ps__cost(&m,
              &(ps_op_view){.kernel = &ps__k_accumulate_host,
-                           .stream = ps__places_of(1)->host_ops,
+                           .stream = ps__places_of(1, 1)->host_ops,
                            .work = work},
              &c);
     CHECK(same(c.ns - hw.op_ns, 0.5e6 / (threads == 4 ? 1 : 0.6)));
@@ -324,11 +324,11 @@ static void idle_time_shortens_what_takes_power(const ps_hardware *hw) {
     const ps_kernel *kernel;
     uint32_t stream;
     double gain;
-  } op[] = {{&ps__k_gemm, ps__places_of(1)->dev[0].compute, 0.5},
-            {&ps__k_attention_bwd, ps__places_of(1)->dev[0].compute, 0.5},
-            {&ps__k_rmsnorm_fwd, ps__places_of(1)->dev[0].compute, 0},
-            {NULL, ps__places_of(1)->dev[0].to_device, 0},
-            {&ps__k_sumsq_host, ps__places_of(1)->host_ops, 0}};
+  } op[] = {{&ps__k_gemm, ps__places_of(1, 1)->dev[0].compute, 0.5},
+            {&ps__k_attention_bwd, ps__places_of(1, 1)->dev[0].compute, 0.5},
+            {&ps__k_rmsnorm_fwd, ps__places_of(1, 1)->dev[0].compute, 0},
+            {NULL, ps__places_of(1, 1)->dev[0].to_device, 0},
+            {&ps__k_sumsq_host, ps__places_of(1, 1)->host_ops, 0}};
   const ps__args_gemm g = {
       .m = 256, .n = 64, .k = 64, .dt_a = PS_BF16, .dt_b = PS_BF16, .dt_c = PS_BF16};
   const ps__args_attention a = {.n_tokens = 256,
@@ -341,7 +341,7 @@ static void idle_time_shortens_what_takes_power(const ps_hardware *hw) {
     ps_hardware some = *hw;
     some.backend = backend;
     some.idle_gain = 0.5;
-    ps__cost_model m = ps__cost_model_of(&some, ps__places_of(1), 2, 0);
+    ps__cost_model m = ps__cost_model_of(&some, ps__places_of(1, 1), 2, 0);
     for (size_t i = 0; i < sizeof op / sizeof *op; i++) {
       ps_sim_cost cost;
       const void *args = i == 0 ? (const void *)&g : i == 1 ? (const void *)&a : NULL;

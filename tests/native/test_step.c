@@ -46,7 +46,7 @@ static void build(built *b) {
 }
 
 static bool map_valid(const ps__step *s) {
-  for (uint32_t space = 0; space < ps__places_of(1)->n_places; space++)
+  for (uint32_t space = 0; space < ps__places_of(1, 1)->n_places; space++)
     if (!ps__memmap_valid(s->vt, s->n_vt, space, s->space_bytes[space]))
       return false;
   return true;
@@ -73,7 +73,7 @@ static size_t first_where(const ps__step *s, bool alias, bool persistent) {
 /* A copy to the device and a tensor that it writes. */
 static size_t first_fetch(const ps__step *s) {
   for (size_t i = 0; i < s->n_op; i++)
-    if (s->op[i].stream == ps__places_of(1)->dev[0].to_device)
+    if (s->op[i].stream == ps__places_of(1, 1)->dev[0].to_device)
       return i;
   CHECK(!"a copy to the device");
   return 0;
@@ -100,7 +100,7 @@ static void test_memmap(ps__step *s) {
   CATCHES(map_valid, s, s->vt[other].offset, s->space_bytes[s->vt[other].space]);
   CATCHES(map_valid, s, a->offset, owner->offset + owner->bytes);
   CATCHES(map_valid, s, a->bytes, owner->bytes + 1);
-  CATCHES(map_valid, s, a->space, (uint8_t)ps__places_of(1)->dev[0].place);
+  CATCHES(map_valid, s, a->space, (uint8_t)ps__places_of(1, 1)->dev[0].place);
   /* two aliases of one gradient, alive at once */
   for (size_t i = alias + 1; i < s->n_vt; i++) {
     ps__vt *b = &s->vt[i];
@@ -117,22 +117,22 @@ static void test_memmap(ps__step *s) {
 static void test_two_tensors(void) {
   ps__vt vt[2] = {{.bytes = 512, .offset = 0, .first = 0, .last = 4},
                   {.bytes = 256, .offset = 512, .first = 3, .last = 6}};
-  CHECK(ps__memmap_valid(vt, 2, ps__places_of(1)->dev[0].place, 768));
-  CHECK(!ps__memmap_valid(vt, 2, ps__places_of(1)->dev[0].place, 767));
+  CHECK(ps__memmap_valid(vt, 2, ps__places_of(1, 1)->dev[0].place, 768));
+  CHECK(!ps__memmap_valid(vt, 2, ps__places_of(1, 1)->dev[0].place, 767));
   vt[1].offset = 511; /* the first one's last byte */
-  CHECK(!ps__memmap_valid(vt, 2, ps__places_of(1)->dev[0].place, 768));
+  CHECK(!ps__memmap_valid(vt, 2, ps__places_of(1, 1)->dev[0].place, 768));
   vt[1].first = 4; /* the first one has ended */
-  CHECK(ps__memmap_valid(vt, 2, ps__places_of(1)->dev[0].place, 768));
+  CHECK(ps__memmap_valid(vt, 2, ps__places_of(1, 1)->dev[0].place, 768));
   vt[1] = (ps__vt){.bytes = 256, .offset = 0, .first = 0, .last = 1};
   vt[0].offset = 255; /* the second one's last byte */
-  CHECK(!ps__memmap_valid(vt, 2, ps__places_of(1)->dev[0].place, 768));
+  CHECK(!ps__memmap_valid(vt, 2, ps__places_of(1, 1)->dev[0].place, 768));
   vt[0].offset = 256;
-  CHECK(ps__memmap_valid(vt, 2, ps__places_of(1)->dev[0].place, 768));
+  CHECK(ps__memmap_valid(vt, 2, ps__places_of(1, 1)->dev[0].place, 768));
   printf("ok two tensors may share memory or time, not both\n");
 }
 
 static bool four_valid(const ps__vt *vt) {
-  return ps__memmap_valid(vt, 4, ps__places_of(1)->dev[0].place, 1024);
+  return ps__memmap_valid(vt, 4, ps__places_of(1, 1)->dev[0].place, 1024);
 }
 
 /* Two aliases of an alias, as saved activations lie in a gradient that lies over another step's. */
@@ -163,7 +163,7 @@ static void test_step(ps__step *s) {
   CATCHES(ps__step_valid, s, to->bytes, 0);
   CATCHES(ps__step_valid, s, to->vt, (uint32_t)s->n_vt);
   CATCHES(ps__step_valid, s, to->mode, PS_READ); /* then nobody has written it */
-  CATCHES(ps__step_valid, s, op->stream, (uint32_t)ps__places_of(1)->dev[0].to_host);
+  CATCHES(ps__step_valid, s, op->stream, (uint32_t)ps__places_of(1, 1)->dev[0].to_host);
   CATCHES(ps__step_valid, s, t->first, (uint32_t)fetch + 1);
   CATCHES(ps__step_valid, s, t->last, (uint32_t)fetch);
   CATCHES(ps__step_valid, s, t->last, UINT32_MAX); /* never freed */

@@ -1,0 +1,52 @@
+/* hosts.h - several hosts that train one model. Each runs one task: a process with an engine, a
+ * copy of the model and GPUs of its own. The tasks are numbered from 0: their ranks. They talk
+ * over TCP, and a task that fails ends all of them. */
+#ifndef PENSTOCK_HOSTS_H
+#define PENSTOCK_HOSTS_H
+#include "status.h"
+#include <stdint.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { PS_MAX_HOSTS = 64 };
+
+typedef struct ps_hosts ps_hosts;
+
+typedef struct ps_hosts_config {
+  uint32_t struct_bytes;  /* sizeof(ps_hosts_config) */
+  uint32_t rank, n_hosts; /* this task's number, from 0; all of them, 2 to PS_MAX_HOSTS */
+  uint32_t port;          /* at which rank 0 listens, 1 to 65535 */
+  const char *address;    /* of rank 0: a name or a number. Borrowed for the call */
+  double wait_s;          /* how long to wait for the other tasks */
+} ps_hosts_config;
+
+/* ps_hosts_open() - meet the other tasks: rank 0 listens at cfg->port, the others connect to
+ * cfg->address. The tasks trust each other and their network: nothing is encrypted.
+ * @out     on PS_OK owned by the caller, released by ps_hosts_close(); untouched on error.
+ * Threads: one thread at a time uses a ps_hosts, ps_hosts_fail() apart.
+ * Blocks:  until all tasks have come, at most cfg->wait_s.
+ * Errors:  PS_EINVAL: a field, or the tasks are of different versions or numbers. PS_EIO: nobody
+ *          answers, a task does not come in time, or the port is taken. PS_ENOMEM, PS_EDEVICE. */
+PS_API ps_status ps_hosts_open(ps_hosts **out, const ps_hosts_config *cfg);
+/* ps_hosts_close() - leave the others, who may go on. NULL is a no-op. */
+PS_API void ps_hosts_close(ps_hosts *h);
+
+/* Calls that all tasks make in the same order. They block until the others make them too. Their
+ * errors are the same in all tasks: that of ps_hosts_fail() in one, or PS_EIO where a task has
+ * ended or its network has failed. The message names the rank.
+ * ps_hosts_share() - all tasks get the @bytes of rank 0.
+ * ps_hosts_agree() - compare @text, lines of "key = value", with that of rank 0. PS_EINVAL: the
+ * first line that differs, and whose it is. */
+PS_API ps_status ps_hosts_share(ps_hosts *h, void *data, uint64_t bytes);
+PS_API ps_status ps_hosts_agree(ps_hosts *h, const char *text);
+
+/* ps_hosts_fail() - end the other tasks: what they wait for fails with @status, and "rank 1
+ * failed: " before @why. The first failure counts; later ones, and NULL, are no-ops.
+ * Threads: any. Blocks: no. */
+PS_API void ps_hosts_fail(ps_hosts *h, ps_status status, const char *why);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

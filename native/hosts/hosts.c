@@ -1,0 +1,132 @@
+/* hosts.c - opens and closes the connections to the tasks of other hosts; what tasks agree on. */
+#include "hosts/hosts.h"
+#include <string.h>
+#include <unistd.h>
+
+/* ---- opening --------------------------------------------------------------------------------- */
+
+static ps_status check(const ps_hosts_config *c) {
+  if (!c || c->struct_bytes != sizeof *c || !c->address)
+    return ps__fail(PS_EINVAL, "ps_hosts_open: cfg must be given, with struct_bytes and address");
+  if (c->n_hosts < 2 || c->n_hosts > PS_MAX_HOSTS)
+    return ps__fail(PS_EINVAL, "%u tasks: 2 to %d are possible, one a host", c->n_hosts,
+                    PS_MAX_HOSTS);
+  if (c->rank >= c->n_hosts)
+    return ps__fail(PS_EINVAL, "rank %u: %u tasks have the ranks 0 to %u", c->rank, c->n_hosts,
+                    c->n_hosts - 1);
+  if (c->port == 0 || c->port > 65535)
+    return ps__fail(PS_EINVAL, "port %u: give one from 1 to 65535", c->port);
+  if (!(c->wait_s > 0 && c->wait_s <= 1e6))
+    return ps__fail(PS_EINVAL, "the time to wait for other tasks is %g s: give up to 1e6",
+                    c->wait_s);
+  return PS_OK;
+}
+
+static void close_socket(int fd) {
+  if (fd >= 0)
+    close(fd);
+}
+
+void ps_hosts_close(ps_hosts *h) {
+  if (!h)
+    return;
+  ps__hosts_end(h);
+  for (uint32_t r = 0; r < h->n; r++) {
+    close_socket(h->data[r]);
+    close_socket(h->control[r]);
+  }
+  close_socket(h->wake[0]);
+  close_socket(h->wake[1]);
+  pthread_mutex_destroy(&h->lock);
+  ps__free(h->staging);
+  ps__free(h);
+}
+
+ps_status ps_hosts_open(ps_hosts **out, const ps_hosts_config *cfg) {
+  PS_TRY(check(cfg));
+  ps_hosts *h = ps__calloc(1, sizeof *h);
+  if (!h)
+    return ps__fail(PS_ENOMEM, "out of memory for the tasks of other hosts");
+  h->rank = cfg->rank;
+  h->n = cfg->n_hosts;
+  h->wake[0] = h->wake[1] = -1;
+  for (uint32_t r = 0; r < PS_MAX_HOSTS; r++)
+    h->control[r] = h->data[r] = -1;
+  pthread_mutex_init(&h->lock, NULL);
+  snprintf(h->what, sizeof h->what, "the tasks met");
+  h->staging = ps__malloc(ps__hosts_staging_bytes(h->n));
+  ps_status st = h->staging ? ps__hosts_meet(h, cfg)
+                            : ps__fail(PS_ENOMEM, "out of memory for the tasks of other hosts");
+  if (st == PS_OK)
+    st = ps__hosts_start(h);
+  if (st != PS_OK)
+    ps_hosts_close(h);
+  else
+    *out = h;
+  return st;
+}
+
+/* ---- agreeing -------------------------------------------------------------------------------- */
+
+ps_status ps_hosts_share(ps_hosts *h, void *data, uint64_t bytes) {
+  char *all = h ? ps__malloc(h->n * bytes + 1) : NULL;
+  if (!all)
+    return h ? ps__fail(PS_ENOMEM, "out of memory for what rank 0 shares")
+             : ps__fail(PS_EINVAL, "ps_hosts_share: hosts must be given");
+  const ps_status st = ps__hosts_gather(h, "sharing what rank 0 chose", data, all, bytes);
+  if (st == PS_OK)
+    memcpy(data, all, bytes);
+  ps__free(all);
+  return st;
+}
+
+enum { LINE = 160 };
+typedef struct line {
+  uint32_t differs;
+  char mine[LINE], first[LINE]; /* of this rank, of rank 0 */
+} line;
+
+static size_t line_length(const char *text) { return strcspn(text, "\n"); }
+
+/* The first line in which @mine differs from @first. */
+static line compare(const char *mine, const char *first) {
+  line l = {0};
+  for (;;) {
+    const size_t a = line_length(mine), b = line_length(first);
+    if (a != b || memcmp(mine, first, a) != 0) {
+      l.differs = 1;
+      snprintf(l.mine, LINE, "%.*s", (int)(a < LINE ? a : LINE), mine);
+      snprintf(l.first, LINE, "%.*s", (int)(b < LINE ? b : LINE), first);
+      return l;
+    }
+    if (!mine[a] && !first[b])
+      return l;
+    mine += a + (mine[a] != 0);
+    first += b + (first[b] != 0);
+  }
+}
+
+ps_status ps_hosts_agree(ps_hosts *h, const char *text) {
+  static const char what[] = "comparing the tasks";
+  if (!h || !text)
+    return ps__fail(PS_EINVAL, "ps_hosts_agree: hosts and text must be given");
+  uint64_t bytes[PS_MAX_HOSTS], mine = strlen(text) + 1;
+  line own, all[PS_MAX_HOSTS];
+  PS_TRY(ps__hosts_gather(h, what, &mine, bytes, sizeof mine));
+  char *first = ps__calloc(bytes[0] + 1, 1);
+  if (!first)
+    return ps__fail(PS_ENOMEM, "out of memory for what the tasks agree on");
+  if (h->rank == 0)
+    memcpy(first, text, bytes[0]);
+  ps_status st = ps_hosts_share(h, first, bytes[0]);
+  own = compare(text, first);
+  ps__free(first);
+  if (st == PS_OK)
+    st = ps__hosts_gather(h, what, &own, all, sizeof own);
+  PS_TRY(st);
+  for (uint32_t r = 1; r < h->n; r++)
+    if (all[r].differs)
+      return ps__fail(PS_EINVAL, "the tasks disagree: rank %u has %s, and rank 0 has %s", r,
+                      all[r].mine, all[r].first);
+  return PS_OK;
+}

@@ -1,0 +1,71 @@
+/* hosts.h - what tasks on several hosts say to each other. Internal.
+ *
+ * Between each two tasks there are two connections. Control carries how a task ends: a thread of
+ * each task (control.c) reads it all the time, so that a failure is known within seconds whatever
+ * the task does. Data carries what steps exchange (exchange.c), in the order of the calls. */
+#ifndef PS_HOSTS_HOSTS_H
+#define PS_HOSTS_HOSTS_H
+#include "core/core.h"
+#include <penstock/hosts.h>
+#include <penstock/model.h>
+#include <pthread.h>
+#include <stdatomic.h>
+
+enum { PS__HOSTS_MESSAGE = 1024, PS__HOSTS_WHAT = 160 };
+
+struct ps_hosts {
+  uint32_t rank, n;
+  int control[PS_MAX_HOSTS], data[PS_MAX_HOSTS]; /* sockets by rank; -1: none */
+  int wake[2];                                   /* a pipe that ends the control thread */
+  char *staging;                                 /* ps__hosts_staging_bytes() */
+  pthread_t thread;
+  bool has_thread;
+  pthread_mutex_t lock; /* of all below; and of what is sent on control */
+  ps_status failed;     /* the first failure; PS_OK: none */
+  bool here;            /* it was ps_hosts_fail() of this task */
+  char message[PS__HOSTS_MESSAGE];
+  char what[PS__HOSTS_WHAT]; /* the last call on data, or the one that runs */
+  bool inside;
+  void (*on_failure)(void *user);
+  void *user;
+};
+
+/* ps__hosts_gather() - @bytes of each task, by rank, in all[n * bytes]. @what names the call in
+ * messages. */
+ps_status ps__hosts_gather(ps_hosts *h, const char *what, const void *mine, void *all,
+                           size_t bytes);
+/* ps__hosts_sum() - data[n] of all tasks is added up: that of rank 0, rank 1 and so on, in fp32
+ * with one rounding to nearest at the end. All tasks get the sum, the same bits. Each task adds the
+ * elements of its slice and sends the sums to the others. So a task sends 2 (n - 1) / n times the
+ * data's bytes, and receives as many. @dt: PS_F32 or PS_BF16. */
+ps_status ps__hosts_sum(ps_hosts *h, const char *what, void *data, uint64_t n, ps_dtype dt);
+/* ps__hosts_slice_bytes() - the most of a slice that is under way at once.
+ * ps__hosts_staging_bytes() - the memory that sums take beside their data. */
+static inline uint64_t ps__hosts_slice_bytes(uint32_t n_hosts) {
+  const uint64_t most = (32u << 20) / (n_hosts > 1 ? n_hosts - 1 : 1);
+  return (most < 4u << 20 ? most : 4u << 20) / 256 * 256;
+}
+static inline uint64_t ps__hosts_staging_bytes(uint32_t n_hosts) {
+  return (n_hosts - 1) * ps__hosts_slice_bytes(n_hosts);
+}
+
+/* ps__hosts_watch() - @failed is called once at a failure that is not this task's own, from any
+ * thread, and not after ps__hosts_watch(h, NULL, NULL) has returned.
+ * ps__hosts_failure() - such a failure as the thread's last error; PS_OK: there is none. */
+void ps__hosts_watch(ps_hosts *h, void (*failed)(void *user), void *user);
+ps_status ps__hosts_failure(ps_hosts *h);
+
+/* ---- the parts ------------------------------------------------------------------------------- */
+/* ps__hosts_meet() - fill in the sockets (meet.c). On an error some may be open. */
+ps_status ps__hosts_meet(ps_hosts *h, const ps_hosts_config *cfg);
+/* ps__hosts_start() - the control thread begins (control.c). PS_EDEVICE.
+ * ps__hosts_lost() - the data connection to @rank ended: waits for what control says of it, and
+ * returns the failure. */
+ps_status ps__hosts_start(ps_hosts *h);
+ps_status ps__hosts_lost(ps_hosts *h, uint32_t rank);
+/* ps__hosts_end() - tell the others that this task leaves, and end the thread. */
+void ps__hosts_end(ps_hosts *h);
+/* ps__hosts_enter() - a call on data begins. Errors: the failure. ps__hosts_leave(): it ends. */
+ps_status ps__hosts_enter(ps_hosts *h, const char *what);
+void ps__hosts_leave(ps_hosts *h);
+#endif

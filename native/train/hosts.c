@@ -1,0 +1,190 @@
+/* hosts.c - a trainer among those of other hosts: what steps exchange, what must be the same in all
+ * tasks, and how a failure of one ends all. */
+#include "core/sha256.h"
+#include "hosts/hosts.h"
+#include "train/trainer.h"
+#include <math.h>
+#include <string.h>
+
+/* ---- host ops -------------------------------------------------------------------------------- */
+
+static void name_call(const ps_trainer *t, const ps_launch *l, const char *what,
+                      char text[PS__HOSTS_WHAT]) {
+  snprintf(text, PS__HOSTS_WHAT, "%s of step %llu", what,
+           (unsigned long long)(t->cfg.first_step + l->step + 1));
+}
+
+ps_status ps__count_targets(ps_trainer *t, const ps_launch *l) {
+  ps__batch_header *batch = l->ptr[0];
+  const uint64_t mine[2] = {batch->valid_tokens, atomic_load(&t->stop_asked)};
+  uint64_t all[PS_MAX_HOSTS][2], valid = 0, stop = 0;
+  char what[PS__HOSTS_WHAT];
+  name_call(t, l, "counting the targets", what);
+  PS_TRY(ps__hosts_gather(t->cfg.hosts, what, mine, all, sizeof mine));
+  for (uint32_t r = 0; r < t->plan->cfg.n_hosts; r++) {
+    valid += all[r][0];
+    stop |= all[r][1];
+  }
+  t->ring[l->step % PS__RING].stop = stop;
+  PS_TRY(ps__batch_check_valid(t, l->step, valid));
+  ps__batch_scale(t->size.step, valid, batch);
+  batch->valid_tokens = valid;
+  return PS_OK;
+}
+
+ps_status ps__exchange_totals(ps_trainer *t, uint32_t unit, const ps_launch *l) {
+  char layer[32], of[64], what[PS__HOSTS_WHAT];
+  snprintf(of, sizeof of, "adding the gradients of %s",
+           ps__layer_name(t, t->plan->model->unit[unit].layer, layer));
+  name_call(t, l, of, what);
+  return ps__hosts_sum(t->cfg.hosts, what, l->ptr[0], t->plan->model->unit[unit].n,
+                       t->plan->step.recipe->grad);
+}
+
+ps_status ps__sum_losses(ps_trainer *t, const ps_launch *l, double sum[3]) {
+  double all[PS_MAX_HOSTS][3];
+  char what[PS__HOSTS_WHAT];
+  if (!t->cfg.hosts)
+    return PS_OK;
+  name_call(t, l, "adding the losses", what);
+  PS_TRY(ps__hosts_gather(t->cfg.hosts, what, sum, all, sizeof all[0]));
+  for (int c = 0; c < 3; c++) {
+    sum[c] = 0;
+    for (uint32_t r = 0; r < t->plan->cfg.n_hosts; r++)
+      sum[c] += all[r][c];
+  }
+  return PS_OK;
+}
+
+/* ---- failures -------------------------------------------------------------------------------- */
+
+/* Runs stop at once. A checkpoint of complete steps is written to its end. */
+static void on_failure(void *user) {
+  ps_trainer *t = user;
+  ps_run *const run[2] = {atomic_load(&t->run), atomic_load(&t->val.run)};
+  for (int i = 0; i < 2; i++)
+    if (run[i])
+      ps_run_cancel(run[i]);
+}
+
+void ps__trainer_join_hosts(ps_trainer *t) {
+  if (t->cfg.hosts)
+    ps__hosts_watch(t->cfg.hosts, on_failure, t);
+}
+
+void ps__trainer_leave_hosts(ps_trainer *t) {
+  if (t->cfg.hosts)
+    ps__hosts_watch(t->cfg.hosts, NULL, NULL);
+}
+
+ps_status ps__trainer_hosts_failed(ps_trainer *t, ps_status st) {
+  char own[PS__HOSTS_MESSAGE];
+  if (!t->cfg.hosts || st == PS_OK)
+    return st;
+  snprintf(own, sizeof own, "%s", ps_last_error());
+  const ps_status other = ps__hosts_failure(t->cfg.hosts);
+  if (other != PS_OK)
+    return other;
+  ps_hosts_fail(t->cfg.hosts, st, own);
+  return ps__fail(st, "%s", own);
+}
+
+/* ---- what all tasks agree on ----------------------------------------------------------------- */
+
+enum { TEXT_BYTES = 4096, SAMPLED = 16 };
+
+static void hash_text(const void *data, size_t bytes, char hex[65]) {
+  ps__sha256 h;
+  ps__sha256_begin(&h);
+  ps__sha256_add(&h, data, bytes);
+  ps__sha256_end(&h, hex);
+  hex[16] = 0; /* enough to tell two from each other */
+}
+
+/* Some sequences, evenly spread over the data. */
+static ps_status hash_data(ps_trainer *t, char hex[65]) {
+  const uint64_t s = t->plan->cfg.seq_len, n = ps_dataset_n_sequences(t->cfg.dataset, s);
+  ps__sha256 h;
+  ps__sha256_begin(&h);
+  for (uint64_t i = 0; n && i < SAMPLED; i++) {
+    PS_TRY(ps_dataset_read(t->cfg.dataset, s, i * (n - 1) / (SAMPLED - 1), t->tokens, t->targets,
+                           t->begins));
+    ps__sha256_add(&h, t->tokens, s * sizeof *t->tokens);
+    ps__sha256_add(&h, t->targets, s * sizeof *t->targets);
+  }
+  ps__sha256_end(&h, hex);
+  hex[16] = 0;
+  return PS_OK;
+}
+
+/* The exchanges of a step, in their order. */
+static void hash_exchanges(const ps_trainer *t, char hex[65]) {
+  const ps__step *s = &t->plan->step;
+  ps__sha256 h;
+  ps__sha256_begin(&h);
+  for (size_t i = 0; i < s->n_op; i++) {
+    const ps__args_hook *a = (const void *)(s->args + s->op[i].args);
+    const uint32_t what[2] = {a->what, a->unit};
+    if (s->op[i].stream == s->at->net)
+      ps__sha256_add(&h, what, sizeof what);
+  }
+  ps__sha256_end(&h, hex);
+  hex[16] = 0;
+}
+
+ps_status ps__trainer_agree(ps_trainer *t) {
+  const ps_plan *p = t->plan;
+  char text[TEXT_BYTES], model[65], data[65], exchanges[65];
+  if (!t->cfg.hosts)
+    return PS_OK;
+  PS_TRY(hash_data(t, data));
+  hash_text(&p->model->cfg, sizeof p->model->cfg, model);
+  hash_exchanges(t, exchanges);
+  snprintf(
+      text, sizeof text,
+      "model's config.json = %s\nsequences in the data = %llu\ndata = %s\nseq-len = %llu\n"
+      "tokens-per-step = %llu\nchunk-tokens = %llu\nchunks-per-round = %llu\n"
+      "first-round-chunks = %llu\nhead-slice-tokens = %llu\nrecipe = %s\noptimizer = %s\n"
+      "clip = %d\nexchanges of a step = %s\nsteps before = %llu\nupdates before = %llu\n"
+      "lr = %.17g\nseed = %llu\n",
+      model, (unsigned long long)ps_dataset_n_sequences(t->cfg.dataset, p->cfg.seq_len), data,
+      (unsigned long long)p->cfg.seq_len, (unsigned long long)p->report.tokens_per_step,
+      (unsigned long long)p->report.chunk_tokens, (unsigned long long)p->report.chunks_per_round,
+      (unsigned long long)p->report.first_round_chunks,
+      (unsigned long long)p->report.head_slice_tokens, ps_recipe_name((ps_recipe)p->cfg.recipe),
+      ps_optimizer_name((ps_optimizer)p->cfg.optimizer), p->cfg.clip != 0, exchanges,
+      (unsigned long long)t->cfg.first_step, (unsigned long long)t->n_updates, t->cfg.lr,
+      (unsigned long long)t->cfg.seed);
+  return ps_hosts_agree(t->cfg.hosts, text);
+}
+
+static uint64_t mix(uint64_t h, const void *data, uint64_t bytes) {
+  const char *at = data;
+  for (; bytes; at += 8, bytes -= bytes < 8 ? bytes : 8) {
+    uint64_t word = 0;
+    memcpy(&word, at, bytes < 8 ? bytes : 8);
+    h = (h ^ word) * UINT64_C(0x9e3779b97f4a7c15);
+    h ^= h >> 32;
+  }
+  return h;
+}
+
+/* What updates work on: the master copy where there is one, else the weights; and the state. */
+ps_status ps__trainer_agree_weights(ps_trainer *t) {
+  const ps__step *s = &t->plan->step;
+  char text[64];
+  uint64_t h = 0;
+  if (!t->cfg.hosts)
+    return PS_OK;
+  for (uint32_t u = 0; u < t->plan->spec.n_units; u++) {
+    const ps__unit_host *at = &s->unit_host[u];
+    const uint32_t weights = at->master == PS__NO_VT ? at->weights : at->master;
+    h = mix(h, ps__host_at(t, weights), s->vt[weights].bytes);
+    for (uint32_t k = 0; t->resumed && k < PS_MAX_STATES; k++)
+      if (at->state[k] != PS__NO_VT)
+        h = mix(h, ps__host_at(t, at->state[k]), s->vt[at->state[k]].bytes);
+  }
+  snprintf(text, sizeof text, "%s = %016llx\n", t->resumed ? "weights and state" : "weights",
+           (unsigned long long)h);
+  return ps_hosts_agree(t->cfg.hosts, text);
+}

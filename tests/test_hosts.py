@@ -1,0 +1,276 @@
+"""Several hosts: tasks that a launcher starts, here all on this machine, over TCP. Bits do not
+depend on the GPUs a host; two hosts compute one host's step; a failure of one task ends all."""
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+
+import numpy as np
+import pytest
+from conftest import write_shard
+from test_cli import BINARY
+
+SEQ, STEPS = 64, 3
+LAUNCHERS = {
+    "torchrun": "RANK WORLD_SIZE LOCAL_RANK",
+    "mpirun": "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK",
+    "mpiexec": "PMI_RANK PMI_SIZE MPI_LOCALRANKID",
+    "srun": "SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID",
+}
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def environment(launcher="torchrun", rank=0, n=2, local=0, port=29500, **more):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "OMPI", "PMI"))}
+    names = LAUNCHERS[launcher].split()
+    said = dict(zip(names, map(str, (rank, n, local)), strict=True))
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return clean | said | master | more
+
+
+def words(model, shard, folder, *more):
+    cut = ("--chunk-tokens", SEQ, "--chunks-per-round", 1, "--tokens-per-step", 4 * SEQ)
+    rest = ("--backend", "cpu", "--threads", 1, "--hosts-wait", 20, "--run-dir", folder)
+    if "--tokens-per-step" in more:
+        cut = cut[:4]
+    given = ("--model", model, "--data", shard, "--seq-len", SEQ, *cut, *rest, "--quiet")
+    return [str(w) for w in (BINARY, "train", *given, "--steps", STEPS, *more)]
+
+
+def start(model, shard, folder, *more, n=2, each=None, **env):
+    """A task of each rank. @shard: a path, or one for each rank; @each: the words that one rank has
+    beside the others."""
+    port = free_port()
+    shards = shard if isinstance(shard, list) else [shard] * n
+    return [
+        subprocess.Popen(
+            words(model, shards[rank], folder, *more, *(each or {}).get(rank, ())),
+            env=environment(rank=rank, n=n, port=port, **env),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(n)
+    ]
+
+
+def end(tasks, seconds=60):
+    said = [t.communicate(timeout=seconds)[1] for t in tasks]
+    return [t.returncode for t in tasks], said
+
+
+def result(folder):
+    """Losses and norms of the steps, and the SHA-256 of the saved weights."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (weights,) = (folder / "out").glob("*.safetensors")
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    return [(m["tokens"], m["valid_tokens"]) for m in lines], (
+        [m["loss"] for m in lines],
+        [m["grad_norm"] for m in lines],
+        digest,
+    )
+
+
+def trained(model, shard, folder, *more, n=2, **env):
+    if n == 1:
+        given = words(model, shard, folder, *more, "--out", folder / "out")
+        subprocess.run(given, check=True, capture_output=True)
+    else:
+        codes, said = end(start(model, shard, folder, *more, "--out", folder / "out", n=n, **env))
+        assert codes == [0] * n and not any(said[1:]), said
+    return result(folder)
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp32-master"])
+def test_bits_do_not_depend_on_the_gpus_of_a_host(recipe, tiny_model, tiny_shard, tmp_path):
+    more = ("--recipe", recipe)
+    one = trained(tiny_model, tiny_shard, tmp_path / "1", *more)
+    assert trained(tiny_model, tiny_shard, tmp_path / "2", *more, "--gpus", 2) == one
+    assert one[0] == [(4 * SEQ, 4 * SEQ)] * STEPS and len(set(one[1][0])) == STEPS
+
+
+def test_two_hosts_of_one_contribution_have_one_hosts_weights(tiny_model, tiny_shard, tmp_path):
+    """A total is then the same sum of two contributions. The loss is an fp64 sum of 2 * SEQ tokens,
+    which two hosts add in two parts: each of its additions rounds by 2^-53 at most."""
+    more = ("--recipe", "fp32", "--tokens-per-step", 2 * SEQ)
+    tokens, (losses, norms, digest) = trained(tiny_model, tiny_shard, tmp_path / "1", *more, n=1)
+    two = trained(tiny_model, tiny_shard, tmp_path / "2", *more)
+    assert (two[0], two[1][1:]) == (tokens, (norms, digest))
+    assert np.allclose(two[1][0], losses, rtol=2 * 2 * SEQ * 2.0**-53, atol=0)
+
+
+def test_three_hosts_without_clipping(tiny_model, tiny_shard, tmp_path):
+    """fp32 totals of six contributions are added in another order: 2^-24 for each addition, and an
+    update of AdamW moves a weight by the learning rate, whatever the gradient. So the first loss is
+    one host's, and the later ones are near."""
+    more = ("--recipe", "fp32", "--clip-norm", 0, "--tokens-per-step", 6 * SEQ, "--lr", 1e-5)
+    one = trained(tiny_model, tiny_shard, tmp_path / "1", *more, n=1)
+    three = trained(tiny_model, tiny_shard, tmp_path / "3", *more, n=3)
+    assert three[0] == one[0]
+    assert np.allclose(three[1][0][0], one[1][0][0], rtol=1e-12, atol=0)
+    assert np.allclose(three[1][0], one[1][0], rtol=1e-5) and np.allclose(
+        three[1][1], one[1][1], rtol=1e-3
+    )
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launchers(launcher, tiny_model, tiny_shard, tmp_path):
+    tokens, _ = trained(tiny_model, tiny_shard, tmp_path, launcher=launcher)
+    assert tokens[0] == (4 * SEQ, 4 * SEQ)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_task_a_gpu_is_told_what_to_type(launcher, tiny_model, tiny_shard, tmp_path):
+    env = environment(launcher, rank=1, n=4, local=1)
+    done = subprocess.run(
+        words(tiny_model, tiny_shard, tmp_path / "run"), env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    assert f"{launcher} started 2 tasks on this host" in done.stderr
+    assert "penstock train --gpus 2" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_resumes_with_another_number_of_hosts(tiny_model, tiny_shard, tmp_path):
+    codes, said = end(start(tiny_model, tiny_shard, tmp_path, "--checkpoint-every", STEPS))
+    assert codes == [0, 0], said
+    more = ("--resume", "latest", "--steps", STEPS + 2)
+    given = words(tiny_model, tiny_shard, tmp_path, *more)
+    subprocess.run(given, check=True, capture_output=True)
+    codes, said = end(start(tiny_model, tiny_shard, tmp_path, "--resume", "latest", "--steps", 4))
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert codes == [0, 0] and len(lines) == STEPS + 1, said
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+def await_steps(folder):
+    until = time.monotonic() + 60
+    file = folder / "metrics.jsonl"
+    while not (file.exists() and file.read_text().count("\n") > 2):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_ends_all(killed, tiny_model, tiny_shard, tmp_path):
+    tasks = start(tiny_model, tiny_shard, tmp_path, "--steps", 100000, n=3)
+    await_steps(tmp_path)
+    since = time.monotonic()
+    tasks[killed].kill()
+    codes, said = end(tasks, 30)
+    assert time.monotonic() - since < 30
+    for rank in {0, 1, 2} - {killed}:
+        assert codes[rank] == 1 and f"rank {killed} is gone" in said[rank], said[rank]
+        assert " of step " in said[rank] and said[rank].count("penstock:") == 1
+
+
+def test_an_op_that_fails_ends_all_with_its_name(tiny_model, tiny_shard, tmp_path):
+    """Rank 1 loses its copy of the data."""
+    own = tmp_path / "own.bin"
+    own.write_bytes(tiny_shard.read_bytes())
+    tasks = start(tiny_model, [tiny_shard, own], tmp_path, "--steps", 100000)
+    await_steps(tmp_path)
+    os.truncate(own, 1024)
+    codes, said = end(tasks, 30)
+    assert codes == [1, 1] and said[0].startswith("penstock: rank 1 failed: "), said
+    assert "load_batch" in said[0] and "own.bin" in said[0] and "own.bin" in said[1]
+
+
+def test_ctrl_c_of_one_rank_stops_all_after_the_same_step(tiny_model, tiny_shard, tmp_path):
+    out = tmp_path / "out"
+    tasks = start(tiny_model, tiny_shard, tmp_path, "--steps", 100000, "--out", out)
+    await_steps(tmp_path)
+    tasks[1].send_signal(signal.SIGINT)
+    codes, said = end(tasks, 30)
+    assert codes == [130, 130] and (out / "config.json").exists(), said
+
+
+def test_tasks_that_disagree_write_nothing(tiny_model, tiny_shard, tmp_path):
+    other = write_shard(tmp_path / "other.bin", np.arange(20000) % 190)
+    folder = tmp_path / "run"
+    given = {
+        "--lr 0.001, and rank 0 has --lr": (tiny_shard, {1: ("--lr", 1e-3)}),
+        "rank 1 has data = ": ([tiny_shard, other], None),
+    }
+    for text, (shard, each) in given.items():
+        codes, said = end(start(tiny_model, shard, folder, each=each))
+        assert codes == [2, 2] and not folder.exists()
+        for words_said in said:
+            assert "the tasks disagree: rank 1 has" in words_said and text in words_said
+            assert words_said.count("\n") == 1
+
+
+def test_other_numbers_of_tasks(tiny_model, tiny_shard, tmp_path):
+    port = free_port()
+    tasks = [
+        subprocess.Popen(
+            words(tiny_model, tiny_shard, tmp_path / "run"),
+            env=environment(rank=rank, n=n, port=port),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, n in [(0, 2), (1, 3)]
+    ]
+    codes, said = end(tasks)
+    assert codes[0] == 2 and "rank 1 was told of 3 tasks, and rank 0 of 2" in said[0]
+    assert codes[1] == 2 and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nobody_comes(rank, tiny_model, tiny_shard, tmp_path):
+    more = ("--hosts-wait", 1)
+    done = subprocess.run(
+        words(tiny_model, tiny_shard, tmp_path / "run", *more),
+        env=environment(rank=rank, port=free_port()),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    said = "nobody answers at 127.0.0.1" if rank else "rank 1 did not come within 1 s"
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_more_hosts_than_sequences(tiny_model, tiny_shard, tmp_path):
+    tasks = start(tiny_model, tiny_shard, tmp_path / "run", "--tokens-per-step", SEQ)
+    codes, said = end(tasks)
+    assert codes == [2, 2] and "for 2 hosts: raise --tokens-per-step" in said[0], said
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+
+def planned(model, *more):
+    given = ("plan", "--model", model, "--seq-len", SEQ, "--tokens-per-step", 8 * SEQ)
+    done = subprocess.run(
+        [str(w) for w in (BINARY, *given, "--json", *more)], check=True, capture_output=True
+    )
+    return json.loads(done.stdout)
+
+
+def test_a_plan_of_hosts_adds_the_exchange(tiny_model, tmp_path):
+    from penstock import Hardware
+
+    path = tmp_path / "machine.json"
+    Hardware.estimate(2, "cpu").write(path)
+    machine = json.loads(path.read_text())
+    seen = []
+    for rate in (0, 1e9, 1e6):
+        path.write_text(json.dumps(machine | {"network_bytes_per_s": rate}))
+        seen.append(planned(tiny_model, "--hardware", path, "--hosts", 2, "--recipe", "fp32"))
+    assert seen[0]["n_hosts"] == 2 and seen[0]["tokens_per_step"] == 8 * SEQ
+    assert seen[0]["exchange_bytes"] == seen[1]["exchange_bytes"] > 0
+    slow = seen[0]["exchange_bytes"] / 1e6
+    times = [s["predicted_step_s"] for s in seen]
+    assert times[0] <= times[1] < times[2] and times[2] >= slow
+    assert "n_hosts" not in planned(tiny_model, "--hardware", path)
