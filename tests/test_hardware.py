@@ -19,6 +19,7 @@ from test_plan import config, rates
 BINARY = BUILD / "bin/penstock"
 PEOPLES = {"first_touch_bytes_per_s", "optimizer_by_threads"}
 GPUS = {
+    "network_bytes_per_s",  # stated by a file, not measured
     "pin_bytes_per_s",
     "pageable_h2d_bytes_per_s",
     "pageable_d2h_bytes_per_s",

@@ -214,7 +214,7 @@ def test_other_numbers_of_tasks(tiny_model, tiny_shard, tmp_path):
     port = free_port()
     tasks = [
         subprocess.Popen(
-            words(tiny_model, tiny_shard, tmp_path / "run"),
+            words(tiny_model, tiny_shard, tmp_path / "run", "--hosts-wait", 5),
             env=environment(rank=rank, n=n, port=port),
             stderr=subprocess.PIPE,
             text=True,
