@@ -14,14 +14,20 @@
 #include "engine/schedule.h"
 #include <string.h>
 
+/* An interval's last writer, and the streams that have read it since: bit s is stream s. */
+typedef struct interval {
+  uint32_t time, stream;
+  uint64_t readers;
+} interval;
+_Static_assert(PS_MAX_STREAMS <= 64, "a set of streams is a word");
+
 typedef struct compiler {
   const ps__oplist *list;
   unsigned rules;
-  uint32_t n_streams, state_words;
+  uint32_t n_streams;
   ps__intervals intervals;
-  /* n_intervals x state_words: the last writer's time and stream, then each stream's last reader
-   * since */
-  uint32_t *state;
+  interval *state;    /* n_intervals */
+  uint32_t *readings; /* n_intervals x n_streams: interval.readers' times */
   /* 2 walks x n_ops x n_streams, by time: the clock of each op; stream s starts at
    * clock_first[s] */
   uint32_t *clocks;
@@ -30,8 +36,6 @@ typedef struct compiler {
   ps_schedule *out;
   size_t waits_cap;
 } compiler;
-
-enum { WRITER_TIME = 0, WRITER_STREAM = 1, READERS = 2 };
 
 static uint32_t *clock_of(const compiler *c, uint32_t stream, uint32_t time) {
   return c->clocks + (c->clock_first[stream] + time - 1) * c->n_streams;
@@ -48,27 +52,25 @@ static void collect(const compiler *c, size_t access, uint32_t mode,
   bool behind_writer = ((mode & PS_READ) && (c->rules & PS__RULE_RAW)) ||
                        ((mode & PS_WRITE) && (c->rules & PS__RULE_WAW));
   bool behind_readers = (mode & PS_WRITE) && (c->rules & PS__RULE_WAR);
-  const uint32_t *interval = c->state + (size_t)c->intervals.first[access] * c->state_words;
-  const uint32_t *end = c->state + (size_t)c->intervals.end[access] * c->state_words;
-  for (; interval < end; interval += c->state_words) {
+  for (uint32_t i = c->intervals.first[access]; i < c->intervals.end[access]; i++) {
+    const interval *at = &c->state[i];
     if (behind_writer)
-      later(&need[interval[WRITER_STREAM]], interval[WRITER_TIME]);
-    if (behind_readers)
-      for (uint32_t s = 0; s < c->n_streams; s++)
-        later(&need[s], interval[READERS + s]);
+      later(&need[at->stream], at->time);
+    const uint32_t *time = c->readings + (size_t)i * c->n_streams;
+    for (uint64_t set = behind_readers ? at->readers : 0; set; set &= set - 1) {
+      const int s = __builtin_ctzll(set);
+      later(&need[s], time[s]);
+    }
   }
 }
 
 static void mark(const compiler *c, size_t access, uint32_t mode, uint32_t stream, uint32_t time) {
-  uint32_t *interval = c->state + (size_t)c->intervals.first[access] * c->state_words;
-  uint32_t *end = c->state + (size_t)c->intervals.end[access] * c->state_words;
-  for (; interval < end; interval += c->state_words) {
+  for (uint32_t i = c->intervals.first[access]; i < c->intervals.end[access]; i++) {
     if (mode & PS_WRITE) {
-      memset(interval + READERS, 0, c->n_streams * sizeof *interval);
-      interval[WRITER_TIME] = time;
-      interval[WRITER_STREAM] = stream;
+      c->state[i] = (interval){.time = time, .stream = stream};
     } else {
-      interval[READERS + stream] = time;
+      c->state[i].readers |= 1ull << stream;
+      c->readings[(size_t)i * c->n_streams + stream] = time;
     }
   }
 }
@@ -144,15 +146,15 @@ static void *copy_of(const void *from, size_t bytes) {
 
 static ps_status compiler_init(compiler *c, const ps_program *program, unsigned rules) {
   const ps__oplist *l = &program->list;
-  *c = (compiler){
-      .list = l, .rules = rules, .n_streams = l->n_streams, .state_words = READERS + l->n_streams};
+  *c = (compiler){.list = l, .rules = rules, .n_streams = l->n_streams};
   uint64_t first = 0;
   for (uint32_t s = 0; s < l->n_streams; s++) {
     c->clock_first[s] = first;
     first += 2 * l->stream_n_ops[s];
   }
   PS_TRY(ps__intervals_cut(&c->intervals, l));
-  c->state = ps__calloc(c->intervals.n_intervals, c->state_words * sizeof *c->state);
+  c->state = ps__calloc(c->intervals.n_intervals, sizeof *c->state);
+  c->readings = ps__malloc(c->intervals.n_intervals * c->n_streams * sizeof *c->readings);
   c->clocks = ps__malloc(first * l->n_streams * sizeof *c->clocks);
   ps_schedule *s = c->out = ps__calloc(1, sizeof *c->out);
   if (s) {
@@ -161,7 +163,8 @@ static ps_status compiler_init(compiler *c, const ps_program *program, unsigned 
     s->list.access = copy_of(l->access, l->n_access * sizeof *l->access);
     s->list.args = copy_of(l->args, l->args_bytes);
   }
-  if (!c->state || !c->clocks || !s || !s->list.ops || !s->list.access || !s->list.args)
+  if (!c->state || !c->readings || !c->clocks || !s || !s->list.ops || !s->list.access ||
+      !s->list.args)
     return ps__fail(PS_ENOMEM, "schedule: out of memory for %zu ops, %zu intervals", l->n_ops,
                     c->intervals.n_intervals);
   return PS_OK;
@@ -184,7 +187,7 @@ static ps_status mark_waiters(ps_schedule *s) {
   for (size_t i = 0; i < l->n_ops; i++)
     for (uint32_t w = 0; w < l->ops[i].n_wait; w++) {
       const ps_wait *wait = &s->waits[l->ops[i].wait + w];
-      l->ops[at[first[wait->stream] + wait->value - 1]].waiters |= 1u << l->ops[i].stream;
+      l->ops[at[first[wait->stream] + wait->value - 1]].waiters |= 1ull << l->ops[i].stream;
     }
   ps__free(at);
   return PS_OK;
@@ -199,6 +202,7 @@ ps_status ps__schedule_compile_masked(ps_schedule **out, const ps_program *progr
       st = walk_op(&c, i, walk);
   ps__intervals_free(&c.intervals);
   ps__free(c.state);
+  ps__free(c.readings);
   ps__free(c.clocks);
   if (st == PS_OK)
     st = mark_waiters(c.out);

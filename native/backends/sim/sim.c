@@ -7,7 +7,8 @@
  * An event is the end of an op. After an event each stream whose next op's waits are satisfied
  * starts that op, shortened by the op's idle_gain; then the rates are computed anew.
  * Deterministic: streams are always taken in their order, and no clock or random number is read.
- * Cost: O(ops x streams) for the events and O(waits) for the waits. */
+ * Cost: an event reads the streams that run an op. A stream that must wait is read again when the
+ * stream that it awaits gets there. */
 #include "engine/schedule.h"
 #include <math.h>
 #include <string.h>
@@ -17,6 +18,9 @@ typedef struct sim_stream {
   uint64_t n_ops, n_done;
   const ps_sim_cost *cost; /* of the running op, NULL: none runs */
   double left;             /* of its ns */
+  double slow;             /* how much longer than alone the running op takes now */
+  uint64_t awaits;         /* of a stream that waits: ops that the awaited one must have done */
+  uint64_t awaited_by;     /* bit s: stream s waits for this one */
   double queued, start;
   /* share of time without an op, older time counting less; and the time of its last update, which
    * is an op's start or end */
@@ -34,6 +38,8 @@ typedef struct sim {
   double drawn[PS_SIM_RESOURCES]; /* [n_resources] */
   uint32_t n_resources;           /* that ops draw on */
   uint32_t kinds;                 /* of the running ops */
+  uint64_t running,
+      ready; /* bit s: stream s runs an op; its next op may start, or is yet to wait */
   sim_stream stream[PS_MAX_STREAMS];
 } sim;
 
@@ -95,12 +101,28 @@ static void list_streams(sim *m) {
     *next[l->ops[i].stream]++ = (uint32_t)i;
 }
 
-static bool satisfied(const sim *m, const ps__op *op, uint64_t step) {
-  for (uint32_t i = 0; i < op->n_wait; i++) {
-    const ps_wait *w = &m->schedule->waits[op->wait + i];
-    const sim_stream *s = &m->stream[w->stream];
-    if (w->steps_back <= step && s->n_done < (step - w->steps_back) * s->n_ops + w->value)
-      return false;
+_Static_assert(PS_MAX_STREAMS <= 64, "a set of streams is a word");
+
+/* Takes the lowest stream out of a set that is not empty. */
+static uint32_t take(uint64_t *set) {
+  const uint32_t s = (uint32_t)__builtin_ctzll(*set);
+  *set &= *set - 1;
+  return s;
+}
+
+/* Whether an op of stream @i may start. If not, the stream is noted at the one that it awaits. */
+static bool satisfied(sim *m, uint32_t i, const ps__op *op, uint64_t step) {
+  for (uint32_t k = 0; k < op->n_wait; k++) {
+    const ps_wait *w = &m->schedule->waits[op->wait + k];
+    sim_stream *s = &m->stream[w->stream];
+    if (w->steps_back > step)
+      continue;
+    const uint64_t value = (step - w->steps_back) * s->n_ops + w->value;
+    if (s->n_done >= value)
+      continue;
+    m->stream[i].awaits = value;
+    s->awaited_by |= 1ull << i;
+    return false;
   }
   return true;
 }
@@ -115,18 +137,21 @@ static void note_idle(const sim *m, sim_stream *s, bool idle) {
 
 /* Start the next op of every idle stream that may. */
 static void start_ready(sim *m) {
-  for (uint32_t i = 0; i < m->schedule->list.n_streams; i++) {
+  for (uint64_t set = m->ready; set;) {
+    const uint32_t i = take(&set);
     sim_stream *s = &m->stream[i];
-    if (s->cost || s->n_done == s->n_ops * m->n_steps)
+    if (s->n_done == s->n_ops * m->n_steps)
       continue;
     uint32_t idx = s->ops[s->n_done % s->n_ops];
-    if (!satisfied(m, &m->schedule->list.ops[idx], s->n_done / s->n_ops))
+    if (!satisfied(m, i, &m->schedule->list.ops[idx], s->n_done / s->n_ops))
       continue;
     s->cost = &m->cost[idx];
     note_idle(m, s, true);
     s->left = s->cost->ns / (1 + fmin(s->cost->idle_most, s->cost->idle_gain * s->idle));
     s->start = m->now;
+    m->running |= 1ull << i;
   }
+  m->ready = 0;
 }
 
 /* How much longer than alone a running op takes now. */
@@ -158,37 +183,43 @@ static void finish(sim *m, uint32_t i) {
   s->n_done++;
   s->cost = NULL;
   s->queued = m->now;
+  m->running &= ~(1ull << i);
+  m->ready |= 1ull << i;
+  for (uint64_t set = s->awaited_by; set;) {
+    const uint32_t k = take(&set);
+    if (s->n_done < m->stream[k].awaits)
+      continue;
+    m->ready |= 1ull << k;
+    s->awaited_by &= ~(1ull << k);
+  }
 }
 
 /* Advance to the next end of an op. False when nothing runs. */
 static bool advance(sim *m) {
-  uint32_t n = m->schedule->list.n_streams;
-  double slow[PS_MAX_STREAMS], dt = INFINITY;
+  const uint64_t running = m->running;
+  double dt = INFINITY;
   memset(m->drawn, 0, m->n_resources * sizeof *m->drawn);
   m->kinds = 0;
-  for (uint32_t i = 0; i < n; i++) {
-    const ps_sim_cost *c = m->stream[i].cost;
-    if (!c)
-      continue;
+  for (uint64_t set = running; set;) {
+    const ps_sim_cost *c = m->stream[take(&set)].cost;
     m->kinds |= c->kind;
     for (int d = 0; d < PS_SIM_DEMANDS && c->demand[d] > 0; d++)
       m->drawn[c->resource[d]] += c->demand[d];
   }
-  for (uint32_t i = 0; i < n; i++)
-    if (m->stream[i].cost) {
-      slow[i] = slowdown(m, m->stream[i].cost);
-      dt = fmin(dt, m->stream[i].left * slow[i]);
-    }
+  for (uint64_t set = running; set;) {
+    sim_stream *s = &m->stream[take(&set)];
+    s->slow = slowdown(m, s->cost);
+    dt = fmin(dt, s->left * s->slow);
+  }
   if (isinf(dt))
     return false;
   m->now += dt;
-  for (uint32_t i = 0; i < n; i++) {
+  for (uint64_t set = running; set;) {
+    const uint32_t i = take(&set);
     sim_stream *s = &m->stream[i];
-    if (!s->cost)
-      continue;
     /* ops that end together but for rounding end together */
-    bool ends = s->left * slow[i] <= dt * (1 + 1e-12);
-    s->left -= dt / slow[i];
+    bool ends = s->left * s->slow <= dt * (1 + 1e-12);
+    s->left -= dt / s->slow;
     if (ends)
       finish(m, i);
   }
@@ -207,6 +238,7 @@ ps_status ps_sim_run(const ps_schedule *schedule, ps_sim_cost_fn cost, void *use
                                    : ps__fail(PS_ENOMEM, "sim: out of memory for %zu ops", n_ops);
   if (st == PS_OK) {
     list_streams(&m);
+    m.ready = schedule->list.n_streams < 64 ? (1ull << schedule->list.n_streams) - 1 : UINT64_MAX;
     for (uint64_t i = 0; step_end_ns && i < n_steps; i++)
       step_end_ns[i] = 0;
     do
