@@ -15,7 +15,7 @@ typedef struct ps__op {
   uint64_t wait;     /* index of the first; schedules only */
   uint64_t position; /* in its stream's list */
   uint32_t args_bytes, n_access, n_wait, stream;
-  uint32_t waiters; /* bit s: an op of stream s waits for this one; schedules only */
+  uint64_t waiters; /* bit s: an op of stream s waits for this one; schedules only */
 } ps__op;
 
 /* What programs and schedules share. */

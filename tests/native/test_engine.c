@@ -214,6 +214,20 @@ static void test_empty(void) {
   printf("ok an empty program runs\n");
 }
 
+/* Every stream but the first waits for the first one's op, which knows all of them. */
+static void test_waiters(void) {
+  ps_program *p;
+  ps_schedule *s;
+  CHECK(ps_program_create(&p, 1, PS_MAX_STREAMS) == PS_OK);
+  for (uint32_t i = 0; i < PS_MAX_STREAMS; i++)
+    add(p, &k_see, i, NULL, 0, at(0, i ? PS_READ : PS_WRITE, 0));
+  CHECK(ps_schedule_compile(&s, p) == PS_OK);
+  CHECK(s->list.ops[0].waiters == (1ull << PS_MAX_STREAMS) - 2);
+  ps_program_destroy(p);
+  CHECK(ps_schedule_destroy(s) == PS_OK);
+  printf("ok an op knows all streams that wait for it\n");
+}
+
 /* ---- stopping -------------------------------------------------------------------------------- */
 
 static ps_status fail_at_2(const ps_launch *l) {
@@ -537,6 +551,7 @@ int main(void) {
   test_run_checks();
   test_launch();
   test_empty();
+  test_waiters();
   for (int i = 0; i < 50; i++) {
     test_error(&k_fail, PS_ENUMERIC, "brittle");
     test_error(&k_silent, PS_EIO, "PS_EIO");

@@ -36,9 +36,9 @@ static ps_status check_op(const ps__device *dev, const ps_schedule *s, size_t i)
 
 /* Number the events and notes of the ops that need them. */
 static void number(ps__device *dev, const ps_schedule *s, uint64_t *n_notes) {
-  uint32_t host_streams = 0;
+  uint64_t host_streams = 0;
   for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
-    host_streams |= (uint32_t)ps__runs_on_host(&dev->cfg, i) << i;
+    host_streams |= (uint64_t)ps__runs_on_host(&dev->cfg, i) << i;
   uint32_t n_events = 0, notes = 0;
   for (size_t i = 0; i < s->list.n_ops; i++) {
     const ps__op *op = &s->list.ops[i];
