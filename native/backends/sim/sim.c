@@ -22,8 +22,9 @@ typedef struct sim_stream {
   uint64_t awaits;         /* of a stream that waits: ops that the awaited one must have done */
   uint64_t awaited_by;     /* bit s: stream s waits for this one */
   double queued, start;
-  /* share of time without an op, older time counting less; and the time of its last update, which
-   * is an op's start or end */
+  /* where some of its ops are shortened by idle_gain: its share of time without an op, older time
+   * counting less; and the time of its last update, which is an op's start or end */
+  bool rests;
   double idle, idle_at;
 } sim_stream;
 
@@ -38,8 +39,10 @@ typedef struct sim {
   double drawn[PS_SIM_RESOURCES]; /* [n_resources] */
   uint32_t n_resources;           /* that ops draw on */
   uint32_t kinds;                 /* of the running ops */
-  uint64_t running,
-      ready; /* bit s: stream s runs an op; its next op may start, or is yet to wait */
+  /* bit s: stream s runs an op; runs one that draws on resources or has a kind; its next op may
+   * start, or is yet to wait */
+  uint64_t running, drawing, ready;
+  bool shared_anew; /* an op of drawing has begun or ended since rates were computed */
   sim_stream stream[PS_MAX_STREAMS];
 } sim;
 
@@ -97,8 +100,10 @@ static void list_streams(sim *m) {
     next[s] = at;
     at += l->stream_n_ops[s];
   }
-  for (size_t i = 0; i < l->n_ops; i++)
+  for (size_t i = 0; i < l->n_ops; i++) {
     *next[l->ops[i].stream]++ = (uint32_t)i;
+    m->stream[l->ops[i].stream].rests |= m->cost[i].idle_gain > 0;
+  }
 }
 
 _Static_assert(PS_MAX_STREAMS <= 64, "a set of streams is a word");
@@ -130,10 +135,14 @@ static bool satisfied(sim *m, uint32_t i, const ps__op *op, uint64_t step) {
 /* Brings a stream's share of idle time up to now. @idle: the stream has had no op since the last
  * update. */
 static void note_idle(const sim *m, sim_stream *s, bool idle) {
+  if (!s->rests)
+    return;
   const double keep = exp((s->idle_at - m->now) / PS_SIM_IDLE_NS);
   s->idle = s->idle * keep + (idle ? 1 - keep : 0);
   s->idle_at = m->now;
 }
+
+static bool draws(const ps_sim_cost *c) { return c->demand[0] > 0 || c->kind || c->slower; }
 
 /* Start the next op of every idle stream that may. */
 static void start_ready(sim *m) {
@@ -147,9 +156,16 @@ static void start_ready(sim *m) {
       continue;
     s->cost = &m->cost[idx];
     note_idle(m, s, true);
-    s->left = s->cost->ns / (1 + fmin(s->cost->idle_most, s->cost->idle_gain * s->idle));
+    s->left = s->cost->ns;
+    if (s->cost->idle_gain > 0)
+      s->left /= 1 + fmin(s->cost->idle_most, s->cost->idle_gain * s->idle);
     s->start = m->now;
+    s->slow = 1;
     m->running |= 1ull << i;
+    if (draws(s->cost)) {
+      m->drawing |= 1ull << i;
+      m->shared_anew = true;
+    }
   }
   m->ready = 0;
 }
@@ -183,7 +199,9 @@ static void finish(sim *m, uint32_t i) {
   s->n_done++;
   s->cost = NULL;
   s->queued = m->now;
+  m->shared_anew |= m->drawing >> i & 1;
   m->running &= ~(1ull << i);
+  m->drawing &= ~(1ull << i);
   m->ready |= 1ull << i;
   for (uint64_t set = s->awaited_by; set;) {
     const uint32_t k = take(&set);
@@ -194,22 +212,33 @@ static void finish(sim *m, uint32_t i) {
   }
 }
 
-/* Advance to the next end of an op. False when nothing runs. */
-static bool advance(sim *m) {
-  const uint64_t running = m->running;
-  double dt = INFINITY;
+/* How much longer than alone each running op takes. An op that draws on nothing takes no longer. */
+static void share(sim *m) {
   memset(m->drawn, 0, m->n_resources * sizeof *m->drawn);
   m->kinds = 0;
-  for (uint64_t set = running; set;) {
+  for (uint64_t set = m->drawing; set;) {
     const ps_sim_cost *c = m->stream[take(&set)].cost;
     m->kinds |= c->kind;
     for (int d = 0; d < PS_SIM_DEMANDS && c->demand[d] > 0; d++)
       m->drawn[c->resource[d]] += c->demand[d];
   }
-  for (uint64_t set = running; set;) {
+  for (uint64_t set = m->drawing; set;) {
     sim_stream *s = &m->stream[take(&set)];
     s->slow = slowdown(m, s->cost);
-    dt = fmin(dt, s->left * s->slow);
+  }
+  m->shared_anew = false;
+}
+
+/* Advance to the next end of an op. False when nothing runs. */
+static bool advance(sim *m) {
+  const uint64_t running = m->running;
+  double dt = INFINITY;
+  if (m->shared_anew)
+    share(m);
+  for (uint64_t set = running; set;) {
+    const sim_stream *s = &m->stream[take(&set)];
+    const double ns = s->left * s->slow;
+    dt = ns < dt ? ns : dt;
   }
   if (isinf(dt))
     return false;
@@ -219,7 +248,7 @@ static bool advance(sim *m) {
     sim_stream *s = &m->stream[i];
     /* ops that end together but for rounding end together */
     bool ends = s->left * s->slow <= dt * (1 + 1e-12);
-    s->left -= dt / s->slow;
+    s->left -= s->slow > 1 ? dt / s->slow : dt;
     if (ends)
       finish(m, i);
   }
