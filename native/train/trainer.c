@@ -125,28 +125,6 @@ ps_status ps_train_config_check(const ps_train_config *c, const ps_model_config 
   return resolve_config(&resolved, model);
 }
 
-/* The GPU's functions of FP8 are written, but no GPU has run them. To be deleted when
- * tests/native/test_cuda_ops.c, which calls them without a trainer, has passed on one. */
-static ps_status check_fp8_is_proved_on_gpus(const ps_plan *plan) {
-  if (!plan->model->fp8.on || plan->hw.backend != PS_BACKEND_CUDA)
-    return PS_OK;
-  return ps__fail(PS_EINVAL,
-                  "FP8 products have not been tested on a GPU yet: train with --backend cpu, or "
-                  "with --recipe %s",
-                  ps__recipes[ps__recipes[plan->cfg.recipe].arrays].name);
-}
-
-static ps_status check_hosts(const ps_plan *plan, const ps_train_config *c) {
-  const uint32_t n = c->hosts ? c->hosts->n : 1;
-  if (n != plan->cfg.n_hosts)
-    return ps__fail(PS_EINVAL, "the trainer is one of %u hosts, and the plan is for %u: plan anew",
-                    n, plan->cfg.n_hosts);
-  if (c->hosts && c->batch_fn)
-    return ps__fail(PS_EINVAL, "several hosts read a dataset, of which each knows its part: "
-                               "batch_fn must not be given");
-  return PS_OK;
-}
-
 static ps_status check_config(const ps_plan *plan, const ps_train_config *c) {
   PS_TRY(ps_train_config_check(c, &plan->model->cfg));
   if (!c->dataset == !c->batch_fn)
@@ -155,7 +133,6 @@ static ps_status check_config(const ps_plan *plan, const ps_train_config *c) {
   if (!c->logits_fn != !plan->cfg.keep_logits)
     return ps__fail(PS_EINVAL, "logits_fn is %s, but the plan was made %s keep_logits: plan anew",
                     c->logits_fn ? "given" : "missing", plan->cfg.keep_logits ? "with" : "without");
-  PS_TRY(check_fp8_is_proved_on_gpus(plan));
   if (plan->at->n_devices > 1 && plan->hw.backend == PS_BACKEND_CUDA)
     return ps__fail(
         PS_EINVAL,
