@@ -125,6 +125,17 @@ ps_status ps_train_config_check(const ps_train_config *c, const ps_model_config 
   return resolve_config(&resolved, model);
 }
 
+static ps_status check_hosts(const ps_plan *plan, const ps_train_config *c) {
+  const uint32_t n = c->hosts ? c->hosts->n : 1;
+  if (n != plan->cfg.n_hosts)
+    return ps__fail(PS_EINVAL, "the trainer is one of %u hosts, and the plan is for %u: plan anew",
+                    n, plan->cfg.n_hosts);
+  if (c->hosts && c->batch_fn)
+    return ps__fail(PS_EINVAL, "several hosts read a dataset, of which each knows its part: "
+                               "batch_fn must not be given");
+  return PS_OK;
+}
+
 static ps_status check_config(const ps_plan *plan, const ps_train_config *c) {
   PS_TRY(ps_train_config_check(c, &plan->model->cfg));
   if (!c->dataset == !c->batch_fn)
