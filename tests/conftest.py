@@ -2,6 +2,7 @@
 data."""
 
 import ctypes
+import gc
 import os
 import signal
 import subprocess
@@ -82,6 +83,18 @@ def pytest_collection_modifyitems(items):
 def cache_of_this_run(tmp_path_factory):
     """Hardware rates are measured once for a test run and kept out of the user's cache."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_leaks():
+    """A file's tests free what they allocate in the library, on their ways into errors too."""
+    live = ctypes.CDLL(str(BUILD / "lib/libpenstock.so")).ps__live_allocations
+    live.restype = ctypes.c_int64
+    gc.collect()
+    before = live()
+    yield
+    gc.collect()
+    assert live() == before
 
 
 @pytest.fixture(scope="module")

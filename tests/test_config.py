@@ -422,7 +422,3 @@ def test_parameters_are_found_by_name_and_by_index():
         assert ps.lib.ps_model_find(m, p.name) == i
     assert ps.lib.ps_model_find(m, b"model.layers.0") == 2**32 - 1
     assert ps.lib.ps_model_param(m, n, ctypes.byref(p)) == ps.EINVAL
-
-
-def test_nothing_leaks():
-    assert ps.lib.ps__live_allocations() == 0

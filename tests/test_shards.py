@@ -1,7 +1,6 @@
 """Token shards of every producer, read window by window, and the order in which windows are
 visited."""
 
-import gc
 import os
 import subprocess
 import sys
@@ -338,8 +337,3 @@ def test_mixing_is_even(n):
         want = counts.sum() / counts.size
         assert abs(((counts - want) ** 2 / want).sum() - dof) < 6 * np.sqrt(2 * dof)
     assert diffs[0] == 0
-
-
-def test_nothing_leaks():
-    gc.collect()  # what other files' tests left to the collector
-    assert ps.lib.ps__live_allocations() == 0

@@ -6,7 +6,7 @@ import multiprocessing
 import signal
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 
@@ -53,6 +53,13 @@ def _render_batch(jobs: list[tuple]) -> list[Rendered]:
     return [render_record(*_in_worker, *job) for job in jobs]
 
 
+def _result(future: Future) -> list[Rendered]:
+    try:
+        return future.result()
+    except OSError as e:  # a batch that was on its way to a process when that one was killed
+        raise BrokenProcessPool from e
+
+
 def render_all(
     template: ChatTemplate, targets: str, jobs: Iterable[tuple], processes: int
 ) -> Iterator[Rendered]:
@@ -77,9 +84,9 @@ def render_all(
         for batch in batches:
             waiting.append(pool.submit(_render_batch, batch))
             if len(waiting) >= AHEAD * processes:
-                yield from waiting.popleft().result()
+                yield from _result(waiting.popleft())
         while waiting:
-            yield from waiting.popleft().result()
+            yield from _result(waiting.popleft())
     except BrokenProcessPool as e:
         raise PenstockError(
             "a process that renders conversations was killed: see whether memory ran out"
