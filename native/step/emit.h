@@ -94,7 +94,7 @@ typedef struct ps__on_device {
   uint32_t *batch, *x, *dy;
   /* saved activations [n_layers][n_chunks][max_tensors]: on the device, on the host */
   uint32_t *kept, *away;
-  uint32_t flushed;               /* ps__step.flushed of this device, a device tensor */
+  uint32_t flushed;               /* the counters of flushed values, a device tensor */
   uint32_t *of_step;              /* [the model's layers][max_tensors]: tensors of the step */
   uint32_t of_pass[PS__SET_BITS]; /* tensors of the running layer pass; PS__NO_VT: not made yet */
 } ps__on_device;
@@ -243,9 +243,9 @@ void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c);
 void ps__fetch_saved(ps__builder *b, uint32_t pass_idx);
 void ps__head_chunk(ps__builder *b, uint32_t c);
 /* ps__flushed_begin() - the counters of flushed values, 0 on all devices; with FP8 alone.
- * ps__flushed_end() - they go to the host; freed by the caller. PS__NO_VT: nothing was counted. */
+ * ps__flushed_end() - they go to the host, to ps__step.flushed. */
 void ps__flushed_begin(ps__builder *b);
-uint32_t ps__flushed_end(ps__builder *b);
+void ps__flushed_end(ps__builder *b);
 /* ps__end_layer_pass() - free the layer pass's tensors (PS__ROWS_PASS).
  * ps__end_rounds() - free the step's on all devices (PS__ROWS_STEP). */
 void ps__end_layer_pass(ps__builder *b);

@@ -162,9 +162,15 @@ static ps__vaccess flushed_access(const ps__builder *b, const chunk_pass *p) {
   return ps__part(b->on->flushed, PS_READ_WRITE, each * p->layer, each);
 }
 
+/* On the host the counters have memory of their own. The report reads them after the updates: what
+ * had the same memory in the next step, such as its first embedding rows, would wait for it. */
 void ps__flushed_begin(ps__builder *b) {
   const ps__args_fill fill = {flushed_bytes(b->s->model)};
-  for (uint32_t d = 0; ps__counts_flushed(b->s->model) && d < ps__n_devices(b); d++) {
+  b->s->flushed = PS__NO_VT;
+  if (!ps__counts_flushed(b->s->model))
+    return;
+  b->s->flushed = ps__vt_persistent(b, b->s->at->host, fill.bytes * ps__n_devices(b));
+  for (uint32_t d = 0; d < ps__n_devices(b); d++) {
     b->on = &b->dev[d];
     b->on->flushed = ps__vt_new(b, b->on->at.place, fill.bytes);
     const ps__vaccess zero = ps__whole(b, b->on->flushed, PS_WRITE);
@@ -174,15 +180,12 @@ void ps__flushed_begin(ps__builder *b) {
   b->on = b->dev;
 }
 
-uint32_t ps__flushed_end(ps__builder *b) {
+void ps__flushed_end(ps__builder *b) {
   const uint64_t bytes = flushed_bytes(b->s->model);
-  if (!ps__counts_flushed(b->s->model))
-    return PS__NO_VT;
-  const uint32_t host = ps__vt_new(b, b->s->at->host, bytes * ps__n_devices(b));
-  for (uint32_t d = 0; d < ps__n_devices(b); d++) {
+  for (uint32_t d = 0; b->s->flushed != PS__NO_VT && d < ps__n_devices(b); d++) {
     b->on = &b->dev[d];
     ps__emit_copy(b, b->on->at.to_host, ps__whole(b, b->on->flushed, PS_READ),
-                  ps__part(host, PS_WRITE, bytes * d, bytes),
+                  ps__part(b->s->flushed, PS_WRITE, bytes * d, bytes),
                   (ps_tag){.layer = -1,
                            .round = -1,
                            .chunk = -1,
@@ -191,7 +194,6 @@ uint32_t ps__flushed_end(ps__builder *b) {
     ps__vt_free(b, b->on->flushed);
   }
   b->on = b->dev;
-  return host;
 }
 
 static ps__vaccess tensor_access(const ps__builder *b, const chunk_pass *p, ps__sym y,

@@ -285,6 +285,7 @@ typedef struct ps__step {
   ps__unit_host *unit_host; /* [n_units] */
   uint64_t *batch_offset;   /* [n_chunks] BYTES from the batch's start */
   uint32_t batch, row_loss, norms, stats;
+  uint32_t flushed; /* the counters of REPORT, or PS__NO_VT */
   ps__check *check; /* [n_checks] of a checked step, in its order */
   size_t n_checks, cap_checks;
   /* results */

@@ -208,7 +208,7 @@ void ps__emit_updates(ps__builder *b) {
   const ps_tag tag = {.layer = -1, .round = -1, .chunk = -1, .phase = PS__PHASE_UPDATE};
   const ps__vaccess half = ps__part(s->stats, PS_WRITE, 64, 64);
   const ps__vaccess norm[2] = {ps__whole(b, s->norms, PS_READ), half};
-  const uint32_t flushed = ps__flushed_end(b);
+  ps__flushed_end(b);
   bool any_on_device = false;
   for (uint32_t u = 0; u < n_units; u++)
     any_on_device |= ps__updated_on_device(s->spec, u);
@@ -232,12 +232,11 @@ void ps__emit_updates(ps__builder *b) {
    * after the last copy of state to the host by reading it, as that stream is in order. */
   ps__vaccess report[3] = {ps__whole(b, s->stats, PS_READ)};
   uint32_t n_read = 1;
-  if (flushed != PS__NO_VT)
-    report[n_read++] = ps__whole(b, flushed, PS_READ);
+  if (s->flushed != PS__NO_VT)
+    report[n_read++] = ps__whole(b, s->flushed, PS_READ);
   if (any_on_device)
     report[n_read++] = ps__whole(b, b->last_sent, PS_READ);
   ps__emit_hook(b, PS__HOOK_REPORT, 0, b->s->at->host_ops, report, n_read, (ps_work){0}, tag);
-  ps__vt_free(b, flushed);
   /* in the order in which the next step's first backward pass needs the gradients' memory */
   for (uint32_t u = n_units; u-- > 0;)
     if (s->spec->update_split[u])
