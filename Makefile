@@ -200,7 +200,7 @@ demo: all venv ## train a small model on this Python's own sources under two mem
 	@PENSTOCK_BUILD="$(abspath $(BUILD))" PYTHONPATH=python $(VENV)/bin/python -m penstock.demo --build "$(BUILD)" $(if $(TEXT),--text $(TEXT)) $(DEMO_ARGS)
 # One process a CPU, at most four: a test's own threads and memory come on top.
 test: all native-tests venv-test ## build everything, then every test but the long ones (TESTS="files or options of pytest": some)
-	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV_TEST)/bin/python -m pytest -q -n auto --maxprocesses=4 --dist loadgroup $(or $(TESTS),tests)
+	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV_TEST)/bin/python -m pytest -q -n auto --maxprocesses=4 --dist loadgroup --no-loadscope-reorder $(or $(TESTS),tests)
 test-long: all native-tests venv-test ## the tests that take minutes, which make test leaves out (TESTS="...": some)
 	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV_TEST)/bin/python -m pytest -q -m long $(or $(TESTS),tests)
 golden: all native-tests venv-test ## write the files of tests/golden anew: a change of them is a commit of its own that says why

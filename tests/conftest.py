@@ -63,7 +63,29 @@ def gpu_missing():
     return None
 
 
+# What takes a minute or more, longest first: begun last, one of these would run alone at the end.
+BEGUN_FIRST = [
+    "test_budget.py",
+    "test_plan_search.py",
+    "test_native.py",
+    "test_golden.py",
+    "test_generate.py",
+    "test_parity.py",
+    "test_install.py",
+    "test_hosts.py",
+    "test_faults.py",
+    "test_curve.py",
+    "test_hardware.py",
+    "test_cli_progress.py",
+    "test_python_misuse.py",
+]
+
+
+# Before pytest-xdist's own hook, which reads the groups.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    rank = {name: i for i, name in enumerate(BEGUN_FIRST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
     for item in items:
         # What of pytest-xdist's processes runs a test: a file's tests share one, for its fixtures'
         # sake, and so do all tests of the GPU. Native programs need no fixtures.

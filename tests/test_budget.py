@@ -18,7 +18,7 @@ from penstock import BudgetError, Hardware, ModelConfig, Plan, Trainer
 
 MIB = 1 << 20
 UNIT = 2 * MIB  # arenas are whole units
-STEPS = 20
+STEPS = 8
 VOCAB = 1536
 COMMON = {
     "vocab_size": VOCAB,

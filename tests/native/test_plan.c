@@ -6,7 +6,8 @@
  * tensor's lifetime, and losses, gradient norms, weights and state must be the bits of the
  * plan that keeps parameters, gradients and saved activations on the device. Memory is poisoned
  * with NaN before the run (and between steps, where they are run one by one), so that a read of
- * what this step did not write shows. */
+ * what this step did not write shows.
+ * Usage: test_plan [all: every case, with more decisions] */
 #include "tiny_model.h"
 #include "train/trainer.h"
 
@@ -14,9 +15,10 @@
 /* 5 is prime to the numbers of models, shapes and recipes: all are met */
 enum { SPECS_A_CASE = 1, CASE_STRIDE = 5, LEAST = 30 };
 #else
-enum { SPECS_A_CASE = 3, CASE_STRIDE = 1, LEAST = 200 };
+/* 3 is prime to them as well, and to models times shapes: each pair is met, in one recipe */
+enum { SPECS_A_CASE = 2, CASE_STRIDE = 3, LEAST = 200 };
 #endif
-enum { N_STEPS = 3, MAX_LEAD = 4 };
+enum { N_STEPS = 3, MAX_LEAD = 4, SPECS_OF_ALL = 3 };
 
 /* ---- models ---------------------------------------------------------------------------------- */
 
@@ -399,7 +401,7 @@ static void describe(const model *m, const ps_plan_config *cfg, const ps__spec *
 
 static bool same(const outcome *a, const outcome *b) { return memcmp(a, b, sizeof *a) == 0; }
 
-static uint32_t run_case(uint32_t idx, uint64_t *state) {
+static uint32_t run_case(uint32_t idx, int n_specs, uint64_t *state) {
   const model *m = &models[idx % N_MODELS];
   const shape *sh = &shapes[idx / N_MODELS % N_SHAPES];
   ps_hardware hw = {.struct_bytes = sizeof hw};
@@ -430,7 +432,7 @@ static uint32_t run_case(uint32_t idx, uint64_t *state) {
   for (int i = 0; i < N_STEPS; i++)
     CHECK(expected.loss[i] > 0 && expected.norm[i] > 0);
   ps_plan_destroy(plan);
-  for (int i = 0; i < SPECS_A_CASE; i++) {
+  for (int i = 0; i < n_specs; i++) {
     randomize(&spec, m, &layout, state);
     CHECK(ps__plan_from_spec(&plan, &m->cfg, &cfg, &hw, &spec) == PS_OK);
     check_step(&plan->step);
@@ -449,7 +451,7 @@ static uint32_t run_case(uint32_t idx, uint64_t *state) {
   }
   ps__spec_free(&spec);
   ps__layout_free(&layout);
-  return SPECS_A_CASE;
+  return (uint32_t)n_specs;
 }
 
 /* ---- state is counted ------------------------------------------------------------------------ */
@@ -618,7 +620,8 @@ static void test_memmap(void) {
   printf("ok the memory map is the greedy one, and no smaller than what is alive at once\n");
 }
 
-int main(void) {
+int main(int argc, char **argv) {
+  const bool all = argc > 1 && !strcmp(argv[1], "all");
   test_memmap();
   const char *tmp = getenv("TMPDIR");
   char root[200];
@@ -633,8 +636,8 @@ int main(void) {
   const int64_t before = ps__live_allocations();
   uint64_t state = 20261121;
   uint32_t n = 0;
-  for (uint32_t i = 0; i < N_CASES; i += CASE_STRIDE)
-    n += run_case(i, &state);
+  for (uint32_t i = 0; i < N_CASES; i += all ? 1 : CASE_STRIDE)
+    n += run_case(i, all ? SPECS_OF_ALL : SPECS_A_CASE, &state);
   CHECK(n >= LEAST);
   CHECK(ps__live_allocations() == before);
   printf("ok %u random plans train to the bits of the resident one\n", n);
