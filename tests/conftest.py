@@ -107,6 +107,13 @@ def cache_of_this_run(tmp_path_factory):
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item):
+    """A test keeps what its fixtures made until after its file's fixtures end: nothing_leaks would
+    count the last test's."""
+    item.funcargs.clear()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def nothing_leaks():
     """A file's tests free what they allocate in the library, on their ways into errors too."""
