@@ -12,10 +12,10 @@
 #include "train/trainer.h"
 
 #ifdef PS_SANITIZED
-/* 5 is prime to the numbers of models, shapes and recipes: all are met */
-enum { SPECS_A_CASE = 1, CASE_STRIDE = 5, LEAST = 30 };
+/* 13 is prime to the numbers of models, shapes and FP8's shapes: all are met */
+enum { SPECS_A_CASE = 1, CASE_STRIDE = 13, LEAST = 30 };
 #else
-/* 3 is prime to them as well, and to models times shapes: each pair is met, in one recipe */
+/* 3 is prime to models times shapes: each pair of them is met, in one recipe */
 enum { SPECS_A_CASE = 2, CASE_STRIDE = 3, LEAST = 200 };
 #endif
 enum { N_STEPS = 3, MAX_LEAD = 4, SPECS_OF_ALL = 3 };
