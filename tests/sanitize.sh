@@ -40,6 +40,21 @@ check() { # NAME SAN
         --run-dir "$work/$name-run" --out "$work/$name-out" --force --quiet >"$log" 2>&1 || { cat "$log"; echo "sanitize: training failed"; exit 1; }
     done
   done
+  hosts
+}
+
+# Two tasks over TCP: the threads of their exchange and of their control connections.
+hosts() {
+  echo "== $name: training of two tasks"
+  port=$("$venv/bin/python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+  for rank in 0 1; do
+    RANK=$rank WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=$port "$out/bin/penstock" train --model "$work/model" \
+      --data "$work/data.bin" --backend cpu --seq-len 64 --chunk-tokens 64 --chunks-per-round 1 --tokens-per-step 256 --steps 3 \
+      --recipe bf16 --hosts-wait 120 --run-dir "$work/$name-hosts" --quiet >"$log.$rank" 2>&1 & eval "task$rank=\$!"
+  done
+  for rank in 0 1; do
+    eval "wait \$task$rank" || { cat "$log".?; echo "sanitize: task $rank failed"; exit 1; }
+  done
 }
 
 # Loaders and planner with broken input; FUZZ_SECONDS and FUZZ_SEED for more than a look.
