@@ -18,8 +18,9 @@ static ps_status find_weights(const ps_plan *p, ps__gen_beside *b) {
     return ps__fail(PS_ENOMEM, "out of memory for the places of weights");
   for (uint32_t u = 0; u < n; u++) {
     const ps__unit_host *h = &p->step.unit_host[u];
-    b->weights[u] =
-        at_of(&p->step, ps__weights_stay(&p->spec, u) ? h->device_weights[0] : h->weights);
+    /* with several devices only frozen weights stay, and the host has these too */
+    const bool there = ps__weights_stay(&p->spec, u) && h->device_weights[0] != PS__NO_VT;
+    b->weights[u] = at_of(&p->step, there ? h->device_weights[0] : h->weights);
   }
   for (uint32_t i = 0; i < p->at->n_places; i++) {
     b->used[i] = ps__step_persistent_bytes(&p->step, i);

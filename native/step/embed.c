@@ -95,7 +95,7 @@ static contribution_rows rows_of(const ps__builder *b, uint32_t c) {
     from++;
   while (!ps__contribution_ends(b, to))
     to--;
-  const ps__chunk *last = ps__chunk_of(b, b->on->round->n_chunks - 1),
+  const ps__chunk *last = ps__chunk_of(b, b->in->round->n_chunks - 1),
                   *begins = ps__chunk_of(b, from);
   contribution_rows r = {.end_token = (uint32_t)(begins->first_token + begins->n_tokens - round)};
   r.n_tokens = r.end_token - (uint32_t)(ps__chunk_of(b, to)->first_token - round);
@@ -108,7 +108,7 @@ static contribution_rows rows_of(const ps__builder *b, uint32_t c) {
 static void add_rows_on_host(ps__builder *b, const contribution_rows *r) {
   ps__step *s = b->s;
   ps__unit_progress *u = &b->unit[0];
-  const ps__chunk *first = ps__chunk_of(b, 0), *last = ps__chunk_of(b, b->on->round->n_chunks - 1);
+  const ps__chunk *first = ps__chunk_of(b, 0), *last = ps__chunk_of(b, b->in->round->n_chunks - 1);
   const ps__attention_group *g = &s->layout->group[last->group];
   const uint32_t n = ps__unit_contributions(s->model, &s->sums, 0), i = u->contribution++;
   uint32_t mode = i ? ps__sum_mode_of(b, 0, i) : 0;
@@ -129,14 +129,14 @@ static void add_rows_on_host(ps__builder *b, const contribution_rows *r) {
       .mode = mode,
       .index = i};
   ps__vaccess access[4] = {
-      ps__part(b->on->rows_host, PS_READ, 0, 4ull * r->n_tokens),
-      ps__part(b->on->rows_host, PS_READ, r->ids_bytes, r->bytes - r->ids_bytes),
+      ps__part(b->in->rows_host, PS_READ, 0, 4ull * r->n_tokens),
+      ps__part(b->in->rows_host, PS_READ, r->ids_bytes, r->bytes - r->ids_bytes),
       ps__part(s->unit_host[0].grad, i ? PS_READ_WRITE : PS_WRITE, 0, table_bytes(b))};
   if (low)
     access[3] = ps__whole(b, u->low, mode & PS_LOW_READ ? PS_READ_WRITE : PS_WRITE);
   ps__emit(b, &ps__k_embed_bwd_host, b->s->at->host_ops, &a, sizeof a, access, low ? 4 : 3,
-           embed_tag(b->on->round_idx, b->on->round->first_chunk, PS__PHASE_UPDATE));
-  ps__vt_free_late(b, b->on->rows_host, s->spec->sum_lag);
+           embed_tag(b->in->round_idx, b->in->round->first_chunk, PS__PHASE_UPDATE));
+  ps__vt_free_late(b, b->in->rows_host, s->spec->sum_lag);
   if (i + 1 == n)
     ps__total_on_host(b, 0);
 }
@@ -146,19 +146,19 @@ static void add_rows_on_host(ps__builder *b, const contribution_rows *r) {
 static void send_rows(ps__builder *b, uint32_t c) {
   const ps__chunk *k = ps__chunk_of(b, c);
   const contribution_rows r = rows_of(b, c);
-  const ps_tag tag = embed_tag(b->on->round_idx, b->on->round->first_chunk + c, PS__PHASE_BACKWARD);
+  const ps_tag tag = embed_tag(b->in->round_idx, b->in->round->first_chunk + c, PS__PHASE_BACKWARD);
   /* later chunks come first */
   const uint64_t at =
       r.end_token - (k->first_token + k->n_tokens - ps__chunk_of(b, 0)->first_token);
   if (ps__contribution_begins(b, c))
-    b->on->rows_host = ps__vt_new(b, b->s->at->host, r.bytes);
+    b->in->rows_host = ps__vt_new(b, b->s->at->host, r.bytes);
   ps__emit_copy(b, b->on->at.to_host,
-                ps__part(b->on->batch[c], PS_READ, ps__batch_chunk_of(k->n_tokens).tokens,
+                ps__part(*ps__batch_of(b, c), PS_READ, ps__batch_chunk_of(k->n_tokens).tokens,
                          4ull * k->n_tokens),
-                ps__part(b->on->rows_host, PS_WRITE, 4 * at, 4ull * k->n_tokens),
+                ps__part(b->in->rows_host, PS_WRITE, 4 * at, 4ull * k->n_tokens),
                 ps__about(tag, "token ids"));
-  ps__emit_copy(b, b->on->at.to_host, ps__whole(b, b->on->dy[c], PS_READ),
-                ps__part(b->on->rows_host, PS_WRITE, r.ids_bytes + at * row_bytes(b),
+  ps__emit_copy(b, b->on->at.to_host, ps__whole(b, b->in->dy[c], PS_READ),
+                ps__part(b->in->rows_host, PS_WRITE, r.ids_bytes + at * row_bytes(b),
                          k->n_tokens * row_bytes(b)),
                 ps__about(tag, "gradients of rows"));
   if (ps__contribution_ends(b, c))
@@ -169,9 +169,9 @@ static void send_rows(ps__builder *b, uint32_t c) {
 
 void ps__embed_forward(ps__builder *b, uint32_t c) {
   if (on_host(b)) {
-    const ps__gathered *g = &b->gathered[b->on->round->first_chunk + c];
-    b->on->x[c] = g->x;
-    *ps__saved_entry(b, b->on->away, 1, c, (uint32_t)ps__layer_of(b->s->model, 1)->input) = g->host;
+    const ps__gathered *g = &b->gathered[b->in->round->first_chunk + c];
+    b->in->x[c] = g->x;
+    *ps__saved_entry(b, b->in->away, 1, c, (uint32_t)ps__layer_of(b->s->model, 1)->input) = g->host;
   } else {
     ps__look_up(b, c);
     ps__send_input(b, 1, c);
@@ -184,6 +184,6 @@ void ps__embed_backward(ps__builder *b, uint32_t c) {
     send_rows(b, c);
   else if (!on_host(b))
     ps__add_rows(b, c);
-  ps__vt_free_late(b, b->on->dy[c], lag);
-  ps__vt_free_late(b, b->on->batch[c], lag);
+  ps__vt_free_late(b, b->in->dy[c], lag);
+  ps__free_batch(b, c, lag);
 }

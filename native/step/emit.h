@@ -12,8 +12,9 @@ typedef enum ps__pass_kind {
   PS__PASS_BLOCK_BACK,
   PS__PASS_EMBED_BACK
 } ps__pass_kind;
+/* Passes are emitted by their slots; those of one round have one after the other. */
 typedef struct ps__pass {
-  uint32_t kind, round, layer;
+  uint32_t kind, round, layer, slot;
 } ps__pass;
 
 /* The tensors that an update works on beside the gradient. */
@@ -69,16 +70,25 @@ typedef struct ps__waiting {
   uint32_t vt, lag;
 } ps__waiting;
 
-/* What is under way on one device: the step's rounds that run there, layer pass by layer pass. */
+/* What is under way on one device. */
 typedef struct ps__on_device {
   ps__device_at at;
   ps__unit_copy *unit; /* [n_units] */
-  ps__pass *pass;      /* of its rounds */
-  const ps__pass *now; /* the running layer pass */
-  uint32_t n_passes;
-  uint32_t clock; /* chunk passes emitted so far: the time of late frees */
+  uint32_t clock;      /* chunk passes emitted so far: the time of late frees */
   ps__late_free *late;
   size_t n_late, cap_late;
+  uint32_t *batch;                /* [chunks of the step]: parts of the batch, device tensors */
+  uint32_t flushed;               /* the counters of flushed values, a device tensor */
+  uint32_t *of_step;              /* [the model's layers][max_tensors]: tensors of the step */
+  uint32_t of_pass[PS__SET_BITS]; /* tensors of the running layer pass; PS__NO_VT: not made yet */
+} ps__on_device;
+
+/* One of the rounds that run at once, and those that follow it, layer pass by layer pass: rounds i,
+ * i + n, i + 2n and so on of the step, where n run at once. */
+typedef struct ps__in_flight {
+  ps__pass *pass;      /* of its rounds */
+  const ps__pass *now; /* the running layer pass */
+  uint32_t n_passes, n_done;
   ps__waiting *waiting; /* contributions of the running round to the table of a tied model */
   size_t n_waiting, cap_waiting;
   uint64_t head_slices; /* slices of the head in the running round so far */
@@ -90,24 +100,23 @@ typedef struct ps__on_device {
   /* of the running round, by chunk of the round: */
   const ps__round *round;
   uint32_t round_idx;
-  /* device tensors [n_chunks]; batch points into ps__builder.step_batch */
-  uint32_t *batch, *x, *dy;
+  uint32_t *x, *dy; /* device tensors [n_chunks], on the device whose layer reads them next */
   /* saved activations [n_layers][n_chunks][max_tensors]: on the device, on the host */
   uint32_t *kept, *away;
-  uint32_t flushed;               /* the counters of flushed values, a device tensor */
-  uint32_t *of_step;              /* [the model's layers][max_tensors]: tensors of the step */
-  uint32_t of_pass[PS__SET_BITS]; /* tensors of the running layer pass; PS__NO_VT: not made yet */
-} ps__on_device;
+} ps__in_flight;
 
 typedef struct ps__builder {
   ps__step *s;
   ps__step_hooks *hooks;
-  ps__on_device dev[PS_MAX_DEVICES]; /* [n_devices] */
-  ps__on_device *on;                 /* that of the ops that are emitted now */
-  ps__unit_progress *unit;           /* [n_units] */
-  uint32_t next_fetch;               /* the first layer pass that nothing was fetched for */
-  uint32_t first_trained;            /* ps__first_trained() */
-  uint32_t checks;                   /* of a checked step: the sums of squares, a device tensor */
+  ps__on_device dev[PS_MAX_DEVICES];    /* [n_devices] */
+  ps__in_flight flight[PS_MAX_DEVICES]; /* [n_devices]: as many rounds run at once */
+  ps__on_device *on;                    /* device and round of the ops that are emitted now */
+  ps__in_flight *in;
+  uint32_t embedded;       /* rounds whose embedding's contributions were added */
+  ps__unit_progress *unit; /* [n_units] */
+  uint32_t next_fetch;     /* the first layer pass that nothing was fetched for */
+  uint32_t first_trained;  /* ps__first_trained() */
+  uint32_t checks;         /* of a checked step: the sums of squares, a device tensor */
   /* device copy of the batch header, for updates without clipping; PS__NO_VT before the first */
   uint32_t header;
   /* what the device-to-host stream wrote last of weights or state on the host */
@@ -119,16 +128,23 @@ typedef struct ps__builder {
   uint32_t *leaving;
   uint32_t n_leaving;
   ps__gathered *gathered; /* [chunks of the step] */
-  uint32_t *step_batch;   /* [chunks of the step]: parts of the batch, device tensors */
 } ps__builder;
 
 static inline uint32_t ps__n_devices(const ps__builder *b) { return b->s->at->n_devices; }
-/* ps__n_running() - how many devices have layer pass @idx: the first ones. */
+/* ps__n_running() - how many of the rounds that run at once have layer pass @idx: the first ones. */
 static inline uint32_t ps__n_running(const ps__builder *b, uint32_t idx) {
   uint32_t n = 0;
-  while (n < ps__n_devices(b) && idx < b->dev[n].n_passes)
+  while (n < ps__n_devices(b) && idx < b->flight[n].n_passes)
     n++;
   return n;
+}
+/* ps__at_layer() - the device that runs @layer for round @in. */
+static inline ps__on_device *ps__at_layer(ps__builder *b, const ps__in_flight *in, uint32_t layer) {
+  return &b->dev[ps__device_of(b->s->spec, layer, (uint32_t)(in - b->flight))];
+}
+/* ps__batch_of() - the running device's part of the batch for chunk @c of the running round. */
+static inline uint32_t *ps__batch_of(const ps__builder *b, uint32_t c) {
+  return &b->on->batch[b->in->round->first_chunk + c];
 }
 
 /* ---- tensors --------------------------------------------------------------------------------- */
@@ -226,8 +242,10 @@ void ps__total_ready(ps__builder *b, uint32_t unit);
 void ps__emit_updates(ps__builder *b);
 
 /* ---- the batch (step.c) ---------------------------------------------------------------------- */
-/* ps__copy_batch() - the round's parts of the batch are copied to the device. */
+/* ps__copy_batch() - the round's parts of the batch are copied to the devices that run it, which are
+ * the running one or, in a ring, all. ps__free_batch() - those of chunk @c are free there. */
 void ps__copy_batch(ps__builder *b, uint32_t round);
+void ps__free_batch(ps__builder *b, uint32_t c, uint32_t lag);
 
 /* ---- the embedding (embed.c) ----------------------------------------------------------------- */
 /* ps__gather_round() - with embed_on_host: the round's rows are gathered and copied to the

@@ -4,7 +4,7 @@
 #include <string.h>
 
 const ps__chunk *ps__chunk_of(const ps__builder *b, uint32_t c) {
-  return &b->s->layout->chunk[b->on->round->first_chunk + c];
+  return &b->s->layout->chunk[b->in->round->first_chunk + c];
 }
 
 uint32_t *ps__saved_entry(ps__builder *b, uint32_t *table, uint32_t layer, uint32_t c,
@@ -23,7 +23,7 @@ static const ps__attention_group *group_of(const ps__builder *b, uint32_t c) {
 
 /* The chunk of the round whose entries hold the group's shared tensors: the group's first. */
 static uint32_t group_first(const ps__builder *b, uint32_t c) {
-  return group_of(b, c)->first_chunk - b->on->round->first_chunk;
+  return group_of(b, c)->first_chunk - b->in->round->first_chunk;
 }
 
 static bool is_group(const ps__layer_def *d, uint32_t tensor) {
@@ -37,8 +37,8 @@ static uint32_t home_chunk(const ps__builder *b, const ps__layer_def *d, uint32_
 
 static ps_tag chunk_tag(const ps__builder *b, uint32_t unit, uint32_t c, int phase) {
   return (ps_tag){.layer = (int32_t)unit,
-                  .round = (int32_t)b->on->round_idx,
-                  .chunk = (int32_t)(b->on->round->first_chunk + c),
+                  .round = (int32_t)b->in->round_idx,
+                  .chunk = (int32_t)(b->in->round->first_chunk + c),
                   .phase = phase};
 }
 
@@ -50,7 +50,7 @@ static int policy_of(const ps__builder *b, uint32_t layer, uint32_t c, uint32_t 
   const int policy =
       *ps__spec_policy(b->s->spec, layer - 1, home_chunk(b, d, c, tensor), (uint32_t)saved);
   return policy != PS_POLICY_HOST_FIRST_ROUND ? policy
-         : b->on->round_idx == 0              ? PS_POLICY_HOST
+         : b->in->round_idx == 0              ? PS_POLICY_HOST
                                               : PS_POLICY_RECOMPUTE;
 }
 
@@ -85,7 +85,7 @@ static ps__vaccess own_rows(const ps__builder *b, const ps__layer_def *d, uint32
 static uint32_t host_of_saved(ps__builder *b, uint32_t from, uint64_t bytes) {
   const uint32_t unit = b->s->model->layer[from].first_unit, grad = b->s->unit_host[unit].grad;
   ps__unit_progress *u = &b->unit[unit];
-  const bool free = b->on->round_idx == 0 && b->on->round->n_chunks <= b->s->sums.additions &&
+  const bool free = b->in->round_idx == 0 && b->in->round->n_chunks <= b->s->sums.additions &&
                     from > 0 && grad != PS__NO_VT && !b->s->spec->update_split[unit];
   if (!free || u->alias_bytes + bytes > b->s->vt[grad].bytes)
     return ps__vt_new(b, b->s->at->host, bytes);
@@ -98,7 +98,7 @@ void ps__send_saved(ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor,
   const ps__layer_def *d = layer_of(b, layer);
   if (policy_of(b, layer, c, tensor) != PS_POLICY_HOST)
     return;
-  uint32_t *away = ps__saved_entry(b, b->on->away, layer, home_chunk(b, d, c, tensor), tensor);
+  uint32_t *away = ps__saved_entry(b, b->in->away, layer, home_chunk(b, d, c, tensor), tensor);
   if (*away == PS__NO_VT)
     *away = host_of_saved(b, (int)tensor == d->input ? layer - 1 : layer,
                           tensor_bytes(b, d, c, tensor));
@@ -109,8 +109,39 @@ void ps__send_saved(ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor,
 }
 
 void ps__send_input(ps__builder *b, uint32_t layer, uint32_t c) {
+  ps__on_device *on = b->on;
+  b->on = ps__at_layer(b, b->in, layer);
   if (layer <= b->s->spec->n_layers)
-    ps__send_saved(b, layer, c, (uint32_t)layer_of(b, layer)->input, b->on->x[c]);
+    ps__send_saved(b, layer, c, (uint32_t)layer_of(b, layer)->input, b->in->x[c]);
+  b->on = on;
+}
+
+/* Tensor *vt of the running device, of which layer @next is the next reader: where that is on
+ * another device, *vt becomes a copy there. */
+static void hand_on(ps__builder *b, uint32_t next, uint32_t *vt, uint32_t lag, ps_tag tag) {
+  const ps__on_device *to = ps__at_layer(b, b->in, next);
+  if (to == b->on || *vt == PS__NO_VT)
+    return;
+  const ps__vaccess from = ps__whole(b, *vt, PS_READ);
+  const uint32_t there = ps__vt_new(b, to->at.place, from.bytes);
+  if (b->s->spec->ring_by_host) {
+    const uint32_t host = ps__vt_new(b, b->s->at->host, from.bytes);
+    ps__emit_copy(b, b->on->at.to_host, from, ps__whole(b, host, PS_WRITE), tag);
+    ps__emit_copy(b, to->at.to_device, ps__whole(b, host, PS_READ), ps__whole(b, there, PS_WRITE),
+                  tag);
+    ps__vt_free(b, host);
+  } else
+    ps__emit_copy(b, b->on->at.to_peers, from, ps__whole(b, there, PS_WRITE), tag);
+  ps__vt_free_late(b, *vt, lag);
+  *vt = there;
+}
+
+/* The gradient of chunk @c goes to the layer below, if that has a backward pass. The embedding is on
+ * the device of the first block. */
+static void hand_back(ps__builder *b, uint32_t layer, uint32_t c, int phase) {
+  if (layer > 1 && layer > b->first_trained)
+    hand_on(b, layer - 1, &b->in->dy[c], b->s->spec->grad_lag,
+            ps__about(chunk_tag(b, layer, c, phase), "gradients of activations"));
 }
 
 /* ---- binding and emitting a layer's ops ------------------------------------------------------ */
@@ -150,8 +181,8 @@ static ps__vaccess batch_access(const ps__builder *b, const chunk_pass *p, ps__s
                          [PS__BATCH_POSITION] = f.position,
                          [PS__BATCH_SCALE] = f.scale};
   if (y.id == PS__BATCH_SCALE)
-    return ps__part(b->on->batch[p->c], PS_READ, f.scale, 4);
-  return ps__part(b->on->batch[p->c], PS_READ, at[y.id] + 4ull * p->slice_row,
+    return ps__part(*ps__batch_of(b, p->c), PS_READ, f.scale, 4);
+  return ps__part(*ps__batch_of(b, p->c), PS_READ, at[y.id] + 4ull * p->slice_row,
                   4ull * p->shape.n_tokens);
 }
 
@@ -361,7 +392,7 @@ void ps__end_layer_pass(ps__builder *b) {
 
 static bool last_of_group(const ps__builder *b, uint32_t c) {
   const ps__attention_group *g = group_of(b, c);
-  return b->on->round->first_chunk + c == g->first_chunk + g->n_chunks - 1;
+  return b->in->round->first_chunk + c == g->first_chunk + g->n_chunks - 1;
 }
 
 /* ---- forward --------------------------------------------------------------------------------- */
@@ -371,7 +402,7 @@ static void bind_group(ps__builder *b, chunk_pass *p, ps__set set) {
   for (uint32_t t = 0; t < p->d->n_tensors; t++) {
     if (!ps__in(set, t))
       continue;
-    uint32_t *entry = ps__saved_entry(b, b->on->kept, p->layer, group_first(b, p->c), t);
+    uint32_t *entry = ps__saved_entry(b, b->in->kept, p->layer, group_first(b, p->c), t);
     if (*entry == PS__NO_VT)
       *entry = ps__vt_new(b, b->on->at.place, tensor_bytes(b, p->d, p->c, t));
     p->bound[t] = *entry;
@@ -383,7 +414,7 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   const ps__layer_def *d = p.d;
   const uint32_t input = (uint32_t)d->input, output = (uint32_t)d->output;
   bind_group(b, &p, d->group);
-  p.bound[input] = b->on->x[c];
+  p.bound[input] = b->in->x[c];
   ps__set saved = 0;
   for (uint32_t t = 0; t < d->n_tensors; t++)
     if (policy_of(b, layer, c, t) == PS_POLICY_DEVICE)
@@ -399,20 +430,22 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
 
   for (uint32_t t = 0; t < d->n_tensors; t++)
     if (ps__in(saved & ~d->group, t) && t != input)
-      *ps__saved_entry(b, b->on->kept, layer, c, t) = p.bound[t];
+      *ps__saved_entry(b, b->in->kept, layer, c, t) = p.bound[t];
   if (ps__in(saved, input))
-    *ps__saved_entry(b, b->on->kept, layer, c, input) = b->on->x[c];
+    *ps__saved_entry(b, b->in->kept, layer, c, input) = b->in->x[c];
   else
-    ps__vt_free_late(b, b->on->x[c], b->s->spec->saved_lag);
+    ps__vt_free_late(b, b->in->x[c], b->s->spec->saved_lag);
   for (uint32_t t = 0; t < d->n_tensors && last_of_group(b, c); t++) {
     if (!ps__in(d->group & ~saved, t))
       continue;
     const bool to_host = policy_of(b, layer, c, t) == PS_POLICY_HOST;
-    uint32_t *entry = ps__saved_entry(b, b->on->kept, layer, group_first(b, c), t);
+    uint32_t *entry = ps__saved_entry(b, b->in->kept, layer, group_first(b, c), t);
     ps__vt_free_late(b, *entry, to_host ? b->s->spec->saved_lag : 0);
     *entry = PS__NO_VT;
   }
-  b->on->x[c] = p.bound[output];
+  b->in->x[c] = p.bound[output];
+  hand_on(b, layer + 1, &b->in->x[c], b->s->spec->saved_lag,
+          ps__about(chunk_tag(b, layer, c, PS__PHASE_FORWARD), "activations"));
   ps__send_input(b, layer + 1, c);
   ps__tick(b);
 }
@@ -420,8 +453,8 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
 /* ---- backward -------------------------------------------------------------------------------- */
 
 static void fetch_tensor(ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor) {
-  uint32_t *away = ps__saved_entry(b, b->on->away, layer, c, tensor);
-  uint32_t *kept = ps__saved_entry(b, b->on->kept, layer, c, tensor);
+  uint32_t *away = ps__saved_entry(b, b->in->away, layer, c, tensor);
+  uint32_t *kept = ps__saved_entry(b, b->in->kept, layer, c, tensor);
   if (*away == PS__NO_VT)
     return;
   *kept = ps__vt_new(b, b->on->at.place, b->s->vt[*away].bytes);
@@ -436,12 +469,14 @@ static void fetch_tensor(ps__builder *b, uint32_t layer, uint32_t c, uint32_t te
 /* Backward chunk passes of a round are numbered in their order: the last layer first, in each layer
  * the last chunk first. */
 void ps__fetch_saved(ps__builder *b, uint32_t step_idx) {
-  const uint32_t n = b->on->round->n_chunks, layers = b->s->spec->n_layers;
+  const uint32_t n = b->in->round->n_chunks, layers = b->s->spec->n_layers;
   if (step_idx >= n * layers)
     return;
   const uint32_t layer = layers - step_idx / n, c = n - 1 - step_idx % n;
   if (layer < b->first_trained)
     return;
+  ps__on_device *on = b->on;
+  b->on = ps__at_layer(b, b->in, layer);
   const ps__layer_def *d = layer_of(b, layer);
   for (uint32_t t = 0; t < d->n_tensors && last_of_group(b, c); t++)
     if (is_group(d, t))
@@ -449,6 +484,7 @@ void ps__fetch_saved(ps__builder *b, uint32_t step_idx) {
   for (uint32_t t = 0; t < d->n_tensors; t++)
     if (!is_group(d, t))
       fetch_tensor(b, layer, c, t);
+  b->on = on;
 }
 
 /* Puts on the list the ops that make what @op reads: forward ops below @end, in their order. */
@@ -487,14 +523,14 @@ static ps__set tensors_at_hand(const chunk_pass *p) {
 static void bind_kept(ps__builder *b, chunk_pass *p) {
   for (uint32_t t = 0; t < p->d->n_tensors; t++)
     if (p->d->tensor[t].saved != PS__NONE || is_group(p->d, t))
-      p->bound[t] = *ps__saved_entry(b, b->on->kept, p->layer, home_chunk(b, p->d, p->c, t), t);
+      p->bound[t] = *ps__saved_entry(b, b->in->kept, p->layer, home_chunk(b, p->d, p->c, t), t);
 }
 
 static ps__set missing_of_group(ps__builder *b, uint32_t layer, uint32_t first) {
   const ps__layer_def *d = layer_of(b, layer);
   ps__set missing = 0;
   for (uint32_t t = 0; t < d->n_tensors; t++)
-    if (ps__in(d->group, t) && *ps__saved_entry(b, b->on->kept, layer, first, t) == PS__NO_VT)
+    if (ps__in(d->group, t) && *ps__saved_entry(b, b->in->kept, layer, first, t) == PS__NO_VT)
       missing |= ps__only(t);
   return missing;
 }
@@ -537,7 +573,7 @@ void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
     rebuild_group(b, layer, c);
   chunk_pass p = begin_chunk_pass(b, layer, c);
   bind_kept(b, &p);
-  p.bound[d->grad] = b->on->dy[c];
+  p.bound[d->grad] = b->in->dy[c];
   bind_group(b, &p, d->grad_group);
   p.keep = ps__only((uint32_t)d->grad) | d->of_pass | d->of_step;
   const bool group_over = ps__chunk_of(b, c)->row0 == 0;
@@ -558,10 +594,11 @@ void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   keep_of_pass(b, &p);
   for (uint32_t t = 0; t < d->n_tensors; t++) {
     if (!is_group(d, t))
-      *ps__saved_entry(b, b->on->kept, layer, c, t) = PS__NO_VT;
+      *ps__saved_entry(b, b->in->kept, layer, c, t) = PS__NO_VT;
     else if (group_over)
-      *ps__saved_entry(b, b->on->kept, layer, first, t) = PS__NO_VT;
+      *ps__saved_entry(b, b->in->kept, layer, first, t) = PS__NO_VT;
   }
+  hand_back(b, layer, c, PS__PHASE_BACKWARD);
   ps__tick(b);
 }
 
@@ -572,14 +609,14 @@ void ps__look_up(ps__builder *b, uint32_t c) {
   p.shape.first_grad = true;
   make_tensors(b, &p, &p.d->fwd[0]);
   emit_op(b, &p, &p.d->fwd[0], PS__PHASE_FORWARD);
-  b->on->x[c] = p.bound[p.d->output];
+  b->in->x[c] = p.bound[p.d->output];
 }
 
 void ps__add_rows(ps__builder *b, uint32_t c) {
   chunk_pass p = begin_chunk_pass(b, 0, c);
   if (p.d->n_bwd == 0) /* frozen */
     return;
-  p.bound[p.d->grad] = b->on->dy[c];
+  p.bound[p.d->grad] = b->in->dy[c];
   emit_op(b, &p, &p.d->bwd[0], PS__PHASE_BACKWARD);
 }
 
@@ -607,15 +644,15 @@ static void zero_chunk_grads(ps__builder *b, const chunk_pass *p, uint32_t unit)
  * before that chunk's own ops have written their gradients: these are then set to zero. */
 static void end_full_contribution(ps__builder *b, const chunk_pass *p, uint32_t unit) {
   const bool own = b->s->model->unit[unit].layer == p->layer;
-  if (!b->s->model->unit[unit].by_slice || b->on->head_slices == 0 ||
-      b->on->head_slices % b->s->sums.additions)
+  if (!b->s->model->unit[unit].by_slice || b->in->head_slices == 0 ||
+      b->in->head_slices % b->s->sums.additions)
     return;
-  if (own && !b->on->head_norm)
+  if (own && !b->in->head_norm)
     zero_chunk_grads(b, p, unit);
   ps__grad_end(b, unit, true);
   ps__grad_begin(b, unit);
   if (own)
-    b->on->head_norm = false;
+    b->in->head_norm = false;
 }
 
 static void free_slices(ps__builder *b, chunk_pass *p) {
@@ -657,7 +694,7 @@ static uint32_t emit_slices(ps__builder *b, chunk_pass *p, uint32_t i) {
   for (p->slice_row = 0; p->slice_row < whole.n_tokens; p->slice_row += rows) {
     const uint32_t left = whole.n_tokens - p->slice_row;
     end_full_contribution(b, p, unit);
-    p->shape.first_grad = b->on->head_slices++ % b->s->sums.additions == 0;
+    p->shape.first_grad = b->in->head_slices++ % b->s->sums.additions == 0;
     p->shape.n_tokens = left < rows ? left : rows;
     for (uint32_t k = i; k < end; k++) {
       make_tensors(b, p, &d->fwd[k]);
@@ -679,13 +716,13 @@ void ps__head_chunk(ps__builder *b, uint32_t c) {
   const uint32_t head = ps__head_layer(s->model);
   chunk_pass p = begin_chunk_pass(b, head, c);
   const ps__layer_def *d = p.d;
-  p.bound[d->input] = b->on->x[c];
+  p.bound[d->input] = b->in->x[c];
   for (uint32_t i = 0; i < d->n_fwd;) {
     if (d->fwd[i].sliced) {
       i = emit_slices(b, &p, i);
       continue;
     }
-    p.shape.first_grad = !b->on->head_norm;
+    p.shape.first_grad = !b->in->head_norm;
     if (!is_done(&p, &d->fwd[i])) {
       make_tensors(b, &p, &d->fwd[i]);
       emit_op(b, &p, &d->fwd[i], PS__PHASE_HEAD);
@@ -693,23 +730,24 @@ void ps__head_chunk(ps__builder *b, uint32_t c) {
     i++;
   }
   keep_of_pass(b, &p);
-  b->on->dy[c] = d->grad == PS__NONE ? PS__NO_VT : p.bound[d->grad];
+  b->in->dy[c] = d->grad == PS__NONE ? PS__NO_VT : p.bound[d->grad];
   const uint32_t row_loss = p.bound[d->loss];
   const uint64_t row_bytes = ps__loss_row_bytes(s->model);
   ps__emit_copy(
       b, b->on->at.to_host, ps__whole(b, row_loss, PS_READ),
       ps__part(s->row_loss, PS_WRITE, row_bytes * k->first_token, row_bytes * k->n_tokens),
       ps__about(chunk_tag(b, head, c, PS__PHASE_HEAD), "losses"));
-  b->on->head_norm = true;
+  b->in->head_norm = true;
   /* where the slices' gradient is another layer's (tied embeddings), every chunk adds to these */
   if (s->model->unit[ps__sliced_unit(s->model)].layer != head && c && ps__contribution_ends(b, c)) {
     ps__layer_grads_end(b, head, true);
     ps__layer_grads_begin(b, head);
-    b->on->head_norm = false;
+    b->in->head_norm = false;
   }
   for (uint32_t t = 0; t < d->n_tensors; t++)
     if ((int)t != d->grad && (int)t != d->loss && !ps__in(d->of_pass | d->of_step, t))
       ps__vt_free(b, p.bound[t]);
   ps__vt_free_late(b, row_loss, s->spec->saved_lag);
+  hand_back(b, head, c, PS__PHASE_HEAD);
   ps__tick(b);
 }

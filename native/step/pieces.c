@@ -138,6 +138,7 @@ static void send_unit(ps__builder *b, uint32_t unit) {
     if (p.n == 0)
       continue;
     b->on = &b->dev[d];
+    b->in = &b->flight[d];
     ps__emit_copy(b, b->on->at.to_host, ps__part(u->piece[d], PS_READ, 0, p.n * e),
                   part_of(b->s->unit_host[unit].grad, PS_WRITE, p, e), tag);
     if (u->low_piece[d] != PS__NO_VT) {
@@ -163,6 +164,7 @@ void ps__send_pieces(ps__builder *b, uint32_t n) {
   b->n_leaving -= n;
   memmove(b->leaving, b->leaving + n, b->n_leaving * sizeof *b->leaving);
   b->on = on;
+  b->in = b->flight;
 }
 
 void ps__add_pieces(ps__builder *b, uint32_t unit, bool last) {

@@ -63,6 +63,8 @@ ps_status ps__spec_init_beside(ps__spec *s, const ps_model *m, const ps__layout 
   s->one_document = of->one_document;
   s->n_devices = of->n_devices;
   s->n_hosts = of->n_hosts;
+  s->ring_blocks = of->ring_blocks;
+  s->ring_by_host = of->ring_by_host;
   s->chunk_tokens = l->chunk_tokens;
   s->chunks_per_round = l->chunks_per_round;
   s->first_round_chunks = l->first_round_chunks;
@@ -120,20 +122,39 @@ static void make_batch(ps__builder *b) {
                   (ps_tag){.layer = -1, .round = -1, .chunk = -1, .phase = PS__PHASE_FORWARD});
 }
 
+/* Whether device @on runs layers of the round that runs on device @home without a ring. */
+static bool runs_round(const ps__builder *b, const ps__on_device *on, const ps__on_device *home) {
+  return b->s->spec->ring_blocks || on == home;
+}
+
+static void copy_chunk(ps__builder *b, ps__on_device *to, uint32_t round, uint32_t i) {
+  const uint64_t bytes = ps__batch_chunk_of(b->s->layout->chunk[i].n_tokens).bytes;
+  to->batch[i] = ps__vt_new(b, to->at.place, bytes);
+  ps__emit_copy(b, to->at.to_device, ps__part(b->s->batch, PS_READ, b->s->batch_offset[i], bytes),
+                ps__whole(b, to->batch[i], PS_WRITE),
+                (ps_tag){.layer = -1,
+                         .round = (int32_t)round,
+                         .chunk = (int32_t)i,
+                         .phase = PS__PHASE_FORWARD,
+                         .what = "the batch"});
+}
+
 void ps__copy_batch(ps__builder *b, uint32_t round) {
   const ps__round *r = &b->s->layout->round[round];
-  for (uint32_t i = r->first_chunk; i < r->first_chunk + r->n_chunks; i++) {
-    const uint64_t bytes = ps__batch_chunk_of(b->s->layout->chunk[i].n_tokens).bytes;
-    b->step_batch[i] = ps__vt_new(b, b->on->at.place, bytes);
-    ps__emit_copy(b, b->on->at.to_device,
-                  ps__part(b->s->batch, PS_READ, b->s->batch_offset[i], bytes),
-                  ps__whole(b, b->step_batch[i], PS_WRITE),
-                  (ps_tag){.layer = -1,
-                           .round = (int32_t)round,
-                           .chunk = (int32_t)i,
-                           .phase = PS__PHASE_FORWARD,
-                           .what = "the batch"});
+  for (uint32_t i = r->first_chunk; i < r->first_chunk + r->n_chunks; i++)
+    for (uint32_t d = 0; d < ps__n_devices(b); d++)
+      if (runs_round(b, &b->dev[d], b->on))
+        copy_chunk(b, &b->dev[d], round, i);
+}
+
+void ps__free_batch(ps__builder *b, uint32_t c, uint32_t lag) {
+  ps__on_device *home = b->on;
+  for (uint32_t d = 0; d < ps__n_devices(b); d++) {
+    b->on = &b->dev[d];
+    if (runs_round(b, b->on, home))
+      ps__vt_free_late(b, *ps__batch_of(b, c), lag);
   }
+  b->on = home;
 }
 
 static void emit_loss(ps__builder *b) {
@@ -150,7 +171,7 @@ static void emit_loss(ps__builder *b) {
 
 static void head_pass(ps__builder *b) {
   const ps__step *s = b->s;
-  const uint32_t n = b->on->round->n_chunks, head = ps__head_layer(s->model),
+  const uint32_t n = b->in->round->n_chunks, head = ps__head_layer(s->model),
                  sliced = ps__sliced_unit(s->model);
   const bool elsewhere = s->model->unit[sliced].by_slice && s->model->unit[sliced].layer != head;
   for (uint32_t j = 0; j < s->spec->saved_lead; j++)
@@ -158,11 +179,11 @@ static void head_pass(ps__builder *b) {
   ps__layer_grads_begin(b, head);
   if (elsewhere)
     ps__grad_begin(b, sliced);
-  b->on->head_slices = 0;
-  b->on->head_norm = false;
+  b->in->head_slices = 0;
+  b->in->head_norm = false;
   for (uint32_t c = n; c-- > 0;)
     ps__head_chunk(b, c);
-  if (b->on->round_idx + 1 == s->layout->n_rounds)
+  if (b->in->round_idx + 1 == s->layout->n_rounds)
     emit_loss(b);
   ps__layer_grads_end(b, head, false);
   if (elsewhere)
@@ -170,7 +191,7 @@ static void head_pass(ps__builder *b) {
 }
 
 static void backward_pass(ps__builder *b, uint32_t layer) {
-  const uint32_t n = b->on->round->n_chunks, layers = b->s->spec->n_layers;
+  const uint32_t n = b->in->round->n_chunks, layers = b->s->spec->n_layers;
   ps__layer_grads_begin(b, layer);
   for (uint32_t c = n; c-- > 0;) {
     const uint32_t j = (layers - layer) * n + (n - 1 - c);
@@ -185,17 +206,21 @@ static void backward_pass(ps__builder *b, uint32_t layer) {
   }
 }
 
-/* Layer pass @idx begins on a device. */
-static void begin_pass(const ps__builder *b, ps__on_device *on, uint32_t idx) {
-  on->now = &on->pass[idx];
-  on->round_idx = on->now->round;
-  on->round = &b->s->layout->round[on->round_idx];
-  on->batch = b->step_batch + on->round->first_chunk;
+/* The next layer pass of a round begins, if it is in slot @slot. */
+static bool begin_pass(const ps__builder *b, ps__in_flight *in, uint32_t slot) {
+  if (in->n_done == in->n_passes || in->pass[in->n_done].slot != slot)
+    return false;
+  in->now = &in->pass[in->n_done];
+  in->round_idx = in->now->round;
+  in->round = &b->s->layout->round[in->round_idx];
+  return true;
 }
 
-static void run_pass(ps__builder *b, uint32_t idx) {
-  const ps__pass *v = b->on->now;
-  const uint32_t n = b->on->round->n_chunks;
+static void run_pass(ps__builder *b, ps__in_flight *in) {
+  const ps__pass *v = in->now;
+  const uint32_t n = in->round->n_chunks;
+  b->in = in;
+  b->on = ps__at_layer(b, in, v->layer);
   switch (v->kind) {
   case PS__PASS_EMBED:
     for (uint32_t c = 0; c < n; c++)
@@ -216,26 +241,36 @@ static void run_pass(ps__builder *b, uint32_t idx) {
       if (!b->s->spec->embed_on_host && ps__contribution_ends(b, c))
         ps__layer_grads_end(b, 0, c > 0);
     }
+    b->embedded++;
     break;
   }
   ps__end_layer_pass(b);
-  ps__pass_done(b, idx);
+  ps__pass_done(b, in->n_done++);
 }
 
-/* The devices take turns, layer pass by layer pass: program order is that of the sums of gradients,
- * in which round r comes before round r + 1. */
+/* Layer passes slot by slot: program order is that of the sums of gradients, in which round r comes
+ * before round r + 1. In a ring the later round of a slot comes first: what the other one sends to
+ * its device then has memory of its own. */
 static void emit_rounds(ps__builder *b) {
+  const uint32_t n = ps__n_devices(b);
+  uint32_t n_left = 0, n_done = 0;
   ps__flushed_begin(b);
-  for (uint32_t i = 0; i < b->dev[0].n_passes && !b->s->out_of_memory; i++) {
-    const uint32_t n = ps__n_running(b, i), n_leaving = b->n_leaving;
-    for (uint32_t d = 0; d < n; d++)
-      begin_pass(b, &b->dev[d], i);
-    ps__fetch_ahead(b, i);
-    for (uint32_t d = 0; d < n; d++) {
-      b->on = &b->dev[d];
-      run_pass(b, i);
+  for (uint32_t i = 0; i < n; i++)
+    n_left += b->flight[i].n_passes;
+  for (uint32_t slot = 0; n_done < n_left && !b->s->out_of_memory; slot++) {
+    const uint32_t n_leaving = b->n_leaving;
+    bool runs[PS_MAX_DEVICES];
+    for (uint32_t i = 0; i < n; i++)
+      n_done += runs[i] = begin_pass(b, &b->flight[i], slot);
+    if (runs[0])
+      ps__fetch_ahead(b, b->flight[0].n_done);
+    for (uint32_t i = 0; i < n; i++) {
+      const uint32_t next = b->s->spec->ring_blocks ? n - 1 - i : i;
+      if (runs[next])
+        run_pass(b, &b->flight[next]);
     }
     b->on = b->dev;
+    b->in = b->flight;
     ps__send_pieces(b, n_leaving);
   }
   ps__send_pieces(b, b->n_leaving);
@@ -255,23 +290,30 @@ static void count_saved(ps__step *s) {
 }
 
 static bool device_init(ps__on_device *on, const ps__step *s) {
-  const ps__spec *spec = s->spec;
-  const size_t saved = (size_t)spec->n_layers * spec->n_chunks * s->model->max_tensors,
-               of_step = (size_t)s->model->n_layers * s->model->max_tensors;
-  on->x = ps__malloc(spec->n_chunks * sizeof *on->x);
-  on->dy = ps__malloc(spec->n_chunks * sizeof *on->dy);
-  on->kept = ps__malloc(saved * sizeof *on->kept);
-  on->away = ps__malloc(saved * sizeof *on->away);
+  const size_t of_step = (size_t)s->model->n_layers * s->model->max_tensors;
+  on->batch = ps__malloc(s->layout->n_chunks * sizeof *on->batch);
   on->of_step = ps__malloc(of_step * sizeof *on->of_step);
-  on->rows_host = PS__NO_VT;
-  if (!on->x || !on->dy || !on->kept || !on->away || !on->of_step)
+  if (!on->batch || !on->of_step)
     return false;
   for (size_t i = 0; i < of_step; i++)
     on->of_step[i] = PS__NO_VT;
-  for (size_t i = 0; i < saved; i++)
-    on->kept[i] = on->away[i] = PS__NO_VT;
   for (size_t i = 0; i < PS__SET_BITS; i++)
     on->of_pass[i] = PS__NO_VT;
+  return true;
+}
+
+static bool flight_init(ps__in_flight *in, const ps__step *s) {
+  const ps__spec *spec = s->spec;
+  const size_t saved = (size_t)spec->n_layers * spec->n_chunks * s->model->max_tensors;
+  in->x = ps__malloc(spec->n_chunks * sizeof *in->x);
+  in->dy = ps__malloc(spec->n_chunks * sizeof *in->dy);
+  in->kept = ps__malloc(saved * sizeof *in->kept);
+  in->away = ps__malloc(saved * sizeof *in->away);
+  in->rows_host = PS__NO_VT;
+  if (!in->x || !in->dy || !in->kept || !in->away)
+    return false;
+  for (size_t i = 0; i < saved; i++)
+    in->kept[i] = in->away[i] = PS__NO_VT;
   return true;
 }
 
@@ -279,13 +321,13 @@ static bool builder_init(ps__builder *b) {
   ps__step *s = b->s;
   const uint32_t n_chunks = s->layout->n_chunks;
   b->on = b->dev;
-  b->step_batch = ps__malloc(n_chunks * sizeof *b->step_batch);
+  b->in = b->flight;
   b->gathered = ps__calloc(n_chunks, sizeof *b->gathered);
   s->batch_offset = ps__calloc(n_chunks, sizeof *s->batch_offset);
-  bool ok = b->step_batch && b->gathered && s->batch_offset;
+  bool ok = b->gathered && s->batch_offset;
   for (uint32_t d = 0; d < s->at->n_devices; d++) {
     b->dev[d].at = s->at->dev[d];
-    ok = ok && device_init(&b->dev[d], s);
+    ok = ok && device_init(&b->dev[d], s) && flight_init(&b->flight[d], s);
   }
   return ok;
 }
@@ -293,17 +335,18 @@ static bool builder_init(ps__builder *b) {
 static void builder_free(ps__builder *b) {
   for (uint32_t d = 0; d < PS_MAX_DEVICES; d++) {
     ps__on_device *on = &b->dev[d];
+    ps__in_flight *in = &b->flight[d];
     ps__free(on->unit);
-    ps__free(on->pass);
     ps__free(on->late);
-    ps__free(on->waiting);
-    ps__free(on->x);
-    ps__free(on->dy);
-    ps__free(on->kept);
-    ps__free(on->away);
+    ps__free(on->batch);
     ps__free(on->of_step);
+    ps__free(in->pass);
+    ps__free(in->waiting);
+    ps__free(in->x);
+    ps__free(in->dy);
+    ps__free(in->kept);
+    ps__free(in->away);
   }
-  ps__free(b->step_batch);
   ps__free(b->gathered);
   ps__free(b->unit);
   ps__free(b->coming);
@@ -317,6 +360,8 @@ static ps_status check_spec(const ps_model *model, const ps__spec *spec) {
   if (spec->n_devices == 0 || spec->n_devices > PS_MAX_DEVICES)
     return ps__fail(PS_EINTERNAL, "a step has 1 to %d devices, not %u", PS_MAX_DEVICES,
                     spec->n_devices);
+  if (spec->ring_blocks && (spec->n_devices == 1 || spec->checked))
+    return ps__fail(PS_EINTERNAL, "one device, and a checked step, have no ring");
   for (uint32_t u = 0; u < spec->n_units; u++) {
     if ((spec->n_devices > 1 || spec->n_hosts > 1) &&
         (spec->grad_resident[u] || ps__updated_on_device(spec, u)))
@@ -324,7 +369,8 @@ static ps_status check_spec(const ps_model *model, const ps__spec *spec) {
                       "unit %u: with several devices or hosts, totals and updates are on the host",
                       u);
     if (spec->in_pieces[u] &&
-        (spec->n_devices == 1 || (u == 0 && (ps__tied(model) || spec->embed_on_host))))
+        (spec->n_devices == 1 || (u == 0 && (ps__tied(model) || spec->embed_on_host)) ||
+         (spec->ring_blocks && model->unit[u].layer != ps__head_layer(model))))
       return ps__fail(PS_EINTERNAL, "unit %u cannot be cut into pieces", u);
     if (model->unit[u].frozen &&
         (spec->grad_resident[u] || ps__updated_on_device(spec, u) || spec->update_split[u]))
@@ -465,7 +511,8 @@ ps_status ps__step_prologue(const ps__step *s, bool new_state, ps_program **out)
     if (!ps__weights_stay(s->spec, u))
       continue;
     for (uint32_t d = 0; st == PS_OK && d < s->at->n_devices; d++)
-      st = add_prologue_op(s, &p, NULL, h->weights, h->device_weights[d]);
+      if (h->device_weights[d] != PS__NO_VT)
+        st = add_prologue_op(s, &p, NULL, h->weights, h->device_weights[d]);
     if (!s->spec->update_resident[u])
       continue;
     if (st == PS_OK && h->device_master != PS__NO_VT)

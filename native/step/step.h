@@ -47,10 +47,15 @@ typedef struct ps__spec {
   /* n_layers: blocks; n_chunks: chunks of the largest round; n_saved: the most that a layer may
    * save */
   uint32_t n_units, n_layers, n_chunks, n_saved;
-  /* Round r runs on device r mod n_devices, and n_devices rounds run at once. All fetch from the
-   * host, where their contributions are added in the order of the rounds. With several devices
-   * totals and state are on the host, and so are updates. */
+  /* n_devices rounds run at once. All devices fetch from the host, where contributions are added in
+   * the order of the rounds. With several devices totals and state are on the host, and so are
+   * updates. */
   uint32_t n_devices;
+  /* 0: round r runs on device r mod n_devices. Else layers are dealt to the devices in a ring, so
+   * many consecutive blocks at a time: ps__device_of(). A chunk's activations go from device to
+   * device, and so do their gradients; with ring_by_host through host memory. */
+  uint32_t ring_blocks;
+  bool ring_by_host;
   /* Hosts that train together, each with a part of the step's sequences: the program is that of one
    * of them. Totals and updates are on the host, as with several devices. A unit's total is
    * complete when those of all hosts are added to each other (EXCHANGE). */
@@ -59,7 +64,7 @@ typedef struct ps__spec {
    * sends it to the others; and each adds the contributions to a piece of the unit's total, which
    * crosses its link to the host and back once for all rounds that run at once. All sums are those
    * of the host, in its order. Not the embedding of a tied model, nor one on the host
-   * (pieces.c). */
+   * (pieces.c). In a ring the head's alone, which all devices have. */
   uint8_t *in_pieces;
   uint8_t *param_resident, *grad_resident; /* [n_units] */
   /* [n_units]: optimizer state is device-resident and the update runs on the device. Needs
@@ -100,6 +105,18 @@ static inline bool ps__updated_on_device(const ps__spec *s, uint32_t unit) {
  * never fetched: they are resident, and either updated on the device or frozen. */
 static inline bool ps__weights_stay(const ps__spec *s, uint32_t unit) {
   return s->param_resident[unit] && (ps__updated_on_device(s, unit) || s->model->unit[unit].frozen);
+}
+/* ps__device_of() - the device that runs @layer for a round r, where @at is r mod n_devices. In a
+ * ring a device runs its blocks for all rounds, the one of the first block the embedding too, and
+ * the head is dealt by rounds.
+ * ps__may_read() - whether device @d runs a layer that reads the unit's parameters. */
+static inline uint32_t ps__device_of(const ps__spec *s, uint32_t layer, uint32_t at) {
+  if (s->ring_blocks == 0 || layer == ps__head_layer(s->model))
+    return at;
+  return layer == 0 ? 0 : (layer - 1) / s->ring_blocks % s->n_devices;
+}
+static inline bool ps__may_read(const ps__spec *s, uint32_t unit, uint32_t d) {
+  return ps__device_of(s, s->model->unit[unit].layer, d) == d || (unit == 0 && ps__tied(s->model));
 }
 /* ps__exchanges() - whether the step talks to other hosts: it trains. */
 static inline bool ps__exchanges(const ps__spec *s) {
@@ -246,7 +263,7 @@ enum { PS__NO_VT = UINT32_MAX };
  *   grad             on the host; none where no gradient is copied there
  *   state            state[k] of the optimizer's states, PS__NO_VT past them: on the device where
  *                    update_resident[unit], else on the host
- *   device_weights   [n_devices] where parameters are device-resident
+ *   device_weights   [n_devices] where parameters are device-resident, on devices that read them
  *   device_master    where optimizer state is device-resident and there is a master
  * After every step the host has the unit's state: the master copy where there is one, else the
  * weights; and the states that are on the host. The weights beside a master copy do not

@@ -10,7 +10,7 @@ ps_tag ps__unit_tag(const ps__builder *b, uint32_t unit, int phase) {
   const ps_model *m = b->s->model;
   const uint32_t layer = m->unit[unit].layer, place = unit - m->layer[layer].first_unit;
   return (ps_tag){.layer = (int32_t)layer,
-                  .round = (int32_t)b->on->round_idx,
+                  .round = (int32_t)b->in->round_idx,
                   .chunk = -1 - (int32_t)place,
                   .phase = phase};
 }
@@ -50,7 +50,7 @@ static void make_unit_host(ps__builder *b, uint32_t unit) {
                                           unit_bytes(b, unit, s->recipe->state[k]))
                       : PS__NO_VT;
   for (uint32_t d = 0; d < ps__n_devices(b); d++)
-    h->device_weights[d] = s->spec->param_resident[unit]
+    h->device_weights[d] = s->spec->param_resident[unit] && ps__may_read(s->spec, unit, d)
                                ? ps__vt_persistent(b, b->dev[d].at.place, weights)
                                : PS__NO_VT;
   h->device_master = on_device && h->master != PS__NO_VT
@@ -58,20 +58,27 @@ static void make_unit_host(ps__builder *b, uint32_t unit) {
                          : PS__NO_VT;
 }
 
-/* The layer passes of the rounds that run on device @d. */
-static void make_passes(ps__builder *b, uint32_t d) {
-  const uint32_t layers = b->s->spec->n_layers;
-  ps__pass *v = b->dev[d].pass;
-  for (uint32_t r = d; r < b->s->layout->n_rounds; r += ps__n_devices(b)) {
-    *v++ = (ps__pass){PS__PASS_EMBED, r, 0};
+/* The layer passes of rounds @i, @i + n and so on, where n run at once. Without a ring these run
+ * side by side. In a ring each is so many passes behind the one before as a device has blocks in
+ * turn: then every device has one round's pass at a time, in the order of the rounds. The backward
+ * passes begin after the heads of all rounds, which thus run at once. */
+static void make_passes(ps__builder *b, uint32_t i) {
+  const uint32_t layers = b->s->spec->n_layers, n_rounds = b->s->layout->n_rounds,
+                 behind = b->s->spec->ring_blocks,
+                 at_once = n_rounds < ps__n_devices(b) ? n_rounds : ps__n_devices(b);
+  ps__pass *v = b->flight[i].pass;
+  uint32_t slot = i * behind;
+  for (uint32_t r = i; r < n_rounds; r += ps__n_devices(b)) {
+    *v++ = (ps__pass){PS__PASS_EMBED, r, 0, slot++};
     for (uint32_t l = 1; l <= layers; l++)
-      *v++ = (ps__pass){PS__PASS_BLOCK, r, l};
-    *v++ = (ps__pass){PS__PASS_HEAD, r, layers + 1};
+      *v++ = (ps__pass){PS__PASS_BLOCK, r, l, slot++};
+    *v++ = (ps__pass){PS__PASS_HEAD, r, layers + 1, slot++};
+    slot += (at_once - 1) * behind;
     for (uint32_t l = layers; l >= 1 && l >= b->first_trained; l--)
-      *v++ = (ps__pass){PS__PASS_BLOCK_BACK, r, l};
-    *v++ = (ps__pass){PS__PASS_EMBED_BACK, r, 0};
+      *v++ = (ps__pass){PS__PASS_BLOCK_BACK, r, l, slot++};
+    *v++ = (ps__pass){PS__PASS_EMBED_BACK, r, 0, slot++};
   }
-  b->dev[d].n_passes = (uint32_t)(v - b->dev[d].pass);
+  b->flight[i].n_passes = (uint32_t)(v - b->flight[i].pass);
 }
 
 static bool device_init(ps__builder *b, uint32_t d) {
@@ -79,9 +86,10 @@ static bool device_init(ps__builder *b, uint32_t d) {
   ps__on_device *on = &b->dev[d];
   const uint32_t n_units = s->model->n_units;
   const size_t n_rounds = s->layout->n_rounds / ps__n_devices(b) + 1;
+  ps__pass **pass = &b->flight[d].pass;
   on->unit = ps__calloc(n_units, sizeof *on->unit);
-  on->pass = ps__calloc(n_rounds * (2 * s->spec->n_layers + 3), sizeof *on->pass);
-  if (!on->unit || !on->pass)
+  *pass = ps__calloc(n_rounds * (2 * s->spec->n_layers + 3), sizeof **pass);
+  if (!on->unit || !*pass)
     return false;
   for (uint32_t u = 0; u < n_units; u++)
     on->unit[u] = (ps__unit_copy){.weights = s->unit_host[u].device_weights[d],
@@ -141,7 +149,7 @@ uint32_t ps__sum_mode_of(const ps__builder *b, uint32_t unit, uint32_t i) {
 }
 
 bool ps__contribution_begins(const ps__builder *b, uint32_t c) {
-  return (b->on->round->n_chunks - 1 - c) % b->s->sums.additions == 0;
+  return (b->in->round->n_chunks - 1 - c) % b->s->sums.additions == 0;
 }
 bool ps__contribution_ends(const ps__builder *b, uint32_t c) {
   return c == 0 || ps__contribution_begins(b, c - 1);
@@ -171,9 +179,11 @@ static void fetch_total(ps__builder *b, uint32_t unit) {
 }
 
 /* Whether the parameters that pass @v reads are kept for the forward pass of the device's next
- * round. */
+ * round; in a ring, of the next rounds that run at once. */
 static bool kept_across_rounds(const ps__builder *b, const ps__pass *v) {
-  return v->kind == PS__PASS_BLOCK_BACK && v->round + ps__n_devices(b) < b->s->layout->n_rounds &&
+  const uint32_t n = ps__n_devices(b),
+                 round = b->s->spec->ring_blocks ? v->round / n * n : v->round;
+  return v->kind == PS__PASS_BLOCK_BACK && round + n < b->s->layout->n_rounds &&
          v->layer <= b->s->spec->blocks_kept;
 }
 
@@ -194,21 +204,30 @@ static bool must_fetch(ps__builder *b, const ps__pass *v, uint32_t unit) {
   return true;
 }
 
-/* For layer pass @idx of the first @n devices, which lack the unit together or not at all. */
+/* The round of @in is the one of the next ops, whose device is that of its pass @idx. */
+static const ps__pass *turn_to(ps__builder *b, ps__in_flight *in, uint32_t idx) {
+  b->in = in;
+  b->on = ps__at_layer(b, in, in->pass[idx].layer);
+  return &in->pass[idx];
+}
+
+/* For layer pass @idx of the first @n rounds. A unit in pieces is fetched to all their devices where
+ * one lacks it: those that have it get the same bytes again. */
 static void fetch_unit(ps__builder *b, uint32_t idx, uint32_t n, uint32_t unit) {
   const bool in_pieces = b->s->spec->in_pieces[unit] && n > 1;
-  bool missing = false;
-  for (uint32_t d = 0; d < n; d++) {
-    b->on = &b->dev[d];
-    missing = must_fetch(b, &b->on->pass[idx], unit);
+  bool any = false;
+  for (uint32_t i = 0; i < n; i++) {
+    const ps__pass *v = turn_to(b, &b->flight[i], idx);
+    const bool missing = must_fetch(b, v, unit);
+    any |= missing;
     if (missing && !in_pieces)
       ps__emit_copy(b, b->on->at.to_device, ps__whole(b, b->s->unit_host[unit].weights, PS_READ),
                     ps__whole(b, b->on->unit[unit].weights, PS_WRITE),
                     ps__about(ps__unit_tag(b, unit, PS__PHASE_FORWARD), "weights"));
   }
-  if (missing && in_pieces)
+  if (any && in_pieces)
     ps__fetch_pieces(b, unit, n);
-  b->on = b->dev;
+  turn_to(b, b->flight, 0);
 }
 
 /* How many layer passes ahead of pass @now the copies for pass @next may be issued. Towards the end
@@ -216,13 +235,13 @@ static void fetch_unit(ps__builder *b, uint32_t idx, uint32_t n, uint32_t unit) 
  * large embedding among them. */
 static uint32_t lead_of(const ps__builder *b, uint32_t now, uint32_t next) {
   const uint32_t lead = b->s->spec->param_lead;
-  const ps__pass *pass = b->dev[0].pass;
+  const ps__pass *pass = b->flight[0].pass;
   return pass[next].round > pass[now].round ? 4 * lead : lead;
 }
 
-/* For layer pass @idx of all devices that have it. */
+/* For layer pass @idx of all rounds that have it. */
 static void fetch_pass(ps__builder *b, uint32_t idx) {
-  const ps__pass *v = &b->dev[0].pass[idx];
+  const ps__pass *v = &b->flight[0].pass[idx];
   const ps__layer *l = &b->s->model->layer[v->layer];
   for (uint32_t i = 0; i < n_pass_units(b, v); i++)
     if (pass_reads(b, v, pass_unit(b, v, i)))
@@ -233,29 +252,25 @@ static void fetch_pass(ps__builder *b, uint32_t idx) {
 }
 
 void ps__fetch_ahead(ps__builder *b, uint32_t pass_idx) {
-  b->on = b->dev;
-  while (b->next_fetch < b->dev[0].n_passes &&
+  turn_to(b, b->flight, 0);
+  while (b->next_fetch < b->flight[0].n_passes &&
          b->next_fetch <= pass_idx + lead_of(b, pass_idx, b->next_fetch)) {
     const uint32_t idx = b->next_fetch++, n = ps__n_running(b, idx);
-    const bool embeds = b->dev[0].pass[idx].kind == PS__PASS_EMBED,
+    const bool embeds = b->flight[0].pass[idx].kind == PS__PASS_EMBED,
                gathers = embeds && b->s->spec->embed_on_host;
-    for (uint32_t d = 0; embeds && d < n; d++) {
-      b->on = &b->dev[d];
-      ps__copy_batch(b, b->on->pass[idx].round);
-    }
+    for (uint32_t i = 0; embeds && i < n; i++)
+      ps__copy_batch(b, turn_to(b, &b->flight[i], idx)->round);
     /* The first block's parameters come before the gathered rows: gathering takes longer, and
      * neither is of use alone. */
     fetch_pass(b, gathers ? b->next_fetch++ : idx);
-    for (uint32_t d = 0; gathers && d < n; d++) {
-      b->on = &b->dev[d];
-      ps__gather_round(b, b->on->pass[idx].round);
-    }
-    b->on = b->dev;
+    for (uint32_t i = 0; gathers && i < n; i++)
+      ps__gather_round(b, turn_to(b, &b->flight[i], idx)->round);
+    turn_to(b, b->flight, 0);
   }
 }
 
 void ps__pass_done(ps__builder *b, uint32_t pass_idx) {
-  const ps__pass *v = &b->on->pass[pass_idx];
+  const ps__pass *v = &b->in->pass[pass_idx];
   for (uint32_t i = 0; i < n_pass_units(b, v); i++) {
     const uint32_t unit = pass_unit(b, v, i);
     ps__unit_copy *u = &b->on->unit[unit];
@@ -407,33 +422,32 @@ static void add_on_host(ps__builder *b, uint32_t unit, uint32_t device_grad, uin
 }
 
 /* The table of a tied model has the head's contributions of a round, then the embedding's, and then
- * those of the next round. Where rounds run at once on several devices, the head's contributions of
- * all but the first come before their turn. They wait on the host for the embedding's of the round
- * before. */
+ * those of the next round. Where rounds run at once, the head's contributions of all but the first
+ * come before their turn. They wait on the host for the embedding's of the round before. */
 static bool before_its_turn(const ps__builder *b, uint32_t unit) {
   const ps__unit *u = &b->s->model->unit[unit];
-  return b->on != b->dev && b->on->now->kind == PS__PASS_HEAD && u->by_slice && u->by_chunk &&
-         u->layer != ps__head_layer(b->s->model);
+  return b->in->round_idx != b->embedded && b->in->now->kind == PS__PASS_HEAD && u->by_slice &&
+         u->by_chunk && u->layer != ps__head_layer(b->s->model);
 }
 
 static void let_wait(ps__builder *b, uint32_t unit, bool more) {
-  ps__on_device *on = b->on;
-  ps__unit_copy *u = &on->unit[unit];
-  if (!ps__grow((void **)&on->waiting, on->n_waiting, &on->cap_waiting, sizeof *on->waiting)) {
+  ps__in_flight *in = b->in;
+  ps__unit_copy *u = &b->on->unit[unit];
+  if (!ps__grow((void **)&in->waiting, in->n_waiting, &in->cap_waiting, sizeof *in->waiting)) {
     b->s->out_of_memory = true;
     return;
   }
-  on->waiting[on->n_waiting++] =
+  in->waiting[in->n_waiting++] =
       (ps__waiting){send_grad(b, unit, u->grad, PS__NO_VT), more ? 0 : b->s->spec->sum_lag};
   ps__vt_free_late(b, u->grad, b->s->spec->grad_lag);
   u->grad = PS__NO_VT;
 }
 
 void ps__add_waiting(ps__builder *b) {
-  for (size_t i = 0; i < b->on->n_waiting; i++)
-    add_arrived(b, 0, b->on->waiting[i].vt, b->unit[0].contribution++, false,
-                b->on->waiting[i].lag);
-  b->on->n_waiting = 0;
+  for (size_t i = 0; i < b->in->n_waiting; i++)
+    add_arrived(b, 0, b->in->waiting[i].vt, b->unit[0].contribution++, false,
+                b->in->waiting[i].lag);
+  b->in->n_waiting = 0;
 }
 
 /* The total of this host becomes that of all hosts. Low bytes are rounded away before. The op's
@@ -469,8 +483,8 @@ void ps__grad_end(ps__builder *b, uint32_t unit, bool more) {
     return;
   }
   if (s->spec->in_pieces[unit]) {
-    const uint32_t idx = (uint32_t)(b->on->now - b->on->pass);
-    ps__add_pieces(b, unit, !more && b->on == &b->dev[ps__n_running(b, idx) - 1]);
+    const uint32_t idx = (uint32_t)(b->in->now - b->in->pass);
+    ps__add_pieces(b, unit, !more && b->in == &b->flight[ps__n_running(b, idx) - 1]);
     return;
   }
   const bool resident = s->spec->grad_resident[unit],

@@ -166,7 +166,7 @@ void ps__total_ready(ps__builder *b, uint32_t unit) {
     stream_in(b, unit);
   if (streamed && !spec->clip)
     b->coming[b->n_coming++] =
-        (ps__coming){unit, b->on->clock + spec->param_lead * b->on->round->n_chunks};
+        (ps__coming){unit, b->on->clock + spec->param_lead * b->in->round->n_chunks};
   else if (!spec->clip)
     update(b, unit, PS__NO_VT);
   update_arrived(b, false);

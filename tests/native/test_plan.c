@@ -153,7 +153,10 @@ static uint64_t hash_state(const ps_trainer *t) {
     /* with master weights only these are copied to the host from weights that stay on the device:
      * what travels is there */
     const bool stay = ps__weights_stay(&t->plan->spec, u) && at->master != PS__NO_VT;
-    const uint32_t kept[2 + PS_MAX_STATES] = {stay ? at->device_weights[0] : at->weights,
+    uint32_t d = 0; /* the first device that has the unit */
+    while (stay && at->device_weights[d] == PS__NO_VT)
+      d++;
+    const uint32_t kept[2 + PS_MAX_STATES] = {stay ? at->device_weights[d] : at->weights,
                                               at->master, at->state[0], at->state[1]};
     for (int i = 0; i < 2 + PS_MAX_STATES; i++)
       if (kept[i] != PS__NO_VT) {
@@ -355,9 +358,13 @@ static void randomize(ps__spec *spec, const model *m, const ps__layout *l, uint6
   for (uint32_t u = 0; u < spec->n_units && spec->n_devices > 1; u++)
     spec->grad_resident[u] = spec->update_resident[u] = spec->update_streamed[u] = 0;
   spec->embed_on_host = !m->cfg.tied_embeddings && rnd_below(state, 2);
+  /* half of these are rings, where devices have one to three blocks in turn */
+  spec->ring_blocks = spec->n_devices > 1 && rnd_below(state, 2) ? 1 + rnd_below(state, 3) : 0;
+  spec->ring_by_host = spec->ring_blocks && rnd_below(state, 2);
   for (uint32_t u = 0; u < spec->n_units; u++)
     spec->in_pieces[u] = spec->n_devices > 1 && rnd_below(state, 3) &&
-                         !(u == 0 && (m->cfg.tied_embeddings || spec->embed_on_host));
+                         !(u == 0 && (m->cfg.tied_embeddings || spec->embed_on_host)) &&
+                         !(spec->ring_blocks && m->made->unit[u].layer != ps__head_layer(m->made));
   if (spec->embed_on_host)
     spec->param_resident[0] = spec->grad_resident[0] = spec->update_resident[0] =
         spec->update_streamed[0] = spec->update_split[0] = 0;
@@ -374,11 +381,12 @@ static void randomize(ps__spec *spec, const model *m, const ps__layout *l, uint6
 }
 
 static void describe(const model *m, const ps_plan_config *cfg, const ps__spec *s, int which) {
-  printf("case: %u devices, %s %s recipe %u clip %u seq %llu x %llu, chunk %llu, round %llu, spec "
+  printf("case: %u devices, ring of %u%s, %s %s recipe %u clip %u seq %llu x %llu, chunk %llu, "
+         "round %llu, spec "
          "%d, leads %u %u "
          "lags %u %u\n",
-         s->n_devices, m->name, ps_optimizer_name(s->optimizer), cfg->recipe, cfg->clip,
-         (unsigned long long)cfg->seq_len,
+         s->n_devices, s->ring_blocks, s->ring_by_host ? " by the host" : "", m->name,
+         ps_optimizer_name(s->optimizer), cfg->recipe, cfg->clip, (unsigned long long)cfg->seq_len,
          (unsigned long long)(cfg->tokens_per_step / cfg->seq_len),
          (unsigned long long)cfg->chunk_tokens, (unsigned long long)cfg->chunks_per_round, which,
          s->param_lead, s->saved_lead, s->saved_lag, s->grad_lag);
