@@ -1,5 +1,6 @@
 """Several GPUs: --gpus N gives the bits of one GPU with the same chunks and rounds, here on the CPU
-backend, which has an arena in place of each; what is refused; the table of `penstock plan`."""
+backend, which has an arena in place of each; so does a ring of layers; what is refused; the table
+of `penstock plan`."""
 
 import hashlib
 import json
@@ -63,7 +64,7 @@ def figures(m):
     )
 
 
-def run_case(name, gpus, model, shard, folder):
+def run_case(name, gpus, model, shard, folder, layout="data-parallel"):
     """Figures of each step, and the SHA-256 of the checkpoint's files: weights and state."""
     planned, settings = CASES[name]
     plan = Plan(
@@ -72,6 +73,7 @@ def run_case(name, gpus, model, shard, folder):
         tokens_per_step=7 * SEQ,
         hardware=Hardware.estimate(2, "cpu"),
         gpus=gpus,
+        layout=layout,
         **planned,
     )
     beside = {}
@@ -81,7 +83,7 @@ def run_case(name, gpus, model, shard, folder):
         beside = {"validate_every": 2, "sample_every": 2, "samples": prompts}
     with Trainer(model, plan, str(shard), lr=1e-3, total_steps=STEPS, **settings) as trainer:
         seen = [figures(m) for m in trainer.steps(STEPS, **beside)]
-        manifest = trainer.checkpoint(folder / f"{name}-{gpus}") + "/manifest.json"
+        manifest = trainer.checkpoint(folder / f"{name}-{gpus}-{layout}") + "/manifest.json"
     with open(manifest) as file:
         digests = re.findall(r"\b[0-9a-f]{64}\b", file.read())
     assert plan.report["n_devices"] == gpus and len(digests) > 1
@@ -97,6 +99,7 @@ def test_bits_do_not_depend_on_the_number_of_gpus(
     one = run_case(name, 1, *data, tmp_path)
     for gpus in several:
         assert run_case(name, gpus, *data, tmp_path) == one, gpus
+        assert run_case(name, gpus, *data, tmp_path, "ring") == one, gpus
     assert len({f[2] for f in one[0]}) == STEPS
     if name == "skip":
         assert [f[4] for f in one[0]] == [0, 1, 1] and one[0][1][2] == "nan"
@@ -149,10 +152,24 @@ def test_a_run_resumes_on_another_number_of_gpus(alone, tiny_model, tiny_shard, 
     assert done.returncode == 2 and "ran on 2 to 3 GPUs: give --window" in done.stderr
 
 
+def test_a_run_resumes_in_a_ring(alone, tiny_model, tiny_shard, tmp_path):
+    """The run's file keeps the layout."""
+    where = ("--run-dir", tmp_path, "--out", tmp_path / "out", "--force")
+    train(tiny_model, tiny_shard, *where, "--gpus", 2, "--steps", 2, "--checkpoint-every", 2)
+    assert '\nlayout = "data-parallel"\n' in (tmp_path / "run.toml").read_text()
+    ring = ("--gpus", 4, "--layout", "ring", "--steps", 4, "--resume", "latest")
+    train(tiny_model, tiny_shard, *where, *ring)
+    assert '\nlayout = "ring"\n' in (tmp_path / "run.toml").read_text()
+    assert json.loads((tmp_path / "plan.json").read_text())["layout"] == "ring"
+    assert of_run(tmp_path) == of_run(alone)
+    done = penstock("train", "--config", tmp_path / "run.toml", "--out", tmp_path / "other")
+    assert done.returncode == 0 and of_run(tmp_path)[1] == of_run(alone)[1], done.stderr
+
+
 def test_figures_are_a_gpu_everywhere(alone, tiny_model, tiny_shard, tmp_path):
     """By a run's file; the resolved one has the number too."""
     text = (alone / "run.toml").read_text().replace("\ngpus = 1\n", "\ngpus = 2\n")
-    text = re.sub(r'(run-dir|out) = "[^"]*"', rf'\1 = "{tmp_path}"', text)
+    text = re.sub(r'\b(run-dir|out) = "[^"]*"', rf'\1 = "{tmp_path}"', text)
     (tmp_path / "my.toml").write_text(text)
     done = penstock("train", "--config", tmp_path / "my.toml", "--quiet=false")
     assert done.returncode == 0, done.stderr
@@ -174,11 +191,12 @@ def test_figures_are_a_gpu_everywhere(alone, tiny_model, tiny_shard, tmp_path):
 def test_eval_is_that_of_one_gpu(tiny_model, tiny_shard):
     words = words_of_training(tiny_model, tiny_shard, *CUT, *CPU, "--steps", 2, "--json")
     words[0] = "eval"
-    one, three = (
-        json.loads(penstock(*words, "--gpus", n).stdout) | {"tokens_per_s": 0} for n in (1, 3)
+    one, three, ring = (
+        json.loads(penstock(*words, "--gpus", *n).stdout) | {"tokens_per_s": 0}
+        for n in ((1,), (3,), (3, "--layout", "ring"))
     )
     sizes = {"device_used_bytes": 0, "host_used_bytes": 0}
-    assert one | sizes == three | sizes
+    assert one | sizes == three | sizes == ring | sizes
 
 
 def test_gpus_that_idle_are_told_in_a_line(tiny_model, tiny_shard, tmp_path):
@@ -192,6 +210,9 @@ def test_gpus_that_idle_are_told_in_a_line(tiny_model, tiny_shard, tmp_path):
     assert done.stderr.count(says) == 1
     done = penstock(*words, "--gpus", 7, "--run-dir", tmp_path)
     assert done.returncode == 0 and "idle" not in done.stderr
+    words[words.index("--tokens-per-step") + 1] = str(2 * SEQ)
+    done = penstock(*words, "--gpus", 3, "--layout", "ring", "--run-dir", tmp_path)
+    assert done.returncode == 0 and "--gpus 3 --layout ring: 1 would idle at a time" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -201,6 +222,15 @@ def test_gpus_that_idle_are_told_in_a_line(tiny_model, tiny_shard, tmp_path):
         (("--gpus", 9, *CPU), r"--gpus 9: give a whole number from 1 to 8$"),
         (("--gpus", "two", *CPU), r"--gpus two: give a whole number from 1 to 8$"),
         (("--gpus", "1,2", *CPU), r"--gpus 1,2: give a whole number"),
+        (
+            ("--layout", "ring", *CPU),
+            r"--layout ring deals layers to several GPUs, and --gpus is 1",
+        ),
+        (
+            ("--layout", "ring", "--gpus", 5, *CPU),
+            r"--layout ring: 4 blocks cannot be dealt to 5 GPUs: lower --gpus, or leave --layout",
+        ),
+        (("--layout", "star", *CPU), r"--layout star: give data-parallel or ring$"),
         (("--gpus", 2, "--gpu", 1, *CPU), r"--gpu 1 and --backend cpu exclude each other"),
         (("--gpus", 2), r"--gpus 2: there is no GPU that can be used here: give --gpus 1, or --ba"),
         (
@@ -225,6 +255,8 @@ def test_python_takes_the_same_number(alone, tiny_model, tmp_path):
     for gpus in (0, 9):
         with pytest.raises(InvalidError, match=f"gpus is {gpus}: give 1 to 8"):
             Plan(ModelConfig.read(tiny_model), gpus=gpus, **kw)
+    with pytest.raises(InvalidError, match='the layout "star" is unknown: use data-parallel or ri'):
+        Plan(ModelConfig.read(tiny_model), gpus=2, layout="star", **kw)
     with Trainer.from_file(alone / "run.toml", gpus=2) as trainer:
         with RunLog(tmp_path, trainer) as log:
             for m in trainer.steps(2):

@@ -47,6 +47,19 @@ typedef struct ps_ramp_stage {
 typedef void (*ps_plan_progress_fn)(void *user, uint64_t n_evaluated, double best_step_s);
 
 /* What a plan is asked for. 0 leaves a choice to the planner where a field says so. */
+/* How several devices share a step:
+ *   PS_LAYOUT_DATA_PARALLEL  each runs all layers, for rounds of its own.
+ *   PS_LAYOUT_RING           layers are dealt to them in turn. A chunk's activations go from device
+ *                            to device, and each device fetches the parameters of its layers. */
+typedef enum ps_plan_layout {
+  PS_LAYOUT_DATA_PARALLEL = 0,
+  PS_LAYOUT_RING = 1,
+  PS_N_LAYOUTS = 2
+} ps_plan_layout;
+PS_API const char *ps_layout_name(ps_plan_layout layout); /* "data-parallel", "ring" */
+/* ps_layout_parse() - a layout by its name. Errors: PS_EINVAL names the value. */
+PS_API ps_status ps_layout_parse(ps_plan_layout *out, const char *name);
+
 typedef struct ps_plan_config {
   uint32_t struct_bytes; /* sizeof(ps_plan_config) */
   uint32_t recipe;       /* ps_recipe */
@@ -106,7 +119,9 @@ typedef struct ps_plan_config {
    * The plan is that of one of them, and tokens_per_step is of all. Each has an equal part of the
    * step's sequences, so the step is rounded down to that. */
   uint32_t n_hosts;
-  uint32_t reserved;
+  /* ps_plan_layout: how several devices share a step. A ring needs two devices at least, and a
+   * block for each of them. The bits do not depend on it either. */
+  uint32_t layout;
   /* Terms of the loss that is trained, beside the cross-entropy of each counted target. Both are 0
    * with forward_only.
    *   z_loss           z_loss * logsumexp(logits)^2 (PaLM, arXiv 2204.02311); at most PS_MAX_Z_LOSS

@@ -172,6 +172,7 @@ typedef struct cli_device {
   bool gpu_given;
   uint64_t gpu, threads;
   uint64_t n_gpus;    /* GPUs from gpu on; on the CPU backend arenas */
+  uint32_t layout;    /* ps_plan_layout */
   double peak_tflops; /* 0: from the library's table */
 } cli_device;
 

@@ -61,6 +61,8 @@ static ps_status plan_with(const table *t, uint32_t n_gpus, uint64_t tokens, ps_
                            ps_plan_report *report) {
   ps_plan_config cfg = t->job->plan_config;
   cfg.n_devices = n_gpus;
+  if (n_gpus == 1)
+    cfg.layout = PS_LAYOUT_DATA_PARALLEL;
   cfg.tokens_per_step = tokens;
   if (tokens != t->tokens)
     cfg.n_ramp = 0; /* its stages may have no more tokens than a step */

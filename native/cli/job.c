@@ -7,6 +7,7 @@
 #include <string.h>
 
 static const char *const recipes[] = {"fp32", "fp32-master", "bf16", "fp8", "fp8-master", NULL};
+static const char *const layouts[] = {"data-parallel", "ring", NULL};
 static const char *const optimizers[] = {"adamw", "lion", "sgd", NULL};
 static const char *const non_finite[] = {"stop", "skip", NULL};
 static const char *const lr_schedules[] = {"constant", "cosine", "linear", "wsd", NULL};
@@ -197,6 +198,10 @@ static const job_option job_options[] = {
            .most = PS_MAX_DEVICES,
            .help = "train on N GPUs: --gpu I and those after it (default 1). So far --backend cpu "
                    "alone takes several, with an arena in place of each"),
+    OPTION(ALWAYS, device.layout, .name = "layout", .kind = CLI_CHOICE, .value = "NAME",
+           .choices = layouts,
+           .help = "how several GPUs share a step: data-parallel, each with rounds of its own "
+                   "(default), or ring, each with layers of its own"),
     OPTION(TRAINING, hosts_wait, .name = "hosts-wait", .kind = CLI_NUMBER, .value = "SECONDS",
            .least = 0.1, .most = 1e6,
            .help = "where torchrun, srun or mpirun start a task on each of several hosts: how long "
@@ -412,6 +417,7 @@ int cli_job_prepare(cli_job *j) {
       .n_threads = (uint32_t)j->device.threads,
       .n_devices = (uint32_t)j->device.n_gpus,
       .n_hosts = j->task.n,
+      .layout = j->device.layout,
       .deterministic = j->deterministic,
       .one_document =
           j->document_token < 0 && j->document_end_token < 0 && !j->data_marks_documents,
@@ -438,10 +444,18 @@ uint64_t cli_step_tokens(const ps_plan_config *c) {
   return (n ? n : 1) * c->seq_len;
 }
 
-/* Round r of a step runs on device r modulo their number. */
+/* Round r of a step runs on device r modulo their number. The devices of a ring have all rounds,
+ * and idle where these have fewer chunks than devices. */
 static void note_idle(const cli_job *j, cli_progress *p) {
   const ps_plan_report *r = &j->report;
-  if (r->n_rounds < r->n_devices)
+  const bool ring = j->plan_config.layout == PS_LAYOUT_RING;
+  if (ring && r->n_chunks < r->n_devices)
+    cli_progress_note(p,
+                      "--gpus %u --layout ring: %u would idle at a time, as a step has %u chunk%s: "
+                      "raise --tokens-per-step, or lower --chunk-tokens",
+                      r->n_devices, r->n_devices - r->n_chunks, r->n_chunks,
+                      r->n_chunks == 1 ? "" : "s");
+  else if (!ring && r->n_rounds < r->n_devices)
     cli_progress_note(
         p,
         "--gpus %u: %u would idle, as a step has %u round%s: raise --tokens-per-step, "

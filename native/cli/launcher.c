@@ -133,7 +133,7 @@ static const char *const of_one_host[] = {"config",         "model",       "data
                                           "threads",        "peak-tflops", "val",     "adapter",
                                           "json",           "quiet",       "out",     "force",
                                           "save-wait",      "resume",      "run-dir", "trace-steps",
-                                          "sample-prompts", "hosts-wait",  NULL};
+                                          "sample-prompts", "hosts-wait",  "layout",  NULL};
 
 int cli_task_meet(cli_job *job) {
   const cli_task *t = &job->task;

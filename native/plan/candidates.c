@@ -140,7 +140,9 @@ static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bo
       if (op->stream == sp->plan->at->dev[0].to_device && op->tag.chunk >= 0 && op->tag.layer < 0)
         base->batch_bytes += (uint64_t)op->work.bytes;
     }
-    st = boundary_bytes(sp, &s, s.saved_bytes[PS_POLICY_DEVICE], &boundary);
+    /* in a ring not all saved activations of device 0 are alive at its head */
+    if (!ps__is_ring(sp->plan))
+      st = boundary_bytes(sp, &s, s.saved_bytes[PS_POLICY_DEVICE], &boundary);
     base->device_bytes =
         ps__device_overhead(&sp->plan->hw, s.at, s.scratch_bytes, &scratch) + boundary;
     base->host_bytes = ps__host_overhead(sp->plan, &s, &scratch, &trace);
@@ -260,17 +262,20 @@ static uint32_t device_rounds(const ps__search_space *sp, const ps__layout *l) {
 }
 
 /* The rounds after the first give their chunks the same policies by position, as ps__spec holds
- * them. */
+ * them. What is device 0's is that of its rounds, or in a ring of its layers. */
 static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, const ps__candidate *m,
                       const recompute_table *table, const uint32_t *of_chunk, ps__saved_sums *out) {
   const ps__layout *l = &mb->layout;
   ps__policy_allocator d = ps__policy_allocator_of(l, m);
   uint64_t first = 0, other = 0; /* offloaded in the first round; in another */
+  uint64_t kept = 0;             /* on device 0 in another */
+  const uint32_t next = ps__is_ring(sp->plan) ? 1 : sp->plan->at->n_devices;
   *out = (ps__saved_sums){0};
   for (uint32_t layer = ps__first_saving(sp->plan->model); layer < sp->plan->model->cfg.n_layers;
        layer++) {
     const ps__layer *of = &sp->plan->model->layer[layer + 1];
     const ps__layer_def *def = of->def;
+    const bool here = ps__on_first_device(sp->plan, layer + 1);
     for (uint32_t c = 0; c < l->round[0].n_chunks; c++) {
       uint8_t policy[PS__MAX_SAVED];
       uint32_t mask = 0;
@@ -282,15 +287,17 @@ static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, cons
         const uint8_t to = policy[i];
         if (to != PS_POLICY_RECOMPUTE)
           mask |= 1u << def->saved[i].set;
-        if (to == PS_POLICY_DEVICE)
+        if (to == PS_POLICY_DEVICE && here) {
           out->device_bytes += bytes;
+          kept += c < l->chunks_per_round ? bytes : 0;
+        }
         if (to == PS_POLICY_HOST)
           offloaded += bytes;
       }
       first += offloaded;
       if (c < l->chunks_per_round)
         other += offloaded;
-      for (uint32_t r = 0; r < l->n_rounds; r += sp->plan->at->n_devices) {
+      for (uint32_t r = 0; here && r < l->n_rounds; r += next) {
         if (c >= l->round[r].n_chunks)
           continue;
         const uint32_t i = l->round[r].first_chunk + c;
@@ -301,8 +308,11 @@ static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, cons
   }
   /* the first rounds of all devices, and the second rounds; the last round may be smaller */
   const uint64_t aliased = aliasable_bytes(sp);
-  const uint32_t at_once = rounds_at_once(sp, l), left = l->n_rounds - at_once;
-  first += (at_once - 1 - (at_once > 1 && !left)) * other;
+  const uint32_t at_once = rounds_at_once(sp, l), left = l->n_rounds - at_once,
+                 others = at_once - 1 - (at_once > 1 && !left);
+  first += others * other;
+  if (ps__is_ring(sp->plan))
+    out->device_bytes += others * kept;
   out->host_bytes = first > aliased ? first - aliased : 0;
   if (left && (left < at_once ? left : at_once) * other > out->host_bytes)
     out->host_bytes = (left < at_once ? left : at_once) * other;
@@ -327,7 +337,8 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
                e = ps_dtype_bytes(sp->plan->model->dt);
   const uint32_t n_units = m->n_units, first_trained = ps__first_trained(m),
                  rounds = device_rounds(sp, l);
-  const double share = 1.0 / sp->plan->at->n_devices; /* of the step's tokens, at least */
+  const double share = 1.0 / sp->plan->at->n_devices, /* of the step's tokens, at least */
+      rows = ps__is_ring(sp->plan) ? 1 : share;       /* of the embedding's */
   const bool table_on_host = ps__embed_on_host(sp, l, r);
   const ps__contributions sums = ps__contributions_of(l, ps__head_slice(sp->plan, l->chunk_tokens),
                                                       sp->plan->model->dt, false);
@@ -335,8 +346,8 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
   /* Its rows' gradients are copied to the host. The first block's inputs are not, but they are
    * counted with the saved activations. */
   if (table_on_host) {
-    t.to_device = share * ps__lookup_bytes(sp, l);
-    t.to_host = share * 4.0 * (double)l->n_tokens;
+    t.to_device = rows * ps__lookup_bytes(sp, l);
+    t.to_host = rows * 4.0 * (double)l->n_tokens;
     t.host_ops = 3 * ps__lookup_bytes(sp, l) + ps__table_bytes(sp);
     t.updates = update * (double)unit_bytes(sp, 0) / e;
   }
@@ -354,6 +365,13 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
     /* in pieces the other devices bring the rest, and add the contributions */
     const bool pieces = ps__takes_pieces(sp->plan, u);
     const double part = pieces ? share : 1;
+    /* in a ring a device has no part of the others' blocks, and all rounds of its own */
+    const bool dealt = ps__is_ring(sp->plan) && layer != ps__head_layer(m);
+    if (!ps__on_first_device(sp->plan, layer)) {
+      t.host_ops += frozen ? 0 : added;
+      t.updates += frozen ? 0 : update * bytes / e;
+      continue;
+    }
     if (!stays && (frozen || !r->state))
       t.to_device += part * passes * bytes * rounds;
     else if (stays && !frozen && !r->state)
@@ -365,7 +383,7 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
     t.to_host += r->state ? bytes
                  : grads  ? bytes
                  : pieces ? share * bytes * rounds
-                          : share * contributions * bytes;
+                          : (dealt && layer ? 1 : share) * contributions * bytes;
     if (pieces)
       t.to_device += share * bytes * (rounds - 1);
     if (grads || pieces)
@@ -466,6 +484,8 @@ static uint64_t resident_bytes(const ps__search_space *sp, const ps__layout *l,
                                                       sp->plan->model->dt, false);
   uint64_t bytes = 0;
   for (uint32_t u = ps__embed_on_host(sp, l, r); u < sp->plan->model->n_units; u++) {
+    if (!ps__on_first_device(sp->plan, sp->plan->model->unit[u].layer))
+      continue;
     const bool several = ps__unit_contributions(sp->plan->model, &sums, u) > 1;
     if (ps__params_stay(sp, r, u))
       bytes += unit_bytes(sp, u);

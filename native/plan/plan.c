@@ -149,6 +149,16 @@ static ps_status check_config(ps_plan *p) {
   if (c->n_hosts == 0)
     c->n_hosts = 1;
   p->at = ps__places_of(c->n_devices, c->n_hosts);
+  if (c->layout >= PS_N_LAYOUTS)
+    return ps__fail(PS_EINVAL, "layout %u is unknown: 0 is data-parallel, 1 is ring", c->layout);
+  if (c->layout == PS_LAYOUT_RING && c->n_devices == 1)
+    return ps__fail(PS_EINVAL, "--layout ring deals layers to several GPUs, and --gpus is 1: raise "
+                               "--gpus, or leave --layout out");
+  if (c->layout == PS_LAYOUT_RING && p->model->cfg.n_layers < c->n_devices)
+    return ps__fail(PS_EINVAL,
+                    "--layout ring: %u blocks cannot be dealt to %u GPUs: lower --gpus, or leave "
+                    "--layout out",
+                    p->model->cfg.n_layers, c->n_devices);
   if (c->recipe >= PS_N_RECIPES)
     return ps__fail(PS_EINVAL, "recipe %u is unknown: use " PS__RECIPE_NAMES, c->recipe);
   if (c->fp8_bf16_down > 1)
@@ -643,6 +653,7 @@ ps_status ps__plan_from_spec(ps_plan **out, const ps_model_config *model, const 
       ps__layout_init(&p->layout, p->cfg.seq_len, p->cfg.tokens_per_step / p->cfg.seq_len,
                       spec->chunk_tokens, spec->chunks_per_round, spec->first_round_chunks);
   p->cfg.n_devices = spec->n_devices;
+  p->cfg.layout = spec->ring_blocks ? PS_LAYOUT_RING : PS_LAYOUT_DATA_PARALLEL;
   p->at = ps__places_of(spec->n_devices, p->cfg.n_hosts);
   if (st == PS_OK)
     st = ps__spec_copy(&p->spec, spec);

@@ -37,6 +37,15 @@ static inline bool ps__totals_on_host(const ps_plan *p) {
   return p->at->n_devices > 1 || p->cfg.n_hosts > 1;
 }
 
+/* ps__is_ring() - layers are dealt to the devices, a block at a time.
+ * ps__on_first_device() - whether device 0 runs @layer. Without a ring it runs all, for its
+ * rounds. */
+static inline bool ps__is_ring(const ps_plan *p) { return p->cfg.layout == PS_LAYOUT_RING; }
+static inline bool ps__on_first_device(const ps_plan *p, uint32_t layer) {
+  return !ps__is_ring(p) || layer == 0 || layer == ps__head_layer(p->model) ||
+         (layer - 1) % p->at->n_devices == 0;
+}
+
 /* ---- ramp.c: steps of a batch ramp ----------------------------------------------------------- */
 /* A stage: n_steps steps of n_sequences sequences a host, from first_step of the training on. */
 typedef struct ps__ramp {

@@ -114,7 +114,10 @@ static void write_text(text *t, const ps_plan *p) {
   if (r->first_round_chunks > r->chunks_per_round)
     say(t, ", the first of %u", r->first_round_chunks);
   say(t, "; head and loss in slices of %llu\n", (unsigned long long)r->head_slice_tokens);
-  if (r->n_devices > 1)
+  if (ps__is_ring(p))
+    say(t, "devices          %u in a ring of layers; activations go from one to the next%s\n",
+        r->n_devices, p->spec.ring_by_host ? " through host memory" : "");
+  else if (r->n_devices > 1)
     say(t, "devices          %u, of which %u have rounds; %s\n", r->n_devices,
         r->n_rounds < r->n_devices ? r->n_rounds : r->n_devices,
         p->step.copied_bytes[PS__TO_PEERS]
@@ -218,6 +221,22 @@ const char *ps_plan_text(ps_plan *plan) {
   return plan->text;
 }
 
+static const char *const layouts[PS_N_LAYOUTS] = {"data-parallel", "ring"};
+
+const char *ps_layout_name(ps_plan_layout layout) {
+  return (unsigned)layout < PS_N_LAYOUTS ? layouts[layout] : "unknown";
+}
+
+ps_status ps_layout_parse(ps_plan_layout *out, const char *name) {
+  for (int i = 0; name && i < PS_N_LAYOUTS; i++)
+    if (!strcmp(name, layouts[i])) {
+      *out = (ps_plan_layout)i;
+      return PS_OK;
+    }
+  return ps__fail(PS_EINVAL, "the layout \"%.40s\" is unknown: use data-parallel or ring",
+                  name ? name : "");
+}
+
 static void json_sizes(ps__jsonw *w, const ps_plan *p) {
   const ps_plan_report *r = &p->report;
   const struct {
@@ -269,6 +288,8 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
     ps__jsonw_number(w, "exchange_bytes", r->exchange_bytes);
     ps__jsonw_number(w, "network_bytes_per_s", p->hw.network_bytes_per_s);
   }
+  if (r->n_devices > 1)
+    ps__jsonw_string(w, "layout", ps_layout_name((ps_plan_layout)p->cfg.layout));
   ps__jsonw_string(w, "recipe", ps_recipe_name((ps_recipe)p->cfg.recipe));
   if (p->model->fp8.on) {
     ps__jsonw_uint(w, "fp8_bf16_first", p->cfg.fp8_bf16_first);

@@ -9,7 +9,9 @@ bool ps__among(const ps__search_space *sp, uint32_t unit, uint32_t parts) {
 }
 
 bool ps__takes_pieces(const ps_plan *plan, uint32_t unit) {
-  return plan->at->n_devices > 1 && plan->hw.peer_bytes_per_s > 0 &&
+  const bool dealt =
+      ps__is_ring(plan) && plan->model->unit[unit].layer != ps__head_layer(plan->model);
+  return plan->at->n_devices > 1 && plan->hw.peer_bytes_per_s > 0 && !dealt &&
          !(unit == 0 && ps__tied(plan->model));
 }
 
@@ -150,6 +152,8 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
   spec->one_document = plan->cfg.one_document != 0;
   spec->n_devices = plan->cfg.n_devices;
   spec->n_hosts = plan->cfg.n_hosts;
+  spec->ring_blocks = ps__is_ring(plan);
+  spec->ring_by_host = ps__is_ring(plan) && !(plan->hw.peer_bytes_per_s > 0);
   spec->chunk_tokens = layout->chunk_tokens;
   spec->chunks_per_round = layout->chunks_per_round;
   spec->first_round_chunks = layout->first_round_chunks;

@@ -131,7 +131,8 @@ typedef struct ps__builder {
 } ps__builder;
 
 static inline uint32_t ps__n_devices(const ps__builder *b) { return b->s->at->n_devices; }
-/* ps__n_running() - how many of the rounds that run at once have layer pass @idx: the first ones. */
+/* ps__n_running() - how many of the rounds that run at once have layer pass @idx: the first
+ * ones. */
 static inline uint32_t ps__n_running(const ps__builder *b, uint32_t idx) {
   uint32_t n = 0;
   while (n < ps__n_devices(b) && idx < b->flight[n].n_passes)
@@ -242,8 +243,8 @@ void ps__total_ready(ps__builder *b, uint32_t unit);
 void ps__emit_updates(ps__builder *b);
 
 /* ---- the batch (step.c) ---------------------------------------------------------------------- */
-/* ps__copy_batch() - the round's parts of the batch are copied to the devices that run it, which are
- * the running one or, in a ring, all. ps__free_batch() - those of chunk @c are free there. */
+/* ps__copy_batch() - the round's parts of the batch are copied to the devices that run it, which
+ * are the running one or, in a ring, all. ps__free_batch() - those of chunk @c are free there. */
 void ps__copy_batch(ps__builder *b, uint32_t round);
 void ps__free_batch(ps__builder *b, uint32_t c, uint32_t lag);
 

@@ -136,8 +136,8 @@ static void hand_on(ps__builder *b, uint32_t next, uint32_t *vt, uint32_t lag, p
   *vt = there;
 }
 
-/* The gradient of chunk @c goes to the layer below, if that has a backward pass. The embedding is on
- * the device of the first block. */
+/* The gradient of chunk @c goes to the layer below, if that has a backward pass. The embedding is
+ * on the device of the first block. */
 static void hand_back(ps__builder *b, uint32_t layer, uint32_t c, int phase) {
   if (layer > 1 && layer > b->first_trained)
     hand_on(b, layer - 1, &b->in->dy[c], b->s->spec->grad_lag,

@@ -211,8 +211,8 @@ static const ps__pass *turn_to(ps__builder *b, ps__in_flight *in, uint32_t idx) 
   return &in->pass[idx];
 }
 
-/* For layer pass @idx of the first @n rounds. A unit in pieces is fetched to all their devices where
- * one lacks it: those that have it get the same bytes again. */
+/* For layer pass @idx of the first @n rounds. A unit in pieces is fetched to all their devices
+ * where one lacks it: those that have it get the same bytes again. */
 static void fetch_unit(ps__builder *b, uint32_t idx, uint32_t n, uint32_t unit) {
   const bool in_pieces = b->s->spec->in_pieces[unit] && n > 1;
   bool any = false;

@@ -235,6 +235,8 @@ def _configure(given: dict) -> tuple:
     which, optimizer = ffi.new("ps_recipe *"), ffi.new("ps_optimizer *")
     check(lib.ps_recipe_parse(which, recipe.encode()))
     check(lib.ps_optimizer_parse(optimizer, given["optimizer"].encode()))
+    layout = ffi.new("ps_plan_layout *")
+    check(lib.ps_layout_parse(layout, given["layout"].encode()))
     ends = {name: given[name] for name in ("fp8_bf16_first", "fp8_bf16_last")}
     default = int(recipe.startswith("fp8"))
     config = struct(
@@ -244,6 +246,7 @@ def _configure(given: dict) -> tuple:
         n_threads=given["threads"],
         n_frozen_layers=given["frozen_layers"],
         n_devices=gpus,
+        layout=layout[0],
         **{name: given[name] for name in _NUMBERS},
         **{name: int(given[name]) for name in _FLAGS},
         **{f"{name}_bytes": parse_bytes(given[name], name) for name in _SIZES},
@@ -302,6 +305,7 @@ class Plan(Owner):
     lora                   a Lora: adapters are trained, and the model's own weights are frozen
     gpus                   GPUs that train together, 1 to 8; device_mem is the cap of each. Several
                            are of a Hardware of the CPU backend so far, as arenas (docs/gpus.md)
+    layout                 how they share a step: "data-parallel", or "ring" of layers
     reserve                host memory of the process beside the plan's, in bytes or as "1GiB";
                            None: what the process held when it first asked for a Hardware or a Plan
     keep_grads             gradients are copied to the host wherever the update runs, for
@@ -351,6 +355,7 @@ class Plan(Owner):
         reserve=None,
         hardware: Hardware | None = None,
         gpus: int = 1,
+        layout: str = "data-parallel",
         progress=None,
     ):
         self.config, self.hardware, ramp = _configure(locals())

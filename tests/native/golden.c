@@ -200,7 +200,8 @@ static void set_field(ps_plan_config *c, char *word) {
                {"one_document", NULL, &c->one_document},
                {"keep_grads", NULL, &c->keep_grads},
                {"n_frozen_layers", NULL, &c->n_frozen_layers},
-               {"n_devices", NULL, &c->n_devices}};
+               {"n_devices", NULL, &c->n_devices},
+               {"layout", NULL, &c->layout}};
   char *value = strchr(word, '=');
   CHECK(value);
   *value++ = 0;
