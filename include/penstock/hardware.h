@@ -106,8 +106,8 @@ typedef struct ps_hardware {
   double h2d_bytes_per_s, d2h_bytes_per_s; /* a copy to the device, to the host */
   double duplex_bytes_per_s;               /* each of the two while both run */
   /* Copies from one device to others, one at a time. What a device receives from several at once is
-   * taken to be no limit. 0: not known, or devices cannot copy to each other: then each of several
-   * devices fetches all from the host. */
+   * taken to be no limit. ps_hardware_peers() measures it. 0: not known, or devices cannot access
+   * each other's memory: then each of several devices fetches all from the host. */
   double peer_bytes_per_s;
   /* Between two hosts, each way. It is not measured: a file states it. 0: not known, and plans take
    * no time for exchanges. */
@@ -215,6 +215,18 @@ PS_API ps_status ps_hardware_gpu_state(ps_gpu_state *out, uint32_t backend, uint
 /* ps_hardware_n_gpus() - GPUs that the CUDA backend can use. 0 where the build has no CUDA, or
  * there is no driver or no GPU; ps_last_error() says which. */
 PS_API uint32_t ps_hardware_n_gpus(void);
+
+/* ps_hardware_gpus_check() - whether the GPUs @device to @device + @n - 1 can train together.
+ * Errors: PS_EINVAL: @n is not in 1..PS_MAX_DEVICES, so many are not visible, or two of them are of
+ * different models. PS_EDEVICE: there is no driver, or the build has no CUDA. */
+PS_API ps_status ps_hardware_gpus_check(uint32_t device, uint32_t n);
+
+/* ps_hardware_peers() - what a plan for @n GPUs from hw->device on needs beside the rates of one:
+ * peer_bytes_per_s of @hw. Where all of them can access each other's memory, a rate that is there
+ * stays, and else it is measured: that takes a context on each and less than a second. Where two
+ * cannot, it becomes 0 and a line says which. With @n 1 and on the CPU backend nothing happens.
+ * Errors: as ps_hardware_gpus_check(); PS_ENOMEM. */
+PS_API ps_status ps_hardware_peers(ps_hardware *hw, uint32_t n);
 
 /* ps_hardware_gpu_unused() - why a GPU cannot be used although a driver is installed: the driver is
  * too old, no GPU is visible, or the build has no CUDA. NULL where a GPU can be used, or where

@@ -182,8 +182,7 @@ typedef struct cli_device {
  * @seconds 0: as long as the device needs. *cached_at: the cache's file, freed by the caller, or
  * NULL.
  * cli_bound_threads() - lower device->threads to @n_cpus, and say so. The two above call it.
- * cli_gpus_check() - whether a training or an evaluation runs on device->n_gpus: several are of the
- * CPU backend. Exit code. */
+ * cli_gpus_check() - whether a training or an evaluation can run on device->n_gpus. Exit code. */
 int cli_hardware_get(ps_hardware *out, cli_device *device, uint64_t host_bytes, bool quiet);
 int cli_hardware_measure(ps_hardware *out, cli_device *device, bool full, double seconds,
                          char **cached_at);

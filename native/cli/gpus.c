@@ -229,7 +229,7 @@ static void print_notes(const table *t) {
          "%llu\n",
          (unsigned long long)doubled(t, DOUBLINGS, 1));
   if (t->job->hardware.backend == PS_BACKEND_CUDA)
-    puts("The CUDA backend drives one GPU so far: rows of several are a prediction alone.");
+    puts("Rows of several GPUs are predictions that no machine has checked yet.");
 }
 
 static void row_json(cli_json *j, const row *r) {

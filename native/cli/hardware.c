@@ -92,15 +92,29 @@ int cli_gpus_check(const cli_device *d) {
   const unsigned long long n = d->n_gpus;
   if (n < 2 || d->backend == CLI_BACKEND_CPU)
     return CLI_OK;
-  if (backend_of(d, true) == PS_BACKEND_CUDA)
+  if (backend_of(d, true) == PS_BACKEND_CPU)
     return cli_fail(CLI_REFUSED,
-                    "--gpus %llu: the CUDA backend drives one GPU so far: give --gpus 1, or "
-                    "--backend cpu",
+                    "--gpus %llu: there is no GPU that can be used here: give --gpus 1, or "
+                    "--backend cpu, which has an arena in place of each GPU",
                     n);
-  return cli_fail(CLI_REFUSED,
-                  "--gpus %llu: there is no GPU that can be used here: give --gpus 1, or --backend "
-                  "cpu, which has an arena in place of each GPU",
-                  n);
+  if (d->gpu_given)
+    return cli_fail(CLI_REFUSED,
+                    "--gpu %llu and --gpus %llu exclude each other: several GPUs are the first "
+                    "ones that CUDA_VISIBLE_DEVICES leaves visible",
+                    (unsigned long long)d->gpu, n);
+  const ps_status st = ps_hardware_gpus_check(0, (uint32_t)n);
+  return st == PS_OK ? CLI_OK : cli_fail(CLI_REFUSED, "--gpus %llu: %s", n, ps_last_error());
+}
+
+/* The rate of copies between the GPUs, measured once and kept like the others. */
+static int add_peers(ps_hardware *hw, const cli_device *d) {
+  const double before = hw->peer_bytes_per_s;
+  const ps_status st = ps_hardware_peers(hw, (uint32_t)d->n_gpus);
+  if (st != PS_OK)
+    return cli_fail_status(st, true);
+  if (hw->measured && hw->peer_bytes_per_s > 0 && !(before > 0))
+    free(cache_rates(hw));
+  return CLI_OK;
 }
 
 /* The machine's description with estimated rates. The device's options are checked against it. */
@@ -235,6 +249,9 @@ int cli_hardware_get(ps_hardware *out, cli_device *d, uint64_t host_bytes, bool 
     if (st != PS_OK && st != PS_EBUDGET)
       return cli_fail_status(st, true);
   }
+  if (d->n_gpus > 1 && backend == PS_BACKEND_CUDA &&
+      ps_hardware_gpus_check((uint32_t)d->gpu, (uint32_t)d->n_gpus) == PS_OK)
+    code = add_peers(out, d);
   if (d->peak_tflops > 0)
     out->peak_flops_per_s = d->peak_tflops * 1e12;
   return code;

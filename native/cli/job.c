@@ -193,11 +193,12 @@ static const job_option job_options[] = {
       .kind = CLI_COUNT,
       .value = "N",
       .most = CLI_MAX_GPU,
-      .help = "which of the visible GPUs (default 0); with --gpus the first of them"}},
+      .help = "which of the visible GPUs (default 0); not together with --gpus"}},
     OPTION(TRAINING, device.n_gpus, .name = "gpus", .kind = CLI_COUNT, .value = "N", .least = 1,
            .most = PS_MAX_DEVICES,
-           .help = "train on N GPUs: --gpu I and those after it (default 1). So far --backend cpu "
-                   "alone takes several, with an arena in place of each"),
+           .help =
+               "train on the first N visible GPUs, of one model (default 1); with --backend cpu on "
+               "an arena in place of each"),
     OPTION(ALWAYS, device.layout, .name = "layout", .kind = CLI_CHOICE, .value = "NAME",
            .choices = layouts,
            .help = "how several GPUs share a step: data-parallel, each with rounds of its own "

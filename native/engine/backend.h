@@ -6,7 +6,7 @@
  * every stream has a driver of its own, and the backend's functions block that thread. A backend
  * with submission queues gives all its device streams one driver, and its functions enqueue on
  * the stream and return. For each op the driver calls
- *     stamp(), wait()... , stamp(), copy() or the kernel with launch.exec = exec(), stamp(),
+ *     begin(), stamp(), wait()... , stamp(), copy() or the kernel with launch.exec = exec(), stamp(),
  *     signal()
  * A failed kernel or copy stops the run. A driver submits the ops of all its streams in program
  * order, and every wait is for an earlier op of that order. So a driver never waits for itself. */
@@ -51,15 +51,19 @@ typedef struct ps__backend {
    * first step is like the others. Device spaces are overwritten and left zero. NULL where there
    * is nothing of the kind. */
   ps_status (*warm)(ps__device *dev, const ps_schedule *schedule);
-  /* BYTES of device memory that the device has lost to this process; NULL where a device has no
-   * memory of its own. */
-  ps_status (*memory)(ps__device *dev, uint64_t *out_bytes);
+  /* BYTES of device memory that the device at @place has lost to this process; NULL where a device
+   * has no memory of its own. */
+  ps_status (*memory)(ps__device *dev, uint32_t place, uint64_t *out_bytes);
   /* On a driver's thread: enter() before its first run; leave() when a run gives its streams no
    * more ops. leave() returns when the streams are at rest. After an error or a cancel, submitted
-   * device ops still run although a host op before them will not. Their results belong to steps
-   * that are given up. */
+   * device ops still run although a host op before them will not. They run in the schedule's order
+   * all the same, also where two of them are ordered by way of a host op alone (engine/release.h).
+   * Their results belong to steps that are given up. Where a device failed, nothing is in order. */
   void (*enter)(ps__device *dev);
   void (*leave)(ps__device *dev, uint32_t driver);
+  /* On a driver's thread: what follows is op @number of @stream, counted over all streams from the
+   * run's first op on. A driver's numbers grow. NULL: the backend need not know. */
+  void (*begin)(ps__device *dev, uint32_t stream, uint64_t number);
   /* The counter of @stream becomes @value once the work before has ended. The schedule says which
    * streams await the op (ps__op.waiters). An op that no stream awaits needs no signal, except a
    * step's last op on the stream, which the caller awaits. */
@@ -76,6 +80,8 @@ typedef struct ps__backend {
   void (*settle)(ps__device *dev, ps_trace_event *events);
   /* PS_EDEVICE when the device failed: sticky, with the driver's words */
   ps_status (*health)(ps__device *dev);
+  /* The place of the device that failed, after health() said that one did; NULL where none can. */
+  uint32_t (*failed)(ps__device *dev);
   /* Begin or end the recording of a profiler that was told to wait for it, while no op runs. NULL
    * where no profiler can be told. */
   ps_status (*profile)(ps__device *dev, bool on);

@@ -207,9 +207,9 @@ ps_status ps__engine_warm(ps_engine *e, const ps_schedule *schedule) {
   return e->backend->warm ? e->backend->warm(e->device, schedule) : PS_OK;
 }
 
-ps_status ps__engine_memory(ps_engine *e, uint64_t *out_bytes) {
+ps_status ps__engine_memory(ps_engine *e, uint32_t place, uint64_t *out_bytes) {
   *out_bytes = 0;
-  return e->backend->memory ? e->backend->memory(e->device, out_bytes) : PS_OK;
+  return e->backend->memory ? e->backend->memory(e->device, place, out_bytes) : PS_OK;
 }
 
 ps_status ps__engine_profile(ps_engine *e, bool on) {

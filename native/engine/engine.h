@@ -70,9 +70,9 @@ ps_status ps__engine_warm(ps_engine *engine, const ps_schedule *schedule);
 /* ps__engine_drives() - whether the calling thread runs ops of @engine (NULL: no): what waits
  * for them there waits for itself. */
 bool ps__engine_drives(const ps_engine *engine);
-/* ps__engine_memory() - BYTES of device memory that the GPU has lost to this process; 0 where
- * a device has no memory of its own. Any time. */
-ps_status ps__engine_memory(ps_engine *engine, uint64_t *out_bytes);
+/* ps__engine_memory() - BYTES of device memory that the GPU at @place has lost to this process; 0
+ * where a device has no memory of its own. Any time. */
+ps_status ps__engine_memory(ps_engine *engine, uint32_t place, uint64_t *out_bytes);
 
 /* ps__engine_profile() - backend.h's profile(). PS_EDEVICE. */
 ps_status ps__engine_profile(ps_engine *engine, bool on);

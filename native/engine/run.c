@@ -214,19 +214,27 @@ static void fail_op(ps_run *r, const ps__resolved *s, uint64_t step, ps_status c
   stop(r, step);
 }
 
-/* The device itself failed, as the last error of this thread says: nothing that it has not ended
- * will end. Which op it was is known as far as the counters tell. */
+/* The stream whose op is named where a device failed: the first one of that device that computes. */
+static uint32_t stream_of_failure(const ps_engine *e, const ps__oplist *l) {
+  const uint32_t place = e->backend->failed ? e->backend->failed(e->device) : 0;
+  uint32_t first = l->n_streams;
+  for (uint32_t s = l->n_streams; s-- > 0;)
+    if (!ps__runs_on_host(&e->cfg, s) && !ps__has_links(&e->cfg, s) && l->stream_n_ops[s] &&
+        (e->cfg.stream[s].place == place || first == l->n_streams ||
+         e->cfg.stream[first].place != place))
+      first = s;
+  return first < l->n_streams ? first : l->n_streams - 1;
+}
+
+/* A device failed, as the last error of this thread says: nothing that it has not ended will end.
+ * Which op it was is known as far as the counters tell. */
 static void fail_device(ps_run *r, ps_status code) {
   const ps_engine *e = r->engine;
   const ps__oplist *l = &r->schedule->list;
   uint64_t done = ps_run_steps_done(r);
-  uint32_t stream = 0;
   int none = PS_OK;
   if (atomic_compare_exchange_strong(&r->error, &none, code)) {
-    while (stream + 1 < l->n_streams &&
-           (ps__runs_on_host(&e->cfg, stream) || ps__has_links(&e->cfg, stream) ||
-            !l->stream_n_ops[stream]))
-      stream++;
+    const uint32_t stream = stream_of_failure(e, l);
     uint64_t n = l->stream_n_ops[stream] ? l->stream_n_ops[stream] : 1,
              at = e->backend->counter(e->device, stream);
     size_t i = 0;
@@ -304,6 +312,8 @@ static bool run_op(ps_run *r, const ps__resolved *s, uint64_t step, const _Atomi
   const ps_engine *e = r->engine;
   const uint64_t since = step - atomic_load_explicit(&r->first, memory_order_relaxed);
   ps_trace_event *ev = NULL;
+  if (e->backend->begin)
+    e->backend->begin(e->device, s->stream, since * r->schedule->list.n_ops + s->op);
   if (r->trace_steps && step >= r->trace_from && step < r->trace_to) {
     ev = &r->events[step % r->trace_steps * r->schedule->list.n_ops + s->op];
     ev->end_ns = 0;

@@ -246,7 +246,7 @@ static ps_status note_memory(const ps_generator *g) {
   char used[32], cap[32];
   uint64_t now;
   const uint64_t given = g->plan->cfg.device_mem_bytes;
-  PS_TRY(ps__engine_memory(g->engine, &now));
+  PS_TRY(ps__engine_memory(g->engine, g->plan->at->dev[0].place, &now));
   if (!given || now <= given)
     return PS_OK;
   ps__format_bytes_apart(used, now, cap, given);

@@ -1,5 +1,6 @@
 /* hardware.c - the facts of this machine, and rates estimated from them. */
 #include "hardware/hardware_impl.h"
+#include <penstock/engine.h>
 #ifdef PS_CUDA
 #  include "backends/cuda/probe.h"
 #endif
@@ -75,6 +76,33 @@ uint32_t ps_hardware_n_gpus(void) {
   (void)ps__fail(PS_EDEVICE, PS__NO_CUDA);
   return 0;
 #endif
+}
+
+ps_status ps_hardware_gpus_check(uint32_t device, uint32_t n) {
+  if (n < 1 || n > PS_MAX_DEVICES)
+    return ps__fail(PS_EINVAL, "%u GPUs are asked for: give 1 to %d", n, PS_MAX_DEVICES);
+#ifdef PS_CUDA
+  return ps__cuda_gpus_check(device, n);
+#else
+  return ps__fail(PS_EDEVICE, PS__NO_CUDA);
+#endif
+}
+
+ps_status ps_hardware_peers(ps_hardware *hw, uint32_t n) {
+  if (!hw)
+    return ps__fail(PS_EINVAL, "ps_hardware_peers: hw is NULL");
+  if (n == 1 || hw->backend == PS_BACKEND_CPU)
+    return PS_OK;
+  PS_TRY(ps_hardware_gpus_check(hw->device, n));
+#ifdef PS_CUDA
+  bool access;
+  double rate = hw->peer_bytes_per_s;
+  PS_TRY(ps__cuda_peers(hw->device, n, &access));
+  if (access && !(rate > 0))
+    PS_TRY(ps__cuda_peer_rate(hw->device, n, &rate));
+  hw->peer_bytes_per_s = access ? rate : 0;
+#endif
+  return PS_OK;
 }
 
 const char *ps_hardware_gpu_unused(void) {

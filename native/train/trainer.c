@@ -145,11 +145,7 @@ static ps_status check_config(const ps_plan *plan, const ps_train_config *c) {
     return ps__fail(PS_EINVAL, "logits_fn is %s, but the plan was made %s keep_logits: plan anew",
                     c->logits_fn ? "given" : "missing", plan->cfg.keep_logits ? "with" : "without");
   if (plan->at->n_devices > 1 && plan->hw.backend == PS_BACKEND_CUDA)
-    return ps__fail(
-        PS_EINVAL,
-        "the plan is for %u GPUs, and the CUDA backend drives one so far: plan for one, "
-        "or for --backend cpu",
-        plan->at->n_devices);
+    PS_TRY(ps_hardware_gpus_check(plan->hw.device, plan->at->n_devices));
   if (c->optimizer != plan->cfg.optimizer)
     return ps__fail(PS_EINVAL, "the optimizer is %s, but the plan was made for %s: plan anew",
                     ps_optimizer_name((ps_optimizer)c->optimizer),
@@ -229,31 +225,50 @@ static ps_status open_engine(ps_trainer *t) {
   return PS_OK;
 }
 
-/* Compares the device memory that the GPU has lost to this process with the cap. The plan knows
+/* Device memory that one GPU has lost to this process, the most of all of them. */
+static ps_status read_memory(const ps_trainer *t, uint64_t *most, uint32_t *device) {
+  const ps__places *at = t->plan->at;
+  *most = 0;
+  *device = 0;
+  for (uint32_t d = 0; d < at->n_devices; d++) {
+    uint64_t now = 0;
+    PS_TRY(ps__engine_memory(t->engine, at->dev[d].place, &now));
+    if (now > *most) {
+      *most = now;
+      *device = d;
+    }
+  }
+  return PS_OK;
+}
+
+/* Compares the device memory that each GPU has lost to this process with the cap. The plan knows
  * what kernels and libraries took when the machine was measured, not what they take now. */
 static ps_status note_memory(ps_trainer *t, bool opening) {
-  char used[32], cap[32], planned[32];
-  uint64_t now = 0;
+  char used[32], cap[32], planned[32], which[24] = "the GPU";
+  uint64_t now;
+  uint32_t device;
   const uint64_t given = t->plan->cfg.device_mem_bytes;
-  PS_TRY(ps__engine_memory(t->engine, &now));
+  PS_TRY(read_memory(t, &now, &device));
   if (now > t->device_peak)
     t->device_peak = now;
-  if (!given || t->device_peak <= given || t->warned)
+  if (!given || now <= given || t->warned)
     return PS_OK;
-  ps__format_bytes_apart(used, t->device_peak, cap, given);
+  if (t->plan->at->n_devices > 1)
+    snprintf(which, sizeof which, "GPU %u", t->plan->hw.device + device);
+  ps__format_bytes_apart(used, now, cap, given);
   ps__format_bytes(planned, t->plan->report.device_used_bytes);
   if (opening)
     return ps__fail(
         PS_EBUDGET,
-        "the GPU has lost %s of its memory since this process began, before the first step: more "
+        "%s has lost %s of its memory since this process began, before the first step: more "
         "than the cap of %s (%s planned): run penstock profile, which measures what driver and "
         "libraries take, end what else has begun to use the GPU, or raise --device-mem",
-        used, cap, planned);
+        which, used, cap, planned);
   t->warned = true;
   ps__log(PS_LOG_WARN,
-          "the GPU has lost %s of its memory since this process began, more than the cap of %s (%s "
+          "%s has lost %s of its memory since this process began, more than the cap of %s (%s "
           "planned)",
-          used, cap, planned);
+          which, used, cap, planned);
   return PS_OK;
 }
 

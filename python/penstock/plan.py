@@ -231,6 +231,8 @@ def _configure(given: dict) -> tuple:
     hardware = hardware or Hardware.cached(
         given["threads"], host_mem=given["host_mem"] if given["reserve"] is None else None
     )
+    if gpus > 1 and not given["hardware"]:
+        check(lib.ps_hardware_peers(hardware._ptr, gpus))
     recipe = given["recipe"] or ("fp32-master" if lora else "bf16")
     which, optimizer = ffi.new("ps_recipe *"), ffi.new("ps_optimizer *")
     check(lib.ps_recipe_parse(which, recipe.encode()))
@@ -303,8 +305,8 @@ class Plan(Owner):
     sample_context         prompt and its text may have together; 0: none. The plan is the same
                            without
     lora                   a Lora: adapters are trained, and the model's own weights are frozen
-    gpus                   GPUs that train together, 1 to 8; device_mem is the cap of each. Several
-                           are of a Hardware of the CPU backend so far, as arenas (docs/gpus.md)
+    gpus                   GPUs that train together, 1 to 8; device_mem is the cap of each. With a
+                           Hardware of the CPU backend they are arenas (docs/gpus.md)
     layout                 how they share a step: "data-parallel", or "ring" of layers
     reserve                host memory of the process beside the plan's, in bytes or as "1GiB";
                            None: what the process held when it first asked for a Hardware or a Plan

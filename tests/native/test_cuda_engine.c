@@ -207,7 +207,7 @@ static void test_refusals(void) {
   CHECK_FAILS(ps_engine_create(&none, &cfg), PS_ENOMEM, "lower --device-mem");
   cfg.n_places = 2;
   cfg.place[1] = cfg.place[0];
-  CHECK_FAILS(ps_engine_create(&none, &cfg), PS_EINVAL, "2 places are GPUs");
+  CHECK_FAILS(ps_engine_create(&none, &cfg), PS_EINVAL, "places 0 and 1 are both GPU 0");
   CHECK(ps_engine_close(e) == PS_OK);
   printf("ok what the GPU cannot do is refused by op, GPU and bytes\n");
 }

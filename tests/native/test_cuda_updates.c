@@ -178,10 +178,16 @@ static outcome train(ps_plan *plan, uint64_t n, uint64_t more) {
   return o;
 }
 
+/* Says what differs. */
 static bool same(const outcome *a, const outcome *b) {
-  return memcmp(a->loss, b->loss, sizeof a->loss) == 0 &&
-         memcmp(a->norm, b->norm, sizeof a->norm) == 0 && a->parameters == b->parameters &&
-         (!a->state || !b->state || a->state == b->state);
+  const bool loss = memcmp(a->loss, b->loss, sizeof a->loss) == 0,
+             norm = memcmp(a->norm, b->norm, sizeof a->norm) == 0,
+             parameters = a->parameters == b->parameters,
+             state = !a->state || !b->state || a->state == b->state;
+  if (!loss || !norm || !parameters || !state)
+    printf("differ:%s%s%s%s\n", loss ? "" : " losses", norm ? "" : " norms",
+           parameters ? "" : " parameters", state ? "" : " state");
+  return loss && norm && parameters && state;
 }
 
 /* ---- the tests ------------------------------------------------------------------------------- */
@@ -193,17 +199,19 @@ static void test_variants(ps_optimizer optimizer, uint32_t recipe, bool clip) {
     const outcome got = train(plan, N_STEPS, 0);
     if (which == AT_HOME)
       whole = got, cut = train(plan, FAILS_AT, 0);
-    if (!same(&got, &whole))
+    const bool ok = same(&got, &whole);
+    if (!ok)
       printf("%s, %s, recipe %s, clipping %s\n", variant_name[which], ps_optimizer_name(optimizer),
              ps_recipe_name((ps_recipe)recipe), clip ? "on" : "off");
-    CHECK(same(&got, &whole) && whole.parameters != cut.parameters);
+    CHECK(ok && whole.parameters != cut.parameters);
     for (int i = 0; i < N_FAILURES; i++) {
       const outcome stopped = train(plan, FAILS_AT, 1 + 2 * (uint64_t)i);
-      if (!same(&stopped, &cut))
+      const bool kept = same(&stopped, &cut);
+      if (!kept)
         printf("after an error: %s, %s, recipe %s, clipping %s\n", variant_name[which],
                ps_optimizer_name(optimizer), ps_recipe_name((ps_recipe)recipe),
                clip ? "on" : "off");
-      CHECK(same(&stopped, &cut));
+      CHECK(kept);
     }
     ps_plan_destroy(plan);
   }

@@ -8,10 +8,6 @@
 #include <time.h>
 
 static const uint64_t SPIN_NS = 20000, SLEEP_NS = 20000, HEALTH_NS = 16000000;
-static const uint64_t GIVEN_UP = INT64_MAX; /* at least any value, by the sign of the difference */
-
-static _Atomic bool without_mem_ops;
-void ps__cuda_without_mem_ops(bool without) { atomic_store(&without_mem_ops, without); }
 
 /* ---- open and close -------------------------------------------------------------------------- */
 
@@ -27,73 +23,28 @@ static void close_stream(ps__device *dev, ps__cuda_stream *s) {
 }
 
 static void cuda_close(ps__device *dev) {
-  CUcontext old;
   if (!dev)
     return;
-  if (dev->ctx) {
-    dev->cu->CtxPushCurrent(dev->ctx);
+  if (dev->stuck) { /* the driver would wait for the stream; the process has to end */
+    ps__log(PS_LOG_WARN, "a GPU failed and another one did not come to its end: GPU memory and "
+                         "pinned memory stay taken until the process ends");
     for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
+      ps__host_stream_close(&dev->stream[i].host);
+    return;
+  }
+  if (dev->n_gpus && dev->gpu[0].ctx) {
+    dev->cu->CtxPushCurrent(dev->gpu[0].ctx);
+    for (uint32_t i = 0; i < dev->cfg.n_streams; i++) {
+      if (dev->stream[i].gpu)
+        ps__cuda_turn_to(dev, dev->stream[i].gpu);
       close_stream(dev, &dev->stream[i]);
+    }
     if (dev->words)
       dev->cu->MemFreeHost(dev->words);
-    dev->cu->CtxPopCurrent(&old);
-    dev->cu->DevicePrimaryCtxRelease(dev->dev);
+    ps__cuda_pop(dev);
   }
+  ps__cuda_gpus_close(dev);
   ps__unmap(dev, sizeof *dev);
-}
-
-static int attribute(const ps__device *dev, CUdevice_attribute what) {
-  int value = 0;
-  return dev->cu->DeviceGetAttribute(&value, what, dev->dev) == CUDA_SUCCESS ? value : 0;
-}
-
-/* Contexts, drivers and events here are those of one GPU. */
-static ps_status find_gpu(ps__device *dev) {
-  uint32_t n = 0;
-  for (uint32_t i = 0; i < dev->cfg.n_places; i++)
-    if (dev->cfg.place[i].kind == PS_PLACE_DEVICE && n++ == 0)
-      dev->gpu = dev->cfg.place[i].device;
-  return n == 1 ? PS_OK
-                : ps__fail(PS_EINVAL, "engine: %u places are GPUs: the cuda backend has one", n);
-}
-
-static ps_status open_context(ps__device *dev) {
-  int n = 0;
-  PS_TRY(ps__cuda_driver_open(&dev->cu));
-  PS__CUDA_TRY(dev->cu, DeviceGetCount(&n));
-  if (dev->gpu >= (uint32_t)n)
-    return ps__fail(PS_EDEVICE,
-                    "GPU %u is asked for, %d visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES",
-                    dev->gpu, n);
-  PS__CUDA_TRY(dev->cu, DeviceGet(&dev->dev, (int)dev->gpu));
-  PS_TRY(ps__cuda_supported(dev->cu, dev->dev, dev->gpu));
-  if (!attribute(dev, CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING))
-    return ps__fail(PS_EDEVICE,
-                    "GPU %u has no unified addresses with the host, which the cuda backend needs",
-                    dev->gpu);
-  dev->mem_ops = attribute(dev, CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS) &&
-                 !atomic_load(&without_mem_ops);
-  dev->host_pointers = attribute(dev, CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM);
-  dev->numa_node = ps__cuda_numa_node(dev->cu, dev->dev);
-  if (!dev->mem_ops)
-    ps__log(PS_LOG_WARN,
-            "GPU %u has no 64-bit stream memory operations: waits between host and GPU cost more",
-            dev->gpu);
-  CUcontext ctx;
-  uint64_t others;
-  if (!ps__cuda_usage_begin(dev->cu, dev->gpu, &others))
-    ps__log(PS_LOG_WARN,
-            "NVML (libnvidia-ml.so.1) does not show GPU %u: its clock, power and temperature are "
-            "unknown, and memory of other processes on it counts as this one's",
-            dev->gpu);
-  CUresult r = dev->cu->DevicePrimaryCtxRetain(&ctx, dev->dev);
-  if (r == CUDA_ERROR_OUT_OF_MEMORY)
-    return ps__fail(PS_ENOMEM, "GPU %u has no memory left for a context: end what else uses it",
-                    dev->gpu);
-  if (r != CUDA_SUCCESS)
-    return ps__cuda_fail(dev->cu, r, "cuDevicePrimaryCtxRetain");
-  dev->ctx = ctx;
-  return PS_OK;
 }
 
 static ps_status device_memory(ps__device *dev, CUdeviceptr *out, size_t bytes, uint32_t idx) {
@@ -116,12 +67,13 @@ static ps_status open_device_stream(ps__device *dev, uint32_t idx) {
   const ps_stream_config *cfg = &dev->cfg.stream[idx];
   bool compute = !ps__has_links(&dev->cfg, idx);
   size_t blas_bytes = ps__cuda_workspace_bytes(
-      10u * (uint32_t)attribute(dev, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR));
-  s->exec = (ps__cuda_exec){.scratch_bytes =
-                                ((size_t)cfg->scratch_bytes * cfg->n_threads + 255) / 256 * 256,
-                            .device = (int)dev->gpu,
-                            .n_sms = attribute(dev, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
-                            .deterministic = dev->cfg.deterministic != 0};
+      10u *
+      (uint32_t)ps__cuda_attribute(dev, s->gpu, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR));
+  s->exec = (ps__cuda_exec){
+      .scratch_bytes = ((size_t)cfg->scratch_bytes * cfg->n_threads + 255) / 256 * 256,
+      .device = (int)s->gpu->number,
+      .n_sms = ps__cuda_attribute(dev, s->gpu, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
+      .deterministic = dev->cfg.deterministic != 0};
   PS__CUDA_TRY(dev->cu, StreamCreate(&s->stream, CU_STREAM_NON_BLOCKING));
   s->exec.stream = s->stream;
   ps__cuda_name_stream(s->stream, cfg->name);
@@ -137,36 +89,34 @@ static ps_status open_device_stream(ps__device *dev, uint32_t idx) {
 
 static ps_status open_streams(ps__device *dev) {
   enum { WORD_BYTES = 64 };
-  CUdeviceptr words;
   PS__CUDA_TRY(dev->cu, MemHostAlloc(&dev->words, PS_MAX_STREAMS * WORD_BYTES,
                                      CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP));
-  PS__CUDA_TRY(dev->cu, MemHostGetDevicePointer(&words, dev->words, 0));
   memset(dev->words, 0, PS_MAX_STREAMS * WORD_BYTES);
   for (uint32_t i = 0; i < dev->cfg.n_streams; i++) {
     ps__cuda_stream *s = &dev->stream[i];
     s->word = (_Atomic uint64_t *)(void *)((char *)dev->words + i * WORD_BYTES);
-    s->word_dev = words + i * WORD_BYTES;
-    if (ps__runs_on_host(&dev->cfg, i))
+    /* with unified addresses, which were checked, it is the same for all GPUs */
+    PS__CUDA_TRY(dev->cu, MemHostGetDevicePointer(&s->word_dev, (void *)s->word, 0));
+    if (ps__runs_on_host(&dev->cfg, i)) {
       PS_TRY(ps__host_stream_open(&s->host, &dev->cfg.stream[i], i));
-    else
-      PS_TRY(open_device_stream(dev, i));
+      continue;
+    }
+    s->gpu = ps__cuda_gpu_at(dev, dev->cfg.stream[i].place);
+    ps__cuda_turn_to(dev, s->gpu);
+    PS_TRY(open_device_stream(dev, i));
   }
   return PS_OK;
 }
 
 static ps_status cuda_open(ps__device **out, const ps_engine_config *cfg) {
   void *memory;
-  CUcontext old;
   PS_TRY(ps__map(&memory, sizeof(ps__device), "CUDA device"));
   ps__device *dev = memory;
   dev->cfg = *cfg;
-  ps_status st = find_gpu(dev);
-  if (st == PS_OK)
-    st = open_context(dev);
-  if (st == PS_OK) {
-    dev->cu->CtxPushCurrent(dev->ctx);
+  ps_status st = ps__cuda_gpus_open(dev);
+  if (st == PS_OK && (st = ps__cuda_push(dev, &dev->gpu[0])) == PS_OK) {
     st = open_streams(dev);
-    dev->cu->CtxPopCurrent(&old);
+    ps__cuda_pop(dev);
   }
   if (st == PS_OK)
     *out = dev;
@@ -193,39 +143,24 @@ static void *cuda_exec(ps__device *dev, uint32_t stream) {
 }
 
 static void cuda_enter(ps__device *dev) {
-  dev->cu->CtxSetCurrent(dev->ctx); /* a failure shows at the thread's first call */
+  ps__cuda_turn_to(dev, &dev->gpu[0]); /* a failure shows at the thread's first call */
   prctl(PR_SET_TIMERSLACK, 1000ul, 0ul, 0ul, 0ul);
 }
 
-/* The last host stream to give up releases every device stream that waits for a host stream; every
- * device stream then comes to its end. No earlier host stream may do so, for two reasons. An order
- * between two device ops may hold only by way of a host op (schedule.c drops implied waits). And
- * the copies to the host of the steps before must be complete before the given-up step reads that
- * memory and copies it again. No host stream waits for the given-up step. */
-static void cuda_leave(ps__device *dev, uint32_t driver) {
-  uint32_t n_host = 0;
-  for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
-    n_host += !dev->stream[i].stream;
-  if (!dev->stream[driver].stream) {
-    if (atomic_fetch_add(&dev->n_left, 1) + 1 < n_host)
-      return;
-    for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
-      if (!dev->stream[i].stream)
-        atomic_store_explicit(dev->stream[i].word, GIVEN_UP, memory_order_release);
+static void cuda_begin(ps__device *dev, uint32_t stream, uint64_t number) {
+  const ps__cuda_gpu *gpu = dev->stream[stream].gpu;
+  if (!gpu)
     return;
+  atomic_store_explicit(&dev->n_begun, number + 1, memory_order_release);
+  if (gpu != dev->current) {
+    ps__cuda_turn_to(dev, gpu);
+    dev->current = gpu;
   }
-  for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
-    if (dev->stream[i].stream) {
-      CUresult r = dev->cu->StreamSynchronize(dev->stream[i].stream);
-      if (r != CUDA_SUCCESS)
-        ps__cuda_note_error(dev, r, "cuStreamSynchronize");
-    }
 }
 
 static uint64_t cuda_counter(ps__device *dev, uint32_t stream) {
   ps__cuda_stream *s = &dev->stream[stream];
-  return s->stream ? atomic_load_explicit(s->word, memory_order_acquire)
-                   : atomic_load(&s->host.counter.value);
+  return s->stream ? ps__cuda_reached(s) : atomic_load(&s->host.counter.value);
 }
 
 static void cuda_wake(ps__device *dev) { /* a thread that polls words reads its flag too */
@@ -235,39 +170,65 @@ static void cuda_wake(ps__device *dev) { /* a thread that polls words reads its 
 
 /* ---- failures -------------------------------------------------------------------------------- */
 
-void ps__cuda_note_error(ps__device *dev, CUresult r, const char *call) {
+/* What a GPU's streams say of it: a failed kernel or copy makes every later call fail, a query
+ * too. */
+static CUresult ask(const ps__device *dev, const ps__cuda_gpu *gpu) {
+  for (uint32_t i = 0; i < dev->cfg.n_streams; i++) {
+    const ps__cuda_stream *s = &dev->stream[i];
+    const CUresult r = s->gpu == gpu && s->stream ? dev->cu->StreamQuery(s->stream) : CUDA_SUCCESS;
+    if (r != CUDA_SUCCESS && r != CUDA_ERROR_NOT_READY)
+      return r;
+  }
+  return CUDA_SUCCESS;
+}
+
+void ps__cuda_note_error(ps__device *dev, const ps__cuda_gpu *gpu, CUresult r, const char *call) {
   int none = CUDA_SUCCESS;
   const char *nobody = NULL;
+  const ps__cuda_gpu *no_gpu = NULL;
+  /* a call for one GPU may return what another one's failure is */
+  for (uint32_t i = 0; dev->n_gpus > 1 && i < dev->n_gpus && ask(dev, gpu) == CUDA_SUCCESS; i++)
+    if (ask(dev, &dev->gpu[i]) != CUDA_SUCCESS)
+      gpu = &dev->gpu[i];
+  atomic_compare_exchange_strong(&dev->failed_gpu, &no_gpu, gpu);
   atomic_compare_exchange_strong(&dev->failed_call, &nobody, call);
   atomic_compare_exchange_strong(&dev->error, &none, (int)r);
 }
 
-/* A failed kernel or copy makes every later call fail, a query too. */
+static uint32_t cuda_failed(ps__device *dev) {
+  const ps__cuda_gpu *gpu = atomic_load(&dev->failed_gpu);
+  return gpu ? gpu->place : dev->gpu[0].place;
+}
+
 static ps_status cuda_health(ps__device *dev) {
-  CUcontext old;
-  if (atomic_load(&dev->error) == CUDA_SUCCESS &&
-      dev->cu->CtxPushCurrent(dev->ctx) == CUDA_SUCCESS) {
-    for (uint32_t i = 0; i < dev->cfg.n_streams; i++) {
-      CUresult r =
-          dev->stream[i].stream ? dev->cu->StreamQuery(dev->stream[i].stream) : CUDA_SUCCESS;
-      if (r != CUDA_SUCCESS && r != CUDA_ERROR_NOT_READY) {
-        ps__cuda_note_error(dev, r, "a kernel or a copy before cuStreamQuery");
+  if (atomic_load(&dev->error) == CUDA_SUCCESS && ps__cuda_push(dev, &dev->gpu[0]) == PS_OK) {
+    for (uint32_t i = 0; i < dev->n_gpus; i++) {
+      ps__cuda_turn_to(dev, &dev->gpu[i]);
+      const CUresult r = ask(dev, &dev->gpu[i]);
+      if (r != CUDA_SUCCESS) {
+        ps__cuda_note_error(dev, &dev->gpu[i], r, "a kernel or a copy before cuStreamQuery");
         break;
       }
     }
-    dev->cu->CtxPopCurrent(&old);
+    ps__cuda_pop(dev);
   }
   int error = atomic_load(&dev->error);
   if (error == CUDA_SUCCESS)
     return PS_OK;
+  char which[24] = "the GPU";
+  if (dev->n_gpus > 1)
+    snprintf(which, sizeof which, "GPU %u", ps__cuda_gpu_at(dev, cuda_failed(dev))->number);
   (void)ps__cuda_fail(dev->cu, (CUresult)error, atomic_load(&dev->failed_call));
-  return ps__fail(PS_EDEVICE, "the GPU failed, start anew in another process: %s", ps_last_error());
+  return ps__fail(PS_EDEVICE, "%s failed, start anew in another process: %s", which,
+                  ps_last_error());
 }
 
 static void monitor_main(void *arg) {
   ps__device *dev = arg;
-  while (!atomic_load(&dev->run_over) && cuda_health(dev) == PS_OK)
-    nanosleep(&(struct timespec){.tv_nsec = (long)HEALTH_NS}, NULL);
+  for (; !atomic_load(&dev->run_over);
+       nanosleep(&(struct timespec){.tv_nsec = (long)HEALTH_NS}, NULL))
+    if (cuda_health(dev) != PS_OK)
+      ps__cuda_let_others_go(dev);
 }
 
 static void cuda_finish(ps__device *dev) {
@@ -300,12 +261,12 @@ static bool watch(ps__device *dev, const ps__cuda_stream *s, uint64_t value,
                   const _Atomic uint32_t *abort_flag) {
   uint64_t begin = 0;
   for (;;) {
-    if (atomic_load_explicit(s->word, memory_order_acquire) >= value)
+    if (ps__cuda_reached(s) >= value)
       return true;
     if (abort_flag && atomic_load(abort_flag) != 0)
       return false;
     if (atomic_load(&dev->error) != CUDA_SUCCESS)
-      return atomic_load_explicit(s->word, memory_order_acquire) >= value;
+      return ps__cuda_reached(s) >= value;
     uint64_t now = ps__now_ns();
     if (!begin)
       begin = now;
@@ -318,9 +279,9 @@ static bool watch(ps__device *dev, const ps__cuda_stream *s, uint64_t value,
   }
 }
 
-static bool submitted(ps__device *dev, CUresult r, const char *call) {
+static bool submitted(ps__device *dev, const ps__cuda_stream *s, CUresult r, const char *call) {
   if (r != CUDA_SUCCESS)
-    ps__cuda_note_error(dev, r, call);
+    ps__cuda_note_error(dev, s->gpu, r, call);
   return r == CUDA_SUCCESS;
 }
 
@@ -334,21 +295,23 @@ static CUevent event_at(const ps__device *dev, const ps__cuda_stream *s, uint64_
 static bool cuda_wait(ps__device *dev, uint32_t stream, uint32_t awaited, uint64_t value,
                       const _Atomic uint32_t *abort_flag) {
   ps__cuda_stream *a = &dev->stream[awaited];
-  CUstream waiter = stream == PS__CALLER ? NULL : dev->stream[stream].stream;
-  if (!waiter)
+  const ps__cuda_stream *waiter = stream == PS__CALLER ? NULL : &dev->stream[stream];
+  if (!waiter || !waiter->stream)
     return a->stream ? watch(dev, a, value, abort_flag)
                      : ps__counter_wait(&a->host.counter, value, abort_flag);
-  if (a->stream)
+  if (a->stream && (a->gpu == waiter->gpu || !dev->mem_ops))
     return submitted(
-        dev, dev->cu->StreamWaitEvent(waiter, event_at(dev, a, value), CU_EVENT_WAIT_DEFAULT),
+        dev, waiter,
+        dev->cu->StreamWaitEvent(waiter->stream, event_at(dev, a, value), CU_EVENT_WAIT_DEFAULT),
         "cuStreamWaitEvent");
   if (!dev->mem_ops)
     return ps__counter_wait(&a->host.counter, value, abort_flag);
-  if (atomic_load_explicit(a->word, memory_order_acquire) >= value)
+  if (!a->stream && atomic_load_explicit(a->word, memory_order_acquire) >= value)
     return true;
-  return submitted(dev,
-                   dev->cu->StreamWaitValue64(waiter, a->word_dev, value, CU_STREAM_WAIT_VALUE_GEQ),
-                   "cuStreamWaitValue64");
+  return submitted(
+      dev, waiter,
+      dev->cu->StreamWaitValue64(waiter->stream, a->word_dev, value, CU_STREAM_WAIT_VALUE_GEQ),
+      "cuStreamWaitValue64");
 }
 
 static void CUDA_CB write_note(void *arg) {
@@ -368,24 +331,26 @@ static void cuda_signal(ps__device *dev, uint32_t stream, uint64_t value) {
   const ps__cuda_op *op = &s->ops[(value - 1) % s->n_ops];
   CUevent event = event_at(dev, s, value);
   if (event)
-    submitted(dev, dev->cu->EventRecord(event, s->stream), "cuEventRecord");
+    submitted(dev, s, dev->cu->EventRecord(event, s->stream), "cuEventRecord");
+  /* an op that has no note is awaited by nobody who asks how many were submitted */
   if (op->note == PS__NO_EVENT)
     return;
   if (dev->mem_ops)
     submitted(
-        dev,
+        dev, s,
         dev->cu->StreamWriteValue64(s->stream, s->word_dev, value, CU_STREAM_WRITE_VALUE_DEFAULT),
         "cuStreamWriteValue64");
   else
-    submitted(dev, dev->cu->LaunchHostFunc(s->stream, write_note, &dev->notes[op->note]),
+    submitted(dev, s, dev->cu->LaunchHostFunc(s->stream, write_note, &dev->notes[op->note]),
               "cuLaunchHostFunc");
+  atomic_store_explicit(&s->n_submitted, value, memory_order_release);
 }
 
-static ps_status cuda_memory(ps__device *dev, uint64_t *out_bytes) {
-  CUcontext old;
-  PS__CUDA_TRY(dev->cu, CtxPushCurrent(dev->ctx));
-  const ps_status st = ps__cuda_memory_used(dev->gpu, out_bytes);
-  dev->cu->CtxPopCurrent(&old);
+static ps_status cuda_memory(ps__device *dev, uint32_t place, uint64_t *out_bytes) {
+  const ps__cuda_gpu *gpu = ps__cuda_gpu_at(dev, place);
+  PS_TRY(ps__cuda_push(dev, gpu));
+  const ps_status st = ps__cuda_memory_used(gpu->number, out_bytes);
+  ps__cuda_pop(dev);
   return st;
 }
 
@@ -405,13 +370,15 @@ const ps__backend ps__backend_cuda = {
     .warm = ps__cuda_warm,
     .memory = cuda_memory,
     .enter = cuda_enter,
-    .leave = cuda_leave,
+    .leave = ps__cuda_leave,
+    .begin = cuda_begin,
     .signal = cuda_signal,
     .wait = cuda_wait,
     .counter = cuda_counter,
     .stamp = ps__cuda_stamp,
     .settle = ps__cuda_settle,
     .health = cuda_health,
+    .failed = cuda_failed,
     .profile = ps__cuda_profile,
     .profiled = ps__cuda_profiled,
     .range_push = ps__cuda_range_push,

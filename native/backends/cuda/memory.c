@@ -1,14 +1,13 @@
 /* memory.c - spaces and copies of the CUDA backend.
  *
  * Device spaces: one cuMemAlloc of exactly the bytes asked for, zeroed like fresh host memory.
- * Host spaces: an exact mmap with huge pages where the kernel has them, preferred on the GPU's
- * NUMA node, touched by all CPUs at once and pinned in pieces. */
+ * Host spaces: an exact mmap with huge pages where the kernel has them, preferred on the GPUs' NUMA
+ * nodes, touched by all CPUs at once and pinned in pieces, once for all GPUs. */
 #include "backends/cuda/device.h"
 #include "backends/cuda/probe.h"
 #include <stdatomic.h>
 #include <string.h>
 #include <sys/resource.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 static const uint64_t PIN_BYTES = (uint64_t)1 << 30;
@@ -58,20 +57,11 @@ static void touch_task(void *arg, int64_t task, uint32_t worker) {
     *(volatile char *)(j->p + at) = 0;
 }
 
-/* Pages come from the GPU's node as long as it has some: a wish, like huge pages. */
-static void prefer_node(void *p, uint64_t bytes, int node) {
-  enum { MPOL_PREFERRED_ = 1, BITS = 8 * sizeof(unsigned long) };
-  if (node < 0 || node >= BITS)
-    return;
-  unsigned long mask = 1ul << node;
-  (void)syscall(SYS_mbind, p, bytes, MPOL_PREFERRED_, &mask, (unsigned long)BITS + 1, 0u);
-}
-
 void ps__cuda_place(uint32_t device, void *p, uint64_t bytes) {
-  const ps__cuda_driver *cu;
-  CUdevice dev;
-  if (ps__cuda_driver_open(&cu) == PS_OK && cu->DeviceGet(&dev, (int)device) == CUDA_SUCCESS)
-    prefer_node(p, bytes, ps__cuda_numa_node(cu, dev));
+  ps__device one = {.n_gpus = 1};
+  if (ps__cuda_driver_open(&one.cu) == PS_OK &&
+      one.cu->DeviceGet(&one.gpu[0].dev, (int)device) == CUDA_SUCCESS)
+    ps__cuda_prefer_nodes(&one, p, bytes);
 }
 
 static ps_status touch(void *p, uint64_t bytes) {
@@ -127,7 +117,7 @@ static ps_status map_host(ps__device *dev, uint32_t space, uint64_t bytes, ps__m
   void *p;
   snprintf(what, sizeof what, "space %u", space);
   PS_TRY(ps__map(&p, bytes, what));
-  prefer_node(p, bytes, dev->numa_node);
+  ps__cuda_prefer_nodes(dev, p, bytes);
   ps_status st = touch(p, bytes);
   if (st == PS_OK)
     st = pin(dev, space, p, bytes);
@@ -140,23 +130,33 @@ static ps_status map_host(ps__device *dev, uint32_t space, uint64_t bytes, ps__m
 
 ps_status ps__cuda_map(ps__device *dev, uint32_t space, uint64_t bytes, ps__mapping *out) {
   ps__mapping m = {0};
-  CUcontext old;
   if (bytes) {
-    PS__CUDA_TRY(dev->cu, CtxPushCurrent(dev->ctx));
+    PS_TRY(ps__cuda_push(dev, ps__cuda_gpu_at(dev, dev->cfg.space[space].place)));
     const bool host = ps__space_place(&dev->cfg, space)->kind == PS_PLACE_HOST;
     ps_status st = host ? map_host(dev, space, bytes, &m) : map_device(dev, space, bytes, &m);
-    dev->cu->CtxPopCurrent(&old);
+    ps__cuda_pop(dev);
     PS_TRY(st);
   }
   dev->space[space] = *out = m;
   return PS_OK;
 }
 
+/* The GPU whose memory @p is in; the first one where it is in none's. */
+static const ps__cuda_gpu *gpu_of(const ps__device *dev, const void *p) {
+  for (uint32_t i = 0; i < dev->cfg.n_spaces; i++) {
+    const ps__mapping *m = &dev->space[i];
+    if (m->addr && !m->host && (uintptr_t)p >= (uintptr_t)m->addr &&
+        (uintptr_t)p - (uintptr_t)m->addr < m->bytes)
+      return ps__cuda_gpu_at(dev, dev->cfg.space[i].place);
+  }
+  return &dev->gpu[0];
+}
+
 void ps__cuda_unmap(ps__device *dev, const ps__mapping *m) {
-  CUcontext old;
-  if (!m->addr)
+  if (!m->addr || dev->stuck)
     return;
-  dev->cu->CtxPushCurrent(dev->ctx);
+  if (ps__cuda_push(dev, gpu_of(dev, m->addr)) != PS_OK)
+    return;
   if (m->host) {
     unpin(dev, m->host, m->bytes);
     ps__unmap(m->host, m->bytes);
@@ -164,7 +164,7 @@ void ps__cuda_unmap(ps__device *dev, const ps__mapping *m) {
     dev->cu->MemFree((CUdeviceptr)(uintptr_t)m->addr);
     ps__live_add(-1);
   }
-  dev->cu->CtxPopCurrent(&old);
+  ps__cuda_pop(dev);
 }
 
 /* All of it: a device space is one allocation of the driver's, a host space is touched and
@@ -189,7 +189,7 @@ static uint64_t left_in_piece(const ps__device *dev, const void *p, uint64_t byt
   return bytes;
 }
 
-/* copy: between device and pinned host memory, or inside the device, in its stream's order.
+/* copy: between device and pinned host memory, inside a device or between two, in its stream's order.
  * bytes: 2*bytes of traffic. */
 ps_status ps__cuda_copy(ps__device *dev, uint32_t stream, void *dst, const void *src,
                         uint64_t bytes) {
@@ -222,9 +222,9 @@ static ps_status transfer(ps__device *dev, void *dst, const void *src, uint64_t 
 }
 
 ps_status ps__cuda_transfer(ps__device *dev, void *dst, const void *src, uint64_t bytes) {
-  CUcontext old;
-  PS__CUDA_TRY(dev->cu, CtxPushCurrent(dev->ctx));
+  const ps__cuda_gpu *gpu = gpu_of(dev, src);
+  PS_TRY(ps__cuda_push(dev, gpu == &dev->gpu[0] ? gpu_of(dev, dst) : gpu));
   const ps_status st = transfer(dev, dst, src, bytes);
-  dev->cu->CtxPopCurrent(&old);
+  ps__cuda_pop(dev);
   return st;
 }

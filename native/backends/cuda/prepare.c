@@ -1,6 +1,6 @@
 /* prepare.c - what a run needs between its first and last step, made before the first.
  *
- * EVENTS. Each op that another device stream awaits has two events, used by the parity of the step:
+ * EVENTS. Each op that another stream of its GPU awaits has two events, used by the parity of the step:
  * op X of step k records event (X, k mod 2). Waits for it are submitted in step k or k+1
  * (ps_wait.steps_back is 0 or 1). Reuse is safe because one thread submits everything in program
  * order, step after step:
@@ -26,6 +26,11 @@ static ps_status check_op(const ps__device *dev, const ps_schedule *s, size_t i)
     return ps__fail(
         PS_EINVAL, "run: op %zu (%s) touches host memory, which kernels of this GPU cannot address",
         i, ps__op_name(op));
+  if (on_host && n_host < op->n_access)
+    return ps__fail(PS_EINVAL,
+                    "run: op %zu (%s) on host stream %u touches GPU memory: give it a device "
+                    "stream",
+                    i, ps__op_name(op), op->stream);
   if (!on_host && !op->kernel && n_host == 2)
     return ps__fail(PS_EINVAL,
                     "run: op %zu (copy) on device stream %u copies host memory to host memory: "
@@ -34,11 +39,20 @@ static ps_status check_op(const ps__device *dev, const ps_schedule *s, size_t i)
   return PS_OK;
 }
 
+/* The streams that wait for an op of @s by an event. */
+static uint64_t waits_by_event(const ps__device *dev, const ps__cuda_stream *s) {
+  uint64_t set = 0;
+  for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
+    if (dev->stream[i].stream && (dev->stream[i].gpu == s->gpu || !dev->mem_ops))
+      set |= 1ull << i;
+  return set;
+}
+
 /* Number the events and notes of the ops that need them. */
 static void number(ps__device *dev, const ps_schedule *s, uint64_t *n_notes) {
-  uint64_t host_streams = 0;
+  uint64_t by_event[PS_MAX_STREAMS];
   for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
-    host_streams |= (uint64_t)ps__runs_on_host(&dev->cfg, i) << i;
+    by_event[i] = waits_by_event(dev, &dev->stream[i]);
   uint32_t n_events = 0, notes = 0;
   for (size_t i = 0; i < s->list.n_ops; i++) {
     const ps__op *op = &s->list.ops[i];
@@ -47,11 +61,11 @@ static void number(ps__device *dev, const ps_schedule *s, uint64_t *n_notes) {
       continue;
     bool last = op->position + 1 == st->n_ops;
     st->ops[op->position] = (ps__cuda_op){.event = PS__NO_EVENT, .note = PS__NO_EVENT};
-    if (op->waiters & ~host_streams) {
+    if (op->waiters & by_event[op->stream]) {
       st->ops[op->position].event = n_events;
       n_events += 2;
     }
-    if ((op->waiters & host_streams) || last) {
+    if ((op->waiters & ~by_event[op->stream]) || last) {
       if (dev->notes)
         dev->notes[notes] =
             (ps__cuda_note){.word = st->word, .value = op->position + 1, .n_ops = st->n_ops};
@@ -60,6 +74,20 @@ static void number(ps__device *dev, const ps_schedule *s, uint64_t *n_notes) {
   }
   dev->n_events = n_events;
   *n_notes = notes;
+}
+
+/* An event is of the GPU that records it. */
+static ps_status make_events(ps__device *dev) {
+  for (uint32_t i = 0; i < dev->cfg.n_streams; i++) {
+    const ps__cuda_stream *s = &dev->stream[i];
+    if (s->stream)
+      ps__cuda_turn_to(dev, s->gpu);
+    for (uint64_t k = 0; s->stream && k < s->n_ops; k++)
+      for (uint32_t e = 0; s->ops[k].event != PS__NO_EVENT && e < 2; e++)
+        PS__CUDA_TRY(dev->cu,
+                     EventCreate(&dev->events[s->ops[k].event + e], CU_EVENT_DISABLE_TIMING));
+  }
+  return PS_OK;
 }
 
 static ps_status reserve(ps__device *dev, const ps_schedule *s) {
@@ -79,9 +107,7 @@ static ps_status reserve(ps__device *dev, const ps_schedule *s) {
     return ps__fail(PS_ENOMEM, "run: out of memory for %llu events",
                     (unsigned long long)dev->n_events);
   number(dev, s, &n_notes); /* again, to fill the notes */
-  for (uint64_t i = 0; i < dev->n_events; i++)
-    PS__CUDA_TRY(dev->cu, EventCreate(&dev->events[i], CU_EVENT_DISABLE_TIMING));
-  return PS_OK;
+  return make_events(dev);
 }
 
 static void release(ps__device *dev) {
@@ -107,27 +133,34 @@ static ps_status prepare(ps__device *dev, const ps_schedule *s) {
 }
 
 ps_status ps__cuda_prepare(ps__device *dev, const ps_schedule *s, uint64_t trace_steps) {
-  CUcontext old;
   for (size_t i = 0; i < s->list.n_ops; i++)
     PS_TRY(check_op(dev, s, i));
+  bool submits = false;
   for (uint32_t i = 0; i < dev->cfg.n_streams; i++) {
     ps__counter_init(&dev->stream[i].host.counter);
     atomic_store(dev->stream[i].word, 0);
+    atomic_store(&dev->stream[i].kept, 0);
+    atomic_store(&dev->stream[i].n_submitted, 0);
+    submits |= dev->stream[i].stream != NULL;
   }
   atomic_store(&dev->n_left, 0);
+  atomic_store(&dev->n_begun, 0);
+  atomic_store(&dev->submits, submits);
+  dev->current = NULL;
+  dev->schedule = s;
   dev->trace_steps = trace_steps;
-  PS__CUDA_TRY(dev->cu, CtxPushCurrent(dev->ctx));
+  PS_TRY(ps__cuda_push(dev, &dev->gpu[0]));
   ps_status st = prepare(dev, s);
-  dev->cu->CtxPopCurrent(&old);
+  ps__cuda_pop(dev);
   if (st != PS_OK)
     ps__cuda_finish(dev);
   return st;
 }
 
 void ps__cuda_finish(ps__device *dev) {
-  CUcontext old;
-  dev->cu->CtxPushCurrent(dev->ctx);
+  if (dev->stuck || ps__cuda_push(dev, &dev->gpu[0]) != PS_OK)
+    return; /* what is left of the run is never released */
   ps__cuda_trace_finish(dev);
   release(dev);
-  dev->cu->CtxPopCurrent(&old);
+  ps__cuda_pop(dev);
 }

@@ -13,6 +13,18 @@ uint32_t ps__cuda_n_devices(void);
  * no driver, no such GPU. */
 ps_status ps__cuda_facts(ps_hardware *hw);
 
+/* ps__cuda_gpus_check() - ps_hardware_gpus_check() (penstock/hardware.h). */
+ps_status ps__cuda_gpus_check(uint32_t device, uint32_t n);
+/* ps__cuda_peers() - whether each of the @n GPUs from @device on can access the memory of each
+ * other one; if not, a line says which cannot. Makes no context.
+ * ps__cuda_peer_rate() - BYTES/s of copies from one to another, of the slowest pair; 0 where one
+ * has no access. Takes 128 MiB of each GPU meanwhile. */
+ps_status ps__cuda_peers(uint32_t device, uint32_t n, bool *out);
+ps_status ps__cuda_peer_rate(uint32_t device, uint32_t n, double *out);
+/* ps__cuda_share_gpu() - for tests: from now on all places of an engine that are devices are its
+ * first one's GPU, so that several can be tested on one. They share its memory. */
+void ps__cuda_share_gpu(bool share);
+
 /* ps__cuda_place() - prefer the GPU's NUMA node for pages of @p that are touched from now on, as
  * the engine's host spaces do. Other nodes serve when that node has no pages left. */
 void ps__cuda_place(uint32_t device, void *p, uint64_t bytes);

@@ -30,13 +30,12 @@ void ps__cuda_range_pop(uint32_t n) {
 void ps__cuda_name_stream(CUstream stream, const char *name) { nvtxNameCuStreamA(stream, name); }
 
 ps_status ps__cuda_profile(ps__device *dev, bool on) {
-  CUcontext old;
   CUresult (*const tell)(void) = on ? dev->cu->ProfilerStart : dev->cu->ProfilerStop;
   if (!tell)
     return ps__fail(PS_EDEVICE, "the CUDA driver here cannot tell a profiler when to record");
-  PS__CUDA_TRY(dev->cu, CtxPushCurrent(dev->ctx));
+  PS_TRY(ps__cuda_push(dev, &dev->gpu[0]));
   const CUresult r = tell();
-  dev->cu->CtxPopCurrent(&old);
+  ps__cuda_pop(dev);
   return r == CUDA_SUCCESS ? PS_OK
                            : ps__cuda_fail(dev->cu, r, on ? "cuProfilerStart" : "cuProfilerStop");
 }

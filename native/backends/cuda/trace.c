@@ -6,25 +6,26 @@
  * between two readings of the host's clock; the best of several pairs is a few us apart.
  * cuEventElapsedTime() gives milliseconds as float with 24 bits. So times are taken from the
  * earliest event of the trace, where they are short, and the distance of the earliest event to the
- * second base places all of them. A run of 1 s or more also gives the ratio of the two clocks.
+ * second base places all of them. A run of 1 s or more also gives the ratio of the two clocks. Each
+ * GPU has a clock, and base events, of its own.
  * queued is the time when the stream was free for the op and the op was submitted. */
 #include "backends/cuda/device.h"
 #include <string.h>
 
 static const uint64_t PENDING = UINT64_MAX;
 
-static CUstream any_stream(const ps__device *dev) {
+/* @gpu: NULL: of any GPU. */
+static CUstream any_stream(const ps__device *dev, const ps__cuda_gpu *gpu) {
   for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
-    if (dev->stream[i].stream)
+    if (dev->stream[i].stream && (!gpu || dev->stream[i].gpu == gpu))
       return dev->stream[i].stream;
   return NULL;
 }
 
 /* Record @event on an idle stream; *at_ns is then the host's time of the event. */
-static ps_status set_base(const ps__device *dev, CUevent event, uint64_t *at_ns) {
+static ps_status set_base(const ps__device *dev, CUstream stream, CUevent event, uint64_t *at_ns) {
   const ps__cuda_driver *cu = dev->cu;
   uint64_t best = UINT64_MAX, before, after;
-  CUstream stream = any_stream(dev);
   /* the last pair may be a poor one: go on until a pair is near the best */
   for (int i = 0; i < 8; i++) {
     before = ps__now_ns();
@@ -41,7 +42,7 @@ static ps_status set_base(const ps__device *dev, CUevent event, uint64_t *at_ns)
 
 ps_status ps__cuda_trace_prepare(ps__device *dev, const ps_schedule *s) {
   dev->n_ops = s->list.n_ops;
-  if (!dev->trace_steps || !any_stream(dev) || !dev->n_ops)
+  if (!dev->trace_steps || !any_stream(dev, NULL) || !dev->n_ops)
     return PS_OK;
   dev->n_timing =
       dev->trace_steps <= SIZE_MAX / 32 / dev->n_ops ? 2 * dev->trace_steps * dev->n_ops : 0;
@@ -49,22 +50,36 @@ ps_status ps__cuda_trace_prepare(ps__device *dev, const ps_schedule *s) {
   if (!dev->timing)
     return ps__fail(PS_ENOMEM, "run: out of memory for a trace of %llu steps",
                     (unsigned long long)dev->trace_steps);
-  for (uint64_t i = 0; i < dev->n_timing; i++)
-    if (dev->stream[s->list.ops[i / 2 % dev->n_ops].stream].stream)
-      PS__CUDA_TRY(dev->cu, EventCreate(&dev->timing[i], CU_EVENT_DEFAULT));
-  PS__CUDA_TRY(dev->cu, EventCreate(&dev->base, CU_EVENT_DEFAULT));
-  return set_base(dev, dev->base, &dev->base_ns);
+  for (uint64_t i = 0; i < dev->n_timing; i++) {
+    const ps__cuda_stream *at = &dev->stream[s->list.ops[i / 2 % dev->n_ops].stream];
+    if (!at->stream)
+      continue;
+    ps__cuda_turn_to(dev, at->gpu);
+    PS__CUDA_TRY(dev->cu, EventCreate(&dev->timing[i], CU_EVENT_DEFAULT));
+  }
+  for (uint32_t i = 0; i < dev->n_gpus; i++) {
+    ps__cuda_gpu *gpu = &dev->gpu[i];
+    const CUstream stream = any_stream(dev, gpu);
+    if (!stream)
+      continue;
+    ps__cuda_turn_to(dev, gpu);
+    PS__CUDA_TRY(dev->cu, EventCreate(&gpu->base, CU_EVENT_DEFAULT));
+    PS_TRY(set_base(dev, stream, gpu->base, &gpu->base_ns));
+  }
+  return PS_OK;
 }
 
 void ps__cuda_trace_finish(ps__device *dev) {
   for (uint64_t i = 0; i < dev->n_timing && dev->timing; i++)
     if (dev->timing[i])
       dev->cu->EventDestroy(dev->timing[i]);
-  if (dev->base)
-    dev->cu->EventDestroy(dev->base);
+  for (uint32_t i = 0; i < dev->n_gpus; i++) {
+    if (dev->gpu[i].base)
+      dev->cu->EventDestroy(dev->gpu[i].base);
+    dev->gpu[i].base = NULL;
+  }
   ps__free(dev->timing);
   dev->timing = NULL;
-  dev->base = NULL;
   dev->n_timing = 0;
 }
 
@@ -77,7 +92,7 @@ void ps__cuda_stamp(ps__device *dev, uint32_t stream, int what, ps_trace_event *
   uint64_t at = ev->step % dev->trace_steps * dev->n_ops + ev->op;
   CUresult r = dev->cu->EventRecord(dev->timing[2 * at + (what == PS__STAMP_END)], s->stream);
   if (r != CUDA_SUCCESS)
-    ps__cuda_note_error(dev, r, "cuEventRecord");
+    ps__cuda_note_error(dev, s->gpu, r, "cuEventRecord");
   else if (what == PS__STAMP_END)
     ev->end_ns = PENDING;
 }
@@ -91,27 +106,36 @@ static bool elapsed(const ps__device *dev, CUevent from, CUevent to, double *ms)
   return true;
 }
 
-/* The earliest start of a pending event, and its host time by @now. */
-static CUevent place(const ps__device *dev, const ps_trace_event *events, CUevent now,
-                     uint64_t now_ns, double *scale, uint64_t *first_ns) {
-  CUevent first = NULL;
-  double most = -1, ms, run_ms;
-  for (uint64_t i = 0; i < dev->n_timing / 2; i++)
-    if (events[i].end_ns == PENDING && elapsed(dev, dev->timing[2 * i], now, &ms) && ms > most) {
-      most = ms;
-      first = dev->timing[2 * i];
-    }
-  *scale = 1;
-  if (elapsed(dev, dev->base, now, &run_ms) && run_ms >= 1000)
-    *scale = (double)(now_ns - dev->base_ns) / (run_ms * 1e6);
-  *first_ns = first ? now_ns - (uint64_t)(most * 1e6 * *scale) : now_ns;
-  return first;
+/* How a GPU's times become the host's. */
+typedef struct clock_of_gpu {
+  CUevent now, first; /* first: NULL where the GPU has no pending event, or failed */
+  uint64_t now_ns, first_ns;
+  double scale;
+} clock_of_gpu;
+
+static bool pending_on(const ps__device *dev, const ps_trace_event *e, const ps__cuda_gpu *gpu) {
+  return e->end_ns == PENDING && dev->stream[e->stream].gpu == gpu;
 }
 
-static void settle(ps__device *dev, ps_trace_event *events, CUevent now, uint64_t now_ns) {
-  uint64_t first_ns, last_end[PS_MAX_STREAMS] = {0}, oldest = UINT64_MAX;
-  double scale, from, to;
-  CUevent first = place(dev, events, now, now_ns, &scale, &first_ns);
+/* The earliest start of a pending event of the GPU, and its host time by @c->now. */
+static void place(const ps__device *dev, const ps__cuda_gpu *gpu, const ps_trace_event *events,
+                  clock_of_gpu *c) {
+  double most = -1, ms, run_ms;
+  for (uint64_t i = 0; i < dev->n_timing / 2; i++)
+    if (pending_on(dev, &events[i], gpu) && elapsed(dev, dev->timing[2 * i], c->now, &ms) &&
+        ms > most) {
+      most = ms;
+      c->first = dev->timing[2 * i];
+    }
+  c->scale = 1;
+  if (elapsed(dev, gpu->base, c->now, &run_ms) && run_ms >= 1000)
+    c->scale = (double)(c->now_ns - gpu->base_ns) / (run_ms * 1e6);
+  c->first_ns = c->first ? c->now_ns - (uint64_t)(most * 1e6 * c->scale) : c->now_ns;
+}
+
+static void settle(ps__device *dev, ps_trace_event *events, const clock_of_gpu *clocks) {
+  uint64_t last_end[PS_MAX_STREAMS] = {0}, oldest = UINT64_MAX;
+  double from, to;
   for (uint64_t i = 0; i < dev->n_timing / 2; i++)
     if (events[i].end_ns && events[i].step < oldest)
       oldest = events[i].step;
@@ -120,10 +144,11 @@ static void settle(ps__device *dev, ps_trace_event *events, CUevent now, uint64_
       uint64_t at = (oldest + k) % dev->trace_steps * dev->n_ops + op;
       ps_trace_event *e = &events[at];
       if (e->end_ns == PENDING) {
-        bool known = first && elapsed(dev, first, dev->timing[2 * at], &from) &&
-                     elapsed(dev, first, dev->timing[2 * at + 1], &to);
-        e->start_ns = known ? first_ns + (uint64_t)(from * 1e6 * scale) : 0;
-        e->end_ns = known ? first_ns + (uint64_t)(to * 1e6 * scale) : 0; /* 0: it never ran */
+        const clock_of_gpu *c = &clocks[dev->stream[e->stream].gpu - dev->gpu];
+        bool known = c->first && elapsed(dev, c->first, dev->timing[2 * at], &from) &&
+                     elapsed(dev, c->first, dev->timing[2 * at + 1], &to);
+        e->start_ns = known ? c->first_ns + (uint64_t)(from * 1e6 * c->scale) : 0;
+        e->end_ns = known ? c->first_ns + (uint64_t)(to * 1e6 * c->scale) : 0; /* 0: never ran */
         if (!known)
           continue;
         e->end_ns = e->end_ns < e->start_ns ? e->start_ns : e->end_ns;
@@ -136,20 +161,24 @@ static void settle(ps__device *dev, ps_trace_event *events, CUevent now, uint64_
 }
 
 void ps__cuda_settle(ps__device *dev, ps_trace_event *events) {
-  CUcontext old;
-  CUevent now = NULL;
-  uint64_t now_ns;
+  clock_of_gpu clocks[PS_MAX_DEVICES] = {{.now = NULL}};
   if (!dev->n_timing)
     return;
-  dev->cu->CtxPushCurrent(dev->ctx);
-  bool ok = dev->cu->EventCreate(&now, CU_EVENT_DEFAULT) == CUDA_SUCCESS &&
-            set_base(dev, now, &now_ns) == PS_OK;
-  if (ok)
-    settle(dev, events, now, now_ns);
-  for (uint64_t i = 0; !ok && i < dev->n_timing / 2; i++) /* a failed device tells no times */
-    if (events[i].end_ns == PENDING)
-      events[i].end_ns = 0;
-  if (now)
-    dev->cu->EventDestroy(now);
-  dev->cu->CtxPopCurrent(&old);
+  const bool pushed = ps__cuda_push(dev, &dev->gpu[0]) == PS_OK;
+  for (uint32_t i = 0; i < dev->n_gpus && pushed && !dev->stuck; i++) {
+    const ps__cuda_gpu *gpu = &dev->gpu[i];
+    clock_of_gpu *c = &clocks[i];
+    const CUstream stream = any_stream(dev, gpu);
+    ps__cuda_turn_to(dev, gpu);
+    /* a failed device tells no times */
+    if (stream && dev->cu->EventCreate(&c->now, CU_EVENT_DEFAULT) == CUDA_SUCCESS &&
+        set_base(dev, stream, c->now, &c->now_ns) == PS_OK)
+      place(dev, gpu, events, c);
+  }
+  settle(dev, events, clocks);
+  for (uint32_t i = 0; i < dev->n_gpus; i++)
+    if (clocks[i].now)
+      dev->cu->EventDestroy(clocks[i].now);
+  if (pushed)
+    ps__cuda_pop(dev);
 }

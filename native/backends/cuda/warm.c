@@ -2,7 +2,9 @@
  * first launch: attention plans, kernels' modules, the fastest algorithm of each product's shape.
  * So the first step is like the others, and the driver's figure of memory is final.
  *
- * Each distinct op (kernel and arguments) runs once, at the addresses of its first occurrence:
+ * Each distinct op (kernel, arguments and stream) runs once, at the addresses of its first
+ * occurrence. Of several GPUs each has streams of its own, so each loads, builds and chooses. The
+ * first one's choices of algorithms are read by the others:
  * 1. All of them run on zeros, which are valid ids, positions and documents.
  * 2. Products whose algorithm was never chosen on this GPU are timed on values as in a model, since
  *    zeros flatter. The choices are kept on disk.
@@ -61,9 +63,10 @@ static ps_status find_distinct(const ps__device *dev, const ps_schedule *s, dist
   return PS_OK;
 }
 
-/* ps_launch of op @idx at the spaces' addresses. */
+/* ps_launch of op @idx at the spaces' addresses. Its GPU's context becomes current. */
 static ps_launch launch_of(ps__device *dev, const ps_schedule *s, uint32_t idx, void **ptr) {
   const ps__op *op = &s->list.ops[idx];
+  ps__cuda_turn_to(dev, dev->stream[op->stream].gpu);
   for (uint32_t a = 0; a < op->n_access; a++) {
     const ps_access *access = &s->list.access[op->access + a];
     ptr[a] = (char *)dev->space[access->space].addr + access->offset;
@@ -99,18 +102,23 @@ static ps_status run_once(ps__device *dev, const ps_schedule *s, const distinct 
 
 static ps_status zero_spaces(ps__device *dev) {
   for (uint32_t i = 0; i < dev->cfg.n_spaces; i++)
-    if (ps__space_place(&dev->cfg, i)->kind == PS_PLACE_DEVICE && dev->space[i].bytes)
+    if (ps__space_place(&dev->cfg, i)->kind == PS_PLACE_DEVICE && dev->space[i].bytes) {
+      ps__cuda_turn_to(dev, ps__cuda_gpu_at(dev, dev->cfg.space[i].place));
       PS__CUDA_TRY(dev->cu,
                    MemsetD8((CUdeviceptr)(uintptr_t)dev->space[i].addr, 0, dev->space[i].bytes));
+    }
   return PS_OK;
 }
 
 /* bf16 values of about N(0, 0.02) over a device space: a pattern, and copies of it. */
-static ps_status fill_space(ps__device *dev, const ps__mapping *m, const uint16_t *pattern) {
+static ps_status fill_space(ps__device *dev, uint32_t space, const uint16_t *pattern) {
+  const ps__mapping *m = &dev->space[space];
+  const ps__cuda_gpu *gpu = ps__cuda_gpu_at(dev, dev->cfg.space[space].place);
   const CUdeviceptr p = (CUdeviceptr)(uintptr_t)m->addr;
   CUstream stream = NULL;
   for (uint32_t i = 0; i < dev->cfg.n_streams && !stream; i++)
-    stream = dev->stream[i].stream;
+    stream = dev->stream[i].gpu == gpu ? dev->stream[i].stream : NULL;
+  ps__cuda_turn_to(dev, gpu);
   for (uint64_t at = 0; at < m->bytes;) {
     uint64_t n = at ? at : PATTERN;
     if (n > m->bytes - at)
@@ -135,7 +143,7 @@ static ps_status fill_spaces(ps__device *dev) {
   ps_status st = PS_OK;
   for (uint32_t i = 0; i < dev->cfg.n_spaces && st == PS_OK; i++)
     if (ps__space_place(&dev->cfg, i)->kind == PS_PLACE_DEVICE && dev->space[i].bytes)
-      st = fill_space(dev, &dev->space[i], pattern);
+      st = fill_space(dev, i, pattern);
   ps__unmap(pattern, PATTERN);
   return st;
 }
@@ -162,9 +170,21 @@ static uint32_t keep_untuned(ps__device *dev, const ps_schedule *s, distinct *d)
   return d->n = n;
 }
 
-static ps_status choose_algorithms(ps__device *dev, const ps_schedule *s, distinct *d) {
+/* Of the distinct ops, those of one GPU. */
+static void keep_of_gpu(const ps__device *dev, const ps_schedule *s, const ps__cuda_gpu *gpu,
+                        const distinct *all, distinct *d) {
+  d->n = 0;
+  for (uint32_t i = 0; i < all->n; i++)
+    if (dev->stream[s->list.ops[all->op[i]].stream].gpu == gpu)
+      d->op[d->n++] = all->op[i];
+}
+
+/* On one GPU: those that an earlier GPU chose are in the cache. */
+static ps_status choose_on(ps__device *dev, const ps_schedule *s, const ps__cuda_gpu *gpu,
+                           distinct *d) {
+  ps__cuda_turn_to(dev, gpu);
   for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
-    if (dev->stream[i].exec.blas)
+    if (dev->stream[i].gpu == gpu && dev->stream[i].exec.blas)
       PS_TRY(ps__cuda_blas_use_cache(dev->stream[i].exec.blas, NULL));
   if (dev->cfg.deterministic || !keep_untuned(dev, s, d))
     return PS_OK;
@@ -172,9 +192,20 @@ static ps_status choose_algorithms(ps__device *dev, const ps_schedule *s, distin
   PS_TRY(tune(dev, s, d));
   PS_TRY(settle(dev));
   for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
-    if (dev->stream[i].exec.blas)
+    if (dev->stream[i].gpu == gpu && dev->stream[i].exec.blas)
       ps__cuda_blas_save_cache(dev->stream[i].exec.blas);
   return PS_OK;
+}
+
+static ps_status choose_algorithms(ps__device *dev, const ps_schedule *s, const distinct *all) {
+  distinct d = {.op = ps__malloc((all->n + 1) * sizeof *d.op)};
+  ps_status st = d.op ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for a list of %u ops", all->n);
+  for (uint32_t i = 0; i < dev->n_gpus && st == PS_OK; i++) {
+    keep_of_gpu(dev, s, &dev->gpu[i], all, &d);
+    st = choose_on(dev, s, &dev->gpu[i], &d);
+  }
+  ps__free(d.op);
+  return st;
 }
 
 ps_status ps__cuda_prepare_ops(ps__device *dev, const ps_schedule *s) {
@@ -186,6 +217,7 @@ ps_status ps__cuda_prepare_ops(ps__device *dev, const ps_schedule *s) {
     ps__cuda_exec *exec = &dev->stream[op->stream].exec;
     char need[32], have[32];
     size_t bytes = 0;
+    ps__cuda_turn_to(dev, dev->stream[op->stream].gpu);
     PS_TRY(info->prepare(s->list.args + op->args, exec, &bytes));
     if (bytes > exec->scratch_bytes)
       return ps__fail(PS_EINVAL,
@@ -199,8 +231,7 @@ ps_status ps__cuda_prepare_ops(ps__device *dev, const ps_schedule *s) {
 
 ps_status ps__cuda_warm(ps__device *dev, const ps_schedule *s) {
   distinct d = {0};
-  CUcontext old;
-  PS__CUDA_TRY(dev->cu, CtxPushCurrent(dev->ctx));
+  PS_TRY(ps__cuda_push(dev, &dev->gpu[0]));
   ps_status st = ps__cuda_prepare_ops(dev, s);
   if (st == PS_OK)
     st = find_distinct(dev, s, &d);
@@ -212,7 +243,7 @@ ps_status ps__cuda_warm(ps__device *dev, const ps_schedule *s) {
     st = choose_algorithms(dev, s, &d);
   if (st == PS_OK)
     st = zero_spaces(dev);
-  dev->cu->CtxPopCurrent(&old);
+  ps__cuda_pop(dev);
   ps__free(d.op);
   return st;
 }
