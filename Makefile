@@ -342,7 +342,7 @@ $(TEST_BIN): $(BUILD)/tests/%: $(BUILD)/obj/tests/native/%.o $(ARCHIVE) $(STAMP_
 	@mkdir -p $(dir $@)
 	$(call run,LINK,$@)$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter %.o,$^) $(ARCHIVE) $(PS_LDLIBS) $(LDLIBS)
 ifeq ($(CUDA),1)
-$(BUILD)/tests/test_cuda_engine: $(BUILD)/obj/tests/native/cuda_mix.o # its kernels
+$(BUILD)/tests/test_cuda_engine $(BUILD)/tests/test_cuda_peers: $(BUILD)/obj/tests/native/cuda_mix.o # its kernels
 -include $(BUILD)/obj/tests/native/cuda_mix.d
 $(BUILD)/bench/gaps: $(BUILD)/obj/bench/gaps_kernels.o # likewise
 -include $(BUILD)/obj/bench/gaps_kernels.d

@@ -258,9 +258,10 @@ typedef struct ps_engine_config {
 /* ps_engine_create() - reserve every space and start the streams' threads.
  * @cfg  borrowed for the call.
  * @out  on PS_OK an engine owned by the caller, released by ps_engine_close().
- * CPU: pages get memory when they are first written; a device is an arena in host memory. CUDA: one
- * device at most; its spaces are allocated and zeroed; host spaces are touched by all threads and
- * pinned. Streams of a host run on threads; those of a device are CUDA streams, fed by one thread.
+ * CPU: pages get memory when they are first written; a device is an arena in host memory. CUDA: at
+ * most PS_MAX_DEVICES devices, each another GPU; their spaces are allocated and zeroed; host spaces
+ * are touched by all threads and pinned, for all GPUs. Streams of a host run on threads; those of
+ * devices are CUDA streams, all fed by one thread.
  * Blocks: yes; with CUDA for seconds. Partial work is undone on errors.
  * Errors: PS_EINVAL: the message names the field.
  *         PS_EBUDGET: spaces and overhead of a place exceed its cap; the message names the place.

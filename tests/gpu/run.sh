@@ -50,7 +50,8 @@ if wanted native; then
     name=$(basename "$program") arguments=
     case $name in
       test_cuda_engine) arguments=300 ;; # random programs instead of 2000
-      test_cuda_optim | test_cuda_updates) arguments=short ;;
+      test_cuda_peers) arguments=60 ;;
+      test_cuda_optim | test_cuda_updates | test_cuda_places) arguments=short ;;
     esac
     run "$name" 240 "$program" $arguments
     tell "$name"

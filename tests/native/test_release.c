@@ -13,8 +13,9 @@ typedef struct model {
   uint64_t r; /* random numbers */
   /* ops that ended, by stream; what device streams see of a host stream is its word */
   uint64_t ended[STREAMS], word[STREAMS];
-  uint64_t begun;                  /* device ops with lower numbers were submitted */
-  uint32_t order[RP_STEPS][RP_MAX_OPS]; /* 1 + how many device ops ended before; 0: it did not run */
+  uint64_t begun; /* device ops with lower numbers were submitted */
+  uint32_t order[RP_STEPS]
+                [RP_MAX_OPS]; /* 1 + how many device ops ended before; 0: it did not run */
   uint32_t n_ran;
 } model;
 
@@ -79,7 +80,7 @@ static bool await(void *user, uint32_t stream, uint64_t value) {
   while (m->ended[stream] < value) {
     uint64_t step;
     if (!next_op(m, stream, &step))
-      return false; /* it was not submitted */
+      return false;                   /* it was not submitted */
     CHECK(run_one(m, 0, FIRST_HOST)); /* else all device streams hang */
   }
   return true;

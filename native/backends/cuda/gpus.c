@@ -83,8 +83,9 @@ static ps_status open_context(ps__device *dev, ps__cuda_gpu *gpu) {
             "GPU %u has no 64-bit stream memory operations: waits between host and GPU cost more",
             gpu->number);
   dev->mem_ops &= mem_ops;
-  dev->host_pointers &= ps__cuda_attribute(
-      dev, gpu, CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM) != 0;
+  dev->host_pointers &=
+      ps__cuda_attribute(dev, gpu, CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM) !=
+      0;
   if (!ps__cuda_usage_begin(dev->cu, gpu->number, &others))
     ps__log(PS_LOG_WARN,
             "NVML (libnvidia-ml.so.1) does not show GPU %u: its clock, power and temperature are "

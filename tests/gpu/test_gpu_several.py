@@ -1,0 +1,49 @@
+"""Several GPUs in one process: the weights of 10 deterministic steps are the same bits on one GPU and
+on two; what is refused. Skips where there are not two GPUs of one model."""
+
+import hashlib
+import json
+
+import pytest
+from conftest import words_of_training
+from penstock._lib import lib
+from test_cli import penstock, refused
+
+pytestmark = pytest.mark.gpu
+SEQ = 64
+
+
+@pytest.fixture(scope="module")
+def two():
+    n = lib.ps_hardware_n_gpus()
+    if n < 2:
+        pytest.skip(f"{n} GPU here: two of one model are needed")
+    if lib.ps_hardware_gpus_check(0, 2) != 0:
+        pytest.skip("the first two GPUs are of different models")
+
+
+def weights_after(steps, gpus, model, shard, folder, backend="cuda"):
+    words = words_of_training(model, shard, "--steps", steps, "--backend", backend)
+    more = ("--gpus", gpus, "--chunk-tokens", SEQ, "--chunks-per-round", 1, "--deterministic")
+    done = penstock(*words, *more, "--recipe", "bf16", "--out", folder, "--json", cwd=folder.parent)
+    assert done.returncode == 0, done.stderr
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest(), json.loads(done.stdout)["gpus"]
+
+
+def test_the_weights_are_the_same_bits_on_one_gpu_and_on_two(two, tiny_model, tiny_shard, tmp_path):
+    one, n_one = weights_after(10, 1, tiny_model, tiny_shard, tmp_path / "one")
+    both, n_both = weights_after(10, 2, tiny_model, tiny_shard, tmp_path / "two")
+    assert (n_one, n_both) == (1, 2) and one == both
+
+
+def test_more_gpus_than_there_are_is_refused(tiny_model, tiny_shard, tmp_path):
+    if lib.ps_hardware_n_gpus() in (0, 8):
+        pytest.skip("no number of GPUs is one too many here")
+    n = lib.ps_hardware_n_gpus() + 1
+    words = words_of_training(tiny_model, tiny_shard, "--steps", 1, "--backend", "cuda")
+    done = penstock(*words, "--gpus", n, cwd=tmp_path)
+    refused(done, rf"--gpus {n}: {n} GPUs are asked for, from GPU 0 on, and {n - 1} are visible")
+    assert list(tmp_path.iterdir()) == []
