@@ -145,6 +145,26 @@ WRONG = {
         [],
         r"no usable GPU \(CUDA_ERROR_NO_DEVICE.*nvidia-smi and CUDA_VISIBLE_DEVICES, or use the cpu backend$",
     ),
+    "too-few-gpus": (
+        {},
+        ["--gpus", 2],
+        r"--gpus 2: 2 GPUs are asked for, from GPU 0 on, and 1 are visible: give fewer, or look",
+    ),
+    "gpu-and-gpus": (
+        {"STANDIN_GPUS": 2},
+        ["--gpus", 2, "--gpu", 1],
+        r"--gpu 1 and --gpus 2 exclude each other",
+    ),
+    "gpus-of-two-models": (
+        {"STANDIN_GPUS": 3, "STANDIN_OTHER": 1},
+        ["--gpus", 3],
+        r"--gpus 3: GPU 0 is a .*, and GPU 1 a .*: GPUs that train together must be of one model",
+    ),
+    "no-memory-to-pin-for-two": (
+        {"STANDIN_GPUS": 2, "STANDIN_PIN": 2},
+        ["--gpus", 2],
+        r"pinning stopped at",
+    ),
     "no-gpu": ({"STANDIN_GPUS": 0}, [], r"GPU 0 is asked for, 0 visible: look at nvidia-smi"),
     "no-such-gpu": ({}, ["--gpu", 3], r"GPU 3 is asked for, 1 visible: look at nvidia-smi"),
     "before-ampere": (

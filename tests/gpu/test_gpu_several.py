@@ -28,7 +28,9 @@ def weights_after(steps, gpus, model, shard, folder, backend="cuda"):
     done = penstock(*words, *more, "--recipe", "bf16", "--out", folder, "--json", cwd=folder.parent)
     assert done.returncode == 0, done.stderr
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
+    paths = sorted(folder.glob("*.safetensors"))
+    assert paths
+    for path in paths:
         digest.update(path.read_bytes())
     return digest.hexdigest(), json.loads(done.stdout)["gpus"]
 

@@ -68,7 +68,8 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
   return 0;
 }
 int cuDeviceGetName(char *name, int bytes, int device) {
-  snprintf(name, (size_t)bytes, "Stand-in GPU");
+  snprintf(name, (size_t)bytes,
+           device && setting("STANDIN_OTHER", 0) ? "Other GPU" : "Stand-in GPU");
   return 0;
 }
 int cuDeviceTotalMem(size_t *bytes, int device) {

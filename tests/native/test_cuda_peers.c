@@ -39,17 +39,16 @@ enum {
   N_STREAMS
 };
 enum { N_OPS_STREAMS = TO_0 };
-static const ps_link links[] = {
-    {HOST, DEVICE_0, TO_0, 0},           {HOST, DEVICE_1, TO_1, 1},
-    {HOST, DEVICE_2, TO_2, 2},           {DEVICE_0, HOST, FROM_0, 0},
-    {DEVICE_1, HOST, FROM_1, 1},         {DEVICE_2, HOST, FROM_2, 2},
-    {DEVICE_0, DEVICE_1, PEERS_0, 3},    {DEVICE_0, DEVICE_2, PEERS_0, 3},
-    {DEVICE_1, DEVICE_0, PEERS_1, 4},    {DEVICE_1, DEVICE_2, PEERS_1, 4},
-    {DEVICE_2, DEVICE_0, PEERS_2, 5},    {DEVICE_2, DEVICE_1, PEERS_2, 5}};
+static const ps_link links[] = {{HOST, DEVICE_0, TO_0, 0},        {HOST, DEVICE_1, TO_1, 1},
+                                {HOST, DEVICE_2, TO_2, 2},        {DEVICE_0, HOST, FROM_0, 0},
+                                {DEVICE_1, HOST, FROM_1, 1},      {DEVICE_2, HOST, FROM_2, 2},
+                                {DEVICE_0, DEVICE_1, PEERS_0, 3}, {DEVICE_0, DEVICE_2, PEERS_0, 3},
+                                {DEVICE_1, DEVICE_0, PEERS_1, 4}, {DEVICE_1, DEVICE_2, PEERS_1, 4},
+                                {DEVICE_2, DEVICE_0, PEERS_2, 5}, {DEVICE_2, DEVICE_1, PEERS_2, 5}};
 enum { N_LINKS = sizeof links / sizeof *links };
-static const uint32_t place_of[N_STREAMS] = {
-    DEVICE_0, DEVICE_1, DEVICE_2, HOST,     HOST,     DEVICE_0, DEVICE_1,
-    DEVICE_2, DEVICE_0, DEVICE_1, DEVICE_2, DEVICE_0, DEVICE_1, DEVICE_2};
+static const uint32_t place_of[N_STREAMS] = {DEVICE_0, DEVICE_1, DEVICE_2, HOST,     HOST,
+                                             DEVICE_0, DEVICE_1, DEVICE_2, DEVICE_0, DEVICE_1,
+                                             DEVICE_2, DEVICE_0, DEVICE_1, DEVICE_2};
 
 static ps_engine_config config(void) {
   ps_engine_config cfg = {.struct_bytes = sizeof cfg,
@@ -114,8 +113,7 @@ static ps_program *empty(void) {
 static ps_status fail_later(const ps_launch *l) {
   return l->step == 1 ? ps__fail(PS_ENUMERIC, "no second step") : PS_OK;
 }
-static const ps_kernel k_fail = {
-    .name = "brittle", .op_class = PS_CLASS_OTHER, .fn = {fail_later}};
+static const ps_kernel k_fail = {.name = "brittle", .op_class = PS_CLASS_OTHER, .fn = {fail_later}};
 
 static ps_program *random_ops(uint64_t seed, bool brittle) {
   uint64_t r = mix64(seed);
@@ -235,7 +233,8 @@ static void test_refusals(void) {
   cfg = config();
   cfg.place[DEVICE_2].device = 99;
   CHECK(ps_engine_create(&e, &cfg) == PS_EDEVICE);
-  CHECK(strstr(ps_last_error(), "GPU 99 is asked for") || strstr(ps_last_error(), "GPU 1 is asked"));
+  CHECK(strstr(ps_last_error(), "GPU 99 is asked for") ||
+        strstr(ps_last_error(), "GPU 1 is asked"));
   cfg.place[DEVICE_2].device = 0;
   CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "places 0 and 2 are both GPU 0");
   ps__cuda_share_gpu(true);
