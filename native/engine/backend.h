@@ -6,8 +6,8 @@
  * every stream has a driver of its own, and the backend's functions block that thread. A backend
  * with submission queues gives all its device streams one driver, and its functions enqueue on
  * the stream and return. For each op the driver calls
- *     begin(), stamp(), wait()... , stamp(), copy() or the kernel with launch.exec = exec(), stamp(),
- *     signal()
+ *     begin(), stamp(), wait()... , stamp(), copy() or the kernel with launch.exec = exec(),
+ *     stamp(), signal()
  * A failed kernel or copy stops the run. A driver submits the ops of all its streams in program
  * order, and every wait is for an earlier op of that order. So a driver never waits for itself. */
 #ifndef PS_ENGINE_BACKEND_H

@@ -214,7 +214,7 @@ static void fail_op(ps_run *r, const ps__resolved *s, uint64_t step, ps_status c
   stop(r, step);
 }
 
-/* The stream whose op is named where a device failed: the first one of that device that computes. */
+/* The stream whose op is named where a device failed: that device's first one that computes. */
 static uint32_t stream_of_failure(const ps_engine *e, const ps__oplist *l) {
   const uint32_t place = e->backend->failed ? e->backend->failed(e->device) : 0;
   uint32_t first = l->n_streams;

@@ -5,9 +5,9 @@
  * streams are the CPU backend's. A WORD is a stream's counter in pinned memory, which others read.
  * Who waits how:
  *   device for device   on one GPU an event, recorded after the awaited op (prepare.c)
- *   GPU for GPU         the awaited stream writes its word, and the other waits until the word is at
- *                       least the value. An event of a GPU that failed may never come; a word can be
- *                       written by the host
+ *   GPU for GPU         the awaited stream writes its word, and the other waits until the word is
+ *                       at least the value. An event of a GPU that failed may never come; a word
+ *                       can be written by the host
  *   device for host     the device stream waits until the host stream's word is at least the value
  *   host for device     the device stream writes its word, and the host thread polls the word: it
  *                       spins for 20 us, then looks every 20 us. With the slack of the kernel's

@@ -189,8 +189,8 @@ static uint64_t left_in_piece(const ps__device *dev, const void *p, uint64_t byt
   return bytes;
 }
 
-/* copy: between device and pinned host memory, inside a device or between two, in its stream's order.
- * bytes: 2*bytes of traffic. */
+/* copy: between device and pinned host memory, inside a device or between two, in its stream's
+ * order. bytes: 2*bytes of traffic. */
 ps_status ps__cuda_copy(ps__device *dev, uint32_t stream, void *dst, const void *src,
                         uint64_t bytes) {
   ps__cuda_stream *s = &dev->stream[stream];

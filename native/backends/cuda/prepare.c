@@ -1,7 +1,7 @@
 /* prepare.c - what a run needs between its first and last step, made before the first.
  *
- * EVENTS. Each op that another stream of its GPU awaits has two events, used by the parity of the step:
- * op X of step k records event (X, k mod 2). Waits for it are submitted in step k or k+1
+ * EVENTS. Each op that another stream of its GPU awaits has two events, used by the parity of the
+ * step: op X of step k records event (X, k mod 2). Waits for it are submitted in step k or k+1
  * (ps_wait.steps_back is 0 or 1). Reuse is safe because one thread submits everything in program
  * order, step after step:
  * - A wait for (X,k) is submitted after the record of (X,k), since all waits point back in that
