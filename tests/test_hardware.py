@@ -209,6 +209,7 @@ def test_a_description_by_hand_needs_single_rates_only(profiled, tmp_path):
             "sumsq_bytes_per_s",
             "gather_bytes_per_s",
             "gemm_fp8_flops_per_s",
+            "fp8_attention_speed",
             "idle_gain",
             "idle_most",
             "driver_version",

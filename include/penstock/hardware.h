@@ -102,6 +102,10 @@ typedef struct ps_hardware {
    * backend, which multiplies them in fp32, bf16's rate; on CUDA 1.75 times that, an estimate. */
   double gemm_fp8_flops_per_s;
   ps_gemm_rate gemm_fp8[PS_MAX_GEMM_RATES];
+  /* CUDA: the speed of attention between products of FP8 operands, over that between bf16 ones. A
+   * GPU that is bound by its power lowers its clock for FP8 products, and attention computes at the
+   * same clock. 0: unknown, and taken as 1. */
+  double fp8_attention_speed;
   double elementwise_bytes_per_s;          /* norms and the like, through device memory */
   double h2d_bytes_per_s, d2h_bytes_per_s; /* a copy to the device, to the host */
   double duplex_bytes_per_s;               /* each of the two while both run */

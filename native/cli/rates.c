@@ -243,6 +243,7 @@ void cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw) {
   cli_json_number(j, "gemm_fp32_flops_per_s", hw->gemm_flops_per_s[PS_F32]);
   cli_json_number(j, "gemm_bf16_flops_per_s", hw->gemm_flops_per_s[PS_BF16]);
   cli_json_number(j, "gemm_fp8_flops_per_s", hw->gemm_fp8_flops_per_s);
+  cli_json_number(j, "fp8_attention_speed", hw->fp8_attention_speed);
   cli_json_number(j, "attention_fp32_flops_per_s", hw->attention_flops_per_s[PS_F32]);
   cli_json_number(j, "attention_bf16_flops_per_s", hw->attention_flops_per_s[PS_BF16]);
   cli_json_number(j, "attention_bwd_fp32_flops_per_s", hw->attention_bwd_flops_per_s[PS_F32]);

@@ -737,7 +737,7 @@ ps_status ps__search_space_init(ps__search_space *sp, const ps_plan *plan, ps__s
   uint64_t chunks[MAX_CHUNKS], rounds[MAX_ROUNDS];
   memset(sp, 0, sizeof *sp);
   sp->plan = plan;
-  sp->cost = ps__cost_model_of(&plan->hw, plan->at, plan->hw.n_threads, 0);
+  sp->cost = ps__cost_model_of(&plan->hw, plan->model->fp8.on, plan->at, plan->hw.n_threads, 0);
   const uint32_t n_chunks = chunk_sizes(sp, chunks);
   uint32_t begin;
   PS_TRY(first_size(sp, chunks, n_chunks, &begin));

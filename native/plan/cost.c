@@ -119,8 +119,9 @@ static double attention_rate(const ps_hardware *hw, const ps__args_attention *a,
 
 /* A product takes its FLOPs' time or, where it has few rows, that of its operands on their way
  * through memory. */
-static double device_ns(const ps_hardware *hw, const ps_kernel *kernel, const void *args,
+static double device_ns(const ps__cost_model *m, const ps_kernel *kernel, const void *args,
                         ps_work work) {
+  const ps_hardware *hw = m->hw;
   const ps__rate rate = ps__op_rate(kernel);
   const double bytes_ns = rate_ns(work.bytes, hw->elementwise_bytes_per_s);
   switch (rate) {
@@ -131,7 +132,7 @@ static double device_ns(const ps_hardware *hw, const ps_kernel *kernel, const vo
     const ps__args_attention *a = args;
     const bool backward = rate == PS__RATE_ATTENTION_BWD;
     const double pairs = work.flops / ((backward ? 10.0 : 4.0) * a->n_heads * a->head_dim);
-    return rate_ns(work.flops, attention_rate(hw, a, pairs, backward));
+    return rate_ns(work.flops, m->attention_speed * attention_rate(hw, a, pairs, backward));
   }
   default: return bytes_ns;
   }
@@ -164,7 +165,7 @@ double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t st
   /* on the CPU backend the optimizer's rate is also that of updates on the "device" */
   if (class_of(kernel) == PS_CLASS_OPTIMIZER && hw->backend == PS_BACKEND_CPU)
     return hw->op_ns + rate_ns(work.bytes, hw->optimizer_bytes_per_s);
-  return hw->op_ns + device_ns(hw, kernel, args, work);
+  return hw->op_ns + device_ns(m, kernel, args, work);
 }
 
 static double fraction(double part, double whole) {
@@ -230,10 +231,14 @@ static ps__copy_rate copy_rate(const ps_hardware *hw, const ps__places *at, cons
                          .bytes_per_s = read ? hw->h2d_bytes_per_s : hw->d2h_bytes_per_s};
 }
 
-ps__cost_model ps__cost_model_of(const ps_hardware *hw, const ps__places *at, uint32_t n_threads,
-                                 uint32_t sum_threads) {
-  ps__cost_model m = {
-      .hw = hw, .at = at, .n_threads = n_threads, .sum_speed = ps__sum_speed(hw, sum_threads)};
+ps__cost_model ps__cost_model_of(const ps_hardware *hw, bool fp8, const ps__places *at,
+                                 uint32_t n_threads, uint32_t sum_threads) {
+  const bool beside_fp8 = fp8 && hw->fp8_attention_speed > 0;
+  ps__cost_model m = {.hw = hw,
+                      .at = at,
+                      .n_threads = n_threads,
+                      .sum_speed = ps__sum_speed(hw, sum_threads),
+                      .attention_speed = beside_fp8 ? hw->fp8_attention_speed : 1};
   while (at->kind[m.host] != PS_PLACE_HOST)
     m.host++;
   for (uint32_t i = 0; i < at->n_links; i++)

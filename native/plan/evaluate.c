@@ -129,7 +129,8 @@ static ps_status best_threads(const ps_hardware *hw, const ps__step *step, uint3
     st = ps_schedule_compile(&schedule, program);
   for (uint32_t i = 0; st == PS_OK && (i == 0 || ps__sum_threads(hw, i)); i++) {
     double ns;
-    ps__cost_model m = ps__cost_model_of(hw, step->at, hw->n_threads, ps__sum_threads(hw, i));
+    ps__cost_model m =
+        ps__cost_model_of(hw, step->model->fp8.on, step->at, hw->n_threads, ps__sum_threads(hw, i));
     st = simulate(step, schedule, n_left_out, &m, events, &ns);
     if (st != PS_OK || (i > 0 && ns >= *out_ns))
       continue;

@@ -447,7 +447,8 @@ ps_status ps__plan_predict(ps_plan *p) {
     return ps__fail(PS_ENOMEM, "out of memory for the predicted trace");
   const ps_status st = ps_plan_simulate(p, PS__SIM_STEPS, events, end);
   if (st == PS_OK) {
-    ps__cost_model m = ps__cost_model_of(&p->hw, p->step.at, p->hw.n_threads, p->spec.sum_threads);
+    ps__cost_model m = ps__cost_model_of(&p->hw, p->model->fp8.on, p->step.at, p->hw.n_threads,
+                                         p->spec.sum_threads);
     p->report.step_s = ps__steady_ns(&p->step, &m, end) * 1e-9;
     for (uint64_t i = PS__SIM_STEADY * n; i < (PS__SIM_STEADY + 1) * n; i++)
       p->report.stream_busy_s[events[i].stream] +=
@@ -726,7 +727,7 @@ ps_status ps_plan_simulate(const ps_plan *plan, uint64_t n_steps, ps_trace_event
                            double *step_end_ns) {
   if (!plan)
     return ps__fail(PS_EINVAL, "ps_plan_simulate: plan is NULL");
-  ps__cost_model m =
-      ps__cost_model_of(&plan->hw, plan->step.at, plan->hw.n_threads, plan->spec.sum_threads);
+  ps__cost_model m = ps__cost_model_of(&plan->hw, plan->model->fp8.on, plan->step.at,
+                                       plan->hw.n_threads, plan->spec.sum_threads);
   return ps_sim_run(plan->schedule, ps__cost, &m, n_steps, events, step_end_ns);
 }

@@ -151,11 +151,14 @@ typedef struct ps__cost_model {
   uint32_t n_threads;
   /* speed of sums on the plan's threads for them, over that on all threads */
   double sum_speed;
+  double attention_speed; /* beside the products of the model */
   /* ps_sim_cost.slower, for copies to the device, to the host, sums and the optimizer */
   double slower[PS_SIM_KINDS][1 << PS_SIM_KINDS];
 } ps__cost_model;
-ps__cost_model ps__cost_model_of(const ps_hardware *hw, const ps__places *at, uint32_t n_threads,
-                                 uint32_t sum_threads);
+/* ps__cost_model_of() - @fp8: the model's products have FP8 operands. @sum_threads: that sums run
+ * on; 0: as many as @n_threads. */
+ps__cost_model ps__cost_model_of(const ps_hardware *hw, bool fp8, const ps__places *at,
+                                 uint32_t n_threads, uint32_t sum_threads);
 /* ps__sum_threads() - the @i-th number of threads on which sums were measured; first all of the
  * host stream's. 0: there is none. ps__sum_speed() - how fast sums run alone on so many threads,
  * over that on all. */

@@ -50,7 +50,8 @@ static ps_status build(ps_plan *p, ps__ramp *r, bool run) {
     st = ps_schedule_compile(&r->schedule, program);
   ps_program_destroy(program);
   PS_TRY(st);
-  ps__cost_model m = ps__cost_model_of(&p->hw, p->at, p->hw.n_threads, p->spec.sum_threads);
+  ps__cost_model m =
+      ps__cost_model_of(&p->hw, p->model->fp8.on, p->at, p->hw.n_threads, p->spec.sum_threads);
   PS_TRY(ps_sim_run(r->schedule, ps__cost, &m, PS__SIM_STEPS, NULL, end));
   r->step_s = ps__steady_ns(&r->step, &m, end) * 1e-9;
   ps__step_widen(&p->step, &r->step);

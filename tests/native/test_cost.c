@@ -43,7 +43,7 @@ static ps_hardware random_machine(void) {
 
 static double rate_of(const ps_hardware *hw, const ps_kernel *kernel, uint32_t stream,
                       const void *args, ps_work work) {
-  const ps__cost_model m = ps__cost_model_of(hw, ps__places_of(1, 1), 2, 0);
+  const ps__cost_model m = ps__cost_model_of(hw, false, ps__places_of(1, 1), 2, 0);
   return (work.flops > 0 ? work.flops : work.bytes) / ps__cost_ns(&m, kernel, stream, args, work) *
          1e9;
 }
@@ -211,7 +211,7 @@ static void host_ops_have_their_own_rates(const ps_hardware *hw) {
   CHECK(same(rate_of(hw, &ps__k_accumulate_sumsq_host, ps__places_of(1, 1)->host_ops, NULL, work),
              5e9));
   CHECK(same(rate_of(hw, &ps__k_embed_fwd, ps__places_of(1, 1)->io, NULL, work), 4e9));
-  ps__cost_model m = ps__cost_model_of(hw, ps__places_of(1, 1), 2, 0);
+  ps__cost_model m = ps__cost_model_of(hw, false, ps__places_of(1, 1), 2, 0);
   ps_sim_cost cost;
   ps__cost(&m,
            &(ps_op_view){
@@ -242,7 +242,7 @@ static void memory_is_divided_as_measured(const ps_hardware *of) {
         same(ps__sum_speed(of, 2), 1));
   const ps_work work = {.bytes = 1e6};
   for (uint32_t threads = 2; threads <= 4; threads += 2) {
-    ps__cost_model m = ps__cost_model_of(&hw, ps__places_of(1, 1), 4, threads);
+    ps__cost_model m = ps__cost_model_of(&hw, false, ps__places_of(1, 1), 4, threads);
     const struct {
       const ps_kernel *kernel;
       uint32_t stream, kind;
@@ -296,7 +296,7 @@ static double two_copies(const ps_hardware *of, uint32_t bus_0, uint32_t bus_1) 
       .stream = {{"to 0", DEVICE_0}, {"to 1", DEVICE_1}},
       .host_ops = PS_MAX_STREAMS,
       .io = PS_MAX_STREAMS};
-  ps__cost_model m = ps__cost_model_of(&hw, &at, 2, 0);
+  ps__cost_model m = ps__cost_model_of(&hw, false, &at, 2, 0);
   ps_program *p;
   ps_schedule *s;
   double end;
@@ -341,7 +341,7 @@ static void idle_time_shortens_what_takes_power(const ps_hardware *hw) {
     ps_hardware some = *hw;
     some.backend = backend;
     some.idle_gain = 0.5;
-    ps__cost_model m = ps__cost_model_of(&some, ps__places_of(1, 1), 2, 0);
+    ps__cost_model m = ps__cost_model_of(&some, false, ps__places_of(1, 1), 2, 0);
     for (size_t i = 0; i < sizeof op / sizeof *op; i++) {
       ps_sim_cost cost;
       const void *args = i == 0 ? (const void *)&g : i == 1 ? (const void *)&a : NULL;
@@ -353,6 +353,38 @@ static void idle_time_shortens_what_takes_power(const ps_hardware *hw) {
                &cost);
       CHECK(cost.idle_gain == (backend == PS_BACKEND_CUDA ? op[i].gain : 0));
     }
+  }
+}
+
+/* Attention between FP8 products takes the time that its speed there says; nothing else does. */
+static void fp8_slows_attention(const ps_hardware *hw) {
+  const ps__args_gemm g = {
+      .m = 256, .n = 64, .k = 64, .dt_a = PS_BF16, .dt_b = PS_BF16, .dt_c = PS_BF16};
+  const ps__args_attention a = {.n_tokens = 256,
+                                .n_heads = 4,
+                                .n_kv_heads = 2,
+                                .head_dim = 64,
+                                .dt = PS_BF16,
+                                .document_rows = 256};
+  const struct {
+    const ps_kernel *kernel;
+    const void *args;
+    bool slower;
+  } op[] = {{&ps__k_gemm, &g, false},
+            {&ps__k_attention_fwd, &a, true},
+            {&ps__k_attention_bwd, &a, true},
+            {&ps__k_rmsnorm_fwd, NULL, false}};
+  const uint32_t compute = ps__places_of(1, 1)->dev[0].compute;
+  const ps_work work = {.flops = 1e9, .bytes = 1e6};
+  for (int known = 0; known < 2; known++) {
+    ps_hardware some = *hw;
+    some.fp8_attention_speed = known ? 0.8 : 0;
+    const ps__cost_model in_bf16 = ps__cost_model_of(&some, false, ps__places_of(1, 1), 2, 0),
+                         in_fp8 = ps__cost_model_of(&some, true, ps__places_of(1, 1), 2, 0);
+    for (size_t i = 0; i < sizeof op / sizeof *op; i++)
+      CHECK(same(ps__cost_ns(&in_fp8, op[i].kernel, compute, op[i].args, work),
+                 ps__cost_ns(&in_bf16, op[i].kernel, compute, op[i].args, work) /
+                     (known && op[i].slower ? 0.8 : 1)));
   }
 }
 
@@ -405,6 +437,7 @@ int main(void) {
     links_share_what_the_places_say(&hw);
     memory_is_divided_as_measured(&hw);
     idle_time_shortens_what_takes_power(&hw);
+    fp8_slows_attention(&hw);
   }
   single_rates_fill_what_is_absent();
   document_rows_count_where_they_divide_the_chunk();

@@ -29,8 +29,8 @@ enum {
   GEMM_USUAL = 2
 };
 enum { FORWARD, DGRAD, WGRAD, MAX_PARTS };
-/* of the other's time: about a block's at a sequence of 8192 */
-static const double PRODUCTS_SHARE = 1.5, ATTENTION_SHARE = 0.6;
+/* Of the other's time: about a block's at a sequence of 8192. */
+static const double PRODUCTS_SHARE = 1.5, FP8_PRODUCTS_SHARE = 0.8, ATTENTION_SHARE = 0.6;
 /* of the time: about a streamed step's */
 static const double COPIES_SHARE = 0.5;
 
@@ -410,6 +410,13 @@ static ps_status measure_attention(bench *b, int which, double seconds) {
   return PS_OK;
 }
 
+/* Seconds of the usual shape, forward and backward, between products in bf16. */
+static double usual_attention_s(const ps_hardware *hw) {
+  const double pairs = 0.5 * TOKENS * TOKENS * HEADS * HEAD_DIM;
+  return 4 * pairs / hw->attention_flops_per_s[PS_BF16] +
+         10 * pairs / hw->attention_bwd_flops_per_s[PS_BF16];
+}
+
 /* ---- products between attention -------------------------------------------------------------- */
 
 /* The rates of a table, by rows. */
@@ -446,7 +453,14 @@ static ps_status measure_products(bench *b, double seconds, double *full) {
 
 static ps_status fill_values(bench *b);
 
-static ps_status time_products_fp8(bench *b, double seconds, ps_gemm_rate *gemm) {
+static ps_status usual_products_fp8(bench *b) {
+  for (uint32_t part = FORWARD; part < MAX_PARTS; part++)
+    PS_TRY(run_products_fp8(b, &gemm_rows[GEMM_USUAL], part));
+  return PS_OK;
+}
+
+/* @attention_s: of attention of the usual shape between the products, forward and backward. */
+static ps_status time_fp8(bench *b, double seconds, ps_gemm_rate *gemm, double *attention_s) {
   static const float scale[2] = {1.0f / 64, 7.0f};
   float *staged = (float *)(void *)(place(b, 0) + COPY);
   const timed t = {run_products_fp8, &gemm_rows[GEMM_USUAL], MAX_PARTS, usual_attention,
@@ -457,22 +471,30 @@ static ps_status time_products_fp8(bench *b, double seconds, ps_gemm_rate *gemm)
   PS_TRY(ps__cuda_draw_fp8(&b->exec, value(b, E5M2), (E5M2_END - E5M2) * MIB, PS__E5M2));
   PS_TRY(ps__cuda_draw_fp8(&b->exec, value(b, E4M3), (OUT - E4M3) * MIB, PS__E4M3));
   PS_TRY(tune_products(b, true));
-  return measure_rows(b, seconds, t, gemm);
+  PS_TRY(measure_rows(b, seconds, t, gemm));
+  const ps__args_attention a = attention_args(&attention_shapes[ATTENTION_USUAL]);
+  double s[MAX_PARTS];
+  PS_TRY(time_parts(b, &(timed){run_attention, &a, 2, usual_products_fp8, FP8_PRODUCTS_SHARE},
+                    seconds, s));
+  *attention_s = s[0] + s[1];
+  return PS_OK;
 }
 
 /* The same of FP8 operands, whose codes lie in the place of values meanwhile. A GPU whose cuBLASLt
  * lacks one of the products is used without FP8: its rates stay estimates. */
-static ps_status measure_fp8(bench *b, double seconds) {
+static ps_status measure_fp8(bench *b, double seconds, double *attention_s) {
   ps_hardware *hw = b->hw;
+  *attention_s = 0;
   ps_gemm_rate gemm[N_GEMM] = {{0}};
   if (hw->compute_capability < 89)
     return PS_OK;
-  const ps_status st = time_products_fp8(b, seconds, gemm);
+  const ps_status st = time_fp8(b, seconds, gemm, attention_s);
   PS_TRY(fill_values(b));
   if (st == PS_EDEVICE) {
     ps__log(PS_LOG_WARN, "FP8 products are not measured, their rates are estimates: %s",
             ps_last_error());
     ps__clear_error();
+    *attention_s = 0;
     return PS_OK;
   }
   PS_TRY(st);
@@ -783,7 +805,7 @@ static ps_status fill_values(bench *b) {
 static ps_status measure(bench *b, double seconds, bool profile, uint64_t bytes) {
   const uint64_t planned = bytes + ps__cuda_table_bytes((uint64_t)b->n_pinned * 2 * COPY);
   uint64_t used = 0;
-  double full;
+  double full, beside_fp8;
   bool fits;
   PS_TRY(fill(b));
   PS_TRY(prepare_attention(b, &attention_shapes[ATTENTION_USUAL], &fits));
@@ -791,7 +813,7 @@ static ps_status measure(bench *b, double seconds, bool profile, uint64_t bytes)
     return ps__fail(PS_EINTERNAL, "attention of %d rows takes more scratch than foreseen", TOKENS);
   PS_TRY(measure_products(b, seconds, &full));
   PS_TRY(measure_idle(b, seconds, full));
-  PS_TRY(measure_fp8(b, seconds));
+  PS_TRY(measure_fp8(b, seconds, &beside_fp8));
   PS_TRY(measure_bandwidths(b, seconds));
   if (profile)
     PS_TRY(measure_loaded(b, seconds));
@@ -800,6 +822,8 @@ static ps_status measure(bench *b, double seconds, bool profile, uint64_t bytes)
       ps_round_up((used > planned ? used - planned : 0) + MARGIN, 2u << 20);
   for (int i = 0; i < N_ATTENTION; i++)
     PS_TRY(measure_attention(b, i, seconds));
+  if (beside_fp8 > 0)
+    b->hw->fp8_attention_speed = usual_attention_s(b->hw) / beside_fp8;
   PS_TRY(measure_memory(b, seconds));
   return profile ? measure_pageable(b, seconds) : PS_OK;
 }
