@@ -63,7 +63,7 @@ bool ps__cuda_driver_there(void);
  * step; products of FP8 operands too, on GPUs of compute capability 8.9 and later. Takes 3.6 GiB of
  * device memory meanwhile and pins @host's places; with @profile 1 GiB more of host memory. CUDA
  * has no fp32 attention: its rate is bf16's. Errors: PS_EDEVICE, PS_ENOMEM. */
-enum { PS__CUDA_CASES = 28, PS__CUDA_CASES_A_LOAD = 4, PS__CUDA_MORE_CASES = 2 };
+enum { PS__CUDA_CASES = 29, PS__CUDA_CASES_A_LOAD = 4, PS__CUDA_MORE_CASES = 2 };
 typedef struct ps__host_work {
   ps__host_places places;
   const ps__host_load *load;

@@ -1,0 +1,125 @@
+/* bench.h - what measures a GPU's rates, in the shapes of an 8B model's chunks. bench_time.c times,
+ * bench_compute.c has products and attention, bench_copies.c norms and copies, and measure.c takes
+ * the memory and measures everything in its order. */
+#ifndef PS_BACKENDS_CUDA_BENCH_H
+#define PS_BACKENDS_CUDA_BENCH_H
+#include "backends/cuda/driver.h"
+#include "backends/cuda/probe.h"
+#include "kernels/cuda/cuda_ops.h"
+
+enum { TOKENS = 8192, DIM = 4096, HEADS = 32, KV_HEADS = 8, HEAD_DIM = 128 };
+
+enum { FORWARD, DGRAD, WGRAD, MAX_PARTS };
+/* of the time: about a streamed step's */
+static const double COPIES_SHARE = 0.5;
+
+/* Device memory: VALUES of bf16, of which what lies before OUT is only read; SUMS of fp32
+ * results and ids. Places in MiB. */
+static const uint64_t MIB = 1u << 20, VALUES = 1664ull << 20, SUMS = 544ull << 20,
+                      COPY = PS__COPY_BYTES;
+/* operands before OUT, of up to 16384 rows; results; what copies bring */
+enum { X = 0, W = 448, Y = 560, OUT = 1008, COPIED = 1536 };
+/* FP8 operands meanwhile, of the places that attention of the usual shape does not read: e5m2 up to
+ * E5M2_END, of which dW of 16384 rows takes most, and e4m3 up to OUT */
+enum { E5M2 = 288, E5M2_END = 560, E4M3 = 624 };
+/* of up to 32768 rows and 65536 keys */
+enum { Q = 0, KV = 256, D_O = 560, O = 1008, DQ = 1264 };
+enum { DKV = 0, LSE = 512, DOC_START = 528, SCALE = 536 }; /* in SUMS */
+
+typedef struct ps__bench {
+  const ps__cuda_driver *cu;
+  ps_hardware *hw;
+  CUstream in, out; /* of copies; exec.stream computes */
+  CUevent event[2][MAX_PARTS + 1];
+  CUdeviceptr memory; /* values, sums, scratch, workspace */
+  char *values, *sums;
+  const ps__host_work *host;
+  uint32_t n_pinned;    /* of its places */
+  uint32_t n_copied[2]; /* to the device, to the host */
+  uint32_t n_products;  /* that ran */
+  ps__cuda_exec exec;
+} ps__bench;
+
+static inline void *value(const ps__bench *b, int at_mib) {
+  return b->values + (uint64_t)at_mib * MIB;
+}
+static inline void *sum(const ps__bench *b, int at_mib) { return b->sums + (uint64_t)at_mib * MIB; }
+static inline char *place(const ps__bench *b, uint32_t i) {
+  return b->host->places.first + i % b->host->places.n * b->host->places.stride;
+}
+
+static inline double seconds_since(uint64_t t) { return (double)(ps__now_ns() - t) * 1e-9; }
+
+/* ps__bench_launch() - kernel @k on exec.stream.
+ * ps__bench_settle() - wait for the three streams. */
+ps_status ps__bench_launch(ps__bench *b, const ps_kernel *k, const void *args, void *const *ptr,
+                           uint32_t n);
+ps_status ps__bench_settle(ps__bench *b);
+
+/* ---- bench_time.c ---------------------------------------------------------------------------- */
+
+typedef ps_status (*ps__bench_fn)(ps__bench *b);
+
+/* ps__bench_time_case() - SECONDS of a call by the host's clock, over the second half of the time:
+ * a few calls in flight, so that the GPU never waits for the host. */
+ps_status ps__bench_time_case(ps__bench *b, ps__bench_fn fn, double seconds, double *out);
+
+/* A case of one or several parts, timed by events on exec.stream. Each turn of the parts is
+ * followed by @between, untimed, for about @share of the turn's time. The reason: a GPU that is
+ * bound by its power sets its clock by the last tenths of a second, and in a step products and
+ * attention alternate. With a @between, copies run both ways meanwhile, for COPIES_SHARE of the
+ * time. */
+typedef struct ps__timed {
+  ps_status (*part)(ps__bench *b, const void *arg, uint32_t part);
+  const void *arg;
+  uint32_t n_parts;
+  ps__bench_fn between; /* NULL: nothing */
+  double share;
+} ps__timed;
+
+/* ps__bench_time_parts() - SECONDS of each part, over the second half of the time. While a turn
+ * runs the next is queued: the GPU never rests.
+ * ps__bench_add_elapsed() - SECONDS between two events. */
+ps_status ps__bench_time_parts(ps__bench *b, const ps__timed *t, double seconds,
+                               double out[MAX_PARTS]);
+ps_status ps__bench_add_elapsed(const ps__bench *b, CUevent from, CUevent to, double *seconds);
+
+/* ---- bench_compute.c ------------------------------------------------------------------------- */
+
+/* What runs between copies: a forward product over GEMM_USUAL rows of each weight of a block. */
+ps_status ps__bench_usual_forward(ps__bench *b);
+double ps__bench_usual_flops(void);                        /* of the above */
+double ps__bench_usual_flops_per_s(const ps_hardware *hw); /* as measured before */
+
+/* ps__bench_attention_scratch() - BYTES of scratch that attention of the shapes takes.
+ * ps__bench_prepare() - plans for attention of the usual shape. Before all others.
+ * ps__bench_products() - bf16 and fp32 products. @full: SECONDS of the usual ones.
+ * ps__bench_fp8() - FP8's, where the GPU has them, and fp8_attention_speed's SECONDS of attention
+ *     between them; 0 where it has none.
+ * ps__bench_idle() - the gain of idle time.
+ * ps__bench_attention() - attention of all shapes, and fp8_attention_speed from @beside_fp8, those
+ *     seconds. */
+uint64_t ps__bench_attention_scratch(const ps_hardware *hw);
+ps_status ps__bench_prepare(ps__bench *b);
+ps_status ps__bench_products(ps__bench *b, double seconds, double *full);
+ps_status ps__bench_fp8(ps__bench *b, double seconds, double *attention_s);
+ps_status ps__bench_idle(ps__bench *b, double seconds, double full);
+ps_status ps__bench_attention(ps__bench *b, double seconds, double beside_fp8);
+
+/* ---- bench_copies.c -------------------------------------------------------------------------- */
+
+/* ps__bench_copy() - COPY bytes; ps__bench_copy_both() - one each way on their streams.
+ * ps__bench_fill_values() - the device's values, from the first place. */
+ps_status ps__bench_copy(ps__bench *b, CUstream stream, void *dst, const void *src);
+ps_status ps__bench_copy_both(ps__bench *b);
+ps_status ps__bench_fill_values(ps__bench *b);
+/* ps__bench_bandwidths() - norms, a small op, copies alone and both ways.
+ * ps__bench_memory() - each load of the host alone and beside every set of copies.
+ * ps__bench_loaded(), ps__bench_pageable() - figures that only people read: products beside copies,
+ *     and memory that is not pinned. */
+ps_status ps__bench_bandwidths(ps__bench *b, double seconds);
+ps_status ps__bench_memory(ps__bench *b, double seconds);
+ps_status ps__bench_loaded(ps__bench *b, double seconds);
+ps_status ps__bench_pageable(ps__bench *b, double seconds);
+
+#endif

@@ -1,0 +1,421 @@
+/* bench_compute.c - rates of products and attention, in turns as in a step. */
+#include "backends/cuda/bench.h"
+#include "kernels/cuda/cublaslt.h"
+#include "kernels/cuda/scratch.h"
+#include <string.h>
+#include <time.h>
+
+/* Products of a block as [out, in] weights: q with k and v, attention's output, gate (up is
+ * alike), down. */
+static const struct {
+  uint32_t out, in;
+} products[] = {{6144, DIM}, {DIM, DIM}, {14336, DIM}, {DIM, 14336}};
+static const uint32_t gemm_rows[] = {256, 1024, 4096, 16384};
+static const ps_attention_rate attention_shapes[] = {
+    {2048, 2048, 1, 0, 0, 0},   {8192, 8192, 1, 0, 0, 0}, {32768, 32768, 1, 0, 0, 0},
+    {16384, 16384, 2, 0, 0, 0}, {8192, 8192, 8, 0, 0, 0}, {8192, 8192, 16, 0, 0, 0},
+    {16384, 16384, 2, 1, 0, 0}, {8192, 8192, 8, 1, 0, 0}, {8192, 16384, 1, 0, 0, 0},
+    {8192, 32768, 1, 0, 0, 0},  {8192, 65536, 1, 0, 0, 0}};
+enum {
+  N_PRODUCTS = sizeof products / sizeof *products,
+  N_GEMM = sizeof gemm_rows / sizeof *gemm_rows,
+  N_ATTENTION = sizeof attention_shapes / sizeof *attention_shapes,
+  ATTENTION_USUAL = 1,
+  GEMM_USUAL = 2
+};
+/* Of the other's time: about a block's at a sequence of 8192. */
+static const double PRODUCTS_SHARE = 1.5, FP8_PRODUCTS_SHARE = 0.8, ATTENTION_SHARE = 0.6;
+
+/* ---- products -------------------------------------------------------------------------------- */
+
+/* A place for @bytes between two others in MiB, another one each time: a step's operands come from
+ * memory, not from the GPU's cache. */
+static void *next_place(ps__bench *b, uint64_t from, uint64_t to, uint64_t bytes) {
+  const uint64_t room = ((to - from) * MIB - bytes) / MIB,
+                 at = room ? b->n_products * 97ull % (room + 1) : 0;
+  return b->values + (from + at) * MIB;
+}
+
+/* Product @i over @rows rows: Y = X W^T (attention's and down's with the residual added), dX = dY W
+ * or dW = dY^T X. Gives the addresses of the operands and their number. */
+static ps__args_gemm product_args(ps__bench *b, int i, uint32_t rows, uint32_t part, void *ptr[4],
+                                  uint32_t *n_ptr) {
+  const uint32_t out = products[i].out, in = products[i].in;
+  const bool ta = part == WGRAD, tb = part == FORWARD, residual = tb && i % 2 == 1;
+  const uint32_t m = ta ? out : rows, n = tb ? out : in, k = ta ? rows : tb ? in : out;
+  ptr[0] = next_place(b, X, OUT, 2ull * m * k);
+  ptr[1] = next_place(b, X, OUT, 2ull * n * k);
+  ptr[2] = next_place(b, OUT, COPIED, 2ull * m * n);
+  ptr[3] = next_place(b, X, OUT, 2ull * m * n);
+  b->n_products++;
+  *n_ptr = 3 + residual;
+  ps__args_gemm g = ps__gemm_args(m, n, k, ta, tb, PS_BF16);
+  g.has_residual = residual;
+  return g;
+}
+
+static ps_status run_products(ps__bench *b, const void *rows, uint32_t part) {
+  for (int i = 0; i < N_PRODUCTS; i++) {
+    void *ptr[4];
+    uint32_t n;
+    const ps__args_gemm g = product_args(b, i, *(const uint32_t *)rows, part, ptr, &n);
+    PS_TRY(ps__bench_launch(b, &ps__k_gemm, &g, ptr, n));
+  }
+  return PS_OK;
+}
+
+/* The same of FP8 operands, as in a step: in each the summed dimension is contiguous. */
+static ps__args_gemm_fp8 product_args_fp8(ps__bench *b, int i, uint32_t rows, uint32_t part,
+                                          void *ptr[6], uint32_t *n_ptr) {
+  const uint32_t out = products[i].out, in = products[i].in;
+  const bool forward = part == FORWARD, residual = forward && i % 2 == 1;
+  const ps__args_gemm_fp8 g = {.m = part == WGRAD ? out : rows,
+                               .n = forward ? out : in,
+                               .k = forward         ? in
+                                    : part == DGRAD ? out
+                                                    : rows,
+                               .role = (uint8_t)part,
+                               .has_residual = residual,
+                               .dt_a = forward ? PS__E4M3 : PS__E5M2,
+                               .dt_b = PS__E4M3,
+                               .dt_c = PS_BF16};
+  ptr[0] = next_place(b, forward ? E4M3 : E5M2, forward ? OUT : E5M2_END, (uint64_t)g.m * g.k);
+  ptr[1] = ptr[3] = sum(b, SCALE);
+  ptr[2] = next_place(b, E4M3, OUT, (uint64_t)g.n * g.k);
+  ptr[4] = next_place(b, OUT, COPIED, 2ull * g.m * g.n);
+  if (residual)
+    ptr[5] = next_place(b, X, E5M2, 2ull * g.m * g.n);
+  b->n_products++;
+  *n_ptr = 5 + residual;
+  return g;
+}
+
+static ps_status run_products_fp8(ps__bench *b, const void *rows, uint32_t part) {
+  for (int i = 0; i < N_PRODUCTS; i++) {
+    void *ptr[6];
+    uint32_t n;
+    const ps__args_gemm_fp8 g = product_args_fp8(b, i, *(const uint32_t *)rows, part, ptr, &n);
+    PS_TRY(ps__bench_launch(b, &ps__k_gemm_fp8, &g, ptr, n));
+  }
+  return PS_OK;
+}
+
+static double product_flops(uint32_t rows) {
+  double n = 0;
+  for (int i = 0; i < N_PRODUCTS; i++)
+    n += 2.0 * products[i].out * products[i].in;
+  return n * rows;
+}
+
+static ps_status tune_product(ps__bench *b, int i, uint32_t rows, uint32_t part, bool fp8) {
+  void *ptr[6];
+  uint32_t n;
+  if (fp8) {
+    const ps__args_gemm_fp8 g = product_args_fp8(b, i, rows, part, ptr, &n);
+    return ps__cuda_tune_gemm_fp8(
+        &(ps_launch){.args = &g, .ptr = ptr, .n_ptr = n, .exec = &b->exec});
+  }
+  const ps__args_gemm g = product_args(b, i, rows, part, ptr, &n);
+  return ps__cuda_tune_gemm(&(ps_launch){.args = &g, .ptr = ptr, .n_ptr = n, .exec = &b->exec});
+}
+
+/* As a run does it before its first step: each shape's fastest algorithm, kept on disk. */
+static ps_status tune_products(ps__bench *b, bool fp8) {
+  PS_TRY(ps__cuda_blas_use_cache(b->exec.blas, NULL));
+  for (int r = 0; r < N_GEMM; r++)
+    for (uint32_t part = FORWARD; part < MAX_PARTS; part++)
+      for (int i = 0; i < N_PRODUCTS; i++)
+        PS_TRY(tune_product(b, i, gemm_rows[r], part, fp8));
+  PS_TRY(ps__bench_settle(b));
+  ps__cuda_blas_save_cache(b->exec.blas);
+  return PS_OK;
+}
+
+static ps_status run_fp32(ps__bench *b, const void *arg, uint32_t part) {
+  const ps__args_gemm g = {.m = TOKENS,
+                           .n = DIM,
+                           .k = DIM,
+                           .lda = DIM,
+                           .ldb = DIM,
+                           .ldc = DIM,
+                           .trans_b = 1,
+                           .dt_a = PS_F32,
+                           .dt_b = PS_F32,
+                           .dt_c = PS_F32};
+  void *ptr[3] = {value(b, X), value(b, W), sum(b, DKV)};
+  return ps__bench_launch(b, &ps__k_gemm, &g, ptr, 3);
+}
+
+static ps_status usual_products(ps__bench *b) {
+  for (uint32_t part = FORWARD; part < MAX_PARTS; part++)
+    PS_TRY(run_products(b, &gemm_rows[GEMM_USUAL], part));
+  return PS_OK;
+}
+
+/* ---- attention ------------------------------------------------------------------------------- */
+
+static ps__args_attention attention_args(const ps_attention_rate *r) {
+  return (ps__args_attention){.n_tokens = r->rows,
+                              .row0 = r->kv_rows - r->rows,
+                              .n_heads = HEADS,
+                              .n_kv_heads = KV_HEADS,
+                              .head_dim = HEAD_DIM,
+                              .dt = PS_BF16,
+                              .document_rows = r->found ? 0 : r->kv_rows / r->packed};
+}
+
+/* Part 0 forward, part 1 backward on its output and log-sum-exp. */
+static ps_status run_attention(ps__bench *b, const void *args, uint32_t part) {
+  void *q = value(b, Q), *kv = value(b, KV), *doc = sum(b, DOC_START), *o = value(b, O),
+       *lse = sum(b, LSE);
+  void *fwd[5] = {q, kv, doc, o, lse},
+       *bwd[8] = {q, kv, doc, o, lse, value(b, D_O), value(b, DQ), sum(b, DKV)};
+  return part == 0 ? ps__bench_launch(b, &ps__k_attention_fwd, args, fwd, 5)
+                   : ps__bench_launch(b, &ps__k_attention_bwd, args, bwd, 8);
+}
+
+static ps_status usual_attention(ps__bench *b) {
+  const ps__args_attention a = attention_args(&attention_shapes[ATTENTION_USUAL]);
+  PS_TRY(run_attention(b, &a, 0));
+  return run_attention(b, &a, 1);
+}
+
+/* Plans for the shape, and its documents on the device. @fits: the scratch is no more than plans
+ * foresee, and a library finds the documents where they are to be found. */
+static ps_status prepare_attention(ps__bench *b, const ps_attention_rate *r, bool *fits) {
+  const ps__args_attention a = attention_args(r);
+  int32_t *doc_start = (int32_t *)(void *)(place(b, 0) + COPY);
+  const uint32_t length = r->rows / r->packed;
+  size_t scratch[2] = {0};
+  ps_status st = ps__cuda_prepare_attention_fwd(&a, &b->exec, &scratch[0]);
+  if (st == PS_OK)
+    st = ps__cuda_prepare_attention_bwd(&a, &b->exec, &scratch[1]);
+  *fits = false;
+  if (st == PS_EDEVICE && r->found)
+    return PS_OK;
+  PS_TRY(st);
+  *fits = scratch[0] <= b->exec.scratch_bytes && scratch[1] <= b->exec.scratch_bytes;
+  for (uint32_t i = 0; i < r->rows; i++)
+    doc_start[i] = (int32_t)(i / length * length);
+  PS__CUDA_TRY(b->cu,
+               MemcpyAsync((CUdeviceptr)(uintptr_t)sum(b, DOC_START),
+                           (CUdeviceptr)(uintptr_t)doc_start, 4ull * r->rows, b->exec.stream));
+  return ps__bench_settle(b);
+}
+
+/* Measure into the next free entry of the table. A shape that takes more scratch than plans
+ * foresee, or that no library takes, is left out: runs do not have it either. */
+static ps_status measure_attention(ps__bench *b, int which, double seconds) {
+  ps_hardware *hw = b->hw;
+  ps_attention_rate r = attention_shapes[which];
+  const ps__args_attention a = attention_args(&r);
+  const ps__timed t = {run_attention, &a, 2, usual_products, PRODUCTS_SHARE};
+  const double pairs = (double)r.rows * (0.5 * r.rows / r.packed + a.row0) * HEADS * HEAD_DIM;
+  double s[MAX_PARTS];
+  bool fits;
+  uint32_t i = 0;
+  PS_TRY(prepare_attention(b, &r, &fits));
+  if (!fits) {
+    ps__log(PS_LOG_WARN, "attention of %u rows on %u keys, %u packed, %s: not measured", r.rows,
+            r.kv_rows, r.packed,
+            r.found ? "documents to be found, has no library or takes more scratch than foreseen"
+                    : "takes more scratch than foreseen");
+    return PS_OK;
+  }
+  PS_TRY(ps__bench_time_parts(b, &t, seconds, s));
+  r.forward_flops_per_s = 4 * pairs / s[0];
+  r.backward_flops_per_s = 10 * pairs / s[1];
+  while (hw->attention[PS_BF16][i].rows)
+    i++;
+  hw->attention[PS_BF16][i] = r;
+  for (int dt = 0; which == ATTENTION_USUAL && dt < PS_N_DTYPES; dt++) {
+    hw->attention_flops_per_s[dt] = r.forward_flops_per_s;
+    hw->attention_bwd_flops_per_s[dt] = r.backward_flops_per_s;
+  }
+  return PS_OK;
+}
+
+/* Seconds of the usual shape, forward and backward, between products in bf16. */
+static double usual_attention_s(const ps_hardware *hw) {
+  const double pairs = 0.5 * TOKENS * TOKENS * HEADS * HEAD_DIM;
+  return 4 * pairs / hw->attention_flops_per_s[PS_BF16] +
+         10 * pairs / hw->attention_bwd_flops_per_s[PS_BF16];
+}
+
+/* ---- products between attention -------------------------------------------------------------- */
+
+/* The rates of a table, by rows. */
+static ps_status measure_rows(ps__bench *b, double seconds, ps__timed t, ps_gemm_rate *gemm) {
+  double s[MAX_PARTS];
+  for (int i = 0; i < N_GEMM; i++) {
+    const double flops = product_flops(gemm_rows[i]);
+    t.arg = &gemm_rows[i];
+    PS_TRY(ps__bench_time_parts(b, &t, seconds, s));
+    gemm[i] =
+        (ps_gemm_rate){gemm_rows[i], 0, flops / s[FORWARD], flops / s[DGRAD], flops / s[WGRAD]};
+  }
+  return PS_OK;
+}
+
+/* @full: seconds of the usual products, the three of them. */
+ps_status ps__bench_products(ps__bench *b, double seconds, double *full) {
+  ps_hardware *hw = b->hw;
+  ps_gemm_rate *gemm = hw->gemm[PS_BF16];
+  double s[MAX_PARTS];
+  const ps__timed t = {run_products, &gemm_rows[GEMM_USUAL], MAX_PARTS, usual_attention,
+                       ATTENTION_SHARE};
+  PS_TRY(tune_products(b, false));
+  PS_TRY(ps__bench_time_parts(b, &t, 2 * seconds, s)); /* not counted: the clock falls */
+  PS_TRY(measure_rows(b, seconds, t, gemm));
+  hw->gemm_flops_per_s[PS_BF16] = gemm[N_GEMM - 1].forward_flops_per_s;
+  *full = product_flops(gemm_rows[GEMM_USUAL]) *
+          (1 / gemm[GEMM_USUAL].forward_flops_per_s + 1 / gemm[GEMM_USUAL].dgrad_flops_per_s +
+           1 / gemm[GEMM_USUAL].wgrad_flops_per_s);
+  PS_TRY(ps__bench_time_parts(b, &(ps__timed){.part = run_fp32, .n_parts = 1}, seconds / 2, s));
+  hw->gemm_flops_per_s[PS_F32] = 2.0 * TOKENS * DIM * DIM / s[0];
+  return PS_OK;
+}
+
+static ps_status usual_products_fp8(ps__bench *b) {
+  for (uint32_t part = FORWARD; part < MAX_PARTS; part++)
+    PS_TRY(run_products_fp8(b, &gemm_rows[GEMM_USUAL], part));
+  return PS_OK;
+}
+
+/* @attention_s: of attention of the usual shape between the products, forward and backward. */
+static ps_status time_fp8(ps__bench *b, double seconds, ps_gemm_rate *gemm, double *attention_s) {
+  static const float scale[2] = {1.0f / 64, 7.0f};
+  float *staged = (float *)(void *)(place(b, 0) + COPY);
+  const ps__timed t = {run_products_fp8, &gemm_rows[GEMM_USUAL], MAX_PARTS, usual_attention,
+                       ATTENTION_SHARE};
+  memcpy(staged, scale, sizeof scale);
+  PS__CUDA_TRY(b->cu, MemcpyAsync((CUdeviceptr)(uintptr_t)sum(b, SCALE),
+                                  (CUdeviceptr)(uintptr_t)staged, sizeof scale, b->exec.stream));
+  PS_TRY(ps__cuda_draw_fp8(&b->exec, value(b, E5M2), (E5M2_END - E5M2) * MIB, PS__E5M2));
+  PS_TRY(ps__cuda_draw_fp8(&b->exec, value(b, E4M3), (OUT - E4M3) * MIB, PS__E4M3));
+  PS_TRY(tune_products(b, true));
+  PS_TRY(measure_rows(b, seconds, t, gemm));
+  const ps__args_attention a = attention_args(&attention_shapes[ATTENTION_USUAL]);
+  double s[MAX_PARTS];
+  PS_TRY(ps__bench_time_parts(
+      b, &(ps__timed){run_attention, &a, 2, usual_products_fp8, FP8_PRODUCTS_SHARE}, seconds, s));
+  *attention_s = s[0] + s[1];
+  return PS_OK;
+}
+
+/* The same of FP8 operands, whose codes lie in the place of values meanwhile. A GPU whose cuBLASLt
+ * lacks one of the products is used without FP8: its rates stay estimates. */
+ps_status ps__bench_fp8(ps__bench *b, double seconds, double *attention_s) {
+  ps_hardware *hw = b->hw;
+  *attention_s = 0;
+  ps_gemm_rate gemm[N_GEMM] = {{0}};
+  if (hw->compute_capability < 89)
+    return PS_OK;
+  const ps_status st = time_fp8(b, seconds, gemm, attention_s);
+  PS_TRY(ps__bench_fill_values(b));
+  if (st == PS_EDEVICE) {
+    ps__log(PS_LOG_WARN, "FP8 products are not measured, their rates are estimates: %s",
+            ps_last_error());
+    ps__clear_error();
+    *attention_s = 0;
+    return PS_OK;
+  }
+  PS_TRY(st);
+  memcpy(hw->gemm_fp8, gemm, sizeof gemm);
+  hw->gemm_fp8_flops_per_s = gemm[N_GEMM - 1].forward_flops_per_s;
+  return PS_OK;
+}
+
+/* ---- idle time ------------------------------------------------------------------------------- */
+
+/* The gain of idle time. Products of the usual rows and then attention run beside copies, and after
+ * each such turn the GPU pauses for @pause of the turn's time. Measured over the second half of the
+ * time: how much faster the products are than @full, their seconds on a GPU that never pauses, and
+ * the share of time that the GPU idled. */
+static ps_status rest(ps__bench *b, double seconds, double full, double pause, double *gain,
+                      double *rested) {
+  const CUevent *e = b->event[0];
+  uint64_t begin = ps__now_ns(), counted_from = 0;
+  double products = 0, busy = 0, last = 0, copies = 0;
+  uint32_t n = 0;
+  PS_TRY(ps__bench_copy_both(b));
+  PS_TRY(ps__bench_settle(b));
+  const double copy_s = seconds_since(begin);
+  begin = ps__now_ns();
+  while (n < 2 || seconds_since(begin) < seconds) {
+    double turn = 0, of_products = 0;
+    for (; copies * copy_s < COPIES_SHARE * seconds_since(begin); copies++)
+      PS_TRY(ps__bench_copy_both(b));
+    PS__CUDA_TRY(b->cu, EventRecord(e[0], b->exec.stream));
+    PS_TRY(usual_products(b));
+    PS__CUDA_TRY(b->cu, EventRecord(e[1], b->exec.stream));
+    PS_TRY(usual_attention(b));
+    PS__CUDA_TRY(b->cu, EventRecord(e[2], b->exec.stream));
+    PS__CUDA_TRY(b->cu, EventSynchronize(e[2]));
+    PS_TRY(ps__bench_add_elapsed(b, e[0], e[1], &of_products));
+    PS_TRY(ps__bench_add_elapsed(b, e[0], e[2], &turn));
+    nanosleep(&(struct timespec){.tv_nsec = (long)(pause * turn * 1e9)}, NULL);
+    if (!counted_from && seconds_since(begin) >= seconds / 2)
+      counted_from = ps__now_ns();
+    else if (counted_from) {
+      products += of_products;
+      busy += turn;
+      n++;
+      last = seconds_since(counted_from);
+    }
+  }
+  *rested = 1 - busy / last;
+  *gain = full / (products / n) - 1;
+  return ps__bench_settle(b);
+}
+
+static double within_1(double x) { return x < 0 ? 0 : x < 1 ? x : 1; }
+
+/* With short pauses the gain is proportional to them. With pauses as long as the work the clock is
+ * at its highest. */
+ps_status ps__bench_idle(ps__bench *b, double seconds, double full) {
+  double gain, rested;
+  PS_TRY(rest(b, seconds, full, 1.0 / 12, &gain, &rested));
+  b->hw->idle_gain = rested > 0 ? within_1(gain / rested) : 0;
+  PS_TRY(rest(b, seconds, full, 1, &gain, &rested));
+  b->hw->idle_most = within_1(gain);
+  return PS_OK;
+}
+
+/* ---- for the other measurements -------------------------------------------------------------- */
+
+ps_status ps__bench_usual_forward(ps__bench *b) {
+  return run_products(b, &gemm_rows[GEMM_USUAL], FORWARD);
+}
+double ps__bench_usual_flops(void) { return product_flops(gemm_rows[GEMM_USUAL]); }
+double ps__bench_usual_flops_per_s(const ps_hardware *hw) {
+  return hw->gemm[PS_BF16][GEMM_USUAL].forward_flops_per_s;
+}
+
+ps_status ps__bench_prepare(ps__bench *b) {
+  bool fits;
+  PS_TRY(prepare_attention(b, &attention_shapes[ATTENTION_USUAL], &fits));
+  return fits ? PS_OK
+              : ps__fail(PS_EINTERNAL, "attention of %d rows takes more scratch than foreseen",
+                         TOKENS);
+}
+
+ps_status ps__bench_attention(ps__bench *b, double seconds, double beside_fp8) {
+  for (int i = 0; i < N_ATTENTION; i++)
+    PS_TRY(measure_attention(b, i, seconds));
+  if (beside_fp8 > 0)
+    b->hw->fp8_attention_speed = usual_attention_s(b->hw) / beside_fp8;
+  return PS_OK;
+}
+
+uint64_t ps__bench_attention_scratch(const ps_hardware *hw) {
+  uint64_t most = 0;
+  for (int i = 0; i < 2 * N_ATTENTION; i++) {
+    const ps__args_attention a = attention_args(&attention_shapes[i / 2]);
+    const uint64_t n =
+        ps_scratch_attention(&a, i % 2, &(ps__scratch_target){.cudnn_version = hw->cudnn_version});
+    if (n > most)
+      most = n;
+  }
+  return most;
+}

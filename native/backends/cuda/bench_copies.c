@@ -1,0 +1,225 @@
+/* bench_copies.c - rates of norms, of copies, and of copies beside the host's work. */
+#include "backends/cuda/bench.h"
+#include <string.h>
+
+/* ---- memory and link ------------------------------------------------------------------------- */
+
+/* One place after another, so that no cache of the GPU holds what is read next. */
+enum { N_NORMS = 3, FFN_DIM = 14336 };
+static const double NORMS_BYTES = N_NORMS * 4.0 * TOKENS * DIM + 6.0 * TOKENS * FFN_DIM;
+static ps_status run_norms(ps__bench *b, const void *arg, uint32_t part) {
+  const ps__args_rmsnorm a = {.rows = TOKENS, .cols = DIM, .dt = PS_BF16, .eps = 1e-5f};
+  const ps__args_glu g = {.n_tokens = TOKENS, .ffn_dim = FFN_DIM, .dt = PS_BF16};
+  for (int i = 0; i < N_NORMS; i++) {
+    void *ptr[3] = {value(b, X + 128 * i), value(b, W), value(b, OUT + 128 * i)};
+    PS_TRY(ps__bench_launch(b, &ps__k_rmsnorm_fwd, &a, ptr, 3));
+  }
+  return ps__bench_launch(b, &ps__k_glu_fwd, &g, (void *[]){value(b, X), value(b, OUT)}, 2);
+}
+static ps_status case_small(ps__bench *b) {
+  const ps__args_rmsnorm a = {.rows = 1, .cols = 1024, .dt = PS_BF16, .eps = 1e-5f};
+  void *ptr[3] = {value(b, X), value(b, W), value(b, OUT)};
+  for (int i = 0; i < 100; i++)
+    PS_TRY(ps__bench_launch(b, &ps__k_rmsnorm_fwd, &a, ptr, 3));
+  return PS_OK;
+}
+
+ps_status ps__bench_copy(ps__bench *b, CUstream stream, void *dst, const void *src) {
+  PS__CUDA_TRY(b->cu,
+               MemcpyAsync((CUdeviceptr)(uintptr_t)dst, (CUdeviceptr)(uintptr_t)src, COPY, stream));
+  return PS_OK;
+}
+ps_status ps__bench_fill_values(ps__bench *b) {
+  for (uint64_t at = 0; at < VALUES; at += COPY)
+    PS_TRY(ps__bench_copy(b, b->exec.stream, b->values + at, place(b, 0)));
+  return ps__bench_settle(b);
+}
+static ps_status case_h2d(ps__bench *b) {
+  return ps__bench_copy(b, b->in, value(b, COPIED), place(b, b->n_copied[0]++));
+}
+static ps_status case_d2h(ps__bench *b) {
+  return ps__bench_copy(b, b->out, place(b, b->n_copied[1]++) + COPY, value(b, Y));
+}
+ps_status ps__bench_copy_both(ps__bench *b) {
+  PS_TRY(case_h2d(b));
+  return case_d2h(b);
+}
+
+ps_status ps__bench_bandwidths(ps__bench *b, double seconds) {
+  ps_hardware *hw = b->hw;
+  double s[MAX_PARTS];
+  PS_TRY(ps__bench_time_parts(b, &(ps__timed){.part = run_norms, .n_parts = 1}, seconds, s));
+  hw->elementwise_bytes_per_s = NORMS_BYTES / s[0];
+  PS_TRY(ps__bench_time_case(b, case_small, seconds / 2, s));
+  hw->op_ns = s[0] * 1e7;
+  PS_TRY(ps__bench_time_case(b, case_h2d, seconds, s));
+  hw->h2d_bytes_per_s = (double)COPY / s[0];
+  PS_TRY(ps__bench_time_case(b, case_d2h, seconds, s));
+  hw->d2h_bytes_per_s = (double)COPY / s[0];
+  PS_TRY(ps__bench_time_case(b, ps__bench_copy_both, seconds, s));
+  hw->duplex_bytes_per_s = (double)COPY / s[0];
+  return PS_OK;
+}
+
+/* Copies one way, a few in flight at any time. */
+typedef struct flow {
+  CUstream stream;
+  const CUevent *event;
+  ps__bench_fn copy;
+  uint64_t n_issued, n_done;
+} flow;
+enum { IN_FLIGHT = MAX_PARTS + 1 };
+
+static ps_status keep_flowing(ps__bench *b, flow *f) {
+  while (f->n_done < f->n_issued) {
+    const CUresult r = b->cu->EventQuery(f->event[f->n_done % IN_FLIGHT]);
+    if (r == CUDA_ERROR_NOT_READY)
+      break;
+    if (r != CUDA_SUCCESS)
+      return ps__cuda_fail(b->cu, r, "cuEventQuery");
+    f->n_done++;
+  }
+  for (; f->n_issued < f->n_done + IN_FLIGHT; f->n_issued++) {
+    PS_TRY(f->copy(b));
+    PS__CUDA_TRY(b->cu, EventRecord(f->event[f->n_issued % IN_FLIGHT], f->stream));
+  }
+  return PS_OK;
+}
+
+/* What a host op and @copies get of the host's memory bandwidth while all of them run. Each flows
+ * at its own rate, counted over the second half of the time. */
+static ps_status measure_share(ps__bench *b, double seconds, const ps__host_load *load,
+                               uint32_t copies, ps_contention_rate *out) {
+  flow flows[2] = {{.stream = b->in, .event = b->event[0], .copy = case_h2d},
+                   {.stream = b->out, .event = b->event[1], .copy = case_d2h}};
+  const uint32_t wanted[2] = {copies & PS_CONTENTION_H2D, copies & PS_CONTENTION_D2H};
+  uint64_t at_half[2] = {0}, half = 0;
+  double host = 0;
+  ps_status st = PS_OK;
+  PS_TRY(load->start(load->arg));
+  for (const uint64_t begin = ps__now_ns(); st == PS_OK;) {
+    bool enough = half && seconds_since(begin) >= seconds;
+    for (int i = 0; st == PS_OK && i < 2; i++) {
+      if (!wanted[i])
+        continue;
+      st = keep_flowing(b, &flows[i]);
+      enough &= flows[i].n_done >= at_half[i] + 8;
+    }
+    if (enough)
+      break;
+    if (half || seconds_since(begin) < seconds / 2)
+      continue;
+    half = ps__now_ns();
+    host = load->bytes(load->arg);
+    for (int i = 0; i < 2; i++)
+      at_half[i] = flows[i].n_done;
+  }
+  const double s = seconds_since(half);
+  host = load->bytes(load->arg) - host;
+  load->stop(load->arg);
+  PS_TRY(st);
+  PS_TRY(ps__bench_settle(b));
+  double rate[2] = {b->hw->h2d_bytes_per_s, b->hw->d2h_bytes_per_s};
+  for (int i = 0; i < 2; i++)
+    if (wanted[i])
+      rate[i] = (double)((flows[i].n_done - at_half[i]) * COPY) / s;
+  *out = (ps_contention_rate){.kinds = copies | load->kind,
+                              .threads = load->threads,
+                              .h2d_bytes_per_s = rate[0],
+                              .d2h_bytes_per_s = rate[1],
+                              .host_bytes_per_s = host / s};
+  return PS_OK;
+}
+
+/* Each load alone and beside every set of copies. */
+ps_status ps__bench_memory(ps__bench *b, double seconds) {
+  static const uint32_t copies[PS__CUDA_CASES_A_LOAD] = {0, PS_CONTENTION_H2D, PS_CONTENTION_D2H,
+                                                         PS_CONTENTION_H2D | PS_CONTENTION_D2H};
+  ps_contention_rate *s = b->hw->contention;
+  for (uint32_t i = 0;
+       i < b->host->n_loads && (i + 1) * PS__CUDA_CASES_A_LOAD <= PS_MAX_CONTENTION_RATES; i++)
+    for (int k = 0; k < PS__CUDA_CASES_A_LOAD; k++)
+      PS_TRY(measure_share(b, seconds, &b->host->load[i], copies[k], s++));
+  const ps_contention_rate *all = &b->hw->contention[PS__CUDA_CASES_A_LOAD - 1];
+  b->hw->memory_bytes_per_s = all->h2d_bytes_per_s + all->d2h_bytes_per_s + all->host_bytes_per_s;
+  return PS_OK;
+}
+
+/* ---- for people ------------------------------------------------------------------------------ */
+
+/* Products and copies both ways at once, each as many as take equally long by its own rate; each
+ * stream is ps__timed by its own events. */
+static ps_status loaded_turn(ps__bench *b, uint32_t n_products, uint32_t n_copies,
+                             double total[3]) {
+  CUevent *compute = b->event[0], *in = b->event[0] + 2, *out = b->event[1];
+  PS__CUDA_TRY(b->cu, EventRecord(compute[0], b->exec.stream));
+  PS__CUDA_TRY(b->cu, EventRecord(in[0], b->in));
+  PS__CUDA_TRY(b->cu, EventRecord(out[0], b->out));
+  for (uint32_t i = 0; i < n_products; i++)
+    PS_TRY(ps__bench_usual_forward(b));
+  for (uint32_t i = 0; i < n_copies; i++)
+    PS_TRY(ps__bench_copy_both(b));
+  PS__CUDA_TRY(b->cu, EventRecord(compute[1], b->exec.stream));
+  PS__CUDA_TRY(b->cu, EventRecord(in[1], b->in));
+  PS__CUDA_TRY(b->cu, EventRecord(out[1], b->out));
+  PS_TRY(ps__bench_settle(b));
+  PS_TRY(ps__bench_add_elapsed(b, compute[0], compute[1], &total[0]));
+  PS_TRY(ps__bench_add_elapsed(b, in[0], in[1], &total[1]));
+  return ps__bench_add_elapsed(b, out[0], out[1], &total[2]);
+}
+
+ps_status ps__bench_loaded(ps__bench *b, double seconds) {
+  ps_hardware *hw = b->hw;
+  const double flops = ps__bench_usual_flops(), bytes = (double)COPY;
+  const uint32_t n_products = 16,
+                 n_copies = 1 + (uint32_t)(n_products * flops / ps__bench_usual_flops_per_s(hw) *
+                                           hw->duplex_bytes_per_s / bytes);
+  double total[3] = {0};
+  uint32_t n = 0;
+  PS_TRY(loaded_turn(b, n_products, n_copies, total));
+  memset(total, 0, sizeof total);
+  for (const uint64_t begin = ps__now_ns(); n < 2 || seconds_since(begin) < seconds; n++)
+    PS_TRY(loaded_turn(b, n_products, n_copies, total));
+  hw->loaded_gemm_flops_per_s = n * n_products * flops / total[0];
+  hw->loaded_h2d_bytes_per_s = n * n_copies * bytes / total[1];
+  hw->loaded_d2h_bytes_per_s = n * n_copies * bytes / total[2];
+  return PS_OK;
+}
+
+/* Memory that is not pinned, 1 GiB as the engine asks for it: copies by the driver's staging,
+ * then how long pinning takes. Where pinning is refused it stays 0. */
+ps_status ps__bench_pageable(ps__bench *b, double seconds) {
+  static const uint64_t bytes = 1ull << 30;
+  ps_hardware *hw = b->hw;
+  void *p = NULL;
+  double s[2] = {0};
+  uint32_t n = 0;
+  PS_TRY(ps__map(&p, bytes, "measuring the machine"));
+  ps__cuda_place(hw->device, p, bytes);
+  memset(p, 1, bytes);
+  ps_status st = PS_OK;
+  for (const uint64_t begin = ps__now_ns();
+       st == PS_OK && (n < 2 || seconds_since(begin) < seconds); n++) {
+    char *part = (char *)p + n % 8 * COPY;
+    for (int home = 0; st == PS_OK && home < 2; home++) {
+      const uint64_t t0 = ps__now_ns();
+      st = home ? ps__bench_copy(b, b->out, part, value(b, Y))
+                : ps__bench_copy(b, b->in, value(b, OUT), part);
+      if (st == PS_OK)
+        st = ps__bench_settle(b);
+      s[home] += seconds_since(t0);
+    }
+  }
+  if (st == PS_OK) {
+    hw->pageable_h2d_bytes_per_s = n * (double)COPY / s[0];
+    hw->pageable_d2h_bytes_per_s = n * (double)COPY / s[1];
+    const uint64_t t0 = ps__now_ns();
+    if (b->cu->MemHostRegister(
+            p, bytes, CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP) == CUDA_SUCCESS) {
+      hw->pin_bytes_per_s = (double)bytes / seconds_since(t0);
+      b->cu->MemHostUnregister(p);
+    }
+  }
+  ps__unmap(p, bytes);
+  return st;
+}
