@@ -62,8 +62,10 @@ def test_a_skipped_step_is_told_and_counted(spoiled, tmp_path):
 
 
 def test_stopping_is_the_default_with_exit_code_1(spoiled, tmp_path):
-    run = train(spoiled, "--steps", 5, "--run-dir", tmp_path, code=1)
+    words = ["--steps", 5, "--max-skips", 3]
+    run = train(spoiled, *words, "--run-dir", tmp_path, code=1)
     assert f"step {BAD_STEP + 1}: " in run.stderr and "not finite" in run.stderr
+    assert run.stderr.count("--max-skips counts nothing here: only --non-finite skip") == 1
     assert len(metrics(tmp_path)) == BAD_STEP
 
 

@@ -539,8 +539,13 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     st = ps_trainer_create(&t, job->model, job->plan, &cfg, on_progress, &o);
   free(run);
   cli_progress_end(&p);
-  if (st == PS_OK)
+  if (st == PS_OK) {
+    ps_train_config defaults = {.struct_bytes = sizeof defaults};
+    ps_train_config_init(&defaults);
     cli_checkpoint_none(job, &p);
+    if (job->max_skips != defaults.max_skips && job->non_finite != PS_NON_FINITE_SKIP)
+      cli_progress_note(&p, "--max-skips counts nothing here: only --non-finite skip skips steps");
+  }
   cli_run_result r = {.n_wanted = job->steps - job->first_step};
   code = st == PS_OK ? run_and_save(job, t, &p, &r, lock) : cli_fail_status(st, true);
   ps_trainer_destroy(t);
