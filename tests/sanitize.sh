@@ -40,6 +40,12 @@ check() { # NAME SAN
         --run-dir "$work/$name-run" --out "$work/$name-out" --force --quiet >"$log" 2>&1 || { cat "$log"; echo "sanitize: training failed"; exit 1; }
     done
   done
+  for layout in data-parallel ring; do
+    echo "== $name: training on three devices, $layout"
+    "$out/bin/penstock" train --model "$work/model" --data "$work/data.bin" --backend cpu --gpus 3 --layout $layout --seq-len 64 --chunk-tokens 64 \
+      --chunks-per-round 1 --tokens-per-step 256 --steps 3 --recipe bf16 --run-dir "$work/$name-run" --out "$work/$name-out" --force --quiet \
+      >"$log" 2>&1 || { cat "$log"; echo "sanitize: training on three devices failed"; exit 1; }
+  done
   hosts
 }
 

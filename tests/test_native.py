@@ -24,9 +24,13 @@ def test_native(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name, much", [("test_engine_hazards", "200000"), ("test_plan", "all")])
+@pytest.mark.parametrize(
+    "name, much",
+    [("test_engine_hazards", "200000"), ("test_plan", "all"), ("test_device_faults", "all")],
+)
 def test_many_random_programs(name, much):
-    """Twenty times the random programs that `make test` runs, and every case of random plans."""
+    """Twenty times the random programs that `make test` runs, every case of random plans, and a
+    fault in every op of three devices."""
     run_program(name, much)
 
 

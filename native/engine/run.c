@@ -185,8 +185,8 @@ static void stop(ps_run *r, uint64_t step) {
   ps__counter_wake(&r->allowed);
 }
 
-/* ", layer 3, round 1, chunk 2": what of it applies. */
-static void describe_tag(char *text, size_t room, const ps_tag *tag) {
+/* ", layer 3, round 1, chunk 2": what of it applies. Returns its length. */
+static size_t describe_tag(char *text, size_t room, const ps_tag *tag) {
   const char *const name[3] = {"layer", "round", "chunk"};
   const int32_t value[3] = {tag->layer, tag->round, tag->chunk};
   size_t n = 0;
@@ -194,6 +194,17 @@ static void describe_tag(char *text, size_t room, const ps_tag *tag) {
   for (int i = 0; i < 3; i++)
     if (value[i] >= 0)
       n += (size_t)snprintf(text + n, room - n, ", %s %d", name[i], value[i]);
+  return n;
+}
+
+/* The same, and where there are several devices ", stream compute 1", which says of which one. */
+static void describe_op(char *text, size_t room, const ps_engine *e, const ps__op *op) {
+  const size_t n = describe_tag(text, room, &op->tag);
+  uint32_t n_devices = 0;
+  for (uint32_t i = 0; i < e->cfg.n_places; i++)
+    n_devices += e->cfg.place[i].kind == PS_PLACE_DEVICE;
+  if (n_devices > 1)
+    snprintf(text + n, room - n, ", stream %s", e->cfg.stream[op->stream].name);
 }
 
 static void fail_op(ps_run *r, const ps__resolved *s, uint64_t step, ps_status code) {
@@ -201,8 +212,8 @@ static void fail_op(ps_run *r, const ps__resolved *s, uint64_t step, ps_status c
   if (atomic_compare_exchange_strong(&r->error, &none, code)) {
     const ps__op *op = &r->schedule->list.ops[s->op];
     const char *why = ps_last_error();
-    char where[96];
-    describe_tag(where, sizeof where, &op->tag);
+    char where[128];
+    describe_op(where, sizeof where, r->engine, op);
     snprintf(r->message, sizeof r->message, "%s (op %llu, %s%s, of the run's step %llu)",
              why[0] ? why : ps_status_name(code), (unsigned long long)s->op, ps__op_name(op), where,
              (unsigned long long)step + 1);
@@ -240,8 +251,8 @@ static void fail_device(ps_run *r, ps_status code) {
     size_t i = 0;
     while (i + 1 < l->n_ops && (l->ops[i].stream != stream || l->ops[i].position != at % n))
       i++;
-    char where[96];
-    describe_tag(where, sizeof where, &l->ops[i].tag);
+    char where[128];
+    describe_op(where, sizeof where, e, &l->ops[i]);
     snprintf(r->message, sizeof r->message, "%s (at or after op %zu, %s%s, of the run's step %llu)",
              ps_last_error(), i, ps__op_name(&l->ops[i]), where,
              (unsigned long long)(atomic_load(&r->first) + at / n + 1));
