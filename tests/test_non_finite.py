@@ -153,6 +153,25 @@ def test_a_gradient_that_is_not_finite_names_its_chunk(planted, tmp_path, case, 
     assert len(metrics(tmp_path / "r")) == 1
 
 
+@pytest.mark.parametrize("layout", ["data-parallel", "ring"])
+@pytest.mark.parametrize("case", ["packed", "slices"])
+def test_several_devices_say_what_one_says(planted, tmp_path, case, layout):
+    """The chunk is another device's than the first; the step runs again on the first."""
+    words, at, chunk = CHUNKS[case]
+    data = plant(tmp_path, at)
+    words = ["--tokens-per-step", 512, "--lr", 0, *words, "--chunks-per-round", 1, "--steps", 3]
+    said, several = [], ["--gpus", 3, "--layout", layout, "--backend", "cpu"]
+    for name, more in (("one", []), ("three", several)):
+        run = train((planted, data), *words, *more, "--run-dir", tmp_path / name, code=1)
+        said += [line for line in run.stderr.splitlines() if "step 2: the gradient" in line]
+    said = [re.sub(r"op \d+, grad_norm(, stream host)?, ", "", line) for line in said]
+    assert len(said) == 2 and said[0] == said[1] and chunk in said[0], said
+    skip = ["--non-finite", "skip", "--run-dir", tmp_path / "skip"]
+    run = train((planted, data), *words, *several, *skip)
+    assert run.stderr.count("step 2 is skipped") == 1 and chunk in run.stderr
+    assert [m["n_skipped"] for m in metrics(tmp_path / "skip")] == [0, 1, 1]
+
+
 def drop(words, option):
     at = words.index(option)
     return words[:at] + words[at + 2 :]
