@@ -309,8 +309,86 @@ def test_plan_prints_a_table_of_several_numbers(words):
     both = re.match(columns.format(2, r"(?:0\.9[5-9]|1\.00)", 2 * SEQ), two)
     assert alone and both and 1.9 < int(both[1]) / int(alone[1]) < 2.01, text
     assert max(map(len, text.splitlines())) <= 100
-    assert notes[-1].startswith("Rows of several GPUs are predictions")
+    says = next(i for i, line in enumerate(notes) if line.startswith("Rows of several GPUs"))
+    assert head_of_table(text).split() == (
+        "GPUs tokens/s of N x one what binds recomputed memory a GPU host memory 0.95 from".split()
+    )
+    assert all(line.startswith(("advice: ", " " * 8)) for line in notes[says + 1 :]) and says > 3
     assert plan(*words, "--gpus", "1,2", "--tokens-per-step", 2 * SEQ) == text
+
+
+def head_of_table(text):
+    return text.splitlines()[1]
+
+
+def advice(folder, config, machine, *more):
+    """The lines that a plan ends with."""
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "machine.json").write_text(json.dumps(machine))
+    done = penstock("plan", "--model", folder, "--hardware", folder / "machine.json", *more)
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 140
+    told = re.sub(r"\n {8}(?=\S)", " ", done.stdout)
+    return re.findall(r"^advice: (.*)$", told, re.M)
+
+
+def idle(m, n, sms):
+    """Of tiles of 128 x 256, one an SM at a time: what the last wave leaves unused."""
+    parts = []
+    for rows, cols in ((128, 256), (256, 128)):
+        tiles = -(-m // rows) * -(-n // cols)
+        parts.append(1 - m * n / (-(-tiles // sms) * sms * rows * cols))
+    return min(parts)
+
+
+def test_advice_is_arithmetic_on_the_plan(tmp_path):
+    """The products of a chunk of 1,024 tokens on 132 SMs, a vocabulary of 1,057, fewer rounds than
+    GPUs, and blocks that fit a GPU's cap only when they are dealt."""
+    config = json.loads((ROOT / "models/tiny-llama.json").read_text())
+    config |= {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 1057, "head_dim": 64}
+    config |= {"num_attention_heads": 16, "num_key_value_heads": 4}
+    config |= {"num_hidden_layers": 12}
+    config |= {"max_position_embeddings": 4096}
+    machine = json.loads((ROOT / "docs/hardware-h200.json").read_text())
+    machine |= {"peer_bytes_per_s": 370e9, "device_overhead_bytes": 1 << 20}
+    cut = ["--seq-len", 2048, "--chunk-tokens", 1024, "--head-slice-tokens", 512]
+    step = [*cut, "--tokens-per-step", 4096]
+    few = ["--chunks-per-round", 2, "--device-mem", "240MiB", "--gpus", 4]
+    said = advice(tmp_path, config, machine, *step, *few)
+    products = {
+        "q, k, v": (1536, 1024, 1024),
+        "attention's output": (1024, 1024, 1024),
+        "gate, up": (5632, 1024, 1024),
+        "down": (1024, 2816, 1024),
+        "head": (1057, 1024, 512),
+    }
+    expected = []
+    for name, (out, n_in, rows) in products.items():
+        each = {"Y": (rows, out), "dX": (rows, n_in), "dW": (out, n_in)}
+        told = [
+            f"{y} [{m},{n}] {100 * idle(m, n, 132):.0f}%"
+            for y, (m, n) in each.items()
+            if idle(m, n, 132) >= 0.1
+        ]
+        line = f"tiles of {name}: idle in the last wave on 132 SMs: {', '.join(told)}"
+        expected += [line] if told else []
+    block = 1024 * (2 * 1024 + 2 * 256 + 3 * 2816)
+    sent = 4 * 2 * (3 / 4) * 2 * 1024 / machine["peer_bytes_per_s"]
+    share = sent / (6 * block / 4 / machine["gemm_bf16_flops_per_s"])
+    expected += [
+        "vocab_size 1057 is no multiple of 64: a model padded to 1088 has 2.93% more of it, in "
+        "aligned products",
+        "2 rounds for 4 GPUs: pipeline parallel, --layout ring, would keep all busy, with 4 chunks",
+        "tensor parallel over 4 GPUs, which Penstock does not have, would send for "
+        f"{100 * share:.0f}% of the products' time",
+        f"blocks have {12 * 2 * block / 2**20:.1f} MiB of bf16 parameters, dealt to 4 GPUs "
+        f"{3 * 2 * block / 2**20:.1f} MiB each: --layout ring can keep them there",
+    ]
+    assert said == expected and len(expected) >= 8
+    config |= {"vocab_size": 1088}
+    well = ["--chunks-per-round", 1, "--gpus", 2]
+    said = advice(tmp_path, config, machine, *step, *well)
+    assert said and all(line.startswith("tiles of ") for line in said)
 
 
 def test_plan_takes_the_number_of_a_runs_file(words, tmp_path):

@@ -344,6 +344,18 @@ int cli_plan_grid(cli_job *job, const cli_texts *devices, const cli_texts *hosts
 enum { CLI_MAX_GPU_ROWS = 16 };
 int cli_gpus_parse(const cli_texts *texts, uint32_t *out, uint32_t *n);
 int cli_plan_gpus(cli_job *job, const uint32_t *n_gpus, uint32_t n);
+
+/* advice.c */
+
+/* cli_advise() - lines about the shapes of the plan for @n_gpus that @r reports, for people.
+ * cli_advice_print() - print them, in lines of at most 100 columns. */
+typedef struct cli_advice {
+  char line[12][400];
+  uint32_t n;
+} cli_advice;
+void cli_advise(cli_advice *out, const ps_model_config *m, const ps_hardware *hw,
+                const ps_plan_config *cfg, const ps_plan_report *r, uint32_t n_gpus);
+void cli_advice_print(const cli_advice *a);
 uint64_t cli_step_tokens(const ps_plan_config *c);
 void cli_subject_json(cli_json *j, const cli_job *job);
 /* cli_plan_pairs() - print the plan of a prepared job under each of @pairs, "DEVICE:HOST", as a

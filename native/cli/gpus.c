@@ -194,8 +194,8 @@ static int fill_row(table *t, row *r) {
 static void print_head(const table *t) {
   printf("%llu tokens a step, sequences of %llu\n", (unsigned long long)t->tokens,
          (unsigned long long)t->job->seq_len);
-  printf("%4s  %9s  %10s  %-16s  %12s  %11s  %12s\n", "GPUs", "tokens/s", "of N x one",
-         "what binds", "memory a GPU", "host memory", "0.95 from");
+  printf("%4s  %9s  %10s  %-16s  %10s  %12s  %11s  %10s\n", "GPUs", "tokens/s", "of N x one",
+         "what binds", "recomputed", "memory a GPU", "host memory", "0.95 from");
 }
 
 /* FLOPs done twice, as a part of the model's. */
@@ -221,7 +221,20 @@ static void print_row(const row *r) {
   fflush(stdout);
 }
 
+/* For the most GPUs that have a plan. */
+static void find_advice(const table *t, cli_advice *a) {
+  const row *most = NULL;
+  for (const row *r = t->row; r < t->row + t->n; r++)
+    if (r->tokens_per_s > 0 && (!most || r->n_gpus > most->n_gpus))
+      most = r;
+  a->n = 0;
+  if (most)
+    cli_advise(a, &t->job->config, &t->job->hardware, &t->job->plan_config, &most->report,
+               most->n_gpus);
+}
+
 static void print_notes(const table *t) {
+  cli_advice a;
   printf("of N x one: tokens/s over N times those of one GPU, with the same tokens a step\n"
          "what binds: the busiest stream, and how much of the step it is busy\n"
          "recomputed: FLOPs done twice, beside the model's; more where copies are slow\n"
@@ -230,6 +243,8 @@ static void print_notes(const table *t) {
          (unsigned long long)doubled(t, DOUBLINGS, 1));
   if (t->job->hardware.backend == PS_BACKEND_CUDA)
     puts("Rows of several GPUs are predictions that no machine has checked yet.");
+  find_advice(t, &a);
+  cli_advice_print(&a);
 }
 
 static void row_json(cli_json *j, const row *r) {
@@ -263,6 +278,12 @@ static void print_json(const table *t) {
   cli_json_open(&j, "rows", '[');
   for (uint32_t i = 0; i < t->n; i++)
     row_json(&j, &t->row[i]);
+  cli_json_close(&j, ']');
+  cli_advice a;
+  find_advice(t, &a);
+  cli_json_open(&j, "advice", '[');
+  for (uint32_t i = 0; i < a.n; i++)
+    cli_json_text(&j, NULL, a.line[i]);
   cli_json_close(&j, ']');
   cli_json_close(&j, '}');
   putchar('\n');

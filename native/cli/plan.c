@@ -155,6 +155,11 @@ int cli_plan(int argc, char **argv) {
     if (text && job.data.n && !job.json)
       printf("data             %.1f%% of the tokens are targets: %.0f of them a second\n",
              100 * targets, targets * job.report.tokens_per_step / job.report.step_s);
+    if (text && job.device.n_gpus > 1 && !job.json) {
+      cli_advice a;
+      cli_advise(&a, &job.config, &job.hardware, &job.plan_config, &job.report, n_gpus[0]);
+      cli_advice_print(&a);
+    }
   }
   cli_job_free(&job);
   free(devices.item);
