@@ -3,18 +3,28 @@
     python3 bench/curve.py --data SHARDS --out bench/results/curve-NAME [--steps 200]
     python3 bench/curve.py --data SHARDS --out bench/results/rounding-NAME --steps 2000 \\
         --curves fp32-master bf16 torch-nearest torch-masters --seeds 1 2 3
+    python3 bench/curve.py --data SHARDS --out bench/results/fp8-NAME --steps 1525 --tokens 65536 \\
+        --seq-len 2048 --config bench/curve_0.3b.json --curves bf16 bf16~2 fp8 fp8-broken \\
+        --broken-build DIR
     python3 bench/curve.py --draw bench/results/curve-NAME    makes CSV and picture of its JSON
 
 All curves of a seed train the same Llama from the same weights on the same tokens in the same
 order. Clipping, betas, eps, weight decay (of matrices alone) and each step's learning rate are the
 same. A curve is a recipe of Penstock, or one of:
 
+RECIPE~2       the same recipe with another seed of stochastic rounding; its distance from RECIPE is
+               what a single training may differ by
+fp8-broken     recipe fp8 of --broken-build, whose scales are 2^14 times too large: `make BUILD=DIR
+               CPPFLAGS=-DPS_FP8_COARSER=14 NVCCFLAGS=-DPS_FP8_COARSER=14`
 torch-masters  PyTorch eager: fused AdamW on fp32 parameters, bf16 copies of them in the products
 torch-nearest  PyTorch eager: fused AdamW on bf16 parameters and moments, rounded to nearest even
 torch-fp32     PyTorch eager: everything in fp32
 
 So bf16 against fp32-master shows what stochastic rounding costs, and torch-nearest against
 torch-masters what rounding to nearest does. fp32-master against torch-masters is the control.
+
+With bf16 and bf16~2 there is a gate for recipes of FP8: in each seed the gap to bf16 may be 0.01
+nats, or that of bf16~2 where it is larger. fp8-broken must fail it.
 
 The gap of two curves is the mean of their difference over the last fifth of the steps. It is stated
 as the mean over the seeds, with the standard deviation (n - 1) between them.
@@ -39,7 +49,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parent / part) for part in ("", "sweep")]
 
 import curve_sides  # noqa: E402
-from curve_sides import BETAS, CLIP, DECAY, EPS, TORCH  # noqa: E402
+from curve_sides import BETAS, BROKEN, CLIP, DECAY, EPS, TORCH, recipe_of  # noqa: E402
 from machine import commit, die_with_parent, machine  # noqa: E402
 
 LLAMA = {
@@ -85,6 +95,7 @@ def parse():
     )
     ap.add_argument("--micro", type=int, default=8, help="sequences that PyTorch takes at a time")
     ap.add_argument("--device-mem", help="Penstock's cap of device memory, such as 2GiB")
+    ap.add_argument("--broken-build", help="the build folder of fp8-broken")
     ap.add_argument("--commit", help="commit to record (default: git's)")
     ap.add_argument("--one", help=argparse.SUPPRESS)  # a training: the process of its own
     a = ap.parse_args()
@@ -95,12 +106,18 @@ def parse():
     return a
 
 
-def check_curves(curves):
+def check_curves(a):
     from penstock.plan import RECIPES
 
-    for name in curves:
-        if name not in RECIPES and name not in TORCH:
-            sys.exit(f"curve.py: --curves {name}: give {', '.join([*RECIPES, *TORCH])}")
+    for name in a.curves:
+        recipe, _, other = name.partition("~")
+        if name == BROKEN and not a.broken_build:
+            sys.exit(f"curve.py: --curves {name}: give its --broken-build too")
+        numbered = other.isdecimal() and int(other) > 1
+        known = recipe in RECIPES and (name == recipe or numbered)
+        if not known and name not in (BROKEN, *TORCH):
+            names = ", ".join([*RECIPES, BROKEN, *TORCH])
+            sys.exit(f"curve.py: --curves {name}: give {names}, or a recipe with ~2")
 
 
 # ---- the trainings -------------------------------------------------------------------------------
@@ -151,13 +168,14 @@ def one_training(a):
         print(json.dumps(curve_sides.train(ask["curve"], ask["seed"], a, Path(folder))))
 
 
-def training(name, seed, settings):
+def training(name, seed, settings, broken_build):
     ask = {"curve": name, "seed": seed, "model": settings["model"], "backend": settings["backend"]}
     done = subprocess.run(
         [sys.executable, __file__, *sys.argv[1:], "--one", json.dumps(ask)],
         stdout=subprocess.PIPE,
         text=True,
         preexec_fn=die_with_parent(),
+        env=os.environ | ({"PENSTOCK_BUILD": broken_build} if name == BROKEN else {}),
     )
     if done.returncode:
         sys.exit(f"curve.py: {name}, seed {seed}: ended with exit code {done.returncode}")
@@ -198,7 +216,7 @@ def write(path, text):
 
 def run(a):
     """Train what is missing, write the JSON after each training, and return the result."""
-    check_curves(a.curves)
+    check_curves(a)
     settings, path = settings_of(a), Path(f"{a.out}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     result = read_or_begin(path, settings, a)
@@ -206,13 +224,14 @@ def run(a):
     order = list(dict.fromkeys([*list_of(result), *a.curves]))
     missing = [(c, s) for s in a.seeds for c in a.curves if (c, s) not in there]
     with concurrent.futures.ThreadPoolExecutor(a.jobs) as pool:
-        asked = [pool.submit(training, c, s, settings) for c, s in missing]
+        asked = [pool.submit(training, c, s, settings, a.broken_build) for c, s in missing]
         try:
             for future in concurrent.futures.as_completed(asked):
                 done = future.result()
                 runs = [*result["runs"], done]
                 result["runs"] = sorted(runs, key=lambda r: (order.index(r["curve"]), r["seed"]))
                 result["gaps"] = gaps_of(result)
+                result["gate"] = gate_of(result)
                 write(path, json.dumps(result) + "\n")
                 print(
                     f"{done['curve']}, seed {done['seed']}: loss {last_fifth(done):.4f} "
@@ -265,8 +284,29 @@ def gaps_of(result):
     return gaps
 
 
+def gate_of(result):
+    """Of each curve in FP8 and seed: its gap to bf16, in nats, what is allowed, and whether it
+    passes. Empty without bf16~2."""
+    of = {(r["curve"], r["seed"]): r for r in result["runs"]}
+    gate = []
+    for (curve, seed), r in of.items():
+        same, other = of.get(("bf16", seed)), of.get(("bf16~2", seed))
+        if curve in TORCH or not recipe_of(curve)[0].startswith("fp8") or not (same and other):
+            continue
+        gap = last_fifth(r) - last_fifth(same)
+        allowed = max(0.01, abs(last_fifth(other) - last_fifth(same)))
+        row = {"curve": curve, "seed": seed, "gap": gap, "allowed": allowed}
+        gate.append(row | {"passes": abs(gap) <= allowed})
+    return gate
+
+
 def lines_of(result):
-    """The gaps in words."""
+    """The gaps in words, and the gate."""
+    for g in result.get("gate", []):
+        yield (
+            f"gate: {g['curve']}, seed {g['seed']}, {'passes' if g['passes'] else 'FAILS'}: "
+            f"{g['gap']:+.4f} nats of {g['allowed']:.4f}"
+        )
     for pair, g in result["gaps"].items():
         spread = f" ± {g['spread']:.4f}" if g["spread"] is not None else ""
         seeds = f"{len(g['seeds'])} seeds" if len(g["seeds"]) > 1 else "1 seed"
@@ -320,7 +360,7 @@ def draw(path, result):
     bottom.set_ylabel("difference, nats")
     bottom.set_xlabel("step")
     for axes in (top, bottom):
-        if axes.lines[0].get_label():
+        if any(not line.get_label().startswith("_") for line in axes.lines):
             axes.legend(fontsize=8)
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

@@ -18,6 +18,7 @@ BETAS, EPS, DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0
 # What PyTorch's AdamW updates, and what it computes with. The first keeps fp32 parameters and
 # moments and computes with copies. The others have parameters and moments of one dtype, and what an
 # update stores is rounded to nearest even: what an optimizer in bf16 does when nobody cares.
+BROKEN = "fp8-broken"
 TORCH = {
     "torch-masters": ("float32", "bfloat16"),
     "torch-nearest": ("bfloat16", "bfloat16"),
@@ -180,6 +181,14 @@ def torch_side(name, a, where, batches, lrs):
     }
 
 
+def recipe_of(name):
+    """A curve's recipe and what is added to the seed of its stochastic rounding."""
+    if name == BROKEN:
+        return "fp8", 0
+    recipe, _, other = name.partition("~")
+    return recipe, int(other or 1) - 1
+
+
 def train(name, seed, a, folder):
     """The losses and norms of curve @name, whose weights, order and rounding follow @seed."""
     where = make_model(a.model_config, folder, seed)
@@ -188,4 +197,5 @@ def train(name, seed, a, folder):
     lrs = schedule(a.lr, a.steps)
     if name in TORCH:
         return torch_side(name, a, where, batches, lrs)
-    return penstock_side(name, a, where, batches, lrs, seed)
+    recipe, more = recipe_of(name)
+    return penstock_side(recipe, a, where, batches, lrs, seed + 1000 * more)

@@ -45,6 +45,37 @@ def curves(tiny_shard, tmp_path_factory):
     return out, before, json.loads(out.with_suffix(".json").read_text()), first, more
 
 
+def test_the_gate_of_fp8_is_what_a_seed_of_rounding_moves():
+    """By hand: the gaps over the last fifth, beside 0.01 nats and beside bf16~2's."""
+
+    def gate(other, fp8, broken):
+        losses = {"bf16": 1.0, "bf16~2": other, "fp8": fp8, "fp8-broken": broken, "fp32": 9.0}
+        runs = [{"curve": c, "seed": 3, "loss": [0.0] * 4 + [x]} for c, x in losses.items()]
+        return [(g["curve"], g["seed"], g["passes"]) for g in curve.gate_of({"runs": runs})]
+
+    assert gate(1.001, 1.009, 1.011) == [("fp8", 3, True), ("fp8-broken", 3, False)]
+    assert gate(0.98, 1.019, 1.021) == [("fp8", 3, True), ("fp8-broken", 3, False)]
+    assert gate(1.0, 0.98, 1.0) == [("fp8", 3, False), ("fp8-broken", 3, True)]
+    without = [{"curve": c, "seed": 1, "loss": [1.0]} for c in ("bf16", "fp8")]
+    assert curve.gate_of({"runs": without}) == []
+
+
+def test_fp8_has_a_gate_and_its_broken_build_is_named(tiny_shard, tmp_path):
+    out = tmp_path / "fp8"
+    done = run(out, tiny_shard, "--curves", "bf16", "bf16~2", "fp8")
+    result = json.loads(out.with_suffix(".json").read_text())
+    assert loss(result, "bf16")[0] == loss(result, "bf16~2")[0]
+    assert loss(result, "bf16") != loss(result, "bf16~2") != loss(result, "fp8")
+    (row,) = result["gate"]
+    assert (
+        row["curve"] == "fp8"
+        and f"gate: fp8, seed 1, {'passes' if row['passes'] else 'FAILS'}" in done.stdout
+    )
+    for name in ("fp8-broken", "bf16~", "bf16~1", "torch-fp32~2"):
+        done = run(tmp_path / "no", tiny_shard, "--curves", name, code=1)
+        assert done.stderr.startswith(f"curve.py: --curves {name}: give ")
+
+
 def loss(result, name, seed=1):
     (of,) = (r for r in result["runs"] if (r["curve"], r["seed"]) == (name, seed))
     return of["loss"]
