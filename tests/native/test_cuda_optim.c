@@ -235,11 +235,13 @@ static void test_gate(void) {
                       .seed = 3,
                       .step = 8}};
     ps__update_gate g = {.step = &device_gate->step, .expected = 9};
-    /* 0-2: another step; 3-5 none; then the c-th sum is not finite; 19: all is well */
+    /* 0-2: another step; 3: no sums; 4-14: sum c - 4 is not finite; 18: another step, and the gate
+     * takes any */
     for (uint32_t c = 0; c < 20; c++) {
       const bool open = c == 3 || c >= 15;
       fill_all(u.s.recipe, 0, 110, 20);
-      gate.step = c == 0 ? 8 : c == 1 ? 10 : c == 2 ? UINT64_MAX : 9;
+      gate.step = c == 0 || c == 18 ? 8 : c == 1 ? 10 : c == 2 ? UINT64_MAX : 9;
+      g.step = c == 18 ? NULL : &device_gate->step;
       g.sumsq = c > 3 ? device_gate->sumsq : NULL;
       g.n_sumsq = c > 3 ? 11 : 0;
       for (uint32_t k = 0; k < 16; k++)
@@ -277,8 +279,9 @@ static void test_refused(void) {
   u.s.recipe = PS_RECIPE_FP32_MASTER;
   CHECK_FAILS(unit(&exec, &u.s, &one, 1, &a, 0, &g), PS_EINVAL, "missing");
   u.s.recipe = PS_RECIPE_FP32;
-  g.step = NULL;
-  CHECK_FAILS(on_device(&u, &g), PS_EINVAL, "gate");
+  g.sumsq = device_gate->sumsq;
+  g.n_sumsq = 33;
+  CHECK_FAILS(on_device(&u, &g), PS_EINVAL, "33 sums of squares");
   printf("ok what is wrong with the arguments is said\n");
 }
 

@@ -60,7 +60,7 @@ struct job {
 
 __device__ __forceinline__ bool is_open(const ps__update_gate &gate) {
   const uint32_t lane = threadIdx.x % 32;
-  bool good = *gate.step == gate.expected;
+  bool good = !gate.step || *gate.step == gate.expected;
   if (gate.sumsq && lane < gate.n_sumsq)
     good = good && isfinite(gate.sumsq[lane]);
   return __all_sync(0xffffffffu, good);
@@ -256,8 +256,8 @@ extern "C" ps_status ps__cuda_update_unit(void *exec, const ps__update *u,
     good = good && a->state[i] && aligned(a->state[i], state);
   if (!good)
     return ps__fail(PS_EINVAL, "%s: an address is missing or not aligned to its elements", name);
-  if (!gate->step || (gate->sumsq && gate->n_sumsq > MAX_SUMSQ))
-    return ps__fail(PS_EINVAL, "%s: the gate has no step, or %u sums of squares, at most %d", name,
+  if (gate->sumsq && gate->n_sumsq > MAX_SUMSQ)
+    return ps__fail(PS_EINVAL, "%s: the gate has %u sums of squares, at most %d", name,
                     gate->n_sumsq, MAX_SUMSQ);
   job j = {};
   j.a = *a;
