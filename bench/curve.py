@@ -5,7 +5,7 @@
         --curves fp32-master bf16 torch-nearest torch-masters --seeds 1 2 3
     python3 bench/curve.py --data SHARDS --out bench/results/fp8-NAME --steps 1525 --tokens 65536 \\
         --seq-len 2048 --config bench/curve_0.3b.json --curves bf16 bf16~2 fp8 fp8-broken \\
-        --broken-build DIR
+        --broken-build DIR --broken-steps 305
     python3 bench/curve.py --draw bench/results/curve-NAME    makes CSV and picture of its JSON
 
 All curves of a seed train the same Llama from the same weights on the same tokens in the same
@@ -15,7 +15,8 @@ same. A curve is a recipe of Penstock, or one of:
 RECIPE~2       the same recipe with another seed of stochastic rounding; its distance from RECIPE is
                what a single training may differ by
 fp8-broken     recipe fp8 of --broken-build, whose scales are 2^14 times too large: `make BUILD=DIR
-               CPPFLAGS=-DPS_FP8_COARSER=14 NVCCFLAGS=-DPS_FP8_COARSER=14`
+               CPPFLAGS=-DPS_FP8_COARSER=14 NVCCFLAGS=-DPS_FP8_COARSER=14`. It may end after
+               --broken-steps, as one that is broken shows it soon
 torch-masters  PyTorch eager: fused AdamW on fp32 parameters, bf16 copies of them in the products
 torch-nearest  PyTorch eager: fused AdamW on bf16 parameters and moments, rounded to nearest even
 torch-fp32     PyTorch eager: everything in fp32
@@ -26,8 +27,8 @@ torch-masters what rounding to nearest does. fp32-master against torch-masters i
 With bf16 and bf16~2 there is a gate for recipes of FP8: in each seed the gap to bf16 may be 0.01
 nats, or that of bf16~2 where it is larger. fp8-broken must fail it.
 
-The gap of two curves is the mean of their difference over the last fifth of the steps. It is stated
-as the mean over the seeds, with the standard deviation (n - 1) between them.
+The gap of two curves is the mean of their difference over the last fifth of the steps that both
+have. It is stated as the mean over the seeds, with the standard deviation (n - 1) between them.
 
 NAME.json gets every finished training: however the program was stopped, the same command goes on.
 NAME.csv has a column of losses for each training. NAME.png is drawn where matplotlib is installed.
@@ -37,6 +38,7 @@ The default model has 12 layers of 768: 90 to 130 million parameters, by the dat
 import argparse
 import concurrent.futures
 import csv
+import itertools
 import json
 import os
 import statistics
@@ -96,6 +98,9 @@ def parse():
     ap.add_argument("--micro", type=int, default=8, help="sequences that PyTorch takes at a time")
     ap.add_argument("--device-mem", help="Penstock's cap of device memory, such as 2GiB")
     ap.add_argument("--broken-build", help="the build folder of fp8-broken")
+    ap.add_argument(
+        "--broken-steps", type=int, help="the steps after which fp8-broken ends (default: --steps)"
+    )
     ap.add_argument("--commit", help="commit to record (default: git's)")
     ap.add_argument("--one", help=argparse.SUPPRESS)  # a training: the process of its own
     a = ap.parse_args()
@@ -103,6 +108,8 @@ def parse():
         ap.error("--data and --out are needed, or --draw")
     if a.jobs < 1 or a.steps < 5:
         ap.error("--jobs is at least 1, and --steps at least 5")
+    if a.broken_steps is not None and not 5 <= a.broken_steps <= a.steps:
+        ap.error("--broken-steps is at least 5 and at most --steps")
     return a
 
 
@@ -146,6 +153,7 @@ def settings_of(a):
         "device": hardware.device_name or hardware.name,
         "backend": "cuda" if hardware.backend else "cpu",
         "steps": a.steps,
+        "broken_steps": a.broken_steps,
         "seq_len": a.seq_len,
         "tokens_per_step": a.tokens,
         "peak_lr": a.lr,
@@ -251,8 +259,17 @@ def list_of(result):
     return list(dict.fromkeys(r["curve"] for r in result["runs"]))
 
 
-def last_fifth(r):
-    return statistics.fmean(r["loss"][-max(1, len(r["loss"]) // 5) :])
+def last_fifth(r, n_steps=None):
+    """The mean loss over the last fifth of the first @n_steps, or of all."""
+    losses = r["loss"][:n_steps]
+    return statistics.fmean(losses[-max(1, len(losses) // 5) :])
+
+
+def gap(one, other, n_steps=None):
+    """The training @one minus @other, in nats, over the last fifth of the first @n_steps, or of
+    those that both have, and the number of these steps."""
+    n_steps = n_steps or min(len(one["loss"]), len(other["loss"]))
+    return last_fifth(one, n_steps) - last_fifth(other, n_steps), n_steps
 
 
 def gaps_of(result):
@@ -265,7 +282,7 @@ def gaps_of(result):
             seeds = [s for c, s in of if c == one and (other, s) in of]
             if not seeds:
                 continue
-            by_seed = [last_fifth(of[one, s]) - last_fifth(of[other, s]) for s in seeds]
+            by_seed, n_steps = zip(*(gap(of[one, s], of[other, s]) for s in seeds))
             distances = [
                 (abs(x - y), step)
                 for s in seeds
@@ -276,7 +293,8 @@ def gaps_of(result):
                 "gap": statistics.fmean(by_seed),
                 "spread": statistics.stdev(by_seed) if len(seeds) > 1 else None,
                 "seeds": seeds,
-                "by_seed": by_seed,
+                "by_seed": list(by_seed),
+                "steps": max(n_steps),
                 "largest": largest,
                 "at_step": at_step,
                 "mean": statistics.fmean(d for d, _ in distances),
@@ -293,10 +311,10 @@ def gate_of(result):
         same, other = of.get(("bf16", seed)), of.get(("bf16~2", seed))
         if curve in TORCH or not recipe_of(curve)[0].startswith("fp8") or not (same and other):
             continue
-        gap = last_fifth(r) - last_fifth(same)
-        allowed = max(0.01, abs(last_fifth(other) - last_fifth(same)))
-        row = {"curve": curve, "seed": seed, "gap": gap, "allowed": allowed}
-        gate.append(row | {"passes": abs(gap) <= allowed})
+        apart, n_steps = gap(r, same)
+        allowed = max(0.01, abs(gap(other, same, n_steps)[0]))
+        row = {"curve": curve, "seed": seed, "steps": n_steps, "gap": apart, "allowed": allowed}
+        gate.append(row | {"passes": abs(apart) <= allowed})
     return gate
 
 
@@ -305,13 +323,14 @@ def lines_of(result):
     for g in result.get("gate", []):
         yield (
             f"gate: {g['curve']}, seed {g['seed']}, {'passes' if g['passes'] else 'FAILS'}: "
-            f"{g['gap']:+.4f} nats of {g['allowed']:.4f}"
+            f"{g['gap']:+.4f} nats of {g['allowed']:.4f}, after {g['steps']} steps"
         )
     for pair, g in result["gaps"].items():
         spread = f" ± {g['spread']:.4f}" if g["spread"] is not None else ""
         seeds = f"{len(g['seeds'])} seeds" if len(g["seeds"]) > 1 else "1 seed"
         yield (
-            f"{pair}: {g['gap']:+.4f}{spread} nats over the last fifth ({seeds}); largest distance "
+            f"{pair}: {g['gap']:+.4f}{spread} nats over the last fifth of {g['steps']} steps ({seeds}); "
+            f"largest distance "
             f"{g['largest']:.4f} (step {g['at_step']}), mean {g['mean']:.4f}"
         )
 
@@ -321,7 +340,7 @@ def write_csv(path, result):
     with open(path, "w", newline="") as file:
         out = csv.writer(file, lineterminator="\n")
         out.writerow(["step", "lr", *(f"{r['curve']} seed {r['seed']}" for r in runs)])
-        columns = zip(result["lr"], *(r["loss"] for r in runs))
+        columns = itertools.zip_longest(result["lr"], *(r["loss"] for r in runs), fillvalue="")
         out.writerows([step, f"{lr:.6g}", *losses] for step, (lr, *losses) in enumerate(columns))
 
 
@@ -371,7 +390,11 @@ def main():
     if a.one:
         return one_training(a)
     out = a.draw or a.out
-    result = json.loads(Path(f"{out}.json").read_text()) if a.draw else run(a)
+    if a.draw:
+        result = json.loads(Path(f"{out}.json").read_text())
+        result |= {"gaps": gaps_of(result), "gate": gate_of(result)}
+    else:
+        result = run(a)
     print("\n".join(lines_of(result)))
     write_csv(f"{out}.csv", result)
     print(f"{out}.json\n{out}.csv")

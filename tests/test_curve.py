@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 import tolerance
-from conftest import ROOT
+from conftest import BUILD, ROOT
 
 sys.path[:0] = [str(ROOT / "bench")]
 import curve  # noqa: E402
@@ -56,6 +56,12 @@ def test_the_gate_of_fp8_is_what_a_seed_of_rounding_moves():
     assert gate(1.001, 1.009, 1.011) == [("fp8", 3, True), ("fp8-broken", 3, False)]
     assert gate(0.98, 1.019, 1.021) == [("fp8", 3, True), ("fp8-broken", 3, False)]
     assert gate(1.0, 0.98, 1.0) == [("fp8", 3, False), ("fp8-broken", 3, True)]
+    short = {"bf16": [0.0, 3.0, 9.0, 9.0], "bf16~2": [0.0, 3.5, 7.0, 7.0], "fp8-broken": [0.0, 3.4]}
+    (row,) = curve.gate_of({"runs": [{"curve": c, "seed": 1, "loss": x} for c, x in short.items()]})
+    assert row == {"steps": 2, "passes": True} | {
+        k: row[k] for k in ("curve", "seed", "gap", "allowed")
+    }
+    assert row["gap"] == pytest.approx(0.4) and row["allowed"] == pytest.approx(0.5)
     without = [{"curve": c, "seed": 1, "loss": [1.0]} for c in ("bf16", "fp8")]
     assert curve.gate_of({"runs": without}) == []
 
@@ -67,10 +73,19 @@ def test_fp8_has_a_gate_and_its_broken_build_is_named(tiny_shard, tmp_path):
     assert loss(result, "bf16")[0] == loss(result, "bf16~2")[0]
     assert loss(result, "bf16") != loss(result, "bf16~2") != loss(result, "fp8")
     (row,) = result["gate"]
+    loss_of_fp8 = loss(result, "fp8")
     assert (
         row["curve"] == "fp8"
         and f"gate: fp8, seed 1, {'passes' if row['passes'] else 'FAILS'}" in done.stdout
     )
+    more = ("--curves", "bf16", "bf16~2", "fp8-broken", "--broken-steps", 5)
+    run(tmp_path / "short", tiny_shard, *more, "--broken-build", BUILD)
+    result = json.loads((tmp_path / "short.json").read_text())
+    assert loss(result, "fp8-broken") == loss_of_fp8[:5]  # the build is not broken here
+    assert [row["steps"] for row in result["gate"]] == [5]
+    with open(tmp_path / "short.csv") as file:
+        column = [row["fp8-broken seed 1"] for row in csv.DictReader(file)]
+    assert len(column) == STEPS and all(column[:5]) and not any(column[5:])
     for name in ("fp8-broken", "bf16~", "bf16~1", "torch-fp32~2"):
         done = run(tmp_path / "no", tiny_shard, "--curves", name, code=1)
         assert done.stderr.startswith(f"curve.py: --curves {name}: give ")
@@ -156,7 +171,8 @@ def test_what_cannot_be_trained_is_a_sentence(tiny_shard, tmp_path, more, says):
 
 def test_the_shipped_result_can_be_drawn():
     result = json.loads((ROOT / "bench/results/curve-h200.json").read_text())
-    assert curve.gaps_of(result) == result["gaps"]
+    gaps = {pair: {**gap, "steps": result["steps"]} for pair, gap in result["gaps"].items()}
+    assert curve.gaps_of(result) == gaps
     assert result["lr"] == pytest.approx(curve.curve_sides.schedule(6e-4, 200))
 
 
