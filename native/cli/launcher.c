@@ -192,7 +192,8 @@ int cli_task_share_plan(cli_job *job, int code) {
 }
 
 void cli_task_end(cli_job *job, int code) {
-  if (job->hosts && code != CLI_OK)
+  /* After Ctrl-C all have stopped, or were told by the trainer: rank 0 may still save. */
+  if (job->hosts && code != CLI_OK && code != CLI_INTERRUPTED)
     ps_hosts_fail(job->hosts, code == CLI_REFUSED ? PS_EINVAL : PS_EIO, cli_last_words());
   ps_hosts_close(job->hosts);
   job->hosts = NULL;

@@ -460,10 +460,10 @@ uint64_t ps_run_steps_done(const ps_run *r) {
 
 int ps_run_at_rest(const ps_run *r) {
   const ps_engine *e = r->engine;
-  if (atomic_load(&r->paused))
+  if (atomic_load(&r->paused) || ps_run_steps_done(r) >= submitted(r))
     return 1;
   if (!atomic_load(&r->stop))
-    return ps_run_steps_done(r) >= submitted(r);
+    return 0;
   for (uint32_t i = 0; i < e->n_drivers; i++)
     if (atomic_load(&e->driver[i].parked.value) < e->n_runs)
       return 0;
