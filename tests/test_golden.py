@@ -126,7 +126,7 @@ PLANS = {
             device_mem_bytes=4 * MIB,
             clip=1,
             n_devices=3,
-            layout=1,
+            layout=2,
         ),
     ),
     "h200-1b-ring-of-4-devices-bf16": (
@@ -141,7 +141,7 @@ PLANS = {
             host_mem_bytes=64 * GIB,
             clip=1,
             n_devices=4,
-            layout=1,
+            layout=2,
         ),
     ),
     "h200-1b-4-devices-bf16": (

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, words_of_training, write_shard
 from penstock import DeviceError, Hardware, InvalidError, Lora, ModelConfig, Plan, RunLog, Trainer
+from penstock._lib import ffi, lib
 from safetensors.numpy import load_file, save_file
 from test_cli import BINARY, penstock, refused
 from test_watch import command
@@ -56,6 +57,44 @@ def spoiled(tiny_model, tmp_path_factory):
     tokens = np.arange(2000) % 200
     tokens[12 * SEQ + 5] = 300
     return out, write_shard(out / "data.bin", tokens)
+
+
+def planned_on(folder, peer_bytes_per_s, sequences, layout, **cut):
+    """A step of a 1B model on two H200s."""
+    machine = json.loads((ROOT / "docs/hardware-h200.json").read_text())
+    file = folder / "machine.json"
+    file.write_text(json.dumps(machine | {"peer_bytes_per_s": peer_bytes_per_s}))
+    (folder / "config.json").write_text((ROOT / "models/1b.json").read_text())
+    return Plan(
+        ModelConfig.read(folder),
+        seq_len=8192,
+        tokens_per_step=sequences * 8192,
+        hardware=Hardware.read(file),
+        gpus=2,
+        layout=layout,
+        **cut,
+    ).report
+
+
+@pytest.mark.parametrize("sequences, faster", [(1, "ring"), (8, "data-parallel")])
+def test_the_planner_takes_the_faster_layout(sequences, faster, tmp_path):
+    """One sequence is one round, which leaves a GPU idle without a ring."""
+    auto, *each = (
+        planned_on(tmp_path, 370e9, sequences, layout, chunk_tokens=4096)
+        for layout in ("auto", "data-parallel", "ring")
+    )
+    times = [report["step_s"] for report in each]
+    assert auto["step_s"] == min(times) < max(times)
+    assert ffi.string(lib.ps_layout_name(auto["layout"])).decode() == faster
+
+
+def test_units_come_from_the_host_where_other_gpus_are_slower(tmp_path):
+    """Pieces from another GPU would take a thousand times as long as from the host."""
+    cut = {"chunk_tokens": 8192, "chunks_per_round": 1}
+    none, slow, fast = (
+        planned_on(tmp_path, rate, 8, "data-parallel", **cut) for rate in (0, 1e6, 370e9)
+    )
+    assert fast["step_s"] < slow["step_s"] <= none["step_s"]
 
 
 def figures(m):
@@ -156,7 +195,7 @@ def test_a_run_resumes_in_a_ring(alone, tiny_model, tiny_shard, tmp_path):
     """The run's file keeps the layout."""
     where = ("--run-dir", tmp_path, "--out", tmp_path / "out", "--force")
     train(tiny_model, tiny_shard, *where, "--gpus", 2, "--steps", 2, "--checkpoint-every", 2)
-    assert '\nlayout = "data-parallel"\n' in (tmp_path / "run.toml").read_text()
+    assert '\nlayout = "auto"\n' in (tmp_path / "run.toml").read_text()
     ring = ("--gpus", 4, "--layout", "ring", "--steps", 4, "--resume", "latest")
     train(tiny_model, tiny_shard, *where, *ring)
     assert '\nlayout = "ring"\n' in (tmp_path / "run.toml").read_text()
@@ -212,7 +251,7 @@ def test_gpus_that_idle_are_told_in_a_line(tiny_model, tiny_shard, tmp_path):
     assert done.returncode == 0 and "idle" not in done.stderr
     words[words.index("--tokens-per-step") + 1] = str(2 * SEQ)
     done = penstock(*words, "--gpus", 3, "--layout", "ring", "--run-dir", tmp_path)
-    assert done.returncode == 0 and "--gpus 3 --layout ring: 1 would idle at a time" in done.stderr
+    assert done.returncode == 0 and "--gpus 3 in a ring: 1 would idle at a time" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -230,7 +269,7 @@ def test_gpus_that_idle_are_told_in_a_line(tiny_model, tiny_shard, tmp_path):
             ("--layout", "ring", "--gpus", 5, *CPU),
             r"--layout ring: 4 blocks cannot be dealt to 5 GPUs: lower --gpus, or leave --layout",
         ),
-        (("--layout", "star", *CPU), r"--layout star: give data-parallel or ring$"),
+        (("--layout", "star", *CPU), r"--layout star: give auto, data-parallel or ring$"),
         (("--gpus", 2, "--gpu", 1, *CPU), r"--gpu 1 and --backend cpu exclude each other"),
         (("--gpus", 2), r"--gpus 2: there is no GPU that can be used here: give --gpus 1, or --ba"),
         (
@@ -259,7 +298,9 @@ def test_python_takes_the_same_number(alone, tiny_model, tmp_path):
     for gpus in (0, 9):
         with pytest.raises(InvalidError, match=f"gpus is {gpus}: give 1 to 8"):
             Plan(ModelConfig.read(tiny_model), gpus=gpus, **kw)
-    with pytest.raises(InvalidError, match='the layout "star" is unknown: use data-parallel or ri'):
+    with pytest.raises(
+        InvalidError, match='the layout "star" is unknown: use auto, data-parallel or'
+    ):
         Plan(ModelConfig.read(tiny_model), gpus=2, layout="star", **kw)
     with Trainer.from_file(alone / "run.toml", gpus=2) as trainer:
         with RunLog(tmp_path, trainer) as log:
@@ -354,7 +395,7 @@ def test_advice_is_arithmetic_on_the_plan(tmp_path):
     cut = ["--seq-len", 2048, "--chunk-tokens", 1024, "--head-slice-tokens", 512]
     step = [*cut, "--tokens-per-step", 4096]
     few = ["--chunks-per-round", 2, "--device-mem", "240MiB", "--gpus", 4]
-    said = advice(tmp_path, config, machine, *step, *few)
+    said = advice(tmp_path, config, machine, *step, *few, "--layout", "data-parallel")
     products = {
         "q, k, v": (1536, 1024, 1024),
         "attention's output": (1024, 1024, 1024),
@@ -385,6 +426,8 @@ def test_advice_is_arithmetic_on_the_plan(tmp_path):
         f"{3 * 2 * block / 2**20:.1f} MiB each: --layout ring can keep them there",
     ]
     assert said == expected and len(expected) >= 8
+    chosen = advice(tmp_path, config, machine, *step, *few)
+    assert not any("--layout ring" in line for line in chosen)
     config |= {"vocab_size": 1088}
     well = ["--chunks-per-round", 1, "--gpus", 2]
     said = advice(tmp_path, config, machine, *step, *well)

@@ -48,15 +48,17 @@ typedef void (*ps_plan_progress_fn)(void *user, uint64_t n_evaluated, double bes
 
 /* What a plan is asked for. 0 leaves a choice to the planner where a field says so. */
 /* How several devices share a step:
+ *   PS_LAYOUT_AUTO           the planner takes the one that it predicts to be faster.
  *   PS_LAYOUT_DATA_PARALLEL  each runs all layers, for rounds of its own.
  *   PS_LAYOUT_RING           layers are dealt to them in turn. A chunk's activations go from device
  *                            to device, and each device fetches the parameters of its layers. */
 typedef enum ps_plan_layout {
-  PS_LAYOUT_DATA_PARALLEL = 0,
-  PS_LAYOUT_RING = 1,
-  PS_N_LAYOUTS = 2
+  PS_LAYOUT_AUTO = 0,
+  PS_LAYOUT_DATA_PARALLEL = 1,
+  PS_LAYOUT_RING = 2,
+  PS_N_LAYOUTS = 3
 } ps_plan_layout;
-PS_API const char *ps_layout_name(ps_plan_layout layout); /* "data-parallel", "ring" */
+PS_API const char *ps_layout_name(ps_plan_layout layout); /* "auto", "data-parallel", "ring" */
 /* ps_layout_parse() - a layout by its name. Errors: PS_EINVAL names the value. */
 PS_API ps_status ps_layout_parse(ps_plan_layout *out, const char *name);
 
@@ -120,7 +122,8 @@ typedef struct ps_plan_config {
    * step's sequences, so the step is rounded down to that. */
   uint32_t n_hosts;
   /* ps_plan_layout: how several devices share a step. A ring needs two devices at least, and a
-   * block for each of them. The bits do not depend on it either. */
+   * block for each of them. The bits do not depend on it either, where chunks and rounds are the
+   * same. */
   uint32_t layout;
   /* Terms of the loss that is trained, beside the cross-entropy of each counted target. Both are 0
    * with forward_only.
@@ -176,6 +179,7 @@ typedef struct ps_plan_report {
   /* The first round may be larger: the last step's updates run beside its forward pass. */
   uint32_t first_round_chunks;
   uint32_t n_devices, n_hosts;
+  uint32_t layout; /* ps_plan_layout: the one that was taken */
   /* tokens_per_step and n_sequences are of all hosts, all else is of one */
   uint64_t chunk_tokens, tokens_per_step, n_sequences, head_slice_tokens;
   double exchange_bytes; /* that a host sends to the others in a step, and as many it receives */

@@ -111,12 +111,14 @@ static double tensor_parallel(const ps_model_config *m, const ps_hardware *hw, u
 
 static void advise_layout(cli_advice *a, const ps_model_config *m, const ps_hardware *hw,
                           const ps_plan_config *cfg, const ps_plan_report *r, uint32_t n) {
-  const bool ring = cfg->layout == PS_LAYOUT_RING, few = r->n_rounds < n;
+  /* with --layout auto the plan took the faster one already */
+  const bool ring = r->layout == PS_LAYOUT_RING, given = cfg->layout == PS_LAYOUT_DATA_PARALLEL;
+  const bool few = r->n_rounds < n;
   const double bytes = 2 * block_parameters(m) * m->n_layers, cap = (double)cfg->device_mem_bytes;
   char all[32], dealt[32];
   if (n < 2)
     return;
-  if (!ring && few && r->n_chunks >= n && m->n_layers >= n)
+  if (given && few && r->n_chunks >= n && m->n_layers >= n)
     add(a,
         "%u rounds for %u GPUs: pipeline parallel, --layout ring, would keep all busy, with %u "
         "chunks",
@@ -129,7 +131,7 @@ static void advise_layout(cli_advice *a, const ps_model_config *m, const ps_hard
         "tensor parallel over %u GPUs, which Penstock does not have, would send for %.0f%% of the "
         "products' time",
         n, 100 * tensor_parallel(m, hw, n));
-  if (!ring && cap > 0 && bytes > cap && bytes / n <= FITS * cap && m->n_layers >= n)
+  if (given && cap > 0 && bytes > cap && bytes / n <= FITS * cap && m->n_layers >= n)
     add(a,
         "blocks have %s of bf16 parameters, dealt to %u GPUs %s each: --layout ring can keep them "
         "there",

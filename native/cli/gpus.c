@@ -62,7 +62,7 @@ static ps_status plan_with(const table *t, uint32_t n_gpus, uint64_t tokens, ps_
   ps_plan_config cfg = t->job->plan_config;
   cfg.n_devices = n_gpus;
   if (n_gpus == 1)
-    cfg.layout = PS_LAYOUT_DATA_PARALLEL;
+    cfg.layout = PS_LAYOUT_AUTO;
   cfg.tokens_per_step = tokens;
   if (tokens != t->tokens)
     cfg.n_ramp = 0; /* its stages may have no more tokens than a step */
@@ -233,6 +233,18 @@ static void find_advice(const table *t, cli_advice *a) {
                most->n_gpus);
 }
 
+/* Which rows are rings, where the planner chose: --layout says it otherwise. */
+static void print_rings(const table *t) {
+  uint32_t n = 0;
+  for (const row *r = t->row; r < t->row + t->n; r++)
+    if (r->tokens_per_s > 0 && r->report.layout == PS_LAYOUT_RING &&
+        t->job->plan_config.layout == PS_LAYOUT_AUTO)
+      printf("%s %u",
+             n++ ? "," : "in a ring of layers, which is faster than data-parallel:", r->n_gpus);
+  if (n)
+    puts(" GPUs");
+}
+
 static void print_notes(const table *t) {
   cli_advice a;
   printf("of N x one: tokens/s over N times those of one GPU, with the same tokens a step\n"
@@ -241,6 +253,7 @@ static void print_notes(const table *t) {
          "0.95 from: the fewest tokens a step for 0.95 of N x one, searched by doublings up to "
          "%llu\n",
          (unsigned long long)doubled(t, DOUBLINGS, 1));
+  print_rings(t);
   if (t->job->hardware.backend == PS_BACKEND_CUDA)
     puts("Rows of several GPUs are predictions that no machine has checked yet.");
   find_advice(t, &a);
@@ -259,6 +272,7 @@ static void row_json(cli_json *j, const row *r) {
     cli_json_text(j, "binds", r->binds);
     cli_json_number(j, "busy", r->busy);
     cli_json_number(j, "recomputed", recomputed(r));
+    cli_json_text(j, "layout", ps_layout_name((ps_plan_layout)r->report.layout));
     cli_json_count(j, "n_rounds", r->report.n_rounds);
     cli_json_count(j, "device_used_bytes", r->report.device_used_bytes);
     cli_json_count(j, "host_used_bytes", r->report.host_used_bytes);

@@ -7,7 +7,7 @@
 #include <string.h>
 
 static const char *const recipes[] = {"fp32", "fp32-master", "bf16", "fp8", "fp8-master", NULL};
-static const char *const layouts[] = {"data-parallel", "ring", NULL};
+static const char *const layouts[] = {"auto", "data-parallel", "ring", NULL};
 static const char *const optimizers[] = {"adamw", "lion", "sgd", NULL};
 static const char *const non_finite[] = {"stop", "skip", NULL};
 static const char *const lr_schedules[] = {"constant", "cosine", "linear", "wsd", NULL};
@@ -201,8 +201,9 @@ static const job_option job_options[] = {
                "an arena in place of each"),
     OPTION(ALWAYS, device.layout, .name = "layout", .kind = CLI_CHOICE, .value = "NAME",
            .choices = layouts,
-           .help = "how several GPUs share a step: data-parallel, each with rounds of its own "
-                   "(default), or ring, each with layers of its own"),
+           .help = "how several GPUs share a step: data-parallel, each with rounds of its own; "
+                   "ring, each with layers of its own; or auto, the one that is predicted to be "
+                   "faster (default)"),
     OPTION(TRAINING, hosts_wait, .name = "hosts-wait", .kind = CLI_NUMBER, .value = "SECONDS",
            .least = 0.1, .most = 1e6,
            .help = "where torchrun, srun or mpirun start a task on each of several hosts: how long "
@@ -449,10 +450,10 @@ uint64_t cli_step_tokens(const ps_plan_config *c) {
  * and idle where these have fewer chunks than devices. */
 static void note_idle(const cli_job *j, cli_progress *p) {
   const ps_plan_report *r = &j->report;
-  const bool ring = j->plan_config.layout == PS_LAYOUT_RING;
+  const bool ring = r->layout == PS_LAYOUT_RING;
   if (ring && r->n_chunks < r->n_devices)
     cli_progress_note(p,
-                      "--gpus %u --layout ring: %u would idle at a time, as a step has %u chunk%s: "
+                      "--gpus %u in a ring: %u would idle at a time, as a step has %u chunk%s: "
                       "raise --tokens-per-step, or lower --chunk-tokens",
                       r->n_devices, r->n_devices - r->n_chunks, r->n_chunks,
                       r->n_chunks == 1 ? "" : "s");

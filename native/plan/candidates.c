@@ -116,7 +116,7 @@ static ps_status boundary_bytes(const ps__search_space *sp, const ps__step *s, u
 
 static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bool embed_on_host,
                               ps__step_hooks *hooks) {
-  const ps__candidate all = {.device = PS__SAVED_PARTS};
+  const ps__candidate all = {.device = PS__SAVED_PARTS, .from_host = ps__from_host_first(sp->plan)};
   ps__microbatch_base *base = &mb->base[embed_on_host];
   ps__spec spec;
   ps__step s;
@@ -363,7 +363,7 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
     const double added =
         ps__sum_bytes(bytes / e, contributions, contributions, sp->plan->model->dt);
     /* in pieces the other devices bring the rest, and add the contributions */
-    const bool pieces = ps__takes_pieces(sp->plan, u);
+    const bool pieces = ps__takes_pieces(sp->plan, u) && !ps__from_host_first(sp->plan);
     const double part = pieces ? share : 1;
     /* in a ring a device has no part of the others' blocks, and all rounds of its own */
     const bool dealt = ps__is_ring(sp->plan) && layer != ps__head_layer(m);
@@ -527,7 +527,10 @@ static ps_status add_candidates(ps__search_space *sp, uint32_t idx) {
   }
   for (uint32_t d = 0; st == PS_OK && d <= PS__SAVED_PARTS; d += PS__DEVICE_GRID * step)
     for (uint32_t h = 0; st == PS_OK && d + h <= PS__SAVED_PARTS; h += PS__HOST_GRID * step) {
-      ps__candidate m = {.microbatch = (uint8_t)idx, .device = (uint8_t)d, .host = (uint8_t)h};
+      ps__candidate m = {.microbatch = (uint8_t)idx,
+                         .device = (uint8_t)d,
+                         .host = (uint8_t)h,
+                         .from_host = ps__from_host_first(sp->plan)};
       ps__saved_sums s;
       sum_saved(sp, mb, &m, table, of_chunk, &s);
       for (uint32_t i = 0; st == PS_OK && i < PS__N_RESIDENCIES * PS__N_AHEADS; i++) {

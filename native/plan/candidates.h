@@ -53,6 +53,9 @@ typedef struct ps__candidate {
   /* chunk passes, beyond ahead, for which contributions may wait on the host to be added; 0 in the
    * search space */
   uint8_t sums;
+  /* parts of the units that several devices fetch whole from the host, although they could take
+   * them in pieces (ps__takes_pieces()); in the search space ps__from_host_first(); then varied */
+  uint8_t from_host;
   /* which number of threads adds gradients on the host (ps__sum_threads()): with fewer, copies get
    * more of the host's memory. The simulation of a step sets it; it changes time alone */
   uint8_t threads;
@@ -162,6 +165,9 @@ bool ps__embed_on_host(const ps__search_space *sp, const ps__layout *l, const ps
 /* Whether several devices take the unit in pieces, unless it is an embedding on the host: they can
  * copy to each other. The embedding of a tied model has contributions of the head, too. */
 bool ps__takes_pieces(const ps_plan *plan, uint32_t unit);
+/* ps__from_host_first() - ps__candidate.from_host in the search space: all parts where a device's
+ * link to the host is faster than the one to the other devices, else none. */
+uint8_t ps__from_host_first(const ps_plan *plan);
 /* All decisions of a candidate. Errors: PS_ENOMEM. @out freed by ps__spec_free(). */
 ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const ps__candidate *m,
                      bool embed_on_host, ps__spec *out);

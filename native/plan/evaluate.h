@@ -31,6 +31,7 @@ typedef struct ps__search {
    * fastest that keeps some on the device */
   ps__fastest fastest[2 * PS__MAX_MICROBATCHES];
   uint64_t cap[PS__N_MEMS], machine; /* BYTES by place; the machine's host memory */
+  double below_ns;                   /* 0, or the time that a plan must be faster than */
   uint64_t best_miss;                /* BYTES by which the nearest candidate misses the caps */
   uint64_t n_ops;                    /* emitted and simulated so far */
   uint8_t *evaluated;                /* [space.n_candidates] 1: evaluated */

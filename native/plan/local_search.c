@@ -26,6 +26,7 @@ enum {
   MOVE_STREAMED,
   MOVE_SPLIT,
   MOVE_SUMS,
+  MOVE_FROM_HOST,
   MOVE_HEAD,
   MOVE_AHEAD,
   N_MOVES
@@ -35,13 +36,17 @@ static int n_layers(const ps__search *s) {
   return s->plan->model->cfg.n_layers < 255 ? (int)s->plan->model->cfg.n_layers : 255;
 }
 
+static bool may_take_pieces(const ps__search *s) {
+  return s->plan->at->n_devices > 1 && s->plan->hw.peer_bytes_per_s > 0;
+}
+
 static bool moved(const ps__search *s, ps__candidate *m, int what, int by) {
   /* the CPU backend's "device" has no processor of its own */
   const bool cuda = s->plan->hw.backend == PS_BACKEND_CUDA, one = !ps__totals_on_host(s->plan);
   const int layers = n_layers(s);
-  uint8_t *const field[N_MOVES] = {&m->host,  &m->keep.params, &m->keep.grads,
-                                   &m->extra, &m->streamed,    &m->split,
-                                   &m->sums,  &m->keep.head,   &m->ahead};
+  uint8_t *const field[N_MOVES] = {&m->host,      &m->keep.params, &m->keep.grads, &m->extra,
+                                   &m->streamed,  &m->split,       &m->sums,       &m->from_host,
+                                   &m->keep.head, &m->ahead};
   const int split = layers < 255 ? layers + 1 : 255; /* the head too */
   const int most[N_MOVES] = {
       PS__SAVED_PARTS,
@@ -51,6 +56,7 @@ static bool moved(const ps__search *s, ps__candidate *m, int what, int by) {
       cuda && one ? layers : 0,
       cuda && ps__may_split(s->plan) ? split : 0,
       layers,
+      may_take_pieces(s) ? PS__UNIT_PARTS : 0,
       1,
       PS__N_AHEADS - 1};
   const int to = *field[what] + by;
@@ -116,9 +122,15 @@ static const int step[] = {6, 2, 1};
  * pass by. One such pair is contributions that wait while sums run on fewer threads. */
 static const struct {
   int what, by;
-} perturbations[] = {{MOVE_SUMS, 14},  {MOVE_EXTRA, 24},   {MOVE_PARAMS, 8},
-                     {MOVE_HOST, -10}, {MOVE_STREAMED, 8}, {MOVE_SUMS, -14}};
+} perturbations[] = {{MOVE_SUMS, 14},      {MOVE_EXTRA, 24},     {MOVE_PARAMS, 8},
+                     {MOVE_HOST, -10},     {MOVE_STREAMED, 8},   {MOVE_SUMS, -14},
+                     {MOVE_FROM_HOST, 16}, {MOVE_FROM_HOST, -16}};
 enum { N_LEVELS = 3, N_PERTURBATIONS = sizeof perturbations / sizeof *perturbations };
+
+/* The last two are of units in pieces alone. */
+static uint32_t n_perturbations(const ps__search *s) {
+  return may_take_pieces(s) ? N_PERTURBATIONS : N_PERTURBATIONS - 2;
+}
 
 /* @out: @d at candidate @m; time 0 where it does not fit. */
 static ps_status try_candidate(ps__search *s, const descent *d, ps__candidate m, descent *out) {
@@ -207,7 +219,7 @@ static ps_status search_near(ps__search *s, descent *d, uint64_t max_ops) {
   while (d->taken && s->n_ops < end) {
     if (d->level == N_LEVELS) {
       const uint32_t n_perturbed = d->n_perturbed;
-      if (n_perturbed == N_PERTURBATIONS)
+      if (n_perturbed == n_perturbations(s))
         break;
       *d = best;
       d->level = N_LEVELS;

@@ -150,7 +150,10 @@ static ps_status check_config(ps_plan *p) {
     c->n_hosts = 1;
   p->at = ps__places_of(c->n_devices, c->n_hosts);
   if (c->layout >= PS_N_LAYOUTS)
-    return ps__fail(PS_EINVAL, "layout %u is unknown: 0 is data-parallel, 1 is ring", c->layout);
+    return ps__fail(PS_EINVAL, "layout %u is unknown: 0 is auto, 1 is data-parallel, 2 is ring",
+                    c->layout);
+  if (c->layout == PS_LAYOUT_AUTO && (c->n_devices == 1 || p->model->cfg.n_layers < c->n_devices))
+    c->layout = PS_LAYOUT_DATA_PARALLEL;
   if (c->layout == PS_LAYOUT_RING && c->n_devices == 1)
     return ps__fail(PS_EINVAL, "--layout ring deals layers to several GPUs, and --gpus is 1: raise "
                                "--gpus, or leave --layout out");
@@ -387,6 +390,7 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
   o->struct_bytes = sizeof *o;
   o->n_devices = s->at->n_devices;
   o->n_hosts = p->cfg.n_hosts;
+  o->layout = p->cfg.layout;
   o->exchange_bytes = exchanged_bytes(s);
   o->n_rounds = l->n_rounds;
   o->chunks_per_round = l->chunks_per_round;
@@ -510,47 +514,123 @@ static ps_status refuse_guests(ps_plan *p, const ps__search_result *r) {
   return refuse(p, r); /* the machine's memory */
 }
 
+/* ---- searches of one layout, or of both ------------------------------------------------------ */
+
+/* What is known of candidates, by layout; NULL: of a layout that is not searched. */
+typedef struct memos {
+  ps__memo *of[PS_N_LAYOUTS];
+} memos;
+
+static void memos_destroy(memos *m) {
+  for (int i = 0; i < PS_N_LAYOUTS; i++)
+    ps__memo_destroy(m->of[i]);
+}
+
+static ps_status memos_create(memos *m) {
+  ps_status st = PS_OK;
+  *m = (memos){0};
+  for (int i = PS_LAYOUT_DATA_PARALLEL; i < PS_N_LAYOUTS && st == PS_OK; i++)
+    st = ps__memo_create(&m->of[i]);
+  if (st != PS_OK)
+    memos_destroy(m);
+  return st;
+}
+
+/* The fastest plan of p->cfg.layout. With PS_LAYOUT_AUTO that of the data-parallel layout, or of a
+ * ring where that is faster. p->cfg.layout is the layout then. */
+static ps_status find_plan(ps_plan *p, const memos *m, ps__search_result *r) {
+  if (p->cfg.layout != PS_LAYOUT_AUTO)
+    return ps__find_plan(p, m->of[p->cfg.layout], 0, r);
+  ps__search_result ring;
+  p->cfg.layout = PS_LAYOUT_DATA_PARALLEL;
+  PS_TRY(ps__find_plan(p, m->of[PS_LAYOUT_DATA_PARALLEL], 0, r));
+  ps__layout layout = p->layout;
+  ps__spec spec = p->spec;
+  p->layout = (ps__layout){0};
+  p->spec = (ps__spec){0};
+  p->cfg.layout = PS_LAYOUT_RING;
+  const ps_status st = ps__find_plan(p, m->of[PS_LAYOUT_RING], r->step_ns, &ring);
+  const bool faster =
+      st == PS_OK && ring.step_ns > 0 && (r->step_ns == 0 || ring.step_ns < r->step_ns);
+  ring.n_candidates += r->n_candidates;
+  ring.n_feasible += r->n_feasible;
+  if (faster) {
+    ps__spec_free(&spec);
+    ps__layout_free(&layout);
+    *r = ring;
+    return PS_OK;
+  }
+  ps__spec_free(&p->spec);
+  ps__layout_free(&p->layout);
+  p->layout = layout;
+  p->spec = spec;
+  p->cfg.layout = PS_LAYOUT_DATA_PARALLEL;
+  r->n_candidates = ring.n_candidates;
+  r->n_feasible = ring.n_feasible;
+  return st;
+}
+
+/* The smallest caps of p->cfg.layout; with PS_LAYOUT_AUTO those of either layout. */
+static ps_status find_smallest(ps_plan *p, const memos *m, ps__search_result *r) {
+  const uint32_t given = p->cfg.layout;
+  if (given != PS_LAYOUT_AUTO)
+    return ps__find_smallest(p, m->of[given], r);
+  ps__search_result ring;
+  p->cfg.layout = PS_LAYOUT_RING;
+  ps_status st = ps__find_smallest(p, m->of[PS_LAYOUT_RING], &ring);
+  p->cfg.layout = PS_LAYOUT_DATA_PARALLEL;
+  if (st == PS_OK)
+    st = ps__find_smallest(p, m->of[PS_LAYOUT_DATA_PARALLEL], r);
+  p->cfg.layout = given;
+  for (uint32_t i = 0; st == PS_OK && i < PS__N_MEMS; i++)
+    if (ring.smallest[i] && (r->smallest[i] == 0 || ring.smallest[i] < r->smallest[i]))
+      r->smallest[i] = ring.smallest[i];
+  return st;
+}
+
 /* Searches where ramp and validation count. @alone: training alone would fit. */
 static ps_status plan_with_guests(ps_plan *p, bool alone) {
   ps__search_result r = {0};
-  ps__memo *memo;
-  PS_TRY(ps__memo_create(&memo)); /* what the other searches know is without guests */
+  memos m;
+  PS_TRY(memos_create(&m)); /* what the other searches know is without guests */
   p->counts_guests = true;
-  ps_status st = alone ? ps__find_plan(p, memo, false, &r) : PS_OK;
-  if (st == PS_OK && r.n_feasible) {
+  ps_status st = alone ? find_plan(p, &m, &r) : PS_OK;
+  if (st == PS_OK && r.step_ns > 0) {
     st = compile_plan(p, &r);
     if (st == PS_OK)
       st = ps__plan_beside_check(p);
   } else if (st == PS_OK) {
-    st = ps__find_plan(p, memo, true, &r);
+    st = find_smallest(p, &m, &r);
     if (st == PS_OK)
       st = alone ? refuse_guests(p, &r) : refuse(p, &r);
   }
-  ps__memo_destroy(memo);
+  memos_destroy(&m);
   return st;
 }
 
 /* The fastest plan that fits; with ramp or validation the same, where it holds them. */
-static ps_status make_plan(ps_plan *p, ps__memo *memo) {
+static ps_status make_plan(ps_plan *p, const memos *m) {
   ps__search_result r;
-  PS_TRY(ps__find_plan(p, memo, false, &r));
-  const bool alone = r.n_feasible > 0;
+  const uint32_t given = p->cfg.layout;
+  PS_TRY(find_plan(p, m, &r));
+  const bool alone = r.step_ns > 0;
   if (alone) {
     PS_TRY(compile_plan(p, &r));
     if (ps__plan_beside_check(p) == PS_OK)
       return PS_OK;
     PS_TRY(undo(p));
   }
+  p->cfg.layout = given;
   if (ps__plan_has_guests(p))
     return plan_with_guests(p, alone);
-  PS_TRY(ps__find_plan(p, memo, true, &r));
+  PS_TRY(find_smallest(p, m, &r));
   return refuse(p, &r);
 }
 
 /* ---- evaluations that plans share ------------------------------------------------------------ */
 
 struct ps_evaluations {
-  ps__memo *memo;
+  memos memo;
   bool used; /* the rest is set */
   ps_model_config model;
   ps_plan_config cfg; /* but for the caps */
@@ -563,7 +643,7 @@ ps_status ps_evaluations_create(ps_evaluations **out) {
   ps_evaluations *e = ps__calloc(1, sizeof *e);
   if (!e)
     return ps__fail(PS_ENOMEM, "out of memory for shared evaluations");
-  const ps_status st = ps__memo_create(&e->memo);
+  const ps_status st = memos_create(&e->memo);
   if (st == PS_OK)
     *out = e;
   else
@@ -574,7 +654,7 @@ ps_status ps_evaluations_create(ps_evaluations **out) {
 void ps_evaluations_destroy(ps_evaluations *e) {
   if (!e)
     return;
-  ps__memo_destroy(e->memo);
+  memos_destroy(&e->memo);
   ps__free(e);
 }
 
@@ -602,7 +682,7 @@ static ps_status share(ps_evaluations *e, const ps_plan *p) {
 static ps_status finish_plan(ps_plan **out, ps_plan *p, ps_evaluations *shared) {
   ps_status st = share(shared, p);
   if (st == PS_OK)
-    st = make_plan(p, shared->memo);
+    st = make_plan(p, &shared->memo);
   p->cfg.ramp = NULL; /* the caller's */
   if (st != PS_OK)
     ps_plan_destroy(p);
@@ -704,13 +784,13 @@ ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *c
     return ps__fail(PS_EINVAL, "the smallest caps are those of training alone: leave samples out");
   ps_plan *p = NULL;
   ps__search_result r;
-  ps__memo *memo = NULL;
+  memos m = {0};
   PS_TRY(ps__plan_new(&p, model, cfg, hw));
   p->counts_guests = ps__plan_has_guests(p);
-  ps_status st = ps__memo_create(&memo);
+  ps_status st = memos_create(&m);
   if (st == PS_OK)
-    st = ps__find_plan(p, memo, true, &r);
-  ps__memo_destroy(memo);
+    st = find_smallest(p, &m, &r);
+  memos_destroy(&m);
   ps_plan_destroy(p);
   if (st != PS_OK)
     return st;

@@ -180,6 +180,7 @@ typedef struct ps__search_result {
   uint64_t smallest[PS__N_MEMS];
   uint64_t any[PS__N_MEMS]; /* BYTES by place of the plan that misses the caps least */
   uint32_t n_candidates, n_feasible;
+  double step_ns; /* of the fastest plan; 0: none */
 } ps__search_result;
 /* ps__head_slice() - tokens of a slice of the head and loss for chunks of @chunk_tokens: as the
  * user gave. By default, on a GPU, a chunk has at most PS__MOST_ADDITIONS slices (of up to 4096
@@ -193,10 +194,14 @@ void ps__memo_destroy(ps__memo *memo);     /* NULL is a no-op */
 static inline bool ps__may_split(const ps_plan *plan) {
   return plan->cfg.clip && ps__optimizers[plan->cfg.optimizer].splits;
 }
-/* ps__find_plan() - the fastest plan under the caps; with @sizes_only, the smallest caps alone.
- * Needs plan->model, cfg and hw. On PS_OK with n_feasible > 0, and not @sizes_only, plan->layout
- * and plan->spec are set. Errors: PS_ENOMEM, PS_EINVAL, PS_EDEVICE (threads). */
-ps_status ps__find_plan(ps_plan *plan, ps__memo *memo, bool sizes_only, ps__search_result *out);
+/* ps__find_plan() - the fastest plan under the caps, of plan->cfg.layout, which is not
+ * PS_LAYOUT_AUTO. Needs plan->model, cfg and hw. Where out->step_ns > 0, plan->layout and
+ * plan->spec are set.
+ * @below_ns  0, or a step's time: the search leaves out what cannot be faster
+ * ps__find_smallest() - the smallest caps alone: out->smallest and out->any.
+ * Errors: PS_ENOMEM, PS_EINVAL, PS_EDEVICE (threads). */
+ps_status ps__find_plan(ps_plan *plan, ps__memo *memo, double below_ns, ps__search_result *out);
+ps_status ps__find_smallest(ps_plan *plan, ps__memo *memo, ps__search_result *out);
 /* ---- evaluate.c ------------------------------------------------------------------------------ */
 /* ps__steady_ns() - ns of a step in the steady state, from the ends of the simulated steps. It is
  * at least the work of every stream, and of every shared resource: the first steps put off work

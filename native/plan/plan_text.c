@@ -221,7 +221,7 @@ const char *ps_plan_text(ps_plan *plan) {
   return plan->text;
 }
 
-static const char *const layouts[PS_N_LAYOUTS] = {"data-parallel", "ring"};
+static const char *const layouts[PS_N_LAYOUTS] = {"auto", "data-parallel", "ring"};
 
 const char *ps_layout_name(ps_plan_layout layout) {
   return (unsigned)layout < PS_N_LAYOUTS ? layouts[layout] : "unknown";
@@ -233,7 +233,7 @@ ps_status ps_layout_parse(ps_plan_layout *out, const char *name) {
       *out = (ps_plan_layout)i;
       return PS_OK;
     }
-  return ps__fail(PS_EINVAL, "the layout \"%.40s\" is unknown: use data-parallel or ring",
+  return ps__fail(PS_EINVAL, "the layout \"%.40s\" is unknown: use auto, data-parallel or ring",
                   name ? name : "");
 }
 

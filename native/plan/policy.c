@@ -15,6 +15,10 @@ bool ps__takes_pieces(const ps_plan *plan, uint32_t unit) {
          !(unit == 0 && ps__tied(plan->model));
 }
 
+uint8_t ps__from_host_first(const ps_plan *plan) {
+  return plan->hw.peer_bytes_per_s < plan->hw.h2d_bytes_per_s ? PS__UNIT_PARTS : 0;
+}
+
 bool ps__params_stay(const ps__search_space *sp, const ps__residency *r, uint32_t unit) {
   return ps__among(sp, unit, r->params) ||
          (r->head && sp->plan->model->unit[unit].layer == ps__head_layer(sp->plan->model));
@@ -173,7 +177,8 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
                table_on_host = u == 0 && embed_on_host, trained = !plan->model->unit[u].frozen;
     spec->param_resident[u] = ps__params_stay(sp, r, u) && !table_on_host;
     spec->grad_resident[u] = ps__among(sp, u, r->grads) && several && !table_on_host;
-    spec->in_pieces[u] = ps__takes_pieces(plan, u) && !table_on_host;
+    spec->in_pieces[u] =
+        ps__takes_pieces(plan, u) && !table_on_host && !ps__among(sp, u, m->from_host);
     spec->update_resident[u] = r->state && trained;
     spec->update_streamed[u] = !r->state && layer > 0 && layer <= m->streamed && trained;
     const bool among = layer == ps__head_layer(plan->model)

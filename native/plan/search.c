@@ -30,6 +30,9 @@ static const double LONG_STEP_OPS = 6000;
 /* From here on a candidate is passed over if the slack of those like it says that it does not
  * fit. */
 static const uint64_t PRUNE_OPS = 400000;
+/* Where a plan must be faster than another one, the fastest candidate is varied if its time is
+ * below so many times that plan's. */
+static const double WORTH_VARYING = 1.1;
 enum { TRIES = 6 }; /* candidates of a configuration that are evaluated to find one that fits */
 
 /* ---- the fastest ----------------------------------------------------------------------------- */
@@ -65,6 +68,12 @@ static int by_rank(const void *pa, const void *pb) {
 static void add_slack(const ps__search *s, const ps__candidate *m, uint64_t bytes[PS__N_MEMS]) {
   for (uint32_t i = 0; s->prune && (s->large || s->n_ops > PRUNE_OPS) && i < PS__N_MEMS; i++)
     bytes[i] += s->slack[m->microbatch][m->residency][m->ahead][i] / 20 * 19;
+}
+
+/* Whether the candidate's bound says that another plan is as fast at least. */
+static bool cannot_win(const ps__search *s, const ps__candidate *m) {
+  return (s->best[0].ns > 0 && m->bound_ns >= s->best[0].ns) ||
+         (s->below_ns > 0 && m->bound_ns >= s->below_ns);
 }
 
 static bool cannot_fit(const ps__search *s, const ps__candidate *m) {
@@ -107,7 +116,8 @@ static ps_status evaluate_microbatches(ps__search *s) {
   for (size_t i = 0; i < s->space.n_candidates && s->n_ops < ps__budget(s, MAX_OPS / 2); i++) {
     ps__candidate *m = &s->space.candidate[i];
     double ns = 0;
-    if (factor[m->microbatch] > 0 || tries[m->microbatch] == TRIES || cannot_fit(s, m))
+    if (factor[m->microbatch] > 0 || tries[m->microbatch] == TRIES || cannot_fit(s, m) ||
+        (s->below_ns > 0 && m->bound_ns >= s->below_ns))
       continue;
     tries[m->microbatch]++;
     PS_TRY(evaluate(s, m, &ns));
@@ -126,8 +136,7 @@ static ps__candidate *next_of(const ps__search *s, const ranked *order, size_t *
   const ps__search_space *sp = &s->space;
   while (*at < sp->n_candidates) {
     ps__candidate *m = &sp->candidate[order[(*at)++].idx];
-    if ((s->evaluated[m - sp->candidate] && s->prune) ||
-        (s->best[0].ns > 0 && m->bound_ns >= s->best[0].ns) || cannot_fit(s, m))
+    if ((s->evaluated[m - sp->candidate] && s->prune) || cannot_win(s, m) || cannot_fit(s, m))
       continue;
     return m;
   }
@@ -245,6 +254,30 @@ static ps_status spend_host(ps__search *s) {
   return PS_OK;
 }
 
+/* With several devices in a small search space: how many units come whole from the host, and how
+ * many in pieces, of which each device brings one. The local search of a large space varies the
+ * same. */
+static ps_status choose_links(ps__search *s) {
+  const ps_plan *plan = s->plan;
+  const bool pieces = plan->at->n_devices > 1 && plan->hw.peer_bytes_per_s > 0;
+  const int way = ps__from_host_first(plan) ? -1 : 1;
+  for (int by = PS__UNIT_PARTS; pieces && by > 0 && s->best[0].ns > 0; by /= 2) {
+    ps__candidate m = s->best[0].candidate;
+    ps__evaluation e;
+    double ns;
+    const int to = m.from_host + way * by;
+    if (to < 0 || to > PS__UNIT_PARTS)
+      continue;
+    m.from_host = (uint8_t)to;
+    PS_TRY(ps__evaluate_begin(s, &m, &e));
+    const ps_status st = ps__evaluate_time(s, &m, &e, &ns); /* notes it where it is faster */
+    ps__evaluation_end(s, &e);
+    if (st != PS_OK)
+      return st;
+  }
+  return PS_OK;
+}
+
 static ps_status keep_best(ps__search *s) {
   ps_plan *plan = s->plan;
   const ps__layout *l = &s->space.microbatch[s->best[0].candidate.microbatch].layout;
@@ -350,14 +383,22 @@ static bool is_large(const ps__search *s) {
 
 /* The fastest plan under @s's caps, in s->best. */
 static ps_status find(ps__search *s) {
+  if (s->below_ns > 0) {
+    s->prune = true;
+    PS_TRY(find_fastest(s));
+    if (s->best[0].ns == 0 || s->best[0].ns >= WORTH_VARYING * s->below_ns)
+      return PS_OK;
+  }
   for (int pass = 0; pass < 2 && s->best[0].ns == 0; pass++) {
     s->prune = pass == 0; /* the second pass finds what fits by a little */
     PS_TRY(find_fastest(s));
   }
   if (s->best[0].ns == 0)
     PS_TRY(find_any_that_fits(s));
-  if (s->best[0].ns == 0 || !s->large)
+  if (s->best[0].ns == 0)
     return PS_OK;
+  if (!s->large)
+    return choose_links(s);
   PS_TRY(ps__local_search(s));
   PS_TRY(confirm_best(s));
   PS_TRY(spend_host(s));
@@ -464,7 +505,8 @@ static ps_status find_on_ladder(ps__search *s) {
   return st;
 }
 
-ps_status ps__find_plan(ps_plan *plan, ps__memo *memo, bool sizes_only, ps__search_result *out) {
+static ps_status search(ps_plan *plan, ps__memo *memo, bool sizes_only, double below_ns,
+                        ps__search_result *out) {
   memset(out, 0, sizeof *out);
   ps__search *s = ps__calloc(1, sizeof *s);
   if (!s)
@@ -473,6 +515,7 @@ ps_status ps__find_plan(ps_plan *plan, ps__memo *memo, bool sizes_only, ps__sear
   s->plan = plan;
   s->memo = memo;
   s->out = out;
+  s->below_ns = below_ns;
   ps__search_watch watch = {.fn = plan->cfg.progress, .user = plan->cfg.progress_user};
   pthread_mutex_init(&watch.lock, NULL);
   s->watch = &watch;
@@ -494,8 +537,18 @@ ps_status ps__find_plan(ps_plan *plan, ps__memo *memo, bool sizes_only, ps__sear
     st = sizes_only ? find_smallest(s) : find_on_ladder(s);
   if (st == PS_OK && s->best[0].ns > 0)
     st = keep_best(s);
+  if (st == PS_OK)
+    out->step_ns = s->best[0].ns;
   ps__search_space_free(&s->space);
   pthread_mutex_destroy(&watch.lock);
   ps__free(s);
   return st;
+}
+
+ps_status ps__find_plan(ps_plan *plan, ps__memo *memo, double below_ns, ps__search_result *out) {
+  return search(plan, memo, false, below_ns, out);
+}
+
+ps_status ps__find_smallest(ps_plan *plan, ps__memo *memo, ps__search_result *out) {
+  return search(plan, memo, true, 0, out);
 }

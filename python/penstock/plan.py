@@ -307,7 +307,8 @@ class Plan(Owner):
     lora                   a Lora: adapters are trained, and the model's own weights are frozen
     gpus                   GPUs that train together, 1 to 8; device_mem is the cap of each. With a
                            Hardware of the CPU backend they are arenas (docs/gpus.md)
-    layout                 how they share a step: "data-parallel", or "ring" of layers
+    layout                 how they share a step: "data-parallel", "ring" of layers, or "auto",
+                           which takes the one that is predicted to be faster
     reserve                host memory of the process beside the plan's, in bytes or as "1GiB";
                            None: what the process held when it first asked for a Hardware or a Plan
     keep_grads             gradients are copied to the host wherever the update runs, for
@@ -357,7 +358,7 @@ class Plan(Owner):
         reserve=None,
         hardware: Hardware | None = None,
         gpus: int = 1,
-        layout: str = "data-parallel",
+        layout: str = "auto",
         progress=None,
     ):
         self.config, self.hardware, ramp = _configure(locals())

@@ -47,7 +47,8 @@ static ps_plan *make_plan(const layout *how, bool clip) {
                               .clip = clip,
                               .n_threads = 2,
                               .n_devices = N_DEVICES,
-                              .layout = how->ring_blocks ? PS_LAYOUT_RING : 0};
+                              .layout =
+                                  how->ring_blocks ? PS_LAYOUT_RING : PS_LAYOUT_DATA_PARALLEL};
   ps__layout cut;
   ps__spec s;
   ps_plan *plan;

@@ -75,7 +75,8 @@ static void plan_one(uint64_t *state, uint64_t seed, const ps_hardware *cpu) {
   const ps_model_config model = random_model(state);
   ps_plan_config cfg = random_config(state);
   ps_hardware hw = *cpu;
-  cfg.layout = seed % 2 && cfg.n_devices > 1 && cfg.n_devices <= model.n_layers;
+  cfg.layout = seed % 2 && cfg.n_devices > 1 && cfg.n_devices <= model.n_layers ? PS_LAYOUT_RING
+                                                                                : PS_LAYOUT_AUTO;
   hw.backend = rnd_below(state, 4) ? PS_BACKEND_CUDA : PS_BACKEND_CPU;
   hw.op_ns = 3500;
   hw.host_memory_bytes = 0;
