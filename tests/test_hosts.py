@@ -144,7 +144,9 @@ def test_resumes_with_another_number_of_hosts(tiny_model, tiny_shard, tmp_path):
     assert codes == [0, 0], said
     more = ("--resume", "latest", "--steps", STEPS + 2)
     given = words(tiny_model, tiny_shard, tmp_path, *more)
-    subprocess.run(given, check=True, capture_output=True)
+    given.remove("--quiet")
+    one = subprocess.run(given, check=True, capture_output=True, text=True)
+    assert "was written with number of hosts 2, and this run has 1: it goes on with" in one.stderr
     codes, said = end(start(tiny_model, tiny_shard, tmp_path, "--resume", "latest", "--steps", 4))
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert codes == [0, 0] and len(lines) == STEPS + 1, said

@@ -41,6 +41,7 @@ typedef struct ps_checkpoint_info {
   uint64_t data_mix; /* ps_dataset_mix() of the dataset */
   ps_lora lora;
   uint32_t fp8_bf16_first, fp8_bf16_last, fp8_bf16_down, fp8_head;
+  uint32_t n_hosts; /* that trained; on others the training goes on with other bits */
 } ps_checkpoint_info;
 
 /* What writing a checkpoint took. Seconds count from ps_trainer_checkpoint_begin(). */

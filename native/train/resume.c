@@ -127,6 +127,7 @@ ps_status ps_checkpoint_open(ps_checkpoint **out, const char *dir) {
     return ps__fail(PS_ENOMEM, "%s: no memory left to open it", dir);
   }
   c->info.struct_bytes = sizeof c->info;
+  c->info.n_hosts = 1; /* of older ones, whose manifests do not say it */
   ps_train_config_init(&c->train);
   const ps_status st = open_checked(c);
   if (st == PS_OK)
