@@ -85,8 +85,11 @@ def refused(done, pattern, code=2):
 @pytest.mark.parametrize(
     "change,pattern",
     [
-        ({"--model": "nowhere"}, "nowhere"),
-        ({"--data": "nowhere.bin"}, "nowhere.bin"),
+        ({"--model": "nowhere"}, "--model nowhere: cannot be opened: No such file"),
+        ({"--data": "nowhere.bin"}, "--data nowhere.bin: cannot be opened: No such file"),
+        ({"--val": "nowhere"}, "--val nowhere: cannot be opened: No such file"),
+        ({"--adapter": "nowhere"}, "--adapter nowhere/adapter_config.json: cannot be opened"),
+        ({"--resume": "nowhere"}, "--resume nowhere: cannot be read: No such file"),
         ({"--seq-len": "0"}, r"--seq-len 0: give a whole number from 1 to"),
         ({"--seq-len": "-3"}, "--seq-len -3"),
         ({"--seq-len": "12x"}, "--seq-len 12x"),

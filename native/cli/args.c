@@ -24,12 +24,24 @@ int cli_fail(int code, const char *fmt, ...) {
   return code;
 }
 
-int cli_fail_status(ps_status status, bool starting) {
-  bool refused = starting && (status == PS_EINVAL || status == PS_EFORMAT || status == PS_EBUDGET ||
-                              status == PS_EIO || status == PS_EDEVICE || status == PS_ENOMEM);
+static int code_of(ps_status status, bool starting) {
+  const bool refused =
+      starting && (status == PS_EINVAL || status == PS_EFORMAT || status == PS_EBUDGET ||
+                   status == PS_EIO || status == PS_EDEVICE || status == PS_ENOMEM);
+  return refused ? CLI_REFUSED : CLI_FAILED;
+}
+
+static const char *words_of(ps_status status) {
   const char *message = ps_last_error();
-  return cli_fail(refused ? CLI_REFUSED : CLI_FAILED, "%s",
-                  message[0] ? message : ps_status_name(status));
+  return message[0] ? message : ps_status_name(status);
+}
+
+int cli_fail_status(ps_status status, bool starting) {
+  return cli_fail(code_of(status, starting), "%s", words_of(status));
+}
+
+int cli_fail_given(const char *option, ps_status status) {
+  return cli_fail(code_of(status, true), "%s %s", option, words_of(status));
 }
 
 const char *cli_bytes(char buf[32], uint64_t bytes) {

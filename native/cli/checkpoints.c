@@ -40,7 +40,7 @@ int cli_resume_open(cli_job *job, ps_checkpoint **out) {
   } else {
     const ps_status st = ps_checkpoint_open(out, job->resume);
     if (st != PS_OK)
-      return cli_fail_status(st, true);
+      return cli_fail_given("--resume", st);
   }
   (void)ps_checkpoint_get_info(*out, &info);
   if (job->steps && info.step > job->steps) {

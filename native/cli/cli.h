@@ -24,6 +24,9 @@ enum { CLI_OK = 0, CLI_FAILED = 1, CLI_REFUSED = 2, CLI_INTERRUPTED = 130 };
  * was written yet, so that bad input, an unreadable file and missing memory are CLI_REFUSED. */
 int cli_fail(int code, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 int cli_fail_status(ps_status status, bool starting);
+/* cli_fail_given() - as cli_fail_status() before anything was written, with @option in front: the
+ * user sees which option a path came from, as in "--model nowhere: cannot be opened: ...". */
+int cli_fail_given(const char *option, ps_status status);
 const char *cli_last_words(void); /* of the last cli_fail(); "" when there was none */
 const char *cli_bytes(char buf[32], uint64_t bytes);    /* "19.9 GiB" */
 const char *cli_rate(char buf[32], double bytes_per_s); /* "48.2 GB/s" */
@@ -224,8 +227,9 @@ void cli_task_end(cli_job *job, int code);
 /* ---- a job: options and plan of train, plan and demo (job.c) --------------------------------- */
 struct cli_job {
   const char *model, *out, *run_dir;
-  const char *run_file; /* of --config, or NULL */
-  char *run_text;       /* holds the texts of that file */
+  const char *model_option; /* how the command line names the model: "--model" */
+  const char *run_file;     /* of --config, or NULL */
+  char *run_text;           /* holds the texts of that file */
   cli_texts data, batch_ramp;
   ps_ramp_stage ramp[PS_MAX_RAMP]; /* of batch_ramp; set by cli_ramp_parse() */
   cli_texts val;                   /* validation data; "none" */

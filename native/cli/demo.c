@@ -86,6 +86,7 @@ int cli_demo(int argc, char **argv) {
   if (code == CLI_OK)
     code = parse_seq_len(positional[2], &job.seq_len);
   job.model = positional[3];
+  job.model_option = "MODEL_DIR";
   if (code == CLI_OK)
     code = find_data(&job, &folder);
   if (code == CLI_OK)

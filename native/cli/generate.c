@@ -75,10 +75,10 @@ static int prepare(generation *g) {
   g->config.struct_bytes = sizeof g->config;
   ps_status st = ps_model_config_read(&g->config, g->model);
   if (st != PS_OK)
-    return cli_fail_status(st, true);
+    return cli_fail_given("--model", st);
   ps_lora lora = {0};
   if (g->adapter && (st = ps_adapter_read(&lora, g->adapter)) != PS_OK)
-    return cli_fail_status(st, true);
+    return cli_fail_given("--adapter", st);
   int code = read_prompts(g);
   for (uint32_t i = 0; i < g->stop.n && code == CLI_OK; i++)
     code = cli_ids_parse(g->stop.item[i], "--stop-tokens", &g->stops);

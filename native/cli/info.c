@@ -26,8 +26,9 @@ static int show_model(cli_json *j, const char *path, uint64_t seq_len, ps_model_
   ps_status st = ps_model_config_read(cfg, path);
   ps_model *m = NULL;
   ps_flops flops = {0};
-  if (st == PS_OK)
-    st = ps_model_create(&m, cfg);
+  if (st != PS_OK)
+    return cli_fail_given("--model", st);
+  st = ps_model_create(&m, cfg);
   if (st == PS_OK && seq_len)
     st = ps_model_flops(m, seq_len, &flops);
   const uint64_t n = m ? ps_model_n_elements(m) : 0;
@@ -70,7 +71,7 @@ static int show_data(cli_json *j, const cli_texts *paths, uint32_t vocab_size, u
   ps_dataset *ds = NULL;
   ps_status st = ps_dataset_open(&ds, paths->item, paths->n, vocab_size);
   if (st != PS_OK)
-    return cli_fail_status(st, true);
+    return cli_fail_given("--data", st);
   uint64_t n_tokens = ps_dataset_n_tokens(ds),
            n_sequences = seq_len ? ps_dataset_n_sequences(ds, seq_len) : 0;
   if (j) {

@@ -18,6 +18,7 @@ void cli_job_init(cli_job *job) {
   ps_train_config defaults = {.struct_bytes = sizeof defaults};
   ps_train_config_init(&defaults);
   *job = (cli_job){
+      .model_option = "--model",
       .recipe = PS_RECIPE_BF16,
       .device = {.n_gpus = 1},
       .fp8_bf16_first = 1,
@@ -359,11 +360,11 @@ int cli_job_check(cli_job *j) {
   if (stat(j->model, &sb) == 0 && !S_ISDIR(sb.st_mode))
     return cli_fail(
         CLI_REFUSED,
-        "--model %s is a file: give the model's directory, with config.json and safetensors in it",
-        j->model);
+        "%s %s is a file: give the model's directory, with config.json and safetensors in it",
+        j->model_option, j->model);
   j->config.struct_bytes = sizeof j->config;
   ps_status st = ps_model_config_read(&j->config, j->model);
-  return st == PS_OK ? cli_lora_resolve(j) : cli_fail_status(st, true);
+  return st == PS_OK ? cli_lora_resolve(j) : cli_fail_given(j->model_option, st);
 }
 
 static int get_hardware(cli_job *j) {
@@ -377,7 +378,7 @@ static int get_hardware(cli_job *j) {
                     j->device.gpu_given ? "gpu" : "backend");
   ps_status st = ps_hardware_describe(&j->hardware, j->hardware_file);
   if (st != PS_OK)
-    return cli_fail_status(st, true);
+    return cli_fail_given("--hardware", st);
   cli_bound_threads(&j->device, j->hardware.n_cpus, j->quiet);
   return CLI_OK;
 }

@@ -37,7 +37,7 @@ static int check_given(const cli_job *j, const ps_lora *has) {
 static int of_adapter(cli_job *j) {
   ps_lora has;
   const ps_status st = ps_adapter_read(&has, j->adapter);
-  const int code = st == PS_OK ? check_given(j, &has) : cli_fail_status(st, true);
+  const int code = st == PS_OK ? check_given(j, &has) : cli_fail_given("--adapter", st);
   if (code == CLI_OK)
     j->lora = has;
   return code;

@@ -98,7 +98,7 @@ int cli_open_data(cli_job *job, ps_dataset **out) {
   ps_dataset *ds = NULL;
   ps_status st = ps_dataset_open(&ds, job->data.item, job->data.n, job->config.vocab_size);
   if (st != PS_OK)
-    return cli_fail_status(st, true);
+    return cli_fail_given("--data", st);
   if ((st = ps_dataset_check(ds, job->seq_len)) != PS_OK) {
     int code = cli_fail_status(st, true);
     ps_dataset_close(ds);

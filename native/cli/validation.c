@@ -95,10 +95,11 @@ int cli_val_open(cli_job *job, const ps_dataset *train, ps_dataset **out) {
   if (code != CLI_OK || none || !job->val.n)
     return code != CLI_OK ? code : refuse_without_data(job);
   ps_status st = ps_dataset_open(out, job->val.item, job->val.n, job->config.vocab_size);
-  if (st == PS_OK)
-    st = ps_dataset_check(*out, job->seq_len);
   if (st != PS_OK)
-    return cli_fail_status(st, true);
+    return job->val_found ? cli_fail_status(st, true) : cli_fail_given("--val", st);
+  st = ps_dataset_check(*out, job->seq_len);
+  if (st != PS_OK)
+    return cli_fail_given("validation:", st);
   job->data_marks_documents |= ps_dataset_marks_documents(*out) != 0;
   choose(job, train, *out);
   return CLI_OK;
