@@ -113,7 +113,7 @@ static void write_text(text *t, const ps_plan *p) {
       (unsigned long long)r->chunk_tokens);
   if (r->first_round_chunks > r->chunks_per_round)
     say(t, ", the first of %u", r->first_round_chunks);
-  say(t, "; head and loss in slices of %llu\n", (unsigned long long)r->head_slice_tokens);
+  say(t, "; head and loss in slices of %llu tokens\n", (unsigned long long)r->head_slice_tokens);
   if (ps__is_ring(p))
     say(t, "devices          %u in a ring of layers; activations go from one to the next%s\n",
         r->n_devices, p->spec.ring_by_host ? " through host memory" : "");
@@ -202,7 +202,9 @@ static void write_text(text *t, const ps_plan *p) {
   for (uint32_t i = 0; i < p->at->n_streams; i++)
     say(t, "  %-14s %8.3f s busy (%3.0f%%)\n", ps_plan_stream_name(p, i), r->stream_busy_s[i],
         r->step_s > 0 ? 100 * r->stream_busy_s[i] / r->step_s : 0);
-  say(t, "%llu ops and %llu waits a step; %u candidates, %u of those evaluated fit\n",
+  say(t,
+      "%llu ops and %llu waits a step; %u candidates, of which %u were evaluated and fit the "
+      "caps\n",
       (unsigned long long)r->n_ops, (unsigned long long)r->n_waits, r->n_candidates, r->n_feasible);
 }
 
