@@ -126,14 +126,19 @@ static void write_text(text *t, const ps_plan *p) {
   if (r->n_hosts > 1)
     say_hosts(t, p);
   say_memory(t, r);
-  char kept[64] = "";
+  uint64_t n_trained = 0;
+  for (uint32_t u = 0; u < p->spec.n_units; u++)
+    n_trained += !p->model->unit[u].frozen;
+  char kept[64] = "", state[64] = "on the host";
+  if (r->resident_update_units)
+    snprintf(state, sizeof state, "on the device%s",
+             r->resident_update_units < n_trained ? " of some units" : "");
   if (r->units_kept)
     snprintf(kept, sizeof kept, ", %llu more kept from a round to the next",
              (unsigned long long)r->units_kept);
   say(t, "parameters       %s (%llu of %llu units%s), gradients %s, optimizer state %s (%s)\n",
       where(r->resident_param_units, r->n_units), (unsigned long long)r->resident_param_units,
-      (unsigned long long)r->n_units, kept, where(r->resident_grad_units, r->n_units),
-      r->resident_update_units ? "on the device" : "on the host",
+      (unsigned long long)r->n_units, kept, where(r->resident_grad_units, r->n_units), state,
       ps_recipe_name((ps_recipe)p->cfg.recipe));
   if (p->model->fp8.on)
     say(t,
