@@ -183,9 +183,9 @@ typedef struct ps_step_metrics {
   /* JOULES of the step, by the GPU's energy counter: the mean power since the step before was
    * waited for, times step_s. 0: the GPU has no counter. */
   double gpu_energy_j;
-  /* With FP8: the part of the values that became 0 when they were quantized, though they are not,
-   * and the largest such part of a tensor of a layer. Counted are activations and gradients that
-   * blocks multiply. Above PS_FLUSHED_WARNS a warning says which tensor it is. */
+  /* With FP8: which part, from 0 to 1, of the activations and gradients that blocks multiply was
+   * not 0 and became 0 when it was quantized; then the largest such part of one tensor of a layer.
+   * From PS_FLUSHED_WARNS on a warning names that tensor. */
   double fp8_flushed, fp8_flushed_most;
   /* 1: a host's task asked to stop before this step was computed (ps_trainer_ask_stop()). */
   uint64_t stop;
