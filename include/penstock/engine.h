@@ -368,9 +368,8 @@ typedef struct ps_trace_gauge {
   uint64_t bytes;
 } ps_trace_gauge;
 
-/* ps_trace_write_json() - write events as a Chrome / Perfetto trace: one track a stream, names
- * from the kernels, tags and wait times as arguments; and a track for each
- * gauge.
+/* ps_trace_write_json() - write events as a Chrome / Perfetto trace: a track for each stream, named
+ * events for ops, with tags and wait times as arguments; and a track for each gauge.
  * @stream_names  the schedule's n_streams entries.
  * @gauges        n_gauges values; NULL: none.
  * Errors: PS_EIO names the file. */
@@ -390,7 +389,7 @@ typedef struct ps_sim_cost {
   double ns;
   double demand[PS_SIM_DEMANDS];
   uint8_t resource[PS_SIM_DEMANDS]; /* below PS_SIM_RESOURCES */
-  /* one bit of PS_SIM_KINDS, or 0: what the op counts as for others while it runs */
+  /* one bit of PS_SIM_KINDS, or 0: the kind by which this op slows others while it runs */
   uint32_t kind;
   /* [1 << PS_SIM_KINDS], at least 1: how many times as long the op takes while ops of these
    * kinds run, its own among them. Borrowed until the simulation ends; NULL: none slows it */

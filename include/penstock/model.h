@@ -201,8 +201,11 @@ PS_API ps_status ps_lora_targets_parse(uint32_t *out, const char *names);
 PS_API ps_status ps_lora_targets_text(char *buf, uint64_t bytes, uint32_t targets);
 
 /* ---- model FLOPs (formulas: docs/design.md, "Metrics") --------------------------------------- */
-/* Of one sequence: matmul, products with the blocks' parameters in a forward pass; attention in all
- * blocks; the head's products, both ways. sequence: 3 matmul + attn_fwd + attn_bwd + head. */
+/* FLOPs of one sequence:
+ *   matmul              products with the blocks' parameters in a forward pass
+ *   attn_fwd, attn_bwd  attention of all blocks in a forward pass, in a backward pass
+ *   head                the head's products in both passes
+ *   sequence            both passes of the model: 3 matmul + attn_fwd + attn_bwd + head */
 typedef struct ps_flops {
   double matmul, attn_fwd, attn_bwd, head, sequence;
 } ps_flops;

@@ -46,7 +46,6 @@ typedef struct ps_ramp_stage {
  * search waits while it runs. */
 typedef void (*ps_plan_progress_fn)(void *user, uint64_t n_evaluated, double best_step_s);
 
-/* What a plan is asked for. 0 leaves a choice to the planner where a field says so. */
 /* How several devices share a step:
  *   PS_LAYOUT_AUTO           the planner takes the one that it predicts to be faster.
  *   PS_LAYOUT_DATA_PARALLEL  each runs all layers, for rounds of its own.
@@ -62,6 +61,7 @@ PS_API const char *ps_layout_name(ps_plan_layout layout); /* "auto", "data-paral
 /* ps_layout_parse() - a layout by its name. Errors: PS_EINVAL names the value. */
 PS_API ps_status ps_layout_parse(ps_plan_layout *out, const char *name);
 
+/* What a plan is asked for. 0 leaves a choice to the planner where a field says so. */
 typedef struct ps_plan_config {
   uint32_t struct_bytes; /* sizeof(ps_plan_config) */
   uint32_t recipe;       /* ps_recipe */
@@ -131,10 +131,13 @@ typedef struct ps_plan_config {
    *   label_smoothing  of the target's distribution this part is uniform over the vocabulary, as in
    *                    torch.nn.CrossEntropyLoss; below 1 */
   double z_loss, label_smoothing;
-  /* With a recipe of FP8, blocks and products that compute in bf16 all the same: so many first and
-   * last blocks, at least one block being left; 1: the down projections of all blocks. fp8_head 1:
-   * the head's products have FP8 operands too. 0 with other recipes. FP8 needs shapes and a seq_len
-   * that are multiples of 16, fp8_head a vocabulary and slices of the head that are. */
+  /* With a recipe of FP8; 0 with other recipes:
+   *   fp8_bf16_first, fp8_bf16_last  how many of the first and of the last blocks compute in bf16;
+   *                                  at least one block must be left
+   *   fp8_bf16_down                  1: so do the down projections of all blocks
+   *   fp8_head                       1: the head's products have FP8 operands too
+   * FP8 needs sizes of the model, seq_len and chunk_tokens that are multiples of 16; fp8_head a
+   * vocabulary and head_slice_tokens that are. */
   uint32_t fp8_bf16_first, fp8_bf16_last, fp8_bf16_down, fp8_head;
   /* Adapters. The model's own weights are frozen then, and n_frozen_layers must be 0. With
    * forward_only the adapters are frozen too, and count in the loss. */
@@ -176,7 +179,8 @@ enum {
 typedef struct ps_plan_report {
   uint32_t struct_bytes;                         /* sizeof(ps_plan_report) */
   uint32_t n_rounds, chunks_per_round, n_chunks; /* n_chunks: of a step */
-  /* The first round may be larger: the last step's updates run beside its forward pass. */
+  /* The first round may be larger, because the updates of the step before run beside its forward
+   * pass. */
   uint32_t first_round_chunks;
   uint32_t n_devices, n_hosts;
   uint32_t layout; /* ps_plan_layout: the one that was taken */
@@ -193,8 +197,11 @@ typedef struct ps_plan_report {
   uint64_t host_used_bytes;     /* arena + scratch + trace + reserve; at most host_mem_bytes */
   uint64_t scratch_bytes, reserve_bytes, trace_bytes; /* of the host */
   uint64_t device_mem_bytes, host_mem_bytes;          /* the caps as given; 0: none */
-  /* Units in all; units whose parameters, gradients are device-resident. resident_update_units:
-   * their optimizer state is device-resident, and the update runs there. */
+  /* Numbers of units:
+   *   resident_param_units   their parameters are device-resident
+   *   resident_grad_units    their totals of gradients are; a unit with one contribution has none
+   *   resident_update_units  their optimizer state is, and the update runs on the device
+   *   n_units                all units of the model */
   uint64_t resident_param_units, resident_grad_units, resident_update_units, n_units;
   /* The update runs on the device; the state comes from the host for it and goes back after it. */
   uint64_t streamed_update_units;
@@ -203,13 +210,13 @@ typedef struct ps_plan_report {
   /* Streamed units whose parameters are kept across rounds: from a round's backward pass to the
    * next round's forward pass. */
   uint64_t units_kept;
-  /* Bytes of saved activations by policy: first round, all layers and chunks. A block's input is
-   * never recomputed. */
+  /* BYTES of saved activations by policy, over all layers and chunks of the first round. A block's
+   * input is never recomputed. */
   uint64_t saved_device_bytes, saved_host_bytes, saved_recompute_bytes;
   uint64_t h2d_bytes, d2h_bytes;        /* copied in a step */
-  double model_flops, recompute_flops;  /* of a step; recompute: every FLOP done twice */
-  double step_s;                        /* predicted, steady state */
-  double stream_busy_s[PS_MAX_STREAMS]; /* predicted, of a steady step */
+  double model_flops, recompute_flops;  /* of a step; recompute: FLOPs done a second time */
+  double step_s;                        /* SECONDS of a step, predicted, in the steady state */
+  double stream_busy_s[PS_MAX_STREAMS]; /* SECONDS of such a step in which the stream runs ops */
   uint64_t n_ops, n_waits;              /* of a step */
   uint32_t n_candidates, n_feasible;    /* in the search space; evaluated and within the caps */
   uint32_t bottleneck_stream;           /* the busiest */
@@ -292,9 +299,10 @@ PS_API ps_status ps_plan_simulate(const ps_plan *plan, uint64_t n_steps, ps_trac
 
 /* What a stream waited for. */
 typedef struct ps_stall {
-  uint32_t stream, awaited_stream; /* equal: launch and signals */
-  double seconds;                  /* a step */
-  char what[40];                   /* "parameters", "saved activations", "the optimizer", ... */
+  uint32_t stream;         /* that waited */
+  uint32_t awaited_stream; /* for whose op it waited; the stream itself: launch and signals */
+  double seconds;          /* a step */
+  char what[40];           /* "parameters", "saved activations", "the optimizer", ... */
 } ps_stall;
 
 /* ps_plan_stalls() - how long each stream waited for what between two of its ops, per step.

@@ -16,9 +16,9 @@
  *   ps_trainer_save(t, "trained", PS_BF16);       no step is in flight any more
  *   ps_trainer_destroy(t);
  *
- * Threads: one thread at a time calls the functions of a trainer. Four functions may be called by
- * any thread, at any time from create to destroy: ps_trainer_cancel(), ps_trainer_steps_done(),
- * ps_trainer_at_rest() and ps_trainer_where(). */
+ * Threads: one thread at a time calls the functions of a trainer. Five functions may be called by
+ * any thread, at any time from create to destroy: ps_trainer_cancel(), ps_trainer_ask_stop(),
+ * ps_trainer_steps_done(), ps_trainer_at_rest() and ps_trainer_where(). */
 #ifndef PENSTOCK_TRAIN_H
 #define PENSTOCK_TRAIN_H
 #include "checkpoint.h"
@@ -158,11 +158,11 @@ typedef struct ps_step_metrics {
   double objective, z_loss;
   uint64_t tokens, valid_tokens; /* of the batch; those whose target is counted */
   double grad_norm;              /* global L2 norm before clipping */
-  double lr;                     /* that the update used */
+  double lr;                     /* the learning rate that the update used */
   /* Seconds from the end of the step before to the end of this one. A step ends when all its
    * weights are in host memory. */
   double step_s;
-  double predicted_step_s; /* the plan's */
+  double predicted_step_s; /* the plan's prediction */
   double tokens_per_s;
   /* Fractions of ps_hardware.peak_flops_per_s; 0 where that is unknown. mfu counts the model's
    * FLOPs, hfu also those of recomputation. */
