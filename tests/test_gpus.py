@@ -411,19 +411,21 @@ def test_advice_is_arithmetic_on_the_plan(tmp_path):
             for y, (m, n) in each.items()
             if idle(m, n, 132) >= 0.1
         ]
-        line = f"tiles of {name}: idle in the last wave on 132 SMs: {', '.join(told)}"
-        expected += [line] if told else []
+        says = "the last wave of tiles is not full, so part of the time of 132 SMs is unused"
+        expected += [f"tiles of {name}: {says}: {', '.join(told)}"] if told else []
     block = 1024 * (2 * 1024 + 2 * 256 + 3 * 2816)
     sent = 4 * 2 * (3 / 4) * 2 * 1024 / machine["peer_bytes_per_s"]
     share = sent / (6 * block / 4 / machine["gemm_bf16_flops_per_s"])
     expected += [
-        "vocab_size 1057 is no multiple of 64: a model padded to 1088 has 2.93% more of it, in "
-        "aligned products",
-        "2 rounds for 4 GPUs: pipeline parallel, --layout ring, would keep all busy, with 4 chunks",
-        "tensor parallel over 4 GPUs, which Penstock does not have, would send for "
-        f"{100 * share:.0f}% of the products' time",
-        f"blocks have {12 * 2 * block / 2**20:.1f} MiB of bf16 parameters, dealt to 4 GPUs "
-        f"{3 * 2 * block / 2**20:.1f} MiB each: --layout ring can keep them there",
+        "vocab_size 1057 is no multiple of 64, so rows of its products are not aligned to 128 "
+        "bytes: 1088 would be, and is 2.93% larger",
+        "a step has 2 rounds for 4 GPUs: pipeline parallel, --layout ring, would keep all busy "
+        "with its 4 chunks",
+        "tensor parallel over 4 GPUs, which Penstock does not have, would add "
+        f"{100 * share:.0f}% of the products' time for sending",
+        f"the blocks have {12 * 2 * block / 2**20:.1f} MiB of bf16 parameters, which is more than "
+        f"--device-mem; dealt to 4 GPUs they are {3 * 2 * block / 2**20:.1f} MiB on each: "
+        "--layout ring can keep them there",
     ]
     assert said == expected and len(expected) >= 8
     chosen = advice(tmp_path, config, machine, *step, *few)

@@ -1,6 +1,6 @@
-/* advice.c - what the shapes of a plan for several GPUs let expect, as lines below what
- * `penstock plan --gpus` prints. Each line is arithmetic on the plan; a line that would say that
- * all is well is left out.
+/* advice.c - advice on a plan for several GPUs, as lines below what `penstock plan --gpus` prints.
+ * Each line is arithmetic on the plan's shapes and names a loss; where nothing is lost there is no
+ * line.
  *
  * Tiles. cuBLAS computes Y[M,N] in tiles of 128 x 256 or 256 x 128, one to an SM at a time (NVIDIA,
  * "Matrix Multiplication Background User's Guide", tile and wave quantization). The last tiles of a
@@ -16,7 +16,7 @@
 #include <string.h>
 
 enum { TILE = 128, TILES = 2 * TILE, ALIGNED = 64 };
-#define IDLE 0.1 /* a product is told of from this part on */
+#define IDLE 0.1 /* a product gets a line from this part of unused time on */
 /* Parameters of at most this part of the cap leave room for what else a GPU holds. */
 #define FITS 0.5
 
@@ -72,7 +72,11 @@ static void advise_tiles(cli_advice *a, const ps_model_config *m, const ps_hardw
                                (unsigned long long)of[k].n, 100 * idle);
     }
     if (at)
-      add(a, "tiles of %s: idle in the last wave on %u SMs: %s", p[i].name, hw->n_sms, text);
+      add(a,
+          "tiles of %s: the last wave of tiles is not full, so part of the time of %u SMs is "
+          "unused: "
+          "%s",
+          p[i].name, hw->n_sms, text);
   }
 }
 
@@ -88,8 +92,8 @@ static void advise_alignment(cli_advice *a, const ps_model_config *m) {
     if (of[i].n % ALIGNED) {
       const uint64_t padded = ceil_div(of[i].n, ALIGNED) * ALIGNED;
       add(a,
-          "%s %u is no multiple of %d: a model padded to %llu has %.2f%% more of it, in aligned "
-          "products",
+          "%s %u is no multiple of %d, so rows of its products are not aligned to 128 bytes: %llu "
+          "would be, and is %.2f%% larger",
           of[i].name, of[i].n, ALIGNED, (unsigned long long)padded,
           100 * ((double)padded / of[i].n - 1));
     }
@@ -103,7 +107,7 @@ static double block_parameters(const ps_model_config *m) {
   return m->dim * (2 * heads + 2 * kv + 3.0 * m->ffn_dim);
 }
 
-/* What N GPUs would send for a token of a block, over what they compute for it. */
+/* The time in which N GPUs would send for a token of a block, over that of the block's products. */
 static double tensor_parallel(const ps_model_config *m, const ps_hardware *hw, uint32_t n) {
   const double sent = 4 * 2 * 2.0 * m->dim * (n - 1) / n, flops = 6 * block_parameters(m) / n;
   return sent / hw->peer_bytes_per_s / (flops / hw->gemm_flops_per_s[PS_BF16]);
@@ -120,24 +124,29 @@ static void advise_layout(cli_advice *a, const ps_model_config *m, const ps_hard
     return;
   if (given && few && r->n_chunks >= n && m->n_layers >= n)
     add(a,
-        "%u rounds for %u GPUs: pipeline parallel, --layout ring, would keep all busy, with %u "
-        "chunks",
-        r->n_rounds, n, r->n_chunks);
+        "a step has %u round%s for %u GPUs: pipeline parallel, --layout ring, would keep all busy "
+        "with its %u chunks",
+        r->n_rounds, r->n_rounds == 1 ? "" : "s", n, r->n_chunks);
   else if (!ring && few)
-    add(a, "%u rounds for %u GPUs: give %u sequences a step or more, or smaller --chunk-tokens",
-        r->n_rounds, n, n);
+    add(a,
+        "a step has %u round%s for %u GPUs: raise --tokens-per-step, or lower --chunk-tokens or "
+        "--chunks-per-round",
+        r->n_rounds, r->n_rounds == 1 ? "" : "s", n);
   if (!ring && few && hw->peer_bytes_per_s > 0)
     add(a,
-        "tensor parallel over %u GPUs, which Penstock does not have, would send for %.0f%% of the "
-        "products' time",
+        "tensor parallel over %u GPUs, which Penstock does not have, would add %.0f%% of the "
+        "products' time for sending",
         n, 100 * tensor_parallel(m, hw, n));
   if (given && cap > 0 && bytes > cap && bytes / n <= FITS * cap && m->n_layers >= n)
     add(a,
-        "blocks have %s of bf16 parameters, dealt to %u GPUs %s each: --layout ring can keep them "
-        "there",
+        "the blocks have %s of bf16 parameters, which is more than --device-mem; dealt to %u GPUs "
+        "they are %s on each: --layout ring can keep them there",
         cli_bytes(all, (uint64_t)bytes), n, cli_bytes(dealt, (uint64_t)(bytes / n)));
   if (ring && m->n_layers % n)
-    add(a, "%u blocks for %u GPUs of a ring: some have one more, and the others idle meanwhile",
+    add(a,
+        "%u blocks do not divide evenly among the %u GPUs of a ring: some GPUs have one block "
+        "more, "
+        "and the others wait for them",
         m->n_layers, n);
 }
 
