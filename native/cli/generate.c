@@ -283,7 +283,7 @@ int cli_generate(int argc, char **argv) {
        .kind = CLI_NUMBER,
        .out = &g.temperature,
        .value = "T",
-       .help = "0: the most likely token (default 0)",
+       .help = "0: always the most likely token; 1: the model's own distribution (default 0)",
        .most = 1e6},
       {.name = "top-k",
        .kind = CLI_COUNT,

@@ -82,13 +82,13 @@ static const job_option job_options[] = {
            .help = "model directory in Hugging Face layout: config.json and safetensors"),
     OPTION(TRAINING, data, .name = "data", .table = "data", .kind = CLI_TEXTS, .value = "SHARDS...",
            .help = "token shards: .bin files, or folders of them; A:0.7,B:0.3 mixes by weight"),
-    OPTION(
-        TRAINING, steps, .name = "steps", .kind = CLI_COUNT, .value = "N", .least = 1,
-        .most = PS_MAX_STEPS,
-        .help =
-            "steps of the whole training, a resumed one included (default: once through the data)"),
+    OPTION(TRAINING, steps, .name = "steps", .kind = CLI_COUNT, .value = "N", .least = 1,
+           .most = PS_MAX_STEPS,
+           .help =
+               "steps of the whole training, those before a resume included (default: once through "
+               "the data)"),
     OPTION(ALWAYS, seq_len, .name = "seq-len", .table = "data", .kind = CLI_COUNT, .value = "N",
-           .least = 1, .most = PS_MAX_ROWS, .help = "tokens a sequence"),
+           .least = 1, .most = PS_MAX_ROWS, .help = "tokens in a sequence"),
     OPTION(ALWAYS, device_mem, .name = "device-mem", .table = "memory", .kind = CLI_BYTES,
            .value = "SIZE",
            .help = "cap of the process's device memory, such as 20GiB (default: all there is)"),
@@ -112,8 +112,9 @@ static const job_option job_options[] = {
       .value = "NAME",
       .choices = recipes,
       .help =
-          "dtypes: fp32, fp32-master (16 bytes of host memory a parameter; default with LoRA), "
-          "bf16 (8; default), or fp8 and fp8-master: as bf16 and fp32-master, with FP8 products"}},
+          "dtypes: bf16 (8 bytes of host memory a parameter with AdamW; default), fp32-master (16; "
+          "default with LoRA), fp32 (16; on the CPU alone), or fp8 and fp8-master: as bf16 and "
+          "fp32-master, with FP8 products"}},
     {ALWAYS,
      AT(fp8_bf16_first),
      AT(fp8_first_given),
@@ -141,10 +142,13 @@ static const job_option job_options[] = {
            .help = "adamw (default), lion or sgd; lion and sgd keep half of adamw's state"),
     OPTION(ALWAYS, chunk_tokens, .name = "chunk-tokens", .table = "memory", .kind = CLI_COUNT,
            .value = "N", .least = 1, .most = PS_MAX_ROWS,
-           .help = "tokens a chunk: a multiple of --seq-len, or less than it (default: planned)"),
+           .help =
+               "tokens that one kernel call works on, a chunk: a multiple of --seq-len, or less "
+               "than it (default: planned)"),
     OPTION(ALWAYS, chunks_per_round, .name = "chunks-per-round", .table = "memory",
            .kind = CLI_COUNT, .value = "N", .least = 1, .most = PS_MAX_CHUNKS,
-           .help = "chunks a round (default: planned)"),
+           .help =
+               "chunks in a round, the micro-batch of gradient accumulation (default: planned)"),
     OPTION(ALWAYS, first_round_chunks, .name = "first-round-chunks", .table = "memory",
            .kind = CLI_COUNT, .value = "N", .least = 1, .most = PS_MAX_CHUNKS,
            .help = "chunks of the first round, which may be larger (default: planned, or "
@@ -166,9 +170,9 @@ static const job_option job_options[] = {
            .value = "NAMES",
            .help = "the adapted projections, such as q_proj,v_proj, or all-linear (default)"),
     OPTION(ALWAYS, lora_rslora, .name = "lora-rslora", .table = "model", .kind = CLI_FLAG,
-           .help = "scale by A over the root of R instead (rsLoRA)"),
+           .help = "scale by A over the square root of R instead (rsLoRA)"),
     OPTION(ALWAYS, adapter, .name = "adapter", .table = "model", .kind = CLI_TEXT, .value = "DIR",
-           .help = "a LoRA adapter in PEFT's layout, which train trains further"),
+           .help = "a LoRA adapter in PEFT's layout, which train goes on training"),
     OPTION(ALWAYS, clip_norm, .name = "clip-norm", .table = "optimizer", .kind = CLI_NUMBER,
            .value = "X", .help = "limit of the gradient's global norm; 0: none (default 1)"),
     OPTION(ALWAYS, z_loss, .name = "z-loss", .table = "optimizer", .kind = CLI_NUMBER, .value = "X",
@@ -176,7 +180,8 @@ static const job_option job_options[] = {
            .help = "adds X * logsumexp(logits)^2 to the loss, such as 1e-4 (default 0: none)"),
     OPTION(ALWAYS, label_smoothing, .name = "label-smoothing", .table = "optimizer",
            .kind = CLI_NUMBER, .value = "X", .most = 0.999,
-           .help = "spreads this part of the target over the whole vocabulary (default 0)"),
+           .help = "spreads this part of each target, from 0 to 0.999, over the whole vocabulary "
+                   "(default 0)"),
     OPTION(ALWAYS, non_finite, .name = "non-finite", .table = "optimizer", .kind = CLI_CHOICE,
            .value = "NAME", .choices = non_finite,
            .help = "where a loss or gradient is not finite: stop (default), or skip the step's "
@@ -197,9 +202,8 @@ static const job_option job_options[] = {
       .help = "which of the visible GPUs (default 0); not together with --gpus"}},
     OPTION(TRAINING, device.n_gpus, .name = "gpus", .kind = CLI_COUNT, .value = "N", .least = 1,
            .most = PS_MAX_DEVICES,
-           .help =
-               "train on the first N visible GPUs, of one model (default 1); with --backend cpu on "
-               "an arena in place of each"),
+           .help = "train on the first N visible GPUs, which must be of one type (default 1); with "
+                   "--backend cpu on an arena in place of each"),
     OPTION(ALWAYS, device.layout, .name = "layout", .kind = CLI_CHOICE, .value = "NAME",
            .choices = layouts,
            .help = "how several GPUs share a step: data-parallel, each with rounds of its own; "
@@ -217,7 +221,8 @@ static const job_option job_options[] = {
     OPTION(ALWAYS, deterministic, .name = "deterministic", .kind = CLI_FLAG,
            .help = "every run gives the same bits, on a GPU too; some kernels are slower"),
     OPTION(ALWAYS, device.peak_tflops, .name = "peak-tflops", .kind = CLI_NUMBER, .value = "X",
-           .help = "the GPU's dense bf16 peak, for MFU (default: known by the GPU's name)"),
+           .help = "the GPU's dense bf16 peak in TFLOP/s, for MFU (default: known by the GPU's "
+                   "name)"),
     OPTION(TRAINING, val, .name = "val", .table = "data", .kind = CLI_TEXTS, .value = "SHARDS...",
            .help = "validation data, or none (default: what penstock data split off --data)"),
     OPTION(TRAINING, val_every, .name = "val-every", .table = "log", .kind = CLI_COUNT,
@@ -234,7 +239,7 @@ static const job_option job_options[] = {
                    "directory (default: never)"),
     OPTION(TRAINING, sample_prompt, .name = "sample-prompt", .table = "samples", .kind = CLI_TEXTS,
            .value = "TEXT...",
-           .help = "prompts of these texts; the binary itself needs --sample-ids too"),
+           .help = "texts to continue; the binary itself needs --sample-ids too"),
     OPTION(TRAINING, sample_prompts, .name = "sample-prompts", .table = "samples", .kind = CLI_TEXT,
            .value = "FILE",
            .help = "a file of prompts, as for python -m penstock generate, for that command alone"),
@@ -246,7 +251,7 @@ static const job_option job_options[] = {
            .help = "the most tokens that are generated for a prompt (default 64)"),
     OPTION(TRAINING, sample_temperature, .name = "sample-temperature", .table = "samples",
            .kind = CLI_NUMBER, .value = "T", .most = 1e6,
-           .help = "0: the most likely token (default 0)"),
+           .help = "0: always the most likely token; 1: the model's own distribution (default 0)"),
     OPTION(TRAINING, sample_top_k, .name = "sample-top-k", .table = "samples", .kind = CLI_COUNT,
            .value = "N", .help = "draw from the N likeliest tokens; 0: from all (default 0)"),
     OPTION(TRAINING, sample_top_p, .name = "sample-top-p", .table = "samples", .kind = CLI_NUMBER,
@@ -324,8 +329,8 @@ static const job_option job_options[] = {
            .help = "how many of the newest checkpoints stay (default 2)"),
     OPTION(TRAINING, resume, .name = "resume", .table = "checkpoint", .kind = CLI_TEXT,
            .value = "WHAT",
-           .help = "go on from a checkpoint: its directory, or latest, the newest whole one of the "
-                   "run directory, or auto, the same where there is one"),
+           .help = "go on from a checkpoint: its directory; or latest, the newest whole one of the "
+                   "run directory; or auto, which begins anew where there is none"),
     OPTION(TRAINING, profile_steps, .name = "profile-steps", .table = "log", .kind = CLI_TEXT,
            .value = "A:B",
            .help = "steps A to B, from 1, for an attached profiler (cudaProfilerApi) and "

@@ -46,11 +46,11 @@ static int read_data(cli_job *job, double *targets) {
 }
 
 static const char about[] =
-    "Searches the fastest plan of a step under both caps and prints it: chunks and rounds,\n"
-    "what stays on the device, what is streamed, what is recomputed, the memory of both\n"
-    "arenas, the predicted step time and its bottleneck. Reads only the model's\n"
-    "config.json. Caps that are too small are refused, and the message says what is\n"
-    "missing. A --host-mem above the machine's memory is planned for all the same.";
+    "Searches for the fastest plan of a step under both caps and prints it: how the batch\n"
+    "is cut, what stays on the device, what is streamed, what is recomputed, both memories,\n"
+    "the predicted step time and what limits it. docs/usage.md explains each line. Reads\n"
+    "only the model's config.json. Caps that are too small are refused, and the message\n"
+    "says what is missing. A --host-mem above the machine's memory is planned for too.";
 
 int cli_plan(int argc, char **argv) {
   cli_job job;
@@ -67,8 +67,9 @@ int cli_plan(int argc, char **argv) {
                                 .kind = CLI_TEXT,
                                 .out = &job.hardware_file,
                                 .value = "FILE",
-                                .help = "plan for the machine that this file describes; penstock "
-                                        "profile caches such files"};
+                                .help = "plan for the machine that this file describes, such as "
+                                        "docs/hardware-h200.json; penstock profile writes such "
+                                        "files"};
   cli_texts devices = {0}, hosts = {0};
   options[n + 2] = (cli_option){.name = "grid-device",
                                 .kind = CLI_TEXTS,
@@ -94,7 +95,7 @@ int cli_plan(int argc, char **argv) {
                                 .out = &pairs,
                                 .value = "DEVICE:HOST...",
                                 .help = "print the plan under each pair of caps, such as "
-                                        "24GiB:84GiB, as a JSON object a line; none is no cap"};
+                                        "24GiB:84GiB or none:84GiB, as one line of JSON each"};
   cli_texts gpus = {0};
   options[n + 6] = (cli_option){.name = "gpus",
                                 .table = "run",

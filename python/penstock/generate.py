@@ -171,7 +171,7 @@ def _parser() -> command.Parser:
         type=float,
         default=0.0,
         metavar="T",
-        help="0: the most likely token (default)",
+        help="0: always the most likely token (default); 1: the model's own distribution",
     )
     p.count("--top-k", 0, large, "draw from the N likeliest tokens (default 0: from all)")
     p.add_argument(
