@@ -33,6 +33,7 @@ ALLOWED["io"] = ALLOWED["hosts"] = {"core"}
 ALLOWED["step"] -= {"hardware", "backends"}
 ALLOWED["model"] |= {"io"}  # adapters on disk
 ALLOWED["plan"] |= {"hosts"}  # what sums over hosts take
+ALLOWED["backends"] |= {"hosts"}  # lanes of a device for NCCL
 ALLOWED["train"] |= {"hosts", "io"}
 ALLOWED["cli"] = set()  # the public headers are all it needs
 

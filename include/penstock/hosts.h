@@ -1,6 +1,7 @@
 /* hosts.h - several hosts that train one model. Each runs one task: a process with an engine, a
  * copy of the model and GPUs of its own. The tasks are numbered from 0: their ranks. They talk
- * over TCP, and a task that fails ends all of them. */
+ * over TCP, and a task that fails ends all of them. Gradients go over NCCL where all tasks have
+ * it. */
 #ifndef PENSTOCK_HOSTS_H
 #define PENSTOCK_HOSTS_H
 #include "status.h"
@@ -12,6 +13,15 @@ extern "C" {
 enum { PS_MAX_HOSTS = 64 };
 
 typedef struct ps_hosts ps_hosts;
+
+/* What moves gradients between hosts. The bits of the sums are the same.
+ * AUTO: NCCL where all tasks train on GPUs and can open the library, else TCP */
+typedef enum ps_transport {
+  PS_TRANSPORT_AUTO = 0,
+  PS_TRANSPORT_NCCL,
+  PS_TRANSPORT_TCP,
+  PS_N_TRANSPORTS
+} ps_transport;
 
 typedef struct ps_hosts_config {
   uint32_t struct_bytes;  /* sizeof(ps_hosts_config) */
@@ -40,6 +50,19 @@ PS_API void ps_hosts_close(ps_hosts *h);
  * first line that differs, and whose it is. */
 PS_API ps_status ps_hosts_share(ps_hosts *h, void *data, uint64_t bytes);
 PS_API ps_status ps_hosts_agree(ps_hosts *h, const char *text);
+
+/* ps_hosts_choose() - agree on what moves gradients; TCP where it is not called. A call that all
+ * tasks make, like those above, before they plan: NCCL takes device memory.
+ * @wanted    ps_transport, the same in all tasks.
+ * @on_gpu    whether this task trains on GPUs. NCCL is then opened: libnccl.so.2, or the file that
+ *            the environment's PENSTOCK_NCCL names.
+ * @out       PS_TRANSPORT_NCCL or PS_TRANSPORT_TCP, for ps_plan_config.transport.
+ * Errors, the same in all tasks: PS_EINVAL: NCCL is wanted, and a task cannot have it. The message
+ *            names the rank and the reason.
+ * ps_hosts_transport_text() - a line that says what moves gradients and why, and once a trainer was
+ * created what NCCL takes of the GPU. Borrowed until close. */
+PS_API ps_status ps_hosts_choose(ps_hosts *h, uint32_t wanted, int on_gpu, uint32_t *out);
+PS_API const char *ps_hosts_transport_text(const ps_hosts *h);
 
 /* ps_hosts_fail() - end the other tasks: what they wait for fails with @status, and "rank 1
  * failed: " before @why. The first failure counts; later ones, and NULL, are no-ops.

@@ -23,6 +23,8 @@ typedef struct ps__mapping {
   uint64_t bytes;
 } ps__mapping;
 
+struct ps__net_device; /* hosts/net.h */
+
 enum { PS__CALLER = UINT32_MAX }; /* wait(): for the calling thread, not for a stream */
 enum { PS__STAMP_QUEUED, PS__STAMP_START, PS__STAMP_END };
 
@@ -54,6 +56,10 @@ typedef struct ps__backend {
   /* BYTES of device memory that the device at @place has lost to this process; NULL where a device
    * has no memory of its own. */
   ps_status (*memory)(ps__device *dev, uint32_t place, uint64_t *out_bytes);
+  /* Lanes of the first device, for a host stream whose ops use it themselves; before any run. From
+   * then on nothing that a device has queued waits for a host stream. The caller closes *out before
+   * the device. NULL where a device has none. */
+  ps_status (*net)(ps__device *dev, struct ps__net_device *out);
   /* On a driver's thread: enter() before its first run; leave() when a run gives its streams no
    * more ops. leave() returns when the streams are at rest. After an error or a cancel, submitted
    * device ops still run although a host op before them will not. They run in the schedule's order

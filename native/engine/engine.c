@@ -212,6 +212,12 @@ ps_status ps__engine_memory(ps_engine *e, uint32_t place, uint64_t *out_bytes) {
   return e->backend->memory ? e->backend->memory(e->device, place, out_bytes) : PS_OK;
 }
 
+ps_status ps__engine_net(ps_engine *e, struct ps__net_device *out) {
+  return e->backend->net
+             ? e->backend->net(e->device, out)
+             : ps__fail(PS_EDEVICE, "the %s backend has no device for NCCL", e->backend->name);
+}
+
 ps_status ps__engine_profile(ps_engine *e, bool on) {
   return e->backend->profile ? e->backend->profile(e->device, on) : PS_OK;
 }

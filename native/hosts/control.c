@@ -156,16 +156,22 @@ ps_status ps__hosts_failure(ps_hosts *h) {
   return st == PS_ECANCELLED ? PS_EIO : st;
 }
 
-ps_status ps__hosts_enter(ps_hosts *h, const char *what) {
+ps_status ps__hosts_check(ps_hosts *h) {
   pthread_mutex_lock(&h->lock);
   const ps_status st = h->failed;
-  h->inside = true;
-  snprintf(h->what, sizeof h->what, "%s", what);
   pthread_mutex_unlock(&h->lock);
   if (st == PS_OK)
     return PS_OK;
   const ps_status others = ps__hosts_failure(h);
   return others != PS_OK ? others : ps__fail(PS_ECANCELLED, "this task has failed");
+}
+
+ps_status ps__hosts_enter(ps_hosts *h, const char *what) {
+  pthread_mutex_lock(&h->lock);
+  h->inside = true;
+  snprintf(h->what, sizeof h->what, "%s", what);
+  pthread_mutex_unlock(&h->lock);
+  return ps__hosts_check(h);
 }
 
 void ps__hosts_leave(ps_hosts *h) {

@@ -83,73 +83,73 @@ ps_status ps__hosts_gather(ps_hosts *h, const char *what, const void *mine, void
 
 /* ---- sums ------------------------------------------------------------------------------------ */
 
-/* The data is cut into segments, a segment into a slice for each rank, which adds it. While the
- * sums of one segment go out, the next segment's data comes in. */
+/* While the sums of one segment go out, the next segment's data comes in. */
 typedef struct sum {
   char *data;
-  uint64_t n, each; /* elements: of all; of a slice, at most */
-  size_t e;         /* BYTES of an element */
-  ps_dtype dt;
+  ps__cut cut;
 } sum;
 
-/* Slice @r of segment @k: *bytes 0 past the end. */
-static char *slice_of(const ps_hosts *h, const sum *s, uint64_t k, uint32_t r, size_t *bytes) {
-  const uint64_t first = (k * h->n + r) * s->each, left = first < s->n ? s->n - first : 0;
-  *bytes = (left < s->each ? left : s->each) * s->e;
-  return s->data + (left ? first : 0) * s->e;
+static char *slice_of(const sum *s, uint64_t k, uint32_t r, size_t *bytes) {
+  return s->data + ps__cut_slice(&s->cut, k, r, bytes);
+}
+
+/* What rank @r sends of this rank's slice. */
+static char *staged(const ps_hosts *h, const sum *s, uint32_t r) {
+  return h->staging + (r < h->rank ? r : r - 1) * s->cut.each * s->cut.e;
 }
 
 /* Adds slice @h->rank of segment @k: rank 0's, rank 1's and so on. */
 static void add(const ps_hosts *h, const sum *s, uint64_t k) {
   enum { AT_ONCE = 1024 };
   float total[AT_ONCE], term[AT_ONCE];
+  const size_t e = s->cut.e;
   size_t bytes;
-  char *mine = slice_of(h, s, k, h->rank, &bytes);
-  const uint64_t n = bytes / s->e;
+  char *mine = slice_of(s, k, h->rank, &bytes);
+  const uint64_t n = bytes / e;
   for (uint64_t i = 0; i < n; i += AT_ONCE) {
     const size_t m = n - i < AT_ONCE ? n - i : AT_ONCE;
     for (uint32_t r = 0; r < h->n; r++) {
-      const uint32_t place = r < h->rank ? r : r - 1;
-      const char *from = r == h->rank ? mine : h->staging + place * s->each * s->e;
-      ps__dtypes[s->dt].to_f32(r ? term : total, from + i * s->e, m);
+      const char *from = r == h->rank ? mine : staged(h, s, r);
+      ps__dtypes[s->cut.dt].to_f32(r ? term : total, from + i * e, m);
       for (size_t j = 0; r && j < m; j++)
         total[j] += term[j];
     }
-    ps__dtypes[s->dt].from_f32(mine + i * s->e, total, m);
+    ps__dtypes[s->cut.dt].from_f32(mine + i * e, total, m);
   }
 }
 
 /* The sums of segment @k - 1 go out, the data of segment @k comes in. */
-static ps_status move_segment(ps_hosts *h, const sum *s, uint64_t k, uint64_t n_segments) {
+static ps_status move_segment(ps_hosts *h, const sum *s, uint64_t k) {
   traffic t[PS_MAX_HOSTS] = {0};
   for (uint32_t r = 0; r < h->n; r++) {
     if (r == h->rank)
       continue;
-    const uint32_t place = r < h->rank ? r : r - 1;
     if (k > 0) {
-      t[r].to[0].at = slice_of(h, s, k - 1, h->rank, &t[r].to[0].bytes);
-      t[r].from[0].at = slice_of(h, s, k - 1, r, &t[r].from[0].bytes);
+      t[r].to[0].at = slice_of(s, k - 1, h->rank, &t[r].to[0].bytes);
+      t[r].from[0].at = slice_of(s, k - 1, r, &t[r].from[0].bytes);
     }
-    if (k < n_segments) {
-      t[r].to[1].at = slice_of(h, s, k, r, &t[r].to[1].bytes);
-      (void)slice_of(h, s, k, h->rank, &t[r].from[1].bytes);
-      t[r].from[1].at = h->staging + place * s->each * s->e;
+    if (k < s->cut.n_segments) {
+      t[r].to[1].at = slice_of(s, k, r, &t[r].to[1].bytes);
+      (void)slice_of(s, k, h->rank, &t[r].from[1].bytes);
+      t[r].from[1].at = staged(h, s, r);
     }
   }
   return transfer(h, t);
 }
 
-ps_status ps__hosts_sum(ps_hosts *h, const char *what, void *data, uint64_t n, ps_dtype dt) {
-  const size_t e = ps_dtype_bytes(dt);
-  const uint64_t most = ps__hosts_slice_bytes(h->n) / e, even = (n / h->n + 64) / 64 * 64;
-  const sum s = {.data = data, .n = n, .each = even < most ? even : most, .e = e, .dt = dt};
-  const uint64_t segment = s.each * h->n, n_segments = (n + segment - 1) / segment;
-  PS_TRY(ps__hosts_enter(h, what));
-  for (uint64_t k = 0; k <= n_segments; k++) {
-    PS_TRY(move_segment(h, &s, k, n_segments));
-    if (k < n_segments)
+static ps_status sum_over_tcp(ps_hosts *h, void *data, uint64_t n, ps_dtype dt) {
+  const sum s = {.data = data, .cut = ps__cut_of(h->n, n, dt, ps__hosts_slice_bytes(h->n))};
+  for (uint64_t k = 0; k <= s.cut.n_segments; k++) {
+    PS_TRY(move_segment(h, &s, k));
+    if (k < s.cut.n_segments)
       add(h, &s, k);
   }
+  return PS_OK;
+}
+
+ps_status ps__hosts_sum(ps_hosts *h, const char *what, void *data, uint64_t n, ps_dtype dt) {
+  PS_TRY(ps__hosts_enter(h, what));
+  PS_TRY(h->net ? ps__net_sum(h->net, data, n, dt) : sum_over_tcp(h, data, n, dt));
   ps__hosts_leave(h);
   return PS_OK;
 }

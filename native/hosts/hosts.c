@@ -1,5 +1,6 @@
 /* hosts.c - opens and closes the connections to the tasks of other hosts; what tasks agree on. */
 #include "hosts/hosts.h"
+#include "hosts/net.h"
 #include <string.h>
 #include <unistd.h>
 
@@ -30,6 +31,7 @@ static void close_socket(int fd) {
 void ps_hosts_close(ps_hosts *h) {
   if (!h)
     return;
+  ps__hosts_close_net(h);
   ps__hosts_end(h);
   for (uint32_t r = 0; r < h->n; r++) {
     close_socket(h->data[r]);
@@ -54,6 +56,8 @@ ps_status ps_hosts_open(ps_hosts **out, const ps_hosts_config *cfg) {
     h->control[r] = h->data[r] = -1;
   pthread_mutex_init(&h->lock, NULL);
   snprintf(h->what, sizeof h->what, "the tasks met");
+  h->transport = PS_TRANSPORT_TCP;
+  snprintf(h->transport_text, sizeof h->transport_text, "gradients go over TCP");
   h->staging = ps__malloc(ps__hosts_staging_bytes(h->n));
   ps_status st = h->staging ? ps__hosts_meet(h, cfg)
                             : ps__fail(PS_ENOMEM, "out of memory for the tasks of other hosts");

@@ -2,7 +2,8 @@
  *
  * Between each two tasks there are two connections. Control carries how a task ends: a thread of
  * each task (control.c) reads it all the time, so that a failure is known within seconds whatever
- * the task does. Data carries what steps exchange (exchange.c), in the order of the calls. */
+ * the task does. Data carries what steps exchange (exchange.c), in the order of the calls. Sums go
+ * over NCCL instead where that was chosen (net.h). */
 #ifndef PS_HOSTS_HOSTS_H
 #define PS_HOSTS_HOSTS_H
 #include "core/core.h"
@@ -11,13 +12,16 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-enum { PS__HOSTS_MESSAGE = 1024, PS__HOSTS_WHAT = 160 };
+enum { PS__HOSTS_MESSAGE = 1024, PS__HOSTS_WHAT = 160, PS__HOSTS_TEXT = 512 };
 
 struct ps_hosts {
   uint32_t rank, n;
   int control[PS_MAX_HOSTS], data[PS_MAX_HOSTS]; /* sockets by rank; -1: none */
   int wake[2];                                   /* a pipe that ends the control thread */
   char *staging;                                 /* ps__hosts_staging_bytes() */
+  ps_transport transport;                        /* that was chosen */
+  char transport_text[PS__HOSTS_TEXT];
+  struct ps__net *net; /* NULL: sums go over TCP */
   pthread_t thread;
   bool has_thread;
   pthread_mutex_t lock; /* of all below; and of what is sent on control */
@@ -49,6 +53,33 @@ static inline uint64_t ps__hosts_staging_bytes(uint32_t n_hosts) {
   return (n_hosts - 1) * ps__hosts_slice_bytes(n_hosts);
 }
 
+/* How the data of a sum is cut: into segments, a segment into a slice for each rank, which adds it.
+ * each: elements of a slice, at most; e: BYTES of an element. The bits of sums do not depend on it.
+ * ps__cut_of() - with slices of at most @slice_bytes, a multiple of 256.
+ * ps__cut_slice() - where slice @r of segment @k begins, in BYTES; *bytes 0 past the end. */
+typedef struct ps__cut {
+  uint64_t n, each, n_segments;
+  size_t e;
+  ps_dtype dt;
+  uint32_t n_hosts;
+} ps__cut;
+static inline ps__cut ps__cut_of(uint32_t n_hosts, uint64_t n, ps_dtype dt, uint64_t slice_bytes) {
+  const size_t e = ps_dtype_bytes(dt);
+  const uint64_t most = slice_bytes / e, even = (n / n_hosts + 64) / 64 * 64,
+                 each = even < most ? even : most, segment = each * n_hosts;
+  return (ps__cut){.n = n,
+                   .each = each,
+                   .n_segments = (n + segment - 1) / segment,
+                   .e = e,
+                   .dt = dt,
+                   .n_hosts = n_hosts};
+}
+static inline uint64_t ps__cut_slice(const ps__cut *c, uint64_t k, uint32_t r, size_t *bytes) {
+  const uint64_t first = (k * c->n_hosts + r) * c->each, left = first < c->n ? c->n - first : 0;
+  *bytes = (left < c->each ? left : c->each) * c->e;
+  return (left ? first : 0) * c->e;
+}
+
 /* ps__hosts_watch() - @failed is called once at a failure that is not this task's own, from any
  * thread, and not after ps__hosts_watch(h, NULL, NULL) has returned.
  * ps__hosts_failure() - such a failure as the thread's last error; PS_OK: there is none. */
@@ -65,7 +96,11 @@ ps_status ps__hosts_start(ps_hosts *h);
 ps_status ps__hosts_lost(ps_hosts *h, uint32_t rank);
 /* ps__hosts_end() - tell the others that this task leaves, and end the thread. */
 void ps__hosts_end(ps_hosts *h);
-/* ps__hosts_enter() - a call on data begins. Errors: the failure. ps__hosts_leave(): it ends. */
+/* ps__hosts_check() - the first failure, also this task's own (PS_ECANCELLED); PS_OK: none.
+ * ps__hosts_enter() - a call on data begins. Errors: the failure. ps__hosts_leave(): it ends. */
+ps_status ps__hosts_check(ps_hosts *h);
 ps_status ps__hosts_enter(ps_hosts *h, const char *what);
 void ps__hosts_leave(ps_hosts *h);
+/* ps__net_sum() - ps__hosts_sum() over NCCL, inside a call on data (net.c). */
+ps_status ps__net_sum(struct ps__net *net, void *data, uint64_t n, ps_dtype dt);
 #endif

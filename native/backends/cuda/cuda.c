@@ -26,8 +26,8 @@ static void cuda_close(ps__device *dev) {
   if (!dev)
     return;
   if (dev->stuck) { /* the driver would wait for the stream; the process has to end */
-    ps__log(PS_LOG_WARN, "a GPU failed and another one did not come to its end: GPU memory and "
-                         "pinned memory stay taken until the process ends");
+    ps__log(PS_LOG_WARN, "a GPU did not come to its end after a failure: GPU memory and pinned "
+                         "memory stay taken until the process ends");
     for (uint32_t i = 0; i < dev->cfg.n_streams; i++)
       ps__host_stream_close(&dev->stream[i].host);
     return;
@@ -308,6 +308,8 @@ static bool cuda_wait(ps__device *dev, uint32_t stream, uint32_t awaited, uint64
     return ps__counter_wait(&a->host.counter, value, abort_flag);
   if (!a->stream && atomic_load_explicit(a->word, memory_order_acquire) >= value)
     return true;
+  if (!a->stream && dev->net)
+    return ps__counter_wait(&a->host.counter, value, abort_flag);
   return submitted(
       dev, waiter,
       dev->cu->StreamWaitValue64(waiter->stream, a->word_dev, value, CU_STREAM_WAIT_VALUE_GEQ),
@@ -369,6 +371,7 @@ const ps__backend ps__backend_cuda = {
     .finish = cuda_finish,
     .warm = ps__cuda_warm,
     .memory = cuda_memory,
+    .net = ps__cuda_net,
     .enter = cuda_enter,
     .leave = ps__cuda_leave,
     .begin = cuda_begin,

@@ -28,7 +28,12 @@
  * share a hardware queue. All submitted ops come earlier in program order than all others, and
  * waits only point back in that order. But a blocked submitting thread holds the driver's lock. A
  * host stream's thread that the GPU waits for must therefore not call the driver. So host streams
- * only read words, and a separate thread asks for the device's health. */
+ * only read words, and a separate thread asks for the device's health.
+ *
+ * The host stream that exchanges totals over NCCL does call the driver (net.c), and what it queues
+ * may share a hardware queue with the engine's streams. Then a device stream's wait for a host
+ * stream blocks the submitting thread too, outside the driver. So all that is queued comes to its
+ * end without that host stream. */
 #ifndef PS_BACKENDS_CUDA_DEVICE_H
 #define PS_BACKENDS_CUDA_DEVICE_H
 #include "backends/cuda/driver.h"
@@ -96,6 +101,7 @@ struct ps__device {
   _Atomic uint32_t n_left;     /* host streams that have given up the run */
   _Atomic bool submits;        /* the submitting thread is in the run */
   _Atomic uint64_t n_begun;    /* 1 + the number of the last device op that was begun */
+  bool net;                    /* a host stream calls the driver (net.c) */
   const ps_schedule *schedule; /* borrowed for one run */
   ps__mapping space[PS_MAX_SPACES];
   void *words;
@@ -152,6 +158,8 @@ bool ps__cuda_profiled(void);
 void ps__cuda_range_push(const char *name);
 void ps__cuda_range_pop(uint32_t n);
 void ps__cuda_name_stream(CUstream stream, const char *name);
+/* net.c */
+ps_status ps__cuda_net(ps__device *dev, struct ps__net_device *out);
 /* cuda.c */
 /* health() will say so. @gpu: that of the stream that the call was for. */
 void ps__cuda_note_error(ps__device *dev, const ps__cuda_gpu *gpu, CUresult r, const char *call);

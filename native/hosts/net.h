@@ -1,0 +1,94 @@
+/* net.h - gradients between hosts by way of a GPU's memory, moved by NCCL. Internal.
+ *
+ * NCCL moves bytes only. What adds is a kernel of the project, so the sums are those of TCP, bit
+ * for bit. A backend gives the memory, the copies and that kernel (ps__net_device); nothing here
+ * needs CUDA. */
+#ifndef PS_HOSTS_NET_H
+#define PS_HOSTS_NET_H
+#include "core/core.h"
+#include "hosts/nccl.h"
+#include <penstock/hosts.h>
+#include <penstock/model.h>
+
+/* ---- what a backend gives -------------------------------------------------------------------- */
+
+/* A lane is a queue of the device. What is queued on one lane runs in order. NCCL has one. */
+enum { PS__LANE_IN, PS__LANE_NET, PS__LANE_OUT, PS__N_LANES };
+/* Buffers of segments in device memory, and the marks of each: its copy in has ended, its sums are
+ * there, its copy out has ended. */
+enum { PS__NET_BUFFERS = 4, PS__MARK_IN = 0, PS__MARK_NET = 4, PS__MARK_OUT = 8, PS__N_MARKS = 12 };
+
+/* mine[i] = round(sum of the hosts' i-th elements in the order of ranks), in fp32 with one rounding
+ * to nearest even. @received: of the other ranks in their order, @stride_bytes apart. */
+typedef struct ps__net_add {
+  void *mine;
+  const void *received;
+  uint64_t stride_bytes, n; /* n: elements */
+  uint32_t rank, n_hosts;
+  ps_dtype dt;
+} ps__net_add;
+
+/* Calls come from one thread at a time, between enter() and leave() on that thread. None but
+ * open(), close() and reserve() blocks. Errors: PS_EDEVICE, PS_ENOMEM.
+ *   reserve()  device memory, 256-byte aligned, or pinned memory, that close() releases
+ *   stream()   the lane's CUDA stream, for NCCL
+ *   copy()     between the device and host memory
+ *   mark()     a point on the lane; the last one of that number counts
+ *   after()    the lane goes on once the mark is passed
+ *   passed()   whether it is; idle(): whether nothing is queued on any lane
+ *   memory()   BYTES that the device has lost to this process
+ *   close()    @at_rest: nothing uses the lanes any more. Else they are kept, and the device must
+ *              not be waited for. Called without enter() */
+typedef struct ps__net_device_api {
+  ps_status (*enter)(void *user);
+  void (*leave)(void *user);
+  ps_status (*reserve)(void *user, bool on_host, uint64_t bytes, void **out);
+  void *(*stream)(void *user, uint32_t lane);
+  ps_status (*copy)(void *user, uint32_t lane, void *dst, const void *src, uint64_t bytes);
+  ps_status (*add)(void *user, uint32_t lane, const ps__net_add *what);
+  ps_status (*mark)(void *user, uint32_t lane, uint32_t mark);
+  ps_status (*after)(void *user, uint32_t lane, uint32_t mark);
+  ps_status (*passed)(void *user, uint32_t mark, bool *out);
+  ps_status (*idle)(void *user, bool *out);
+  ps_status (*memory)(void *user, uint64_t *out_bytes);
+  void (*close)(void *user, bool at_rest);
+} ps__net_device_api;
+
+typedef struct ps__net_device {
+  const ps__net_device_api *api;
+  void *user;
+} ps__net_device;
+
+/* ---- memory ---------------------------------------------------------------------------------- */
+
+/* A segment: a slice for each host. */
+enum { PS__NET_SEGMENT_BYTES = 16 << 20 };
+static inline uint64_t ps__net_slice_bytes(uint32_t n_hosts) {
+  return PS__NET_SEGMENT_BYTES / n_hosts / 256 * 256;
+}
+/* Of a buffer: the segment, and what the other hosts send of this host's slice. */
+static inline uint64_t ps__net_buffer_bytes(uint32_t n_hosts) {
+  return (2 * n_hosts - 1) * ps__net_slice_bytes(n_hosts);
+}
+/* What NCCL itself takes of a GPU: its kernels, and for each peer and channel buffers of 4 MiB (the
+ * default of NCCL_BUFFSIZE) and more. People report 0.5 to 0.7 GB where all collectives are in use;
+ * sends and receives alone take less. ps_hosts_transport_text() says what it was. */
+#define PS__NCCL_BYTES ((uint64_t)512 << 20)
+/* BYTES of device memory in all, for plans. */
+static inline uint64_t ps__net_device_bytes(uint32_t n_hosts) {
+  return PS__NCCL_BYTES + PS__NET_BUFFERS * ps__net_buffer_bytes(n_hosts);
+}
+
+/* ---- the transport --------------------------------------------------------------------------- */
+
+typedef struct ps__net ps__net;
+
+/* ps__hosts_open_net() - all tasks: sums go over NCCL from now on, if that was chosen. @d is taken:
+ * also on an error it is closed. Ends with sums that are checked, so that later ones find all
+ * connections made and all kernels loaded. Before any run, as NCCL waits for the device meanwhile.
+ * ps__hosts_close_net() - no sum runs. What NCCL does not give back within seconds it keeps. */
+ps_status ps__hosts_open_net(ps_hosts *h, const ps__net_device *d);
+void ps__hosts_close_net(ps_hosts *h);
+/* ps__hosts_wants_net() - whether NCCL was chosen. */
+bool ps__hosts_wants_net(const ps_hosts *h);
+#endif
