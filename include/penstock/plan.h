@@ -121,6 +121,9 @@ typedef struct ps_plan_config {
    * The plan is that of one of them, and tokens_per_step is of all. Each has an equal part of the
    * step's sequences, so the step is rounded down to that. */
   uint32_t n_hosts;
+  /* ps_transport: with several hosts and CUDA, device memory for NCCL is counted, unless it is
+   * PS_TRANSPORT_TCP. */
+  uint32_t transport;
   /* ps_plan_layout: how several devices share a step. A ring needs two devices at least, and a
    * block for each of them. The bits do not depend on it either, where chunks and rounds are the
    * same. */

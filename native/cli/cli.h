@@ -185,11 +185,13 @@ typedef struct cli_device {
  * @seconds 0: as long as the device needs. *cached_at: the cache's file, freed by the caller, or
  * NULL.
  * cli_bound_threads() - lower device->threads to @n_cpus, and say so. The two above call it.
- * cli_gpus_check() - whether a training or an evaluation can run on device->n_gpus. Exit code. */
+ * cli_gpus_check() - whether a training or an evaluation can run on device->n_gpus. Exit code.
+ * cli_on_gpu() - whether it runs on a GPU. */
 int cli_hardware_get(ps_hardware *out, cli_device *device, uint64_t host_bytes, bool quiet);
 int cli_hardware_measure(ps_hardware *out, cli_device *device, bool full, double seconds,
                          char **cached_at);
 void cli_bound_threads(cli_device *device, uint32_t n_cpus, bool quiet);
+bool cli_on_gpu(const cli_device *device);
 int cli_gpus_check(const cli_device *device);
 void cli_hardware_print(FILE *out, const ps_hardware *hw); /* a few lines */
 /* every measured rate, and its fraction of the hardware's peak */
@@ -213,7 +215,8 @@ typedef struct cli_task {
 
 /* cli_task_read() - what torchrun, srun or mpirun say in the environment. Several tasks on this
  * host are refused. Exit code.
- * cli_task_meet() - meet the other tasks, if there are some, and compare the options. Exit code.
+ * cli_task_meet() - meet the other tasks, if there are some, compare the options, and choose what
+ * moves gradients. Exit code.
  * cli_task_follow() - a task that is not rank 0 writes nothing but errors: it validates, samples
  * and saves nothing.
  * cli_task_share_plan() - all take the cut of rank 0's plan; @code is that of rank 0's plan.
@@ -262,6 +265,8 @@ struct cli_job {
   bool data_marks_documents; /* masks of the data say where documents begin */
   double save_wait;          /* seconds for which a failing save is tried again */
   double hosts_wait;         /* seconds for which the tasks of other hosts are awaited */
+  uint32_t transport;        /* ps_transport, as given */
+  uint32_t chosen_transport; /* where there are hosts; set by cli_task_meet() */
   cli_task task;             /* its n is also of `penstock plan --hosts` */
   ps_hosts *hosts;           /* set by cli_task_meet(); NULL: this is the only host */
   bool force, shuffle, json, quiet, smallest, deterministic, init_weights, forward_only;

@@ -78,6 +78,8 @@ static uint32_t backend_of(const cli_device *d, bool quiet) {
   return d->backend == CLI_BACKEND_CUDA ? PS_BACKEND_CUDA : PS_BACKEND_CPU;
 }
 
+bool cli_on_gpu(const cli_device *d) { return backend_of(d, true) == PS_BACKEND_CUDA; }
+
 void cli_bound_threads(cli_device *d, uint32_t n_cpus, bool quiet) {
   if (d->threads <= n_cpus)
     return;

@@ -8,6 +8,7 @@
 
 static const char *const recipes[] = {"fp32", "fp32-master", "bf16", "fp8", "fp8-master", NULL};
 static const char *const layouts[] = {"auto", "data-parallel", "ring", NULL};
+static const char *const transports[] = {"auto", "nccl", "tcp", NULL};
 static const char *const optimizers[] = {"adamw", "lion", "sgd", NULL};
 static const char *const non_finite[] = {"stop", "skip", NULL};
 static const char *const lr_schedules[] = {"constant", "cosine", "linear", "wsd", NULL};
@@ -213,6 +214,10 @@ static const job_option job_options[] = {
            .least = 0.1, .most = 1e6,
            .help = "where torchrun, srun or mpirun start a task on each of several hosts: how long "
                    "to wait for the others (default 300)"),
+    OPTION(ALWAYS, transport, .name = "hosts-transport", .kind = CLI_CHOICE, .value = "NAME",
+           .choices = transports,
+           .help = "how gradients go between hosts: nccl, tcp, or auto, which is nccl where all "
+                   "tasks train on GPUs and have NCCL (default)"),
     OPTION(ALWAYS, device.threads, .name = "threads", .kind = CLI_COUNT, .value = "N", .least = 1,
            .most = PS_MAX_THREADS,
            .help =
@@ -425,6 +430,7 @@ int cli_job_prepare(cli_job *j) {
       .n_threads = (uint32_t)j->device.threads,
       .n_devices = (uint32_t)j->device.n_gpus,
       .n_hosts = j->task.n,
+      .transport = j->hosts ? j->chosen_transport : j->transport,
       .layout = j->device.layout,
       .deterministic = j->deterministic,
       .one_document =

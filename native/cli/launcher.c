@@ -152,6 +152,9 @@ int cli_task_meet(cli_job *job) {
   if (st == PS_OK)
     st = ps_hosts_agree(job->hosts, text);
   free(text);
+  if (st == PS_OK)
+    st = ps_hosts_choose(job->hosts, job->transport, cli_on_gpu(&job->device),
+                         &job->chosen_transport);
   return st == PS_OK ? CLI_OK : cli_fail_status(st, true);
 }
 

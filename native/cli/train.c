@@ -542,6 +542,8 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
   if (st == PS_OK) {
     ps_train_config defaults = {.struct_bytes = sizeof defaults};
     ps_train_config_init(&defaults);
+    if (job->hosts)
+      cli_progress_note(&p, "%s", ps_hosts_transport_text(job->hosts));
     cli_checkpoint_none(job, &p);
     if (job->max_skips != defaults.max_skips && job->non_finite != PS_NON_FINITE_SKIP)
       cli_progress_note(&p, "--max-skips counts nothing here: only --non-finite skip skips steps");

@@ -1,6 +1,7 @@
 /* evaluate.c - a candidate's ops, memory and time; what a step takes besides its arenas. */
 #include "hardware/hardware_impl.h"
 #include "hosts/hosts.h"
+#include "hosts/net.h"
 #include "plan/evaluate.h"
 #include <string.h>
 
@@ -23,6 +24,13 @@ uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scr
          net;
 }
 
+uint64_t ps__net_memory(const ps_plan *plan) {
+  return plan->cfg.n_hosts > 1 && plan->hw.backend == PS_BACKEND_CUDA &&
+                 plan->cfg.transport != PS_TRANSPORT_TCP
+             ? ps__net_device_bytes(plan->cfg.n_hosts)
+             : 0;
+}
+
 uint64_t ps__largest_device(const ps__places *at, const uint64_t space[PS_MAX_PLACES]) {
   uint64_t most = 0;
   for (uint32_t d = 0; d < at->n_devices; d++)
@@ -37,7 +45,7 @@ void ps__used_bytes(const ps_plan *plan, const ps__step *s, const uint64_t arena
   uint64_t scratch, trace;
   out[PS__DEVICE_MEM] = ps__arena_round(ps__largest_device(s->at, arena)) +
                         ps__device_overhead(&plan->hw, s->at, s->scratch_bytes, &scratch) +
-                        ps__page_table_bytes(&plan->hw, host);
+                        ps__net_memory(plan) + ps__page_table_bytes(&plan->hw, host);
   out[PS__HOST_MEM] = ps__arena_round(host) + ps__host_overhead(plan, s, &scratch, &trace);
 }
 

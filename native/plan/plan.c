@@ -149,6 +149,8 @@ static ps_status check_config(ps_plan *p) {
   if (c->n_hosts == 0)
     c->n_hosts = 1;
   p->at = ps__places_of(c->n_devices, c->n_hosts);
+  if (c->transport >= PS_N_TRANSPORTS)
+    return ps__fail(PS_EINVAL, "transport %u is unknown: 0 is auto, 1 NCCL, 2 TCP", c->transport);
   if (c->layout >= PS_N_LAYOUTS)
     return ps__fail(PS_EINVAL, "layout %u is unknown: 0 is auto, 1 is data-parallel, 2 is ring",
                     c->layout);
@@ -402,7 +404,8 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
   o->head_slice_tokens = p->spec.head_slice;
   o->device_arena_bytes = ps__arena_round(ps__largest_device(s->at, s->space_bytes));
   const uint64_t overhead =
-      ps__device_overhead(&p->hw, s->at, s->scratch_bytes, &o->device_scratch_bytes);
+      ps__device_overhead(&p->hw, s->at, s->scratch_bytes, &o->device_scratch_bytes) +
+      ps__net_memory(p);
   o->host_arena_bytes = ps__arena_round(s->space_bytes[s->at->host]);
   o->device_tables_bytes = ps__page_table_bytes(&p->hw, o->host_arena_bytes);
   o->device_overhead_bytes = overhead - o->device_scratch_bytes;

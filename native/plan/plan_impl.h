@@ -208,7 +208,9 @@ ps_status ps__find_smallest(ps_plan *plan, ps__memo *memo, ps__search_result *ou
  * that their ends do not count. (Ops that idle_gain shortens count in full: it is at most 1, so
  * that idle time costs more than it gains.) */
 double ps__steady_ns(const ps__step *s, ps__cost_model *m, const double end[PS__SIM_STEPS]);
-/* ps__host_overhead() - host BYTES that a step takes besides its arena, and two parts of them. */
+/* ps__host_overhead() - host BYTES that a step takes besides its arena, and two parts of them.
+ * ps__net_memory() - device BYTES for NCCL between hosts, where it may be used. */
+uint64_t ps__net_memory(const ps_plan *plan);
 uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch,
                            uint64_t *trace);
 /* ps__largest_device() - the most BYTES of a device's space.

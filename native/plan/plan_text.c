@@ -85,6 +85,7 @@ static const char *where(uint64_t some, uint64_t all) {
 }
 
 static void say_hosts(text *t, const ps_plan *p) {
+  char net[32];
   const ps_plan_report *r = &p->report;
   say(t, "hosts            %u, each with %llu of the step's %llu tokens; ", r->n_hosts,
       (unsigned long long)(r->tokens_per_step / r->n_hosts),
@@ -97,6 +98,12 @@ static void say_hosts(text *t, const ps_plan *p) {
         "%.3f GB a step each way, for which no time is taken: the machine's description has no "
         "network_bytes_per_s\n",
         r->exchange_bytes * 1e-9);
+  if (p->hw.backend == PS_BACKEND_CUDA && p->cfg.transport == PS_TRANSPORT_TCP)
+    say(t, "                 gradients go over TCP; no device memory is counted for NCCL\n");
+  else if (p->hw.backend == PS_BACKEND_CUDA)
+    say(t, "                 gradients go over NCCL%s, for which %s of device memory are counted\n",
+        p->cfg.transport == PS_TRANSPORT_AUTO ? " where all tasks have it" : "",
+        ps__format_bytes(net, ps__net_memory(p)));
 }
 
 static void write_text(text *t, const ps_plan *p) {

@@ -2,6 +2,7 @@
  * tasks, and how a failure of one ends all. */
 #include "core/sha256.h"
 #include "hosts/hosts.h"
+#include "hosts/net.h"
 #include "train/trainer.h"
 #include <math.h>
 #include <string.h>
@@ -39,6 +40,19 @@ ps_status ps__exchange_totals(ps_trainer *t, uint32_t unit, const ps_launch *l) 
   name_call(t, l, of, what);
   return ps__hosts_sum(t->cfg.hosts, what, l->ptr[0], t->plan->model->unit[unit].n,
                        t->plan->step.recipe->grad);
+}
+
+ps_status ps__trainer_open_net(ps_trainer *t) {
+  ps__net_device d;
+  if (!ps__hosts_wants_net(t->cfg.hosts) || !ps__exchanges(&t->plan->spec))
+    return PS_OK;
+  PS_TRY(ps__engine_net(t->engine, &d));
+  return ps__hosts_open_net(t->cfg.hosts, &d);
+}
+
+void ps__trainer_close_net(ps_trainer *t) {
+  if (t->cfg.hosts)
+    ps__hosts_close_net(t->cfg.hosts);
 }
 
 ps_status ps__sum_losses(ps_trainer *t, const ps_launch *l, double sum[3]) {

@@ -2,6 +2,7 @@
 #include "train/trainer.h"
 #include "generate/generate.h"
 #include "hosts/hosts.h"
+#include "hosts/net.h"
 #include "io/io.h"
 #include "train/adapter.h"
 #include "train/resume.h"
@@ -130,6 +131,9 @@ static ps_status check_hosts(const ps_plan *plan, const ps_train_config *c) {
   if (n != plan->cfg.n_hosts)
     return ps__fail(PS_EINVAL, "the trainer is one of %u hosts, and the plan is for %u: plan anew",
                     n, plan->cfg.n_hosts);
+  if (ps__hosts_wants_net(c->hosts) && plan->cfg.transport == PS_TRANSPORT_TCP)
+    return ps__fail(PS_EINVAL, "gradients go over NCCL, and the plan counts no memory for it: plan "
+                               "with the transport that ps_hosts_choose() gave");
   if (c->hosts && c->batch_fn)
     return ps__fail(PS_EINVAL, "several hosts read a dataset, of which each knows its part: "
                                "batch_fn must not be given");
@@ -313,6 +317,7 @@ static ps_status reserve_and_load(ps_trainer *t, ps_tensor_file *weights, ps_ten
   for (uint32_t i = 0; i < t->plan->n_ramp; i++)
     PS_TRY(ps__engine_warm(t->engine, t->plan->ramp[i].schedule));
   PS_TRY(open_sampler(t));
+  PS_TRY(ps__trainer_open_net(t));
   PS_TRY(note_memory(t, true));
   PS_TRY(weights ? ps__trainer_load(t, weights, progress, progress_user)
                  : ps__trainer_init(t, false, progress, progress_user));
@@ -485,6 +490,7 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
   (void)ps_run_destroy(t->val.run);
   ps__replay_destroy(t->replay);
   ps_generator_destroy(t->sampler);
+  ps__trainer_close_net(t);
   (void)ps_engine_close(t->engine);
   t->plan->hooks = (ps__step_hooks){0};
   if (t->plan->val)
