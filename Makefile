@@ -118,7 +118,7 @@ FLASH_ATTN_1 := $(filter 1,$(FLASH_ATTN))
 FLASH_ATTN_4 := $(filter 4,$(FLASH_ATTN))
 CU_SRC := $(filter-out $(if $(FLASH_ATTN_1),,%/attention_flash.cu) $(if $(FLASH_ATTN_4),,%/attention_flash4.cu),$(CU_SRC))
 # An installed package lies beside NVIDIA's wheels: site-packages/penstock/_native and site-packages/nvidia.
-NVIDIA_WHEELS := :$$ORIGIN/../../nvidia/cu$(CUDA_MAJOR)/lib:$$ORIGIN/../../nvidia/cublas/lib:$$ORIGIN/../../nvidia/cudnn/lib
+NVIDIA_WHEELS := :$$ORIGIN/../../nvidia/cu$(CUDA_MAJOR)/lib:$$ORIGIN/../../nvidia/cublas/lib:$$ORIGIN/../../nvidia/cudnn/lib:$$ORIGIN/../../nvidia/nccl/lib
 CU_OBJ := $(CU_SRC:%.cu=$(BUILD)/obj/%.o)
 # Attention through cuDNN: headers under $(BUILD)/cudnn/include (the frontend counts on that name), its libraries, which are opened at run time, beside ours.
 ifeq ($(CUDNN),1)
@@ -191,7 +191,7 @@ DANGLING := $(shell find -L '$(BUILD)/lib' -maxdepth 1 -type l 2>/dev/null)
 
 all: $(LIB) $(BIN) $(CDEF) ## the library libpenstock and the binary penstock
 lib: $(LIB) $(CDEF) ## the library only, and its declarations for Python
-native-tests: $(TEST_BIN) $(BUILD)/tests/libops_shim.so $(BUILD)/tests/libops_shim_base.so $(BUILD)/tests/libdisk_shim.so $(AVX2_LIB) $(BUILD)/bench/limit $(BUILD)/bench/gaps ## build the native test programs
+native-tests: $(TEST_BIN) $(BUILD)/tests/libops_shim.so $(BUILD)/tests/libops_shim_base.so $(BUILD)/tests/libdisk_shim.so $(BUILD)/tests/libfake_nccl.so $(AVX2_LIB) $(BUILD)/bench/limit $(BUILD)/bench/gaps ## build the native test programs
 fuzz-programs: $(FUZZ_BIN) ## build the fuzz targets (tests/fuzz/driver.c says how to run them at length)
 bench-programs: $(BENCH_BIN) ## build the native benchmark programs
 venv: $(VENV)/.done-requirements-runtime.txt ## the Python environment the demo needs
@@ -371,6 +371,10 @@ $(AVX2_LIB): $(LIB_OBJ) $(BUILD)/obj/tests/native/attention_standin.o $(STAMP_li
 $(BUILD)/tests/libdisk_shim.so: tests/native/disk_shim.c
 	@mkdir -p $(dir $@)
 	$(call run,LINK,$@)$(CC) -shared -D_GNU_SOURCE -std=gnu11 -fPIC -Wall -Wextra -O1 -o $@ $< -ldl
+# What test_hosts_net opens in NCCL's place.
+$(BUILD)/tests/libfake_nccl.so: tests/native/fake_nccl.c tests/native/fake_nccl.h $(STAMP_link)
+	@mkdir -p $(dir $@)
+	$(call run,LINK,$@)$(CC) -shared $(PS_CPPFLAGS) $(CPPFLAGS) $(PS_CFLAGS) $(CFLAGS) $(PS_LDFLAGS) $(LDFLAGS) -o $@ $<
 $(BENCH_BIN): $(BUILD)/bench/%: $(BUILD)/obj/bench/%.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
 	$(call run,LINK,$@)$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter %.o,$^) $(ARCHIVE) $(PS_LDLIBS) $(BENCH_LDLIBS) $(LDLIBS)

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import write_shard
+from conftest import ROOT, write_shard
 from test_cli import BINARY
 
 SEQ, STEPS = 64, 3
@@ -152,6 +152,62 @@ def test_resumes_with_another_number_of_hosts(tiny_model, tiny_shard, tmp_path):
     assert codes == [0, 0] and len(lines) == STEPS + 1, said
 
 
+# ---- transports ----------------------------------------------------------------------------------
+
+
+def test_auto_says_why_it_is_tcp(tiny_model, tiny_shard, tmp_path):
+    """Rank 0 says it in a line; and --hosts-transport tcp has the same bits."""
+    seen = []
+    for name in ("auto", "tcp"):
+        port, folder = free_port(), tmp_path / name
+        more = ("--hosts-transport", name, "--out", folder / "out")
+        given = [w for w in words(tiny_model, tiny_shard, folder, *more) if w != "--quiet"]
+        tasks = [
+            subprocess.Popen(
+                given,
+                env=environment(rank=rank, port=port),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in (0, 1)
+        ]
+        codes, said = end(tasks)
+        assert codes == [0, 0], said
+        assert said[0].count("gradients go over TCP") == 1 and "gradients" not in said[1]
+        seen.append((said[0], result(folder)))
+    assert "as rank 0 cannot use NCCL: it trains on a CPU" in seen[0][0]
+    assert "gradients go over TCP, as asked for" in seen[1][0]
+    assert seen[0][1] == seen[1][1]
+
+
+def test_nccl_that_cannot_be_had_is_refused_by_all(tiny_model, tiny_shard, tmp_path):
+    folder = tmp_path / "run"
+    codes, said = end(start(tiny_model, tiny_shard, folder, "--hosts-transport", "nccl"))
+    assert codes == [2, 2] and not folder.exists()
+    for text in said:
+        assert "--hosts-transport nccl: rank 0 cannot use NCCL: it trains on a CPU" in text
+        assert "give --hosts-transport tcp" in text and text.count("\n") == 1
+
+
+def test_the_transport_is_one_of_three_and_the_same_in_all_tasks(tiny_model, tiny_shard, tmp_path):
+    folder = tmp_path / "run"
+    each = {1: ("--hosts-transport", "tcp")}
+    codes, said = end(start(tiny_model, tiny_shard, folder, each=each))
+    assert codes == [2, 2] and 'has --hosts-transport "tcp", and rank 0 has' in said[0], said
+    given = words(tiny_model, tiny_shard, folder, "--hosts-transport", "mpi")
+    done = subprocess.run(given, capture_output=True, text=True)
+    assert done.returncode == 2 and "--hosts-transport" in done.stderr and "nccl" in done.stderr
+    assert not folder.exists()
+
+
+def test_the_transport_in_a_runs_file(tiny_model, tiny_shard, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[run]\nhosts-transport = "nccl"\n')
+    codes, said = end(start(tiny_model, tiny_shard, tmp_path / "run", "--config", file))
+    assert codes == [2, 2] and "rank 0 cannot use NCCL" in said[1], said
+
+
 # ---- failures ------------------------------------------------------------------------------------
 
 
@@ -276,3 +332,26 @@ def test_a_plan_of_hosts_adds_the_exchange(tiny_model, tmp_path):
     times = [s["predicted_step_s"] for s in seen]
     assert times[0] <= times[1] < times[2] and times[2] >= slow
     assert "n_hosts" not in planned(tiny_model, "--hardware", path)
+
+
+def test_a_plan_of_hosts_counts_nccl_on_gpus(tiny_model):
+    """512 MiB for NCCL, and four buffers of a 16 MiB segment and the slices of the other host."""
+    machine = ROOT / "docs" / "hardware-h200.json"
+    more = ("--hardware", machine, "--device-mem", "4GiB", "--host-mem", "16GiB")
+    one = planned(tiny_model, *more)
+    used = {
+        name: planned(tiny_model, *more, "--hosts", 2, "--hosts-transport", name)
+        for name in ("auto", "nccl", "tcp")
+    }
+    key = "device_overhead_bytes"
+    assert used["tcp"][key] == one[key]
+    assert used["nccl"][key] == used["auto"][key] == one[key] + (512 + 4 * (16 + 8)) * 2**20
+    assert all(plan["device_used_bytes"] <= 4 * 2**30 for plan in used.values())
+    short = ("--hardware", machine, "--device-mem", used["tcp"]["device_used_bytes"] + 2**28)
+    refused = subprocess.run(
+        [str(w) for w in (BINARY, "plan", "--model", tiny_model, "--seq-len", SEQ, *short)]
+        + ["--host-mem", "16GiB", "--hosts", "2"],
+        capture_output=True,
+        text=True,
+    )
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr

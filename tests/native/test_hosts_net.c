@@ -1,0 +1,455 @@
+/* test_hosts_net.c - sums over hosts by way of a device and NCCL (native/hosts/net.c), with threads
+ * in place of the lanes of a GPU and fake_nccl.c in place of NCCL: the bits of TCP's, for several
+ * numbers of hosts; what is chosen; failures. */
+#include "check.h"
+#include "core/dtype.h"
+#include "fake_nccl.h"
+#include "hosts/hosts.h"
+#include "hosts/net.h"
+#include <arpa/inet.h>
+#include <dlfcn.h>
+#include <math.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { MAX_RANKS = 5 };
+static char library[4096];
+
+/* ---- a device of threads --------------------------------------------------------------------- */
+
+enum { ROOM = 64, BLOCKS = 4 };
+typedef struct device device;
+
+typedef struct item {
+  void (*run)(void *arg);
+  void *arg; /* freed by run */
+} item;
+
+typedef struct lane {
+  fake_lane base; /* what NCCL gets */
+  device *d;
+  pthread_t thread;
+  item items[ROOM];
+  uint64_t n_queued, n_done;
+} lane;
+
+struct device {
+  pthread_mutex_t lock;
+  pthread_cond_t changed;
+  lane lanes[PS__N_LANES];
+  uint64_t marked[PS__N_MARKS], passed[PS__N_MARKS]; /* how often */
+  void *block[BLOCKS];
+  uint32_t n_blocks, entered;
+  bool over;
+};
+
+static void *lane_main(void *arg) {
+  lane *l = arg;
+  device *d = l->d;
+  pthread_mutex_lock(&d->lock);
+  for (;;) {
+    while (l->n_done == l->n_queued && !d->over)
+      pthread_cond_wait(&d->changed, &d->lock);
+    if (l->n_done == l->n_queued)
+      break;
+    const item i = l->items[l->n_done % ROOM];
+    pthread_mutex_unlock(&d->lock);
+    i.run(i.arg);
+    pthread_mutex_lock(&d->lock);
+    l->n_done++;
+    pthread_cond_broadcast(&d->changed);
+  }
+  pthread_mutex_unlock(&d->lock);
+  return NULL;
+}
+
+static void queue_on(fake_lane *base, void (*run)(void *arg), void *arg) {
+  lane *l = (lane *)base;
+  pthread_mutex_lock(&l->d->lock);
+  CHECK(l->n_queued - l->n_done < ROOM); /* the caller stays close */
+  l->items[l->n_queued++ % ROOM] = (item){run, arg};
+  pthread_cond_broadcast(&l->d->changed);
+  pthread_mutex_unlock(&l->d->lock);
+}
+
+typedef struct work {
+  device *d;
+  void *dst;
+  const void *src;
+  uint64_t bytes, value;
+  uint32_t mark;
+  ps__net_add add;
+} work;
+
+static void queue(device *d, uint32_t number, void (*run)(void *), work w) {
+  work *copy = malloc(sizeof *copy);
+  *copy = w;
+  copy->d = d;
+  queue_on(&d->lanes[number].base, run, copy);
+}
+
+static void run_copy(void *arg) {
+  work *w = arg;
+  memcpy(w->dst, w->src, w->bytes);
+  free(w);
+}
+
+static void run_add(void *arg) {
+  work *w = arg;
+  const ps__net_add *a = &w->add;
+  const size_t e = ps_dtype_bytes(a->dt);
+  for (uint64_t i = 0; i < a->n; i++) {
+    float total = 0, term;
+    for (uint32_t r = 0; r < a->n_hosts; r++) {
+      const char *from =
+          r == a->rank ? (char *)a->mine
+                       : (const char *)a->received + (r < a->rank ? r : r - 1) * a->stride_bytes;
+      ps__dtypes[a->dt].to_f32(r ? &term : &total, from + i * e, 1);
+      total += r ? term : 0;
+    }
+    ps__dtypes[a->dt].from_f32((char *)a->mine + i * e, &total, 1);
+  }
+  free(w);
+}
+
+static void run_mark(void *arg) {
+  work *w = arg;
+  pthread_mutex_lock(&w->d->lock);
+  w->d->passed[w->mark] = w->value;
+  pthread_cond_broadcast(&w->d->changed);
+  pthread_mutex_unlock(&w->d->lock);
+  free(w);
+}
+
+static void run_after(void *arg) {
+  work *w = arg;
+  pthread_mutex_lock(&w->d->lock);
+  while (w->d->passed[w->mark] < w->value)
+    pthread_cond_wait(&w->d->changed, &w->d->lock);
+  pthread_mutex_unlock(&w->d->lock);
+  free(w);
+}
+
+static ps_status dev_enter(void *user) {
+  CHECK(((device *)user)->entered++ == 0);
+  return PS_OK;
+}
+static void dev_leave(void *user) { CHECK(((device *)user)->entered-- == 1); }
+static ps_status dev_reserve(void *user, bool on_host, uint64_t bytes, void **out) {
+  device *d = user;
+  (void)on_host;
+  CHECK(d->entered && d->n_blocks < BLOCKS);
+  *out = d->block[d->n_blocks++] = aligned_alloc(256, (bytes + 255) / 256 * 256);
+  return PS_OK;
+}
+static void *dev_stream(void *user, uint32_t number) {
+  return &((device *)user)->lanes[number].base;
+}
+static ps_status dev_copy(void *user, uint32_t number, void *dst, const void *src, uint64_t n) {
+  queue(user, number, run_copy, (work){.dst = dst, .src = src, .bytes = n});
+  return PS_OK;
+}
+static ps_status dev_add(void *user, uint32_t number, const ps__net_add *a) {
+  queue(user, number, run_add, (work){.add = *a});
+  return PS_OK;
+}
+static ps_status dev_mark(void *user, uint32_t number, uint32_t mark) {
+  device *d = user;
+  queue(d, number, run_mark, (work){.mark = mark, .value = ++d->marked[mark]});
+  return PS_OK;
+}
+static ps_status dev_after(void *user, uint32_t number, uint32_t mark) {
+  device *d = user;
+  queue(d, number, run_after, (work){.mark = mark, .value = d->marked[mark]});
+  return PS_OK;
+}
+static ps_status dev_passed(void *user, uint32_t mark, bool *out) {
+  device *d = user;
+  pthread_mutex_lock(&d->lock);
+  *out = d->passed[mark] >= d->marked[mark];
+  pthread_mutex_unlock(&d->lock);
+  return PS_OK;
+}
+static ps_status dev_idle(void *user, bool *out) {
+  device *d = user;
+  pthread_mutex_lock(&d->lock);
+  *out = true;
+  for (int i = 0; i < PS__N_LANES; i++)
+    *out = *out && d->lanes[i].n_done == d->lanes[i].n_queued;
+  pthread_mutex_unlock(&d->lock);
+  return PS_OK;
+}
+static ps_status dev_memory(void *user, uint64_t *out) {
+  *out = ((device *)user)->n_blocks * (uint64_t)1048576;
+  return PS_OK;
+}
+static void dev_close(void *user, bool at_rest) {
+  device *d = user;
+  CHECK(at_rest && d->entered == 0);
+  pthread_mutex_lock(&d->lock);
+  d->over = true;
+  pthread_cond_broadcast(&d->changed);
+  pthread_mutex_unlock(&d->lock);
+  for (int i = 0; i < PS__N_LANES; i++)
+    pthread_join(d->lanes[i].thread, NULL);
+  for (uint32_t i = 0; i < d->n_blocks; i++)
+    free(d->block[i]);
+  free(d);
+}
+
+static const ps__net_device_api api = {.enter = dev_enter,
+                                       .leave = dev_leave,
+                                       .reserve = dev_reserve,
+                                       .stream = dev_stream,
+                                       .copy = dev_copy,
+                                       .add = dev_add,
+                                       .mark = dev_mark,
+                                       .after = dev_after,
+                                       .passed = dev_passed,
+                                       .idle = dev_idle,
+                                       .memory = dev_memory,
+                                       .close = dev_close};
+
+static ps__net_device device_open(void) {
+  device *d = calloc(1, sizeof *d);
+  pthread_mutex_init(&d->lock, NULL);
+  pthread_cond_init(&d->changed, NULL);
+  for (int i = 0; i < PS__N_LANES; i++) {
+    d->lanes[i].base.queue = queue_on;
+    d->lanes[i].d = d;
+    CHECK(pthread_create(&d->lanes[i].thread, NULL, lane_main, &d->lanes[i]) == 0);
+  }
+  return (ps__net_device){.api = &api, .user = d};
+}
+
+/* ---- ranks ----------------------------------------------------------------------------------- */
+
+typedef struct rank {
+  uint32_t rank, n, port;
+  void (*run)(struct rank *r, ps_hosts *h);
+  ps_dtype dt;
+  uint64_t count;
+  pthread_t thread;
+  pthread_barrier_t *together;
+} rank;
+
+static void *rank_main(void *arg) {
+  rank *r = arg;
+  ps_hosts *h = NULL;
+  const ps_hosts_config cfg = {.struct_bytes = sizeof cfg,
+                               .rank = r->rank,
+                               .n_hosts = r->n,
+                               .port = r->port,
+                               .address = "127.0.0.1",
+                               .wait_s = 60};
+  CHECK(ps_hosts_open(&h, &cfg) == PS_OK);
+  r->run(r, h);
+  ps_hosts_close(h);
+  return NULL;
+}
+
+static uint32_t free_port(void) {
+  struct sockaddr_in a = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+  socklen_t bytes = sizeof a;
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  CHECK(fd >= 0 && bind(fd, (struct sockaddr *)&a, sizeof a) == 0 &&
+        getsockname(fd, (struct sockaddr *)&a, &bytes) == 0);
+  close(fd);
+  return ntohs(a.sin_port);
+}
+
+static void run_ranks(uint32_t n, void (*run)(rank *, ps_hosts *), ps_dtype dt, uint64_t count) {
+  rank r[MAX_RANKS];
+  pthread_barrier_t together;
+  const uint32_t port = free_port();
+  pthread_barrier_init(&together, NULL, n);
+  for (uint32_t i = 0; i < n; i++) {
+    r[i] = (rank){.rank = i,
+                  .n = n,
+                  .port = port,
+                  .run = run,
+                  .dt = dt,
+                  .count = count,
+                  .together = &together};
+    CHECK(pthread_create(&r[i].thread, NULL, rank_main, &r[i]) == 0);
+  }
+  for (uint32_t i = 0; i < n; i++)
+    pthread_join(r[i].thread, NULL);
+  pthread_barrier_destroy(&together);
+}
+
+static void open_net(ps_hosts *h) {
+  uint32_t chosen = 0;
+  const ps__net_device d = device_open();
+  CHECK(ps_hosts_choose(h, PS_TRANSPORT_AUTO, 1, &chosen) == PS_OK);
+  CHECK(chosen == PS_TRANSPORT_NCCL && ps__hosts_wants_net(h));
+  CHECK(strstr(ps_hosts_transport_text(h), "over NCCL 2.29.7, which all"));
+  CHECK(ps__hosts_open_net(h, &d) == PS_OK);
+  CHECK(strstr(ps_hosts_transport_text(h), "of the GPU's memory"));
+}
+
+/* ---- bits ------------------------------------------------------------------------------------ */
+
+static float value(uint32_t rank, uint64_t i) {
+  const uint64_t x = mix64(i * 64 + rank);
+  const float f = (float)(int32_t)(uint32_t)x * 0x1p-31f;
+  return ldexpf(f, (int)(x >> 60) - 8);
+}
+
+static void fill(const rank *r, void *data) {
+  const size_t e = ps_dtype_bytes(r->dt);
+  for (uint64_t i = 0; i < r->count; i++) {
+    const float f = value(r->rank, i);
+    ps__dtypes[r->dt].from_f32((char *)data + i * e, &f, 1);
+  }
+}
+
+/* The contract, element by element. */
+static void expect(const rank *r, const void *data) {
+  const size_t e = ps_dtype_bytes(r->dt);
+  for (uint64_t i = 0; i < r->count; i++) {
+    float total = 0, term;
+    char bits[4];
+    for (uint32_t k = 0; k < r->n; k++) {
+      const float f = value(k, i);
+      ps__dtypes[r->dt].from_f32(bits, &f, 1);
+      ps__dtypes[r->dt].to_f32(k ? &term : &total, bits, 1);
+      total += k ? term : 0;
+    }
+    ps__dtypes[r->dt].from_f32(bits, &total, 1);
+    CHECK(memcmp(bits, (const char *)data + i * e, e) == 0);
+  }
+}
+
+static void sum_twice(rank *r, ps_hosts *h) {
+  void *data = malloc(r->count * 4 + 4);
+  if (r->count < 100000) { /* TCP's way has the same contract */
+    fill(r, data);
+    CHECK(ps__hosts_sum(h, "a sum", data, r->count, r->dt) == PS_OK);
+    expect(r, data);
+  }
+  open_net(h);
+  for (int i = 0; i < 2; i++) {
+    fill(r, data);
+    CHECK(ps__hosts_sum(h, "a sum", data, r->count, r->dt) == PS_OK);
+    expect(r, data);
+  }
+  ps__hosts_close_net(h);
+  free(data);
+}
+
+static void test_bits(void) {
+  for (uint32_t n = 2; n <= MAX_RANKS; n += n == 3 ? 2 : 1)
+    for (int d = 0; d < 2; d++) {
+      const ps_dtype dt = d ? PS_BF16 : PS_F32;
+      run_ranks(n, sum_twice, dt, 1);
+      run_ranks(n, sum_twice, dt, 64 * n + 3);
+      run_ranks(n, sum_twice, dt, 70001);
+    }
+  /* more segments than buffers, the last one not whole */
+  run_ranks(2, sum_twice, PS_F32,
+            (PS__NET_BUFFERS + 1) * (uint64_t)PS__NET_SEGMENT_BYTES / sizeof(float) + 12345);
+}
+
+/* ---- what is chosen -------------------------------------------------------------------------- */
+
+static void choose(rank *r, ps_hosts *h) {
+  uint32_t chosen = 9;
+  CHECK(ps_hosts_choose(h, PS_TRANSPORT_TCP, 1, &chosen) == PS_OK && chosen == PS_TRANSPORT_TCP);
+  CHECK(strstr(ps_hosts_transport_text(h), "TCP, as asked for"));
+  CHECK(ps_hosts_choose(h, PS_TRANSPORT_AUTO, r->rank != 1, &chosen) == PS_OK);
+  CHECK(chosen == PS_TRANSPORT_TCP && !ps__hosts_wants_net(h));
+  CHECK(strstr(ps_hosts_transport_text(h), "TCP, as rank 1 cannot use NCCL: it trains on a CPU"));
+  chosen = 9;
+  CHECK_FAILS(ps_hosts_choose(h, PS_TRANSPORT_NCCL, r->rank != 1, &chosen), PS_EINVAL,
+              "--hosts-transport nccl: rank 1 cannot use NCCL: it trains on a CPU");
+  CHECK(chosen == 9);
+  CHECK_FAILS(ps_hosts_choose(h, PS_N_TRANSPORTS, 1, &chosen), PS_EINVAL, "ps_transport");
+}
+
+static void test_libraries(const char *other) {
+  ps__nccl l;
+  CHECK_FAILS(ps__nccl_load(&l, "/nowhere/libnccl.so.2"), PS_EDEVICE, "set PENSTOCK_NCCL");
+  CHECK_FAILS(ps__nccl_load(&l, other), PS_EDEVICE, "has no ncclGetVersion");
+  setenv("FAKE_NCCL_VERSION", "21604", 1);
+  CHECK_FAILS(ps__nccl_load(&l, library), PS_EDEVICE, "is NCCL 2.16.4: 2.17 or newer");
+  unsetenv("FAKE_NCCL_VERSION");
+  CHECK(ps__nccl_load(&l, library) == PS_OK && strcmp(l.version, "2.29.7") == 0);
+}
+
+/* ---- failures -------------------------------------------------------------------------------- */
+
+static void (*fail_sends)(int rank);
+static uint64_t (*n_aborts)(void);
+
+/* Rank 1 fails and never sends: what the others' lanes wait for is aborted. */
+static void another_fails(rank *r, ps_hosts *h) {
+  float *data = calloc(r->count, sizeof *data);
+  const uint64_t since = ps__now_ns();
+  open_net(h);
+  pthread_barrier_wait(r->together);
+  if (r->rank == 1) {
+    nanosleep(&(struct timespec){.tv_nsec = 50000000}, NULL);
+    ps_hosts_fail(h, PS_ENUMERIC, "it was told to");
+  } else {
+    CHECK_FAILS(ps__hosts_sum(h, "a sum", data, r->count, PS_F32), PS_ENUMERIC,
+                "rank 1 failed: it was told to");
+  }
+  CHECK_FAILS(ps__hosts_sum(h, "another sum", data, r->count, PS_F32),
+              r->rank == 1 ? PS_ECANCELLED : PS_ENUMERIC, r->rank == 1 ? "this task" : "rank 1");
+  free(data); /* nothing reads or writes it any more */
+  ps__hosts_close_net(h);
+  CHECK(ps__now_ns() - since < 30000000000);
+  pthread_barrier_wait(r->together);
+}
+
+/* NCCL itself fails in rank 1, which tells the others. */
+static void nccl_fails(rank *r, ps_hosts *h) {
+  float *data = calloc(r->count, sizeof *data);
+  open_net(h);
+  pthread_barrier_wait(r->together);
+  fail_sends(1);
+  pthread_barrier_wait(r->together);
+  const ps_status st = ps__hosts_sum(h, "a sum", data, r->count, PS_F32);
+  CHECK(st == PS_EIO);
+  if (r->rank == 1) {
+    CHECK(strstr(ps_last_error(), "NCCL: ncclSend or ncclRecv: remote error: as it was told"));
+    ps_hosts_fail(h, st, ps_last_error());
+  } else {
+    CHECK(strstr(ps_last_error(), "rank 1 failed: NCCL: ncclSend"));
+  }
+  free(data);
+  ps__hosts_close_net(h);
+  pthread_barrier_wait(r->together);
+}
+
+static void test_failures(void) {
+  void *lib = dlopen(library, RTLD_NOW);
+  CHECK(lib);
+  *(void **)&fail_sends = dlsym(lib, "fake_nccl_fail");
+  *(void **)&n_aborts = dlsym(lib, "fake_nccl_aborts");
+  CHECK(fail_sends && n_aborts && n_aborts() == 0);
+  run_ranks(3, another_fails, PS_F32, 100000);
+  CHECK(n_aborts() == 3);
+  run_ranks(2, nccl_fails, PS_F32, 100000);
+  CHECK(n_aborts() == 5);
+  fail_sends(-1);
+}
+
+int main(void) {
+  char other[sizeof library];
+  const ssize_t n = readlink("/proc/self/exe", library, sizeof library - 64);
+  CHECK(n > 0);
+  library[n] = 0;
+  *strrchr(library, '/') = 0;
+  snprintf(other, sizeof other, "%.4000s/libdisk_shim.so", library);
+  strcat(library, "/libfake_nccl.so");
+  setenv("PENSTOCK_NCCL", library, 1);
+  test_libraries(other);
+  run_ranks(3, choose, PS_F32, 1);
+  test_bits();
+  test_failures();
+  puts("ok sums over hosts by way of a device");
+  return 0;
+}
