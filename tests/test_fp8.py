@@ -296,7 +296,7 @@ A100 = {"device_name": "NVIDIA A100-SXM4-80GB", "compute_capability": 80}
             {"--fp8-bf16-first": 3},
             "first 3 and the last 1 blocks stay in bf16, and the model has 4",
         ),
-        ({"--lora-rank": 4}, "LoRA beside FP8 products is not there"),
+        ({"--lora-rank": 4}, "LoRA with FP8 is not supported"),
         ({"--recipe": "bf16", "--fp8-bf16-last": 2}, "recipe bf16 has no FP8"),
         ({"--recipe": "bf16", "--fp8-bf16-down": None}, "recipe bf16 has no FP8"),
         ({"--recipe": "bf16", "--fp8-head": None}, "recipe bf16 has no FP8"),
@@ -304,7 +304,7 @@ A100 = {"device_name": "NVIDIA A100-SXM4-80GB", "compute_capability": 80}
             {"--fp8-head": None, "--head-slice-tokens": 40},
             "--head-slice-tokens is 40, no multiple of 16",
         ),
-        ({"--hardware": A100}, "A100-SXM4-80GB has compute capability 8.0, and FP8 comes with 8.9"),
+        ({"--hardware": A100}, "A100-SXM4-80GB has compute capability 8.0, and FP8 needs 8.9"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )

@@ -23,8 +23,10 @@ static int check_given(const cli_job *j, const ps_lora *has) {
   if (!isnan(j->lora_alpha) && j->lora_alpha != has->alpha)
     return differs(j, "lora-alpha", j->lora_alpha, has->alpha);
   if (j->lora_rslora && !has->rslora)
-    return cli_fail(CLI_REFUSED, "--lora-rslora is given, but the adapter %s is without it",
-                    j->adapter);
+    return cli_fail(
+        CLI_REFUSED,
+        "--lora-rslora is given, but the adapter %s was trained without it: leave it out",
+        j->adapter);
   if (j->lora_targets && ps_lora_targets_parse(&targets, j->lora_targets) != PS_OK)
     return cli_fail_status(PS_EINVAL, true);
   if (targets != has->targets && !(targets == PS_LORA_ALL && all_linear(has->targets)))

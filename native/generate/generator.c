@@ -252,8 +252,8 @@ static ps_status note_memory(const ps_generator *g) {
   ps__format_bytes_apart(used, now, cap, given);
   ps__log(
       PS_LOG_WARN,
-      "the GPU has lost %s of its memory since this process began, more than the cap of %s: run "
-      "penstock profile, which measures what driver and libraries take",
+      "the memory in use of the GPU has grown by %s since this process began, which is more than "
+      "the cap of %s: run penstock profile, which measures what driver and libraries take",
       used, cap);
   return PS_OK;
 }

@@ -128,16 +128,18 @@ static ps_status check_fp8(const ps_plan *p) {
                     "would compute in FP8; lower --fp8-bf16-first or --fp8-bf16-last",
                     c->fp8_bf16_first, c->fp8_bf16_last, m->n_layers);
   if (c->lora.rank)
-    return ps__fail(PS_EINVAL,
-                    "LoRA beside FP8 products is not there: adapters read the activations that "
-                    "FP8 does not store; give --recipe %s",
-                    ps__recipes[ps__recipes[c->recipe].arrays].name);
+    return ps__fail(
+        PS_EINVAL,
+        "LoRA with FP8 is not supported, because adapters read activations that FP8 does "
+        "not store: give --recipe %s",
+        ps__recipes[ps__recipes[c->recipe].arrays].name);
   if (p->hw.backend == PS_BACKEND_CUDA && p->hw.compute_capability < 89)
-    return ps__fail(PS_EINVAL,
-                    "%s has compute capability %u.%u, and FP8 comes with 8.9 (RTX 40, H100): give "
-                    "--recipe %s",
-                    p->hw.device_name, p->hw.compute_capability / 10, p->hw.compute_capability % 10,
-                    ps__recipes[ps__recipes[c->recipe].arrays].name);
+    return ps__fail(
+        PS_EINVAL,
+        "%s has compute capability %u.%u, and FP8 needs 8.9 (RTX 40, H100) or more: give "
+        "--recipe %s",
+        p->hw.device_name, p->hw.compute_capability / 10, p->hw.compute_capability % 10,
+        ps__recipes[ps__recipes[c->recipe].arrays].name);
   return PS_OK;
 }
 
@@ -209,12 +211,15 @@ static ps_status check_config(ps_plan *p) {
     return ps__fail(PS_EINVAL, "the sequence length is 0: it must be at least 1 token");
   if (p->model->cfg.max_positions && c->seq_len > p->model->cfg.max_positions)
     return ps__fail(PS_EINVAL,
-                    "the sequence length %llu is past the model's max_position_embeddings %u",
+                    "sequences of %llu tokens are longer than the model's max_position_embeddings "
+                    "%u: lower --seq-len",
                     (unsigned long long)c->seq_len, p->model->cfg.max_positions);
   if (c->tokens_per_step == 0)
     c->tokens_per_step = 8 * c->seq_len;
   if (c->tokens_per_step < c->seq_len)
-    return ps__fail(PS_EINVAL, "tokens per step %llu is less than one sequence of %llu tokens",
+    return ps__fail(PS_EINVAL,
+                    "%llu tokens per step are less than one sequence of %llu tokens: raise "
+                    "--tokens-per-step",
                     (unsigned long long)c->tokens_per_step, (unsigned long long)c->seq_len);
   if (c->tokens_per_step / c->seq_len < c->n_hosts)
     return ps__fail(PS_EINVAL,
@@ -225,10 +230,10 @@ static ps_status check_config(ps_plan *p) {
                     (unsigned long long)c->seq_len, c->n_hosts);
   c->tokens_per_step = c->tokens_per_step / c->seq_len / c->n_hosts * c->seq_len; /* a host's */
   if (c->chunk_tokens >= c->seq_len && c->chunk_tokens % c->seq_len)
-    return ps__fail(
-        PS_EINVAL,
-        "chunk of %llu tokens: must be a multiple of the sequence length %llu, or less than it",
-        (unsigned long long)c->chunk_tokens, (unsigned long long)c->seq_len);
+    return ps__fail(PS_EINVAL,
+                    "--chunk-tokens %llu: give a multiple of the %llu tokens of a sequence, or "
+                    "fewer than these",
+                    (unsigned long long)c->chunk_tokens, (unsigned long long)c->seq_len);
   const ps_hardware *hw = &p->hw;
   const ps_dtype dt = ps__recipes[c->recipe].weights;
   if (!(hw->gemm_flops_per_s[dt] > 0) || !(hw->attention_flops_per_s[dt] > 0) ||

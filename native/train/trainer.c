@@ -264,15 +264,16 @@ static ps_status note_memory(ps_trainer *t, bool opening) {
   if (opening)
     return ps__fail(
         PS_EBUDGET,
-        "%s has lost %s of its memory since this process began, before the first step: more "
-        "than the cap of %s (%s planned): run penstock profile, which measures what driver and "
-        "libraries take, end what else has begun to use the GPU, or raise --device-mem",
+        "before the first step the memory in use of %s has grown by %s since this process began, "
+        "which is more than the cap of %s (%s planned): run penstock profile, which measures what "
+        "driver and libraries take, end what else has begun to use the GPU, or raise --device-mem",
         which, used, cap, planned);
   t->warned = true;
-  ps__log(PS_LOG_WARN,
-          "%s has lost %s of its memory since this process began, more than the cap of %s (%s "
-          "planned)",
-          which, used, cap, planned);
+  ps__log(
+      PS_LOG_WARN,
+      "the memory in use of %s has grown by %s since this process began, which is more than the "
+      "cap of %s (%s planned)",
+      which, used, cap, planned);
   return PS_OK;
 }
 
