@@ -197,7 +197,7 @@ def test_a_frame_shows_the_numbers_of_a_finished_run(run):
         r"learning rate +1.000e-03",
         rf"loss +{rows[-1]['loss']:.4f}",
         r"validation +4.3219 at step 6, least 4.3219",
-        r"skipped +2 steps, not finite",
+        r"skipped +2 steps that were not finite",
         r"step time +[\d.]+ s, predicted [\d.]+ s \([\d.]+x\)",
         r"device .* [\d.]+ MiB of 5.0 MiB \(cap\)",
         r"host .* MiB \(plan\)",

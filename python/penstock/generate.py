@@ -294,7 +294,7 @@ def _plan_line(r: dict) -> str:
     mib = 1 << 20
     line = (
         f"{r['n_resident']} of {r['n_blocks']} blocks on the device, which holds "
-        f"{r['device_used_bytes'] / mib:,.0f} MiB ({r['cache_bytes'] / mib:,.0f} of cache)"
+        f"{r['device_used_bytes'] / mib:,.0f} MiB ({r['cache_bytes'] / mib:,.0f} MiB of it KV cache)"
     )
     return line + (
         f"; {r['streamed_bytes'] / mib:,.0f} MiB are streamed a step" if r["streamed_bytes"] else ""

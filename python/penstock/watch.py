@@ -143,7 +143,7 @@ def _numbers(run: RunDirectory, rows: list[dict]) -> Table:
         grid.add_row("validation", f"{values[-1]:.4f} at step {steps[-1]}, least {min(values):.4f}")
     grid.add_row("grad norm", f"{row['grad_norm']:.4g}")
     if "n_skipped" in row:
-        grid.add_row("skipped", f"{row['n_skipped']:,} steps, not finite")
+        grid.add_row("skipped", f"{row['n_skipped']:,} steps that were not finite")
     grid.add_row("tokens/s", f"{median(r['tokens_per_s'] for r in recent):,.0f}")
     if "tflops" in row:
         several = f"{row['gpus']} x " if row.get("gpus", 1) > 1 else ""
