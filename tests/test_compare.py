@@ -205,7 +205,7 @@ REFUSED = {
     "no directory": ("nowhere --hf", "nowhere: there is no such directory"),
     "no model": (". --hf", "config.json"),
     "no --hf": ("M", "--hf"),
-    "other": ("M --hf nowhere", "nowhere: there is no such directory"),
+    "other": ("M --hf nowhere", "--hf nowhere: there is no such directory"),
     "unreadable": ("M --hf .", "transformers cannot open it"),
     "--recipe": ("M --hf --recipe fp8", "invalid choice: 'fp8'"),
     "--seq-len": ("M --hf --seq-len 0", "--seq-len: '0' is given, and a whole number from 1"),

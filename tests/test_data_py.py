@@ -285,7 +285,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(corpus, tmp_path):
         ((*train, "--shard-tokens", 1, corpus), "1 tokens a shard"),
         ((*train, "--val-fraction", 0.5, tmp_path / "short.txt"), "cannot be divided"),
         ((*train, "--eos", "<none>", corpus), "<none>"),
-        (("--tokenizer", tmp_path / "gone", corpus), "No such file"),
+        (("--tokenizer", tmp_path / "gone", corpus), f"--tokenizer {tmp_path}/gone: No such file"),
         (("--tokenizer", tmp_path / "notok.json", corpus), "cannot be read as a tokenizer"),
     ]:
         assert says in run("--out", out, *args, code=2).stderr

@@ -359,7 +359,7 @@ def test_text_is_the_tokens_decoded(chat_model, tmp_path):
         ([], "give either --prompt TEXT or --prompts FILE"),
         (["--prompt", ""], "prompt 1 has no token"),
         (["--prompt", "x", "--system", "y"], "give --chat too"),
-        (["--prompts", "missing"], "missing: cannot be read"),
+        (["--prompts", "missing"], "--prompts missing: cannot be read: No such file"),
         (["--prompt", "x", "--device-mem", "6"], "is not a size|is 6 bytes: write"),
         (["--prompt", "x", "--device-mem", "2MiB"], "needs .* of device memory"),
         (["--prompt", "x", "--device-mem", "1e30"], "device_mem='1e30' is too large: .* 1e18"),

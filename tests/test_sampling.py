@@ -277,7 +277,11 @@ def test_prompts_of_a_file_and_of_a_run_file(with_tokenizer, tiny_shard, tmp_pat
             "--sample-prompt has 2 texts, --sample-ids 1",
         ),
         (True, ["--sample-every", 2, "--sample-prompt", ""], "no token"),
-        (True, ["--sample-prompts", "/nothing", "--sample-every", 2], "/nothing: cannot be read"),
+        (
+            True,
+            ["--sample-prompts", "/nothing", "--sample-every", 2],
+            "--sample-prompts /nothing: cannot be read",
+        ),
         (
             True,
             ["--sample-prompt", "a", "--sample-prompts", "b"],

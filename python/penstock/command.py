@@ -55,6 +55,14 @@ class Parser(argparse.ArgumentParser):
         )
 
 
+def given(option: str, read: Callable, path):
+    """read(path), whose message begins with the option that gave the path."""
+    try:
+        return read(path)
+    except DataError as e:
+        raise DataError(f"{option} {e}") from e
+
+
 def put(text: str, end: str = "\n") -> None:
     """print() that writes at once, and whose error says that stdout failed."""
     try:

@@ -449,9 +449,9 @@ def _verdict(result: Comparison) -> str | None:
 def _compare(args) -> int:
     folder, other = Path(args.model), Path(args.hf or args.model)
     try:
-        for path in (folder, other):
+        for option, path in (("", folder), ("--hf ", other)):
             if not path.is_dir():
-                raise DataError(f"{path}: there is no such directory")
+                raise DataError(f"{option}{path}: there is no such directory")
         vocab_size = ModelConfig.read(folder).vocab_size
         if args.data:
             batch = data_batch(args.data, vocab_size, args.sequences, args.seq_len)

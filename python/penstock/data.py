@@ -45,7 +45,7 @@ from pathlib import Path
 import numpy as np
 
 from .chat import TARGETS, ChatTemplate, special_tokens
-from .command import OK, Parser, run
+from .command import OK, Parser, given, run
 from .documents import Piece, Reader, find_sources, first_record, has_conversations, record_kind
 from .files import TOKENIZER_FILES, DataError, open_input
 from .packing import LONG, Packer
@@ -529,7 +529,8 @@ def _run(args: argparse.Namespace) -> dict:
             return lambda n: progress.advance(task, n)
 
         if args.tokenizer:
-            tokenizer, path = load_tokenizer(args.tokenizer), Path(args.tokenizer)
+            path = Path(args.tokenizer)
+            tokenizer = given("--tokenizer", load_tokenizer, path)
             folder = path if path.is_dir() else path.parent
             eos = args.eos or special_tokens(folder).get("eos_token")
             for name in TOKENIZER_FILES:

@@ -89,7 +89,7 @@ def read_prompts(path: Path) -> list:
         with open_input(path, "r", encoding="utf-8") as f:
             lines = f.read().split("\n")
     except (OSError, UnicodeDecodeError) as e:
-        raise DataError(f"{path}: cannot be read: {e}") from e
+        raise DataError(f"{path}: cannot be read: {getattr(e, 'strerror', None) or e}") from e
     prompts = []
     for number, line in enumerate(lines, 1):
         what = f"{path}: line {number}"
@@ -237,8 +237,10 @@ def _generate(args) -> int:
         raise DataError("give either --prompt TEXT or --prompts FILE")
     if args.system is not None and args.prompt is not None and not args.chat:
         raise DataError("--system belongs to a conversation: give --chat too")
-    prompts = [args.prompt] if args.prompts is None else read_prompts(Path(args.prompts))
-    tokenizer = load_tokenizer(folder)
+    prompts = [args.prompt]
+    if args.prompts is not None:
+        prompts = command.given("--prompts", read_prompts, Path(args.prompts))
+    tokenizer = command.given("--model", load_tokenizer, folder)
     ids = encode_prompts([_conversation(p, args) for p in prompts], tokenizer, folder)
     texts = [Text(tokenizer, args.stop) for _ in ids]
     alone, said = args.prompts is None, []

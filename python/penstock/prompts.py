@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from . import run_file
+from .command import given
 from .data import load_tokenizer
 from .files import DataError
 from .generate import encode_prompts, read_prompts
@@ -62,9 +63,9 @@ def encode_options(words: list[str]) -> list[str]:
     if not (texts or file) or not model:
         return words  # the program refuses what is missing
     folder = Path(model)
-    prompts = list(texts) if texts else read_prompts(Path(file[-1]))
+    prompts = list(texts) if texts else given(FILE, read_prompts, Path(file[-1]))
     shown, ids = [], []
-    encoded = encode_prompts(prompts, load_tokenizer(folder), folder)
+    encoded = encode_prompts(prompts, given("--model", load_tokenizer, folder), folder)
     for number, (prompt, tokens) in enumerate(zip(prompts, encoded, strict=True), 1):
         shown.append(prompt[-1]["content"] if isinstance(prompt, list) else prompt)
         ids.append(",".join(map(str, tokens)))
