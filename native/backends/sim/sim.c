@@ -8,17 +8,24 @@
  * starts that op, shortened by the op's idle_gain; then the rates are computed anew.
  * Deterministic: streams are always taken in their order, and no clock or random number is read.
  * Cost: an event reads the streams that run an op. A stream that must wait is read again when the
- * stream that it awaits gets there. */
+ * stream that it awaits gets there. What an op needs lies in the order of its stream, so that a
+ * stream reads its ops one after the other. */
 #include "engine/schedule.h"
 #include <math.h>
 #include <string.h>
 
+typedef struct sim_op {
+  ps_sim_cost cost;
+  uint32_t idx; /* in the schedule */
+  uint32_t n_wait;
+  const ps_wait *wait; /* [n_wait] */
+} sim_op;
+
 typedef struct sim_stream {
-  const uint32_t *ops; /* op indices in the stream's order */
+  const sim_op *ops; /* [n_ops] in the stream's order */
   uint64_t n_ops, n_done;
+  uint64_t step, at;       /* of the next op, or of the running one: n_done is step * n_ops + at */
   const ps_sim_cost *cost; /* of the running op, NULL: none runs */
-  double left;             /* of its ns */
-  double slow;             /* how much longer than alone the running op takes now */
   uint64_t awaits;         /* of a stream that waits: ops that the awaited one must have done */
   uint64_t awaited_by;     /* bit s: stream s waits for this one */
   double queued, start;
@@ -31,8 +38,8 @@ typedef struct sim_stream {
 typedef struct sim {
   const ps_schedule *schedule;
   uint64_t n_steps;
-  ps_sim_cost *cost; /* n_ops */
-  uint32_t *order;   /* n_ops: the streams' op indices, one stream after the other */
+  sim_op *op;    /* [n_ops], one stream after the other */
+  ps_wait *wait; /* those of all ops, in the same order */
   ps_trace_event *events;
   double *step_end_ns;
   double now;
@@ -43,6 +50,9 @@ typedef struct sim {
    * start, or is yet to wait */
   uint64_t running, drawing, ready;
   bool shared_anew; /* an op of drawing has begun or ended since rates were computed */
+  /* of each stream's running op: what is left of its ns, and how much longer than alone it takes */
+  double left[PS_MAX_STREAMS], slow[PS_MAX_STREAMS];
+  size_t first[PS_MAX_STREAMS]; /* place in op of each stream's first one */
   sim_stream stream[PS_MAX_STREAMS];
 } sim;
 
@@ -62,8 +72,10 @@ static ps_status price(sim *m, ps_sim_cost_fn cost, void *user) {
   for (uint64_t i = 0; i < m->schedule->list.n_ops; i++) {
     ps_op_view view;
     PS_TRY(ps_schedule_op(m->schedule, i, &view));
-    ps_sim_cost *c = &m->cost[i];
-    *c = (ps_sim_cost){0};
+    const ps__op *of = &m->schedule->list.ops[i];
+    sim_op *op = &m->op[m->first[of->stream] + of->position];
+    *op = (sim_op){.idx = (uint32_t)i, .n_wait = of->n_wait};
+    ps_sim_cost *c = &op->cost;
     cost(user, &view, c);
     bool ok = isfinite(c->ns) && c->ns >= 0 && c->idle_gain >= 0 && c->idle_gain <= 1 &&
               c->idle_most >= 0 && c->idle_most <= 1;
@@ -94,15 +106,17 @@ static ps_status price(sim *m, ps_sim_cost_fn cost, void *user) {
 
 static void list_streams(sim *m) {
   const ps__oplist *l = &m->schedule->list;
-  uint32_t *next[PS_MAX_STREAMS], *at = m->order;
+  ps_wait *wait = m->wait;
   for (uint32_t s = 0; s < l->n_streams; s++) {
-    m->stream[s] = (sim_stream){.ops = at, .n_ops = l->stream_n_ops[s]};
-    next[s] = at;
-    at += l->stream_n_ops[s];
-  }
-  for (size_t i = 0; i < l->n_ops; i++) {
-    *next[l->ops[i].stream]++ = (uint32_t)i;
-    m->stream[l->ops[i].stream].rests |= m->cost[i].idle_gain > 0;
+    sim_op *ops = m->op + m->first[s];
+    m->stream[s] = (sim_stream){.ops = ops, .n_ops = l->stream_n_ops[s]};
+    for (sim_op *op = ops; op < ops + l->stream_n_ops[s]; op++) {
+      const ps_wait *from = m->schedule->waits + l->ops[op->idx].wait;
+      op->wait = wait;
+      for (uint32_t k = 0; k < op->n_wait; k++)
+        *wait++ = from[k];
+      m->stream[s].rests |= op->cost.idle_gain > 0;
+    }
   }
 }
 
@@ -116,9 +130,8 @@ static uint32_t take(uint64_t *set) {
 }
 
 /* Whether an op of stream @i may start. If not, the stream is noted at the one that it awaits. */
-static bool satisfied(sim *m, uint32_t i, const ps__op *op, uint64_t step) {
-  for (uint32_t k = 0; k < op->n_wait; k++) {
-    const ps_wait *w = &m->schedule->waits[op->wait + k];
+static bool satisfied(sim *m, uint32_t i, const sim_op *op, uint64_t step) {
+  for (const ps_wait *w = op->wait; w < op->wait + op->n_wait; w++) {
     sim_stream *s = &m->stream[w->stream];
     if (w->steps_back > step)
       continue;
@@ -149,18 +162,18 @@ static void start_ready(sim *m) {
   for (uint64_t set = m->ready; set;) {
     const uint32_t i = take(&set);
     sim_stream *s = &m->stream[i];
-    if (s->n_done == s->n_ops * m->n_steps)
+    if (s->n_ops == 0 || s->step == m->n_steps)
       continue;
-    uint32_t idx = s->ops[s->n_done % s->n_ops];
-    if (!satisfied(m, i, &m->schedule->list.ops[idx], s->n_done / s->n_ops))
+    const sim_op *op = &s->ops[s->at];
+    if (!satisfied(m, i, op, s->step))
       continue;
-    s->cost = &m->cost[idx];
+    s->cost = &op->cost;
     note_idle(m, s, true);
-    s->left = s->cost->ns;
+    m->left[i] = s->cost->ns;
     if (s->cost->idle_gain > 0)
-      s->left /= 1 + fmin(s->cost->idle_most, s->cost->idle_gain * s->idle);
+      m->left[i] /= 1 + fmin(s->cost->idle_most, s->cost->idle_gain * s->idle);
     s->start = m->now;
-    s->slow = 1;
+    m->slow[i] = 1;
     m->running |= 1ull << i;
     if (draws(s->cost)) {
       m->drawing |= 1ull << i;
@@ -184,8 +197,8 @@ static double slowdown(const sim *m, const ps_sim_cost *c) {
 static void finish(sim *m, uint32_t i) {
   sim_stream *s = &m->stream[i];
   const ps__oplist *l = &m->schedule->list;
-  uint64_t step = s->n_done / s->n_ops;
-  uint32_t idx = s->ops[s->n_done % s->n_ops];
+  const uint64_t step = s->step;
+  const uint32_t idx = s->ops[s->at].idx;
   if (m->events)
     m->events[step * l->n_ops + idx] = (ps_trace_event){.step = step,
                                                         .op = idx,
@@ -197,6 +210,10 @@ static void finish(sim *m, uint32_t i) {
     m->step_end_ns[step] = m->now;
   note_idle(m, s, false);
   s->n_done++;
+  if (++s->at == s->n_ops) {
+    s->at = 0;
+    s->step++;
+  }
   s->cost = NULL;
   s->queued = m->now;
   m->shared_anew |= m->drawing >> i & 1;
@@ -223,8 +240,8 @@ static void share(sim *m) {
       m->drawn[c->resource[d]] += c->demand[d];
   }
   for (uint64_t set = m->drawing; set;) {
-    sim_stream *s = &m->stream[take(&set)];
-    s->slow = slowdown(m, s->cost);
+    const uint32_t i = take(&set);
+    m->slow[i] = slowdown(m, m->stream[i].cost);
   }
   m->shared_anew = false;
 }
@@ -236,8 +253,8 @@ static bool advance(sim *m) {
   if (m->shared_anew)
     share(m);
   for (uint64_t set = running; set;) {
-    const sim_stream *s = &m->stream[take(&set)];
-    const double ns = s->left * s->slow;
+    const uint32_t i = take(&set);
+    const double ns = m->left[i] * m->slow[i];
     dt = ns < dt ? ns : dt;
   }
   if (isinf(dt))
@@ -245,10 +262,9 @@ static bool advance(sim *m) {
   m->now += dt;
   for (uint64_t set = running; set;) {
     const uint32_t i = take(&set);
-    sim_stream *s = &m->stream[i];
     /* ops that end together but for rounding end together */
-    bool ends = s->left * s->slow <= dt * (1 + 1e-12);
-    s->left -= s->slow > 1 ? dt / s->slow : dt;
+    const bool ends = m->left[i] * m->slow[i] <= dt * (1 + 1e-12);
+    m->left[i] -= m->slow[i] > 1 ? dt / m->slow[i] : dt;
     if (ends)
       finish(m, i);
   }
@@ -261,10 +277,12 @@ ps_status ps_sim_run(const ps_schedule *schedule, ps_sim_cost_fn cost, void *use
   size_t n_ops = schedule->list.n_ops;
   if (!cost)
     return ps__fail(PS_EINVAL, "sim: cost is NULL");
-  m.cost = ps__malloc(n_ops * sizeof *m.cost);
-  m.order = ps__malloc(n_ops * sizeof *m.order);
-  ps_status st = m.cost && m.order ? price(&m, cost, user)
-                                   : ps__fail(PS_ENOMEM, "sim: out of memory for %zu ops", n_ops);
+  for (uint32_t s = 0; s + 1 < schedule->list.n_streams; s++)
+    m.first[s + 1] = m.first[s] + schedule->list.stream_n_ops[s];
+  m.op = ps__malloc((n_ops + 1) * sizeof *m.op);
+  m.wait = ps__malloc((schedule->n_waits + 1) * sizeof *m.wait);
+  ps_status st = m.op && m.wait ? price(&m, cost, user)
+                                : ps__fail(PS_ENOMEM, "sim: out of memory for %zu ops", n_ops);
   if (st == PS_OK) {
     list_streams(&m);
     m.ready = schedule->list.n_streams < 64 ? (1ull << schedule->list.n_streams) - 1 : UINT64_MAX;
@@ -278,7 +296,7 @@ ps_status ps_sim_run(const ps_schedule *schedule, ps_sim_cost_fn cost, void *use
         st = ps__fail(PS_EINTERNAL, "sim: stream %u stands at op %llu", i,
                       (unsigned long long)m.stream[i].n_done);
   }
-  ps__free(m.cost);
-  ps__free(m.order);
+  ps__free(m.op);
+  ps__free(m.wait);
   return st;
 }
