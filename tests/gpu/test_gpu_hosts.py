@@ -198,6 +198,6 @@ def test_step_times(measured, nccl, shard, tmp_path):
         codes, said = end(start(nccl, model, shard, folder, *also), 400)
         assert codes == [0, 0], said
         seen[name] = result(folder)
-        (line,) = re.findall("gradients go over.*", said[0])
-        print(f"two tasks, {name}: {step_times(folder):.3f} s a step; {line}")
+        lines = re.findall("(?:gradients go over|NCCL).*", said[0])
+        print(f"two tasks, {name}: {step_times(folder):.3f} s a step; {'; '.join(lines)}")
     assert seen["nccl"] == seen["tcp"]
