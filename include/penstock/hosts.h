@@ -10,7 +10,22 @@
 extern "C" {
 #endif
 
-enum { PS_MAX_HOSTS = 64 };
+enum { PS_MAX_HOSTS = 64, PS_MAX_ADDRESS = 256 };
+
+/* Which task this one is, as its launcher says. */
+typedef struct ps_hosts_task {
+  uint32_t struct_bytes;        /* sizeof(ps_hosts_task) */
+  uint32_t rank, n_hosts;       /* n_hosts 1: no launcher started it, or it is the only task */
+  uint32_t port;                /* at which rank 0 listens */
+  char address[PS_MAX_ADDRESS]; /* of rank 0's host: a name or a number */
+} ps_hosts_task;
+
+/* ps_hosts_task_find() - read what torchrun, srun or mpirun set in the environment: RANK and
+ * WORLD_SIZE, SLURM_PROCID and SLURM_STEP_NUM_TASKS, OMPI_COMM_WORLD_RANK and _SIZE, or PMI_RANK
+ * and PMI_SIZE. Rank 0 is at MASTER_ADDR and MASTER_PORT, or on the first host of the SLURM step.
+ * Errors: PS_EINVAL: several tasks on this host, no address, or a value that is none. The message
+ *         says what to type. */
+PS_API ps_status ps_hosts_task_find(ps_hosts_task *out);
 
 typedef struct ps_hosts ps_hosts;
 

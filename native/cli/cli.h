@@ -206,22 +206,14 @@ typedef struct cli_checkpoints {
 } cli_checkpoints;
 
 /* ---- several hosts (launcher.c) -------------------------------------------------------------- */
-enum { CLI_ADDRESS = 256 };
-/* Which of @n tasks this one is, one a host; n below 2: the only one. */
-typedef struct cli_task {
-  uint32_t rank, n, port; /* rank 0 listens at address and port */
-  char address[CLI_ADDRESS];
-} cli_task;
-
-/* cli_task_read() - what torchrun, srun or mpirun say in the environment. Several tasks on this
- * host are refused. Exit code.
+/* cli_task_read() - ps_hosts_task_find(). Exit code.
  * cli_task_meet() - meet the other tasks, if there are some, compare the options, and choose what
  * moves gradients. Exit code.
  * cli_task_follow() - a task that is not rank 0 writes nothing but errors: it validates, samples
  * and saves nothing.
  * cli_task_share_plan() - all take the cut of rank 0's plan; @code is that of rank 0's plan.
  * cli_task_end() - leave the other tasks; with @code not 0 end them. */
-int cli_task_read(cli_task *t);
+int cli_task_read(ps_hosts_task *t);
 int cli_task_meet(cli_job *job);
 void cli_task_follow(cli_job *job);
 int cli_task_share_plan(cli_job *job, int code);
@@ -267,7 +259,7 @@ struct cli_job {
   double hosts_wait;         /* seconds for which the tasks of other hosts are awaited */
   uint32_t transport;        /* ps_transport, as given */
   uint32_t chosen_transport; /* where there are hosts; set by cli_task_meet() */
-  cli_task task;             /* its n is also of `penstock plan --hosts` */
+  ps_hosts_task task;        /* its n_hosts is also of `penstock plan --hosts`; 0 counts as 1 */
   ps_hosts *hosts;           /* set by cli_task_meet(); NULL: this is the only host */
   bool force, shuffle, json, quiet, smallest, deterministic, init_weights, forward_only;
   const char *hardware_file; /* of `penstock plan`: the machine to plan for */

@@ -429,7 +429,7 @@ int cli_job_prepare(cli_job *j) {
       .lora = j->lora,
       .n_threads = (uint32_t)j->device.threads,
       .n_devices = (uint32_t)j->device.n_gpus,
-      .n_hosts = j->task.n,
+      .n_hosts = j->task.n_hosts,
       .transport = j->hosts ? j->chosen_transport : j->transport,
       .layout = j->device.layout,
       .deterministic = j->deterministic,

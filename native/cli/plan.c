@@ -133,7 +133,7 @@ int cli_plan(int argc, char **argv) {
     code = cli_fail(CLI_REFUSED, "--gpus with several numbers prints a table of its own: give one "
                                  "number, or leave out --smallest, --grid-* and --pairs");
   job.device.n_gpus = n_gpus[0];
-  job.task.n = (uint32_t)n_hosts;
+  job.task.n_hosts = (uint32_t)n_hosts;
   if (code == CLI_OK)
     code = cli_job_check(&job);
   if (code == CLI_OK && job.data.n)

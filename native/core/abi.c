@@ -64,6 +64,7 @@ static const struct {
     ENTRY(ps_generate_stats),
     ENTRY(ps_dataset_part),
     ENTRY(ps_hosts_config),
+    ENTRY(ps_hosts_task),
 };
 
 size_t ps_abi_size(const char *struct_name) {

@@ -28,6 +28,7 @@ _MODULE_OF = {
     "Dataset": "dataset",
     "Lora": "lora",
     "Hardware": "plan",
+    "Hosts": "hosts",
     "Plan": "plan",
     "Checkpoint": "checkpoint",
     "CheckpointReport": "checkpoint",

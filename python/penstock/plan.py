@@ -14,6 +14,7 @@ from ._handle import Handle, Owner
 from ._lib import as_dict, callback, check, encode_path, ffi, lib, struct, text
 from .engine import TRACE_DTYPE, Schedule
 from .errors import BudgetError, FormatError, InputOutputError, InvalidError, StateError
+from .hosts import Hosts
 from .lora import Lora
 from .model import ModelConfig, Parameter, params_of
 
@@ -309,6 +310,8 @@ class Plan(Owner):
                            Hardware of the CPU backend they are arenas (docs/gpus.md)
     layout                 how they share a step: "data-parallel", "ring" of layers, or "auto",
                            which takes the one that is predicted to be faster
+    hosts                  Hosts that train together: tokens_per_step is of all. They take the cut
+                           into chunks and rounds that rank 0 finds
     reserve                host memory of the process beside the plan's, in bytes or as "1GiB";
                            None: what the process held when it first asked for a Hardware or a Plan
     keep_grads             gradients are copied to the host wherever the update runs, for
@@ -359,10 +362,13 @@ class Plan(Owner):
         hardware: Hardware | None = None,
         gpus: int = 1,
         layout: str = "auto",
+        hosts: Hosts | None = None,
         progress=None,
     ):
         self.config, self.hardware, ramp = _configure(locals())
-        self.model = model
+        self.model, self.hosts = model, hosts
+        if hosts:
+            hosts._join(self.config, self.hardware._ptr.backend == lib.PS_BACKEND_CUDA)
         failures: list = []
         watch = progress and callback(
             "ps_plan_progress_fn",
@@ -379,6 +385,8 @@ class Plan(Owner):
             raise failures[0]
         check(status)
         self._handle = Handle("plan", out[0], lib.ps_plan_destroy)
+        if hosts:
+            hosts._found(self.report)
 
     @classmethod
     def smallest(cls, model: ModelConfig, **options) -> tuple[int, int]:

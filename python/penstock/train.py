@@ -329,6 +329,9 @@ class Trainer(Owner):
         self._first_step = checkpoint.step if checkpoint else cfg.first_step
         self.params = {p.name: p for p in plan.params()}
         uses, source = self._bind_data(cfg, data)
+        if plan.hosts and plan.hosts.n > 1:
+            cfg.hosts = plan.hosts._handle.ptr
+            uses = (*uses, plan.hosts._handle)
         if val is not None:
             val = val if isinstance(val, Dataset) else Dataset(val, plan.model.vocab_size)
             cfg.val_dataset = val._handle.ptr

@@ -1,0 +1,87 @@
+"""Hosts from Python: the script's tasks give the bits of `penstock train`'s; an exception in one of
+them ends the others."""
+
+import hashlib
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from penstock import Hosts, InvalidError
+from test_hosts import SEQ, STEPS, end, environment, free_port, result, start
+
+SCRIPT = f"""
+import json, sys
+from penstock import Hardware, Hosts, ModelConfig, Plan, Trainer
+model, shard, folder, fails = sys.argv[1:5]
+with Hosts.from_launcher(wait=20) as hosts:
+    plan = Plan(
+        ModelConfig.read(model), seq_len={SEQ}, tokens_per_step=4 * {SEQ}, recipe="bf16",
+        hardware=Hardware.estimate(1, "cpu"), hosts=hosts,
+        **(dict(chunk_tokens={SEQ}, chunks_per_round=1) if hosts.rank == 0 else {{}}),
+    )
+    with Trainer(model, plan, shard, lr=3e-4, total_steps={STEPS}) as trainer:
+        seen = [(m.loss, m.grad_norm, m.tokens) for m in trainer.steps({STEPS})]
+        if fails == str(hosts.rank):
+            raise ValueError("no more")
+        if hosts.rank == 0:
+            trainer.save(folder)
+            print(json.dumps(seen))
+            print(hosts.transport)
+        if fails != "-":
+            list(trainer.steps(1000))
+"""
+
+
+def run_script(model, shard, folder, n, fails="-"):
+    port = free_port()
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(model), str(shard), str(folder / "out"), fails],
+            env=environment(rank=rank, n=n, port=port, PYTHONPATH=str(ROOT / "python")),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(n)
+    ]
+
+
+def weights(folder):
+    (file,) = (folder / "out").glob("*.safetensors")
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_script_gives_the_bits_of_the_command(n, tiny_model, tiny_shard, tmp_path):
+    done = [t.communicate(timeout=120) for t in run_script(tiny_model, tiny_shard, tmp_path, n)]
+    lines = done[0][0].splitlines()
+    assert len(lines) == 2, done
+    command = tmp_path / "command"
+    more = ("--recipe", "bf16", "--lr", 3e-4, "--out", command / "out")
+    codes, said = end(start(tiny_model, tiny_shard, command, *more, n=n))
+    assert codes == [0] * n, said
+    tokens, (losses, norms, digest) = result(command)
+    seen = json.loads(lines[0])
+    assert [s[0] for s in seen] == losses and [s[1] for s in seen] == norms
+    assert [s[2] for s in seen] == [t for t, _ in tokens] and weights(tmp_path) == digest
+    assert lines[1].startswith("gradients go over TCP" if n > 1 else "gradients stay on this host")
+
+
+def test_an_exception_in_one_task_ends_the_other(tiny_model, tiny_shard, tmp_path):
+    tasks = run_script(tiny_model, tiny_shard, tmp_path, 2, fails="1")
+    codes, said = end(tasks, 60)
+    assert codes == [1, 1] and "rank 1 failed: ValueError: no more" in said[0], said
+    assert said[1].rstrip().endswith("ValueError: no more")
+
+
+def test_what_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match="transport is 'udp': give auto, nccl or tcp"):
+        Hosts(0, 2, transport="udp")
+    with pytest.raises(InvalidError, match="rank 2: 2 tasks have the ranks 0 to 1"):
+        Hosts(2, 2)
+    for name, value in environment(rank=1, n=2, local=1).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidError, match="torchrun started 2 tasks on this host"):
+        Hosts.from_launcher()
