@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "sweep"))
 from machine import ROOT, commit, machine, versions  # noqa: E402
 from measure import random_shard  # noqa: E402
 
-LINE = re.compile(r"checkpoint \S+: .* after ([\d.]+) s .*waited ([\d.]+) s")
+LINE = re.compile(r"checkpoint \S+: .* after ([\d.]+) s \(([\d.]+) GB/s\).*waited ([\d.]+) s")
 
 
 def command_of(args, model, steps, device_gib, more):
@@ -81,7 +81,7 @@ def measure(args, model):
         command_of(args, model, 2 * n - 1, args.device_gib, writes), metrics_path
     )
     found = LINE.search(said) or sys.exit(f"no checkpoint was written:\n{said}")
-    durable_s, waited_s = map(float, found.groups())
+    durable_s, gb_per_s, waited_s = map(float, found.groups())
     steps = [m["step_s"] for m in metrics]
     step_s = statistics.median(steps[1:n])
     lost_s = sum(steps[n:]) - step_s * (n - 1)
@@ -106,7 +106,7 @@ def measure(args, model):
         "gb": n_bytes / 1e9,
         "n_files": len(manifest["files"]),
         "durable_s": durable_s,
-        "gb_per_s": n_bytes / 1e9 / durable_s,
+        "gb_per_s": gb_per_s,  # of seconds that are not rounded, as durable_s is
         "resume_s": resume_s,
         "resumed_loss_gaps": gaps,
         "host_peak_gib": peak / 2**30,

@@ -32,7 +32,9 @@ def test_what_a_checkpoint_costs(tmp_path):
     assert NOTE <= set(row) and not run.exists()
     assert len(row["steps_s"]) == 5 and row["resumed_loss_gaps"] == [0, 0]
     assert row["host_peak_gib"] <= row["host_cap_gib"] == 0.0625
-    assert row["gb_per_s"] == pytest.approx(row["gb"] / row["durable_s"])
+    least, most = row["durable_s"] - 0.05, row["durable_s"] + 0.05
+    assert row["gb_per_s"] >= row["gb"] / most - 0.005
+    assert least <= 0 or row["gb_per_s"] <= row["gb"] / least + 0.005
     assert row["lost_s"] == pytest.approx(sum(row["steps_s"][3:]) - 2 * row["step_s"])
     assert row["lost_at_20_steps"] == pytest.approx(row["lost_s"] / (20 * row["step_s"]))
     assert f"{row['gb_per_s']:.2f} GB/s" in said and "of 0.0625 GiB" in said

@@ -18,9 +18,9 @@ class Hosts(Owner):
             if hosts.rank == 0:
                 trainer.save("trained")
 
-    Every task runs the same script. A Plan and a Trainer of it are made by all of them, in the same
-    order. Every task steps as often, and each can write files: mostly rank 0 alone does. Leaving
-    the block by an exception ends the other tasks too, with its text.
+    Every task runs the same script: it makes the same Plan and Trainer, and runs the same number of
+    steps. Let rank 0 alone write files, checkpoints among them. Leaving the block by an exception
+    ends the other tasks too, with its text.
 
     rank   this task's number, from 0
     n      how many tasks there are; with 1 everything is as without Hosts
@@ -65,7 +65,7 @@ class Hosts(Owner):
 
     @property
     def transport(self) -> str:
-        """What moves gradients, and why. Said by the first Plan."""
+        """What moves gradients, and why. The first Plan decides it."""
         if self._handle is None:
             return "gradients stay on this host"
         return text(lib.ps_hosts_transport_text(self._handle.ptr))
