@@ -9,6 +9,7 @@ import sys
 import pytest
 from conftest import ROOT
 from penstock import Hosts, InvalidError
+from penstock._lib import check, lib, struct, text
 from test_hosts import SEQ, STEPS, end, environment, free_port, result, start
 
 SCRIPT = f"""
@@ -34,11 +35,11 @@ with Hosts.from_launcher(wait=20) as hosts:
 """
 
 
-def run_script(model, shard, folder, n, fails="-"):
+def run_script(model, shard, folder, n, fails="-", script=SCRIPT):
     port = free_port()
     return [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(model), str(shard), str(folder / "out"), fails],
+            [sys.executable, "-c", script, str(model), str(shard), str(folder / "out"), fails],
             env=environment(rank=rank, n=n, port=port, PYTHONPATH=str(ROOT / "python")),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -85,3 +86,43 @@ def test_what_is_refused(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(InvalidError, match="torchrun started 2 tasks on this host"):
         Hosts.from_launcher()
+
+
+@pytest.mark.parametrize(
+    "nodes, first",
+    [
+        ("node[08-10,12],gpu3", "node08"),
+        ("gpu3,node[1-2]", "gpu3"),
+        ("rack[0-1]n[3,5-6]", "rack0n3"),
+        ("node[1-2]-ib", "node1-ib"),
+    ],
+)
+def test_the_first_host_of_slurms_list(nodes, first, monkeypatch):
+    given = environment("srun", rank=1, n=2)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+        given.pop(name)
+    for name, value in (given | {"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "12345"}).items():
+        monkeypatch.setenv(name, value)
+    task = struct("ps_hosts_task")
+    check(lib.ps_hosts_task_find(task))
+    assert (text(task.address), task.rank, task.n_hosts, task.port) == (first, 1, 2, 22345)
+
+
+def test_two_trainers_of_the_same_hosts(tiny_model, tiny_shard, tmp_path):
+    """The second one is refused while the first one lives."""
+    script = SCRIPT.replace(
+        "        seen = ",
+        "        try:\n"
+        f"            Trainer(model, Plan(ModelConfig.read(model), seq_len={SEQ}, hosts=hosts,"
+        f" tokens_per_step=4 * {SEQ}, hardware=Hardware.estimate(1, 'cpu')), shard)\n"
+        "        except BusyError as error:\n"
+        "            print(error)\n"
+        "        seen = ",
+    ).replace("import Hardware", "import BusyError, Hardware")
+    done = [
+        t.communicate(timeout=120)
+        for t in run_script(tiny_model, tiny_shard, tmp_path, 2, script=script)
+    ]
+    assert "another trainer uses these hosts" in done[0][0] and "another" in done[1][0], done
+    assert "gradients go over TCP" in done[0][0]

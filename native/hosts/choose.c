@@ -12,9 +12,9 @@ typedef struct ability {
 static ability look(uint32_t wanted, bool on_gpu) {
   ability a = {0};
   const ps__nccl *lib = NULL;
-  if (wanted == PS_TRANSPORT_TCP)
-    return a;
-  if (!on_gpu) {
+  if (wanted == PS_TRANSPORT_TCP) {
+    snprintf(a.why, sizeof a.why, "it was told to use TCP");
+  } else if (!on_gpu) {
     snprintf(a.why, sizeof a.why, "it trains on a CPU");
   } else if (ps__nccl_open(&lib) != PS_OK) {
     snprintf(a.why, sizeof a.why, "%.300s", ps_last_error());
@@ -66,6 +66,7 @@ ps_status ps_hosts_choose(ps_hosts *h, uint32_t wanted, int on_gpu, uint32_t *ou
              "gradients go over TCP, as rank %u cannot use NCCL: %s", rank, all[rank].why);
   }
   ps__free(all);
+  h->text_chosen = strlen(h->transport_text);
   if (st == PS_OK)
     *out = h->transport;
   return st;

@@ -19,8 +19,10 @@ struct ps_hosts {
   int control[PS_MAX_HOSTS], data[PS_MAX_HOSTS]; /* sockets by rank; -1: none */
   int wake[2];                                   /* a pipe that ends the control thread */
   char *staging;                                 /* ps__hosts_staging_bytes() */
+  _Atomic uint32_t in_use;                       /* 1: a trainer has it */
   ps_transport transport;                        /* that was chosen */
   char transport_text[PS__HOSTS_TEXT];
+  size_t text_chosen;  /* characters of it that ps_hosts_choose() wrote; then what NCCL took */
   struct ps__net *net; /* NULL: sums go over TCP */
   pthread_t thread;
   bool has_thread;

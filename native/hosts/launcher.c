@@ -51,12 +51,19 @@ static uint64_t most_of(const char *text) {
   return most;
 }
 
-/* The first of the hosts that SLURM lists: "node[08-10,12],gpu3" is node08. */
+/* The first of the hosts that SLURM lists: "rack[0-1]n[08-10,12],gpu3" is rack0n08. */
 static void first_host(const char *list, char out[PS_MAX_ADDRESS]) {
-  const size_t name = strcspn(list, "[,");
-  const char *in = list + name + (list[name] == '[');
-  const size_t digits = list[name] == '[' ? strcspn(in, "-,]") : 0;
-  snprintf(out, PS_MAX_ADDRESS, "%.*s%.*s", (int)name, list, (int)digits, in);
+  size_t n = 0;
+  while (*list && *list != ',') {
+    const bool range = *list == '[';
+    list += range;
+    const size_t part = strcspn(list, range ? "-,]" : "[,");
+    n += (size_t)snprintf(out + n, PS_MAX_ADDRESS - n, "%.*s", (int)part, list);
+    if (n >= PS_MAX_ADDRESS)
+      return;
+    list += range ? strcspn(list, "]") : part;
+    list += range && *list;
+  }
 }
 
 enum { PORT = 29500, PORTS_OF_JOBS = 20000, N_JOB_PORTS = 10000 };
@@ -86,7 +93,14 @@ static ps_status find_address(const launcher *l, ps_hosts_task *t) {
   return PS_OK;
 }
 
-static uint64_t tasks_here(const launcher *l) {
+/* SLURM tells of all hosts, and others of this one. */
+static const char *here(const launcher *l, uint64_t n) {
+  uint64_t local = 0;
+  (void)number(l->local, &local);
+  return strcmp(l->name, "srun") == 0 && local + 1 < n ? "a host" : "this host";
+}
+
+static uint64_t tasks_on_a_host(const launcher *l) {
   uint64_t n = 1, local = 0;
   if (strcmp(l->name, "srun") == 0)
     n = most_of(getenv("SLURM_STEP_TASKS_PER_NODE"));
@@ -107,12 +121,12 @@ ps_status ps_hosts_task_find(ps_hosts_task *t) {
     if (!number(l->rank, &rank) || !number(l->n, &n) ||
         (strcmp(l->name, "srun") == 0 && hydra)) /* which has started mpiexec's own tasks */
       continue;
-    local = tasks_here(l);
+    local = tasks_on_a_host(l);
     if (local > 1)
       return ps__fail(PS_EINVAL,
-                      "%s started %llu tasks on this host, and penstock takes one a host, which "
+                      "%s started %llu tasks on %s, and penstock takes one a host, which "
                       "drives all its GPUs: type %s penstock train --gpus %llu ...",
-                      l->name, (unsigned long long)local, l->one_a_host,
+                      l->name, (unsigned long long)local, here(l, local), l->one_a_host,
                       (unsigned long long)(local < PS_MAX_DEVICES ? local : PS_MAX_DEVICES));
     if (n < 2)
       return PS_OK;

@@ -33,14 +33,14 @@ ps_status ps__nccl_load(ps__nccl *out, const char *path) {
   for (size_t i = 0; i < sizeof function / sizeof *function; i++) {
     void *symbol = dlsym(lib, function[i].name);
     if (!symbol)
-      return ps__fail(PS_EDEVICE, "%s has no %s: give NCCL 2.17 or newer (PENSTOCK_NCCL)", path,
+      return ps__fail(PS_EDEVICE, "%s has no %s: give NCCL 2.19 or newer (PENSTOCK_NCCL)", path,
                       function[i].name);
     memcpy(function[i].at, &symbol, sizeof symbol);
   }
   const int r = l.GetVersion(&version);
   if (r != PS__NCCL_OK || version < PS__NCCL_LEAST)
     return ps__fail(PS_EDEVICE,
-                    "%s is NCCL %d.%d.%d: 2.17 or newer is needed, set PENSTOCK_NCCL to its path",
+                    "%s is NCCL %d.%d.%d: 2.19 or newer is needed, set PENSTOCK_NCCL to its path",
                     path, version / 10000, version % 10000 / 100, version % 100);
   snprintf(l.version, sizeof l.version, "%d.%d.%d", version / 10000, version % 10000 / 100,
            version % 100);
@@ -54,7 +54,13 @@ static ps_status opened;
 static char why[512];
 
 static void open_once(void) {
-  const char *given = getenv("PENSTOCK_NCCL");
+  const char *given = getenv("PENSTOCK_NCCL"), *blocking = getenv("NCCL_COMM_BLOCKING");
+  if (blocking && strcmp(blocking, "1") == 0) {
+    snprintf(why, sizeof why,
+             "NCCL_COMM_BLOCKING is 1: unset it, a failure could not end its calls");
+    opened = PS_EDEVICE;
+    return;
+  }
   opened = ps__nccl_load(&library, given && *given ? given : "libnccl.so.2");
   if (opened != PS_OK)
     snprintf(why, sizeof why, "%s", ps_last_error());

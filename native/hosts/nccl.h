@@ -1,13 +1,15 @@
 /* nccl.h - NCCL's functions, found at run time. Internal.
  *
- * The declarations are the project's own, of NCCL 2.17 and later, and need no header of NCCL's: its
+ * The declarations are the project's own, of NCCL 2.19 and later, and need no header of NCCL's: its
  * functions and structs keep their layout (a struct says its size and version). */
 #ifndef PS_HOSTS_NCCL_H
 #define PS_HOSTS_NCCL_H
 #include "core/core.h"
 #include <limits.h>
 
-enum { PS__NCCL_OK = 0, PS__NCCL_IN_PROGRESS = 7, PS__NCCL_INT8 = 0, PS__NCCL_LEAST = 21700 };
+enum { PS__NCCL_OK = 0, PS__NCCL_IN_PROGRESS = 7, PS__NCCL_INT8 = 0 };
+/* From 2.19 on ncclCommAbort() may come from another thread than a call that has not ended. */
+enum { PS__NCCL_LEAST = 21900, PS__NCCL_CONFIG_OF = 21700 };
 enum { PS__NCCL_ID_BYTES = 128 };
 typedef struct ps__nccl_id {
   char internal[PS__NCCL_ID_BYTES];
@@ -24,7 +26,7 @@ typedef struct ps__nccl_config {
 #define PS__NCCL_CONFIG                                                                            \
   {.size = sizeof(ps__nccl_config),                                                                \
    .magic = 0xcafebeef,                                                                            \
-   .version = PS__NCCL_LEAST,                                                                      \
+   .version = PS__NCCL_CONFIG_OF,                                                                  \
    .blocking = 0,                                                                                  \
    .cga_cluster_size = INT_MIN,                                                                    \
    .min_ctas = INT_MIN,                                                                            \

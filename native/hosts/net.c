@@ -22,7 +22,7 @@ static const uint64_t LOOK_NS = 20000, SECOND_NS = 1000000000;
 /* How long is waited: for all tasks' ncclCommInitRankConfig(), and for the first sum's connections;
  * for the device's lanes after an abort; for the abort itself, or the orderly end, at close. */
 enum { CONNECT_S = 120, REST_S = 10, CLOSE_S = 10 };
-/* Elements of the sums that check the way: slices of 64 KiB and more. */
+/* Elements of the sums that check the way: slices of 16 KiB and more. */
 enum { CHECKED = 1 << 19 };
 
 struct ps__net {
@@ -323,7 +323,7 @@ static ps_status open_entered(ps__net *n) {
   n->limit_s = 0;
   PS_TRY(api->memory(n->dev.user, &after));
   char took[32], counted[32], staged[32];
-  const size_t said = strlen(n->h->transport_text);
+  const size_t said = n->h->text_chosen;
   snprintf(n->h->transport_text + said, sizeof n->h->transport_text - said,
            "; it took %s of the GPU's memory, %s are planned for, and %s are staged there",
            ps__format_bytes(took, after > between ? after - between : 0),
@@ -332,17 +332,25 @@ static ps_status open_entered(ps__net *n) {
   return PS_OK;
 }
 
+/* After a finalize that succeeded nothing of the device is in use any more. */
+static bool destroyed(ps__net *n) {
+  const int r = n->lib->CommDestroy(n->comm);
+  if (r != PS__NCCL_OK)
+    ps__log(PS_LOG_WARN, "NCCL: ncclCommDestroy: %s", n->lib->GetErrorString(r));
+  return true;
+}
+
 /* Ends the communicator; false: NCCL is still at it. */
 static bool end_comm(ps__net *n) {
-  const uint64_t since = ps__now_ns();
   if (!n->comm)
     return true;
   n->limit_s = CLOSE_S;
   if (!n->broken && ps__hosts_check(n->h) == PS_OK &&
       settled(n, n->lib->CommFinalize(n->comm), "ncclCommFinalize") == PS_OK)
-    return n->lib->CommDestroy(n->comm) == PS__NCCL_OK;
+    return destroyed(n);
   if (!n->broken)
     give_up(n);
+  const uint64_t since = ps__now_ns();
   if (!n->has_aborter)
     return true; /* give_up() has waited for the abort */
   while (!atomic_load(&n->aborted) && ps__now_ns() - since < CLOSE_S * SECOND_NS)
@@ -352,6 +360,9 @@ static bool end_comm(ps__net *n) {
     pthread_join(n->aborter, NULL);
   else
     pthread_detach(n->aborter);
+  bool idle = false;
+  if (over && n->stuck && n->dev.api->idle(n->dev.user, &idle) == PS_OK)
+    n->stuck = !idle; /* the lanes may have come to rest since */
   return over;
 }
 

@@ -438,6 +438,12 @@ static ps_status create(ps_trainer **out, const char *model_dir, ps_plan *plan,
     return ps__fail(PS_EBUSY, "ps_trainer_create: another trainer runs this plan: destroy that "
                               "trainer, or make another plan");
   }
+  if (cfg->hosts && atomic_exchange(&cfg->hosts->in_use, 1)) {
+    atomic_store(&plan->in_use, 0);
+    ps__free(t);
+    return ps__fail(PS_EBUSY, "ps_trainer_create: another trainer uses these hosts: destroy that "
+                              "trainer first");
+  }
   t->plan = plan;
   t->cfg = *cfg;
   (void)resolve_hypers(&t->cfg); /* checked above */
@@ -493,6 +499,8 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
   ps_generator_destroy(t->sampler);
   ps__trainer_close_net(t);
   (void)ps_engine_close(t->engine);
+  if (t->cfg.hosts)
+    atomic_store(&t->cfg.hosts->in_use, 0);
   t->plan->hooks = (ps__step_hooks){0};
   if (t->plan->val)
     t->plan->val->hooks = (ps__step_hooks){0};

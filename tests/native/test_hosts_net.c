@@ -373,7 +373,7 @@ static void test_libraries(const char *other) {
   CHECK_FAILS(ps__nccl_load(&l, "/nowhere/libnccl.so.2"), PS_EDEVICE, "set PENSTOCK_NCCL");
   CHECK_FAILS(ps__nccl_load(&l, other), PS_EDEVICE, "has no ncclGetVersion");
   setenv("FAKE_NCCL_VERSION", "21604", 1);
-  CHECK_FAILS(ps__nccl_load(&l, library), PS_EDEVICE, "is NCCL 2.16.4: 2.17 or newer");
+  CHECK_FAILS(ps__nccl_load(&l, library), PS_EDEVICE, "is NCCL 2.16.4: 2.19 or newer");
   unsetenv("FAKE_NCCL_VERSION");
   CHECK(ps__nccl_load(&l, library) == PS_OK && strcmp(l.version, "2.29.7") == 0);
 }
