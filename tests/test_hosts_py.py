@@ -5,10 +5,11 @@ import hashlib
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
-from penstock import Hosts, InvalidError
+from penstock import Hardware, Hosts, InvalidError, ModelConfig, Plan
 from penstock._lib import check, lib, struct, text
 from test_hosts import SEQ, STEPS, end, environment, free_port, result, start
 
@@ -126,3 +127,11 @@ def test_two_trainers_of_the_same_hosts(tiny_model, tiny_shard, tmp_path):
     ]
     assert "another trainer uses these hosts" in done[0][0] and "another" in done[1][0], done
     assert "gradients go over TCP" in done[0][0]
+
+
+def test_the_smallest_caps_are_those_of_a_host(tiny_model):
+    """Each of two hosts has half of the step's sequences, and memory for sums over hosts."""
+    model, hardware = ModelConfig.read(tiny_model), Hardware.estimate(1, "cpu")
+    kw = {"seq_len": SEQ, "tokens_per_step": 4 * SEQ, "chunk_tokens": SEQ, "hardware": hardware}
+    one, two = Plan.smallest(model, **kw), Plan.smallest(model, hosts=SimpleNamespace(n=2), **kw)
+    assert two[1] > one[1] + (4 << 20) > 4 << 20

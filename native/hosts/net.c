@@ -9,9 +9,8 @@
  * blocks inside the driver, and it sees failures between its looks at the device.
  *
  * After a failure NCCL's kernels wait for what will not come. ncclCommAbort() ends them at once,
- * and then releases memory, for which the device may have to be at rest. Streams of a run come to
- * rest only after the op that calls this has returned. So a thread of its own calls
- * ncclCommAbort(). */
+ * and then releases memory, which may take long: the device may have to be at rest for it. So a
+ * thread of its own calls ncclCommAbort(), and the op that failed does not wait for it. */
 #include "hosts/net.h"
 #include "hosts/hosts.h"
 #include <stdatomic.h>

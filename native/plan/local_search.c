@@ -36,10 +36,6 @@ static int n_layers(const ps__search *s) {
   return s->plan->model->cfg.n_layers < 255 ? (int)s->plan->model->cfg.n_layers : 255;
 }
 
-static bool may_take_pieces(const ps__search *s) {
-  return s->plan->at->n_devices > 1 && s->plan->hw.peer_bytes_per_s > 0;
-}
-
 static bool moved(const ps__search *s, ps__candidate *m, int what, int by) {
   /* the CPU backend's "device" has no processor of its own */
   const bool cuda = s->plan->hw.backend == PS_BACKEND_CUDA, one = !ps__totals_on_host(s->plan);
@@ -56,7 +52,7 @@ static bool moved(const ps__search *s, ps__candidate *m, int what, int by) {
       cuda && one ? layers : 0,
       cuda && ps__may_split(s->plan) ? split : 0,
       layers,
-      may_take_pieces(s) ? PS__UNIT_PARTS : 0,
+      ps__may_take_pieces(s->plan) ? PS__UNIT_PARTS : 0,
       1,
       PS__N_AHEADS - 1};
   const int to = *field[what] + by;
@@ -129,7 +125,7 @@ enum { N_LEVELS = 3, N_PERTURBATIONS = sizeof perturbations / sizeof *perturbati
 
 /* The last two are of units in pieces alone. */
 static uint32_t n_perturbations(const ps__search *s) {
-  return may_take_pieces(s) ? N_PERTURBATIONS : N_PERTURBATIONS - 2;
+  return ps__may_take_pieces(s->plan) ? N_PERTURBATIONS : N_PERTURBATIONS - 2;
 }
 
 /* @out: @d at candidate @m; time 0 where it does not fit. */

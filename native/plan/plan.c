@@ -522,105 +522,31 @@ static ps_status refuse_guests(ps_plan *p, const ps__search_result *r) {
   return refuse(p, r); /* the machine's memory */
 }
 
-/* ---- searches of one layout, or of both ------------------------------------------------------ */
-
-/* What is known of candidates, by layout; NULL: of a layout that is not searched. */
-typedef struct memos {
-  ps__memo *of[PS_N_LAYOUTS];
-} memos;
-
-static void memos_destroy(memos *m) {
-  for (int i = 0; i < PS_N_LAYOUTS; i++)
-    ps__memo_destroy(m->of[i]);
-}
-
-static ps_status memos_create(memos *m) {
-  ps_status st = PS_OK;
-  *m = (memos){0};
-  for (int i = PS_LAYOUT_DATA_PARALLEL; i < PS_N_LAYOUTS && st == PS_OK; i++)
-    st = ps__memo_create(&m->of[i]);
-  if (st != PS_OK)
-    memos_destroy(m);
-  return st;
-}
-
-/* The fastest plan of p->cfg.layout. With PS_LAYOUT_AUTO that of the data-parallel layout, or of a
- * ring where that is faster. p->cfg.layout is the layout then. */
-static ps_status find_plan(ps_plan *p, const memos *m, ps__search_result *r) {
-  if (p->cfg.layout != PS_LAYOUT_AUTO)
-    return ps__find_plan(p, m->of[p->cfg.layout], 0, r);
-  ps__search_result ring;
-  p->cfg.layout = PS_LAYOUT_DATA_PARALLEL;
-  PS_TRY(ps__find_plan(p, m->of[PS_LAYOUT_DATA_PARALLEL], 0, r));
-  ps__layout layout = p->layout;
-  ps__spec spec = p->spec;
-  p->layout = (ps__layout){0};
-  p->spec = (ps__spec){0};
-  p->cfg.layout = PS_LAYOUT_RING;
-  const ps_status st = ps__find_plan(p, m->of[PS_LAYOUT_RING], r->step_ns, &ring);
-  const bool faster =
-      st == PS_OK && ring.step_ns > 0 && (r->step_ns == 0 || ring.step_ns < r->step_ns);
-  ring.n_candidates += r->n_candidates;
-  ring.n_feasible += r->n_feasible;
-  if (faster) {
-    ps__spec_free(&spec);
-    ps__layout_free(&layout);
-    *r = ring;
-    return PS_OK;
-  }
-  ps__spec_free(&p->spec);
-  ps__layout_free(&p->layout);
-  p->layout = layout;
-  p->spec = spec;
-  p->cfg.layout = PS_LAYOUT_DATA_PARALLEL;
-  r->n_candidates = ring.n_candidates;
-  r->n_feasible = ring.n_feasible;
-  return st;
-}
-
-/* The smallest caps of p->cfg.layout; with PS_LAYOUT_AUTO those of either layout. */
-static ps_status find_smallest(ps_plan *p, const memos *m, ps__search_result *r) {
-  const uint32_t given = p->cfg.layout;
-  if (given != PS_LAYOUT_AUTO)
-    return ps__find_smallest(p, m->of[given], r);
-  ps__search_result ring;
-  p->cfg.layout = PS_LAYOUT_RING;
-  ps_status st = ps__find_smallest(p, m->of[PS_LAYOUT_RING], &ring);
-  p->cfg.layout = PS_LAYOUT_DATA_PARALLEL;
-  if (st == PS_OK)
-    st = ps__find_smallest(p, m->of[PS_LAYOUT_DATA_PARALLEL], r);
-  p->cfg.layout = given;
-  for (uint32_t i = 0; st == PS_OK && i < PS__N_MEMS; i++)
-    if (ring.smallest[i] && (r->smallest[i] == 0 || ring.smallest[i] < r->smallest[i]))
-      r->smallest[i] = ring.smallest[i];
-  return st;
-}
-
 /* Searches where ramp and validation count. @alone: training alone would fit. */
 static ps_status plan_with_guests(ps_plan *p, bool alone) {
   ps__search_result r = {0};
-  memos m;
-  PS_TRY(memos_create(&m)); /* what the other searches know is without guests */
+  ps__memos m;
+  PS_TRY(ps__memos_create(&m)); /* what the other searches know is without guests */
   p->counts_guests = true;
-  ps_status st = alone ? find_plan(p, &m, &r) : PS_OK;
+  ps_status st = alone ? ps__find_in_layouts(p, &m, &r) : PS_OK;
   if (st == PS_OK && r.step_ns > 0) {
     st = compile_plan(p, &r);
     if (st == PS_OK)
       st = ps__plan_beside_check(p);
   } else if (st == PS_OK) {
-    st = find_smallest(p, &m, &r);
+    st = ps__find_smallest_in_layouts(p, &m, &r);
     if (st == PS_OK)
       st = alone ? refuse_guests(p, &r) : refuse(p, &r);
   }
-  memos_destroy(&m);
+  ps__memos_destroy(&m);
   return st;
 }
 
 /* The fastest plan that fits; with ramp or validation the same, where it holds them. */
-static ps_status make_plan(ps_plan *p, const memos *m) {
+static ps_status make_plan(ps_plan *p, const ps__memos *m) {
   ps__search_result r;
   const uint32_t given = p->cfg.layout;
-  PS_TRY(find_plan(p, m, &r));
+  PS_TRY(ps__find_in_layouts(p, m, &r));
   const bool alone = r.step_ns > 0;
   if (alone) {
     PS_TRY(compile_plan(p, &r));
@@ -631,14 +557,14 @@ static ps_status make_plan(ps_plan *p, const memos *m) {
   p->cfg.layout = given;
   if (ps__plan_has_guests(p))
     return plan_with_guests(p, alone);
-  PS_TRY(find_smallest(p, m, &r));
+  PS_TRY(ps__find_smallest_in_layouts(p, m, &r));
   return refuse(p, &r);
 }
 
 /* ---- evaluations that plans share ------------------------------------------------------------ */
 
 struct ps_evaluations {
-  memos memo;
+  ps__memos memo;
   bool used; /* the rest is set */
   ps_model_config model;
   ps_plan_config cfg; /* but for the caps */
@@ -651,7 +577,7 @@ ps_status ps_evaluations_create(ps_evaluations **out) {
   ps_evaluations *e = ps__calloc(1, sizeof *e);
   if (!e)
     return ps__fail(PS_ENOMEM, "out of memory for shared evaluations");
-  const ps_status st = memos_create(&e->memo);
+  const ps_status st = ps__memos_create(&e->memo);
   if (st == PS_OK)
     *out = e;
   else
@@ -662,7 +588,7 @@ ps_status ps_evaluations_create(ps_evaluations **out) {
 void ps_evaluations_destroy(ps_evaluations *e) {
   if (!e)
     return;
-  memos_destroy(&e->memo);
+  ps__memos_destroy(&e->memo);
   ps__free(e);
 }
 
@@ -792,13 +718,13 @@ ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *c
     return ps__fail(PS_EINVAL, "the smallest caps are those of training alone: leave samples out");
   ps_plan *p = NULL;
   ps__search_result r;
-  memos m = {0};
+  ps__memos m = {0};
   PS_TRY(ps__plan_new(&p, model, cfg, hw));
   p->counts_guests = ps__plan_has_guests(p);
-  ps_status st = memos_create(&m);
+  ps_status st = ps__memos_create(&m);
   if (st == PS_OK)
-    st = find_smallest(p, &m, &r);
-  memos_destroy(&m);
+    st = ps__find_smallest_in_layouts(p, &m, &r);
+  ps__memos_destroy(&m);
   ps_plan_destroy(p);
   if (st != PS_OK)
     return st;

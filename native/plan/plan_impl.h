@@ -202,6 +202,18 @@ static inline bool ps__may_split(const ps_plan *plan) {
  * Errors: PS_ENOMEM, PS_EINVAL, PS_EDEVICE (threads). */
 ps_status ps__find_plan(ps_plan *plan, ps__memo *memo, double below_ns, ps__search_result *out);
 ps_status ps__find_smallest(ps_plan *plan, ps__memo *memo, ps__search_result *out);
+/* ---- layouts.c ------------------------------------------------------------------------------- */
+/* What is known of candidates, by layout. ps__memos_create(): PS_ENOMEM. */
+typedef struct ps__memos {
+  ps__memo *of[PS_N_LAYOUTS]; /* NULL at PS_LAYOUT_AUTO */
+} ps__memos;
+ps_status ps__memos_create(ps__memos *out);
+void ps__memos_destroy(ps__memos *memos);
+/* ps__find_in_layouts() - as ps__find_plan(). With PS_LAYOUT_AUTO the fastest plan of the
+ * data-parallel layout, or of a ring where that is faster; p->cfg.layout is the layout then.
+ * ps__find_smallest_in_layouts() - as ps__find_smallest(); with PS_LAYOUT_AUTO of either layout. */
+ps_status ps__find_in_layouts(ps_plan *p, const ps__memos *memos, ps__search_result *out);
+ps_status ps__find_smallest_in_layouts(ps_plan *p, const ps__memos *memos, ps__search_result *out);
 /* ---- evaluate.c ------------------------------------------------------------------------------ */
 /* ps__steady_ns() - ns of a step in the steady state, from the ends of the simulated steps. It is
  * at least the work of every stream, and of every shared resource: the first steps put off work

@@ -11,8 +11,7 @@ bool ps__among(const ps__search_space *sp, uint32_t unit, uint32_t parts) {
 bool ps__takes_pieces(const ps_plan *plan, uint32_t unit) {
   const bool dealt =
       ps__is_ring(plan) && plan->model->unit[unit].layer != ps__head_layer(plan->model);
-  return plan->at->n_devices > 1 && plan->hw.peer_bytes_per_s > 0 && !dealt &&
-         !(unit == 0 && ps__tied(plan->model));
+  return ps__may_take_pieces(plan) && !dealt && !(unit == 0 && ps__tied(plan->model));
 }
 
 uint8_t ps__from_host_first(const ps_plan *plan) {

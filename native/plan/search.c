@@ -70,10 +70,13 @@ static void add_slack(const ps__search *s, const ps__candidate *m, uint64_t byte
     bytes[i] += s->slack[m->microbatch][m->residency][m->ahead][i] / 20 * 19;
 }
 
-/* Whether the candidate's bound says that another plan is as fast at least. */
+/* Whether the candidate's bound says that it is no faster than the plan of another layout; than
+ * that or the best so far. */
+static bool is_too_slow(const ps__search *s, const ps__candidate *m) {
+  return s->below_ns > 0 && m->bound_ns >= s->below_ns;
+}
 static bool cannot_win(const ps__search *s, const ps__candidate *m) {
-  return (s->best[0].ns > 0 && m->bound_ns >= s->best[0].ns) ||
-         (s->below_ns > 0 && m->bound_ns >= s->below_ns);
+  return is_too_slow(s, m) || (s->best[0].ns > 0 && m->bound_ns >= s->best[0].ns);
 }
 
 static bool cannot_fit(const ps__search *s, const ps__candidate *m) {
@@ -117,7 +120,7 @@ static ps_status evaluate_microbatches(ps__search *s) {
     ps__candidate *m = &s->space.candidate[i];
     double ns = 0;
     if (factor[m->microbatch] > 0 || tries[m->microbatch] == TRIES || cannot_fit(s, m) ||
-        (s->below_ns > 0 && m->bound_ns >= s->below_ns))
+        is_too_slow(s, m))
       continue;
     tries[m->microbatch]++;
     PS_TRY(evaluate(s, m, &ns));
@@ -259,7 +262,7 @@ static ps_status spend_host(ps__search *s) {
  * same. */
 static ps_status choose_links(ps__search *s) {
   const ps_plan *plan = s->plan;
-  const bool pieces = plan->at->n_devices > 1 && plan->hw.peer_bytes_per_s > 0;
+  const bool pieces = ps__may_take_pieces(plan);
   const int way = ps__from_host_first(plan) ? -1 : 1;
   for (int by = PS__UNIT_PARTS; pieces && by > 0 && s->best[0].ns > 0; by /= 2) {
     ps__candidate m = s->best[0].candidate;

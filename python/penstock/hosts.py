@@ -92,14 +92,14 @@ class Hosts(Owner):
     # ---- what Plan and Trainer call --------------------------------------------------------------
 
     def _join(self, config, on_gpu: bool) -> None:
-        """Before a search: set the plan's hosts, and on all but rank 0 the cut that rank 0 found."""
+        """Before a search: what moves gradients, and on all but rank 0 the cut that rank 0 found."""
         if self.n == 1:
             return
         if self._chosen is None:
             out = ffi.new("uint32_t *")
             check(lib.ps_hosts_choose(self._handle.ptr, self._wanted, int(on_gpu), out))
             self._chosen = out[0]
-        config.n_hosts, config.transport = self.n, self._chosen
+        config.transport = self._chosen
         if self.rank:
             for name, tokens in zip(_CUT, self._share((0,) * len(_CUT)), strict=True):
                 setattr(config, name, tokens)

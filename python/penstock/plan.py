@@ -249,6 +249,7 @@ def _configure(given: dict) -> tuple:
         n_threads=given["threads"],
         n_frozen_layers=given["frozen_layers"],
         n_devices=gpus,
+        n_hosts=given["hosts"].n if given["hosts"] else 1,
         layout=layout[0],
         **{name: given[name] for name in _NUMBERS},
         **{name: int(given[name]) for name in _FLAGS},

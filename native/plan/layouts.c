@@ -1,0 +1,66 @@
+/* layouts.c - searches of one layout, or of both: which way several devices share a step. */
+#include "plan/plan_impl.h"
+
+void ps__memos_destroy(ps__memos *m) {
+  for (int i = 0; i < PS_N_LAYOUTS; i++)
+    ps__memo_destroy(m->of[i]);
+}
+
+ps_status ps__memos_create(ps__memos *m) {
+  ps_status st = PS_OK;
+  *m = (ps__memos){0};
+  for (int i = PS_LAYOUT_DATA_PARALLEL; i < PS_N_LAYOUTS && st == PS_OK; i++)
+    st = ps__memo_create(&m->of[i]);
+  if (st != PS_OK)
+    ps__memos_destroy(m);
+  return st;
+}
+
+ps_status ps__find_in_layouts(ps_plan *p, const ps__memos *m, ps__search_result *r) {
+  if (p->cfg.layout != PS_LAYOUT_AUTO)
+    return ps__find_plan(p, m->of[p->cfg.layout], 0, r);
+  ps__search_result ring;
+  p->cfg.layout = PS_LAYOUT_DATA_PARALLEL;
+  PS_TRY(ps__find_plan(p, m->of[PS_LAYOUT_DATA_PARALLEL], 0, r));
+  ps__layout layout = p->layout;
+  ps__spec spec = p->spec;
+  p->layout = (ps__layout){0};
+  p->spec = (ps__spec){0};
+  p->cfg.layout = PS_LAYOUT_RING;
+  const ps_status st = ps__find_plan(p, m->of[PS_LAYOUT_RING], r->step_ns, &ring);
+  const bool faster =
+      st == PS_OK && ring.step_ns > 0 && (r->step_ns == 0 || ring.step_ns < r->step_ns);
+  ring.n_candidates += r->n_candidates;
+  ring.n_feasible += r->n_feasible;
+  if (faster) {
+    ps__spec_free(&spec);
+    ps__layout_free(&layout);
+    *r = ring;
+    return PS_OK;
+  }
+  ps__spec_free(&p->spec);
+  ps__layout_free(&p->layout);
+  p->layout = layout;
+  p->spec = spec;
+  p->cfg.layout = PS_LAYOUT_DATA_PARALLEL;
+  r->n_candidates = ring.n_candidates;
+  r->n_feasible = ring.n_feasible;
+  return st;
+}
+
+ps_status ps__find_smallest_in_layouts(ps_plan *p, const ps__memos *m, ps__search_result *r) {
+  const uint32_t given = p->cfg.layout;
+  if (given != PS_LAYOUT_AUTO)
+    return ps__find_smallest(p, m->of[given], r);
+  ps__search_result ring;
+  p->cfg.layout = PS_LAYOUT_RING;
+  ps_status st = ps__find_smallest(p, m->of[PS_LAYOUT_RING], &ring);
+  p->cfg.layout = PS_LAYOUT_DATA_PARALLEL;
+  if (st == PS_OK)
+    st = ps__find_smallest(p, m->of[PS_LAYOUT_DATA_PARALLEL], r);
+  p->cfg.layout = given;
+  for (uint32_t i = 0; st == PS_OK && i < PS__N_MEMS; i++)
+    if (ring.smallest[i] && (r->smallest[i] == 0 || ring.smallest[i] < r->smallest[i]))
+      r->smallest[i] = ring.smallest[i];
+  return st;
+}
