@@ -1,5 +1,6 @@
 """Several GPUs in one process: the weights of 10 deterministic steps are the same bits on one GPU and
-on two; what is refused. Skips where there are not two GPUs of one model."""
+on two, in each layout and with one long sequence; what is refused. Skips where there are not two
+GPUs of one model."""
 
 import hashlib
 import json
@@ -11,6 +12,7 @@ from test_cli import penstock, refused
 
 pytestmark = pytest.mark.gpu
 SEQ = 64
+BACKEND = "cuda"
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +24,10 @@ def two():
         pytest.skip("the first two GPUs are of different models")
 
 
-def weights_after(steps, gpus, model, shard, folder, backend="cuda"):
-    words = words_of_training(model, shard, "--steps", steps, "--backend", backend)
-    more = ("--gpus", gpus, "--chunk-tokens", SEQ, "--chunks-per-round", 1, "--deterministic")
-    done = penstock(*words, *more, "--recipe", "bf16", "--out", folder, "--json", cwd=folder.parent)
+def weights_after(steps, gpus, model, shard, folder, *more):
+    words = words_of_training(model, shard, "--steps", steps, "--backend", BACKEND)
+    more = ("--gpus", gpus, "--recipe", "bf16", "--deterministic", *more)
+    done = penstock(*words, *more, "--out", folder, "--json", cwd=folder.parent)
     assert done.returncode == 0, done.stderr
     digest = hashlib.sha256()
     paths = sorted(folder.glob("*.safetensors"))
@@ -35,9 +37,21 @@ def weights_after(steps, gpus, model, shard, folder, backend="cuda"):
     return digest.hexdigest(), json.loads(done.stdout)["gpus"]
 
 
-def test_the_weights_are_the_same_bits_on_one_gpu_and_on_two(two, tiny_model, tiny_shard, tmp_path):
-    one, n_one = weights_after(10, 1, tiny_model, tiny_shard, tmp_path / "one")
-    both, n_both = weights_after(10, 2, tiny_model, tiny_shard, tmp_path / "two")
+ROUNDS = ("--chunk-tokens", SEQ, "--chunks-per-round", 1)
+SLICES = ("--seq-len", 4 * SEQ, "--tokens-per-step", 4 * SEQ, "--chunk-tokens", SEQ)
+
+
+@pytest.mark.parametrize(
+    "cut,layout",
+    [(ROUNDS, "data-parallel"), (ROUNDS, "ring"), (SLICES, "ring")],
+    ids=["rounds", "ring", "one sequence in a ring"],
+)
+def test_the_weights_are_the_same_bits_on_one_gpu_and_on_two(
+    cut, layout, two, tiny_model, tiny_shard, tmp_path
+):
+    one, n_one = weights_after(10, 1, tiny_model, tiny_shard, tmp_path / "one", *cut)
+    more = (*cut, "--layout", layout)
+    both, n_both = weights_after(10, 2, tiny_model, tiny_shard, tmp_path / "two", *more)
     assert (n_one, n_both) == (1, 2) and one == both
 
 

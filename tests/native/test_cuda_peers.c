@@ -1,4 +1,4 @@
-/* test_cuda_peers.c - three device places that share one GPU, beside a host: random programs with
+/* test_cuda_peers.c - three device places on one GPU or on two, beside a host: random programs with
  * copies between all of them against program order; an error on the host; what is refused. Usage:
  * test_cuda_peers [programs, default 400] [seed]. Without a GPU it says why and skips. */
 #ifndef PS_CUDA

@@ -1,5 +1,5 @@
-/* test_cuda_places.c - one process trains on N devices: on one GPU that N device spaces share, N of
- * 1 to 4. Losses, norms, parameters and state have the same bits for every N, whether units are cut
+/* test_cuda_places.c - one process trains on N devices, N of 1 to 4, which take the visible GPUs in
+ * turn. Losses, norms, parameters and state have the same bits for every N, whether units are cut
  * into pieces that GPUs send to each other or each device reads all from the host; also without
  * stream memory operations, and after a step that was given up. Arguments: "short" one recipe of
  * two; "cpu" the same on the CPU backend, which shows that the test holds. */

@@ -43,19 +43,21 @@ int ps__cuda_attribute(const ps__device *dev, const ps__cuda_gpu *gpu, CUdevice_
 }
 
 static ps_status find_gpus(ps__device *dev) {
+  int visible = 0;
+  PS__CUDA_TRY(dev->cu, DeviceGetCount(&visible));
+  const bool shared = visible > 0 && atomic_load(&share_gpu);
   for (uint32_t i = 0; i < dev->cfg.n_places; i++) {
     const ps_place *p = &dev->cfg.place[i];
     if (p->kind != PS_PLACE_DEVICE)
       continue;
     if (dev->n_gpus == PS_MAX_DEVICES)
       return ps__fail(PS_EINVAL, "engine: more than %d places are GPUs", PS_MAX_DEVICES);
-    const bool shared = dev->n_gpus && atomic_load(&share_gpu);
     for (uint32_t k = 0; k < dev->n_gpus && !shared; k++)
       if (dev->gpu[k].number == p->device)
         return ps__fail(PS_EINVAL, "engine: places %u and %u are both GPU %u", dev->gpu[k].place, i,
                         p->device);
-    dev->gpu[dev->n_gpus++] =
-        (ps__cuda_gpu){.place = i, .number = shared ? dev->gpu[0].number : p->device};
+    const uint32_t number = shared ? dev->n_gpus % (uint32_t)visible : p->device;
+    dev->gpu[dev->n_gpus++] = (ps__cuda_gpu){.place = i, .number = number};
   }
   return PS_OK;
 }
@@ -130,8 +132,8 @@ static ps_status reach_each_other(ps__device *dev) {
 }
 
 ps_status ps__cuda_gpus_open(ps__device *dev) {
-  PS_TRY(find_gpus(dev));
   PS_TRY(ps__cuda_driver_open(&dev->cu));
+  PS_TRY(find_gpus(dev));
   dev->mem_ops = dev->host_pointers = true;
   for (uint32_t i = 0; i < dev->n_gpus; i++)
     PS_TRY(open_context(dev, &dev->gpu[i]));
