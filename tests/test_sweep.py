@@ -119,7 +119,7 @@ def test_a_case_is_another_one_by_any_parameter_the_commit_or_the_machine():
         ("[1.5, 2]", "nan", "host-gib = NaN: a number of GiB"),
         ('"tiny-llama"', '"9b"', "model '9b' is none of 15b, 1b"),
         ("[[grid]]", '[[grid]]\nrecipe = "fp9"', 'recipe = "fp9": give one of bf16'),
-        ("[[grid]]", "[[grid]]\ngpus = 8", "gpus = 8: Penstock trains on one GPU: give 1"),
+        ("[[grid]]", "[[grid]]\ngpus = 9", "gpus = 9: a whole number from 1 to 8"),
         ("[[grid]]", "[[grid]]\nsteps = 5", 'steps is for mode = "measured"'),
         ("[[grid]]", "[[grid]]\noptions = { lr = 1 }", "--lr is no option of the command"),
         ("[[grid]]", "[[grid]]\noptions = { seq-len = 1 }", "give seq-len instead"),

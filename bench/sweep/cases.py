@@ -26,6 +26,7 @@ TAKEN = {
     "tokens-per-step": "tokens-per-step",
     "recipe": "recipe",
     "hardware": "hardware",
+    "gpus": "gpus",
     "steps": "steps",
     "data": None,
     "run-dir": None,
@@ -171,10 +172,6 @@ def _recipe(value):
     return None if value in RECIPES else f"give one of {', '.join(RECIPES)}"
 
 
-def _gpus(value):
-    return None if value == 1 and value is not True else "Penstock trains on one GPU: give 1"
-
-
 def _text(value):
     return None if isinstance(value, str) and value else "text is needed, in quotes"
 
@@ -191,14 +188,14 @@ CHECKS = {
     "host-gib": _gib,
     "tokens-per-step": _count(1),
     "recipe": _recipe,
-    "gpus": _gpus,
+    "gpus": _count(1, 8),
     "hardware": _text,
     "steps": _count(1, 10**6),
     "warm-up": _count(0, 10**6),
     "options": _options,
 }
 NEEDED = ("model", "seq-len", "device-gib", "host-gib")
-EXCLUDED_BY = ("model", "seq-len", "device-gib", "host-gib", "tokens-per-step", "recipe")
+EXCLUDED_BY = (*NEEDED, "tokens-per-step", "recipe", "gpus")
 TOP = ("mode", "hardware", "tokens-per-step", "recipe", "gpus", "steps", "warm-up", "options")
 MEASURED_ONLY = ("steps", "warm-up")
 
@@ -395,7 +392,7 @@ def parse(word: str, binary) -> Case:
         }
         more = dict((o + "=").split("=", 1) for o in parts[5].split(",")) if parts[5:] else {}
         more = {name: value.rstrip("=") for name, value in more.items()}
-        for name in ("steps", "warm-up"):
+        for name in ("steps", "warm-up", "gpus"):
             if name in more:
                 chosen[name] = int(more.pop(name))
     except ValueError as exc:

@@ -28,15 +28,16 @@ def text_of(command) -> str:
 
 
 def machine() -> str:
-    """The GPU, its driver and power limit, where there is one; the CPU and how many there are."""
+    """The GPUs, the driver and power limit of the first, where there are some; the CPU and how many
+    there are."""
     with open("/proc/cpuinfo") as file:
         names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
     query = ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]
     gpus = text_of(query).splitlines() or [""]
-    several = f" (one of {len(gpus)})" if len(gpus) > 1 else ""
+    several = f"{len(gpus)} x " if len(gpus) > 1 else ""
     cpu = names[0] if names else platform.processor()
     host = f"{cpu}, {os.cpu_count()} CPUs"
-    return f"{gpus[0]}{several}; {host}" if gpus[0] else host
+    return f"{several}{gpus[0]}; {host}" if gpus[0] else host
 
 
 def commit() -> str:

@@ -52,6 +52,7 @@ def command_of(case: Case, binary, data: list[str], model: Path, run_dir: Path) 
     words = [str(binary), "train", "--model", str(model), "--init-weights", "--data", *data]
     words += ["--seq-len", str(case.seq_len), "--tokens-per-step", str(case.tokens_per_step)]
     words += ["--recipe", case.recipe, "--steps", str(case.steps)]
+    words += ["--gpus", str(case.gpus)] if case.gpus > 1 else []
     words += ["--run-dir", str(run_dir), "--quiet", "--json"]
     for option, gib in (("--device-mem", case.device_gib), ("--host-mem", case.host_gib)):
         words += [option, f"{gib!r}GiB"] if gib else []
@@ -136,9 +137,9 @@ def _measured(case: Case, run_dir: Path, summary: str) -> dict:
     metrics = [json.loads(line) for line in lines]
     plan = json.loads((run_dir / "plan.json").read_text())
     waits = [
-        {name: w[name] for name in ("for", "seconds", "planned_seconds")}
+        {name: w[name] for name in ("stream", "for", "seconds", "planned_seconds")}
         for w in json.loads(summary).get("stalls", [])
-        if w["stream"] == "compute"
+        if w["stream"].startswith("compute")
     ]
     return {
         **figures(metrics, plan, case.warm_up),

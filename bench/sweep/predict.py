@@ -64,7 +64,7 @@ def groups(cases: list[Case]):
     found: dict = {}
     for case in cases:
         same = (case.model, case.config, case.seq_len, case.tokens_per_step, case.recipe)
-        found.setdefault((*same, case.hardware, case.options), []).append(case)
+        found.setdefault((*same, case.gpus, case.hardware, case.options), []).append(case)
     return list(found.values())
 
 
@@ -72,7 +72,7 @@ def _command(binary, cases: list[Case], model: Path) -> list[str]:
     case = cases[0]
     words = [str(binary), "plan", "--model", str(model), "--quiet"]
     words += ["--seq-len", str(case.seq_len), "--tokens-per-step", str(case.tokens_per_step)]
-    words += ["--recipe", case.recipe]
+    words += ["--recipe", case.recipe, "--gpus", str(case.gpus)]
     words += [] if case.hardware == THIS else ["--hardware", case.hardware]
     for name, value in case.options:
         words += [f"--{name}", value] if value else [f"--{name}"]
