@@ -22,7 +22,7 @@ ps_status ps__cuda_gpus_check(uint32_t device, uint32_t n);
 ps_status ps__cuda_peers(uint32_t device, uint32_t n, bool *out);
 ps_status ps__cuda_peer_rate(uint32_t device, uint32_t n, double *out);
 /* ps__cuda_share_gpu() - for tests: from now on the places of an engine that are devices take the
- * visible GPUs in turn, so that several can be tested on one GPU. Those of a GPU share its memory. */
+ * visible GPUs in turn, so that several can be tested on one. Those of a GPU share its memory. */
 void ps__cuda_share_gpu(bool share);
 
 /* ps__cuda_place() - prefer the GPU's NUMA node for pages of @p that are touched from now on, as
