@@ -133,6 +133,11 @@ def test_every_field_is_in_the_file(tmp_path):
             entry.kv_rows, entry.packed, entry.found = entry.rows, 1, i % 2
     for i, entry in enumerate(hw.contention):
         entry.kinds = 4 + i % 8
+    hw.n_gpus = 2
+    for i, entry in enumerate(hw.gpus_contention):
+        entry.kinds = (1, 2, 3, 5, 6, 7, 9, 10, 11)[i % 9]
+        if entry.kinds < 4:
+            entry.threads, entry.host_bytes_per_s = 0, 0
     Hardware(hw).write(tmp_path / "a.json")
     assert Hardware.read(tmp_path / "a.json").as_dict() == Hardware(hw).as_dict()
 
@@ -292,6 +297,15 @@ WHOLE = {
             r"memory_shares\[1\]\.kinds 3: neither sums",
         ),
         ({"memory_shares": [SHARE | {"kinds": 12}]}, r"memory_shares\[0\]\.kinds 12: neither sums"),
+        (
+            {"memory_shares_of_gpus": [SHARE | {"kinds": 4}]},
+            r"memory_shares_of_gpus\[0\]\.kinds 4: no copies",
+        ),
+        (
+            {"memory_shares_of_gpus": [SHARE | {"kinds": 15}]},
+            r"memory_shares_of_gpus\[0\]\.kinds 15: no copies",
+        ),
+        ({"n_gpus": 9}, r"n_gpus is no whole number from 0 to 8"),
         (
             {"memory_shares": [SHARE | {"threads": 0}]},
             r"memory_shares\[0\]\.threads is missing or no positive",

@@ -55,9 +55,10 @@ enum {
   PS_MAX_CONTENTION_RATES = 16
 };
 typedef struct ps_contention_rate {
-  /* PS_CONTENTION_*: sums or the optimizer, alone or beside copies; 0 ends a table */
+  /* PS_CONTENTION_*: sums or the optimizer, alone or beside copies; of several GPUs also copies
+   * alone; 0 ends a table */
   uint32_t kinds;
-  uint32_t threads; /* of the sums or the optimizer */
+  uint32_t threads; /* of the sums or the optimizer; 0: copies alone */
   /* A copy that is not among the kinds has its rate alone. */
   double h2d_bytes_per_s, d2h_bytes_per_s, host_bytes_per_s;
 } ps_contention_rate;
@@ -133,6 +134,11 @@ typedef struct ps_hardware {
   /* CUDA: how copies and host ops divide it, as measured, with sums on several numbers of threads
    * of which the planner chooses one. Empty: in proportion to what each takes alone. */
   ps_contention_rate contention[PS_MAX_CONTENTION_RATES];
+  /* CUDA: the same while n_gpus GPUs copy at once, each with the rates of an entry; entries without
+   * copies are those of contention. n_gpus 0: not measured, and the copies of several GPUs divide
+   * memory_bytes_per_s. */
+  uint32_t n_gpus, reserved;
+  ps_contention_rate gpus_contention[PS_MAX_CONTENTION_RATES];
   double op_ns; /* fixed cost of an op on the compute stream */
   /* Dense peak for MFU: on CUDA the GPU's, from a table with sources; on a CPU the measured GEMM
    * rate. 0: unknown. */
@@ -226,11 +232,14 @@ PS_API uint32_t ps_hardware_n_gpus(void);
 PS_API ps_status ps_hardware_gpus_check(uint32_t device, uint32_t n);
 
 /* ps_hardware_peers() - what a plan for @n GPUs from hw->device on needs beside the rates of one:
- * peer_bytes_per_s of @hw. Where all of them can access each other's memory, a rate that is there
- * stays, and else it is measured: that takes a context on each and less than a second. Where two
- * cannot, it becomes 0 and a line says which. With @n 1 and on the CPU backend nothing happens.
+ * peer_bytes_per_s, n_gpus and gpus_contention of @hw. What is there stays, and else it is
+ * measured. Where two GPUs cannot access each other's memory, peer_bytes_per_s becomes 0 and a line
+ * says which. With @n 1 and on the CPU backend nothing happens.
+ * @host_mem_bytes  cap of the process's host memory, 0: none. Where it or the system leaves less
+ *                  than 4.3 GiB and 1 GiB a GPU, a line says so and n_gpus stays as it is.
+ * Takes a context and 256 MiB of device memory on each GPU, and about 10 s. Blocks.
  * Errors: as ps_hardware_gpus_check(); PS_ENOMEM. */
-PS_API ps_status ps_hardware_peers(ps_hardware *hw, uint32_t n);
+PS_API ps_status ps_hardware_peers(ps_hardware *hw, uint32_t n, uint64_t host_mem_bytes);
 
 /* ps_hardware_gpu_unused() - why a GPU cannot be used although a driver is installed: the driver is
  * too old, no GPU is visible, or the build has no CUDA. NULL where a GPU can be used, or where

@@ -108,13 +108,14 @@ int cli_gpus_check(const cli_device *d) {
   return st == PS_OK ? CLI_OK : cli_fail(CLI_REFUSED, "--gpus %llu: %s", n, ps_last_error());
 }
 
-/* The rate of copies between the GPUs, measured once and kept like the others. */
-static int add_peers(ps_hardware *hw, const cli_device *d) {
-  const double before = hw->peer_bytes_per_s;
-  const ps_status st = ps_hardware_peers(hw, (uint32_t)d->n_gpus);
+/* The rates of several GPUs together, measured once and kept like the others. */
+static int add_peers(ps_hardware *hw, const cli_device *d, uint64_t host_bytes) {
+  const double peers = hw->peer_bytes_per_s;
+  const uint32_t n_gpus = hw->n_gpus;
+  const ps_status st = ps_hardware_peers(hw, (uint32_t)d->n_gpus, host_bytes);
   if (st != PS_OK)
     return cli_fail_status(st, true);
-  if (hw->measured && hw->peer_bytes_per_s > 0 && !(before > 0))
+  if (hw->measured && (hw->peer_bytes_per_s != peers || hw->n_gpus != n_gpus))
     free(cache_rates(hw));
   return CLI_OK;
 }
@@ -253,7 +254,7 @@ int cli_hardware_get(ps_hardware *out, cli_device *d, uint64_t host_bytes, bool 
   }
   if (d->n_gpus > 1 && backend == PS_BACKEND_CUDA &&
       ps_hardware_gpus_check((uint32_t)d->gpu, (uint32_t)d->n_gpus) == PS_OK)
-    code = add_peers(out, d);
+    code = add_peers(out, d, host_bytes);
   if (d->peak_tflops > 0)
     out->peak_flops_per_s = d->peak_tflops * 1e12;
   return code;

@@ -88,7 +88,7 @@ ps_status ps_hardware_gpus_check(uint32_t device, uint32_t n) {
 #endif
 }
 
-ps_status ps_hardware_peers(ps_hardware *hw, uint32_t n) {
+ps_status ps_hardware_peers(ps_hardware *hw, uint32_t n, uint64_t host_mem_bytes) {
   if (!hw)
     return ps__fail(PS_EINVAL, "ps_hardware_peers: hw is NULL");
   if (n == 1 || hw->backend == PS_BACKEND_CPU)
@@ -100,7 +100,11 @@ ps_status ps_hardware_peers(ps_hardware *hw, uint32_t n) {
   PS_TRY(ps__cuda_peers(hw->device, n, &access));
   if (access && !(rate > 0))
     PS_TRY(ps__cuda_peer_rate(hw->device, n, &rate));
+  if (hw->n_gpus != n)
+    PS_TRY(ps__hardware_measure_gpus(hw, n, host_mem_bytes));
   hw->peer_bytes_per_s = access ? rate : 0;
+#else
+  (void)host_mem_bytes;
 #endif
   return PS_OK;
 }

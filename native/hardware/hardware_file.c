@@ -43,8 +43,9 @@ typedef struct field {
    .min = least,                                                                                   \
    .max = most}
 #define POSITIVE(of, member) WHOLE(of, member, 1, UINT32_MAX, REQUIRED)
-#define RATE(of, member)                                                                           \
-  {.key = #member, .offset = offsetof(of, member), .type = REAL, .flags = REQUIRED}
+#define NUMBER(of, member, how)                                                                    \
+  {.key = #member, .offset = offsetof(of, member), .type = REAL, .flags = how}
+#define RATE(of, member) NUMBER(of, member, REQUIRED)
 
 static const field gemm_entry[] = {
     POSITIVE(ps_gemm_rate, rows), RATE(ps_gemm_rate, forward_flops_per_s),
@@ -60,6 +61,12 @@ static const field contention_entry[] = {
     POSITIVE(ps_contention_rate, kinds),        POSITIVE(ps_contention_rate, threads),
     RATE(ps_contention_rate, h2d_bytes_per_s),  RATE(ps_contention_rate, d2h_bytes_per_s),
     RATE(ps_contention_rate, host_bytes_per_s), END};
+static const field gpus_contention_entry[] = {POSITIVE(ps_contention_rate, kinds),
+                                              WHOLE(ps_contention_rate, threads, 0, UINT32_MAX, 0),
+                                              RATE(ps_contention_rate, h2d_bytes_per_s),
+                                              RATE(ps_contention_rate, d2h_bytes_per_s),
+                                              NUMBER(ps_contention_rate, host_bytes_per_s, 0),
+                                              END};
 static const field thread_entry[] = {POSITIVE(ps_thread_rate, threads),
                                      RATE(ps_thread_rate, bytes_per_s), END};
 
@@ -137,6 +144,9 @@ static const field fields[] = {
     LIST_OF("attention_fp32", attention[PS_F32], attention_entry, PS_MAX_ATTENTION_RATES),
     LIST_OF("attention_bf16", attention[PS_BF16], attention_entry, PS_MAX_ATTENTION_RATES),
     LIST_OF("memory_shares", contention, contention_entry, PS_MAX_CONTENTION_RATES),
+    WHOLE(ps_hardware, n_gpus, 0, PS_MAX_DEVICES, 0),
+    LIST_OF("memory_shares_of_gpus", gpus_contention, gpus_contention_entry,
+            PS_MAX_CONTENTION_RATES),
     LIST_OF("optimizer_by_threads", optimizer_by_threads, thread_entry, PS_MAX_THREAD_RATES),
     END};
 
@@ -235,6 +245,17 @@ static ps_status check_contention(const ps_hardware *hw, const char *path) {
                       "%s: memory_shares[%zu].kinds %u: neither sums (4) nor the optimizer (8) "
                       "with copies to the device (1), to the host (2) or both",
                       path, (size_t)(s - hw->contention), s->kinds);
+  const uint32_t copies = PS_CONTENTION_H2D | PS_CONTENTION_D2H,
+                 host = PS_CONTENTION_SUMS | PS_CONTENTION_OPTIMIZER;
+  for (const ps_contention_rate *s = hw->gpus_contention;
+       s < hw->gpus_contention + PS_MAX_CONTENTION_RATES && s->kinds; s++)
+    if (!(s->kinds & copies) || (s->kinds & host) == host || s->kinds > (copies | host) ||
+        ((s->kinds & host) != 0) != (s->threads > 0 && s->host_bytes_per_s > 0))
+      return ps__fail(PS_EFORMAT,
+                      "%s: memory_shares_of_gpus[%zu].kinds %u: no copies to the device (1) or to "
+                      "the host (2), alone or beside sums (4) or the optimizer (8) with their "
+                      "threads and rate",
+                      path, (size_t)(s - hw->gpus_contention), s->kinds);
   return PS_OK;
 }
 

@@ -401,39 +401,56 @@ enum { HOST_CASES = 5, COMPUTE_CASES = 3 * N_GEMM + 1 + 2 * N_ATTENTION + 2 + 3 
 enum { SUM_THREADS = 3 };
 
 #ifdef PS_CUDA
-/* The GPU's rates; and contention: what copies get of the host's memory beside sums on several
- * numbers of threads, and beside the optimizer. */
-static ps_status measure_gpu(bench *b, ps_hardware *hw, bool profile) {
-  const ps__args_accumulate sum = {.n = b->bytes / LOAD_PARTS / 2, .dt = PS_BF16};
+/* The host's work that runs beside copies: sums on several numbers of threads, and the
+ * optimizer. */
+typedef struct host_loads {
+  ps__args_accumulate sum;
   load at_work[SUM_THREADS + 1];
-  ps__host_load loads[SUM_THREADS + 1];
-  ps__pool *pool[SUM_THREADS] = {b->exec.pool};
-  uint32_t n = 0;
+  ps__host_load load[SUM_THREADS + 1];
+  ps__pool *pool[SUM_THREADS]; /* the first is the bench's */
+  uint32_t n;
+} host_loads;
+
+static ps_status host_loads_create(host_loads *l, const bench *b, const ps_hardware *hw) {
   ps_status st = PS_OK;
+  uint32_t n = 0;
+  *l = (host_loads){.sum = {.n = b->bytes / LOAD_PARTS / 2, .dt = PS_BF16}, .pool = {b->exec.pool}};
   for (uint32_t i = 0; st == PS_OK && i < SUM_THREADS; i++) {
     const uint32_t threads = (hw->n_threads + (1u << i) - 1) >> i;
-    if (n && threads == loads[n - 1].threads)
+    if (n && threads == l->load[n - 1].threads)
       break;
     if (i)
-      st = ps__pool_create(&pool[i], threads, "measure");
-    at_work[n] = (load){.whole = *b,
-                        .run = case_accumulate,
-                        .args = &sum,
-                        .bytes_a_run = 3.0 * (double)b->bytes / LOAD_PARTS};
-    at_work[n].whole.exec.pool = pool[i];
-    loads[n] = (ps__host_load){&at_work[n], PS_CONTENTION_SUMS, threads,
-                               load_start,  load_bytes,         load_stop};
+      st = ps__pool_create(&l->pool[i], threads, "measure");
+    l->at_work[n] = (load){.whole = *b,
+                           .run = case_accumulate,
+                           .args = &l->sum,
+                           .bytes_a_run = 3.0 * (double)b->bytes / LOAD_PARTS};
+    l->at_work[n].whole.exec.pool = l->pool[i];
+    l->load[n] = (ps__host_load){&l->at_work[n], PS_CONTENTION_SUMS, threads,
+                                 load_start,     load_bytes,         load_stop};
     n++;
   }
-  at_work[n] = (load){
+  l->at_work[n] = (load){
       .whole = *b, .run = case_optimizer, .bytes_a_run = 7.0 * (double)b->bytes / LOAD_PARTS};
-  loads[n] = (ps__host_load){
-      &at_work[n], PS_CONTENTION_OPTIMIZER, hw->n_threads, load_start, load_bytes, load_stop};
-  const ps__host_work work = {{b->memory + 4 * b->bytes, b->set_bytes, b->n_sets}, loads, n + 1};
+  l->load[n] = (ps__host_load){
+      &l->at_work[n], PS_CONTENTION_OPTIMIZER, hw->n_threads, load_start, load_bytes, load_stop};
+  l->n = n + 1;
+  return st;
+}
+
+static void host_loads_destroy(const host_loads *l) {
+  for (uint32_t i = 1; i < SUM_THREADS; i++)
+    ps__pool_destroy(l->pool[i]);
+}
+
+/* The GPU's rates; and contention: what copies get of the host's memory beside each load. */
+static ps_status measure_gpu(bench *b, ps_hardware *hw, bool profile) {
+  host_loads l;
+  ps_status st = host_loads_create(&l, b, hw);
+  const ps__host_work work = {{b->memory + 4 * b->bytes, b->set_bytes, b->n_sets}, l.load, l.n};
   if (st == PS_OK)
     st = ps__cuda_measure(hw, b->seconds, profile, &work);
-  for (uint32_t i = 1; i < SUM_THREADS; i++)
-    ps__pool_destroy(pool[i]);
+  host_loads_destroy(&l);
   return st;
 }
 #endif
@@ -599,6 +616,58 @@ static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32
   ps__pool_destroy(b.exec.pool);
   return st;
 }
+
+/* ---- several GPUs ---------------------------------------------------------------------------- */
+
+#ifdef PS_CUDA
+/* For each GPU. Together more than a large cache holds. */
+enum { GPU_PLACES = 4 };
+static const double SECONDS_OF_GPUS = 0.4; /* of a case */
+
+static void fill_places(const bench *b, const ps__host_places *at) {
+  ps__pool_run(b->exec.pool, TOUCH_TASKS, touch_task, &(touch){at->first, at->n * at->stride});
+  fill(at->first, at->stride, 4);
+  for (uint32_t i = 1; i < at->n; i++)
+    memcpy(at->first + i * at->stride, at->first, at->stride);
+}
+
+ps_status ps__hardware_measure_gpus(ps_hardware *hw, uint32_t n, uint64_t host_mem_bytes) {
+  ps__host_places at = {.stride = 2ull * PS__COPY_BYTES, .n = n * GPU_PLACES};
+  const uint64_t places = at.n * at.stride, have = room(host_mem_bytes);
+  char need[32], there[32];
+  if (in_full(hw, false) + places > have) {
+    ps__log(PS_LOG_WARN,
+            "measuring the copies of %u GPUs at once takes %s of host memory, %s are left of what "
+            "is given or free: plans take the rates of one GPU",
+            n, ps__format_bytes(need, in_full(hw, false) + places), ps__format_bytes(there, have));
+    return PS_OK;
+  }
+  bench b = {.beside_gpu = true, .bytes = full_bytes(true), .seconds = SECONDS_OF_GPUS};
+  host_loads l = {.n = 0};
+  ps_status st = ps__pool_create(&b.exec.pool, hw->n_threads, "measure");
+  if (st == PS_OK)
+    st = map_sets(&b, hw->device, false);
+  if (st == PS_OK)
+    st = ps__map((void **)&at.first, places, "measuring the machine");
+  if (st == PS_OK) {
+    ps__cuda_place(hw->device, at.first, places);
+    fill_places(&b, &at);
+  }
+  if (st == PS_OK)
+    st = host_loads_create(&l, &b, hw);
+  const ps__host_work work = {at, l.load, l.n};
+  if (st == PS_OK)
+    st = ps__cuda_measure_gpus(hw, n, b.seconds, &work);
+  if (l.n)
+    host_loads_destroy(&l);
+  if (at.first)
+    ps__unmap(at.first, places);
+  if (b.memory)
+    ps__unmap(b.memory, b.n_sets * b.set_bytes);
+  ps__pool_destroy(b.exec.pool);
+  return st;
+}
+#endif
 
 ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_t device,
                               uint32_t n_threads, uint64_t host_mem_bytes, double seconds) {

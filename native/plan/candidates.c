@@ -458,10 +458,16 @@ static double estimate_of(const ps__search_space *sp, const ps__microbatch_base 
                b_d2h = t->to_host / hw->d2h_bytes_per_s * ns;
   const double f_both = (fetched + offloaded) / (2 * hw->duplex_bytes_per_s) * ns,
                b_both = (fetched + offloaded + t->to_host) / (2 * hw->duplex_bytes_per_s) * ns;
-  const double b_memory =
-                   (n * (fetched + offloaded + t->to_host) + sums) / hw->memory_bytes_per_s * ns,
-               f_memory = n > 1 ? n * (fetched + offloaded) / hw->memory_bytes_per_s * ns : 0,
-               b_sums = sums / hw->accumulate_bytes_per_s * ns;
+  double b_memory = (n * (fetched + offloaded + t->to_host) + sums) / hw->memory_bytes_per_s * ns,
+         f_memory = n > 1 ? n * (fetched + offloaded) / hw->memory_bytes_per_s * ns : 0;
+  const ps_contention_rate *gpus = ps__gpus_copies(hw, sp->plan->at->n_devices);
+  if (gpus) {
+    b_memory =
+        larger((fetched + offloaded) / gpus->h2d_bytes_per_s, t->to_host / gpus->d2h_bytes_per_s) *
+        ns;
+    f_memory = larger(fetched / gpus->h2d_bytes_per_s, offloaded / gpus->d2h_bytes_per_s) * ns;
+  }
+  const double b_sums = sums / hw->accumulate_bytes_per_s * ns;
   const double updates = t->updates / hw->optimizer_bytes_per_s * ns,
                first_round = forward > 0 ? base->forward_ns[1] / forward : 1;
   double passes =

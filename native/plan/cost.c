@@ -178,14 +178,18 @@ enum { H2D, D2H, SUMS, OPTIMIZER }; /* numbers of the bits of ps_contention_rate
 
 /* The entry of these kinds with sums on @sum_threads threads; 0: on as many as the first entry of
  * sums. NULL: none. */
-static const ps_contention_rate *contention_of(const ps_hardware *hw, uint32_t kinds,
-                                               uint32_t sum_threads) {
-  const ps_contention_rate *end = hw->contention + PS_MAX_CONTENTION_RATES;
-  for (const ps_contention_rate *s = hw->contention; s < end && s->kinds; s++)
+static const ps_contention_rate *entry_of(const ps_contention_rate *table, uint32_t kinds,
+                                          uint32_t sum_threads) {
+  for (const ps_contention_rate *s = table; s < table + PS_MAX_CONTENTION_RATES && s->kinds; s++)
     if (s->kinds == kinds &&
         (!(kinds & PS_CONTENTION_SUMS) || !sum_threads || s->threads == sum_threads))
       return s;
   return NULL;
+}
+
+static const ps_contention_rate *contention_of(const ps_hardware *hw, uint32_t kinds,
+                                               uint32_t sum_threads) {
+  return entry_of(hw->contention, kinds, sum_threads);
 }
 
 uint32_t ps__sum_threads(const ps_hardware *hw, uint32_t i) {
@@ -206,10 +210,23 @@ static double rate_in(const ps_contention_rate *s, int kind) {
   return kind == H2D ? s->h2d_bytes_per_s : kind == D2H ? s->d2h_bytes_per_s : s->host_bytes_per_s;
 }
 
+bool ps__gpus_measured(const ps_hardware *hw, uint32_t n_devices) {
+  return n_devices > 1 && hw->n_gpus == n_devices;
+}
+
+const ps_contention_rate *ps__gpus_copies(const ps_hardware *hw, uint32_t n_devices) {
+  return ps__gpus_measured(hw, n_devices)
+             ? entry_of(hw->gpus_contention, PS_CONTENTION_H2D | PS_CONTENTION_D2H, 0)
+             : NULL;
+}
+
 /* How much slower work of @kind is while @kinds run. Alone, a copy has the link's rate and a host
- * op its entry's. */
-static double slowdown(const ps_hardware *hw, int kind, uint32_t kinds, uint32_t sum_threads) {
-  const ps_contention_rate *beside = contention_of(hw, kinds, sum_threads),
+ * op its entry's. The GPUs of a step copy at the same times, so with several GPUs the rates are
+ * those of all of them copying at once. */
+static double slowdown(const ps_hardware *hw, bool gpus, int kind, uint32_t kinds,
+                       uint32_t sum_threads) {
+  const ps_contention_rate *beside = entry_of(gpus ? hw->gpus_contention : hw->contention, kinds,
+                                              sum_threads),
                            *alone =
                                kind >= SUMS ? contention_of(hw, 1u << kind, sum_threads) : NULL;
   if (!(kinds >> kind & 1) || !beside || (kind >= SUMS && !alone))
@@ -245,7 +262,8 @@ ps__cost_model ps__cost_model_of(const ps_hardware *hw, bool fp8, const ps__plac
     m.copy[at->link[i].stream] = copy_rate(hw, at, &at->link[i]);
   for (int kind = 0; kind < PS_SIM_KINDS; kind++)
     for (uint32_t kinds = 0; kinds < 1u << PS_SIM_KINDS; kinds++)
-      m.slower[kind][kinds] = slowdown(hw, kind, kinds, sum_threads);
+      m.slower[kind][kinds] =
+          slowdown(hw, ps__gpus_measured(hw, at->n_devices), kind, kinds, sum_threads);
   return m;
 }
 
@@ -258,15 +276,15 @@ static void draw(ps_sim_cost *out, uint8_t resource, double demand) {
 }
 
 /* By the measured contention where there is some; else each draws in proportion to its rate
- * alone. The contention is that of one device: where there are several, each draws on the memory
- * besides. */
+ * alone. With several devices whose contention was not measured together, that of one device holds,
+ * and each draws on the memory besides. */
 static void draw_on_memory(const ps__cost_model *m, int kind, double rate, ps_sim_cost *out) {
   const bool measured = m->hw->contention[0].kinds;
   if (measured) {
     out->kind = 1u << kind;
     out->slower = m->slower[kind];
   }
-  if (!measured || m->at->n_devices > 1)
+  if (!measured || (m->at->n_devices > 1 && !ps__gpus_measured(m->hw, m->at->n_devices)))
     draw(out, ps__memory_of(m->host), fraction(rate, m->hw->memory_bytes_per_s));
 }
 

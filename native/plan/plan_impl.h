@@ -164,6 +164,11 @@ ps__cost_model ps__cost_model_of(const ps_hardware *hw, bool fp8, const ps__plac
  * over that on all. */
 uint32_t ps__sum_threads(const ps_hardware *hw, uint32_t i);
 double ps__sum_speed(const ps_hardware *hw, uint32_t threads);
+/* ps__gpus_measured() - whether the contention of so many GPUs that copy at once was measured.
+ * ps__gpus_copies() - what each of them gets then of copies both ways; NULL: it was not
+ * measured. */
+bool ps__gpus_measured(const ps_hardware *hw, uint32_t n_devices);
+const ps_contention_rate *ps__gpus_copies(const ps_hardware *hw, uint32_t n_devices);
 void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out); /* a ps_sim_cost_fn */
 /* ps__cost_ns() - the same of a virtual op: ns alone on the machine. @args: the kernel's arguments,
  * read for products and attention. */

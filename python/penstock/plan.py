@@ -135,14 +135,26 @@ class Hardware:
 
     @classmethod
     def cached(
-        cls, threads: int = 0, backend: str = "auto", gpu: int = 0, host_mem=None
+        cls, threads: int = 0, backend: str = "auto", gpu: int = 0, host_mem=None, gpus: int = 1
     ) -> "Hardware":
         """This machine's rates, measured once for each thread count and then read from the user's
         cache ($XDG_CACHE_HOME/penstock or ~/.cache/penstock), which the command line uses too.
+        gpus: measure the rates of so many GPUs together, too.
 
         Two cases give a warning. The cache cannot be written: the next call measures again.
         host_mem leaves no room to measure: the rates are estimated."""
         path = cls.cache_path(threads, backend, gpu)
+        hw = cls._of_one(path, threads, backend, gpu, host_mem)
+        before = hw.n_gpus, hw.peer_bytes_per_s
+        if gpus > 1:
+            check(lib.ps_hardware_peers(hw._ptr, gpus, parse_bytes(host_mem, "host_mem")))
+        if path and hw.measured and before != (hw.n_gpus, hw.peer_bytes_per_s):
+            hw._keep(path)
+        return hw
+
+    @classmethod
+    def _of_one(cls, path, threads, backend, gpu, host_mem) -> "Hardware":
+        """The rates of one GPU: those of the cache's file, or measured and kept there."""
         hw = struct("ps_hardware")
         if path:
             try:
@@ -159,16 +171,19 @@ class Hardware:
             warnings.warn(f"{exc}: rates are estimated", stacklevel=2)
             return cls.estimate(threads, backend, gpu)
         if path:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                measured.write(path)
-            except OSError as exc:
-                warnings.warn(
-                    "this machine's rates are not cached: "
-                    f"{exc if str(path) in str(exc) else f'{path}: {exc}'}",
-                    stacklevel=2,
-                )
+            measured._keep(path)
         return measured
+
+    def _keep(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.write(path)
+        except OSError as exc:
+            warnings.warn(
+                "this machine's rates are not cached: "
+                f"{exc if str(path) in str(exc) else f'{path}: {exc}'}",
+                stacklevel=4,
+            )
 
     @classmethod
     def cache_path(cls, threads: int = 0, backend: str = "auto", gpu: int = 0) -> Path | None:
@@ -230,10 +245,10 @@ def _configure(given: dict) -> tuple:
     if not 1 <= gpus <= lib.PS_MAX_DEVICES:
         raise InvalidError(f"gpus is {gpus}: give 1 to {lib.PS_MAX_DEVICES}")
     hardware = hardware or Hardware.cached(
-        given["threads"], host_mem=given["host_mem"] if given["reserve"] is None else None
+        given["threads"],
+        host_mem=given["host_mem"] if given["reserve"] is None else None,
+        gpus=gpus,
     )
-    if gpus > 1 and not given["hardware"]:
-        check(lib.ps_hardware_peers(hardware._ptr, gpus))
     recipe = given["recipe"] or ("fp32-master" if lora else "bf16")
     which, optimizer = ffi.new("ps_recipe *"), ffi.new("ps_optimizer *")
     check(lib.ps_recipe_parse(which, recipe.encode()))

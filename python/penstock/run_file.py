@@ -81,7 +81,8 @@ def prepare(path, changes: dict) -> tuple:
     if not callable(data) and not isinstance(data, Dataset):
         data = Dataset(data, model.vocab_size)
     hardware = options.pop("hardware", None) or Hardware.cached(
-        **{name: options[name] for name in _HARDWARE if name in options}
+        **{name: options[name] for name in _HARDWARE if name in options},
+        gpus=options.get("gpus", 1),
     )
     chosen = {name: v for name, v in options.items() if name in of_plan}
     chosen.setdefault("clip", options["clip_norm"] > 0 or options["non_finite"] == "skip")

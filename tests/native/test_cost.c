@@ -278,6 +278,35 @@ static void memory_is_divided_as_measured(const ps_hardware *of) {
   }
 }
 
+/* Two GPUs that copy both ways at once, beside AdamW: with rates measured of two GPUs together,
+ * each has those, and they draw on no memory besides. */
+static void gpus_have_the_rates_measured_together(const ps_hardware *of) {
+  ps_hardware hw = *of;
+  const uint32_t h2d = PS_CONTENTION_H2D, d2h = PS_CONTENTION_D2H, adamw = PS_CONTENTION_OPTIMIZER;
+  hw.backend = PS_BACKEND_CUDA;
+  hw.h2d_bytes_per_s = hw.d2h_bytes_per_s = 50e9;
+  const ps_contention_rate one[] = {{adamw, 4, 50e9, 50e9, 90e9},
+                                    {adamw | h2d | d2h, 4, 40e9, 45e9, 60e9}},
+                           two[] = {{h2d | d2h, 0, 25e9, 40e9, 0},
+                                    {adamw | h2d | d2h, 4, 20e9, 10e9, 30e9}};
+  memcpy(hw.contention, one, sizeof one);
+  memcpy(hw.gpus_contention, two, sizeof two);
+  for (hw.n_gpus = 0; hw.n_gpus <= 3; hw.n_gpus++) {
+    const ps__places *at = ps__places_of(2, 1);
+    const ps__cost_model m = ps__cost_model_of(&hw, false, at, 4, 0);
+    const bool together = hw.n_gpus == 2;
+    CHECK((ps__gpus_copies(&hw, 2) != NULL) == together && !ps__gpus_copies(&hw, 1));
+    for (uint32_t d = 0; d < 2; d++) {
+      ps_sim_cost c;
+      ps__cost((void *)(uintptr_t)&m,
+               &(ps_op_view){.stream = at->dev[d].to_device, .work = {.bytes = 1e6}}, &c);
+      CHECK(same(c.slower[h2d | d2h], together ? 2 : 1));
+      CHECK(same(c.slower[adamw | h2d | d2h], together ? 2.5 : 1.25));
+      CHECK((drawn(&c, ps__memory_of(at->host)) > 0) == !together);
+    }
+  }
+}
+
 /* ns of a copy from the host to each of two devices at once, the buses of which have these numbers.
  * The host's memory is enough for both. */
 static double two_copies(const ps_hardware *of, uint32_t bus_0, uint32_t bus_1) {
@@ -436,6 +465,7 @@ int main(void) {
     host_ops_have_their_own_rates(&hw);
     links_share_what_the_places_say(&hw);
     memory_is_divided_as_measured(&hw);
+    gpus_have_the_rates_measured_together(&hw);
     idle_time_shortens_what_takes_power(&hw);
     fp8_slows_attention(&hw);
   }

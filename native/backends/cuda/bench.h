@@ -108,6 +108,28 @@ ps_status ps__bench_attention(ps__bench *b, double seconds, double beside_fp8);
 
 /* ---- bench_copies.c -------------------------------------------------------------------------- */
 
+/* Copies of one GPU one way, a few in flight at any time. From and to @places in turn: to the
+ * device from their first COPY bytes, to the host into their second. */
+enum { IN_FLIGHT = MAX_PARTS + 1 };
+typedef struct ps__flow {
+  CUcontext ctx; /* of the stream; NULL: the calling thread's */
+  CUstream stream;
+  const CUevent *event; /* [IN_FLIGHT] */
+  char *device;         /* COPY bytes */
+  const ps__host_places *places;
+  bool to_host;
+  uint64_t n_issued, n_done, at_half;
+  double bytes_per_s; /* as measured */
+} ps__flow;
+
+/* ps__bench_share() - what @n flows and a host op (@load, or NULL) get of the host's memory while
+ * all of them run, over the second half of the time. What is in flight then is not waited for.
+ * ps__bench_rates() - an entry of contention: the mean of the flows of each way. */
+ps_status ps__bench_share(const ps__cuda_driver *cu, double seconds, const ps__host_load *load,
+                          ps__flow *flow, uint32_t n, double *host_bytes_per_s);
+ps_contention_rate ps__bench_rates(const ps_hardware *hw, uint32_t kinds, const ps__host_load *load,
+                                   const ps__flow *flow, uint32_t n, double host_bytes_per_s);
+
 /* ps__bench_copy() - COPY bytes; ps__bench_copy_both() - one each way on their streams.
  * ps__bench_fill_values() - the device's values, from the first place. */
 ps_status ps__bench_copy(ps__bench *b, CUstream stream, void *dst, const void *src);

@@ -61,74 +61,102 @@ ps_status ps__bench_bandwidths(ps__bench *b, double seconds) {
   return PS_OK;
 }
 
-/* Copies one way, a few in flight at any time. */
-typedef struct flow {
-  CUstream stream;
-  const CUevent *event;
-  ps__bench_fn copy;
-  uint64_t n_issued, n_done;
-} flow;
-enum { IN_FLIGHT = MAX_PARTS + 1 };
-
-static ps_status keep_flowing(ps__bench *b, flow *f) {
+static ps_status keep_flowing(const ps__cuda_driver *cu, ps__flow *f) {
   while (f->n_done < f->n_issued) {
-    const CUresult r = b->cu->EventQuery(f->event[f->n_done % IN_FLIGHT]);
+    const CUresult r = cu->EventQuery(f->event[f->n_done % IN_FLIGHT]);
     if (r == CUDA_ERROR_NOT_READY)
       break;
     if (r != CUDA_SUCCESS)
-      return ps__cuda_fail(b->cu, r, "cuEventQuery");
+      return ps__cuda_fail(cu, r, "cuEventQuery");
     f->n_done++;
   }
   for (; f->n_issued < f->n_done + IN_FLIGHT; f->n_issued++) {
-    PS_TRY(f->copy(b));
-    PS__CUDA_TRY(b->cu, EventRecord(f->event[f->n_issued % IN_FLIGHT], f->stream));
+    const ps__host_places *at = f->places;
+    char *host = at->first + f->n_issued % at->n * at->stride + (f->to_host ? COPY : 0);
+    const CUdeviceptr h = (CUdeviceptr)(uintptr_t)host, d = (CUdeviceptr)(uintptr_t)f->device;
+    PS__CUDA_TRY(cu, MemcpyAsync(f->to_host ? h : d, f->to_host ? d : h, COPY, f->stream));
+    PS__CUDA_TRY(cu, EventRecord(f->event[f->n_issued % IN_FLIGHT], f->stream));
   }
   return PS_OK;
 }
 
-/* What a host op and @copies get of the host's memory bandwidth while all of them run. Each flows
- * at its own rate, counted over the second half of the time. */
-static ps_status measure_share(ps__bench *b, double seconds, const ps__host_load *load,
-                               uint32_t copies, ps_contention_rate *out) {
-  flow flows[2] = {{.stream = b->in, .event = b->event[0], .copy = case_h2d},
-                   {.stream = b->out, .event = b->event[1], .copy = case_d2h}};
-  const uint32_t wanted[2] = {copies & PS_CONTENTION_H2D, copies & PS_CONTENTION_D2H};
-  uint64_t at_half[2] = {0}, half = 0;
+/* Between the calls other GPUs' flows turn to their contexts. */
+static ps_status turn_and_flow(const ps__cuda_driver *cu, ps__flow *f) {
+  if (f->ctx)
+    PS__CUDA_TRY(cu, CtxSetCurrent(f->ctx));
+  return keep_flowing(cu, f);
+}
+
+ps_status ps__bench_share(const ps__cuda_driver *cu, double seconds, const ps__host_load *load,
+                          ps__flow *flow, uint32_t n, double *host_bytes_per_s) {
+  uint64_t half = 0;
   double host = 0;
   ps_status st = PS_OK;
-  PS_TRY(load->start(load->arg));
+  for (uint32_t i = 0; i < n; i++)
+    flow[i].n_issued = flow[i].n_done = flow[i].at_half = 0;
+  if (load)
+    PS_TRY(load->start(load->arg));
   for (const uint64_t begin = ps__now_ns(); st == PS_OK;) {
     bool enough = half && seconds_since(begin) >= seconds;
-    for (int i = 0; st == PS_OK && i < 2; i++) {
-      if (!wanted[i])
-        continue;
-      st = keep_flowing(b, &flows[i]);
-      enough &= flows[i].n_done >= at_half[i] + 8;
+    for (uint32_t i = 0; st == PS_OK && i < n; i++) {
+      st = turn_and_flow(cu, &flow[i]);
+      enough &= flow[i].n_done >= flow[i].at_half + 8;
     }
     if (enough)
       break;
     if (half || seconds_since(begin) < seconds / 2)
       continue;
     half = ps__now_ns();
-    host = load->bytes(load->arg);
-    for (int i = 0; i < 2; i++)
-      at_half[i] = flows[i].n_done;
+    host = load ? load->bytes(load->arg) : 0;
+    for (uint32_t i = 0; i < n; i++)
+      flow[i].at_half = flow[i].n_done;
   }
   const double s = seconds_since(half);
-  host = load->bytes(load->arg) - host;
-  load->stop(load->arg);
-  PS_TRY(st);
+  *host_bytes_per_s = load ? (load->bytes(load->arg) - host) / s : 0;
+  if (load)
+    load->stop(load->arg);
+  for (uint32_t i = 0; i < n; i++)
+    flow[i].bytes_per_s = (double)((flow[i].n_done - flow[i].at_half) * COPY) / s;
+  return st;
+}
+
+/* What a host op and @copies get of the host's memory bandwidth while all of them run. Each flows
+ * at its own rate, counted over the second half of the time. */
+static ps_status measure_share(ps__bench *b, double seconds, const ps__host_load *load,
+                               uint32_t copies, ps_contention_rate *out) {
+  ps__flow flow[2];
+  uint32_t n = 0;
+  double host;
+  if (copies & PS_CONTENTION_H2D)
+    flow[n++] = (ps__flow){.stream = b->in,
+                           .event = b->event[0],
+                           .device = value(b, COPIED),
+                           .places = &b->host->places};
+  if (copies & PS_CONTENTION_D2H)
+    flow[n++] = (ps__flow){.stream = b->out,
+                           .event = b->event[1],
+                           .device = value(b, Y),
+                           .places = &b->host->places,
+                           .to_host = true};
+  PS_TRY(ps__bench_share(b->cu, seconds, load, flow, n, &host));
   PS_TRY(ps__bench_settle(b));
-  double rate[2] = {b->hw->h2d_bytes_per_s, b->hw->d2h_bytes_per_s};
-  for (int i = 0; i < 2; i++)
-    if (wanted[i])
-      rate[i] = (double)((flows[i].n_done - at_half[i]) * COPY) / s;
-  *out = (ps_contention_rate){.kinds = copies | load->kind,
-                              .threads = load->threads,
-                              .h2d_bytes_per_s = rate[0],
-                              .d2h_bytes_per_s = rate[1],
-                              .host_bytes_per_s = host / s};
+  *out = ps__bench_rates(b->hw, copies | load->kind, load, flow, n, host);
   return PS_OK;
+}
+
+ps_contention_rate ps__bench_rates(const ps_hardware *hw, uint32_t kinds, const ps__host_load *load,
+                                   const ps__flow *flow, uint32_t n, double host_bytes_per_s) {
+  double rate[2] = {0}, flows[2] = {0};
+  for (uint32_t i = 0; i < n; i++) {
+    rate[flow[i].to_host] += flow[i].bytes_per_s;
+    flows[flow[i].to_host]++;
+  }
+  return (ps_contention_rate){
+      .kinds = kinds,
+      .threads = load ? load->threads : 0,
+      .h2d_bytes_per_s = flows[0] > 0 ? rate[0] / flows[0] : hw->h2d_bytes_per_s,
+      .d2h_bytes_per_s = flows[1] > 0 ? rate[1] / flows[1] : hw->d2h_bytes_per_s,
+      .host_bytes_per_s = host_bytes_per_s};
 }
 
 /* Each load alone and beside every set of copies. */

@@ -72,6 +72,13 @@ typedef struct ps__host_work {
 ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool profile,
                            const ps__host_work *host);
 
+/* ps__cuda_measure_gpus() - n_gpus and gpus_contention of @n GPUs from hw->device on: copies of all
+ * of them at once, alone and beside each load. @host's places have as many for each GPU, one GPU
+ * after the other. Takes 256 MiB of device memory on each GPU and pins @host's places meanwhile;
+ * where pinning is refused, @hw stays as it is. Errors: PS_EDEVICE, PS_ENOMEM. */
+ps_status ps__cuda_measure_gpus(ps_hardware *hw, uint32_t n, double seconds,
+                                const ps__host_work *host);
+
 /* ps__cuda_memory_used() - BYTES that GPU @device has lost to this process: what the whole GPU
  * has in use now, less what it had in use before the first context, as nvidia-smi's memory.used
  * shows it. That is more than the process's entry in the driver's list, which lacks page tables.
