@@ -1,6 +1,7 @@
 /* test_cuda_ops.c - every CUDA op of the table of cases (op_cases.h) against the CPU function of
  * the same kernel; then, with "time", its speed at 8B shapes. Usage: test_cuda_ops [short | time |
- * speed [seed [part of a name]]]; short for a sanitizer, speed without the cases.
+ * speed [seed [part of a name]]]; short for a sanitizer, speed without the cases, with a part of a
+ * name those ops alone.
  *
  * Each case runs the GPU twice from the same inputs, outputs and scratch poisoned, guard bytes
  * around every buffer; the two runs must agree bit for bit, inputs must be as they were, and
@@ -33,7 +34,7 @@ static size_t g_arena_bytes;
 static int g_failed, g_passed;
 static int g_capability;
 static bool g_short;       /* without the largest cases and the products: for a sanitizer */
-static const char *g_part; /* in the names of what is timed, NULL: all */
+static const char *g_part; /* in the names of what is tested and timed, NULL: all */
 
 static void need(cudaError_t e, const char *what) {
   if (e == cudaSuccess)
@@ -175,7 +176,8 @@ static void test_table(uint64_t seed) {
       const int before = g_failed;
       const ps_kernel *k = op_table[i].kernel;
       /* products need the tools that a sanitizer leaves out; those of FP8 a GPU of 8.9 or later */
-      if (!k->fn[PS_BACKEND_CUDA] || (g_short && (k == &ps__k_gemm || k == &ps__k_gemm_fp8)) ||
+      if (!k->fn[PS_BACKEND_CUDA] || (g_part && !strstr(k->name, g_part)) ||
+          (g_short && (k == &ps__k_gemm || k == &ps__k_gemm_fp8)) ||
           (k == &ps__k_gemm_fp8 && g_capability < 89))
         continue;
       op_cases(i, dt, g_short ? OP_SMALL : OP_ALL, seed, check, (void *)ps__dtypes[dt].name);
@@ -473,6 +475,8 @@ static void speeds(void) {
 
 static void run_cases(void *workspace, uint64_t seed) {
   test_table(seed);
+  if (g_part)
+    return;
   test_out_of_range();
   if (!g_short)
     test_gemm_cache(workspace, 32u << 20);
