@@ -79,11 +79,22 @@ template <typename T, int V> __device__ __forceinline__ void ps_store(T *p, cons
     ps_put<T, V>(p, v);
   }
 }
+/* Of bf16 by words: taken out one by one, each number would have a register of its own. */
 template <typename T, int V>
 __device__ __forceinline__ void ps_unpack(float (&x)[V], const ps_vec<T, V> &v) {
+  if constexpr (sizeof(T) == 2 && V % 2 == 0) {
+    union {
+      ps_vec<T, V> v;
+      uint32_t word[V / 2];
+    } c = {v};
 #pragma unroll
-  for (int i = 0; i < V; i++)
-    x[i] = ps_to_f32(v.e[i]);
+    for (int i = 0; i < V; i++)
+      x[i] = __uint_as_float(i % 2 ? c.word[i / 2] & 0xffff0000u : c.word[i / 2] << 16);
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; i++)
+      x[i] = ps_to_f32(v.e[i]);
+  }
 }
 template <typename T, int V> __device__ __forceinline__ void ps_read(float (&x)[V], const T *p) {
   ps_unpack<T, V>(x, ps_load<T, V>(p));

@@ -29,17 +29,32 @@ template <typename T> __device__ __forceinline__ ps_eight<T> ps_load8(const T *p
 }
 template <typename T>
 __device__ __forceinline__ void ps_unpack8(float (&to)[PS__PART_COLS], const ps_eight<T> &x) {
+  constexpr int V = ps_full<T>;
 #pragma unroll
-  for (int i = 0; i < PS__PART_COLS; i++)
-    to[i] = ps_to_f32(x.v[i / ps_full<T>].e[i % ps_full<T>]);
+  for (int i = 0; i < PS__PART_COLS; i += V) {
+    float part[V];
+    ps_unpack<T, V>(part, x.v[i / V]);
+#pragma unroll
+    for (int k = 0; k < V; k++)
+      to[i + k] = part[k];
+  }
 }
+/* Of bf16 two at a time. The compiler converts one alone in the unit for exponentials and roots
+ * (F2F), which takes 16 a clock and SM. */
 template <typename T>
 __device__ __forceinline__ ps_eight<T> ps_round8(const float (&x)[PS__PART_COLS]) {
-  ps_eight<T> to;
+  union {
+    __nv_bfloat162 two[PS__PART_COLS / 2];
+    float one[PS__PART_COLS];
+    ps_eight<T> x;
+  } to;
 #pragma unroll
   for (int i = 0; i < PS__PART_COLS; i++)
-    to.v[i / ps_full<T>].e[i % ps_full<T>] = ps_from_f32<T>(x[i]);
-  return to;
+    if (sizeof(T) == 4)
+      to.one[i] = x[i];
+    else if (i % 2)
+      to.two[i / 2] = __floats2bfloat162_rn(x[i - 1], x[i]);
+  return to.x;
 }
 
 /* ---- amax ------------------------------------------------------------------------------------ */
@@ -203,7 +218,8 @@ __global__ void __launch_bounds__(PS__TILE_THREADS)
 }
 
 template <typename SRC, uint32_t Q>
-__global__ void __launch_bounds__(PS__TILE_THREADS, SRC::ahead ? 3 : 2)
+__global__ void __launch_bounds__(PS__TILE_THREADS,
+                                  (SRC::ahead ? 3 : 2) + (sizeof(typename SRC::type) == 2))
     ps_put_k(SRC src, ps_quantized z) {
   __shared__ uint4 tile[PS__TILE_WORDS / 4];
   const uint32_t across = (z.cols + PS__TILE - 1) / PS__TILE, n = gridDim.x - 1 - blockIdx.x,
