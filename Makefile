@@ -158,7 +158,7 @@ LIB_SRC := $(filter-out native/backends/cuda/%,$(LIB_SRC))
 endif
 CLI_SRC := $(sort $(wildcard native/cli/*.c))
 TEST_SRC := $(sort $(wildcard tests/native/test_*.c)) tests/native/golden.c
-BENCH_SRC := $(sort $(wildcard bench/*.c))
+BENCH_SRC := $(filter-out bench/gpus_flows.c,$(sort $(wildcard bench/*.c)))
 LIB_OBJ := $(LIB_SRC:%.c=$(BUILD)/obj/%.o) $(CU_OBJ)
 CLI_OBJ := $(CLI_SRC:%.c=$(BUILD)/obj/%.o)
 TEST_BIN := $(TEST_SRC:tests/native/%.c=$(BUILD)/tests/%)
@@ -191,7 +191,7 @@ DANGLING := $(shell find -L '$(BUILD)/lib' -maxdepth 1 -type l 2>/dev/null)
 
 all: $(LIB) $(BIN) $(CDEF) ## the library libpenstock and the binary penstock
 lib: $(LIB) $(CDEF) ## the library only, and its declarations for Python
-native-tests: $(TEST_BIN) $(BUILD)/tests/libops_shim.so $(BUILD)/tests/libops_shim_base.so $(BUILD)/tests/libdisk_shim.so $(BUILD)/tests/libfake_nccl.so $(AVX2_LIB) $(BUILD)/bench/limit $(BUILD)/bench/gaps ## build the native test programs
+native-tests: $(TEST_BIN) $(BUILD)/tests/libops_shim.so $(BUILD)/tests/libops_shim_base.so $(BUILD)/tests/libdisk_shim.so $(BUILD)/tests/libfake_nccl.so $(AVX2_LIB) $(BUILD)/bench/limit $(BUILD)/bench/gaps $(BUILD)/bench/gpus ## build the native test programs
 fuzz-programs: $(FUZZ_BIN) ## build the fuzz targets (tests/fuzz/driver.c says how to run them at length)
 bench-programs: $(BENCH_BIN) ## build the native benchmark programs
 venv: $(VENV)/.done-requirements-runtime.txt ## the Python environment the demo needs
@@ -346,6 +346,8 @@ $(BUILD)/tests/test_cuda_engine $(BUILD)/tests/test_cuda_peers: $(BUILD)/obj/tes
 -include $(BUILD)/obj/tests/native/cuda_mix.d
 $(BUILD)/bench/gaps: $(BUILD)/obj/bench/gaps_kernels.o # likewise
 -include $(BUILD)/obj/bench/gaps_kernels.d
+$(BUILD)/bench/gpus: $(BUILD)/obj/bench/gpus_flows.o # the cases of several GPUs
+-include $(BUILD)/obj/bench/gpus_flows.d
 endif
 $(BUILD)/tests/test_cuda_ops $(BUILD)/tests/libops_shim.so $(BUILD)/bench/kernels: $(BUILD)/obj/tests/native/op_cases.o # the table of cases
 $(BUILD)/tests/test_grid: $(BUILD)/obj/native/cli/cells.o # the command line's, which the archive has not
