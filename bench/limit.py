@@ -29,7 +29,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "sweep"))
 
-from machine import ROOT, commit, machine, versions  # noqa: E402
+from machine import ROOT, commit, die_with_parent, machine, versions  # noqa: E402
 
 WARM_UP = 2  # steps of a training that do not count
 
@@ -201,8 +201,13 @@ def print_table(rows, limit, found, out):
 
 def run(command):
     """A program's output. Its messages go to stderr; where it fails, this program ends with its
-    exit code."""
-    done = subprocess.run([str(c) for c in command], stdout=subprocess.PIPE, text=True)
+    exit code. When this program is killed, that one ends too."""
+    done = subprocess.run(
+        [str(c) for c in command],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=die_with_parent(),
+    )
     if done.returncode:
         sys.exit(done.returncode)
     return done.stdout

@@ -171,8 +171,8 @@ static cudaError_t quantize_product(const SRC &src, const ps_quantized &z, uint3
  *         CUDA
  * shapes  gu [T,2F], q [T,F], qt [F,T], multiples of 16; no aliasing
  * bytes   an element of s: 4 of bf16 for amax, 4 for its code, 1 a form. 8192 x 14336 bf16 in one
- *         form: 1.06 GB, 220 us at an H200's 4.8 TB/s, less what the second pass finds in L2; not
- *         measured
+ *         form: 1.06 GB, 220 us at an H200's 4.8 TB/s, less what the second pass finds in L2;
+ *         measured 245 us there (bench/log/2026-11-24-fp8-h200.md)
  * determinism  bitwise: elementwise, and a maximum of whole numbers
  * reference    the cpu backend's; exp differs, so s may be a neighbour in bf16, and so may amax and
  *              codes; the scale differs where amax/1.75 is a power of two or just beyond one */
@@ -331,8 +331,8 @@ static cudaError_t quantize_gradient(const gated_gradient<T, GELU> &src, const p
  *         glu_bwd's bits on CUDA
  * shapes  ds [T,F], gu, dgu [T,2F], dgut [2F,T], st [F,T], multiples of 16; no aliasing
  * bytes   an element of s: 6 of bf16 for the two amax, 6 for the codes, 5 of codes. 8192 x 14336
- *         bf16: 2.00 GB, 416 us at an H200's 4.8 TB/s, less what the second pass finds in L2; not
- *         measured
+ *         bf16: 2.00 GB, 416 us at an H200's 4.8 TB/s, less what the second pass finds in L2;
+ *         measured 526 us there (bench/log/2026-11-24-fp8-h200.md)
  * determinism  bitwise: elementwise, maxima and sums of whole numbers
  * reference    as glu_quantize's */
 extern "C" ps_status ps__cuda_glu_bwd_quantize(const ps_launch *l) {

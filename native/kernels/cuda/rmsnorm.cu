@@ -188,7 +188,8 @@ static cudaError_t norm_quantize(const ps_launch *l, const ps__args_rmsnorm_quan
  * shapes  x, q [rows,cols], qt [cols,rows], multiples of 16, w [cols]; no aliasing
  * bytes   an element: 2 of bf16 for amax, 2 for its code, 1 a form; scratch: rstd, 4 a row.
  *         8192 x 4096 bf16 in one form: 168 MB, 35 us at an H200's 4.8 TB/s, less what the second
- *         pass finds in L2; not measured
+ *         pass finds in L2; measured 52 us there, 57 in the form COLS
+ *         (bench/log/2026-11-24-fp8-h200.md)
  * determinism  bitwise: a row's sum as rmsnorm_fwd's, a maximum and sums of whole numbers.
  * reference    the cpu backend's, whose sums have another order: y may be a neighbour in bf16, so
  *              amax too, and a code too; the scale differs where amax/1.75 is a power of two or
