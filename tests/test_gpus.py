@@ -11,7 +11,17 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT, words_of_training, write_shard
-from penstock import DeviceError, Hardware, InvalidError, Lora, ModelConfig, Plan, RunLog, Trainer
+from penstock import (
+    Checkpoint,
+    DeviceError,
+    Hardware,
+    InvalidError,
+    Lora,
+    ModelConfig,
+    Plan,
+    RunLog,
+    Trainer,
+)
 from penstock._lib import ffi, lib
 from safetensors.numpy import load_file, save_file
 from test_cli import BINARY, penstock, refused
@@ -21,6 +31,7 @@ SEQ, STEPS = 64, 3
 ROUNDS = {"chunk_tokens": SEQ, "chunks_per_round": 1}  # 7: no multiple of 2, 3 or 4
 SLICES = {"chunk_tokens": SEQ // 4, "chunks_per_round": 4}
 FIRST = {"chunk_tokens": SEQ, "chunks_per_round": 2, "first_round_chunks": 3}
+FIRSTS = ROUNDS | {"first_round_chunks": 2, "first_rounds": 2}
 VAL = {"val_tokens": 3 * SEQ, "sample_sequences": 1, "sample_context": 12}
 # what the plan has beside the batch, and the trainer
 CASES = {
@@ -28,6 +39,7 @@ CASES = {
     "tied-slices": (SLICES | {"recipe": "fp32-master"}, {}),
     "tied": (ROUNDS | {"recipe": "bf16", "clip": False}, {"clip_norm": 0.0}),
     "first-round": (FIRST | {"recipe": "fp32", "optimizer": "lion"}, {}),
+    "first-rounds": (FIRSTS | {"recipe": "bf16"}, {}),
     "lora": (ROUNDS | {"lora": Lora(4, 8)}, {}),
     "ramp": (ROUNDS | {"recipe": "bf16", "batch_ramp": [(SEQ, 1), (3 * SEQ, 1)]}, {}),
     "beside": (ROUNDS | VAL | {"recipe": "bf16"}, {}),
@@ -59,20 +71,20 @@ def spoiled(tiny_model, tmp_path_factory):
     return out, write_shard(out / "data.bin", tokens)
 
 
-def planned_on(folder, peer_bytes_per_s, sequences, layout, **cut):
-    """A step of a 1B model on two H200s."""
+def planned_on(folder, peer_bytes_per_s, sequences, layout, model="1b", gpus=2, **options):
+    """A step on H200s."""
     machine = json.loads((ROOT / "docs/hardware-h200.json").read_text())
     file = folder / "machine.json"
     file.write_text(json.dumps(machine | {"peer_bytes_per_s": peer_bytes_per_s}))
-    (folder / "config.json").write_text((ROOT / "models/1b.json").read_text())
+    (folder / "config.json").write_text((ROOT / f"models/{model}.json").read_text())
     return Plan(
         ModelConfig.read(folder),
         seq_len=8192,
         tokens_per_step=sequences * 8192,
         hardware=Hardware.read(file),
-        gpus=2,
+        gpus=gpus,
         layout=layout,
-        **cut,
+        **options,
     ).report
 
 
@@ -133,7 +145,8 @@ def run_case(name, gpus, model, shard, folder, layout="data-parallel"):
 def test_bits_do_not_depend_on_the_number_of_gpus(
     name, tiny_model, tied_model, spoiled, tiny_shard, tmp_path
 ):
-    tied, several = (tied_model, tiny_shard), (2, 3, 4) if name in ("untied", "tied") else (3,)
+    tied = (tied_model, tiny_shard)
+    several = (2, 3, 4) if name in ("untied", "tied", "first-rounds") else (3,)
     data = {"tied": tied, "tied-slices": tied, "skip": spoiled}.get(name, (tiny_model, tiny_shard))
     one = run_case(name, 1, *data, tmp_path)
     for gpus in several:
@@ -189,6 +202,35 @@ def test_a_run_resumes_on_another_number_of_gpus(alone, tiny_model, tiny_shard, 
     assert [m["gpus"] for m in metrics_of(tmp_path)] == [2, 2, 3, 3]
     done = command("report", "--recipe-table", tmp_path, "--window", "1:4")
     assert done.returncode == 2 and "ran on 2 to 3 GPUs: give --window" in done.stderr
+
+
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 2)])
+def test_a_resumed_run_keeps_its_first_rounds(before, after, tiny_model, tiny_shard, tmp_path):
+    """The checkpoint says how many rounds are larger: 2, 2, 1, 1 and 1 chunks."""
+    cut = ("--first-round-chunks", 2, "--first-rounds", 2)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(tiny_model, tiny_shard, *cut, "--steps", 4, "--run-dir", whole, "--out", whole / "out")
+    where = ("--run-dir", parts, "--out", parts / "out", "--force")
+    first = ("--gpus", before, "--steps", 2, "--checkpoint-every", 2)
+    train(tiny_model, tiny_shard, *where, *cut, *first)
+    more = ("--gpus", after, "--steps", 4, "--resume", "latest")
+    train(tiny_model, tiny_shard, *where, *more)
+    assert of_run(parts) == of_run(whole)
+    plan = json.loads((parts / "plan.json").read_text())
+    assert (plan["n_rounds"], plan["first_rounds"]) == (5, 2)
+    assert "\nfirst-rounds = 2\n" in (parts / "run.toml").read_text()
+
+
+def test_an_older_checkpoint_has_one_larger_round(tiny_model, tiny_shard, tmp_path):
+    cut = ("--first-round-chunks", 2, "--steps", 2, "--checkpoint-every", 2, "--gpus", 2)
+    train(tiny_model, tiny_shard, *cut, "--run-dir", tmp_path, "--out", tmp_path / "out")
+    (folder,) = (tmp_path / "checkpoints").glob("step-*")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["batch"].pop("first_rounds") == 1
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with Checkpoint(folder) as older:
+        cut = older.plan_options
+    assert (cut["first_round_chunks"], cut["first_rounds"]) == (2, 1)
 
 
 def test_a_run_resumes_in_a_ring(alone, tiny_model, tiny_shard, tmp_path):

@@ -14,7 +14,7 @@ from results import INFEASIBLE, OK
 
 # What a row keeps of plan.json.
 PLAN = (
-    "n_sequences n_rounds chunks_per_round first_round_chunks n_chunks chunk_tokens "
+    "n_sequences n_rounds chunks_per_round first_round_chunks first_rounds n_chunks chunk_tokens "
     "head_slice_tokens resident_param_units resident_grad_units resident_update_units "
     "streamed_update_units split_update_units units_kept n_units saved_device_bytes "
     "saved_host_bytes saved_recompute_bytes h2d_bytes d2h_bytes sum_threads embed_on_host n_ops "

@@ -80,9 +80,12 @@ typedef struct ps_plan_config {
   /* Chunks of a round. A long sequence's slices always stay in one round. 0: the planner
    * chooses. */
   uint64_t chunks_per_round;
-  /* Chunks of the first round. 0: chunks_per_round where that is given, else the planner
+  /* Chunks of each of the first rounds. 0: chunks_per_round where that is given, else the planner
    * chooses. */
   uint64_t first_round_chunks;
+  /* How many rounds at the start of a step have first_round_chunks. 0: 1 where first_round_chunks
+   * is given, else as many as devices. */
+  uint64_t first_rounds;
   /* Tokens of a slice of the head and loss. 0: from the vocabulary and, on a GPU, from the
    * chunk. */
   uint64_t head_slice_tokens;
@@ -167,8 +170,8 @@ typedef struct ps_plan_config {
  *   PS_POLICY_DEVICE            it stays in device memory.
  *   PS_POLICY_HOST              it is copied to host memory and back.
  *   PS_POLICY_RECOMPUTE         it is dropped, and the backward pass computes it again.
- *   PS_POLICY_HOST_FIRST_ROUND  in a step's first round as PS_POLICY_HOST, in the other rounds as
- *                               PS_POLICY_RECOMPUTE. In the first round no gradient is on the
+ *   PS_POLICY_HOST_FIRST_ROUND  in a step's first rounds as PS_POLICY_HOST, in the other rounds as
+ *                               PS_POLICY_RECOMPUTE. In the very first round no gradient is on the
  *                               host yet, so the copy may use the gradients' host memory. */
 enum {
   PS_POLICY_DEVICE = 0,
@@ -182,9 +185,9 @@ enum {
 typedef struct ps_plan_report {
   uint32_t struct_bytes;                         /* sizeof(ps_plan_report) */
   uint32_t n_rounds, chunks_per_round, n_chunks; /* n_chunks: of a step */
-  /* The first round may be larger, because the updates of the step before run beside its forward
-   * pass. */
-  uint32_t first_round_chunks;
+  /* The first first_rounds rounds, one for each device, may be larger, because the updates of the
+   * step before run beside their forward passes. first_rounds is 1 where they are not larger. */
+  uint32_t first_round_chunks, first_rounds;
   uint32_t n_devices, n_hosts;
   uint32_t layout; /* ps_plan_layout: the one that was taken */
   /* tokens_per_step and n_sequences are of all hosts, all else is of one */

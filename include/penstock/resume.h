@@ -35,7 +35,7 @@ typedef struct ps_checkpoint_info {
   uint64_t bytes;     /* BYTES of its files, the manifest apart */
   /* The batch and its cut, as in ps_plan_config. */
   uint64_t seq_len, tokens_per_step;
-  uint64_t chunk_tokens, chunks_per_round, first_round_chunks, head_slice_tokens;
+  uint64_t chunk_tokens, chunks_per_round, first_round_chunks, first_rounds, head_slice_tokens;
   uint64_t n_sequences; /* of the dataset, at seq_len; 0: the data came from a batch function */
   double z_loss, label_smoothing;
   uint64_t data_mix; /* ps_dataset_mix() of the dataset */

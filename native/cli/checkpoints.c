@@ -60,6 +60,8 @@ int cli_resume_open(cli_job *job, ps_checkpoint **out) {
   take(&job->chunks_per_round, info.chunks_per_round);
   if (job->chunk_tokens == info.chunk_tokens && job->chunks_per_round == info.chunks_per_round)
     take(&job->first_round_chunks, info.first_round_chunks);
+  if (job->first_round_chunks == info.first_round_chunks)
+    take(&job->first_rounds, info.first_rounds);
   take(&job->head_slice_tokens, info.head_slice_tokens);
   return CLI_OK;
 }

@@ -236,7 +236,7 @@ struct cli_job {
   uint64_t sample_every, sample_tokens, sample_top_k, sample_seed;
   double sample_temperature, sample_top_p;
   uint64_t device_mem, host_mem, seq_len, tokens_per_step, steps, chunk_tokens, chunks_per_round,
-      first_round_chunks, head_slice_tokens, frozen_layers;
+      first_round_chunks, first_rounds, head_slice_tokens, frozen_layers;
   cli_device device;
   uint64_t warmup_steps, decay_steps, seed, trace_steps;
   cli_every checkpoint_every;

@@ -152,8 +152,12 @@ static const job_option job_options[] = {
                "chunks in a round, the micro-batch of gradient accumulation (default: planned)"),
     OPTION(ALWAYS, first_round_chunks, .name = "first-round-chunks", .table = "memory",
            .kind = CLI_COUNT, .value = "N", .least = 1, .most = PS_MAX_CHUNKS,
-           .help = "chunks of the first round, which may be larger (default: planned, or "
+           .help = "chunks of each of the first rounds, which may be larger (default: planned, or "
                    "--chunks-per-round)"),
+    OPTION(ALWAYS, first_rounds, .name = "first-rounds", .table = "memory", .kind = CLI_COUNT,
+           .value = "N", .least = 1, .most = PS_MAX_CHUNKS,
+           .help = "rounds at the start of a step that have --first-round-chunks (default: 1 where "
+                   "those are given, else --gpus)"),
     OPTION(ALWAYS, head_slice_tokens, .name = "head-slice-tokens", .table = "memory",
            .kind = CLI_COUNT, .value = "N", .least = 1, .most = PS_MAX_ROWS,
            .help =
@@ -415,6 +419,7 @@ int cli_job_prepare(cli_job *j) {
       .chunk_tokens = j->chunk_tokens,
       .chunks_per_round = j->chunks_per_round,
       .first_round_chunks = j->first_round_chunks,
+      .first_rounds = j->first_rounds,
       .head_slice_tokens = j->head_slice_tokens,
       .n_frozen_layers = (uint32_t)j->frozen_layers,
       .clip = j->clip_norm > 0 || j->non_finite == PS_NON_FINITE_SKIP,

@@ -62,11 +62,11 @@ void cli_task_follow(cli_job *job) {
 int cli_task_share_plan(cli_job *job, int code) {
   if (!job->hosts || code != CLI_OK)
     return code;
-  uint64_t cut[4] = {0};
+  uint64_t cut[5] = {0};
   if (job->task.rank == 0) {
     const ps_plan_report *r = &job->report;
-    const uint64_t mine[4] = {r->chunk_tokens, r->chunks_per_round, r->first_round_chunks,
-                              r->head_slice_tokens};
+    const uint64_t mine[5] = {r->chunk_tokens, r->chunks_per_round, r->first_round_chunks,
+                              r->first_rounds, r->head_slice_tokens};
     memcpy(cut, mine, sizeof cut);
   }
   const ps_status st = ps_hosts_share(job->hosts, cut, sizeof cut);
@@ -75,7 +75,8 @@ int cli_task_share_plan(cli_job *job, int code) {
   job->chunk_tokens = cut[0];
   job->chunks_per_round = cut[1];
   job->first_round_chunks = cut[2];
-  job->head_slice_tokens = cut[3];
+  job->first_rounds = cut[3];
+  job->head_slice_tokens = cut[4];
   return CLI_OK;
 }
 

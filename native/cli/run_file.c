@@ -297,6 +297,7 @@ static void resolve(cli_job *job) {
   job->chunk_tokens = plan->chunk_tokens;
   job->chunks_per_round = plan->chunks_per_round;
   job->first_round_chunks = plan->first_round_chunks;
+  job->first_rounds = plan->first_rounds;
   job->head_slice_tokens = plan->head_slice_tokens;
   job->recipe_given = job->save_dtype_given = true;
   job->fp8_first_given = job->fp8_last_given =

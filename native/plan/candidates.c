@@ -23,17 +23,19 @@ ps_status ps__search_space_shorten(ps__search_space *sp) {
   for (uint32_t i = 0; i < sp->n_microbatches; i++) {
     ps__microbatch *mb = &sp->microbatch[i];
     const ps__layout *l = &mb->layout;
-    const uint32_t n = sp->plan->at->n_devices;
-    if (l->n_rounds < (PS__ROUNDS_EVALUATED + 1) * n)
+    const uint32_t n = sp->plan->at->n_devices, more_firsts = (l->first_rounds - 1) / n * n,
+                   evaluated = PS__ROUNDS_EVALUATED * n + more_firsts;
+    if (l->n_rounds < evaluated + n)
       continue;
     /* the others keep their devices */
-    const uint32_t left_out = (l->n_rounds - PS__ROUNDS_EVALUATED * n) / n * n;
+    const uint32_t left_out = (l->n_rounds - evaluated) / n * n;
+    const ps__round *usual = &l->round[l->first_rounds];
     uint64_t tokens = 0;
-    for (uint32_t c = 0; c < l->round[1].n_chunks; c++)
-      tokens += l->chunk[l->round[1].first_chunk + c].n_tokens;
+    for (uint32_t c = 0; c < usual->n_chunks; c++)
+      tokens += l->chunk[usual->first_chunk + c].n_tokens;
     PS_TRY(ps__layout_init(&mb->shorter, l->seq_len,
                            l->n_sequences - left_out * (tokens / l->seq_len), l->chunk_tokens,
-                           l->chunks_per_round, l->first_round_chunks));
+                           l->chunks_per_round, l->first_round_chunks, l->first_rounds));
     mb->n_left_out = mb->shorter.n_left_out = left_out;
   }
   return PS_OK;
@@ -261,13 +263,12 @@ static uint32_t device_rounds(const ps__search_space *sp, const ps__layout *l) {
   return (l->n_rounds + n - 1) / n;
 }
 
-/* The rounds after the first give their chunks the same policies by position, as ps__spec holds
- * them. What is device 0's is that of its rounds, or in a ring of its layers. */
+/* All rounds give their chunks the same policies by position, as ps__spec holds them. What is device 0's is that of its rounds, or in a ring of its layers. */
 static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, const ps__candidate *m,
                       const recompute_table *table, const uint32_t *of_chunk, ps__saved_sums *out) {
   const ps__layout *l = &mb->layout;
   ps__policy_allocator d = ps__policy_allocator_of(l, m);
-  uint64_t first = 0, other = 0; /* offloaded in the first round; in another */
+  uint64_t first = 0, other = 0; /* offloaded in a first round; in another */
   uint64_t kept = 0;             /* on device 0 in another */
   const uint32_t next = ps__is_ring(sp->plan) ? 1 : sp->plan->at->n_devices;
   *out = (ps__saved_sums){0};
@@ -306,13 +307,15 @@ static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, cons
       }
     }
   }
-  /* the first rounds of all devices, and the second rounds; the last round may be smaller */
+  /* the rounds of all devices that run first, and those that run second; the last round may be
+   * smaller */
   const uint64_t aliased = aliasable_bytes(sp);
   const uint32_t at_once = rounds_at_once(sp, l), left = l->n_rounds - at_once,
-                 others = at_once - 1 - (at_once > 1 && !left);
-  first += others * other;
+                 whole = at_once - (at_once > 1 && !left),
+                 firsts = l->first_rounds < whole ? l->first_rounds : whole;
   if (ps__is_ring(sp->plan))
-    out->device_bytes += others * kept;
+    out->device_bytes = firsts * out->device_bytes + (whole - firsts) * kept;
+  first = firsts * first + (whole - firsts) * other;
   out->host_bytes = first > aliased ? first - aliased : 0;
   if (left && (left < at_once ? left : at_once) * other > out->host_bytes)
     out->host_bytes = (left < at_once ? left : at_once) * other;
@@ -656,9 +659,16 @@ static uint32_t round_sizes(const ps__search_space *sp, uint64_t chunk_tokens,
 
 enum { MAX_FIRSTS = 3 };
 
-/* Chunks of the first round: as many as of the others, or two or three times as many where its
- * forward pass hides the last step's updates. On a CPU it does not. With several devices the first
- * rounds of all of them would have to be larger. */
+/* How many rounds have the size of the first: where none is given, one of each device. */
+static uint64_t n_first_rounds(const ps__search_space *sp) {
+  const ps_plan_config *cfg = &sp->plan->cfg;
+  return cfg->first_rounds         ? cfg->first_rounds
+         : cfg->first_round_chunks ? 1
+                                   : sp->plan->at->n_devices;
+}
+
+/* Chunks of a first round: as many as of the others, or two or three times as many where its
+ * forward pass hides the last step's updates. On a CPU it does not. */
 static uint32_t first_sizes(const ps__search_space *sp, uint64_t chunk_tokens, uint64_t a_round,
                             uint64_t list[MAX_FIRSTS]) {
   const ps_plan_config *cfg = &sp->plan->cfg;
@@ -705,7 +715,8 @@ static ps_status add_microbatch(ps__search_space *sp, uint64_t chunk_tokens, uin
                                 uint64_t first) {
   const ps_plan_config *cfg = &sp->plan->cfg;
   PS_TRY(ps__layout_init(&sp->microbatch[sp->n_microbatches].layout, cfg->seq_len,
-                         cfg->tokens_per_step / cfg->seq_len, chunk_tokens, a_round, first));
+                         cfg->tokens_per_step / cfg->seq_len, chunk_tokens, a_round, first,
+                         n_first_rounds(sp)));
   sp->microbatch[sp->n_microbatches++].n_ops = (size_t)step_ops(sp, chunk_tokens);
   return PS_OK;
 }

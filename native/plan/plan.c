@@ -71,6 +71,7 @@ static ps_status check_ranges(const ps_plan_config *c) {
                {"chunk_tokens", c->chunk_tokens, PS_MAX_ROWS},
                {"chunks_per_round", c->chunks_per_round, PS_MAX_CHUNKS},
                {"first_round_chunks", c->first_round_chunks, PS_MAX_CHUNKS},
+               {"first_rounds", c->first_rounds, PS_MAX_CHUNKS},
                {"head_slice_tokens", c->head_slice_tokens, PS_MAX_ROWS},
                {"val_tokens", c->val_tokens, PS_MAX_STEP_TOKENS},
                {"sample_sequences", c->sample_sequences, PS_MAX_SEQUENCES},
@@ -402,6 +403,7 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
   o->n_rounds = l->n_rounds;
   o->chunks_per_round = l->chunks_per_round;
   o->first_round_chunks = l->first_round_chunks;
+  o->first_rounds = l->first_rounds;
   o->n_chunks = l->n_chunks;
   o->chunk_tokens = l->chunk_tokens;
   o->tokens_per_step = o->n_hosts * l->n_tokens;
@@ -664,9 +666,9 @@ ps_status ps__plan_from_spec(ps_plan **out, const ps_model_config *model, const 
   ps_plan *p = NULL;
   const ps__search_result r = {0};
   PS_TRY(ps__plan_new(&p, model, cfg, hw));
-  ps_status st =
-      ps__layout_init(&p->layout, p->cfg.seq_len, p->cfg.tokens_per_step / p->cfg.seq_len,
-                      spec->chunk_tokens, spec->chunks_per_round, spec->first_round_chunks);
+  ps_status st = ps__layout_init(
+      &p->layout, p->cfg.seq_len, p->cfg.tokens_per_step / p->cfg.seq_len, spec->chunk_tokens,
+      spec->chunks_per_round, spec->first_round_chunks, spec->first_rounds);
   p->cfg.n_devices = spec->n_devices;
   p->cfg.layout = spec->ring_blocks ? PS_LAYOUT_RING : PS_LAYOUT_DATA_PARALLEL;
   p->at = ps__places_of(spec->n_devices, p->cfg.n_hosts);

@@ -118,7 +118,9 @@ static void write_text(text *t, const ps_plan *p) {
       (unsigned long long)r->tokens_per_step, r->n_rounds, r->n_rounds == 1 ? "" : "s",
       r->chunks_per_round, r->chunks_per_round == 1 ? "" : "s",
       (unsigned long long)r->chunk_tokens);
-  if (r->first_round_chunks > r->chunks_per_round)
+  if (r->first_rounds > 1)
+    say(t, ", the first %u of %u each", r->first_rounds, r->first_round_chunks);
+  else if (r->first_round_chunks > r->chunks_per_round)
     say(t, ", the first of %u", r->first_round_chunks);
   say(t, "; head and loss in slices of %llu tokens\n", (unsigned long long)r->head_slice_tokens);
   if (ps__is_ring(p))
@@ -302,6 +304,8 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
     ps__jsonw_number(w, "exchange_bytes", r->exchange_bytes);
     ps__jsonw_number(w, "network_bytes_per_s", p->hw.network_bytes_per_s);
   }
+  if (r->first_rounds > 1)
+    ps__jsonw_uint(w, "first_rounds", r->first_rounds);
   if (r->n_devices > 1)
     ps__jsonw_string(w, "layout", ps_layout_name((ps_plan_layout)p->cfg.layout));
   ps__jsonw_string(w, "recipe", ps_recipe_name((ps_recipe)p->cfg.recipe));

@@ -160,6 +160,7 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
   spec->chunk_tokens = layout->chunk_tokens;
   spec->chunks_per_round = layout->chunks_per_round;
   spec->first_round_chunks = layout->first_round_chunks;
+  spec->first_rounds = layout->first_rounds;
   spec->head_slice = ps__head_slice(plan, layout->chunk_tokens);
   spec->clip = plan->cfg.clip != 0;
   spec->param_lead = spec->saved_lead = spec->saved_lag = spec->grad_lag = m->ahead;

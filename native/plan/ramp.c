@@ -38,7 +38,7 @@ static ps_status build(ps_plan *p, ps__ramp *r, bool run) {
   ps_program *program = NULL;
   double end[PS__SIM_STEPS];
   PS_TRY(ps__layout_init(&r->layout, l->seq_len, r->n_sequences, l->chunk_tokens,
-                         l->chunks_per_round, l->first_round_chunks));
+                         l->chunks_per_round, l->first_round_chunks, l->first_rounds));
   PS_TRY(ps__step_emit(&r->step, p->model, &r->layout, &p->spec, &p->hooks));
   PS_TRY(ps__step_map_over(&r->step, &p->step));
   if (!run) {

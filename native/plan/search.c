@@ -286,7 +286,7 @@ static ps_status keep_best(ps__search *s) {
   const ps__layout *l = &s->space.microbatch[s->best[0].candidate.microbatch].layout;
   PS_TRY(ps__layout_init(&plan->layout, plan->cfg.seq_len,
                          plan->cfg.tokens_per_step / plan->cfg.seq_len, l->chunk_tokens,
-                         l->chunks_per_round, l->first_round_chunks));
+                         l->chunks_per_round, l->first_round_chunks, l->first_rounds));
   return ps__candidate_spec(&s->space, &s->best[0].candidate, &plan->layout, &plan->spec);
 }
 

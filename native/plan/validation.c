@@ -30,8 +30,8 @@ static ps_status decide(ps_plan *v, const ps__spec *of, uint32_t lead) {
 static ps_status try_step(const ps_plan *p, ps_plan *v, uint64_t chunks, uint32_t lead,
                           bool *fits) {
   const uint64_t sequences = v->cfg.tokens_per_step / v->cfg.seq_len;
-  PS_TRY(ps__layout_init(&v->layout, v->cfg.seq_len, sequences, p->layout.chunk_tokens, chunks,
-                         chunks));
+  PS_TRY(
+      ps__layout_init(&v->layout, v->cfg.seq_len, sequences, p->layout.chunk_tokens, chunks, 0, 0));
   ps_status st = decide(v, &p->spec, lead);
   if (st == PS_OK)
     st = ps__step_emit(&v->step, v->model, &v->layout, &v->spec, &v->hooks);

@@ -32,7 +32,7 @@ static void fill_sliced(ps__layout *l, uint64_t chunks_per_seq) {
 
 ps_status ps__layout_init(ps__layout *l, uint64_t seq_len, uint64_t n_sequences,
                           uint64_t chunk_tokens, uint64_t chunks_per_round,
-                          uint64_t first_round_chunks) {
+                          uint64_t first_round_chunks, uint64_t first_rounds) {
   memset(l, 0, sizeof *l);
   const bool packed = chunk_tokens >= seq_len;
   if (seq_len == 0 || n_sequences == 0 || chunk_tokens == 0 || chunks_per_round == 0 ||
@@ -71,7 +71,15 @@ ps_status ps__layout_init(ps__layout *l, uint64_t seq_len, uint64_t n_sequences,
     first_groups = groups_per_round;
   if (first_groups > n_groups)
     first_groups = n_groups;
-  l->n_rounds = (uint32_t)(1 + (n_groups - first_groups + groups_per_round - 1) / groups_per_round);
+  const uint64_t most_firsts = (n_groups + first_groups - 1) / first_groups;
+  if (first_rounds == 0 || first_groups == groups_per_round)
+    first_rounds = 1;
+  if (first_rounds > most_firsts)
+    first_rounds = most_firsts;
+  const uint64_t in_firsts = first_rounds * first_groups;
+  const uint64_t left_groups = in_firsts < n_groups ? n_groups - in_firsts : 0;
+  l->first_rounds = (uint32_t)first_rounds;
+  l->n_rounds = (uint32_t)(first_rounds + (left_groups + groups_per_round - 1) / groups_per_round);
   l->chunks_per_round = (uint32_t)(groups_per_round * chunks_per_seq);
   l->first_round_chunks = l->max_round_chunks = (uint32_t)(first_groups * chunks_per_seq);
   l->chunk = ps__calloc(n_chunks, sizeof *l->chunk);
@@ -88,7 +96,7 @@ ps_status ps__layout_init(ps__layout *l, uint64_t seq_len, uint64_t n_sequences,
     fill_sliced(l, chunks_per_seq);
   for (uint32_t r = 0, first = 0; r < l->n_rounds; first += l->round[r++].n_chunks) {
     const uint32_t left = l->n_chunks - first,
-                   size = r ? l->chunks_per_round : l->first_round_chunks;
+                   size = r < l->first_rounds ? l->first_round_chunks : l->chunks_per_round;
     l->round[r] = (ps__round){first, left < size ? left : size};
   }
   for (uint32_t i = 0; i < l->n_chunks; i++)
@@ -111,7 +119,8 @@ ps__contributions ps__contributions_of(const ps__layout *l, uint64_t head_slice,
   ps__contributions c = {.additions = ps__dtypes[dt].low_bytes ? PS__MOST_ADDITIONS : UINT32_MAX};
   for (uint32_t r = 0; r < l->n_rounds; r++) {
     const ps__chunk *k = l->chunk + l->round[r].first_chunk;
-    const uint32_t n = l->round[r].n_chunks, rounds = left_out && r == 1 ? 1 + l->n_left_out : 1;
+    const uint32_t n = l->round[r].n_chunks,
+                   rounds = left_out && r == l->first_rounds ? 1 + l->n_left_out : 1;
     uint64_t slices = 0;
     for (uint32_t i = 0; i < n; i++)
       slices += (k[i].n_tokens + head_slice - 1) / head_slice;

@@ -23,11 +23,12 @@ typedef struct ps__round {
 typedef struct ps__layout {
   uint64_t seq_len, n_sequences, n_tokens, chunk_tokens;
   uint32_t n_chunks, n_groups, n_rounds;
-  /* the first round may be larger than the others, the last one smaller */
-  uint32_t chunks_per_round, first_round_chunks;
+  /* The first first_rounds rounds may be larger than the others, the last one smaller. Where they
+   * are not larger, first_rounds is 1. */
+  uint32_t chunks_per_round, first_round_chunks, first_rounds;
   uint32_t max_round_chunks;
   uint32_t max_chunk_tokens;
-  /* rounds, all alike, that this layout lacks of the step that it stands for:
+  /* rounds of the usual size that this layout lacks of the step that it stands for:
    * ps__search_space_shorten() */
   uint32_t n_left_out;
   ps__chunk *chunk;
@@ -39,12 +40,13 @@ typedef struct ps__layout {
  * @chunk_tokens        a multiple of seq_len: whole sequences are packed; less than it: slices of a
  *                      sequence, the last one shorter.
  * @chunks_per_round    rounds hold whole groups: as many as fit into so many chunks, at least one.
- * @first_round_chunks  the same of the first round, which is at least as large as the others.
- *                      0: like the others.
+ * @first_round_chunks  the same of each of the first rounds, which are at least as large as the
+ *                      others. 0: like the others.
+ * @first_rounds        how many these are. 0: one.
  * Errors: PS_EINVAL, PS_ENOMEM. Freed by ps__layout_free(). */
 ps_status ps__layout_init(ps__layout *l, uint64_t seq_len, uint64_t n_sequences,
                           uint64_t chunk_tokens, uint64_t chunks_per_round,
-                          uint64_t first_round_chunks);
+                          uint64_t first_round_chunks, uint64_t first_rounds);
 void ps__layout_free(ps__layout *l);
 
 /* ---- how gradients are summed ----------------------------------------------------------------

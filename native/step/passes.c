@@ -49,9 +49,9 @@ static int policy_of(const ps__builder *b, uint32_t layer, uint32_t c, uint32_t 
     return PS_POLICY_RECOMPUTE; /* below the first trained layer nothing goes back */
   const int policy =
       *ps__spec_policy(b->s->spec, layer - 1, home_chunk(b, d, c, tensor), (uint32_t)saved);
-  return policy != PS_POLICY_HOST_FIRST_ROUND ? policy
-         : b->in->round_idx == 0              ? PS_POLICY_HOST
-                                              : PS_POLICY_RECOMPUTE;
+  if (policy != PS_POLICY_HOST_FIRST_ROUND)
+    return policy;
+  return b->in->round_idx < b->s->layout->first_rounds ? PS_POLICY_HOST : PS_POLICY_RECOMPUTE;
 }
 
 static uint64_t tensor_bytes(const ps__builder *b, const ps__layer_def *d, uint32_t c,
@@ -76,7 +76,7 @@ static ps__vaccess own_rows(const ps__builder *b, const ps__layer_def *d, uint32
   return ps__part(vt, mode, row * k->row0, row * k->n_tokens);
 }
 
-/* Host memory for a saved activation that layer @from made. In the first round it is an alias of
+/* Host memory for a saved activation that layer @from made. In round 0 it is an alias of
  * the gradient of the layer's first unit on the host. That has no contribution yet, and the update
  * that read the last step's gradient came before the layer's forward pass, unless it was split. The
  * gradient is needed from the layer's backward pass on, when the activation is fetched for the last

@@ -68,6 +68,7 @@ ps_status ps__spec_init_beside(ps__spec *s, const ps_model *m, const ps__layout 
   s->chunk_tokens = l->chunk_tokens;
   s->chunks_per_round = l->chunks_per_round;
   s->first_round_chunks = l->first_round_chunks;
+  s->first_rounds = l->first_rounds;
   s->head_slice = of->head_slice;
   s->embed_on_host = of->embed_on_host;
   return PS_OK;

@@ -27,7 +27,7 @@ typedef struct ps__spec {
   ps_optimizer optimizer;
   uint32_t backend, cudnn_version;  /* of the device streams: for scratch */
   bool deterministic, one_document; /* one_document: every sequence is one document */
-  uint64_t chunk_tokens, chunks_per_round, first_round_chunks, head_slice;
+  uint64_t chunk_tokens, chunks_per_round, first_round_chunks, first_rounds, head_slice;
   bool clip;
   /* In program order; 0: none.
    *   param_lead  layer passes by which parameters are fetched ahead; across the end of a round,

@@ -158,13 +158,14 @@ ps_status ps__trainer_agree(ps_trainer *t) {
       text, sizeof text,
       "model's config.json = %s\nsequences in the data = %llu\ndata = %s\nseq-len = %llu\n"
       "tokens-per-step = %llu\nchunk-tokens = %llu\nchunks-per-round = %llu\n"
-      "first-round-chunks = %llu\nhead-slice-tokens = %llu\nrecipe = %s\noptimizer = %s\n"
-      "clip = %d\nexchanges of a step = %s\nsteps before = %llu\nupdates before = %llu\n"
+      "first-round-chunks = %llu\nfirst-rounds = %u\nhead-slice-tokens = %llu\nrecipe = %s\n"
+      "optimizer = %s\nclip = %d\nexchanges of a step = %s\nsteps before = %llu\nupdates before = "
+      "%llu\n"
       "lr = %.17g\nseed = %llu\n",
       model, (unsigned long long)ps_dataset_n_sequences(t->cfg.dataset, p->cfg.seq_len), data,
       (unsigned long long)p->cfg.seq_len, (unsigned long long)p->report.tokens_per_step,
       (unsigned long long)p->report.chunk_tokens, (unsigned long long)p->report.chunks_per_round,
-      (unsigned long long)p->report.first_round_chunks,
+      (unsigned long long)p->report.first_round_chunks, p->report.first_rounds,
       (unsigned long long)p->report.head_slice_tokens, ps_recipe_name((ps_recipe)p->cfg.recipe),
       ps_optimizer_name((ps_optimizer)p->cfg.optimizer), p->cfg.clip != 0, exchanges,
       (unsigned long long)t->cfg.first_step, (unsigned long long)t->n_updates, t->cfg.lr,

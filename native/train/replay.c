@@ -122,8 +122,7 @@ static ps_status emit(ps__replay *r, saved where) {
   const ps_plan *p = r->t->plan;
   const ps__layout *l = &p->layout;
   const uint64_t n = group_sequences(p);
-  PS_TRY(ps__layout_init(&r->layout, l->seq_len, n, l->chunk_tokens, l->chunks_per_round,
-                         l->chunks_per_round));
+  PS_TRY(ps__layout_init(&r->layout, l->seq_len, n, l->chunk_tokens, l->chunks_per_round, 0, 0));
   ps_status st = decide(r, where);
   if (st == PS_OK)
     st = ps__step_emit(&r->step, p->model, &r->layout, &r->spec, &r->hooks);

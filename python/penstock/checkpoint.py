@@ -10,7 +10,13 @@ from ._lib import check, encode_path, ffi, lib, struct, text
 from .errors import PenstockError
 from .lora import Lora
 
-_CUT = ("chunk_tokens", "chunks_per_round", "first_round_chunks", "head_slice_tokens")
+_CUT = (
+    "chunk_tokens",
+    "chunks_per_round",
+    "first_round_chunks",
+    "first_rounds",
+    "head_slice_tokens",
+)
 _TERMS = ("z_loss", "label_smoothing")
 _FP8 = ("fp8_bf16_first", "fp8_bf16_last", "fp8_bf16_down", "fp8_head")
 

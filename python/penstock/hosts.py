@@ -4,7 +4,13 @@ from ._handle import Handle, Owner
 from ._lib import check, ffi, lib, struct, text
 
 _TRANSPORTS = ("auto", "nccl", "tcp")
-_CUT = ("chunk_tokens", "chunks_per_round", "first_round_chunks", "head_slice_tokens")
+_CUT = (
+    "chunk_tokens",
+    "chunks_per_round",
+    "first_round_chunks",
+    "first_rounds",
+    "head_slice_tokens",
+)
 
 
 class Hosts(Owner):

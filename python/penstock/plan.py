@@ -217,6 +217,7 @@ _NUMBERS = (
     "chunk_tokens",
     "chunks_per_round",
     "first_round_chunks",
+    "first_rounds",
     "head_slice_tokens",
     "trace_steps",
     "z_loss",
@@ -304,7 +305,7 @@ class Plan(Owner):
     fp8_bf16_down          with FP8: all down projections compute in bf16
     fp8_head               with FP8: the head's products have FP8 operands too
     optimizer              "adamw", "lion" or "sgd"; a Trainer of the plan uses it
-    chunk_tokens, chunks_per_round, first_round_chunks, head_slice_tokens
+    chunk_tokens, chunks_per_round, first_round_chunks, first_rounds, head_slice_tokens
                            0: the planner chooses
     clip                   the trainer will clip by the gradient's global norm
     one_document           every sequence is one document: attention is faster on a GPU, and the
@@ -353,6 +354,7 @@ class Plan(Owner):
         chunk_tokens: int = 0,
         chunks_per_round: int = 0,
         first_round_chunks: int = 0,
+        first_rounds: int = 0,
         head_slice_tokens: int = 0,
         clip: bool = True,
         threads: int = 0,

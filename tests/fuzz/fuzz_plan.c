@@ -64,6 +64,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
     c.head_slice_tokens = 1 + word(&b, 2);
   if (pins & 8)
     c.first_round_chunks = 1 + word(&b, 1);
+  if (pins & 128)
+    c.first_rounds = 1 + word(&b, 1);
   c.clip = pins >> 4 & 1, c.keep_grads = pins >> 5 & 1, c.one_document = pins >> 6 & 1;
   c.device_mem_bytes = word(&b, 4);
   c.host_mem_bytes = word(&b, 5);

@@ -212,6 +212,7 @@ static void set_field(ps_plan_config *c, char *word) {
                {"chunk_tokens", &c->chunk_tokens, NULL},
                {"chunks_per_round", &c->chunks_per_round, NULL},
                {"first_round_chunks", &c->first_round_chunks, NULL},
+               {"first_rounds", &c->first_rounds, NULL},
                {"head_slice_tokens", &c->head_slice_tokens, NULL},
                {"reserve_bytes", &c->reserve_bytes, NULL},
                {"clip", NULL, &c->clip},

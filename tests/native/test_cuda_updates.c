@@ -87,8 +87,8 @@ static ps_plan *make_plan(ps_optimizer optimizer, uint32_t recipe, bool clip, va
   ps_plan *plan;
   ps__layout layout;
   ps__spec s;
-  CHECK(ps__layout_init(&layout, SEQ_LEN, SEQUENCES, cfg.chunk_tokens, cfg.chunks_per_round, 0) ==
-        PS_OK);
+  CHECK(ps__layout_init(&layout, SEQ_LEN, SEQUENCES, cfg.chunk_tokens, cfg.chunks_per_round, 0,
+                        0) == PS_OK);
   CHECK(ps__spec_init(&s, params, &layout) == PS_OK);
   s.recipe = (ps_recipe)recipe;
   s.optimizer = optimizer;
@@ -98,6 +98,7 @@ static ps_plan *make_plan(ps_optimizer optimizer, uint32_t recipe, bool clip, va
   s.chunk_tokens = layout.chunk_tokens;
   s.chunks_per_round = layout.chunks_per_round;
   s.first_round_chunks = layout.first_round_chunks;
+  s.first_rounds = layout.first_rounds;
   s.head_slice = SEQ_LEN;
   s.clip = clip;
   decide(&s, which);

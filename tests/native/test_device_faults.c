@@ -52,12 +52,13 @@ static ps_plan *make_plan(const layout *how, bool clip) {
   ps__layout cut;
   ps__spec s;
   ps_plan *plan;
-  CHECK(ps__layout_init(&cut, SEQ_LEN, SEQUENCES, SEQ_LEN, 1, 0) == PS_OK);
+  CHECK(ps__layout_init(&cut, SEQ_LEN, SEQUENCES, SEQ_LEN, 1, 0, 0) == PS_OK);
   CHECK(ps__spec_init(&s, model, &cut) == PS_OK);
   s.recipe = PS_RECIPE_FP32;
   s.chunk_tokens = cut.chunk_tokens;
   s.chunks_per_round = cut.chunks_per_round;
   s.first_round_chunks = cut.first_round_chunks;
+  s.first_rounds = cut.first_rounds;
   s.head_slice = SEQ_LEN;
   s.clip = clip;
   s.n_devices = N_DEVICES;

@@ -272,19 +272,20 @@ static void check_tight(const ps__step *s) {
  * even and uneven slices; then totals that are dithered or have low bytes: more rounds than
  * PS__MOST_NEAREST and PS__MOST_DITHERED, rounds of more chunks than PS__MOST_ADDITIONS, both. */
 typedef struct shape {
-  uint32_t seq_len, n_sequences, chunk_tokens, chunks_per_round, first_round_chunks;
+  uint32_t seq_len, n_sequences, chunk_tokens, chunks_per_round, first_round_chunks, first_rounds;
 } shape;
 static const shape shapes[] = {
-    {24, 4, 24, 4, 0},  {24, 5, 24, 2, 3}, {16, 7, 32, 2, 0},  {16, 5, 48, 1, 0},
-    {64, 2, 16, 4, 0},  {64, 3, 16, 4, 8}, {56, 3, 24, 3, 0},  {40, 2, 16, 6, 0},
-    {32, 3, 96, 1, 0},  {8, 6, 8, 1, 2},   {4, 20, 4, 10, 0},  {36, 5, 4, 9, 0},
-    {38, 3, 4, 10, 20}, {4, 18, 4, 1, 0},  {4, 40, 4, 10, 20}, {4, 170, 4, 10, 0},
+    {24, 4, 24, 4, 0, 0},  {24, 5, 24, 2, 3, 0}, {16, 7, 32, 2, 0, 0},  {16, 5, 48, 1, 0, 0},
+    {64, 2, 16, 4, 0, 0},  {64, 3, 16, 4, 8, 0}, {56, 3, 24, 3, 0, 0},  {40, 2, 16, 6, 0, 0},
+    {32, 3, 96, 1, 0, 0},  {8, 6, 8, 1, 2, 0},   {4, 20, 4, 10, 0, 0},  {36, 5, 4, 9, 0, 0},
+    {38, 3, 4, 10, 20, 0}, {4, 18, 4, 1, 0, 0},  {4, 40, 4, 10, 20, 0}, {4, 170, 4, 10, 0, 0},
+    {24, 9, 24, 1, 2, 2},  {8, 11, 16, 1, 2, 3}, {64, 7, 16, 4, 8, 2},  {4, 90, 4, 10, 20, 3},
 };
 /* FP8 needs multiples of 16. */
 static const shape fp8_shapes[] = {
-    {32, 4, 32, 4, 0},  {48, 5, 48, 2, 3}, {16, 7, 32, 2, 0},   {64, 3, 16, 4, 8},
-    {112, 3, 48, 3, 0}, {80, 2, 32, 6, 0}, {16, 20, 16, 10, 0}, {16, 40, 16, 10, 20},
-    {32, 18, 32, 1, 0}, {16, 5, 48, 1, 0}, {144, 2, 64, 10, 0},
+    {32, 4, 32, 4, 0, 0},  {48, 5, 48, 2, 3, 0}, {16, 7, 32, 2, 0, 0},   {64, 3, 16, 4, 8, 0},
+    {112, 3, 48, 3, 0, 0}, {80, 2, 32, 6, 0, 0}, {16, 20, 16, 10, 0, 0}, {16, 40, 16, 10, 20, 0},
+    {32, 18, 32, 1, 0, 0}, {16, 5, 48, 1, 0, 0}, {144, 2, 64, 10, 0, 0}, {16, 11, 16, 2, 3, 3},
 };
 enum {
   N_SHAPES = sizeof shapes / sizeof *shapes,
@@ -315,6 +316,7 @@ static void resident_spec(ps__spec *spec, const model *m, const ps_plan_config *
   spec->chunk_tokens = cfg->chunk_tokens;
   spec->chunks_per_round = l->chunks_per_round;
   spec->first_round_chunks = l->first_round_chunks;
+  spec->first_rounds = l->first_rounds;
   spec->head_slice = cfg->head_slice_tokens;
   spec->clip = cfg->clip != 0;
   memset(spec->param_resident, 1, spec->n_units);
@@ -432,7 +434,7 @@ static uint32_t run_case(uint32_t idx, int n_specs, uint64_t *state) {
   ps__spec spec;
   ps_plan *plan;
   CHECK(ps__layout_init(&layout, cfg.seq_len, sh->n_sequences, cfg.chunk_tokens,
-                        cfg.chunks_per_round, sh->first_round_chunks) == PS_OK);
+                        cfg.chunks_per_round, sh->first_round_chunks, sh->first_rounds) == PS_OK);
   resident_spec(&spec, m, &cfg, &layout);
   CHECK(ps__plan_from_spec(&plan, &m->cfg, &cfg, &hw, &spec) == PS_OK);
   check_step(&plan->step);
@@ -486,7 +488,7 @@ static counted count(const model *m, ps_optimizer optimizer, ps_recipe recipe, b
   ps_plan *plan;
   counted c = {0};
   CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
-  CHECK(ps__layout_init(&layout, 32, 4, 32, 4, 0) == PS_OK);
+  CHECK(ps__layout_init(&layout, 32, 4, 32, 4, 0, 0) == PS_OK);
   resident_spec(&spec, m, &cfg, &layout);
   memset(spec.update_resident, resident, spec.n_units);
   memset(spec.update_streamed, streamed, spec.n_units);

@@ -61,6 +61,10 @@ static ps_plan_config random_config(uint64_t *state) {
     c.chunks_per_round = ONE_OF(1, 2, 5, 100);
   if (rnd_below(state, 8) == 0)
     c.head_slice_tokens = ONE_OF(1, 64, 1000000);
+  if (rnd_below(state, 4) == 0) {
+    c.first_round_chunks = ONE_OF(0, 2, 3, 50);
+    c.first_rounds = ONE_OF(0, 1, 2, 9);
+  }
   return c;
 }
 

@@ -32,7 +32,7 @@ typedef struct built {
  * In the first round the offloaded activations are aliases of gradients. */
 static void build(built *b) {
   CHECK(ps__model_create(&b->model, &model, PS_BF16, SEQ_LEN, 0, NULL, NULL, NULL) == PS_OK);
-  CHECK(ps__layout_init(&b->layout, SEQ_LEN, N_SEQUENCES, SEQ_LEN, 1, 0) == PS_OK);
+  CHECK(ps__layout_init(&b->layout, SEQ_LEN, N_SEQUENCES, SEQ_LEN, 1, 0, 0) == PS_OK);
   CHECK(ps__spec_init(&b->spec, b->model, &b->layout) == PS_OK);
   b->spec.recipe = PS_RECIPE_BF16;
   b->spec.chunk_tokens = SEQ_LEN;
@@ -178,9 +178,40 @@ static void test_step(ps__step *s) {
   printf("ok a broken step is caught\n");
 }
 
+/* Chunks of each round, where a chunk is a sequence. */
+static void test_first_rounds(void) {
+  static const struct {
+    uint32_t n_chunks, a_round, first, first_rounds;
+    uint32_t n_rounds, firsts, round[6];
+  } cases[] = {
+      {7, 1, 2, 0, 6, 1, {2, 1, 1, 1, 1, 1}},
+      {7, 1, 2, 1, 6, 1, {2, 1, 1, 1, 1, 1}},
+      {7, 1, 2, 2, 5, 2, {2, 2, 1, 1, 1}},
+      {7, 2, 3, 2, 3, 2, {3, 3, 1}},
+      {6, 2, 3, 2, 2, 2, {3, 3}},
+      {5, 1, 3, 4, 2, 2, {3, 2}},
+      {4, 2, 2, 3, 2, 1, {2, 2}},
+      {4, 2, 0, 3, 2, 1, {2, 2}},
+      {2, 1, 9, 3, 1, 1, {2}},
+  };
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    ps__layout l;
+    CHECK(ps__layout_init(&l, SEQ_LEN, cases[i].n_chunks, SEQ_LEN, cases[i].a_round, cases[i].first,
+                          cases[i].first_rounds) == PS_OK);
+    CHECK(l.n_rounds == cases[i].n_rounds && l.first_rounds == cases[i].firsts);
+    uint32_t first = 0;
+    for (uint32_t r = 0; r < l.n_rounds; first += l.round[r++].n_chunks)
+      CHECK(l.round[r].first_chunk == first && l.round[r].n_chunks == cases[i].round[r]);
+    CHECK(first == cases[i].n_chunks);
+    ps__layout_free(&l);
+  }
+  printf("ok first rounds are as many and as large as asked for\n");
+}
+
 int main(void) {
   built b = {0};
   const int64_t before = ps__live_allocations();
+  test_first_rounds();
   build(&b);
   test_two_tensors();
   test_chain();

@@ -74,13 +74,14 @@ static inline ps_plan *make_streamed_plan(const ps_plan_config *cfg, placement w
   ps__layout layout;
   ps__spec spec;
   CHECK(ps__layout_init(&layout, cfg->seq_len, SEQUENCES, cfg->chunk_tokens, cfg->chunks_per_round,
-                        0) == PS_OK);
+                        0, 0) == PS_OK);
   CHECK(ps__spec_init(&spec, params, &layout) == PS_OK);
   spec.recipe = (ps_recipe)cfg->recipe;
   spec.optimizer = (ps_optimizer)cfg->optimizer;
   spec.chunk_tokens = layout.chunk_tokens;
   spec.chunks_per_round = layout.chunks_per_round;
   spec.first_round_chunks = layout.first_round_chunks;
+  spec.first_rounds = layout.first_rounds;
   spec.head_slice = SEQ_LEN;
   spec.clip = cfg->clip != 0;
   spec.param_lead = spec.saved_lead = spec.saved_lag = spec.grad_lag = spec.sum_lag = 1;
