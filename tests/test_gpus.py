@@ -233,6 +233,19 @@ def test_an_older_checkpoint_has_one_larger_round(tiny_model, tiny_shard, tmp_pa
     assert (cut["first_round_chunks"], cut["first_rounds"]) == (2, 1)
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_all_first_rounds_are_larger_where_updates_would_not_be_hidden(gpus, tmp_path):
+    """8B: AdamW on the host takes longer than a forward pass of one chunk."""
+    caps = {"device_mem": "24GiB", "host_mem": "110GiB", "recipe": "bf16"}
+    report, one = (
+        planned_on(tmp_path, 370e9, 16, "data-parallel", model="8b", gpus=gpus, **caps, **cut)
+        for cut in ({}, {"chunk_tokens": 8192, "chunks_per_round": 1})
+    )
+    assert report["first_round_chunks"] > report["chunks_per_round"]
+    assert report["first_rounds"] == gpus and one["first_rounds"] == 1
+    assert report["step_s"] < one["step_s"]
+
+
 def test_a_run_resumes_in_a_ring(alone, tiny_model, tiny_shard, tmp_path):
     """The run's file keeps the layout."""
     where = ("--run-dir", tmp_path, "--out", tmp_path / "out", "--force")

@@ -667,18 +667,39 @@ static uint64_t n_first_rounds(const ps__search_space *sp) {
                                    : sp->plan->at->n_devices;
 }
 
+/* Whether a forward pass of @tokens takes as long as the updates, both at the machine's rates. */
+static bool hides_updates(const ps__search_space *sp, uint64_t tokens) {
+  const ps_model *m = sp->plan->model;
+  const ps_hardware *hw = &sp->plan->hw;
+  const ps_plan_config *cfg = &sp->plan->cfg;
+  const double flops = 2.0 * (double)m->n_elements * (double)tokens / (m->fp8.on ? 2 : 1),
+               bytes = ps__update_bytes((ps_optimizer)cfg->optimizer, (ps_recipe)cfg->recipe,
+                                        PS_UPDATE_WHOLE) *
+                       (double)m->n_trained;
+  return flops / hw->gemm_flops_per_s[m->dt] >= bytes / hw->optimizer_bytes_per_s;
+}
+
+/* Whether first rounds may have @times as many chunks as the others. On a CPU their forward passes
+ * hide no updates. With several devices only where fewer chunks do not hide them all. */
+static bool worth_larger(const ps__search_space *sp, uint64_t chunk_tokens, uint64_t a_round,
+                         uint64_t times) {
+  const ps_plan_config *cfg = &sp->plan->cfg;
+  const uint64_t all = (cfg->tokens_per_step + chunk_tokens - 1) / chunk_tokens;
+  return sp->plan->hw.backend == PS_BACKEND_CUDA && cfg->clip &&
+         n_first_rounds(sp) * times * a_round < all &&
+         (sp->plan->at->n_devices == 1 || !hides_updates(sp, (times - 1) * a_round * chunk_tokens));
+}
+
 /* Chunks of a first round: as many as of the others, or two or three times as many where its
- * forward pass hides the last step's updates. On a CPU it does not. */
+ * forward pass hides the last step's updates. */
 static uint32_t first_sizes(const ps__search_space *sp, uint64_t chunk_tokens, uint64_t a_round,
                             uint64_t list[MAX_FIRSTS]) {
   const ps_plan_config *cfg = &sp->plan->cfg;
-  const uint64_t all = (cfg->tokens_per_step + chunk_tokens - 1) / chunk_tokens;
   uint32_t n = 0;
   if (cfg->first_round_chunks || cfg->chunks_per_round)
     return add_number(list, 0, cfg->first_round_chunks);
   for (uint64_t times = 1; times <= MAX_FIRSTS; times++)
-    if (times == 1 || (sp->plan->hw.backend == PS_BACKEND_CUDA && cfg->clip &&
-                       times * a_round < all && sp->plan->at->n_devices == 1))
+    if (times == 1 || worth_larger(sp, chunk_tokens, a_round, times))
       n = add_number(list, n, times * a_round);
   return n;
 }

@@ -39,22 +39,24 @@ static int n_layers(const ps__search *s) {
 static bool moved(const ps__search *s, ps__candidate *m, int what, int by) {
   /* the CPU backend's "device" has no processor of its own */
   const bool cuda = s->plan->hw.backend == PS_BACKEND_CUDA, one = !ps__totals_on_host(s->plan);
+  const ps__layout *l = &s->space.microbatch[m->microbatch].layout;
+  const bool extra =
+      one || (s->plan->at->n_devices > 1 && l->first_round_chunks > l->chunks_per_round);
   const int layers = n_layers(s);
   uint8_t *const field[N_MOVES] = {&m->host,      &m->keep.params, &m->keep.grads, &m->extra,
                                    &m->streamed,  &m->split,       &m->sums,       &m->from_host,
                                    &m->keep.head, &m->ahead};
   const int split = layers < 255 ? layers + 1 : 255; /* the head too */
-  const int most[N_MOVES] = {
-      PS__SAVED_PARTS,
-      PS__UNIT_PARTS,
-      one ? PS__UNIT_PARTS : 0,
-      one && s->space.microbatch[m->microbatch].layout.n_rounds > 1 ? PS__SAVED_PARTS : 0,
-      cuda && one ? layers : 0,
-      cuda && ps__may_split(s->plan) ? split : 0,
-      layers,
-      ps__may_take_pieces(s->plan) ? PS__UNIT_PARTS : 0,
-      1,
-      PS__N_AHEADS - 1};
+  const int most[N_MOVES] = {PS__SAVED_PARTS,
+                             PS__UNIT_PARTS,
+                             one ? PS__UNIT_PARTS : 0,
+                             extra && l->n_rounds > 1 ? PS__SAVED_PARTS : 0,
+                             cuda && one ? layers : 0,
+                             cuda && ps__may_split(s->plan) ? split : 0,
+                             layers,
+                             ps__may_take_pieces(s->plan) ? PS__UNIT_PARTS : 0,
+                             1,
+                             PS__N_AHEADS - 1};
   const int to = *field[what] + by;
   if (m->keep.state && what != MOVE_HOST && what != MOVE_AHEAD)
     return false;
