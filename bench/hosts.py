@@ -69,9 +69,8 @@ def start(a, case: Case, work: Path, port: int) -> list:
         measure.command_of(with_options(case, **o), a.binary, shards, model, work / f"run-{k}")
         for k, o in enumerate(own)
     ]
-    alone = replace(case, tokens_per_step=case.tokens_per_step // a.tasks)
-    plan = [str(a.binary), "plan", "--model", str(model), "--seq-len", str(alone.seq_len)]
-    plan += ["--tokens-per-step", str(alone.tokens_per_step), "--backend", a.backend]
+    plan = [str(a.binary), "plan", "--model", str(model), "--seq-len", str(case.seq_len)]
+    plan += ["--tokens-per-step", str(case.seq_len), "--backend", a.backend]  # the smallest search
     plan += ["--threads", str(threads), "--quiet"]
     measured = subprocess.run(plan, capture_output=True, text=True)
     if measured.returncode:
