@@ -263,7 +263,8 @@ static uint32_t device_rounds(const ps__search_space *sp, const ps__layout *l) {
   return (l->n_rounds + n - 1) / n;
 }
 
-/* All rounds give their chunks the same policies by position, as ps__spec holds them. What is device 0's is that of its rounds, or in a ring of its layers. */
+/* All rounds give their chunks the same policies by position, as ps__spec holds them. What is
+ * device 0's is that of its rounds, or in a ring of its layers. */
 static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, const ps__candidate *m,
                       const recompute_table *table, const uint32_t *of_chunk, ps__saved_sums *out) {
   const ps__layout *l = &mb->layout;
