@@ -54,6 +54,7 @@ static const struct {
   content operand[10];
 } contents[] = {
     {"fill_zero", {UNSET}},
+    {"copy_bytes", {GRADIENTS, UNSET}},
     {"accumulate", {GRADIENTS, GRADIENTS, BYTES}},
     {"embed_fwd", {IDS, WEIGHTS, UNSET}},
     {"embed_bwd", {IDS, GRADIENTS, GRADIENTS}},

@@ -65,6 +65,7 @@ FAMILIES = {
     "sumsq": "sums",
     "colsum": "sums",
     "fill_zero": "sums",
+    "copy_bytes": "sums",
 }
 COLUMNS = (
     "family",

@@ -285,6 +285,7 @@ def attention_cached(a, q, kv, sequence, _o, _lse, pos, cache):
 
 FORWARD = {
     "fill_zero": (Fill, lambda a, x: [torch.zeros_like(x)]),
+    "copy_bytes": (Fill, lambda a, x, _: [x]),
     "accumulate": (Accumulate, lambda a, g, total, low=None: [g + total, low]),
     "accumulate_sumsq_host": (
         Accumulate,

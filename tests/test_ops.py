@@ -149,6 +149,13 @@ def test_fill_zero(n):
     assert not out.any()
 
 
+@pytest.mark.parametrize("n", [1, 3, 4096, (1 << 20) + 5])
+def test_copy_bytes(n):
+    of = torch.arange(n).to(torch.uint8)
+    (out,) = run("copy_bytes", Fill(n), [("r", of), ("w", torch.zeros_like(of))])
+    assert (out == of).all()
+
+
 @DTYPES
 @pytest.mark.parametrize("name", ["accumulate", "accumulate_host"])
 @pytest.mark.parametrize("n", [1, 15, 17, 65536, 200003])

@@ -25,6 +25,7 @@ extern "C" {
 /* Every op: a new one is a line here. */
 #define PS__OPS(X)                                                                                 \
   X(fill_zero)                                                                                     \
+  X(copy_bytes)                                                                                    \
   X(accumulate)                                                                                    \
   X(accumulate_host)                                                                               \
   X(embed_fwd)                                                                                     \
@@ -146,7 +147,9 @@ const ps_kernel *ps__op_by_name(const char *name);
 typedef struct ps__args_fill {
   uint64_t bytes;
 } ps__args_fill;
-/* fill_zero            ptr: W dst[bytes] */
+/* fill_zero            ptr: W dst[bytes]
+ * copy_bytes           to memory of the same place, which no link leads to.  ptr: R src[bytes],
+ *                      W dst[bytes] */
 
 /* How a contribution is added to a total, total[i] += g[i]. A bf16 total that gets many additions,
  * each rounded to nearest, would stall: an addition of less than half an ulp of it vanishes. Let

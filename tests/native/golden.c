@@ -27,7 +27,7 @@ static const struct args {
   const char *kernels;
   arg arg[MOST_ARGS];
 } args[] = {
-    {" fill_zero ", {ARG(fill, U64, bytes)}},
+    {" fill_zero copy_bytes ", {ARG(fill, U64, bytes)}},
     {" accumulate accumulate_host accumulate_sumsq_host round_sumsq_host ",
      {ARG(accumulate, U64, n), ARG(accumulate, U64, first), ARG(accumulate, DTYPE, dt),
       ARG(accumulate, U32, n_threads), ARG(accumulate, U32, mode), ARG(accumulate, U32, index)}},

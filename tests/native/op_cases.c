@@ -430,6 +430,14 @@ static void fill_zero(visit *v, uint32_t dt) {
     CASE(v, &a, 1, o, "n %u", s[0]);
   }
 }
+static void copy_bytes(visit *v, uint32_t dt) {
+  EACH(s, v, sum_test, sum_bench)
+  if (wanted(v, s[0])) {
+    const ps__args_fill a = {s[0] * ps_dtype_bytes((ps_dtype)dt)};
+    const op_operand o[] = {in(dt, s[0], 1), out(dt, s[0], exact)};
+    CASE(v, &a, 2, o, "n %u", s[0]);
+  }
+}
 
 static const uint32_t colsum_test[][3] = {{1, 1, 1},         {3, 17, 20},      {64, 104, 104},
                                           {65, 33, 48},      {1000, 515, 515}, {5000, 40, 64},
@@ -769,6 +777,7 @@ static void attention_cached(visit *v, uint32_t dt) {
 
 const op_entry op_table[] = {
     {.kernel = &ps__k_fill_zero, .cases = fill_zero, .same_bits = true},
+    {.kernel = &ps__k_copy_bytes, .cases = copy_bytes, .same_bits = true},
     {.kernel = &ps__k_accumulate, .cases = accumulate, .same_bits = true},
     {.kernel = &ps__k_accumulate_sumsq_host, .cases = accumulate_sumsq, .same_bits = true},
     {.kernel = &ps__k_sumsq, .cases = sumsq, .same_bits = true},

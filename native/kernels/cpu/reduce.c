@@ -1,11 +1,11 @@
-/* reduce.c - sums: gradients into totals, columns, squares; and zero fill. */
+/* reduce.c - sums: gradients into totals, columns, squares; zero fill; and a copy. */
 #include "kernels/cpu/total.h"
 #include "kernels/cuda/scratch.h"
 #if defined(__x86_64__)
 #  include <immintrin.h>
 #endif
 
-/* ---- fill_zero ------------------------------------------------------------------------------- */
+/* ---- fill_zero, copy_bytes ------------------------------------------------------------------- */
 
 static void fill_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
   memset((char *)arg + first, 0, (size_t)(end - first));
@@ -15,6 +15,24 @@ static void fill_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
 static ps_status fill_zero(const ps_launch *l) {
   const ps__args_fill *a = l->args;
   ps__cpu_rows(l->exec, (int64_t)a->bytes, 1 << 20, fill_task, l->ptr[0]);
+  return PS_OK;
+}
+
+typedef struct copied {
+  char *to;
+  const char *from;
+} copied;
+
+static void copy_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  const copied *c = arg;
+  memcpy(c->to + first, c->from + first, (size_t)(end - first));
+}
+
+/* copy_bytes: dst[0..bytes) = src[0..bytes). */
+static ps_status copy_bytes(const ps_launch *l) {
+  const ps__args_fill *a = l->args;
+  copied c = {l->ptr[1], l->ptr[0]};
+  ps__cpu_rows(l->exec, (int64_t)a->bytes, 1 << 20, copy_task, &c);
   return PS_OK;
 }
 
@@ -300,6 +318,9 @@ static ps_status round_sumsq(const ps_launch *l) {
 static ps_work work_fill_zero(const void *args) {
   return ps__bytes_work((double)((const ps__args_fill *)args)->bytes);
 }
+static ps_work work_copy_bytes(const void *args) {
+  return ps__bytes_work(2 * (double)((const ps__args_fill *)args)->bytes);
+}
 /* Bytes of an element's low byte, read and written. */
 static double low_bytes(const ps__args_accumulate *a) {
   return (a->mode & PS_LOW_READ ? 1 : 0) + (a->mode & PS_LOW_WRITE ? 1 : 0);
@@ -331,6 +352,12 @@ const ps_kernel ps__k_fill_zero = {
     .op_class = PS_CLASS_ELEMENTWISE,
     .fn = {fill_zero, PS_CUDA_FN(fill_zero)},
     .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_fill_zero},
+};
+const ps_kernel ps__k_copy_bytes = {
+    .name = "copy_bytes",
+    .op_class = PS_CLASS_ELEMENTWISE,
+    .fn = {copy_bytes, PS_CUDA_FN(copy_bytes)},
+    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_copy_bytes},
 };
 const ps_kernel ps__k_accumulate = {
     .name = "accumulate",

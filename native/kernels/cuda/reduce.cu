@@ -1,4 +1,4 @@
-/* reduce.cu - sums: gradients into totals, columns, squares; and zero fill. */
+/* reduce.cu - sums: gradients into totals, columns, squares; zero fill; and a copy. */
 #include "kernels/cuda/cuda_common.cuh"
 
 enum { THREADS = 256 };
@@ -11,6 +11,19 @@ extern "C" ps_status ps__cuda_fill_zero(const ps_launch *l) {
     return ps__fail(PS_EINVAL, "fill_zero: no address given");
   return ps_launched("fill_zero", a->bytes ? cudaMemsetAsync(l->ptr[0], 0, a->bytes, exec->stream)
                                            : cudaSuccess);
+}
+
+/* copy_bytes: dst[0..bytes) = src[0..bytes), both on this device, by the driver's copy.
+ * determinism  bitwise */
+extern "C" ps_status ps__cuda_copy_bytes(const ps_launch *l) {
+  const ps__args_fill *a = (const ps__args_fill *)l->args;
+  const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
+  if (l->n_ptr < 2 || !l->ptr[0] || !l->ptr[1])
+    return ps__fail(PS_EINVAL, "copy_bytes: two addresses must be given");
+  if (a->bytes == 0)
+    return PS_OK;
+  return ps_launched("copy_bytes", cudaMemcpyAsync(l->ptr[1], l->ptr[0], a->bytes,
+                                                   cudaMemcpyDeviceToDevice, exec->stream));
 }
 
 /* ---- accumulate ------------------------------------------------------------------------------ */
