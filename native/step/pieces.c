@@ -5,13 +5,23 @@
  *   gradients   device d has piece d of the total while rounds run that add to it. Each device
  *               sends its contribution's pieces to their devices, which add them in the order of
  *               the contributions. After the last one of the rounds that run at once, the pieces
- *               of the total go to the host. The next such rounds fetch them again
+ *               of the total go to the host. The next such rounds fetch them again. Or they stay on
+ *               their devices until the step's last contribution (ps__spec.grad_resident)
  *
  * The host reads and writes a total once for all these rounds. Without pieces it does so, and reads
  * and writes a contribution, for each round. The sums have the same bits, because an addition is a
  * function of total, contribution, element and the contribution's number. */
 #include "step/emit.h"
 #include <string.h>
+
+static uint32_t n_contributions(const ps__builder *b, uint32_t unit) {
+  return ps__unit_contributions(b->s->model, &b->s->sums, unit);
+}
+
+/* Whether the pieces of the unit's total stay on their devices until it is complete. */
+static bool stay(const ps__builder *b, uint32_t unit) {
+  return b->s->spec->grad_resident[unit] && n_contributions(b, unit) > 1;
+}
 
 /* Elements [first, first + n) of a unit. */
 typedef struct piece {
@@ -115,8 +125,18 @@ static void add_piece(ps__builder *b, uint32_t unit, uint32_t d, piece p, uint32
   }
 }
 
-/* A contribution that is the total so far: each device gets its piece. The first one's stays where
- * it is. */
+/* A new tensor on device @d, with the piece @from that is there. */
+static uint32_t copy_piece(ps__builder *b, uint32_t unit, uint32_t d, ps__vaccess from) {
+  const uint32_t vt = ps__vt_new(b, b->dev[d].at.place, from.bytes);
+  const ps__args_fill a = {from.bytes};
+  const ps__vaccess access[2] = {from, ps__whole(b, vt, PS_WRITE)};
+  ps__emit(b, &ps__k_copy_bytes, b->dev[d].at.sums, &a, sizeof a, access, 2,
+           ps__about(ps__unit_tag(b, unit, PS__PHASE_UPDATE), "gradients"));
+  return vt;
+}
+
+/* A contribution that is the total so far: each device gets its piece. The running device's stays
+ * where it is, unless it would keep the memory of the whole gradient for the rest of the step. */
 static void first_pieces(ps__builder *b, uint32_t unit) {
   ps__unit_progress *u = &b->unit[unit];
   for (uint32_t d = 0; d < ps__n_devices(b); d++) {
@@ -124,8 +144,10 @@ static void first_pieces(ps__builder *b, uint32_t unit) {
     uint32_t sent;
     if (p.n == 0)
       continue;
-    (void)piece_there(b, unit, d, p, &sent);
-    u->piece[d] = sent == PS__NO_VT ? b->on->unit[unit].grad : sent;
+    const ps__vaccess there = piece_there(b, unit, d, p, &sent);
+    if (sent == PS__NO_VT)
+      sent = stay(b, unit) ? copy_piece(b, unit, d, there) : there.vt;
+    u->piece[d] = sent;
   }
 }
 
@@ -158,7 +180,7 @@ void ps__send_pieces(ps__builder *b, uint32_t n) {
   for (uint32_t i = 0; i < n; i++) {
     const uint32_t unit = b->leaving[i];
     send_unit(b, unit);
-    if (b->unit[unit].contribution == ps__unit_contributions(b->s->model, &b->s->sums, unit))
+    if (b->unit[unit].contribution == n_contributions(b, unit))
       ps__total_on_host(b, unit);
   }
   b->n_leaving -= n;
@@ -178,9 +200,9 @@ void ps__add_pieces(ps__builder *b, uint32_t unit, bool last) {
     if (p.n)
       add_piece(b, unit, d, p, i);
   }
-  if (i > 0) /* the first one's is device 0's piece */
+  if (i > 0 || stay(b, unit)) /* else the first one's is device 0's piece */
     ps__vt_free_late(b, *grad, b->s->spec->grad_lag);
   *grad = PS__NO_VT;
-  if (last)
+  if (last && (!stay(b, unit) || u->contribution == n_contributions(b, unit)))
     b->leaving[b->n_leaving++] = unit;
 }

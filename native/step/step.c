@@ -365,9 +365,10 @@ static ps_status check_spec(const ps_model *model, const ps__spec *spec) {
     return ps__fail(PS_EINTERNAL, "one device, and a checked step, have no ring");
   for (uint32_t u = 0; u < spec->n_units; u++) {
     if ((spec->n_devices > 1 || spec->n_hosts > 1) &&
-        (spec->grad_resident[u] || ps__updated_on_device(spec, u)))
+        ((spec->grad_resident[u] && !spec->in_pieces[u]) || ps__updated_on_device(spec, u)))
       return ps__fail(PS_EINTERNAL,
-                      "unit %u: with several devices or hosts, totals and updates are on the host",
+                      "unit %u: with several devices or hosts, updates are on the host, and so are "
+                      "totals that are not in pieces",
                       u);
     if (spec->in_pieces[u] &&
         (spec->n_devices == 1 || (u == 0 && (ps__tied(model) || spec->embed_on_host)) ||

@@ -48,8 +48,8 @@ typedef struct ps__spec {
    * save */
   uint32_t n_units, n_layers, n_chunks, n_saved;
   /* n_devices rounds run at once. All devices fetch from the host, where contributions are added in
-   * the order of the rounds. With several devices totals and state are on the host, and so are
-   * updates. */
+   * the order of the rounds. With several devices state is on the host, and so are updates and
+   * complete totals. */
   uint32_t n_devices;
   /* 0: round r runs on device r mod n_devices. Else layers are dealt to the devices in a ring, so
    * many consecutive blocks at a time: ps__device_of(). A chunk's activations go from device to
@@ -66,7 +66,9 @@ typedef struct ps__spec {
    * of the host, in its order. Not the embedding of a tied model, nor one on the host
    * (pieces.c). In a ring the head's alone, which all devices have. */
   uint8_t *in_pieces;
-  uint8_t *param_resident, *grad_resident; /* [n_units] */
+  /* [n_units]. grad_resident: the total is on the device from its first contribution to the last.
+   * With several devices of units in pieces alone, whose pieces stay on their devices. */
+  uint8_t *param_resident, *grad_resident;
   /* [n_units]: optimizer state is device-resident and the update runs on the device. Needs
    * param_resident, and grad_resident where the total has several contributions. */
   uint8_t *update_resident;

@@ -286,7 +286,7 @@ void ps__grad_begin(ps__builder *b, uint32_t unit) {
   ps__unit_progress *u = &b->unit[unit];
   uint32_t *grad = &b->on->unit[unit].grad;
   *grad = ps__vt_new(b, b->on->at.place, unit_bytes(b, unit, b->s->recipe->grad));
-  if (b->s->spec->grad_resident[unit] && u->contribution == 0)
+  if (b->s->spec->grad_resident[unit] && !b->s->spec->in_pieces[unit] && u->contribution == 0)
     u->total = *grad;
   fetch_total(b, unit);
   if (b->s->spec->in_pieces[unit] && !b->s->spec->checked)

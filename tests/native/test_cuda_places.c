@@ -37,7 +37,7 @@ static ps_hardware hw;
 
 typedef struct how {
   uint32_t recipe, n_devices;
-  bool clip, pieces;
+  bool clip, pieces, stay; /* stay: the pieces of totals, on their devices */
 } how;
 
 static ps_plan *make_plan(how h) {
@@ -72,6 +72,7 @@ static ps_plan *make_plan(how h) {
   s.n_devices = h.n_devices;
   s.param_lead = s.saved_lead = s.saved_lag = s.grad_lag = s.sum_lag = 1;
   memset(s.in_pieces, h.pieces && h.n_devices > 1, s.n_units);
+  memset(s.grad_resident, h.stay && h.n_devices > 1, s.n_units);
   CHECK(ps__plan_from_spec(&plan, &model, &cfg, &hw, &s) == PS_OK);
   ps__spec_free(&s);
   ps__layout_free(&layout);
@@ -165,7 +166,9 @@ static bool same(const outcome *a, const outcome *b) {
 static void say(how h, const char *what) {
   printf("%s: %u devices, recipe %s, clipping %s, %s\n", what, h.n_devices,
          ps_recipe_name((ps_recipe)h.recipe), h.clip ? "on" : "off",
-         h.pieces ? "in pieces" : "all from the host");
+         h.stay     ? "in pieces, totals stay"
+         : h.pieces ? "in pieces"
+                    : "all from the host");
 }
 
 static void test_devices(how h) {
@@ -175,8 +178,9 @@ static void test_devices(how h) {
   ps_plan_destroy(plan);
   CHECK(whole.parameters != cut.parameters && whole.state && whole.loss[0] != whole.loss[1]);
   for (h.n_devices = 2; h.n_devices <= MOST_DEVICES; h.n_devices++)
-    for (int pieces = 0; pieces < 2; pieces++) {
-      h.pieces = pieces;
+    for (int way = 0; way < 3; way++) {
+      h.pieces = way > 0;
+      h.stay = way > 1;
       plan = make_plan(h);
       const outcome got = train(plan, N_STEPS, 0);
       const bool ok = same(&got, &whole);

@@ -28,11 +28,13 @@ typedef struct layout {
   const char *name;
   bool pieces, by_host;
   uint32_t ring_blocks;
+  bool stay; /* the pieces of totals, on their devices */
 } layout;
-static const layout layouts[] = {{"rounds on devices", false, false, 0},
-                                 {"in pieces", true, false, 0},
-                                 {"a ring", false, false, 1},
-                                 {"a ring by the host", false, true, 1}};
+static const layout layouts[] = {{.name = "rounds on devices"},
+                                 {.name = "in pieces", .pieces = true},
+                                 {.name = "in pieces, totals stay", .pieces = true, .stay = true},
+                                 {.name = "a ring", .ring_blocks = 1},
+                                 {.name = "a ring by the host", .by_host = true, .ring_blocks = 1}};
 
 static ps_plan *make_plan(const layout *how, bool clip) {
   ps_hardware hw = {.struct_bytes = sizeof hw};
@@ -67,6 +69,8 @@ static ps_plan *make_plan(const layout *how, bool clip) {
   s.param_lead = s.saved_lead = s.saved_lag = s.grad_lag = s.sum_lag = 1;
   for (uint32_t u = 1; u < s.n_units; u++) /* unit 0 is the tied embedding */
     s.in_pieces[u] = how->pieces;
+  for (uint32_t u = 1; u < s.n_units; u++)
+    s.grad_resident[u] = how->stay;
   CHECK(ps__plan_from_spec(&plan, &config, &cfg, &hw, &s) == PS_OK);
   ps__spec_free(&s);
   ps__layout_free(&cut);

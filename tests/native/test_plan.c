@@ -229,6 +229,25 @@ static void check_scales(const ps__step *s) {
                   ps__layer_of(s->model, l)->fwd[i].what;
   CHECK(n >= expected && n <= expected * s->at->n_devices);
 }
+/* A total whose pieces stay on their devices goes to the host once, and never comes back. No device
+ * has more of it than its piece. */
+static void check_pieces_stay(const ps__step *s) {
+  for (uint32_t u = 0; u < s->spec->n_units; u++) {
+    uint64_t sent = 0, fetched = 0;
+    if (!s->spec->in_pieces[u] || !s->spec->grad_resident[u] || s->model->unit[u].frozen)
+      continue;
+    for (size_t i = 0; i < s->n_op; i++) {
+      const ps__vaccess *a = &s->access[s->op[i].access];
+      if (s->op[i].kernel)
+        continue;
+      sent += a[1].vt == s->unit_host[u].grad ? a[1].bytes : 0;
+      CHECK(a[1].vt != s->unit_host[u].grad || s->vt[a[0].vt].bytes == a[0].bytes ||
+            ps__unit_contributions(s->model, &s->sums, u) == 1);
+      fetched += a[0].vt == s->unit_host[u].grad ? a[0].bytes : 0;
+    }
+    CHECK(sent == s->vt[s->unit_host[u].grad].bytes && fetched == 0);
+  }
+}
 /* The step ends with the report, which awaits the last of the weights and state that the
  * device-to-host stream copies, and the state of the units whose updates are split, from the last
  * one back. */
@@ -355,10 +374,10 @@ static void randomize(ps__spec *spec, const model *m, const ps__layout *l, uint6
     spec->update_streamed[u] = !spec->update_resident[u] && rnd_below(state, 2);
     spec->update_split[u] = may_split && !ps__updated_on_device(spec, u) && rnd_below(state, 2);
   }
-  /* half of the specs have several devices, whose totals and updates are on the host */
+  /* half of the specs have several devices, whose updates are on the host */
   spec->n_devices = rnd_below(state, 2) ? 1 : 2 + rnd_below(state, 3);
   for (uint32_t u = 0; u < spec->n_units && spec->n_devices > 1; u++)
-    spec->grad_resident[u] = spec->update_resident[u] = spec->update_streamed[u] = 0;
+    spec->update_resident[u] = spec->update_streamed[u] = 0;
   spec->embed_on_host = !m->cfg.tied_embeddings && rnd_below(state, 2);
   /* half of these are rings, where devices have one to three blocks in turn */
   spec->ring_blocks = spec->n_devices > 1 && rnd_below(state, 2) ? 1 + rnd_below(state, 3) : 0;
@@ -367,6 +386,9 @@ static void randomize(ps__spec *spec, const model *m, const ps__layout *l, uint6
     spec->in_pieces[u] = spec->n_devices > 1 && rnd_below(state, 3) &&
                          !(u == 0 && (m->cfg.tied_embeddings || spec->embed_on_host)) &&
                          !(spec->ring_blocks && m->made->unit[u].layer != ps__head_layer(m->made));
+  /* and so are totals that are not in pieces */
+  for (uint32_t u = 0; u < spec->n_units && spec->n_devices > 1; u++)
+    spec->grad_resident[u] &= spec->in_pieces[u];
   if (spec->embed_on_host)
     spec->param_resident[0] = spec->grad_resident[0] = spec->update_resident[0] =
         spec->update_streamed[0] = spec->update_split[0] = 0;
@@ -447,6 +469,7 @@ static uint32_t run_case(uint32_t idx, int n_specs, uint64_t *state) {
     CHECK(ps__plan_from_spec(&plan, &m->cfg, &cfg, &hw, &spec) == PS_OK);
     check_step(&plan->step);
     check_tight(&plan->step);
+    check_pieces_stay(&plan->step);
     check_report(&plan->step);
     check_scales(&plan->step);
     const outcome got = train(m, plan, i % 2 == 0);
