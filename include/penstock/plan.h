@@ -205,7 +205,8 @@ typedef struct ps_plan_report {
   uint64_t device_mem_bytes, host_mem_bytes;          /* the caps as given; 0: none */
   /* Numbers of units:
    *   resident_param_units   their parameters are device-resident
-   *   resident_grad_units    their totals of gradients are; a unit with one contribution has none
+   *   resident_grad_units    their totals of gradients are; a unit with one contribution has none.
+   *                          With several devices each has a piece of them until they are complete
    *   resident_update_units  their optimizer state is, and the update runs on the device
    *   n_units                all units of the model */
   uint64_t resident_param_units, resident_grad_units, resident_update_units, n_units;

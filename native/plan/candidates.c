@@ -69,6 +69,18 @@ double ps__unit_part_bytes(const ps__search_space *sp) {
   return bytes / PS__UNIT_PARTS;
 }
 
+double ps__total_part_bytes(const ps__search_space *sp, const ps__candidate *m) {
+  const ps__layout *l = &sp->microbatch[m->microbatch].layout;
+  const ps_dtype dt = sp->plan->model->dt;
+  const uint32_t n =
+      ps__contributions_of(l, ps__head_slice(sp->plan, l->chunk_tokens), dt, false).by_chunk;
+  const bool low = n > 2 && (ps__sum_mode(1, n, n, dt) & PS_LOW_WRITE);
+  if (!ps__totals_may_stay(sp->plan))
+    return ps__unit_part_bytes(sp);
+  return ps__unit_part_bytes(sp) * (1 + (low ? 1.0 / (double)ps_dtype_bytes(dt) : 0)) /
+         sp->plan->at->n_devices;
+}
+
 enum { OPS_BESIDE = 1 << 20 }; /* of steps that are evaluated at once; about 1.3 KB each */
 
 uint32_t ps__search_space_workers(const ps__search_space *sp, uint32_t n) {
@@ -547,7 +559,7 @@ static ps_status add_candidates(ps__search_space *sp, uint32_t idx) {
         m.residency = (uint8_t)(i / PS__N_AHEADS);
         m.keep = ps__residencies[m.residency];
         if (ps__totals_on_host(sp->plan) && (m.keep.grads || m.keep.state))
-          continue; /* totals and state are on the host */
+          continue; /* state is on the host; the local search varies what totals stay */
         m.ahead = (uint8_t)(i % PS__N_AHEADS);
         const traffic now = with_kept_parameters(sp, &t[m.residency], &mb->layout, &s, m.ahead);
         m.bound_ns = bound_of(sp, base[m.residency], &s, &now);

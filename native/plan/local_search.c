@@ -49,7 +49,7 @@ static bool moved(const ps__search *s, ps__candidate *m, int what, int by) {
   const int split = layers < 255 ? layers + 1 : 255; /* the head too */
   const int most[N_MOVES] = {PS__SAVED_PARTS,
                              PS__UNIT_PARTS,
-                             one ? PS__UNIT_PARTS : 0,
+                             one || ps__totals_may_stay(s->plan) ? PS__UNIT_PARTS : 0,
                              extra && l->n_rounds > 1 ? PS__SAVED_PARTS : 0,
                              cuda && one ? layers : 0,
                              cuda && ps__may_split(s->plan) ? split : 0,
@@ -112,6 +112,7 @@ typedef struct descent {
   uint32_t level, move; /* the next move, by step[level] parts */
   uint32_t failed;      /* moves in a row that found nothing better */
   uint32_t n_perturbed; /* perturbations since the last better plan */
+  uint64_t thought;     /* device BYTES that its first plan is thought to take; 0: the cap */
   bool begun;
 } descent;
 
@@ -133,8 +134,8 @@ static uint32_t n_perturbations(const ps__search *s) {
 /* @out: @d at candidate @m; time 0 where it does not fit. */
 static ps_status try_candidate(ps__search *s, const descent *d, ps__candidate m, descent *out) {
   const ps__candidate *from = &d->at.candidate;
-  const double units = (m.keep.params + m.keep.grads - from->keep.params - from->keep.grads) *
-                       ps__unit_part_bytes(&s->space);
+  const double units = (m.keep.params - from->keep.params) * ps__unit_part_bytes(&s->space) +
+                       (m.keep.grads - from->keep.grads) * ps__total_part_bytes(&s->space, &m);
   *out = *d;
   PS_TRY(fill_device(s, &m, (uint64_t)((double)d->taken + units), &out->at.ns, &out->taken));
   out->at.candidate = m;
@@ -187,7 +188,9 @@ static ps_status begin_at_start(ps__search *s, descent *d) {
   ps__candidate m = d->at.candidate;
   const ps__layout *l = &s->space.microbatch[m.microbatch].layout;
   d->begun = true;
-  PS_TRY(fill_device(s, &d->at.candidate, s->cap[PS__DEVICE_MEM], &d->at.ns, &d->taken));
+  PS_TRY(fill_device(s, &d->at.candidate, d->thought ? d->thought : s->cap[PS__DEVICE_MEM],
+                     &d->at.ns, &d->taken));
+  d->thought = 0;
   if (d->taken == 0 || s->whole || m.keep.state || s->plan->hw.backend != PS_BACKEND_CUDA)
     return PS_OK;
   m = d->at.candidate;
@@ -284,10 +287,29 @@ static void with_all_rounds(branch *b) {
   b->max_ops = ps__budget(b->s, LOCAL_SEARCH_OPS / 2 / N_LAST_STAGE);
 }
 
+/* Where totals may stay on their devices: parts of the units whose totals do, in two branches that
+ * begin at the plan of the best one. The second stage's budget is then also theirs, and the last
+ * stage takes the best of them beside the best other one. No candidate of the search space keeps
+ * totals, and moves alone seldom lead there. Totals that stay take the place of saved activations.
+ * They are a gain when more of those are offloaded over the links that got free. */
+static const uint8_t totals_kept[] = {8, 31};
+enum { N_KEEPING = sizeof totals_kept };
+
+static uint32_t n_keeping(const ps__search *s) {
+  return ps__totals_may_stay(s->plan) ? N_KEEPING : 0;
+}
+
+static void keep_totals(branch *b, const descent *from, uint8_t parts) {
+  ps__candidate m = from->at.candidate;
+  const double more = (parts - m.keep.grads) * ps__total_part_bytes(&b->s->space, &m);
+  m.keep.grads = parts;
+  b->at = (descent){.at = {0, m}, .thought = (uint64_t)((double)from->taken + more)};
+}
+
 static ps_status search_branches(ps__search *s, branch *b, uint32_t n) {
   ps__pool *pool;
-  branch *order[N_STARTS];
-  const uint32_t few = n < N_LAST_STAGE ? n : N_LAST_STAGE;
+  branch *order[N_STARTS + N_KEEPING];
+  const uint32_t keeping = n_keeping(s), n_all = n + keeping;
   PS_TRY(ps__pool_create(&pool, ps__search_space_workers(&s->space, n), "search"));
   for (uint32_t i = 0; i < n; i++) {
     order[i] = &b[i];
@@ -295,17 +317,26 @@ static ps_status search_branches(ps__search *s, branch *b, uint32_t n) {
   }
   ps__pool_run(pool, n, branch_task, order);
   qsort(order, n, sizeof *order, by_branch);
-  const uint32_t better = n < N_SECOND_STAGE ? n : N_SECOND_STAGE;
-  for (uint32_t i = 0; i < better; i++)
-    order[i]->max_ops = ps__budget(s, LOCAL_SEARCH_OPS / 4 / N_SECOND_STAGE);
-  ps__pool_run(pool, better, branch_task, order);
+  const uint32_t better = n < N_SECOND_STAGE - keeping ? n : N_SECOND_STAGE - keeping;
+  for (uint32_t i = 0; i < keeping && n; i++) {
+    keep_totals(&b[n + i], &order[0]->at, totals_kept[i]);
+    order[better + i] = &b[n + i];
+  }
+  const uint32_t second = better + keeping, paid = n < N_SECOND_STAGE ? n : N_SECOND_STAGE;
+  for (uint32_t i = 0; i < second; i++)
+    order[i]->max_ops = ps__budget(s, LOCAL_SEARCH_OPS / 4 / N_SECOND_STAGE * paid / second);
+  ps__pool_run(pool, second, branch_task, order);
   qsort(order, better, sizeof *order, by_branch);
+  qsort(order + better, keeping, sizeof *order, by_branch);
+  if (keeping) /* the best of both kinds: more rounds and steps may turn their order */
+    order[1] = order[better];
+  const uint32_t few = keeping ? N_LAST_STAGE : better < N_LAST_STAGE ? better : N_LAST_STAGE;
   for (uint32_t i = 0; i < few; i++)
     with_all_rounds(order[i]);
   ps__pool_run(pool, few, branch_task, order);
   ps__pool_destroy(pool);
   bool confirmed = false;
-  for (uint32_t i = 0; i < n; i++) {
+  for (uint32_t i = 0; i < n_all; i++) {
     if (b[i].status != PS_OK)
       return ps__fail(b[i].status, "%s", b[i].why);
     s->out->n_feasible += b[i].out.n_feasible;
@@ -313,7 +344,7 @@ static ps_status search_branches(ps__search *s, branch *b, uint32_t n) {
   }
   if (confirmed)
     memset(s->best, 0, sizeof s->best);
-  for (uint32_t i = 0; i < n; i++)
+  for (uint32_t i = 0; i < n_all; i++)
     for (uint32_t k = 0; b[i].s->whole == confirmed && k < PS__N_BEST && b[i].s->best[k].ns > 0;
          k++)
       ps__note_best(s, b[i].s->best[k].ns, &b[i].s->best[k].candidate);
@@ -342,24 +373,26 @@ static uint32_t find_starts(const ps__search *s, const ps__fastest *out[N_STARTS
 }
 
 ps_status ps__local_search(ps__search *s) {
-  branch b[N_STARTS] = {0};
+  branch b[N_STARTS + N_KEEPING] = {0};
   const ps__fastest *from[N_STARTS];
   ps_status st = PS_OK;
   qsort(s->fastest, sizeof s->fastest / sizeof *s->fastest, sizeof *s->fastest, by_ns);
+  const uint32_t n_starts = find_starts(s, from), most = n_starts + n_keeping(s);
   uint32_t n = 0;
-  for (const uint32_t most = find_starts(s, from); n < most; n++) {
+  for (; n < most; n++) {
     b[n].s = ps__malloc(sizeof *s);
     if (!b[n].s) {
       st = ps__fail(PS_ENOMEM, "out of memory for the search");
       break;
     }
     *b[n].s = *s; /* the search space is shared and not written to */
-    b[n].at.at = *from[n];
+    if (n < n_starts)
+      b[n].at.at = *from[n];
     b[n].s->out = &b[n].out;
     b[n].s->n_ops = 0;
   }
   if (st == PS_OK)
-    st = search_branches(s, b, n);
+    st = search_branches(s, b, n_starts);
   for (uint32_t i = 0; i < n; i++)
     ps__free(b[i].s);
   return st;

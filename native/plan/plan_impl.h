@@ -31,8 +31,8 @@ struct ps_plan {
   _Atomic uint32_t in_use; /* 1: a trainer has it */
 };
 
-/* ps__totals_on_host() - totals of gradients and updates are on the host: where several devices or
- * hosts train together. */
+/* ps__totals_on_host() - complete totals of gradients and updates are on the host: where several
+ * devices or hosts train together. */
 static inline bool ps__totals_on_host(const ps_plan *p) {
   return p->at->n_devices > 1 || p->cfg.n_hosts > 1;
 }

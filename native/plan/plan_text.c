@@ -127,11 +127,16 @@ static void write_text(text *t, const ps_plan *p) {
     say(t, "devices          %u in a ring of layers; activations go from one to the next%s\n",
         r->n_devices, p->spec.ring_by_host ? " through host memory" : "");
   else if (r->n_devices > 1)
-    say(t, "devices          %u, of which %u have rounds; %s\n", r->n_devices,
+    say(t, "devices          %u, of which %u have rounds; %s", r->n_devices,
         r->n_rounds < r->n_devices ? r->n_rounds : r->n_devices,
         p->step.copied_bytes[PS__TO_PEERS]
             ? "each fetches and adds a piece of most units, and they copy the rest to each other"
             : "each fetches all from the host, which adds their gradients");
+  if (r->n_devices > 1 && r->resident_grad_units)
+    say(t, ";\n                 the totals of %llu units stay on the devices, a piece on each",
+        (unsigned long long)r->resident_grad_units);
+  if (r->n_devices > 1 && !ps__is_ring(p))
+    say(t, "\n");
   if (r->n_hosts > 1)
     say_hosts(t, p);
   say_memory(t, r);

@@ -176,9 +176,13 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
     const bool several = ps__unit_contributions(plan->model, &sums, u) > 1,
                table_on_host = u == 0 && embed_on_host, trained = !plan->model->unit[u].frozen;
     spec->param_resident[u] = ps__params_stay(sp, r, u) && !table_on_host;
-    spec->grad_resident[u] = ps__among(sp, u, r->grads) && several && !table_on_host;
     spec->in_pieces[u] =
         ps__takes_pieces(plan, u) && !table_on_host && !ps__among(sp, u, m->from_host);
+    /* with several devices a total stays for longer than the rounds that run at once */
+    const bool stays = ps__totals_on_host(plan)
+                           ? spec->in_pieces[u] && layout->n_rounds > spec->n_devices
+                           : several && !table_on_host;
+    spec->grad_resident[u] = ps__among(sp, u, r->grads) && stays;
     spec->update_resident[u] = r->state && trained;
     spec->update_streamed[u] = !r->state && layer > 0 && layer <= m->streamed && trained;
     const bool among = layer == ps__head_layer(plan->model)
