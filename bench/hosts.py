@@ -6,7 +6,8 @@ CASE is MODEL:SEQ_LEN:DEVICE_GIB:HOST_GIB:TOKENS_PER_STEP[:MORE], as in bench/sw
 those of a task, its tokens those of all tasks. Task k trains on GPU k, with an equal part of the
 machine's CPUs. The first task measures the machine's rates alone, before the others start.
 
-Prints the tokens/s of the median step and what rank 0 says of the network, and writes DIR/row.json.
+Prints the tokens/s of the median step and what rank 0 says of the network. Writes DIR/row.json, and
+what each task said to DIR/rank-K.txt.
 One GPU beside it: `python3 bench/sweep --out DIR` with the same case.
 """
 
@@ -89,8 +90,9 @@ def start(a, case: Case, work: Path, port: int) -> list:
     ]
 
 
-def end(tasks: list, limit_s: float) -> list[str]:
-    """What the tasks said. SweepError: one of them failed, or took too long."""
+def end(tasks: list, limit_s: float, out: Path) -> list[str]:
+    """What the tasks said, which is also in @out. SweepError: one of them failed, or took too
+    long."""
     until, said = time.monotonic() + limit_s, []
     try:
         for task in tasks:
@@ -100,6 +102,8 @@ def end(tasks: list, limit_s: float) -> list[str]:
     finally:
         for task in tasks:
             task.kill()
+    for rank, text in enumerate(said):
+        (out / f"rank-{rank}.txt").write_text(text)
     for rank, (task, text) in enumerate(zip(tasks, said, strict=True)):
         if task.returncode:
             last = text.strip().splitlines()[-1] if text.strip() else "nothing"
@@ -115,7 +119,7 @@ def run(a) -> dict:
         (work / "model/config.json").write_text(case.config)
         n_tokens = case.tokens_per_step * case.steps + case.seq_len + 1
         measure.random_shard(work / "random.bin", n_tokens, cases.vocabulary(case.config))
-        said = end(start(a, case, work, free_port()), a.limit_s)
+        said = end(start(a, case, work, free_port()), a.limit_s, a.out)
         lines = (work / "run-0/metrics.jsonl").read_text().splitlines()
         plan = json.loads((work / "run-0/plan.json").read_text())
     metrics = [json.loads(line) for line in lines]

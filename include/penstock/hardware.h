@@ -169,7 +169,7 @@ PS_API ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32
  *                  and its copies.
  * @host_mem_bytes  cap of the process's host memory, 0: none.
  * @seconds         of timing in all. 0: 1 on the CPU backend, 16 on CUDA, where the clock falls
- *                  under load. Preparation adds a few seconds, and half a minute on a GPU whose
+ *                  under load. Preparation adds a few seconds, on CUDA up to 5 of load, and half a minute on a GPU whose
  *                  products were never timed: they are timed under load.
  * Takes, for the time that it runs: on the CPU backend 206 MB + 5 MB a thread; on CUDA 3.6 GiB of
  * device memory and 4.3 GiB of host memory. Where the cap or the system (a cgroup) leaves less, the

@@ -53,8 +53,9 @@ bool ps__cuda_driver_there(void);
 /* ps__cuda_measure() - the GPU's rates and device_overhead_bytes into @hw; with @profile also the
  * figures that only people read.
  * @seconds  of each of PS__CUDA_CASES cases (PS__CUDA_MORE_CASES more with @profile). The first
- *           two cases are load that is not counted: a large GPU is bound by its power, and its
- *           clock falls only after some seconds. Of every other case the second half counts.
+ *           two cases are load that is not counted, and last up to 5 s: a large GPU is bound by its
+ *           power, and its clock falls only after some seconds. Of every other case the second half
+ *           counts.
  * @host     places to copy from and to, and loads: gradient sums, on all threads first, and the
  *           optimizer. Each load runs beside copies, to measure how they divide the host's memory
  *           bandwidth (contention). memory_bytes_per_s is the whole bandwidth beside the first
