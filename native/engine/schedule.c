@@ -10,15 +10,20 @@
  * - All orderings point forward in program order. Those between two ops of one step therefore arise
  *   inside that step, and are the same in both walks.
  * - A conflict over two steps or more is covered by the stream's own order between an op and the
- *   same op one step later. */
+ *   same op one step later.
+ *
+ * Neighbouring intervals in one state are a STRETCH, and an access reads the stretches that it
+ * covers. A write makes its intervals one stretch. An access that begins or ends inside of a
+ * stretch divides it. So a tensor that others have divided into a hundred intervals costs as much
+ * as one of a single interval. */
 #include "engine/schedule.h"
 #include <string.h>
 
-/* An interval's last writer, and the streams that have read it since: bit s is stream s. */
-typedef struct interval {
+/* A stretch's last writer, and the streams that have read it since: bit s is stream s. */
+typedef struct stretch {
   uint32_t time, stream;
   uint64_t readers;
-} interval;
+} stretch;
 _Static_assert(PS_MAX_STREAMS <= 64, "a set of streams is a word");
 
 typedef struct compiler {
@@ -26,8 +31,11 @@ typedef struct compiler {
   unsigned rules;
   uint32_t n_streams;
   ps__intervals intervals;
-  interval *state;    /* n_intervals */
-  uint32_t *readings; /* n_intervals x n_streams: interval.readers' times */
+  /* by interval, of those that begin a stretch: n_intervals; n_intervals x n_streams, the times of
+   * stretch.readers */
+  stretch *state;
+  uint32_t *readings;
+  uint64_t *begins; /* a bit an interval: it begins a stretch */
   /* 2 walks x n_ops x n_streams, by time: the clock of each op; stream s starts at
    * clock_first[s] */
   uint32_t *clocks;
@@ -41,75 +49,127 @@ static uint32_t *clock_of(const compiler *c, uint32_t stream, uint32_t time) {
   return c->clocks + (c->clock_first[stream] + time - 1) * c->n_streams;
 }
 
-static void later(uint32_t *at, uint32_t time) {
-  if (*at < time)
-    *at = time;
+/* The waits of an op: the time of each stream of a set. */
+typedef struct needs {
+  uint64_t streams; /* bit s: time[s] is set */
+  uint32_t time[PS_MAX_STREAMS];
+} needs;
+
+static void later(needs *n, uint32_t stream, uint32_t time) {
+  if (n->streams >> stream & 1 && n->time[stream] >= time)
+    return;
+  n->streams |= 1ull << stream;
+  n->time[stream] = time;
 }
 
-/* What the intervals ask an access to wait for. */
-static void collect(const compiler *c, size_t access, uint32_t mode,
-                    uint32_t need[PS_MAX_STREAMS]) {
-  bool behind_writer = ((mode & PS_READ) && (c->rules & PS__RULE_RAW)) ||
-                       ((mode & PS_WRITE) && (c->rules & PS__RULE_WAW));
-  bool behind_readers = (mode & PS_WRITE) && (c->rules & PS__RULE_WAR);
-  for (uint32_t i = c->intervals.first[access]; i < c->intervals.end[access]; i++) {
-    const interval *at = &c->state[i];
-    if (behind_writer)
-      later(&need[at->stream], at->time);
+/* Takes the lowest stream out of a set that is not empty. */
+static uint32_t take(uint64_t *set) {
+  const uint32_t s = (uint32_t)__builtin_ctzll(*set);
+  *set &= *set - 1;
+  return s;
+}
+
+/* The last interval up to @i that begins a stretch. Interval 0 does. */
+static uint32_t stretch_of(const compiler *c, uint32_t i) {
+  uint32_t word = i / 64;
+  uint64_t bits = c->begins[word] << (63 - i % 64);
+  if (bits)
+    return i - (uint32_t)__builtin_clzll(bits);
+  while (!c->begins[--word])
+    ;
+  return word * 64 + 63 - (uint32_t)__builtin_clzll(c->begins[word]);
+}
+
+/* The next interval from @i on that begins a stretch; @end: none below it. */
+static uint32_t next_stretch(const compiler *c, uint32_t i, uint32_t end) {
+  for (uint32_t word = i / 64; i < end; i = ++word * 64) {
+    const uint64_t bits = c->begins[word] >> i % 64;
+    if (bits)
+      return i + (uint32_t)__builtin_ctzll(bits) < end ? i + (uint32_t)__builtin_ctzll(bits) : end;
+  }
+  return end;
+}
+
+/* Interval @i begins a stretch from here on. */
+static void divide(const compiler *c, uint32_t i) {
+  if (i == c->intervals.n_intervals || c->begins[i / 64] >> i % 64 & 1)
+    return;
+  const uint32_t of = stretch_of(c, i);
+  c->begins[i / 64] |= 1ull << i % 64;
+  c->state[i] = c->state[of];
+  for (uint64_t set = c->state[of].readers; set;) {
+    const uint32_t s = take(&set);
+    c->readings[(size_t)i * c->n_streams + s] = c->readings[(size_t)of * c->n_streams + s];
+  }
+}
+
+/* What the stretches of an access ask to wait for. */
+static void collect(const compiler *c, size_t access, uint32_t mode, needs *need) {
+  const uint32_t first = c->intervals.first[access], end = c->intervals.end[access];
+  const bool behind_writer = ((mode & PS_READ) && (c->rules & PS__RULE_RAW)) ||
+                             ((mode & PS_WRITE) && (c->rules & PS__RULE_WAW)),
+             behind_readers = (mode & PS_WRITE) && (c->rules & PS__RULE_WAR);
+  for (uint32_t i = stretch_of(c, first); i < end; i = next_stretch(c, i + 1, end)) {
+    const stretch *at = &c->state[i];
+    if (behind_writer && at->time)
+      later(need, at->stream, at->time);
     const uint32_t *time = c->readings + (size_t)i * c->n_streams;
-    for (uint64_t set = behind_readers ? at->readers : 0; set; set &= set - 1) {
-      const int s = __builtin_ctzll(set);
-      later(&need[s], time[s]);
+    for (uint64_t set = behind_readers ? at->readers : 0; set;) {
+      const uint32_t s = take(&set);
+      later(need, s, time[s]);
     }
   }
 }
 
 static void mark(const compiler *c, size_t access, uint32_t mode, uint32_t stream, uint32_t time) {
-  for (uint32_t i = c->intervals.first[access]; i < c->intervals.end[access]; i++) {
-    if (mode & PS_WRITE) {
-      c->state[i] = (interval){.time = time, .stream = stream};
-    } else {
-      c->state[i].readers |= 1ull << stream;
-      c->readings[(size_t)i * c->n_streams + stream] = time;
-    }
+  const uint32_t first = c->intervals.first[access], end = c->intervals.end[access];
+  divide(c, first);
+  divide(c, end);
+  if (mode & PS_WRITE) {
+    for (uint32_t i = next_stretch(c, first + 1, end); i < end; i = next_stretch(c, i + 1, end))
+      c->begins[i / 64] &= ~(1ull << i % 64);
+    c->state[first] = (stretch){.time = time, .stream = stream};
+    return;
+  }
+  for (uint32_t i = first; i < end; i = next_stretch(c, i + 1, end)) {
+    c->state[i].readers |= 1ull << stream;
+    c->readings[(size_t)i * c->n_streams + stream] = time;
   }
 }
 
 /* Drop what the stream has seen, and what another of the waits implies. Being implied is an
  * order without cycles, so that what is left at its ends implies all that was dropped. */
-static void reduce(const compiler *c, uint32_t stream, uint32_t need[PS_MAX_STREAMS]) {
-  uint32_t live[PS_MAX_STREAMS], n = 0;
-  for (uint32_t s = 0; s < c->n_streams; s++) {
-    if (need[s] <= c->now[stream][s])
-      need[s] = 0;
-    else
-      live[n++] = s;
+static void reduce(const compiler *c, uint32_t stream, needs *need) {
+  uint64_t implied = 0;
+  for (uint64_t set = need->streams; set;) {
+    const uint32_t s = take(&set);
+    if (need->time[s] <= c->now[stream][s])
+      need->streams &= ~(1ull << s);
   }
-  bool implied[PS_MAX_STREAMS] = {false};
-  for (uint32_t i = 0; n > 1 && i < n; i++) {
-    const uint32_t *seen = clock_of(c, live[i], need[live[i]]);
-    for (uint32_t j = 0; j < n; j++)
-      implied[j] |= j != i && seen[live[j]] >= need[live[j]];
+  for (uint64_t set = need->streams; set;) {
+    const uint32_t i = take(&set), *seen = clock_of(c, i, need->time[i]);
+    for (uint64_t others = need->streams & ~(1ull << i); others;) {
+      const uint32_t j = take(&others);
+      if (seen[j] >= need->time[j])
+        implied |= 1ull << j;
+    }
   }
-  for (uint32_t i = 0; i < n; i++)
-    if (implied[i])
-      need[live[i]] = 0;
+  need->streams &= ~implied;
 }
 
-static ps_status emit(compiler *c, size_t op, const uint32_t need[PS_MAX_STREAMS]) {
+static ps_status emit(compiler *c, size_t op, const needs *need) {
   ps_schedule *sch = c->out;
   sch->list.ops[op].wait = sch->n_waits;
-  for (uint32_t s = 0; s < c->n_streams; s++) {
-    if (!need[s])
-      continue;
-    uint64_t n = c->list->stream_n_ops[s];
-    bool before = need[s] <= n;
+  for (uint64_t set = need->streams; set;) {
+    const uint32_t s = take(&set), time = need->time[s];
+    const uint64_t n = c->list->stream_n_ops[s];
+    const bool before = time <= n;
     if (before && !(c->rules & PS__RULE_CROSS_STEP))
       continue;
     if (!ps__grow((void **)&sch->waits, sch->n_waits, &c->waits_cap, sizeof *sch->waits))
       return ps__fail(PS_ENOMEM, "schedule: out of memory at wait %zu", sch->n_waits);
     sch->waits[sch->n_waits++] =
-        (ps_wait){.stream = s, .steps_back = before, .value = before ? need[s] : need[s] - n};
+        (ps_wait){.stream = s, .steps_back = before, .value = before ? time : time - n};
     sch->list.ops[op].n_wait++;
   }
   return PS_OK;
@@ -117,18 +177,19 @@ static ps_status emit(compiler *c, size_t op, const uint32_t need[PS_MAX_STREAMS
 
 static ps_status walk_op(compiler *c, size_t idx, uint32_t walk) {
   const ps__op *op = &c->list->ops[idx];
-  uint32_t need[PS_MAX_STREAMS] = {0};
+  needs need;
   uint32_t *now = c->now[op->stream];
   uint32_t time = (uint32_t)(walk * c->list->stream_n_ops[op->stream] + op->position + 1);
+  need.streams = 0; /* its times are read where they are set */
   for (uint32_t i = 0; i < op->n_access; i++)
-    collect(c, op->access + i, c->list->access[op->access + i].mode, need);
-  reduce(c, op->stream, need);
+    collect(c, op->access + i, c->list->access[op->access + i].mode, &need);
+  reduce(c, op->stream, &need);
   if (walk == 1)
-    PS_TRY(emit(c, idx, need));
-  for (uint32_t s = 0; s < c->n_streams; s++) {
-    const uint32_t *seen = need[s] ? clock_of(c, s, need[s]) : NULL;
-    for (uint32_t t = 0; seen && t < c->n_streams; t++)
-      later(&now[t], seen[t]);
+    PS_TRY(emit(c, idx, &need));
+  for (uint64_t set = need.streams; set;) {
+    const uint32_t s = take(&set), *seen = clock_of(c, s, need.time[s]);
+    for (uint32_t t = 0; t < c->n_streams; t++)
+      now[t] = now[t] < seen[t] ? seen[t] : now[t];
   }
   now[op->stream] = time;
   memcpy(clock_of(c, op->stream, time), now, c->n_streams * sizeof *now);
@@ -154,6 +215,7 @@ static ps_status compiler_init(compiler *c, const ps_program *program, unsigned 
   }
   PS_TRY(ps__intervals_cut(&c->intervals, l));
   c->state = ps__calloc(c->intervals.n_intervals, sizeof *c->state);
+  c->begins = ps__calloc(c->intervals.n_intervals / 64 + 1, sizeof *c->begins);
   c->readings = ps__malloc(c->intervals.n_intervals * c->n_streams * sizeof *c->readings);
   c->clocks = ps__malloc(first * l->n_streams * sizeof *c->clocks);
   ps_schedule *s = c->out = ps__calloc(1, sizeof *c->out);
@@ -163,10 +225,11 @@ static ps_status compiler_init(compiler *c, const ps_program *program, unsigned 
     s->list.access = copy_of(l->access, l->n_access * sizeof *l->access);
     s->list.args = copy_of(l->args, l->args_bytes);
   }
-  if (!c->state || !c->readings || !c->clocks || !s || !s->list.ops || !s->list.access ||
-      !s->list.args)
+  if (!c->state || !c->begins || !c->readings || !c->clocks || !s || !s->list.ops ||
+      !s->list.access || !s->list.args)
     return ps__fail(PS_ENOMEM, "schedule: out of memory for %zu ops, %zu intervals", l->n_ops,
                     c->intervals.n_intervals);
+  c->begins[0] = 1;
   return PS_OK;
 }
 
@@ -202,6 +265,7 @@ ps_status ps__schedule_compile_masked(ps_schedule **out, const ps_program *progr
       st = walk_op(&c, i, walk);
   ps__intervals_free(&c.intervals);
   ps__free(c.state);
+  ps__free(c.begins);
   ps__free(c.readings);
   ps__free(c.clocks);
   if (st == PS_OK)
