@@ -169,9 +169,23 @@ static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bo
   return st;
 }
 
+/* Whether the search space has candidates of this residency: totals and state may have to be on the
+ * host. */
+static bool admits(const ps__search_space *sp, const ps__residency *r) {
+  return !ps__totals_on_host(sp->plan) || !(r->grads || r->state);
+}
+
+/* Whether a candidate of the configuration has the embedding on the device. */
+static bool any_on_device(const ps__search_space *sp, const ps__microbatch *mb) {
+  for (uint32_t r = 0; r < PS__N_RESIDENCIES; r++)
+    if (admits(sp, &ps__residencies[r]) && !ps__embed_on_host(sp, &mb->layout, &ps__residencies[r]))
+      return true;
+  return false;
+}
+
 static ps_status measure_microbatch(const ps__search_space *sp, ps__microbatch *mb,
                                     ps__step_hooks *hooks) {
-  for (uint32_t on_host = 0; on_host <= !ps__tied(sp->plan->model); on_host++)
+  for (uint32_t on_host = !any_on_device(sp, mb); on_host <= !ps__tied(sp->plan->model); on_host++)
     PS_TRY(measure_base(sp, mb, on_host, hooks));
   return PS_OK;
 }
@@ -558,8 +572,8 @@ static ps_status add_candidates(ps__search_space *sp, uint32_t idx) {
       for (uint32_t i = 0; st == PS_OK && i < PS__N_RESIDENCIES * PS__N_AHEADS; i++) {
         m.residency = (uint8_t)(i / PS__N_AHEADS);
         m.keep = ps__residencies[m.residency];
-        if (ps__totals_on_host(sp->plan) && (m.keep.grads || m.keep.state))
-          continue; /* state is on the host; the local search varies what totals stay */
+        if (!admits(sp, &m.keep))
+          continue;
         m.ahead = (uint8_t)(i % PS__N_AHEADS);
         const traffic now = with_kept_parameters(sp, &t[m.residency], &mb->layout, &s, m.ahead);
         m.bound_ns = bound_of(sp, base[m.residency], &s, &now);
