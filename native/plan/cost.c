@@ -344,6 +344,11 @@ static void draw_of_device_op(const ps__cost_model *m, const ps_op_view *op, ps_
                   hw->memory_bytes_per_s));
 }
 
+/* Sums have a speed by it, and copies and all ops on the host their contention. */
+bool ps__costs_by_threads(const ps__cost_model *m, uint32_t stream) {
+  return m->copy[stream].copies || ps__stream_on_host(m->at, stream);
+}
+
 void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out) {
   const ps__cost_model *m = model;
   *out = (ps_sim_cost){.ns = ps__cost_ns(m, op->kernel, op->stream, op->args, op->work)};

@@ -1,8 +1,10 @@
 /* evaluate.c - a candidate's ops, memory and time; what a step takes besides its arenas. */
+#include "backends/sim/sim.h"
 #include "hardware/hardware_impl.h"
 #include "hosts/hosts.h"
 #include "hosts/net.h"
 #include "plan/evaluate.h"
+#include <assert.h>
 #include <string.h>
 
 uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch,
@@ -49,19 +51,41 @@ void ps__used_bytes(const ps_plan *plan, const ps__step *s, const uint64_t arena
   out[PS__HOST_MEM] = ps__arena_round(host) + ps__host_overhead(plan, s, &scratch, &trace);
 }
 
-double ps__steady_ns(const ps__step *s, ps__cost_model *m, const double end[PS__SIM_STEPS]) {
-  double stream[PS_MAX_STREAMS] = {0}, resource[PS_SIM_RESOURCES] = {0},
-         most = end[PS__SIM_STEADY] - end[PS__SIM_STEADY - 1];
+/* Whether an op costs what it did with another number of threads for sums. */
+static inline bool costs_as_before(ps__cost_model *m, const ps_op_view *op,
+                                   const ps_sim_cost *before) {
+  ps_sim_cost now;
+  ps__cost(m, op, &now);
+  return now.ns == before->ns && now.kind == before->kind && now.slower == before->slower &&
+         !memcmp(now.demand, before->demand, sizeof now.demand) &&
+         now.idle_gain == before->idle_gain && now.idle_most == before->idle_most;
+}
+
+void ps__step_costs(const ps__step *s, ps__cost_model *m, bool again, ps_sim_cost *out) {
   for (size_t i = 0; i < s->n_op; i++) {
     const ps_op_view view = {.kernel = s->op[i].kernel,
                              .args = s->args + s->op[i].args,
                              .stream = s->op[i].stream,
                              .work = s->op[i].work};
-    ps_sim_cost cost;
-    ps__cost(m, &view, &cost);
-    stream[view.stream] += cost.ns;
-    for (int d = 0; d < PS_SIM_DEMANDS && cost.demand[d] > 0; d++)
-      resource[cost.resource[d]] += cost.ns * cost.demand[d];
+    if (!again || ps__costs_by_threads(m, view.stream))
+      ps__cost(m, &view, &out[i]);
+    else
+      assert(costs_as_before(m, &view, &out[i]));
+  }
+}
+
+/* ns of a step in the steady state, from the ends of the simulated steps. It is at least the work
+ * of every stream, and of every shared resource: the first steps put off work that their ends do
+ * not count. (Ops that idle_gain shortens count in full: it is at most 1, so that idle time costs
+ * more than it gains.) */
+static double steady_ns(const ps__step *s, const ps_sim_cost *cost,
+                        const double end[PS__SIM_STEADY + 1]) {
+  double stream[PS_MAX_STREAMS] = {0}, resource[PS_SIM_RESOURCES] = {0},
+         most = end[PS__SIM_STEADY] - end[PS__SIM_STEADY - 1];
+  for (size_t i = 0; i < s->n_op; i++) {
+    stream[s->op[i].stream] += cost[i].ns;
+    for (int d = 0; d < PS_SIM_DEMANDS && cost[i].demand[d] > 0; d++)
+      resource[cost[i].resource[d]] += cost[i].ns * cost[i].demand[d];
   }
   for (uint32_t i = 0; i < s->at->n_streams; i++)
     if (stream[i] > most)
@@ -70,6 +94,26 @@ double ps__steady_ns(const ps__step *s, ps__cost_model *m, const double end[PS__
     if (resource[r] > most)
       most = resource[r];
   return most;
+}
+
+ps_status ps__step_simulate(const ps__step *s, const ps_schedule *schedule, const ps_sim_cost *cost,
+                            ps_trace_event *events, double *out_ns) {
+  double end[PS__SIM_STEADY + 1];
+  PS_TRY(ps__sim_run(schedule, cost, PS__SIM_STEADY + 1, PS__SIM_STEPS - PS__SIM_STEADY - 1, events,
+                     end));
+  *out_ns = steady_ns(s, cost, end);
+  return PS_OK;
+}
+
+ps_status ps__step_predict(const ps__step *s, const ps_schedule *schedule, ps__cost_model *m,
+                           ps_trace_event *events, double *out_ns) {
+  ps_sim_cost *cost = ps__malloc((s->n_op + 1) * sizeof *cost);
+  if (!cost)
+    return ps__fail(PS_ENOMEM, "out of memory for the costs of %zu ops", s->n_op);
+  ps__step_costs(s, m, false, cost);
+  const ps_status st = ps__step_simulate(s, schedule, cost, events, out_ns);
+  ps__free(cost);
+  return st;
 }
 
 /* On the CPU backend the devices' arenas are host memory too. */
@@ -112,42 +156,55 @@ static double round_ns(const ps__step *step, const ps_trace_event *events) {
   return start[1] - start[0];
 }
 
-/* @n_left_out: rounds that the step lacks of the one whose time is asked for. */
-static ps_status simulate(const ps__step *step, const ps_schedule *schedule, uint32_t n_left_out,
-                          ps__cost_model *m, ps_trace_event *events, double *step_ns) {
-  double end[PS__SIM_STEPS];
-  PS_TRY(ps_sim_run(schedule, ps__cost, m, PS__SIM_STEPS, events, end));
-  *step_ns = ps__steady_ns(step, m, end);
-  if (n_left_out)
-    *step_ns += n_left_out / step->at->n_devices * round_ns(step, events);
-  return PS_OK;
+/* What a simulation of a step needs and changes. */
+typedef struct simulation {
+  ps_schedule *schedule;
+  ps_sim_cost *cost;      /* [n_op] */
+  ps_trace_event *events; /* of the steps up to the steady one; NULL: not asked for */
+} simulation;
+
+static void simulation_free(simulation *r) {
+  ps__free(r->events);
+  ps__free(r->cost);
+  (void)ps_schedule_destroy(r->schedule);
 }
 
-/* The time with the best number of threads for sums. @out: its place (ps__sum_threads()). The
- * number changes what ops cost and nothing else. */
+static ps_status simulation_init(simulation *r, const ps__step *step, bool events) {
+  ps_program *program = NULL;
+  *r = (simulation){.cost = ps__malloc(step->n_op * sizeof *r->cost)};
+  if (events)
+    r->events = ps__malloc((PS__SIM_STEADY + 1) * step->n_op * sizeof *r->events);
+  if (!r->cost || (events && !r->events))
+    return ps__fail(PS_ENOMEM, "out of memory for a simulation");
+  ps_status st = ps__step_program(step, &program);
+  if (st == PS_OK)
+    st = ps_schedule_compile(&r->schedule, program);
+  ps_program_destroy(program);
+  return st;
+}
+
+/* The time with the best number of threads for sums. The number changes what ops cost and nothing
+ * else.
+ * @n_left_out  rounds that the step lacks of the one whose time is asked for
+ * @out         the number's place (ps__sum_threads()) */
 static ps_status best_threads(const ps_hardware *hw, const ps__step *step, uint32_t n_left_out,
                               uint8_t *out, double *out_ns) {
-  ps_program *program = NULL;
-  ps_schedule *schedule = NULL;
-  ps_trace_event *events =
-      n_left_out ? ps__malloc(PS__SIM_STEPS * step->n_op * sizeof *events) : NULL;
-  ps_status st = n_left_out && !events ? ps__fail(PS_ENOMEM, "out of memory for a simulation")
-                                       : ps__step_program(step, &program);
-  if (st == PS_OK)
-    st = ps_schedule_compile(&schedule, program);
+  simulation r;
+  ps_status st = simulation_init(&r, step, n_left_out > 0);
   for (uint32_t i = 0; st == PS_OK && (i == 0 || ps__sum_threads(hw, i)); i++) {
     double ns;
     ps__cost_model m =
         ps__cost_model_of(hw, step->model->fp8.on, step->at, hw->n_threads, ps__sum_threads(hw, i));
-    st = simulate(step, schedule, n_left_out, &m, events, &ns);
+    ps__step_costs(step, &m, i > 0, r.cost);
+    st = ps__step_simulate(step, r.schedule, r.cost, r.events, &ns);
+    if (st == PS_OK && n_left_out)
+      ns += n_left_out / step->at->n_devices * round_ns(step, r.events);
     if (st != PS_OK || (i > 0 && ns >= *out_ns))
       continue;
     *out_ns = ns;
     *out = (uint8_t)i;
   }
-  ps__free(events);
-  ps_program_destroy(program);
-  (void)ps_schedule_destroy(schedule);
+  simulation_free(&r);
   return st;
 }
 

@@ -455,15 +455,15 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
 /* The predicted step time, and how long each stream works in a steady step. */
 ps_status ps__plan_predict(ps_plan *p) {
   const uint64_t n = ps_schedule_n_ops(p->schedule);
-  double end[PS__SIM_STEPS], busiest = 0;
-  ps_trace_event *events = ps__malloc(PS__SIM_STEPS * n * sizeof *events);
+  double step_ns, busiest = 0;
+  ps_trace_event *events = ps__malloc((PS__SIM_STEADY + 1) * n * sizeof *events);
   if (!events)
     return ps__fail(PS_ENOMEM, "out of memory for the predicted trace");
-  const ps_status st = ps_plan_simulate(p, PS__SIM_STEPS, events, end);
+  ps__cost_model m =
+      ps__cost_model_of(&p->hw, p->model->fp8.on, p->step.at, p->hw.n_threads, p->spec.sum_threads);
+  const ps_status st = ps__step_predict(&p->step, p->schedule, &m, events, &step_ns);
   if (st == PS_OK) {
-    ps__cost_model m = ps__cost_model_of(&p->hw, p->model->fp8.on, p->step.at, p->hw.n_threads,
-                                         p->spec.sum_threads);
-    p->report.step_s = ps__steady_ns(&p->step, &m, end) * 1e-9;
+    p->report.step_s = step_ns * 1e-9;
     for (uint64_t i = PS__SIM_STEADY * n; i < (PS__SIM_STEADY + 1) * n; i++)
       p->report.stream_busy_s[events[i].stream] +=
           (double)(events[i].end_ns - events[i].start_ns) * 1e-9;

@@ -170,6 +170,8 @@ double ps__sum_speed(const ps_hardware *hw, uint32_t threads);
 bool ps__gpus_measured(const ps_hardware *hw, uint32_t n_devices);
 const ps_contention_rate *ps__gpus_copies(const ps_hardware *hw, uint32_t n_devices);
 void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out); /* a ps_sim_cost_fn */
+/* ps__costs_by_threads() - whether costs on a stream depend on the number of threads for sums. */
+bool ps__costs_by_threads(const ps__cost_model *m, uint32_t stream);
 /* ps__cost_ns() - the same of a virtual op: ns alone on the machine. @args: the kernel's arguments,
  * read for products and attention. */
 double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t stream,
@@ -220,11 +222,16 @@ void ps__memos_destroy(ps__memos *memos);
 ps_status ps__find_in_layouts(ps_plan *p, const ps__memos *memos, ps__search_result *out);
 ps_status ps__find_smallest_in_layouts(ps_plan *p, const ps__memos *memos, ps__search_result *out);
 /* ---- evaluate.c ------------------------------------------------------------------------------ */
-/* ps__steady_ns() - ns of a step in the steady state, from the ends of the simulated steps. It is
- * at least the work of every stream, and of every shared resource: the first steps put off work
- * that their ends do not count. (Ops that idle_gain shortens count in full: it is at most 1, so
- * that idle time costs more than it gains.) */
-double ps__steady_ns(const ps__step *s, ps__cost_model *m, const double end[PS__SIM_STEPS]);
+/* ps__step_costs() - what the step's ops cost, [n_op] in program order.
+ * @again  @out has them for another number of threads for sums; only what depends on it is set
+ * ps__step_simulate() - ns of a step in the steady state, with those costs. @events: NULL, or room
+ * for those of the steps up to the steady one. Errors: PS_EINVAL, PS_ENOMEM.
+ * ps__step_predict() - both in one. */
+void ps__step_costs(const ps__step *s, ps__cost_model *m, bool again, ps_sim_cost *out);
+ps_status ps__step_simulate(const ps__step *s, const ps_schedule *schedule, const ps_sim_cost *cost,
+                            ps_trace_event *events, double *out_ns);
+ps_status ps__step_predict(const ps__step *s, const ps_schedule *schedule, ps__cost_model *m,
+                           ps_trace_event *events, double *out_ns);
 /* ps__host_overhead() - host BYTES that a step takes besides its arena, and two parts of them.
  * ps__net_memory() - device BYTES for NCCL between hosts, where it may be used. */
 uint64_t ps__net_memory(const ps_plan *plan);

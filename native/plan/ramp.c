@@ -36,7 +36,7 @@ static ps_status check(const ps_plan *p) {
 static ps_status build(ps_plan *p, ps__ramp *r, bool run) {
   const ps__layout *l = &p->layout;
   ps_program *program = NULL;
-  double end[PS__SIM_STEPS];
+  double step_ns;
   PS_TRY(ps__layout_init(&r->layout, l->seq_len, r->n_sequences, l->chunk_tokens,
                          l->chunks_per_round, l->first_round_chunks, l->first_rounds));
   PS_TRY(ps__step_emit(&r->step, p->model, &r->layout, &p->spec, &p->hooks));
@@ -52,8 +52,8 @@ static ps_status build(ps_plan *p, ps__ramp *r, bool run) {
   PS_TRY(st);
   ps__cost_model m =
       ps__cost_model_of(&p->hw, p->model->fp8.on, p->at, p->hw.n_threads, p->spec.sum_threads);
-  PS_TRY(ps_sim_run(r->schedule, ps__cost, &m, PS__SIM_STEPS, NULL, end));
-  r->step_s = ps__steady_ns(&r->step, &m, end) * 1e-9;
+  PS_TRY(ps__step_predict(&r->step, r->schedule, &m, NULL, &step_ns));
+  r->step_s = step_ns * 1e-9;
   ps__step_widen(&p->step, &r->step);
   return PS_OK;
 }

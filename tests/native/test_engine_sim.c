@@ -1,5 +1,6 @@
 /* test_engine_sim.c - the simulator against figures worked out by hand; traces, simulated and
  * real, against program order. */
+#include "backends/sim/sim.h"
 #include "random_program.h"
 #include <math.h>
 #include <unistd.h>
@@ -250,6 +251,24 @@ static void check_trace(const ps_program *p, const ps_trace_event *ev, uint64_t 
   }
 }
 
+/* Of four steps the first three are told as in @ev and @end, and nothing of the fourth. */
+static void check_first_steps(const ps_schedule *s, uint64_t seed, const ps_trace_event *ev,
+                              const double end[4]) {
+  static ps_trace_event told[4 * RP_MAX_OPS];
+  ps_sim_cost cost[RP_MAX_OPS] = {0};
+  const uint64_t n_ops = ps_schedule_n_ops(s);
+  double ends[4] = {0};
+  for (uint64_t i = 0; i < n_ops; i++) {
+    ps_op_view op;
+    CHECK(ps_schedule_op(s, i, &op) == PS_OK);
+    random_price(&seed, &op, &cost[i]);
+  }
+  memset(told, 0xff, sizeof told);
+  CHECK(ps__sim_run(s, cost, 3, 1, told, ends) == PS_OK);
+  CHECK(memcmp(told, ev, 3 * n_ops * sizeof *ev) == 0 && memcmp(ends, end, 3 * sizeof *end) == 0);
+  CHECK(ends[3] == 0 && (n_ops == 0 || told[3 * n_ops].end_ns == UINT64_MAX));
+}
+
 static void test_traces(uint64_t n_programs) {
   static ps_trace_event ev[4 * RP_MAX_OPS], again[4 * RP_MAX_OPS];
   for (uint64_t seed = 0; seed < n_programs; seed++) {
@@ -265,6 +284,7 @@ static void test_traces(uint64_t n_programs) {
       CHECK((double)ev[i].end_ns <= end[ev[i].step] + 0.5);
     CHECK(ps_sim_run(s, random_price, &seed, 4, again, NULL) == PS_OK &&
           memcmp(ev, again, 4 * n_ops * sizeof *ev) == 0);
+    check_first_steps(s, seed, ev, end);
 
     ps_engine_config cfg = {
         .struct_bytes = sizeof cfg, .n_places = 1, .n_spaces = RP_SPACES, .n_streams = n_streams};

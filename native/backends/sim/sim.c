@@ -10,6 +10,7 @@
  * Cost: an event reads the streams that run an op. A stream that must wait is read again when the
  * stream that it awaits gets there. What an op needs lies in the order of its stream, so that a
  * stream reads its ops one after the other. */
+#include "backends/sim/sim.h"
 #include "engine/schedule.h"
 #include <math.h>
 #include <string.h>
@@ -37,9 +38,10 @@ typedef struct sim_stream {
 
 typedef struct sim {
   const ps_schedule *schedule;
-  uint64_t n_steps;
-  sim_op *op;    /* [n_ops], one stream after the other */
-  ps_wait *wait; /* those of all ops, in the same order */
+  uint64_t n_steps, n_told; /* to simulate; of which events and ends are asked for */
+  uint64_t n_left;          /* ops of the told steps that have not ended */
+  sim_op *op;               /* [n_ops], one stream after the other */
+  ps_wait *wait;            /* those of all ops, in the same order */
   ps_trace_event *events;
   double *step_end_ns;
   double now;
@@ -65,40 +67,40 @@ static double worst_slowdown(const sim *m, const ps_sim_cost *c) {
   return worst;
 }
 
-static ps_status price(sim *m, ps_sim_cost_fn cost, void *user) {
+static ps_status check(const sim *m, uint64_t i, const ps_sim_cost *c) {
+  bool ok = isfinite(c->ns) && c->ns >= 0 && c->idle_gain >= 0 && c->idle_gain <= 1 &&
+            c->idle_most >= 0 && c->idle_most <= 1;
+  for (int d = 0; d < PS_SIM_DEMANDS; d++)
+    ok = ok && c->demand[d] >= 0 && c->demand[d] <= 1 && c->resource[d] < PS_SIM_RESOURCES;
+  for (int k = 0; c->slower && k < 1 << PS_SIM_KINDS; k++)
+    ok = ok && c->slower[k] >= 1 && isfinite(c->slower[k]);
+  if (ok && c->kind < 1 << PS_SIM_KINDS)
+    return PS_OK;
+  return ps__fail(PS_EINVAL,
+                  "sim: the cost of op %llu (%s) is not finite and positive, a demand or gain "
+                  "not in 0..1, a resource not below %d or a slowdown below 1",
+                  (unsigned long long)i, ps__op_name(&m->schedule->list.ops[i]), PS_SIM_RESOURCES);
+}
+
+static ps_status list_ops(sim *m, const ps_sim_cost *cost) {
   /* all ops one after the other, each at its slowest: an op runs at every moment, so the
    * virtual clock stays below */
   double longest = 0;
   for (uint64_t i = 0; i < m->schedule->list.n_ops; i++) {
-    ps_op_view view;
-    PS_TRY(ps_schedule_op(m->schedule, i, &view));
     const ps__op *of = &m->schedule->list.ops[i];
-    sim_op *op = &m->op[m->first[of->stream] + of->position];
-    *op = (sim_op){.idx = (uint32_t)i, .n_wait = of->n_wait};
-    ps_sim_cost *c = &op->cost;
-    cost(user, &view, c);
-    bool ok = isfinite(c->ns) && c->ns >= 0 && c->idle_gain >= 0 && c->idle_gain <= 1 &&
-              c->idle_most >= 0 && c->idle_most <= 1;
-    for (int d = 0; d < PS_SIM_DEMANDS; d++)
-      ok = ok && c->demand[d] >= 0 && c->demand[d] <= 1 && c->resource[d] < PS_SIM_RESOURCES;
-    for (int k = 0; c->slower && k < 1 << PS_SIM_KINDS; k++)
-      ok = ok && c->slower[k] >= 1 && isfinite(c->slower[k]);
-    ok = ok && c->kind < 1 << PS_SIM_KINDS;
-    for (int d = 0; ok && d < PS_SIM_DEMANDS && c->demand[d] > 0; d++)
+    const ps_sim_cost *c = &cost[i];
+    PS_TRY(check(m, i, c));
+    m->op[m->first[of->stream] + of->position] =
+        (sim_op){.cost = *c, .idx = (uint32_t)i, .n_wait = of->n_wait};
+    for (int d = 0; d < PS_SIM_DEMANDS && c->demand[d] > 0; d++)
       if (c->resource[d] >= m->n_resources)
         m->n_resources = c->resource[d] + 1u;
-    if (!ok)
-      return ps__fail(PS_EINVAL,
-                      "sim: the cost of op %llu (%s) is not finite and positive, a demand or gain "
-                      "not in 0..1, a resource not below %d or a slowdown below 1",
-                      (unsigned long long)i, ps__op_name(&m->schedule->list.ops[i]),
-                      PS_SIM_RESOURCES);
     longest += c->ns * worst_slowdown(m, c) * (double)m->n_steps;
     if (longest > 9e18) /* of 2^64 that a trace's clock has */
       return ps__fail(PS_EINVAL,
                       "sim: op %llu (%s) takes %g s, and %llu steps more than the 285 years of the "
                       "clock: a rate of the hardware description is too low",
-                      (unsigned long long)i, ps__op_name(&m->schedule->list.ops[i]), c->ns * 1e-9,
+                      (unsigned long long)i, ps__op_name(of), c->ns * 1e-9,
                       (unsigned long long)m->n_steps);
   }
   return PS_OK;
@@ -199,14 +201,16 @@ static void finish(sim *m, uint32_t i) {
   const ps__oplist *l = &m->schedule->list;
   const uint64_t step = s->step;
   const uint32_t idx = s->ops[s->at].idx;
-  if (m->events)
+  const bool told = step < m->n_told;
+  m->n_left -= told;
+  if (m->events && told)
     m->events[step * l->n_ops + idx] = (ps_trace_event){.step = step,
                                                         .op = idx,
                                                         .queued_ns = (uint64_t)(s->queued + 0.5),
                                                         .start_ns = (uint64_t)(s->start + 0.5),
                                                         .end_ns = (uint64_t)(m->now + 0.5),
                                                         .stream = i};
-  if (m->step_end_ns)
+  if (m->step_end_ns && told)
     m->step_end_ns[step] = m->now;
   note_idle(m, s, false);
   s->n_done++;
@@ -271,17 +275,20 @@ static bool advance(sim *m) {
   return true;
 }
 
-ps_status ps_sim_run(const ps_schedule *schedule, ps_sim_cost_fn cost, void *user, uint64_t n_steps,
-                     ps_trace_event *events, double *step_end_ns) {
-  sim m = {.schedule = schedule, .n_steps = n_steps, .events = events, .step_end_ns = step_end_ns};
-  size_t n_ops = schedule->list.n_ops;
-  if (!cost)
-    return ps__fail(PS_EINVAL, "sim: cost is NULL");
+ps_status ps__sim_run(const ps_schedule *schedule, const ps_sim_cost *cost, uint64_t n_steps,
+                      uint64_t n_after, ps_trace_event *events, double *step_end_ns) {
+  const size_t n_ops = schedule->list.n_ops;
+  sim m = {.schedule = schedule,
+           .n_steps = n_steps + n_after,
+           .n_told = n_steps,
+           .n_left = n_steps * n_ops,
+           .events = events,
+           .step_end_ns = step_end_ns};
   for (uint32_t s = 0; s + 1 < schedule->list.n_streams; s++)
     m.first[s + 1] = m.first[s] + schedule->list.stream_n_ops[s];
   m.op = ps__malloc((n_ops + 1) * sizeof *m.op);
   m.wait = ps__malloc((schedule->n_waits + 1) * sizeof *m.wait);
-  ps_status st = m.op && m.wait ? price(&m, cost, user)
+  ps_status st = m.op && m.wait ? list_ops(&m, cost)
                                 : ps__fail(PS_ENOMEM, "sim: out of memory for %zu ops", n_ops);
   if (st == PS_OK) {
     list_streams(&m);
@@ -290,13 +297,32 @@ ps_status ps_sim_run(const ps_schedule *schedule, ps_sim_cost_fn cost, void *use
       step_end_ns[i] = 0;
     do
       start_ready(&m);
-    while (advance(&m));
+    while (m.n_left > 0 && advance(&m));
     for (uint32_t i = 0; i < schedule->list.n_streams; i++)
-      if (m.stream[i].n_done != m.stream[i].n_ops * n_steps)
+      if (m.stream[i].n_done < m.stream[i].n_ops * n_steps)
         st = ps__fail(PS_EINTERNAL, "sim: stream %u stands at op %llu", i,
                       (unsigned long long)m.stream[i].n_done);
   }
   ps__free(m.op);
   ps__free(m.wait);
+  return st;
+}
+
+ps_status ps_sim_run(const ps_schedule *schedule, ps_sim_cost_fn cost, void *user, uint64_t n_steps,
+                     ps_trace_event *events, double *step_end_ns) {
+  const size_t n_ops = schedule->list.n_ops;
+  if (!cost)
+    return ps__fail(PS_EINVAL, "sim: cost is NULL");
+  ps_sim_cost *costs = ps__calloc(n_ops + 1, sizeof *costs);
+  ps_status st = costs ? PS_OK : ps__fail(PS_ENOMEM, "sim: out of memory for %zu ops", n_ops);
+  for (uint64_t i = 0; st == PS_OK && i < n_ops; i++) {
+    ps_op_view view;
+    st = ps_schedule_op(schedule, i, &view);
+    if (st == PS_OK)
+      cost(user, &view, &costs[i]);
+  }
+  if (st == PS_OK)
+    st = ps__sim_run(schedule, costs, n_steps, 0, events, step_end_ns);
+  ps__free(costs);
   return st;
 }
