@@ -169,8 +169,9 @@ PS_API ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32
  *                  and its copies.
  * @host_mem_bytes  cap of the process's host memory, 0: none.
  * @seconds         of timing in all. 0: 1 on the CPU backend, 16 on CUDA, where the clock falls
- *                  under load. Preparation adds a few seconds, on CUDA up to 5 of load, and half a minute on a GPU whose
- *                  products were never timed: they are timed under load.
+ *                  under load. Preparation adds a few seconds, on CUDA also up to 5 of load, and
+ *                  half a minute where the products of the GPU were never timed: they are timed
+ *                  under load.
  * Takes, for the time that it runs: on the CPU backend 206 MB + 5 MB a thread; on CUDA 3.6 GiB of
  * device memory and 4.3 GiB of host memory. Where the cap or the system (a cgroup) leaves less, the
  * buffers are smaller and the rates PS_MEASURED_TIGHT: those of memory may then be a cache's.

@@ -257,8 +257,9 @@ static ps_status measure_rows(ps__bench *b, double seconds, ps__timed t, ps_gemm
   return PS_OK;
 }
 
-/* SECONDS of load before anything counts: a GPU that is bound by its power keeps its highest clock for
- * some seconds. Products ran at 730 TFLOP/s on two H100s that had rested, and at 691 after 15 s. */
+/* SECONDS of load before anything counts: a GPU that is bound by its power keeps its highest clock
+ * for some seconds. Products ran at 730 TFLOP/s on two H100s that had rested, and at 691 after
+ * 15 s. */
 static double load_seconds(double seconds) {
   const double least = 2 * seconds, usual = 15 * seconds < 5 ? 15 * seconds : 5;
   return least > usual ? least : usual;
