@@ -1,5 +1,5 @@
-/* gpus.c - measures what the GPUs of one machine do to each other: copies between them and with the
- * host, alone, at once, and beside products and the host's work; memory of contexts; pinning.
+/* gpus.c - measures how the GPUs of one machine slow each other: copies between GPUs and with the
+ * host, alone, at once, and beside products and host ops; memory of contexts; pinning.
  *
  * usage: gpus [N [SECONDS]]      (default: 2 GPUs, 1 second a case; about 40 s in all)
  *
@@ -9,8 +9,8 @@
  *             plus written.
  *   time      the second half of a case's time counts. Cases of copies alone take a quarter or a
  *             half of SECONDS.
- *   copies    64 MiB where nothing else is said. The sender's stream: a stream of the GPU whose
- *             memory is read, as the engine does it.
+ *   copies    64 MiB where nothing else is said. The sender's stream is a stream of the GPU whose
+ *             memory is read. The engine uses that one.
  *   products  bf16, 8192 x 14336 x 4096, by cuBLASLt's first choice
  * A case that fails prints its error, and the next one follows. Exit status: 0; 1 where a case
  * failed; 77, with the reason, where fewer than N GPUs can be used. */
@@ -98,7 +98,7 @@ static ps_status print_access(uint32_t from, uint32_t to) {
   return PS_OK;
 }
 
-/* When memory is looked at, with the table's heads. */
+/* When the memory in use is read, with the table's heads. */
 enum { START, ONE, PIN_ONE, ALL, PIN_ALL, PEERS, ALLOCATED, COPIED, PINNED, PRODUCT, N_STAGES };
 static const char *const stage_name[N_STAGES][2] = {
     {"before contexts", "start"},
@@ -166,7 +166,7 @@ static ps_status pin(void) {
 
 static double pin_s[N_STAGES];
 
-/* In the engine's pieces, for all contexts that there are. */
+/* In ranges as large as the engine's, for all contexts of the process. */
 static ps_status time_pinning(int stage, uint32_t n_contexts, bool keep) {
   PS_TRY(bench_turn_to(0));
   uint64_t t0 = ps__now_ns();
@@ -195,7 +195,7 @@ static void touch_task(void *arg, int64_t task, uint32_t worker) {
     *(volatile char *)(p + at) = 0;
 }
 
-/* As the engine maps its host spaces. The moments of AdamW stay zeros. */
+/* Maps host memory as the engine maps its host spaces. The moments of AdamW stay zeros. */
 static ps_status map_host(void) {
   const uint64_t bytes = PINNED_MIB * MIB;
   ps__device near = {.cu = bench.cu, .n_gpus = bench.n_gpus};
@@ -323,7 +323,7 @@ static void try_pinning(int stage, uint32_t n_contexts, bool keep) {
     bench_failed("pinning");
 }
 
-/* In the engine's order, but for the first two times that memory is pinned. */
+/* In the engine's order, except that memory is pinned twice before peer access is enabled. */
 static void set_up(void) {
   print_machine();
   try_pairs(print_access, "peer access");
@@ -345,7 +345,7 @@ static void set_up(void) {
   const uint32_t before = bench.n_failed;
   try_each(allocate, "GPU memory", 0);
   look(ALLOCATED);
-  bench.stuck = bench.n_failed > before; /* nothing flows without these */
+  bench.stuck = bench.n_failed > before; /* no case can run without this memory */
   try_pairs(first_copy, "first copies between GPUs");
   look(COPIED);
   try_pinning(PINNED, bench.n_gpus, true);
@@ -396,7 +396,7 @@ static void peer_cases(void) {
 }
 
 static void host_cases(void) {
-  const uint32_t n = bench.n_gpus, all = n_cpus >= 4 ? n_cpus - 2 : n_cpus; /* as a training */
+  const uint32_t n = bench.n_gpus, all = n_cpus >= 4 ? n_cpus - 2 : n_cpus; /* as a training has */
   for (uint32_t k = 1; k <= n; k += n > 1 ? n - 1 : 1)
     for (uint32_t ways = TO; ways <= DUPLEX; ways++)
       bench_case(
@@ -410,7 +410,7 @@ static void host_cases(void) {
     }
 }
 
-/* MiB of what each GPU has lost to this process. */
+/* MiB of each GPU's memory that this process has taken. */
 static void memory_table(void) {
   printf("\n%-24s", "MiB lost to this process");
   for (int s = 0; s < N_STAGES; s++)

@@ -1,4 +1,5 @@
-/* gpus.h - what bench/gpus.c and bench/gpus_flows.c share: the GPUs, and the cases. */
+/* gpus.h - what bench/gpus.c and bench/gpus_flows.c share: the GPUs, and the cases. A FLOW is
+ * copies or products that follow each other on one stream of a GPU. */
 #ifndef PS_BENCH_GPUS_H
 #define PS_BENCH_GPUS_H
 #include "backends/cuda/device.h"
@@ -6,10 +7,11 @@
 
 #define MIB ((uint64_t)1 << 20)
 
-/* Of each GPU, in MiB: operands and result of products; what copies read and write; workspace. */
+/* Offsets in each GPU's memory, in MiB: operands and result of products; what copies read and
+ * write; workspace. */
 enum { A = 0, B = 64, C = 176, IN = 512, OUT = 1024, SENT = 1536, RECEIVED = 2048, WORK = 2560 };
 enum { AREA_MIB = 512, DEVICE_MIB = 4096 };
-/* Of the host: pinned, for copies; an array of a host op, and the part that a call of it takes. */
+/* Host memory: pinned, for copies; an array of a host op, and the part of it that a call takes. */
 enum { PINNED_MIB = 4096, ARRAY_MIB = 1024, PART_MIB = 64, N_ARRAYS = 4 };
 
 enum { H2D, D2H, SEND, RECEIVE, COMPUTE, N_KINDS };
@@ -54,12 +56,13 @@ extern struct bench {
   double seconds;
   char *host;            /* PINNED_MIB */
   char *array[N_ARRAYS]; /* totals or weights, gradients, moments */
-  bool pinned;           /* host is so now */
-  bool stuck;            /* a GPU does not come to its end: nothing more can be measured */
+  bool pinned;           /* host is pinned now */
+  bool stuck;            /* a GPU does not finish its work: nothing more can be measured */
   uint32_t n_failed;
 } bench;
 
-/* Pinned memory of each GPU, in whole copies of 64 MiB each way: no copy lies in two pieces. */
+/* Pinned memory of each GPU, in whole copies of 64 MiB each way: no copy lies in two pinned
+ * ranges. */
 static inline uint64_t bench_host_mib(void) { return PINNED_MIB / bench.n_gpus / 128 * 128; }
 
 /* gpus.c: bench_failed() prints the last error as that of @what. bench_turn_to() makes a GPU's
@@ -69,8 +72,8 @@ void bench_failed(const char *what);
 ps_status bench_turn_to(uint32_t i);
 
 /* gpus_flows.c: bench_multiply() queues a product. bench_settle() waits for all streams, but not
- * for ever. bench_case() measures a case and prints it, or its error. bench_table() prints those of
- * the table. bench_fill() touches @bytes, of whole parts, and leaves values as in a model. */
+ * for ever. bench_case() measures a case and prints it, or its error. bench_table() prints the
+ * cases of the table. bench_fill() writes @bytes, whole parts, with values as in a model. */
 ps_status bench_multiply(const gpu *g);
 ps_status bench_settle(void);
 void bench_case(spec s);

@@ -83,8 +83,8 @@ void bench_fill(ps__pool *pool, char *p, uint64_t bytes) {
 
 /* ---- what flows ------------------------------------------------------------------------------ */
 
-/* Copies or products on a stream of a GPU, IN_FLIGHT batches at any time. A batch of copies is 64
- * MiB in all. */
+/* Copies or products on a stream of a GPU: IN_FLIGHT batches are queued at any time. A batch of
+ * copies is 64 MiB in all, one of products a single product. */
 typedef struct flow {
   uint32_t kind, gpu, from, to; /* from, to: of SEND and RECEIVE */
   uint64_t bytes;               /* of a copy */
@@ -160,7 +160,7 @@ ps_status bench_settle(void) {
   return PS_OK;
 }
 
-/* Each flows at its own rate, counted over the second half of the time. @host_rate: that of @l. */
+/* Each flow has its own rate, counted over the second half of the time. @host_rate: that of @l. */
 static ps_status flow_for(flow *f, uint32_t n, const load *l, double time, double *host_rate) {
   uint64_t half = 0, calls = 0;
   for (const uint64_t begin = ps__now_ns();;) {

@@ -4,11 +4,11 @@
 
 CASE is MODEL:SEQ_LEN:DEVICE_GIB:HOST_GIB:TOKENS_PER_STEP[:MORE], as in bench/sweep. Its caps are
 those of a task, its tokens those of all tasks. Task k trains on GPU k, with an equal part of the
-machine's CPUs. The first task measures the machine's rates alone, before the others start.
+machine's CPUs. `penstock plan` measures the machine's rates before the tasks start.
 
 Prints the tokens/s of the median step and what rank 0 says of the network. Writes DIR/row.json, and
 what each task said to DIR/rank-K.txt.
-One GPU beside it: `python3 bench/sweep --out DIR` with the same case.
+For the speed of one GPU, run `python3 bench/sweep --out DIR` with the same case.
 """
 
 import argparse

@@ -134,9 +134,9 @@ typedef struct ps_hardware {
   /* CUDA: how copies and host ops divide it, as measured, with sums on several numbers of threads
    * of which the planner chooses one. Empty: in proportion to what each takes alone. */
   ps_contention_rate contention[PS_MAX_CONTENTION_RATES];
-  /* CUDA: the same while n_gpus GPUs copy at once, each with the rates of an entry; entries without
-   * copies are those of contention. n_gpus 0: not measured, and the copies of several GPUs divide
-   * memory_bytes_per_s. */
+  /* CUDA: contention while n_gpus GPUs copy at once. An entry has the rates of each GPU; entries
+   * without copies are in contention alone. n_gpus 0: not measured, and the copies of several GPUs
+   * divide memory_bytes_per_s. */
   uint32_t n_gpus, reserved;
   ps_contention_rate gpus_contention[PS_MAX_CONTENTION_RATES];
   double op_ns; /* fixed cost of an op on the compute stream */
@@ -169,9 +169,9 @@ PS_API ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32
  *                  and its copies.
  * @host_mem_bytes  cap of the process's host memory, 0: none.
  * @seconds         of timing in all. 0: 1 on the CPU backend, 16 on CUDA, where the clock falls
- *                  under load. Preparation adds a few seconds, on CUDA also up to 5 of load, and
- *                  half a minute where the products of the GPU were never timed: they are timed
- *                  under load.
+ *                  under load. Preparation adds a few seconds. On CUDA it also adds up to 5 s of
+ *                  load, and half a minute where the products of the GPU were never timed: they are
+ *                  timed under load.
  * Takes, for the time that it runs: on the CPU backend 206 MB + 5 MB a thread; on CUDA 3.6 GiB of
  * device memory and 4.3 GiB of host memory. Where the cap or the system (a cgroup) leaves less, the
  * buffers are smaller and the rates PS_MEASURED_TIGHT: those of memory may then be a cache's.
@@ -233,12 +233,12 @@ PS_API uint32_t ps_hardware_n_gpus(void);
 PS_API ps_status ps_hardware_gpus_check(uint32_t device, uint32_t n);
 
 /* ps_hardware_peers() - what a plan for @n GPUs from hw->device on needs beside the rates of one:
- * peer_bytes_per_s, n_gpus and gpus_contention of @hw. What is there stays, and else it is
- * measured. Where two GPUs cannot access each other's memory, peer_bytes_per_s becomes 0 and a line
- * says which. With @n 1 and on the CPU backend nothing happens.
+ * peer_bytes_per_s, n_gpus and gpus_contention of @hw. Fields that @hw has stay as they are; the
+ * others are measured. Where two GPUs cannot access each other's memory, peer_bytes_per_s becomes
+ * 0 and a line says which. With @n 1 and on the CPU backend nothing happens.
  * @host_mem_bytes  cap of the process's host memory, 0: none. Where it or the system leaves less
  *                  than 4.3 GiB and 1 GiB a GPU, a line says so and n_gpus stays as it is.
- * Takes a context and 256 MiB of device memory on each GPU, and about 10 s. Blocks.
+ * Takes a context and 256 MiB of device memory on each GPU; 15 cases of 0.4 s. Blocks.
  * Errors: as ps_hardware_gpus_check(); PS_ENOMEM. */
 PS_API ps_status ps_hardware_peers(ps_hardware *hw, uint32_t n, uint64_t host_mem_bytes);
 

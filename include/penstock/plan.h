@@ -83,8 +83,8 @@ typedef struct ps_plan_config {
   /* Chunks of each of the first rounds. 0: chunks_per_round where that is given, else the planner
    * chooses. */
   uint64_t first_round_chunks;
-  /* How many rounds at the start of a step have first_round_chunks. 0: 1 where first_round_chunks
-   * is given, else as many as devices. */
+  /* How many rounds at the start of a step have first_round_chunks. 0: one round where
+   * first_round_chunks is given, else one for each device. */
   uint64_t first_rounds;
   /* Tokens of a slice of the head and loss. 0: from the vocabulary and, on a GPU, from the
    * chunk. */
@@ -171,7 +171,7 @@ typedef struct ps_plan_config {
  *   PS_POLICY_HOST              it is copied to host memory and back.
  *   PS_POLICY_RECOMPUTE         it is dropped, and the backward pass computes it again.
  *   PS_POLICY_HOST_FIRST_ROUND  in a step's first rounds as PS_POLICY_HOST, in the other rounds as
- *                               PS_POLICY_RECOMPUTE. In the very first round no gradient is on the
+ *                               PS_POLICY_RECOMPUTE. In round 0 of a step no gradient is on the
  *                               host yet, so the copy may use the gradients' host memory. */
 enum {
   PS_POLICY_DEVICE = 0,
@@ -206,7 +206,7 @@ typedef struct ps_plan_report {
   /* Numbers of units:
    *   resident_param_units   their parameters are device-resident
    *   resident_grad_units    their totals of gradients are; a unit with one contribution has none.
-   *                          With several devices each has a piece of them until they are complete
+   *                          Each of several devices keeps its piece until a total is complete
    *   resident_update_units  their optimizer state is, and the update runs on the device
    *   n_units                all units of the model */
   uint64_t resident_param_units, resident_grad_units, resident_update_units, n_units;

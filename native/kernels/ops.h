@@ -148,7 +148,7 @@ typedef struct ps__args_fill {
   uint64_t bytes;
 } ps__args_fill;
 /* fill_zero            ptr: W dst[bytes]
- * copy_bytes           to memory of the same place, which no link leads to.  ptr: R src[bytes],
+ * copy_bytes           within one place, where no link can copy.  ptr: R src[bytes],
  *                      W dst[bytes] */
 
 /* How a contribution is added to a total, total[i] += g[i]. A bf16 total that gets many additions,

@@ -124,8 +124,8 @@ ps_status ps__candidate_spec(const ps__search_space *sp, const ps__candidate *m,
                              const ps__layout *l, ps__spec *out);
 /* ps__saved_part_bytes() - BYTES of device memory of one part of the saved bytes;
  * ps__unit_part_bytes() - of one part of the units' parameters.
- * ps__total_part_bytes() - of one part of their totals, where these stay on the device; of those
- * that stay in pieces a device's piece and its low bytes. */
+ * ps__total_part_bytes() - of one part of the units' totals, where these stay on the device. Of
+ * totals in pieces that is one device's piece with its low bytes. */
 double ps__saved_part_bytes(const ps__search_space *sp, const ps__candidate *m);
 double ps__unit_part_bytes(const ps__search_space *sp);
 double ps__total_part_bytes(const ps__search_space *sp, const ps__candidate *m);
@@ -176,8 +176,8 @@ bool ps__takes_pieces(const ps_plan *plan, uint32_t unit);
  * link to the host is faster than the one to the other devices, else none. */
 uint8_t ps__from_host_first(const ps_plan *plan);
 /* ps__totals_may_stay() - whether the pieces of several devices' totals may stay on their devices
- * (ps__spec.grad_resident). Not in a ring, whose head alone is in pieces. In the search space none
- * does. */
+ * (ps__spec.grad_resident). Not in a ring, whose head alone is in pieces. In candidates of the
+ * search space no total in pieces stays. */
 static inline bool ps__totals_may_stay(const ps_plan *plan) {
   return ps__may_take_pieces(plan) && !ps__is_ring(plan) && !ps__from_host_first(plan);
 }

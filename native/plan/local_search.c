@@ -112,7 +112,7 @@ typedef struct descent {
   uint32_t level, move; /* the next move, by step[level] parts */
   uint32_t failed;      /* moves in a row that found nothing better */
   uint32_t n_perturbed; /* perturbations since the last better plan */
-  uint64_t thought;     /* device BYTES that its first plan is thought to take; 0: the cap */
+  uint64_t thought;     /* device BYTES that its first plan is expected to take; 0: the cap */
   bool begun;
 } descent;
 
@@ -126,7 +126,7 @@ static const struct {
                      {MOVE_FROM_HOST, 16}, {MOVE_FROM_HOST, -16}};
 enum { N_LEVELS = 3, N_PERTURBATIONS = sizeof perturbations / sizeof *perturbations };
 
-/* The last two are of units in pieces alone. */
+/* The last two perturbations are for units in pieces alone. */
 static uint32_t n_perturbations(const ps__search *s) {
   return ps__may_take_pieces(s->plan) ? N_PERTURBATIONS : N_PERTURBATIONS - 2;
 }
@@ -287,11 +287,12 @@ static void with_all_rounds(branch *b) {
   b->max_ops = ps__budget(b->s, LOCAL_SEARCH_OPS / 2 / N_LAST_STAGE);
 }
 
-/* Where totals may stay on their devices: parts of the units whose totals do, in two branches that
- * begin at the plan of the best one. The second stage's budget is then also theirs, and the last
- * stage takes the best of them beside the best other one. No candidate of the search space keeps
- * totals, and moves alone seldom lead there. Totals that stay take the place of saved activations.
- * They are a gain when more of those are offloaded over the links that got free. */
+/* Where totals may stay on their devices, two more branches begin at the best branch's plan, with
+ * the totals of so many parts of the units. The budgets of the stages do not grow with them. The
+ * last stage takes the best of them beside the best other branch. They are needed because no
+ * candidate of the search space keeps totals, and moves alone seldom lead to a plan that does.
+ * Totals that stay take device memory from saved activations. They are a gain when more saved
+ * activations are offloaded over the links, which have less to copy then. */
 static const uint8_t totals_kept[] = {8, 31};
 enum { N_KEEPING = sizeof totals_kept };
 
@@ -309,7 +310,7 @@ static void keep_totals(branch *b, const descent *from, uint8_t parts) {
 static ps_status search_branches(ps__search *s, branch *b, uint32_t n) {
   ps__pool *pool;
   branch *order[N_STARTS + N_KEEPING];
-  const uint32_t keeping = n_keeping(s), n_all = n + keeping;
+  const uint32_t keeping = n ? n_keeping(s) : 0, n_all = n + keeping;
   PS_TRY(ps__pool_create(&pool, ps__search_space_workers(&s->space, n), "search"));
   for (uint32_t i = 0; i < n; i++) {
     order[i] = &b[i];
@@ -318,7 +319,7 @@ static ps_status search_branches(ps__search *s, branch *b, uint32_t n) {
   ps__pool_run(pool, n, branch_task, order);
   qsort(order, n, sizeof *order, by_branch);
   const uint32_t better = n < N_SECOND_STAGE - keeping ? n : N_SECOND_STAGE - keeping;
-  for (uint32_t i = 0; i < keeping && n; i++) {
+  for (uint32_t i = 0; i < keeping; i++) {
     keep_totals(&b[n + i], &order[0]->at, totals_kept[i]);
     order[better + i] = &b[n + i];
   }
@@ -328,11 +329,15 @@ static ps_status search_branches(ps__search *s, branch *b, uint32_t n) {
   ps__pool_run(pool, second, branch_task, order);
   qsort(order, better, sizeof *order, by_branch);
   qsort(order + better, keeping, sizeof *order, by_branch);
-  if (keeping) /* the best of both kinds: more rounds and steps may turn their order */
+  const bool kept = keeping && order[better]->at.at.ns > 0;
+  if (kept) /* the best of both kinds: with all rounds their order may change */
     order[1] = order[better];
-  const uint32_t few = keeping ? N_LAST_STAGE : better < N_LAST_STAGE ? better : N_LAST_STAGE;
-  for (uint32_t i = 0; i < few; i++)
+  const uint32_t few = kept || better > 1 ? N_LAST_STAGE : better,
+                 paid_last = n < N_LAST_STAGE ? n : N_LAST_STAGE;
+  for (uint32_t i = 0; i < few; i++) {
     with_all_rounds(order[i]);
+    order[i]->max_ops = order[i]->max_ops * paid_last / few;
+  }
   ps__pool_run(pool, few, branch_task, order);
   ps__pool_destroy(pool);
   bool confirmed = false;

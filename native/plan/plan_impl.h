@@ -31,8 +31,8 @@ struct ps_plan {
   _Atomic uint32_t in_use; /* 1: a trainer has it */
 };
 
-/* ps__totals_on_host() - complete totals of gradients and updates are on the host: where several
- * devices or hosts train together. */
+/* ps__totals_on_host() - whether complete totals of gradients, and updates, are on the host: where
+ * several devices or hosts train together. */
 static inline bool ps__totals_on_host(const ps_plan *p) {
   return p->at->n_devices > 1 || p->cfg.n_hosts > 1;
 }
@@ -164,9 +164,8 @@ ps__cost_model ps__cost_model_of(const ps_hardware *hw, bool fp8, const ps__plac
  * over that on all. */
 uint32_t ps__sum_threads(const ps_hardware *hw, uint32_t i);
 double ps__sum_speed(const ps_hardware *hw, uint32_t threads);
-/* ps__gpus_measured() - whether the contention of so many GPUs that copy at once was measured.
- * ps__gpus_copies() - what each of them gets then of copies both ways; NULL: it was not
- * measured. */
+/* ps__gpus_measured() - whether the contention of @n_devices GPUs that copy at once was measured.
+ * ps__gpus_copies() - the rates of each of them while all copy both ways; NULL: not measured. */
 bool ps__gpus_measured(const ps_hardware *hw, uint32_t n_devices);
 const ps_contention_rate *ps__gpus_copies(const ps_hardware *hw, uint32_t n_devices);
 void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out); /* a ps_sim_cost_fn */
@@ -223,9 +222,10 @@ ps_status ps__find_in_layouts(ps_plan *p, const ps__memos *memos, ps__search_res
 ps_status ps__find_smallest_in_layouts(ps_plan *p, const ps__memos *memos, ps__search_result *out);
 /* ---- evaluate.c ------------------------------------------------------------------------------ */
 /* ps__step_costs() - what the step's ops cost, [n_op] in program order.
- * @again  @out has them for another number of threads for sums; only what depends on it is set
+ * @again  @out has the costs for another number of threads for sums; only those that depend on that
+ *         number are set
  * ps__step_simulate() - ns of a step in the steady state, with those costs. @events: NULL, or room
- * for those of the steps up to the steady one. Errors: PS_EINVAL, PS_ENOMEM.
+ * for the events of the steps up to the steady one. Errors: PS_EINVAL, PS_ENOMEM.
  * ps__step_predict() - both in one. */
 void ps__step_costs(const ps__step *s, ps__cost_model *m, bool again, ps_sim_cost *out);
 ps_status ps__step_simulate(const ps__step *s, const ps_schedule *schedule, const ps_sim_cost *cost,

@@ -40,9 +40,9 @@ typedef struct ps__layout {
  * @chunk_tokens        a multiple of seq_len: whole sequences are packed; less than it: slices of a
  *                      sequence, the last one shorter.
  * @chunks_per_round    rounds hold whole groups: as many as fit into so many chunks, at least one.
- * @first_round_chunks  the same of each of the first rounds, which are at least as large as the
- *                      others. 0: like the others.
- * @first_rounds        how many these are. 0: one.
+ * @first_round_chunks  chunks_per_round of each of the first rounds, which are at least as large as
+ *                      the others. 0: like the others.
+ * @first_rounds        how many first rounds there are. 0: one.
  * Errors: PS_EINVAL, PS_ENOMEM. Freed by ps__layout_free(). */
 ps_status ps__layout_init(ps__layout *l, uint64_t seq_len, uint64_t n_sequences,
                           uint64_t chunk_tokens, uint64_t chunks_per_round,

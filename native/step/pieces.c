@@ -5,8 +5,9 @@
  *   gradients   device d has piece d of the total while rounds run that add to it. Each device
  *               sends its contribution's pieces to their devices, which add them in the order of
  *               the contributions. After the last one of the rounds that run at once, the pieces
- *               of the total go to the host. The next such rounds fetch them again. Or they stay on
- *               their devices until the step's last contribution (ps__spec.grad_resident)
+ *               of the total go to the host, and the next such rounds fetch the pieces again. With
+ *               ps__spec.grad_resident the pieces stay on their devices until the step's last
+ *               contribution
  *
  * The host reads and writes a total once for all these rounds. Without pieces it does so, and reads
  * and writes a contribution, for each round. The sums have the same bits, because an addition is a
@@ -135,8 +136,9 @@ static uint32_t copy_piece(ps__builder *b, uint32_t unit, uint32_t d, ps__vacces
   return vt;
 }
 
-/* A contribution that is the total so far: each device gets its piece. The running device's stays
- * where it is, unless it would keep the memory of the whole gradient for the rest of the step. */
+/* The first contribution is the total so far: each device gets its piece. The running device's
+ * piece stays inside the gradient that the device computed. Where totals stay, the piece is copied
+ * out: else it would keep the memory of the whole gradient for the rest of the step. */
 static void first_pieces(ps__builder *b, uint32_t unit) {
   ps__unit_progress *u = &b->unit[unit];
   for (uint32_t d = 0; d < ps__n_devices(b); d++) {
@@ -200,7 +202,7 @@ void ps__add_pieces(ps__builder *b, uint32_t unit, bool last) {
     if (p.n)
       add_piece(b, unit, d, p, i);
   }
-  if (i > 0 || stay(b, unit)) /* else the first one's is device 0's piece */
+  if (i > 0 || stay(b, unit)) /* else the gradient holds device 0's piece */
     ps__vt_free_late(b, *grad, b->s->spec->grad_lag);
   *grad = PS__NO_VT;
   if (last && (!stay(b, unit) || u->contribution == n_contributions(b, unit)))

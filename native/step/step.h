@@ -67,7 +67,7 @@ typedef struct ps__spec {
    * (pieces.c). In a ring the head's alone, which all devices have. */
   uint8_t *in_pieces;
   /* [n_units]. grad_resident: the total is on the device from its first contribution to the last.
-   * With several devices of units in pieces alone, whose pieces stay on their devices. */
+   * With several devices only units in pieces may have it: their pieces stay on their devices. */
   uint8_t *param_resident, *grad_resident;
   /* [n_units]: optimizer state is device-resident and the update runs on the device. Needs
    * param_resident, and grad_resident where the total has several contributions. */

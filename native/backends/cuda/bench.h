@@ -108,8 +108,9 @@ ps_status ps__bench_attention(ps__bench *b, double seconds, double beside_fp8);
 
 /* ---- bench_copies.c -------------------------------------------------------------------------- */
 
-/* Copies of one GPU one way, a few in flight at any time. From and to @places in turn: to the
- * device from their first COPY bytes, to the host into their second. */
+/* A flow is copies of one GPU one way, a few of them queued at any time. They take the places of
+ * @places in turn. A copy to the device reads a place's first COPY bytes; one to the host writes
+ * its second. */
 enum { IN_FLIGHT = MAX_PARTS + 1 };
 typedef struct ps__flow {
   CUcontext ctx; /* of the stream; NULL: the calling thread's */
@@ -123,7 +124,8 @@ typedef struct ps__flow {
 } ps__flow;
 
 /* ps__bench_share() - what @n flows and a host op (@load, or NULL) get of the host's memory while
- * all of them run, over the second half of the time. What is in flight then is not waited for.
+ * all of them run, over the second half of the time. It does not wait for copies that are queued at
+ * the end.
  * ps__bench_rates() - an entry of contention: the mean of the flows of each way. */
 ps_status ps__bench_share(const ps__cuda_driver *cu, double seconds, const ps__host_load *load,
                           ps__flow *flow, uint32_t n, double *host_bytes_per_s);

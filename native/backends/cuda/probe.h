@@ -21,8 +21,8 @@ ps_status ps__cuda_gpus_check(uint32_t device, uint32_t n);
  * has no access. Takes 128 MiB of each GPU meanwhile. */
 ps_status ps__cuda_peers(uint32_t device, uint32_t n, bool *out);
 ps_status ps__cuda_peer_rate(uint32_t device, uint32_t n, double *out);
-/* ps__cuda_share_gpu() - for tests: from now on the places of an engine that are devices take the
- * visible GPUs in turn, so that several can be tested on one. Those of a GPU share its memory. */
+/* ps__cuda_share_gpu() - for tests: from now on an engine's devices take the visible GPUs in turn,
+ * so that several devices can be tested on one GPU. The devices of a GPU share its memory. */
 void ps__cuda_share_gpu(bool share);
 
 /* ps__cuda_place() - prefer the GPU's NUMA node for pages of @p that are touched from now on, as
@@ -74,8 +74,8 @@ ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool profile,
                            const ps__host_work *host);
 
 /* ps__cuda_measure_gpus() - n_gpus and gpus_contention of @n GPUs from hw->device on: copies of all
- * of them at once, alone and beside each load. @host's places have as many for each GPU, one GPU
- * after the other. Takes 256 MiB of device memory on each GPU and pins @host's places meanwhile;
+ * of them at once, alone and beside each load. @host has equally many places for each GPU, GPU
+ * after GPU. Takes 256 MiB of device memory on each GPU and pins @host's places meanwhile;
  * where pinning is refused, @hw stays as it is. Errors: PS_EDEVICE, PS_ENOMEM. */
 ps_status ps__cuda_measure_gpus(ps_hardware *hw, uint32_t n, double seconds,
                                 const ps__host_work *host);
