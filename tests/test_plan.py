@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 from conftest import ROOT
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from penstock import BudgetError, Hardware, InvalidError, ModelConfig, Plan
 from penstock._lib import lib
@@ -91,8 +91,18 @@ def plan_or_none(model, hardware, ask, **caps):
         return None
 
 
+# Arenas of a model so small are mostly what they are rounded up by.
+SMALL = (
+    {"num_hidden_layers": 2, "hidden_size": 192, "vocab_size": 256, "intermediate_size": 64}
+    | {"num_attention_heads": 2, "num_key_value_heads": 2},
+    {"seq_len": 64, "tokens_per_step": 256, "recipe": "fp32-master", "clip": False},
+    rates(copy=2e8, optimizer_bytes_per_s=1e9),
+)
+
+
 @settings(max_examples=8, **SLOW)
 @given(question=questions())
+@example(question=SMALL)
 def test_more_memory_is_never_slower(question, tmp_path):
     change, ask, hardware = question
     model = config(tmp_path, **change)

@@ -64,10 +64,14 @@ static int by_rank(const void *pa, const void *pb) {
 }
 
 /* Adds to a bound what evaluated candidates took beyond theirs. It is the same within a few percent
- * for candidates that differ in their parts on the device and host alone. */
+ * for candidates that differ in their parts on the device and host alone. What an arena is rounded
+ * up by is not: it may be all of a small model's slack. */
 static void add_slack(const ps__search *s, const ps__candidate *m, uint64_t bytes[PS__N_MEMS]) {
-  for (uint32_t i = 0; s->prune && (s->large || s->n_ops > PRUNE_OPS) && i < PS__N_MEMS; i++)
-    bytes[i] += s->slack[m->microbatch][m->residency][m->ahead][i] / 20 * 19;
+  const uint64_t rounding = ps__arena_round(1);
+  for (uint32_t i = 0; s->prune && (s->large || s->n_ops > PRUNE_OPS) && i < PS__N_MEMS; i++) {
+    const uint64_t slack = s->slack[m->microbatch][m->residency][m->ahead][i];
+    bytes[i] += (slack > rounding ? slack - rounding : 0) / 20 * 19;
+  }
 }
 
 /* Whether the candidate's bound says that it is no faster than the plan of another layout; than
