@@ -202,7 +202,9 @@ def sample(model: Path, out: Path) -> None:
     samples = []
     for prompt, new in zip(prompts, texts, strict=True):
         lines = [line for line in tokenizer.decode(prompt + new).splitlines() if line.strip()]
-        samples.append("\n".join(lines[:SAMPLE_LINES]))
+        text = "\n".join(lines[:SAMPLE_LINES])
+        # a model that has learned little writes control characters, which a terminal would obey
+        samples.append("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text))
     keep(out, ("\n" + "-" * 40 + "\n").join(samples))
 
 
