@@ -2,15 +2,9 @@
 
 from ._handle import Handle, Owner
 from ._lib import check, ffi, lib, struct, text
+from .checkpoint import _CUT
 
 _TRANSPORTS = ("auto", "nccl", "tcp")
-_CUT = (
-    "chunk_tokens",
-    "chunks_per_round",
-    "first_round_chunks",
-    "first_rounds",
-    "head_slice_tokens",
-)
 
 
 class Hosts(Owner):
