@@ -242,7 +242,7 @@ int cli_hardware_get(ps_hardware *out, cli_device *d, uint64_t host_bytes, bool 
       fprintf(
           stderr,
           "penstock: measuring this machine once, which takes %s; penstock profile measures more\n",
-          backend == PS_BACKEND_CUDA ? "about 20 s" : "a second or two");
+          backend == PS_BACKEND_CUDA ? "20 s to 2 minutes" : "a second or two");
     const ps_status st = measure(out, d, backend, host_bytes, false, 0, quiet, &cached_at);
     free(cached_at);
     if (st == PS_EBUDGET && !quiet) /* @out still has the estimated rates */

@@ -21,6 +21,9 @@ static const uint64_t LOOK_NS = 20000, SECOND_NS = 1000000000;
 /* How long is waited: for all tasks' ncclCommInitRankConfig(), and for the first sum's connections;
  * for the device's lanes after an abort; for the abort itself, or the orderly end, at close. */
 enum { CONNECT_S = 120, REST_S = 10, CLOSE_S = 10 };
+/* Thread blocks of NCCL's kernels at most, each a channel with buffers of its own. A few carry what
+ * hosts send each other. More would take more of the GPU's memory, and of its SMs from products. */
+enum { MAX_CTAS = 8 };
 /* Elements of the sums that check the way: slices of 16 KiB and more. */
 enum { CHECKED = 1 << 19 };
 
@@ -292,6 +295,7 @@ static ps_status check_sums(ps__net *n) {
 static ps_status connect_all(ps__net *n) {
   ps__nccl_id id = {{0}};
   ps__nccl_config config = PS__NCCL_CONFIG;
+  config.max_ctas = MAX_CTAS;
   const int r = n->h->rank == 0 ? n->lib->GetUniqueId(&id) : PS__NCCL_OK;
   if (r != PS__NCCL_OK)
     return nccl_failed(n, r, "ncclGetUniqueId");

@@ -13,6 +13,8 @@ int main(void) {
   return 0;
 }
 #else
+#  include "engine/engine.h"
+#  include "hosts/net.h"
 #  include <penstock/engine.h>
 ps_status mix_cuda(const ps_launch *l);
 ps_status work_cuda(const ps_launch *l);
@@ -107,6 +109,20 @@ static void move(ps_engine *e, bool in, uint64_t at, uint64_t bytes) {
   CHECK(ps_schedule_destroy(s) == PS_OK);
 }
 
+/* The same way on a lane of the exchange with other hosts. */
+static void move_on_lanes(const ps__net_device *n, void *device, void *host, uint64_t bytes) {
+  bool idle = false;
+  CHECK(n->api->enter(n->user) == PS_OK);
+  CHECK(n->api->copy(n->user, PS__LANE_IN, device, host, bytes) == PS_OK);
+  while (!idle)
+    CHECK(n->api->idle(n->user, &idle) == PS_OK);
+  memset(host, 0, bytes);
+  CHECK(n->api->copy(n->user, PS__LANE_OUT, host, device, bytes) == PS_OK);
+  for (idle = false; !idle;)
+    CHECK(n->api->idle(n->user, &idle) == PS_OK);
+  n->api->leave(n->user);
+}
+
 /* Host memory is pinned piece by piece: a copy that reaches over the seam of two. */
 static void test_seam(void) {
   enum { BYTES = 100001 };
@@ -120,8 +136,20 @@ static void test_seam(void) {
   move(e, false, at, BYTES);
   for (uint32_t i = 0; i < BYTES; i++)
     CHECK(p[i] == (unsigned char)mix64(i));
-  CHECK(ps_engine_close(e) == PS_OK);
   printf("ok a copy over the seam of two pinned pieces\n");
+
+  ps__net_device lanes;
+  void *device;
+  CHECK(ps__engine_net(e, &lanes) == PS_OK);
+  CHECK(lanes.api->enter(lanes.user) == PS_OK);
+  CHECK(lanes.api->reserve(lanes.user, false, BYTES, &device) == PS_OK);
+  lanes.api->leave(lanes.user);
+  move_on_lanes(&lanes, device, p, BYTES);
+  lanes.api->close(lanes.user, true);
+  for (uint32_t i = 0; i < BYTES; i++)
+    CHECK(p[i] == (unsigned char)mix64(i));
+  CHECK(ps_engine_close(e) == PS_OK);
+  printf("ok the same on the lanes of the exchange with other hosts\n");
 }
 
 /* ---- hazards --------------------------------------------------------------------------------- */

@@ -140,6 +140,10 @@ ps_status ps__cuda_peak(ps__device *dev, const ps__mapping *m, uint64_t *out_byt
 ps_status ps__cuda_transfer(ps__device *dev, void *dst, const void *src, uint64_t bytes);
 ps_status ps__cuda_copy(ps__device *dev, uint32_t stream, void *dst, const void *src,
                         uint64_t bytes);
+/* The same on a CUDA stream of the caller's, whose context is current. A copy that reaches over two
+ * pinned pieces of host memory is queued as two. */
+ps_status ps__cuda_copy_on(const ps__device *dev, CUstream on, void *dst, const void *src,
+                           uint64_t bytes);
 /* prepare.c */
 ps_status ps__cuda_prepare(ps__device *dev, const ps_schedule *schedule, uint64_t trace_steps);
 void ps__cuda_finish(ps__device *dev);

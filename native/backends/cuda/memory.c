@@ -189,6 +189,18 @@ static uint64_t left_in_piece(const ps__device *dev, const void *p, uint64_t byt
   return bytes;
 }
 
+ps_status ps__cuda_copy_on(const ps__device *dev, CUstream on, void *dst, const void *src,
+                           uint64_t bytes) {
+  for (uint64_t at = 0; at < bytes;) {
+    uint64_t n = left_in_piece(dev, (const char *)src + at, bytes - at);
+    n = left_in_piece(dev, (char *)dst + at, n);
+    PS__CUDA_TRY(dev->cu, MemcpyAsync((CUdeviceptr)(uintptr_t)dst + at,
+                                      (CUdeviceptr)(uintptr_t)src + at, n, on));
+    at += n;
+  }
+  return PS_OK;
+}
+
 /* copy: between device and pinned host memory, inside a device or between two, in its stream's
  * order. bytes: 2*bytes of traffic. */
 ps_status ps__cuda_copy(ps__device *dev, uint32_t stream, void *dst, const void *src,
@@ -198,25 +210,11 @@ ps_status ps__cuda_copy(ps__device *dev, uint32_t stream, void *dst, const void 
     ps__host_stream_copy(&s->host, dst, src, bytes);
     return PS_OK;
   }
-  for (uint64_t at = 0; at < bytes;) {
-    uint64_t n = left_in_piece(dev, (const char *)src + at, bytes - at);
-    n = left_in_piece(dev, (char *)dst + at, n);
-    PS__CUDA_TRY(dev->cu, MemcpyAsync((CUdeviceptr)(uintptr_t)dst + at,
-                                      (CUdeviceptr)(uintptr_t)src + at, n, s->stream));
-    at += n;
-  }
-  return PS_OK;
+  return ps__cuda_copy_on(dev, s->stream, dst, src, bytes);
 }
 
 static ps_status transfer(ps__device *dev, void *dst, const void *src, uint64_t bytes) {
-  /* a host space is pinned in pieces, which one copy cannot cross */
-  for (uint64_t at = 0; at < bytes;) {
-    uint64_t n = left_in_piece(dev, (const char *)src + at, bytes - at);
-    n = left_in_piece(dev, (char *)dst + at, n);
-    PS__CUDA_TRY(dev->cu, MemcpyAsync((CUdeviceptr)(uintptr_t)dst + at,
-                                      (CUdeviceptr)(uintptr_t)src + at, n, NULL));
-    at += n;
-  }
+  PS_TRY(ps__cuda_copy_on(dev, NULL, dst, src, bytes));
   PS__CUDA_TRY(dev->cu, StreamSynchronize(NULL));
   return PS_OK;
 }

@@ -50,9 +50,7 @@ static void *net_stream(void *user, uint32_t lane) { return ((lanes *)user)->lan
 
 static ps_status net_copy(void *user, uint32_t lane, void *dst, const void *src, uint64_t bytes) {
   const lanes *n = user;
-  PS__CUDA_TRY(n->cu, MemcpyAsync((CUdeviceptr)(uintptr_t)dst, (CUdeviceptr)(uintptr_t)src, bytes,
-                                  n->lane[lane]));
-  return PS_OK;
+  return ps__cuda_copy_on(n->dev, n->lane[lane], dst, src, bytes);
 }
 
 static ps_status net_add(void *user, uint32_t lane, const ps__net_add *a) {
