@@ -68,6 +68,8 @@ def arguments():
     p.add_argument("--repeats", type=int, default=2, help="turns of each side")
     p.add_argument("--python", default=sys.executable, help="the interpreter that has PyTorch")
     p.add_argument("--binary", type=Path, default=ROOT / "build/bin/penstock")
+    p.add_argument("--keep", type=Path, help="folder for the metrics, plan and timeline of "
+                   "Penstock's first turns, of which bench/limit.py takes one as its --run")  # fmt: skip
     p.add_argument("--commit", default=None, help="commit to record (default: git's)")
     a = p.parse_args()
     for name in ("steps", "repeats"):
@@ -92,6 +94,7 @@ def caps_of(text: str, case: str, a, binary) -> tuple[float, float]:
 def penstock_case(case: str, device_gib: float, host_gib: float, a) -> Case:
     model, seq_len, tokens = case.split(":")
     more = [f"recipe={a.recipe}", f"steps={a.steps + a.warm_up}", f"warm-up={a.warm_up}"]
+    more += ["trace-steps=2"] if a.keep else []
     more += [f"backend={a.device}"] + ([f"threads={a.threads}"] if a.threads else [])
     words = f"{model}:{seq_len}:{device_gib!r}:{host_gib!r}:{tokens}:{','.join(more)}"
     return cases.parse(words, a.binary)
@@ -204,7 +207,9 @@ def compare(case: str, a, note: dict) -> list[dict]:
                 if results[name] and "failed" in results[name][-1]:
                     continue
                 began = time.monotonic()
-                result = run(str(shard), Path(folder) / f"run-{i}-{turn}")
+                kept = a.keep and turn == 0
+                keep = a.keep / f"{case.replace(':', '-')}-{i}" if kept else Path(folder) / "run"
+                result = run(str(shard), keep)
                 results[name].append(result)
                 what = result.get("failed") or f"{statistics.median(result['step_s']):.3f} s a step"
                 print(

@@ -4,10 +4,11 @@
 
 CASE is MODEL:SEQ_LEN:DEVICE_GIB:HOST_GIB:TOKENS_PER_STEP[:MORE], as in bench/sweep. Its caps are
 those of a task, its tokens those of all tasks. Task k trains on GPU k, with an equal part of the
-machine's CPUs. `penstock plan` measures the machine's rates before the tasks start.
+machine's CPUs. Before they start, `penstock plan` measures the rates on all GPUs at once, because
+the tasks share the memory of one host, which tasks of several hosts do not.
 
-Prints the tokens/s of the median step and what rank 0 says of the network. Writes DIR/row.json, and
-what each task said to DIR/rank-K.txt.
+Prints the tokens/s of the median step and what rank 0 says of the network. Writes DIR/row.json,
+rank 0's run directory DIR/run-0, and what each task said to DIR/rank-K.txt.
 For the speed of one GPU, run `python3 bench/sweep --out DIR` with the same case.
 """
 
@@ -60,6 +61,29 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def said_by(out: Path, rank: int) -> Path:
+    return out / f"rank-{rank}.txt"
+
+
+def measure_rates(plan: list[str], gpus) -> None:
+    """The words of `penstock plan`, on all @gpus at once; without any, once."""
+    calls = [[*plan, "--gpu", str(gpu)] for gpu in gpus] or [plan]
+    running = [
+        subprocess.Popen(
+            words,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=die_with_parent(),
+        )
+        for words in calls
+    ]
+    said = [process.communicate()[1] for process in running]
+    for process, text in zip(running, said, strict=True):
+        if process.returncode:
+            raise SweepError(text.strip().splitlines()[-1].removeprefix("penstock: "))
+
+
 def start(a, case: Case, work: Path, port: int) -> list:
     """The tasks. Rank 0 alone writes into its run directory."""
     threads = max(1, (os.cpu_count() or a.tasks) // a.tasks - 2)
@@ -67,23 +91,20 @@ def start(a, case: Case, work: Path, port: int) -> list:
     own = [{**common, "gpu": k} if a.backend == "cuda" else common for k in range(a.tasks)]
     model, shards = work / "model", [str(work / "random.bin")]
     words = [
-        measure.command_of(with_options(case, **o), a.binary, shards, model, work / f"run-{k}")
+        measure.command_of(with_options(case, **o), a.binary, shards, model, a.out / f"run-{k}")
         for k, o in enumerate(own)
     ]
     plan = [str(a.binary), "plan", "--model", str(model), "--seq-len", str(case.seq_len)]
     plan += ["--tokens-per-step", str(case.seq_len), "--backend", a.backend]  # the smallest search
     plan += ["--threads", str(threads), "--quiet"]
-    measured = subprocess.run(plan, capture_output=True, text=True)
-    if measured.returncode:
-        raise SweepError(measured.stderr.strip().splitlines()[-1].removeprefix("penstock: "))
+    measure_rates(plan, range(a.tasks) if a.backend == "cuda" else [])
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(a.tasks)}
     return [
         subprocess.Popen(
             [w for w in line if w != "--quiet"],
             env=os.environ | master | {"RANK": str(k), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
+            stderr=open(said_by(a.out, k), "w"),
             preexec_fn=die_with_parent(),
         )
         for k, line in enumerate(words)
@@ -91,19 +112,20 @@ def start(a, case: Case, work: Path, port: int) -> list:
 
 
 def end(tasks: list, limit_s: float, out: Path) -> list[str]:
-    """What the tasks said, which is also in @out. SweepError: one of them failed, or took too
-    long."""
-    until, said = time.monotonic() + limit_s, []
+    """What the tasks said. SweepError: one of them failed, or took too long."""
+    until = time.monotonic() + limit_s
     try:
         for task in tasks:
-            said.append(task.communicate(timeout=max(1, until - time.monotonic()))[1])
+            task.wait(timeout=max(1, until - time.monotonic()))
     except subprocess.TimeoutExpired as exc:
-        raise SweepError(f"the tasks took more than {limit_s:.0f} s") from exc
+        raise SweepError(
+            f"the tasks took more than {limit_s:.0f} s: {said_by(out, 0)} and the like have what "
+            "they said"
+        ) from exc
     finally:
         for task in tasks:
             task.kill()
-    for rank, text in enumerate(said):
-        (out / f"rank-{rank}.txt").write_text(text)
+    said = [said_by(out, rank).read_text() for rank in range(len(tasks))]
     for rank, (task, text) in enumerate(zip(tasks, said, strict=True)):
         if task.returncode:
             last = text.strip().splitlines()[-1] if text.strip() else "nothing"
@@ -120,8 +142,8 @@ def run(a) -> dict:
         n_tokens = case.tokens_per_step * case.steps + case.seq_len + 1
         measure.random_shard(work / "random.bin", n_tokens, cases.vocabulary(case.config))
         said = end(start(a, case, work, free_port()), a.limit_s, a.out)
-        lines = (work / "run-0/metrics.jsonl").read_text().splitlines()
-        plan = json.loads((work / "run-0/plan.json").read_text())
+        lines = (a.out / "run-0/metrics.jsonl").read_text().splitlines()
+        plan = json.loads((a.out / "run-0/plan.json").read_text())
     metrics = [json.loads(line) for line in lines]
     step_s = statistics.median(m["step_s"] for m in metrics[case.warm_up :])
     return {
