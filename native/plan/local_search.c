@@ -288,11 +288,12 @@ static void with_all_rounds(branch *b) {
 }
 
 /* Where totals may stay on their devices, two more branches begin at the best branch's plan, with
- * the totals of so many parts of the units. The budgets of the stages do not grow with them. The
- * last stage takes the best of them beside the best other branch. They are needed because no
- * candidate of the search space keeps totals, and moves alone seldom lead to a plan that does.
- * Totals that stay take device memory from saved activations. They are a gain when more saved
- * activations are offloaded over the links, which have less to copy then. */
+ * the totals of so many parts of the units. The second stage takes one other branch fewer then, and
+ * the budgets of the stages do not grow. The last stage takes the best of these branches beside the
+ * best other one. They are needed because no candidate of the search space keeps totals, and moves
+ * alone seldom lead to a plan that does. Totals that stay take device memory from saved
+ * activations. They are a gain when more saved activations are offloaded over the links, which have
+ * less to copy then. */
 static const uint8_t totals_kept[] = {8, 31};
 enum { N_KEEPING = sizeof totals_kept };
 
@@ -318,7 +319,7 @@ static ps_status search_branches(ps__search *s, branch *b, uint32_t n) {
   }
   ps__pool_run(pool, n, branch_task, order);
   qsort(order, n, sizeof *order, by_branch);
-  const uint32_t better = n < N_SECOND_STAGE - keeping ? n : N_SECOND_STAGE - keeping;
+  const uint32_t most = keeping ? N_SECOND_STAGE - 1 : N_SECOND_STAGE, better = n < most ? n : most;
   for (uint32_t i = 0; i < keeping; i++) {
     keep_totals(&b[n + i], &order[0]->at, totals_kept[i]);
     order[better + i] = &b[n + i];

@@ -385,6 +385,27 @@ static void idle_time_shortens_what_takes_power(const ps_hardware *hw) {
   }
 }
 
+/* Of several GPUs each is shared by the ops of its compute stream and the sums beside them. */
+static void sums_take_time_from_their_gpu(const ps_hardware *hw) {
+  ps_hardware gpu = *hw;
+  gpu.backend = PS_BACKEND_CUDA;
+  for (uint32_t n = 1; n <= 2; n++) {
+    const ps__places *at = ps__places_of(n, 1);
+    ps__cost_model m = ps__cost_model_of(&gpu, false, at, 2, 0);
+    for (uint32_t d = 0; d < n; d++) {
+      const uint32_t stream[2] = {at->dev[d].compute, at->dev[d].sums};
+      for (uint32_t i = 0; i < n; i++) { /* one GPU has no stream of sums */
+        ps_sim_cost cost;
+        ps__cost(&m,
+                 &(ps_op_view){
+                     .kernel = &ps__k_rmsnorm_fwd, .stream = stream[i], .work = {.bytes = 1e6}},
+                 &cost);
+        CHECK(drawn(&cost, ps__memory_of(at->dev[d].place)) == (n > 1));
+      }
+    }
+  }
+}
+
 /* Attention between FP8 products takes the time that its speed there says; nothing else does. */
 static void fp8_slows_attention(const ps_hardware *hw) {
   const ps__args_gemm g = {
@@ -467,6 +488,7 @@ int main(void) {
     memory_is_divided_as_measured(&hw);
     gpus_have_the_rates_measured_together(&hw);
     idle_time_shortens_what_takes_power(&hw);
+    sums_take_time_from_their_gpu(&hw);
     fp8_slows_attention(&hw);
   }
   single_rates_fill_what_is_absent();

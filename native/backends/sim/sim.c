@@ -45,9 +45,10 @@ typedef struct sim {
   ps_trace_event *events;
   double *step_end_ns;
   double now;
-  double drawn[PS_SIM_RESOURCES]; /* [n_resources] */
-  uint32_t n_resources;           /* that ops draw on */
-  uint32_t kinds;                 /* of the running ops */
+  double drawn[PS_SIM_RESOURCES];      /* [n_resources] */
+  uint8_t n_drawing[PS_SIM_RESOURCES]; /* running ops that draw on it */
+  uint32_t n_resources;                /* that ops draw on */
+  uint32_t kinds;                      /* of the running ops */
   /* bit s: stream s runs an op; runs one that draws on resources or has a kind; its next op may
    * start, or is yet to wait */
   uint64_t running, drawing, ready;
@@ -159,6 +160,18 @@ static void note_idle(const sim *m, sim_stream *s, bool idle) {
 
 static bool draws(const ps_sim_cost *c) { return c->demand[0] > 0 || c->kind || c->slower; }
 
+/* Adds a running op that draws to those of its resources; @by -1 takes it away. True: other running
+ * ops draw on the same, so that their speeds and its own change. */
+static bool count_drawing(sim *m, const ps_sim_cost *c, int by) {
+  bool with_others = c->kind || c->slower;
+  for (int d = 0; d < PS_SIM_DEMANDS && c->demand[d] > 0; d++) {
+    uint8_t *n = &m->n_drawing[c->resource[d]];
+    with_others |= *n > (by < 0);
+    *n = (uint8_t)(*n + by);
+  }
+  return with_others;
+}
+
 /* Start the next op of every idle stream that may. */
 static void start_ready(sim *m) {
   for (uint64_t set = m->ready; set;) {
@@ -179,7 +192,7 @@ static void start_ready(sim *m) {
     m->running |= 1ull << i;
     if (draws(s->cost)) {
       m->drawing |= 1ull << i;
-      m->shared_anew = true;
+      m->shared_anew |= count_drawing(m, s->cost, 1);
     }
   }
   m->ready = 0;
@@ -218,9 +231,10 @@ static void finish(sim *m, uint32_t i) {
     s->at = 0;
     s->step++;
   }
+  if (m->drawing >> i & 1)
+    m->shared_anew |= count_drawing(m, s->cost, -1);
   s->cost = NULL;
   s->queued = m->now;
-  m->shared_anew |= m->drawing >> i & 1;
   m->running &= ~(1ull << i);
   m->drawing &= ~(1ull << i);
   m->ready |= 1ull << i;
