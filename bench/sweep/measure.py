@@ -125,7 +125,8 @@ def run(case: Case, binary, data: list[str], keep: Path | None) -> dict:
         (run_dir / "metrics.jsonl").unlink(missing_ok=True)
         began = time.monotonic()
         done = subprocess.run(command, capture_output=True, text=True, preexec_fn=die_with_parent())
-        shown = " ".join(command).replace(f"{work}/", "").replace(f"{ROOT}/", "")
+        shown = " ".join(command).replace(str(run_dir), "run")
+        shown = shown.replace(f"{work}/", "").replace(f"{ROOT}/", "")
         row = {"wall_s": time.monotonic() - began, "command": shown}
         if done.returncode != 0:
             return {**_failed(done.returncode, done.stderr.strip()), **row}
