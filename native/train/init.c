@@ -1,48 +1,23 @@
 /* init.c - draws the weights for a training from scratch, from the distributions that the model's
  * description gives (ps_param_info.init_mean, init_std, init_uniform): those of
- * models/init_model.py, with other bits. Element i of a model depends on the seed and on i alone:
- * splitmix64 makes a word for each pair of elements, and Box and Muller's transform makes the pair
- * of it, or its two halves are the pair (uniform). */
-#include "core/mix64.h"
+ * models/init_model.py, with other bits (draw.h). */
+#include "train/draw.h"
 #include "train/trainer.h"
-#include <math.h>
-#include <string.h>
 
 enum { PIECE = 1 << 16 }; /* elements a task; even, as elements come in pairs */
 
 typedef struct init_job {
+  ps__draw draw;
   char *dst;
-  uint64_t n, element0, seed; /* element0 counts over the whole model: no two tensors are alike */
-  float mean, std;
-  bool uniform;
+  uint64_t n, element0; /* element0 counts over the whole model: no two tensors are alike */
   ps_dtype dtype;
 } init_job;
 
-/* the first number of splitmix64 from @seed on */
-static uint64_t first_of(uint64_t seed) { return ps__mix64(seed + PS__MIX_GAMMA); }
-
-static void put(const init_job *j, uint64_t i, float x) {
-  if (i < j->n)
-    ps__store1_f32(j->dst, j->dtype, i, x);
-}
-
 static void init_piece(void *arg, int64_t task, uint32_t worker) {
   const init_job *j = arg;
-  const uint64_t first = (uint64_t)task * PIECE, end = first + PIECE < j->n ? first + PIECE : j->n;
-  const float turn = 6.2831853071795864769f / 16777216.0f;
-  const float width = 2 * sqrtf(3.0f) * j->std / 16777216.0f; /* of the uniform distribution */
-  for (uint64_t i = first; i < end; i += 2) {
-    const uint64_t x = first_of(first_of(j->seed) ^ (j->element0 + i));
-    if (j->uniform) {
-      put(j, i, j->mean + width * ((float)(x >> 40) - 8388607.5f));
-      put(j, i + 1, j->mean + width * ((float)(x & 0xffffff) - 8388607.5f));
-      continue;
-    }
-    const float u = ((float)(x >> 40) + 1.0f) / 16777216.0f, angle = (float)(x & 0xffffff) * turn;
-    const float r = j->std > 0 ? j->std * sqrtf(-2.0f * logf(u)) : 0.0f;
-    put(j, i, j->mean + r * cosf(angle));
-    put(j, i + 1, j->mean + r * sinf(angle));
-  }
+  const uint64_t first = (uint64_t)task * PIECE;
+  ps__draw_numbers(&j->draw, j->element0 + first, j->n - first < PIECE ? j->n - first : PIECE,
+                   j->dst + first * ps_dtype_bytes(j->dtype), j->dtype);
 }
 
 ps_status ps__trainer_init(ps_trainer *t, bool adapters, ps_progress_fn progress,
@@ -59,13 +34,13 @@ ps_status ps__trainer_init(ps_trainer *t, bool adapters, ps_progress_fn progress
     const ps_param_info *p = &m->param[i];
     if (m->unit[p->unit].adapter != adapters)
       continue;
-    init_job j = {.dst = ps__master_at(t, p->unit, p->offset),
+    init_job j = {.draw = {.seed = t->cfg.seed,
+                           .mean = p->init_mean,
+                           .std = p->init_std,
+                           .uniform = p->init_uniform != 0},
+                  .dst = ps__master_at(t, p->unit, p->offset),
                   .n = p->n,
                   .element0 = first + done,
-                  .seed = t->cfg.seed,
-                  .mean = p->init_mean,
-                  .std = p->init_std,
-                  .uniform = p->init_uniform != 0,
                   .dtype = ps__master_dtype(t, p->unit)};
     ps__pool_run(pool, (int64_t)((p->n + PIECE - 1) / PIECE), init_piece, &j);
     ps__trainer_refresh_copy(t, p);

@@ -1,0 +1,109 @@
+/* test_draw.c - the numbers of weights that are drawn, against their formula in double. */
+#include "check.h"
+#include "core/dtype.h"
+#include "train/draw.h"
+#include <math.h>
+#include <stdbool.h>
+#include <stdlib.h>
+
+static const double PI = 3.14159265358979323846;
+
+/* splitmix64's first number from @seed on (Steele, Lea and Flood 2014, figure 17) */
+static uint64_t first_of(uint64_t seed) {
+  uint64_t z = seed + UINT64_C(0x9e3779b97f4a7c15);
+  z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+  z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
+  return z ^ (z >> 31);
+}
+
+static double expected(const ps__draw *d, uint64_t first, uint64_t i) {
+  const uint64_t word = first_of(first_of(d->seed) ^ (first + i / 2 * 2));
+  const double a = (double)(word >> 40), b = (double)(word & 0xffffff), all = 1 << 24;
+  if (d->uniform)
+    return d->mean + 2 * sqrt(3) * d->std * ((i % 2 ? b : a) - (1 << 23) + 0.5) / all;
+  const double r = d->std * sqrt(-2 * log((a + 1) / all)), angle = 2 * PI * b / all;
+  return d->mean + r * (i % 2 ? sin(angle) : cos(angle));
+}
+
+/* @n numbers of fp32 and of bf16. A number of fp32 may be off by draw.h's 2e-6 std and by roundings
+ * of sums with the mean; one of bf16 is that number, rounded. */
+static void check_numbers(const ps__draw *d, uint64_t first, uint64_t n) {
+  enum { AFTER = 8 };
+  float *x = malloc((n + AFTER) * sizeof *x), back;
+  uint16_t *half = malloc((n + AFTER) * sizeof *half), rounded;
+  memset(x, 0x55, (n + AFTER) * sizeof *x);
+  memset(half, 0x55, (n + AFTER) * sizeof *half);
+  ps__draw_numbers(d, first, n, x, PS_F32);
+  ps__draw_numbers(d, first, n, half, PS_BF16);
+  for (uint64_t i = 0; i < n; i++) {
+    const double y = expected(d, first, i), off = 2e-6 * d->std + 0x1p-23 * (fabs(y) + fabs(d->mean));
+    CHECK(fabs(x[i] - y) <= off);
+    ps__dtypes[PS_BF16].from_f32(&rounded, &x[i], 1);
+    CHECK(half[i] == rounded);
+  }
+  memset(&back, 0x55, sizeof back);
+  for (uint64_t i = n; i < n + AFTER; i++)
+    CHECK(memcmp(&x[i], &back, sizeof back) == 0 && half[i] == 0x5555);
+  free(x);
+  free(half);
+}
+
+static void test_formula(void) {
+  static const uint64_t counts[] = {1, 2, 31, 32, 33, 100000, 65537}, firsts[] = {0, 7, 1ull << 62};
+  for (int uniform = 0; uniform < 2; uniform++)
+    for (size_t c = 0; c < sizeof counts / sizeof *counts; c++)
+      for (size_t f = 0; f < sizeof firsts / sizeof *firsts; f++) {
+        const ps__draw d = {.seed = c + 3, .mean = 0.25f * (float)f, .std = 0.02f, .uniform = uniform};
+        check_numbers(&d, firsts[f], counts[c]);
+      }
+  printf("ok drawn numbers are those of their formula, in fp32 and bf16\n");
+}
+
+/* Without a spread every number is the mean, exactly: norms are drawn so. */
+static void test_constant(void) {
+  float x[100];
+  const ps__draw d = {.seed = 1, .mean = 1.0f};
+  ps__draw_numbers(&d, 0, 100, x, PS_F32);
+  for (int i = 0; i < 100; i++)
+    CHECK(x[i] == 1.0f);
+  printf("ok numbers without a spread are the mean\n");
+}
+
+/* A piece that is drawn alone is the same as in one call: pieces are drawn by several threads. */
+static void test_pieces(void) {
+  enum { N = 4096, PIECE = 512 };
+  float whole[N], piece[PIECE];
+  const ps__draw d = {.seed = 5, .std = 1.0f};
+  ps__draw_numbers(&d, 100, N, whole, PS_F32);
+  for (uint64_t i = 0; i < N; i += PIECE) {
+    ps__draw_numbers(&d, 100 + i, PIECE, piece, PS_F32);
+    CHECK(memcmp(piece, whole + i, sizeof piece) == 0);
+  }
+  printf("ok pieces of a sequence are the sequence\n");
+}
+
+/* The mean, deviation and fourth moment (3 for a normal distribution) of a million numbers, each
+ * within 5 of its own standard errors. */
+static void test_moments(void) {
+  enum { N = 1 << 20 };
+  float *x = malloc(N * sizeof *x);
+  const ps__draw d = {.seed = 11, .std = 1.0f};
+  double m1 = 0, m2 = 0, m4 = 0;
+  ps__draw_numbers(&d, 0, N, x, PS_F32);
+  for (int i = 0; i < N; i++) {
+    const double y = x[i];
+    m1 += y / N, m2 += y * y / N, m4 += y * y * y * y / N;
+  }
+  CHECK(fabs(m1) < 5 / sqrt(N) && fabs(m2 - 1) < 5 * sqrt(2.0 / N) &&
+        fabs(m4 - 3) < 5 * sqrt(96.0 / N));
+  free(x);
+  printf("ok a million numbers have the moments of a normal distribution\n");
+}
+
+int main(void) {
+  test_formula();
+  test_constant();
+  test_pieces();
+  test_moments();
+  return 0;
+}
