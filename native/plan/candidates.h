@@ -107,6 +107,9 @@ typedef struct ps__search_space {
  * ps__search_space_free(), also after an error. */
 ps_status ps__search_space_init(ps__search_space *sp, const ps_plan *plan, ps__step_hooks *hooks);
 void ps__search_space_free(ps__search_space *sp);
+/* ps__add_microbatches() - the configurations of @sp, whose plan is set, without their bases
+ * (microbatches.c). Errors: PS_ENOMEM; PS_EINVAL where a step has too many ops. */
+ps_status ps__add_microbatches(ps__search_space *sp);
 /* ps__search_space_workers() - how many of @n steps are evaluated at once: one a CPU, fewer where
  * the memory of steps with many ops adds up. */
 uint32_t ps__search_space_workers(const ps__search_space *sp, uint32_t n);
@@ -122,6 +125,8 @@ static inline const ps__layout *ps__microbatch_layout(const ps__microbatch *mb) 
  * shortened. Errors: PS_ENOMEM. @out freed by ps__spec_free(). */
 ps_status ps__candidate_spec(const ps__search_space *sp, const ps__candidate *m,
                              const ps__layout *l, ps__spec *out);
+/* ps__unit_bytes() - BYTES of a unit's parameters. */
+uint64_t ps__unit_bytes(const ps__search_space *sp, uint32_t unit);
 /* ps__saved_part_bytes() - BYTES of device memory of one part of the saved bytes;
  * ps__unit_part_bytes() - of one part of the units' parameters.
  * ps__total_part_bytes() - of one part of the units' totals, where these stay on the device. Of

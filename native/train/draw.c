@@ -17,8 +17,8 @@ static uint64_t first_of(uint64_t seed) { return ps__mix64(seed + PS__MIX_GAMMA)
 PS_VEC void log_to(ps__v *y, const ps__v *u) {
   const ps__vu bits = (ps__vu)*u;
   const ps__vi e = (ps__vi)(bits - 0x3f3504f3u) >> 23;
-  const ps__v n = __builtin_convertvector(e, ps__v),
-              f = (ps__v)(bits - ((ps__vu)e << 23)) - 1.0f, ff = f * f;
+  const ps__v n = __builtin_convertvector(e, ps__v), f = (ps__v)(bits - ((ps__vu)e << 23)) - 1.0f,
+              ff = f * f;
   ps__v p = f * 7.0376836292e-2f - 1.1514610310e-1f;
   p = p * f + 1.1676998740e-1f;
   p = p * f - 1.2420140846e-1f;

@@ -99,6 +99,14 @@ struct ps_trainer {
   ps__step_record ring[PS__RING];
 };
 
+/* config.c
+ * ps__trainer_check_config() - whether the configuration is one, and fits the plan. PS_EINVAL and
+ * the errors of ps_dataset_check() say what is wrong.
+ * ps__trainer_resolve_hypers() - the optimizer's defaults for what is NAN. PS_EINVAL: one that
+ * is given is out of range. */
+ps_status ps__trainer_check_config(const ps_plan *plan, const ps_train_config *c);
+ps_status ps__trainer_resolve_hypers(ps_train_config *c);
+
 /* Give submitted steps to the run, and to the run of the next size once the steps of the last one
  * are reported (stages.c). Errors: those of ps_run_create() and ps_run_submit().
  * ps__trainer_run_wait() - wait until the first @n steps of the trainer are done. */
