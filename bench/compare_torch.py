@@ -68,8 +68,8 @@ def arguments():
     p.add_argument("--repeats", type=int, default=2, help="turns of each side")
     p.add_argument("--python", default=sys.executable, help="the interpreter that has PyTorch")
     p.add_argument("--binary", type=Path, default=ROOT / "build/bin/penstock")
-    p.add_argument("--keep", type=Path, help="folder for the metrics, plan and timeline of "
-                   "Penstock's first turns, of which bench/limit.py takes one as its --run")  # fmt: skip
+    p.add_argument("--keep", type=Path, help="folder for the run directories of Penstock's first "
+                   "turns, of which bench/limit.py takes one as its --run")  # fmt: skip
     p.add_argument("--commit", default=None, help="commit to record (default: git's)")
     a = p.parse_args()
     for name in ("steps", "repeats"):
@@ -208,7 +208,9 @@ def compare(case: str, a, note: dict) -> list[dict]:
                     continue
                 began = time.monotonic()
                 kept = a.keep and turn == 0
-                keep = a.keep / f"{case.replace(':', '-')}-{i}" if kept else Path(folder) / "run"
+                keep = Path(folder) / "run"
+                if kept:
+                    keep = a.keep / f"{Path(case.split(':')[0]).name}-{seq_len}-{tokens}-{i}"
                 result = run(str(shard), keep)
                 results[name].append(result)
                 what = result.get("failed") or f"{statistics.median(result['step_s']):.3f} s a step"

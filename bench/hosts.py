@@ -4,8 +4,9 @@
 
 CASE is MODEL:SEQ_LEN:DEVICE_GIB:HOST_GIB:TOKENS_PER_STEP[:MORE], as in bench/sweep. Its caps are
 those of a task, its tokens those of all tasks. Task k trains on GPU k, with an equal part of the
-machine's CPUs. Before they start, `penstock plan` measures the rates on all GPUs at once, because
-the tasks share the memory of one host, which tasks of several hosts do not.
+machine's CPUs. Before they start, `penstock plan` measures the rates anew on all GPUs at once,
+because the tasks share the memory of one host, which tasks of several hosts do not. All tasks plan
+with the rates of the GPU that ends last. Its phases may lie beside other phases of the other GPUs.
 
 Prints the tokens/s of the median step and what rank 0 says of the network. Writes DIR/row.json,
 rank 0's run directory DIR/run-0, and what each task said to DIR/rank-K.txt.
@@ -16,6 +17,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import socket
 import statistics
 import subprocess
@@ -65,12 +67,23 @@ def said_by(out: Path, rank: int) -> Path:
     return out / f"rank-{rank}.txt"
 
 
-def measure_rates(plan: list[str], gpus) -> None:
+def new_cache(work: Path) -> dict:
+    """The environment of a cache that has the algorithms of this machine's cache, and no rates."""
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+    folder = work / "cache/penstock"
+    folder.mkdir(parents=True)
+    for path in user.glob("gemm-*.json"):
+        shutil.copy(path, folder)
+    return {"XDG_CACHE_HOME": str(folder.parent)}
+
+
+def measure_rates(plan: list[str], gpus, env: dict) -> None:
     """The words of `penstock plan`, on all @gpus at once; without any, once."""
     calls = [[*plan, "--gpu", str(gpu)] for gpu in gpus] or [plan]
     running = [
         subprocess.Popen(
             words,
+            env=env,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -81,7 +94,11 @@ def measure_rates(plan: list[str], gpus) -> None:
     said = [process.communicate()[1] for process in running]
     for process, text in zip(running, said, strict=True):
         if process.returncode:
-            raise SweepError(text.strip().splitlines()[-1].removeprefix("penstock: "))
+            raise SweepError(last_line(text).removeprefix("penstock: "))
+
+
+def last_line(text: str) -> str:
+    return text.strip().splitlines()[-1] if text.strip() else "nothing"
 
 
 def start(a, case: Case, work: Path, port: int) -> list:
@@ -97,12 +114,13 @@ def start(a, case: Case, work: Path, port: int) -> list:
     plan = [str(a.binary), "plan", "--model", str(model), "--seq-len", str(case.seq_len)]
     plan += ["--tokens-per-step", str(case.seq_len), "--backend", a.backend]  # the smallest search
     plan += ["--threads", str(threads), "--quiet"]
-    measure_rates(plan, range(a.tasks) if a.backend == "cuda" else [])
+    env = os.environ | new_cache(work)
+    measure_rates(plan, range(a.tasks) if a.backend == "cuda" else [], env)
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(a.tasks)}
     return [
         subprocess.Popen(
             [w for w in line if w != "--quiet"],
-            env=os.environ | master | {"RANK": str(k), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+            env=env | master | {"RANK": str(k), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
             stdout=subprocess.DEVNULL,
             stderr=open(said_by(a.out, k), "w"),
             preexec_fn=die_with_parent(),
@@ -128,8 +146,9 @@ def end(tasks: list, limit_s: float, out: Path) -> list[str]:
     said = [said_by(out, rank).read_text() for rank in range(len(tasks))]
     for rank, (task, text) in enumerate(zip(tasks, said, strict=True)):
         if task.returncode:
-            last = text.strip().splitlines()[-1] if text.strip() else "nothing"
-            raise SweepError(f"rank {rank} ended with {task.returncode} and said: {last}")
+            raise SweepError(
+                f"rank {rank} ended with {task.returncode} and said: {last_line(text)}"
+            )
     return said
 
 

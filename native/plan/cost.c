@@ -324,7 +324,7 @@ static void draw_of_host_op(const ps__cost_model *m, const ps_op_view *op, ps_si
 }
 
 /* A GPU runs the faster the more it rests. Where it has a second stream of kernels, the sums of
- * several devices, what that stream takes of the GPU is lost to its compute stream: on two H100s a
+ * several devices, the compute stream loses all that this stream takes of the GPU. On two H100s a
  * product beside a sum took longer by 0.7 of the sum's time. The CPU backend's devices use the
  * host's CPUs and memory. */
 static void draw_of_device_op(const ps__cost_model *m, const ps_op_view *op, ps_sim_cost *out) {

@@ -11,7 +11,7 @@ static const uint64_t LOCAL_SEARCH_OPS = 8000000;
 static const double START_MOST_SLOWER = 1.15;
 /* There are three stages, each with its part of the ops:
  *   all starting points: STARTS_A_ROUND a number of tokens a round            a quarter
- *   the N_SECOND_STAGE best                                                    a quarter
+ *   the N_SECOND_STAGE best (one fewer beside branches that keep totals)        a quarter
  *   the N_LAST_STAGE best, with all rounds of a step                           a half
  * The starting points of a stage are searched at once where there are CPUs. */
 enum { STARTS_A_ROUND = 2, N_STARTS = 8, N_SECOND_STAGE = 4, N_LAST_STAGE = 2 };

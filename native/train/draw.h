@@ -12,7 +12,7 @@ typedef struct ps__draw {
 } ps__draw;
 
 /* ps__draw_numbers() - @n numbers into @dst, [n] of @dt (PS_F32 or PS_BF16), borrowed. Numbers 2k
- * and 2k + 1 come from the word of splitmix64 that @seed and @first + 2k give. With its upper 24
+ * and 2k + 1 come from the word of splitmix64 that d->seed and @first + 2k give. With its upper 24
  * bits a and lower 24 bits b, a normal distribution has, by Box and Muller's transform (1958),
  *   u = (a + 1) / 2^24    r = std sqrt(-2 ln u)    mean + r cos(2 pi b / 2^24), mean + r sin(...)
  * and a uniform one mean + 2 sqrt(3) std ((a - 2^23 + 1/2) / 2^24), and the same of b.

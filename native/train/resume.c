@@ -280,7 +280,8 @@ static ps_status check_base(ps_trainer *t, const ps_checkpoint *c) {
              ? PS_OK
              : ps__fail(PS_EINVAL,
                         "%s has the adapters of a model with other weights than %s (SHA-256 "
-                        "%.16s..., not %.16s...): give the model that it was trained with",
+                        "%.16s..., not %.16s...): give the model that it was trained with, "
+                        "or with --init-weights the version of Penstock that drew it",
                         c->dir, t->model_dir, c->base_hash, hex);
 }
 

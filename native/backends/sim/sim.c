@@ -52,7 +52,7 @@ typedef struct sim {
   /* bit s: stream s runs an op; runs one that draws on resources or has a kind; its next op may
    * start, or is yet to wait */
   uint64_t running, drawing, ready;
-  bool shared_anew; /* an op of drawing has begun or ended since rates were computed */
+  bool shared_anew; /* an op that shares a resource or has a kind has begun or ended since then */
   /* of each stream's running op: what is left of its ns, and how much longer than alone it takes */
   double left[PS_MAX_STREAMS], slow[PS_MAX_STREAMS];
   size_t first[PS_MAX_STREAMS]; /* place in op of each stream's first one */
