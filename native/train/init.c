@@ -4,7 +4,7 @@
 #include "train/draw.h"
 #include "train/trainer.h"
 
-enum { PIECE = 1 << 16 }; /* elements a task; even, as elements come in pairs */
+enum { PART = 1 << 16 }; /* elements a task; even, as elements come in pairs */
 
 typedef struct init_job {
   ps__draw draw;
@@ -13,10 +13,10 @@ typedef struct init_job {
   ps_dtype dtype;
 } init_job;
 
-static void init_piece(void *arg, int64_t task, uint32_t worker) {
+static void init_part(void *arg, int64_t task, uint32_t worker) {
   const init_job *j = arg;
-  const uint64_t first = (uint64_t)task * PIECE;
-  ps__draw_numbers(&j->draw, j->element0 + first, j->n - first < PIECE ? j->n - first : PIECE,
+  const uint64_t first = (uint64_t)task * PART;
+  ps__draw_numbers(&j->draw, j->element0 + first, j->n - first < PART ? j->n - first : PART,
                    j->dst + first * ps_dtype_bytes(j->dtype), j->dtype);
 }
 
@@ -42,7 +42,7 @@ ps_status ps__trainer_init(ps_trainer *t, bool adapters, ps_progress_fn progress
                   .n = p->n,
                   .element0 = first + done,
                   .dtype = ps__master_dtype(t, p->unit)};
-    ps__pool_run(pool, (int64_t)((p->n + PIECE - 1) / PIECE), init_piece, &j);
+    ps__pool_run(pool, (int64_t)((p->n + PART - 1) / PART), init_part, &j);
     ps__trainer_refresh_copy(t, p);
     done += p->n;
     if (progress)

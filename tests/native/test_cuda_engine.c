@@ -123,7 +123,7 @@ static void move_on_lanes(const ps__net_device *n, void *device, void *host, uin
   n->api->leave(n->user);
 }
 
-/* Host memory is pinned piece by piece: a copy that reaches over the seam of two. */
+/* Host memory is pinned in ranges: a copy that reaches over the seam of two. */
 static void test_seam(void) {
   enum { BYTES = 100001 };
   uint64_t seam = (uint64_t)1 << 30, at = seam - 40003;
@@ -136,7 +136,7 @@ static void test_seam(void) {
   move(e, false, at, BYTES);
   for (uint32_t i = 0; i < BYTES; i++)
     CHECK(p[i] == (unsigned char)mix64(i));
-  printf("ok a copy over the seam of two pinned pieces\n");
+  printf("ok a copy over the seam of two pinned ranges\n");
 
   ps__net_device lanes;
   void *device;

@@ -70,17 +70,17 @@ static void test_constant(void) {
   printf("ok numbers without a spread are the mean\n");
 }
 
-/* A piece that is drawn alone is the same as in one call: pieces are drawn by several threads. */
-static void test_pieces(void) {
-  enum { N = 4096, PIECE = 512 };
-  float whole[N], piece[PIECE];
+/* A part that is drawn alone is the same as in one call: parts are drawn by several threads. */
+static void test_parts(void) {
+  enum { N = 4096, PART = 512 };
+  float whole[N], part[PART];
   const ps__draw d = {.seed = 5, .std = 1.0f};
   ps__draw_numbers(&d, 100, N, whole, PS_F32);
-  for (uint64_t i = 0; i < N; i += PIECE) {
-    ps__draw_numbers(&d, 100 + i, PIECE, piece, PS_F32);
-    CHECK(memcmp(piece, whole + i, sizeof piece) == 0);
+  for (uint64_t i = 0; i < N; i += PART) {
+    ps__draw_numbers(&d, 100 + i, PART, part, PS_F32);
+    CHECK(memcmp(part, whole + i, sizeof part) == 0);
   }
-  printf("ok pieces of a sequence are the sequence\n");
+  printf("ok parts of a sequence are the sequence\n");
 }
 
 /* The mean, deviation and fourth moment (3 for a normal distribution) of a million numbers, each
@@ -104,7 +104,7 @@ static void test_moments(void) {
 int main(void) {
   test_formula();
   test_constant();
-  test_pieces();
+  test_parts();
   test_moments();
   return 0;
 }

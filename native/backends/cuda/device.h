@@ -141,7 +141,7 @@ ps_status ps__cuda_transfer(ps__device *dev, void *dst, const void *src, uint64_
 ps_status ps__cuda_copy(ps__device *dev, uint32_t stream, void *dst, const void *src,
                         uint64_t bytes);
 /* The same on a CUDA stream of the caller's, whose context is current. A copy that reaches over two
- * pinned pieces of host memory is queued as two. */
+ * pinned ranges of host memory is queued as two. */
 ps_status ps__cuda_copy_on(const ps__device *dev, CUstream on, void *dst, const void *src,
                            uint64_t bytes);
 /* prepare.c */

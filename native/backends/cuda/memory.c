@@ -2,7 +2,7 @@
  *
  * Device spaces: one cuMemAlloc of exactly the bytes asked for, zeroed like fresh host memory.
  * Host spaces: an exact mmap with huge pages where the kernel has them, preferred on the GPUs' NUMA
- * nodes, touched by all CPUs at once and pinned in pieces, once for all GPUs. */
+ * nodes, touched by all CPUs at once and pinned in ranges of 1 GiB, once for all GPUs. */
 #include "backends/cuda/device.h"
 #include "backends/cuda/probe.h"
 #include <stdatomic.h>
@@ -176,8 +176,8 @@ ps_status ps__cuda_peak(ps__device *dev, const ps__mapping *m, uint64_t *out_byt
 
 /* ---- copies ---------------------------------------------------------------------------------- */
 
-/* BYTES from @p to the end of its pinned piece: one copy may not reach over two pieces. */
-static uint64_t left_in_piece(const ps__device *dev, const void *p, uint64_t bytes) {
+/* BYTES from @p to the end of its pinned range: one copy may not reach over two. */
+static uint64_t left_in_range(const ps__device *dev, const void *p, uint64_t bytes) {
   for (uint32_t i = 0; i < dev->cfg.n_spaces; i++) {
     const ps__mapping *m = &dev->space[i];
     uint64_t at = (uint64_t)((uintptr_t)p - (uintptr_t)m->host);
@@ -192,8 +192,8 @@ static uint64_t left_in_piece(const ps__device *dev, const void *p, uint64_t byt
 ps_status ps__cuda_copy_on(const ps__device *dev, CUstream on, void *dst, const void *src,
                            uint64_t bytes) {
   for (uint64_t at = 0; at < bytes;) {
-    uint64_t n = left_in_piece(dev, (const char *)src + at, bytes - at);
-    n = left_in_piece(dev, (char *)dst + at, n);
+    uint64_t n = left_in_range(dev, (const char *)src + at, bytes - at);
+    n = left_in_range(dev, (char *)dst + at, n);
     PS__CUDA_TRY(dev->cu, MemcpyAsync((CUdeviceptr)(uintptr_t)dst + at,
                                       (CUdeviceptr)(uintptr_t)src + at, n, on));
     at += n;
