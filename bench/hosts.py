@@ -94,7 +94,9 @@ def measure_rates(plan: list[str], gpus, env: dict) -> None:
     said = [process.communicate()[1] for process in running]
     for process, text in zip(running, said, strict=True):
         if process.returncode:
-            raise SweepError(last_line(text).removeprefix("penstock: "))
+            raise SweepError(
+                f"penstock plan ended with {process.returncode} and said: {last_line(text)}"
+            )
 
 
 def last_line(text: str) -> str:

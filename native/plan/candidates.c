@@ -1,7 +1,6 @@
 /* candidates.c - the search space: its candidates, what each costs at least and about. */
 #include "plan/candidates.h"
 #include "optim/optim.h"
-#include <math.h>
 #include <stdio.h>
 #include <string.h>
 

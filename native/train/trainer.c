@@ -2,11 +2,9 @@
 #include "train/trainer.h"
 #include "generate/generate.h"
 #include "hosts/hosts.h"
-#include "hosts/net.h"
 #include "io/io.h"
 #include "train/adapter.h"
 #include "train/resume.h"
-#include <math.h>
 #include <string.h>
 
 static bool decays(const ps_trainer *t, const ps_param_info *p) {
