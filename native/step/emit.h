@@ -105,6 +105,8 @@ typedef struct ps__in_flight {
   uint32_t *kept, *away;
 } ps__in_flight;
 
+enum { PS__NO_UNIT = UINT32_MAX };
+
 typedef struct ps__builder {
   ps__step *s;
   ps__step_hooks *hooks;
@@ -127,6 +129,7 @@ typedef struct ps__builder {
   /* [n_units]: those whose pieces of the total are complete and go to the host next */
   uint32_t *leaving;
   uint32_t n_leaving;
+  uint32_t exchanging; /* the last unit whose total other hosts add to; PS__NO_UNIT: none */
   ps__gathered *gathered; /* [chunks of the step] */
 } ps__builder;
 
@@ -214,8 +217,11 @@ void ps__add_waiting(ps__builder *b);
 void ps__layer_grads_begin(ps__builder *b, uint32_t layer);
 void ps__layer_grads_end(ps__builder *b, uint32_t layer, bool more);
 /* ps__total_on_host() - the unit's total is complete on the host: sums of squares and, without
- * clipping, the update. */
+ * clipping, the update. Where other hosts add to the total, both come after the next unit's
+ * exchange is issued: the host's stream then sums up the next unit's contributions during this
+ * unit's exchange. ps__exchange_over() - both for the last unit of the step. */
 void ps__total_on_host(ps__builder *b, uint32_t unit);
+void ps__exchange_over(ps__builder *b);
 
 /* ---- units in pieces (pieces.c) -------------------------------------------------------------- */
 /* ps__fetch_pieces() - fetch a unit to the first @n_running devices, whose tensors of it are made:

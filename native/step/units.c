@@ -461,11 +461,26 @@ static void exchange(ps__builder *b, uint32_t unit) {
                 ps__about(ps__unit_tag(b, unit, PS__PHASE_UPDATE), "gradients"));
 }
 
-void ps__total_on_host(ps__builder *b, uint32_t unit) {
-  if (ps__exchanges(b->s->spec))
-    exchange(b, unit);
+static void total_complete(ps__builder *b, uint32_t unit) {
   emit_sumsq_on_host(b, unit, 0, PS__NO_VT);
   ps__total_ready(b, unit);
+}
+
+void ps__exchange_over(ps__builder *b) {
+  const uint32_t unit = b->exchanging;
+  b->exchanging = PS__NO_UNIT;
+  if (unit != PS__NO_UNIT)
+    total_complete(b, unit);
+}
+
+void ps__total_on_host(ps__builder *b, uint32_t unit) {
+  if (!ps__exchanges(b->s->spec)) {
+    total_complete(b, unit);
+    return;
+  }
+  exchange(b, unit);
+  ps__exchange_over(b);
+  b->exchanging = unit;
 }
 
 void ps__grad_end(ps__builder *b, uint32_t unit, bool more) {
