@@ -335,7 +335,7 @@ def test_a_plan_of_hosts_adds_the_exchange(tiny_model, tmp_path):
 
 
 def test_a_plan_of_hosts_counts_nccl_on_gpus(tiny_model):
-    """1 GiB for NCCL, and four buffers of a 16 MiB segment and the slices of the other host."""
+    """1 GiB for NCCL, and four buffers of a 32 MiB segment and the slices of the other host."""
     machine = ROOT / "docs" / "hardware-h200.json"
     more = ("--hardware", machine, "--device-mem", "4GiB", "--host-mem", "16GiB")
     one = planned(tiny_model, *more)
@@ -345,7 +345,7 @@ def test_a_plan_of_hosts_counts_nccl_on_gpus(tiny_model):
     }
     key = "device_overhead_bytes"
     assert used["tcp"][key] == one[key]
-    assert used["nccl"][key] == used["auto"][key] == one[key] + (1024 + 4 * (16 + 8)) * 2**20
+    assert used["nccl"][key] == used["auto"][key] == one[key] + (1024 + 4 * (32 + 16)) * 2**20
     assert all(plan["device_used_bytes"] <= 4 * 2**30 for plan in used.values())
     short = ("--hardware", machine, "--device-mem", used["tcp"]["device_used_bytes"] + 2**28)
     refused = subprocess.run(

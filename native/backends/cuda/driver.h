@@ -22,7 +22,8 @@
   X(MemcpyAsync) X(StreamCreate) X(StreamDestroy) X(StreamQuery) X(StreamSynchronize)             \
   X(StreamWaitEvent) X(StreamWriteValue64) X(StreamWaitValue64) X(LaunchHostFunc)                 \
   X(EventCreate) X(EventDestroy) X(EventRecord) X(EventSynchronize) X(EventQuery)                 \
-  X(EventElapsedTime) X(DeviceCanAccessPeer) X(DeviceGetP2PAttribute) X(CtxEnablePeerAccess)
+  X(EventElapsedTime) X(DeviceCanAccessPeer) X(DeviceGetP2PAttribute) X(CtxEnablePeerAccess)      \
+  X(StreamCreateWithPriority) X(CtxGetStreamPriorityRange)
 /* clang-format on */
 
 typedef struct ps__cuda_driver {

@@ -134,9 +134,13 @@ static const ps__net_device_api api = {
     .close = net_close,
 };
 
+/* Their kernels go before those of the compute stream where both wait for SMs: a product takes all
+ * SMs, and the next product would follow it at once. */
 static ps_status open_lanes(lanes *n) {
+  int least, greatest;
+  PS__CUDA_TRY(n->cu, CtxGetStreamPriorityRange(&least, &greatest));
   for (uint32_t i = 0; i < PS__N_LANES; i++)
-    PS__CUDA_TRY(n->cu, StreamCreate(&n->lane[i], CU_STREAM_NON_BLOCKING));
+    PS__CUDA_TRY(n->cu, StreamCreateWithPriority(&n->lane[i], CU_STREAM_NON_BLOCKING, greatest));
   for (uint32_t i = 0; i < PS__N_MARKS; i++)
     PS__CUDA_TRY(n->cu, EventCreate(&n->mark[i], CU_EVENT_DISABLE_TIMING));
   ps__cuda_name_stream(n->lane[PS__LANE_NET], "nccl");
