@@ -353,6 +353,23 @@ def test_device_memory_counts_the_page_tables_of_pinned_host_memory(tmp_path):
             Plan(config(tmp_path), hardware=hardware, device_mem=least - 1, **question)
 
 
+def test_gradients_of_blocks_leave_a_host_whose_memory_is_short():
+    """8B with AdamW has 8 bytes a parameter on the host. Where that does not fit, the first blocks
+    have 6: their gradients stay on the GPU, which updates them."""
+    question = dict(seq_len=8192, tokens_per_step=65536, device_mem="22GiB", keep_grads=False)
+    model = ModelConfig.read(ROOT / "models" / "8b.json")
+    gpu = Hardware.read(ROOT / "docs" / "hardware-rtx4090.json")
+    short, ample = (Plan(model, hardware=gpu, host_mem=m, **question) for m in ("54GiB", "80GiB"))
+    all_bytes = 8 * sum(u["elements"] for u in short.json()["units"])
+    on_gpu = [u for u in short.json()["units"] if u["update"].startswith("device")]
+    saved = 2 * sum(u["elements"] for u in on_gpu)
+    assert short.report["host_used_bytes"] <= 54 << 30 < all_bytes
+    assert all_bytes - saved <= short.report["host_arena_bytes"] < all_bytes
+    assert short.report["step_s"] > ample.report["step_s"]
+    with pytest.raises(BudgetError, match="host memory"):
+        Plan(model, hardware=gpu, host_mem="47GiB", **question)
+
+
 def test_throughput_is_the_plans_bytes_over_the_time_of_their_ops(tmp_path):
     plan = over_a_slow_link(tmp_path)
     events, _ = plan.simulate(3)

@@ -7,8 +7,9 @@
 enum { LARGE_STEP_OPS = 60000 };
 
 const ps__residency ps__residencies[PS__N_RESIDENCIES] = {
-    {0, 0, 0, 0}, {0, 0, 1, 0},   {8, 0, 1, 0},   {16, 0, 1, 0},  {32, 0, 1, 0},
-    {8, 8, 1, 0}, {16, 16, 1, 0}, {32, 16, 1, 0}, {32, 32, 1, 0}, {32, 32, 1, 1}};
+    {0, 0, 0, 0, 0},   {0, 0, 1, 0, 0},   {8, 0, 1, 0, 0},   {16, 0, 1, 0, 0},  {32, 0, 1, 0, 0},
+    {8, 8, 1, 0, 0},   {16, 16, 1, 0, 0}, {32, 16, 1, 0, 0}, {32, 32, 1, 0, 0}, {32, 32, 1, 1, 0},
+    {0, 0, 1, 0, 4},   {0, 0, 1, 0, 8},   {0, 0, 1, 0, 16},  {0, 0, 1, 0, 32}};
 
 /* ---- a candidate ----------------------------------------------------------------------------- */
 
@@ -168,10 +169,12 @@ static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bo
   return st;
 }
 
-/* Whether the search space has candidates of this residency: totals and state may have to be on the
- * host. */
+/* Whether the search space may have candidates of this residency: totals and state may have to be
+ * on the host, and the CPU backend's device has no processor of its own. */
 static bool admits(const ps__search_space *sp, const ps__residency *r) {
-  return !ps__totals_on_host(sp->plan) || !(r->grads || r->state);
+  if (r->blocks && (sp->plan->hw.backend != PS_BACKEND_CUDA || sp->plan->cfg.keep_grads))
+    return false;
+  return !ps__totals_on_host(sp->plan) || !(r->grads || r->state || r->blocks);
 }
 
 /* Whether a candidate of the configuration has the embedding on the device. */
@@ -358,6 +361,12 @@ typedef struct traffic {
   double blocks; /* parameters of the streamed blocks, once */
 } traffic;
 
+/* BYTES of optimizer state and master weights of a parameter. */
+static uint64_t state_bytes(const ps__search_space *sp) {
+  const ps_recipe recipe = (ps_recipe)sp->plan->cfg.recipe;
+  return ps__state_bytes((ps_optimizer)sp->plan->cfg.optimizer, recipe) + ps__master_bytes(recipe);
+}
+
 static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
                             const ps__residency *r) {
   const ps_model *m = sp->plan->model;
@@ -387,7 +396,9 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
                  passes =
                      layer < first_trained || layer == 0 || layer + 1 >= ps__head_layer(m) ? 1 : 2;
     const uint32_t contributions = ps__unit_contributions(m, &sums, u);
-    const bool grads = ps__among(sp, u, r->grads) && contributions > 1, frozen = m->unit[u].frozen,
+    const bool in_blocks = layer > 0 && layer <= ps__blocks_of(sp, r),
+               grads = (ps__among(sp, u, r->grads) || in_blocks) && contributions > 1,
+               frozen = m->unit[u].frozen,
                stays = ps__params_stay(sp, r, u);
     const double added =
         ps__sum_bytes(bytes / e, contributions, contributions, sp->plan->model->dt);
@@ -409,8 +420,14 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
       t.blocks += bytes;
     if (frozen)
       continue;
-    t.to_host += r->state ? bytes
-                 : grads  ? bytes
+    const bool streamed = in_blocks && !r->state;
+    const double state = bytes / e * (double)state_bytes(sp);
+    if (streamed) {
+      t.to_device += state;
+      t.to_host += state;
+    }
+    t.to_host += r->state || streamed ? bytes
+                 : grads              ? bytes
                  : pieces ? share * bytes * rounds
                           : (dealt && layer ? 1 : share) * contributions * bytes;
     if (pieces)
@@ -419,7 +436,7 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
       t.device_sums += part * added;
     else if (!r->state)
       t.host_ops += added;
-    if (r->state)
+    if (r->state || streamed)
       t.device_updates += update * bytes / e;
     else
       t.updates += update * bytes / e;
@@ -510,42 +527,46 @@ static double estimate_of(const ps__search_space *sp, const ps__microbatch_base 
 
 static uint64_t resident_bytes(const ps__search_space *sp, const ps__layout *l,
                                const ps__residency *r) {
-  const ps_plan_config *c = &sp->plan->cfg;
-  const ps_recipe recipe = (ps_recipe)c->recipe;
-  const uint64_t state =
-      ps__state_bytes((ps_optimizer)c->optimizer, recipe) + ps__master_bytes(recipe);
-  const uint64_t e = ps_dtype_bytes(sp->plan->model->dt);
+  const uint64_t state = state_bytes(sp), e = ps_dtype_bytes(sp->plan->model->dt);
   const ps__contributions sums = ps__contributions_of(l, ps__head_slice(sp->plan, l->chunk_tokens),
                                                       sp->plan->model->dt, false);
   uint64_t bytes = 0;
   for (uint32_t u = ps__embed_on_host(sp, l, r); u < sp->plan->model->n_units; u++) {
-    if (!ps__on_first_device(sp->plan, sp->plan->model->unit[u].layer))
+    const uint32_t layer = sp->plan->model->unit[u].layer;
+    if (!ps__on_first_device(sp->plan, layer))
       continue;
+    const bool in_blocks = layer > 0 && layer <= ps__blocks_of(sp, r),
+               grads = ps__among(sp, u, r->grads) || in_blocks;
     const bool several = ps__unit_contributions(sp->plan->model, &sums, u) > 1;
     if (ps__params_stay(sp, r, u))
       bytes += ps__unit_bytes(sp, u);
     if (r->state && !sp->plan->model->unit[u].frozen)
       bytes += ps__unit_bytes(sp, u) / e * state;
-    if (ps__among(sp, u, r->grads) && several && l->n_rounds > 1)
+    if (grads && several && l->n_rounds > 1)
       bytes += ps__unit_bytes(sp, u);
   }
   return bytes;
 }
 
-/* @state: whether that is on the device, and gradients then too. */
-static uint64_t host_state_bytes(const ps__search_space *sp, bool state) {
+/* Of parameters, optimizer state and gradients. Where state is on the device, so are gradients. */
+static uint64_t host_state_bytes(const ps__search_space *sp, const ps__residency *r) {
   const ps_plan_config *c = &sp->plan->cfg;
+  const ps_model *m = sp->plan->model;
   const ps_recipe recipe = (ps_recipe)c->recipe;
-  const uint64_t travels = ps_dtype_bytes(sp->plan->model->dt), master = ps__master_bytes(recipe),
-                 grads = !state || c->keep_grads ? travels : 0,
-                 states = state ? 0 : ps__state_bytes((ps_optimizer)c->optimizer, recipe);
-  return sp->plan->model->n_elements * travels +
-         sp->plan->model->n_trained * (master + grads + states);
+  const uint64_t travels = ps_dtype_bytes(m->dt), master = ps__master_bytes(recipe),
+                 grads = !r->state || c->keep_grads ? travels : 0,
+                 states = r->state ? 0 : ps__state_bytes((ps_optimizer)c->optimizer, recipe);
+  uint64_t on_device = 0;
+  for (uint32_t layer = 1; layer <= ps__blocks_of(sp, r); layer++)
+    for (uint32_t u = m->layer[layer].first_unit;
+         u < m->layer[layer].first_unit + m->layer[layer].n_units; u++)
+      on_device += m->unit[u].frozen ? 0 : ps__unit_bytes(sp, u);
+  return m->n_elements * travels + m->n_trained * (master + grads + states) - on_device;
 }
 
 /* ---- candidates ------------------------------------------------------------------------------ */
 
-static ps_status add_candidates(ps__search_space *sp, uint32_t idx) {
+static ps_status add_candidates(ps__search_space *sp, uint32_t idx, bool blocks) {
   ps__microbatch *mb = &sp->microbatch[idx];
   recompute_table *table = NULL;
   uint32_t *of_chunk = NULL;
@@ -558,7 +579,7 @@ static ps_status add_candidates(ps__search_space *sp, uint32_t idx) {
     t[r] = unit_traffic(sp, &mb->layout, &ps__residencies[r]);
     base[r] = &mb->base[ps__embed_on_host(sp, &mb->layout, &ps__residencies[r])];
     device[r] = base[r]->device_bytes + resident_bytes(sp, &mb->layout, &ps__residencies[r]);
-    host[r] = base[r]->host_bytes + host_state_bytes(sp, ps__residencies[r].state);
+    host[r] = base[r]->host_bytes + host_state_bytes(sp, &ps__residencies[r]);
   }
   for (uint32_t d = 0; st == PS_OK && d <= PS__SAVED_PARTS; d += PS__DEVICE_GRID * step)
     for (uint32_t h = 0; st == PS_OK && d + h <= PS__SAVED_PARTS; h += PS__HOST_GRID * step) {
@@ -571,8 +592,9 @@ static ps_status add_candidates(ps__search_space *sp, uint32_t idx) {
       for (uint32_t i = 0; st == PS_OK && i < PS__N_RESIDENCIES * PS__N_AHEADS; i++) {
         m.residency = (uint8_t)(i / PS__N_AHEADS);
         m.keep = ps__residencies[m.residency];
-        if (!admits(sp, &m.keep))
+        if (!admits(sp, &m.keep) || (m.keep.blocks > 0) != blocks)
           continue;
+        m.streamed = (uint8_t)ps__blocks_of(sp, &m.keep);
         m.ahead = (uint8_t)(i % PS__N_AHEADS);
         const traffic now = with_kept_parameters(sp, &t[m.residency], &mb->layout, &s, m.ahead);
         m.bound_ns = bound_of(sp, base[m.residency], &s, &now);
@@ -620,17 +642,34 @@ static ps_status measure_microbatches(ps__search_space *sp, ps__step_hooks *hook
   for (uint32_t i = 0; i < sp->n_microbatches; i++) {
     if (m.status[i] != PS_OK)
       return ps__fail(m.status[i], "%s", m.why[i]);
-    PS_TRY(add_candidates(sp, i));
+    PS_TRY(add_candidates(sp, i, false));
   }
   return PS_OK;
 }
 
-ps_status ps__search_space_init(ps__search_space *sp, const ps_plan *plan, ps__step_hooks *hooks) {
+/* Candidates that give up home memory of gradients are slower than others. So there are some only
+ * where the others need more than so much of the host's memory. */
+static const double HOST_IS_SHORT = 0.8;
+
+static bool host_is_short(const ps__search_space *sp, uint64_t host_bytes) {
+  uint64_t least = UINT64_MAX;
+  for (size_t i = 0; i < sp->n_candidates; i++)
+    if (sp->candidate[i].bytes[PS__HOST_MEM] < least && !sp->candidate[i].keep.state)
+      least = sp->candidate[i].bytes[PS__HOST_MEM];
+  return (double)least > HOST_IS_SHORT * (double)host_bytes;
+}
+
+ps_status ps__search_space_init(ps__search_space *sp, const ps_plan *plan, uint64_t host_bytes,
+                                ps__step_hooks *hooks) {
   memset(sp, 0, sizeof *sp);
   sp->plan = plan;
   sp->cost = ps__cost_model_of(&plan->hw, plan->model->fp8.on, plan->at, plan->hw.n_threads, 0);
   PS_TRY(ps__add_microbatches(sp));
-  return measure_microbatches(sp, hooks);
+  PS_TRY(measure_microbatches(sp, hooks));
+  const bool blocks = host_is_short(sp, host_bytes);
+  for (uint32_t i = 0; blocks && i < sp->n_microbatches; i++)
+    PS_TRY(add_candidates(sp, i, true));
+  return PS_OK;
 }
 
 void ps__search_space_free(ps__search_space *sp) {

@@ -1,6 +1,8 @@
 /* candidates.h - the search space: the plans that the planner considers. It does not depend on the
  * caps.
  *
+ * In one respect it does: where the host's cap is small, there are candidates that give up home
+ * memory of gradients (ps__residency.blocks).
  * A candidate has:
  *   - a micro-batch configuration: tokens of a chunk, chunks of a round;
  *   - how many parts of the saved bytes stay on the device, and how many are offloaded;
@@ -19,16 +21,19 @@ enum { PS__SAVED_PARTS = 96, PS__UNIT_PARTS = 32 };
 /* The search space has every so many parts on the device, and offloaded. The local search varies
  * both part by part. */
 enum { PS__DEVICE_GRID = 4, PS__HOST_GRID = 8 };
-enum { PS__MAX_MICROBATCHES = 160, PS__N_AHEADS = 3, PS__N_RESIDENCIES = 10 };
+enum { PS__MAX_MICROBATCHES = 160, PS__N_AHEADS = 3, PS__N_RESIDENCIES = 14 };
 
 /* Residency: how many parts of the units, spread evenly over the model, have their parameters and
  * their gradients on the device.
  *   head   the head's parameters stay there in any case. A plan takes the most memory at the
  *          forward/backward boundary, where they are on the device anyway; so this often costs
  *          nothing.
- *   state  all units have their optimizer state there too. */
+ *   state  all units have their optimizer state there too.
+ *   blocks  how many parts of the blocks, the first ones, are updated on the device with their state
+ *          on the host, and have their gradients on the device from the first contribution to the
+ *          update. The host then has no memory for these gradients. */
 typedef struct ps__residency {
-  uint8_t params, grads, head, state;
+  uint8_t params, grads, head, state, blocks;
 } ps__residency;
 extern const ps__residency ps__residencies[PS__N_RESIDENCIES]; /* of the search space */
 
@@ -45,7 +50,7 @@ typedef struct ps__candidate {
   uint8_t extra;
   /* the first so many blocks are updated on the device with their state on the host. The next
    * forward pass needs these blocks first, and the host gets a start with the others' updates.
-   * 0 in the search space; the local search varies it */
+   * 0 in the search space, but for ps__residency.blocks; the local search varies it */
   uint8_t streamed;
   /* so many units, the head and the first blocks after the streamed ones, have their update split
    * (ps__spec.update_split); 0 in the search space */
@@ -103,9 +108,11 @@ typedef struct ps__search_space {
 } ps__search_space;
 
 /* ps__search_space_init() - all candidates with their bounds and estimates, in no order. Needs
- * plan->model, cfg and hw; @hooks as for ps__step_emit(). Errors: PS_ENOMEM, PS_EINVAL. Freed by
- * ps__search_space_free(), also after an error. */
-ps_status ps__search_space_init(ps__search_space *sp, const ps_plan *plan, ps__step_hooks *hooks);
+ * plan->model, cfg and hw; @hooks as for ps__step_emit(). @host_bytes: what the host has; where the
+ * others need nearly as much, the search space has candidates with ps__residency.blocks too.
+ * Errors: PS_ENOMEM, PS_EINVAL. Freed by ps__search_space_free(), also after an error. */
+ps_status ps__search_space_init(ps__search_space *sp, const ps_plan *plan, uint64_t host_bytes,
+                                ps__step_hooks *hooks);
 void ps__search_space_free(ps__search_space *sp);
 /* ps__add_microbatches() - the configurations of @sp, whose plan is set, without their bases
  * (microbatches.c). Errors: PS_ENOMEM; PS_EINVAL where a step has too many ops. */
@@ -163,6 +170,8 @@ bool ps__at_boundary(const ps__search_space *sp, const ps__layout *l, uint32_t l
 /* Whether @unit is among @parts of PS__UNIT_PARTS, spread evenly. A layer's units go together. */
 bool ps__among(const ps__search_space *sp, uint32_t unit, uint32_t parts);
 bool ps__params_stay(const ps__search_space *sp, const ps__residency *r, uint32_t unit);
+/* ps__blocks_of() - how many blocks ps__residency.blocks are. */
+uint32_t ps__blocks_of(const ps__search_space *sp, const ps__residency *r);
 /* ps__lookup_bytes() - BYTES of all embedding rows that a step looks up. ps__table_bytes() - BYTES
  * of the embedding's table.
  * The embedding is on the host where its rows, once to the device and once back, are fewer bytes

@@ -37,6 +37,7 @@ typedef struct ps__search {
   uint8_t *evaluated;                /* [space.n_candidates] 1: evaluated */
   /* evaluate steps with all their rounds, although shorter ones tell nearly the same */
   bool whole;
+  bool blocks;                         /* among candidates with ps__residency.blocks, or without */
   bool large;                          /* not all candidates can be evaluated */
   bool prune;                          /* skip by the slack below, and what is evaluated */
   double factor[PS__MAX_MICROBATCHES]; /* simulated time over estimate, by configuration */

@@ -23,6 +23,11 @@ bool ps__params_stay(const ps__search_space *sp, const ps__residency *r, uint32_
          (r->head && sp->plan->model->unit[unit].layer == ps__head_layer(sp->plan->model));
 }
 
+uint32_t ps__blocks_of(const ps__search_space *sp, const ps__residency *r) {
+  const uint32_t n = sp->plan->model->cfg.n_layers * r->blocks / PS__UNIT_PARTS;
+  return n < 255 ? n : 255;
+}
+
 static void set_policy(const ps__layer_def *d, uint32_t set, uint8_t to, uint8_t *policy) {
   for (uint32_t i = 0; i < d->n_saved; i++)
     if (d->saved[i].set == set)
@@ -182,9 +187,10 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
     const bool stays = ps__totals_on_host(plan)
                            ? spec->in_pieces[u] && layout->n_rounds > spec->n_devices
                            : several && !table_on_host;
-    spec->grad_resident[u] = ps__among(sp, u, r->grads) && stays;
     spec->update_resident[u] = r->state && trained;
     spec->update_streamed[u] = !r->state && layer > 0 && layer <= m->streamed && trained;
+    const bool in_blocks = r->blocks && spec->update_streamed[u];
+    spec->grad_resident[u] = (ps__among(sp, u, r->grads) || in_blocks) && stays;
     const bool among = layer == ps__head_layer(plan->model)
                            ? m->split > 0
                            : layer > m->streamed && layer < (uint32_t)m->streamed + m->split;

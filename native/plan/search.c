@@ -85,7 +85,7 @@ static bool cannot_win(const ps__search *s, const ps__candidate *m) {
 
 static bool cannot_fit(const ps__search *s, const ps__candidate *m) {
   uint64_t bytes[PS__N_MEMS] = {m->bytes[0], m->bytes[1]};
-  if (!ps__fits(s, bytes))
+  if ((m->keep.blocks > 0) != s->blocks || !ps__fits(s, bytes))
     return true;
   add_slack(s, m, bytes);
   return !ps__fits(s, bytes);
@@ -457,17 +457,31 @@ static void ladder_search_task(void *arg, int64_t i, uint32_t worker) {
 /* The estimate of the best candidate that fits under the caps; 0: none fits. */
 static double least_estimate(const ps__search *s, const uint64_t cap[PS__N_MEMS]) {
   for (size_t i = 0; i < s->space.n_candidates; i++) /* sorted */
-    if (ps__fits_under(s, cap, s->space.candidate[i].bytes))
+    if (s->space.candidate[i].keep.blocks == 0 &&
+        ps__fits_under(s, cap, s->space.candidate[i].bytes))
       return s->space.candidate[i].estimate_ns;
   return 0;
 }
 
 enum {
-  MAX_LADDER_SEARCHES = 1 + PS__N_MEMS,
+  MAX_LADDER_SEARCHES = 2 + PS__N_MEMS,
   MOST_BUDGETS = 3 /* of a model of 32 layers, for all searches of a plan */
 };
 /* A cap of the ladder is searched where the estimates say that it costs at most so much time. */
 static const double LADDER_WORTH = 1.02;
+
+/* Among candidates with ps__residency.blocks, where there are any. */
+static ps_status add_blocks_search(const ps__search *s, ladder_search r[MAX_LADDER_SEARCHES],
+                                   uint32_t *n) {
+  bool any = false;
+  for (size_t i = 0; i < s->space.n_candidates; i++)
+    any |= s->space.candidate[i].keep.blocks > 0;
+  if (!any)
+    return PS_OK;
+  PS_TRY(ladder_search_init(&r[(*n)++], s, s->cap));
+  r[*n - 1].s->blocks = true;
+  return PS_OK;
+}
 
 /* Under the ladder's next cap below that of @place. */
 static ps_status add_ladder_search(const ps__search *s, ladder_search r[MAX_LADDER_SEARCHES],
@@ -482,8 +496,8 @@ static ps_status add_ladder_search(const ps__search *s, ladder_search r[MAX_LADD
   return ladder_search_init(&r[(*n)++], s, cap);
 }
 
-/* The fastest plan found under the caps, and under those with the ladder's next lower cap at one
- * place after the other. The way of a search depends on its caps. Where more memory gains a step
+/* The fastest plan found under the caps, among candidates with ps__residency.blocks, and under the
+ * caps with the ladder's next lower cap at one place after the other. The way of a search depends on its caps. Where more memory gains a step
  * little, the search under less may find the faster plan, which fits here too. */
 static ps_status find_on_ladder(ps__search *s) {
   ladder_search r[MAX_LADDER_SEARCHES] = {0};
@@ -492,6 +506,8 @@ static ps_status find_on_ladder(ps__search *s) {
   ps_status st = ladder_search_init(&r[0], s, s->cap);
   for (uint32_t i = 0; i < PS__N_MEMS && st == PS_OK && s->large; i++)
     st = add_ladder_search(s, r, &n, i);
+  if (st == PS_OK)
+    st = add_blocks_search(s, r, &n);
   if (st == PS_OK)
     st = ps__pool_create(&pool, ps__search_space_workers(&s->space, n), "ladder");
   if (st == PS_OK) {
@@ -531,7 +547,8 @@ static ps_status search(ps_plan *plan, ps__memo *memo, bool sizes_only, double b
   *device = device_cap ? device_cap : UINT64_MAX;
   *host = plan->cfg.host_mem_bytes ? plan->cfg.host_mem_bytes : UINT64_MAX;
   s->machine = hw->host_memory_bytes ? hw->host_memory_bytes : UINT64_MAX;
-  ps_status st = ps__search_space_init(&s->space, plan, &plan->hooks);
+  const uint64_t there = *host < s->machine ? *host : s->machine;
+  ps_status st = ps__search_space_init(&s->space, plan, sizes_only ? 0 : there, &plan->hooks);
   out->n_candidates = (uint32_t)s->space.n_candidates;
   s->prune = true;
   if (st == PS_OK && !sizes_only) {

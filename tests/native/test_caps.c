@@ -55,22 +55,27 @@ static void check_candidate(const ps__search_space *sp, const ps__candidate *m, 
   ps__spec_free(&spec);
 }
 
-static void test_bounds(uint32_t n_frozen, uint32_t lora_rank) {
+static void test_bounds(uint32_t n_frozen, uint32_t lora_rank, uint32_t backend) {
   ps_plan_config cfg = config();
+  ps_hardware machine = hw;
   static ps__search_space sp; /* 48 KB */
   ps_plan *p;
   cfg.n_frozen_layers = n_frozen;
   if (lora_rank)
     cfg.lora = (ps_lora){.rank = lora_rank, .targets = PS_LORA_ALL, .alpha = 8};
-  CHECK(ps__plan_new(&p, &model, &cfg, &hw) == PS_OK);
-  CHECK(ps__search_space_init(&sp, p, &p->hooks) == PS_OK && sp.n_candidates > 100);
+  machine.backend = backend;
+  CHECK(ps__plan_new(&p, &model, &cfg, &machine) == PS_OK);
+  CHECK(ps__search_space_init(&sp, p, 0, &p->hooks) == PS_OK && sp.n_candidates > 100);
   uint64_t most = 0;
+  uint32_t n_blocks = 0; /* candidates whose gradients have no memory on the host */
   for (size_t i = 0; i < sp.n_candidates; i += 29) {
     check_candidate(&sp, &sp.candidate[i], lora_rank > 0);
+    n_blocks += sp.candidate[i].keep.blocks > 0;
     if (sp.candidate[i].host > most)
       most = sp.candidate[i].host;
   }
   CHECK(most > PS__SAVED_PARTS / 2);
+  CHECK((n_blocks > 0) == (backend == PS_BACKEND_CUDA));
   ps__search_space_free(&sp);
   CHECK(ps_plan_destroy(p) == PS_OK);
 }
@@ -116,9 +121,11 @@ int main(void) {
   hw.struct_bytes = sizeof hw;
   CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
   const int64_t before = ps__live_allocations();
-  test_bounds(0, 0);
-  test_bounds(2, 0);
-  test_bounds(0, 4);
+  for (uint32_t backend = PS_BACKEND_CPU; backend <= PS_BACKEND_CUDA; backend++) {
+    test_bounds(0, 0, backend);
+    test_bounds(2, 0, backend);
+    test_bounds(0, 4, backend);
+  }
   printf("ok candidates take as much host memory as they are said to, or more\n");
   for (int i = 0; i < 4; i++)
     test_beside(i & 1, i & 2);
