@@ -120,6 +120,21 @@ static int add_peers(ps_hardware *hw, const cli_device *d, uint64_t host_bytes) 
   return CLI_OK;
 }
 
+/* FP8's rates, measured when a plan first needs them and kept like the others. */
+static int add_fp8(ps_hardware *hw, uint64_t host_bytes, bool quiet) {
+  if (!ps_hardware_lacks_fp8(hw))
+    return CLI_OK;
+  if (!quiet)
+    fprintf(stderr,
+            "penstock: measuring this GPU's FP8 products once, which takes 10 s to a minute\n");
+  const ps_status st = ps_hardware_fp8(hw, host_bytes);
+  if (st != PS_OK)
+    return cli_fail_status(st, true);
+  if (!ps_hardware_lacks_fp8(hw))
+    free(cache_rates(hw));
+  return CLI_OK;
+}
+
 /* The machine's description with estimated rates. The device's options are checked against it. */
 static int find_machine(ps_hardware *out, cli_device *d, bool quiet, uint32_t *backend) {
   out->struct_bytes = sizeof *out;
@@ -231,7 +246,7 @@ static bool cached_rates(ps_hardware *out, const cli_device *d, uint32_t backend
   return ok;
 }
 
-int cli_hardware_get(ps_hardware *out, cli_device *d, uint64_t host_bytes, bool quiet) {
+int cli_hardware_get(ps_hardware *out, cli_device *d, uint64_t host_bytes, bool fp8, bool quiet) {
   uint32_t backend;
   int code = find_machine(out, d, quiet, &backend);
   if (code != CLI_OK)
@@ -252,7 +267,9 @@ int cli_hardware_get(ps_hardware *out, cli_device *d, uint64_t host_bytes, bool 
     if (st != PS_OK && st != PS_EBUDGET)
       return cli_fail_status(st, true);
   }
-  if (d->n_gpus > 1 && backend == PS_BACKEND_CUDA &&
+  if (fp8)
+    code = add_fp8(out, host_bytes, quiet);
+  if (code == CLI_OK && d->n_gpus > 1 && backend == PS_BACKEND_CUDA &&
       ps_hardware_gpus_check((uint32_t)d->gpu, (uint32_t)d->n_gpus) == PS_OK)
     code = add_peers(out, d, host_bytes);
   if (d->peak_tflops > 0)

@@ -234,6 +234,7 @@ void cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw) {
   cli_json_count(j, "host_memory_bytes", hw->host_memory_bytes);
   cli_json_count(j, "device_memory_bytes", hw->device_memory_bytes);
   cli_json_count(j, "device_overhead_bytes", hw->device_overhead_bytes);
+  cli_json_count(j, "fp8_overhead_bytes", hw->fp8_overhead_bytes);
   cli_json_count(j, "compute_capability", hw->compute_capability);
   cli_json_count(j, "n_sms", hw->n_sms);
   cli_json_count(j, "cudnn_version", hw->cudnn_version);

@@ -105,6 +105,7 @@ static const field fields[] = {
     BYTES(host_memory_bytes, FACT),
     BYTES(device_memory_bytes, FACT),
     BYTES(device_overhead_bytes, REQUIRED),
+    BYTES(fp8_overhead_bytes, 0),
     REAL_OF(peak_flops_per_s, MACHINE),
     REAL_OF(device_peak_bytes_per_s, MACHINE),
     REAL_OF(link_peak_bytes_per_s, MACHINE),

@@ -15,6 +15,9 @@ void ps__hardware_complete(ps_hardware *hw);
 /* ps__hardware_measure_gpus() - n_gpus and gpus_contention of @hw, with CUDA; nothing but a line
  * where memory is short (ps_hardware_peers()). */
 ps_status ps__hardware_measure_gpus(ps_hardware *hw, uint32_t n, uint64_t host_mem_bytes);
+/* ps__hardware_room() - BYTES that measuring may take of @host_mem_bytes, the cap of the whole
+ * process (0: none), and of what the system has. */
+uint64_t ps__hardware_room(uint64_t host_mem_bytes);
 /* ps__host_reserve() - BYTES that the process holds besides arenas, scratch and tables. */
 uint64_t ps__host_reserve(const ps_hardware *hw);
 #endif

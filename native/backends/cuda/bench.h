@@ -32,6 +32,7 @@ typedef struct ps__bench {
   CUstream in, out; /* of copies; exec.stream computes */
   CUevent event[2][MAX_PARTS + 1];
   CUdeviceptr memory; /* values, sums, scratch, workspace */
+  uint64_t memory_bytes;
   char *values, *sums;
   const ps__host_work *host;
   uint32_t n_pinned;    /* of its places */
@@ -93,18 +94,21 @@ double ps__bench_usual_flops_per_s(const ps_hardware *hw); /* as measured before
 
 /* ps__bench_attention_scratch() - BYTES of scratch that attention of the shapes takes.
  * ps__bench_prepare() - plans for attention of the usual shape. Before all others.
- * ps__bench_products() - bf16 and fp32 products. @full: SECONDS of the usual ones.
- * ps__bench_fp8() - FP8's, where the GPU has them, and fp8_attention_speed's SECONDS of attention
- *     between them; 0 where it has none.
+ * ps__bench_load() - the load of a step in bf16, until the clock is that of a long training.
+ *     Nothing counts.
+ * ps__bench_products() - bf16 and fp32 products, after that load. @full: SECONDS of the usual ones.
+ * ps__bench_fp8() - FP8's products, where the GPU has them, and fp8_attention_speed: attention of
+ *     the usual shape between products of both kinds, one after the other. So it depends on no
+ *     other measurement.
  * ps__bench_idle() - the gain of idle time.
- * ps__bench_attention() - attention of all shapes, and fp8_attention_speed from @beside_fp8, those
- *     seconds. */
+ * ps__bench_attention() - attention of all shapes. */
 uint64_t ps__bench_attention_scratch(const ps_hardware *hw);
 ps_status ps__bench_prepare(ps__bench *b);
+ps_status ps__bench_load(ps__bench *b, double seconds);
 ps_status ps__bench_products(ps__bench *b, double seconds, double *full);
-ps_status ps__bench_fp8(ps__bench *b, double seconds, double *attention_s);
+ps_status ps__bench_fp8(ps__bench *b, double seconds);
 ps_status ps__bench_idle(ps__bench *b, double seconds, double full);
-ps_status ps__bench_attention(ps__bench *b, double seconds, double beside_fp8);
+ps_status ps__bench_attention(ps__bench *b, double seconds);
 
 /* ---- bench_copies.c -------------------------------------------------------------------------- */
 

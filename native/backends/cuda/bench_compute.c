@@ -119,13 +119,14 @@ static ps_status tune_product(ps__bench *b, int i, uint32_t rows, uint32_t part,
   return ps__cuda_tune_gemm(&(ps_launch){.args = &g, .ptr = ptr, .n_ptr = n, .exec = &b->exec});
 }
 
-/* As a run does it before its first step: each shape's fastest algorithm, kept on disk. */
-static ps_status tune_products(ps__bench *b, bool fp8) {
+/* As a run does it before its first step: each shape's fastest algorithm, kept on disk. Products of
+ * @n numbers of rows. */
+static ps_status tune_products(ps__bench *b, const uint32_t *rows, uint32_t n, bool fp8) {
   PS_TRY(ps__cuda_blas_use_cache(b->exec.blas, NULL));
-  for (int r = 0; r < N_GEMM; r++)
+  for (uint32_t r = 0; r < n; r++)
     for (uint32_t part = FORWARD; part < MAX_PARTS; part++)
       for (int i = 0; i < N_PRODUCTS; i++)
-        PS_TRY(tune_product(b, i, gemm_rows[r], part, fp8));
+        PS_TRY(tune_product(b, i, rows[r], part, fp8));
   PS_TRY(ps__bench_settle(b));
   ps__cuda_blas_save_cache(b->exec.blas);
   return PS_OK;
@@ -235,11 +236,15 @@ static ps_status measure_attention(ps__bench *b, int which, double seconds) {
   return PS_OK;
 }
 
-/* Seconds of the usual shape, forward and backward, between products in bf16. */
-static double usual_attention_s(const ps_hardware *hw) {
-  const double pairs = 0.5 * TOKENS * TOKENS * HEADS * HEAD_DIM;
-  return 4 * pairs / hw->attention_flops_per_s[PS_BF16] +
-         10 * pairs / hw->attention_bwd_flops_per_s[PS_BF16];
+/* SECONDS of attention of the usual shape, forward and backward, between these products. */
+static ps_status time_usual_attention(ps__bench *b, double seconds, ps__bench_fn products,
+                                      double share, double *out) {
+  const ps__args_attention a = attention_args(&attention_shapes[ATTENTION_USUAL]);
+  const ps__timed t = {run_attention, &a, 2, products, share};
+  double s[MAX_PARTS];
+  PS_TRY(ps__bench_time_parts(b, &t, seconds, s));
+  *out = s[0] + s[1];
+  return PS_OK;
 }
 
 /* ---- products between attention -------------------------------------------------------------- */
@@ -265,16 +270,23 @@ static double load_seconds(double seconds) {
   return least > usual ? least : usual;
 }
 
+static const ps__timed bf16_products = {run_products, &gemm_rows[GEMM_USUAL], MAX_PARTS,
+                                        usual_attention, ATTENTION_SHARE};
+
+ps_status ps__bench_load(ps__bench *b, double seconds) {
+  double s[MAX_PARTS];
+  PS_TRY(tune_products(b, &gemm_rows[GEMM_USUAL], 1, false));
+  return ps__bench_time_parts(b, &bf16_products, load_seconds(seconds), s);
+}
+
 /* @full: seconds of the usual products, the three of them. */
 ps_status ps__bench_products(ps__bench *b, double seconds, double *full) {
   ps_hardware *hw = b->hw;
   ps_gemm_rate *gemm = hw->gemm[PS_BF16];
   double s[MAX_PARTS];
-  const ps__timed t = {run_products, &gemm_rows[GEMM_USUAL], MAX_PARTS, usual_attention,
-                       ATTENTION_SHARE};
-  PS_TRY(tune_products(b, false));
-  PS_TRY(ps__bench_time_parts(b, &t, load_seconds(seconds), s));
-  PS_TRY(measure_rows(b, seconds, t, gemm));
+  PS_TRY(tune_products(b, gemm_rows, N_GEMM, false));
+  PS_TRY(ps__bench_load(b, seconds));
+  PS_TRY(measure_rows(b, seconds, bf16_products, gemm));
   hw->gemm_flops_per_s[PS_BF16] = gemm[N_GEMM - 1].forward_flops_per_s;
   *full = product_flops(gemm_rows[GEMM_USUAL]) *
           (1 / gemm[GEMM_USUAL].forward_flops_per_s + 1 / gemm[GEMM_USUAL].dgrad_flops_per_s +
@@ -301,36 +313,32 @@ static ps_status time_fp8(ps__bench *b, double seconds, ps_gemm_rate *gemm, doub
                                   (CUdeviceptr)(uintptr_t)staged, sizeof scale, b->exec.stream));
   PS_TRY(ps__cuda_draw_fp8(&b->exec, value(b, E5M2), (E5M2_END - E5M2) * MIB, PS__E5M2));
   PS_TRY(ps__cuda_draw_fp8(&b->exec, value(b, E4M3), (OUT - E4M3) * MIB, PS__E4M3));
-  PS_TRY(tune_products(b, true));
+  PS_TRY(tune_products(b, gemm_rows, N_GEMM, true));
   PS_TRY(measure_rows(b, seconds, t, gemm));
-  const ps__args_attention a = attention_args(&attention_shapes[ATTENTION_USUAL]);
-  double s[MAX_PARTS];
-  PS_TRY(ps__bench_time_parts(
-      b, &(ps__timed){run_attention, &a, 2, usual_products_fp8, FP8_PRODUCTS_SHARE}, seconds, s));
-  *attention_s = s[0] + s[1];
-  return PS_OK;
+  return time_usual_attention(b, seconds, usual_products_fp8, FP8_PRODUCTS_SHARE, attention_s);
 }
 
 /* The same of FP8 operands, whose codes lie in the place of values meanwhile. A GPU whose cuBLASLt
  * lacks one of the products is used without FP8: its rates stay estimates. */
-ps_status ps__bench_fp8(ps__bench *b, double seconds, double *attention_s) {
+ps_status ps__bench_fp8(ps__bench *b, double seconds) {
   ps_hardware *hw = b->hw;
-  *attention_s = 0;
   ps_gemm_rate gemm[N_GEMM] = {{0}};
+  double beside_bf16, beside_fp8;
   if (hw->compute_capability < 89)
     return PS_OK;
-  const ps_status st = time_fp8(b, seconds, gemm, attention_s);
+  PS_TRY(time_usual_attention(b, seconds, usual_products, PRODUCTS_SHARE, &beside_bf16));
+  const ps_status st = time_fp8(b, seconds, gemm, &beside_fp8);
   PS_TRY(ps__bench_fill_values(b));
   if (st == PS_EDEVICE) {
     ps__log(PS_LOG_WARN, "FP8 products are not measured, their rates are estimates: %s",
             ps_last_error());
     ps__clear_error();
-    *attention_s = 0;
     return PS_OK;
   }
   PS_TRY(st);
   memcpy(hw->gemm_fp8, gemm, sizeof gemm);
   hw->gemm_fp8_flops_per_s = gemm[N_GEMM - 1].forward_flops_per_s;
+  hw->fp8_attention_speed = beside_bf16 / beside_fp8;
   return PS_OK;
 }
 
@@ -408,11 +416,9 @@ ps_status ps__bench_prepare(ps__bench *b) {
                          TOKENS);
 }
 
-ps_status ps__bench_attention(ps__bench *b, double seconds, double beside_fp8) {
+ps_status ps__bench_attention(ps__bench *b, double seconds) {
   for (int i = 0; i < N_ATTENTION; i++)
     PS_TRY(measure_attention(b, i, seconds));
-  if (beside_fp8 > 0)
-    b->hw->fp8_attention_speed = usual_attention_s(b->hw) / beside_fp8;
   return PS_OK;
 }
 

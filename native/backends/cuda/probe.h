@@ -61,10 +61,10 @@ bool ps__cuda_driver_there(void);
  *           bandwidth (contention). memory_bytes_per_s is the whole bandwidth beside the first
  *           load.
  * Products are measured with attention between them and attention with products between, as in a
- * step; products of FP8 operands too, on GPUs of compute capability 8.9 and later. Takes 3.6 GiB of
- * device memory meanwhile and pins @host's places; with @profile 1 GiB more of host memory. CUDA
- * has no fp32 attention: its rate is bf16's. Errors: PS_EDEVICE, PS_ENOMEM. */
-enum { PS__CUDA_CASES = 29, PS__CUDA_CASES_A_LOAD = 4, PS__CUDA_MORE_CASES = 2 };
+ * step. With @profile those of FP8 operands are measured too, on GPUs of compute capability 8.9 and
+ * later. Takes 3.6 GiB of device memory meanwhile and pins @host's places; with @profile 1 GiB more
+ * of host memory. CUDA has no fp32 attention: its rate is bf16's. Errors: PS_EDEVICE, PS_ENOMEM. */
+enum { PS__CUDA_CASES = 24, PS__CUDA_CASES_A_LOAD = 4, PS__CUDA_MORE_CASES = 8 };
 typedef struct ps__host_work {
   ps__host_places places;
   const ps__host_load *load;
@@ -72,6 +72,12 @@ typedef struct ps__host_work {
 } ps__host_work;
 ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool profile,
                            const ps__host_work *host);
+
+/* ps__cuda_measure_fp8() - what ps__cuda_measure() leaves out without @profile: the rates of FP8
+ * products, fp8_attention_speed and fp8_overhead_bytes. Up to 5 s of load, then 6 cases of
+ * @seconds. Where cuBLASLt lacks a product, a line says so and the rates stay as they are. Takes of
+ * @host one place, and device memory and errors as above. */
+ps_status ps__cuda_measure_fp8(ps_hardware *hw, double seconds, const ps__host_work *host);
 
 /* ps__cuda_measure_gpus() - n_gpus and gpus_contention of @n GPUs from hw->device on: copies of all
  * of them at once, alone and beside each load. @host has equally many places for each GPU, GPU
