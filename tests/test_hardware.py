@@ -248,6 +248,8 @@ def test_a_description_by_hand_needs_single_rates_only(profiled, tmp_path):
             "gemm_fp8_flops_per_s",
             "fp8_attention_speed",
             "fp8_overhead_bytes",
+            "heads64_attention_speed",
+            "heads64_attention_bwd_speed",
             "idle_gain",
             "idle_most",
             "driver_version",

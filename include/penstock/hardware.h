@@ -108,6 +108,12 @@ typedef struct ps_hardware {
    * GPU that is bound by its power lowers its clock for FP8 products, and attention computes at the
    * same clock. 0: unknown, and taken as 1. */
   double fp8_attention_speed;
+  /* CUDA: the speed of attention with heads of 64, over that with as many values in heads of 128,
+   * forward and backward: the mean of a sequence of 8,192 and one of 32,768 tokens. Attention with
+   * heads of 64 or fewer has the table's rates times this. Wider heads have the table's rates,
+   * which are those of heads of 128. 0: unknown, and taken as 1. */
+  double heads64_attention_speed;
+  double heads64_attention_bwd_speed;
   double elementwise_bytes_per_s;          /* norms and the like, through device memory */
   double h2d_bytes_per_s, d2h_bytes_per_s; /* a copy to the device, to the host */
   double duplex_bytes_per_s;               /* each of the two while both run */
@@ -193,7 +199,7 @@ PS_API ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_
 PS_API int ps_hardware_ample(const ps_hardware *hw, uint64_t host_mem_bytes);
 
 /* ps_hardware_profile() - ps_hardware_measure() in full: longer, and with the rates for people.
- * On CUDA also FP8's rates. @seconds 0: 5; on CUDA 125, which is 2.3 s a case. On CUDA the host's
+ * On CUDA also FP8's rates. @seconds 0: 5; on CUDA 125, which is 2.2 s a case. On CUDA the host's
  * cases use three quarters of the memory that is free. Arguments and errors otherwise as above. */
 PS_API ps_status ps_hardware_profile(ps_hardware *out, uint32_t backend, uint32_t device,
                                      uint32_t n_threads, uint64_t host_mem_bytes, double seconds);

@@ -115,6 +115,12 @@ static double attention_rate(const ps_hardware *hw, const ps__args_attention *a,
          slice_factor(table, (a->row0 + rows) / rows, backward);
 }
 
+/* The rates are those of heads of 128. */
+static double heads_speed(const ps_hardware *hw, const ps__args_attention *a, bool backward) {
+  const double of_64 = backward ? hw->heads64_attention_bwd_speed : hw->heads64_attention_speed;
+  return a->head_dim <= 64 && of_64 > 0 ? of_64 : 1;
+}
+
 /* ---- ops ------------------------------------------------------------------------------------- */
 
 /* A product takes its FLOPs' time or, where it has few rows, that of its operands on their way
@@ -132,7 +138,8 @@ static double device_ns(const ps__cost_model *m, const ps_kernel *kernel, const 
     const ps__args_attention *a = args;
     const bool backward = rate == PS__RATE_ATTENTION_BWD;
     const double pairs = work.flops / ((backward ? 10.0 : 4.0) * a->n_heads * a->head_dim);
-    return rate_ns(work.flops, m->attention_speed * attention_rate(hw, a, pairs, backward));
+    return rate_ns(work.flops, m->attention_speed * heads_speed(hw, a, backward) *
+                                   attention_rate(hw, a, pairs, backward));
   }
   default: return bytes_ns;
   }

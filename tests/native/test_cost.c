@@ -438,6 +438,28 @@ static void fp8_slows_attention(const ps_hardware *hw) {
   }
 }
 
+/* The speed of heads of 64 holds for these and narrower ones, each way its own. */
+static void narrow_heads_have_their_own_speed(const ps_hardware *hw) {
+  const ps_work work = {.flops = 1e9};
+  const uint32_t compute = ps__places_of(1, 1)->dev[0].compute;
+  ps_hardware known = *hw;
+  known.heads64_attention_speed = 0.8;
+  known.heads64_attention_bwd_speed = 0.7;
+  for (uint32_t dim = 32; dim <= 256; dim *= 2) {
+    const ps__args_attention a = {.n_tokens = 4096,
+                                  .n_heads = 4,
+                                  .n_kv_heads = 2,
+                                  .head_dim = dim,
+                                  .dt = PS_BF16,
+                                  .document_rows = 4096};
+    const bool narrow = dim <= 64;
+    CHECK(same(rate_of(&known, &ps__k_attention_fwd, compute, &a, work),
+               (narrow ? 0.8 : 1) * rate_of(hw, &ps__k_attention_fwd, compute, &a, work)));
+    CHECK(same(rate_of(&known, &ps__k_attention_bwd, compute, &a, work),
+               (narrow ? 0.7 : 1) * rate_of(hw, &ps__k_attention_bwd, compute, &a, work)));
+  }
+}
+
 static void single_rates_fill_what_is_absent(void) {
   ps_hardware hw = {.struct_bytes = sizeof hw,
                     .optimizer_bytes_per_s = 1e9,
@@ -490,6 +512,7 @@ int main(void) {
     idle_time_shortens_what_takes_power(&hw);
     sums_take_time_from_their_gpu(&hw);
     fp8_slows_attention(&hw);
+    narrow_heads_have_their_own_speed(&hw);
   }
   single_rates_fill_what_is_absent();
   document_rows_count_where_they_divide_the_chunk();

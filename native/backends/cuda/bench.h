@@ -7,7 +7,7 @@
 #include "backends/cuda/probe.h"
 #include "kernels/cuda/cuda_ops.h"
 
-enum { TOKENS = 8192, DIM = 4096, HEADS = 32, KV_HEADS = 8, HEAD_DIM = 128 };
+enum { TOKENS = 8192, DIM = 4096, HEADS = 32, KV_HEADS = 8, HEAD_DIM = 128, NARROW_HEAD_DIM = 64 };
 
 enum { FORWARD, DGRAD, WGRAD, MAX_PARTS };
 /* of the time: about a streamed step's */
@@ -24,7 +24,8 @@ enum { X = 0, W = 448, Y = 560, OUT = 1008, COPIED = 1536 };
 enum { E5M2 = 288, E5M2_END = 560, E4M3 = 624 };
 /* of up to 32768 rows and 65536 keys */
 enum { Q = 0, KV = 256, D_O = 560, O = 1008, DQ = 1264 };
-enum { DKV = 0, LSE = 512, DOC_START = 528, SCALE = 536 }; /* in SUMS */
+/* in SUMS; the log-sum-exp of 64 heads and 32768 rows takes 8 MiB */
+enum { DKV = 0, LSE = 512, DOC_START = 528, SCALE = 536 };
 
 typedef struct ps__bench {
   const ps__cuda_driver *cu;
@@ -101,7 +102,7 @@ double ps__bench_usual_flops_per_s(const ps_hardware *hw); /* as measured before
  *     the usual shape between products of both kinds, one after the other. So it depends on no
  *     other measurement.
  * ps__bench_idle() - the gain of idle time.
- * ps__bench_attention() - attention of all shapes. */
+ * ps__bench_attention() - attention of all shapes, and with heads of 64 that of two of them. */
 uint64_t ps__bench_attention_scratch(const ps_hardware *hw);
 ps_status ps__bench_prepare(ps__bench *b);
 ps_status ps__bench_load(ps__bench *b, double seconds);

@@ -21,6 +21,7 @@ enum {
   N_GEMM = sizeof gemm_rows / sizeof *gemm_rows,
   N_ATTENTION = sizeof attention_shapes / sizeof *attention_shapes,
   ATTENTION_USUAL = 1,
+  ATTENTION_LONG = 2,
   GEMM_USUAL = 2
 };
 /* Of the other's time: about a block's at a sequence of 8192. */
@@ -155,12 +156,13 @@ static ps_status usual_products(ps__bench *b) {
 
 /* ---- attention ------------------------------------------------------------------------------- */
 
-static ps__args_attention attention_args(const ps_attention_rate *r) {
+/* With heads of @head_dim, of which there are so many that all are as wide together. */
+static ps__args_attention attention_args(const ps_attention_rate *r, uint32_t head_dim) {
   return (ps__args_attention){.n_tokens = r->rows,
                               .row0 = r->kv_rows - r->rows,
-                              .n_heads = HEADS,
-                              .n_kv_heads = KV_HEADS,
-                              .head_dim = HEAD_DIM,
+                              .n_heads = HEADS * HEAD_DIM / head_dim,
+                              .n_kv_heads = KV_HEADS * HEAD_DIM / head_dim,
+                              .head_dim = head_dim,
                               .dt = PS_BF16,
                               .document_rows = r->found ? 0 : r->kv_rows / r->packed};
 }
@@ -176,15 +178,16 @@ static ps_status run_attention(ps__bench *b, const void *args, uint32_t part) {
 }
 
 static ps_status usual_attention(ps__bench *b) {
-  const ps__args_attention a = attention_args(&attention_shapes[ATTENTION_USUAL]);
+  const ps__args_attention a = attention_args(&attention_shapes[ATTENTION_USUAL], HEAD_DIM);
   PS_TRY(run_attention(b, &a, 0));
   return run_attention(b, &a, 1);
 }
 
 /* Plans for the shape, and its documents on the device. @fits: the scratch is no more than plans
- * foresee, and a library finds the documents where they are to be found. */
-static ps_status prepare_attention(ps__bench *b, const ps_attention_rate *r, bool *fits) {
-  const ps__args_attention a = attention_args(r);
+ * foresee, and a library finds the documents where they are to be found, and has heads of 64. */
+static ps_status prepare_attention(ps__bench *b, const ps_attention_rate *r, uint32_t head_dim,
+                                   bool *fits) {
+  const ps__args_attention a = attention_args(r, head_dim);
   int32_t *doc_start = (int32_t *)(void *)(place(b, 0) + COPY);
   const uint32_t length = r->rows / r->packed;
   size_t scratch[2] = {0};
@@ -192,7 +195,7 @@ static ps_status prepare_attention(ps__bench *b, const ps_attention_rate *r, boo
   if (st == PS_OK)
     st = ps__cuda_prepare_attention_bwd(&a, &b->exec, &scratch[1]);
   *fits = false;
-  if (st == PS_EDEVICE && r->found)
+  if (st == PS_EDEVICE && (r->found || head_dim != HEAD_DIM))
     return PS_OK;
   PS_TRY(st);
   *fits = scratch[0] <= b->exec.scratch_bytes && scratch[1] <= b->exec.scratch_bytes;
@@ -204,18 +207,30 @@ static ps_status prepare_attention(ps__bench *b, const ps_attention_rate *r, boo
   return ps__bench_settle(b);
 }
 
+/* The rates of @r's shape; @fits as above. */
+static ps_status time_attention(ps__bench *b, double seconds, uint32_t head_dim,
+                                ps_attention_rate *r, bool *fits) {
+  const ps__args_attention a = attention_args(r, head_dim);
+  const ps__timed t = {run_attention, &a, 2, usual_products, PRODUCTS_SHARE};
+  const double pairs = (double)r->rows * (0.5 * r->rows / r->packed + a.row0) * HEADS * HEAD_DIM;
+  double s[MAX_PARTS];
+  PS_TRY(prepare_attention(b, r, head_dim, fits));
+  if (!*fits)
+    return PS_OK;
+  PS_TRY(ps__bench_time_parts(b, &t, seconds, s));
+  r->forward_flops_per_s = 4 * pairs / s[0];
+  r->backward_flops_per_s = 10 * pairs / s[1];
+  return PS_OK;
+}
+
 /* Measure into the next free entry of the table. A shape that takes more scratch than plans
  * foresee, or that no library takes, is left out: runs do not have it either. */
 static ps_status measure_attention(ps__bench *b, int which, double seconds) {
   ps_hardware *hw = b->hw;
   ps_attention_rate r = attention_shapes[which];
-  const ps__args_attention a = attention_args(&r);
-  const ps__timed t = {run_attention, &a, 2, usual_products, PRODUCTS_SHARE};
-  const double pairs = (double)r.rows * (0.5 * r.rows / r.packed + a.row0) * HEADS * HEAD_DIM;
-  double s[MAX_PARTS];
   bool fits;
   uint32_t i = 0;
-  PS_TRY(prepare_attention(b, &r, &fits));
+  PS_TRY(time_attention(b, seconds, HEAD_DIM, &r, &fits));
   if (!fits) {
     ps__log(PS_LOG_WARN, "attention of %u rows on %u keys, %u packed, %s: not measured", r.rows,
             r.kv_rows, r.packed,
@@ -223,9 +238,6 @@ static ps_status measure_attention(ps__bench *b, int which, double seconds) {
                     : "takes more scratch than foreseen");
     return PS_OK;
   }
-  PS_TRY(ps__bench_time_parts(b, &t, seconds, s));
-  r.forward_flops_per_s = 4 * pairs / s[0];
-  r.backward_flops_per_s = 10 * pairs / s[1];
   while (hw->attention[PS_BF16][i].rows)
     i++;
   hw->attention[PS_BF16][i] = r;
@@ -236,10 +248,44 @@ static ps_status measure_attention(ps__bench *b, int which, double seconds) {
   return PS_OK;
 }
 
+/* The table's entry of shape @which, NULL where it was left out. */
+static const ps_attention_rate *measured(const ps_hardware *hw, int which) {
+  const ps_attention_rate *shape = &attention_shapes[which];
+  for (const ps_attention_rate *r = hw->attention[PS_BF16]; r->rows; r++)
+    if (r->rows == shape->rows && r->kv_rows == shape->kv_rows && r->packed == shape->packed &&
+        r->found == shape->found)
+      return r;
+  return NULL;
+}
+
+/* Heads of 64 beside those of 128, whose rates are in the table: the mean of two lengths. */
+static ps_status measure_heads64(ps__bench *b, double seconds) {
+  static const int which[] = {ATTENTION_USUAL, ATTENTION_LONG};
+  enum { N = sizeof which / sizeof *which };
+  double forward = 0, backward = 0;
+  for (int i = 0; i < N; i++) {
+    const ps_attention_rate *of_128 = measured(b->hw, which[i]);
+    ps_attention_rate r = attention_shapes[which[i]];
+    bool fits = false;
+    if (of_128)
+      PS_TRY(time_attention(b, seconds, NARROW_HEAD_DIM, &r, &fits));
+    if (!fits) {
+      ps__log(PS_LOG_WARN, "attention of %u rows with heads of %d: not measured", r.rows,
+              NARROW_HEAD_DIM);
+      return PS_OK;
+    }
+    forward += r.forward_flops_per_s / of_128->forward_flops_per_s / N;
+    backward += r.backward_flops_per_s / of_128->backward_flops_per_s / N;
+  }
+  b->hw->heads64_attention_speed = forward;
+  b->hw->heads64_attention_bwd_speed = backward;
+  return PS_OK;
+}
+
 /* SECONDS of attention of the usual shape, forward and backward, between these products. */
 static ps_status time_usual_attention(ps__bench *b, double seconds, ps__bench_fn products,
                                       double share, double *out) {
-  const ps__args_attention a = attention_args(&attention_shapes[ATTENTION_USUAL]);
+  const ps__args_attention a = attention_args(&attention_shapes[ATTENTION_USUAL], HEAD_DIM);
   const ps__timed t = {run_attention, &a, 2, products, share};
   double s[MAX_PARTS];
   PS_TRY(ps__bench_time_parts(b, &t, seconds, s));
@@ -410,7 +456,7 @@ double ps__bench_usual_flops_per_s(const ps_hardware *hw) {
 
 ps_status ps__bench_prepare(ps__bench *b) {
   bool fits;
-  PS_TRY(prepare_attention(b, &attention_shapes[ATTENTION_USUAL], &fits));
+  PS_TRY(prepare_attention(b, &attention_shapes[ATTENTION_USUAL], HEAD_DIM, &fits));
   return fits ? PS_OK
               : ps__fail(PS_EINTERNAL, "attention of %d rows takes more scratch than foreseen",
                          TOKENS);
@@ -419,13 +465,14 @@ ps_status ps__bench_prepare(ps__bench *b) {
 ps_status ps__bench_attention(ps__bench *b, double seconds) {
   for (int i = 0; i < N_ATTENTION; i++)
     PS_TRY(measure_attention(b, i, seconds));
-  return PS_OK;
+  return measure_heads64(b, seconds);
 }
 
 uint64_t ps__bench_attention_scratch(const ps_hardware *hw) {
   uint64_t most = 0;
-  for (int i = 0; i < 2 * N_ATTENTION; i++) {
-    const ps__args_attention a = attention_args(&attention_shapes[i / 2]);
+  for (int i = 0; i < 4 * N_ATTENTION; i++) {
+    const ps__args_attention a =
+        attention_args(&attention_shapes[i / 4], i / 2 % 2 ? NARROW_HEAD_DIM : HEAD_DIM);
     const uint64_t n =
         ps_scratch_attention(&a, i % 2, &(ps__scratch_target){.cudnn_version = hw->cudnn_version});
     if (n > most)
