@@ -146,6 +146,10 @@ typedef struct ps_hardware {
    * divide memory_bytes_per_s. */
   uint32_t n_gpus, reserved;
   ps_contention_rate gpus_contention[PS_MAX_CONTENTION_RATES];
+  /* CUDA, at most 1: the speed of products and attention on n_gpus GPUs at once, over that on one
+   * alone, beside copies both ways. It is that of the slowest GPU, for which a step waits. It is a
+   * factor on both in plans for as many GPUs. 0: unknown, and taken as 1. */
+  double gpus_compute_speed;
   double op_ns; /* fixed cost of an op on the compute stream */
   /* Dense peak for MFU: on CUDA the GPU's, from a table with sources; on a CPU the measured GEMM
    * rate. 0: unknown. */
@@ -257,12 +261,14 @@ PS_API uint32_t ps_hardware_n_gpus(void);
 PS_API ps_status ps_hardware_gpus_check(uint32_t device, uint32_t n);
 
 /* ps_hardware_peers() - what a plan for @n GPUs from hw->device on needs beside the rates of one:
- * peer_bytes_per_s, n_gpus and gpus_contention of @hw. Fields that @hw has stay as they are; the
- * others are measured. Where two GPUs cannot access each other's memory, peer_bytes_per_s becomes
- * 0 and a line says which. With @n 1 and on the CPU backend nothing happens.
+ * peer_bytes_per_s, n_gpus, gpus_contention and gpus_compute_speed of @hw. Fields that @hw has stay
+ * as they are; the others are measured. Where two GPUs cannot access each other's memory,
+ * peer_bytes_per_s becomes 0 and a line says which. With @n 1 and on the CPU backend nothing
+ * happens.
  * @host_mem_bytes  cap of the process's host memory, 0: none. Where it or the system leaves less
  *                  than 4.3 GiB and 1 GiB a GPU, a line says so and n_gpus stays as it is.
- * Takes a context and 256 MiB of device memory on each GPU; 15 cases of 0.4 s. Blocks.
+ * Takes on each GPU a context and 4.4 GiB of device memory. Where a GPU has less, a line says so
+ * and gpus_compute_speed is 0. Takes 15 cases of 0.4 s, and 5 s of products. Blocks.
  * Errors: as ps_hardware_gpus_check(); PS_ENOMEM. */
 PS_API ps_status ps_hardware_peers(ps_hardware *hw, uint32_t n, uint64_t host_mem_bytes);
 

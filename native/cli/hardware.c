@@ -109,13 +109,17 @@ int cli_gpus_check(const cli_device *d) {
 }
 
 /* The rates of several GPUs together, measured once and kept like the others. */
-static int add_peers(ps_hardware *hw, const cli_device *d, uint64_t host_bytes) {
-  const double peers = hw->peer_bytes_per_s;
+static int add_peers(ps_hardware *hw, const cli_device *d, uint64_t host_bytes, bool quiet) {
+  const double peers = hw->peer_bytes_per_s, speed = hw->gpus_compute_speed;
   const uint32_t n_gpus = hw->n_gpus;
+  if (!quiet && (n_gpus != d->n_gpus || !(speed > 0)))
+    fprintf(stderr, "penstock: measuring %llu GPUs at once, which takes 15 s\n",
+            (unsigned long long)d->n_gpus);
   const ps_status st = ps_hardware_peers(hw, (uint32_t)d->n_gpus, host_bytes);
   if (st != PS_OK)
     return cli_fail_status(st, true);
-  if (hw->measured && (hw->peer_bytes_per_s != peers || hw->n_gpus != n_gpus))
+  if (hw->measured &&
+      (hw->peer_bytes_per_s != peers || hw->n_gpus != n_gpus || hw->gpus_compute_speed != speed))
     free(cache_rates(hw));
   return CLI_OK;
 }
@@ -271,7 +275,7 @@ int cli_hardware_get(ps_hardware *out, cli_device *d, uint64_t host_bytes, bool 
     code = add_fp8(out, host_bytes, quiet);
   if (code == CLI_OK && d->n_gpus > 1 && backend == PS_BACKEND_CUDA &&
       ps_hardware_gpus_check((uint32_t)d->gpu, (uint32_t)d->n_gpus) == PS_OK)
-    code = add_peers(out, d, host_bytes);
+    code = add_peers(out, d, host_bytes, quiet);
   if (d->peak_tflops > 0)
     out->peak_flops_per_s = d->peak_tflops * 1e12;
   return code;

@@ -148,6 +148,7 @@ static const field fields[] = {
     LIST_OF("attention_bf16", attention[PS_BF16], attention_entry, PS_MAX_ATTENTION_RATES),
     LIST_OF("memory_shares", contention, contention_entry, PS_MAX_CONTENTION_RATES),
     WHOLE(ps_hardware, n_gpus, 0, PS_MAX_DEVICES, 0),
+    REAL_OF(gpus_compute_speed, 0),
     LIST_OF("memory_shares_of_gpus", gpus_contention, gpus_contention_entry,
             PS_MAX_CONTENTION_RATES),
     LIST_OF("optimizer_by_threads", optimizer_by_threads, thread_entry, PS_MAX_THREAD_RATES),

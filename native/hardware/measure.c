@@ -635,7 +635,7 @@ ps_status ps__hardware_measure_gpus(ps_hardware *hw, uint32_t n, uint64_t host_m
   char need[32], there[32];
   if (in_full(hw, false) + places > have) {
     ps__log(PS_LOG_WARN,
-            "measuring the copies of %u GPUs at once takes %s of host memory, %s are left of what "
+            "measuring %u GPUs at once takes %s of host memory, %s are left of what "
             "is given or free: plans take the rates of one GPU",
             n, ps__format_bytes(need, in_full(hw, false) + places), ps__format_bytes(there, have));
     return PS_OK;

@@ -319,9 +319,17 @@ static double load_seconds(double seconds) {
 static const ps__timed bf16_products = {run_products, &gemm_rows[GEMM_USUAL], MAX_PARTS,
                                         usual_attention, ATTENTION_SHARE};
 
+ps_status ps__bench_tune_usual(ps__bench *b) {
+  return tune_products(b, &gemm_rows[GEMM_USUAL], 1, false);
+}
+ps_status ps__bench_usual_turn(ps__bench *b) {
+  PS_TRY(usual_products(b));
+  return usual_attention(b);
+}
+
 ps_status ps__bench_load(ps__bench *b, double seconds) {
   double s[MAX_PARTS];
-  PS_TRY(tune_products(b, &gemm_rows[GEMM_USUAL], 1, false));
+  PS_TRY(ps__bench_tune_usual(b));
   return ps__bench_time_parts(b, &bf16_products, load_seconds(seconds), s);
 }
 

@@ -68,14 +68,25 @@ static ps_status measure_fp8_alone(ps__bench *b, double seconds) {
   return measure_fp8(b, seconds);
 }
 
-static ps_status reserve(ps__bench *b) {
-  const size_t workspace = ps__cuda_workspace_bytes(b->hw->compute_capability);
-  const uint64_t scratch = ps__bench_attention_scratch(b->hw);
-  b->memory_bytes = ps_round_up(VALUES + SUMS + scratch + workspace, 2u << 20);
-  CUresult r = b->cu->MemAlloc(&b->memory, b->memory_bytes);
+static ps_status pin(ps__bench *b) {
+  CUresult r = CUDA_SUCCESS;
   for (; r == CUDA_SUCCESS && b->n_pinned < b->host->places.n; b->n_pinned += r == CUDA_SUCCESS)
     r = b->cu->MemHostRegister(place(b, b->n_pinned), 2 * COPY,
                                CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
+  return r == CUDA_SUCCESS ? PS_OK : ps__cuda_fail(b->cu, r, "measuring the GPU");
+}
+
+uint64_t ps__bench_memory_bytes(const ps_hardware *hw) {
+  return ps_round_up(VALUES + SUMS + ps__bench_attention_scratch(hw) +
+                         ps__cuda_workspace_bytes(hw->compute_capability),
+                     2u << 20);
+}
+
+ps_status ps__bench_open(ps__bench *b) {
+  const size_t workspace = ps__cuda_workspace_bytes(b->hw->compute_capability);
+  const uint64_t scratch = ps__bench_attention_scratch(b->hw);
+  b->memory_bytes = ps__bench_memory_bytes(b->hw);
+  CUresult r = b->cu->MemAlloc(&b->memory, b->memory_bytes);
   if (r == CUDA_SUCCESS)
     r = b->cu->StreamCreate(&b->exec.stream, CU_STREAM_NON_BLOCKING);
   if (r == CUDA_SUCCESS)
@@ -96,7 +107,7 @@ static ps_status reserve(ps__bench *b) {
   return ps__cuda_blas_create(&b->exec.blas, b->sums + SUMS + scratch, workspace);
 }
 
-static void release(ps__bench *b) {
+void ps__bench_close(ps__bench *b) {
   ps__cuda_blas_destroy(b->exec.blas);
   for (int i = 0; i < 2 * (MAX_PARTS + 1); i++)
     if ((&b->event[0][0])[i])
@@ -107,8 +118,6 @@ static void release(ps__bench *b) {
     b->cu->StreamDestroy(b->in);
   if (b->out)
     b->cu->StreamDestroy(b->out);
-  for (uint32_t i = 0; i < b->n_pinned; i++)
-    b->cu->MemHostUnregister(place(b, i));
   if (b->memory)
     b->cu->MemFree(b->memory);
 }
@@ -127,10 +136,14 @@ static ps_status on_gpu(ps_hardware *hw, double seconds, const ps__host_work *ho
     r = b.cu->CtxPushCurrent(ctx);
   if (r != CUDA_SUCCESS)
     return ps__cuda_fail(b.cu, r, "cuDevicePrimaryCtxRetain");
-  ps_status st = reserve(&b);
+  ps_status st = ps__bench_open(&b);
+  if (st == PS_OK)
+    st = pin(&b);
   if (st == PS_OK)
     st = run(&b, seconds);
-  release(&b);
+  ps__bench_close(&b);
+  for (uint32_t i = 0; i < b.n_pinned; i++)
+    b.cu->MemHostUnregister(place(&b, i));
   b.cu->CtxPopCurrent(&old);
   return st;
 }

@@ -79,10 +79,15 @@ ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool profile,
  * @host one place, and device memory and errors as above. */
 ps_status ps__cuda_measure_fp8(ps_hardware *hw, double seconds, const ps__host_work *host);
 
-/* ps__cuda_measure_gpus() - n_gpus and gpus_contention of @n GPUs from hw->device on: copies of all
- * of them at once, alone and beside each load. @host has equally many places for each GPU, GPU
- * after GPU. Takes 256 MiB of device memory on each GPU and pins @host's places meanwhile;
- * where pinning is refused, @hw stays as it is. Errors: PS_EDEVICE, PS_ENOMEM. */
+/* ps__cuda_measure_gpus() - what @n GPUs from hw->device on do at once:
+ *   n_gpus, gpus_contention  copies of all of them, alone and beside each load, @seconds a case;
+ *                            left as they are where hw->n_gpus is @n
+ *   gpus_compute_speed       products and attention on all of them beside copies both ways, over
+ *                            those on one alone: 5 s, of which 2.5 s are load that does not count.
+ *                            Where a GPU lacks memory or fails, a line says so, and it is 0
+ * @host has equally many places for each GPU, GPU after GPU. Takes 4.4 GiB of device memory on each
+ * GPU and pins @host's places meanwhile; where pinning is refused, @hw stays as it is. Contexts in
+ * which kernels ran are kept. Errors: PS_EDEVICE, PS_ENOMEM. */
 ps_status ps__cuda_measure_gpus(ps_hardware *hw, uint32_t n, double seconds,
                                 const ps__host_work *host);
 
