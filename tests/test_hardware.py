@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import BUILD, ROOT
 from penstock import BudgetError, FormatError, Hardware, ModelConfig, Plan
-from penstock._lib import check, encode_path, ffi, lib, struct
+from penstock._lib import as_dict, check, encode_path, ffi, lib, struct
 from penstock.errors import StateError
 from test_plan import config, rates
 
@@ -142,6 +142,38 @@ def test_every_field_is_in_the_file(tmp_path):
     assert Hardware.read(tmp_path / "a.json").as_dict() == Hardware(hw).as_dict()
 
 
+def test_fp8_is_measured_on_gpus_that_have_it_where_its_rates_are_missing():
+    hw = struct("ps_hardware", backend=lib.PS_BACKEND_CUDA, compute_capability=90, measured=1)
+    assert lib.ps_hardware_lacks_fp8(hw)
+    for name, value in (
+        ("backend", lib.PS_BACKEND_CPU),
+        ("compute_capability", 86),
+        ("measured", lib.PS_ESTIMATED),
+    ):
+        other = ffi.new("ps_hardware *", hw[0])
+        setattr(other, name, value)
+        assert not lib.ps_hardware_lacks_fp8(other), name
+    hw.gemm_fp8[0].rows = 256
+    before = as_dict(hw)
+    assert not lib.ps_hardware_lacks_fp8(hw)
+    check(lib.ps_hardware_fp8(hw, 0))
+    assert as_dict(hw) == before
+
+
+def test_plans_in_fp8_count_what_its_kernels_take(tmp_path):
+    """Of the GPU's memory, and those in bf16 do not."""
+    config(tmp_path, hidden_size=64)
+    model, mib = ModelConfig.read(tmp_path), 1 << 20
+    for recipe in ("bf16", "fp8"):
+        given = []
+        for taken in (0, 96 * mib):
+            hardware = Hardware.read(ROOT / "docs/hardware-h200.json")
+            hardware._ptr.fp8_overhead_bytes = taken
+            plan = Plan(model, hardware=hardware, seq_len=64, recipe=recipe)
+            given.append(plan.report["device_overhead_bytes"])
+        assert given[1] - given[0] == (96 * mib if recipe == "fp8" else 0), recipe
+
+
 def test_a_file_without_rates_of_later_versions_is_read(profiled, tmp_path):
     later = dict.fromkeys(("gemm_fp32", "attention_fp32"))
     assert read(changed(profiled, tmp_path / "a.json", **later)).as_dict() == profiled.as_dict()
@@ -215,6 +247,9 @@ def test_a_description_by_hand_needs_single_rates_only(profiled, tmp_path):
             "gather_bytes_per_s",
             "gemm_fp8_flops_per_s",
             "fp8_attention_speed",
+            "fp8_overhead_bytes",
+            "heads64_attention_speed",
+            "heads64_attention_bwd_speed",
             "idle_gain",
             "idle_most",
             "driver_version",

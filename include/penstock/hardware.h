@@ -98,15 +98,22 @@ typedef struct ps_hardware {
   /* the same by shape */
   ps_gemm_rate gemm[PS_N_DTYPES][PS_MAX_GEMM_RATES];
   ps_attention_rate attention[PS_N_DTYPES][PS_MAX_ATTENTION_RATES];
-  /* Products of FP8 operands: a large one, and by shape; measured on GPUs of compute capability 8.9
-   * and later. An empty table: the rates by shape are those of bf16 in proportion. 0: on the CPU
-   * backend, which multiplies them in fp32, bf16's rate; on CUDA 1.75 times that, an estimate. */
+  /* Products of FP8 operands: a large one, and by shape. ps_hardware_fp8() and
+   * ps_hardware_profile() measure them, on GPUs of compute capability 8.9 and later. An empty
+   * table: the rates by shape are those of bf16 in proportion. 0: on the CPU backend, which
+   * multiplies them in fp32, bf16's rate; on CUDA 1.75 times that, an estimate. */
   double gemm_fp8_flops_per_s;
   ps_gemm_rate gemm_fp8[PS_MAX_GEMM_RATES];
   /* CUDA: the speed of attention between products of FP8 operands, over that between bf16 ones. A
    * GPU that is bound by its power lowers its clock for FP8 products, and attention computes at the
    * same clock. 0: unknown, and taken as 1. */
   double fp8_attention_speed;
+  /* CUDA: the speed of attention with heads of 64, over that with as many values in heads of 128,
+   * forward and backward: the mean of a sequence of 8,192 and one of 32,768 tokens. Attention with
+   * heads of 64 or fewer has the table's rates times this. Wider heads have the table's rates,
+   * which are those of heads of 128. 0: unknown, and taken as 1. */
+  double heads64_attention_speed;
+  double heads64_attention_bwd_speed;
   double elementwise_bytes_per_s;          /* norms and the like, through device memory */
   double h2d_bytes_per_s, d2h_bytes_per_s; /* a copy to the device, to the host */
   double duplex_bytes_per_s;               /* each of the two while both run */
@@ -139,6 +146,10 @@ typedef struct ps_hardware {
    * divide memory_bytes_per_s. */
   uint32_t n_gpus, reserved;
   ps_contention_rate gpus_contention[PS_MAX_CONTENTION_RATES];
+  /* CUDA, at most 1: the speed of products and attention on n_gpus GPUs at once, over that on one
+   * alone, beside copies both ways. It is that of the slowest GPU, for which a step waits. It is a
+   * factor on both in plans for as many GPUs. 0: unknown, and taken as 1. */
+  double gpus_compute_speed;
   double op_ns; /* fixed cost of an op on the compute stream */
   /* Dense peak for MFU: on CUDA the GPU's, from a table with sources; on a CPU the measured GEMM
    * rate. 0: unknown. */
@@ -146,6 +157,9 @@ typedef struct ps_hardware {
   uint64_t host_memory_bytes;     /* the least of physical memory, cgroup and SLURM limits */
   uint64_t device_memory_bytes;   /* CUDA: of the GPU, less what other processes hold now */
   uint64_t device_overhead_bytes; /* CUDA: what the GPU loses to context, kernels, libraries */
+  /* CUDA: what it loses besides to the kernels of FP8 products. Plans in FP8 count both. 0 also in
+   * files that were written before the field was: there device_overhead_bytes has FP8's part. */
+  uint64_t fp8_overhead_bytes;
   /* Ceilings as the driver reports them; 0: unknown. */
   double device_peak_bytes_per_s; /* CUDA: device memory's clock times its width */
   double link_peak_bytes_per_s;   /* CUDA: of the PCIe link, each way, without encoding */
@@ -177,7 +191,8 @@ PS_API ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32
  * buffers are smaller and the rates PS_MEASURED_TIGHT: those of memory may then be a cache's.
  * CUDA: the context is made, the libraries are loaded, and products' algorithms are chosen as a run
  * chooses them; device_overhead_bytes is what that took. The table leaves out attention that takes
- * more scratch than plans expect, and finding documents where no library does it.
+ * more scratch than plans expect, and finding documents where no library does it. FP8's rates are
+ * left to ps_hardware_fp8().
  * Blocks. Errors: PS_EINVAL, PS_ENOMEM, PS_EDEVICE; PS_EBUDGET where less than 38 MB + 5 MB a
  * thread are left (on CUDA 1.6 GiB). */
 PS_API ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_t device,
@@ -188,10 +203,23 @@ PS_API ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_
 PS_API int ps_hardware_ample(const ps_hardware *hw, uint64_t host_mem_bytes);
 
 /* ps_hardware_profile() - ps_hardware_measure() in full: longer, and with the rates for people.
- * @seconds 0: 5; on CUDA 125, which is 2.6 s a case. On CUDA the host's cases use three quarters of
- * the memory that is free. Arguments and errors otherwise as above. */
+ * On CUDA also FP8's rates. @seconds 0: 5; on CUDA 125, which is 2.2 s a case. On CUDA the host's
+ * cases use three quarters of the memory that is free. Arguments and errors otherwise as above. */
 PS_API ps_status ps_hardware_profile(ps_hardware *out, uint32_t backend, uint32_t device,
                                      uint32_t n_threads, uint64_t host_mem_bytes, double seconds);
+
+/* ps_hardware_fp8() - what a plan of a recipe with FP8 needs beside the rates in bf16:
+ * gemm_fp8_flops_per_s, gemm_fp8, fp8_attention_speed and fp8_overhead_bytes of @hw. They are
+ * measured where @hw lacks them. Where cuBLASLt has no such products, or the host has too little
+ * memory, a line says so and @hw stays as it is.
+ * @host_mem_bytes  cap of the process's host memory, 0: none.
+ * Takes 256 MiB of host memory, 3.6 GiB of device memory, and 8 s; half a minute more where the
+ * GPU's FP8 products were never timed. Blocks. Errors: PS_EINVAL, PS_ENOMEM, PS_EDEVICE;
+ * @hw is untouched.
+ * ps_hardware_lacks_fp8() - 1 where ps_hardware_fp8() would measure: @hw is of a GPU of compute
+ * capability 8.9 or later, has measured rates, and has no gemm_fp8. */
+PS_API ps_status ps_hardware_fp8(ps_hardware *hw, uint64_t host_mem_bytes);
+PS_API int ps_hardware_lacks_fp8(const ps_hardware *hw);
 
 /* ps_hardware_read(), ps_hardware_write() - rates as JSON. Reading takes the facts anew from the
  * machine. Errors: PS_EIO, PS_EFORMAT; PS_ESTATE where the file must be measured anew:
@@ -233,12 +261,14 @@ PS_API uint32_t ps_hardware_n_gpus(void);
 PS_API ps_status ps_hardware_gpus_check(uint32_t device, uint32_t n);
 
 /* ps_hardware_peers() - what a plan for @n GPUs from hw->device on needs beside the rates of one:
- * peer_bytes_per_s, n_gpus and gpus_contention of @hw. Fields that @hw has stay as they are; the
- * others are measured. Where two GPUs cannot access each other's memory, peer_bytes_per_s becomes
- * 0 and a line says which. With @n 1 and on the CPU backend nothing happens.
+ * peer_bytes_per_s, n_gpus, gpus_contention and gpus_compute_speed of @hw. Fields that @hw has stay
+ * as they are; the others are measured. Where two GPUs cannot access each other's memory,
+ * peer_bytes_per_s becomes 0 and a line says which. With @n 1 and on the CPU backend nothing
+ * happens.
  * @host_mem_bytes  cap of the process's host memory, 0: none. Where it or the system leaves less
  *                  than 4.3 GiB and 1 GiB a GPU, a line says so and n_gpus stays as it is.
- * Takes a context and 256 MiB of device memory on each GPU; 15 cases of 0.4 s. Blocks.
+ * Takes on each GPU a context and 4.4 GiB of device memory. Where a GPU has less, a line says so
+ * and gpus_compute_speed is 0. Takes 15 cases of 0.4 s, and 5 s of products. Blocks.
  * Errors: as ps_hardware_gpus_check(); PS_ENOMEM. */
 PS_API ps_status ps_hardware_peers(ps_hardware *hw, uint32_t n, uint64_t host_mem_bytes);
 

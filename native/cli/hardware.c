@@ -109,13 +109,32 @@ int cli_gpus_check(const cli_device *d) {
 }
 
 /* The rates of several GPUs together, measured once and kept like the others. */
-static int add_peers(ps_hardware *hw, const cli_device *d, uint64_t host_bytes) {
-  const double peers = hw->peer_bytes_per_s;
+static int add_peers(ps_hardware *hw, const cli_device *d, uint64_t host_bytes, bool quiet) {
+  const double peers = hw->peer_bytes_per_s, speed = hw->gpus_compute_speed;
   const uint32_t n_gpus = hw->n_gpus;
+  if (!quiet && (n_gpus != d->n_gpus || !(speed > 0)))
+    fprintf(stderr, "penstock: measuring %llu GPUs at once, which takes 15 s\n",
+            (unsigned long long)d->n_gpus);
   const ps_status st = ps_hardware_peers(hw, (uint32_t)d->n_gpus, host_bytes);
   if (st != PS_OK)
     return cli_fail_status(st, true);
-  if (hw->measured && (hw->peer_bytes_per_s != peers || hw->n_gpus != n_gpus))
+  if (hw->measured &&
+      (hw->peer_bytes_per_s != peers || hw->n_gpus != n_gpus || hw->gpus_compute_speed != speed))
+    free(cache_rates(hw));
+  return CLI_OK;
+}
+
+/* FP8's rates, measured when a plan first needs them and kept like the others. */
+static int add_fp8(ps_hardware *hw, uint64_t host_bytes, bool quiet) {
+  if (!ps_hardware_lacks_fp8(hw))
+    return CLI_OK;
+  if (!quiet)
+    fprintf(stderr,
+            "penstock: measuring this GPU's FP8 products once, which takes 10 s to a minute\n");
+  const ps_status st = ps_hardware_fp8(hw, host_bytes);
+  if (st != PS_OK)
+    return cli_fail_status(st, true);
+  if (!ps_hardware_lacks_fp8(hw))
     free(cache_rates(hw));
   return CLI_OK;
 }
@@ -231,7 +250,7 @@ static bool cached_rates(ps_hardware *out, const cli_device *d, uint32_t backend
   return ok;
 }
 
-int cli_hardware_get(ps_hardware *out, cli_device *d, uint64_t host_bytes, bool quiet) {
+int cli_hardware_get(ps_hardware *out, cli_device *d, uint64_t host_bytes, bool fp8, bool quiet) {
   uint32_t backend;
   int code = find_machine(out, d, quiet, &backend);
   if (code != CLI_OK)
@@ -252,9 +271,11 @@ int cli_hardware_get(ps_hardware *out, cli_device *d, uint64_t host_bytes, bool 
     if (st != PS_OK && st != PS_EBUDGET)
       return cli_fail_status(st, true);
   }
-  if (d->n_gpus > 1 && backend == PS_BACKEND_CUDA &&
+  if (fp8)
+    code = add_fp8(out, host_bytes, quiet);
+  if (code == CLI_OK && d->n_gpus > 1 && backend == PS_BACKEND_CUDA &&
       ps_hardware_gpus_check((uint32_t)d->gpu, (uint32_t)d->n_gpus) == PS_OK)
-    code = add_peers(out, d, host_bytes);
+    code = add_peers(out, d, host_bytes, quiet);
   if (d->peak_tflops > 0)
     out->peak_flops_per_s = d->peak_tflops * 1e12;
   return code;

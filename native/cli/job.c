@@ -381,9 +381,13 @@ int cli_job_check(cli_job *j) {
   return st == PS_OK ? cli_lora_resolve(j) : cli_fail_given(j->model_option, st);
 }
 
+static bool has_fp8(const cli_job *j) {
+  return j->recipe == PS_RECIPE_FP8 || j->recipe == PS_RECIPE_FP8_MASTER;
+}
+
 static int get_hardware(cli_job *j) {
   if (!j->hardware_file)
-    return cli_hardware_get(&j->hardware, &j->device, j->host_mem, j->quiet);
+    return cli_hardware_get(&j->hardware, &j->device, j->host_mem, has_fp8(j), j->quiet);
   if (j->device.gpu_given || j->device.backend != CLI_BACKEND_AUTO)
     return cli_fail(CLI_REFUSED,
                     "--%s chooses a device of this machine, but --hardware describes another "
@@ -405,7 +409,7 @@ int cli_job_prepare(cli_job *j) {
     return code;
   if (j->other_machine && j->host_mem)
     j->hardware.host_memory_bytes = 0; /* not checked: the machine to plan for has what is given */
-  const bool fp8 = j->recipe == PS_RECIPE_FP8 || j->recipe == PS_RECIPE_FP8_MASTER;
+  const bool fp8 = has_fp8(j);
   j->plan_config = (ps_plan_config){
       .struct_bytes = sizeof j->plan_config,
       .recipe = j->recipe,

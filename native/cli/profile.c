@@ -46,7 +46,7 @@ int cli_profile(int argc, char **argv) {
       {.name = "quick",
        .kind = CLI_FLAG,
        .out = &quick,
-       .help = "measure only what plans need, as train does on first use"},
+       .help = "measure only what plans in bf16 need, as train does on first use"},
       {.name = "json", .kind = CLI_FLAG, .out = &json, .help = "print one JSON object on stdout"},
       {.name = NULL},
   };

@@ -92,6 +92,8 @@ static void attention_lines(FILE *out, const ps_hardware *hw, double peak) {
     line(out, what, r->forward_flops_per_s, 1e9, "GFLOP/s", peak);
     line(out, "    backward", r->backward_flops_per_s, 1e9, "GFLOP/s", peak);
   }
+  line(out, "heads of 64, of the speed of 128, forward", hw->heads64_attention_speed, 0.01, "%", 0);
+  line(out, "    backward", hw->heads64_attention_bwd_speed, 0.01, "%", 0);
 }
 
 /* The rates of copies and of a host op that run at once. */
@@ -234,6 +236,7 @@ void cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw) {
   cli_json_count(j, "host_memory_bytes", hw->host_memory_bytes);
   cli_json_count(j, "device_memory_bytes", hw->device_memory_bytes);
   cli_json_count(j, "device_overhead_bytes", hw->device_overhead_bytes);
+  cli_json_count(j, "fp8_overhead_bytes", hw->fp8_overhead_bytes);
   cli_json_count(j, "compute_capability", hw->compute_capability);
   cli_json_count(j, "n_sms", hw->n_sms);
   cli_json_count(j, "cudnn_version", hw->cudnn_version);
@@ -244,6 +247,8 @@ void cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw) {
   cli_json_number(j, "gemm_bf16_flops_per_s", hw->gemm_flops_per_s[PS_BF16]);
   cli_json_number(j, "gemm_fp8_flops_per_s", hw->gemm_fp8_flops_per_s);
   cli_json_number(j, "fp8_attention_speed", hw->fp8_attention_speed);
+  cli_json_number(j, "heads64_attention_speed", hw->heads64_attention_speed);
+  cli_json_number(j, "heads64_attention_bwd_speed", hw->heads64_attention_bwd_speed);
   cli_json_number(j, "attention_fp32_flops_per_s", hw->attention_flops_per_s[PS_F32]);
   cli_json_number(j, "attention_bf16_flops_per_s", hw->attention_flops_per_s[PS_BF16]);
   cli_json_number(j, "attention_bwd_fp32_flops_per_s", hw->attention_bwd_flops_per_s[PS_F32]);

@@ -100,7 +100,7 @@ ps_status ps_hardware_peers(ps_hardware *hw, uint32_t n, uint64_t host_mem_bytes
   PS_TRY(ps__cuda_peers(hw->device, n, &access));
   if (access && !(rate > 0))
     PS_TRY(ps__cuda_peer_rate(hw->device, n, &rate));
-  if (hw->n_gpus != n)
+  if (hw->n_gpus != n || !(hw->gpus_compute_speed > 0))
     PS_TRY(ps__hardware_measure_gpus(hw, n, host_mem_bytes));
   hw->peer_bytes_per_s = access ? rate : 0;
 #else

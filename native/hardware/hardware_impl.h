@@ -12,9 +12,12 @@ ps_status ps__hardware_facts(ps_hardware *hw, uint32_t backend, uint32_t device,
 /* ps__hardware_complete() - fill the rates that may be missing from those that may not
  * (penstock/hardware.h). */
 void ps__hardware_complete(ps_hardware *hw);
-/* ps__hardware_measure_gpus() - n_gpus and gpus_contention of @hw, with CUDA; nothing but a line
- * where memory is short (ps_hardware_peers()). */
+/* ps__hardware_measure_gpus() - n_gpus, gpus_contention and gpus_compute_speed of @hw, with CUDA;
+ * nothing but a line where memory is short (ps_hardware_peers()). */
 ps_status ps__hardware_measure_gpus(ps_hardware *hw, uint32_t n, uint64_t host_mem_bytes);
+/* ps__hardware_room() - BYTES that measuring may take of @host_mem_bytes, the cap of the whole
+ * process (0: none), and of what the system has. */
+uint64_t ps__hardware_room(uint64_t host_mem_bytes);
 /* ps__host_reserve() - BYTES that the process holds besides arenas, scratch and tables. */
 uint64_t ps__host_reserve(const ps_hardware *hw);
 #endif

@@ -542,23 +542,21 @@ static uint64_t in_full(const ps_hardware *hw, bool profile) {
   return taken(hw, 4, full_bytes(hw->backend == PS_BACKEND_CUDA)) + (profile ? TOUCH_BYTES : 0);
 }
 
-/* Memory that measuring may take of @host_mem_bytes, the cap of the whole process (0: none), and of
- * what the system has. */
-static uint64_t room(uint64_t host_mem_bytes) {
+uint64_t ps__hardware_room(uint64_t host_mem_bytes) {
   const uint64_t held = ps__resident_bytes(), free = ps__host_memory_free(),
                  within = host_mem_bytes > held ? host_mem_bytes - held : 0;
   return host_mem_bytes && within < free ? within : free;
 }
 
 int ps_hardware_ample(const ps_hardware *hw, uint64_t host_mem_bytes) {
-  return hw && in_full(hw, false) <= room(host_mem_bytes);
+  return hw && in_full(hw, false) <= ps__hardware_room(host_mem_bytes);
 }
 
 /* The full size where there is room, else what there is room for. */
 static ps_status choose_buffer(uint64_t *bytes, const ps_hardware *hw, bool profile,
                                uint64_t host_mem_bytes) {
   const bool gpu = hw->backend == PS_BACKEND_CUDA;
-  const uint64_t have = room(host_mem_bytes), mib = 1 << 20,
+  const uint64_t have = ps__hardware_room(host_mem_bytes), mib = 1 << 20,
                  least = gpu ? LEAST_LARGE_BUFFER : LEAST_BUFFER;
   const uint32_t n = profile ? 5 : 4; /* one more, for first touches */
   char need[32], there[32];
@@ -633,11 +631,11 @@ static void fill_places(const bench *b, const ps__host_places *at) {
 
 ps_status ps__hardware_measure_gpus(ps_hardware *hw, uint32_t n, uint64_t host_mem_bytes) {
   ps__host_places at = {.stride = 2ull * PS__COPY_BYTES, .n = n * GPU_PLACES};
-  const uint64_t places = at.n * at.stride, have = room(host_mem_bytes);
+  const uint64_t places = at.n * at.stride, have = ps__hardware_room(host_mem_bytes);
   char need[32], there[32];
   if (in_full(hw, false) + places > have) {
     ps__log(PS_LOG_WARN,
-            "measuring the copies of %u GPUs at once takes %s of host memory, %s are left of what "
+            "measuring %u GPUs at once takes %s of host memory, %s are left of what "
             "is given or free: plans take the rates of one GPU",
             n, ps__format_bytes(need, in_full(hw, false) + places), ps__format_bytes(there, have));
     return PS_OK;

@@ -157,7 +157,8 @@ static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bo
     /* in a ring not all saved activations of device 0 are alive at its head */
     if (!ps__is_ring(sp->plan))
       st = boundary_bytes(sp, &s, s.saved_bytes[PS_POLICY_DEVICE], &boundary);
-    base->device_bytes = ps__device_overhead(&sp->plan->hw, s.at, s.scratch_bytes, &scratch) +
+    base->device_bytes = ps__device_overhead(&sp->plan->hw, sp->plan->model->fp8.on, s.at,
+                                             s.scratch_bytes, &scratch) +
                          ps__net_memory(sp->plan) + boundary;
     base->host_bytes = ps__host_overhead(sp->plan, &s, &scratch, &trace);
     mb->n_ops = s.n_op;

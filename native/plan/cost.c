@@ -115,6 +115,12 @@ static double attention_rate(const ps_hardware *hw, const ps__args_attention *a,
          slice_factor(table, (a->row0 + rows) / rows, backward);
 }
 
+/* The rates are those of heads of 128. */
+static double heads_speed(const ps_hardware *hw, const ps__args_attention *a, bool backward) {
+  const double of_64 = backward ? hw->heads64_attention_bwd_speed : hw->heads64_attention_speed;
+  return a->head_dim <= 64 && of_64 > 0 ? of_64 : 1;
+}
+
 /* ---- ops ------------------------------------------------------------------------------------- */
 
 /* A product takes its FLOPs' time or, where it has few rows, that of its operands on their way
@@ -125,14 +131,17 @@ static double device_ns(const ps__cost_model *m, const ps_kernel *kernel, const 
   const ps__rate rate = ps__op_rate(kernel);
   const double bytes_ns = rate_ns(work.bytes, hw->elementwise_bytes_per_s);
   switch (rate) {
-  case PS__RATE_GEMM_FP8: return larger(rate_ns(work.flops, gemm_fp8_rate(hw, args)), bytes_ns);
-  case PS__RATE_GEMM: return larger(rate_ns(work.flops, gemm_rate(hw, args)), bytes_ns);
+  case PS__RATE_GEMM_FP8:
+    return larger(rate_ns(work.flops, m->product_speed * gemm_fp8_rate(hw, args)), bytes_ns);
+  case PS__RATE_GEMM:
+    return larger(rate_ns(work.flops, m->product_speed * gemm_rate(hw, args)), bytes_ns);
   case PS__RATE_ATTENTION_FWD:
   case PS__RATE_ATTENTION_BWD: {
     const ps__args_attention *a = args;
     const bool backward = rate == PS__RATE_ATTENTION_BWD;
     const double pairs = work.flops / ((backward ? 10.0 : 4.0) * a->n_heads * a->head_dim);
-    return rate_ns(work.flops, m->attention_speed * attention_rate(hw, a, pairs, backward));
+    return rate_ns(work.flops, m->attention_speed * heads_speed(hw, a, backward) *
+                                   attention_rate(hw, a, pairs, backward));
   }
   default: return bytes_ns;
   }
@@ -250,20 +259,22 @@ static ps__copy_rate copy_rate(const ps_hardware *hw, const ps__places *at, cons
 
 ps__cost_model ps__cost_model_of(const ps_hardware *hw, bool fp8, const ps__places *at,
                                  uint32_t n_threads, uint32_t sum_threads) {
-  const bool beside_fp8 = fp8 && hw->fp8_attention_speed > 0;
+  const bool beside_fp8 = fp8 && hw->fp8_attention_speed > 0,
+             gpus = ps__gpus_measured(hw, at->n_devices);
+  const double speed = gpus && hw->gpus_compute_speed > 0 ? hw->gpus_compute_speed : 1;
   ps__cost_model m = {.hw = hw,
                       .at = at,
                       .n_threads = n_threads,
                       .sum_speed = ps__sum_speed(hw, sum_threads),
-                      .attention_speed = beside_fp8 ? hw->fp8_attention_speed : 1};
+                      .product_speed = speed,
+                      .attention_speed = speed * (beside_fp8 ? hw->fp8_attention_speed : 1)};
   while (at->kind[m.host] != PS_PLACE_HOST)
     m.host++;
   for (uint32_t i = 0; i < at->n_links; i++)
     m.copy[at->link[i].stream] = copy_rate(hw, at, &at->link[i]);
   for (int kind = 0; kind < PS_SIM_KINDS; kind++)
     for (uint32_t kinds = 0; kinds < 1u << PS_SIM_KINDS; kinds++)
-      m.slower[kind][kinds] =
-          slowdown(hw, ps__gpus_measured(hw, at->n_devices), kind, kinds, sum_threads);
+      m.slower[kind][kinds] = slowdown(hw, gpus, kind, kinds, sum_threads);
   return m;
 }
 

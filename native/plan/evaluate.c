@@ -45,9 +45,10 @@ void ps__used_bytes(const ps_plan *plan, const ps__step *s, const uint64_t arena
                     uint64_t out[PS__N_MEMS]) {
   const uint64_t host = arena[s->at->host];
   uint64_t scratch, trace;
-  out[PS__DEVICE_MEM] = ps__arena_round(ps__largest_device(s->at, arena)) +
-                        ps__device_overhead(&plan->hw, s->at, s->scratch_bytes, &scratch) +
-                        ps__net_memory(plan) + ps__page_table_bytes(&plan->hw, host);
+  out[PS__DEVICE_MEM] =
+      ps__arena_round(ps__largest_device(s->at, arena)) +
+      ps__device_overhead(&plan->hw, plan->model->fp8.on, s->at, s->scratch_bytes, &scratch) +
+      ps__net_memory(plan) + ps__page_table_bytes(&plan->hw, host);
   out[PS__HOST_MEM] = ps__arena_round(host) + ps__host_overhead(plan, s, &scratch, &trace);
 }
 

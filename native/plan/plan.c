@@ -410,9 +410,9 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
   o->n_sequences = o->n_hosts * l->n_sequences;
   o->head_slice_tokens = p->spec.head_slice;
   o->device_arena_bytes = ps__arena_round(ps__largest_device(s->at, s->space_bytes));
-  const uint64_t overhead =
-      ps__device_overhead(&p->hw, s->at, s->scratch_bytes, &o->device_scratch_bytes) +
-      ps__net_memory(p);
+  const uint64_t overhead = ps__device_overhead(&p->hw, p->model->fp8.on, s->at, s->scratch_bytes,
+                                                &o->device_scratch_bytes) +
+                            ps__net_memory(p);
   o->host_arena_bytes = ps__arena_round(s->space_bytes[s->at->host]);
   o->device_tables_bytes = ps__page_table_bytes(&p->hw, o->host_arena_bytes);
   o->device_overhead_bytes = overhead - o->device_scratch_bytes;

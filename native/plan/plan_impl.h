@@ -151,7 +151,9 @@ typedef struct ps__cost_model {
   uint32_t n_threads;
   /* speed of sums on the plan's threads for them, over that on all threads */
   double sum_speed;
-  double attention_speed; /* beside the products of the model */
+  /* of products and of attention, over their rates: of all devices at once, and of attention beside
+   * the products of the model */
+  double product_speed, attention_speed;
   /* ps_sim_cost.slower, for copies to the device, to the host, sums and the optimizer */
   double slower[PS_SIM_KINDS][1 << PS_SIM_KINDS];
 } ps__cost_model;

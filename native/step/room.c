@@ -30,7 +30,7 @@ static uint64_t scratch_of(const ps_hardware *hw, const ps__places *at, const si
   return bytes;
 }
 
-uint64_t ps__device_overhead(const ps_hardware *hw, const ps__places *at,
+uint64_t ps__device_overhead(const ps_hardware *hw, bool fp8, const ps__places *at,
                              const size_t *scratch_bytes, uint64_t *scratch) {
   *scratch = 0;
   if (hw->backend != PS_BACKEND_CUDA)
@@ -40,7 +40,7 @@ uint64_t ps__device_overhead(const ps_hardware *hw, const ps__places *at,
     if (bytes > *scratch)
       *scratch = bytes;
   }
-  return *scratch + hw->device_overhead_bytes;
+  return *scratch + hw->device_overhead_bytes + (fp8 ? hw->fp8_overhead_bytes : 0);
 }
 
 uint64_t ps__host_scratch(const ps_hardware *hw, const ps__places *at,

@@ -9,9 +9,9 @@
 enum { PS__DEVICE_MEM, PS__HOST_MEM, PS__N_MEMS };
 
 /* ps__device_overhead() - BYTES that a program takes of a device besides its arena: CUDA's scratch
- * with the products' workspace (@scratch), and its overhead.
+ * with the products' workspace (@scratch), and its overhead. @fp8: products have FP8 operands.
  * ps__host_scratch() - host BYTES of scratch. @scratch_bytes: of each stream. */
-uint64_t ps__device_overhead(const ps_hardware *hw, const ps__places *at,
+uint64_t ps__device_overhead(const ps_hardware *hw, bool fp8, const ps__places *at,
                              const size_t *scratch_bytes, uint64_t *scratch);
 /* ps__page_table_bytes() - device BYTES of the GPU's page tables of the host arena, which is
  * pinned. */

@@ -135,20 +135,29 @@ class Hardware:
 
     @classmethod
     def cached(
-        cls, threads: int = 0, backend: str = "auto", gpu: int = 0, host_mem=None, gpus: int = 1
+        cls,
+        threads: int = 0,
+        backend: str = "auto",
+        gpu: int = 0,
+        host_mem=None,
+        gpus: int = 1,
+        fp8: bool = False,
     ) -> "Hardware":
         """This machine's rates, measured once for each thread count and then read from the user's
         cache ($XDG_CACHE_HOME/penstock or ~/.cache/penstock), which the command line uses too.
-        gpus: measure the rates of so many GPUs together, too.
+        gpus: measure the rates of so many GPUs together, too. fp8: measure those of FP8 products,
+        too, on a GPU that has them.
 
         Two cases give a warning. The cache cannot be written: the next call measures again.
         host_mem leaves no room to measure: the rates are estimated."""
         path = cls.cache_path(threads, backend, gpu)
         hw = cls._of_one(path, threads, backend, gpu, host_mem)
-        before = hw.n_gpus, hw.peer_bytes_per_s
+        before = hw.as_dict()
+        if fp8:
+            check(lib.ps_hardware_fp8(hw._ptr, parse_bytes(host_mem, "host_mem")))
         if gpus > 1:
             check(lib.ps_hardware_peers(hw._ptr, gpus, parse_bytes(host_mem, "host_mem")))
-        if path and hw.measured and before != (hw.n_gpus, hw.peer_bytes_per_s):
+        if path and hw.measured and before != hw.as_dict():
             hw._keep(path)
         return hw
 
@@ -245,12 +254,13 @@ def _configure(given: dict) -> tuple:
     lora, hardware, gpus = given["lora"], given["hardware"], given["gpus"]
     if not 1 <= gpus <= lib.PS_MAX_DEVICES:
         raise InvalidError(f"gpus is {gpus}: give 1 to {lib.PS_MAX_DEVICES}")
+    recipe = given["recipe"] or ("fp32-master" if lora else "bf16")
     hardware = hardware or Hardware.cached(
         given["threads"],
         host_mem=given["host_mem"] if given["reserve"] is None else None,
         gpus=gpus,
+        fp8=recipe.startswith("fp8"),
     )
-    recipe = given["recipe"] or ("fp32-master" if lora else "bf16")
     which, optimizer = ffi.new("ps_recipe *"), ffi.new("ps_optimizer *")
     check(lib.ps_recipe_parse(which, recipe.encode()))
     check(lib.ps_optimizer_parse(optimizer, given["optimizer"].encode()))

@@ -83,6 +83,7 @@ def prepare(path, changes: dict) -> tuple:
     hardware = options.pop("hardware", None) or Hardware.cached(
         **{name: options[name] for name in _HARDWARE if name in options},
         gpus=options.get("gpus", 1),
+        fp8=(options.get("recipe") or "").startswith("fp8"),
     )
     chosen = {name: v for name, v in options.items() if name in of_plan}
     chosen.setdefault("clip", options["clip_norm"] > 0 or options["non_finite"] == "skip")

@@ -7,6 +7,7 @@ import json
 
 import pytest
 from conftest import words_of_training
+from penstock import Hardware
 from penstock._lib import lib
 from test_cli import penstock, refused
 
@@ -53,6 +54,13 @@ def test_the_weights_are_the_same_bits_on_one_gpu_and_on_two(
     more = (*cut, "--layout", layout)
     both, n_both = weights_after(10, 2, tiny_model, tiny_shard, tmp_path / "two", *more)
     assert (n_one, n_both) == (1, 2) and one == both
+
+
+def test_two_gpus_at_once_are_measured_once(two):
+    """Products on both are a little slower than on one. What was measured is kept."""
+    hw = Hardware.cached(gpus=2)
+    assert hw.n_gpus == 2 and 0.7 < hw.gpus_compute_speed <= 1
+    assert Hardware.cached(gpus=2).as_dict() == Hardware.cached().as_dict() == hw.as_dict()
 
 
 def test_more_gpus_than_there_are_is_refused(tiny_model, tiny_shard, tmp_path):

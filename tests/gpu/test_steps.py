@@ -424,6 +424,8 @@ def test_measured_rates_are_below_their_ceilings(profile):
         assert all(
             1e10 < rate < peak for name, rate in case.items() if name.endswith("flops_per_s")
         ), case
+    for way in ("", "_bwd"):
+        assert 0.3 < profile[f"heads64_attention{way}_speed"] < 1.3
     assert 0 <= profile["idle_gain"] <= 1 and 0 <= profile["idle_most"] <= 1
     assert (
         1e10 < profile["elementwise_bytes_per_s"] < (profile["device_peak_bytes_per_s"] or math.inf)
@@ -432,6 +434,22 @@ def test_measured_rates_are_below_their_ceilings(profile):
         assert 1e8 < profile[f"{name}_bytes_per_s"] < (profile["link_peak_bytes_per_s"] or math.inf)
     for name in ("optimizer", "accumulate", "accumulate_sumsq", "sumsq", "gather", "memory"):
         assert profile[f"{name}_bytes_per_s"] > 1e8
+
+
+@pytest.mark.gpu
+def test_fp8_is_measured_with_the_first_plan_that_needs_it(profile):
+    """Beside the rates in bf16, which stay as they are, and kept with them."""
+    if profile["compute_capability"] < 89:
+        pytest.skip("this GPU has no products of FP8")
+    bf16 = Hardware.cached().as_dict()
+    assert profile["gemm_fp8"] == [] and not bf16["gemm_fp8"][0]["rows"]
+    both = Hardware.cached(fp8=True).as_dict()
+    assert [e["rows"] for e in both["gemm_fp8"]].index(0) == 4
+    assert 0.5 < both["fp8_attention_speed"] < 1.2
+    assert both["gemm_fp8_flops_per_s"] > both["gemm_flops_per_s"][1]
+    of_fp8 = ("gemm_fp8_flops_per_s", "gemm_fp8", "fp8_attention_speed", "fp8_overhead_bytes")
+    assert both | {name: bf16[name] for name in of_fp8} == bf16
+    assert Hardware.cached().as_dict() == both
 
 
 @pytest.mark.gpu

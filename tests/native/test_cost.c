@@ -438,6 +438,68 @@ static void fp8_slows_attention(const ps_hardware *hw) {
   }
 }
 
+/* The speed of heads of 64 holds for these and narrower ones, each way its own. */
+static void narrow_heads_have_their_own_speed(const ps_hardware *hw) {
+  const ps_work work = {.flops = 1e9};
+  const uint32_t compute = ps__places_of(1, 1)->dev[0].compute;
+  ps_hardware known = *hw;
+  known.heads64_attention_speed = 0.8;
+  known.heads64_attention_bwd_speed = 0.7;
+  for (uint32_t dim = 32; dim <= 256; dim *= 2) {
+    const ps__args_attention a = {.n_tokens = 4096,
+                                  .n_heads = 4,
+                                  .n_kv_heads = 2,
+                                  .head_dim = dim,
+                                  .dt = PS_BF16,
+                                  .document_rows = 4096};
+    const bool narrow = dim <= 64;
+    CHECK(same(rate_of(&known, &ps__k_attention_fwd, compute, &a, work),
+               (narrow ? 0.8 : 1) * rate_of(hw, &ps__k_attention_fwd, compute, &a, work)));
+    CHECK(same(rate_of(&known, &ps__k_attention_bwd, compute, &a, work),
+               (narrow ? 0.7 : 1) * rate_of(hw, &ps__k_attention_bwd, compute, &a, work)));
+  }
+}
+
+/* Of as many GPUs as were measured at once, products and attention have the speed there. Norms do
+ * not, nor does any op of fewer or more GPUs. */
+static void gpus_that_compute_at_once_are_slower(const ps_hardware *of) {
+  const ps__args_gemm g = {
+      .m = 256, .n = 64, .k = 64, .dt_a = PS_BF16, .dt_b = PS_BF16, .dt_c = PS_BF16};
+  const ps__args_gemm_fp8 g8 = {.m = 256, .n = 64, .k = 64};
+  const ps__args_attention a = {.n_tokens = 256,
+                                .n_heads = 4,
+                                .n_kv_heads = 2,
+                                .head_dim = 64,
+                                .dt = PS_BF16,
+                                .document_rows = 256};
+  const struct {
+    const ps_kernel *kernel;
+    const void *args;
+    bool slower;
+  } op[] = {{&ps__k_gemm, &g, true},
+            {&ps__k_gemm_fp8, &g8, true},
+            {&ps__k_attention_fwd, &a, true},
+            {&ps__k_attention_bwd, &a, true},
+            {&ps__k_rmsnorm_fwd, NULL, false}};
+  const ps_work work = {.flops = 1e9, .bytes = 1e6};
+  ps_hardware hw = *of, known;
+  hw.backend = PS_BACKEND_CUDA;
+  hw.n_gpus = 2;
+  hw.gemm_fp8_flops_per_s = 9e12;
+  hw.gemm_flops_per_s[PS_BF16] = 5e12;
+  known = hw;
+  known.gpus_compute_speed = 0.75;
+  for (uint32_t n = 1; n <= 3; n++) {
+    const ps__places *at = ps__places_of(n, 1);
+    const ps__cost_model all = ps__cost_model_of(&known, false, at, 4, 0),
+                         one = ps__cost_model_of(&hw, false, at, 4, 0);
+    for (size_t i = 0; i < sizeof op / sizeof *op; i++)
+      CHECK(same(ps__cost_ns(&all, op[i].kernel, at->dev[0].compute, op[i].args, work),
+                 ps__cost_ns(&one, op[i].kernel, at->dev[0].compute, op[i].args, work) /
+                     (n == 2 && op[i].slower ? 0.75 : 1)));
+  }
+}
+
 static void single_rates_fill_what_is_absent(void) {
   ps_hardware hw = {.struct_bytes = sizeof hw,
                     .optimizer_bytes_per_s = 1e9,
@@ -490,6 +552,8 @@ int main(void) {
     idle_time_shortens_what_takes_power(&hw);
     sums_take_time_from_their_gpu(&hw);
     fp8_slows_attention(&hw);
+    narrow_heads_have_their_own_speed(&hw);
+    gpus_that_compute_at_once_are_slower(&hw);
   }
   single_rates_fill_what_is_absent();
   document_rows_count_where_they_divide_the_chunk();

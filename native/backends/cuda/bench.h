@@ -1,13 +1,13 @@
 /* bench.h - what measures a GPU's rates, in the shapes of an 8B model's chunks. bench_time.c times,
  * bench_compute.c has products and attention, bench_copies.c norms and copies, and measure.c takes
- * the memory and measures everything in its order. */
+ * the memory and measures everything in its order. bench_gpus.c measures several GPUs at once. */
 #ifndef PS_BACKENDS_CUDA_BENCH_H
 #define PS_BACKENDS_CUDA_BENCH_H
 #include "backends/cuda/driver.h"
 #include "backends/cuda/probe.h"
 #include "kernels/cuda/cuda_ops.h"
 
-enum { TOKENS = 8192, DIM = 4096, HEADS = 32, KV_HEADS = 8, HEAD_DIM = 128 };
+enum { TOKENS = 8192, DIM = 4096, HEADS = 32, KV_HEADS = 8, HEAD_DIM = 128, NARROW_HEAD_DIM = 64 };
 
 enum { FORWARD, DGRAD, WGRAD, MAX_PARTS };
 /* of the time: about a streamed step's */
@@ -24,7 +24,8 @@ enum { X = 0, W = 448, Y = 560, OUT = 1008, COPIED = 1536 };
 enum { E5M2 = 288, E5M2_END = 560, E4M3 = 624 };
 /* of up to 32768 rows and 65536 keys */
 enum { Q = 0, KV = 256, D_O = 560, O = 1008, DQ = 1264 };
-enum { DKV = 0, LSE = 512, DOC_START = 528, SCALE = 536 }; /* in SUMS */
+/* in SUMS; the log-sum-exp of 64 heads and 32768 rows takes 8 MiB */
+enum { DKV = 0, LSE = 512, DOC_START = 528, SCALE = 536 };
 
 typedef struct ps__bench {
   const ps__cuda_driver *cu;
@@ -32,6 +33,7 @@ typedef struct ps__bench {
   CUstream in, out; /* of copies; exec.stream computes */
   CUevent event[2][MAX_PARTS + 1];
   CUdeviceptr memory; /* values, sums, scratch, workspace */
+  uint64_t memory_bytes;
   char *values, *sums;
   const ps__host_work *host;
   uint32_t n_pinned;    /* of its places */
@@ -49,6 +51,13 @@ static inline char *place(const ps__bench *b, uint32_t i) {
 }
 
 static inline double seconds_since(uint64_t t) { return (double)(ps__now_ns() - t) * 1e-9; }
+
+/* ps__bench_open() - memory, streams and the products' library on GPU hw->device, whose context is
+ * current. Before: cu, hw and host. Errors: PS_EDEVICE, PS_ENOMEM; ps__bench_close() also then.
+ * ps__bench_memory_bytes() - device memory that it takes. */
+ps_status ps__bench_open(ps__bench *b);
+void ps__bench_close(ps__bench *b);
+uint64_t ps__bench_memory_bytes(const ps_hardware *hw);
 
 /* ps__bench_launch() - kernel @k on exec.stream.
  * ps__bench_settle() - wait for the three streams. */
@@ -93,18 +102,26 @@ double ps__bench_usual_flops_per_s(const ps_hardware *hw); /* as measured before
 
 /* ps__bench_attention_scratch() - BYTES of scratch that attention of the shapes takes.
  * ps__bench_prepare() - plans for attention of the usual shape. Before all others.
- * ps__bench_products() - bf16 and fp32 products. @full: SECONDS of the usual ones.
- * ps__bench_fp8() - FP8's, where the GPU has them, and fp8_attention_speed's SECONDS of attention
- *     between them; 0 where it has none.
+ * ps__bench_tune_usual() - chooses the algorithms of the usual products.
+ * ps__bench_usual_turn() - those products, forward and both gradients, and attention of the usual
+ *     shape, forward and backward: about a block's share of each.
+ * ps__bench_load() - the load of a step in bf16, until the clock is that of a long training.
+ *     Nothing counts.
+ * ps__bench_products() - bf16 and fp32 products, after that load. @full: SECONDS of the usual ones.
+ * ps__bench_fp8() - FP8's products, where the GPU has them, and fp8_attention_speed: attention of
+ *     the usual shape between products of both kinds, one after the other. So it depends on no
+ *     other measurement.
  * ps__bench_idle() - the gain of idle time.
- * ps__bench_attention() - attention of all shapes, and fp8_attention_speed from @beside_fp8, those
- *     seconds. */
+ * ps__bench_attention() - attention of all shapes, and with heads of 64 that of two of them. */
 uint64_t ps__bench_attention_scratch(const ps_hardware *hw);
 ps_status ps__bench_prepare(ps__bench *b);
+ps_status ps__bench_tune_usual(ps__bench *b);
+ps_status ps__bench_usual_turn(ps__bench *b);
+ps_status ps__bench_load(ps__bench *b, double seconds);
 ps_status ps__bench_products(ps__bench *b, double seconds, double *full);
-ps_status ps__bench_fp8(ps__bench *b, double seconds, double *attention_s);
+ps_status ps__bench_fp8(ps__bench *b, double seconds);
 ps_status ps__bench_idle(ps__bench *b, double seconds, double full);
-ps_status ps__bench_attention(ps__bench *b, double seconds, double beside_fp8);
+ps_status ps__bench_attention(ps__bench *b, double seconds);
 
 /* ---- bench_copies.c -------------------------------------------------------------------------- */
 
@@ -117,16 +134,20 @@ typedef struct ps__flow {
   CUstream stream;
   const CUevent *event; /* [IN_FLIGHT] */
   char *device;         /* COPY bytes */
+  char *onward;         /* of a flow to the device: where it sends each copy then, COPY bytes of
+                         * another GPU; NULL: nowhere */
   const ps__host_places *places;
   bool to_host;
   uint64_t n_issued, n_done, at_half;
   double bytes_per_s; /* as measured */
 } ps__flow;
 
-/* ps__bench_share() - what @n flows and a host op (@load, or NULL) get of the host's memory while
+/* ps__bench_keep_flowing() - counts the copies that are done and queues as many again.
+ * ps__bench_share() - what @n flows and a host op (@load, or NULL) get of the host's memory while
  * all of them run, over the second half of the time. It does not wait for copies that are queued at
  * the end.
  * ps__bench_rates() - an entry of contention: the mean of the flows of each way. */
+ps_status ps__bench_keep_flowing(const ps__cuda_driver *cu, ps__flow *f);
 ps_status ps__bench_share(const ps__cuda_driver *cu, double seconds, const ps__host_load *load,
                           ps__flow *flow, uint32_t n, double *host_bytes_per_s);
 ps_contention_rate ps__bench_rates(const ps_hardware *hw, uint32_t kinds, const ps__host_load *load,

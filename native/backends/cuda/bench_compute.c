@@ -21,6 +21,7 @@ enum {
   N_GEMM = sizeof gemm_rows / sizeof *gemm_rows,
   N_ATTENTION = sizeof attention_shapes / sizeof *attention_shapes,
   ATTENTION_USUAL = 1,
+  ATTENTION_LONG = 2,
   GEMM_USUAL = 2
 };
 /* Of the other's time: about a block's at a sequence of 8192. */
@@ -119,13 +120,14 @@ static ps_status tune_product(ps__bench *b, int i, uint32_t rows, uint32_t part,
   return ps__cuda_tune_gemm(&(ps_launch){.args = &g, .ptr = ptr, .n_ptr = n, .exec = &b->exec});
 }
 
-/* As a run does it before its first step: each shape's fastest algorithm, kept on disk. */
-static ps_status tune_products(ps__bench *b, bool fp8) {
+/* As a run does it before its first step: each shape's fastest algorithm, kept on disk. Products of
+ * @n numbers of rows. */
+static ps_status tune_products(ps__bench *b, const uint32_t *rows, uint32_t n, bool fp8) {
   PS_TRY(ps__cuda_blas_use_cache(b->exec.blas, NULL));
-  for (int r = 0; r < N_GEMM; r++)
+  for (uint32_t r = 0; r < n; r++)
     for (uint32_t part = FORWARD; part < MAX_PARTS; part++)
       for (int i = 0; i < N_PRODUCTS; i++)
-        PS_TRY(tune_product(b, i, gemm_rows[r], part, fp8));
+        PS_TRY(tune_product(b, i, rows[r], part, fp8));
   PS_TRY(ps__bench_settle(b));
   ps__cuda_blas_save_cache(b->exec.blas);
   return PS_OK;
@@ -154,12 +156,13 @@ static ps_status usual_products(ps__bench *b) {
 
 /* ---- attention ------------------------------------------------------------------------------- */
 
-static ps__args_attention attention_args(const ps_attention_rate *r) {
+/* With heads of @head_dim, of which there are so many that all are as wide together. */
+static ps__args_attention attention_args(const ps_attention_rate *r, uint32_t head_dim) {
   return (ps__args_attention){.n_tokens = r->rows,
                               .row0 = r->kv_rows - r->rows,
-                              .n_heads = HEADS,
-                              .n_kv_heads = KV_HEADS,
-                              .head_dim = HEAD_DIM,
+                              .n_heads = HEADS * HEAD_DIM / head_dim,
+                              .n_kv_heads = KV_HEADS * HEAD_DIM / head_dim,
+                              .head_dim = head_dim,
                               .dt = PS_BF16,
                               .document_rows = r->found ? 0 : r->kv_rows / r->packed};
 }
@@ -175,15 +178,16 @@ static ps_status run_attention(ps__bench *b, const void *args, uint32_t part) {
 }
 
 static ps_status usual_attention(ps__bench *b) {
-  const ps__args_attention a = attention_args(&attention_shapes[ATTENTION_USUAL]);
+  const ps__args_attention a = attention_args(&attention_shapes[ATTENTION_USUAL], HEAD_DIM);
   PS_TRY(run_attention(b, &a, 0));
   return run_attention(b, &a, 1);
 }
 
 /* Plans for the shape, and its documents on the device. @fits: the scratch is no more than plans
- * foresee, and a library finds the documents where they are to be found. */
-static ps_status prepare_attention(ps__bench *b, const ps_attention_rate *r, bool *fits) {
-  const ps__args_attention a = attention_args(r);
+ * foresee, and a library finds the documents where they are to be found, and has heads of 64. */
+static ps_status prepare_attention(ps__bench *b, const ps_attention_rate *r, uint32_t head_dim,
+                                   bool *fits) {
+  const ps__args_attention a = attention_args(r, head_dim);
   int32_t *doc_start = (int32_t *)(void *)(place(b, 0) + COPY);
   const uint32_t length = r->rows / r->packed;
   size_t scratch[2] = {0};
@@ -191,7 +195,7 @@ static ps_status prepare_attention(ps__bench *b, const ps_attention_rate *r, boo
   if (st == PS_OK)
     st = ps__cuda_prepare_attention_bwd(&a, &b->exec, &scratch[1]);
   *fits = false;
-  if (st == PS_EDEVICE && r->found)
+  if (st == PS_EDEVICE && (r->found || head_dim != HEAD_DIM))
     return PS_OK;
   PS_TRY(st);
   *fits = scratch[0] <= b->exec.scratch_bytes && scratch[1] <= b->exec.scratch_bytes;
@@ -203,18 +207,30 @@ static ps_status prepare_attention(ps__bench *b, const ps_attention_rate *r, boo
   return ps__bench_settle(b);
 }
 
+/* The rates of @r's shape; @fits as above. */
+static ps_status time_attention(ps__bench *b, double seconds, uint32_t head_dim,
+                                ps_attention_rate *r, bool *fits) {
+  const ps__args_attention a = attention_args(r, head_dim);
+  const ps__timed t = {run_attention, &a, 2, usual_products, PRODUCTS_SHARE};
+  const double pairs = (double)r->rows * (0.5 * r->rows / r->packed + a.row0) * HEADS * HEAD_DIM;
+  double s[MAX_PARTS];
+  PS_TRY(prepare_attention(b, r, head_dim, fits));
+  if (!*fits)
+    return PS_OK;
+  PS_TRY(ps__bench_time_parts(b, &t, seconds, s));
+  r->forward_flops_per_s = 4 * pairs / s[0];
+  r->backward_flops_per_s = 10 * pairs / s[1];
+  return PS_OK;
+}
+
 /* Measure into the next free entry of the table. A shape that takes more scratch than plans
  * foresee, or that no library takes, is left out: runs do not have it either. */
 static ps_status measure_attention(ps__bench *b, int which, double seconds) {
   ps_hardware *hw = b->hw;
   ps_attention_rate r = attention_shapes[which];
-  const ps__args_attention a = attention_args(&r);
-  const ps__timed t = {run_attention, &a, 2, usual_products, PRODUCTS_SHARE};
-  const double pairs = (double)r.rows * (0.5 * r.rows / r.packed + a.row0) * HEADS * HEAD_DIM;
-  double s[MAX_PARTS];
   bool fits;
   uint32_t i = 0;
-  PS_TRY(prepare_attention(b, &r, &fits));
+  PS_TRY(time_attention(b, seconds, HEAD_DIM, &r, &fits));
   if (!fits) {
     ps__log(PS_LOG_WARN, "attention of %u rows on %u keys, %u packed, %s: not measured", r.rows,
             r.kv_rows, r.packed,
@@ -222,9 +238,6 @@ static ps_status measure_attention(ps__bench *b, int which, double seconds) {
                     : "takes more scratch than foreseen");
     return PS_OK;
   }
-  PS_TRY(ps__bench_time_parts(b, &t, seconds, s));
-  r.forward_flops_per_s = 4 * pairs / s[0];
-  r.backward_flops_per_s = 10 * pairs / s[1];
   while (hw->attention[PS_BF16][i].rows)
     i++;
   hw->attention[PS_BF16][i] = r;
@@ -235,11 +248,49 @@ static ps_status measure_attention(ps__bench *b, int which, double seconds) {
   return PS_OK;
 }
 
-/* Seconds of the usual shape, forward and backward, between products in bf16. */
-static double usual_attention_s(const ps_hardware *hw) {
-  const double pairs = 0.5 * TOKENS * TOKENS * HEADS * HEAD_DIM;
-  return 4 * pairs / hw->attention_flops_per_s[PS_BF16] +
-         10 * pairs / hw->attention_bwd_flops_per_s[PS_BF16];
+/* The table's entry of shape @which, NULL where it was left out. */
+static const ps_attention_rate *measured(const ps_hardware *hw, int which) {
+  const ps_attention_rate *shape = &attention_shapes[which];
+  for (const ps_attention_rate *r = hw->attention[PS_BF16]; r->rows; r++)
+    if (r->rows == shape->rows && r->kv_rows == shape->kv_rows && r->packed == shape->packed &&
+        r->found == shape->found)
+      return r;
+  return NULL;
+}
+
+/* Heads of 64 beside those of 128, whose rates are in the table: the mean of two lengths. */
+static ps_status measure_heads64(ps__bench *b, double seconds) {
+  static const int which[] = {ATTENTION_USUAL, ATTENTION_LONG};
+  enum { N = sizeof which / sizeof *which };
+  double forward = 0, backward = 0;
+  for (int i = 0; i < N; i++) {
+    const ps_attention_rate *of_128 = measured(b->hw, which[i]);
+    ps_attention_rate r = attention_shapes[which[i]];
+    bool fits = false;
+    if (of_128)
+      PS_TRY(time_attention(b, seconds, NARROW_HEAD_DIM, &r, &fits));
+    if (!fits) {
+      ps__log(PS_LOG_WARN, "attention of %u rows with heads of %d: not measured", r.rows,
+              NARROW_HEAD_DIM);
+      return PS_OK;
+    }
+    forward += r.forward_flops_per_s / of_128->forward_flops_per_s / N;
+    backward += r.backward_flops_per_s / of_128->backward_flops_per_s / N;
+  }
+  b->hw->heads64_attention_speed = forward;
+  b->hw->heads64_attention_bwd_speed = backward;
+  return PS_OK;
+}
+
+/* SECONDS of attention of the usual shape, forward and backward, between these products. */
+static ps_status time_usual_attention(ps__bench *b, double seconds, ps__bench_fn products,
+                                      double share, double *out) {
+  const ps__args_attention a = attention_args(&attention_shapes[ATTENTION_USUAL], HEAD_DIM);
+  const ps__timed t = {run_attention, &a, 2, products, share};
+  double s[MAX_PARTS];
+  PS_TRY(ps__bench_time_parts(b, &t, seconds, s));
+  *out = s[0] + s[1];
+  return PS_OK;
 }
 
 /* ---- products between attention -------------------------------------------------------------- */
@@ -265,16 +316,31 @@ static double load_seconds(double seconds) {
   return least > usual ? least : usual;
 }
 
+static const ps__timed bf16_products = {run_products, &gemm_rows[GEMM_USUAL], MAX_PARTS,
+                                        usual_attention, ATTENTION_SHARE};
+
+ps_status ps__bench_tune_usual(ps__bench *b) {
+  return tune_products(b, &gemm_rows[GEMM_USUAL], 1, false);
+}
+ps_status ps__bench_usual_turn(ps__bench *b) {
+  PS_TRY(usual_products(b));
+  return usual_attention(b);
+}
+
+ps_status ps__bench_load(ps__bench *b, double seconds) {
+  double s[MAX_PARTS];
+  PS_TRY(ps__bench_tune_usual(b));
+  return ps__bench_time_parts(b, &bf16_products, load_seconds(seconds), s);
+}
+
 /* @full: seconds of the usual products, the three of them. */
 ps_status ps__bench_products(ps__bench *b, double seconds, double *full) {
   ps_hardware *hw = b->hw;
   ps_gemm_rate *gemm = hw->gemm[PS_BF16];
   double s[MAX_PARTS];
-  const ps__timed t = {run_products, &gemm_rows[GEMM_USUAL], MAX_PARTS, usual_attention,
-                       ATTENTION_SHARE};
-  PS_TRY(tune_products(b, false));
-  PS_TRY(ps__bench_time_parts(b, &t, load_seconds(seconds), s));
-  PS_TRY(measure_rows(b, seconds, t, gemm));
+  PS_TRY(tune_products(b, gemm_rows, N_GEMM, false));
+  PS_TRY(ps__bench_load(b, seconds));
+  PS_TRY(measure_rows(b, seconds, bf16_products, gemm));
   hw->gemm_flops_per_s[PS_BF16] = gemm[N_GEMM - 1].forward_flops_per_s;
   *full = product_flops(gemm_rows[GEMM_USUAL]) *
           (1 / gemm[GEMM_USUAL].forward_flops_per_s + 1 / gemm[GEMM_USUAL].dgrad_flops_per_s +
@@ -301,36 +367,32 @@ static ps_status time_fp8(ps__bench *b, double seconds, ps_gemm_rate *gemm, doub
                                   (CUdeviceptr)(uintptr_t)staged, sizeof scale, b->exec.stream));
   PS_TRY(ps__cuda_draw_fp8(&b->exec, value(b, E5M2), (E5M2_END - E5M2) * MIB, PS__E5M2));
   PS_TRY(ps__cuda_draw_fp8(&b->exec, value(b, E4M3), (OUT - E4M3) * MIB, PS__E4M3));
-  PS_TRY(tune_products(b, true));
+  PS_TRY(tune_products(b, gemm_rows, N_GEMM, true));
   PS_TRY(measure_rows(b, seconds, t, gemm));
-  const ps__args_attention a = attention_args(&attention_shapes[ATTENTION_USUAL]);
-  double s[MAX_PARTS];
-  PS_TRY(ps__bench_time_parts(
-      b, &(ps__timed){run_attention, &a, 2, usual_products_fp8, FP8_PRODUCTS_SHARE}, seconds, s));
-  *attention_s = s[0] + s[1];
-  return PS_OK;
+  return time_usual_attention(b, seconds, usual_products_fp8, FP8_PRODUCTS_SHARE, attention_s);
 }
 
 /* The same of FP8 operands, whose codes lie in the place of values meanwhile. A GPU whose cuBLASLt
  * lacks one of the products is used without FP8: its rates stay estimates. */
-ps_status ps__bench_fp8(ps__bench *b, double seconds, double *attention_s) {
+ps_status ps__bench_fp8(ps__bench *b, double seconds) {
   ps_hardware *hw = b->hw;
-  *attention_s = 0;
   ps_gemm_rate gemm[N_GEMM] = {{0}};
+  double beside_bf16, beside_fp8;
   if (hw->compute_capability < 89)
     return PS_OK;
-  const ps_status st = time_fp8(b, seconds, gemm, attention_s);
+  PS_TRY(time_usual_attention(b, seconds, usual_products, PRODUCTS_SHARE, &beside_bf16));
+  const ps_status st = time_fp8(b, seconds, gemm, &beside_fp8);
   PS_TRY(ps__bench_fill_values(b));
   if (st == PS_EDEVICE) {
     ps__log(PS_LOG_WARN, "FP8 products are not measured, their rates are estimates: %s",
             ps_last_error());
     ps__clear_error();
-    *attention_s = 0;
     return PS_OK;
   }
   PS_TRY(st);
   memcpy(hw->gemm_fp8, gemm, sizeof gemm);
   hw->gemm_fp8_flops_per_s = gemm[N_GEMM - 1].forward_flops_per_s;
+  hw->fp8_attention_speed = beside_bf16 / beside_fp8;
   return PS_OK;
 }
 
@@ -402,24 +464,23 @@ double ps__bench_usual_flops_per_s(const ps_hardware *hw) {
 
 ps_status ps__bench_prepare(ps__bench *b) {
   bool fits;
-  PS_TRY(prepare_attention(b, &attention_shapes[ATTENTION_USUAL], &fits));
+  PS_TRY(prepare_attention(b, &attention_shapes[ATTENTION_USUAL], HEAD_DIM, &fits));
   return fits ? PS_OK
               : ps__fail(PS_EINTERNAL, "attention of %d rows takes more scratch than foreseen",
                          TOKENS);
 }
 
-ps_status ps__bench_attention(ps__bench *b, double seconds, double beside_fp8) {
+ps_status ps__bench_attention(ps__bench *b, double seconds) {
   for (int i = 0; i < N_ATTENTION; i++)
     PS_TRY(measure_attention(b, i, seconds));
-  if (beside_fp8 > 0)
-    b->hw->fp8_attention_speed = usual_attention_s(b->hw) / beside_fp8;
-  return PS_OK;
+  return measure_heads64(b, seconds);
 }
 
 uint64_t ps__bench_attention_scratch(const ps_hardware *hw) {
   uint64_t most = 0;
-  for (int i = 0; i < 2 * N_ATTENTION; i++) {
-    const ps__args_attention a = attention_args(&attention_shapes[i / 2]);
+  for (int i = 0; i < 4 * N_ATTENTION; i++) {
+    const ps__args_attention a =
+        attention_args(&attention_shapes[i / 4], i / 2 % 2 ? NARROW_HEAD_DIM : HEAD_DIM);
     const uint64_t n =
         ps_scratch_attention(&a, i % 2, &(ps__scratch_target){.cudnn_version = hw->cudnn_version});
     if (n > most)

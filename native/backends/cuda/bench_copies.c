@@ -61,7 +61,9 @@ ps_status ps__bench_bandwidths(ps__bench *b, double seconds) {
   return PS_OK;
 }
 
-static ps_status keep_flowing(const ps__cuda_driver *cu, ps__flow *f) {
+ps_status ps__bench_keep_flowing(const ps__cuda_driver *cu, ps__flow *f) {
+  if (f->ctx) /* between the calls other GPUs' flows turn to their contexts */
+    PS__CUDA_TRY(cu, CtxSetCurrent(f->ctx));
   while (f->n_done < f->n_issued) {
     const CUresult r = cu->EventQuery(f->event[f->n_done % IN_FLIGHT]);
     if (r == CUDA_ERROR_NOT_READY)
@@ -75,16 +77,11 @@ static ps_status keep_flowing(const ps__cuda_driver *cu, ps__flow *f) {
     char *host = at->first + f->n_issued % at->n * at->stride + (f->to_host ? COPY : 0);
     const CUdeviceptr h = (CUdeviceptr)(uintptr_t)host, d = (CUdeviceptr)(uintptr_t)f->device;
     PS__CUDA_TRY(cu, MemcpyAsync(f->to_host ? h : d, f->to_host ? d : h, COPY, f->stream));
+    if (f->onward)
+      PS__CUDA_TRY(cu, MemcpyAsync((CUdeviceptr)(uintptr_t)f->onward, d, COPY, f->stream));
     PS__CUDA_TRY(cu, EventRecord(f->event[f->n_issued % IN_FLIGHT], f->stream));
   }
   return PS_OK;
-}
-
-/* Between the calls other GPUs' flows turn to their contexts. */
-static ps_status turn_and_flow(const ps__cuda_driver *cu, ps__flow *f) {
-  if (f->ctx)
-    PS__CUDA_TRY(cu, CtxSetCurrent(f->ctx));
-  return keep_flowing(cu, f);
 }
 
 ps_status ps__bench_share(const ps__cuda_driver *cu, double seconds, const ps__host_load *load,
@@ -99,7 +96,7 @@ ps_status ps__bench_share(const ps__cuda_driver *cu, double seconds, const ps__h
   for (const uint64_t begin = ps__now_ns(); st == PS_OK;) {
     bool enough = half && seconds_since(begin) >= seconds;
     for (uint32_t i = 0; st == PS_OK && i < n; i++) {
-      st = turn_and_flow(cu, &flow[i]);
+      st = ps__bench_keep_flowing(cu, &flow[i]);
       enough &= flow[i].n_done >= flow[i].at_half + 8;
     }
     if (enough)

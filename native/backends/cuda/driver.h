@@ -44,6 +44,11 @@ ps_status ps__cuda_driver_open(const ps__cuda_driver **out);
  * newer GPUs. Errors: PS_EDEVICE names what to build. */
 ps_status ps__cuda_supported(const ps__cuda_driver *cu, CUdevice device, uint32_t idx);
 
+/* Lets the current context, of GPU @a, access memory of context @to, of GPU @b (gpus.c). Copies
+ * from @a to @b then take the direct way; without @access they go through the host. */
+ps_status ps__cuda_reach(const ps__cuda_driver *cu, CUdevice a, CUdevice b, CUcontext to,
+                         bool *access);
+
 /* What other processes hold of GPU @device, BYTES, as it was at the first look at the GPU. To be
  * called before the GPU's context is made (usage.c). False: NVML does not say, and *others is 0. */
 bool ps__cuda_usage_begin(const ps__cuda_driver *cu, uint32_t device, uint64_t *others);

@@ -103,9 +103,8 @@ static ps_status open_context(ps__device *dev, ps__cuda_gpu *gpu) {
   return PS_OK;
 }
 
-/* Copies from @a to @b then take the direct way; without it they go through the host. */
-static ps_status reach(const ps__cuda_driver *cu, CUdevice a, CUdevice b, CUcontext to,
-                       bool *access) {
+ps_status ps__cuda_reach(const ps__cuda_driver *cu, CUdevice a, CUdevice b, CUcontext to,
+                         bool *access) {
   int can = 0;
   *access = false;
   if (cu->DeviceCanAccessPeer(&can, a, b) != CUDA_SUCCESS || !can)
@@ -125,7 +124,7 @@ static ps_status reach_each_other(ps__device *dev) {
       if (dev->gpu[i].number == dev->gpu[k].number)
         continue;
       ps__cuda_turn_to(dev, &dev->gpu[i]);
-      st = reach(dev->cu, dev->gpu[i].dev, dev->gpu[k].dev, dev->gpu[k].ctx, &access);
+      st = ps__cuda_reach(dev->cu, dev->gpu[i].dev, dev->gpu[k].dev, dev->gpu[k].ctx, &access);
     }
   ps__cuda_pop(dev);
   return st;
@@ -197,7 +196,7 @@ static ps_status rate_between(const ps__cuda_driver *cu, CUdevice a, CUdevice b,
   uint64_t begin = 0;
   bool access;
   *out = 0;
-  PS_TRY(reach(cu, a, b, to, &access));
+  PS_TRY(ps__cuda_reach(cu, a, b, to, &access));
   if (!access)
     return PS_OK;
   PS__CUDA_TRY(cu, StreamCreate(&stream, CU_STREAM_NON_BLOCKING));

@@ -22,36 +22,71 @@ static ps_status fill(ps__bench *b) {
   return ps__bench_fill_values(b);
 }
 
+/* The kernels of bf16 products and attention are loaded by now. What the GPU loses for those of FP8
+ * besides is fp8_overhead_bytes. */
+static ps_status measure_fp8(ps__bench *b, double seconds) {
+  uint64_t before, after;
+  PS_TRY(ps__cuda_memory_used(b->hw->device, &before));
+  PS_TRY(ps__bench_fp8(b, seconds));
+  PS_TRY(ps__cuda_memory_used(b->hw->device, &after));
+  b->hw->fp8_overhead_bytes = after > before ? ps_round_up(after - before, 2u << 20) : 0;
+  return PS_OK;
+}
+
 /* The ops of a usual step come first, attention between products: what the GPU loses for them is
- * device_overhead_bytes. Plans count @bytes and the page tables of pinned memory themselves. */
-static ps_status measure(ps__bench *b, double seconds, bool profile, uint64_t bytes) {
-  const uint64_t planned = bytes + ps__cuda_table_bytes((uint64_t)b->n_pinned * 2 * COPY);
+ * device_overhead_bytes. Plans count @b's memory and the page tables of pinned memory themselves.
+ * FP8's products follow those in bf16, because the clock is then that of a GPU under load. */
+static ps_status measure(ps__bench *b, double seconds, bool profile) {
+  ps_hardware *hw = b->hw;
   uint64_t used = 0;
-  double full, beside_fp8;
+  double full;
   PS_TRY(fill(b));
   PS_TRY(ps__bench_prepare(b));
   PS_TRY(ps__bench_products(b, seconds, &full));
   PS_TRY(ps__bench_idle(b, seconds, full));
-  PS_TRY(ps__bench_fp8(b, seconds, &beside_fp8));
+  if (profile)
+    PS_TRY(measure_fp8(b, seconds));
   PS_TRY(ps__bench_bandwidths(b, seconds));
   if (profile)
     PS_TRY(ps__bench_loaded(b, seconds));
-  PS_TRY(ps__cuda_memory_used(b->hw->device, &used));
-  b->hw->device_overhead_bytes =
-      ps_round_up((used > planned ? used - planned : 0) + MARGIN, 2u << 20);
-  PS_TRY(ps__bench_attention(b, seconds, beside_fp8));
+  PS_TRY(ps__cuda_memory_used(hw->device, &used));
+  const uint64_t elsewhere = b->memory_bytes + hw->fp8_overhead_bytes +
+                             ps__cuda_table_bytes((uint64_t)b->n_pinned * 2 * COPY);
+  hw->device_overhead_bytes =
+      ps_round_up((used > elsewhere ? used - elsewhere : 0) + MARGIN, 2u << 20);
+  PS_TRY(ps__bench_attention(b, seconds));
   PS_TRY(ps__bench_memory(b, seconds));
   return profile ? ps__bench_pageable(b, seconds) : PS_OK;
 }
 
-static ps_status reserve(ps__bench *b, uint64_t *bytes) {
-  const size_t workspace = ps__cuda_workspace_bytes(b->hw->compute_capability);
-  const uint64_t scratch = ps__bench_attention_scratch(b->hw);
-  *bytes = ps_round_up(VALUES + SUMS + scratch + workspace, 2u << 20);
-  CUresult r = b->cu->MemAlloc(&b->memory, *bytes);
+static ps_status measure_rates(ps__bench *b, double seconds) { return measure(b, seconds, false); }
+static ps_status measure_all(ps__bench *b, double seconds) { return measure(b, seconds, true); }
+static ps_status measure_fp8_alone(ps__bench *b, double seconds) {
+  PS_TRY(fill(b));
+  PS_TRY(ps__bench_prepare(b));
+  PS_TRY(ps__bench_load(b, seconds));
+  return measure_fp8(b, seconds);
+}
+
+static ps_status pin(ps__bench *b) {
+  CUresult r = CUDA_SUCCESS;
   for (; r == CUDA_SUCCESS && b->n_pinned < b->host->places.n; b->n_pinned += r == CUDA_SUCCESS)
     r = b->cu->MemHostRegister(place(b, b->n_pinned), 2 * COPY,
                                CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
+  return r == CUDA_SUCCESS ? PS_OK : ps__cuda_fail(b->cu, r, "measuring the GPU");
+}
+
+uint64_t ps__bench_memory_bytes(const ps_hardware *hw) {
+  return ps_round_up(VALUES + SUMS + ps__bench_attention_scratch(hw) +
+                         ps__cuda_workspace_bytes(hw->compute_capability),
+                     2u << 20);
+}
+
+ps_status ps__bench_open(ps__bench *b) {
+  const size_t workspace = ps__cuda_workspace_bytes(b->hw->compute_capability);
+  const uint64_t scratch = ps__bench_attention_scratch(b->hw);
+  b->memory_bytes = ps__bench_memory_bytes(b->hw);
+  CUresult r = b->cu->MemAlloc(&b->memory, b->memory_bytes);
   if (r == CUDA_SUCCESS)
     r = b->cu->StreamCreate(&b->exec.stream, CU_STREAM_NON_BLOCKING);
   if (r == CUDA_SUCCESS)
@@ -72,7 +107,7 @@ static ps_status reserve(ps__bench *b, uint64_t *bytes) {
   return ps__cuda_blas_create(&b->exec.blas, b->sums + SUMS + scratch, workspace);
 }
 
-static void release(ps__bench *b) {
+void ps__bench_close(ps__bench *b) {
   ps__cuda_blas_destroy(b->exec.blas);
   for (int i = 0; i < 2 * (MAX_PARTS + 1); i++)
     if ((&b->event[0][0])[i])
@@ -83,18 +118,15 @@ static void release(ps__bench *b) {
     b->cu->StreamDestroy(b->in);
   if (b->out)
     b->cu->StreamDestroy(b->out);
-  for (uint32_t i = 0; i < b->n_pinned; i++)
-    b->cu->MemHostUnregister(place(b, i));
   if (b->memory)
     b->cu->MemFree(b->memory);
 }
 
-ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool profile,
-                           const ps__host_work *host) {
+static ps_status on_gpu(ps_hardware *hw, double seconds, const ps__host_work *host,
+                        ps_status (*run)(ps__bench *b, double seconds)) {
   ps__bench b = {.hw = hw, .host = host};
   CUdevice dev;
   CUcontext ctx, old;
-  uint64_t bytes = 0;
   PS_TRY(ps__cuda_driver_open(&b.cu));
   CUresult r = b.cu->DeviceGet(&dev, (int)hw->device);
   /* kept: a context that is made again would load its kernels again */
@@ -104,10 +136,23 @@ ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool profile,
     r = b.cu->CtxPushCurrent(ctx);
   if (r != CUDA_SUCCESS)
     return ps__cuda_fail(b.cu, r, "cuDevicePrimaryCtxRetain");
-  ps_status st = reserve(&b, &bytes);
+  ps_status st = ps__bench_open(&b);
   if (st == PS_OK)
-    st = measure(&b, seconds, profile, bytes);
-  release(&b);
+    st = pin(&b);
+  if (st == PS_OK)
+    st = run(&b, seconds);
+  ps__bench_close(&b);
+  for (uint32_t i = 0; i < b.n_pinned; i++)
+    b.cu->MemHostUnregister(place(&b, i));
   b.cu->CtxPopCurrent(&old);
   return st;
+}
+
+ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool profile,
+                           const ps__host_work *host) {
+  return on_gpu(hw, seconds, host, profile ? measure_all : measure_rates);
+}
+
+ps_status ps__cuda_measure_fp8(ps_hardware *hw, double seconds, const ps__host_work *host) {
+  return on_gpu(hw, seconds, host, measure_fp8_alone);
 }

@@ -61,10 +61,10 @@ bool ps__cuda_driver_there(void);
  *           bandwidth (contention). memory_bytes_per_s is the whole bandwidth beside the first
  *           load.
  * Products are measured with attention between them and attention with products between, as in a
- * step; products of FP8 operands too, on GPUs of compute capability 8.9 and later. Takes 3.6 GiB of
- * device memory meanwhile and pins @host's places; with @profile 1 GiB more of host memory. CUDA
- * has no fp32 attention: its rate is bf16's. Errors: PS_EDEVICE, PS_ENOMEM. */
-enum { PS__CUDA_CASES = 29, PS__CUDA_CASES_A_LOAD = 4, PS__CUDA_MORE_CASES = 2 };
+ * step. With @profile those of FP8 operands are measured too, on GPUs of compute capability 8.9 and
+ * later. Takes 3.6 GiB of device memory meanwhile and pins @host's places; with @profile 1 GiB more
+ * of host memory. CUDA has no fp32 attention: its rate is bf16's. Errors: PS_EDEVICE, PS_ENOMEM. */
+enum { PS__CUDA_CASES = 26, PS__CUDA_CASES_A_LOAD = 4, PS__CUDA_MORE_CASES = 8 };
 typedef struct ps__host_work {
   ps__host_places places;
   const ps__host_load *load;
@@ -73,10 +73,21 @@ typedef struct ps__host_work {
 ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool profile,
                            const ps__host_work *host);
 
-/* ps__cuda_measure_gpus() - n_gpus and gpus_contention of @n GPUs from hw->device on: copies of all
- * of them at once, alone and beside each load. @host has equally many places for each GPU, GPU
- * after GPU. Takes 256 MiB of device memory on each GPU and pins @host's places meanwhile;
- * where pinning is refused, @hw stays as it is. Errors: PS_EDEVICE, PS_ENOMEM. */
+/* ps__cuda_measure_fp8() - what ps__cuda_measure() leaves out without @profile: the rates of FP8
+ * products, fp8_attention_speed and fp8_overhead_bytes. Up to 5 s of load, then 6 cases of
+ * @seconds. Where cuBLASLt lacks a product, a line says so and the rates stay as they are. Takes of
+ * @host one place, and device memory and errors as above. */
+ps_status ps__cuda_measure_fp8(ps_hardware *hw, double seconds, const ps__host_work *host);
+
+/* ps__cuda_measure_gpus() - what @n GPUs from hw->device on do at once:
+ *   n_gpus, gpus_contention  copies of all of them, alone and beside each load, @seconds a case;
+ *                            left as they are where hw->n_gpus is @n
+ *   gpus_compute_speed       products and attention on all of them beside copies both ways, over
+ *                            those on one alone: 5 s, of which 2.5 s are load that does not count.
+ *                            Where a GPU lacks memory or fails, a line says so, and it is 0
+ * @host has equally many places for each GPU, GPU after GPU. Takes 4.4 GiB of device memory on each
+ * GPU and pins @host's places meanwhile; where pinning is refused, @hw stays as it is. Contexts in
+ * which kernels ran are kept. Errors: PS_EDEVICE, PS_ENOMEM. */
 ps_status ps__cuda_measure_gpus(ps_hardware *hw, uint32_t n, double seconds,
                                 const ps__host_work *host);
 

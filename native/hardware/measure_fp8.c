@@ -1,0 +1,49 @@
+/* measure_fp8.c - the rates of FP8 products, measured when a plan first needs them. */
+#include "hardware/hardware_impl.h"
+#ifdef PS_CUDA
+#  include "backends/cuda/probe.h"
+#endif
+
+/* Compute capability 8.9 is the first with products of FP8. */
+int ps_hardware_lacks_fp8(const ps_hardware *hw) {
+  return hw && hw->backend == PS_BACKEND_CUDA && hw->compute_capability >= 89 &&
+         hw->measured != PS_ESTIMATED && !hw->gemm_fp8[0].rows;
+}
+
+#ifdef PS_CUDA
+static const double SECONDS = 0.35; /* of a case, about as many as ps_hardware_measure() takes */
+
+static ps_status measure(ps_hardware *hw, uint64_t host_mem_bytes) {
+  ps__host_places at = {.stride = 2ull * PS__COPY_BYTES, .n = 1};
+  const uint64_t have = ps__hardware_room(host_mem_bytes);
+  char need[32], there[32];
+  if (have < at.stride) {
+    ps__log(PS_LOG_WARN,
+            "measuring FP8 products takes %s of host memory, %s are left of what is given or free: "
+            "their rates are estimates",
+            ps__format_bytes(need, at.stride), ps__format_bytes(there, have));
+    return PS_OK;
+  }
+  PS_TRY(ps__map((void **)&at.first, at.stride, "measuring the machine"));
+  ps__cuda_place(hw->device, at.first, at.stride);
+  const ps_status st = ps__cuda_measure_fp8(hw, SECONDS, &(ps__host_work){.places = at});
+  ps__unmap(at.first, at.stride);
+  return st;
+}
+#endif
+
+ps_status ps_hardware_fp8(ps_hardware *hw, uint64_t host_mem_bytes) {
+  if (!hw)
+    return ps__fail(PS_EINVAL, "ps_hardware_fp8: hw is NULL");
+  if (!ps_hardware_lacks_fp8(hw))
+    return PS_OK;
+#ifdef PS_CUDA
+  ps_hardware measured = *hw;
+  PS_TRY(measure(&measured, host_mem_bytes));
+  *hw = measured;
+  return PS_OK;
+#else
+  (void)host_mem_bytes;
+  return ps_hardware_gpus_check(hw->device, 1); /* says that the build has no CUDA */
+#endif
+}
