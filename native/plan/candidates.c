@@ -7,9 +7,9 @@
 enum { LARGE_STEP_OPS = 60000 };
 
 const ps__residency ps__residencies[PS__N_RESIDENCIES] = {
-    {0, 0, 0, 0, 0},   {0, 0, 1, 0, 0},   {8, 0, 1, 0, 0},   {16, 0, 1, 0, 0},  {32, 0, 1, 0, 0},
-    {8, 8, 1, 0, 0},   {16, 16, 1, 0, 0}, {32, 16, 1, 0, 0}, {32, 32, 1, 0, 0}, {32, 32, 1, 1, 0},
-    {0, 0, 1, 0, 4},   {0, 0, 1, 0, 8},   {0, 0, 1, 0, 16},  {0, 0, 1, 0, 32}};
+    {0, 0, 0, 0, 0}, {0, 0, 1, 0, 0},   {8, 0, 1, 0, 0},   {16, 0, 1, 0, 0},  {32, 0, 1, 0, 0},
+    {8, 8, 1, 0, 0}, {16, 16, 1, 0, 0}, {32, 16, 1, 0, 0}, {32, 32, 1, 0, 0}, {32, 32, 1, 1, 0},
+    {0, 0, 1, 0, 4}, {0, 0, 1, 0, 8},   {0, 0, 1, 0, 16},  {0, 0, 1, 0, 32}};
 
 /* ---- a candidate ----------------------------------------------------------------------------- */
 
@@ -399,8 +399,7 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
     const uint32_t contributions = ps__unit_contributions(m, &sums, u);
     const bool in_blocks = layer > 0 && layer <= ps__blocks_of(sp, r),
                grads = (ps__among(sp, u, r->grads) || in_blocks) && contributions > 1,
-               frozen = m->unit[u].frozen,
-               stays = ps__params_stay(sp, r, u);
+               frozen = m->unit[u].frozen, stays = ps__params_stay(sp, r, u);
     const double added =
         ps__sum_bytes(bytes / e, contributions, contributions, sp->plan->model->dt);
     /* in pieces the other devices bring the rest, and add the contributions */
@@ -429,8 +428,8 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
     }
     t.to_host += r->state || streamed ? bytes
                  : grads              ? bytes
-                 : pieces ? share * bytes * rounds
-                          : (dealt && layer ? 1 : share) * contributions * bytes;
+                 : pieces             ? share * bytes * rounds
+                                      : (dealt && layer ? 1 : share) * contributions * bytes;
     if (pieces)
       t.to_device += share * bytes * (rounds - 1);
     if (grads || pieces)

@@ -344,24 +344,34 @@ static ps_status refuse_both(const ps_plan *p, const ps__search_result *r) {
                   what_to_lower(lower, p, false));
 }
 
+/* Whether the host's cap has to be raised by less than the device's, each in proportion. */
+static bool host_is_nearer(const ps_plan *p, const ps__search_result *r) {
+  const double host = (double)p->cfg.host_mem_bytes,
+               device = (double)ps__device_cap(&p->hw, p->cfg.device_mem_bytes);
+  const bool there =
+      !p->hw.host_memory_bytes || r->smallest[PS__HOST_MEM] <= p->hw.host_memory_bytes;
+  return r->smallest[PS__HOST_MEM] && there && host > 0 && device > 0 &&
+         (double)r->smallest[PS__HOST_MEM] / host < (double)r->smallest[PS__DEVICE_MEM] / device;
+}
+
 static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
   char host[32], need[32], cap[32], lower[128];
   const ps_plan_config *c = &p->cfg;
   const uint64_t given = c->device_mem_bytes, device = ps__device_cap(&p->hw, given);
   const bool gpu = device != given;
-  what_to_lower(lower, p, r->smallest[PS__DEVICE_MEM] != 0);
-  if (r->smallest[PS__DEVICE_MEM])
+  const bool of_device = r->smallest[PS__DEVICE_MEM] && !host_is_nearer(p, r);
+  what_to_lower(lower, p, of_device);
+  if (of_device)
     ps__format_bytes_apart(need, r->smallest[PS__DEVICE_MEM], cap, device);
   else if (r->smallest[PS__HOST_MEM])
     ps__format_bytes_apart(need, r->smallest[PS__HOST_MEM], cap, c->host_mem_bytes);
-  if (r->smallest[PS__DEVICE_MEM] && gpu)
+  if (of_device && gpu)
     return ps__fail(PS_EBUDGET,
                     "needs %s of device memory, this GPU has %s that nothing else uses: end what "
                     "else uses it, or lower %s "
                     "(the smallest plan takes %llu bytes)",
                     need, cap, lower, (unsigned long long)r->smallest[PS__DEVICE_MEM]);
-  if (r->smallest[PS__DEVICE_MEM] && p->hw.host_memory_bytes &&
-      c->host_mem_bytes > p->hw.host_memory_bytes)
+  if (of_device && p->hw.host_memory_bytes && c->host_mem_bytes > p->hw.host_memory_bytes)
     return ps__fail(
         PS_EBUDGET,
         "%s of host memory given, the machine has %s, with which %s of device memory are needed: "
@@ -370,7 +380,7 @@ static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
         ps__format_bytes(host, c->host_mem_bytes), ps__format_bytes(cap, p->hw.host_memory_bytes),
         ps__format_bytes(need, r->smallest[PS__DEVICE_MEM]),
         (unsigned long long)r->smallest[PS__DEVICE_MEM]);
-  if (r->smallest[PS__DEVICE_MEM])
+  if (of_device)
     return ps__fail(PS_EBUDGET,
                     "needs %s of device memory, %s given: raise --device-mem, or lower %s (the "
                     "smallest plan takes %llu bytes)",
