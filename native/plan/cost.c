@@ -121,6 +121,16 @@ static double heads_speed(const ps_hardware *hw, const ps__args_attention *a, bo
   return a->head_dim <= 64 && of_64 > 0 ? of_64 : 1;
 }
 
+/* Keys a row of attention whose speed between FP8 products is measured: a sequence of 8,192. */
+static const double FP8_KEYS = 4096;
+
+/* The clock follows the mean power. With more keys a row attention takes more of the time, so
+ * products lower its clock by less. */
+static double speed_beside_fp8(const ps__cost_model *m, const ps__args_attention *a, double pairs) {
+  const double keys = pairs / a->n_tokens;
+  return 1 - m->fp8_slows_attention * (keys > FP8_KEYS ? FP8_KEYS / keys : 1);
+}
+
 /* ---- ops ------------------------------------------------------------------------------------- */
 
 /* A product takes its FLOPs' time or, where it has few rows, that of its operands on their way
@@ -132,15 +142,16 @@ static double device_ns(const ps__cost_model *m, const ps_kernel *kernel, const 
   const double bytes_ns = rate_ns(work.bytes, hw->elementwise_bytes_per_s);
   switch (rate) {
   case PS__RATE_GEMM_FP8:
-    return larger(rate_ns(work.flops, m->product_speed * gemm_fp8_rate(hw, args)), bytes_ns);
+    return larger(rate_ns(work.flops, m->compute_speed * gemm_fp8_rate(hw, args)), bytes_ns);
   case PS__RATE_GEMM:
-    return larger(rate_ns(work.flops, m->product_speed * gemm_rate(hw, args)), bytes_ns);
+    return larger(rate_ns(work.flops, m->compute_speed * gemm_rate(hw, args)), bytes_ns);
   case PS__RATE_ATTENTION_FWD:
   case PS__RATE_ATTENTION_BWD: {
     const ps__args_attention *a = args;
     const bool backward = rate == PS__RATE_ATTENTION_BWD;
     const double pairs = work.flops / ((backward ? 10.0 : 4.0) * a->n_heads * a->head_dim);
-    return rate_ns(work.flops, m->attention_speed * heads_speed(hw, a, backward) *
+    return rate_ns(work.flops, m->compute_speed * speed_beside_fp8(m, a, pairs) *
+                                   heads_speed(hw, a, backward) *
                                    attention_rate(hw, a, pairs, backward));
   }
   default: return bytes_ns;
@@ -266,8 +277,8 @@ ps__cost_model ps__cost_model_of(const ps_hardware *hw, bool fp8, const ps__plac
                       .at = at,
                       .n_threads = n_threads,
                       .sum_speed = ps__sum_speed(hw, sum_threads),
-                      .product_speed = speed,
-                      .attention_speed = speed * (beside_fp8 ? hw->fp8_attention_speed : 1)};
+                      .compute_speed = speed,
+                      .fp8_slows_attention = beside_fp8 ? 1 - hw->fp8_attention_speed : 0};
   while (at->kind[m.host] != PS_PLACE_HOST)
     m.host++;
   for (uint32_t i = 0; i < at->n_links; i++)

@@ -151,9 +151,11 @@ typedef struct ps__cost_model {
   uint32_t n_threads;
   /* speed of sums on the plan's threads for them, over that on all threads */
   double sum_speed;
-  /* of products and of attention, over their rates: of all devices at once, and of attention beside
-   * the products of the model */
-  double product_speed, attention_speed;
+  /* speed of products and attention while all devices compute, over their rates */
+  double compute_speed;
+  /* the part of its speed that attention of a sequence of 8,192 loses between the model's products
+   * of FP8 operands; 0: they have none */
+  double fp8_slows_attention;
   /* ps_sim_cost.slower, for copies to the device, to the host, sums and the optimizer */
   double slower[PS_SIM_KINDS][1 << PS_SIM_KINDS];
 } ps__cost_model;

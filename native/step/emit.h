@@ -129,7 +129,7 @@ typedef struct ps__builder {
   /* [n_units]: those whose pieces of the total are complete and go to the host next */
   uint32_t *leaving;
   uint32_t n_leaving;
-  uint32_t exchanging; /* the last unit whose total other hosts add to; PS__NO_UNIT: none */
+  uint32_t exchanging;    /* the last unit whose total other hosts add to; PS__NO_UNIT: none */
   ps__gathered *gathered; /* [chunks of the step] */
 } ps__builder;
 
