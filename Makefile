@@ -163,6 +163,7 @@ LIB_OBJ := $(LIB_SRC:%.c=$(BUILD)/obj/%.o) $(CU_OBJ)
 CLI_OBJ := $(CLI_SRC:%.c=$(BUILD)/obj/%.o)
 TEST_BIN := $(TEST_SRC:tests/native/%.c=$(BUILD)/tests/%)
 FUZZ_BIN := $(patsubst tests/fuzz/%.c,$(BUILD)/fuzz/%,$(sort $(wildcard tests/fuzz/fuzz_*.c)))
+DRAW_SETS := $(patsubst %,$(BUILD)/obj/tests/native/draw_set_%.o,sse2 avx2 avx512f)
 AVX2_LIB := $(BUILD)/tests/avx2/lib/libpenstock.so
 BENCH_BIN := $(BENCH_SRC:bench/%.c=$(BUILD)/bench/%)
 LIB := $(BUILD)/lib/libpenstock.so
@@ -350,6 +351,11 @@ $(BUILD)/bench/gpus: $(BUILD)/obj/bench/gpus_flows.o # the cases of several GPUs
 -include $(BUILD)/obj/bench/gpus_flows.d
 endif
 $(BUILD)/tests/test_cuda_ops $(BUILD)/tests/libops_shim.so $(BUILD)/bench/kernels: $(BUILD)/obj/tests/native/op_cases.o # the table of cases
+$(BUILD)/tests/test_draw: $(DRAW_SETS)
+# draw.c for one instruction set, whose bits test_draw compares with the others'.
+$(DRAW_SETS): $(BUILD)/obj/tests/native/draw_set_%.o: tests/native/draw_set.c $(STAMP_c)
+	@mkdir -p $(dir $@)
+	$(call run,CC,$@)$(CC) $(PS_CPPFLAGS) $(CPPFLAGS) $(PS_CFLAGS) $(CFLAGS) -DPS_SET=$* -MMD -MP -c $< -o $@
 $(BUILD)/tests/test_grid: $(BUILD)/obj/native/cli/cells.o # the command line's, which the archive has not
 $(BUILD)/bench/limit: $(filter-out %/main.o,$(CLI_OBJ)) # likewise, for its options
 $(BUILD)/fuzz/fuzz_toml: $(BUILD)/obj/native/cli/toml.o # likewise
@@ -381,4 +387,4 @@ $(BENCH_BIN): $(BUILD)/bench/%: $(BUILD)/obj/bench/%.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
 	$(call run,LINK,$@)$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter %.o,$^) $(ARCHIVE) $(PS_LDLIBS) $(BENCH_LDLIBS) $(LDLIBS)
 
--include $(LIB_OBJ:.o=.d) $(BUILD)/obj/tests/native/ops_shim.d $(BUILD)/obj/tests/native/op_cases.d $(BUILD)/obj/tests/native/attention_standin.d $(CLI_OBJ:.o=.d) $(TEST_SRC:%.c=$(BUILD)/obj/%.d) $(BENCH_SRC:%.c=$(BUILD)/obj/%.d) $(FUZZ_BIN:$(BUILD)/%=$(BUILD)/obj/tests/%.d)
+-include $(LIB_OBJ:.o=.d) $(DRAW_SETS:.o=.d) $(BUILD)/obj/tests/native/ops_shim.d $(BUILD)/obj/tests/native/op_cases.d $(BUILD)/obj/tests/native/attention_standin.d $(CLI_OBJ:.o=.d) $(TEST_SRC:%.c=$(BUILD)/obj/%.d) $(BENCH_SRC:%.c=$(BUILD)/obj/%.d) $(FUZZ_BIN:$(BUILD)/%=$(BUILD)/obj/tests/%.d)
