@@ -1,7 +1,8 @@
 /* sim.c - execute a schedule on a virtual clock.
  *
  * A fluid model: between two events every running op advances at a constant rate.
- * - An op that draws on a resource whose draws add up to D > 1 advances at 1/D of its own speed.
+ * - An op that uses a resource, the demands on which add up to D > 1, advances at 1/D of its own
+ *   speed.
  * - An op that ops of other kinds slow advances at the speed that its table gives. The slowest of
  *   all speeds counts.
  * An event is the end of an op. After an event each stream whose next op's waits are satisfied
@@ -45,13 +46,13 @@ typedef struct sim {
   ps_trace_event *events;
   double *step_end_ns;
   double now;
-  double drawn[PS_SIM_RESOURCES];      /* [n_resources] */
-  uint8_t n_drawing[PS_SIM_RESOURCES]; /* running ops that draw on it */
-  uint32_t n_resources;                /* that ops draw on */
+  double demand[PS_SIM_RESOURCES];     /* [n_resources]: of the running ops together */
+  uint8_t n_sharing[PS_SIM_RESOURCES]; /* running ops that use it */
+  uint32_t n_resources;                /* that ops use */
   uint32_t kinds;                      /* of the running ops */
-  /* bit s: stream s runs an op; runs one that draws on resources or has a kind; its next op may
+  /* bit s: stream s runs an op; runs one that uses resources or has a kind; its next op may
    * start, or is yet to wait */
-  uint64_t running, drawing, ready;
+  uint64_t running, sharing, ready;
   bool shared_anew; /* an op that shares a resource or has a kind has begun or ended since then */
   /* of each stream's running op: what is left of its ns, and how much longer than alone it takes */
   double left[PS_MAX_STREAMS], slow[PS_MAX_STREAMS];
@@ -59,7 +60,7 @@ typedef struct sim {
   sim_stream stream[PS_MAX_STREAMS];
 } sim;
 
-/* How many times longer than alone an op may take at most: at most one op a stream draws on a
+/* How many times longer than alone an op may take at most: at most one op a stream uses a
  * resource. */
 static double worst_slowdown(const sim *m, const ps_sim_cost *c) {
   double worst = m->schedule->list.n_streams;
@@ -158,14 +159,14 @@ static void note_idle(const sim *m, sim_stream *s, bool idle) {
   s->idle_at = m->now;
 }
 
-static bool draws(const ps_sim_cost *c) { return c->demand[0] > 0 || c->kind || c->slower; }
+static bool shares(const ps_sim_cost *c) { return c->demand[0] > 0 || c->kind || c->slower; }
 
-/* Adds a running op that draws to those of its resources; @by -1 takes it away. True: other running
- * ops draw on the same, so that their speeds and its own change. */
-static bool count_drawing(sim *m, const ps_sim_cost *c, int by) {
+/* Adds a running op to those that use its resources; @by -1 takes it away. True: other running ops
+ * use the same, so that their speeds and its own change. */
+static bool count_sharing(sim *m, const ps_sim_cost *c, int by) {
   bool with_others = c->kind || c->slower;
   for (int d = 0; d < PS_SIM_DEMANDS && c->demand[d] > 0; d++) {
-    uint8_t *n = &m->n_drawing[c->resource[d]];
+    uint8_t *n = &m->n_sharing[c->resource[d]];
     with_others |= *n > (by < 0);
     *n = (uint8_t)(*n + by);
   }
@@ -190,9 +191,9 @@ static void start_ready(sim *m) {
     s->start = m->now;
     m->slow[i] = 1;
     m->running |= 1ull << i;
-    if (draws(s->cost)) {
-      m->drawing |= 1ull << i;
-      m->shared_anew |= count_drawing(m, s->cost, 1);
+    if (shares(s->cost)) {
+      m->sharing |= 1ull << i;
+      m->shared_anew |= count_sharing(m, s->cost, 1);
     }
   }
   m->ready = 0;
@@ -202,8 +203,8 @@ static void start_ready(sim *m) {
 static double slowdown(const sim *m, const ps_sim_cost *c) {
   double worst = 1;
   for (int d = 0; d < PS_SIM_DEMANDS && c->demand[d] > 0; d++)
-    if (m->drawn[c->resource[d]] > worst)
-      worst = m->drawn[c->resource[d]];
+    if (m->demand[c->resource[d]] > worst)
+      worst = m->demand[c->resource[d]];
   if (c->slower && c->slower[m->kinds] > worst)
     worst = c->slower[m->kinds];
   return worst;
@@ -231,12 +232,12 @@ static void finish(sim *m, uint32_t i) {
     s->at = 0;
     s->step++;
   }
-  if (m->drawing >> i & 1)
-    m->shared_anew |= count_drawing(m, s->cost, -1);
+  if (m->sharing >> i & 1)
+    m->shared_anew |= count_sharing(m, s->cost, -1);
   s->cost = NULL;
   s->queued = m->now;
   m->running &= ~(1ull << i);
-  m->drawing &= ~(1ull << i);
+  m->sharing &= ~(1ull << i);
   m->ready |= 1ull << i;
   for (uint64_t set = s->awaited_by; set;) {
     const uint32_t k = take(&set);
@@ -247,17 +248,17 @@ static void finish(sim *m, uint32_t i) {
   }
 }
 
-/* How much longer than alone each running op takes. An op that draws on nothing takes no longer. */
+/* How much longer than alone each running op takes. An op that uses no resource takes no longer. */
 static void share(sim *m) {
-  memset(m->drawn, 0, m->n_resources * sizeof *m->drawn);
+  memset(m->demand, 0, m->n_resources * sizeof *m->demand);
   m->kinds = 0;
-  for (uint64_t set = m->drawing; set;) {
+  for (uint64_t set = m->sharing; set;) {
     const ps_sim_cost *c = m->stream[take(&set)].cost;
     m->kinds |= c->kind;
     for (int d = 0; d < PS_SIM_DEMANDS && c->demand[d] > 0; d++)
-      m->drawn[c->resource[d]] += c->demand[d];
+      m->demand[c->resource[d]] += c->demand[d];
   }
-  for (uint64_t set = m->drawing; set;) {
+  for (uint64_t set = m->sharing; set;) {
     const uint32_t i = take(&set);
     m->slow[i] = slowdown(m, m->stream[i].cost);
   }
