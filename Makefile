@@ -163,6 +163,8 @@ LIB_OBJ := $(LIB_SRC:%.c=$(BUILD)/obj/%.o) $(CU_OBJ)
 CLI_OBJ := $(CLI_SRC:%.c=$(BUILD)/obj/%.o)
 TEST_BIN := $(TEST_SRC:tests/native/%.c=$(BUILD)/tests/%)
 FUZZ_BIN := $(patsubst tests/fuzz/%.c,$(BUILD)/fuzz/%,$(sort $(wildcard tests/fuzz/fuzz_*.c)))
+OP_CASES := $(addprefix tests/native/,op_cases.c op_cases_layers.c op_cases_products.c op_cases_fp8.c)
+DRAW_SETS := $(patsubst %,$(BUILD)/obj/tests/native/draw_set_%.o,sse2 avx2 avx512f)
 AVX2_LIB := $(BUILD)/tests/avx2/lib/libpenstock.so
 BENCH_BIN := $(BENCH_SRC:bench/%.c=$(BUILD)/bench/%)
 LIB := $(BUILD)/lib/libpenstock.so
@@ -349,7 +351,12 @@ $(BUILD)/bench/gaps: $(BUILD)/obj/bench/gaps_kernels.o # likewise
 $(BUILD)/bench/gpus: $(BUILD)/obj/bench/gpus_flows.o # the cases of several GPUs
 -include $(BUILD)/obj/bench/gpus_flows.d
 endif
-$(BUILD)/tests/test_cuda_ops $(BUILD)/tests/libops_shim.so $(BUILD)/bench/kernels: $(BUILD)/obj/tests/native/op_cases.o # the table of cases
+$(BUILD)/tests/test_cuda_ops $(BUILD)/tests/libops_shim.so $(BUILD)/bench/kernels: $(OP_CASES:%.c=$(BUILD)/obj/%.o) # the table of cases
+$(BUILD)/tests/test_draw: $(DRAW_SETS)
+# draw.c for one instruction set, whose bits test_draw compares with the others'.
+$(DRAW_SETS): $(BUILD)/obj/tests/native/draw_set_%.o: tests/native/draw_set.c $(STAMP_c)
+	@mkdir -p $(dir $@)
+	$(call run,CC,$@)$(CC) $(PS_CPPFLAGS) $(CPPFLAGS) $(PS_CFLAGS) $(CFLAGS) -DPS_SET=$* -MMD -MP -c $< -o $@
 $(BUILD)/tests/test_grid: $(BUILD)/obj/native/cli/cells.o # the command line's, which the archive has not
 $(BUILD)/bench/limit: $(filter-out %/main.o,$(CLI_OBJ)) # likewise, for its options
 $(BUILD)/fuzz/fuzz_toml: $(BUILD)/obj/native/cli/toml.o # likewise
@@ -357,7 +364,7 @@ $(BUILD)/fuzz/fuzz_toml: $(BUILD)/obj/native/cli/toml.o # likewise
 $(BUILD)/tests/libops_shim.so: $(BUILD)/obj/tests/native/ops_shim.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
 	$(call run,LINK,$@)$(CC) -shared $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter %.o,$^) $(ARCHIVE) $(PS_LDLIBS) $(LDLIBS)
-OPS_BASE_SRC := tests/native/ops_shim.c tests/native/op_cases.c native/core/dtype.c $(addprefix native/kernels/cpu/,cross_entropy.c embedding.c matmul.c matmul_rows.c attention_cached.c reduce.c rmsnorm.c glu.c quantize.c)
+OPS_BASE_SRC := tests/native/ops_shim.c $(OP_CASES) native/core/dtype.c $(addprefix native/kernels/cpu/,cross_entropy.c embedding.c matmul.c matmul_rows.c attention_cached.c reduce.c rmsnorm.c glu.c quantize.c)
 $(BUILD)/tests/libops_shim_base.so: $(OPS_BASE_SRC) $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
 	$(call run,LINK,$@)$(CC) -shared $(PS_CPPFLAGS) $(CPPFLAGS) $(PS_CFLAGS) $(CFLAGS) -DPS_BASELINE=1 $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter-out $(STAMP_link),$^) $(PS_LDLIBS) $(LDLIBS)
@@ -381,4 +388,4 @@ $(BENCH_BIN): $(BUILD)/bench/%: $(BUILD)/obj/bench/%.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
 	$(call run,LINK,$@)$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter %.o,$^) $(ARCHIVE) $(PS_LDLIBS) $(BENCH_LDLIBS) $(LDLIBS)
 
--include $(LIB_OBJ:.o=.d) $(BUILD)/obj/tests/native/ops_shim.d $(BUILD)/obj/tests/native/op_cases.d $(BUILD)/obj/tests/native/attention_standin.d $(CLI_OBJ:.o=.d) $(TEST_SRC:%.c=$(BUILD)/obj/%.d) $(BENCH_SRC:%.c=$(BUILD)/obj/%.d) $(FUZZ_BIN:$(BUILD)/%=$(BUILD)/obj/tests/%.d)
+-include $(LIB_OBJ:.o=.d) $(DRAW_SETS:.o=.d) $(BUILD)/obj/tests/native/ops_shim.d $(OP_CASES:%.c=$(BUILD)/obj/%.d) $(BUILD)/obj/tests/native/attention_standin.d $(CLI_OBJ:.o=.d) $(TEST_SRC:%.c=$(BUILD)/obj/%.d) $(BENCH_SRC:%.c=$(BUILD)/obj/%.d) $(FUZZ_BIN:$(BUILD)/%=$(BUILD)/obj/tests/%.d)

@@ -380,10 +380,10 @@ PS_API ps_status ps_trace_write_json(const char *path, const ps_schedule *schedu
 
 /* ---- simulator ------------------------------------------------------------------------------- */
 
-/* What an op costs in the simulator. Alone it takes `ns` and draws demand[i] of resource[i], 0..1
+/* What an op costs in the simulator. Alone it takes `ns` and uses demand[i] of resource[i], 0..1
  * of the whole; a demand of 0 ends the list. The caller numbers the resources: CPUs, a place's
- * memory, a link's bus. Where running ops together draw more than 1 of a resource, all ops that
- * draw on it slow down in proportion. */
+ * memory, a link's bus. Where the demands of running ops on a resource add up to more than 1, all
+ * ops that use it slow down in proportion. */
 enum { PS_SIM_RESOURCES = 40, PS_SIM_DEMANDS = 4, PS_SIM_KINDS = 4 };
 typedef struct ps_sim_cost {
   double ns;

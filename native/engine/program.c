@@ -24,6 +24,7 @@ void ps_program_destroy(ps_program *p) {
   ps__free(p->list.ops);
   ps__free(p->list.access);
   ps__free(p->list.args);
+  ps__free(p->clocks);
   ps__free(p);
 }
 
@@ -87,6 +88,24 @@ static bool reserve(void **items, size_t n, size_t more, size_t *cap, size_t ite
   *items = p;
   *cap = want;
   return true;
+}
+
+ps_status ps__program_reserve(ps_program *p, size_t n_ops, size_t n_access, size_t args_bytes) {
+  ps__oplist *l = &p->list;
+  if (!reserve((void **)&l->ops, 0, n_ops, &p->ops_cap, sizeof *l->ops) ||
+      !reserve((void **)&l->access, 0, n_access, &p->access_cap, sizeof *l->access) ||
+      !reserve((void **)&l->args, 0, args_bytes, &p->args_cap, 1))
+    return ps__fail(PS_ENOMEM, "program: out of memory for %zu ops", n_ops);
+  return PS_OK;
+}
+
+void ps__program_clear(ps_program *p, uint32_t n_spaces, uint32_t n_streams) {
+  const ps__oplist old = p->list;
+  p->list = (ps__oplist){.n_spaces = n_spaces,
+                         .n_streams = n_streams,
+                         .ops = old.ops,
+                         .access = old.access,
+                         .args = old.args};
 }
 
 ps_status ps_program_add(ps_program *p, const ps_op *op, uint64_t *idx) {

@@ -205,8 +205,21 @@ static void *copy_of(const void *from, size_t bytes) {
   return p;
 }
 
-static ps_status compiler_init(compiler *c, const ps_program *program, unsigned rules) {
-  const ps__oplist *l = &program->list;
+/* Room for the clocks of a compilation: @lender's, where there is one. */
+static uint32_t *clocks_of(ps_program *lender, size_t n) {
+  if (!lender)
+    return ps__malloc(n * sizeof(uint32_t));
+  if (n > lender->clocks_cap) {
+    ps__free(lender->clocks);
+    lender->clocks = ps__malloc(n * sizeof(uint32_t));
+    lender->clocks_cap = lender->clocks ? n : 0;
+  }
+  return lender->clocks;
+}
+
+/* @lender: NULL, or the program of @l, whose arrays the schedule has */
+static ps_status compiler_init(compiler *c, const ps__oplist *l, unsigned rules,
+                               ps_program *lender) {
   *c = (compiler){.list = l, .rules = rules, .n_streams = l->n_streams};
   uint64_t first = 0;
   for (uint32_t s = 0; s < l->n_streams; s++) {
@@ -217,16 +230,19 @@ static ps_status compiler_init(compiler *c, const ps_program *program, unsigned 
   c->state = ps__calloc(c->intervals.n_intervals, sizeof *c->state);
   c->begins = ps__calloc(c->intervals.n_intervals / 64 + 1, sizeof *c->begins);
   c->readings = ps__malloc(c->intervals.n_intervals * c->n_streams * sizeof *c->readings);
-  c->clocks = ps__malloc(first * l->n_streams * sizeof *c->clocks);
+  c->clocks = clocks_of(lender, first * l->n_streams);
   ps_schedule *s = c->out = ps__calloc(1, sizeof *c->out);
   if (s) {
     s->list = *l;
+    s->borrows = lender != NULL;
+  }
+  if (s && !lender) {
     s->list.ops = copy_of(l->ops, l->n_ops * sizeof *l->ops);
     s->list.access = copy_of(l->access, l->n_access * sizeof *l->access);
     s->list.args = copy_of(l->args, l->args_bytes);
   }
-  if (!c->state || !c->begins || !c->readings || !c->clocks || !s || !s->list.ops ||
-      !s->list.access || !s->list.args)
+  if (!c->state || !c->begins || !c->readings || !c->clocks || !s ||
+      (!lender && (!s->list.ops || !s->list.access || !s->list.args)))
     return ps__fail(PS_ENOMEM, "schedule: out of memory for %zu ops, %zu intervals", l->n_ops,
                     c->intervals.n_intervals);
   c->begins[0] = 1;
@@ -256,18 +272,19 @@ static ps_status mark_waiters(ps_schedule *s) {
   return PS_OK;
 }
 
-ps_status ps__schedule_compile_masked(ps_schedule **out, const ps_program *program,
-                                      unsigned rules) {
+static ps_status compile(ps_schedule **out, const ps__oplist *l, unsigned rules,
+                         ps_program *lender) {
   compiler c;
-  ps_status st = compiler_init(&c, program, rules);
+  ps_status st = compiler_init(&c, l, rules, lender);
   for (uint32_t walk = 0; walk < 2; walk++)
-    for (size_t i = 0; st == PS_OK && i < program->list.n_ops; i++)
+    for (size_t i = 0; st == PS_OK && i < l->n_ops; i++)
       st = walk_op(&c, i, walk);
   ps__intervals_free(&c.intervals);
   ps__free(c.state);
   ps__free(c.begins);
   ps__free(c.readings);
-  ps__free(c.clocks);
+  if (!lender)
+    ps__free(c.clocks);
   if (st == PS_OK)
     st = mark_waiters(c.out);
   if (st == PS_OK)
@@ -277,8 +294,17 @@ ps_status ps__schedule_compile_masked(ps_schedule **out, const ps_program *progr
   return st;
 }
 
+ps_status ps__schedule_compile_masked(ps_schedule **out, const ps_program *program,
+                                      unsigned rules) {
+  return compile(out, &program->list, rules, NULL);
+}
+
 ps_status ps_schedule_compile(ps_schedule **out, const ps_program *program) {
   return ps__schedule_compile_masked(out, program, PS__RULES_ALL);
+}
+
+ps_status ps__schedule_borrow(ps_schedule **out, ps_program *program) {
+  return compile(out, &program->list, PS__RULES_ALL, program);
 }
 
 ps_status ps_schedule_destroy(ps_schedule *s) {
@@ -287,9 +313,11 @@ ps_status ps_schedule_destroy(ps_schedule *s) {
   uint32_t n = atomic_load(&s->n_runs);
   if (n)
     return ps__fail(PS_EBUSY, "schedule: %u run(s) of it still live", n);
-  ps__free(s->list.ops);
-  ps__free(s->list.access);
-  ps__free(s->list.args);
+  if (!s->borrows) {
+    ps__free(s->list.ops);
+    ps__free(s->list.access);
+    ps__free(s->list.args);
+  }
   ps__free(s->waits);
   ps__free(s);
   return PS_OK;

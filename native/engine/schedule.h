@@ -32,6 +32,9 @@ typedef struct ps__oplist {
 struct ps_program {
   ps__oplist list;
   size_t ops_cap, access_cap, args_cap;
+  /* of ps__schedule_borrow() */
+  uint32_t *clocks;
+  size_t clocks_cap;
 };
 
 struct ps_schedule {
@@ -39,7 +42,15 @@ struct ps_schedule {
   ps_wait *waits;
   size_t n_waits;
   _Atomic uint32_t n_runs; /* runs that live */
+  bool borrows;            /* list has a program's arrays */
 };
+
+/* ps__program_reserve() - room for so many ops, accesses and BYTES of arguments in all, where each
+ * op's arguments take a multiple of 16. A program grows without it too. Errors: PS_ENOMEM.
+ * ps__program_clear() - no ops, these streams and spaces. The arrays stay. */
+ps_status ps__program_reserve(ps_program *program, size_t n_ops, size_t n_access,
+                              size_t args_bytes);
+void ps__program_clear(ps_program *program, uint32_t n_spaces, uint32_t n_streams);
 
 const char *ps__op_name(const ps__op *op); /* the kernel's name, or "copy" */
 
@@ -62,5 +73,9 @@ enum {
   PS__RULES_ALL = 15
 };
 ps_status ps__schedule_compile_masked(ps_schedule **out, const ps_program *program, unsigned rules);
+/* ps__schedule_borrow() - as ps_schedule_compile(), of @program's own arrays in place of copies.
+ * Until the schedule is destroyed, the program stays as it is, and nobody else compiles it. What a
+ * compilation needs stays in the program for the next one. */
+ps_status ps__schedule_borrow(ps_schedule **out, ps_program *program);
 
 #endif

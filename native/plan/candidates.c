@@ -129,7 +129,7 @@ static ps_status boundary_bytes(const ps__search_space *sp, const ps__step *s, u
 }
 
 static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bool embed_on_host,
-                              ps__step_hooks *hooks) {
+                              ps__step_hooks *hooks, ps__step_pools *pools) {
   const ps__candidate all = {.device = PS__SAVED_PARTS, .from_host = ps__from_host_first(sp->plan)};
   ps__microbatch_base *base = &mb->base[embed_on_host];
   ps__spec spec;
@@ -137,7 +137,7 @@ static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bo
   uint64_t scratch, trace, boundary = 0;
   *base = (ps__microbatch_base){0};
   PS_TRY(ps__decide(sp, &mb->layout, &all, embed_on_host, &spec));
-  ps_status st = ps__step_emit(&s, sp->plan->model, &mb->layout, &spec, hooks);
+  ps_status st = ps__step_emit_in(&s, pools, sp->plan->model, &mb->layout, &spec, hooks);
   if (st == PS_OK) {
     size_t n_compute = 0;
     for (size_t i = 0; i < s.n_op; i++) {
@@ -164,7 +164,7 @@ static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bo
     mb->n_ops = s.n_op;
     mb->coarse |=
         s.n_op > LARGE_STEP_OPS || (double)n_compute * sp->plan->hw.op_ns > base->compute_ns / 4;
-    ps__step_free(&s);
+    ps__step_leave(&s, pools);
   }
   ps__spec_free(&spec);
   return st;
@@ -187,9 +187,9 @@ static bool any_on_device(const ps__search_space *sp, const ps__microbatch *mb) 
 }
 
 static ps_status measure_microbatch(const ps__search_space *sp, ps__microbatch *mb,
-                                    ps__step_hooks *hooks) {
+                                    ps__step_hooks *hooks, ps__step_pools *pools) {
   for (uint32_t on_host = !any_on_device(sp, mb); on_host <= !ps__tied(sp->plan->model); on_host++)
-    PS_TRY(measure_base(sp, mb, on_host, hooks));
+    PS_TRY(measure_base(sp, mb, on_host, hooks, pools));
   return PS_OK;
 }
 
@@ -619,13 +619,13 @@ typedef struct measuring {
   ps__search_space *sp;
   ps__step_hooks *hooks;
   ps_status status[PS__MAX_MICROBATCHES];
-  char why[PS__MAX_MICROBATCHES][128]; /* each thread has a last error of its own */
+  ps__step_pools pools[PS__MAX_MICROBATCHES]; /* by worker */
+  char why[PS__MAX_MICROBATCHES][128];        /* each thread has a last error of its own */
 } measuring;
 
 static void measure_task(void *arg, int64_t i, uint32_t worker) {
   measuring *m = arg;
-  (void)worker;
-  m->status[i] = measure_microbatch(m->sp, &m->sp->microbatch[i], m->hooks);
+  m->status[i] = measure_microbatch(m->sp, &m->sp->microbatch[i], m->hooks, &m->pools[worker]);
   if (m->status[i] != PS_OK)
     snprintf(m->why[i], sizeof m->why[i], "%s", ps_last_error());
 }
@@ -639,6 +639,8 @@ static ps_status measure_microbatches(ps__search_space *sp, ps__step_hooks *hook
   PS_TRY(ps__pool_create(&pool, ps__search_space_workers(sp, sp->n_microbatches), "search"));
   ps__pool_run(pool, sp->n_microbatches, measure_task, &m);
   ps__pool_destroy(pool);
+  for (uint32_t i = 0; i < sp->n_microbatches; i++)
+    ps__step_pools_free(&m.pools[i]);
   for (uint32_t i = 0; i < sp->n_microbatches; i++) {
     if (m.status[i] != PS_OK)
       return ps__fail(m.status[i], "%s", m.why[i]);

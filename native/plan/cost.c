@@ -1,5 +1,5 @@
-/* cost.c - the time of an op from its work: a fixed cost plus work over the measured rate; and what
- * it draws of CPUs, host memory and link. */
+/* cost.c - the time of an op from its work: a fixed cost plus work over the measured rate; and its
+ * demands on CPUs, host memory and link. */
 #include "hardware/hardware_impl.h"
 #include "plan/plan_impl.h"
 #include <math.h>
@@ -289,7 +289,7 @@ ps__cost_model ps__cost_model_of(const ps_hardware *hw, bool fp8, const ps__plac
   return m;
 }
 
-static void draw(ps_sim_cost *out, uint8_t resource, double demand) {
+static void add_demand(ps_sim_cost *out, uint8_t resource, double demand) {
   int d = 0;
   while (out->demand[d] > 0)
     d++;
@@ -297,59 +297,61 @@ static void draw(ps_sim_cost *out, uint8_t resource, double demand) {
   out->demand[d] = demand;
 }
 
-/* By the measured contention where there is some; else each draws in proportion to its rate
+/* By the measured contention where there is some; else each has a demand in proportion to its rate
  * alone. With several devices whose contention was not measured together, that of one device holds,
- * and each draws on the memory besides. */
-static void draw_on_memory(const ps__cost_model *m, int kind, double rate, ps_sim_cost *out) {
+ * and each has that demand besides. */
+static void add_memory_demand(const ps__cost_model *m, int kind, double rate, ps_sim_cost *out) {
   const bool measured = m->hw->contention[0].kinds;
   if (measured) {
     out->kind = 1u << kind;
     out->slower = m->slower[kind];
   }
   if (!measured || (m->at->n_devices > 1 && !ps__gpus_measured(m->hw, m->at->n_devices)))
-    draw(out, ps__memory_of(m->host), fraction(rate, m->hw->memory_bytes_per_s));
+    add_demand(out, ps__memory_of(m->host), fraction(rate, m->hw->memory_bytes_per_s));
 }
 
-/* Copies draw on host memory when they read or write it: once on CUDA, twice on the CPU backend,
+/* Copies use host memory when they read or write it: once on CUDA, twice on the CPU backend,
  * whose devices are host memory too. */
-static void draw_of_copy(const ps__cost_model *m, const ps__copy_rate *copy, ps_sim_cost *out) {
+static void copy_demands(const ps__cost_model *m, const ps__copy_rate *copy, ps_sim_cost *out) {
   const ps_hardware *hw = m->hw;
   const bool cpu = hw->backend == PS_BACKEND_CPU;
   if (copy->peers) {
     if (cpu) {
-      draw(out, ps__memory_of(m->host), fraction(2 * copy->bytes_per_s, hw->memory_bytes_per_s));
-      draw(out, ps__cpus_of(m->host), fraction(1, hw->n_cpus));
+      add_demand(out, ps__memory_of(m->host),
+                 fraction(2 * copy->bytes_per_s, hw->memory_bytes_per_s));
+      add_demand(out, ps__cpus_of(m->host), fraction(1, hw->n_cpus));
     }
     return;
   }
-  draw_on_memory(m, copy->kind, (cpu ? 2 : 1) * copy->bytes_per_s, out);
+  add_memory_demand(m, copy->kind, (cpu ? 2 : 1) * copy->bytes_per_s, out);
   if (cpu)
-    draw(out, ps__cpus_of(m->host), fraction(1, hw->n_cpus));
+    add_demand(out, ps__cpus_of(m->host), fraction(1, hw->n_cpus));
   else
-    draw(out, copy->bus, fraction(copy->bytes_per_s, 2 * hw->duplex_bytes_per_s));
+    add_demand(out, copy->bus, fraction(copy->bytes_per_s, 2 * hw->duplex_bytes_per_s));
 }
 
-static void draw_of_host_op(const ps__cost_model *m, const ps_op_view *op, ps_sim_cost *out) {
+static void host_op_demands(const ps__cost_model *m, const ps_op_view *op, ps_sim_cost *out) {
   const ps_hardware *hw = m->hw;
   const bool optimizer = class_of(op->kernel) == PS_CLASS_OPTIMIZER, io = op->stream == m->at->io;
   if (op->stream == m->at->net)
     return;
-  draw(out, ps__cpus_of(m->host),
-       fraction(optimizer ? m->n_threads
-                : io      ? ps__io_threads(m->n_threads)
-                          : 1,
-                hw->n_cpus));
+  add_demand(out, ps__cpus_of(m->host),
+             fraction(optimizer ? m->n_threads
+                      : io      ? ps__io_threads(m->n_threads)
+                                : 1,
+                      hw->n_cpus));
   if (optimizer)
-    draw_on_memory(m, is_sum(op->kernel) ? SUMS : OPTIMIZER, host_rate(hw, op->kernel), out);
+    add_memory_demand(m, is_sum(op->kernel) ? SUMS : OPTIMIZER, host_rate(hw, op->kernel), out);
   else if (io && !hw->contention[0].kinds)
-    draw(out, ps__memory_of(m->host), fraction(hw->gather_bytes_per_s, hw->memory_bytes_per_s));
+    add_demand(out, ps__memory_of(m->host),
+               fraction(hw->gather_bytes_per_s, hw->memory_bytes_per_s));
 }
 
 /* A GPU runs the faster the more it rests. Where it has a second stream of kernels, the sums of
  * several devices, the compute stream loses all that this stream takes of the GPU. On two H100s a
  * product beside a sum took longer by 0.7 of the sum's time. The CPU backend's devices use the
  * host's CPUs and memory. */
-static void draw_of_device_op(const ps__cost_model *m, const ps_op_view *op, ps_sim_cost *out) {
+static void device_op_demands(const ps__cost_model *m, const ps_op_view *op, ps_sim_cost *out) {
   const ps_hardware *hw = m->hw;
   const uint32_t class = class_of(op->kernel);
   if (hw->backend != PS_BACKEND_CPU) {
@@ -358,16 +360,16 @@ static void draw_of_device_op(const ps__cost_model *m, const ps_op_view *op, ps_
       out->idle_most = smaller(hw->idle_most, 1);
     }
     if (m->at->n_devices > 1)
-      draw(out, ps__memory_of(m->at->stream[op->stream].place), 1);
+      add_demand(out, ps__memory_of(m->at->stream[op->stream].place), 1);
     return;
   }
   const bool one = class == PS_CLASS_COPY || class == PS_CLASS_OTHER;
-  draw(out, ps__cpus_of(m->host), fraction(one ? 1 : m->n_threads, hw->n_cpus));
+  add_demand(out, ps__cpus_of(m->host), fraction(one ? 1 : m->n_threads, hw->n_cpus));
   if (class == PS_CLASS_ELEMENTWISE || class == PS_CLASS_OPTIMIZER)
-    draw(out, ps__memory_of(m->host),
-         fraction(class == PS_CLASS_OPTIMIZER ? hw->optimizer_bytes_per_s
-                                              : hw->elementwise_bytes_per_s,
-                  hw->memory_bytes_per_s));
+    add_demand(out, ps__memory_of(m->host),
+               fraction(class == PS_CLASS_OPTIMIZER ? hw->optimizer_bytes_per_s
+                                                    : hw->elementwise_bytes_per_s,
+                        hw->memory_bytes_per_s));
 }
 
 /* Sums have a speed by it, and copies and all ops on the host their contention. */
@@ -379,9 +381,9 @@ void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out) {
   const ps__cost_model *m = model;
   *out = (ps_sim_cost){.ns = ps__cost_ns(m, op->kernel, op->stream, op->args, op->work)};
   if (m->copy[op->stream].copies)
-    draw_of_copy(m, &m->copy[op->stream], out);
+    copy_demands(m, &m->copy[op->stream], out);
   else if (ps__stream_on_host(m->at, op->stream))
-    draw_of_host_op(m, op, out);
+    host_op_demands(m, op, out);
   else
-    draw_of_device_op(m, op, out);
+    device_op_demands(m, op, out);
 }

@@ -1,5 +1,6 @@
 /* evaluate.c - a candidate's ops, memory and time; what a step takes besides its arenas. */
 #include "backends/sim/sim.h"
+#include "engine/schedule.h"
 #include "hardware/hardware_impl.h"
 #include "hosts/hosts.h"
 #include "hosts/net.h"
@@ -97,13 +98,9 @@ static double steady_ns(const ps__step *s, const ps_sim_cost *cost,
   return most;
 }
 
-ps_status ps__step_simulate(const ps__step *s, const ps_schedule *schedule, const ps_sim_cost *cost,
-                            ps_trace_event *events, double *out_ns) {
-  double end[PS__SIM_STEADY + 1];
-  PS_TRY(ps__sim_run(schedule, cost, PS__SIM_STEADY + 1, PS__SIM_STEPS - PS__SIM_STEADY - 1, events,
-                     end));
-  *out_ns = steady_ns(s, cost, end);
-  return PS_OK;
+/* As many steps as steady_ns() needs. */
+static ps_status simulate(const ps__sim *sim, const ps__sim_told *told) {
+  return ps__sim_steps(sim, PS__SIM_STEADY + 1, PS__SIM_STEPS - PS__SIM_STEADY - 1, told);
 }
 
 ps_status ps__step_predict(const ps__step *s, const ps_schedule *schedule, ps__cost_model *m,
@@ -111,8 +108,18 @@ ps_status ps__step_predict(const ps__step *s, const ps_schedule *schedule, ps__c
   ps_sim_cost *cost = ps__malloc((s->n_op + 1) * sizeof *cost);
   if (!cost)
     return ps__fail(PS_ENOMEM, "out of memory for the costs of %zu ops", s->n_op);
+  double end[PS__SIM_STEADY + 1];
+  const ps__sim_told told = {.events = events, .step_end_ns = end};
+  ps__sim *sim = NULL;
   ps__step_costs(s, m, false, cost);
-  const ps_status st = ps__step_simulate(s, schedule, cost, events, out_ns);
+  ps_status st = ps__sim_create(&sim, schedule);
+  if (st == PS_OK)
+    st = ps__sim_set_costs(sim, cost, UINT64_MAX);
+  if (st == PS_OK)
+    st = simulate(sim, &told);
+  if (st == PS_OK)
+    *out_ns = steady_ns(s, cost, end);
+  ps__sim_destroy(sim);
   ps__free(cost);
   return st;
 }
@@ -143,45 +150,63 @@ bool ps__fits(const ps__search *s, const uint64_t bytes[PS__N_MEMS]) {
   return ps__fits_under(s, s->cap, bytes);
 }
 
-/* ns of a round in the steady step: from its first op on the compute stream to the next round's, of
+/* Where a round of the steady step begins on the compute stream of device 0, and the next one: of
  * the last two rounds of device 0 before its last. */
-static double round_ns(const ps__step *step, const ps_trace_event *events) {
+static void find_round(const ps__step *step, ps__sim_start start[2]) {
   const int32_t n = (int32_t)step->at->n_devices,
                 from = ((int32_t)step->layout->n_rounds - 1) / n * n - 2 * n;
-  double start[2] = {0};
+  for (int k = 0; k < 2; k++)
+    start[k] = (ps__sim_start){.step = PS__SIM_STEADY, .op = UINT64_MAX};
   for (size_t i = step->n_op; i-- > 0;) {
     const int32_t k = step->op[i].tag.round - from;
     if (step->op[i].stream == step->at->dev[0].compute && (k == 0 || k == n))
-      start[k > 0] = (double)events[PS__SIM_STEADY * step->n_op + i].start_ns;
+      start[k > 0].op = i;
   }
-  return start[1] - start[0];
 }
 
 /* What a simulation of a step needs and changes. */
 typedef struct simulation {
-  ps_schedule *schedule;
-  ps_sim_cost *cost;      /* [n_op] */
-  ps_trace_event *events; /* of the steps up to the steady one; NULL: not asked for */
+  ps_schedule *schedule; /* borrows from the pools */
+  ps__sim *sim;
+  ps_sim_cost *cost; /* [n_op], the pools' */
 } simulation;
 
 static void simulation_free(simulation *r) {
-  ps__free(r->events);
-  ps__free(r->cost);
+  ps__sim_destroy(r->sim);
   (void)ps_schedule_destroy(r->schedule);
 }
 
-static ps_status simulation_init(simulation *r, const ps__step *step, bool events) {
-  ps_program *program = NULL;
-  *r = (simulation){.cost = ps__malloc(step->n_op * sizeof *r->cost)};
-  if (events)
-    r->events = ps__malloc((PS__SIM_STEADY + 1) * step->n_op * sizeof *r->events);
-  if (!r->cost || (events && !r->events))
+void ps__evaluation_pools_free(ps__evaluation_pools *p) {
+  ps__step_pools_free(&p->step);
+  ps_program_destroy(p->order);
+  ps__free(p->cost);
+  *p = (ps__evaluation_pools){0};
+}
+
+static ps_status simulation_init(simulation *r, const ps__step *step, ps__evaluation_pools *pools) {
+  *r = (simulation){0};
+  if (step->n_op > pools->n_cost) {
+    ps__free(pools->cost);
+    pools->cost = ps__malloc(step->n_op * sizeof *pools->cost);
+    pools->n_cost = pools->cost ? step->n_op : 0;
+  }
+  r->cost = pools->cost;
+  if (!r->cost)
     return ps__fail(PS_ENOMEM, "out of memory for a simulation");
-  ps_status st = ps__step_program(step, &program);
-  if (st == PS_OK)
-    st = ps_schedule_compile(&r->schedule, program);
-  ps_program_destroy(program);
-  return st;
+  if (!pools->order)
+    PS_TRY(ps_program_create(&pools->order, step->at->n_places, step->at->n_streams));
+  PS_TRY(ps__step_order(step, pools->order));
+  PS_TRY(ps__schedule_borrow(&r->schedule, pools->order));
+  return ps__sim_create(&r->sim, r->schedule);
+}
+
+/* The streams whose ops' costs depend on the number of threads for sums. */
+static uint64_t streams_by_threads(const ps__cost_model *m) {
+  uint64_t streams = 0;
+  for (uint32_t i = 0; i < m->at->n_streams; i++)
+    if (ps__costs_by_threads(m, i))
+      streams |= 1ull << i;
+  return streams;
 }
 
 /* The time with the best number of threads for sums. The number changes what ops cost and nothing
@@ -189,18 +214,27 @@ static ps_status simulation_init(simulation *r, const ps__step *step, bool event
  * @n_left_out  rounds that the step lacks of the one whose time is asked for
  * @out         the number's place (ps__sum_threads()) */
 static ps_status best_threads(const ps_hardware *hw, const ps__step *step, uint32_t n_left_out,
-                              uint8_t *out, double *out_ns) {
+                              ps__evaluation_pools *pools, uint8_t *out, double *out_ns) {
   simulation r;
-  ps_status st = simulation_init(&r, step, n_left_out > 0);
+  double end[PS__SIM_STEADY + 1];
+  ps__sim_start start[2];
+  const ps__sim_told told = {
+      .step_end_ns = end, .start = start, .n_starts = n_left_out > 0 ? 2 : 0};
+  find_round(step, start);
+  ps_status st = simulation_init(&r, step, pools);
   for (uint32_t i = 0; st == PS_OK && (i == 0 || ps__sum_threads(hw, i)); i++) {
-    double ns;
     ps__cost_model m =
         ps__cost_model_of(hw, step->model->fp8.on, step->at, hw->n_threads, ps__sum_threads(hw, i));
     ps__step_costs(step, &m, i > 0, r.cost);
-    st = ps__step_simulate(step, r.schedule, r.cost, r.events, &ns);
-    if (st == PS_OK && n_left_out)
-      ns += n_left_out / step->at->n_devices * round_ns(step, r.events);
-    if (st != PS_OK || (i > 0 && ns >= *out_ns))
+    st = ps__sim_set_costs(r.sim, r.cost, i > 0 ? streams_by_threads(&m) : UINT64_MAX);
+    if (st == PS_OK)
+      st = simulate(r.sim, &told);
+    if (st != PS_OK)
+      break;
+    double ns = steady_ns(step, r.cost, end);
+    if (n_left_out)
+      ns += n_left_out / step->at->n_devices * ((double)start[1].ns - (double)start[0].ns);
+    if (i > 0 && ns >= *out_ns)
       continue;
     *out_ns = ns;
     *out = (uint8_t)i;
@@ -227,7 +261,7 @@ void ps__evaluation_end(ps__search *s, ps__evaluation *e) {
   tell_watch(s->watch, ps__fits(s, e->bytes) && e->mapped ? e->known.ns : 0);
   if (!e->emitted)
     return;
-  ps__step_free(&e->step);
+  ps__step_leave(&e->step, &s->pools.step);
   ps__spec_free(&e->spec);
   e->emitted = false;
 }
@@ -250,7 +284,8 @@ static ps_status emit(ps__search *s, ps__evaluation *e) {
   if (e->emitted)
     return PS_OK;
   PS_TRY(ps__candidate_spec(&s->space, &e->candidate, l, &e->spec));
-  const ps_status st = ps__step_emit(&e->step, s->plan->model, l, &e->spec, &s->plan->hooks);
+  const ps_status st =
+      ps__step_emit_in(&e->step, &s->pools.step, s->plan->model, l, &e->spec, &s->plan->hooks);
   if (st != PS_OK) {
     ps__spec_free(&e->spec);
     return st;
@@ -349,7 +384,8 @@ ps_status ps__evaluate_time(ps__search *s, ps__candidate *m, ps__evaluation *e, 
   if (!(e->known.ns > 0)) {
     st = map_step(s, e);
     if (st == PS_OK)
-      st = best_threads(&s->plan->hw, &e->step, e->n_left_out, &e->known.threads, &e->known.ns);
+      st = best_threads(&s->plan->hw, &e->step, e->n_left_out, &s->pools, &e->known.threads,
+                        &e->known.ns);
     if (st == PS_OK)
       remember(s, e);
   }

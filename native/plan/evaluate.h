@@ -20,6 +20,16 @@ typedef struct ps__search_watch {
   double best_ns; /* 0: none fits so far */
 } ps__search_watch;
 
+/* The arrays of the last evaluation, for the next one: a search has hundreds of evaluations. All
+ * zero: there are none. */
+typedef struct ps__evaluation_pools {
+  ps__step_pools step;
+  ps_program *order; /* without arguments */
+  ps_sim_cost *cost; /* [n_cost] */
+  size_t n_cost;
+} ps__evaluation_pools;
+void ps__evaluation_pools_free(ps__evaluation_pools *pools);
+
 typedef struct ps__search {
   ps_plan *plan;
   ps__memo *memo; /* shared by searches of one model, batch and machine, whatever their caps */
@@ -35,6 +45,7 @@ typedef struct ps__search {
   uint64_t best_miss;                /* BYTES by which the nearest candidate misses the caps */
   uint64_t n_ops;                    /* emitted and simulated so far */
   uint8_t *evaluated;                /* [space.n_candidates] 1: evaluated */
+  ps__evaluation_pools pools;        /* each search's own */
   /* evaluate steps with all their rounds, although shorter ones tell nearly the same */
   bool whole;
   bool blocks;                         /* among candidates with ps__residency.blocks, or without */

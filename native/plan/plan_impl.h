@@ -228,12 +228,9 @@ ps_status ps__find_smallest_in_layouts(ps_plan *p, const ps__memos *memos, ps__s
 /* ps__step_costs() - what the step's ops cost, [n_op] in program order.
  * @again  @out has the costs for another number of threads for sums; only those that depend on that
  *         number are set
- * ps__step_simulate() - ns of a step in the steady state, with those costs. @events: NULL, or room
- * for the events of the steps up to the steady one. Errors: PS_EINVAL, PS_ENOMEM.
- * ps__step_predict() - both in one. */
+ * ps__step_predict() - ns of a step in the steady state. @events: NULL, or room for the events of
+ * the steps up to the steady one. Errors: PS_EINVAL, PS_ENOMEM. */
 void ps__step_costs(const ps__step *s, ps__cost_model *m, bool again, ps_sim_cost *out);
-ps_status ps__step_simulate(const ps__step *s, const ps_schedule *schedule, const ps_sim_cost *cost,
-                            ps_trace_event *events, double *out_ns);
 ps_status ps__step_predict(const ps__step *s, const ps_schedule *schedule, ps__cost_model *m,
                            ps_trace_event *events, double *out_ns);
 /* ps__host_overhead() - host BYTES that a step takes besides its arena, and two parts of them.

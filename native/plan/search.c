@@ -440,6 +440,7 @@ static ps_status ladder_search_init(ladder_search *r, const ps__search *s,
   if (!r->s)
     return ps__fail(PS_ENOMEM, "out of memory for the search");
   *r->s = *s;
+  r->s->pools = (ps__evaluation_pools){0};
   memcpy(r->s->cap, cap, sizeof r->s->cap);
   r->s->out = &r->out;
   r->s->evaluated = ps__calloc(s->space.n_candidates + 1, sizeof *r->s->evaluated);
@@ -521,8 +522,10 @@ static ps_status find_on_ladder(ps__search *s) {
         (s->best[0].ns == 0 || r[i].s->best[0].ns < s->best[0].ns))
       s->best[0] = r[i].s->best[0];
     s->out->n_feasible += r[i].out.n_feasible;
-    if (r[i].s)
+    if (r[i].s) {
+      ps__evaluation_pools_free(&r[i].s->pools);
       ps__free(r[i].s->evaluated);
+    }
     ps__free(r[i].s);
   }
   return st;
@@ -563,6 +566,7 @@ static ps_status search(ps_plan *plan, ps__memo *memo, bool sizes_only, double b
     st = keep_best(s);
   if (st == PS_OK)
     out->step_ns = s->best[0].ns;
+  ps__evaluation_pools_free(&s->pools);
   ps__search_space_free(&s->space);
   pthread_mutex_destroy(&watch.lock);
   ps__free(s);

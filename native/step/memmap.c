@@ -6,8 +6,10 @@
 
 enum { ALIGN = 256 };
 
+/* A tensor that has its place, in a list sorted by begin. @end is rounded up to ALIGN: the next
+ * tensor may begin there. @reach is the largest end up to here in the list. */
 typedef struct placed {
-  uint64_t begin, end;
+  uint64_t begin, end, reach;
   uint32_t first, last;
 } placed;
 typedef struct keyed {
@@ -26,16 +28,28 @@ static int by_duration(const void *pa, const void *pb) {
 
 static uint64_t align_up(uint64_t x) { return (x + ALIGN - 1) / ALIGN * ALIGN; }
 
-/* The lowest offset >= at where [offset, offset+bytes) overlaps nothing alive with t. p is sorted
- * by begin. */
+/* The first of a list that reaches past @at. */
+static size_t first_past(const placed *p, size_t n, uint64_t at) {
+  size_t lo = 0, hi = n;
+  while (lo < hi) {
+    const size_t mid = (lo + hi) / 2;
+    if (p[mid].reach <= at)
+      lo = mid + 1;
+    else
+      hi = mid;
+  }
+  return lo;
+}
+
+/* The lowest offset >= at where [offset, offset+bytes) overlaps nothing alive with t. */
 static uint64_t lowest_fit(const placed *p, size_t n, const ps__vt *t, uint64_t at) {
-  for (size_t i = 0; i < n; i++) {
+  for (size_t i = first_past(p, n, at); i < n; i++) {
     if (p[i].begin >= at + t->bytes)
       break;
     if (p[i].last <= t->first || t->last <= p[i].first)
       continue;
     if (p[i].end > at)
-      at = align_up(p[i].end);
+      at = p[i].end;
   }
   return at;
 }
@@ -72,8 +86,11 @@ static bool insert(placed_list *l, placed e) {
       hi = mid;
   }
   memmove(l->p + lo + 1, l->p + lo, (l->n - lo) * sizeof *l->p);
+  e.reach = lo && l->p[lo - 1].reach > e.end ? l->p[lo - 1].reach : e.end;
   l->p[lo] = e;
   l->n++;
+  for (size_t i = lo + 1; i < l->n && l->p[i].reach < e.reach; i++)
+    l->p[i].reach = e.reach;
   return true;
 }
 
@@ -101,9 +118,9 @@ static uint32_t window_of(const windows *s, uint32_t op) {
 
 static bool append_whole(window *w, placed e) {
   placed_list *l = &w->whole;
-  if (l->n && e.begin <= align_up(l->p[l->n - 1].end)) {
+  if (l->n && e.begin <= l->p[l->n - 1].end) {
     if (e.end > l->p[l->n - 1].end)
-      l->p[l->n - 1].end = e.end;
+      l->p[l->n - 1].end = l->p[l->n - 1].reach = e.end;
     return true;
   }
   if (!ps__grow((void **)&l->p, l->n, &l->cap, sizeof *l->p))
@@ -121,7 +138,7 @@ static bool windows_init(windows *s, const placed_list *l, uint32_t n_ops, uint3
     const placed e = l->p[i];
     for (uint32_t k = window_of(s, e.first); ok && k <= window_of(s, e.last - 1); k++) {
       const bool whole = e.first <= k * ops && (k + 1) * (uint64_t)ops <= e.last;
-      ok = whole ? append_whole(&s->w[k], (placed){e.begin, e.end, 0, UINT32_MAX})
+      ok = whole ? append_whole(&s->w[k], (placed){e.begin, e.end, e.end, 0, UINT32_MAX})
                  : insert(&s->w[k].part, e);
     }
   }
@@ -191,10 +208,10 @@ static uint64_t place_all(ps__vt *vt, const keyed *order, size_t m, uint32_t n_o
     if (at == UINT64_MAX)
       at = w.w ? windows_fit(&w, t, base) : lowest_fit(all.p, all.n, t, base);
     t->offset = at;
-    const placed e = {t->offset, t->offset + t->bytes, t->first, t->last};
+    const placed e = {at, align_up(at + t->bytes), 0, t->first, t->last};
     *ok = w.w ? windows_insert(&w, e) : insert(&all, e);
-    if (e.end > peak)
-      peak = e.end;
+    if (at + t->bytes > peak)
+      peak = at + t->bytes;
   }
   windows_free(&w);
   ps__free(all.p);

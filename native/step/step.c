@@ -1,5 +1,6 @@
 /* step.c - the order of a step: rounds of forward passes, head and backward passes; then
  * updates. */
+#include "engine/schedule.h"
 #include "step/emit.h"
 #include <assert.h>
 #include <string.h>
@@ -389,19 +390,36 @@ static ps_status check_spec(const ps_model *model, const ps__spec *spec) {
 
 ps_status ps__step_emit(ps__step *s, const ps_model *model, const ps__layout *layout,
                         const ps__spec *spec, ps__step_hooks *hooks) {
-  memset(s, 0, sizeof *s);
+  ps__step_pools none = {0};
+  return ps__step_emit_in(s, &none, model, layout, spec, hooks);
+}
+
+ps_status ps__step_emit_in(ps__step *s, ps__step_pools *pools, const ps_model *model,
+                           const ps__layout *layout, const ps__spec *spec, ps__step_hooks *hooks) {
+  *s = (ps__step){.vt = pools->vt,
+                  .op = pools->op,
+                  .access = pools->access,
+                  .args = pools->args,
+                  .cap_vt = pools->cap_vt,
+                  .cap_op = pools->cap_op,
+                  .cap_access = pools->cap_access,
+                  .cap_args = pools->cap_args};
+  *pools = (ps__step_pools){0};
   s->model = model;
   s->layout = layout;
   s->spec = spec;
   s->recipe = &ps__recipes[spec->recipe];
   s->dt = s->recipe->weights;
-  PS_TRY(check_spec(model, spec));
+  ps_status st = check_spec(model, spec);
+  if (st != PS_OK) {
+    ps__step_free(s);
+    return st;
+  }
   s->at = ps__places_of(spec->n_devices, spec->n_hosts);
   s->sums = ps__contributions_of(layout, spec->head_slice, s->recipe->grad, false);
   s->of_step = ps__contributions_of(layout, spec->head_slice, s->recipe->grad, true);
   ps__builder b = {
       .s = s, .hooks = hooks, .header = PS__NO_VT, .checks = PS__NO_VT, .exchanging = PS__NO_UNIT};
-  ps_status st = PS_OK;
   if (!builder_init(&b))
     st = ps__fail(PS_ENOMEM, "out of memory for the step's tables");
   if (st == PS_OK)
@@ -445,6 +463,28 @@ ps_status ps__step_build(ps__step *s, const ps_model *model, const ps__layout *l
   return st;
 }
 
+void ps__step_leave(ps__step *s, ps__step_pools *pools) {
+  ps__step_pools_free(pools);
+  *pools = (ps__step_pools){.vt = s->vt,
+                            .op = s->op,
+                            .access = s->access,
+                            .args = s->args,
+                            .cap_vt = s->cap_vt,
+                            .cap_op = s->cap_op,
+                            .cap_access = s->cap_access,
+                            .cap_args = s->cap_args};
+  s->vt = NULL, s->op = NULL, s->access = NULL, s->args = NULL;
+  ps__step_free(s);
+}
+
+void ps__step_pools_free(ps__step_pools *p) {
+  ps__free(p->vt);
+  ps__free(p->op);
+  ps__free(p->access);
+  ps__free(p->args);
+  *p = (ps__step_pools){0};
+}
+
 void ps__step_free(ps__step *s) {
   ps__free(s->vt);
   ps__free(s->op);
@@ -456,9 +496,8 @@ void ps__step_free(ps__step *s) {
   memset(s, 0, sizeof *s);
 }
 
-ps_status ps__step_program(const ps__step *s, ps_program **out) {
-  ps_program *p = NULL;
-  PS_TRY(ps_program_create(&p, s->at->n_places, s->at->n_streams));
+static ps_status add_ops(const ps__step *s, bool with_args, ps_program *p) {
+  PS_TRY(ps__program_reserve(p, s->n_op, s->n_access, with_args ? s->n_args : 0));
   for (size_t i = 0; i < s->n_op; i++) {
     const ps__vop *v = &s->op[i];
     ps_access access[PS_MAX_ACCESSES];
@@ -468,21 +507,32 @@ ps_status ps__step_program(const ps__step *s, ps_program **out) {
           (ps_access){s->vt[a->vt].space, a->mode, s->vt[a->vt].offset + a->offset, a->bytes};
     }
     const ps_op op = {.kernel = v->kernel,
-                      .args = s->args + v->args,
-                      .args_bytes = v->args_bytes,
+                      .args = with_args ? s->args + v->args : NULL,
+                      .args_bytes = with_args ? v->args_bytes : 0,
                       .stream = v->stream,
                       .access = access,
                       .n_access = v->n_access,
                       .work = v->work,
                       .tag = v->tag};
-    const ps_status st = ps_program_add(p, &op, NULL);
-    if (st != PS_OK) {
-      ps_program_destroy(p);
-      return st;
-    }
+    PS_TRY(ps_program_add(p, &op, NULL));
   }
-  *out = p;
   return PS_OK;
+}
+
+ps_status ps__step_program(const ps__step *s, ps_program **out) {
+  ps_program *p = NULL;
+  PS_TRY(ps_program_create(&p, s->at->n_places, s->at->n_streams));
+  const ps_status st = add_ops(s, true, p);
+  if (st == PS_OK)
+    *out = p;
+  else
+    ps_program_destroy(p);
+  return st;
+}
+
+ps_status ps__step_order(const ps__step *s, ps_program *p) {
+  ps__program_clear(p, s->at->n_places, s->at->n_streams);
+  return add_ops(s, false, p);
 }
 
 /* An op that fills device tensor @to: a copy of host tensor @from, or @kernel. */

@@ -1,7 +1,8 @@
 /* op_cases.h - one table of op cases. Four programs read it: the CPU test against PyTorch
  * (tests/test_op_cases.py, through ops_shim.c), which checks gradients too, the CUDA test against
- * the CPU (test_cuda_ops.c) and the benchmark (bench/kernels.c). A new op is one entry in
- * op_cases.c and one reference in tests/test_op_cases.py. */
+ * the CPU (test_cuda_ops.c) and the benchmark (bench/kernels.c). A new op is a function in its
+ * family's file (op_families.h), one entry in op_cases.c and one reference in
+ * tests/test_op_cases.py. */
 #ifndef PS_TESTS_OP_CASES_H
 #define PS_TESTS_OP_CASES_H
 #include "kernels/ops.h"

@@ -194,7 +194,7 @@ static void fp32_has_one_rate(const ps_hardware *hw) {
   CHECK(same(attention(hw, 100, 4000, 100, false, true, PS_F32), 7e12));
 }
 
-static double drawn(const ps_sim_cost *c, uint8_t resource) {
+static double demand_on(const ps_sim_cost *c, uint8_t resource) {
   double sum = 0;
   for (int d = 0; d < PS_SIM_DEMANDS && c->demand[d] > 0; d++)
     sum += c->resource[d] == resource ? c->demand[d] : 0;
@@ -217,7 +217,7 @@ static void host_ops_have_their_own_rates(const ps_hardware *hw) {
            &(ps_op_view){
                .kernel = &ps__k_sumsq_host, .stream = ps__places_of(1, 1)->host_ops, .work = work},
            &cost);
-  CHECK(drawn(&cost, ps__memory_of(ps__places_of(1, 1)->host)) == 3.0 / 8);
+  CHECK(demand_on(&cost, ps__memory_of(ps__places_of(1, 1)->host)) == 3.0 / 8);
 }
 
 /* Sums alone, beside copies to the device, and beside copies both ways, on four threads and on
@@ -258,7 +258,7 @@ static void memory_is_divided_as_measured(const ps_hardware *of) {
       ps_sim_cost c;
       ps__cost(&m, &(ps_op_view){.kernel = op[i].kernel, .stream = op[i].stream, .work = work}, &c);
       CHECK(c.kind == op[i].kind && c.slower[c.kind] == 1 && c.slower[h2d | d2h] == 1 &&
-            drawn(&c, ps__memory_of(ps__places_of(1, 1)->host)) == 0);
+            demand_on(&c, ps__memory_of(ps__places_of(1, 1)->host)) == 0);
       CHECK(same(c.slower[sums | h2d], op[i].beside_sums_and_in) &&
             same(c.slower[sums | h2d | d2h], op[i].beside_sums));
       CHECK(same(c.slower[adamw | h2d | d2h], op[i].beside_adamw));
@@ -279,7 +279,7 @@ static void memory_is_divided_as_measured(const ps_hardware *of) {
 }
 
 /* Two GPUs that copy both ways at once, beside AdamW: with rates measured of two GPUs together,
- * each has those, and they draw on no memory besides. */
+ * each has those, and they have no demand on memory besides. */
 static void gpus_have_the_rates_measured_together(const ps_hardware *of) {
   ps_hardware hw = *of;
   const uint32_t h2d = PS_CONTENTION_H2D, d2h = PS_CONTENTION_D2H, adamw = PS_CONTENTION_OPTIMIZER;
@@ -302,7 +302,7 @@ static void gpus_have_the_rates_measured_together(const ps_hardware *of) {
                &(ps_op_view){.stream = at->dev[d].to_device, .work = {.bytes = 1e6}}, &c);
       CHECK(same(c.slower[h2d | d2h], together ? 2 : 1));
       CHECK(same(c.slower[adamw | h2d | d2h], together ? 2.5 : 1.25));
-      CHECK((drawn(&c, ps__memory_of(at->host)) > 0) == !together);
+      CHECK((demand_on(&c, ps__memory_of(at->host)) > 0) == !together);
     }
   }
 }
@@ -400,7 +400,7 @@ static void sums_take_time_from_their_gpu(const ps_hardware *hw) {
                  &(ps_op_view){
                      .kernel = &ps__k_rmsnorm_fwd, .stream = stream[i], .work = {.bytes = 1e6}},
                  &cost);
-        CHECK(drawn(&cost, ps__memory_of(at->dev[d].place)) == (n > 1));
+        CHECK(demand_on(&cost, ps__memory_of(at->dev[d].place)) == (n > 1));
       }
     }
   }

@@ -1,4 +1,5 @@
-/* test_draw.c - the numbers of weights that are drawn, against their formula in double. */
+/* test_draw.c - the numbers of weights that are drawn: against their formula in double, and the
+ * bits of each instruction set against the library's. */
 #include "check.h"
 #include "core/dtype.h"
 #include "train/draw.h"
@@ -101,10 +102,72 @@ static void test_moments(void) {
   printf("ok a million numbers have the moments of a normal distribution\n");
 }
 
+typedef void draw_numbers(const ps__draw *d, uint64_t first, uint64_t n, void *dst, ps_dtype dt);
+draw_numbers draw_sse2, draw_avx2, draw_avx512f; /* draw_set.c */
+
+/* Bit i: this processor runs the code of sets[i]. sse2 stands for PS_CLONES' "default". */
+enum { N_SETS = 3 };
+static const struct {
+  const char *name;
+  draw_numbers *draw;
+} sets[N_SETS] = {{"sse2", draw_sse2}, {"avx2", draw_avx2}, {"avx512f", draw_avx512f}};
+static uint32_t sets_here(void) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return 1u | (__builtin_cpu_supports("avx2") ? 2u : 0) |
+         (__builtin_cpu_supports("avx512f") ? 4u : 0);
+#else
+  return 1;
+#endif
+}
+
+/* The bits that sets[@set] draws, from its output's element @offset on, are the library's. */
+static void check_set(size_t set, const ps__draw *d, uint64_t first, uint64_t n, size_t offset,
+                      ps_dtype dt) {
+  const size_t bytes = ps_dtype_bytes(dt), all = (offset + n + 1) * bytes;
+  char *expect = malloc(all), *got = malloc(all);
+  memset(expect, 0x55, all);
+  memset(got, 0x55, all);
+  ps__draw_numbers(d, first, n, expect + offset * bytes, dt);
+  sets[set].draw(d, first, n, got + offset * bytes, dt);
+  for (size_t i = 0; i < all; i += bytes)
+    if (memcmp(expect + i, got + i, bytes)) {
+      printf(
+          "FAIL %s: number %zu of %llu from %llu on, %s, %s, has other bits than the library's\n",
+          sets[set].name, i / bytes - offset, (unsigned long long)n, (unsigned long long)first,
+          ps__dtypes[dt].name, d->uniform ? "uniform" : "normal");
+      fflush(stdout);
+      _Exit(1);
+    }
+  free(expect);
+  free(got);
+}
+
+static void test_instruction_sets(void) {
+  static const struct {
+    uint64_t first, n;
+    size_t offset;
+  } parts[] = {{0, 1, 0},   {1, 2, 1},    {7, 31, 3},          {33, 32, 5},
+               {2, 33, 15}, {99, 333, 7}, {1ull << 62, 63, 9}, {12345, 1 << 18, 1}};
+  for (size_t set = 0; set < N_SETS; set++) {
+    if (!(sets_here() >> set & 1))
+      continue;
+    for (uint32_t i = 0; i < 8; i++) { /* bit 0: dtype; 1: distribution; 2: a mean */
+      const ps_dtype dt = i & 1 ? PS_BF16 : PS_F32;
+      const ps__draw d = {
+          .seed = i, .mean = i & 4 ? 0.3f : 0.0f, .std = 0.02f, .uniform = i >> 1 & 1};
+      for (size_t p = 0; p < sizeof parts / sizeof *parts; p++)
+        check_set(set, &d, parts[p].first, parts[p].n, parts[p].offset, dt);
+    }
+    printf("ok numbers drawn with %s have the library's bits\n", sets[set].name);
+  }
+}
+
 int main(void) {
   test_formula();
   test_constant();
   test_parts();
   test_moments();
+  test_instruction_sets();
   return 0;
 }

@@ -54,7 +54,7 @@ static void expect(ps_schedule *s, uint64_t n_steps, const uint64_t (*times)[3],
   CHECK(ps_schedule_destroy(s) == PS_OK);
 }
 
-/* Two ops that draw 100% each of one resource, 100 ns and 300 ns alone: both at half speed until
+/* Two ops that use 100% each of one resource, 100 ns and 300 ns alone: both at half speed until
  * 200, when the short one ends; the long one has 200 ns left and runs them alone: it ends at
  * 400. */
 static void test_shared_resource(void) {
@@ -69,7 +69,7 @@ static void test_shared_resource(void) {
   add(p, 0, 100, 60, 1, (ps_access[]){slot(PS_WRITE, 0)});
   add(p, 1, 300, 60, 1, (ps_access[]){slot(PS_WRITE, 1)});
   expect(compile(p), 1, (const uint64_t[][3]){{0, 0, 120}, {0, 0, 320}}, 320);
-  /* 40% + 60% fit beside each other; a third that draws nothing is never slowed. */
+  /* 40% + 60% fit beside each other; a third that uses nothing is never slowed. */
   CHECK(ps_program_create(&p, 1, 3) == PS_OK);
   add(p, 0, 100, 40, 1, (ps_access[]){slot(PS_WRITE, 0)});
   add(p, 1, 300, 60, 1, (ps_access[]){slot(PS_WRITE, 1)});
