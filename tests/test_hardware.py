@@ -250,6 +250,8 @@ def test_a_description_by_hand_needs_single_rates_only(profiled, tmp_path):
             "fp8_overhead_bytes",
             "heads64_attention_speed",
             "heads64_attention_bwd_speed",
+            "heads64_long_attention_speed",
+            "heads64_long_attention_bwd_speed",
             "idle_gain",
             "idle_most",
             "driver_version",

@@ -109,11 +109,11 @@ typedef struct ps_hardware {
    * same clock. 0: unknown, and taken as 1. */
   double fp8_attention_speed;
   /* CUDA: the speed of attention with heads of 64, over that with as many values in heads of 128,
-   * forward and backward: the mean of a sequence of 8,192 and one of 32,768 tokens. Attention with
-   * heads of 64 or fewer has the table's rates times this. Wider heads have the table's rates,
-   * which are those of heads of 128. 0: unknown, and taken as 1. */
-  double heads64_attention_speed;
-  double heads64_attention_bwd_speed;
+   * forward and backward: of a sequence of 8,192 tokens, and of one of 32,768. Attention with heads
+   * of 64 or fewer has the table's rates times this, by its length. Wider heads have the table's
+   * rates, which are those of heads of 128. 0: unknown, and taken as 1. */
+  double heads64_attention_speed, heads64_attention_bwd_speed;
+  double heads64_long_attention_speed, heads64_long_attention_bwd_speed;
   double elementwise_bytes_per_s;          /* norms and the like, through device memory */
   double h2d_bytes_per_s, d2h_bytes_per_s; /* a copy to the device, to the host */
   double duplex_bytes_per_s;               /* each of the two while both run */

@@ -92,8 +92,11 @@ static void attention_lines(FILE *out, const ps_hardware *hw, double peak) {
     line(out, what, r->forward_flops_per_s, 1e9, "GFLOP/s", peak);
     line(out, "    backward", r->backward_flops_per_s, 1e9, "GFLOP/s", peak);
   }
-  line(out, "heads of 64, of the speed of 128, forward", hw->heads64_attention_speed, 0.01, "%", 0);
+  line(out, "heads of 64, of the speed of 128, a sequence of 8192, forward",
+       hw->heads64_attention_speed, 0.01, "%", 0);
   line(out, "    backward", hw->heads64_attention_bwd_speed, 0.01, "%", 0);
+  line(out, "    a sequence of 32768, forward", hw->heads64_long_attention_speed, 0.01, "%", 0);
+  line(out, "    backward", hw->heads64_long_attention_bwd_speed, 0.01, "%", 0);
 }
 
 /* The rates of copies and of a host op that run at once. */
@@ -249,6 +252,8 @@ void cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw) {
   cli_json_number(j, "fp8_attention_speed", hw->fp8_attention_speed);
   cli_json_number(j, "heads64_attention_speed", hw->heads64_attention_speed);
   cli_json_number(j, "heads64_attention_bwd_speed", hw->heads64_attention_bwd_speed);
+  cli_json_number(j, "heads64_long_attention_speed", hw->heads64_long_attention_speed);
+  cli_json_number(j, "heads64_long_attention_bwd_speed", hw->heads64_long_attention_bwd_speed);
   cli_json_number(j, "attention_fp32_flops_per_s", hw->attention_flops_per_s[PS_F32]);
   cli_json_number(j, "attention_bf16_flops_per_s", hw->attention_flops_per_s[PS_BF16]);
   cli_json_number(j, "attention_bwd_fp32_flops_per_s", hw->attention_bwd_flops_per_s[PS_F32]);

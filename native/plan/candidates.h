@@ -29,9 +29,9 @@ enum { PS__MAX_MICROBATCHES = 160, PS__N_AHEADS = 3, PS__N_RESIDENCIES = 14 };
  *          forward/backward boundary, where they are on the device anyway; so this often costs
  *          nothing.
  *   state  all units have their optimizer state there too.
- *   blocks  how many parts of the blocks, the first ones, are updated on the device with their state
- *          on the host, and have their gradients on the device from the first contribution to the
- *          update. The host then has no memory for these gradients. */
+ *   blocks  how many parts of the blocks, the first ones, are updated on the device with their
+ *          state on the host, and have their gradients on the device from the first contribution to
+ *          the update. The host then has no memory for these gradients. */
 typedef struct ps__residency {
   uint8_t params, grads, head, state, blocks;
 } ps__residency;

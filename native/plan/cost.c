@@ -115,20 +115,31 @@ static double attention_rate(const ps_hardware *hw, const ps__args_attention *a,
          slice_factor(table, (a->row0 + rows) / rows, backward);
 }
 
-/* The rates are those of heads of 128. */
-static double heads_speed(const ps_hardware *hw, const ps__args_attention *a, bool backward) {
-  const double of_64 = backward ? hw->heads64_attention_bwd_speed : hw->heads64_attention_speed;
-  return a->head_dim <= 64 && of_64 > 0 ? of_64 : 1;
+/* Keys a row of sequences of 8,192 and of 32,768 tokens. */
+static const double USUAL_KEYS = 4096, LONG_KEYS = 16384;
+
+/* The table's rates are those of heads of 128. Between two lengths the speed of narrower heads
+ * follows the logarithm of the keys a row; beyond them it is that of the nearer. */
+static double heads_speed(const ps_hardware *hw, const ps__args_attention *a, double pairs,
+                          bool backward) {
+  const double usual = backward ? hw->heads64_attention_bwd_speed : hw->heads64_attention_speed,
+               longer = backward ? hw->heads64_long_attention_bwd_speed
+                                 : hw->heads64_long_attention_speed,
+               keys = pairs / a->n_tokens;
+  if (a->head_dim > 64 || !(usual > 0) || !(longer > 0))
+    return 1;
+  if (keys <= USUAL_KEYS)
+    return usual;
+  return keys >= LONG_KEYS
+             ? longer
+             : usual + (longer - usual) * log(keys / USUAL_KEYS) / log(LONG_KEYS / USUAL_KEYS);
 }
 
-/* Keys a row of attention whose speed between FP8 products is measured: a sequence of 8,192. */
-static const double FP8_KEYS = 4096;
-
-/* The clock follows the mean power. With more keys a row attention takes more of the time, so
- * products lower its clock by less. */
+/* It is measured with USUAL_KEYS. The clock follows the mean power. With more keys a row attention
+ * takes more of the time, so products lower its clock by less. */
 static double speed_beside_fp8(const ps__cost_model *m, const ps__args_attention *a, double pairs) {
   const double keys = pairs / a->n_tokens;
-  return 1 - m->fp8_slows_attention * (keys > FP8_KEYS ? FP8_KEYS / keys : 1);
+  return 1 - m->fp8_slows_attention * (keys > USUAL_KEYS ? USUAL_KEYS / keys : 1);
 }
 
 /* ---- ops ------------------------------------------------------------------------------------- */
@@ -151,7 +162,7 @@ static double device_ns(const ps__cost_model *m, const ps_kernel *kernel, const 
     const bool backward = rate == PS__RATE_ATTENTION_BWD;
     const double pairs = work.flops / ((backward ? 10.0 : 4.0) * a->n_heads * a->head_dim);
     return rate_ns(work.flops, m->compute_speed * speed_beside_fp8(m, a, pairs) *
-                                   heads_speed(hw, a, backward) *
+                                   heads_speed(hw, a, pairs, backward) *
                                    attention_rate(hw, a, pairs, backward));
   }
   default: return bytes_ns;

@@ -498,8 +498,9 @@ static ps_status add_ladder_search(const ps__search *s, ladder_search r[MAX_LADD
 }
 
 /* The fastest plan found under the caps, among candidates with ps__residency.blocks, and under the
- * caps with the ladder's next lower cap at one place after the other. The way of a search depends on its caps. Where more memory gains a step
- * little, the search under less may find the faster plan, which fits here too. */
+ * caps with the ladder's next lower cap at one place after the other. The way of a search depends
+ * on its caps. Where more memory gains a step little, the search under less may find the faster
+ * plan, which fits here too. */
 static ps_status find_on_ladder(ps__search *s) {
   ladder_search r[MAX_LADDER_SEARCHES] = {0};
   ps__pool *pool;

@@ -424,8 +424,8 @@ def test_measured_rates_are_below_their_ceilings(profile):
         assert all(
             1e10 < rate < peak for name, rate in case.items() if name.endswith("flops_per_s")
         ), case
-    for way in ("", "_bwd"):
-        assert 0.3 < profile[f"heads64_attention{way}_speed"] < 1.3
+    for which in ("attention", "attention_bwd", "long_attention", "long_attention_bwd"):
+        assert 0.3 < profile[f"heads64_{which}_speed"] < 1.3
     assert 0 <= profile["idle_gain"] <= 1 and 0 <= profile["idle_most"] <= 1
     assert (
         1e10 < profile["elementwise_bytes_per_s"] < (profile["device_peak_bytes_per_s"] or math.inf)

@@ -443,13 +443,20 @@ static void fp8_slows_attention(const ps_hardware *hw) {
   }
 }
 
-/* The speed of heads of 64 holds for these and narrower ones, each way its own. */
+/* The speeds of heads of 64 hold for these and narrower ones, each way its own, by the length. */
 static void narrow_heads_have_their_own_speed(const ps_hardware *hw) {
-  const ps_work work = {.flops = 1e9};
+  static const struct {
+    double keys, forward, backward;
+  } by_length[] = {{1024, 0.6, 0.7},
+                   {4096, 0.6, 0.7},
+                   {8192, 0.7, 0.75},
+                   {16384, 0.8, 0.8},
+                   {1 << 17, 0.8, 0.8}};
   const uint32_t compute = ps__places_of(1, 1)->dev[0].compute;
   ps_hardware known = *hw;
-  known.heads64_attention_speed = 0.8;
+  known.heads64_attention_speed = 0.6;
   known.heads64_attention_bwd_speed = 0.7;
+  known.heads64_long_attention_speed = known.heads64_long_attention_bwd_speed = 0.8;
   for (uint32_t dim = 32; dim <= 256; dim *= 2) {
     const ps__args_attention a = {.n_tokens = 4096,
                                   .n_heads = 4,
@@ -458,10 +465,16 @@ static void narrow_heads_have_their_own_speed(const ps_hardware *hw) {
                                   .dt = PS_BF16,
                                   .document_rows = 4096};
     const bool narrow = dim <= 64;
-    CHECK(same(rate_of(&known, &ps__k_attention_fwd, compute, &a, work),
-               (narrow ? 0.8 : 1) * rate_of(hw, &ps__k_attention_fwd, compute, &a, work)));
-    CHECK(same(rate_of(&known, &ps__k_attention_bwd, compute, &a, work),
-               (narrow ? 0.7 : 1) * rate_of(hw, &ps__k_attention_bwd, compute, &a, work)));
+    for (size_t i = 0; i < sizeof by_length / sizeof *by_length; i++) {
+      const double pairs = by_length[i].keys * a.n_tokens * a.n_heads * dim;
+      const ps_work fwd = {.flops = 4 * pairs}, bwd = {.flops = 10 * pairs};
+      CHECK(same(rate_of(&known, &ps__k_attention_fwd, compute, &a, fwd),
+                 (narrow ? by_length[i].forward : 1) *
+                     rate_of(hw, &ps__k_attention_fwd, compute, &a, fwd)));
+      CHECK(same(rate_of(&known, &ps__k_attention_bwd, compute, &a, bwd),
+                 (narrow ? by_length[i].backward : 1) *
+                     rate_of(hw, &ps__k_attention_bwd, compute, &a, bwd)));
+    }
   }
 }
 

@@ -258,27 +258,21 @@ static const ps_attention_rate *measured(const ps_hardware *hw, int which) {
   return NULL;
 }
 
-/* Heads of 64 beside those of 128, whose rates are in the table: the mean of two lengths. */
-static ps_status measure_heads64(ps__bench *b, double seconds) {
-  static const int which[] = {ATTENTION_USUAL, ATTENTION_LONG};
-  enum { N = sizeof which / sizeof *which };
-  double forward = 0, backward = 0;
-  for (int i = 0; i < N; i++) {
-    const ps_attention_rate *of_128 = measured(b->hw, which[i]);
-    ps_attention_rate r = attention_shapes[which[i]];
-    bool fits = false;
-    if (of_128)
-      PS_TRY(time_attention(b, seconds, NARROW_HEAD_DIM, &r, &fits));
-    if (!fits) {
-      ps__log(PS_LOG_WARN, "attention of %u rows with heads of %d: not measured", r.rows,
-              NARROW_HEAD_DIM);
-      return PS_OK;
-    }
-    forward += r.forward_flops_per_s / of_128->forward_flops_per_s / N;
-    backward += r.backward_flops_per_s / of_128->backward_flops_per_s / N;
+/* Heads of 64 of shape @which beside those of 128, whose rates are in the table. */
+static ps_status measure_heads64(ps__bench *b, double seconds, int which, double *forward,
+                                 double *backward) {
+  const ps_attention_rate *of_128 = measured(b->hw, which);
+  ps_attention_rate r = attention_shapes[which];
+  bool fits = false;
+  if (of_128)
+    PS_TRY(time_attention(b, seconds, NARROW_HEAD_DIM, &r, &fits));
+  if (!fits) {
+    ps__log(PS_LOG_WARN, "attention of %u rows with heads of %d: not measured", r.rows,
+            NARROW_HEAD_DIM);
+    return PS_OK;
   }
-  b->hw->heads64_attention_speed = forward;
-  b->hw->heads64_attention_bwd_speed = backward;
+  *forward = r.forward_flops_per_s / of_128->forward_flops_per_s;
+  *backward = r.backward_flops_per_s / of_128->backward_flops_per_s;
   return PS_OK;
 }
 
@@ -473,7 +467,10 @@ ps_status ps__bench_prepare(ps__bench *b) {
 ps_status ps__bench_attention(ps__bench *b, double seconds) {
   for (int i = 0; i < N_ATTENTION; i++)
     PS_TRY(measure_attention(b, i, seconds));
-  return measure_heads64(b, seconds);
+  PS_TRY(measure_heads64(b, seconds, ATTENTION_USUAL, &b->hw->heads64_attention_speed,
+                         &b->hw->heads64_attention_bwd_speed));
+  return measure_heads64(b, seconds, ATTENTION_LONG, &b->hw->heads64_long_attention_speed,
+                         &b->hw->heads64_long_attention_bwd_speed);
 }
 
 uint64_t ps__bench_attention_scratch(const ps_hardware *hw) {
