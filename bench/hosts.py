@@ -4,12 +4,12 @@
 
 CASE is MODEL:SEQ_LEN:DEVICE_GIB:HOST_GIB:TOKENS_PER_STEP[:MORE], as in bench/sweep. Its caps are
 those of a task, its tokens those of all tasks. Task k trains on GPU k, with an equal part of the
-machine's CPUs. Before they start, `penstock plan` measures the rates anew on all GPUs at once,
-because the tasks share the memory of one host, which tasks of several hosts do not. All tasks plan
-with the rates of the GPU that ends last. Its phases may lie beside other phases of the other GPUs.
+machine's CPUs. Before they start, `penstock profile --quick` measures the rates anew on all GPUs at
+once, because the tasks share the memory of one host, which tasks of several hosts do not. All tasks
+plan with the rates of the GPU that ends last.
 
 Prints the tokens/s of the median step and what rank 0 says of the network. Writes DIR/row.json,
-rank 0's run directory DIR/run-0, and what each task said to DIR/rank-K.txt.
+rank 0's run directory DIR/run-0, what each task said to DIR/rank-K.txt, and the rates.
 For the speed of one GPU, run `python3 bench/sweep --out DIR` with the same case.
 """
 
@@ -77,9 +77,16 @@ def new_cache(work: Path) -> dict:
     return {"XDG_CACHE_HOME": str(folder.parent)}
 
 
-def measure_rates(plan: list[str], gpus, env: dict) -> None:
-    """The words of `penstock plan`, on all @gpus at once; without any, once."""
-    calls = [[*plan, "--gpu", str(gpu)] for gpu in gpus] or [plan]
+PROFILE_S = "48"  # of all measurements; three times the default
+
+
+def measure_rates(binary, backend: str, tasks: int, threads: int, env: dict) -> None:
+    """Measures the rates on the GPUs of all tasks at once. Each phase lasts about a second, so that
+    it lies beside the same phase of the others: they share one host's memory."""
+    words = [str(binary), "profile", "--quick", "--backend", backend, "--threads", str(threads)]
+    calls = [words]
+    if backend == "cuda":
+        calls = [[*words, "--seconds", PROFILE_S, "--gpu", str(k)] for k in range(tasks)]
     running = [
         subprocess.Popen(
             words,
@@ -95,7 +102,7 @@ def measure_rates(plan: list[str], gpus, env: dict) -> None:
     for process, text in zip(running, said, strict=True):
         if process.returncode:
             raise SweepError(
-                f"penstock plan ended with {process.returncode} and said: {last_line(text)}"
+                f"penstock profile ended with {process.returncode} and said: {last_line(text)}"
             )
 
 
@@ -113,11 +120,10 @@ def start(a, case: Case, work: Path, port: int) -> list:
         measure.command_of(with_options(case, **o), a.binary, shards, model, a.out / f"run-{k}")
         for k, o in enumerate(own)
     ]
-    plan = [str(a.binary), "plan", "--model", str(model), "--seq-len", str(case.seq_len)]
-    plan += ["--tokens-per-step", str(case.seq_len), "--backend", a.backend]  # the smallest search
-    plan += ["--threads", str(threads), "--quiet"]
     env = os.environ | new_cache(work)
-    measure_rates(plan, range(a.tasks) if a.backend == "cuda" else [], env)
+    measure_rates(a.binary, a.backend, a.tasks, threads, env)
+    for path in (work / "cache/penstock").glob("hardware-*.json"):
+        shutil.copy(path, a.out)
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(a.tasks)}
     return [
         subprocess.Popen(
