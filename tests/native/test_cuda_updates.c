@@ -39,6 +39,7 @@ typedef enum variant {
   JUST_IN_TIME,
   AHEAD,
   PARAMETERS_STAY,
+  TOTALS_STAY,
   MIXED,
   N_VARIANTS
 } variant;
@@ -49,17 +50,20 @@ static const char *const variant_name[] = {
     "streamed, just in time",
     "streamed, ahead",
     "streamed, parameters stay",
+    "streamed, totals stay",
     "every other streamed and the others in parts, embedding on the host"};
 
 static void decide(ps__spec *s, variant which) {
   const bool split = s->clip && ps__optimizers[s->optimizer].splits;
   if (which == IN_PARTS && split)
     memset(s->update_split, 1, s->n_units);
-  const bool streamed = which == JUST_IN_TIME || which == AHEAD || which == PARAMETERS_STAY;
+  const bool streamed =
+      which == JUST_IN_TIME || which == AHEAD || which == PARAMETERS_STAY || which == TOTALS_STAY;
   s->param_lead = s->saved_lead = s->saved_lag = s->grad_lag = s->sum_lag =
       which == JUST_IN_TIME ? 0 : 2;
   memset(s->param_resident, which == RESIDENT || which == PARAMETERS_STAY, s->n_units);
-  memset(s->grad_resident, which == RESIDENT || which == PARAMETERS_STAY, s->n_units);
+  memset(s->grad_resident, which == RESIDENT || which == PARAMETERS_STAY || which == TOTALS_STAY,
+         s->n_units);
   memset(s->update_resident, which == RESIDENT, s->n_units);
   memset(s->update_streamed, streamed, s->n_units);
   if (which != MIXED)
