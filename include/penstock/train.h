@@ -194,7 +194,8 @@ typedef struct ps_step_metrics {
 
 /* ps_progress_fn() - the caller's function that ps_trainer_create() calls while it works.
  * @what  the stage, such as "loading weights"; a static string. The first call of a stage has
- *        another @what than the call before. */
+ *        another @what than the call before.
+ * @total_bytes  0: the stage is not counted in bytes */
 typedef void (*ps_progress_fn)(void *user, const char *what, uint64_t done_bytes,
                                uint64_t total_bytes);
 

@@ -108,12 +108,16 @@ void cli_progress_load(cli_progress *p, const char *what, uint64_t done_bytes,
   if (!due(p, first))
     return;
   snprintf(parts[0].text, sizeof parts->text, "%5.1f s", cli_now_s() - p->started_s);
-  snprintf(parts[1].text, sizeof parts->text, "%s: %s of %s", what, cli_bytes(done, done_bytes),
-           cli_bytes(total, total_bytes));
+  if (total_bytes)
+    snprintf(parts[1].text, sizeof parts->text, "%s: %s of %s", what, cli_bytes(done, done_bytes),
+             cli_bytes(total, total_bytes));
+  else
+    snprintf(parts[1].text, sizeof parts->text, "%s", what);
   snprintf(parts[1].brief, sizeof parts->brief, "%s", what);
-  snprintf(parts[2].brief, sizeof parts->brief, "%.0f%%",
-           total_bytes ? 100.0 * (double)done_bytes / (double)total_bytes : 100);
-  put_line(p, parts, 3);
+  if (total_bytes)
+    snprintf(parts[2].brief, sizeof parts->brief, "%.0f%%",
+             100.0 * (double)done_bytes / (double)total_bytes);
+  put_line(p, parts, total_bytes ? 3 : 2);
 }
 
 /* "device 14.0/17.0 MiB"; "device 82%". */

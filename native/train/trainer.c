@@ -132,7 +132,10 @@ static ps_status reserve_and_load(ps_trainer *t, ps_tensor_file *weights, ps_ten
     progress(progress_user, "reserving memory", 0, bytes);
   PS_TRY(open_engine(t));
   if (progress)
-    progress(progress_user, "preparing kernels", bytes, bytes);
+    progress(progress_user,
+             t->plan->hw.backend == PS_BACKEND_CUDA ? "preparing and timing kernels"
+                                                    : "preparing kernels",
+             0, 0);
   PS_TRY(ps__engine_warm(t->engine, t->plan->schedule));
   if (t->plan->val)
     PS_TRY(ps__engine_warm(t->engine, t->plan->val->schedule));
