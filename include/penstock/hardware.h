@@ -110,7 +110,8 @@ typedef struct ps_hardware {
   double fp8_attention_speed;
   /* CUDA: the speed of attention with heads of 64, over that with as many values in heads of 128,
    * forward and backward: of a sequence of 8,192 tokens, and of one of 32,768. Attention with heads
-   * of 64 or fewer has the table's rates times this, by its length. Wider heads have the table's
+   * of 64 or fewer has the table's rates times this: between the two lengths it follows the
+   * logarithm of the keys a row, beyond them it is that of the nearer. Wider heads have the table's
    * rates, which are those of heads of 128. 0: unknown, and taken as 1. */
   double heads64_attention_speed, heads64_attention_bwd_speed;
   double heads64_long_attention_speed, heads64_long_attention_bwd_speed;
@@ -211,7 +212,7 @@ PS_API ps_status ps_hardware_profile(ps_hardware *out, uint32_t backend, uint32_
 /* ps_hardware_fp8() - what a plan of a recipe with FP8 needs beside the rates in bf16:
  * gemm_fp8_flops_per_s, gemm_fp8, fp8_attention_speed and fp8_overhead_bytes of @hw. They are
  * measured where @hw lacks them. Where cuBLASLt has no such products, or the host has too little
- * memory, a line says so and @hw stays as it is.
+ * memory, a line says so, @hw stays as it is, and the next call tries again.
  * @host_mem_bytes  cap of the process's host memory, 0: none.
  * Takes 256 MiB of host memory, 3.6 GiB of device memory, and 8 s; half a minute more where the
  * GPU's FP8 products were never timed. Blocks. Errors: PS_EINVAL, PS_ENOMEM, PS_EDEVICE;

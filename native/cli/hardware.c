@@ -113,7 +113,7 @@ static int add_peers(ps_hardware *hw, const cli_device *d, uint64_t host_bytes, 
   const double peers = hw->peer_bytes_per_s, speed = hw->gpus_compute_speed;
   const uint32_t n_gpus = hw->n_gpus;
   if (!quiet && (n_gpus != d->n_gpus || !(speed > 0)))
-    fprintf(stderr, "penstock: measuring %llu GPUs at once, which takes 15 s\n",
+    fprintf(stderr, "penstock: measuring %llu GPUs at once, which takes up to 15 s\n",
             (unsigned long long)d->n_gpus);
   const ps_status st = ps_hardware_peers(hw, (uint32_t)d->n_gpus, host_bytes);
   if (st != PS_OK)

@@ -92,7 +92,7 @@ static void attention_lines(FILE *out, const ps_hardware *hw, double peak) {
     line(out, what, r->forward_flops_per_s, 1e9, "GFLOP/s", peak);
     line(out, "    backward", r->backward_flops_per_s, 1e9, "GFLOP/s", peak);
   }
-  line(out, "heads of 64, of the speed of 128, a sequence of 8192, forward",
+  line(out, "attention, heads of 64 over heads of 128: a sequence of 8192, forward",
        hw->heads64_attention_speed, 0.01, "%", 0);
   line(out, "    backward", hw->heads64_attention_bwd_speed, 0.01, "%", 0);
   line(out, "    a sequence of 32768, forward", hw->heads64_long_attention_speed, 0.01, "%", 0);

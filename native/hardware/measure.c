@@ -636,7 +636,7 @@ ps_status ps__hardware_measure_gpus(ps_hardware *hw, uint32_t n, uint64_t host_m
   if (in_full(hw, false) + places > have) {
     ps__log(PS_LOG_WARN,
             "measuring %u GPUs at once takes %s of host memory, %s are left of what "
-            "is given or free: plans take the rates of one GPU",
+            "is given or free: plans take what is known of one GPU",
             n, ps__format_bytes(need, in_full(hw, false) + places), ps__format_bytes(there, have));
     return PS_OK;
   }

@@ -61,8 +61,9 @@ typedef struct ps__net_device {
 
 /* ---- memory ---------------------------------------------------------------------------------- */
 
-/* A segment: a slice for each host. Its two kernels wait for products that are running, so fewer
- * and larger segments take less time beside a step. */
+/* A segment: a slice for each host. Each of its two kernels waits for a product to end. An exchange
+ * beside products took 91 ms on two H100s, where it took 103 with 16 MiB and no priority
+ * (bench/log/2026-11-25-two-gpus.md). */
 enum { PS__NET_SEGMENT_BYTES = 32 << 20 };
 static inline uint64_t ps__net_slice_bytes(uint32_t n_hosts) {
   return PS__NET_SEGMENT_BYTES / n_hosts / 256 * 256;

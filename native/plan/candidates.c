@@ -129,7 +129,7 @@ static ps_status boundary_bytes(const ps__search_space *sp, const ps__step *s, u
 }
 
 static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bool embed_on_host,
-                              ps__step_hooks *hooks, ps__step_pools *pools) {
+                              ps__step_hooks *hooks, ps__step_arrays *arrays) {
   const ps__candidate all = {.device = PS__SAVED_PARTS, .from_host = ps__from_host_first(sp->plan)};
   ps__microbatch_base *base = &mb->base[embed_on_host];
   ps__spec spec;
@@ -137,7 +137,7 @@ static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bo
   uint64_t scratch, trace, boundary = 0;
   *base = (ps__microbatch_base){0};
   PS_TRY(ps__decide(sp, &mb->layout, &all, embed_on_host, &spec));
-  ps_status st = ps__step_emit_in(&s, pools, sp->plan->model, &mb->layout, &spec, hooks);
+  ps_status st = ps__step_emit_in(&s, arrays, sp->plan->model, &mb->layout, &spec, hooks);
   if (st == PS_OK) {
     size_t n_compute = 0;
     for (size_t i = 0; i < s.n_op; i++) {
@@ -164,7 +164,7 @@ static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bo
     mb->n_ops = s.n_op;
     mb->coarse |=
         s.n_op > LARGE_STEP_OPS || (double)n_compute * sp->plan->hw.op_ns > base->compute_ns / 4;
-    ps__step_leave(&s, pools);
+    ps__step_leave(&s, arrays);
   }
   ps__spec_free(&spec);
   return st;
@@ -173,7 +173,8 @@ static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bo
 /* Whether the search space may have candidates of this residency: totals and state may have to be
  * on the host, and the CPU backend's device has no processor of its own. */
 static bool admits(const ps__search_space *sp, const ps__residency *r) {
-  if (r->blocks && (sp->plan->hw.backend != PS_BACKEND_CUDA || sp->plan->cfg.keep_grads))
+  if (r->blocks && (sp->plan->hw.backend != PS_BACKEND_CUDA || sp->plan->cfg.keep_grads ||
+                    ps__blocks_of(sp, r) == 0))
     return false;
   return !ps__totals_on_host(sp->plan) || !(r->grads || r->state || r->blocks);
 }
@@ -187,9 +188,9 @@ static bool any_on_device(const ps__search_space *sp, const ps__microbatch *mb) 
 }
 
 static ps_status measure_microbatch(const ps__search_space *sp, ps__microbatch *mb,
-                                    ps__step_hooks *hooks, ps__step_pools *pools) {
+                                    ps__step_hooks *hooks, ps__step_arrays *arrays) {
   for (uint32_t on_host = !any_on_device(sp, mb); on_host <= !ps__tied(sp->plan->model); on_host++)
-    PS_TRY(measure_base(sp, mb, on_host, hooks, pools));
+    PS_TRY(measure_base(sp, mb, on_host, hooks, arrays));
   return PS_OK;
 }
 
@@ -566,7 +567,7 @@ static uint64_t host_state_bytes(const ps__search_space *sp, const ps__residency
 
 /* ---- candidates ------------------------------------------------------------------------------ */
 
-static ps_status add_candidates(ps__search_space *sp, uint32_t idx, bool blocks) {
+static ps_status add_candidates(ps__search_space *sp, uint32_t idx, bool grads_on_device) {
   ps__microbatch *mb = &sp->microbatch[idx];
   recompute_table *table = NULL;
   uint32_t *of_chunk = NULL;
@@ -592,7 +593,7 @@ static ps_status add_candidates(ps__search_space *sp, uint32_t idx, bool blocks)
       for (uint32_t i = 0; st == PS_OK && i < PS__N_RESIDENCIES * PS__N_AHEADS; i++) {
         m.residency = (uint8_t)(i / PS__N_AHEADS);
         m.keep = ps__residencies[m.residency];
-        if (!admits(sp, &m.keep) || (m.keep.blocks > 0) != blocks)
+        if (!admits(sp, &m.keep) || (m.keep.blocks > 0) != grads_on_device)
           continue;
         m.streamed = (uint8_t)ps__blocks_of(sp, &m.keep);
         m.ahead = (uint8_t)(i % PS__N_AHEADS);
@@ -619,38 +620,50 @@ typedef struct measuring {
   ps__search_space *sp;
   ps__step_hooks *hooks;
   ps_status status[PS__MAX_MICROBATCHES];
-  ps__step_pools pools[PS__MAX_MICROBATCHES]; /* by worker */
-  char why[PS__MAX_MICROBATCHES][128];        /* each thread has a last error of its own */
+  ps__step_arrays arrays[PS__MAX_MICROBATCHES]; /* by worker */
+  char why[PS__MAX_MICROBATCHES][128];          /* each thread has a last error of its own */
 } measuring;
 
 static void measure_task(void *arg, int64_t i, uint32_t worker) {
   measuring *m = arg;
-  m->status[i] = measure_microbatch(m->sp, &m->sp->microbatch[i], m->hooks, &m->pools[worker]);
+  m->status[i] = measure_microbatch(m->sp, &m->sp->microbatch[i], m->hooks, &m->arrays[worker]);
   if (m->status[i] != PS_OK)
     snprintf(m->why[i], sizeof m->why[i], "%s", ps_last_error());
 }
 
-/* All configurations are measured at once; their candidates follow in order. */
-static ps_status measure_microbatches(ps__search_space *sp, ps__step_hooks *hooks) {
-  measuring m = {.sp = sp, .hooks = hooks};
+static ps_status measure_all(measuring *m) {
+  const uint32_t n = m->sp->n_microbatches;
   ps__pool *pool;
-  if (sp->n_microbatches == 0)
-    return PS_OK;
-  PS_TRY(ps__pool_create(&pool, ps__search_space_workers(sp, sp->n_microbatches), "search"));
-  ps__pool_run(pool, sp->n_microbatches, measure_task, &m);
+  PS_TRY(ps__pool_create(&pool, ps__search_space_workers(m->sp, n), "search"));
+  ps__pool_run(pool, n, measure_task, m);
   ps__pool_destroy(pool);
-  for (uint32_t i = 0; i < sp->n_microbatches; i++)
-    ps__step_pools_free(&m.pools[i]);
-  for (uint32_t i = 0; i < sp->n_microbatches; i++) {
-    if (m.status[i] != PS_OK)
-      return ps__fail(m.status[i], "%s", m.why[i]);
-    PS_TRY(add_candidates(sp, i, false));
-  }
+  for (uint32_t i = 0; i < n; i++)
+    ps__step_arrays_free(&m->arrays[i]);
+  for (uint32_t i = 0; i < n; i++)
+    if (m->status[i] != PS_OK)
+      return ps__fail(m->status[i], "%s", m->why[i]);
   return PS_OK;
 }
 
-/* Candidates that give up home memory of gradients are slower than others. So there are some only
- * where the others need more than so much of the host's memory. */
+/* All configurations are measured at once; their candidates follow in order. */
+static ps_status measure_microbatches(ps__search_space *sp, ps__step_hooks *hooks) {
+  if (sp->n_microbatches == 0)
+    return PS_OK;
+  measuring *m = ps__calloc(1, sizeof *m); /* 31 KB: stacks may be small */
+  if (!m)
+    return ps__fail(PS_ENOMEM, "out of memory for the search space");
+  m->sp = sp;
+  m->hooks = hooks;
+  ps_status st = measure_all(m);
+  ps__free(m);
+  for (uint32_t i = 0; st == PS_OK && i < sp->n_microbatches; i++)
+    st = add_candidates(sp, i, false);
+  return st;
+}
+
+/* Candidates that keep the gradients of blocks on the device are usually slower than others. So
+ * there are some only where all others, but those with all state on the device, need more than
+ * HOST_IS_SHORT of the host's memory. */
 static const double HOST_IS_SHORT = 0.8;
 
 static bool host_is_short(const ps__search_space *sp, uint64_t host_bytes) {
@@ -668,8 +681,8 @@ ps_status ps__search_space_init(ps__search_space *sp, const ps_plan *plan, uint6
   sp->cost = ps__cost_model_of(&plan->hw, plan->model->fp8.on, plan->at, plan->hw.n_threads, 0);
   PS_TRY(ps__add_microbatches(sp));
   PS_TRY(measure_microbatches(sp, hooks));
-  const bool blocks = host_is_short(sp, host_bytes);
-  for (uint32_t i = 0; blocks && i < sp->n_microbatches; i++)
+  const bool is_short = host_is_short(sp, host_bytes);
+  for (uint32_t i = 0; is_short && i < sp->n_microbatches; i++)
     PS_TRY(add_candidates(sp, i, true));
   return PS_OK;
 }

@@ -1,8 +1,8 @@
 /* candidates.h - the search space: the plans that the planner considers. It does not depend on the
  * caps.
  *
- * In one respect it does: where the host's cap is small, there are candidates that give up home
- * memory of gradients (ps__residency.blocks).
+ * There is one exception: where host memory is short, it also has candidates that keep the
+ * gradients of blocks on the device (ps__residency.blocks).
  * A candidate has:
  *   - a micro-batch configuration: tokens of a chunk, chunks of a round;
  *   - how many parts of the saved bytes stay on the device, and how many are offloaded;
@@ -29,9 +29,9 @@ enum { PS__MAX_MICROBATCHES = 160, PS__N_AHEADS = 3, PS__N_RESIDENCIES = 14 };
  *          forward/backward boundary, where they are on the device anyway; so this often costs
  *          nothing.
  *   state  all units have their optimizer state there too.
- *   blocks  how many parts of the blocks, the first ones, are updated on the device with their
- *          state on the host, and have their gradients on the device from the first contribution to
- *          the update. The host then has no memory for these gradients. */
+ *   blocks  how many parts of the trained blocks, the first ones, are updated on the device with
+ *          their state on the host, and have their gradients on the device from the first
+ *          contribution to the update. The host then has no memory for these gradients. */
 typedef struct ps__residency {
   uint8_t params, grads, head, state, blocks;
 } ps__residency;
@@ -170,7 +170,8 @@ bool ps__at_boundary(const ps__search_space *sp, const ps__layout *l, uint32_t l
 /* Whether @unit is among @parts of PS__UNIT_PARTS, spread evenly. A layer's units go together. */
 bool ps__among(const ps__search_space *sp, uint32_t unit, uint32_t parts);
 bool ps__params_stay(const ps__search_space *sp, const ps__residency *r, uint32_t unit);
-/* ps__blocks_of() - how many blocks ps__residency.blocks are. */
+/* ps__blocks_of() - the last block that is among ps__residency.blocks, counted from 1; frozen
+ * blocks before it do not count as parts. 0: there is none. */
 uint32_t ps__blocks_of(const ps__search_space *sp, const ps__residency *r);
 /* ps__lookup_bytes() - BYTES of all embedding rows that a step looks up. ps__table_bytes() - BYTES
  * of the embedding's table.

@@ -135,8 +135,8 @@ static double heads_speed(const ps_hardware *hw, const ps__args_attention *a, do
              : usual + (longer - usual) * log(keys / USUAL_KEYS) / log(LONG_KEYS / USUAL_KEYS);
 }
 
-/* It is measured with USUAL_KEYS. The clock follows the mean power. With more keys a row attention
- * takes more of the time, so products lower its clock by less. */
+/* fp8_attention_speed is measured with USUAL_KEYS keys a row. The clock follows the mean power.
+ * With more keys a row attention takes more of the time, so products lower its clock by less. */
 static double speed_beside_fp8(const ps__cost_model *m, const ps__args_attention *a, double pairs) {
   const double keys = pairs / a->n_tokens;
   return 1 - m->fp8_slows_attention * (keys > USUAL_KEYS ? USUAL_KEYS / keys : 1);
@@ -282,8 +282,8 @@ static ps__copy_rate copy_rate(const ps_hardware *hw, const ps__places *at, cons
 ps__cost_model ps__cost_model_of(const ps_hardware *hw, bool fp8, const ps__places *at,
                                  uint32_t n_threads, uint32_t sum_threads) {
   const bool beside_fp8 = fp8 && hw->fp8_attention_speed > 0,
-             gpus = ps__gpus_measured(hw, at->n_devices);
-  const double speed = gpus && hw->gpus_compute_speed > 0 ? hw->gpus_compute_speed : 1;
+             together = ps__gpus_measured(hw, at->n_devices);
+  const double speed = together && hw->gpus_compute_speed > 0 ? hw->gpus_compute_speed : 1;
   ps__cost_model m = {.hw = hw,
                       .at = at,
                       .n_threads = n_threads,
@@ -296,7 +296,7 @@ ps__cost_model ps__cost_model_of(const ps_hardware *hw, bool fp8, const ps__plac
     m.copy[at->link[i].stream] = copy_rate(hw, at, &at->link[i]);
   for (int kind = 0; kind < PS_SIM_KINDS; kind++)
     for (uint32_t kinds = 0; kinds < 1u << PS_SIM_KINDS; kinds++)
-      m.slower[kind][kinds] = slowdown(hw, gpus, kind, kinds, sum_threads);
+      m.slower[kind][kinds] = slowdown(hw, together, kind, kinds, sum_threads);
   return m;
 }
 

@@ -166,9 +166,9 @@ static void find_round(const ps__step *step, ps__sim_start start[2]) {
 
 /* What a simulation of a step needs and changes. */
 typedef struct simulation {
-  ps_schedule *schedule; /* borrows from the pools */
+  ps_schedule *schedule; /* borrows from the arrays */
   ps__sim *sim;
-  ps_sim_cost *cost; /* [n_op], the pools' */
+  ps_sim_cost *cost; /* [n_op], the arrays' */
 } simulation;
 
 static void simulation_free(simulation *r) {
@@ -176,27 +176,28 @@ static void simulation_free(simulation *r) {
   (void)ps_schedule_destroy(r->schedule);
 }
 
-void ps__evaluation_pools_free(ps__evaluation_pools *p) {
-  ps__step_pools_free(&p->step);
-  ps_program_destroy(p->order);
+void ps__evaluation_arrays_free(ps__evaluation_arrays *p) {
+  ps__step_arrays_free(&p->step);
+  ps_program_destroy(p->bare_program);
   ps__free(p->cost);
-  *p = (ps__evaluation_pools){0};
+  *p = (ps__evaluation_arrays){0};
 }
 
-static ps_status simulation_init(simulation *r, const ps__step *step, ps__evaluation_pools *pools) {
+static ps_status simulation_init(simulation *r, const ps__step *step,
+                                 ps__evaluation_arrays *arrays) {
   *r = (simulation){0};
-  if (step->n_op > pools->n_cost) {
-    ps__free(pools->cost);
-    pools->cost = ps__malloc(step->n_op * sizeof *pools->cost);
-    pools->n_cost = pools->cost ? step->n_op : 0;
+  if (step->n_op > arrays->n_cost) {
+    ps__free(arrays->cost);
+    arrays->cost = ps__malloc(step->n_op * sizeof *arrays->cost);
+    arrays->n_cost = arrays->cost ? step->n_op : 0;
   }
-  r->cost = pools->cost;
+  r->cost = arrays->cost;
   if (!r->cost)
     return ps__fail(PS_ENOMEM, "out of memory for a simulation");
-  if (!pools->order)
-    PS_TRY(ps_program_create(&pools->order, step->at->n_places, step->at->n_streams));
-  PS_TRY(ps__step_order(step, pools->order));
-  PS_TRY(ps__schedule_borrow(&r->schedule, pools->order));
+  if (!arrays->bare_program)
+    PS_TRY(ps_program_create(&arrays->bare_program, step->at->n_places, step->at->n_streams));
+  PS_TRY(ps__step_bare_program(step, arrays->bare_program));
+  PS_TRY(ps__schedule_borrow(&r->schedule, arrays->bare_program));
   return ps__sim_create(&r->sim, r->schedule);
 }
 
@@ -214,17 +215,17 @@ static uint64_t streams_by_threads(const ps__cost_model *m) {
  * @n_left_out  rounds that the step lacks of the one whose time is asked for
  * @out         the number's place (ps__sum_threads()) */
 static ps_status best_threads(const ps_hardware *hw, const ps__step *step, uint32_t n_left_out,
-                              ps__evaluation_pools *pools, uint8_t *out, double *out_ns) {
+                              ps__evaluation_arrays *arrays, uint8_t *out, double *out_ns) {
   simulation r;
   double end[PS__SIM_STEADY + 1];
   ps__sim_start start[2];
   const ps__sim_told told = {
       .step_end_ns = end, .start = start, .n_starts = n_left_out > 0 ? 2 : 0};
   find_round(step, start);
-  ps_status st = simulation_init(&r, step, pools);
+  ps__cost_model m; /* the simulation keeps pointers into it */
+  ps_status st = simulation_init(&r, step, arrays);
   for (uint32_t i = 0; st == PS_OK && (i == 0 || ps__sum_threads(hw, i)); i++) {
-    ps__cost_model m =
-        ps__cost_model_of(hw, step->model->fp8.on, step->at, hw->n_threads, ps__sum_threads(hw, i));
+    m = ps__cost_model_of(hw, step->model->fp8.on, step->at, hw->n_threads, ps__sum_threads(hw, i));
     ps__step_costs(step, &m, i > 0, r.cost);
     st = ps__sim_set_costs(r.sim, r.cost, i > 0 ? streams_by_threads(&m) : UINT64_MAX);
     if (st == PS_OK)
@@ -261,7 +262,7 @@ void ps__evaluation_end(ps__search *s, ps__evaluation *e) {
   tell_watch(s->watch, ps__fits(s, e->bytes) && e->mapped ? e->known.ns : 0);
   if (!e->emitted)
     return;
-  ps__step_leave(&e->step, &s->pools.step);
+  ps__step_leave(&e->step, &s->arrays.step);
   ps__spec_free(&e->spec);
   e->emitted = false;
 }
@@ -285,7 +286,7 @@ static ps_status emit(ps__search *s, ps__evaluation *e) {
     return PS_OK;
   PS_TRY(ps__candidate_spec(&s->space, &e->candidate, l, &e->spec));
   const ps_status st =
-      ps__step_emit_in(&e->step, &s->pools.step, s->plan->model, l, &e->spec, &s->plan->hooks);
+      ps__step_emit_in(&e->step, &s->arrays.step, s->plan->model, l, &e->spec, &s->plan->hooks);
   if (st != PS_OK) {
     ps__spec_free(&e->spec);
     return st;
@@ -384,7 +385,7 @@ ps_status ps__evaluate_time(ps__search *s, ps__candidate *m, ps__evaluation *e, 
   if (!(e->known.ns > 0)) {
     st = map_step(s, e);
     if (st == PS_OK)
-      st = best_threads(&s->plan->hw, &e->step, e->n_left_out, &s->pools, &e->known.threads,
+      st = best_threads(&s->plan->hw, &e->step, e->n_left_out, &s->arrays, &e->known.threads,
                         &e->known.ns);
     if (st == PS_OK)
       remember(s, e);

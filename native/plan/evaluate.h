@@ -22,13 +22,13 @@ typedef struct ps__search_watch {
 
 /* The arrays of the last evaluation, for the next one: a search has hundreds of evaluations. All
  * zero: there are none. */
-typedef struct ps__evaluation_pools {
-  ps__step_pools step;
-  ps_program *order; /* without arguments */
-  ps_sim_cost *cost; /* [n_cost] */
+typedef struct ps__evaluation_arrays {
+  ps__step_arrays step;
+  ps_program *bare_program; /* ps__step_bare_program() */
+  ps_sim_cost *cost;        /* [n_cost] */
   size_t n_cost;
-} ps__evaluation_pools;
-void ps__evaluation_pools_free(ps__evaluation_pools *pools);
+} ps__evaluation_arrays;
+void ps__evaluation_arrays_free(ps__evaluation_arrays *arrays);
 
 typedef struct ps__search {
   ps_plan *plan;
@@ -45,10 +45,10 @@ typedef struct ps__search {
   uint64_t best_miss;                /* BYTES by which the nearest candidate misses the caps */
   uint64_t n_ops;                    /* emitted and simulated so far */
   uint8_t *evaluated;                /* [space.n_candidates] 1: evaluated */
-  ps__evaluation_pools pools;        /* each search's own */
+  ps__evaluation_arrays arrays;      /* each search's own */
   /* evaluate steps with all their rounds, although shorter ones tell nearly the same */
   bool whole;
-  bool blocks;                         /* among candidates with ps__residency.blocks, or without */
+  bool grads_on_device;                /* among candidates with ps__residency.blocks, or without */
   bool large;                          /* not all candidates can be evaluated */
   bool prune;                          /* skip by the slack below, and what is evaluated */
   double factor[PS__MAX_MICROBATCHES]; /* simulated time over estimate, by configuration */

@@ -344,7 +344,8 @@ static ps_status refuse_both(const ps_plan *p, const ps__search_result *r) {
                   what_to_lower(lower, p, false));
 }
 
-/* Whether the host's cap has to be raised by less than the device's, each in proportion. */
+/* Whether raising the host's cap alone is the smaller step, in proportion, and the machine has that
+ * much. */
 static bool host_is_nearer(const ps_plan *p, const ps__search_result *r) {
   const double host = (double)p->cfg.host_mem_bytes,
                device = (double)ps__device_cap(&p->hw, p->cfg.device_mem_bytes);

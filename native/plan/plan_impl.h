@@ -153,8 +153,8 @@ typedef struct ps__cost_model {
   double sum_speed;
   /* speed of products and attention while all devices compute, over their rates */
   double compute_speed;
-  /* the part of its speed that attention of a sequence of 8,192 loses between the model's products
-   * of FP8 operands; 0: they have none */
+  /* the fraction of its speed that attention of a sequence of 8,192 loses beside FP8 products; 0:
+   * the model has none */
   double fp8_slows_attention;
   /* ps_sim_cost.slower, for copies to the device, to the host, sums and the optimizer */
   double slower[PS_SIM_KINDS][1 << PS_SIM_KINDS];

@@ -24,8 +24,11 @@ bool ps__params_stay(const ps__search_space *sp, const ps__residency *r, uint32_
 }
 
 uint32_t ps__blocks_of(const ps__search_space *sp, const ps__residency *r) {
-  const uint32_t n = sp->plan->model->cfg.n_layers * r->blocks / PS__UNIT_PARTS;
-  return n < 255 ? n : 255;
+  const uint32_t layers = sp->plan->model->cfg.n_layers, first = ps__first_trained(sp->plan->model),
+                 frozen = first > 1 ? first - 1 : 0,
+                 n = frozen < layers ? (layers - frozen) * r->blocks / PS__UNIT_PARTS : 0,
+                 last = n ? frozen + n : 0;
+  return last < 255 ? last : 255;
 }
 
 static void set_policy(const ps__layer_def *d, uint32_t set, uint8_t to, uint8_t *policy) {

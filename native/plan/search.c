@@ -85,7 +85,7 @@ static bool cannot_win(const ps__search *s, const ps__candidate *m) {
 
 static bool cannot_fit(const ps__search *s, const ps__candidate *m) {
   uint64_t bytes[PS__N_MEMS] = {m->bytes[0], m->bytes[1]};
-  if ((m->keep.blocks > 0) != s->blocks || !ps__fits(s, bytes))
+  if ((m->keep.blocks > 0) != s->grads_on_device || !ps__fits(s, bytes))
     return true;
   add_slack(s, m, bytes);
   return !ps__fits(s, bytes);
@@ -440,7 +440,7 @@ static ps_status ladder_search_init(ladder_search *r, const ps__search *s,
   if (!r->s)
     return ps__fail(PS_ENOMEM, "out of memory for the search");
   *r->s = *s;
-  r->s->pools = (ps__evaluation_pools){0};
+  r->s->arrays = (ps__evaluation_arrays){0};
   memcpy(r->s->cap, cap, sizeof r->s->cap);
   r->s->out = &r->out;
   r->s->evaluated = ps__calloc(s->space.n_candidates + 1, sizeof *r->s->evaluated);
@@ -480,7 +480,7 @@ static ps_status add_blocks_search(const ps__search *s, ladder_search r[MAX_LADD
   if (!any)
     return PS_OK;
   PS_TRY(ladder_search_init(&r[(*n)++], s, s->cap));
-  r[*n - 1].s->blocks = true;
+  r[*n - 1].s->grads_on_device = true;
   return PS_OK;
 }
 
@@ -506,10 +506,10 @@ static ps_status find_on_ladder(ps__search *s) {
   ps__pool *pool;
   uint32_t n = 1;
   ps_status st = ladder_search_init(&r[0], s, s->cap);
-  for (uint32_t i = 0; i < PS__N_MEMS && st == PS_OK && s->large; i++)
-    st = add_ladder_search(s, r, &n, i);
   if (st == PS_OK)
     st = add_blocks_search(s, r, &n);
+  for (uint32_t i = 0; i < PS__N_MEMS && st == PS_OK && s->large; i++)
+    st = add_ladder_search(s, r, &n, i);
   if (st == PS_OK)
     st = ps__pool_create(&pool, ps__search_space_workers(&s->space, n), "ladder");
   if (st == PS_OK) {
@@ -524,7 +524,7 @@ static ps_status find_on_ladder(ps__search *s) {
       s->best[0] = r[i].s->best[0];
     s->out->n_feasible += r[i].out.n_feasible;
     if (r[i].s) {
-      ps__evaluation_pools_free(&r[i].s->pools);
+      ps__evaluation_arrays_free(&r[i].s->arrays);
       ps__free(r[i].s->evaluated);
     }
     ps__free(r[i].s);
@@ -567,7 +567,7 @@ static ps_status search(ps_plan *plan, ps__memo *memo, bool sizes_only, double b
     st = keep_best(s);
   if (st == PS_OK)
     out->step_ns = s->best[0].ns;
-  ps__evaluation_pools_free(&s->pools);
+  ps__evaluation_arrays_free(&s->arrays);
   ps__search_space_free(&s->space);
   pthread_mutex_destroy(&watch.lock);
   ps__free(s);

@@ -129,7 +129,8 @@ typedef struct ps__builder {
   /* [n_units]: those whose pieces of the total are complete and go to the host next */
   uint32_t *leaving;
   uint32_t n_leaving;
-  uint32_t exchanging;    /* the last unit whose total other hosts add to; PS__NO_UNIT: none */
+  /* the unit whose exchange is issued, and whose sums of squares are not; PS__NO_UNIT: none */
+  uint32_t exchanging;
   ps__gathered *gathered; /* [chunks of the step] */
 } ps__builder;
 
@@ -219,7 +220,8 @@ void ps__layer_grads_end(ps__builder *b, uint32_t layer, bool more);
 /* ps__total_on_host() - the unit's total is complete on the host: sums of squares and, without
  * clipping, the update. Where other hosts add to the total, both come after the next unit's
  * exchange is issued: the host's stream then sums up the next unit's contributions during this
- * unit's exchange. ps__exchange_over() - both for the last unit of the step. */
+ * unit's exchange. ps__exchange_over() - both for the unit whose exchange was issued last, if there
+ * is one; the end of the step calls it too. */
 void ps__total_on_host(ps__builder *b, uint32_t unit);
 void ps__exchange_over(ps__builder *b);
 

@@ -390,21 +390,21 @@ static ps_status check_spec(const ps_model *model, const ps__spec *spec) {
 
 ps_status ps__step_emit(ps__step *s, const ps_model *model, const ps__layout *layout,
                         const ps__spec *spec, ps__step_hooks *hooks) {
-  ps__step_pools none = {0};
+  ps__step_arrays none = {0};
   return ps__step_emit_in(s, &none, model, layout, spec, hooks);
 }
 
-ps_status ps__step_emit_in(ps__step *s, ps__step_pools *pools, const ps_model *model,
+ps_status ps__step_emit_in(ps__step *s, ps__step_arrays *arrays, const ps_model *model,
                            const ps__layout *layout, const ps__spec *spec, ps__step_hooks *hooks) {
-  *s = (ps__step){.vt = pools->vt,
-                  .op = pools->op,
-                  .access = pools->access,
-                  .args = pools->args,
-                  .cap_vt = pools->cap_vt,
-                  .cap_op = pools->cap_op,
-                  .cap_access = pools->cap_access,
-                  .cap_args = pools->cap_args};
-  *pools = (ps__step_pools){0};
+  *s = (ps__step){.vt = arrays->vt,
+                  .op = arrays->op,
+                  .access = arrays->access,
+                  .args = arrays->args,
+                  .cap_vt = arrays->cap_vt,
+                  .cap_op = arrays->cap_op,
+                  .cap_access = arrays->cap_access,
+                  .cap_args = arrays->cap_args};
+  *arrays = (ps__step_arrays){0};
   s->model = model;
   s->layout = layout;
   s->spec = spec;
@@ -463,26 +463,26 @@ ps_status ps__step_build(ps__step *s, const ps_model *model, const ps__layout *l
   return st;
 }
 
-void ps__step_leave(ps__step *s, ps__step_pools *pools) {
-  ps__step_pools_free(pools);
-  *pools = (ps__step_pools){.vt = s->vt,
-                            .op = s->op,
-                            .access = s->access,
-                            .args = s->args,
-                            .cap_vt = s->cap_vt,
-                            .cap_op = s->cap_op,
-                            .cap_access = s->cap_access,
-                            .cap_args = s->cap_args};
+void ps__step_leave(ps__step *s, ps__step_arrays *arrays) {
+  ps__step_arrays_free(arrays);
+  *arrays = (ps__step_arrays){.vt = s->vt,
+                              .op = s->op,
+                              .access = s->access,
+                              .args = s->args,
+                              .cap_vt = s->cap_vt,
+                              .cap_op = s->cap_op,
+                              .cap_access = s->cap_access,
+                              .cap_args = s->cap_args};
   s->vt = NULL, s->op = NULL, s->access = NULL, s->args = NULL;
   ps__step_free(s);
 }
 
-void ps__step_pools_free(ps__step_pools *p) {
+void ps__step_arrays_free(ps__step_arrays *p) {
   ps__free(p->vt);
   ps__free(p->op);
   ps__free(p->access);
   ps__free(p->args);
-  *p = (ps__step_pools){0};
+  *p = (ps__step_arrays){0};
 }
 
 void ps__step_free(ps__step *s) {
@@ -530,7 +530,7 @@ ps_status ps__step_program(const ps__step *s, ps_program **out) {
   return st;
 }
 
-ps_status ps__step_order(const ps__step *s, ps_program *p) {
+ps_status ps__step_bare_program(const ps__step *s, ps_program *p) {
   ps__program_clear(p, s->at->n_places, s->at->n_streams);
   return add_ops(s, false, p);
 }

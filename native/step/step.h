@@ -322,20 +322,20 @@ typedef struct ps__step {
 ps_status ps__step_emit(ps__step *s, const ps_model *model, const ps__layout *layout,
                         const ps__spec *spec, ps__step_hooks *hooks);
 /* ps__step_emit_in() - the same in the arrays of an earlier step: a search emits hundreds of steps.
- * It takes the arrays out of @pools, also where it fails.
- * ps__step_leave() - ps__step_free(), which leaves the arrays in @pools. Those there are freed.
- * ps__step_pools_free() - free them. Empty pools are all zero. */
-typedef struct ps__step_pools {
+ * It takes the arrays out of @arrays, also where it fails.
+ * ps__step_leave() - ps__step_free(), which leaves the arrays in @arrays. Those there are freed.
+ * ps__step_arrays_free() - free them. Empty ones are all zero. */
+typedef struct ps__step_arrays {
   ps__vt *vt;
   ps__vop *op;
   ps__vaccess *access;
   char *args;
   size_t cap_vt, cap_op, cap_access, cap_args;
-} ps__step_pools;
-ps_status ps__step_emit_in(ps__step *s, ps__step_pools *pools, const ps_model *model,
+} ps__step_arrays;
+ps_status ps__step_emit_in(ps__step *s, ps__step_arrays *arrays, const ps_model *model,
                            const ps__layout *layout, const ps__spec *spec, ps__step_hooks *hooks);
-void ps__step_leave(ps__step *s, ps__step_pools *pools);
-void ps__step_pools_free(ps__step_pools *pools);
+void ps__step_leave(ps__step *s, ps__step_arrays *arrays);
+void ps__step_arrays_free(ps__step_arrays *arrays);
 /* ps__step_map() - give the tensors their offsets; fill space_bytes. Errors: PS_ENOMEM. */
 ps_status ps__step_map(ps__step *s);
 /* ps__step_map_over() - map the emitted step @s so that it may run whenever no step of @t, which is
@@ -355,10 +355,10 @@ ps_status ps__step_build(ps__step *s, const ps_model *model, const ps__layout *l
                          const ps__spec *spec, ps__step_hooks *hooks);
 void ps__step_free(ps__step *s);
 /* ps__step_program() - the step as a program of the engine, with addresses. Errors: PS_ENOMEM.
- * ps__step_order() - the same in the place of all ops of @p, without the ops' arguments: what must
+ * ps__step_bare_program() - replaces @p's ops by the step's, without their arguments: what must
  * wait for what does not depend on them. It cannot be executed. */
 ps_status ps__step_program(const ps__step *s, ps_program **out);
-ps_status ps__step_order(const ps__step *s, ps_program *p);
+ps_status ps__step_bare_program(const ps__step *s, ps_program *p);
 /* ps__is_host_update() - whether an op of the step is an optimizer's update on the host. */
 bool ps__is_host_update(const ps__step *s, const ps__vop *op);
 

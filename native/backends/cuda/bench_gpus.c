@@ -127,22 +127,25 @@ static ps_status measure_copies(bench *b, ps_hardware *hw, double seconds) {
 
 /* ---- products and attention ------------------------------------------------------------------ */
 
-/* Besides what it allocates a GPU has room for kernels and libraries. */
-static bool has_memory(const bench *b, const ps_hardware *hw) {
-  const uint64_t need = ps__bench_memory_bytes(hw) + (512ull << 20);
-  for (uint32_t i = 0; i < b->n; i++) {
-    size_t free = 0, total;
-    char takes[32], there[32];
-    if (turn_to(b, &b->gpu[i]) == PS_OK && b->cu->MemGetInfo(&free, &total) == CUDA_SUCCESS &&
-        free >= need)
-      continue;
-    ps__log(PS_LOG_WARN,
-            "measuring products on %u GPUs at once takes %s of each, %s of GPU %u are free: plans "
-            "take the speed of one GPU",
-            b->n, ps__format_bytes(takes, need), ps__format_bytes(there, free), hw->device + i);
-    return false;
+/* Whether each GPU has enough memory free. Besides what is allocated some is for kernels and
+ * libraries. */
+static ps_status has_memory(const bench *b, const ps_hardware *hw, bool *out) {
+  const uint64_t takes = ps__bench_memory_bytes(hw) + (512ull << 20);
+  *out = true;
+  for (uint32_t i = 0; i < b->n && *out; i++) {
+    size_t left, total;
+    char need[32], there[32];
+    PS_TRY(turn_to(b, &b->gpu[i]));
+    PS__CUDA_TRY(b->cu, MemGetInfo(&left, &total));
+    *out = left >= takes;
+    if (!*out)
+      ps__log(
+          PS_LOG_WARN,
+          "measuring products on %u GPUs at once takes %s of each, %s of GPU %u are free: plans "
+          "take the speed of one GPU until nothing else uses them",
+          b->n, ps__format_bytes(need, takes), ps__format_bytes(there, left), hw->device + i);
   }
-  return true;
+  return PS_OK;
 }
 
 static ps_status open_compute(bench *b, uint32_t i, const ps_hardware *hw) {
@@ -260,10 +263,11 @@ static ps_status compare(bench *b, double *speed) {
 
 static ps_status measure_compute(bench *b, ps_hardware *hw) {
   double speed = 0;
-  if (!has_memory(b, hw))
+  bool fits = false;
+  ps_status st = has_memory(b, hw, &fits);
+  if (st == PS_OK && !fits)
     return PS_OK;
-  b->computed = true;
-  ps_status st = PS_OK;
+  b->computed = st == PS_OK;
   for (uint32_t i = 0; st == PS_OK && i < b->n; i++)
     st = open_compute(b, i, hw);
   if (st == PS_OK)

@@ -29,7 +29,8 @@ static ps_status measure_fp8(ps__bench *b, double seconds) {
   PS_TRY(ps__cuda_memory_used(b->hw->device, &before));
   PS_TRY(ps__bench_fp8(b, seconds));
   PS_TRY(ps__cuda_memory_used(b->hw->device, &after));
-  b->hw->fp8_overhead_bytes = after > before ? ps_round_up(after - before, 2u << 20) : 0;
+  if (b->hw->gemm_fp8[0].rows)
+    b->hw->fp8_overhead_bytes = after > before ? ps_round_up(after - before, 2u << 20) : 0;
   return PS_OK;
 }
 

@@ -12,7 +12,8 @@ ps_status ps__sim_create(ps__sim **out, const ps_schedule *schedule);
 void ps__sim_destroy(ps__sim *sim);
 
 /* ps__sim_set_costs() - what ops cost from now on.
- * @cost     [n_ops] in program order
+ * @cost     [n_ops] in program order. What cost[i].slower points to is borrowed until the stream's
+ *           costs are set again, or ps__sim_destroy()
  * @streams  bit s: of stream s. Other streams' ops keep the costs that they have.
  * Errors: PS_EINVAL; ps__sim_steps() must not follow then. */
 ps_status ps__sim_set_costs(ps__sim *sim, const ps_sim_cost *cost, uint64_t streams);
