@@ -268,8 +268,9 @@ PS_API ps_status ps_hardware_gpus_check(uint32_t device, uint32_t n);
  * happens.
  * @host_mem_bytes  cap of the process's host memory, 0: none. Where it or the system leaves less
  *                  than 4.3 GiB and 1 GiB a GPU, a line says so and n_gpus stays as it is.
- * Takes on each GPU a context and 4.4 GiB of device memory. Where a GPU has less, a line says so
- * and gpus_compute_speed is 0. Takes 15 cases of 0.4 s, and 5 s of products. Blocks.
+ * Takes on each GPU a context and 4.4 GiB of device memory. Where a GPU has less, a line says so,
+ * gpus_compute_speed is 0, and the next call tries again. Takes 15 cases of 0.4 s, and 5 s of
+ * products. Blocks.
  * Errors: as ps_hardware_gpus_check(); PS_ENOMEM. */
 PS_API ps_status ps_hardware_peers(ps_hardware *hw, uint32_t n, uint64_t host_mem_bytes);
 

@@ -378,14 +378,17 @@ static ps_status find_smallest(ps__search *s) {
   return st;
 }
 
-/* Whether all candidates cannot be evaluated, or evaluating them is not enough. */
+/* Whether all candidates cannot be evaluated, or evaluating them is not enough. Those for short
+ * host memory do not count: a lower cap of the host changes no search of the others. */
 static bool is_large(const ps__search *s) {
-  const size_t n = s->space.n_candidates;
-  double ops = 0;
-  for (size_t i = 0; i < n; i++)
-    ops += (double)s->space.microbatch[s->space.candidate[i].microbatch].n_ops;
+  double n = 0, ops = 0;
+  for (size_t i = 0; i < s->space.n_candidates; i++)
+    if (s->space.candidate[i].keep.blocks == 0) {
+      ops += (double)s->space.microbatch[s->space.candidate[i].microbatch].n_ops;
+      n++;
+    }
   return ops > LARGE_SPACE_OPS ||
-         (s->plan->hw.backend == PS_BACKEND_CUDA && ops > LONG_STEP_OPS * (double)n);
+         (s->plan->hw.backend == PS_BACKEND_CUDA && ops > LONG_STEP_OPS * n);
 }
 
 /* The fastest plan under @s's caps, in s->best. */

@@ -217,6 +217,7 @@ class Trainer(Owner):
                           counts the step's tokens; logits is a float32 array of the vocabulary's
                           size, valid during the call
     progress              progress(what, done_bytes, total_bytes) is called while weights are loaded
+                          and before it; total_bytes is 0 in a stage that is not counted in bytes
 
     Threads: calls of several threads take turns. Any thread may call cancel(), where() and
     steps_done at any time, also inside batch().

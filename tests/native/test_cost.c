@@ -406,24 +406,27 @@ static void sums_take_time_from_their_gpu(const ps_hardware *hw) {
   }
 }
 
+static const ps__args_gemm some_product = {
+    .m = 256, .n = 64, .k = 64, .dt_a = PS_BF16, .dt_b = PS_BF16, .dt_c = PS_BF16};
+static const ps__args_gemm_fp8 some_fp8_product = {.m = 256, .n = 64, .k = 64};
+static const ps__args_attention some_attention = {.n_tokens = 256,
+                                                  .n_heads = 4,
+                                                  .n_kv_heads = 2,
+                                                  .head_dim = 64,
+                                                  .dt = PS_BF16,
+                                                  .document_rows = 256};
+typedef struct speed_case {
+  const ps_kernel *kernel;
+  const void *args;
+  bool slower;
+} speed_case;
+
 /* Attention between FP8 products takes the time that its speed there says; nothing else does. */
 static void fp8_slows_attention(const ps_hardware *hw) {
-  const ps__args_gemm g = {
-      .m = 256, .n = 64, .k = 64, .dt_a = PS_BF16, .dt_b = PS_BF16, .dt_c = PS_BF16};
-  const ps__args_attention a = {.n_tokens = 256,
-                                .n_heads = 4,
-                                .n_kv_heads = 2,
-                                .head_dim = 64,
-                                .dt = PS_BF16,
-                                .document_rows = 256};
-  const struct {
-    const ps_kernel *kernel;
-    const void *args;
-    bool slower;
-  } op[] = {{&ps__k_gemm, &g, false},
-            {&ps__k_attention_fwd, &a, true},
-            {&ps__k_attention_bwd, &a, true},
-            {&ps__k_rmsnorm_fwd, NULL, false}};
+  const speed_case op[] = {{&ps__k_gemm, &some_product, false},
+                           {&ps__k_attention_fwd, &some_attention, true},
+                           {&ps__k_attention_bwd, &some_attention, true},
+                           {&ps__k_rmsnorm_fwd, NULL, false}};
   const uint32_t compute = ps__places_of(1, 1)->dev[0].compute;
   const ps_work work = {.flops = 1e9, .bytes = 1e6};
   for (int known = 0; known < 2; known++) {
@@ -437,8 +440,8 @@ static void fp8_slows_attention(const ps_hardware *hw) {
                      (known && op[i].slower ? 0.8 : 1)));
     /* 32,768 keys a row, 8 times those of the measurement */
     const ps_work longer = {.flops = 4.0 * 4 * 64 * 256 * 32768};
-    CHECK(same(ps__cost_ns(&in_fp8, &ps__k_attention_fwd, compute, &a, longer),
-               ps__cost_ns(&in_bf16, &ps__k_attention_fwd, compute, &a, longer) /
+    CHECK(same(ps__cost_ns(&in_fp8, &ps__k_attention_fwd, compute, &some_attention, longer),
+               ps__cost_ns(&in_bf16, &ps__k_attention_fwd, compute, &some_attention, longer) /
                    (known ? 1 - 0.2 / 8 : 1)));
   }
 }
@@ -481,24 +484,11 @@ static void narrow_heads_have_their_own_speed(const ps_hardware *hw) {
 /* Of as many GPUs as were measured at once, products and attention have the speed there. Norms do
  * not, nor does any op of fewer or more GPUs. */
 static void gpus_that_compute_at_once_are_slower(const ps_hardware *of) {
-  const ps__args_gemm g = {
-      .m = 256, .n = 64, .k = 64, .dt_a = PS_BF16, .dt_b = PS_BF16, .dt_c = PS_BF16};
-  const ps__args_gemm_fp8 g8 = {.m = 256, .n = 64, .k = 64};
-  const ps__args_attention a = {.n_tokens = 256,
-                                .n_heads = 4,
-                                .n_kv_heads = 2,
-                                .head_dim = 64,
-                                .dt = PS_BF16,
-                                .document_rows = 256};
-  const struct {
-    const ps_kernel *kernel;
-    const void *args;
-    bool slower;
-  } op[] = {{&ps__k_gemm, &g, true},
-            {&ps__k_gemm_fp8, &g8, true},
-            {&ps__k_attention_fwd, &a, true},
-            {&ps__k_attention_bwd, &a, true},
-            {&ps__k_rmsnorm_fwd, NULL, false}};
+  const speed_case op[] = {{&ps__k_gemm, &some_product, true},
+                           {&ps__k_gemm_fp8, &some_fp8_product, true},
+                           {&ps__k_attention_fwd, &some_attention, true},
+                           {&ps__k_attention_bwd, &some_attention, true},
+                           {&ps__k_rmsnorm_fwd, NULL, false}};
   const ps_work work = {.flops = 1e9, .bytes = 1e6};
   ps_hardware hw = *of, known;
   hw.backend = PS_BACKEND_CUDA;

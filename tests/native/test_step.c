@@ -30,7 +30,7 @@ typedef struct built {
 
 /* 24 rounds of bf16, all saved activations offloaded. Totals have 24 contributions and low bytes.
  * In the first round the offloaded activations are aliases of gradients. */
-static void build(built *b) {
+static void build(built *b, uint32_t n_hosts) {
   CHECK(ps__model_create(&b->model, &model, PS_BF16, SEQ_LEN, 0, NULL, NULL, NULL) == PS_OK);
   CHECK(ps__layout_init(&b->layout, SEQ_LEN, N_SEQUENCES, SEQ_LEN, 1, 0, 0) == PS_OK);
   CHECK(ps__spec_init(&b->spec, b->model, &b->layout) == PS_OK);
@@ -39,10 +39,18 @@ static void build(built *b) {
   b->spec.chunks_per_round = b->spec.first_round_chunks = 1;
   b->spec.head_slice = SEQ_LEN;
   b->spec.clip = true;
+  b->spec.n_hosts = n_hosts;
   b->spec.param_lead = b->spec.saved_lead = b->spec.saved_lag = b->spec.grad_lag = 1;
   memset(b->spec.policy, PS_POLICY_HOST,
          (size_t)b->spec.n_layers * b->spec.n_chunks * b->spec.n_saved);
   CHECK(ps__step_build(&b->step, b->model, &b->layout, &b->spec, &b->hooks) == PS_OK);
+}
+
+static void destroy(built *b) {
+  ps__step_free(&b->step);
+  ps_model_destroy(b->model);
+  ps__spec_free(&b->spec);
+  ps__layout_free(&b->layout);
 }
 
 static bool map_valid(const ps__step *s) {
@@ -208,19 +216,52 @@ static void test_first_rounds(void) {
   printf("ok first rounds are as many and as large as asked for\n");
 }
 
+/* The first or last op of the unit that op @of is about; n_op: there is none. */
+static size_t find_op(const ps__step *s, const ps__vop *of, const char *name, bool last) {
+  size_t found = s->n_op;
+  for (size_t i = 0; i < s->n_op && (last || found == s->n_op); i++) {
+    const ps__vop *op = &s->op[i];
+    if (op->kernel && strcmp(op->kernel->name, name) == 0 && op->tag.layer == of->tag.layer &&
+        op->tag.chunk == of->tag.chunk)
+      found = i;
+  }
+  return found;
+}
+
+/* The host's stream adds a unit's last contribution, and its exchange is issued, before that stream
+ * waits for the exchange of the unit before. */
+static void test_exchanges(void) {
+  built b = {0};
+  build(&b, 2);
+  const ps__step *s = &b.step;
+  uint32_t n = 0;
+  for (size_t i = 0, before = 0; i < s->n_op; i++) {
+    if (!s->op[i].kernel || strcmp(s->op[i].kernel->name, "exchange_totals"))
+      continue;
+    if (n++) {
+      const size_t squares = find_op(s, &s->op[before], "sumsq_host", false);
+      const size_t added = find_op(s, &s->op[i], "accumulate_host", true);
+      CHECK(squares < s->n_op && added < s->n_op);
+      CHECK(added < squares && i < squares);
+    }
+    before = i;
+  }
+  CHECK(n == b.model->n_units);
+  destroy(&b);
+  printf("ok a unit's exchange runs beside the next unit's sums\n");
+}
+
 int main(void) {
   built b = {0};
   const int64_t before = ps__live_allocations();
   test_first_rounds();
-  build(&b);
+  test_exchanges();
+  build(&b, 1);
   test_two_tensors();
   test_chain();
   test_memmap(&b.step);
   test_step(&b.step);
-  ps__step_free(&b.step);
-  ps_model_destroy(b.model);
-  ps__spec_free(&b.spec);
-  ps__layout_free(&b.layout);
+  destroy(&b);
   CHECK(ps__live_allocations() == before);
   return 0;
 }

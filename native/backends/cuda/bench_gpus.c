@@ -142,7 +142,7 @@ static ps_status has_memory(const bench *b, const ps_hardware *hw, bool *out) {
       ps__log(
           PS_LOG_WARN,
           "measuring products on %u GPUs at once takes %s of each, %s of GPU %u are free: plans "
-          "take the speed of one GPU until nothing else uses them",
+          "take the speed of one GPU; end what else uses it, and the next plan measures again",
           b->n, ps__format_bytes(need, takes), ps__format_bytes(there, left), hw->device + i);
   }
   return PS_OK;
