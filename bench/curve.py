@@ -17,7 +17,11 @@ RECIPE~2       the same recipe with another seed of stochastic rounding; its dis
 fp8-broken     recipe fp8 of --broken-build, whose scales are 2^14 times too large: `make BUILD=DIR
                CPPFLAGS=-DPS_FP8_COARSER=14 NVCCFLAGS=-DPS_FP8_COARSER=14`. It may end after
                --broken-steps, as one that is broken shows it soon
+fp8:OPTIONS    some of first=N, last=N, down and head, as the options --fp8-bf16-first and so on of
+               `penstock train`: fp8:first=2,down
 torch-masters  PyTorch eager: fused AdamW on fp32 parameters, bf16 copies of them in the products
+torch-fp8      the same with FP8 operands, of bench/torch_fp8.py; torch-fp8:x,w has but these in FP8
+               (x: activations, w: weights, dy: gradients of outputs)
 torch-nearest  PyTorch eager: fused AdamW on bf16 parameters and moments, rounded to nearest even
 torch-fp32     PyTorch eager: everything in fp32
 
@@ -38,6 +42,7 @@ The default model has 12 layers of 768: 90 to 130 million parameters, by the dat
 import argparse
 import concurrent.futures
 import csv
+import hashlib
 import itertools
 import json
 import os
@@ -51,7 +56,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parent / part) for part in ("", "sweep")]
 
 import curve_sides  # noqa: E402
-from curve_sides import BETAS, BROKEN, CLIP, DECAY, EPS, TORCH, recipe_of  # noqa: E402
+from curve_sides import BETAS, BROKEN, CLIP, DECAY, EPS, Curve  # noqa: E402
 from machine import commit, die_with_parent, machine  # noqa: E402
 
 LLAMA = {
@@ -103,28 +108,28 @@ def parse():
     )
     ap.add_argument("--commit", help="commit to record (default: git's)")
     ap.add_argument("--one", help=argparse.SUPPRESS)  # a training: the process of its own
+    ap.add_argument(
+        "--end-after", type=int, help="the steps after which all curves end (default: --steps)"
+    )
     a = ap.parse_args()
     if not a.draw and not (a.data and a.out):
         ap.error("--data and --out are needed, or --draw")
     if a.jobs < 1 or a.steps < 5:
         ap.error("--jobs is at least 1, and --steps at least 5")
-    if a.broken_steps is not None and not 5 <= a.broken_steps <= a.steps:
-        ap.error("--broken-steps is at least 5 and at most --steps")
+    for name, value in (("broken-steps", a.broken_steps), ("end-after", a.end_after)):
+        if value is not None and not 5 <= value <= a.steps:
+            ap.error(f"--{name} is at least 5 and at most --steps")
     return a
 
 
 def check_curves(a):
-    from penstock.plan import RECIPES
-
-    for name in a.curves:
-        recipe, _, other = name.partition("~")
-        if name == BROKEN and not a.broken_build:
-            sys.exit(f"curve.py: --curves {name}: give its --broken-build too")
-        numbered = other.isdecimal() and int(other) > 1
-        known = recipe in RECIPES and (name == recipe or numbered)
-        if not known and name not in (BROKEN, *TORCH):
-            names = ", ".join([*RECIPES, BROKEN, *TORCH])
-            sys.exit(f"curve.py: --curves {name}: give {names}, or a recipe with ~2")
+    for text in a.curves:
+        try:
+            curve = Curve(text)
+        except ValueError as e:
+            sys.exit(f"curve.py: --curves {text}: {e}")
+        if curve.name == BROKEN and not a.broken_build:
+            sys.exit(f"curve.py: --curves {text}: give its --broken-build too")
 
 
 # ---- the trainings -------------------------------------------------------------------------------
@@ -143,6 +148,10 @@ def config_of(a):
     return config
 
 
+def sha256_of(path):
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
 def settings_of(a):
     """What all trainings of a result share, and where they run."""
     from penstock import Dataset, Hardware
@@ -153,6 +162,7 @@ def settings_of(a):
         "device": hardware.device_name or hardware.name,
         "backend": "cuda" if hardware.backend else "cpu",
         "steps": a.steps,
+        "end_after": a.end_after,
         "broken_steps": a.broken_steps,
         "seq_len": a.seq_len,
         "tokens_per_step": a.tokens,
@@ -164,6 +174,7 @@ def settings_of(a):
         "device_mem": a.device_mem,
         "micro": a.micro,
         "data": [Path(d).name for d in a.data],
+        "data_sha256": [sha256_of(d) for d in a.data],
         "data_sequences": Dataset(a.data, 1 << 16).n_sequences(a.seq_len),
     }
 
@@ -183,7 +194,7 @@ def training(name, seed, settings, broken_build):
         stdout=subprocess.PIPE,
         text=True,
         preexec_fn=die_with_parent(),
-        env=os.environ | ({"PENSTOCK_BUILD": broken_build} if name == BROKEN else {}),
+        env=os.environ | ({"PENSTOCK_BUILD": broken_build} if Curve(name).name == BROKEN else {}),
     )
     if done.returncode:
         sys.exit(f"curve.py: {name}, seed {seed}: ended with exit code {done.returncode}")
@@ -309,7 +320,7 @@ def gate_of(result):
     gate = []
     for (curve, seed), r in of.items():
         same, other = of.get(("bf16", seed)), of.get(("bf16~2", seed))
-        if curve in TORCH or not recipe_of(curve)[0].startswith("fp8") or not (same and other):
+        if not (Curve(curve).is_fp8 and same and other):
             continue
         apart, n_steps = gap(r, same)
         allowed = max(0.01, abs(gap(other, same, n_steps)[0]))

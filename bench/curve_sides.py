@@ -21,6 +21,7 @@ BETAS, EPS, DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0
 BROKEN = "fp8-broken"
 TORCH = {
     "torch-masters": ("float32", "bfloat16"),
+    "torch-fp8": ("float32", "bfloat16"),
     "torch-nearest": ("bfloat16", "bfloat16"),
     "torch-fp32": ("float32", "float32"),
 }
@@ -72,7 +73,7 @@ class Batches:
 # ---- the two sides -------------------------------------------------------------------------------
 
 
-def penstock_side(recipe, a, where, batches, lrs, seed, n_steps):
+def penstock_side(recipe, options, a, where, batches, lrs, seed):
     from penstock import Hardware, ModelConfig, Plan, Trainer
 
     hardware = Hardware.estimate(0, a.backend)
@@ -87,6 +88,7 @@ def penstock_side(recipe, a, where, batches, lrs, seed, n_steps):
         one_document=True,
         keep_grads=False,
         trace_steps=0,
+        **options,
     )
     began = time.time()
     with Trainer(
@@ -105,20 +107,24 @@ def penstock_side(recipe, a, where, batches, lrs, seed, n_steps):
         clip_norm=CLIP,
         seed=seed,
     ) as trainer:
-        metrics = list(trainer.steps(n_steps))
-    if not np.allclose([m.lr for m in metrics], lrs[:n_steps], rtol=1e-9, atol=0):
+        metrics = list(trainer.steps(len(lrs)))
+    if not np.allclose([m.lr for m in metrics], lrs, rtol=1e-9, atol=0):
         sys.exit("curve.py: the trainer had other learning rates than schedule() says")
-    return {
+    figures = {
         "loss": [m.loss for m in metrics],
         "grad_norm": [m.grad_norm for m in metrics],
         "seconds": time.time() - began,
         "device_peak_bytes": max(m.device_peak_bytes for m in metrics),
         "planned_device_bytes": plan.report["device_used_bytes"],
     }
+    if recipe.startswith("fp8"):
+        figures["flushed_most"] = [float(f"{m.fp8_flushed_most:.3g}") for m in metrics]
+    return figures
 
 
-def torch_side(name, a, where, batches, lrs):
+def torch_side(name, options, a, where, batches, lrs):
     import torch
+    import torch_fp8
     import torch_llama
     from penstock import ModelConfig
     from safetensors.torch import load_file
@@ -135,7 +141,8 @@ def torch_side(name, a, where, batches, lrs):
         for n, w in weights.items()
     }
     used = {n: w.detach().to(computed, copy=True).requires_grad_() for n, w in master.items()}
-    net = torch_llama.Llama(ModelConfig.read(where), used)
+    make = torch_fp8.Llama if name == "torch-fp8" else torch_llama.Llama
+    net = make(ModelConfig.read(where), used, **options)
     groups = [
         {"params": [w for w in master.values() if w.dim() == d], "weight_decay": decay}
         for d, decay in ((2, DECAY), (1, 0.0))
@@ -181,12 +188,54 @@ def torch_side(name, a, where, batches, lrs):
     }
 
 
-def recipe_of(name):
-    """A curve's recipe and what is added to the seed of its stochastic rounding."""
-    if name == BROKEN:
-        return "fp8", 0
-    recipe, _, other = name.partition("~")
-    return recipe, int(other or 1) - 1
+class Curve:
+    """What a curve's name says: NAME[:OPTION[=N],...][~SEED].
+
+    name      a recipe, fp8-broken, or one of TORCH
+    options   arguments of Plan, or of torch_fp8.Llama
+    rounding  0, and for ~2 and on the number added to the seed of stochastic rounding
+    ValueError: no such curve; its text says which there are.
+    """
+
+    # of FP8's curves: an option, and its argument of Plan
+    OPTIONS = {
+        "first": "fp8_bf16_first",
+        "last": "fp8_bf16_last",
+        "down": "fp8_bf16_down",
+        "head": "fp8_head",
+    }
+    OPERANDS = ("x", "w", "dy")
+
+    def __init__(self, text):
+        from penstock.plan import RECIPES
+
+        body, tilde, seed = text.partition("~")
+        self.name, colon, options = body.partition(":")
+        given = options.split(",") if colon else []
+        if self.name not in (*RECIPES, BROKEN, *TORCH) or (
+            tilde and (self.name not in RECIPES or not seed.isdecimal() or int(seed) < 2)
+        ):
+            names = ", ".join([*RECIPES, BROKEN, *TORCH])
+            raise ValueError(f"give {names}, or a recipe with ~2")
+        self.rounding = int(seed or 1) - 1
+        self.is_torch = self.name in TORCH
+        self.is_fp8 = not self.is_torch and self.name.startswith("fp8")
+        self.options = {}
+        if self.name == "torch-fp8":
+            if not set(given) <= set(self.OPERANDS):
+                raise ValueError(f"after the colon give some of {', '.join(self.OPERANDS)}")
+            self.options = {"operands": given} if given else {}
+        elif given and not self.is_fp8:
+            raise ValueError("only curves of FP8 have options")
+        else:
+            self.options = dict(map(self._option, given))
+
+    def _option(self, text):
+        name, equals, number = text.partition("=")
+        counted = name in ("first", "last")
+        if name not in self.OPTIONS or counted != bool(equals) or counted != number.isdecimal():
+            raise ValueError("after the colon give first=N, last=N, down, head")
+        return self.OPTIONS[name], int(number) if counted else True
 
 
 def train(name, seed, a, folder):
@@ -194,9 +243,12 @@ def train(name, seed, a, folder):
     where = make_model(a.model_config, folder, seed)
     vocab = a.model_config["vocab_size"]
     batches = Batches(a.data, a.seq_len, a.tokens, a.steps, vocab, seed)
-    lrs = schedule(a.lr, a.steps)
-    if name in TORCH:
-        return torch_side(name, a, where, batches, lrs)
-    recipe, more = recipe_of(name)
-    n_steps = a.broken_steps if name == BROKEN and a.broken_steps else a.steps
-    return penstock_side(recipe, a, where, batches, lrs, seed + 1000 * more, n_steps)
+    curve = Curve(name)
+    ends = [a.steps, a.end_after, a.broken_steps if curve.name == BROKEN else None]
+    lrs = schedule(a.lr, a.steps)[: min(n for n in ends if n)]
+    if curve.is_torch:
+        return torch_side(curve.name, curve.options, a, where, batches, lrs)
+    recipe = "fp8" if curve.name == BROKEN else curve.name
+    return penstock_side(
+        recipe, curve.options, a, where, batches, lrs, seed + 1000 * curve.rounding
+    )

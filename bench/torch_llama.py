@@ -42,6 +42,9 @@ class Llama:
             self._angles[seq, device] = cos_sin
         return self._angles[seq, device]
 
+    def _linear(self, y, w):
+        return f.linear(y, w)
+
     def _block(self, x, cos, sin, norm_1, q, k, v, o, norm_2, gate, up, down):
         m = self.m
         n, s, _ = x.shape
@@ -51,7 +54,7 @@ class Llama:
             return (t * cos + torch.cat([-t[..., half:], t[..., :half]], -1) * sin).to(t.dtype)
 
         y = f.rms_norm(x, (m.dim,), norm_1, m.norm_eps)
-        heads = [f.linear(y, w).view(n, s, -1, m.head_dim).transpose(1, 2) for w in (q, k, v)]
+        heads = [self._linear(y, w).view(n, s, -1, m.head_dim).transpose(1, 2) for w in (q, k, v)]
         out = f.scaled_dot_product_attention(
             rot(heads[0]),
             rot(heads[1]),
@@ -59,9 +62,9 @@ class Llama:
             is_causal=True,
             enable_gqa=m.n_heads != m.n_kv_heads,
         )
-        x = x + f.linear(out.transpose(1, 2).reshape(n, s, -1), o)
+        x = x + self._linear(out.transpose(1, 2).reshape(n, s, -1), o)
         y = f.rms_norm(x, (m.dim,), norm_2, m.norm_eps)
-        return x + f.linear(f.silu(f.linear(y, gate)) * f.linear(y, up), down)
+        return x + self._linear(f.silu(self._linear(y, gate)) * self._linear(y, up), down)
 
     def hidden(self, ids, call=None):
         """The last block's output [n, S, dim]. call(block, *arguments): how a block is called, such

@@ -86,9 +86,45 @@ def test_fp8_has_a_gate_and_its_broken_build_is_named(tiny_shard, tmp_path):
     with open(tmp_path / "short.csv") as file:
         column = [row["fp8-broken seed 1"] for row in csv.DictReader(file)]
     assert len(column) == STEPS and all(column[:5]) and not any(column[5:])
-    for name in ("fp8-broken", "bf16~", "bf16~1", "torch-fp32~2"):
+
+
+def test_a_name_that_is_no_curve_is_answered(tiny_shard, tmp_path):
+    for name, said in {
+        "fp8-broken": "give its --broken-build too",
+        "bf16~": "give fp32, ",
+        "bf16~1": "give fp32, ",
+        "torch-fp32~2": "give fp32, ",
+        "fp9": "give fp32, ",
+        "bf16:down": "only curves of FP8 have options",
+        "fp8:first": "after the colon give first=N, last=N, down, head",
+        "fp8:": "after the colon give first=N, last=N, down, head",
+        "fp8:down=1": "after the colon give first=N, last=N, down, head",
+        "torch-fp8:x,z": "after the colon give some of x, w, dy",
+    }.items():
         done = run(tmp_path / "no", tiny_shard, "--curves", name, code=1)
-        assert done.stderr.startswith(f"curve.py: --curves {name}: give ")
+        assert done.stderr.startswith(f"curve.py: --curves {name}: {said}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_of_fp8_and_its_control_in_pytorch(tiny_shard, tmp_path):
+    """One block at each end in bf16 is the default. PyTorch's products have the same FP8 operands as ours:
+    the two are as near to one another as without FP8, and each is farther from bf16."""
+    names = ["bf16", "fp8", "fp8:first=1,last=1", "fp8:first=2~2", "fp32-master", "fp8-master"]
+    names += ["torch-masters", "torch-fp8", "torch-fp8:w"]
+    run(tmp_path / "o", tiny_shard, "--end-after", 6, "--curves", *names)
+    result = json.loads((tmp_path / "o.json").read_text())
+    of = {name: loss(result, name) for name in names}
+    assert {len(x) for x in of.values()} == {6}
+    assert len({tuple(x) for x in of.values()}) == len(names) - 1
+    assert of["fp8:first=1,last=1"] == of["fp8"]
+    assert len(result["data_sha256"]) == 1 and result["end_after"] == 6
+
+    def distance(one, other):
+        return max(abs(a - b) for a, b in zip(of[one], of[other]))
+
+    same = max(distance("fp8-master", "torch-fp8"), distance("fp32-master", "torch-masters"))
+    for one, other in (("fp8-master", "fp32-master"), ("torch-fp8", "torch-masters")):
+        assert same < distance(one, other), (same, distance(one, other))
 
 
 def loss(result, name, seed=1):
