@@ -115,8 +115,8 @@ static double attention_rate(const ps_hardware *hw, const ps__args_attention *a,
          slice_factor(table, (a->row0 + rows) / rows, backward);
 }
 
-/* Keys a row of sequences of 8,192 and of 32,768 tokens. */
-static const double USUAL_KEYS = 4096, LONG_KEYS = 16384;
+/* Keys a row of sequences of 8,192 and of 131,072 tokens. */
+static const double USUAL_KEYS = 4096, LONG_KEYS = 65536;
 
 /* The table's rates are those of heads of 128. Between two lengths the speed of narrower heads
  * follows the logarithm of the keys a row; beyond them it is that of the nearer. */

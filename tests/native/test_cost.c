@@ -452,8 +452,8 @@ static void narrow_heads_have_their_own_speed(const ps_hardware *hw) {
     double keys, forward, backward;
   } by_length[] = {{1024, 0.6, 0.7},
                    {4096, 0.6, 0.7},
-                   {8192, 0.7, 0.75},
-                   {16384, 0.8, 0.8},
+                   {16384, 0.7, 0.75},
+                   {65536, 0.8, 0.8},
                    {1 << 17, 0.8, 0.8}};
   const uint32_t compute = ps__places_of(1, 1)->dev[0].compute;
   ps_hardware known = *hw;

@@ -24,8 +24,10 @@ enum {
   ATTENTION_LONG = 2,
   GEMM_USUAL = 2
 };
-/* Of the other's time: about a block's at a sequence of 8192. */
-static const double PRODUCTS_SHARE = 1.5, FP8_PRODUCTS_SHARE = 0.8, ATTENTION_SHARE = 0.6;
+/* Of the other's time: about a block's at a sequence of 8192. LONG: products beside attention with
+ * heads of 64 in 1B at a sequence of 131,072. */
+static const double PRODUCTS_SHARE = 1.5, FP8_PRODUCTS_SHARE = 0.8, ATTENTION_SHARE = 0.6,
+                    LONG_PRODUCTS_SHARE = 0.25;
 
 /* ---- products -------------------------------------------------------------------------------- */
 
@@ -207,11 +209,11 @@ static ps_status prepare_attention(ps__bench *b, const ps_attention_rate *r, uin
   return ps__bench_settle(b);
 }
 
-/* The rates of @r's shape; @fits as above. */
-static ps_status time_attention(ps__bench *b, double seconds, uint32_t head_dim,
+/* The rates of @r's shape between products that take @share of its time; @fits as above. */
+static ps_status time_attention(ps__bench *b, double seconds, uint32_t head_dim, double share,
                                 ps_attention_rate *r, bool *fits) {
   const ps__args_attention a = attention_args(r, head_dim);
-  const ps__timed t = {run_attention, &a, 2, usual_products, PRODUCTS_SHARE};
+  const ps__timed t = {run_attention, &a, 2, usual_products, share};
   const double pairs = (double)r->rows * (0.5 * r->rows / r->packed + a.row0) * HEADS * HEAD_DIM;
   double s[MAX_PARTS];
   PS_TRY(prepare_attention(b, r, head_dim, fits));
@@ -230,7 +232,7 @@ static ps_status measure_attention(ps__bench *b, int which, double seconds) {
   ps_attention_rate r = attention_shapes[which];
   bool fits;
   uint32_t i = 0;
-  PS_TRY(time_attention(b, seconds, HEAD_DIM, &r, &fits));
+  PS_TRY(time_attention(b, seconds, HEAD_DIM, PRODUCTS_SHARE, &r, &fits));
   if (!fits) {
     ps__log(PS_LOG_WARN, "attention of %u rows on %u keys, %u packed, %s: not measured", r.rows,
             r.kv_rows, r.packed,
@@ -258,14 +260,15 @@ static const ps_attention_rate *measured(const ps_hardware *hw, int which) {
   return NULL;
 }
 
-/* Heads of 64 of shape @which beside those of 128, whose rates are in the table. */
-static ps_status measure_heads64(ps__bench *b, double seconds, int which, double *forward,
-                                 double *backward) {
+/* Heads of 64 of shape @which, between products of @share, beside those of 128, whose rates are in
+ * the table. */
+static ps_status measure_heads64(ps__bench *b, double seconds, int which, double share,
+                                 double *forward, double *backward) {
   const ps_attention_rate *of_128 = measured(b->hw, which);
   ps_attention_rate r = attention_shapes[which];
   bool fits = false;
   if (of_128)
-    PS_TRY(time_attention(b, seconds, NARROW_HEAD_DIM, &r, &fits));
+    PS_TRY(time_attention(b, seconds, NARROW_HEAD_DIM, share, &r, &fits));
   if (!fits) {
     ps__log(PS_LOG_WARN, "attention of %u rows with heads of %d: not measured", r.rows,
             NARROW_HEAD_DIM);
@@ -467,9 +470,10 @@ ps_status ps__bench_prepare(ps__bench *b) {
 ps_status ps__bench_attention(ps__bench *b, double seconds) {
   for (int i = 0; i < N_ATTENTION; i++)
     PS_TRY(measure_attention(b, i, seconds));
-  PS_TRY(measure_heads64(b, seconds, ATTENTION_USUAL, &b->hw->heads64_attention_speed,
-                         &b->hw->heads64_attention_bwd_speed));
-  return measure_heads64(b, seconds, ATTENTION_LONG, &b->hw->heads64_long_attention_speed,
+  PS_TRY(measure_heads64(b, seconds, ATTENTION_USUAL, PRODUCTS_SHARE,
+                         &b->hw->heads64_attention_speed, &b->hw->heads64_attention_bwd_speed));
+  return measure_heads64(b, seconds, ATTENTION_LONG, LONG_PRODUCTS_SHARE,
+                         &b->hw->heads64_long_attention_speed,
                          &b->hw->heads64_long_attention_bwd_speed);
 }
 
