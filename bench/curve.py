@@ -17,11 +17,11 @@ RECIPE~2       the same recipe with another seed of stochastic rounding; its dis
 fp8-broken     recipe fp8 of --broken-build, whose scales are 2^14 times too large: `make BUILD=DIR
                CPPFLAGS=-DPS_FP8_COARSER=14 NVCCFLAGS=-DPS_FP8_COARSER=14`. It may end after
                --broken-steps, as one that is broken shows it soon
-fp8:OPTIONS    some of first=N, last=N, down and head, as the options --fp8-bf16-first and so on of
-               `penstock train`: fp8:first=2,down
+fp8:OPTIONS    some of first=N, last=N, down, head and exact, as the options --fp8-bf16-first and so
+               on of `penstock train`: fp8:first=2,down
 torch-masters  PyTorch eager: fused AdamW on fp32 parameters, bf16 copies of them in the products
-torch-fp8      the same with FP8 operands, of bench/torch_fp8.py; torch-fp8:x,w has but these in FP8
-               (x: activations, w: weights, dy: gradients of outputs)
+torch-fp8      the same with FP8 operands and sums in fp32, of bench/torch_fp8.py; torch-fp8:x,w has
+               but these in FP8 (x: activations, w: weights, dy: gradients of outputs)
 torch-nearest  PyTorch eager: fused AdamW on bf16 parameters and moments, rounded to nearest even
 torch-fp32     PyTorch eager: everything in fp32
 
@@ -109,7 +109,9 @@ def parse():
     ap.add_argument("--commit", help="commit to record (default: git's)")
     ap.add_argument("--one", help=argparse.SUPPRESS)  # a training: the process of its own
     ap.add_argument(
-        "--end-after", type=int, help="the steps after which all curves end (default: --steps)"
+        "--end-after",
+        type=int,
+        help="the steps after which all curves end; their learning rates stay those of --steps",
     )
     a = ap.parse_args()
     if not a.draw and not (a.data and a.out):

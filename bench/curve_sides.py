@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "bench")]
 
 BETAS, EPS, DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0
-# What PyTorch's AdamW updates, and what it computes with. The first keeps fp32 parameters and
-# moments and computes with copies. The others have parameters and moments of one dtype, and what an
-# update stores is rounded to nearest even: what an optimizer in bf16 does when nobody cares.
 BROKEN = "fp8-broken"
+# What PyTorch's AdamW updates, and what it computes with. The first two keep fp32 parameters and
+# moments and compute with copies. The others have parameters and moments of one dtype, and what an
+# update stores is rounded to nearest even: what an optimizer in bf16 does when nobody cares.
 TORCH = {
     "torch-masters": ("float32", "bfloat16"),
     "torch-fp8": ("float32", "bfloat16"),
@@ -203,6 +203,7 @@ class Curve:
         "last": "fp8_bf16_last",
         "down": "fp8_bf16_down",
         "head": "fp8_head",
+        "exact": "fp8_exact",
     }
     OPERANDS = ("x", "w", "dy")
 
@@ -234,7 +235,7 @@ class Curve:
         name, equals, number = text.partition("=")
         counted = name in ("first", "last")
         if name not in self.OPTIONS or counted != bool(equals) or counted != number.isdecimal():
-            raise ValueError("after the colon give first=N, last=N, down, head")
+            raise ValueError("after the colon give first=N, last=N, down, head, exact")
         return self.OPTIONS[name], int(number) if counted else True
 
 

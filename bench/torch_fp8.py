@@ -1,7 +1,10 @@
-"""A Llama in PyTorch whose products have FP8 operands: the control of Penstock's recipe fp8, for any
+"""A Llama in PyTorch whose products have FP8 operands: a control of Penstock's recipe fp8, for any
 device. Each operand is rounded to FP8 and back, and multiplied in bf16. Every number of e4m3 and
-e5m2 times a power of two is one of bf16, so such a product has the operands of an FP8 product, and
-sums in fp32.
+e5m2 times a power of two is one of bf16, so such a product has the operands of an FP8 product.
+
+It differs from Penstock in two things. Sums are in fp32, as with Penstock's option fp8_exact. And
+each weight and each gradient has a scale of its own, where Penstock has one for q, k and v together
+and one for gate and up; a scale is of what PyTorch computes at once, Penstock's is of a chunk.
 """
 
 import torch

@@ -11,10 +11,12 @@ import sys
 import numpy as np
 import pytest
 import tolerance
+import torch
 from conftest import BUILD, ROOT
 
 sys.path[:0] = [str(ROOT / "bench")]
 import curve  # noqa: E402
+import torch_fp8  # noqa: E402
 
 STEPS = 10
 
@@ -96,9 +98,10 @@ def test_a_name_that_is_no_curve_is_answered(tiny_shard, tmp_path):
         "torch-fp32~2": "give fp32, ",
         "fp9": "give fp32, ",
         "bf16:down": "only curves of FP8 have options",
-        "fp8:first": "after the colon give first=N, last=N, down, head",
-        "fp8:": "after the colon give first=N, last=N, down, head",
-        "fp8:down=1": "after the colon give first=N, last=N, down, head",
+        "torch-masters:x": "only curves of FP8 have options",
+        "fp8:first": "after the colon give first=N, last=N, down, head, exact",
+        "fp8:": "after the colon give first=N, last=N, down, head, exact",
+        "fp8:down=1": "after the colon give first=N, last=N, down, head, exact",
         "torch-fp8:x,z": "after the colon give some of x, w, dy",
     }.items():
         done = run(tmp_path / "no", tiny_shard, "--curves", name, code=1)
@@ -106,17 +109,44 @@ def test_a_name_that_is_no_curve_is_answered(tiny_shard, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_product_of_the_control_by_hand():
+    """Scales are the least powers of two: 1 for 448 and 2 for 449. A number between two of e4m3
+    goes to the nearer one, and to the even one in the middle."""
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    x = torch.tensor([448.0, 1.0, 1.0625, 1.1875, 17.5, 0.0])
+    assert torch_fp8.rounded(x, e4m3).tolist() == [448, 1, 1, 1.25, 18, 0]
+    assert torch_fp8.rounded(torch.tensor([449.0, 34.0, 35.0]), e4m3).tolist() == [448, 32, 36]
+    assert torch_fp8.rounded(torch.tensor([57344.0, 1.125]), e5m2).tolist() == [57344, 1]
+    assert torch_fp8.rounded(torch.zeros(3), e4m3).tolist() == [0, 0, 0]
+    y = torch.tensor([[448.0, 17.5]], requires_grad=True)
+    w = torch.tensor([[448.0, 1.0625]], requires_grad=True)
+    d = torch.tensor([[1.125]])
+    of = {}
+    for operands in ((), ("x",), ("w",), ("dy",)):
+        out = torch_fp8.Product.apply(y, w, operands)
+        of[operands] = [t.tolist()[0] for t in (out, *torch.autograd.grad(out, (y, w), d))]
+    plain = 448 * 448 + 17.5 * 1.0625
+    assert of[()] == [[plain], [504, 1.1953125], [504, 19.6875]]
+    assert of["x",] == [[448 * 448 + 18 * 1.0625], [504, 1.1953125], [504, 20.25]]
+    assert of["w",] == [[448 * 448 + 17.5], [504, 1.125], [504, 19.6875]]
+    assert of["dy",] == [[plain], [448, 1.0625], [448, 17.5]]
+
+
 def test_options_of_fp8_and_its_control_in_pytorch(tiny_shard, tmp_path):
-    """One block at each end in bf16 is the default. PyTorch's products have the same FP8 operands as ours:
-    the two are as near to one another as without FP8, and each is farther from bf16."""
-    names = ["bf16", "fp8", "fp8:first=1,last=1", "fp8:first=2~2", "fp32-master", "fp8-master"]
-    names += ["torch-masters", "torch-fp8", "torch-fp8:w"]
-    run(tmp_path / "o", tiny_shard, "--end-after", 6, "--curves", *names)
+    """One block at each end in bf16 is the default, and the CPU backend's sums are exact. PyTorch's
+    operands are rounded as ours: the two are as near to one another as without FP8, and each is
+    farther from bf16."""
+    names = ["bf16", "fp8", "fp8:first=1,last=1", "fp8:exact", "fp32-master", "fp8-master"]
+    names += ["fp8:first=2", "fp8:last=2", "fp8:down", "fp8:head", "fp8:down~2"]
+    names += ["torch-masters", "torch-fp8", "torch-fp8:x", "torch-fp8:w", "torch-fp8:dy"]
+    run(tmp_path / "o", tiny_shard, "--end-after", 6, "--jobs", 2, "--curves", *names)
     result = json.loads((tmp_path / "o.json").read_text())
     of = {name: loss(result, name) for name in names}
     assert {len(x) for x in of.values()} == {6}
-    assert len({tuple(x) for x in of.values()}) == len(names) - 1
-    assert of["fp8:first=1,last=1"] == of["fp8"]
+    assert len({tuple(x) for x in of.values()}) == len(names) - 2
+    assert of["fp8:first=1,last=1"] == of["fp8:exact"] == of["fp8"]
+    flushed = {r["curve"] for r in result["runs"] if "flushed_most" in r}
+    assert flushed == {name for name in names if name.startswith("fp8")}
     assert len(result["data_sha256"]) == 1 and result["end_after"] == 6
 
     def distance(one, other):

@@ -234,8 +234,19 @@ def test_caps_change_no_bit(directory):
     assert seen[0] == seen[1]
 
 
+def test_exact_sums_are_those_of_the_cpu_backend_and_in_the_plan(directory):
+    """Only a GPU has fast accumulation. The plan says where it is not used."""
+    found = first_step(directory, "fp8")
+    exact = first_step(directory, "fp8", fp8_exact=True)
+    assert found[0] == exact[0] and all(torch.equal(found[1][k], g) for k, g in exact[1].items())
+    for given in (False, True):
+        plan = make_plan(directory, fp8_exact=given)
+        assert plan.json()["fp8_exact"] is given
+        assert ("blocks, without fast accumulation; the first" in str(plan)) is given
+
+
 def test_a_resumed_run_has_the_same_bits(directory, tmp_path):
-    options = {"fp8_bf16_last": 0, "fp8_bf16_down": True, "fp8_head": True}
+    options = {"fp8_bf16_last": 0, "fp8_bf16_down": True, "fp8_head": True, "fp8_exact": True}
     kw = {"lr": 1e-3, "clip_norm": 0}
     with Trainer(directory, make_plan(directory, **options), batch, **kw) as trainer:
         list(trainer.steps(2))
@@ -244,10 +255,10 @@ def test_a_resumed_run_has_the_same_bits(directory, tmp_path):
     checkpoint = Checkpoint(path)
     kept = checkpoint.plan_options
     assert kept["recipe"] == "fp8" and kept["fp8_bf16_last"] == 0
-    assert kept["fp8_bf16_down"] == kept["fp8_head"] == 1
+    assert kept["fp8_bf16_down"] == kept["fp8_head"] == kept["fp8_exact"] == 1
     with Trainer.resume(checkpoint, directory, make_plan(directory, **options), batch) as trainer:
         assert [m.loss for m in trainer.steps(2)] == want
-    for changed in ("fp8_bf16_down", "fp8_head"):
+    for changed in ("fp8_bf16_down", "fp8_head", "fp8_exact"):
         other = make_plan(directory, **options | {changed: False})
         name = changed.replace("_", "-")
         with pytest.raises(ps.InvalidError, match=f"{name} 1, and this run has 0"):
@@ -300,6 +311,7 @@ A100 = {"device_name": "NVIDIA A100-SXM4-80GB", "compute_capability": 80}
         ({"--recipe": "bf16", "--fp8-bf16-last": 2}, "recipe bf16 has no FP8"),
         ({"--recipe": "bf16", "--fp8-bf16-down": None}, "recipe bf16 has no FP8"),
         ({"--recipe": "bf16", "--fp8-head": None}, "recipe bf16 has no FP8"),
+        ({"--recipe": "bf16", "--fp8-exact": None}, "recipe bf16 has no FP8"),
         (
             {"--fp8-head": None, "--head-slice-tokens": 40},
             "--head-slice-tokens is 40, no multiple of 16",

@@ -109,11 +109,13 @@ typedef struct ps_hardware {
    * same clock. 0: unknown, and taken as 1. */
   double fp8_attention_speed;
   /* CUDA: the speed of attention with heads of 64, over that with as many values in heads of 128,
-   * forward and backward: of a sequence of 8,192 tokens, and of one of 131,072, where products are
-   * few and the clock is higher. Attention with heads of 64 or fewer has the table's rates times
-   * this: between the two lengths it follows the logarithm of the keys a row, beyond them it is
-   * that of the nearer. Wider heads have the table's rates, which are those of heads of 128. 0:
-   * unknown, and taken as 1. */
+   * forward and backward. The first pair is measured with a sequence of 8,192 tokens, between as
+   * many products as in the table. The second pair is for 131,072 tokens and more, where products
+   * are few: measured with 32,768 tokens between few products, over the table's speed there.
+   * Attention with heads of 64 or fewer has the table's rates times this. Between the two lengths
+   * it follows the logarithm of the keys a row, beyond them it is that of the nearer. Wider heads
+   * have the table's rates, which are those of heads of 128. 0: unknown. Without the second
+   * pair the first holds for all lengths; without the first the speed is 1. */
   double heads64_attention_speed, heads64_attention_bwd_speed;
   double heads64_long_attention_speed, heads64_long_attention_bwd_speed;
   double elementwise_bytes_per_s;          /* norms and the like, through device memory */

@@ -95,7 +95,7 @@ static void attention_lines(FILE *out, const ps_hardware *hw, double peak) {
   line(out, "attention, heads of 64 over heads of 128: a sequence of 8192, forward",
        hw->heads64_attention_speed, 0.01, "%", 0);
   line(out, "    backward", hw->heads64_attention_bwd_speed, 0.01, "%", 0);
-  line(out, "    a sequence of 32768, forward", hw->heads64_long_attention_speed, 0.01, "%", 0);
+  line(out, "    a sequence of 131072, forward", hw->heads64_long_attention_speed, 0.01, "%", 0);
   line(out, "    backward", hw->heads64_long_attention_bwd_speed, 0.01, "%", 0);
 }
 

@@ -53,12 +53,15 @@ static double gemm_rate(const ps_hardware *hw, const ps__args_gemm *g) {
                       hw->gemm_flops_per_s[g->dt_a]);
 }
 
+/* Forward rates are those of fast accumulation. Products without it have the rate of dX, which
+ * never has it. */
 static double gemm_fp8_rate(const ps_hardware *hw, const ps__args_gemm_fp8 *g) {
   const double rows = g->role == PS_GEMM_WGRAD ? g->k : g->m, all = hw->gemm_fp8_flops_per_s,
                bf16 = hw->gemm_flops_per_s[PS_BF16];
+  const uint32_t role = g->exact && g->role == PS_GEMM_FORWARD ? PS_GEMM_DGRAD : g->role;
   if (hw->gemm_fp8[0].rows)
-    return product_rate(hw->gemm_fp8, g->role, rows, all);
-  return product_rate(hw->gemm[PS_BF16], g->role, rows, bf16) * all / bf16;
+    return product_rate(hw->gemm_fp8, role, rows, all);
+  return product_rate(hw->gemm[PS_BF16], role, rows, bf16) * all / bf16;
 }
 
 static bool is_slice(const ps_attention_rate *r) { return r->kv_rows > r->rows; }
@@ -126,9 +129,9 @@ static double heads_speed(const ps_hardware *hw, const ps__args_attention *a, do
                longer = backward ? hw->heads64_long_attention_bwd_speed
                                  : hw->heads64_long_attention_speed,
                keys = pairs / a->n_tokens;
-  if (a->head_dim > 64 || !(usual > 0) || !(longer > 0))
+  if (a->head_dim > 64 || !(usual > 0))
     return 1;
-  if (keys <= USUAL_KEYS)
+  if (keys <= USUAL_KEYS || !(longer > 0))
     return usual;
   return keys >= LONG_KEYS
              ? longer

@@ -18,7 +18,7 @@ _CUT = (
     "head_slice_tokens",
 )
 _TERMS = ("z_loss", "label_smoothing")
-_FP8 = ("fp8_bf16_first", "fp8_bf16_last", "fp8_bf16_down", "fp8_head")
+_FP8 = ("fp8_bf16_first", "fp8_bf16_last", "fp8_bf16_down", "fp8_head", "fp8_exact")
 
 
 @dataclass(frozen=True)

@@ -421,6 +421,23 @@ typedef struct speed_case {
   bool slower;
 } speed_case;
 
+/* Forward products without fast accumulation have the rate of dX, which never has it. */
+static void exact_sums_have_the_rate_of_dx(void) {
+  const uint32_t compute = ps__places_of(1, 1)->dev[0].compute;
+  const ps_work work = {.flops = 1e12, .bytes = 1};
+  ps_hardware hw = {.backend = PS_BACKEND_CUDA, .elementwise_bytes_per_s = 1e12};
+  hw.gemm_flops_per_s[PS_BF16] = 5e12;
+  hw.gemm_fp8_flops_per_s = 9e12;
+  hw.gemm_fp8[0] = (ps_gemm_rate){256, 0, 9e12, 8e12, 7e12};
+  for (uint32_t exact = 0; exact < 2; exact++)
+    for (uint32_t role = 0; role < 3; role++) {
+      const ps__args_gemm_fp8 g = {
+          .m = 256, .n = 64, .k = 256, .role = (uint8_t)role, .exact = (uint8_t)exact};
+      const double rate = rate_of(&hw, &ps__k_gemm_fp8, compute, &g, work);
+      CHECK(same(rate, (role == 2 ? 7e12 : role == 1 || exact ? 8e12 : 9e12)));
+    }
+}
+
 /* Attention between FP8 products takes the time that its speed there says; nothing else does. */
 static void fp8_slows_attention(const ps_hardware *hw) {
   const speed_case op[] = {{&ps__k_gemm, &some_product, false},
@@ -460,6 +477,8 @@ static void narrow_heads_have_their_own_speed(const ps_hardware *hw) {
   known.heads64_attention_speed = 0.6;
   known.heads64_attention_bwd_speed = 0.7;
   known.heads64_long_attention_speed = known.heads64_long_attention_bwd_speed = 0.8;
+  ps_hardware short_alone = known;
+  short_alone.heads64_long_attention_speed = 0;
   for (uint32_t dim = 32; dim <= 256; dim *= 2) {
     const ps__args_attention a = {.n_tokens = 4096,
                                   .n_heads = 4,
@@ -474,6 +493,8 @@ static void narrow_heads_have_their_own_speed(const ps_hardware *hw) {
       CHECK(same(rate_of(&known, &ps__k_attention_fwd, compute, &a, fwd),
                  (narrow ? by_length[i].forward : 1) *
                      rate_of(hw, &ps__k_attention_fwd, compute, &a, fwd)));
+      CHECK(same(rate_of(&short_alone, &ps__k_attention_fwd, compute, &a, fwd),
+                 (narrow ? 0.6 : 1) * rate_of(hw, &ps__k_attention_fwd, compute, &a, fwd)));
       CHECK(same(rate_of(&known, &ps__k_attention_bwd, compute, &a, bwd),
                  (narrow ? by_length[i].backward : 1) *
                      rate_of(hw, &ps__k_attention_bwd, compute, &a, bwd)));
@@ -564,6 +585,7 @@ int main(void) {
     gpus_that_compute_at_once_are_slower(&hw);
   }
   single_rates_fill_what_is_absent();
+  exact_sums_have_the_rate_of_dx();
   document_rows_count_where_they_divide_the_chunk();
   printf("ok rates by shape: 200 machines\n");
   return 0;
