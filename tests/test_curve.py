@@ -235,6 +235,14 @@ def test_what_cannot_be_trained_is_a_sentence(tiny_shard, tmp_path, more, says):
     assert says in said and "Traceback" not in said and not list(tmp_path.iterdir())
 
 
+def test_the_shipped_curves_of_fp8_say_what_the_gate_says():
+    result = json.loads((ROOT / "bench/results/fp8-seeds-h100.json").read_text())
+    assert curve.gaps_of(result) == result["gaps"]
+    assert curve.gate_of(result) == result["gate"]
+    passes = {row["curve"]: row["passes"] for row in result["gate"]}
+    assert passes == {"fp8": False, "fp8-broken": False}
+
+
 def test_the_shipped_result_can_be_drawn():
     result = json.loads((ROOT / "bench/results/curve-h200.json").read_text())
     gaps = {pair: {**gap, "steps": result["steps"]} for pair, gap in result["gaps"].items()}
