@@ -95,7 +95,7 @@ def test_a_fresh_model_has_the_size_that_the_page_names(walk):
 def test_the_plan_streams_under_the_cap(walk):
     said = walk.step(4)
     assert re.search(r"^device memory +2[34]\.\d MiB of 24\.0 MiB", said, re.M)
-    assert int(re.search(r"\((\d) of 8 units\)", said)[1]) < 8
+    assert int(re.search(r"\((\d) of 8 units[,)]", said)[1]) < 8  # or ", 6 more kept ..."
 
 
 @long
