@@ -230,6 +230,8 @@ class Curve:
             raise ValueError("only curves of FP8 have options")
         else:
             self.options = dict(map(self._option, given))
+            if len(self.options) < len(given):
+                raise ValueError("give each option once")
 
     def _option(self, text):
         name, equals, number = text.partition("=")

@@ -102,6 +102,7 @@ def test_a_name_that_is_no_curve_is_answered(tiny_shard, tmp_path):
         "fp8:first": "after the colon give first=N, last=N, down, head, exact",
         "fp8:": "after the colon give first=N, last=N, down, head, exact",
         "fp8:down=1": "after the colon give first=N, last=N, down, head, exact",
+        "fp8:first=1,first=2": "give each option once",
         "torch-fp8:x,z": "after the colon give some of x, w, dy",
     }.items():
         done = run(tmp_path / "no", tiny_shard, "--curves", name, code=1)

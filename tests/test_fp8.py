@@ -245,6 +245,30 @@ def test_exact_sums_are_those_of_the_cpu_backend_and_in_the_plan(directory):
         assert ("blocks, without fast accumulation; the first" in str(plan)) is given
 
 
+def test_exact_sums_reach_the_products(tmp_path):
+    """A forward product with exact sums has the rate of dX, a quarter of its own on this machine.
+    Nothing else changes, so the forward products, a third of all, take four times as long."""
+    machine = json.loads((ROOT / "docs/hardware-h200.json").read_text())
+    for rate in machine["gemm_fp8"]:
+        rate["wgrad_flops_per_s"] = rate["forward_flops_per_s"]
+        rate["dgrad_flops_per_s"] = rate["forward_flops_per_s"] / 4
+    (tmp_path / "machine.json").write_text(json.dumps(machine))
+    fast, exact = (
+        Plan(
+            ModelConfig.read(ROOT / "models/1b.json"),
+            seq_len=8192,
+            tokens_per_step=8192,
+            recipe="fp8",
+            fp8_head=True,
+            chunk_tokens=8192,
+            fp8_exact=exact,
+            hardware=Hardware.read(tmp_path / "machine.json"),
+        ).report["step_s"]
+        for exact in (False, True)
+    )
+    assert exact > 1.1 * fast
+
+
 def test_a_resumed_run_has_the_same_bits(directory, tmp_path):
     options = {"fp8_bf16_last": 0, "fp8_bf16_down": True, "fp8_head": True, "fp8_exact": True}
     kw = {"lr": 1e-3, "clip_norm": 0}

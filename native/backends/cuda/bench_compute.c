@@ -25,8 +25,9 @@ enum {
   GEMM_USUAL = 2
 };
 /* The time of what runs between, over that of what is measured: about a block's at a sequence of
- * 8192. LONG: for heads of 64 in long sequences. Products take 0.2 of attention's time in 1B at
- * 131,072 tokens (bench/log/2026-11-25-long-sequences.md). */
+ * 8192. LONG: for heads of 64 in long sequences. In 1B at 524,288 tokens products took 0.05 of
+ * attention's time (bench/log/2026-11-25-long-sequences.md), so at 131,072 they take 0.2: attention
+ * has a quarter of the keys there. */
 static const double PRODUCTS_SHARE = 1.5, FP8_PRODUCTS_SHARE = 0.8, ATTENTION_SHARE = 0.6,
                     LONG_PRODUCTS_SHARE = 0.2;
 
