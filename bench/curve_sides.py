@@ -203,7 +203,7 @@ class Curve:
         "last": "fp8_bf16_last",
         "down": "fp8_bf16_down",
         "head": "fp8_head",
-        "exact": "fp8_exact",
+        "fast": "fp8_fast_accumulation",
     }
     OPERANDS = ("x", "w", "dy")
 
@@ -237,7 +237,7 @@ class Curve:
         name, equals, number = text.partition("=")
         counted = name in ("first", "last")
         if name not in self.OPTIONS or counted != bool(equals) or counted != number.isdecimal():
-            raise ValueError("after the colon give first=N, last=N, down, head, exact")
+            raise ValueError("after the colon give first=N, last=N, down, head, fast")
         return self.OPTIONS[name], int(number) if counted else True
 
 

@@ -519,8 +519,9 @@ static void describe(char *text, size_t bytes, const call *c) {
              a->has_residual ? " residual" : "");
   } else if (c->op.kernel == &ps__k_gemm_fp8) {
     const ps__args_gemm_fp8 *a = c->op.args;
-    snprintf(text, bytes, "%ux%ux%u%s%s%s", a->m, a->n, a->k, a->accumulate ? " added" : "",
-             a->has_bias ? " bias" : "", a->has_residual ? " residual" : "");
+    snprintf(text, bytes, "%ux%ux%u%s%s%s%s", a->m, a->n, a->k, a->accumulate ? " added" : "",
+             a->has_bias ? " bias" : "", a->has_residual ? " residual" : "",
+             a->fast ? " fast accumulation" : "");
   } else if (c->op.kernel->op_class == PS_CLASS_ATTENTION) {
     const ps__args_attention *a = c->op.args;
     snprintf(text, bytes, "%u rows after %u, %u/%u heads of %u", a->n_tokens, a->row0, a->n_heads,

@@ -2,9 +2,10 @@
 device. Each operand is rounded to FP8 and back, and multiplied in bf16. Every number of e4m3 and
 e5m2 times a power of two is one of bf16, so such a product has the operands of an FP8 product.
 
-It differs from Penstock in two things. Sums are in fp32, as with Penstock's option fp8_exact. And
-each weight and each gradient has a scale of its own, where Penstock has one for q, k and v together
-and one for gate and up; a scale is of what PyTorch computes at once, Penstock's is of a chunk.
+Its sums are in fp32, as those of Penstock are without the option fp8_fast_accumulation. It differs
+in its scales: each weight and each gradient has one of its own, where Penstock has one for q, k and
+v together and one for gate and up; a scale is of what PyTorch computes at once, Penstock's is of a
+chunk.
 """
 
 import torch

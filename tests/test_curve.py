@@ -99,9 +99,9 @@ def test_a_name_that_is_no_curve_is_answered(tiny_shard, tmp_path):
         "fp9": "give fp32, ",
         "bf16:down": "only curves of FP8 have options",
         "torch-masters:x": "only curves of FP8 have options",
-        "fp8:first": "after the colon give first=N, last=N, down, head, exact",
-        "fp8:": "after the colon give first=N, last=N, down, head, exact",
-        "fp8:down=1": "after the colon give first=N, last=N, down, head, exact",
+        "fp8:first": "after the colon give first=N, last=N, down, head, fast",
+        "fp8:": "after the colon give first=N, last=N, down, head, fast",
+        "fp8:down=1": "after the colon give first=N, last=N, down, head, fast",
         "fp8:first=1,first=2": "give each option once",
         "torch-fp8:x,z": "after the colon give some of x, w, dy",
     }.items():
@@ -137,7 +137,7 @@ def test_options_of_fp8_and_its_control_in_pytorch(tiny_shard, tmp_path):
     """One block at each end in bf16 is the default, and the CPU backend's sums are exact. PyTorch's
     operands are rounded as ours: the two are as near to one another as without FP8, and each is
     farther from bf16."""
-    names = ["bf16", "fp8", "fp8:first=1,last=1", "fp8:exact", "fp32-master", "fp8-master"]
+    names = ["bf16", "fp8", "fp8:first=1,last=1", "fp8:fast", "fp32-master", "fp8-master"]
     names += ["fp8:first=2", "fp8:last=2", "fp8:down", "fp8:head", "fp8:down~2"]
     names += ["torch-masters", "torch-fp8", "torch-fp8:x", "torch-fp8:w", "torch-fp8:dy"]
     run(tmp_path / "o", tiny_shard, "--end-after", 6, "--jobs", 2, "--curves", *names)
@@ -145,7 +145,7 @@ def test_options_of_fp8_and_its_control_in_pytorch(tiny_shard, tmp_path):
     of = {name: loss(result, name) for name in names}
     assert {len(x) for x in of.values()} == {6}
     assert len({tuple(x) for x in of.values()}) == len(names) - 2
-    assert of["fp8:first=1,last=1"] == of["fp8:exact"] == of["fp8"]
+    assert of["fp8:first=1,last=1"] == of["fp8:fast"] == of["fp8"]
     flushed = {r["curve"] for r in result["runs"] if "flushed_most" in r}
     assert flushed == {name for name in names if name.startswith("fp8")}
     assert len(result["data_sha256"]) == 1 and result["end_after"] == 6

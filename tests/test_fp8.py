@@ -5,6 +5,7 @@ test_fp8_ops.py; the same bits under every cap: tests/native/test_plan.c.
 
 import json
 import shutil
+from pathlib import Path
 
 import families
 import numpy as np
@@ -234,43 +235,21 @@ def test_caps_change_no_bit(directory):
     assert seen[0] == seen[1]
 
 
-def test_exact_sums_are_those_of_the_cpu_backend_and_in_the_plan(directory):
-    """Only a GPU has fast accumulation. The plan says where it is not used."""
+def test_fast_accumulation_is_an_option_of_gpus_and_in_the_plan(directory):
+    """Bits of the CPU backend do not depend on it. That it reaches a GPU's products is shown by
+    tests/gpu/test_fp8_steps.py."""
     found = first_step(directory, "fp8")
-    exact = first_step(directory, "fp8", fp8_exact=True)
-    assert found[0] == exact[0] and all(torch.equal(found[1][k], g) for k, g in exact[1].items())
+    fast = first_step(directory, "fp8", fp8_fast_accumulation=True)
+    assert found[0] == fast[0] and all(torch.equal(found[1][k], g) for k, g in fast[1].items())
     for given in (False, True):
-        plan = make_plan(directory, fp8_exact=given)
-        assert plan.json()["fp8_exact"] is given
-        assert ("blocks, without fast accumulation; the first" in str(plan)) is given
-
-
-def test_exact_sums_reach_the_products(tmp_path):
-    """A forward product with exact sums has the rate of dX, a quarter of its own on this machine.
-    Nothing else changes, so the forward products, a third of all, take four times as long."""
-    machine = json.loads((ROOT / "docs/hardware-h200.json").read_text())
-    for rate in machine["gemm_fp8"]:
-        rate["wgrad_flops_per_s"] = rate["forward_flops_per_s"]
-        rate["dgrad_flops_per_s"] = rate["forward_flops_per_s"] / 4
-    (tmp_path / "machine.json").write_text(json.dumps(machine))
-    fast, exact = (
-        Plan(
-            ModelConfig.read(ROOT / "models/1b.json"),
-            seq_len=8192,
-            tokens_per_step=8192,
-            recipe="fp8",
-            fp8_head=True,
-            chunk_tokens=8192,
-            fp8_exact=exact,
-            hardware=Hardware.read(tmp_path / "machine.json"),
-        ).report["step_s"]
-        for exact in (False, True)
-    )
-    assert exact > 1.1 * fast
+        plan = make_plan(directory, fp8_fast_accumulation=given)
+        assert plan.json()["fp8_fast_accumulation"] is given
+        assert ("blocks, with fast accumulation; the first" in str(plan)) is given
 
 
 def test_a_resumed_run_has_the_same_bits(directory, tmp_path):
-    options = {"fp8_bf16_last": 0, "fp8_bf16_down": True, "fp8_head": True, "fp8_exact": True}
+    options = {"fp8_bf16_last": 0, "fp8_bf16_down": True, "fp8_head": True}
+    options |= {"fp8_fast_accumulation": True}
     kw = {"lr": 1e-3, "clip_norm": 0}
     with Trainer(directory, make_plan(directory, **options), batch, **kw) as trainer:
         list(trainer.steps(2))
@@ -279,14 +258,28 @@ def test_a_resumed_run_has_the_same_bits(directory, tmp_path):
     checkpoint = Checkpoint(path)
     kept = checkpoint.plan_options
     assert kept["recipe"] == "fp8" and kept["fp8_bf16_last"] == 0
-    assert kept["fp8_bf16_down"] == kept["fp8_head"] == kept["fp8_exact"] == 1
+    assert kept["fp8_bf16_down"] == kept["fp8_head"] == kept["fp8_fast_accumulation"] == 1
     with Trainer.resume(checkpoint, directory, make_plan(directory, **options), batch) as trainer:
         assert [m.loss for m in trainer.steps(2)] == want
-    for changed in ("fp8_bf16_down", "fp8_head", "fp8_exact"):
+    for changed in ("fp8_bf16_down", "fp8_head", "fp8_fast_accumulation"):
         other = make_plan(directory, **options | {changed: False})
         name = changed.replace("_", "-")
         with pytest.raises(ps.InvalidError, match=f"{name} 1, and this run has 0"):
             Trainer.resume(checkpoint, directory, other, batch)
+
+
+def test_older_checkpoints_have_fast_accumulation(directory, tmp_path):
+    """Before it was an option all trainings in FP8 had it."""
+    with Trainer(directory, make_plan(directory), batch, lr=1e-3, clip_norm=0) as trainer:
+        list(trainer.steps(1))
+        path = Path(trainer.checkpoint(tmp_path / "c"))
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["batch"].pop("fp8_fast_accumulation") == 0
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with Checkpoint(path) as older:
+        assert older.plan_options["fp8_fast_accumulation"] == 1
+        with pytest.raises(ps.InvalidError, match="fp8-fast-accumulation 1, and this run has 0"):
+            Trainer.resume(older, directory, make_plan(directory), batch)
 
 
 def test_weights_that_are_not_finite_stop_the_run(directory, tmp_path):
@@ -335,7 +328,7 @@ A100 = {"device_name": "NVIDIA A100-SXM4-80GB", "compute_capability": 80}
         ({"--recipe": "bf16", "--fp8-bf16-last": 2}, "recipe bf16 has no FP8"),
         ({"--recipe": "bf16", "--fp8-bf16-down": None}, "recipe bf16 has no FP8"),
         ({"--recipe": "bf16", "--fp8-head": None}, "recipe bf16 has no FP8"),
-        ({"--recipe": "bf16", "--fp8-exact": None}, "recipe bf16 has no FP8"),
+        ({"--recipe": "bf16", "--fp8-fast-accumulation": None}, "recipe bf16 has no FP8"),
         (
             {"--fp8-head": None, "--head-slice-tokens": 40},
             "--head-slice-tokens is 40, no multiple of 16",

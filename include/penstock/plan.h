@@ -142,13 +142,13 @@ typedef struct ps_plan_config {
    *                                  at least one block must be left
    *   fp8_bf16_down                  1: so do the down projections of all blocks
    *   fp8_head                       1: the head's products have FP8 operands too
-   *   fp8_exact                      1: forward products sum in fp32. 0: on GPUs of compute
-   *                                  capability 9.0 with fast accumulation, which keeps 14 bits of
-   *                                  a partial sum and is about 6% faster. The CPU backend always
-   *                                  sums in fp32
+   *   fp8_fast_accumulation          1: forward products sum with the GPU's fast accumulation. On
+   *                                  compute capability 9.0 it keeps 14 bits of a partial sum and
+   *                                  is about 6% faster. 0: in fp32, as backward products always
+   *                                  do, and all products on the CPU backend
    * FP8 needs sizes of the model, seq_len and chunk_tokens that are multiples of 16; fp8_head a
    * vocabulary and head_slice_tokens that are. */
-  uint32_t fp8_bf16_first, fp8_bf16_last, fp8_bf16_down, fp8_head, fp8_exact;
+  uint32_t fp8_bf16_first, fp8_bf16_last, fp8_bf16_down, fp8_head, fp8_fast_accumulation;
   /* Adapters. The model's own weights are frozen then, and n_frozen_layers must be 0. With
    * forward_only the adapters are frozen too, and count in the loss. */
   ps_lora lora;

@@ -138,9 +138,10 @@ static const job_option job_options[] = {
            .help = "with FP8: the down projections of all blocks compute in bf16"),
     OPTION(ALWAYS, fp8_head, .name = "fp8-head", .table = "model", .kind = CLI_FLAG,
            .help = "with FP8: the head's products have FP8 operands too"),
-    OPTION(ALWAYS, fp8_exact, .name = "fp8-exact", .table = "model", .kind = CLI_FLAG,
-           .help = "with FP8: forward products sum in fp32, as backward ones do, and not with the "
-                   "GPU's faster accumulation of 14 bits"),
+    OPTION(ALWAYS, fp8_fast_accumulation, .name = "fp8-fast-accumulation", .table = "model",
+           .kind = CLI_FLAG,
+           .help = "with FP8: forward products sum with the GPU's fast accumulation, on an H100 of "
+                   "14 bits, and not in fp32"),
     OPTION(ALWAYS, optimizer, .name = "optimizer", .table = "optimizer", .kind = CLI_CHOICE,
            .value = "NAME", .choices = optimizers,
            .help = "adamw (default), lion or sgd; lion and sgd keep half of adamw's state"),
@@ -438,7 +439,7 @@ int cli_job_prepare(cli_job *j) {
       .fp8_bf16_last = fp8 || j->fp8_last_given ? (uint32_t)j->fp8_bf16_last : 0,
       .fp8_bf16_down = j->fp8_bf16_down,
       .fp8_head = j->fp8_head,
-      .fp8_exact = j->fp8_exact,
+      .fp8_fast_accumulation = j->fp8_fast_accumulation,
       .lora = j->lora,
       .n_threads = (uint32_t)j->device.threads,
       .n_devices = (uint32_t)j->device.n_gpus,

@@ -367,15 +367,15 @@ ps_status ps__check_glu_quantize(const ps__args_glu_quantize *a, uint32_t forms,
  *                        DGRAD    dX = dY W    dY rows e5m2, W cols e4m3      rows bind M
  *                        WGRAD    dW = dY^T X  dY cols e5m2, X cols e4m3      rows bind K
  *                      Products of two fp8 numbers are exact in fp32. On CUDA FORWARD sums with
- *                      fast accumulation, but not with exact; DGRAD and WGRAD never do. M, N and K
- *                      are multiples of 16 there.
+ *                      fast accumulation if fast is set; DGRAD and WGRAD never do. M, N and K are
+ *                      multiples of 16 there.
  *                      ptr: R A, R scale_a f32[2], R B, R scale_b f32[2], W|RW C (RW with
  *                      accumulate), then R bias if has_bias, then R residual if has_residual.
  *                      Only scale[0] is read. accumulate and has_residual exclude each other. */
 enum { PS_GEMM_FORWARD = 0, PS_GEMM_DGRAD = 1, PS_GEMM_WGRAD = 2 };
 typedef struct ps__args_gemm_fp8 {
   uint32_t m, n, k;
-  uint8_t role, accumulate, has_bias, has_residual, dt_a, dt_b, dt_c, exact;
+  uint8_t role, accumulate, has_bias, has_residual, dt_a, dt_b, dt_c, fast;
   float alpha; /* 0 stands for 1 */
 } ps__args_gemm_fp8;
 /* PS_EINVAL names the field and its value (native/kernels/cpu/matmul.c). */

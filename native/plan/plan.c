@@ -103,12 +103,15 @@ static ps_status check_fp8(const ps_plan *p) {
                   {"--seq-len", c->seq_len},
                   {"--chunk-tokens", c->chunk_tokens}};
   if (!ps__recipes[c->recipe].fp8)
-    return c->fp8_bf16_first || c->fp8_bf16_last || c->fp8_bf16_down || c->fp8_head || c->fp8_exact
-               ? ps__fail(PS_EINVAL,
-                          "--fp8-bf16-*, --fp8-head and --fp8-exact say what FP8 computes and how, "
-                          "but the recipe %s has no FP8: give --recipe fp8 or fp8-master, or leave "
-                          "them out",
-                          recipe)
+    return c->fp8_bf16_first || c->fp8_bf16_last || c->fp8_bf16_down || c->fp8_head ||
+                   c->fp8_fast_accumulation
+               ? ps__fail(
+                     PS_EINVAL,
+                     "--fp8-bf16-*, --fp8-head and --fp8-fast-accumulation say what FP8 computes "
+                     "and how, "
+                     "but the recipe %s has no FP8: give --recipe fp8 or fp8-master, or leave "
+                     "them out",
+                     recipe)
                : PS_OK;
   if (c->fp8_head && (m->vocab_size % 16 || c->head_slice_tokens % 16))
     return ps__fail(PS_EINVAL,
@@ -174,8 +177,9 @@ static ps_status check_config(ps_plan *p) {
     return ps__fail(PS_EINVAL, "fp8_bf16_down is %u: 0 or 1 is needed", c->fp8_bf16_down);
   if (c->fp8_head > 1)
     return ps__fail(PS_EINVAL, "fp8_head is %u: 0 or 1 is needed", c->fp8_head);
-  if (c->fp8_exact > 1)
-    return ps__fail(PS_EINVAL, "fp8_exact is %u: 0 or 1 is needed", c->fp8_exact);
+  if (c->fp8_fast_accumulation > 1)
+    return ps__fail(PS_EINVAL, "fp8_fast_accumulation is %u: 0 or 1 is needed",
+                    c->fp8_fast_accumulation);
   PS_TRY(check_fp8(p));
   if (c->optimizer >= PS_N_OPTIMIZERS)
     return ps__fail(PS_EINVAL, "optimizer %u is unknown: use " PS__OPTIMIZER_NAMES, c->optimizer);
@@ -299,7 +303,7 @@ ps_status ps__plan_new(ps_plan **out, const ps_model_config *model, const ps_pla
                        .bf16_last = cfg->fp8_bf16_last,
                        .bf16_down = cfg->fp8_bf16_down != 0,
                        .head = cfg->fp8_head != 0,
-                       .exact = cfg->fp8_exact != 0};
+                       .fast = cfg->fp8_fast_accumulation != 0};
   PS_TRY(ps__model_create(&m, model, dt, cfg->seq_len,
                           cfg->forward_only ? UINT32_MAX : cfg->n_frozen_layers, &loss, &fp8,
                           &cfg->lora));

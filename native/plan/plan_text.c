@@ -161,7 +161,7 @@ static void write_text(text *t, const ps_plan *p) {
         p->model->cfg.n_layers - p->cfg.fp8_bf16_first - p->cfg.fp8_bf16_last,
         p->model->cfg.n_layers, p->model->fp8.bf16_down ? " but for the down projections" : "",
         p->model->fp8.head ? " and of the head" : "",
-        p->model->fp8.exact ? ", without fast accumulation" : "", p->cfg.fp8_bf16_first,
+        p->model->fp8.fast ? ", with fast accumulation" : "", p->cfg.fp8_bf16_first,
         p->cfg.fp8_bf16_last);
   if (p->cfg.n_frozen_layers)
     say(t, "frozen           the first %u of %u layers, %.3g of %.3g billion parameters\n",
@@ -322,7 +322,7 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
     ps__jsonw_uint(w, "fp8_bf16_last", p->cfg.fp8_bf16_last);
     ps__jsonw_bool(w, "fp8_bf16_down", p->model->fp8.bf16_down);
     ps__jsonw_bool(w, "fp8_head", p->model->fp8.head);
-    ps__jsonw_bool(w, "fp8_exact", p->model->fp8.exact);
+    ps__jsonw_bool(w, "fp8_fast_accumulation", p->model->fp8.fast);
   }
   ps__jsonw_string(w, "optimizer", ps_optimizer_name(p->spec.optimizer));
   ps__jsonw_bool(w, "clip", p->cfg.clip != 0);

@@ -89,7 +89,9 @@ static ps_status read_manifest(ps_checkpoint *c, const ps__json *j, const char *
     PS_TRY(read_count(j, path, "n_skipped", &c->info.n_skipped));
   PS_TRY(read_count(j, path, "sequences_read", &c->sequences_read));
   PS_TRY(read_names(c, j, path));
-  c->info.first_rounds = 1; /* of older checkpoints */
+  /* of older checkpoints */
+  c->info.first_rounds = 1;
+  c->info.fp8_fast_accumulation = ps__recipes[c->info.recipe].fp8;
   PS_TRY(read_settings(ps__json_get(j, "batch"), path, ps__batch_settings, &c->info));
   PS_TRY(read_settings(ps__json_get(j, "training"), path, ps__train_settings, &c->train));
   return ps__manifest_check(j, path, c->dir, &c->info.bytes);

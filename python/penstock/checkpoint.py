@@ -18,7 +18,13 @@ _CUT = (
     "head_slice_tokens",
 )
 _TERMS = ("z_loss", "label_smoothing")
-_FP8 = ("fp8_bf16_first", "fp8_bf16_last", "fp8_bf16_down", "fp8_head", "fp8_exact")
+_FP8 = (
+    "fp8_bf16_first",
+    "fp8_bf16_last",
+    "fp8_bf16_down",
+    "fp8_head",
+    "fp8_fast_accumulation",
+)
 
 
 @dataclass(frozen=True)

@@ -244,7 +244,7 @@ _FLAGS = (
     "forward_only",
     "fp8_bf16_down",
     "fp8_head",
-    "fp8_exact",
+    "fp8_fast_accumulation",
 )
 _SIZES = ("device_mem", "host_mem", "reserve")
 
@@ -315,8 +315,8 @@ class Plan(Owner):
                            with FP8: so many first and last blocks compute in bf16; None: 1
     fp8_bf16_down          with FP8: all down projections compute in bf16
     fp8_head               with FP8: the head's products have FP8 operands too
-    fp8_exact              with FP8: forward products sum in fp32 on a GPU too, which is slower than
-                           its fast accumulation of 14 bits
+    fp8_fast_accumulation  with FP8: forward products sum with the GPU's fast accumulation, which
+                           keeps 14 bits of a sum on an H100
     optimizer              "adamw", "lion" or "sgd"; a Trainer of the plan uses it
     chunk_tokens, chunks_per_round, first_round_chunks, first_rounds, head_slice_tokens
                            0: the planner chooses
@@ -389,7 +389,7 @@ class Plan(Owner):
         fp8_bf16_last: int | None = None,
         fp8_bf16_down: bool = False,
         fp8_head: bool = False,
-        fp8_exact: bool = False,
+        fp8_fast_accumulation: bool = False,
         reserve=None,
         hardware: Hardware | None = None,
         gpus: int = 1,

@@ -6,7 +6,7 @@ import functools
 import pytest
 import reference as ref
 import torch
-from penstock import Trainer
+from penstock import Hardware, Trainer
 from test_steps import (
     CLIP,
     LR,
@@ -38,8 +38,8 @@ def data(step):
 
 
 @functools.cache
-def gradients(where, backend, recipe):
-    options = FP8 if recipe == "fp8" else {"recipe": recipe}
+def gradients(where, backend, recipe, **more):
+    options = (FP8 if recipe == "fp8" else {"recipe": recipe}) | more
     plan = make_plan(where, backend, **(SHORT | options | ONE_DOCUMENT))
     return first_step(where, plan, data)
 
@@ -71,6 +71,15 @@ def test_gradients_are_nearer_to_the_cpu_than_fp8_is_to_bf16(directory):
     print("GPU - CPU, as a share of FP8 - bf16:", {n: round(s, 2) for n, s in shares.items()})
     print("losses:", gpu.loss, cpu.loss, bf16.loss)
     assert max(shares.values()) < 1
+
+
+def test_fast_accumulation_changes_sums(directory):
+    """On compute capability 9.0 it keeps fewer bits of a sum."""
+    if Hardware.cached().as_dict()["compute_capability"] != 90:
+        pytest.skip("fast accumulation has fewer bits on compute capability 9.0 alone")
+    fast = gradients(directory, "cuda", "fp8", fp8_fast_accumulation=True)
+    exact = gradients(directory, "cuda", "fp8")
+    assert any(distance(fast.grads[name], g) > 0 for name, g in exact.grads.items())
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "fp8-master"])

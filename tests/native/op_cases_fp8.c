@@ -194,11 +194,11 @@ void op_gemm_fp8(visit *v, uint32_t dt) {
                                    .dt_a = role == PS_GEMM_FORWARD ? PS__E4M3 : PS__E5M2,
                                    .dt_b = PS__E4M3,
                                    .dt_c = (uint8_t)dt,
-                                   .exact = (s_i + form) % 2,
+                                   .fast = (s_i + form) % 2,
                                    .alpha = s_i % 2 ? 0.22f : 0.0f};
       if (!wanted(v, (uint64_t)k * (m > n ? m : n)))
         continue;
-      const bool twice = dt != PS_F32 && form != PLAIN, fast = role == PS_GEMM_FORWARD && !a.exact;
+      const bool twice = dt != PS_F32 && form != PLAIN, fast = role == PS_GEMM_FORWARD && a.fast;
       const op_tolerance t = {dt != PS_F32, 1e-6,
                               1e-6 + 0x1p-13 * sqrt(fast || k < 128 ? k : 128) +
                                   (twice ? 0x1p-8 : 0)};
@@ -208,6 +208,6 @@ void op_gemm_fp8(visit *v, uint32_t dt) {
       uint32_t n_operands = 5;
       if (a.has_bias || a.has_residual)
         o[n_operands++] = in(dt, a.has_bias ? n : (uint64_t)m * n, 1);
-      CASE(v, &a, n_operands, o, "%ux%ux%u role %u form %u exact %u", m, n, k, role, form, a.exact);
+      CASE(v, &a, n_operands, o, "%ux%ux%u role %u form %u fast %u", m, n, k, role, form, a.fast);
     }
 }

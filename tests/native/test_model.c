@@ -1,6 +1,7 @@
 /* test_model.c - what descriptions of families give beside the math that tests/test_families.py
  * compares: constants, shared definitions, what a fresh model draws. */
 #include "check.h"
+#include "kernels/ops.h"
 #include "model/family.h"
 #include "model/model.h"
 #include <math.h>
@@ -16,7 +17,8 @@ static uint32_t family_called(const char *name) {
   return 0;
 }
 
-static ps_model *create(const char *family, ps_dtype dt, float embedding_scale, uint8_t odd_flags) {
+static ps_model *create_fp8(const char *family, ps_dtype dt, float embedding_scale,
+                            uint8_t odd_flags, const ps__fp8 *fp8) {
   ps_model_config c = {.struct_bytes = sizeof c,
                        .family = family_called(family),
                        .vocab_size = 64,
@@ -37,8 +39,12 @@ static ps_model *create(const char *family, ps_dtype dt, float embedding_scale, 
   ps_model *m;
   for (uint32_t l = 1; l < LAYERS; l += 2)
     c.layer_flags[l] = odd_flags;
-  CHECK(ps__model_create(&m, &c, dt, 64, 0, NULL, NULL, NULL) == PS_OK);
+  CHECK(ps__model_create(&m, &c, dt, 64, 0, NULL, fp8, NULL) == PS_OK);
   return m;
+}
+
+static ps_model *create(const char *family, ps_dtype dt, float embedding_scale, uint8_t odd_flags) {
+  return create_fp8(family, dt, embedding_scale, odd_flags, NULL);
 }
 
 static float embedding_scale(const char *family, ps_dtype dt) {
@@ -56,6 +62,33 @@ static void test_gemma_rounds_the_scale_of_the_embedding(void) {
   CHECK(embedding_scale("gemma2", PS_F32) == sqrtf(DIM));
   CHECK(embedding_scale("granite", PS_BF16) == sqrtf(DIM));
   printf("ok Gemma rounds the scale of the embedding\n");
+}
+
+/* How many forward products of FP8 operands layer @l has, of which all say @fast. */
+static uint32_t forward_products(const ps_model *m, uint32_t l, bool fast) {
+  const ps__layer_def *d = ps__layer_of(m, l);
+  uint32_t n = 0;
+  for (uint32_t i = 0; i < d->n_fwd; i++) {
+    ps__args_gemm_fp8 args;
+    memcpy(&args, d->fwd[i].args, sizeof args);
+    if (d->fwd[i].kernel != &ps__k_gemm_fp8 || args.role != PS_GEMM_FORWARD)
+      continue;
+    CHECK(args.fast == fast);
+    n++;
+  }
+  return n;
+}
+
+/* q, k and v together, o, gate and up together, down; and the logits. */
+static void test_fast_accumulation_reaches_the_forward_products(void) {
+  for (int fast = 0; fast < 2; fast++) {
+    const ps__fp8 fp8 = {.on = true, .head = true, .fast = fast};
+    ps_model *m = create_fp8("llama", PS_BF16, 0, 0, &fp8);
+    CHECK(forward_products(m, 1, fast) == 4);
+    CHECK(forward_products(m, LAYERS + 1, fast) == 1);
+    ps_model_destroy(m);
+  }
+  printf("ok fast accumulation reaches the forward products\n");
 }
 
 /* Embedding, head, and a block for each set of flags. */
@@ -100,6 +133,7 @@ static void test_a_fresh_norm_multiplies_by_one(void) {
 int main(void) {
   const int64_t before = ps__live_allocations();
   test_gemma_rounds_the_scale_of_the_embedding();
+  test_fast_accumulation_reaches_the_forward_products();
   test_layers_that_are_alike_share_a_definition();
   test_a_fresh_norm_multiplies_by_one();
   CHECK(ps__live_allocations() == before);

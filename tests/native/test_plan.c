@@ -322,7 +322,7 @@ static const model *fp8_case(uint32_t idx, const shape **sh, ps_plan_config *cfg
   cfg->fp8_bf16_last = idx / 4 % 2;
   cfg->fp8_bf16_down = idx % 3 == 1;
   cfg->fp8_head = idx % 3 == 2;
-  cfg->fp8_exact = idx % 2;
+  cfg->fp8_fast_accumulation = idx % 2;
   if (cfg->fp8_head)
     cfg->head_slice_tokens = 16;
   return &models[idx % (N_MODELS - 1)];
