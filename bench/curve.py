@@ -317,12 +317,14 @@ def gaps_of(result):
 
 def gate_of(result):
     """Of each curve in FP8 and seed: its gap to bf16, in nats, what is allowed, and whether it
-    passes. Empty without bf16~2."""
+    passes. Empty without bf16~2. A curve that --end-after ended has none: its loss still falls too
+    fast. fp8-broken must fail it wherever it ended."""
     of = {(r["curve"], r["seed"]): r for r in result["runs"]}
     gate = []
     for (curve, seed), r in of.items():
         same, other = of.get(("bf16", seed)), of.get(("bf16~2", seed))
-        if not (Curve(curve).is_fp8 and same and other):
+        whole = len(r["loss"]) == result["steps"] or curve == BROKEN
+        if not (Curve(curve).is_fp8 and same and other and whole):
             continue
         apart, n_steps = gap(r, same)
         allowed = max(0.01, abs(gap(other, same, n_steps)[0]))
@@ -331,14 +333,16 @@ def gate_of(result):
     return gate
 
 
-def lines_of(result):
-    """The gaps in words, and the gate."""
+def lines_of(result, other=""):
+    """The gaps in words, of all pairs or of those with curve @other, and the gate."""
     for g in result.get("gate", []):
         yield (
             f"gate: {g['curve']}, seed {g['seed']}, {'passes' if g['passes'] else 'FAILS'}: "
             f"{g['gap']:+.4f} nats of {g['allowed']:.4f}, after {g['steps']} steps"
         )
     for pair, g in result["gaps"].items():
+        if not pair.endswith(other and f" - {other}"):
+            continue
         spread = f" ± {g['spread']:.4f}" if g["spread"] is not None else ""
         seeds = f"{len(g['seeds'])} seeds" if len(g["seeds"]) > 1 else "1 seed"
         yield (
@@ -368,7 +372,8 @@ def draw(path, result):
         2, 1, figsize=(9, 8), sharex=True, height_ratios=(3, 2), layout="constrained"
     )
     curves = list_of(result)
-    colours = {c: f"C{i}" for i, c in enumerate(curves)}
+    palette = pyplot.get_cmap("tab10" if len(curves) <= 10 else "tab20")
+    colours = {c: palette(i) for i, c in enumerate(curves)}
     losses = {(r["curve"], r["seed"]): r["loss"] for r in result["runs"]}
     for (curve, seed), loss in losses.items():
         label = curve if seed == min(s for c, s in losses if c == curve) else None
@@ -385,7 +390,7 @@ def draw(path, result):
     top.set_title(
         f"{result['model']['hidden_size']} x {result['model']['num_hidden_layers']}, "
         f"{result['tokens_per_step']} tokens a step, {result['device']}, {result['commit']}\n"
-        + "\n".join(line.split(" (")[0] for line in lines_of(result)),
+        + "\n".join(line.split(" (")[0] for line in lines_of(result, curves[0])),
         fontsize=8,
     )
     bottom.axhline(0, color="black", linewidth=0.5)
