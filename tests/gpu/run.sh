@@ -1,6 +1,8 @@
 #!/bin/sh
-# run.sh [native] [steps] [sanitizers] - the tests that need a GPU, on an H200 in some ten minutes; without words all three parts. Nothing else may use the GPU: some check times and memory. A line for each test
-# with its time, and of one that failed the end of its log. Exit code 0: all passed; 77: there is no usable GPU, and why; else 1.
+# run.sh [native] [steps] [sanitizers] - the tests that need a GPU, on an H200 in some ten minutes;
+# without words all three parts. Nothing else may use the GPU, because some check times and memory.
+# A line for each test with its time, and of one that failed the end of its log. Exit code 0: all
+# passed; 77: there is no usable GPU, and why; else 1.
 #
 # Nothing is built or fetched, so that a build folder can be carried to a machine with a GPU:
 #   PENSTOCK_BUILD  the folder, with bin, lib and tests (default: build)       PYTHON  the interpreter (default: python3)
