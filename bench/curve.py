@@ -29,7 +29,8 @@ So bf16 against fp32-master shows what stochastic rounding costs, and torch-near
 torch-masters what rounding to nearest does. fp32-master against torch-masters is the control.
 
 With bf16 and bf16~2 there is a gate for recipes of FP8: in each seed the gap to bf16 may be 0.01
-nats, or that of bf16~2 where it is larger. fp8-broken must fail it.
+nats, or that of bf16~2 where it is larger. fp8-broken must fail it. Other curves that --end-after
+ended have no gate.
 
 The gap of two curves is the mean of their difference over the last fifth of the steps that both
 have. It is stated as the mean over the seeds, with the standard deviation (n - 1) between them.
@@ -323,7 +324,7 @@ def gate_of(result):
     gate = []
     for (curve, seed), r in of.items():
         same, other = of.get(("bf16", seed)), of.get(("bf16~2", seed))
-        whole = len(r["loss"]) == result["steps"] or curve == BROKEN
+        whole = len(r["loss"]) == result["steps"] or Curve(curve).name == BROKEN
         if not (Curve(curve).is_fp8 and same and other and whole):
             continue
         apart, n_steps = gap(r, same)

@@ -62,6 +62,7 @@ def test_the_gate_of_fp8_is_what_a_seed_of_rounding_moves():
     assert gate(1.0, 0.98, 1.0) == [("fp8", 3, False), ("fp8-broken", 3, True)]
     short = {"bf16": [0.0, 3.0, 9.0, 9.0], "bf16~2": [0.0, 3.5, 7.0, 7.0], "fp8-broken": [0.0, 3.4]}
     short["fp8"] = [0.0, 3.0, 9.0]  # ended early, and is not held against bf16
+    assert len(short["fp8-broken"]) < len(short["fp8"]) < len(short["bf16"])
     runs = [{"curve": c, "seed": 1, "loss": x} for c, x in short.items()]
     (row,) = curve.gate_of({"steps": 4, "runs": runs})
     assert row == {"steps": 2, "passes": True} | {

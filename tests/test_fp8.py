@@ -268,16 +268,22 @@ def test_a_resumed_run_has_the_same_bits(directory, tmp_path):
             Trainer.resume(checkpoint, directory, other, batch)
 
 
-def test_older_checkpoints_have_fast_accumulation(directory, tmp_path):
-    """Before it was an option all trainings in FP8 had it."""
+@pytest.mark.parametrize("exact", [None, 0, 1])
+def test_older_checkpoints_have_fast_accumulation(directory, tmp_path, exact):
+    """All trainings in FP8 had it before it was an option, but for those with fp8_exact, which was
+    the option for a day."""
     with Trainer(directory, make_plan(directory), batch, lr=1e-3, clip_norm=0) as trainer:
         list(trainer.steps(1))
         path = Path(trainer.checkpoint(tmp_path / "c"))
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["batch"].pop("fp8_fast_accumulation") == 0
+    manifest["batch"] |= {} if exact is None else {"fp8_exact": exact}
     (path / "manifest.json").write_text(json.dumps(manifest))
     with Checkpoint(path) as older:
-        assert older.plan_options["fp8_fast_accumulation"] == 1
+        assert older.plan_options["fp8_fast_accumulation"] == (0 if exact else 1)
+        if exact:
+            Trainer.resume(older, directory, make_plan(directory), batch).close()
+            return
         with pytest.raises(ps.InvalidError, match="fp8-fast-accumulation 1, and this run has 0"):
             Trainer.resume(older, directory, make_plan(directory), batch)
 
@@ -389,6 +395,7 @@ def test_validation_samples_and_export_of_a_training(job, tmp_path):  # noqa: F8
     run, out = tmp_path / "run", tmp_path / "out"
     data = ["--data", job["--data"], "--seq-len", 64]
     kept = ["--recipe", "fp8-master", "--fp8-head", "--fp8-bf16-first", 0]
+    kept += ["--fp8-fast-accumulation"]
     done = penstock(
         *("train", "--model", job["--model"], *data, *kept, "--steps", 2, "--lr", "1e-3"),
         *("--run-dir", run, "--val", job["--data"], "--val-every", 2, "--val-tokens", 128),

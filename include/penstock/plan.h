@@ -143,9 +143,9 @@ typedef struct ps_plan_config {
    *   fp8_bf16_down                  1: so do the down projections of all blocks
    *   fp8_head                       1: the head's products have FP8 operands too
    *   fp8_fast_accumulation          1: forward products sum with the GPU's fast accumulation. On
-   *                                  compute capability 9.0 it keeps 14 bits of a partial sum and
-   *                                  is about 6% faster. 0: in fp32, as backward products always
-   *                                  do, and all products on the CPU backend
+   *                                  compute capability 9.0 it keeps 14 bits of a sum, and these
+   *                                  products are about 6% faster. 0: in fp32, as backward products
+   *                                  always do, and all products on the CPU backend
    * FP8 needs sizes of the model, seq_len and chunk_tokens that are multiples of 16; fp8_head a
    * vocabulary and head_slice_tokens that are. */
   uint32_t fp8_bf16_first, fp8_bf16_last, fp8_bf16_down, fp8_head, fp8_fast_accumulation;

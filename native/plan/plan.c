@@ -108,9 +108,8 @@ static ps_status check_fp8(const ps_plan *p) {
                ? ps__fail(
                      PS_EINVAL,
                      "--fp8-bf16-*, --fp8-head and --fp8-fast-accumulation say what FP8 computes "
-                     "and how, "
-                     "but the recipe %s has no FP8: give --recipe fp8 or fp8-master, or leave "
-                     "them out",
+                     "and how, but the recipe %s has no FP8: give --recipe fp8 or fp8-master, or "
+                     "leave them out",
                      recipe)
                : PS_OK;
   if (c->fp8_head && (m->vocab_size % 16 || c->head_slice_tokens % 16))

@@ -89,10 +89,13 @@ static ps_status read_manifest(ps_checkpoint *c, const ps__json *j, const char *
     PS_TRY(read_count(j, path, "n_skipped", &c->info.n_skipped));
   PS_TRY(read_count(j, path, "sequences_read", &c->sequences_read));
   PS_TRY(read_names(c, j, path));
-  /* of older checkpoints */
+  const ps__json *batch = ps__json_get(j, "batch");
+  /* Older checkpoints have no first_rounds: only the first round was larger. They have no
+   * fp8_fast_accumulation either: all trainings in FP8 had it, but for those with fp8_exact. */
   c->info.first_rounds = 1;
-  c->info.fp8_fast_accumulation = ps__recipes[c->info.recipe].fp8;
-  PS_TRY(read_settings(ps__json_get(j, "batch"), path, ps__batch_settings, &c->info));
+  c->info.fp8_fast_accumulation =
+      ps__recipes[c->info.recipe].fp8 && ps__json_number(ps__json_get(batch, "fp8_exact"), 0) != 1;
+  PS_TRY(read_settings(batch, path, ps__batch_settings, &c->info));
   PS_TRY(read_settings(ps__json_get(j, "training"), path, ps__train_settings, &c->train));
   return ps__manifest_check(j, path, c->dir, &c->info.bytes);
 }

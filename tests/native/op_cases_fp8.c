@@ -173,7 +173,7 @@ static const uint32_t fp8_test[][3] = {{16, 16, 16},
                                        {32, 272, 1024},
                                        {144, 64, 4096}},
                       fp8_bench[][3] = {{2048, 1024, 1024}};
-/* Tensor cores keep 14 bits of a partial sum of FP8 products, also where accumulation is exact:
+/* Tensor cores keep 14 bits of a partial sum of FP8 products, also without fast accumulation:
  * then sums of 128 products are added in fp32 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). So
  * each of K products errs by up to 2^-13 of the largest partial sum, with either sign. Partial sums
  * of 128 are as small as sqrt(128 / K) beside the result. */

@@ -547,7 +547,7 @@ extern "C" ps_status ps__cuda_gemm(const ps_launch *l) { return multiply(product
  * math    C = round(alpha sA sB A B^T + addend + bias): products of FP8 numbers, which are exact in
  *         fp32; addend and roundings as gemm's. FORWARD sums with fast accumulation if fast is
  *         set, and the others never do: on compute capability 9.0 the tensor cores keep 14 bits of
- *         a partial sum, and without fast accumulation partial sums are added in fp32 now and then
+ *         a sum; without fast accumulation those of 128 products, which are added in fp32
  * shapes  A [M,K] e4m3 or e5m2, B [N,K] e4m3, C and residual [M,N] bf16 or fp32, bias [N] bf16; M,
  *         N and K multiples of 16, addresses too
  * flops   2*M*N*K; one scale a tensor, 16384 rows of 8B shapes on an H200 under load: 1,256-1,283
