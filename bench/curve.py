@@ -358,7 +358,8 @@ def write_csv(path, result):
     with open(path, "w", newline="") as file:
         out = csv.writer(file, lineterminator="\n")
         out.writerow(["step", "lr", *(f"{r['curve']} seed {r['seed']}" for r in runs)])
-        columns = itertools.zip_longest(result["lr"], *(r["loss"] for r in runs), fillvalue="")
+        lr = result["lr"][: max(len(r["loss"]) for r in runs)]
+        columns = itertools.zip_longest(lr, *(r["loss"] for r in runs), fillvalue="")
         out.writerows([step, f"{lr:.6g}", *losses] for step, (lr, *losses) in enumerate(columns))
 
 

@@ -101,8 +101,8 @@ typedef struct ps_hardware {
   /* Products of FP8 operands: a large one, and by shape. ps_hardware_fp8() and
    * ps_hardware_profile() measure them, on GPUs of compute capability 8.9 and later. An empty
    * table: the rates by shape are those of bf16 in proportion. 0: on the CPU backend, which
-   * multiplies them in fp32, bf16's rate; on CUDA 1.75 times that, an estimate. All are
-   * rates without fast accumulation (ps_plan_config). */
+   * multiplies them in fp32, bf16's rate; on CUDA 1.75 times that, an estimate. All are rates
+   * without fast accumulation (ps_plan_config). */
   double gemm_fp8_flops_per_s;
   ps_gemm_rate gemm_fp8[PS_MAX_GEMM_RATES];
   /* CUDA: the speed of attention between products of FP8 operands, over that between bf16 ones. A

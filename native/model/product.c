@@ -90,7 +90,7 @@ ps__args_gemm_fp8 ps__gemm_fp8_args(const ps_model *m, uint32_t role, uint32_t n
                              .dt_a = role == PS_GEMM_FORWARD ? PS__E4M3 : PS__E5M2,
                              .dt_b = PS__E4M3,
                              .dt_c = (uint8_t)m->dt,
-                             .fast = m->fp8.fast,
+                             .fast = role == PS_GEMM_FORWARD && m->fp8.fast,
                              .alpha = alpha};
 }
 

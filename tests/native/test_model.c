@@ -64,19 +64,18 @@ static void test_gemma_rounds_the_scale_of_the_embedding(void) {
   printf("ok Gemma rounds the scale of the embedding\n");
 }
 
-/* How many forward products of FP8 operands layer @l has, of which all say @fast. */
-static uint32_t forward_products(const ps_model *m, uint32_t l, bool fast) {
-  const ps__layer_def *d = ps__layer_of(m, l);
-  uint32_t n = 0;
-  for (uint32_t i = 0; i < d->n_fwd; i++) {
+/* How many forward products of FP8 operands are among @n ops. They say @fast, and no other does. */
+static uint32_t forward_products(const ps__op_def *op, uint32_t n, bool fast) {
+  uint32_t found = 0;
+  for (uint32_t i = 0; i < n; i++) {
     ps__args_gemm_fp8 args;
-    memcpy(&args, d->fwd[i].args, sizeof args);
-    if (d->fwd[i].kernel != &ps__k_gemm_fp8 || args.role != PS_GEMM_FORWARD)
+    memcpy(&args, op[i].args, sizeof args);
+    if (op[i].kernel != &ps__k_gemm_fp8)
       continue;
-    CHECK(args.fast == fast);
-    n++;
+    CHECK(args.fast == (fast && args.role == PS_GEMM_FORWARD));
+    found += args.role == PS_GEMM_FORWARD;
   }
-  return n;
+  return found;
 }
 
 /* q, k and v together, o, gate and up together, down; and the logits. */
@@ -84,11 +83,13 @@ static void test_fast_accumulation_reaches_the_forward_products(void) {
   for (int fast = 0; fast < 2; fast++) {
     const ps__fp8 fp8 = {.on = true, .head = true, .fast = fast};
     ps_model *m = create_fp8("llama", PS_BF16, 0, 0, &fp8);
-    CHECK(forward_products(m, 1, fast) == 4);
-    CHECK(forward_products(m, LAYERS + 1, fast) == 1);
+    const ps__layer_def *block = ps__layer_of(m, 1), *head = ps__layer_of(m, LAYERS + 1);
+    CHECK(forward_products(block->fwd, block->n_fwd, fast) == 4);
+    CHECK(forward_products(block->bwd, block->n_bwd, fast) == 0);
+    CHECK(forward_products(head->fwd, head->n_fwd, fast) == 1);
     ps_model_destroy(m);
   }
-  printf("ok fast accumulation reaches the forward products\n");
+  printf("ok fast accumulation reaches the forward products alone\n");
 }
 
 /* Embedding, head, and a block for each set of flags. */
