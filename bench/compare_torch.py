@@ -94,7 +94,6 @@ def caps_of(text: str, case: str, a, binary) -> tuple[float, float]:
 def penstock_case(case: str, device_gib: float, host_gib: float, a) -> Case:
     model, seq_len, tokens = case.split(":")
     more = [f"recipe={a.recipe}", f"steps={a.steps + a.warm_up}", f"warm-up={a.warm_up}"]
-    more += ["trace-steps=2"] if a.keep else []
     more += [f"backend={a.device}"] + ([f"threads={a.threads}"] if a.threads else [])
     words = f"{model}:{seq_len}:{device_gib!r}:{host_gib!r}:{tokens}:{','.join(more)}"
     return cases.parse(words, a.binary)

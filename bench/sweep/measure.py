@@ -18,7 +18,7 @@ from predict import plan_of, short_reason
 from results import FAILED, INFEASIBLE, OK
 
 # unless the case's options say otherwise
-DEFAULTS = {"clip-norm": "1", "lr": "1e-5", "warmup-steps": "100", "trace-steps": "1"}
+DEFAULTS = {"clip-norm": "1", "lr": "1e-5", "warmup-steps": "100"}
 
 
 def random_shard(path: Path, n_tokens: int, vocab: int) -> None:
