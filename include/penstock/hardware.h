@@ -135,7 +135,7 @@ typedef struct ps_hardware {
   double sumsq_bytes_per_s;            /* sums of squares on the host */
   /* BYTES per second at which the io stream gathers rows of the embedding and runs its other ops.
    * The stream has 1 thread where n_threads is below 8, else n_threads / 2. On CUDA it is measured
-   * beside the optimizer. */
+   * beside the optimizer, whose threads help. */
   double gather_bytes_per_s;
   /* CUDA, 0..1: products and attention take 1 / (1 + idle_gain * idle) of their time, where idle
    * is the fraction of the time that the GPU idled before. idle_most bounds the product, as the

@@ -120,6 +120,16 @@ void ps__pool_run(ps__pool *p, int64_t n_tasks, ps__task_fn fn, void *arg);
 /* Run on @n_threads of the pool's threads, at least 1; 1 is the caller's. A thread that is late
  * from the run before may help. */
 void ps__pool_run_some(ps__pool *p, uint32_t n_threads, int64_t n_tasks, ps__task_fn fn, void *arg);
+/* Work that cannot wait goes first on another pool's threads, too.
+ * ps__pool_share() - other threads may help @p from now on: its tasks must ignore their worker's
+ * number. Called while it runs nothing.
+ * ps__pool_help() - run tasks of the job that @p runs until none is left to take. @p is shared and
+ * exists; any thread but its own may call, at any time.
+ * ps__pool_help_first() - @p's workers help @first before each task that they take; NULL: no longer.
+ * Called while @p runs nothing. @first must not help @p. */
+void ps__pool_share(ps__pool *p);
+void ps__pool_help(ps__pool *p);
+void ps__pool_help_first(ps__pool *p, ps__pool *first);
 /* Threads of the io stream. It gathers the embedding's rows beside host ops on @n_threads, for some
  * milliseconds a round; a step's first forward pass waits for them. */
 static inline uint32_t ps__io_threads(uint32_t n_threads) {

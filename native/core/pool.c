@@ -5,7 +5,8 @@
 /* A job is published by setting n_left. A worker that lowers n_left from r to r-1 has claimed task
  * n - r. The caller cannot return while a claimed task is unfinished, so that a worker with a
  * claimed task may read the job without a lock. A worker that comes late finds n_left 0, or claims
- * a task of a newer job, which does no harm. */
+ * a task of a newer job, which does no harm. A thread that helps is such a worker, without a number
+ * of its own. */
 typedef struct worker {
   ps__pool *pool;
   ps__thread *thread;
@@ -25,15 +26,24 @@ struct ps__pool {
   /* Workers from this index on take no task. A worker that is late may see another job's limit,
    * which costs speed alone. */
   _Atomic uint32_t limit;
+  _Atomic(ps__pool *) first; /* which workers help before each task; NULL: none */
+  bool shared;
   uint32_t n_threads;
   worker workers[]; /* n_threads - 1 */
 };
+
+static void help_first(ps__pool *p) {
+  ps__pool *first = atomic_load_explicit(&p->first, memory_order_relaxed);
+  if (first)
+    ps__pool_help(first);
+}
 
 /* Claim and run tasks until none is left. True: the last task of job *job ended in this call. */
 static bool work(ps__pool *p, uint32_t idx, uint64_t *job) {
   bool last = false;
   int64_t left = atomic_load_explicit(&p->n_left, memory_order_relaxed);
   while (left > 0) {
+    help_first(p);
     if (!atomic_compare_exchange_weak_explicit(&p->n_left, &left, left - 1, memory_order_acq_rel,
                                                memory_order_relaxed))
       continue;
@@ -93,15 +103,29 @@ void ps__pool_destroy(ps__pool *p) {
 
 uint32_t ps__pool_size(const ps__pool *p) { return p->n_threads; }
 
+void ps__pool_share(ps__pool *p) { p->shared = true; }
+
+void ps__pool_help(ps__pool *p) {
+  uint64_t job;
+  if (work(p, p->n_threads, &job))
+    ps__counter_signal(&p->done, job);
+}
+
+void ps__pool_help_first(ps__pool *p, ps__pool *first) {
+  atomic_store_explicit(&p->first, first, memory_order_relaxed);
+}
+
 void ps__pool_run(ps__pool *p, int64_t n_tasks, ps__task_fn fn, void *arg) {
   ps__pool_run_some(p, p->n_threads, n_tasks, fn, arg);
 }
 
 void ps__pool_run_some(ps__pool *p, uint32_t n_threads, int64_t n_tasks, ps__task_fn fn,
                        void *arg) {
-  if (n_tasks <= 1 || p->n_threads == 1 || n_threads == 1) {
-    for (int64_t i = 0; i < n_tasks; i++)
+  if (n_tasks <= 1 || (!p->shared && (p->n_threads == 1 || n_threads == 1))) {
+    for (int64_t i = 0; i < n_tasks; i++) {
+      help_first(p);
       fn(arg, i, 0);
+    }
     return;
   }
   p->fn = fn;

@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 /* Layout of a measured file. An older file lacks rates, or measured them otherwise. */
-enum { LAYOUT = 10 };
+enum { LAYOUT = 11 };
 
 /* ---- the table ------------------------------------------------------------------------------- */
 

@@ -288,8 +288,8 @@ static void case_gather(bench *b, const void *args) {
 }
 
 /* Random rows of a table that fills half a buffer. Beside a GPU the optimizer runs meanwhile, as it
- * does when the next step's rows are gathered. On the CPU backend the simulator divides the
- * CPUs. */
+ * does when the next step's rows are gathered, and its threads help. On the CPU backend the
+ * simulator divides the CPUs. */
 static ps_status measure_gather(bench *b, ps_hardware *hw) {
   const uint32_t dim = b->beside_gpu ? 4096 : 512, dt = dtype_of(b);
   const uint64_t row = dim * ps_dtype_bytes((ps_dtype)dt);
@@ -305,11 +305,16 @@ static ps_status measure_gather(bench *b, ps_hardware *hw) {
   }
   b->ids = id;
   load l = {.whole = *b, .run = case_optimizer};
-  if (b->beside_gpu)
+  if (b->beside_gpu) {
+    ps__pool_share(b->io);
+    ps__pool_help_first(b->exec.pool, b->io);
     PS_TRY(load_start(&l));
+  }
   hw->gather_bytes_per_s = 2.0 * a.n_tokens * (double)row / time_case(b, case_gather, &a);
-  if (b->beside_gpu)
+  if (b->beside_gpu) {
     load_stop(&l);
+    ps__pool_help_first(b->exec.pool, NULL);
+  }
   return PS_OK;
 }
 

@@ -275,7 +275,7 @@ ps__arrays ps__arrays_on_host(const ps_trainer *t, uint32_t unit) {
 }
 
 /* Rows of a chunk's tokens, with the update of the step before, if there was one and the host
- * did not give it up. */
+ * did not give it up. The step's first op waits for them, so threads that update help. */
 static ps_status gather(ps_trainer *t, uint32_t chunk, const ps_launch *l) {
   const ps__cpu_exec *exec = l->exec;
   ps__update u = update_of(t, l->step ? l->step - 1 : 0);
@@ -285,6 +285,10 @@ static ps_status gather(ps_trainer *t, uint32_t chunk, const ps_launch *l) {
     PS_TRY(ps__hold_wait(t->hold, 0, p, l->step - 1));
   if (updated && gate.scale)
     u.grad_scale = *gate.scale;
+  if (!atomic_load(&t->gathering)) {
+    ps__pool_share(exec->pool);
+    atomic_store(&t->gathering, exec->pool);
+  }
   ps__rows_gather(t, exec->pool, updated ? (uint32_t)l->step : 0, &u, l->ptr[0],
                   t->size.layout->chunk[chunk].n_tokens, l->ptr[2]);
   return PS_OK;
@@ -311,6 +315,8 @@ static ps_status update_unit(ps_trainer *t, uint32_t unit, ps__update_part part,
   if (backend == PS_BACKEND_CPU && !ps__gate_open(&gate))
     return gate.step && *gate.step != gate.expected ? PS_OK
                                                     : ps__unit_is_bad(t, l->step, unit, gate.sumsq);
+  if (backend == PS_BACKEND_CPU)
+    ps__pool_help_first(((const ps__cpu_exec *)l->exec)->pool, atomic_load(&t->gathering));
   if (unit == 0 && t->rows) {
     if (gate.scale)
       u.grad_scale = *gate.scale;

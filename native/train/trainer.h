@@ -77,6 +77,7 @@ struct ps_trainer {
   uint32_t *first_segment;   /* [n_units + 1] */
   uint64_t *first_element;   /* [n_units]: global index of a unit's first element */
   ps__rows *rows;            /* of an embedding on the host, else NULL */
+  _Atomic(ps__pool *) gathering; /* the io stream's threads, from the first gather on */
   ps__hold *hold;            /* between updates and the checkpoint that is written */
   ps__writing *writing;      /* that checkpoint, until ps_trainer_checkpoint_end(); else NULL */
   uint64_t serial; /* of the newest checkpoint that this run began from or wrote; 0: none */

@@ -179,6 +179,68 @@ static void test_pools(int rounds) {
   printf("ok pools\n");
 }
 
+/* Two tasks that each wait for the other to begin: two threads must run them. */
+typedef struct meeting {
+  _Atomic int n_begun, n_met;
+} meeting;
+
+static void meet_task(void *arg, int64_t task, uint32_t worker) {
+  meeting *m = arg;
+  const uint64_t until = ps__now_ns() + 20000000000u;
+  atomic_fetch_add(&m->n_begun, 1);
+  while (atomic_load(&m->n_begun) < 2 && ps__now_ns() < until)
+    sched_yield();
+  atomic_fetch_add(&m->n_met, atomic_load(&m->n_begun) >= 2);
+}
+
+typedef struct helpers {
+  ps__pool *pool;
+  _Atomic int stop;
+  int64_t n_wrong;
+} helpers;
+
+static void help_main(void *arg) {
+  helpers *h = arg;
+  while (!atomic_load(&h->stop)) {
+    int64_t seen[40] = {0};
+    sums s = {seen, 0, ps__pool_size(h->pool)};
+    ps__pool_run(h->pool, 40, sum_task, &s);
+    h->n_wrong += s.total != 40 * 39 / 2;
+  }
+}
+
+/* A pool of one thread runs what needs two, because another pool's workers help it. */
+static void test_pools_help(int rounds) {
+  for (uint32_t n_threads = 1; n_threads <= 3; n_threads++) {
+    ps__pool *p;
+    helpers h = {0};
+    ps__thread *thread;
+    CHECK(ps__pool_create(&p, 1, "pool") == PS_OK &&
+          ps__pool_create(&h.pool, n_threads, "helpers") == PS_OK);
+    ps__pool_help(p); /* it runs nothing */
+    ps__pool_share(p);
+    ps__pool_help_first(h.pool, p);
+    CHECK(ps__thread_start(&thread, help_main, &h, "help") == PS_OK);
+    for (int r = 0; r < rounds; r++) {
+      int64_t n = (r * 7) % 40, seen[40] = {0};
+      sums s = {seen, 0, 2}; /* numbers of workers: p's, and that of all helpers */
+      meeting m = {0};
+      ps__pool_run(p, n, sum_task, &s);
+      CHECK(s.total == n * (n - 1) / 2);
+      for (int64_t i = 0; i < 40; i++)
+        CHECK(seen[i] == (i < n));
+      ps__pool_run(p, 2, meet_task, &m);
+      CHECK(m.n_met == 2);
+    }
+    atomic_store(&h.stop, 1);
+    ps__thread_join(thread);
+    CHECK(h.n_wrong == 0);
+    ps__pool_destroy(h.pool);
+    ps__pool_destroy(p);
+  }
+  printf("ok pools that help\n");
+}
+
 static void test_machine(void) {
   CHECK(ps__n_cpus() >= 1 && ps__n_cpus() <= (uint32_t)sysconf(_SC_NPROCESSORS_CONF));
   uint64_t limit = ps__host_memory_limit();
@@ -197,6 +259,7 @@ int main(int argc, char **argv) {
   test_files();
   test_counters((uint64_t)(20000 / scale));
   test_pools(4000 / scale);
+  test_pools_help(1000 / scale);
   test_machine();
   return 0;
 }
