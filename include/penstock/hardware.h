@@ -129,7 +129,10 @@ typedef struct ps_hardware {
   /* Between two hosts, each way. It is not measured: a file states it. 0: not known, and plans take
    * no time for exchanges. */
   double network_bytes_per_s;
-  double optimizer_bytes_per_s;        /* AdamW on the host, all threads */
+  double optimizer_bytes_per_s; /* AdamW on the host, all threads */
+  /* Its two parts by themselves, weights and state, each over its own bytes. Reads take more time
+   * than writes, and the weights' part mostly reads. */
+  double optimizer_weights_bytes_per_s, optimizer_state_bytes_per_s;
   double accumulate_bytes_per_s;       /* gradient sums on the host */
   double accumulate_sumsq_bytes_per_s; /* a sum and its squares in one pass: the last sum's */
   double sumsq_bytes_per_s;            /* sums of squares on the host */

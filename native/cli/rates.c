@@ -149,6 +149,8 @@ void cli_hardware_table(FILE *out, const ps_hardware *hw) {
   }
   if (!hw->optimizer_by_threads[0].threads)
     line(out, "AdamW", hw->optimizer_bytes_per_s, gb, "GB/s", 0);
+  line(out, "    weights alone", hw->optimizer_weights_bytes_per_s, gb, "GB/s", 0);
+  line(out, "    state alone", hw->optimizer_state_bytes_per_s, gb, "GB/s", 0);
   line(out, "sums of gradients", hw->accumulate_bytes_per_s, gb, "GB/s", 0);
   line(out, "    and their squares", hw->accumulate_sumsq_bytes_per_s, gb, "GB/s", 0);
   line(out, "sums of squares", hw->sumsq_bytes_per_s, gb, "GB/s", 0);
@@ -264,6 +266,8 @@ void cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw) {
   cli_json_number(j, "d2h_bytes_per_s", hw->d2h_bytes_per_s);
   cli_json_number(j, "duplex_bytes_per_s", hw->duplex_bytes_per_s);
   cli_json_number(j, "optimizer_bytes_per_s", hw->optimizer_bytes_per_s);
+  cli_json_number(j, "optimizer_weights_bytes_per_s", hw->optimizer_weights_bytes_per_s);
+  cli_json_number(j, "optimizer_state_bytes_per_s", hw->optimizer_state_bytes_per_s);
   cli_json_number(j, "accumulate_bytes_per_s", hw->accumulate_bytes_per_s);
   cli_json_number(j, "accumulate_sumsq_bytes_per_s", hw->accumulate_sumsq_bytes_per_s);
   cli_json_number(j, "sumsq_bytes_per_s", hw->sumsq_bytes_per_s);

@@ -187,6 +187,10 @@ void ps__hardware_complete(ps_hardware *hw) {
   if (!(hw->gemm_fp8_flops_per_s > 0)) /* of an H200's 1.73 to 1.84 times bf16's, by the sums */
     hw->gemm_fp8_flops_per_s =
         (hw->backend == PS_BACKEND_CPU ? 1 : 1.75) * hw->gemm_flops_per_s[PS_BF16];
+  if (!(hw->optimizer_weights_bytes_per_s > 0))
+    hw->optimizer_weights_bytes_per_s = hw->optimizer_bytes_per_s;
+  if (!(hw->optimizer_state_bytes_per_s > 0))
+    hw->optimizer_state_bytes_per_s = hw->optimizer_bytes_per_s;
   if (!(hw->accumulate_bytes_per_s > 0))
     hw->accumulate_bytes_per_s = hw->optimizer_bytes_per_s;
   if (!(hw->accumulate_sumsq_bytes_per_s > 0))

@@ -134,6 +134,8 @@ static const field fields[] = {
     REAL_OF(accumulate_sumsq_bytes_per_s, 0),
     REAL_OF(sumsq_bytes_per_s, 0),
     REAL_OF(gather_bytes_per_s, 0),
+    REAL_OF(optimizer_weights_bytes_per_s, 0),
+    REAL_OF(optimizer_state_bytes_per_s, 0),
     REAL_OF(idle_gain, 0),
     REAL_OF(idle_most, 0),
     REAL_OF(first_touch_bytes_per_s, 0),

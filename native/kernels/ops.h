@@ -71,6 +71,8 @@ typedef enum ps__rate {
   PS__RATE_ATTENTION_BWD,
   /* on host threads; on a GPU all of these are priced as PS__RATE_MEMORY */
   PS__RATE_OPTIMIZER,
+  PS__RATE_OPTIMIZER_WEIGHTS, /* an update's parts */
+  PS__RATE_OPTIMIZER_STATE,
   PS__RATE_ACCUMULATE, /* host sums, which contend for host memory as sums: from here on */
   PS__RATE_SUMSQ,
   PS__RATE_ACCUMULATE_SUMSQ

@@ -173,6 +173,8 @@ static double device_ns(const ps__cost_model *m, const ps_kernel *kernel, const 
 
 static double host_rate(const ps_hardware *hw, const ps_kernel *kernel) {
   switch (ps__op_rate(kernel)) {
+  case PS__RATE_OPTIMIZER_WEIGHTS: return hw->optimizer_weights_bytes_per_s;
+  case PS__RATE_OPTIMIZER_STATE: return hw->optimizer_state_bytes_per_s;
   case PS__RATE_ACCUMULATE: return hw->accumulate_bytes_per_s;
   case PS__RATE_SUMSQ: return hw->sumsq_bytes_per_s;
   case PS__RATE_ACCUMULATE_SUMSQ: return hw->accumulate_sumsq_bytes_per_s;

@@ -51,9 +51,9 @@ static const char *on_host(const ps__vop *op) {
   if (op->tag.phase != PS__PHASE_UPDATE)
     return "the loss";
   const ps__rate rate = ps__op_rate(op->kernel);
-  return rate == PS__RATE_OPTIMIZER    ? "the optimizer"
-         : rate >= PS__RATE_ACCUMULATE ? "sums of gradients"
-                                       : "the gradient norm";
+  return rate >= PS__RATE_ACCUMULATE  ? "sums of gradients"
+         : rate >= PS__RATE_OPTIMIZER ? "the optimizer"
+                                      : "the gradient norm";
 }
 
 static const char *label(const ps__places *at, const ps__vop *op) {

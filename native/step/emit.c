@@ -171,11 +171,21 @@ static ps_status run_hook(const ps_launch *l) {
   return a->hooks->fn(a->hooks->ctx, (ps__hook)a->what, a->unit, l);
 }
 
+static const ps__op_info part_info[PS_N_UPDATE_PARTS] = {
+    [PS_UPDATE_WHOLE] = {.rate = PS__RATE_OPTIMIZER},
+    [PS_UPDATE_WEIGHTS] = {.rate = PS__RATE_OPTIMIZER_WEIGHTS},
+    [PS_UPDATE_STATE] = {.rate = PS__RATE_OPTIMIZER_STATE}};
+#define UPDATE_KERNEL(part, name_)                                                                 \
+  [part] = {.name = name_,                                                                         \
+            .op_class = PS_CLASS_OPTIMIZER,                                                        \
+            .fn = {run_hook, run_hook},                                                            \
+            .info = &part_info[part]}
 #define UPDATE_KERNELS(NAME, update, n_states, parts, update_state)                                \
-  [PS_OPTIMIZER_##NAME] = {                                                                        \
-      {.name = #update, .op_class = PS_CLASS_OPTIMIZER, .fn = {run_hook, run_hook}},               \
-      {.name = update_state, .op_class = PS_CLASS_OPTIMIZER, .fn = {run_hook, run_hook}}},
-static const ps_kernel update_kernel[PS_N_OPTIMIZERS][2] = {PS__OPTIMIZERS(UPDATE_KERNELS)};
+  [PS_OPTIMIZER_##NAME] = {UPDATE_KERNEL(PS_UPDATE_WHOLE, #update),                                \
+                           UPDATE_KERNEL(PS_UPDATE_WEIGHTS, #update),                              \
+                           UPDATE_KERNEL(PS_UPDATE_STATE, update_state)},
+static const ps_kernel update_kernel[PS_N_OPTIMIZERS][PS_N_UPDATE_PARTS] = {
+    PS__OPTIMIZERS(UPDATE_KERNELS)};
 
 static const ps_kernel hook_kernel[] = {
     [PS__HOOK_LOAD] = {.name = "load_batch", .op_class = PS_CLASS_IO, .fn = {run_hook, run_hook}},
@@ -198,9 +208,11 @@ void ps__emit_hook(ps__builder *b, ps__hook what, uint32_t unit, uint32_t stream
                    const ps__vaccess *access, uint32_t n_access, ps_work work, ps_tag tag) {
   const ps__args_hook a = {b->hooks, what, unit};
   const bool updates = what == PS__HOOK_UPDATE || what == PS__HOOK_UPDATE_STATE;
+  const ps__update_part part = what == PS__HOOK_UPDATE_STATE ? PS_UPDATE_STATE
+                               : updates                     ? ps__update_part_of(b->s->spec, unit)
+                                                             : PS_UPDATE_WHOLE;
   const ps_kernel *kernel =
-      updates ? &update_kernel[b->s->spec->optimizer][what == PS__HOOK_UPDATE_STATE]
-              : &hook_kernel[what];
+      updates ? &update_kernel[b->s->spec->optimizer][part] : &hook_kernel[what];
   if (updates && stream == b->s->at->host_ops)
     b->s->update_bytes += work.bytes;
   emit(b, kernel, stream, &a, sizeof a, access, n_access, work, tag);
@@ -208,5 +220,5 @@ void ps__emit_hook(ps__builder *b, ps__hook what, uint32_t unit, uint32_t stream
 
 bool ps__is_host_update(const ps__step *s, const ps__vop *op) {
   const ps_kernel *k = update_kernel[s->spec->optimizer];
-  return op->stream == s->at->host_ops && (op->kernel == &k[0] || op->kernel == &k[1]);
+  return op->stream == s->at->host_ops && op->kernel >= k && op->kernel < k + PS_N_UPDATE_PARTS;
 }
