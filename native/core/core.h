@@ -125,8 +125,8 @@ void ps__pool_run_some(ps__pool *p, uint32_t n_threads, int64_t n_tasks, ps__tas
  * number. Called while it runs nothing.
  * ps__pool_help() - run tasks of the job that @p runs until none is left to take. @p is shared and
  * exists; any thread but its own may call, at any time.
- * ps__pool_help_first() - @p's workers help @first before each task that they take; NULL: no longer.
- * Called while @p runs nothing. @first must not help @p. */
+ * ps__pool_help_first() - @p's workers help @first before each task that they take; NULL: they no
+ * longer do. Called while @p runs nothing. @first must not help @p. */
 void ps__pool_share(ps__pool *p);
 void ps__pool_help(ps__pool *p);
 void ps__pool_help_first(ps__pool *p, ps__pool *first);

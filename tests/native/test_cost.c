@@ -21,6 +21,8 @@ static ps_hardware random_machine(void) {
                     .n_threads = 2,
                     .n_cpus = 2,
                     .optimizer_bytes_per_s = 1e9,
+                    .optimizer_weights_bytes_per_s = 6e9,
+                    .optimizer_state_bytes_per_s = 7e9,
                     .accumulate_bytes_per_s = 2e9,
                     .sumsq_bytes_per_s = 3e9,
                     .accumulate_sumsq_bytes_per_s = 5e9,
@@ -204,6 +206,16 @@ static double demand_on(const ps_sim_cost *c, uint8_t resource) {
 static void host_ops_have_their_own_rates(const ps_hardware *hw) {
   const ps_work work = {.bytes = 1e6};
   const ps_kernel adamw = {.name = "adamw", .op_class = PS_CLASS_OPTIMIZER, .fn = {NULL, NULL}};
+  const struct {
+    ps__op_info info;
+    double rate;
+  } part[] = {{{.rate = PS__RATE_OPTIMIZER_WEIGHTS}, 6e9},
+              {{.rate = PS__RATE_OPTIMIZER_STATE}, 7e9}};
+  for (int i = 0; i < 2; i++) {
+    ps_kernel of_part = adamw;
+    of_part.info = &part[i].info;
+    CHECK(same(rate_of(hw, &of_part, ps__places_of(1, 1)->host_ops, NULL, work), part[i].rate));
+  }
   CHECK(same(rate_of(hw, &adamw, ps__places_of(1, 1)->host_ops, NULL, work), 1e9) &&
         same(rate_of(hw, &ps__k_accumulate_host, ps__places_of(1, 1)->host_ops, NULL, work), 2e9));
   CHECK(same(rate_of(hw, &ps__k_embed_bwd_host, ps__places_of(1, 1)->host_ops, NULL, work), 2e9) &&
@@ -541,6 +553,7 @@ static void single_rates_fill_what_is_absent(void) {
         same(by_found_length(&hw, 100, true), 4e12));
   CHECK(hw.accumulate_bytes_per_s == 1e9 && hw.accumulate_sumsq_bytes_per_s == 1e9 &&
         hw.sumsq_bytes_per_s == 1e9 && hw.gather_bytes_per_s == 2e9);
+  CHECK(hw.optimizer_weights_bytes_per_s == 1e9 && hw.optimizer_state_bytes_per_s == 1e9);
 }
 
 static void document_rows_count_where_they_divide_the_chunk(void) {

@@ -215,8 +215,24 @@ static void check_step(const ps__step *s) {
 /* The hook that an op calls; -1: none. */
 static int hook_of(const ps__step *s, size_t op) {
   const ps__vop *o = &s->op[op];
-  const bool hook = o->kernel && o->args_bytes == sizeof(ps__args_hook) && !o->kernel->info;
+  const bool hook = o->kernel && o->args_bytes == sizeof(ps__args_hook) &&
+                    (!o->kernel->info || !o->kernel->info->work);
   return hook ? (int)((const ps__args_hook *)(const void *)(s->args + o->args))->what : -1;
+}
+/* An update on the host has the rate of its part. */
+static void check_update_rates(const ps__step *s) {
+  for (size_t i = 0; i < s->n_op; i++) {
+    const int what = hook_of(s, i);
+    const ps__rate rate = ps__op_rate(s->op[i].kernel);
+    if (what == PS__HOOK_UPDATE_STATE)
+      CHECK(rate == PS__RATE_OPTIMIZER_STATE);
+    else if (what == PS__HOOK_UPDATE) {
+      const ps__args_hook *a = (const void *)(s->args + s->op[i].args);
+      CHECK(rate ==
+            (s->spec->update_split[a->unit] ? PS__RATE_OPTIMIZER_WEIGHTS : PS__RATE_OPTIMIZER));
+    } else
+      CHECK(rate != PS__RATE_OPTIMIZER && rate != PS__RATE_OPTIMIZER_WEIGHTS);
+  }
 }
 /* The scale of a span is made once a step, by each device that has rounds. */
 static void check_scales(const ps__step *s) {
@@ -472,6 +488,7 @@ static uint32_t run_case(uint32_t idx, int n_specs, uint64_t *state) {
     check_tight(&plan->step);
     check_pieces_stay(&plan->step);
     check_report(&plan->step);
+    check_update_rates(&plan->step);
     check_scales(&plan->step);
     const outcome got = train(m, plan, i % 2 == 0);
     if (!same(&got, &expected)) {
