@@ -130,15 +130,15 @@ typedef struct ps_hardware {
    * no time for exchanges. */
   double network_bytes_per_s;
   double optimizer_bytes_per_s; /* AdamW on the host, all threads */
-  /* Its two parts by themselves, weights and state, each over its own bytes. Reads take more time
-   * than writes, and the weights' part mostly reads. */
+  /* Of an update in two parts, each measured alone and over the bytes that it moves. Reads take
+   * more time than writes, and the weights' part mostly reads. 0: the whole update's rate. */
   double optimizer_weights_bytes_per_s, optimizer_state_bytes_per_s;
   double accumulate_bytes_per_s;       /* gradient sums on the host */
   double accumulate_sumsq_bytes_per_s; /* a sum and its squares in one pass: the last sum's */
   double sumsq_bytes_per_s;            /* sums of squares on the host */
   /* BYTES per second at which the io stream gathers rows of the embedding and runs its other ops.
    * The stream has 1 thread where n_threads is below 8, else n_threads / 2. On CUDA it is measured
-   * beside the optimizer, whose threads help. */
+   * beside the optimizer, whose threads help; caches may have some of the rows. */
   double gather_bytes_per_s;
   /* CUDA, 0..1: products and attention take 1 / (1 + idle_gain * idle) of their time, where idle
    * is the fraction of the time that the GPU idled before. idle_most bounds the product, as the

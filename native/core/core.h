@@ -120,13 +120,16 @@ void ps__pool_run(ps__pool *p, int64_t n_tasks, ps__task_fn fn, void *arg);
 /* Run on @n_threads of the pool's threads, at least 1; 1 is the caller's. A thread that is late
  * from the run before may help. */
 void ps__pool_run_some(ps__pool *p, uint32_t n_threads, int64_t n_tasks, ps__task_fn fn, void *arg);
-/* Work that cannot wait goes first on another pool's threads, too.
- * ps__pool_share() - other threads may help @p from now on: its tasks must ignore their worker's
- * number. Called while it runs nothing.
- * ps__pool_help() - run tasks of the job that @p runs until none is left to take. @p is shared and
- * exists; any thread but its own may call, at any time.
- * ps__pool_help_first() - @p's workers help @first before each task that they take; NULL: they no
- * longer do. Called while @p runs nothing. @first must not help @p. */
+/* A pool's threads may take tasks of another pool that are more urgent than their own.
+ * ps__pool_share() - threads of others may help @p from now on: its tasks must ignore their
+ * worker's number, and so have no scratch of their own. Called while @p runs nothing.
+ * ps__pool_help() - run tasks of the job that @p runs, and of newer ones, until none is left to
+ * take. Tasks that others took may still run. @p is shared; any thread but its own may call, at any
+ * time.
+ * ps__pool_help_first() - from now on @p's threads and its caller help @first before each task that
+ * they take; NULL: they help none. So a job of @p may end later by a task of @first. Called while
+ * @p runs nothing. @first must not help @p. It must outlive @p: a late thread may still look at
+ * it. */
 void ps__pool_share(ps__pool *p);
 void ps__pool_help(ps__pool *p);
 void ps__pool_help_first(ps__pool *p, ps__pool *first);

@@ -26,7 +26,7 @@ struct ps__pool {
   /* Workers from this index on take no task. A worker that is late may see another job's limit,
    * which costs speed alone. */
   _Atomic uint32_t limit;
-  _Atomic(ps__pool *) first; /* which workers help before each task; NULL: none */
+  _Atomic(ps__pool *) first; /* which all threads help before each task; NULL: none */
   bool shared;
   uint32_t n_threads;
   worker workers[]; /* n_threads - 1 */

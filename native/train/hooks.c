@@ -315,8 +315,6 @@ static ps_status update_unit(ps_trainer *t, uint32_t unit, ps__update_part part,
   if (backend == PS_BACKEND_CPU && !ps__gate_open(&gate))
     return gate.step && *gate.step != gate.expected ? PS_OK
                                                     : ps__unit_is_bad(t, l->step, unit, gate.sumsq);
-  if (backend == PS_BACKEND_CPU)
-    ps__pool_help_first(((const ps__cpu_exec *)l->exec)->pool, atomic_load(&t->gathering));
   if (unit == 0 && t->rows) {
     if (gate.scale)
       u.grad_scale = *gate.scale;
@@ -336,7 +334,14 @@ static ps_status update(ps_trainer *t, uint32_t unit, ps__update_part part, cons
   for (uint32_t p = 0; p < PS__N_PARTS; p++)
     if (writes[p])
       PS_TRY(ps__hold_wait(t->hold, unit, p, l->step));
-  PS_TRY(update_unit(t, unit, part, l));
+  const ps__cpu_exec *host =
+      ps__updated_on_device(&t->plan->spec, unit) ? NULL : (const ps__cpu_exec *)l->exec;
+  if (host)
+    ps__pool_help_first(host->pool, atomic_load(&t->gathering));
+  const ps_status st = update_unit(t, unit, part, l);
+  if (host)
+    ps__pool_help_first(host->pool, NULL);
+  PS_TRY(st);
   for (uint32_t p = 0; p < PS__N_PARTS; p++)
     if (writes[p] && !ps__updated_on_device(&t->plan->spec, unit))
       ps__hold_made(t->hold, unit, p, l->step);

@@ -69,18 +69,20 @@ struct ps_trainer {
   /* the GPU's energy counter, when it was last read, and the mean power before that */
   double energy_j, mean_w;
   uint64_t energy_ns;
-  double flushed_said;           /* ps_step_metrics.fp8_flushed_most of the last warning */
-  int32_t *tokens, *targets;     /* a step's batch as the data source fills it */
-  uint8_t *begins;               /* 1: the dataset's mask begins a document here; else 0 */
-  float *logits;                 /* of a token, for logits_fn; else NULL */
-  ps__segment *segments;         /* parts with one weight decay, unit by unit */
-  uint32_t *first_segment;       /* [n_units + 1] */
-  uint64_t *first_element;       /* [n_units]: global index of a unit's first element */
-  ps__rows *rows;                /* of an embedding on the host, else NULL */
-  _Atomic(ps__pool *) gathering; /* the io stream's threads, from the first gather on */
-  ps__hold *hold;                /* between updates and the checkpoint that is written */
-  ps__writing *writing;          /* that checkpoint, until ps_trainer_checkpoint_end(); else NULL */
-  uint64_t serial; /* of the newest checkpoint that this run began from or wrote; 0: none */
+  double flushed_said;       /* ps_step_metrics.fp8_flushed_most of the last warning */
+  int32_t *tokens, *targets; /* a step's batch as the data source fills it */
+  uint8_t *begins;           /* 1: the dataset's mask begins a document here; else 0 */
+  float *logits;             /* of a token, for logits_fn; else NULL */
+  ps__segment *segments;     /* parts with one weight decay, unit by unit */
+  uint32_t *first_segment;   /* [n_units + 1] */
+  uint64_t *first_element;   /* [n_units]: global index of a unit's first element */
+  ps__rows *rows;            /* of an embedding on the host, else NULL */
+  /* The io stream's pool, from the first gather on. It ends after that of the host stream, whose
+   * threads help it. */
+  _Atomic(ps__pool *) gathering;
+  ps__hold *hold;       /* between updates and the checkpoint that is written */
+  ps__writing *writing; /* that checkpoint, until ps_trainer_checkpoint_end(); else NULL */
+  uint64_t serial;      /* of the newest checkpoint that this run began from or wrote; 0: none */
   ps__lr_schedule lr;
   uint64_t n_updates; /* that made the optimizer's state before this run; 0: it begins at zero */
   bool resumed;       /* the optimizer's state was loaded, on the device too */
