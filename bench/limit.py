@@ -31,8 +31,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "sweep"))
 
 from machine import ROOT, commit, die_with_parent, machine, versions  # noqa: E402
 
-WARM_UP = 2  # steps of a training that do not count
-
 # family: kernel and, for products, what they multiply with
 FAMILIES = {
     ("gemm", "qkv"): "qkv product",
@@ -142,26 +140,28 @@ def busy_of(timeline):
     return (last - first) * 1e-6, busy * 1e-6
 
 
-def measured(run_dir, limit):
-    """What the training in @run_dir reached. ValueError: it is no training of the limit's plan, or
-    has no step that counts."""
+def measured(run_dir, limit, warm_up):
+    """What the training in @run_dir reached in its steps after the first @warm_up. ValueError: it is
+    no training of the limit's plan, or has no step that counts."""
     run_dir = Path(run_dir)
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     metrics = [json.loads(line) for line in lines]
-    if len(metrics) <= WARM_UP:
-        raise ValueError(f"{run_dir} has {len(metrics)} steps: more than {WARM_UP} are needed")
+    if len(metrics) <= warm_up:
+        raise ValueError(
+            f"{run_dir} has {len(metrics)} steps: more than --warm-up {warm_up} are needed"
+        )
     tokens = metrics[-1]["tokens"]
     if tokens != limit["plan"]["tokens_per_step"]:
         raise ValueError(
             f"{run_dir} has {tokens} tokens a step, the plan "
             f"{limit['plan']['tokens_per_step']}: give the options that the training had"
         )
-    step_s = statistics.median(m["step_s"] for m in metrics[WARM_UP:])
+    step_s = statistics.median(m["step_s"] for m in metrics[warm_up:])
     traced_s, busy_s = busy_of(json.loads((run_dir / "timeline.json").read_text()))
     return {
         "step_s": step_s,
         "tokens_per_s": tokens / step_s,
-        "steps_timed": len(metrics) - WARM_UP,
+        "steps_timed": len(metrics) - warm_up,
         "achieved_over_limit": limit["sum_s"] / step_s,
         "traced_step_s": traced_s,
         "no_kernel": 1 - busy_s / traced_s,
@@ -231,7 +231,9 @@ def main():
     p.add_argument("--build", type=Path, default=ROOT / "build", help="what make built")
     p.add_argument("--seconds", type=float, default=30, help="load and timing of all calls")
     p.add_argument("--train", nargs="+", metavar="SHARDS", help="train the plan for --steps steps")
-    p.add_argument("--steps", type=int, default=5, help=f"of --train; {WARM_UP} do not count")
+    p.add_argument("--steps", type=int, default=5, help="of --train")
+    p.add_argument("--warm-up", type=int, default=2, help="steps of a training that do not count; "
+                   "the 1 of bench/sweep's cases for a --run that its --keep kept")  # fmt: skip
     p.add_argument("--run", type=Path, metavar="DIR", help="a training's run directory")
     p.add_argument("--csv", type=Path, help="write the families as a table")
     p.add_argument("--json", type=Path, help="write everything, the calls too")
@@ -239,8 +241,10 @@ def main():
     args, options = p.parse_known_args()
     if args.train and args.run:
         p.error("--train and --run exclude each other: --run is of a training that has ended")
-    if args.steps <= WARM_UP:
-        p.error(f"--steps {args.steps}: more than {WARM_UP} are needed")
+    if args.warm_up < 0:
+        p.error(f"--warm-up {args.warm_up}: 0 or more")
+    if args.steps <= args.warm_up:
+        p.error(f"--steps {args.steps}: more than --warm-up {args.warm_up} are needed")
     limit = json.loads(run([args.build / "bench/limit", *options, "--seconds", args.seconds]))
     limit |= {
         "command": ["bench/limit.py", *sys.argv[1:]],
@@ -254,9 +258,9 @@ def main():
         if args.train:
             with tempfile.TemporaryDirectory() as run_dir:
                 train(args, options, run_dir)
-                found = measured(run_dir, limit)
+                found = measured(run_dir, limit, args.warm_up)
         elif args.run:
-            found = measured(args.run, limit)
+            found = measured(args.run, limit, args.warm_up)
     except (OSError, ValueError) as exc:
         print(f"limit.py: {exc}", file=sys.stderr)
         return 2

@@ -134,6 +134,18 @@ def test_no_kernel_is_what_compute_leaves_of_the_last_step():
     assert (step_s, busy_s) == pytest.approx((200e-6, 170e-6))
 
 
+@pytest.mark.parametrize("warm_up, step_s", [(0, 3.5), (1, 3), (2, 3.5)])
+def test_steps_of_the_warm_up_do_not_count(warm_up, step_s, tmp_path):
+    lines = [json.dumps({"tokens": TOKENS, "step_s": s}) for s in (9, 2, 3, 4)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    timeline = {"traceEvents": [event(1, 0, 100), event(2, 110, 50)]}
+    (tmp_path / "timeline.json").write_text(json.dumps(timeline))
+    limit = {"plan": {"tokens_per_step": TOKENS}, "sum_s": 2}
+    found = module().measured(tmp_path, limit, warm_up)
+    assert (found["step_s"], found["steps_timed"]) == (step_s, 4 - warm_up)
+    assert found["achieved_over_limit"] == 2 / step_s
+
+
 def test_what_cannot_be_compared_is_refused(tiny_model, tmp_path):
     limits = module()
     with pytest.raises(ValueError, match="1 steps, two are needed"):
@@ -142,10 +154,10 @@ def test_what_cannot_be_compared_is_refused(tiny_model, tmp_path):
         limits.busy_of({"traceEvents": [{"ph": "X"}]})
     (tmp_path / "metrics.jsonl").write_text('{"tokens": 64, "step_s": 1}\n' * 3)
     with pytest.raises(ValueError, match="64 tokens a step, the plan 512: give the options"):
-        limits.measured(tmp_path, {"plan": {"tokens_per_step": TOKENS}, "sum_s": 1})
+        limits.measured(tmp_path, {"plan": {"tokens_per_step": TOKENS}, "sum_s": 1}, 2)
     (tmp_path / "metrics.jsonl").write_text('{"tokens": 64, "step_s": 1}\n')
-    with pytest.raises(ValueError, match="1 steps: more than 2 are needed"):
-        limits.measured(tmp_path, {"plan": {"tokens_per_step": TOKENS}, "sum_s": 1})
+    with pytest.raises(ValueError, match="1 steps: more than --warm-up 2 are needed"):
+        limits.measured(tmp_path, {"plan": {"tokens_per_step": TOKENS}, "sum_s": 1}, 2)
     done = limit("--model", tiny_model, "--seconds", "0.01")
     assert done.returncode == 2 and "--seconds" in done.stderr
     done = limit("--model", tiny_model, "--sead", "1")
