@@ -2,6 +2,7 @@
 them ends the others."""
 
 import hashlib
+import itertools
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from conftest import ROOT
 from penstock import Hardware, Hosts, InvalidError, ModelConfig, Plan
 from penstock._lib import check, lib, struct, text
+from penstock.checkpoint import _CUT
 from test_hosts import SEQ, STEPS, end, environment, free_port, result, start
 
 SCRIPT = f"""
@@ -127,6 +129,40 @@ def test_two_trainers_of_the_same_hosts(tiny_model, tiny_shard, tmp_path):
     ]
     assert "another trainer uses these hosts" in done[0][0] and "another" in done[1][0], done
     assert "gradients go over TCP" in done[0][0]
+
+
+def exchanges(plan):
+    """What the stream between hosts runs, in its order."""
+    schedule, net = plan.schedule, plan.stream_names.index("net")
+    ops = [op for op in map(schedule.op, range(schedule.n_ops)) if op["stream"] == net]
+    return [(op["name"], op["tag"]["layer"]) for op in ops]
+
+
+@pytest.mark.parametrize("recipe, clip", [("bf16", True), ("fp32-master", False)])
+def test_exchanges_have_one_order_whatever_the_plan(recipe, clip, tiny_model):
+    """Under other caps, rates and numbers of devices, with the cut of one plan."""
+    model, seen = ModelConfig.read(tiny_model), set()
+    hosts = SimpleNamespace(n=2, _join=lambda *_: None, _found=lambda *_: None)
+
+    def plan(rate, device_mem, gpus, layout, **cut):
+        hardware = Hardware.estimate(2, "cpu")
+        hardware._ptr.network_bytes_per_s = rate
+        return Plan(
+            model, seq_len=SEQ, tokens_per_step=32 * SEQ, recipe=recipe, clip=clip, hosts=hosts,
+            hardware=hardware, device_mem=device_mem, gpus=gpus, layout=layout, **cut,
+        )  # fmt: skip
+
+    first = plan(1e6, "2MiB", 1, "auto")
+    cut = {name: first.report[name] for name in _CUT}
+    last = exchanges(first)
+    assert len(last) == 2 + 6 and [layer for _, layer in last[2:]] == [5, 4, 3, 2, 1, 0]
+    devices = [(1, "auto", "4MiB"), (1, "auto", None), (2, "ring", "2MiB"), (2, "ring", "4MiB")]
+    devices += [(2, "data-parallel", "4MiB"), (2, "data-parallel", "6MiB")]
+    for rate, (gpus, layout, device_mem) in itertools.product((0, 1e6, 3e7, 1e10), devices):
+        p = plan(rate, device_mem, gpus, layout, **cut)
+        assert exchanges(p) == last, (rate, gpus, layout, device_mem)
+        seen.add((p.report["n_ops"], p.report["resident_grad_units"]))
+    assert len(seen) > 8
 
 
 def test_the_smallest_caps_are_those_of_a_host(tiny_model):

@@ -32,6 +32,7 @@ typedef struct ps__unit_progress {
   uint32_t sums;
   ps__update_tensors updated; /* on the device, for an update that runs there; else PS__NO_VT */
   uint32_t contribution;      /* contributions that were added */
+  bool complete;              /* its total is on the host, for the other hosts to add to */
   /* BYTES of its gradient on the host that aliases of the first round take */
   uint64_t alias_bytes;
   /* Of a unit in pieces, while rounds run that add to it: each device's piece of the total and of
@@ -131,6 +132,7 @@ typedef struct ps__builder {
   uint32_t n_leaving;
   /* the unit whose exchange is issued, and whose sums of squares are not; PS__NO_UNIT: none */
   uint32_t exchanging;
+  uint32_t to_exchange;   /* 1 + the unit whose exchange is next; 0: all are issued */
   ps__gathered *gathered; /* [chunks of the step] */
 } ps__builder;
 
@@ -220,10 +222,11 @@ void ps__layer_grads_end(ps__builder *b, uint32_t layer, bool more);
 /* ps__total_on_host() - the unit's total is complete on the host: sums of squares and, without
  * clipping, the update. Where other hosts add to the total, both come after the next unit's
  * exchange is issued: the host's stream then sums up the next unit's contributions during this
- * unit's exchange. ps__exchange_over() - both for the unit whose exchange was issued last, if there
- * is one; the end of the step calls it too. */
+ * unit's exchange. Exchanges go from the last unit to the first, whatever this host's plan: a total
+ * that is complete before its turn waits for it.
+ * ps__exchanges_end() - all totals are complete: both for the unit of the last exchange. */
 void ps__total_on_host(ps__builder *b, uint32_t unit);
-void ps__exchange_over(ps__builder *b);
+void ps__exchanges_end(ps__builder *b);
 
 /* ---- units in pieces (pieces.c) -------------------------------------------------------------- */
 /* ps__fetch_pieces() - fetch a unit to the first @n_running devices, whose tensors of it are made:

@@ -418,8 +418,12 @@ ps_status ps__step_emit_in(ps__step *s, ps__step_arrays *arrays, const ps_model 
   s->at = ps__places_of(spec->n_devices, spec->n_hosts);
   s->sums = ps__contributions_of(layout, spec->head_slice, s->recipe->grad, false);
   s->of_step = ps__contributions_of(layout, spec->head_slice, s->recipe->grad, true);
-  ps__builder b = {
-      .s = s, .hooks = hooks, .header = PS__NO_VT, .checks = PS__NO_VT, .exchanging = PS__NO_UNIT};
+  ps__builder b = {.s = s,
+                   .hooks = hooks,
+                   .header = PS__NO_VT,
+                   .checks = PS__NO_VT,
+                   .exchanging = PS__NO_UNIT,
+                   .to_exchange = model->n_units};
   if (!builder_init(&b))
     st = ps__fail(PS_ENOMEM, "out of memory for the step's tables");
   if (st == PS_OK)

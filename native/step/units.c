@@ -1,5 +1,6 @@
 /* units.c - parameters on their way to the device, gradients on their way to the host. */
 #include "step/emit.h"
+#include <assert.h>
 #include <string.h>
 
 static uint64_t unit_bytes(const ps__builder *b, uint32_t unit, ps_dtype dtype) {
@@ -466,11 +467,17 @@ static void total_complete(ps__builder *b, uint32_t unit) {
   ps__total_ready(b, unit);
 }
 
-void ps__exchange_over(ps__builder *b) {
+static void exchange_over(ps__builder *b) {
   const uint32_t unit = b->exchanging;
   b->exchanging = PS__NO_UNIT;
   if (unit != PS__NO_UNIT)
     total_complete(b, unit);
+}
+
+static uint32_t next_to_exchange(ps__builder *b) {
+  while (b->to_exchange && b->s->model->unit[b->to_exchange - 1].frozen)
+    b->to_exchange--;
+  return b->to_exchange ? b->to_exchange - 1 : PS__NO_UNIT;
 }
 
 void ps__total_on_host(ps__builder *b, uint32_t unit) {
@@ -478,9 +485,18 @@ void ps__total_on_host(ps__builder *b, uint32_t unit) {
     total_complete(b, unit);
     return;
   }
-  exchange(b, unit);
-  ps__exchange_over(b);
-  b->exchanging = unit;
+  b->unit[unit].complete = true;
+  for (uint32_t next; (next = next_to_exchange(b)) != PS__NO_UNIT && b->unit[next].complete;) {
+    exchange(b, next);
+    exchange_over(b);
+    b->exchanging = next;
+    b->to_exchange = next;
+  }
+}
+
+void ps__exchanges_end(ps__builder *b) {
+  assert(!ps__exchanges(b->s->spec) || next_to_exchange(b) == PS__NO_UNIT);
+  exchange_over(b);
 }
 
 void ps__grad_end(ps__builder *b, uint32_t unit, bool more) {

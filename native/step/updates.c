@@ -208,7 +208,7 @@ void ps__emit_updates(ps__builder *b) {
   const ps_tag tag = {.layer = -1, .round = -1, .chunk = -1, .phase = PS__PHASE_UPDATE};
   const ps__vaccess half = ps__part(s->stats, PS_WRITE, 64, 64);
   const ps__vaccess norm[2] = {ps__whole(b, s->norms, PS_READ), half};
-  ps__exchange_over(b);
+  ps__exchanges_end(b);
   ps__flushed_end(b);
   bool any_on_device = false;
   for (uint32_t u = 0; u < n_units; u++)
