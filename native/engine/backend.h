@@ -56,10 +56,13 @@ typedef struct ps__backend {
   /* BYTES of device memory that the device at @place has lost to this process; NULL where a device
    * has no memory of its own. */
   ps_status (*memory)(ps__device *dev, uint32_t place, uint64_t *out_bytes);
-  /* Lanes of the first device, for a host stream whose ops use it themselves; before any run. From
-   * then on nothing that a device has queued waits for a host stream. The caller closes *out before
-   * the device. NULL where a device has none. */
-  ps_status (*net)(ps__device *dev, struct ps__net_device *out);
+  /* Lanes of device @number, for host ops that use it themselves; no engine need be open. NULL
+   * where a device has none. PS_EDEVICE, PS_ENOMEM. */
+  ps_status (*net)(uint32_t number, struct ps__net_device *out);
+  /* Before any run: ops of a host stream use @lanes, of @dev's first device. From then on nothing
+   * that a device has queued waits for a host stream. The caller closes @lanes before @dev.
+   * PS_EINVAL: they are of another device. */
+  ps_status (*use_net)(ps__device *dev, const struct ps__net_device *lanes);
   /* On a driver's thread: enter() before its first run; leave() when a run gives its streams no
    * more ops. leave() returns when the streams are at rest. After an error or a cancel, submitted
    * device ops still run although a host op before them will not. They run in the schedule's order

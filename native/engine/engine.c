@@ -212,9 +212,15 @@ ps_status ps__engine_memory(ps_engine *e, uint32_t place, uint64_t *out_bytes) {
   return e->backend->memory ? e->backend->memory(e->device, place, out_bytes) : PS_OK;
 }
 
-ps_status ps__engine_net(ps_engine *e, struct ps__net_device *out) {
-  return e->backend->net
-             ? e->backend->net(e->device, out)
+ps_status ps__backend_net(uint32_t backend, uint32_t number, struct ps__net_device *out) {
+  const ps__backend *b = backend < PS_N_BACKENDS ? backends[backend] : NULL;
+  return b && b->net ? b->net(number, out)
+                     : ps__fail(PS_EDEVICE, "NCCL needs GPUs, and a build with CUDA");
+}
+
+ps_status ps__engine_net(ps_engine *e, const struct ps__net_device *lanes) {
+  return e->backend->use_net
+             ? e->backend->use_net(e->device, lanes)
              : ps__fail(PS_EDEVICE, "the %s backend has no device for NCCL", e->backend->name);
 }
 

@@ -74,8 +74,10 @@ bool ps__engine_drives(const ps_engine *engine);
  * where a device has no memory of its own. Any time. */
 ps_status ps__engine_memory(ps_engine *engine, uint32_t place, uint64_t *out_bytes);
 
-/* ps__engine_net() - backend.h's net(), before any run. PS_EDEVICE: the backend has none. */
-ps_status ps__engine_net(ps_engine *engine, struct ps__net_device *out);
+/* ps__backend_net() - backend.h's net() of @backend. PS_EDEVICE: it has none.
+ * ps__engine_net() - backend.h's use_net(), with lanes of the engine's backend, before any run. */
+ps_status ps__backend_net(uint32_t backend, uint32_t number, struct ps__net_device *out);
+ps_status ps__engine_net(ps_engine *engine, const struct ps__net_device *lanes);
 
 /* ps__engine_profile() - backend.h's profile(). PS_EDEVICE. */
 ps_status ps__engine_profile(ps_engine *engine, bool on);

@@ -268,10 +268,8 @@ ps_status ps__net_sum(ps__net *n, void *data, uint64_t count, ps_dtype dt) {
 /* ---- opening and closing --------------------------------------------------------------------- */
 
 /* Sums of ones, in both dtypes: every number of hosts is a bf16 number. */
-static ps_status check_sums(ps__net *n) {
+static ps_status check_sums_in(ps__net *n, void *data) {
   static const ps_dtype dtypes[] = {PS_F32, PS_BF16};
-  void *data;
-  PS_TRY(n->dev.api->reserve(n->dev.user, true, CHECKED * sizeof(float), &data));
   for (int d = 0; d < 2; d++) {
     float *f = data;
     uint16_t *b = data;
@@ -290,6 +288,15 @@ static ps_status check_sums(ps__net *n) {
                         "NCCL: element %u of the first sum is wrong: give --hosts-transport tcp",
                         i);
   }
+  return PS_OK;
+}
+
+/* After an error the lanes may still use the memory: it is kept until they are closed. */
+static ps_status check_sums(ps__net *n) {
+  void *data;
+  PS_TRY(n->dev.api->reserve(n->dev.user, true, CHECKED * sizeof(float), &data));
+  PS_TRY(check_sums_in(n, data));
+  n->dev.api->release(n->dev.user, data);
   return PS_OK;
 }
 
@@ -414,6 +421,8 @@ ps_status ps__hosts_open_net(ps_hosts *h, const ps__net_device *d) {
   h->net = n;
   return PS_OK;
 }
+
+const ps__net_device *ps__hosts_net(const ps_hosts *h) { return h->net ? &h->net->dev : NULL; }
 
 void ps__hosts_close_net(ps_hosts *h) {
   if (h->net)

@@ -29,8 +29,9 @@ typedef struct ps__net_add {
 } ps__net_add;
 
 /* Calls come from one thread at a time, between enter() and leave() on that thread. None but
- * open(), close() and reserve() blocks. Errors: PS_EDEVICE, PS_ENOMEM.
+ * open(), close(), reserve() and release() blocks. Errors: PS_EDEVICE, PS_ENOMEM.
  *   reserve()  device memory, 256-byte aligned, or pinned memory, that close() releases
+ *   release()  pinned memory, which nothing uses any more, before that
  *   stream()   the lane's CUDA stream, for NCCL
  *   copy()     between the device and host memory
  *   mark()     a point on the lane; the last one of that number counts
@@ -43,6 +44,7 @@ typedef struct ps__net_device_api {
   ps_status (*enter)(void *user);
   void (*leave)(void *user);
   ps_status (*reserve)(void *user, bool on_host, uint64_t bytes, void **out);
+  void (*release)(void *user, void *pinned);
   void *(*stream)(void *user, uint32_t lane);
   ps_status (*copy)(void *user, uint32_t lane, void *dst, const void *src, uint64_t bytes);
   ps_status (*add)(void *user, uint32_t lane, const ps__net_add *what);
@@ -89,9 +91,11 @@ typedef struct ps__net ps__net;
 /* ps__hosts_open_net() - all tasks: sums go over NCCL from now on, if that was chosen. @d is taken:
  * also on an error it is closed. Ends with sums that are checked, so that later ones find all
  * connections made and all kernels loaded. Before any run, as NCCL waits for the device meanwhile.
- * ps__hosts_close_net() - no sum runs. What NCCL does not give back within seconds it keeps. */
+ * ps__hosts_close_net() - no sum runs. What NCCL does not give back within seconds it keeps.
+ * ps__hosts_net() - the lanes while they are open, else NULL. Borrowed until they are closed. */
 ps_status ps__hosts_open_net(ps_hosts *h, const ps__net_device *d);
 void ps__hosts_close_net(ps_hosts *h);
+const ps__net_device *ps__hosts_net(const ps_hosts *h);
 /* ps__hosts_wants_net() - whether NCCL was chosen. */
 bool ps__hosts_wants_net(const ps_hosts *h);
 #endif

@@ -42,12 +42,20 @@ ps_status ps__exchange_totals(ps_trainer *t, uint32_t unit, const ps_launch *l) 
                        t->plan->step.recipe->grad);
 }
 
-ps_status ps__trainer_open_net(ps_trainer *t) {
+static ps_status open_net(ps_hosts *h, uint32_t backend, uint32_t device) {
   ps__net_device d;
+  if (ps__hosts_net(h))
+    return PS_OK;
+  PS_TRY(ps__backend_net(backend, device, &d));
+  return ps__hosts_open_net(h, &d);
+}
+
+ps_status ps__trainer_open_net(ps_trainer *t) {
+  const ps_hardware *hw = &t->plan->hw;
   if (!ps__hosts_wants_net(t->cfg.hosts) || !ps__exchanges(&t->plan->spec))
     return PS_OK;
-  PS_TRY(ps__engine_net(t->engine, &d));
-  return ps__hosts_open_net(t->cfg.hosts, &d);
+  PS_TRY(open_net(t->cfg.hosts, hw->backend, hw->device));
+  return ps__engine_net(t->engine, ps__hosts_net(t->cfg.hosts));
 }
 
 void ps__trainer_close_net(ps_trainer *t) {

@@ -136,7 +136,7 @@ void ps__batch_scale(const ps__step *s, uint64_t valid, void *batch);
  * ps__count_targets(), ps__exchange_totals() - the hooks COUNT and EXCHANGE.
  * ps__sum_losses() - sums of this host's losses become those of all hosts, in their order.
  * ps__trainer_open_net(), ps__trainer_close_net() - the way of the totals over NCCL, where that was
- * chosen: after the engine is there, before any run; after the last run.
+ * chosen and is not open yet: after the engine is there, before any run; after the last run.
  * ps__trainer_agree(), ps__trainer_agree_weights() - PS_EINVAL where tasks have another model,
  * data, plan or options; other weights or state. The first before memory is reserved.
  * ps__trainer_join_hosts() - a failure of another task stops this trainer's runs, until

@@ -180,6 +180,15 @@ static ps_status dev_idle(void *user, bool *out) {
   pthread_mutex_unlock(&d->lock);
   return PS_OK;
 }
+static void dev_release(void *user, void *pinned) {
+  device *d = user;
+  uint32_t i = 0;
+  while (i < d->n_blocks && d->block[i] != pinned)
+    i++;
+  CHECK(d->entered && i < d->n_blocks);
+  free(pinned);
+  d->block[i] = d->block[--d->n_blocks];
+}
 static ps_status dev_memory(void *user, uint64_t *out) {
   *out = ((device *)user)->n_blocks * (uint64_t)1048576;
   return PS_OK;
@@ -201,6 +210,7 @@ static void dev_close(void *user, bool at_rest) {
 static const ps__net_device_api api = {.enter = dev_enter,
                                        .leave = dev_leave,
                                        .reserve = dev_reserve,
+                                       .release = dev_release,
                                        .stream = dev_stream,
                                        .copy = dev_copy,
                                        .add = dev_add,

@@ -372,6 +372,7 @@ const ps__backend ps__backend_cuda = {
     .warm = ps__cuda_warm,
     .memory = cuda_memory,
     .net = ps__cuda_net,
+    .use_net = ps__cuda_use_net,
     .enter = cuda_enter,
     .leave = ps__cuda_leave,
     .begin = cuda_begin,

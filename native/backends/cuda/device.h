@@ -116,6 +116,11 @@ struct ps__device {
 /* gpus.c */
 ps_status ps__cuda_gpus_open(ps__device *dev);
 void ps__cuda_gpus_close(ps__device *dev);
+/* ps__cuda_find_gpu() - gpu->dev of GPU gpu->number, on which the library must run. PS_EDEVICE.
+ * ps__cuda_retain() - make its primary context, or find it. DevicePrimaryCtxRelease() gives it
+ * back. *seen: NVML shows the GPU. PS_ENOMEM, PS_EDEVICE. */
+ps_status ps__cuda_find_gpu(const ps__cuda_driver *cu, ps__cuda_gpu *gpu);
+ps_status ps__cuda_retain(const ps__cuda_driver *cu, ps__cuda_gpu *gpu, bool *seen);
 /* That of a place; the first one where the place is none of a GPU. */
 const ps__cuda_gpu *ps__cuda_gpu_at(const ps__device *dev, uint32_t place);
 /* ps__cuda_turn_to() - make a GPU's context the calling thread's current one, in place of another
@@ -163,7 +168,8 @@ void ps__cuda_range_push(const char *name);
 void ps__cuda_range_pop(uint32_t n);
 void ps__cuda_name_stream(CUstream stream, const char *name);
 /* net.c */
-ps_status ps__cuda_net(ps__device *dev, struct ps__net_device *out);
+ps_status ps__cuda_net(uint32_t number, struct ps__net_device *out);
+ps_status ps__cuda_use_net(ps__device *dev, const struct ps__net_device *lanes);
 /* cuda.c */
 /* health() will say so. @gpu: that of the stream that the call was for. */
 void ps__cuda_note_error(ps__device *dev, const ps__cuda_gpu *gpu, CUresult r, const char *call);

@@ -62,17 +62,34 @@ static ps_status find_gpus(ps__device *dev) {
   return PS_OK;
 }
 
-static ps_status open_context(ps__device *dev, ps__cuda_gpu *gpu) {
+ps_status ps__cuda_find_gpu(const ps__cuda_driver *cu, ps__cuda_gpu *gpu) {
   int n = 0;
-  uint64_t others;
-  CUcontext ctx;
-  PS__CUDA_TRY(dev->cu, DeviceGetCount(&n));
+  PS__CUDA_TRY(cu, DeviceGetCount(&n));
   if (gpu->number >= (uint32_t)n)
     return ps__fail(PS_EDEVICE,
                     "GPU %u is asked for, %d visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES",
                     gpu->number, n);
-  PS__CUDA_TRY(dev->cu, DeviceGet(&gpu->dev, (int)gpu->number));
-  PS_TRY(ps__cuda_supported(dev->cu, gpu->dev, gpu->number));
+  PS__CUDA_TRY(cu, DeviceGet(&gpu->dev, (int)gpu->number));
+  return ps__cuda_supported(cu, gpu->dev, gpu->number);
+}
+
+ps_status ps__cuda_retain(const ps__cuda_driver *cu, ps__cuda_gpu *gpu, bool *seen) {
+  uint64_t others;
+  CUcontext ctx;
+  *seen = ps__cuda_usage_begin(cu, gpu->number, &others);
+  const CUresult r = cu->DevicePrimaryCtxRetain(&ctx, gpu->dev);
+  if (r == CUDA_ERROR_OUT_OF_MEMORY)
+    return ps__fail(PS_ENOMEM, "GPU %u has no memory left for a context: end what else uses it",
+                    gpu->number);
+  if (r != CUDA_SUCCESS)
+    return ps__cuda_fail(cu, r, "cuDevicePrimaryCtxRetain");
+  gpu->ctx = ctx;
+  return PS_OK;
+}
+
+static ps_status open_context(ps__device *dev, ps__cuda_gpu *gpu) {
+  bool seen;
+  PS_TRY(ps__cuda_find_gpu(dev->cu, gpu));
   if (!ps__cuda_attribute(dev, gpu, CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING))
     return ps__fail(PS_EDEVICE,
                     "GPU %u has no unified addresses with the host, which the cuda backend needs",
@@ -88,19 +105,13 @@ static ps_status open_context(ps__device *dev, ps__cuda_gpu *gpu) {
   dev->host_pointers &=
       ps__cuda_attribute(dev, gpu, CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM) !=
       0;
-  if (!ps__cuda_usage_begin(dev->cu, gpu->number, &others))
+  const ps_status st = ps__cuda_retain(dev->cu, gpu, &seen);
+  if (!seen)
     ps__log(PS_LOG_WARN,
             "NVML (libnvidia-ml.so.1) does not show GPU %u: its clock, power and temperature are "
             "unknown, and memory of other processes on it counts as this one's",
             gpu->number);
-  CUresult r = dev->cu->DevicePrimaryCtxRetain(&ctx, gpu->dev);
-  if (r == CUDA_ERROR_OUT_OF_MEMORY)
-    return ps__fail(PS_ENOMEM, "GPU %u has no memory left for a context: end what else uses it",
-                    gpu->number);
-  if (r != CUDA_SUCCESS)
-    return ps__cuda_fail(dev->cu, r, "cuDevicePrimaryCtxRetain");
-  gpu->ctx = ctx;
-  return PS_OK;
+  return st;
 }
 
 ps_status ps__cuda_reach(const ps__cuda_driver *cu, CUdevice a, CUdevice b, CUcontext to,

@@ -1,4 +1,5 @@
-/* net.c - lanes of the first GPU for NCCL: streams, events and memory beside the engine's. */
+/* net.c - lanes of a GPU for NCCL: streams, events and memory beside those of an engine. They hold
+ * the GPU's primary context, so they may be there before the engine that uses them. */
 #include "backends/cuda/device.h"
 #include "backends/cuda/probe.h"
 #include "hosts/net.h"
@@ -7,9 +8,9 @@
 enum { BLOCKS = 4 };
 
 typedef struct lanes {
-  ps__device *dev;
+  ps__device *dev; /* that uses them; NULL: none yet */
   const ps__cuda_driver *cu;
-  const ps__cuda_gpu *gpu;
+  ps__cuda_gpu gpu; /* of no place */
   CUstream lane[PS__N_LANES];
   CUevent mark[PS__N_MARKS];
   CUdeviceptr device[BLOCKS];
@@ -19,7 +20,7 @@ typedef struct lanes {
 
 static ps_status net_enter(void *user) {
   const lanes *n = user;
-  PS__CUDA_TRY(n->cu, CtxPushCurrent(n->gpu->ctx));
+  PS__CUDA_TRY(n->cu, CtxPushCurrent(n->gpu.ctx));
   return PS_OK;
 }
 
@@ -46,11 +47,27 @@ static ps_status net_reserve(void *user, bool on_host, uint64_t bytes, void **ou
   return PS_OK;
 }
 
+static void net_release(void *user, void *p) {
+  lanes *n = user;
+  uint32_t i = 0;
+  while (i < n->n_host && n->host[i] != p)
+    i++;
+  if (i == n->n_host)
+    return;
+  n->cu->MemFreeHost(p);
+  n->host[i] = n->host[--n->n_host];
+  ps__live_add(-1);
+}
+
 static void *net_stream(void *user, uint32_t lane) { return ((lanes *)user)->lane[lane]; }
 
 static ps_status net_copy(void *user, uint32_t lane, void *dst, const void *src, uint64_t bytes) {
   const lanes *n = user;
-  return ps__cuda_copy_on(n->dev, n->lane[lane], dst, src, bytes);
+  if (n->dev)
+    return ps__cuda_copy_on(n->dev, n->lane[lane], dst, src, bytes);
+  PS__CUDA_TRY(n->cu, MemcpyAsync((CUdeviceptr)(uintptr_t)dst, (CUdeviceptr)(uintptr_t)src, bytes,
+                                  n->lane[lane]));
+  return PS_OK;
 }
 
 static ps_status net_add(void *user, uint32_t lane, const ps__net_add *a) {
@@ -92,17 +109,18 @@ static ps_status net_idle(void *user, bool *out) {
 }
 
 static ps_status net_memory(void *user, uint64_t *out_bytes) {
-  return ps__cuda_memory_used(((const lanes *)user)->gpu->number, out_bytes);
+  return ps__cuda_memory_used(((const lanes *)user)->gpu.number, out_bytes);
 }
 
 static void net_close(void *user, bool at_rest) {
   lanes *n = user;
   CUcontext ctx;
   if (!at_rest) {
-    n->dev->stuck = true;
+    if (n->dev)
+      n->dev->stuck = true;
     return;
   }
-  if (n->cu->CtxPushCurrent(n->gpu->ctx) == CUDA_SUCCESS) {
+  if (n->gpu.ctx && n->cu->CtxPushCurrent(n->gpu.ctx) == CUDA_SUCCESS) {
     for (uint32_t i = 0; i < PS__N_LANES; i++)
       if (n->lane[i])
         n->cu->StreamDestroy(n->lane[i]);
@@ -114,6 +132,7 @@ static void net_close(void *user, bool at_rest) {
     for (uint32_t i = 0; i < n->n_host; i++)
       n->cu->MemFreeHost(n->host[i]);
     n->cu->CtxPopCurrent(&ctx);
+    n->cu->DevicePrimaryCtxRelease(n->gpu.dev);
   }
   ps__live_add(-(int64_t)(n->n_device + n->n_host));
   ps__free(n);
@@ -123,6 +142,7 @@ static const ps__net_device_api api = {
     .enter = net_enter,
     .leave = net_leave,
     .reserve = net_reserve,
+    .release = net_release,
     .stream = net_stream,
     .copy = net_copy,
     .add = net_add,
@@ -147,23 +167,38 @@ static ps_status open_lanes(lanes *n) {
   return PS_OK;
 }
 
-ps_status ps__cuda_net(ps__device *dev, ps__net_device *out) {
+static ps_status open_gpu(lanes *n) {
+  bool seen; /* the engine says so where NVML does not show it */
+  PS_TRY(ps__cuda_driver_open(&n->cu));
+  PS_TRY(ps__cuda_find_gpu(n->cu, &n->gpu));
+  PS_TRY(ps__cuda_retain(n->cu, &n->gpu, &seen));
+  PS_TRY(net_enter(n));
+  const ps_status st = open_lanes(n);
+  net_leave(n);
+  return st;
+}
+
+ps_status ps__cuda_net(uint32_t number, ps__net_device *out) {
   lanes *n = ps__calloc(1, sizeof *n);
   if (!n)
     return ps__fail(PS_ENOMEM, "out of memory for the exchange with other hosts");
-  n->dev = dev;
-  n->cu = dev->cu;
-  n->gpu = &dev->gpu[0];
-  ps_status st = net_enter(n);
-  if (st == PS_OK) {
-    st = open_lanes(n);
-    net_leave(n);
-  }
-  if (st != PS_OK) {
+  n->gpu.number = number;
+  const ps_status st = open_gpu(n);
+  if (st == PS_OK)
+    *out = (ps__net_device){.api = &api, .user = n};
+  else
     net_close(n, true);
-    return st;
-  }
+  return st;
+}
+
+ps_status ps__cuda_use_net(ps__device *dev, const ps__net_device *given) {
+  lanes *n = given->user;
+  if (n->gpu.number != dev->gpu[0].number)
+    return ps__fail(PS_EINVAL,
+                    "NCCL was opened on GPU %u, and this training's first GPU is GPU %u: the "
+                    "network is to be measured with the GPU that trains (ps_hosts_measure())",
+                    n->gpu.number, dev->gpu[0].number);
+  n->dev = dev;
   dev->net = true;
-  *out = (ps__net_device){.api = &api, .user = n};
   return PS_OK;
 }
