@@ -126,8 +126,9 @@ typedef struct ps_hardware {
    * taken to be no limit. ps_hardware_peers() measures it. 0: not known, or devices cannot access
    * each other's memory: then each of several devices fetches all from the host. */
   double peer_bytes_per_s;
-  /* Between two hosts, each way. It is not measured: a file states it. 0: not known, and plans take
-   * no time for exchanges. */
+  /* What a host sends to the others, and as much it receives, while they add gradients. A file may
+   * state it. Else tasks that train together measure it before they plan (ps_hosts_measure() in
+   * hosts.h), and no file keeps it. 0: not known, and plans take no time for exchanges. */
   double network_bytes_per_s;
   double optimizer_bytes_per_s; /* AdamW on the host, all threads */
   /* Of an update in two parts, each measured alone and over the bytes that it moves. Reads take

@@ -74,10 +74,30 @@ PS_API ps_status ps_hosts_agree(ps_hosts *h, const char *text);
  * @out       PS_TRANSPORT_NCCL or PS_TRANSPORT_TCP, for ps_plan_config.transport.
  * Errors, the same in all tasks: PS_EINVAL: NCCL is wanted, and a task cannot have it. The message
  *            names the rank and the reason.
- * ps_hosts_transport_text() - a line that says what moves gradients and why, and once a trainer was
- * created what NCCL takes of the GPU. Borrowed until close. */
+ * ps_hosts_transport_text() - a line that says what moves gradients and why, and once NCCL was
+ * opened what it takes of the GPU. Borrowed until close. */
 PS_API ps_status ps_hosts_choose(ps_hosts *h, uint32_t wanted, int on_gpu, uint32_t *out);
 PS_API const char *ps_hosts_transport_text(const ps_hosts *h);
+
+/* ps_hosts_measure() - the network's rate for plans: ps_hardware.network_bytes_per_s. A call that
+ * all tasks make, like those above, after ps_hosts_choose() and before they plan. Sums of gradients
+ * take the way that steps use, NCCL or TCP. The rate is what a task sends in one of them, 2 (n - 1)
+ * / n times its bytes with n hosts, over the time of the slowest task.
+ * @device          with NCCL: the first of the GPUs that will train. Else without effect.
+ * @host_mem_bytes  cap of the process's host memory, 0: none.
+ * @bytes_per_s     in: BYTES per second that this machine's description states, 0: none. Where a
+ *                  task states a rate, nothing is measured, and the least stated one counts. out:
+ *                  the rate, the same in all tasks; untouched on error. Later calls give what the
+ *                  first one measured.
+ * Takes up to 256 MiB of host memory meanwhile, less where the cap or the system of a task leaves
+ * less, and 1 MiB at least. NCCL is opened, with the device memory that plans count for it. It
+ * stays open: the next trainer of these hosts takes it over and closes it; without a trainer
+ * ps_hosts_close() does. So measure the machine's other rates before.
+ * Blocks: a second, longer where the rate is below 20 MB/s; with NCCL some seconds more.
+ * Errors:  as above; PS_EINVAL; PS_EBUSY: a trainer uses @h, and nothing was measured before.
+ *          PS_ENOMEM and PS_EDEVICE may be of this task alone: it then calls ps_hosts_fail(). */
+PS_API ps_status ps_hosts_measure(ps_hosts *h, uint32_t device, uint64_t host_mem_bytes,
+                                  double *bytes_per_s);
 
 /* ps_hosts_fail() - end the other tasks: what they wait for fails with @status, and "rank 1
  * failed: " before @why. The first failure counts; later ones, and NULL, are no-ops.

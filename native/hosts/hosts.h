@@ -24,6 +24,7 @@ struct ps_hosts {
   char transport_text[PS__HOSTS_TEXT];
   size_t text_chosen;  /* characters of it that ps_hosts_choose() wrote; then what NCCL took */
   struct ps__net *net; /* NULL: sums go over TCP */
+  double network_bytes_per_s; /* as measured; 0: not yet */
   pthread_t thread;
   bool has_thread;
   pthread_mutex_t lock; /* of all below; and of what is sent on control */
@@ -81,6 +82,15 @@ static inline uint64_t ps__cut_slice(const ps__cut *c, uint64_t k, uint32_t r, s
   *bytes = (left < c->each ? left : c->each) * c->e;
   return (left ? first : 0) * c->e;
 }
+
+/* All tasks call these together and get the same (measure.c).
+ * ps__hosts_known_rate() - BYTES per second that need not be measured: the least that a task's
+ * description states (@stated; 0: none), else what was measured before, else 0.
+ * @room_bytes: that this task may take. *most_bytes: of ps__hosts_measure(), 1 MiB at least.
+ * ps__hosts_measure() - the rate of ps_hosts_measure(), by NCCL where it is open, else by TCP. */
+ps_status ps__hosts_known_rate(ps_hosts *h, double stated, uint64_t room_bytes, double *out,
+                               uint64_t *most_bytes);
+ps_status ps__hosts_measure(ps_hosts *h, uint64_t most_bytes, double *out);
 
 /* ps__hosts_watch() - @failed is called once at a failure that is not this task's own, from any
  * thread, and not after ps__hosts_watch(h, NULL, NULL) has returned.

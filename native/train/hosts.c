@@ -1,6 +1,7 @@
-/* hosts.c - a trainer among those of other hosts: what steps exchange, what must be the same in all
- * tasks, and how a failure of one ends all. */
+/* hosts.c - a trainer among those of other hosts: what steps exchange and how fast, what must be
+ * the same in all tasks, and how a failure of one ends all. */
 #include "core/sha256.h"
+#include "hardware/hardware_impl.h"
 #include "hosts/hosts.h"
 #include "hosts/net.h"
 #include "train/trainer.h"
@@ -48,6 +49,26 @@ static ps_status open_net(ps_hosts *h, uint32_t backend, uint32_t device) {
     return PS_OK;
   PS_TRY(ps__backend_net(backend, device, &d));
   return ps__hosts_open_net(h, &d);
+}
+
+ps_status ps_hosts_measure(ps_hosts *h, uint32_t device, uint64_t host_mem_bytes,
+                           double *bytes_per_s) {
+  if (!h || !bytes_per_s || !(*bytes_per_s >= 0) || !isfinite(*bytes_per_s))
+    return ps__fail(PS_EINVAL, "ps_hosts_measure: hosts must be given, and bytes_per_s: 0, or what "
+                               "this machine's description states");
+  double rate;
+  uint64_t most_bytes;
+  PS_TRY(
+      ps__hosts_known_rate(h, *bytes_per_s, ps__hardware_room(host_mem_bytes), &rate, &most_bytes));
+  if (!(rate > 0)) {
+    if (atomic_load(&h->in_use))
+      return ps__fail(PS_EBUSY, "ps_hosts_measure: a trainer uses these hosts: destroy it first");
+    if (ps__hosts_wants_net(h))
+      PS_TRY(open_net(h, PS_BACKEND_CUDA, device));
+    PS_TRY(ps__hosts_measure(h, most_bytes, &rate));
+  }
+  *bytes_per_s = rate;
+  return PS_OK;
 }
 
 ps_status ps__trainer_open_net(ps_trainer *t) {

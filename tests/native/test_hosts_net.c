@@ -1,6 +1,6 @@
 /* test_hosts_net.c - sums over hosts by way of a device and NCCL (native/hosts/net.c), with threads
  * in place of the lanes of a GPU and fake_nccl.c in place of NCCL: the bits of TCP's, for several
- * numbers of hosts; what is chosen; failures. */
+ * numbers of hosts; what is chosen; the network's rate, which TCP's way has too; failures. */
 #include "check.h"
 #include "core/dtype.h"
 #include "fake_nccl.h"
@@ -9,6 +9,7 @@
 #include <arpa/inet.h>
 #include <dlfcn.h>
 #include <math.h>
+#include <stdatomic.h>
 #include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
@@ -89,8 +90,13 @@ static void queue(device *d, uint32_t number, void (*run)(void *), work w) {
   queue_on(&d->lanes[number].base, run, copy);
 }
 
+enum { SLOW_NS = 50000000 };
+static _Atomic bool slow_copies;
+
 static void run_copy(void *arg) {
   work *w = arg;
+  if (atomic_load(&slow_copies))
+    nanosleep(&(struct timespec){.tv_nsec = SLOW_NS}, NULL);
   memcpy(w->dst, w->src, w->bytes);
   free(w);
 }
@@ -388,6 +394,64 @@ static void test_libraries(const char *other) {
   CHECK(ps__nccl_load(&l, library) == PS_OK && strcmp(l.version, "2.29.7") == 0);
 }
 
+/* ---- the network's rate ---------------------------------------------------------------------- */
+
+/* All ranks have the same rate, which is kept. */
+static double measure_once(rank *r, ps_hosts *h) {
+  double rate = 0, again = 0, all[MAX_RANKS];
+  uint64_t room;
+  CHECK(ps__hosts_known_rate(h, 0, 8 << 20, &rate, &room) == PS_OK && rate == 0);
+  CHECK(room == 8 << 20);
+  CHECK(ps__hosts_measure(h, room, &rate) == PS_OK && rate > 0);
+  CHECK(ps__hosts_gather(h, "rates", &rate, all, sizeof rate) == PS_OK);
+  for (uint32_t i = 0; i < r->n; i++)
+    CHECK(all[i] == rate);
+  CHECK(ps__hosts_known_rate(h, 0, 8 << 20, &again, &room) == PS_OK && again == rate);
+  h->network_bytes_per_s = 0;
+  return rate;
+}
+
+/* A sum of the least size then takes two slow copies, one after the other, and no larger one is
+ * made. Other work may slow it down. */
+static void measure(rank *r, ps_hosts *h) {
+  const double sent = 2.0 * (r->n - 1) / r->n * (1 << 20), most = sent / (2e-9 * SLOW_NS);
+  (void)measure_once(r, h); /* over TCP */
+  open_net(h);
+  pthread_barrier_wait(r->together);
+  atomic_store(&slow_copies, true);
+  const double rate = measure_once(r, h);
+  CHECK(rate <= most && rate > most / 4);
+  pthread_barrier_wait(r->together);
+  atomic_store(&slow_copies, false);
+  CHECK(ps__hosts_net(h)); /* ps_hosts_close() closes it */
+}
+
+/* The least stated rate counts, and the least room. */
+static void state(rank *r, ps_hosts *h) {
+  double rate = 0;
+  uint64_t room = 0;
+  const double stated = r->rank == 1 ? 3e9 : r->rank == 2 ? 2e9 : 0;
+  CHECK(ps__hosts_known_rate(h, stated, (r->rank + 3) << 20, &rate, &room) == PS_OK);
+  CHECK(rate == 2e9 && room == 2 << 20);
+  CHECK(ps__hosts_known_rate(h, r->rank ? 0 : 1e6, r->rank == 1 ? 0 : 1u << 30, &rate, &room) ==
+        PS_OK);
+  CHECK(rate == 1e6 && room == 1 << 20);
+  CHECK(ps__hosts_known_rate(h, 0, UINT64_MAX, &rate, &room) == PS_OK);
+  CHECK(rate == 0 && room == 256 << 20);
+  rate = stated;
+  CHECK(ps_hosts_measure(h, 0, 0, &rate) == PS_OK && rate == 2e9 && !ps__hosts_net(h));
+  const double bad[] = {-1, (double)NAN, (double)INFINITY};
+  for (int i = 0; i < 3; i++) {
+    rate = bad[i];
+    CHECK_FAILS(ps_hosts_measure(h, 0, 0, &rate), PS_EINVAL, "bytes_per_s");
+  }
+  atomic_store(&h->in_use, 1); /* as a trainer does */
+  rate = 0;
+  CHECK_FAILS(ps_hosts_measure(h, 0, 0, &rate), PS_EBUSY, "a trainer uses these hosts");
+  CHECK(rate == 0);
+  atomic_store(&h->in_use, 0);
+}
+
 /* ---- failures -------------------------------------------------------------------------------- */
 
 static void (*fail_sends)(int rank);
@@ -434,6 +498,40 @@ static void nccl_fails(rank *r, ps_hosts *h) {
   pthread_barrier_wait(r->together);
 }
 
+/* Rank 1 fails while the others measure; count: whether over NCCL. */
+static void fails_while_measuring(rank *r, ps_hosts *h) {
+  double rate = 5;
+  if (r->count)
+    open_net(h);
+  pthread_barrier_wait(r->together);
+  if (r->rank == 1) {
+    nanosleep(&(struct timespec){.tv_nsec = 50000000}, NULL);
+    ps_hosts_fail(h, PS_ENUMERIC, "it was told to");
+  } else {
+    CHECK_FAILS(ps__hosts_measure(h, 8 << 20, &rate), PS_ENUMERIC, "rank 1 failed: it was told to");
+  }
+  CHECK(rate == 5 && h->network_bytes_per_s == 0);
+  pthread_barrier_wait(r->together);
+}
+
+/* Rank 1 leaves without a word in the middle. */
+static void ends_while_measuring(rank *r, ps_hosts *h) {
+  double rate = 5;
+  uint64_t room;
+  CHECK(ps__hosts_known_rate(h, 0, UINT64_MAX, &rate, &room) == PS_OK);
+  if (r->rank == 1) {
+    for (uint32_t i = 0; i < r->n; i++)
+      if (i != 1) {
+        shutdown(h->data[i], SHUT_RDWR);
+        shutdown(h->control[i], SHUT_RDWR);
+      }
+  } else {
+    CHECK_FAILS(ps__hosts_measure(h, room, &rate), PS_EIO, "rank 1 is gone");
+    CHECK(strstr(ps_last_error(), " measuring the network"));
+  }
+  pthread_barrier_wait(r->together);
+}
+
 static void test_failures(void) {
   void *lib = dlopen(library, RTLD_NOW);
   CHECK(lib);
@@ -445,6 +543,11 @@ static void test_failures(void) {
   run_ranks(2, nccl_fails, PS_F32, 100000);
   CHECK(n_aborts() == 5);
   fail_sends(-1);
+  run_ranks(3, fails_while_measuring, PS_F32, 0);
+  CHECK(n_aborts() == 5);
+  run_ranks(3, fails_while_measuring, PS_F32, 1);
+  CHECK(n_aborts() == 8);
+  run_ranks(3, ends_while_measuring, PS_F32, 1);
 }
 
 int main(void) {
@@ -459,6 +562,9 @@ int main(void) {
   test_libraries(other);
   run_ranks(3, choose, PS_F32, 1);
   test_bits();
+  run_ranks(2, measure, PS_F32, 1);
+  run_ranks(5, measure, PS_F32, 1);
+  run_ranks(3, state, PS_F32, 1);
   test_failures();
   puts("ok sums over hosts by way of a device");
   return 0;
