@@ -180,6 +180,7 @@ def run(a) -> dict:
         "step_s": step_s,
         "tokens_per_s": case.tokens_per_step / step_s,
         "predicted_step_s": plan["predicted_step_s"],
+        "network_bytes_per_s": plan["network_bytes_per_s"],
         "device_peak_gib": metrics[-1]["device_peak_bytes"] / 2**30,
         "host_peak_gib": metrics[-1]["host_peak_bytes"] / 2**30,
         "loss": [m["loss"] for m in metrics],
@@ -203,7 +204,8 @@ def main() -> int:
     print(*row["said"], sep="\n")
     print(
         f"{row['tasks']} tasks over {row['transport']}: {row['tokens_per_s']:,.0f} tokens/s, "
-        f"{row['step_s']:.3f} s a step, {row['predicted_step_s']:.3f} s predicted"
+        f"{row['step_s']:.3f} s a step, {row['predicted_step_s']:.3f} s predicted with a network of "
+        f"{row['network_bytes_per_s'] / 1e9:.2f} GB/s"
     )
     return 0
 

@@ -4,6 +4,8 @@ depend on the GPUs a host; two hosts compute one host's step; a failure of one t
 import hashlib
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -46,15 +48,16 @@ def words(model, shard, folder, *more):
     return [str(w) for w in (BINARY, "train", *given, "--steps", STEPS, *more)]
 
 
-def start(model, shard, folder, *more, n=2, each=None, **env):
+def start(model, shard, folder, *more, n=2, each=None, caches=None, **env):
     """A task of each rank. @shard: a path, or one for each rank; @each: the words that one rank has
-    beside the others."""
+    beside the others; @caches: the folder of each rank's rates."""
     port = free_port()
     shards = shard if isinstance(shard, list) else [shard] * n
     return [
         subprocess.Popen(
             words(model, shards[rank], folder, *more, *(each or {}).get(rank, ())),
-            env=environment(rank=rank, n=n, port=port, **env),
+            env=environment(rank=rank, n=n, port=port, **env)
+            | ({"XDG_CACHE_HOME": str(caches[rank])} if caches else {}),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -305,6 +308,104 @@ def test_more_hosts_than_sequences(tiny_model, tiny_shard, tmp_path):
     assert codes == [2, 2] and "for 2 hosts: raise --tokens-per-step" in said[0], said
 
 
+# ---- the network's rate --------------------------------------------------------------------------
+
+
+def rates_of(cache):
+    (file,) = (cache / "penstock").glob("hardware-*.json")
+    return file, json.loads(file.read_text())
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_model, tmp_path_factory):
+    """A cache with this machine's rates on one thread."""
+    cache = tmp_path_factory.mktemp("rates")
+    given = ("plan", "--model", tiny_model, "--seq-len", SEQ, "--backend", "cpu", "--threads", 1)
+    subprocess.run(
+        [str(w) for w in (BINARY, *given)],
+        check=True,
+        capture_output=True,
+        env=os.environ | {"XDG_CACHE_HOME": str(cache)},
+    )
+    return cache
+
+
+def stating(measured, folder, rates):
+    """A cache for each of @rates, which states it as the network's."""
+    caches = [shutil.copytree(measured, folder / f"cache-{i}") for i in range(len(rates))]
+    for cache, rate in zip(caches, rates, strict=True):
+        file, machine = rates_of(cache)
+        file.write_text(json.dumps(machine | {"network_bytes_per_s": rate}))
+    return caches
+
+
+def planned_rate(folder):
+    return json.loads((folder / "plan.json").read_text())["network_bytes_per_s"]
+
+
+def test_the_network_is_measured_before_the_plan(measured, tiny_model, tiny_shard, tmp_path):
+    """Rank 0 says the rate; no file of the machine's rates keeps it."""
+    loud = {0: ("--quiet=false",)}
+    tasks = start(tiny_model, tiny_shard, tmp_path, each=loud, caches=[measured] * 2)
+    codes, said = end(tasks)
+    assert codes == [0, 0] and not said[1], said
+    line = re.search(r"GB a step each way at (\S+) GB/s: (\S+) s\n", said[0])
+    rate = planned_rate(tmp_path)
+    assert float(line[1]) == pytest.approx(rate * 1e-9, rel=5e-3) and 1e6 < rate < 1e12
+    assert "no time is taken" not in said[0]
+    assert rates_of(measured)[1]["network_bytes_per_s"] == 0
+
+
+@pytest.mark.parametrize("rates, rate", [((3e9, 2e9), 2e9), ((0, 5e8), 5e8)])
+def test_a_rate_that_is_stated_wins(rates, rate, measured, tiny_model, tiny_shard, tmp_path):
+    """The least of the tasks' rates, in the plan of rank 0."""
+    caches = stating(measured, tmp_path, rates)
+    codes, said = end(start(tiny_model, tiny_shard, tmp_path, caches=caches))
+    assert codes == [0, 0] and planned_rate(tmp_path) == rate, said
+    assert [rates_of(c)[1]["network_bytes_per_s"] for c in caches] == list(rates)
+
+
+def test_a_task_that_fails_before_it_measures_ends_all(tiny_model, tiny_shard, tmp_path):
+    folder = tmp_path / "run"
+    shards = [tiny_shard, tmp_path / "nowhere.bin", tiny_shard]
+    codes, said = end(start(tiny_model, shards, folder, n=3))
+    assert codes == [2, 2, 2] and not folder.exists()
+    for text in (said[0], said[2]):
+        assert text.startswith("penstock: rank 1 failed: --data ") and "nowhere.bin" in text
+        assert text.count("\n") == 1
+
+
+@pytest.mark.parametrize("rate", [1e6, 1e10])
+def test_a_stated_rate_with_other_caps_on_each_host(
+    rate, measured, tiny_model, tiny_shard, tmp_path
+):
+    """Rank 0 streams what the others keep, and rank 1 has two devices. The bits are those of the same
+    cut under equal caps."""
+    uncut = ("--chunk-tokens", 4 * SEQ, "--chunks-per-round", 2, "--tokens-per-step", 48 * SEQ)
+    out = ("--out", tmp_path / "a/out")
+    each = {0: (*out, "--device-mem", 2 << 20), 1: ("--gpus", 2), 2: ("--device-mem", "6MiB")}
+    caches = stating(measured, tmp_path, (rate, 0, 0))
+    tasks = start(tiny_model, tiny_shard, tmp_path / "a", *uncut, n=3, each=each, caches=caches)
+    codes, said = end(tasks)
+    assert codes == [0, 0, 0], said
+    more = (*uncut, "--out", tmp_path / "b/out")
+    assert trained(tiny_model, tiny_shard, tmp_path / "b", *more, n=3) == result(tmp_path / "a")
+
+
+def test_a_run_resumes_with_another_rate(measured, tiny_model, tiny_shard, tmp_path):
+    """The bits are those of a run in one piece."""
+    more = ("--recipe", "fp32-master", "--checkpoint-every", STEPS)
+    caches = stating(measured, tmp_path, (1e10, 1e10, 1e6, 1e6))
+    codes, said = end(start(tiny_model, tiny_shard, tmp_path, *more, caches=caches[:2]))
+    assert codes == [0, 0] and planned_rate(tmp_path) == 1e10, said
+    also = (*more, "--steps", STEPS + 2, "--out")
+    resumed = (*also, tmp_path / "out", "--resume", "latest")
+    codes, said = end(start(tiny_model, tiny_shard, tmp_path, *resumed, caches=caches[2:]))
+    assert codes == [0, 0] and planned_rate(tmp_path) == 1e6, said
+    whole = trained(tiny_model, tiny_shard, tmp_path / "whole", *also[:-1])
+    assert result(tmp_path) == whole
+
+
 # ---- plans ---------------------------------------------------------------------------------------
 
 
@@ -331,6 +432,12 @@ def test_a_plan_of_hosts_adds_the_exchange(tiny_model, tmp_path):
     slow = seen[0]["exchange_bytes"] / 1e6
     times = [s["predicted_step_s"] for s in seen]
     assert times[0] <= times[1] < times[2] and times[2] >= slow
+    path.write_text(json.dumps(machine))
+    given = (BINARY, "plan", "--model", tiny_model, "--seq-len", SEQ, "--hardware", path)
+    text = subprocess.run(
+        [*map(str, given), "--hosts", "2"], check=True, capture_output=True, text=True
+    ).stdout
+    assert "for which no time is taken" in text and "state network_bytes_per_s" in text
     assert "n_hosts" not in planned(tiny_model, "--hardware", path)
 
 

@@ -212,11 +212,14 @@ typedef struct cli_checkpoints {
  * moves gradients. Exit code.
  * cli_task_follow() - a task that is not rank 0 writes nothing but errors: it validates, samples
  * and saves nothing.
+ * cli_task_measure() - where there are other tasks: get the machine's rates, and measure with them
+ * the network's. Exit code.
  * cli_task_share_plan() - all take the cut of rank 0's plan; @code is that of rank 0's plan.
  * cli_task_end() - leave the other tasks; with @code not 0 end them. */
 int cli_task_read(ps_hosts_task *t);
 int cli_task_meet(cli_job *job);
 void cli_task_follow(cli_job *job);
+int cli_task_measure(cli_job *job);
 int cli_task_share_plan(cli_job *job, int code);
 void cli_task_end(cli_job *job, int code);
 
@@ -275,10 +278,11 @@ struct cli_job {
 
   ps_model_config config; /* set by cli_job_check(), as is lora */
   ps_lora lora;
-  ps_hardware hardware; /* set by cli_job_prepare(), as is plan_config */
-  ps_plan_config plan_config;
-  ps_plan *plan;         /* set by cli_job_plan() */
-  ps_plan_report report; /* set by cli_job_plan() */
+  ps_hardware hardware; /* set by cli_job_machine() */
+  bool knows_machine;
+  ps_plan_config plan_config; /* set by cli_job_prepare() */
+  ps_plan *plan;              /* set by cli_job_plan() */
+  ps_plan_report report;      /* set by cli_job_plan() */
 };
 
 /* cli_out_check() - check that the model can be saved into @path: it has no model, or --force is
@@ -295,10 +299,12 @@ uint32_t cli_job_options(cli_job *job, cli_option *options, bool training);
  * that differ: recipe fp32-master, adapters saved in fp32 (lora.c). Exit code. */
 int cli_lora_resolve(cli_job *job);
 /* cli_job_check() - check that required options are given, and read the model's configuration.
- * cli_job_prepare() - get the machine's rates, and fill in the plan's configuration.
+ * cli_job_machine() - get the machine's rates, once.
+ * cli_job_prepare() - the same, and fill in the plan's configuration.
  * cli_job_plan() - prepare, and search a plan.
  * All return exit codes. */
 int cli_job_check(cli_job *job);
+int cli_job_machine(cli_job *job);
 int cli_job_prepare(cli_job *job);
 int cli_job_plan(cli_job *job);
 

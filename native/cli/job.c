@@ -405,10 +405,16 @@ static int get_hardware(cli_job *j) {
   return CLI_OK;
 }
 
+int cli_job_machine(cli_job *j) {
+  const int code = j->knows_machine ? CLI_OK : get_hardware(j);
+  j->knows_machine = code == CLI_OK;
+  return code;
+}
+
 int cli_job_prepare(cli_job *j) {
   int code = cli_ramp_parse(j);
   if (code == CLI_OK)
-    code = get_hardware(j);
+    code = cli_job_machine(j);
   if (code != CLI_OK)
     return code;
   if (j->other_machine && j->host_mem)

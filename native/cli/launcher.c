@@ -58,6 +58,25 @@ void cli_task_follow(cli_job *job) {
   job->trace_steps = 0;
 }
 
+/* Rank 0 comes first: where equal hosts have one cache, the others find there what it measured. The
+ * machine's rates come before the network's, because NCCL stays on the GPU. */
+int cli_task_measure(cli_job *job) {
+  const bool first = job->task.rank == 0;
+  char turn = 0;
+  if (!job->hosts)
+    return CLI_OK;
+  int code = first ? cli_job_machine(job) : CLI_OK;
+  if (code != CLI_OK)
+    return code;
+  ps_status st = ps_hosts_share(job->hosts, &turn, sizeof turn);
+  if (st == PS_OK && !first && (code = cli_job_machine(job)) != CLI_OK)
+    return code;
+  if (st == PS_OK)
+    st = ps_hosts_measure(job->hosts, job->hardware.device, job->host_mem,
+                          &job->hardware.network_bytes_per_s);
+  return st == PS_OK ? CLI_OK : cli_fail_status(st, true);
+}
+
 /* What rank 0 decides of the step's cut, which must be the same on all hosts. */
 int cli_task_share_plan(cli_job *job, int code) {
   if (!job->hosts || code != CLI_OK)

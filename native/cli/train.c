@@ -501,6 +501,8 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
   /* checked before the search, which takes longer */
   if (code == CLI_OK && (st = ps_train_config_check(&cfg, &job->config)) != PS_OK)
     code = cli_fail_status(st, true);
+  if (code == CLI_OK)
+    code = cli_task_measure(job);
   if (!first)
     code = cli_task_share_plan(job, code);
   if (code == CLI_OK)

@@ -95,8 +95,9 @@ static void say_hosts(text *t, const ps_plan *p) {
         p->hw.network_bytes_per_s * 1e-9, r->exchange_bytes / p->hw.network_bytes_per_s);
   else
     say(t,
-        "%.3f GB a step each way, for which no time is taken: the machine's description has no "
-        "network_bytes_per_s\n",
+        "%.3f GB a step each way, for which no time is taken\n"
+        "                 the rate is not known: train measures it; for other plans state "
+        "network_bytes_per_s in the file of --hardware\n",
         r->exchange_bytes * 1e-9);
   if (p->hw.backend == PS_BACKEND_CUDA && p->cfg.transport == PS_TRANSPORT_TCP)
     say(t, "                 gradients go over TCP; no device memory is counted for NCCL\n");

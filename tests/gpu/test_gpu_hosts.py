@@ -1,6 +1,7 @@
 """Gradients between hosts over NCCL: two tasks of this machine share its first GPU, which NCCL
 takes for GPUs of two hosts, because each task has a NCCL_HOSTID of its own. The weights are TCP's,
-bit for bit; a task that is killed ends the other; what cannot be had is refused.
+bit for bit; the network is measured over what moves the gradients; a task that is killed ends the
+other; what cannot be had is refused.
 
 It needs no more than numpy, pytest and libnccl.so.2: PENSTOCK_NCCL's, or that of NVIDIA's wheel."""
 
@@ -132,6 +133,21 @@ def test_the_weights_are_the_bits_of_tcp(recipe, measured, nccl, tiny, shard, tm
     assert len(set(seen["tcp"][1][0])) == 4
 
 
+def test_the_network_is_measured_over_what_moves_gradients(measured, nccl, tiny, shard, tmp_path):
+    """NCCL is opened once, before the plan: what it took is said once. Memory stays under the cap."""
+    for name in ("tcp", "nccl"):
+        folder, since = tmp_path / name, time.monotonic()
+        _, said = trained(nccl, tiny, shard, folder, "--hosts-transport", name)
+        took = time.monotonic() - since
+        rate = json.loads((folder / "plan.json").read_text())["network_bytes_per_s"]
+        print(f"\n{name}: {rate / 1e9:.2f} GB/s each way; the whole run took {took:.1f} s")
+        line = re.search(r"GB a step each way at (\S+) GB/s: ", said)
+        assert float(line[1]) == pytest.approx(rate * 1e-9, rel=5e-3) and 1e7 < rate < 1e13
+        assert said.count("of the GPU's memory") == (name == "nccl"), said
+        steps = [json.loads(m) for m in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert all(m["device_peak_bytes"] <= 12 * 2**30 for m in steps)
+
+
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_rank_ends_the_other(killed, measured, nccl, tiny, shard, tmp_path):
     more = ("--steps", 100000, "--device-mem", "12GiB", "--hosts-transport", "nccl", "--quiet")
@@ -198,6 +214,6 @@ def test_step_times(measured, nccl, shard, tmp_path):
         codes, said = end(start(nccl, model, shard, folder, *also), 400)
         assert codes == [0, 0], said
         seen[name] = result(folder)
-        lines = re.findall("(?:gradients go over|NCCL).*", said[0])
+        lines = re.findall("(?:gradients go over|NCCL|.*GB a step each way).*", said[0])
         print(f"two tasks, {name}: {step_times(folder):.3f} s a step; {'; '.join(lines)}")
     assert seen["nccl"] == seen["tcp"]
