@@ -131,6 +131,47 @@ def test_two_trainers_of_the_same_hosts(tiny_model, tiny_shard, tmp_path):
     assert "gradients go over TCP" in done[0][0]
 
 
+RATE_SCRIPT = f"""
+import sys
+from penstock import Hardware, Hosts, ModelConfig, Plan
+model, _, folder, fails = sys.argv[1:5]
+with Hosts.from_launcher(wait=20) as hosts:
+    def plan(stated=0):
+        hardware = Hardware.estimate(1, "cpu")
+        hardware._ptr.network_bytes_per_s = stated
+        made = Plan(
+            ModelConfig.read(model), seq_len={SEQ}, tokens_per_step=6 * {SEQ}, hardware=hardware,
+            hosts=hosts,
+        )
+        assert hardware.network_bytes_per_s == stated
+        return made
+    if fails == str(hosts.rank):
+        hosts._measure = lambda *_: [][0]
+    plans = plan(), plan(), plan(hosts.rank * 1e9), plan(2e9)
+    rates = [p.json()["network_bytes_per_s"] for p in plans]
+    assert rates == [p.hardware.network_bytes_per_s for p in plans]
+    print(*rates)
+"""
+
+
+def test_all_tasks_plan_with_one_rate(tiny_model, tmp_path):
+    """The first Plan measures it; one that is stated wins; the caller's Hardware stays as it is."""
+    tasks = run_script(tiny_model, "-", tmp_path, 3, script=RATE_SCRIPT)
+    done = [t.communicate(timeout=120) for t in tasks]
+    assert [t.returncode for t in tasks] == [0, 0, 0], done
+    rates = [[float(w) for w in out.split()] for out, _ in done]
+    assert rates[0] == rates[1] == rates[2]
+    assert rates[0][0] == rates[0][1] > 1e6 and rates[0][2:] == [1e9, 2e9]
+
+
+def test_a_task_that_fails_ends_the_measurement(tiny_model, tmp_path):
+    tasks = run_script(tiny_model, "-", tmp_path, 3, fails="1", script=RATE_SCRIPT)
+    codes, said = end(tasks, 60)
+    assert codes == [1, 1, 1], said
+    for rank in (0, 2):
+        assert "rank 1 failed: IndexError" in said[rank] and "_measure" in said[rank], said[rank]
+
+
 def exchanges(plan):
     """What the stream between hosts runs, in its order."""
     schedule, net = plan.schedule, plan.stream_names.index("net")

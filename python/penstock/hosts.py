@@ -91,18 +91,25 @@ class Hosts(Owner):
 
     # ---- what Plan and Trainer call --------------------------------------------------------------
 
-    def _join(self, config, on_gpu: bool) -> None:
-        """Before a search: what moves gradients, and on all but rank 0 the cut that rank 0 found."""
+    def _join(self, config, hardware) -> None:
+        """Before a search: what moves gradients, the network's rate into hardware, and on all but
+        rank 0 the cut that rank 0 found."""
         if self.n == 1:
             return
         if self._chosen is None:
-            out = ffi.new("uint32_t *")
+            out, on_gpu = ffi.new("uint32_t *"), hardware.backend == lib.PS_BACKEND_CUDA
             check(lib.ps_hosts_choose(self._handle.ptr, self._wanted, int(on_gpu), out))
             self._chosen = out[0]
         config.transport = self._chosen
+        self._measure(config, hardware)
         if self.rank:
             for name, tokens in zip(_CUT, self._share((0,) * len(_CUT)), strict=True):
                 setattr(config, name, tokens)
+
+    def _measure(self, config, hardware) -> None:
+        rate = ffi.new("double *", hardware.network_bytes_per_s)
+        check(lib.ps_hosts_measure(self._handle.ptr, hardware.device, config.host_mem_bytes, rate))
+        hardware.network_bytes_per_s = rate[0]
 
     def _found(self, report: dict) -> None:
         """After the search of rank 0: give its cut to the others, whose searches follow."""

@@ -341,7 +341,8 @@ class Plan(Owner):
     layout                 how they share a step: "data-parallel", "ring" of layers, or "auto",
                            which takes the one that is predicted to be faster
     hosts                  Hosts that train together: tokens_per_step is of all. They take the cut
-                           into chunks and rounds that rank 0 finds
+                           into chunks and rounds that rank 0 finds. The first Plan measures the
+                           network between them, unless a Hardware states network_bytes_per_s
     reserve                host memory of the process beside the plan's, in bytes or as "1GiB";
                            None: what the process held when it first asked for a Hardware or a Plan
     keep_grads             gradients are copied to the host wherever the update runs, for
@@ -400,7 +401,8 @@ class Plan(Owner):
         self.config, self.hardware, ramp = _configure(locals())
         self.model, self.hosts = model, hosts
         if hosts:
-            hosts._join(self.config, self.hardware._ptr.backend == lib.PS_BACKEND_CUDA)
+            self.hardware = Hardware(ffi.new("ps_hardware *", self.hardware._ptr[0]))
+            hosts._join(self.config, self.hardware._ptr)
         failures: list = []
         watch = progress and callback(
             "ps_plan_progress_fn",
