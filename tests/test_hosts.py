@@ -339,30 +339,109 @@ def stating(measured, folder, rates):
     return caches
 
 
+def copies(measured, folder, n=2):
+    return [shutil.copytree(measured, folder / f"cache-{i}") for i in range(n)]
+
+
+def kept(cache):
+    """The files of networks' rates, and what they state."""
+    return {f.name: json.loads(f.read_text()) for f in (cache / "penstock").glob("network-*")}
+
+
+def network_file(n=2):
+    """Of n tasks of this machine, over TCP: their machines' names, each with a NUL behind it."""
+    names = (socket.gethostname() + "\0") * n
+    return f"network-{hashlib.sha256(names.encode()).hexdigest()[:16]}-tcp.json"
+
+
 def planned_rate(folder):
     return json.loads((folder / "plan.json").read_text())["network_bytes_per_s"]
 
 
 def test_the_network_is_measured_before_the_plan(measured, tiny_model, tiny_shard, tmp_path):
     """Rank 0 says the rate; no file of the machine's rates keeps it."""
-    loud = {0: ("--quiet=false",)}
-    tasks = start(tiny_model, tiny_shard, tmp_path, each=loud, caches=[measured] * 2)
+    loud, caches = {0: ("--quiet=false",)}, copies(measured, tmp_path)
+    tasks = start(tiny_model, tiny_shard, tmp_path, each=loud, caches=caches)
     codes, said = end(tasks)
     assert codes == [0, 0] and not said[1], said
     line = re.search(r"GB a step each way at (\S+) GB/s: (\S+) s\n", said[0])
     rate = planned_rate(tmp_path)
     assert float(line[1]) == pytest.approx(rate * 1e-9, rel=5e-3) and 1e6 < rate < 1e12
     assert "no time is taken" not in said[0]
-    assert rates_of(measured)[1]["network_bytes_per_s"] == 0
+    assert [rates_of(c)[1]["network_bytes_per_s"] for c in caches] == [0, 0]
+
+
+def test_rank_0_keeps_the_rate_for_later_starts(measured, tiny_model, tiny_shard, tmp_path):
+    """The next start plans with exactly that rate, and rank 1 is told."""
+    caches, seen = copies(measured, tmp_path), []
+    for name in ("first", "second"):
+        folder = tmp_path / name
+        codes, said = end(start(tiny_model, tiny_shard, folder, caches=caches))
+        assert codes == [0, 0] and not any(said), said
+        seen.append(planned_rate(folder))
+    file = {"network_bytes_per_s": seen[0], "transport": "tcp", "n_hosts": 2}
+    assert kept(caches[0]) == {network_file(): file | {"machine": socket.gethostname()}}
+    assert not kept(caches[1]) and seen[1] == seen[0]
+
+
+def test_a_kept_rate_is_of_its_machines_alone(measured, tiny_model, tiny_shard, tmp_path):
+    """Three tasks measure beside the file of two, which two tasks read, and rank 0 alone."""
+    caches = copies(measured, tmp_path, 3)
+    for cache, rate in zip(caches, (3e9, 2e9, 1e9), strict=True):
+        (cache / "penstock" / network_file()).write_text(f'{{"network_bytes_per_s": {rate}}}')
+    before, rates = kept(caches[0]), {}
+    for n in (3, 2):
+        folder, more = tmp_path / f"{n}", ("--tokens-per-step", 6 * SEQ)
+        tasks = start(tiny_model, tiny_shard, folder, *more, n=n, caches=caches)
+        codes, said = end(tasks)
+        assert codes == [0] * n and not any(said), said
+        rates[n] = planned_rate(folder)
+    assert rates[2] == 3e9 and rates[3] not in (3e9, 2e9, 1e9)
+    of_three = kept(caches[0])[network_file(3)]
+    assert (of_three["network_bytes_per_s"], of_three["n_hosts"]) == (rates[3], 3)
+    assert kept(caches[0]) == before | {network_file(3): of_three}
+
+
+@pytest.mark.parametrize("text", ["a line\n", '{"network_bytes_per_s": 0}'])
+def test_a_broken_file_is_measured_anew(text, measured, tiny_model, tiny_shard, tmp_path):
+    caches = copies(measured, tmp_path)
+    (caches[0] / "penstock" / network_file()).write_text(text)
+    codes, said = end(start(tiny_model, tiny_shard, tmp_path / "run", caches=caches))
+    assert codes == [0, 0] and not any(said), said
+    (file,) = kept(caches[0]).values()
+    assert file["network_bytes_per_s"] == planned_rate(tmp_path / "run") > 1e6
+
+
+def test_a_rate_that_cannot_be_kept_stops_nothing(measured, tiny_model, tiny_shard, tmp_path):
+    """Rank 0 says it in a line. A folder is in the file's place, which stops root too."""
+    caches = copies(measured, tmp_path)
+    (caches[0] / "penstock" / network_file()).mkdir()
+    codes, said = end(start(tiny_model, tiny_shard, tmp_path / "run", caches=caches))
+    assert codes == [0, 0] and said[0].count("\n") == 1 and not said[1], said
+    assert network_file() in said[0] and "the network's rate is not cached: set XDG_" in said[0]
+    assert planned_rate(tmp_path / "run") > 1e6
 
 
 @pytest.mark.parametrize("rates, rate", [((3e9, 2e9), 2e9), ((0, 5e8), 5e8)])
 def test_a_rate_that_is_stated_wins(rates, rate, measured, tiny_model, tiny_shard, tmp_path):
-    """The least of the tasks' rates, in the plan of rank 0."""
+    """The least of the tasks' rates, in the plan of rank 0, and no file keeps it."""
     caches = stating(measured, tmp_path, rates)
     codes, said = end(start(tiny_model, tiny_shard, tmp_path, caches=caches))
     assert codes == [0, 0] and planned_rate(tmp_path) == rate, said
     assert [rates_of(c)[1]["network_bytes_per_s"] for c in caches] == list(rates)
+    assert not any(map(kept, caches))
+
+
+@pytest.mark.parametrize("rates", [(5e8, 0), (0, 5e8)])
+def test_a_rate_that_is_stated_wins_over_a_kept_one(
+    rates, measured, tiny_model, tiny_shard, tmp_path
+):
+    """Also where the kept one is less, and another task than rank 0 states one."""
+    caches = stating(measured, tmp_path, rates)
+    (caches[0] / "penstock" / network_file()).write_text('{"network_bytes_per_s": 1e8}')
+    codes, said = end(start(tiny_model, tiny_shard, tmp_path, caches=caches))
+    assert codes == [0, 0] and planned_rate(tmp_path) == 5e8, said
+    assert kept(caches[0]) == {network_file(): {"network_bytes_per_s": 1e8}}
 
 
 def test_a_task_that_fails_before_it_measures_ends_all(tiny_model, tiny_shard, tmp_path):

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
-from penstock import Hardware, Hosts, InvalidError, ModelConfig, Plan
-from penstock._lib import check, lib, struct, text
+from penstock import FormatError, Hardware, Hosts, InvalidError, ModelConfig, Plan
+from penstock._lib import check, ffi, lib, struct, text
 from penstock.checkpoint import _CUT
 from test_hosts import SEQ, STEPS, end, environment, free_port, result, start
 
@@ -170,6 +170,23 @@ def test_a_task_that_fails_ends_the_measurement(tiny_model, tmp_path):
     assert codes == [1, 1, 1], said
     for rank in (0, 2):
         assert "rank 1 failed: IndexError" in said[rank] and "_measure" in said[rank], said[rank]
+
+
+BROKEN_RATES = ["0", "-1e9", "NaN", "1e999", "null", "true", '"1e9"', "[1e9]", "1e9,"]
+
+
+@pytest.mark.parametrize("text", [f'{{"network_bytes_per_s": {r}}}' for r in BROKEN_RATES] + [
+    "", "1e9", "[1e9]", '{"other_bytes_per_s": 1e9}', '{"network_bytes_per_s": 1e9',
+])  # fmt: skip
+def test_a_file_without_a_rate_is_refused(text, tmp_path):
+    out, path = ffi.new("double *", 5), tmp_path / "network.json"
+    path.write_text('{"network_bytes_per_s": 1e9}')
+    check(lib.ps_hosts_rate_read(out, str(path).encode()))
+    assert out[0] == 1e9
+    path.write_text(text)
+    with pytest.raises(FormatError, match="network.json: "):
+        check(lib.ps_hosts_rate_read(out, str(path).encode()))
+    assert out[0] == 1e9
 
 
 def exchanges(plan):

@@ -128,7 +128,8 @@ typedef struct ps_hardware {
   double peer_bytes_per_s;
   /* What a host sends to the others, and as much it receives, while they add gradients. A file may
    * state it. Else tasks that train together measure it before they plan (ps_hosts_measure() in
-   * hosts.h), and no file keeps it. 0: not known, and plans take no time for exchanges. */
+   * hosts.h). It depends on the other machines, so this machine's file does not keep it; a file of
+   * its own may (ps_hosts_rate_write()). 0: not known, and plans take no time for exchanges. */
   double network_bytes_per_s;
   double optimizer_bytes_per_s; /* AdamW on the host, all threads */
   /* Of an update in two parts, each measured alone and over the bytes that it moves. Reads take

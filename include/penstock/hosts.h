@@ -79,16 +79,23 @@ PS_API ps_status ps_hosts_agree(ps_hosts *h, const char *text);
 PS_API ps_status ps_hosts_choose(ps_hosts *h, uint32_t wanted, int on_gpu, uint32_t *out);
 PS_API const char *ps_hosts_transport_text(const ps_hosts *h);
 
+/* ps_hosts_stated() - the network's rate that machines' descriptions state. A call that all tasks
+ * make, like those above.
+ * @bytes_per_s  in: BYTES per second that this machine's description states, 0: none. out: the
+ *               least stated one, 0: no task states one. The same in all tasks; untouched on error.
+ * Errors: as above; PS_EINVAL. */
+PS_API ps_status ps_hosts_stated(ps_hosts *h, double *bytes_per_s);
+
 /* ps_hosts_measure() - the network's rate for plans: ps_hardware.network_bytes_per_s. A call that
  * all tasks make, like those above, after ps_hosts_choose() and before they plan. Sums of gradients
  * take the way that steps use, NCCL or TCP. The rate is what a task sends in one of them, 2 (n - 1)
  * / n times its bytes with n hosts, over the time of the slowest task.
  * @device          with NCCL: the first of the GPUs that will train. Else without effect.
  * @host_mem_bytes  cap of the process's host memory, 0: none.
- * @bytes_per_s     in: BYTES per second that this machine's description states, 0: none. Where a
- *                  task states a rate, nothing is measured, and the least stated one counts. out:
- *                  the rate, the same in all tasks; untouched on error. Later calls give what the
- *                  first one measured.
+ * @bytes_per_s     in: BYTES per second that this machine's description states, or that an earlier
+ *                  start has measured; 0: none. Where a task gives a rate, nothing is measured, and
+ *                  the least one counts. out: the rate, the same in all tasks; untouched on error.
+ *                  Later calls give what the first one measured.
  * Takes up to 256 MiB of host memory meanwhile, less where the cap or the system of a task leaves
  * less, and 1 MiB at least. NCCL is opened, with the device memory that plans count for it. It
  * stays open: the next trainer of these hosts takes it over and closes it; without a trainer
@@ -98,6 +105,27 @@ PS_API const char *ps_hosts_transport_text(const ps_hosts *h);
  *          PS_ENOMEM and PS_EDEVICE may be of this task alone: it then calls ps_hosts_fail(). */
 PS_API ps_status ps_hosts_measure(ps_hosts *h, uint32_t device, uint64_t host_mem_bytes,
                                   double *bytes_per_s);
+
+/* A rate that is measured anew at each start is another one each time. It may change the cut that a
+ * plan finds, and so the bits of a run. So callers keep it: a file for each id and transport.
+ *
+ * ps_hosts_id() - whose network it is: the first 16 hex digits, in lower case, of the SHA-256 of
+ * the machines' names (gethostname()) in the order of ranks, each with the NUL that ends it. A call
+ * that all tasks make, like those above. Machines of the same names are taken for the same.
+ * @out     16 digits and a NUL, the same in all tasks; untouched on error.
+ * Errors:  as above; PS_EINVAL. */
+enum { PS_HOSTS_ID_BYTES = 17 };
+PS_API ps_status ps_hosts_id(ps_hosts *h, char out[PS_HOSTS_ID_BYTES]);
+
+/* ps_hosts_rate_write() - replace the file at @path, as a whole, by one that has the rate. JSON:
+ * network_bytes_per_s; for people also transport, n_hosts, and machine, the name of this task's.
+ * ps_hosts_rate_read() - its network_bytes_per_s, for ps_hosts_measure(). Other keys do not count.
+ * No other task takes part.
+ * @bytes_per_s, @out  BYTES per second, more than 0; out: untouched on error.
+ * Errors: PS_EINVAL; PS_EIO: the file is not there, or the disk failed; PS_EFORMAT: it is not JSON,
+ *         or has no such rate; PS_ENOMEM. */
+PS_API ps_status ps_hosts_rate_write(const ps_hosts *h, double bytes_per_s, const char *path);
+PS_API ps_status ps_hosts_rate_read(double *out, const char *path);
 
 /* ps_hosts_fail() - end the other tasks: what they wait for fails with @status, and "rank 1
  * failed: " before @why. The first failure counts; later ones, and NULL, are no-ops.

@@ -184,13 +184,19 @@ typedef struct cli_device {
  * cli_hardware_measure() - measure the rates now and cache them. @full: by ps_hardware_profile().
  * @seconds 0: as long as the device needs. *cached_at: the cache's file, freed by the caller, or
  * NULL.
- * cli_bound_threads() - lower device->threads to @n_cpus, and say so. The two above call it.
+ * cli_network_kept() - the network's rate that the cache has for these machines (ps_hosts_id()) and
+ * this transport, BYTES per second; 0: none.
+ * cli_network_keep() - write it to the cache. Where that fails a line says why.
+ * cli_bound_threads() - lower device->threads to @n_cpus, and say so. cli_hardware_get() and
+ * cli_hardware_measure() call it.
  * cli_gpus_check() - whether a training or an evaluation can run on device->n_gpus. Exit code.
  * cli_on_gpu() - whether it runs on a GPU. */
 int cli_hardware_get(ps_hardware *out, cli_device *device, uint64_t host_bytes, bool fp8,
                      bool quiet);
 int cli_hardware_measure(ps_hardware *out, cli_device *device, bool full, double seconds,
                          char **cached_at);
+double cli_network_kept(const char *id, uint32_t transport);
+void cli_network_keep(const ps_hosts *h, const char *id, uint32_t transport, double bytes_per_s);
 void cli_bound_threads(cli_device *device, uint32_t n_cpus, bool quiet);
 bool cli_on_gpu(const cli_device *device);
 int cli_gpus_check(const cli_device *device);
@@ -212,8 +218,9 @@ typedef struct cli_checkpoints {
  * moves gradients. Exit code.
  * cli_task_follow() - a task that is not rank 0 writes nothing but errors: it validates, samples
  * and saves nothing.
- * cli_task_measure() - where there are other tasks: get the machine's rates, and measure with them
- * the network's. Exit code.
+ * cli_task_measure() - where there are other tasks: get the machine's rates and the network's. The
+ * latter is what a description states, else what rank 0 kept of an earlier start, else measured now
+ * and kept. Exit code.
  * cli_task_share_plan() - all take the cut of rank 0's plan; @code is that of rank 0's plan.
  * cli_task_end() - leave the other tasks; with @code not 0 end them. */
 int cli_task_read(ps_hosts_task *t);

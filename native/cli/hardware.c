@@ -1,4 +1,5 @@
-/* hardware.c - measures this machine's rates once, and keeps them in the user's cache folder. */
+/* hardware.c - measures this machine's rates once, and keeps them in the user's cache folder. There
+ * rank 0 keeps the network's rate, too. */
 #include "cli/cli.h"
 #include <ctype.h>
 #include <sched.h>
@@ -15,6 +16,13 @@ static char *cache_folder(void) {
   return home && home[0] ? cli_path_join(home, ".cache/penstock") : NULL;
 }
 
+/* The path of file @name in the cache folder; NULL: there is none. */
+static char *path_in_cache(const char *name) {
+  char *folder = cache_folder(), *path = folder ? cli_path_join(folder, name) : NULL;
+  free(folder);
+  return path;
+}
+
 /* hardware-CPU[-GPU]-THREADS.json in the cache folder. Machines that have one cache folder in
  * common thus keep their rates apart. */
 static char *cache_file(const ps_hardware *hw) {
@@ -28,40 +36,66 @@ static char *cache_file(const ps_hardware *hw) {
     else if (name[n - 1] != '-' || c == machine)
       name[n++] = '-';
   snprintf(name + n, sizeof name - n, "-%u.json", hw->n_threads);
-  char *folder = cache_folder(), *path = folder ? cli_path_join(folder, name) : NULL;
-  free(folder);
-  return path;
+  return path_in_cache(name);
+}
+
+/* Say that @what, such as "the network's rate is", stays out of the cache, in which its file would
+ * be @path. @failed: the errno of its folder, else 0, and ps_last_error() says why. */
+static void warn_not_cached(const char *what, const char *path, int failed) {
+  if (!path)
+    fprintf(stderr, "penstock: %s not cached: set XDG_CACHE_HOME to a folder for the cache\n",
+            what);
+  else if (failed)
+    fprintf(stderr,
+            "penstock: %.*s: %s; %s not cached: set XDG_CACHE_HOME to a folder that can be "
+            "written\n",
+            (int)(strrchr(path, '/') - path), path, strerror(failed), what);
+  else
+    fprintf(stderr,
+            "penstock: %s; %s not cached: set XDG_CACHE_HOME to a folder that can be written\n",
+            ps_last_error(), what);
 }
 
 /* Write @hw to the cache, and return the file's path. Where that fails a line says why, and the run
  * goes on. */
 static char *cache_rates(const ps_hardware *hw) {
-  char *path = cache_file(hw), *folder = path ? strdup(path) : NULL;
-  if (folder)
-    *strrchr(folder, '/') = 0;
-  const int failed = folder ? cli_folder_make(folder) : 0;
-  const bool written = folder && !failed && ps_hardware_write(hw, path) == PS_OK;
-  if (!path)
-    fprintf(
-        stderr,
-        "penstock: this machine's rates are not cached: set XDG_CACHE_HOME to a folder for them\n");
-  else if (failed)
-    fprintf(stderr,
-            "penstock: %s: %s; this machine's rates are not cached: set XDG_CACHE_HOME to a folder "
-            "that can be written\n",
-            folder, strerror(failed));
-  else if (!written)
-    fprintf(
-        stderr,
-        "penstock: %s; this machine's rates are not cached: set XDG_CACHE_HOME to a folder that "
-        "can be written\n",
-        folder ? ps_last_error() : "out of memory");
-  free(folder);
-  if (written)
+  char *path = cache_file(hw);
+  const int failed = path ? cli_folder_make_parent(path) : 0;
+  if (path && !failed && ps_hardware_write(hw, path) == PS_OK)
     return path;
+  warn_not_cached("this machine's rates are", path, failed);
   free(path);
   return NULL;
 }
+
+/* ---- the network ----------------------------------------------------------------------------- */
+
+/* network-ID-TRANSPORT.json in the cache folder. */
+static char *network_file(const char *id, uint32_t transport) {
+  char name[64];
+  snprintf(name, sizeof name, "network-%s-%s.json", id,
+           transport == PS_TRANSPORT_NCCL ? "nccl" : "tcp");
+  return path_in_cache(name);
+}
+
+double cli_network_kept(const char *id, uint32_t transport) {
+  char *path = network_file(id, transport);
+  double rate = 0;
+  if (path)
+    (void)ps_hosts_rate_read(&rate, path); /* a file that is broken is replaced later */
+  free(path);
+  return rate;
+}
+
+void cli_network_keep(const ps_hosts *h, const char *id, uint32_t transport, double bytes_per_s) {
+  char *path = network_file(id, transport);
+  const int failed = path ? cli_folder_make_parent(path) : 0;
+  if (!path || failed || ps_hosts_rate_write(h, bytes_per_s, path) != PS_OK)
+    warn_not_cached("the network's rate is", path, failed);
+  free(path);
+}
+
+/* ---- this machine ---------------------------------------------------------------------------- */
 
 const char *const cli_backends[] = {"auto", "cpu", "cuda", NULL};
 

@@ -58,6 +58,25 @@ void cli_task_follow(cli_job *job) {
   job->trace_steps = 0;
 }
 
+/* Where no description states a rate, rank 0 gives the one that it has kept. Where it has none, it
+ * keeps the one that is measured now. */
+static ps_status find_network_rate(cli_job *job) {
+  double *rate = &job->hardware.network_bytes_per_s;
+  const bool first = job->task.rank == 0;
+  char id[PS_HOSTS_ID_BYTES];
+  ps_status st = ps_hosts_stated(job->hosts, rate);
+  if (st == PS_OK)
+    st = ps_hosts_id(job->hosts, id);
+  if (st == PS_OK && first && !(*rate > 0))
+    *rate = cli_network_kept(id, job->chosen_transport);
+  const bool known = *rate > 0;
+  if (st == PS_OK)
+    st = ps_hosts_measure(job->hosts, job->hardware.device, job->host_mem, rate);
+  if (st == PS_OK && first && !known)
+    cli_network_keep(job->hosts, id, job->chosen_transport, *rate);
+  return st;
+}
+
 /* Rank 0 comes first: where equal hosts have one cache, the others find there what it measured. The
  * machine's rates come before the network's, because NCCL stays on the GPU. */
 int cli_task_measure(cli_job *job) {
@@ -72,8 +91,7 @@ int cli_task_measure(cli_job *job) {
   if (st == PS_OK && !first && (code = cli_job_machine(job)) != CLI_OK)
     return code;
   if (st == PS_OK)
-    st = ps_hosts_measure(job->hosts, job->hardware.device, job->host_mem,
-                          &job->hardware.network_bytes_per_s);
+    st = find_network_rate(job);
   return st == PS_OK ? CLI_OK : cli_fail_status(st, true);
 }
 

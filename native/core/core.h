@@ -76,9 +76,12 @@ ps_status ps__model_path(char **out, const char *dir, const char *name);
 /* Write a file that replaces @path as a whole. ps__replace_begin() makes it beside @path under a
  * random name, so that no link is followed. ps__replace_end() closes it and renames it to @path, or
  * removes it where @st is an error. It returns @st, or its own error. @path need not exist; it must
- * not be anything but a regular file. */
+ * not be anything but a regular file.
+ * ps__replace_text() - both, with @bytes of @text. @text NULL, as ps__jsonw_text() may give:
+ * PS_ENOMEM. */
 ps_status ps__replace_begin(int *fd, char **temporary, const char *path);
 ps_status ps__replace_end(int fd, char *temporary, const char *path, ps_status st);
+ps_status ps__replace_text(const char *path, const char *text, size_t bytes);
 
 /* ---- time ------------------------------------------------------------------------------------ */
 uint64_t ps__now_ns(void); /* CLOCK_MONOTONIC */

@@ -152,3 +152,12 @@ ps_status ps__replace_end(int fd, char *temporary, const char *path, ps_status s
   ps__free(temporary);
   return st;
 }
+
+ps_status ps__replace_text(const char *path, const char *text, size_t bytes) {
+  char *temporary;
+  int fd;
+  if (!text)
+    return ps__fail(PS_ENOMEM, "out of memory for %s", path);
+  PS_TRY(ps__replace_begin(&fd, &temporary, path));
+  return ps__replace_end(fd, temporary, path, ps__write_all(fd, path, text, bytes));
+}

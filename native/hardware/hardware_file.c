@@ -385,14 +385,9 @@ ps_status ps_hardware_write(const ps_hardware *hw, const char *path) {
   ps__jsonw_uint(w, "layout", LAYOUT);
   write_fields(w, (const char *)hw, fields);
   ps__jsonw_end(w);
-  size_t n;
+  size_t n = 0;
   const char *text = ps__jsonw_text(w, &n);
-  char *temporary;
-  int fd;
-  ps_status st = text ? ps__replace_begin(&fd, &temporary, path)
-                      : ps__fail(PS_ENOMEM, "out of memory for %s", path);
-  if (st == PS_OK)
-    st = ps__replace_end(fd, temporary, path, ps__write_all(fd, path, text, n));
+  const ps_status st = ps__replace_text(path, text, n);
   ps__jsonw_free(w);
   return st;
 }

@@ -84,11 +84,11 @@ static inline uint64_t ps__cut_slice(const ps__cut *c, uint64_t k, uint32_t r, s
 }
 
 /* All tasks call these together and get the same (measure.c).
- * ps__hosts_known_rate() - BYTES per second that need not be measured: the least that a task's
- * description states (@stated; 0: none), else what was measured before, else 0.
+ * ps__hosts_known_rate() - BYTES per second that need not be measured: the least that a task gives
+ * (@given; 0: none), else what was measured before, else 0.
  * @room_bytes: that this task may take. *most_bytes: of ps__hosts_measure(), 1 MiB at least.
  * ps__hosts_measure() - the rate of ps_hosts_measure(), by NCCL where it is open, else by TCP. */
-ps_status ps__hosts_known_rate(ps_hosts *h, double stated, uint64_t room_bytes, double *out,
+ps_status ps__hosts_known_rate(ps_hosts *h, double given, uint64_t room_bytes, double *out,
                                uint64_t *most_bytes);
 ps_status ps__hosts_measure(ps_hosts *h, uint64_t most_bytes, double *out);
 

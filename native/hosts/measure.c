@@ -5,6 +5,7 @@
  * all do the same and find the same rate. */
 #include "hosts/hosts.h"
 #include "hosts/net.h"
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -13,22 +14,36 @@ enum { LEAST_BYTES = 1 << 20, MOST_BYTES = 256 << 20, LEAST_SUMS = 3, MOST_SUMS 
 static const uint64_t LARGE_NS = 60000000, TIMED_NS = 300000000; /* of a sum; of all that count */
 static const char what[] = "measuring the network";
 
-/* What a task's description states, and the BYTES that the task may take. */
+/* The rate that a task gives, and the BYTES that the task may take. */
 typedef struct offer {
   double bytes_per_s;
   uint64_t room_bytes;
 } offer;
 
-ps_status ps__hosts_known_rate(ps_hosts *h, double stated, uint64_t room_bytes, double *out,
+/* The less of two rates, of which 0 is none. */
+static double less_of(double a, double b) { return a > 0 && !(b > 0 && b < a) ? a : b; }
+
+ps_status ps_hosts_stated(ps_hosts *h, double *bytes_per_s) {
+  double all[PS_MAX_HOSTS], least = 0;
+  if (!h || !bytes_per_s || !(*bytes_per_s >= 0) || !isfinite(*bytes_per_s))
+    return ps__fail(PS_EINVAL, "ps_hosts_stated: hosts must be given, and bytes_per_s: 0, or what "
+                               "this machine's description states");
+  PS_TRY(ps__hosts_gather(h, "comparing the network's rates", bytes_per_s, all, sizeof *all));
+  for (uint32_t r = 0; r < h->n; r++)
+    least = less_of(least, all[r]);
+  *bytes_per_s = least;
+  return PS_OK;
+}
+
+ps_status ps__hosts_known_rate(ps_hosts *h, double given, uint64_t room_bytes, double *out,
                                uint64_t *most_bytes) {
-  const offer mine = {stated, room_bytes};
+  const offer mine = {given, room_bytes};
   offer all[PS_MAX_HOSTS];
   double least = 0;
   PS_TRY(ps__hosts_gather(h, what, &mine, all, sizeof mine));
   *most_bytes = MOST_BYTES;
   for (uint32_t r = 0; r < h->n; r++) {
-    if (all[r].bytes_per_s > 0 && (!(least > 0) || all[r].bytes_per_s < least))
-      least = all[r].bytes_per_s;
+    least = less_of(least, all[r].bytes_per_s);
     while (*most_bytes > LEAST_BYTES && *most_bytes > all[r].room_bytes)
       *most_bytes /= 2;
   }

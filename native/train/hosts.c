@@ -54,8 +54,8 @@ static ps_status open_net(ps_hosts *h, uint32_t backend, uint32_t device) {
 ps_status ps_hosts_measure(ps_hosts *h, uint32_t device, uint64_t host_mem_bytes,
                            double *bytes_per_s) {
   if (!h || !bytes_per_s || !(*bytes_per_s >= 0) || !isfinite(*bytes_per_s))
-    return ps__fail(PS_EINVAL, "ps_hosts_measure: hosts must be given, and bytes_per_s: 0, or what "
-                               "this machine's description states");
+    return ps__fail(PS_EINVAL, "ps_hosts_measure: hosts must be given, and bytes_per_s: 0, or "
+                               "the rate that is known");
   double rate;
   uint64_t most_bytes;
   PS_TRY(

@@ -1,6 +1,7 @@
 /* test_hosts_net.c - sums over hosts by way of a device and NCCL (native/hosts/net.c), with threads
  * in place of the lanes of a GPU and fake_nccl.c in place of NCCL: the bits of TCP's, for several
- * numbers of hosts; what is chosen; the network's rate, which TCP's way has too; failures. */
+ * numbers of hosts; what is chosen; the network's rate, which TCP's way has too, and whose it is;
+ * failures. */
 #include "check.h"
 #include "core/dtype.h"
 #include "fake_nccl.h"
@@ -452,6 +453,90 @@ static void state(rank *r, ps_hosts *h) {
   atomic_store(&h->in_use, 0);
 }
 
+/* The least of all tasks; a rate that was measured does not count. */
+static void compare_stated(rank *r, ps_hosts *h) {
+  double rate = r->rank == 1 ? 3e9 : r->rank == 2 ? 2e9 : 0;
+  h->network_bytes_per_s = 1e9;
+  CHECK(ps_hosts_stated(h, &rate) == PS_OK && rate == 2e9);
+  rate = 0;
+  CHECK(ps_hosts_stated(h, &rate) == PS_OK && rate == 0);
+  const double bad[] = {-1, (double)NAN, (double)INFINITY};
+  for (int i = 0; i < 3; i++) {
+    rate = bad[i];
+    CHECK_FAILS(ps_hosts_stated(h, &rate), PS_EINVAL, "bytes_per_s");
+  }
+}
+
+/* ---- whose network it is --------------------------------------------------------------------- */
+
+/* In the C library's place: each rank is on a machine of its own. NULL: the system does not say. */
+static _Thread_local const char *machine;
+int gethostname(char *name, size_t bytes) {
+  if (!machine)
+    return -1;
+  snprintf(name, bytes, "%s", machine);
+  return 0;
+}
+
+static const char *machines[MAX_RANKS]; /* of the ranks */
+static char ids[MAX_RANKS][PS_HOSTS_ID_BYTES];
+
+static void identify(rank *r, ps_hosts *h) {
+  machine = machines[r->rank];
+  CHECK(ps_hosts_id(h, ids[r->rank]) == PS_OK);
+  CHECK_FAILS(ps_hosts_id(h, NULL), PS_EINVAL, "out must be given");
+}
+
+/* The id of machines a, b and c, which is the same in all ranks. */
+static const char *id_of(const char *a, const char *b, const char *c) {
+  static char text[8][PS_HOSTS_ID_BYTES];
+  static int n;
+  machines[0] = a;
+  machines[1] = b;
+  machines[2] = c;
+  run_ranks(3, identify, PS_F32, 1);
+  CHECK(strcmp(ids[0], ids[1]) == 0 && strcmp(ids[0], ids[2]) == 0);
+  return memcpy(text[n++], ids[0], sizeof *text);
+}
+
+/* printf 'node1\0node2\0node3\0' | sha256sum */
+static void test_ids(void) {
+  const char *const of[] = {id_of("node1", "node2", "node3"), id_of("node1", "node3", "node2"),
+                            id_of("node2", "node1", "node3"), id_of("node1", "node2", "node4"),
+                            id_of("node1", "node2n", "ode3"), id_of(NULL, "node2", "node3")};
+  CHECK(strcmp(of[0], "7f0b1c1fcc45d13f") == 0);
+  for (int i = 0; i < 6; i++)
+    for (int k = 0; k < i; k++)
+      CHECK(strcmp(of[i], of[k]) != 0);
+  CHECK(strcmp(id_of("node1", "node2", "node3"), of[0]) == 0);
+}
+
+/* The file gives the same double back, whatever its digits. A write that fails leaves it. */
+static void keep_rate(rank *r, ps_hosts *h) {
+  char folder[] = "/tmp/penstock-rate-XXXXXX", path[sizeof folder + 8];
+  double rate = 1e9 / 3, back = 0;
+  if (r->rank)
+    return;
+  CHECK(mkdtemp(folder));
+  snprintf(path, sizeof path, "%s/a.json", folder);
+  for (int i = 0; i < 20; i++, rate *= 1.7) {
+    CHECK(ps_hosts_rate_write(h, rate, path) == PS_OK);
+    CHECK(ps_hosts_rate_read(&back, path) == PS_OK && back == rate);
+  }
+  const double bad[] = {0, -1, (double)NAN, (double)INFINITY};
+  for (int i = 0; i < 4; i++)
+    CHECK_FAILS(ps_hosts_rate_write(h, bad[i], path), PS_EINVAL, "a rate must be given");
+  for (int nth = 1; nth <= 2; nth++) { /* the file is opened, and written */
+    ps__fault_arm(PS_FAULT_WRITE, nth);
+    CHECK_FAILS(ps_hosts_rate_write(h, 1, path), PS_EIO, path);
+  }
+  ps__fault_arm(PS_FAULT_WRITE, 0);
+  CHECK(ps_hosts_rate_read(&rate, path) == PS_OK && rate == back);
+  CHECK(unlink(path) == 0);
+  CHECK_FAILS(ps_hosts_rate_read(&rate, path), PS_EIO, path);
+  CHECK(rate == back && rmdir(folder) == 0); /* nothing else is left */
+}
+
 /* ---- failures -------------------------------------------------------------------------------- */
 
 static void (*fail_sends)(int rank);
@@ -565,6 +650,9 @@ int main(void) {
   run_ranks(2, measure, PS_F32, 1);
   run_ranks(5, measure, PS_F32, 1);
   run_ranks(3, state, PS_F32, 1);
+  run_ranks(3, compare_stated, PS_F32, 1);
+  test_ids();
+  run_ranks(2, keep_rate, PS_F32, 1);
   test_failures();
   puts("ok sums over hosts by way of a device");
   return 0;

@@ -227,11 +227,8 @@ ps_status ps__gemm_cache_add(ps__gemm_cache *c, const ps__gemm_choice *choice) {
 }
 
 static ps_status write_file(const ps__gemm_cache *c, const char *text, size_t bytes) {
-  char *temporary;
-  int fd;
   make_folders(c->path);
-  PS_TRY(ps__replace_begin(&fd, &temporary, c->path));
-  return ps__replace_end(fd, temporary, c->path, ps__write_all(fd, c->path, text, bytes));
+  return ps__replace_text(c->path, text, bytes);
 }
 
 void ps__gemm_cache_save(ps__gemm_cache *c) {
