@@ -100,6 +100,33 @@ def test_the_planner_takes_the_faster_layout(sequences, faster, tmp_path):
     assert ffi.string(lib.ps_layout_name(auto["layout"])).decode() == faster
 
 
+def test_the_search_of_a_ring_finds_a_fast_cut(tmp_path):
+    """Free, it has 93,600 candidates, of which few fit."""
+    caps = {"device_mem": 24 << 30, "host_mem": 200 << 30}
+    found, pinned = (
+        planned_on(tmp_path, 370e9, 32, "ring", "8b", recipe="bf16", **caps, **cut)
+        for cut in ({}, {"chunk_tokens": 16384, "chunks_per_round": 1})
+    )
+    assert found["step_s"] < 1.02 * pinned["step_s"]
+
+
+def test_a_ring_keeps_as_much_on_every_gpu(tmp_path):
+    machine = json.loads((ROOT / "docs/hardware-h200.json").read_text())
+    (tmp_path / "machine.json").write_text(json.dumps(machine | {"peer_bytes_per_s": 370e9}))
+    (tmp_path / "config.json").write_text((ROOT / "models/8b.json").read_text())
+    done = penstock(
+        *("plan", "--model", tmp_path, "--hardware", tmp_path / "machine.json"),
+        *("--seq-len", 8192, "--tokens-per-step", 262144, "--gpus", 2, "--layout", "ring"),
+        *("--device-mem", "24GiB", "--host-mem", "200GiB", "--json"),
+        *("--chunk-tokens", 16384, "--chunks-per-round", 1),
+    )
+    layers = [policies[0] for policies in json.loads(done.stdout)["layers"]]
+    for what in layers[0]:
+        kept = [sum(layer[what] == "device" for layer in layers[gpu::2]) for gpu in (0, 1)]
+        assert abs(kept[0] - kept[1]) <= 1, what
+    assert sum(layer["gate_up"] == "device" for layer in layers) > 4  # the largest
+
+
 def test_units_come_from_the_host_where_other_gpus_are_slower(tmp_path):
     """Pieces from another GPU would take a thousand times as long as from the host."""
     cut = {"chunk_tokens": 8192, "chunks_per_round": 1}

@@ -298,7 +298,8 @@ static uint32_t device_rounds(const ps__search_space *sp, const ps__layout *l) {
 static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, const ps__candidate *m,
                       const recompute_table *table, const uint32_t *of_chunk, ps__saved_sums *out) {
   const ps__layout *l = &mb->layout;
-  ps__policy_allocator d = ps__policy_allocator_of(l, m);
+  ps__policy_allocator of_device[PS_MAX_DEVICES];
+  ps__policy_allocators_of(l, m, of_device);
   uint64_t first = 0, other = 0; /* offloaded in a first round; in another */
   uint64_t kept = 0;             /* on device 0 in another */
   const uint32_t next = ps__is_ring(sp->plan) ? 1 : sp->plan->at->n_devices;
@@ -307,12 +308,13 @@ static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, cons
        layer++) {
     const ps__layer *of = &sp->plan->model->layer[layer + 1];
     const ps__layer_def *def = of->def;
-    const bool here = ps__on_first_device(sp->plan, layer + 1);
+    const uint32_t device = ps__dealt_to(sp->plan, layer + 1);
+    const bool here = device == 0;
     for (uint32_t c = 0; c < l->round[0].n_chunks; c++) {
       uint8_t policy[PS__MAX_SAVED];
       uint32_t mask = 0;
       uint64_t offloaded = 0;
-      ps__allocate_policies(&d, def, l->chunk[c].n_tokens, c >= l->chunks_per_round,
+      ps__allocate_policies(&of_device[device], def, l->chunk[c].n_tokens, c >= l->chunks_per_round,
                             ps__at_boundary(sp, l, layer, c), policy);
       for (uint32_t i = 0; i < def->n_saved; i++) {
         const uint64_t bytes = def->saved[i].row_bytes * l->chunk[c].n_tokens;
@@ -408,7 +410,7 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
     const double part = pieces ? share : 1;
     /* in a ring a device has no part of the others' blocks, and all rounds of its own */
     const bool dealt = ps__is_ring(sp->plan) && layer != ps__head_layer(m);
-    if (!ps__on_first_device(sp->plan, layer)) {
+    if (ps__dealt_to(sp->plan, layer) != 0) {
       t.host_ops += frozen ? 0 : added;
       t.updates += frozen ? 0 : update * bytes / e;
       continue;
@@ -534,7 +536,7 @@ static uint64_t resident_bytes(const ps__search_space *sp, const ps__layout *l,
   uint64_t bytes = 0;
   for (uint32_t u = ps__embed_on_host(sp, l, r); u < sp->plan->model->n_units; u++) {
     const uint32_t layer = sp->plan->model->unit[u].layer;
-    if (!ps__on_first_device(sp->plan, layer))
+    if (ps__dealt_to(sp->plan, layer) != 0)
       continue;
     const bool in_blocks = layer > 0 && layer <= ps__blocks_of(sp, r),
                grads = ps__among(sp, u, r->grads) || in_blocks;

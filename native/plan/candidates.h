@@ -151,12 +151,16 @@ double ps__total_part_bytes(const ps__search_space *sp, const ps__candidate *m);
  * from the first layer to the last. What remains is offloaded in the first round alone where
  * that budget allows, which grows by its fraction of what remains; else it is recomputed. The
  * block's input never is. device, host, extra: the budgets, in BYTES. *_fraction: by which they
- * grow. extras: the first round has more chunks than the others. */
+ * grow. extras: the first round has more chunks than the others.
+ * In a ring each device has an allocator for its own layers. With one for all, a large activation
+ * of every second layer would stay on one of two devices. */
 typedef struct ps__policy_allocator {
   double device, host, extra, device_fraction, host_fraction, extra_fraction;
   bool extras;
 } ps__policy_allocator;
-ps__policy_allocator ps__policy_allocator_of(const ps__layout *l, const ps__candidate *m);
+/* ps__policy_allocators_of() - of each device; without a ring the first is that of all. */
+void ps__policy_allocators_of(const ps__layout *l, const ps__candidate *m,
+                              ps__policy_allocator out[PS_MAX_DEVICES]);
 /* ps__allocate_policies() - the policies of one cell, and the budgets after it.
  * @policy    [n_saved] of the layer
  * @extra     the cell is of a chunk that only the first round has.
@@ -167,7 +171,8 @@ void ps__allocate_policies(ps__policy_allocator *d, const ps__layer_def *layer, 
 /* Whether the backward pass begins with this cell, in a round of the usual size or the first. layer
  * from 0. */
 bool ps__at_boundary(const ps__search_space *sp, const ps__layout *l, uint32_t layer, uint32_t c);
-/* Whether @unit is among @parts of PS__UNIT_PARTS, spread evenly. A layer's units go together. */
+/* Whether @unit is among @parts of PS__UNIT_PARTS, spread evenly; in a ring over the blocks of each
+ * device. A layer's units go together. */
 bool ps__among(const ps__search_space *sp, uint32_t unit, uint32_t parts);
 bool ps__params_stay(const ps__search_space *sp, const ps__residency *r, uint32_t unit);
 /* ps__blocks_of() - the last block that is among ps__residency.blocks, counted from 1; frozen

@@ -114,6 +114,16 @@ void ps__evaluation_end(ps__search *s, ps__evaluation *e);
 ps_status ps__evaluate_time(ps__search *s, ps__candidate *m, ps__evaluation *e, double *out_ns);
 void ps__note_best(ps__search *s, double ns, const ps__candidate *m);
 
+/* ps__fill_device() - give @m as many parts on the device as fit, as far as a few evaluations tell,
+ * and note it as ps__evaluate_time() does. Begins with the number that should fit if a step like it
+ * took @taken device bytes. Where the host's memory is exceeded, fewer parts are offloaded.
+ * (local_search.c)
+ * @out_ns     of a step; 0: nothing fits
+ * @out_taken  device BYTES of the last one evaluated; unchanged where none was
+ * Errors: PS_ENOMEM. */
+ps_status ps__fill_device(ps__search *s, ps__candidate *m, uint64_t taken, double *out_ns,
+                          uint64_t *out_taken);
+
 /* ps__local_search() - vary up to eight of the fastest candidates, within 15% of the best and at
  * most two of a number of tokens a round; results in s->best. Errors: PS_ENOMEM, PS_EDEVICE
  * (threads). */

@@ -66,11 +66,8 @@ static bool moved(const ps__search *s, ps__candidate *m, int what, int by) {
   return true;
 }
 
-/* Gives @m as many parts on the device as fit, as far as a few evaluations tell. Begins with the
- * number that should fit if a step like it took @taken bytes. Where the host's memory is exceeded,
- * fewer parts are offloaded. */
-static ps_status fill_device(ps__search *s, ps__candidate *m, uint64_t taken, double *out_ns,
-                             uint64_t *out_taken) {
+ps_status ps__fill_device(ps__search *s, ps__candidate *m, uint64_t taken, double *out_ns,
+                          uint64_t *out_taken) {
   const double part = ps__saved_part_bytes(&s->space, m);
   const uint64_t cap = s->cap[PS__DEVICE_MEM];
   /* with tiny parts it is more than an int holds */
@@ -137,7 +134,7 @@ static ps_status try_candidate(ps__search *s, const descent *d, ps__candidate m,
   const double units = (m.keep.params - from->keep.params) * ps__unit_part_bytes(&s->space) +
                        (m.keep.grads - from->keep.grads) * ps__total_part_bytes(&s->space, &m);
   *out = *d;
-  PS_TRY(fill_device(s, &m, (uint64_t)((double)d->taken + units), &out->at.ns, &out->taken));
+  PS_TRY(ps__fill_device(s, &m, (uint64_t)((double)d->taken + units), &out->at.ns, &out->taken));
   out->at.candidate = m;
   return PS_OK;
 }
@@ -188,8 +185,8 @@ static ps_status begin_at_start(ps__search *s, descent *d) {
   ps__candidate m = d->at.candidate;
   const ps__layout *l = &s->space.microbatch[m.microbatch].layout;
   d->begun = true;
-  PS_TRY(fill_device(s, &d->at.candidate, d->thought ? d->thought : s->cap[PS__DEVICE_MEM],
-                     &d->at.ns, &d->taken));
+  PS_TRY(ps__fill_device(s, &d->at.candidate, d->thought ? d->thought : s->cap[PS__DEVICE_MEM],
+                         &d->at.ns, &d->taken));
   d->thought = 0;
   if (d->taken == 0 || s->whole || m.keep.state || s->plan->hw.backend != PS_BACKEND_CUDA)
     return PS_OK;

@@ -38,12 +38,11 @@ static inline bool ps__totals_on_host(const ps_plan *p) {
 }
 
 /* ps__is_ring() - layers are dealt to the devices, a block at a time.
- * ps__on_first_device() - whether device 0 runs @layer. Without a ring it runs all, for its
- * rounds. */
+ * ps__dealt_to() - the device that runs @layer in a ring; of the embedding and the head, device 0.
+ * Without a ring 0: every device runs all layers, for its rounds. */
 static inline bool ps__is_ring(const ps_plan *p) { return p->cfg.layout == PS_LAYOUT_RING; }
-static inline bool ps__on_first_device(const ps_plan *p, uint32_t layer) {
-  return !ps__is_ring(p) || layer == 0 || layer == ps__head_layer(p->model) ||
-         (layer - 1) % p->at->n_devices == 0;
+static inline uint32_t ps__dealt_to(const ps_plan *p, uint32_t layer) {
+  return ps__is_ring(p) && ps__is_block(p->model, layer) ? (layer - 1) % p->at->n_devices : 0;
 }
 
 /* ---- ramp.c: steps of a batch ramp ----------------------------------------------------------- */

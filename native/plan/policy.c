@@ -4,7 +4,9 @@
 #include <string.h>
 
 bool ps__among(const ps__search_space *sp, uint32_t unit, uint32_t parts) {
-  const uint32_t layer = sp->plan->model->unit[unit].layer;
+  uint32_t layer = sp->plan->model->unit[unit].layer;
+  if (ps__is_ring(sp->plan) && ps__is_block(sp->plan->model, layer))
+    layer = 1 + (layer - 1) / sp->plan->at->n_devices; /* among its device's */
   return (layer + 1) * parts / PS__UNIT_PARTS != layer * parts / PS__UNIT_PARTS;
 }
 
@@ -98,11 +100,13 @@ void ps__allocate_policies(ps__policy_allocator *d, const ps__layer_def *layer, 
   }
 }
 
-ps__policy_allocator ps__policy_allocator_of(const ps__layout *l, const ps__candidate *m) {
-  return (ps__policy_allocator){.extras = l->first_round_chunks > l->chunks_per_round,
-                                .device_fraction = (double)m->device / PS__SAVED_PARTS,
-                                .host_fraction = (double)m->host / PS__SAVED_PARTS,
-                                .extra_fraction = (double)m->extra / PS__SAVED_PARTS};
+void ps__policy_allocators_of(const ps__layout *l, const ps__candidate *m,
+                              ps__policy_allocator out[PS_MAX_DEVICES]) {
+  for (uint32_t d = 0; d < PS_MAX_DEVICES; d++)
+    out[d] = (ps__policy_allocator){.extras = l->first_round_chunks > l->chunks_per_round,
+                                    .device_fraction = (double)m->device / PS__SAVED_PARTS,
+                                    .host_fraction = (double)m->host / PS__SAVED_PARTS,
+                                    .extra_fraction = (double)m->extra / PS__SAVED_PARTS};
 }
 
 double ps__lookup_bytes(const ps__search_space *sp, const ps__layout *l) {
@@ -199,12 +203,13 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
                            : layer > m->streamed && layer < (uint32_t)m->streamed + m->split;
     spec->update_split[u] = !r->state && spec->clip && layer > 0 && among && trained;
   }
-  ps__policy_allocator d = ps__policy_allocator_of(layout, m);
+  ps__policy_allocator of_device[PS_MAX_DEVICES];
+  ps__policy_allocators_of(layout, m, of_device);
   for (uint32_t l = ps__first_saving(plan->model); l < spec->n_layers; l++)
     for (uint32_t c = 0; c < spec->n_chunks; c++)
-      ps__allocate_policies(&d, ps__layer_of(plan->model, l + 1), layout->chunk[c].n_tokens,
-                            c >= layout->chunks_per_round, ps__at_boundary(sp, layout, l, c),
-                            ps__spec_policy(spec, l, c, 0));
+      ps__allocate_policies(&of_device[ps__dealt_to(plan, l + 1)], ps__layer_of(plan->model, l + 1),
+                            layout->chunk[c].n_tokens, c >= layout->chunks_per_round,
+                            ps__at_boundary(sp, layout, l, c), ps__spec_policy(spec, l, c, 0));
   spec->blocks_kept = blocks_kept(sp, layout, spec);
   return PS_OK;
 }

@@ -101,6 +101,12 @@ static void note_slack(ps__search *s, const ps__candidate *m, const ps__evaluati
   }
 }
 
+static void note_fastest(ps__search *s, double ns, const ps__candidate *m) {
+  ps__fastest *fastest = &s->fastest[2 * m->microbatch + (m->keep.params > 0)];
+  if (ns > 0 && (fastest->ns == 0 || ns < fastest->ns))
+    *fastest = (ps__fastest){ns, *m};
+}
+
 static ps_status evaluate(ps__search *s, const ps__candidate *from, double *out_ns) {
   ps__evaluation e;
   ps__candidate own = *from, *m = &own; /* searches that run at once share the search space */
@@ -109,9 +115,7 @@ static ps_status evaluate(ps__search *s, const ps__candidate *from, double *out_
   note_slack(s, m, &e);
   const ps_status st = ps__evaluate_time(s, m, &e, out_ns);
   ps__evaluation_end(s, &e);
-  ps__fastest *fastest = &s->fastest[2 * m->microbatch + (m->keep.params > 0)];
-  if (*out_ns > 0 && (fastest->ns == 0 || *out_ns < fastest->ns))
-    *fastest = (ps__fastest){*out_ns, *m};
+  note_fastest(s, *out_ns, m);
   return st;
 }
 
@@ -138,6 +142,31 @@ static ps_status evaluate_microbatches(ps__search *s) {
   return PS_OK;
 }
 
+/* The same in a ring. Bounds of device memory lack what several rounds have on its way at once, some
+ * GiB: candidates in the order of their estimates would not fit for long. So the candidate of the
+ * best estimate gets as many parts on the device as fit. */
+static ps_status evaluate_rings(ps__search *s) {
+  bool begun[PS__MAX_MICROBATCHES] = {0};
+  for (uint32_t i = 0; i < PS__MAX_MICROBATCHES; i++)
+    s->factor[i] = 1;
+  for (size_t i = 0; i < s->space.n_candidates && s->n_ops < ps__budget(s, MAX_OPS / 2); i++) {
+    ps__candidate m = s->space.candidate[i];
+    ps__evaluation e;
+    double ns;
+    if (begun[m.microbatch] || !ps__fits(s, m.bytes) || is_too_slow(s, &m))
+      continue;
+    begun[m.microbatch] = true;
+    PS_TRY(ps__evaluate_begin(s, &m, &e));
+    uint64_t taken = e.bytes[PS__DEVICE_MEM];
+    ps__evaluation_end(s, &e);
+    PS_TRY(ps__fill_device(s, &m, taken, &ns, &taken));
+    note_fastest(s, ns, &m);
+    if (ns > 0)
+      s->factor[m.microbatch] = ns / m.estimate_ns;
+  }
+  return PS_OK;
+}
+
 /* The next candidate in an order that is worth an evaluation; NULL: none is left. */
 static ps__candidate *next_of(const ps__search *s, const ranked *order, size_t *at) {
   const ps__search_space *sp = &s->space;
@@ -157,7 +186,7 @@ static ps_status find_fastest(ps__search *s) {
   ranked *order[2];
   size_t at[2] = {0};
   s->n_ops = 0;
-  PS_TRY(evaluate_microbatches(s));
+  PS_TRY(ps__is_ring(s->plan) && s->large ? evaluate_rings(s) : evaluate_microbatches(s));
   order[0] = ps__malloc(2 * (sp->n_candidates + 1) * sizeof *order[0]);
   if (!order[0])
     return ps__fail(PS_ENOMEM, "out of memory for the order of %zu plans", sp->n_candidates);
