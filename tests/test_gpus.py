@@ -71,8 +71,8 @@ def spoiled(tiny_model, tmp_path_factory):
     return out, write_shard(out / "data.bin", tokens)
 
 
-def planned_on(folder, peer_bytes_per_s, sequences, layout, model="1b", gpus=2, **options):
-    """A step on H200s."""
+def plan_on(folder, peer_bytes_per_s, sequences, layout, model="1b", gpus=2, **options):
+    """Of a step on H200s."""
     machine = json.loads((ROOT / "docs/hardware-h200.json").read_text())
     file = folder / "machine.json"
     file.write_text(json.dumps(machine | {"peer_bytes_per_s": peer_bytes_per_s}))
@@ -85,7 +85,11 @@ def planned_on(folder, peer_bytes_per_s, sequences, layout, model="1b", gpus=2, 
         gpus=gpus,
         layout=layout,
         **options,
-    ).report
+    )
+
+
+def planned_on(*args, **options):
+    return plan_on(*args, **options).report
 
 
 @pytest.mark.parametrize("sequences, faster", [(1, "ring"), (8, "data-parallel")])
@@ -125,6 +129,22 @@ def test_a_ring_keeps_as_much_on_every_gpu(tmp_path):
         kept = [sum(layer[what] == "device" for layer in layers[gpu::2]) for gpu in (0, 1)]
         assert abs(kept[0] - kept[1]) <= 1, what
     assert sum(layer["gate_up"] == "device" for layer in layers) > 4  # the largest
+
+
+def test_a_rings_inputs_leave_with_their_own_chunks(tmp_path):
+    """A chunk's input that comes late from the other GPU must not hold up what chunks before it
+    have to send to the host: a GPU copies to the host in one order."""
+    plan = plan_on(tmp_path, 370e9, 1, "ring", recipe="bf16", device_mem=4 << 30, chunk_tokens=1024)
+    ops = [plan.schedule.op(i) for i in range(plan.schedule.n_ops)]
+    n_inputs = 0
+    for gpu in range(2):
+        d2h = plan.stream_names.index(f"d2h {gpu}")
+        tags = [op["tag"] for op in ops if op["stream"] == d2h and op["tag"]["phase"] == 0]
+        saved = [t for t in tags if t["what"] in ("x", "q", "kv", "attn_out", "h", "gate_up")]
+        order = [(t["layer"], t["chunk"]) for t in saved if t["layer"] > 1]
+        assert order == sorted(order)
+        n_inputs += sum(t["what"] == "x" for t in saved)
+    assert n_inputs > 32
 
 
 def test_units_come_from_the_host_where_other_gpus_are_slower(tmp_path):

@@ -32,7 +32,7 @@ static const double LONG_STEP_OPS = 6000;
 static const uint64_t PRUNE_OPS = 400000;
 /* Where a plan must be faster than another one, the fastest candidate is varied if its time is
  * below so many times that plan's. */
-static const double WORTH_VARYING = 1.1;
+static const double WORTH_VARYING = 1.05;
 enum { TRIES = 6 }; /* candidates of a configuration that are evaluated to find one that fits */
 
 /* ---- the fastest ----------------------------------------------------------------------------- */

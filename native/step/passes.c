@@ -109,11 +109,15 @@ void ps__send_saved(ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor,
 }
 
 void ps__send_input(ps__builder *b, uint32_t layer, uint32_t c) {
-  ps__on_device *on = b->on;
-  b->on = ps__at_layer(b, b->in, layer);
   if (layer <= b->s->spec->n_layers)
     ps__send_saved(b, layer, c, (uint32_t)layer_of(b, layer)->input, b->in->x[c]);
-  b->on = on;
+}
+
+/* Whether layer @layer gets its input from another device. The copy of the input to the host then
+ * waits for the chunk's own pass: before it, the inputs of later chunks would hold up the copies
+ * that follow on the device's stream, as they come late. */
+static bool comes_from_another(ps__builder *b, uint32_t layer) {
+  return ps__at_layer(b, b->in, layer - 1) != ps__at_layer(b, b->in, layer);
 }
 
 /* Tensor *vt of the running device, of which layer @next is the next reader: where that is on
@@ -413,6 +417,8 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   chunk_pass p = begin_chunk_pass(b, layer, c);
   const ps__layer_def *d = p.d;
   const uint32_t input = (uint32_t)d->input, output = (uint32_t)d->output;
+  if (comes_from_another(b, layer))
+    ps__send_input(b, layer, c);
   bind_group(b, &p, d->group);
   p.bound[input] = b->in->x[c];
   ps__set saved = 0;
@@ -446,7 +452,8 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   b->in->x[c] = p.bound[output];
   hand_on(b, layer + 1, &b->in->x[c], b->s->spec->saved_lag,
           ps__about(chunk_tag(b, layer, c, PS__PHASE_FORWARD), "activations"));
-  ps__send_input(b, layer + 1, c);
+  if (!comes_from_another(b, layer + 1))
+    ps__send_input(b, layer + 1, c);
   ps__tick(b);
 }
 
