@@ -142,9 +142,9 @@ static ps_status evaluate_microbatches(ps__search *s) {
   return PS_OK;
 }
 
-/* The same in a ring. Bounds of device memory lack what several rounds have on its way at once, some
- * GiB: candidates in the order of their estimates would not fit for long. So the candidate of the
- * best estimate gets as many parts on the device as fit. */
+/* The same in a ring. Bounds of device memory lack what several rounds have on its way at once,
+ * some GiB: candidates in the order of their estimates would not fit for long. So the candidate of
+ * the best estimate gets as many parts on the device as fit. */
 static ps_status evaluate_rings(ps__search *s) {
   bool begun[PS__MAX_MICROBATCHES] = {0};
   for (uint32_t i = 0; i < PS__MAX_MICROBATCHES; i++)
