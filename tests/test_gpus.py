@@ -343,10 +343,10 @@ def test_eval_is_that_of_one_gpu(tiny_model, tiny_shard):
 def test_gpus_that_idle_are_told_in_a_line(tiny_model, tiny_shard, tmp_path):
     words = words_of_training(tiny_model, tiny_shard, *CUT, *CPU, "--steps", 1)
     words.remove("--quiet")
-    done = penstock(*words, "--gpus", 8, "--run-dir", tmp_path)
+    done = penstock(*words, "--chunks-per-round", 2, "--gpus", 6, "--run-dir", tmp_path)
     assert done.returncode == 0
     says = (
-        "--gpus 8: 1 would idle, as a step has 7 rounds: raise --tokens-per-step, or lower --chunk"
+        "--gpus 6: 2 would idle, as a step has 4 rounds: raise --tokens-per-step, or lower --chunk"
     )
     assert done.stderr.count(says) == 1
     done = penstock(*words, "--gpus", 7, "--run-dir", tmp_path)
@@ -372,6 +372,20 @@ def test_gpus_that_idle_are_told_in_a_line(tiny_model, tiny_shard, tmp_path):
             r"--layout ring: 4 blocks cannot be dealt to 5 GPUs: lower --gpus, or leave --layout",
         ),
         (("--layout", "star", *CPU), r"--layout star: give auto, data-parallel or ring$"),
+        (
+            ("--gpus", 8, *CUT, *CPU),
+            r"--gpus 8: a step has 7 sequences, and each GPU takes whole ones: raise "
+            rf"--tokens-per-step to {8 * SEQ}, or lower --gpus$",
+        ),
+        (
+            ("--gpus", 2, "--layout", "data-parallel", "--tokens-per-step", SEQ, *CPU),
+            r"--gpus 2: a step has 1 sequence, and each GPU takes whole ones: raise "
+            rf"--tokens-per-step to {2 * SEQ}, or lower --gpus, or give --layout ring$",
+        ),
+        (
+            ("--gpus", 4, *CUT, "--device-mem", "64KiB", *CPU),
+            r"needs [\d.]+ [KM]iB of device memory on each of 4 devices, 64.0 KiB given: raise",
+        ),
         (("--gpus", 2, "--gpu", 1, *CPU), r"--gpu 1 and --backend cpu exclude each other"),
         (("--gpus", 2), r"--gpus 2: there is no GPU that can be used here: give --gpus 1, or --ba"),
         (

@@ -423,6 +423,8 @@ def test_pictures_of_one_sweep_have_names_of_their_own():
         ("needs 61.3 GiB of host memory, 500.0 MiB given: raise", "host 61.3 GiB"),
         ("no plan fits: the nearest needs 1.0 GiB of device memory and 1.1 GiB of host memory, of",
          "device 1.0 GiB, host 1.1 GiB"),
+        ("no plan fits: the nearest needs 1.0 GiB of device memory on each of 4 devices and 1.1 GiB "
+         "of host memory on each of 2 hosts, of", "device 1.0 GiB, host 1.1 GiB"),
         ("90.0 GiB of host memory given, the machine has 20.0 GiB, with which 5.0 GiB of device "
          "memory are needed", "machine's host memory"),
         ("--lr 9 is too much", ""),

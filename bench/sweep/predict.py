@@ -49,7 +49,8 @@ def short_reason(message: str) -> str:
     """Why no plan fits, for a cell: "device 12.3 GiB" is the device memory that the smallest plan
     needs under the other cap. "": the message is about something else."""
     size = r"([\d.]+ [KMGT]?i?B)"
-    both = re.search(f"nearest needs {size} of device memory and {size} of host memory", message)
+    device = rf"{size} of device memory(?: on each of \d+ devices)?"
+    both = re.search(f"nearest needs {device} and {size} of host memory", message)
     if both:
         return f"device {both[1]}, host {both[2]}"
     machine = re.search(f"{size} of host memory given, the machine has", message)

@@ -309,11 +309,14 @@ int cli_lora_resolve(cli_job *job);
  * cli_job_machine() - get the machine's rates, once.
  * cli_job_prepare() - the same, and fill in the plan's configuration.
  * cli_job_plan() - prepare, and search a plan.
+ * cli_job_check_sequences() - after it: without a ring a GPU takes whole sequences, so with fewer
+ * of them than GPUs one would never have work.
  * All return exit codes. */
 int cli_job_check(cli_job *job);
 int cli_job_machine(cli_job *job);
 int cli_job_prepare(cli_job *job);
 int cli_job_plan(cli_job *job);
+int cli_job_check_sequences(const cli_job *job);
 
 /* cli_ramp_parse() - the stages of --batch-ramp (ramp.c). Exit code. */
 int cli_ramp_parse(cli_job *job);

@@ -1,10 +1,11 @@
 /* job.c - the options of train, plan and demo, and the plan that follows from them. */
 #include "cli/cli.h"
-#include <sys/stat.h>
+#include <inttypes.h>
 #include <math.h>
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 static const char *const recipes[] = {"fp32", "fp32-master", "bf16", "fp8", "fp8-master", NULL};
 static const char *const layouts[] = {"auto", "data-parallel", "ring", NULL};
@@ -497,6 +498,19 @@ static void note_idle(const cli_job *j, cli_progress *p) {
         r->n_devices, r->n_devices - r->n_rounds, r->n_rounds, r->n_rounds == 1 ? "" : "s");
 }
 
+int cli_job_check_sequences(const cli_job *j) {
+  const ps_plan_report *r = &j->report;
+  const uint64_t n = r->n_sequences / r->n_hosts;
+  if (r->layout == PS_LAYOUT_RING || n >= r->n_devices)
+    return CLI_OK;
+  return cli_fail(CLI_REFUSED,
+                  "--gpus %u: a step has %" PRIu64 " sequence%s%s, and each GPU takes whole ones: "
+                  "raise --tokens-per-step to %" PRIu64 ", or lower --gpus%s",
+                  r->n_devices, n, n == 1 ? "" : "s", r->n_hosts > 1 ? " a host" : "",
+                  (uint64_t)r->n_hosts * r->n_devices * j->plan_config.seq_len,
+                  j->config.n_layers >= r->n_devices ? ", or give --layout ring" : "");
+}
+
 int cli_job_plan(cli_job *j) {
   int code = cli_job_prepare(j);
   if (code != CLI_OK)
@@ -512,6 +526,8 @@ int cli_job_plan(cli_job *j) {
     return cli_fail_status(st, true);
   j->report.struct_bytes = sizeof j->report;
   st = ps_plan_get_report(j->plan, &j->report);
+  if (st != PS_OK)
+    return cli_fail_status(st, true);
   note_idle(j, &view.progress);
-  return st == PS_OK ? CLI_OK : cli_fail_status(st, true);
+  return CLI_OK;
 }

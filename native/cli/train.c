@@ -507,6 +507,8 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     code = cli_task_share_plan(job, code);
   if (code == CLI_OK)
     code = cli_job_plan(job);
+  if (code == CLI_OK)
+    code = cli_job_check_sequences(job);
   if (first)
     code = cli_task_share_plan(job, code);
   if (code != CLI_OK) {

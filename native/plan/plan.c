@@ -330,9 +330,23 @@ static const char *what_to_lower(char buf[128], const ps_plan *p, bool of_device
   return buf;
 }
 
+/* Whose memory it is, after "of device memory" and "of host memory": empty where there is one. */
+typedef struct whose {
+  char device[48], host[48];
+} whose;
+static whose whose_memory(const ps_plan *p) {
+  whose w = {"", ""};
+  if (p->cfg.n_devices > 1)
+    snprintf(w.device, sizeof w.device, " on each of %u devices", p->cfg.n_devices);
+  if (p->cfg.n_hosts > 1)
+    snprintf(w.host, sizeof w.host, " on each of %u hosts", p->cfg.n_hosts);
+  return w;
+}
+
 /* Refuses where neither cap alone would be enough. */
 static ps_status refuse_both(const ps_plan *p, const ps__search_result *r) {
   char dev[32], host[32], reserve[32], there[48] = "", has[32], lower[128];
+  const whose of = whose_memory(p);
   const uint64_t machine = p->hw.host_memory_bytes;
   const uint64_t taken =
       r->any[PS__HOST_MEM] +
@@ -341,10 +355,10 @@ static ps_status refuse_both(const ps_plan *p, const ps__search_result *r) {
   if (machine)
     snprintf(there, sizeof there, "; the machine has %s in all", ps__format_bytes(has, machine));
   return ps__fail(PS_EBUDGET,
-                  "no plan fits: the nearest needs %s of device memory and %s of host memory, of "
-                  "which %s is for the process itself%s: %s, or lower %s",
-                  ps__format_bytes(dev, r->any[PS__DEVICE_MEM]),
-                  ps__format_bytes(host, r->any[PS__HOST_MEM]),
+                  "no plan fits: the nearest needs %s of device memory%s and %s of host memory%s, "
+                  "of which %s is for the process itself%s: %s, or lower %s",
+                  ps__format_bytes(dev, r->any[PS__DEVICE_MEM]), of.device,
+                  ps__format_bytes(host, r->any[PS__HOST_MEM]), of.host,
                   ps__format_bytes(reserve, p->cfg.reserve_bytes), there,
                   too_small ? "take a machine with more host memory"
                             : "raise --device-mem and --host-mem to that",
@@ -368,6 +382,7 @@ static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
   const uint64_t given = c->device_mem_bytes, device = ps__device_cap(&p->hw, given);
   const bool gpu = device != given;
   const bool of_device = r->smallest[PS__DEVICE_MEM] && !host_is_nearer(p, r);
+  const whose of = whose_memory(p);
   what_to_lower(lower, p, of_device);
   if (of_device)
     ps__format_bytes_apart(need, r->smallest[PS__DEVICE_MEM], cap, device);
@@ -375,29 +390,29 @@ static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
     ps__format_bytes_apart(need, r->smallest[PS__HOST_MEM], cap, c->host_mem_bytes);
   if (of_device && gpu)
     return ps__fail(PS_EBUDGET,
-                    "needs %s of device memory, this GPU has %s that nothing else uses: end what "
+                    "needs %s of device memory%s, this GPU has %s that nothing else uses: end what "
                     "else uses it, or lower %s "
                     "(the smallest plan takes %llu bytes)",
-                    need, cap, lower, (unsigned long long)r->smallest[PS__DEVICE_MEM]);
+                    need, of.device, cap, lower, (unsigned long long)r->smallest[PS__DEVICE_MEM]);
   if (of_device && p->hw.host_memory_bytes && c->host_mem_bytes > p->hw.host_memory_bytes)
     return ps__fail(
         PS_EBUDGET,
-        "%s of host memory given, the machine has %s, with which %s of device memory are needed: "
+        "%s of host memory given, the machine has %s, with which %s of device memory%s are needed: "
         "take a machine with more host memory, or raise "
         "--device-mem (the smallest plan takes %llu bytes)",
         ps__format_bytes(host, c->host_mem_bytes), ps__format_bytes(cap, p->hw.host_memory_bytes),
-        ps__format_bytes(need, r->smallest[PS__DEVICE_MEM]),
+        ps__format_bytes(need, r->smallest[PS__DEVICE_MEM]), of.device,
         (unsigned long long)r->smallest[PS__DEVICE_MEM]);
   if (of_device)
     return ps__fail(PS_EBUDGET,
-                    "needs %s of device memory, %s given: raise --device-mem, or lower %s (the "
+                    "needs %s of device memory%s, %s given: raise --device-mem, or lower %s (the "
                     "smallest plan takes %llu bytes)",
-                    need, cap, lower, (unsigned long long)r->smallest[PS__DEVICE_MEM]);
+                    need, of.device, cap, lower, (unsigned long long)r->smallest[PS__DEVICE_MEM]);
   if (r->smallest[PS__HOST_MEM])
     return ps__fail(PS_EBUDGET,
-                    "needs %s of host memory, %s given: raise --host-mem, or lower %s (the "
+                    "needs %s of host memory%s, %s given: raise --host-mem, or lower %s (the "
                     "smallest plan takes %llu bytes)",
-                    need, cap, lower, (unsigned long long)r->smallest[PS__HOST_MEM]);
+                    need, of.host, cap, lower, (unsigned long long)r->smallest[PS__HOST_MEM]);
   return refuse_both(p, r);
 }
 
