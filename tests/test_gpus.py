@@ -474,6 +474,22 @@ def test_plan_prints_a_table_of_several_numbers(words):
     assert plan(*words, "--gpus", "1,2", "--tokens-per-step", 2 * SEQ) == text
 
 
+def test_the_table_names_its_hosts(tiny_model, tmp_path):
+    machine = json.loads((ROOT / "docs/hardware-h200.json").read_text())
+    told = []
+    for rate in (0, 25e9):
+        (tmp_path / "m.json").write_text(json.dumps(machine | {"network_bytes_per_s": rate}))
+        where = ("--model", tiny_model, "--hardware", tmp_path / "m.json")
+        text = plan(*where, "--tokens-per-step", 2 * SEQ, "--hosts", 2, "--gpus", "1,2")
+        assert "N times those of one GPU a host, with" in text
+        assert max(len(line) for line in text.splitlines() if "advice" not in line) <= 100
+        told += text.splitlines()[1:2]
+    assert told == [
+        "2 hosts with so many GPUs each; the exchange of gradients takes no time here:",
+        "2 hosts with so many GPUs each, which exchange gradients at 25 GB/s",
+    ]
+
+
 def head_of_table(text):
     return text.splitlines()[1]
 
@@ -590,8 +606,14 @@ def test_what_plan_refuses(tiny_model):
         (("--gpus", ",".join("1" * 17)), r"--gpus: more than 16 numbers given$"),
         (("--gpus", "1,2", "--smallest"), r"--gpus with several numbers prints a table of its own"),
         (("--gpus", "1,2", "--pairs", "1GiB:1GiB"), r"--gpus with several numbers"),
+        (
+            ("--gpus", "1,2", "--hosts", 2, "--tokens-per-step", SEQ),
+            r"tokens per step 64 are 1 sequences of 64 tokens, for 2 hosts: raise --tokens-per-st",
+        ),
     ):
-        refused(penstock(*words, *more), says)
+        done = penstock(*words, *more)
+        refused(done, says)
+        assert done.stdout == ""
 
 
 def test_a_trainer_refuses_a_plan_of_more_gpus_than_there_are(tiny_model):

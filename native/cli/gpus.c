@@ -192,8 +192,16 @@ static int fill_row(table *t, row *r) {
 }
 
 static void print_head(const table *t) {
+  const uint32_t hosts = t->job->plan_config.n_hosts;
   printf("%llu tokens a step, sequences of %llu\n", (unsigned long long)t->tokens,
          (unsigned long long)t->job->seq_len);
+  if (hosts > 1 && t->job->hardware.network_bytes_per_s > 0)
+    printf("%u hosts with so many GPUs each, which exchange gradients at %.3g GB/s\n", hosts,
+           t->job->hardware.network_bytes_per_s * 1e-9);
+  else if (hosts > 1)
+    printf("%u hosts with so many GPUs each; the exchange of gradients takes no time here:\n"
+           "network_bytes_per_s, in the file of --hardware, states its rate\n",
+           hosts);
   printf("%4s  %9s  %10s  %-16s  %10s  %12s  %11s  %10s\n", "GPUs", "tokens/s", "of N x one",
          "what binds", "recomputed", "memory a GPU", "host memory", "0.95 from");
 }
@@ -247,11 +255,12 @@ static void print_rings(const table *t) {
 
 static void print_notes(const table *t) {
   cli_advice a;
-  printf("of N x one: tokens/s over N times those of one GPU, with the same tokens a step\n"
+  printf("of N x one: tokens/s over N times those of one GPU%s, with the same tokens a step\n"
          "what binds: the busiest stream, and how much of the step it is busy\n"
          "recomputed: FLOPs done twice, beside the model's; more where copies are slow\n"
          "0.95 from: the fewest tokens a step for 0.95 of N x one, searched by doublings up to "
          "%llu\n",
+         t->job->plan_config.n_hosts > 1 ? " a host" : "",
          (unsigned long long)doubled(t, DOUBLINGS, 1));
   print_rings(t);
   if (t->job->hardware.backend == PS_BACKEND_CUDA)
@@ -314,14 +323,14 @@ int cli_plan_gpus(cli_job *job, const uint32_t *n_gpus, uint32_t n) {
     t->one[i] = -1;
   cli_progress p;
   cli_progress_begin(&p, job);
-  if (!job->json)
-    print_head(t);
   int code = CLI_OK;
   for (uint32_t i = 0; code == CLI_OK && i < n; i++) {
     t->row[i].n_gpus = n_gpus[i];
     cli_progress_count(&p, "row", i + 1, n);
     code = fill_row(t, &t->row[i]);
     cli_progress_clear(&p);
+    if (code == CLI_OK && !job->json && i == 0) /* not before what the options say is refused */
+      print_head(t);
     if (code == CLI_OK && !job->json)
       print_row(&t->row[i]);
   }
