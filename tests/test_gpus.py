@@ -147,6 +147,29 @@ def test_a_rings_inputs_leave_with_their_own_chunks(tmp_path):
     assert n_inputs > 32
 
 
+def test_a_ring_of_one_sequence_receives_into_memory_of_its_own(tmp_path):
+    """A GPU may be some chunks ahead of the next one. Where it sends must not be memory that the
+    receiver's running layer pass uses: it would wait for the end of that pass."""
+    plan = plan_on(tmp_path, 370e9, 1, "ring", recipe="bf16", device_mem=6 << 30, chunk_tokens=512)
+    ops = [plan.schedule.op(i) for i in range(plan.schedule.n_ops)]
+    at = {(op["stream"], op["position"]): op["tag"] for op in ops}
+    compute = [plan.stream_names.index(f"compute {gpu}") for gpu in range(2)]
+    n_sent = {0: 0, 2: 0}
+    for gpu in range(2):
+        p2p = plan.stream_names.index(f"p2p {gpu}")
+        for op in ops:
+            phase, layer = op["tag"]["phase"], op["tag"]["layer"]
+            running = layer - 1 if phase == 0 else layer + 1  # of the receiver, by program order
+            if op["stream"] != p2p or phase not in n_sent or not 2 < layer < 15:
+                continue
+            n_sent[phase] += 1
+            for stream, steps_back, value in op["waits"]:
+                if stream == compute[1 - gpu] and steps_back == 0:
+                    tag = at[stream, value - 1]
+                    assert (tag["layer"], tag["phase"]) != (running, phase), (op["tag"], tag)
+    assert min(n_sent.values()) > 100
+
+
 def test_units_come_from_the_host_where_other_gpus_are_slower(tmp_path):
     """Pieces from another GPU would take a thousand times as long as from the host."""
     cut = {"chunk_tokens": 8192, "chunks_per_round": 1}

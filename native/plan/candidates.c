@@ -41,6 +41,12 @@ ps_status ps__search_space_shorten(ps__search_space *sp) {
   return PS_OK;
 }
 
+/* How many rounds run at once. */
+static uint32_t rounds_at_once(const ps__search_space *sp, const ps__layout *l) {
+  const uint32_t n = sp->plan->at->n_devices;
+  return l->n_rounds < n ? l->n_rounds : n;
+}
+
 double ps__saved_part_bytes(const ps__search_space *sp, const ps__candidate *m) {
   const ps__layout *l = &sp->microbatch[m->microbatch].layout;
   double bytes = 0;
@@ -51,6 +57,9 @@ double ps__saved_part_bytes(const ps__search_space *sp, const ps__candidate *m) 
       for (uint32_t i = 0; i < d->n_saved; i++)
         bytes += (double)(d->saved[i].row_bytes * l->chunk[c].n_tokens);
   }
+  /* in a ring a device has its blocks' part of each round that runs at once */
+  if (ps__is_ring(sp->plan))
+    bytes *= (double)rounds_at_once(sp, l) / sp->plan->at->n_devices;
   return bytes / PS__SAVED_PARTS;
 }
 
@@ -66,7 +75,7 @@ double ps__unit_part_bytes(const ps__search_space *sp) {
   double bytes = 0;
   for (uint32_t u = 0; u < sp->plan->model->n_units; u++)
     bytes += (double)ps__unit_bytes(sp, u);
-  return bytes / PS__UNIT_PARTS;
+  return bytes / PS__UNIT_PARTS / (ps__is_ring(sp->plan) ? sp->plan->at->n_devices : 1);
 }
 
 double ps__total_part_bytes(const ps__search_space *sp, const ps__candidate *m) {
@@ -283,11 +292,7 @@ static uint64_t aliasable_bytes(const ps__search_space *sp) {
   return bytes;
 }
 
-/* How many rounds run at once; rounds of device 0, which has the most. */
-static uint32_t rounds_at_once(const ps__search_space *sp, const ps__layout *l) {
-  const uint32_t n = sp->plan->at->n_devices;
-  return l->n_rounds < n ? l->n_rounds : n;
-}
+/* Rounds of device 0, which has the most. */
 static uint32_t device_rounds(const ps__search_space *sp, const ps__layout *l) {
   const uint32_t n = sp->plan->at->n_devices;
   return (l->n_rounds + n - 1) / n;

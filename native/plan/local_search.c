@@ -92,7 +92,8 @@ ps_status ps__fill_device(ps__search *s, ps__candidate *m, uint64_t taken, doubl
     if (st != PS_OK || *out_ns > 0)
       return st;
     if (host > s->cap[PS__HOST_MEM]) {
-      const double over = (double)(host - s->cap[PS__HOST_MEM]) / part + 1;
+      const double of_host = ps__is_ring(s->plan) ? part * s->plan->at->n_devices : part,
+                   over = (double)(host - s->cap[PS__HOST_MEM]) / of_host + 1;
       if (over > m->host)
         return PS_OK;
       m->host -= (uint8_t)over;

@@ -102,6 +102,9 @@ typedef struct ps__in_flight {
   const ps__round *round;
   uint32_t round_idx;
   uint32_t *x, *dy; /* device tensors [n_chunks], on the device whose layer reads them next */
+  /* [n_devices][n_chunks]: memory for what a device's next layer pass receives, forward and
+   * backward; PS__NO_VT: none (ps__make_room()) */
+  uint32_t *next_x, *next_dy;
   /* saved activations [n_layers][n_chunks][max_tensors]: on the device, on the host */
   uint32_t *kept, *away;
 } ps__in_flight;
@@ -276,6 +279,11 @@ void ps__head_chunk(ps__builder *b, uint32_t c);
  * ps__flushed_end() - they go to the host, to ps__step.flushed. */
 void ps__flushed_begin(ps__builder *b);
 void ps__flushed_end(ps__builder *b);
+/* ps__make_room() - at the start of a block's layer pass, forward or backward: memory for what the
+ * running device's next layer pass of that kind receives from another device. It must not be memory
+ * of the running pass: what sends it may be ahead by some chunks, and would wait for this pass to
+ * end. In a ring of fewer rounds than devices; with as many rounds the order of passes does it. */
+void ps__make_room(ps__builder *b, uint32_t layer, bool backward);
 /* ps__end_layer_pass() - free the layer pass's tensors (PS__ROWS_PASS).
  * ps__end_rounds() - free the step's on all devices (PS__ROWS_STEP). */
 void ps__end_layer_pass(ps__builder *b);

@@ -194,6 +194,7 @@ static void head_pass(ps__builder *b) {
 
 static void backward_pass(ps__builder *b, uint32_t layer) {
   const uint32_t n = b->in->round->n_chunks, layers = b->s->spec->n_layers;
+  ps__make_room(b, layer, true);
   ps__layer_grads_begin(b, layer);
   for (uint32_t c = n; c-- > 0;) {
     const uint32_t j = (layers - layer) * n + (n - 1 - c);
@@ -229,6 +230,7 @@ static void run_pass(ps__builder *b, ps__in_flight *in) {
       ps__embed_forward(b, c);
     break;
   case PS__PASS_BLOCK:
+    ps__make_room(b, v->layer, false);
     for (uint32_t c = 0; c < n; c++)
       ps__forward_chunk(b, v->layer, c);
     break;
@@ -306,14 +308,19 @@ static bool device_init(ps__on_device *on, const ps__step *s) {
 
 static bool flight_init(ps__in_flight *in, const ps__step *s) {
   const ps__spec *spec = s->spec;
-  const size_t saved = (size_t)spec->n_layers * spec->n_chunks * s->model->max_tensors;
+  const size_t saved = (size_t)spec->n_layers * spec->n_chunks * s->model->max_tensors,
+               room = (size_t)s->at->n_devices * spec->n_chunks;
   in->x = ps__malloc(spec->n_chunks * sizeof *in->x);
   in->dy = ps__malloc(spec->n_chunks * sizeof *in->dy);
+  in->next_x = ps__malloc(room * sizeof *in->next_x);
+  in->next_dy = ps__malloc(room * sizeof *in->next_dy);
   in->kept = ps__malloc(saved * sizeof *in->kept);
   in->away = ps__malloc(saved * sizeof *in->away);
   in->rows_host = PS__NO_VT;
-  if (!in->x || !in->dy || !in->kept || !in->away)
+  if (!in->x || !in->dy || !in->next_x || !in->next_dy || !in->kept || !in->away)
     return false;
+  for (size_t i = 0; i < room; i++)
+    in->next_x[i] = in->next_dy[i] = PS__NO_VT;
   for (size_t i = 0; i < saved; i++)
     in->kept[i] = in->away[i] = PS__NO_VT;
   return true;
@@ -346,6 +353,8 @@ static void builder_free(ps__builder *b) {
     ps__free(in->waiting);
     ps__free(in->x);
     ps__free(in->dy);
+    ps__free(in->next_x);
+    ps__free(in->next_dy);
     ps__free(in->kept);
     ps__free(in->away);
   }
