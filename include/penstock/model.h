@@ -157,8 +157,11 @@ typedef struct ps_model ps_model;
  * them. */
 PS_API ps_status ps_model_create(ps_model **out, const ps_model_config *cfg);
 PS_API void ps_model_destroy(ps_model *m);
-/* ps_model_n_units() - n_layers + 2. ps_model_unit_elements() - elements of a unit with its zero
- * padding, a multiple of 64. ps_model_n_params() - tensors of the model. */
+/* ps_model_n_units() - n_layers + 2: one for the embedding, for each block and for the head. The
+ * model of a plan with LoRA (ps_plan_model()) has 2 n_layers + 2: the adapters of a block are a
+ * unit of their own, after that of its weights.
+ * ps_model_unit_elements() - elements of a unit with its zero padding, a multiple of 64.
+ * ps_model_n_params() - tensors of the model. */
 PS_API uint32_t ps_model_n_units(const ps_model *m);
 PS_API uint64_t ps_model_unit_elements(const ps_model *m, uint32_t unit);
 PS_API uint32_t ps_model_n_params(const ps_model *m);

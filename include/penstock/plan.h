@@ -301,8 +301,9 @@ PS_API const char *ps_plan_json(ps_plan *plan);
 PS_API ps_schedule *ps_plan_schedule(ps_plan *plan);
 /* ps_plan_stream_name() - of the schedule's streams: "compute", "h2d", "d2h" of each device, with
  * its number where there are several ("compute 1"); then "host", "io". Of several devices then
- * come "p2p 0" and so on, copies to other devices, and "sums 0", additions of what they send.
- * Static storage; NULL past the last. */
+ * come "p2p 0" and so on, copies to other devices, and "sums 0", additions of what they send. Of
+ * several hosts "net" is the last: exchanges with the other hosts. Static storage; NULL past the
+ * last. */
 PS_API const char *ps_plan_stream_name(const ps_plan *plan, uint32_t stream);
 /* ps_plan_simulate() - the predicted trace of @n_steps steps; arguments as ps_sim_run(). */
 PS_API ps_status ps_plan_simulate(const ps_plan *plan, uint64_t n_steps, ps_trace_event *events,

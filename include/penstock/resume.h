@@ -112,14 +112,25 @@ PS_API ps_status ps_checkpoint_path(char *path, uint64_t bytes, const char *fold
 PS_API ps_status ps_checkpoints_prune(const char *folder, uint64_t keep);
 
 /* ps_trainer_resume() - as ps_trainer_create(), but weights, state and step are @c's. The model
- * directory gives config.json and the tokenizer alone.
+ * directory gives config.json and the tokenizer alone, and with adapters the frozen weights.
  * @c    borrowed for the call.
- * @cfg  first_step and init_weights must be 0. Another learning rate, schedule, weight decay,
- *       limit of the norm, z-loss or label smoothing than the checkpoint's, and another cut of the
- *       batch, get a warning in the log.
- * Errors: those of ps_trainer_create(). PS_EINVAL: the model, recipe, optimizer, frozen layers,
- *         batch, seed, order or number of sequences, or document tokens differ from the
- *         checkpoint's; the message has both values. */
+ * @cfg  first_step must be 0, and init_weights too unless the plan has adapters. Where one of these
+ *       settings differs from the checkpoint's, the log gets a warning: the training goes on, with
+ *       other bits.
+ *         - learning rate, its floor, schedule, warmup and decay; total_steps, unless the schedule
+ *           is constant;
+ *         - beta1, beta2, eps, momentum, nesterov, weight_decay, no_decay, each where the optimizer
+ *           has it;
+ *         - clip_norm, non_finite, max_skips; the plan's z-loss and label smoothing;
+ *         - the plan's cut of the batch; the number of hosts.
+ * Errors: those of ps_trainer_create(). PS_EINVAL where one of these differs from the checkpoint's;
+ *         the message says which:
+ *         - the model, recipe, optimizer, frozen layers, LoRA's rank, alpha, targets and rslora,
+ *           and what computes in FP8;
+ *         - with adapters, the frozen weights (by their SHA-256);
+ *         - seq_len, tokens_per_step, the batch ramp as far as it was run;
+ *         - seed, shuffle, document tokens, the number of sequences in the data, the weights of a
+ *           mix. */
 PS_API ps_status ps_trainer_resume(ps_trainer **out, const char *model_dir, ps_plan *plan,
                                    const ps_train_config *cfg, const ps_checkpoint *c,
                                    ps_progress_fn progress, void *progress_user);

@@ -108,6 +108,16 @@ static const char *const kept[] = {"config",
                                    "quiet",
                                    "document-end-token"};
 
+/* Those whose text in train speaks of training. */
+static const struct {
+  const char *name, *help;
+} said[] = {
+    {"steps", "steps to compute (default: once through the data)"},
+    {"adapter", "a LoRA adapter of the model, in PEFT's layout: the loss is that of both together"},
+    {"gpus", "compute on the first N visible GPUs, which must be of one type (default 1); with "
+             "--backend cpu on an arena in place of each"},
+};
+
 int cli_eval(int argc, char **argv) {
   cli_job job;
   cli_option options[CLI_MAX_OPTIONS];
@@ -120,12 +130,15 @@ int cli_eval(int argc, char **argv) {
     bool keep = false;
     for (size_t k = 0; k < sizeof kept / sizeof *kept; k++)
       keep |= !strcmp(options[i].name, kept[k]);
-    if (keep)
-      options[n++] = options[i];
-    if (keep && !strcmp(options[n - 1].name, "steps")) {
-      options[n - 1].help = "steps to compute (default: once through the data)";
-      options[n - 1].table = ""; /* a run's file has the steps of a training */
-    }
+    if (!keep)
+      continue;
+    options[n] = options[i];
+    for (size_t k = 0; k < sizeof said / sizeof *said; k++)
+      if (!strcmp(options[n].name, said[k].name))
+        options[n].help = said[k].help;
+    if (!strcmp(options[n].name, "steps"))
+      options[n].table = ""; /* a run's file has the steps of a training */
+    n++;
   }
   options[n] = (cli_option){.name = NULL};
   const cli_command command = {

@@ -141,8 +141,8 @@ static const job_option job_options[] = {
            .help = "with FP8: the head's products have FP8 operands too"),
     OPTION(ALWAYS, fp8_fast_accumulation, .name = "fp8-fast-accumulation", .table = "model",
            .kind = CLI_FLAG,
-           .help = "with FP8: forward products sum with the GPU's fast accumulation, on an H100 of "
-                   "14 bits, and not in fp32"),
+           .help = "with FP8: forward products use the GPU's fast accumulation instead of sums in "
+                   "fp32; an H100 then keeps 14 bits of a sum"),
     OPTION(ALWAYS, optimizer, .name = "optimizer", .table = "optimizer", .kind = CLI_CHOICE,
            .value = "NAME", .choices = optimizers,
            .help = "adamw (default), lion or sgd; lion and sgd keep half of adamw's state"),
