@@ -220,5 +220,8 @@ void ps__emit_hook(ps__builder *b, ps__hook what, uint32_t unit, uint32_t stream
 
 bool ps__is_host_update(const ps__step *s, const ps__vop *op) {
   const ps_kernel *k = update_kernel[s->spec->optimizer];
-  return op->stream == s->at->host_ops && op->kernel >= k && op->kernel < k + PS_N_UPDATE_PARTS;
+  bool is_update = false;
+  for (int part = 0; part < PS_N_UPDATE_PARTS; part++)
+    is_update = is_update || op->kernel == &k[part];
+  return is_update && op->stream == s->at->host_ops;
 }
