@@ -275,16 +275,20 @@ def test_a_gpu_newer_than_the_library_is_taken(standin, tiny_model, tiny_shard, 
 
 
 def test_the_sensors_come_through_the_library(standin):
-    code = "from penstock import Hardware; print(Hardware.gpu_state())"
-    env = environment(standin[0], STANDIN_CLOCK=1410, STANDIN_POWER=685500, STANDIN_ENERGY=9000)
+    """Those of each GPU; of one that is not there none."""
+    code = "from penstock import Hardware; print(*map(Hardware.gpu_state, (0, 1, 2)), sep='\\n')"
+    power = "685500,700000,1"
+    env = environment(standin[0], STANDIN_GPUS=2, STANDIN_CLOCK=1410, STANDIN_POWER=power)
+    env["STANDIN_ENERGY"] = "9000,7000,1"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         env=env | {"PYTHONPATH": str(ROOT / "python")},
     )
-    seen = {"clock_mhz": 1410.0, "power_w": 685.5, "temperature_c": 0.0, "energy_j": 9.0}
-    assert done.stdout == f"{seen}\n", done
+    first = {"clock_mhz": 1410.0, "power_w": 685.5, "temperature_c": 0.0, "energy_j": 9.0}
+    second = {"clock_mhz": 0.0, "power_w": 700.0, "temperature_c": 0.0, "energy_j": 7.0}
+    assert done.stdout.splitlines() == [str(first), str(second), str(dict.fromkeys(first, 0.0))]
 
 
 @pytest.mark.skipif(driver_here(), reason="there is NVML here")

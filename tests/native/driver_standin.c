@@ -12,8 +12,9 @@
  *   STANDIN_PROCESSES   NVML's list: "own:300,4321:20" are MiB of this process and of process 4321
  *                       (an empty list)
  *   STANDIN_CLOCK, STANDIN_POWER, STANDIN_TEMPERATURE, STANDIN_ENERGY, STANDIN_GENERATION,
- *   STANDIN_WIDTH  what NVML's sensors say, in NVML's units; without one the sensor says that it is
- *   not supported
+ *   STANDIN_WIDTH  what NVML's sensors say, in NVML's units: a value for each GPU, between commas.
+ *   Where it is empty or missing the sensor says that it is not supported. STANDIN_ENERGY=5+300
+ *   is a counter that grows by 300 W
  * Types are as wide as the driver's interface has them; results are its numbers, 0 being
  * success. */
 #include <dlfcn.h>
@@ -23,6 +24,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 static long setting(const char *name, long otherwise) {
@@ -57,7 +59,7 @@ int cuDeviceGetCount(int *n) {
 }
 int cuDeviceGet(int *device, int idx) {
   *device = idx;
-  return 0;
+  return idx < setting("STANDIN_GPUS", 1) ? 0 : 101; /* CUDA_ERROR_INVALID_DEVICE */
 }
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
   const int capability = (int)setting("STANDIN_CAPABILITY", 90);
@@ -83,7 +85,7 @@ int cuMemGetInfo(size_t *free_bytes, size_t *total) {
   return 0;
 }
 int cuDeviceGetPCIBusId(char *id, int bytes, int device) {
-  snprintf(id, (size_t)bytes, "0000:00:00.0");
+  snprintf(id, (size_t)bytes, "0000:%02x:00.0", (unsigned)device);
   return 0;
 }
 int cuDevicePrimaryCtxRetain(void **context, int device) {
@@ -165,7 +167,7 @@ int standin_nvml_calls; /* since the start, by all threads */
 int nvmlInit_v2(void) { return 0; }
 int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **handle) {
   standin_nvml_calls++;
-  *handle = (void *)1;
+  *handle = (void *)(strtoul(strchr(id, ':') + 1, NULL, 16) + 1); /* 1 + the GPU's number */
   return 0;
 }
 int nvmlDeviceGetMemoryInfo(void *handle, memory *m) {
@@ -190,32 +192,45 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *n, process *
   return 0;
 }
 
-static int sensor(const char *name, unsigned *value) {
-  const long v = setting(name, -1);
+/* The GPU's part of a list between commas; NULL: it is empty or missing. */
+static const char *part_of(void *handle, const char *name) {
+  const char *at = getenv(name);
+  for (uintptr_t i = 1; at && i < (uintptr_t)handle; i++)
+    at = (at = strchr(at, ',')) ? at + 1 : NULL;
+  return at && *at && *at != ',' ? at : NULL;
+}
+static int sensor(void *handle, const char *name, unsigned *value) {
+  const char *part = part_of(handle, name);
   standin_nvml_calls++;
-  *value = (unsigned)v;
-  return v < 0 ? NOT_SUPPORTED : 0;
+  *value = part ? (unsigned)atol(part) : 0;
+  return part ? 0 : NOT_SUPPORTED;
 }
 int nvmlDeviceGetClockInfo(void *handle, int which, unsigned *mhz) {
-  return which == 1 ? sensor("STANDIN_CLOCK", mhz) : NOT_SUPPORTED; /* the SMs' */
+  return which == 1 ? sensor(handle, "STANDIN_CLOCK", mhz) : NOT_SUPPORTED; /* the SMs' */
 }
 int nvmlDeviceGetTemperature(void *handle, int which, unsigned *celsius) {
-  return which == 0 ? sensor("STANDIN_TEMPERATURE", celsius) : NOT_SUPPORTED;
+  return which == 0 ? sensor(handle, "STANDIN_TEMPERATURE", celsius) : NOT_SUPPORTED;
 }
 int nvmlDeviceGetPowerUsage(void *handle, unsigned *milliwatts) {
-  return sensor("STANDIN_POWER", milliwatts);
+  return sensor(handle, "STANDIN_POWER", milliwatts);
 }
 int nvmlDeviceGetTotalEnergyConsumption(void *handle, unsigned long long *millijoules) {
-  unsigned value;
-  const int status = sensor("STANDIN_ENERGY", &value);
-  *millijoules = value;
-  return status;
+  const char *part = part_of(handle, "STANDIN_ENERGY");
+  char *end = NULL;
+  struct timespec now;
+  double mj = part ? strtod(part, &end) : 0;
+  standin_nvml_calls++;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  if (end && *end == '+')
+    mj += atof(end) * (1e3 * (double)now.tv_sec + 1e-6 * (double)now.tv_nsec);
+  *millijoules = (unsigned long long)mj;
+  return part ? 0 : NOT_SUPPORTED;
 }
 int nvmlDeviceGetMaxPcieLinkGeneration(void *handle, unsigned *generation) {
-  return sensor("STANDIN_GENERATION", generation);
+  return sensor(handle, "STANDIN_GENERATION", generation);
 }
 int nvmlDeviceGetMaxPcieLinkWidth(void *handle, unsigned *lanes) {
-  return sensor("STANDIN_WIDTH", lanes);
+  return sensor(handle, "STANDIN_WIDTH", lanes);
 }
 
 /* ---- cuBLASLt: opens ------------------------------------------------------------------------- */
