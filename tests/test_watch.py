@@ -230,6 +230,32 @@ def test_links_and_sensors_are_shown_where_they_are_known(run):
         assert re.search(text, shown), (text, shown)
 
 
+def page_of(run):
+    out = run / "page.html"
+    done = command("report", run, "-o", out)
+    assert done.returncode == 0, done.stderr
+    return out.read_text()
+
+
+def test_sensors_of_several_gpus_are_named_for_what_they_are_of(run):
+    rows = [row | GPU | {"gpus": 2} for row in rows_of(run)]
+    read = [row | {"n_gpus_read": 2, "gpu_power_w": 1371} for row in rows]
+    power = {"older": (rows, "first", "685.5"), "newer": (read, "sum", "1371"),
+             # an older version's steps are no part of the median, nor of the curve
+             "resumed": (rows[:-1] + read[-1:], "sum", "1371")}  # fmt: skip
+    for seen, kind, watts in power.values():
+        put(run, seen)
+        shown = command("watch", run, "--once").stdout
+        assert re.search(rf"GPU power, {kind} of 2 +{watts} W", shown), shown
+        text = page_of(run)
+        assert f'alt="GPU power, {kind} of 2, W"' in text
+        assert f"<td>GPU power, {kind} of 2, W</td>" in text
+        for what, of in (("clock, ", "lowest"), ("temperature, ", "highest")):
+            name = what + ("first" if kind == "first" else of)
+            assert f"GPU {name} of 2" in shown and f"GPU {name} of 2" in text
+    assert 'class="n">1,371</td>' in text and ">685.5<" not in text
+
+
 def test_a_run_that_crashed_says_since_when_nothing_came(run):
     pid, rows = dead_process(), rows_of(run)
     (run / ".penstock.lock").write_text(f"{pid}\n")
@@ -516,9 +542,12 @@ def test_tensorboard_gets_every_step_once(run):
     assert {"perf/h2d_bytes_per_s", "perf/predicted_step_s"} <= set(
         seen
     ) and "gpu/power_w" not in seen
-    put(run, [row | GPU | {"time_s": row["time_s"] + 1000} for row in rows])
+    later = [row | GPU | {"time_s": row["time_s"] + 1000, "n_gpus_read": 2} for row in rows]
+    put(run, later)
     assert command("log", run, "--tensorboard").stdout.startswith("6 steps written")
-    assert [v for _, v, _ in events(run)["gpu/power_w"]] == [685.5] * STEPS
+    seen = events(run)
+    assert [v for _, v, _ in seen["gpu/power_w"]] == [685.5] * STEPS
+    assert [v for _, v, _ in seen["gpu/n_gpus_read"]] == [2] * STEPS
 
 
 def test_tensorboard_shows_the_new_steps_of_a_resumed_run(run):

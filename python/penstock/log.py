@@ -41,6 +41,7 @@ NAMES = {
     "gpu_power_w": "gpu/power_w",
     "gpu_temperature_c": "gpu/temperature_c",
     "gpu_energy_j": "gpu/energy_j",
+    "n_gpus_read": "gpu/n_gpus_read",
     "device_peak_bytes": "memory/device_peak_bytes",
     "host_peak_bytes": "memory/host_peak_bytes",
 }

@@ -23,7 +23,7 @@ from . import command, recipe_table
 from ._lib import version
 from .files import DataError, open_input
 from .plot import smoothed
-from .runs import LIVE, RunDirectory, column, live, shown, thinned
+from .runs import RunDirectory, column, live, sensors, shown, thinned
 from .watch import duration, size
 
 POINTS, SAMPLES = 2000, 50  # of a curve; newest sampled texts
@@ -176,10 +176,9 @@ def _live(run: RunDirectory) -> str:
     """What the machine did while the steps ran; while_busy is of the traced steps."""
     usual = run.metrics.rows[2:] or run.metrics.rows
     busy = (run.summary() or {}).get("while_busy", {})
-    keys = {what: key for what, key, _, _ in LIVE}
     body = []
-    for what, unit, values in live(usual):
-        ran = busy.get(keys[what], 0)
+    for what, key, unit, values in live(usual):
+        ran = busy.get(key, 0)
         body.append((f"{what}, {unit}", median(values), min(values), max(values)))
         body[-1] += (ran * 1e-9 if ran else "-",)
     if not body:
@@ -303,8 +302,9 @@ def page(run: RunDirectory) -> str:
             ("tokens_per_s", "tokens / s", "tab:green"),
         )
     ]
-    if any("gpu_power_w" in row for row in rows):
-        plots.append((_curve(rows, "gpu_power_w", "GPU power, W", "tab:red"), 2.2))
+    powered, of = sensors(rows, "gpu_power_w")
+    if powered:
+        plots.append((_curve(powered, "gpu_power_w", f"GPU power{of}, W", "tab:red"), 2.2))
     plots.append((_memory(rows, run.plan), 2.6))
     with shown(run):
         sections = [

@@ -20,7 +20,7 @@ FINISHED, RUNNING, CRASHED, STOPPED = "finished", "running", "crashed", "stopped
 _NEEDED = ("step", "loss", "lr", "grad_norm", "step_s", "tokens_per_s")
 _COUNTS = {"step", "total_steps", "samples", "tokens", "valid_tokens", "consumed_samples"} | {
     *("consumed_tokens", "n_skipped", "val_tokens", "val_valid_tokens"),
-    *("device_peak_bytes", "host_peak_bytes", "host_arena_peak_bytes"),
+    *("device_peak_bytes", "host_peak_bytes", "host_arena_peak_bytes", "n_gpus_read"),
 }
 _LAST_SECOND = 253402300799  # of the year 9999
 
@@ -124,15 +124,45 @@ LIVE = (
     ("GPU power", "gpu_power_w", "W", 1),
     ("GPU temperature", "gpu_temperature_c", "C", 1),
 )
+# What the sensors' figures are of several GPUs
+_OF_SEVERAL = {
+    "gpu_clock_mhz": "lowest",
+    "gpu_power_w": "sum",
+    "gpu_temperature_c": "highest",
+    "gpu_energy_j": "sum",
+}
 
 
-def live(rows: list[dict]) -> list[tuple[str, str, list[float]]]:
-    """The live figures that are known of all rows: what, unit, values."""
+def gpus_read(row: dict) -> int:
+    """Of how many GPUs a row's sensors' figures are; 0: it has none. Versions that read the first GPU
+    alone wrote no n_gpus_read."""
+    return row.get("n_gpus_read", 1) if any(key in row for key in _OF_SEVERAL) else 0
+
+
+def sensors(rows: list[dict], key: str) -> tuple[list[dict], str]:
+    """The rows that can be compared in a sensors' figure, and which GPUs it is of, for its label: ""
+    for one. Where a resumed run began to read all GPUs, the rows before are left out."""
+    have = [row for row in rows if key in row]
+    if not have:
+        return [], ""
+    gpus, read = have[-1].get("gpus", 1), gpus_read(have[-1])
+    alike = [row for row in have if (row.get("gpus", 1), gpus_read(row)) == (gpus, read)]
+    of = (
+        "" if gpus == 1 else f", {_OF_SEVERAL[key]} of {gpus}" if read > 1 else f", first of {gpus}"
+    )
+    return alike, of
+
+
+def live(rows: list[dict]) -> list[tuple[str, str, str, list[float]]]:
+    """The live figures that are known of all rows: what, field, unit, values."""
     out = []
     for what, key, unit, factor in LIVE:
-        values = [factor * row.get(key, 0) for row in rows]
+        of, among = "", rows
+        if key in _OF_SEVERAL and all(key in row for row in rows):
+            among, of = sensors(rows, key)
+        values = [factor * row.get(key, 0) for row in among]
         if values and all(0 < v < float("inf") for v in values):
-            out.append((what, unit, values))
+            out.append((what + of, key, unit, values))
     return out
 
 
@@ -382,8 +412,8 @@ class RunLog:
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
         row = {k: v for k, v in asdict(metrics).items() if isinstance(v, (int, float))}
         del row["skipped"]  # n_skipped says it
-        row = {k: v for k, v in row.items() if v or not k.startswith(("gpu_", "fp8_"))}
         # 0: unknown, or nothing to say
+        row = {k: v for k, v in row.items() if v or not k.startswith(("gpu_", "fp8_"))}
         validation = getattr(metrics, "validation", None)
         if validation is not None:
             row |= {f"val_{k}": v for k, v in asdict(validation).items()}

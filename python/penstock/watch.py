@@ -155,7 +155,7 @@ def _numbers(run: RunDirectory, rows: list[dict]) -> Table:
     if predicted:
         text += f", predicted {predicted:.3f} s ({measured / predicted:.2f}x)"
     grid.add_row("step time", text)
-    for what, unit, values in live(recent):
+    for what, _, unit, values in live(recent):
         grid.add_row(what, f"{median(values):.4g} {unit}")
     return grid
 
