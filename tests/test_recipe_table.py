@@ -111,10 +111,12 @@ def test_energy_is_the_counters_or_trapezoids_of_the_readings(tmp_path):
     assert "energy counter" in text and "trapezoids" in text and "read.\n" in text + "\n"
 
 
-def test_several_gpus_are_named_and_the_energy_is_the_firsts(tmp_path):
-    power = {"gpu_power_w": [100.0] * 4, "gpu_energy_j": [50.0] * 4}
-    two = made(tmp_path / "two", [1.0] * 4, gpus=[2] * 4, **power)
-    rows, text = table(two, made(tmp_path / "one", [1.0] * 4, **power))
+POWER = {"gpu_power_w": [100.0] * 4, "gpu_energy_j": [50.0] * 4}
+
+
+def test_several_gpus_are_named_and_an_older_runs_energy_is_the_firsts(tmp_path):
+    two = made(tmp_path / "two", [1.0] * 4, gpus=[2] * 4, **POWER)
+    rows, text = table(two, made(tmp_path / "one", [1.0] * 4, **POWER))
     assert [r["gpus"] for r in rows] == [2, 1]
     sources = ["energy counter of the first GPU", "energy counter"]
     assert [r["energy_from"] for r in rows] == sources
@@ -126,6 +128,28 @@ def test_several_gpus_are_named_and_the_energy_is_the_firsts(tmp_path):
     says = "the steps of the window ran on 1 to 2 GPUs: give --window with steps of one number"
     refused(command("report", "--recipe-table", mixed, "--window", "1:4"), says)
     assert table(mixed, "--window", "1:2")[0][0]["gpus"] == 2
+
+
+def test_the_energy_of_several_gpus_is_that_of_all_where_all_were_read(tmp_path):
+    new = made(tmp_path / "new", [1.0] * 4, gpus=[2] * 4, n_gpus_read=[2] * 4, **POWER)
+    (row,), text = table(new)
+    assert (row["energy_from"], row["joules_per_token"]) == ("energy counter", 0.05)
+    assert "the GPUs' energy counters" in text and "first GPU" not in text
+    read = made(tmp_path / "read", [1.0] * 4, gpus=[2] * 4, n_gpus_read=[2] * 4,
+                gpu_power_w=[100.0] * 4)  # fmt: skip
+    (row,), text = table(read)
+    assert row["energy_from"] == "power readings" and "first GPU" not in text
+
+
+def test_power_of_one_gpu_and_of_all_is_not_put_together(tmp_path):
+    """As in a run that an older version began."""
+    run = made(tmp_path / "run", [1.0] * 4, gpus=[2] * 4, n_gpus_read=["absent"] + [2] * 3,
+               gpu_power_w=[100.0, 300.0, 500.0, 500.0])  # fmt: skip
+    says = "power and energy are of 1 GPU in some steps .* of 2 in others .*: give --window with"
+    refused(command("report", "--recipe-table", run, "--window", "1:4"), says)
+    # the step before the window does not count: 300 and (300 + 500) / 2, not (100 + 300) / 2
+    assert table(run, "--window", "2:3")[0][0]["joules_per_token"] == (300 + 400) / 2000
+    assert table(run, "--last", "1")[0][0]["energy_from"] == "power readings"
 
 
 def test_csv_has_a_header_and_a_line_a_run(run, tmp_path):

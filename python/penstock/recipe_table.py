@@ -11,12 +11,12 @@ import re
 from statistics import fmean, stdev
 
 from .files import DataError
-from .runs import RunDirectory
+from .runs import RunDirectory, gpus_read
 
 WARM_UP = 2  # steps of each start of a training that the default window leaves out
 TRILLION = 1e12
 COUNTER, READINGS = "energy counter", "power readings"
-FIRST_GPU = " of the first GPU"  # of several, whose other sensors are not read
+FIRST_GPU = " of the first GPU"  # of several, whose other sensors older versions did not read
 # the steps' means and standard deviations: name of the columns, field of metrics.jsonl, factor
 _SPREAD = (
     ("step_s", "step_s", 1),
@@ -89,6 +89,13 @@ def choose(run: RunDirectory, window: tuple[int, int] | None, last: int | None) 
             f"{where}: the steps of the window ran on {min(counts)} to {max(counts)} GPUs: give "
             "--window with steps of one number"
         )
+    read = {gpus_read(row) for row in chosen} - {0}
+    if len(read) > 1:
+        raise DataError(
+            f"{where}: power and energy are of {min(read)} GPU in some steps of the window and of "
+            f"{max(read)} in others (an older version read the first alone): give --window with "
+            "steps of one kind"
+        )
     sizes = {row["tokens"] for row in chosen}
     if len(sizes) > 1:
         raise DataError(
@@ -130,6 +137,9 @@ def row_of(run: RunDirectory, window: tuple[int, int] | None = None, last: int |
     gpus = rows[0].get("gpus", 1)
     at = run.metrics.rows.index(rows[0])
     before = run.metrics.rows[at - 1] if at else None
+    read = max(map(gpus_read, rows))
+    if before and gpus_read(before) != read:
+        before = None  # its power is of other GPUs
     seconds, tokens = sum(r["step_s"] for r in rows), sum(r["tokens"] for r in rows)
     if not (math.isfinite(seconds) and seconds > 0 and tokens > 0):
         raise DataError(f"{run.metrics.path}: the steps of the window have no time or no tokens")
@@ -155,7 +165,7 @@ def row_of(run: RunDirectory, window: tuple[int, int] | None = None, last: int |
         "predicted_step_s": fmean(predicted) if predicted else None,
         "days_per_trillion_tokens": TRILLION / (tokens / seconds) / 86400,
         "joules_per_token": joules / tokens if joules else None,
-        "energy_from": source + FIRST_GPU * (gpus > 1) if source else None,
+        "energy_from": source + FIRST_GPU * (read < gpus) if source else None,
     }
 
 
@@ -227,7 +237,7 @@ def text_of(rows: list[dict], default_window: bool) -> str:
         return ", ".join(r["run"] for r in rows if part in (r["energy_from"] or ""))
 
     if named(COUNTER):
-        notes.append("J/token: the GPU's energy counter over the steps, without the host.")
+        notes.append("J/token: the GPUs' energy counters over the steps, without the host.")
     if named(READINGS):
         notes.append(
             "J/token: power readings at the steps' ends, integrated by trapezoids, without the host:"
