@@ -456,6 +456,8 @@ def test_the_gpus_figures_are_of_the_steps_that_count():
         "gpu_clock_mhz": 1450, "gpu_power_w": 500, "gpu_temperature_c": 61,
     }  # fmt: skip
     assert gpu_columns([{"step_s": 2.0}]) == {}
+    of_two = gpu_columns([step | {"n_gpus_read": 2} for step in steps])
+    assert of_two["n_gpus_read"] == 2 and of_two["gpu_power_w"] == 500
 
 
 def test_seeded_tokens_are_a_shard(tmp_path):

@@ -65,7 +65,8 @@ def described(path) -> str:
 def gpu_columns(metrics: list[dict]) -> dict:
     """The mean clock and power and the highest temperature of the steps, as the run's metrics have
     them; a machine without NVML has none. The energy counter gives a step's mean power, the sensor
-    a second's."""
+    a second's. Of several GPUs the clock is the lowest, power a sum, and n_gpus_read says of how
+    many; rows of older versions lack it, and are of the first GPU."""
 
     def of(name):
         return [m[name] for m in metrics if isinstance(m.get(name), (int, float))]
@@ -76,5 +77,5 @@ def gpu_columns(metrics: list[dict]) -> dict:
         "gpu_power_w": power or of("gpu_power_w"),
     }
     out = {name: statistics.mean(values) for name, values in columns.items() if values}
-    hottest = max(of("gpu_temperature_c"), default=None)
-    return out if hottest is None else {**out, "gpu_temperature_c": hottest}
+    most = {"gpu_temperature_c": of("gpu_temperature_c"), "n_gpus_read": of("n_gpus_read")}
+    return out | {name: max(values) for name, values in most.items() if values}
