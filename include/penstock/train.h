@@ -178,10 +178,12 @@ typedef struct ps_step_metrics {
   /* BYTES a second over step_s: the step's copies to the device and to the host; what its updates
    * on the host read and write. Bytes are the plan's. */
   double h2d_bytes_per_s, d2h_bytes_per_s, update_bytes_per_s;
-  /* Of ps_gpu_state, read once a step in ps_trainer_wait(). 0: unknown. */
+  /* Of ps_gpu_state, read once a step in ps_trainer_wait(), one GPU after another. Of several GPUs:
+   * the lowest clock, the sum of their power, the highest temperature. 0: unknown, of one GPU at
+   * least. Of several hosts each reads its own GPUs. */
   double gpu_clock_mhz, gpu_power_w, gpu_temperature_c;
-  /* JOULES of the step, by the GPU's energy counter: the mean power since the step before was
-   * waited for, times step_s. 0: the GPU has no counter. */
+  /* JOULES of the step, by the GPUs' energy counters: the mean power of all GPUs since the step
+   * before was waited for, times step_s. 0: a GPU has no counter. */
   double gpu_energy_j;
   /* With FP8: which part, from 0 to 1, of the activations and gradients that blocks multiply was
    * not 0 and became 0 when it was quantized; then the largest such part of one tensor of a layer.
@@ -189,6 +191,9 @@ typedef struct ps_step_metrics {
   double fp8_flushed, fp8_flushed_most;
   /* 1: a host's task asked to stop before this step was computed (ps_trainer_ask_stop()). */
   uint64_t stop;
+  /* GPUs that gpu_clock_mhz to gpu_energy_j are of: all of this host's that the plan uses. 0: none
+   * of the four is known. */
+  uint64_t n_gpus_read;
 } ps_step_metrics;
 #define PS_FLUSHED_WARNS 0.01
 

@@ -48,6 +48,8 @@ static void gpu_json(cli_json *j, const ps_step_metrics *m) {
     cli_json_number(j, "gpu_temperature_c", m->gpu_temperature_c);
   if (m->gpu_energy_j > 0)
     cli_json_number(j, "gpu_energy_j", m->gpu_energy_j);
+  if (m->n_gpus_read > 1)
+    cli_json_count(j, "n_gpus_read", m->n_gpus_read);
 }
 
 int cli_metrics_write(const cli_job *job, FILE *f, const char *path, const ps_step_metrics *m,

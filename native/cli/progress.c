@@ -200,17 +200,19 @@ static const unsigned ranks[N_PARTS] = {[STEP] = 0,
                                         [D2H] = NOT_ON_TERMINAL,
                                         [UPDATES] = NOT_ON_TERMINAL};
 
-/* "1410 MHz 685 W 61 C", without what is unknown. */
+/* "1410 MHz 685 W 61 C", without what is unknown; "2 GPUs 1410 MHz 1371 W 61 C". */
 static void gpu_part(part *out, const ps_step_metrics *m) {
   const struct {
     double value;
     const char *unit;
   } seen[] = {{m->gpu_clock_mhz, "MHz"}, {m->gpu_power_w, "W"}, {m->gpu_temperature_c, "C"}};
-  char text[32] = "";
+  char text[sizeof out->brief] = "", of[32] = "";
   size_t used = 0;
+  if (m->n_gpus_read > 1)
+    snprintf(of, sizeof of, "%" PRIu64 " GPUs ", m->n_gpus_read);
   for (size_t i = 0; i < sizeof seen / sizeof *seen; i++)
     if (seen[i].value > 0 && used < sizeof text)
-      used += (size_t)snprintf(text + used, sizeof text - used, "%s%.0f %s", used ? " " : "",
+      used += (size_t)snprintf(text + used, sizeof text - used, "%s%.0f %s", used ? " " : of,
                                seen[i].value, seen[i].unit);
   say(out, "%s", text);
 }

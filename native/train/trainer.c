@@ -428,14 +428,6 @@ ps_status ps__trainer_outside_ops(const ps_trainer *t) {
              : PS_OK;
 }
 
-/* The energy that later steps take counts from here on. */
-static void note_start(ps_trainer *t) {
-  ps_gpu_state now;
-  if (ps_hardware_gpu_state(&now, t->plan->hw.backend, t->plan->hw.device) == PS_OK)
-    t->energy_j = now.energy_j;
-  t->energy_ns = ps__now_ns();
-}
-
 ps_status ps_trainer_submit(ps_trainer *t, uint64_t n) {
   if (!t)
     return ps__fail(PS_EINVAL, "ps_trainer_submit: no trainer");
@@ -451,7 +443,7 @@ ps_status ps_trainer_submit(ps_trainer *t, uint64_t n) {
                     PS__RING);
   ps__hold_seen(t->hold, t->n_reported);
   if (!t->n_submitted)
-    note_start(t);
+    ps__sensors_start(t);
   ps_status st = ps__trainer_go_on(t);
   for (uint64_t i = 0; i < n; i++)
     t->ring[(t->n_submitted + i) % PS__RING].submit_ns = ps__now_ns();
@@ -464,25 +456,6 @@ ps_status ps_trainer_submit(ps_trainer *t, uint64_t n) {
   if (st != PS_OK && t->n_reported == t->n_submitted)
     return ps__trainer_stop(t, st);
   return PS_OK;
-}
-
-/* Reads the sensors once a step. The counter gives the mean power since the step before was waited
- * for. Where the caller waits late for one step and soon after for the next, the second interval is
- * too short for the counter, and the power before holds. */
-static void note_gpu(ps_trainer *t, ps_step_metrics *m) {
-  ps_gpu_state now;
-  if (ps_hardware_gpu_state(&now, t->plan->hw.backend, t->plan->hw.device) != PS_OK)
-    return;
-  const uint64_t ns = ps__now_ns();
-  const double seconds = (double)(ns - t->energy_ns) * 1e-9;
-  if (t->energy_j > 0 && now.energy_j >= t->energy_j && seconds > m->step_s / 2)
-    t->mean_w = (now.energy_j - t->energy_j) / seconds;
-  t->energy_j = now.energy_j;
-  t->energy_ns = ns;
-  m->gpu_clock_mhz = now.clock_mhz;
-  m->gpu_power_w = now.power_w;
-  m->gpu_temperature_c = now.temperature_c;
-  m->gpu_energy_j = t->mean_w * m->step_s;
 }
 
 static void fill_metrics(ps_trainer *t, ps_step_metrics *m) {
@@ -515,7 +488,7 @@ static void fill_metrics(ps_trainer *t, ps_step_metrics *m) {
   m->h2d_bytes_per_s = (double)size.step->copied_bytes[0] / m->step_s;
   m->d2h_bytes_per_s = (double)size.step->copied_bytes[1] / m->step_s;
   m->update_bytes_per_s = size.step->update_bytes / m->step_s;
-  note_gpu(t, m);
+  ps__sensors_read(t, m);
   (void)note_memory(t, false);
   uint64_t arenas = 0;
   for (uint32_t d = 0; d < p->at->n_devices; d++) {

@@ -66,7 +66,8 @@ struct ps_trainer {
   /* BYTES: the most device memory that the GPU has lost to the process; 0 on the CPU backend */
   uint64_t device_peak;
   bool warned; /* the user was told that device_peak is past the cap */
-  /* the GPU's energy counter, when it was last read, and the mean power before that */
+  /* of all GPUs: the sum of their energy counters, 0: one is unknown; when they were last read, and
+   * the mean power before that */
   double energy_j, mean_w;
   uint64_t energy_ns;
   double flushed_said;       /* ps_step_metrics.fp8_flushed_most of the last warning */
@@ -244,6 +245,11 @@ ps_status ps__trainer_go_on(ps_trainer *t);
 /* How the steps of @size run. Those of the plan's own schedule are traced, because the plan counts
  * the memory of their trace alone (trainer.c). */
 ps_run_config ps__trainer_run_config(const ps_trainer *t, const ps__step_size *size);
+/* ps__sensors_start() - the energy that later steps take counts from here on.
+ * ps__sensors_read() - once a step: the sensors of the plan's GPUs into @m, which has step_s
+ * (sensors.c). */
+void ps__sensors_start(ps_trainer *t);
+void ps__sensors_read(ps_trainer *t, ps_step_metrics *m);
 /* Stop the trainer with @st, unless an earlier error has stopped it. Returns the first error
  * (trainer.c). */
 ps_status ps__trainer_stop(ps_trainer *t, ps_status st);

@@ -414,6 +414,8 @@ class RunLog:
         del row["skipped"]  # n_skipped says it
         # 0: unknown, or nothing to say
         row = {k: v for k, v in row.items() if v or not k.startswith(("gpu_", "fp8_"))}
+        if metrics.n_gpus_read < 2:
+            del row["n_gpus_read"]
         validation = getattr(metrics, "validation", None)
         if validation is not None:
             row |= {f"val_{k}": v for k, v in asdict(validation).items()}

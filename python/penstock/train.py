@@ -65,10 +65,12 @@ class StepMetrics:
     h2d_bytes_per_s: float
     d2h_bytes_per_s: float
     update_bytes_per_s: float
-    gpu_clock_mhz: float  # of the GPU's sensors, 0: unknown
+    # of the GPUs' sensors, 0: unknown. Of several GPUs the lowest, the sum, the highest, the sum.
+    gpu_clock_mhz: float
     gpu_power_w: float
     gpu_temperature_c: float
     gpu_energy_j: float
+    n_gpus_read: int  # GPUs that these four are of; 0: none is known
     fp8_flushed: float
     fp8_flushed_most: float
     # after the step, where steps() was asked for them
