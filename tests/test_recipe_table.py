@@ -141,6 +141,13 @@ def test_the_energy_of_several_gpus_is_that_of_all_where_all_were_read(tmp_path)
     assert row["energy_from"] == "power readings" and "first GPU" not in text
 
 
+def test_the_energy_of_several_hosts_is_that_of_one(tmp_path):
+    run = made(tmp_path / "run", [1.0] * 4, plan={"n_hosts": 2}, **POWER)
+    (row,), text = table(run)
+    assert row["energy_from"] == "energy counter of rank 0's host"
+    assert text.endswith("\nJ/token is of rank 0's host alone: run.\n")
+
+
 def test_power_of_one_gpu_and_of_all_is_not_put_together(tmp_path):
     """As in a run that an older version began."""
     run = made(tmp_path / "run", [1.0] * 4, gpus=[2] * 4, n_gpus_read=["absent"] + [2] * 3,

@@ -17,6 +17,7 @@ WARM_UP = 2  # steps of each start of a training that the default window leaves 
 TRILLION = 1e12
 COUNTER, READINGS = "energy counter", "power readings"
 FIRST_GPU = " of the first GPU"  # of several, whose other sensors older versions did not read
+ONE_HOST = " of rank 0's host"  # of several, whose tokens all count
 # the steps' means and standard deviations: name of the columns, field of metrics.jsonl, factor
 _SPREAD = (
     ("step_s", "step_s", 1),
@@ -161,11 +162,13 @@ def row_of(run: RunDirectory, window: tuple[int, int] | None = None, last: int |
         out[f"{name}_std"] = factor * stdev(values) if values and len(values) > 1 else None
     predicted = _known(rows, "predicted_step_s")
     joules, source = energy(rows, before)
+    if source:
+        source += FIRST_GPU * (read < gpus) + ONE_HOST * (plan.get("n_hosts", 1) > 1)
     return out | {
         "predicted_step_s": fmean(predicted) if predicted else None,
         "days_per_trillion_tokens": TRILLION / (tokens / seconds) / 86400,
         "joules_per_token": joules / tokens if joules else None,
-        "energy_from": source + FIRST_GPU * (read < gpus) if source else None,
+        "energy_from": source,
     }
 
 
@@ -245,6 +248,8 @@ def text_of(rows: list[dict], default_window: bool) -> str:
         )
     if named(FIRST_GPU):
         notes.append(f"J/token is of the first GPU alone: {named(FIRST_GPU)}.")
+    if named(ONE_HOST):
+        notes.append(f"J/token is of rank 0's host alone: {named(ONE_HOST)}.")
     header = ("run", "steps", "step, s", "tokens/s", "TFLOP/s a GPU", "MFU, %", "days/T", "J/token")
     return "\n".join(
         _aligned(("run", "device", "seq", "tokens a step", "recipe", "optimizer", "caps"), what)
