@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import time
 
@@ -271,20 +272,151 @@ def test_tasks_that_disagree_write_nothing(tiny_model, tiny_shard, tmp_path):
             assert words_said.count("\n") == 1
 
 
-def test_other_numbers_of_tasks(tiny_model, tiny_shard, tmp_path):
-    port = free_port()
-    tasks = [
-        subprocess.Popen(
-            words(tiny_model, tiny_shard, tmp_path / "run", "--hosts-wait", 5),
-            env=environment(rank=rank, n=n, port=port),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, n in [(0, 2), (1, 3)]
-    ]
+def start_as(given, run, *more, rank=1, n=2, port, binary=BINARY):
+    """A task by itself, of another program even."""
+    model, shard, folder = given
+    return subprocess.Popen(
+        [str(binary), *words(model, shard, folder / run, *more)[1:]],
+        env=environment(rank=rank, n=n, port=port),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture
+def given(tiny_model, tiny_shard, tmp_path):
+    return tiny_model, tiny_shard, tmp_path
+
+
+def end_soon(tasks, seconds=10):
+    """They end long before --hosts-wait, which is 20 s."""
+    since = time.monotonic()
     codes, said = end(tasks)
-    assert codes[0] == 2 and "rank 1 was told of 3 tasks, and rank 0 of 2" in said[0]
-    assert codes[1] == 2 and not (tmp_path / "run").exists()
+    assert time.monotonic() - since < seconds, said
+    return codes, said
+
+
+def test_other_numbers_of_tasks(given):
+    """Both say why: the task that differs is told."""
+    port = free_port()
+    codes, said = end_soon([start_as(given, "run", rank=r, n=2 + r, port=port) for r in (0, 1)])
+    assert codes == [2, 2] and not (given[2] / "run").exists()
+    why = "rank 1 was told of 3 tasks, and rank 0 of 2: start all by one launcher"
+    assert said == [f"penstock: {why}\n"] * 2
+
+
+@pytest.mark.parametrize("newer", [0, 1])
+def test_tasks_of_two_versions(newer, given):
+    """Both say it at once. The other version is this one under another name."""
+    other = given[2] / "other"
+    shutil.copytree(BINARY.parent, other / "bin")
+    shutil.copytree(BINARY.parent.parent / "lib", other / "lib")
+    library = other / "lib/libpenstock.so"
+    library.write_bytes(library.read_bytes().replace(b"\0000.1.0\0", b"\0000.9.9\0"))
+    port, program = free_port(), {newer: other / "bin/penstock", 1 - newer: BINARY}
+    tasks = [start_as(given, "run", rank=r, port=port, binary=program[r]) for r in (0, 1)]
+    codes, said = end_soon(tasks)
+    version = {newer: "0.9.9", 1 - newer: "0.1.0"}
+    why = (
+        f"rank 1 is penstock {version[1]}, and rank 0 is {version[0]}: start the same on all hosts"
+    )
+    assert codes == [2, 2] and said == [f"penstock: {why}\n"] * 2
+
+
+# What tasks say first: magic, version; rank, n, kind, port. And how an answer begins.
+HELLO, ANSWER = struct.Struct("16s32s4I"), struct.Struct("i256s")
+
+
+def greeting(version=b"0.1.0", rank=1, n=2, kind=0):
+    return HELLO.pack(b"penstock tasks 1", version, rank, n, kind, 1)
+
+
+def connected(port):
+    """To rank 0, once it listens."""
+    until = time.monotonic() + 20
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=20)
+        except ConnectionRefusedError:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+
+
+def answered(s):
+    """The status and the message that a task gets, to the end of the connection."""
+    seen = b""
+    while piece := s.recv(1 << 16):
+        seen += piece
+    status, message = ANSWER.unpack(seen[: ANSWER.size])
+    return status, message.split(b"\0")[0].decode()
+
+
+def test_a_longer_greeting_is_answered(given):
+    """That of a version to come. The answer is not lost with the bytes that nobody reads."""
+    port = free_port()
+    task = start_as(given, "run", rank=0, port=port)
+    with connected(port) as s:
+        s.sendall(greeting(b"7.0") + bytes(100000))
+        status, message = answered(s)
+    codes, said = end_soon([task])
+    assert codes == [2] and status < 0 and said == [f"penstock: {message}\n"]
+    assert message.startswith("rank 1 is penstock 7.0, and rank 0 is 0.1.0")
+
+
+@pytest.mark.parametrize(
+    "answer, words",
+    [
+        (ANSWER.pack(-1, b"rank 1 is too old") + b"more", "rank 1 is too old"),
+        (ANSWER.pack(-1, b"rank 1 is too old")[:100], "without an answer to rank 1: what rank 0 "),
+    ],
+    ids=["answers", "is gone"],
+)
+@pytest.mark.parametrize("accepted", [1, 2])
+def test_rank_0_answers_early_or_is_gone(accepted, answer, words, given):
+    """Before it takes the second connection, too; what follows the message does not matter."""
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        task = start_as(given, "run", rank=1, port=port)
+        taken = [listener.accept()[0] for _ in range(accepted)]
+        for s in taken:
+            assert HELLO.unpack(s.recv(HELLO.size, socket.MSG_WAITALL))[2] == 1
+    taken[0].sendall(answer)
+    for s in taken:
+        s.close()
+    codes, said = end_soon([task])
+    assert codes == [2] and words in said[0] and said[0].count("\n") == 1, said
+
+
+def test_all_tasks_are_told_why_one_is_refused(given):
+    """Rank 2 has come before rank 1 is refused, and rank 3 comes after."""
+    port = free_port()
+    task = start_as(given, "run", rank=0, n=4, port=port)
+    with connected(port) as two, connected(port) as one:
+        two.sendall(greeting(rank=2, n=4))
+        one.sendall(greeting(n=5))
+        answers = [answered(one)]
+        with connected(port) as three:
+            three.sendall(greeting(rank=3, n=4))
+            answers += [answered(three), answered(two)]
+    codes, said = end_soon([task])
+    assert codes == [2] and len(set(answers)) == 1 and said == [f"penstock: {answers[0][1]}\n"]
+    assert "rank 1 was told of 5 tasks, and rank 0 of 4" in said[0]
+
+
+def test_strangers_do_no_harm(given):
+    """Some say nothing, some a part of a greeting, some something else; one more than rank 0 listens
+    to at once."""
+    port, said = free_port(), [b""] * 256 + [b"GET / HTTP/1.1\r\n\r\n", greeting()[:20]]
+    first = start_as(given, "run", rank=0, port=port)
+    strangers = [connected(port) for _ in said]
+    for s, text in zip(strangers, said, strict=True):
+        s.sendall(text)
+    second = start_as(given, "run", rank=1, port=port)
+    codes, words_said = end_soon([first, second])
+    for s in strangers:
+        s.close()
+    assert codes == [0, 0] and words_said == ["", ""]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

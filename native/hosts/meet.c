@@ -1,6 +1,12 @@
 /* meet.c - the tasks find each other. Rank 0 listens at the address that all know. Each other rank
  * listens at a port of its own, and tells rank 0 which. When all have come, rank 0 tells everybody
- * where the others are, and each rank connects to those before it. */
+ * where the others are, and each rank connects to those before it. Where a task differs, rank 0
+ * tells all why, and all end.
+ *
+ * So that tasks of two versions can tell each other that they differ, the following is the same in
+ * all versions: the whole greeting (hello), and how an answer begins (status and message). A later
+ * version adds to the greeting behind its end, and rank 0 reads that after it has compared the
+ * versions. It changes what follows an answer's message as it likes. */
 #include "hosts/hosts.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -8,6 +14,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <stddef.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <time.h>
@@ -16,24 +23,39 @@
 enum { CONTROL, DATA, KINDS };
 static const char magic[16] = "penstock tasks 1";
 
-/* The first words of each connection, from the higher rank to the lower. */
+/* The first words of each connection, from the higher rank to the lower. Never changed. */
 typedef struct hello {
   char magic[16], version[32];
   uint32_t rank, n, kind, port; /* port: at which this rank listens; 0 for rank 0's */
 } hello;
 
-/* What rank 0 answers to each: where everybody is, or why they cannot train together. */
+/* What rank 0 answers to each: where everybody is, or why they cannot train together. It always
+ * begins with status and message. */
 typedef struct answer {
   int32_t status;
   char message[256];
   struct sockaddr_storage at[PS_MAX_HOSTS];
 } answer;
 
+/* Somebody who has connected, until all of the greeting is there. */
+typedef struct guest {
+  int fd;
+  size_t bytes; /* of @said */
+  hello said;
+  struct sockaddr_storage from;
+} guest;
+
+/* GUESTS: twice as many as all tasks' connections, so strangers who say nothing keep no task out.
+ * REFUSED_S: how long rank 0 stays to tell the reason to tasks that have not come yet. */
+enum { GUESTS = 2 * KINDS * PS_MAX_HOSTS, REFUSED_S = 1 };
+
 typedef struct meeting {
   ps_hosts *h;
   const ps_hosts_config *cfg;
   double until_s;
   int listener;
+  guest *guest; /* GUESTS of them, the oldest first */
+  uint32_t n_guests;
 } meeting;
 
 static double now_s(void) {
@@ -161,13 +183,20 @@ static void keep(meeting *m, uint32_t rank, uint32_t kind, int fd) {
   (kind == CONTROL ? m->h->control : m->h->data)[rank] = fd;
 }
 
-/* Connects to rank 0, whose host or process may still be starting. */
+/* Whether rank 0 has answered, or has gone. */
+static bool is_answered(const meeting *m) {
+  struct pollfd p = {.fd = m->h->control[0], .events = POLLIN};
+  return p.fd >= 0 && poll(&p, 1, 0) == 1;
+}
+
+/* Connects to rank 0, whose host or process may still be starting. Rank 0 may answer the first
+ * connection before there is a second one, which then is not needed. */
 static ps_status reach_first(meeting *m, uint32_t kind, uint32_t port) {
   const ps_hosts_config *c = m->cfg;
   const struct addrinfo want = {.ai_socktype = SOCK_STREAM};
   char service[16];
   snprintf(service, sizeof service, "%u", c->port);
-  for (int fd = -1; left_ms(m) > 0; pause_ms(fd < 0 ? 100 : 0)) {
+  for (int fd = -1; left_ms(m) > 0 && !is_answered(m); pause_ms(fd < 0 ? 100 : 0)) {
     struct addrinfo *all = NULL;
     const int unknown = getaddrinfo(c->address, service, &want, &all);
     if (unknown && unknown != EAI_AGAIN)
@@ -185,7 +214,7 @@ static ps_status reach_first(meeting *m, uint32_t kind, uint32_t port) {
       close(fd);
     fd = -1;
   }
-  return nobody(m, c->address, c->port);
+  return is_answered(m) ? PS_OK : nobody(m, c->address, c->port);
 }
 
 static ps_status reach(meeting *m, uint32_t rank, const struct sockaddr_storage *at) {
@@ -219,41 +248,121 @@ static bool differs(const meeting *m, const hello *w, char why[256]) {
   return why[0] != 0;
 }
 
+/* ---- guests ---------------------------------------------------------------------------------- */
+
+static guest remove_guest(meeting *m, uint32_t i) {
+  const guest g = m->guest[i];
+  memmove(&m->guest[i], &m->guest[i + 1], (--m->n_guests - i) * sizeof g);
+  return g;
+}
+
+/* Where there are too many, the oldest is hung up on. */
+static void let_in(meeting *m) {
+  guest g = {.fd = -1};
+  socklen_t bytes = sizeof g.from;
+  g.fd = accept4(m->listener, (struct sockaddr *)&g.from, &bytes, SOCK_CLOEXEC);
+  if (g.fd < 0)
+    return;
+  if (m->n_guests == GUESTS)
+    close(remove_guest(m, 0).fd);
+  m->guest[m->n_guests++] = g;
+}
+
+/* Reads what guest @i says. A stranger is hung up on. True: all of the greeting is there, and the
+ * guest is *out, whose socket the caller closes. */
+static bool hear(meeting *m, uint32_t i, guest *out) {
+  guest *g = &m->guest[i];
+  const ssize_t n =
+      recv(g->fd, (char *)&g->said + g->bytes, sizeof g->said - g->bytes, MSG_DONTWAIT);
+  if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR))
+    return false;
+  g->bytes += n > 0 ? (size_t)n : 0;
+  if (n <= 0 ||
+      memcmp(g->said.magic, magic, g->bytes < sizeof magic ? g->bytes : sizeof magic) != 0) {
+    close(remove_guest(m, i).fd);
+    return false;
+  }
+  if (g->bytes < sizeof g->said)
+    return false;
+  *out = remove_guest(m, i);
+  out->said.version[sizeof out->said.version - 1] = 0;
+  return true;
+}
+
+/* The next guest whose greeting is there; false: none comes in time. Guests who say nothing keep
+ * nobody waiting. */
+static bool next_guest(meeting *m, guest *out) {
+  for (;;) {
+    struct pollfd of[GUESTS + 1];
+    uint32_t i = 0;
+    for (; i < m->n_guests; i++)
+      of[i] = (struct pollfd){.fd = m->guest[i].fd, .events = POLLIN};
+    of[m->n_guests] = (struct pollfd){.fd = m->listener, .events = POLLIN};
+    if (poll(of, m->n_guests + 1, left_ms(m)) <= 0)
+      return false;
+    for (i = 0; i < m->n_guests && !of[i].revents; i++)
+      ;
+    if (i == m->n_guests)
+      let_in(m);
+    else if (hear(m, i, out))
+      return true;
+  }
+}
+
 /* Accepts both connections of @n ranks. @at: their addresses by rank, for rank 0, else NULL.
- * Strangers are hung up on. */
-static ps_status accept_all(meeting *m, uint32_t n, struct sockaddr_storage *at, char why[256]) {
-  for (uint32_t i = 0; i < KINDS * n && !why[0];) {
-    struct pollfd p = {.fd = m->listener, .events = POLLIN};
-    struct sockaddr_storage from;
-    socklen_t bytes = sizeof from;
-    hello w;
-    if (poll(&p, 1, left_ms(m)) <= 0) {
+ * @why: what is wrong with *refused, the first who differs, whose socket the caller closes. */
+static ps_status accept_all(meeting *m, uint32_t n, struct sockaddr_storage *at, char why[256],
+                            guest *refused) {
+  for (uint32_t i = 0; i < KINDS * n; i++) {
+    guest g;
+    if (!next_guest(m, &g)) {
       uint32_t r = 1;
       while (r + 1 < m->h->n && m->h->control[r] >= 0)
         r++;
       return ps__fail(PS_EIO, "rank %u did not come within %g s: %u tasks were to be started", r,
                       m->cfg->wait_s, m->h->n);
     }
-    const int fd = accept4(m->listener, (struct sockaddr *)&from, &bytes, SOCK_CLOEXEC);
-    if (fd < 0)
-      continue;
-    if (!receive(m, fd, &w, sizeof w) || memcmp(w.magic, magic, sizeof magic) != 0) {
-      close(fd);
-      continue;
-    }
-    w.version[sizeof w.version - 1] = 0;
-    if (differs(m, &w, why)) {
-      close(fd);
+    if (differs(m, &g.said, why)) {
+      *refused = g;
       return PS_OK;
     }
-    keep(m, w.rank, w.kind, fd);
-    i++;
-    if (at && w.kind == CONTROL) {
-      at[w.rank] = from;
-      ((struct sockaddr_in *)&at[w.rank])->sin_port = htons((uint16_t)w.port);
+    keep(m, g.said.rank, g.said.kind, g.fd);
+    if (at && g.said.kind == CONTROL) {
+      at[g.said.rank] = g.from;
+      ((struct sockaddr_in *)&at[g.said.rank])->sin_port = htons((uint16_t)g.said.port);
     }
   }
   return PS_OK;
+}
+
+static uint32_t n_came(const ps_hosts *h) {
+  uint32_t n = 0;
+  for (uint32_t r = 1; r < h->n; r++)
+    n += h->control[r] >= 0;
+  return n;
+}
+
+/* Tells guest @g and all others that come within REFUSED_S why they are refused. It ends once all
+ * have come that any of them knows of. A socket that is closed with unread bytes resets its
+ * connection, and the other side may lose the answer: so each is read to its end. */
+static void refuse(meeting *m, const answer *a, guest g) {
+  int told[KINDS * PS_MAX_HOSTS];
+  uint32_t n_told = 0, came = n_came(m->h), tasks = m->h->n;
+  const double until_s = now_s() + REFUSED_S;
+  char rest;
+  m->until_s = until_s < m->until_s ? until_s : m->until_s;
+  do {
+    if (send(g.fd, a, sizeof *a, MSG_NOSIGNAL | MSG_DONTWAIT) > 0)
+      shutdown(g.fd, SHUT_WR);
+    told[n_told++] = g.fd;
+    came += g.said.kind == CONTROL;
+    tasks = g.said.n > tasks ? g.said.n : tasks;
+  } while (came + 1 < tasks && n_told < sizeof told / sizeof *told && next_guest(m, &g));
+  for (uint32_t i = 0; i < n_told; i++) {
+    while (receive(m, told[i], &rest, 1))
+      ;
+    close(told[i]);
+  }
 }
 
 /* ---- both sides ------------------------------------------------------------------------------ */
@@ -265,9 +374,10 @@ static ps_status lead(meeting *m) {
   answer *a = ps__calloc(1, sizeof *a);
   if (!a)
     return ps__fail(PS_ENOMEM, "out of memory for the tasks of other hosts");
+  guest refused = {.fd = -1};
   ps_status st = listen_at(m, m->cfg->port, &port);
   if (st == PS_OK)
-    st = accept_all(m, h->n - 1, a->at, why);
+    st = accept_all(m, h->n - 1, a->at, why, &refused);
   if (st == PS_OK && why[0])
     st = ps__fail(PS_EINVAL, "%s", why);
   a->status = st;
@@ -275,8 +385,27 @@ static ps_status lead(meeting *m) {
   for (uint32_t r = 1; r < h->n; r++)
     if (h->control[r] >= 0)
       (void)send_all(h->control[r], a, sizeof *a); /* a task that is gone is noticed later */
+  if (refused.fd >= 0)
+    refuse(m, a, refused);
   ps__free(a);
   return st;
+}
+
+/* Rank 0's answer. Of another version's only the beginning is known. */
+static ps_status read_answer(const meeting *m, answer *a) {
+  const int fd = m->h->control[0];
+  const size_t begin = offsetof(answer, at);
+  if (receive(m, fd, a, begin) && a->status != PS_OK)
+    return ps__fail((ps_status)a->status, "%.255s", a->message);
+  if (a->status == PS_OK && receive(m, fd, a->at, sizeof a->at))
+    return PS_OK;
+  if (left_ms(m) > 0)
+    return ps__fail(PS_EIO,
+                    "rank 0 has ended without an answer to rank %u: what rank 0 prints "
+                    "says why",
+                    m->h->rank);
+  return ps__fail(PS_EIO, "rank 0 did not answer rank %u within %g s: it waits for other tasks",
+                  m->h->rank, m->cfg->wait_s);
 }
 
 static ps_status follow(meeting *m) {
@@ -289,27 +418,29 @@ static ps_status follow(meeting *m) {
   answer *a = ps__calloc(1, sizeof *a);
   if (!a)
     return ps__fail(PS_ENOMEM, "out of memory for the tasks of other hosts");
-  ps_status st = PS_OK;
-  if (!receive(m, h->control[0], a, sizeof *a))
-    st = ps__fail(PS_EIO,
-                  "rank 0 did not answer rank %u within %g s: it was ended, or waits for "
-                  "other tasks",
-                  h->rank, m->cfg->wait_s);
-  else if (a->status != PS_OK)
-    st = ps__fail((ps_status)a->status, "%.255s", a->message);
+  guest refused = {.fd = -1};
+  ps_status st = read_answer(m, a);
   for (uint32_t r = 1; st == PS_OK && r < h->rank; r++)
     st = reach(m, r, &a->at[r]);
   if (st == PS_OK)
-    st = accept_all(m, h->n - 1 - h->rank, NULL, why);
+    st = accept_all(m, h->n - 1 - h->rank, NULL, why, &refused);
   if (st == PS_OK && why[0])
     st = ps__fail(PS_EINVAL, "%s", why);
+  if (refused.fd >= 0)
+    close(refused.fd);
   ps__free(a);
   return st;
 }
 
 ps_status ps__hosts_meet(ps_hosts *h, const ps_hosts_config *cfg) {
   meeting m = {.h = h, .cfg = cfg, .until_s = now_s() + cfg->wait_s, .listener = -1};
+  m.guest = ps__calloc(GUESTS, sizeof *m.guest);
+  if (!m.guest)
+    return ps__fail(PS_ENOMEM, "out of memory for the tasks of other hosts");
   const ps_status st = h->rank == 0 ? lead(&m) : follow(&m);
+  for (uint32_t i = 0; i < m.n_guests; i++)
+    close(m.guest[i].fd);
+  ps__free(m.guest);
   if (m.listener >= 0)
     close(m.listener);
   return st;
