@@ -107,7 +107,8 @@ def test_every_option_that_a_page_names_is_in_a_help_text():
     )
     texts += "".join(p.read_text() for p in (ROOT / "bench").rglob("*.py"))
     # torchrun's and srun's own
-    texts += "--nnodes --node-rank --nproc-per-node --master-addr --no-python --ntasks-per-node"
+    texts += "--nnodes --node-rank --nproc-per-node --master-addr --no-python"
+    texts += " --ntasks-per-node --ntasks"
     named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", TEXT))
     assert named and not {o for o in named if f"--{o}" not in texts}
 

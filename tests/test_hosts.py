@@ -132,15 +132,39 @@ def test_launchers(launcher, tiny_model, tiny_shard, tmp_path):
     assert tokens[0] == (4 * SEQ, 4 * SEQ)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_task_a_gpu_is_told_what_to_type(launcher, tiny_model, tiny_shard, tmp_path):
-    env = environment(launcher, rank=1, n=4, local=1)
+@pytest.mark.parametrize(
+    "launcher, n, more, typed",
+    [
+        ("torchrun", 4, {}, "torchrun --nproc-per-node 1 --no-python"),
+        ("srun", 4, {}, "srun --ntasks-per-node 1 --ntasks 2"),
+        ("srun", 4, {"SLURM_STEP_NUM_NODES": "3"}, "srun --ntasks-per-node 1 --ntasks 3"),
+        ("mpirun", 4, {}, "mpirun -N 1 -x MASTER_ADDR=HOST0"),
+        ("mpirun", 4, {"MASTER_ADDR": "node7"}, "mpirun -N 1 -x MASTER_ADDR=node7"),
+        ("mpirun", 2, {}, "mpirun -N 1"),
+        ("mpiexec", 4, {}, "mpiexec -ppn 1 -n 2 -genv MASTER_ADDR HOST0"),
+        ("mpiexec", 2, {}, "mpiexec -ppn 1 -n 1"),
+    ],
+)
+def test_a_task_a_gpu_is_told_what_to_type(
+    launcher, n, more, typed, tiny_model, tiny_shard, tmp_path
+):
+    """Two tasks on each host. The page types the same words for two hosts, perhaps with others."""
+    env = environment(launcher, rank=1, n=n, local=1)
+    del env["MASTER_ADDR"]
     done = subprocess.run(
-        words(tiny_model, tiny_shard, tmp_path / "run"), env=env, capture_output=True, text=True
+        words(tiny_model, tiny_shard, tmp_path / "run"),
+        env=env | more,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2 and not (tmp_path / "run").exists()
     assert f"{launcher} started 2 tasks on this host" in done.stderr
-    assert "penstock train --gpus 2" in done.stderr and done.stderr.count("\n") == 1
+    assert done.stderr.endswith(f": type {typed} penstock train --gpus 2 ...\n")
+    assert done.stderr.count("\n") == 1
+    page = (ROOT / "docs/gpus.md").read_text()
+    (line,) = re.findall(rf"^{launcher} .*", page, re.M)
+    if n == 4 and not more:
+        assert set(typed.split()) <= set(line.split())
 
 
 def test_resumes_with_another_number_of_hosts(tiny_model, tiny_shard, tmp_path):

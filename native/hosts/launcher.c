@@ -13,6 +13,8 @@ typedef struct launcher {
   const char *rank, *n;        /* both are set by this launcher alone, or by it first */
   const char *n_local, *local; /* NULL: it sets none */
   const char *one_a_host;      /* the words that start one task a host */
+  const char *n_hosts;         /* more words, before the number of hosts; NULL: none */
+  const char *address;         /* before that of rank 0, where hosts are several; NULL: none */
 } launcher;
 
 /* In this order, because launchers start each other: mpirun starts tasks by srun, and srun starts
@@ -20,12 +22,13 @@ typedef struct launcher {
  * task then. */
 static const launcher launchers[] = {
     {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK",
-     "torchrun --nproc-per-node 1"},
+     "torchrun --nproc-per-node 1 --no-python", NULL, NULL},
     {"mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE",
-     "OMPI_COMM_WORLD_LOCAL_RANK", "mpirun -N 1"},
+     "OMPI_COMM_WORLD_LOCAL_RANK", "mpirun -N 1", NULL, " -x MASTER_ADDR="},
     {"srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", NULL, "SLURM_LOCALID",
-     "srun --ntasks-per-node 1"},
-    {"mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", "MPI_LOCALRANKID", "mpiexec -ppn 1"},
+     "srun --ntasks-per-node 1", " --ntasks ", NULL},
+    {"mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", "MPI_LOCALRANKID", "mpiexec -ppn 1",
+     " -n ", " -genv MASTER_ADDR "},
 };
 
 /* A whole number from the environment; false: there is none. */
@@ -110,6 +113,26 @@ static uint64_t tasks_on_a_host(const launcher *l) {
   return local + 1 > n ? local + 1 : n;
 }
 
+/* @n tasks, @local of them on a host, should be one a host. In a batch script srun takes the number
+ * of tasks from the script unless it is given, and then ignores that of a host. mpiexec starts as
+ * many tasks as a host has CPUs. */
+static ps_status refuse(const launcher *l, uint64_t n, uint64_t local) {
+  const char *address = getenv("MASTER_ADDR");
+  uint64_t hosts = (n + local - 1) / local;
+  char count[32] = "";
+  if (strcmp(l->name, "srun") == 0)
+    (void)number("SLURM_STEP_NUM_NODES", &hosts);
+  if (l->n_hosts)
+    snprintf(count, sizeof count, "%s%llu", l->n_hosts, (unsigned long long)hosts);
+  address = !l->address || hosts < 2 ? "" : address ? address : "HOST0";
+  return ps__fail(PS_EINVAL,
+                  "%s started %llu tasks on %s, and penstock takes one a host, which "
+                  "drives all its GPUs: type %s%s%s%.255s penstock train --gpus %llu ...",
+                  l->name, (unsigned long long)local, here(l, local), l->one_a_host, count,
+                  *address ? l->address : "", address,
+                  (unsigned long long)(local < PS_MAX_DEVICES ? local : PS_MAX_DEVICES));
+}
+
 ps_status ps_hosts_task_find(ps_hosts_task *t) {
   if (!t || t->struct_bytes != sizeof *t)
     return ps__fail(PS_EINVAL, "ps_hosts_task_find: out must be given, with its struct_bytes");
@@ -123,11 +146,7 @@ ps_status ps_hosts_task_find(ps_hosts_task *t) {
       continue;
     local = tasks_on_a_host(l);
     if (local > 1)
-      return ps__fail(PS_EINVAL,
-                      "%s started %llu tasks on %s, and penstock takes one a host, which "
-                      "drives all its GPUs: type %s penstock train --gpus %llu ...",
-                      l->name, (unsigned long long)local, here(l, local), l->one_a_host,
-                      (unsigned long long)(local < PS_MAX_DEVICES ? local : PS_MAX_DEVICES));
+      return refuse(l, n, local);
     if (n < 2)
       return PS_OK;
     if (n > PS_MAX_HOSTS || rank >= n)
