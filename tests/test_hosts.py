@@ -15,6 +15,7 @@ import time
 import numpy as np
 import pytest
 from conftest import ROOT, write_shard
+from penstock.shards import IS_TARGET, write_mask
 from test_cli import BINARY
 
 SEQ, STEPS = 64, 3
@@ -296,6 +297,69 @@ def test_tasks_that_disagree_write_nothing(tiny_model, tiny_shard, tmp_path):
             assert words_said.count("\n") == 1
 
 
+@pytest.fixture
+def given(tiny_model, tiny_shard, tmp_path):
+    return tiny_model, tiny_shard, tmp_path
+
+
+def one_token(shard, folder):
+    """Another token in the middle."""
+    data, other = np.fromfile(shard, "<u2"), folder / "b.bin"
+    data[512 + 650] ^= 1
+    data.tofile(other)
+    return [shard, other]
+
+
+def one_mask(shard, folder):
+    """Another target in the middle."""
+    copies = [shutil.copy(shard, folder / name) for name in ("a.bin", "b.bin")]
+    for i, path in enumerate(copies):
+        flags = np.full(20000, IS_TARGET)
+        flags[650] *= i
+        write_mask(path, flags)
+    return copies
+
+
+def other_weights(shard, folder):
+    return [f"{shard}:{weight},{shard}:0.5" for weight in (0.5, 0.6)]
+
+
+def last_token_of_5_gb(shard, folder):
+    """Files of which samples are read; most of them is no block of the disk."""
+    header = struct.pack("<6I", 20261121, 1, 2, 0, 2500000000, 0).ljust(1024, b"\0")
+    copies = [folder / "a.bin", folder / "b.bin"]
+    for i, path in enumerate(copies):
+        path.write_bytes(header)
+        with path.open("r+b") as f:
+            f.truncate(1024 + 2 * 2500000000)
+            f.seek(-2, os.SEEK_END)
+            f.write(bytes([i, 0]))
+    return copies
+
+
+@pytest.mark.parametrize("other", [one_token, one_mask, other_weights, last_token_of_5_gb])
+def test_other_data_is_noticed(other, given):
+    model, shard, folder = given
+    codes, said = end(start(model, other(shard, folder), folder / "run"))
+    assert codes == [2, 2] and not (folder / "run").exists()
+    size = r"data = \d+ bytes with hash \w{16}"
+    assert re.fullmatch(
+        f"penstock: the tasks disagree: rank 1 has {size}, and rank 0 has {size}\n", said[0]
+    )
+    assert said[1] == said[0]
+
+
+def test_copies_may_have_other_names(given):
+    model, shard, folder = given
+    copies = [folder / "here", folder / "there"]
+    for copy, name in zip(copies, ("{}.bin", "copy-{}.bin"), strict=True):
+        copy.mkdir()
+        for i in (1, 2):
+            shutil.copy(shard, copy / name.format(i))
+    codes, said = end(start(model, copies, folder / "run"))
+    assert codes == [0, 0], said
+
+
 def start_as(given, run, *more, rank=1, n=2, port, binary=BINARY):
     """A task by itself, of another program even."""
     model, shard, folder = given
@@ -306,11 +370,6 @@ def start_as(given, run, *more, rank=1, n=2, port, binary=BINARY):
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-@pytest.fixture
-def given(tiny_model, tiny_shard, tmp_path):
-    return tiny_model, tiny_shard, tmp_path
 
 
 def end_soon(tasks, seconds=10):

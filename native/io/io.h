@@ -90,6 +90,10 @@ ps_status ps__manifest_check(const ps__json *manifest, const char *path, const c
 
 /* Path of data file @i of a dataset, in order; NULL: there are no more. Valid until close. */
 const char *ps__dataset_path(const ps_dataset *ds, uint64_t i);
+/* A hash of the data, to compare copies on several hosts by: the bytes of all shards and mask files
+ * in their order, and of a mix the shares. Of more than 4 GiB it reads samples of 64 MiB in all,
+ * spread evenly, and each file's size, beginning and end. *bytes: of all files together. PS_EIO. */
+ps_status ps__dataset_hash(const ps_dataset *ds, uint64_t *hash, uint64_t *bytes);
 /* Count a trainer that reads @ds, from use to leave; ps_dataset_close() meanwhile is PS_EBUSY. NULL
  * is a no-op. */
 void ps__dataset_use(ps_dataset *ds);

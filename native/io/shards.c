@@ -6,6 +6,7 @@
  * reading a missing sequence fails. */
 #include <penstock/data.h>
 
+#include "core/hash64.h"
 #include "io/mix.h"
 #include <dirent.h>
 #include <errno.h>
@@ -696,5 +697,47 @@ ps_status ps_dataset_targets(const ps_dataset *ds, double *share) {
       n += s->n_tokens;
   }
   *share = ds->n_tokens ? (double)n / (double)ds->n_tokens : 0;
+  return PS_OK;
+}
+
+/* ---- copies ---------------------------------------------------------------------------------- */
+
+/* 4 GiB are as much as the weights of a 2B model in bf16, which each host reads and hashes too. Of
+ * more data each piece may cost a seek or a round trip to a server, so there are few. */
+static const uint64_t HASHED_WHOLE = UINT64_C(4) << 30, HASHED_PIECES = 4096;
+
+/* Every @stride-th piece of the file, and its last one. */
+static ps_status hash_file(const input_file *f, uint64_t stride, uint64_t *h) {
+  uint8_t piece[PIECE_BYTES];
+  const uint64_t n = (f->bytes + PIECE_BYTES - 1) / PIECE_BYTES;
+  int fd;
+  *h = ps__hash64(*h, &f->bytes, sizeof f->bytes);
+  PS_TRY(take_fd(f, &fd));
+  ps_status st = PS_OK;
+  for (uint64_t i = 0; st == PS_OK && i < n;) {
+    const uint64_t at = i * PIECE_BYTES, left = f->bytes - at,
+                   m = left < PIECE_BYTES ? left : PIECE_BYTES;
+    st = ps__pread_all(fd, f->path, piece, m, at);
+    if (st == PS_OK)
+      *h = ps__hash64(*h, piece, m);
+    i = i + stride < n || i == n - 1 ? i + stride : n - 1;
+  }
+  return leave_fd(f, fd, st);
+}
+
+ps_status ps__dataset_hash(const ps_dataset *ds, uint64_t *hash, uint64_t *bytes) {
+  uint64_t all = 0, h = ps_dataset_mix(ds);
+  for (size_t i = 0; i < ds->n; i++)
+    all += ds->shards[i].file.bytes + ds->shards[i].mask.bytes;
+  for (uint32_t k = 0; k < ps_dataset_n_weighted(ds); k++)
+    h = ps__hash64(h, &ds->sources.item[k].n_shards, sizeof ds->sources.item[k].n_shards);
+  const uint64_t stride = all <= HASHED_WHOLE ? 1 : all / (HASHED_PIECES * PIECE_BYTES);
+  for (size_t i = 0; i < ds->n; i++) {
+    PS_TRY(hash_file(&ds->shards[i].file, stride, &h));
+    if (ds->shards[i].mask.path)
+      PS_TRY(hash_file(&ds->shards[i].mask, stride, &h));
+  }
+  *hash = h;
+  *bytes = all;
   return PS_OK;
 }

@@ -1,9 +1,11 @@
 /* hosts.c - a trainer among those of other hosts: what steps exchange and how fast, what must be
  * the same in all tasks, and how a failure of one ends all. */
+#include "core/hash64.h"
 #include "core/sha256.h"
 #include "hardware/hardware_impl.h"
 #include "hosts/hosts.h"
 #include "hosts/net.h"
+#include "io/io.h"
 #include "train/trainer.h"
 #include <math.h>
 #include <string.h>
@@ -134,7 +136,7 @@ ps_status ps__trainer_hosts_failed(ps_trainer *t, ps_status st) {
 
 /* ---- what all tasks agree on ----------------------------------------------------------------- */
 
-enum { TEXT_BYTES = 4096, SAMPLED = 16 };
+enum { TEXT_BYTES = 4096 };
 
 static void hash_text(const void *data, size_t bytes, char hex[65]) {
   ps__sha256 h;
@@ -142,22 +144,6 @@ static void hash_text(const void *data, size_t bytes, char hex[65]) {
   ps__sha256_add(&h, data, bytes);
   ps__sha256_end(&h, hex);
   hex[16] = 0; /* enough to tell two from each other */
-}
-
-/* Some sequences, evenly spread over the data. */
-static ps_status hash_data(ps_trainer *t, char hex[65]) {
-  const uint64_t s = t->plan->cfg.seq_len, n = ps_dataset_n_sequences(t->cfg.dataset, s);
-  ps__sha256 h;
-  ps__sha256_begin(&h);
-  for (uint64_t i = 0; n && i < SAMPLED; i++) {
-    PS_TRY(ps_dataset_read(t->cfg.dataset, s, i * (n - 1) / (SAMPLED - 1), t->tokens, t->targets,
-                           t->begins));
-    ps__sha256_add(&h, t->tokens, s * sizeof *t->tokens);
-    ps__sha256_add(&h, t->targets, s * sizeof *t->targets);
-  }
-  ps__sha256_end(&h, hex);
-  hex[16] = 0;
-  return PS_OK;
 }
 
 /* The exchanges of a step, in their order. */
@@ -177,40 +163,32 @@ static void hash_exchanges(const ps_trainer *t, char hex[65]) {
 
 ps_status ps__trainer_agree(ps_trainer *t) {
   const ps_plan *p = t->plan;
-  char text[TEXT_BYTES], model[65], data[65], exchanges[65];
+  char text[TEXT_BYTES], model[65], exchanges[65];
+  uint64_t data, data_bytes;
   if (!t->cfg.hosts)
     return PS_OK;
-  PS_TRY(hash_data(t, data));
+  PS_TRY(ps__dataset_hash(t->cfg.dataset, &data, &data_bytes));
   hash_text(&p->model->cfg, sizeof p->model->cfg, model);
   hash_exchanges(t, exchanges);
   snprintf(
       text, sizeof text,
-      "model's config.json = %s\nsequences in the data = %llu\ndata = %s\nseq-len = %llu\n"
+      "model's config.json = %s\nsequences in the data = %llu\n"
+      "data = %llu bytes with hash %016llx\nseq-len = %llu\n"
       "tokens-per-step = %llu\nchunk-tokens = %llu\nchunks-per-round = %llu\n"
       "first-round-chunks = %llu\nfirst-rounds = %u\nhead-slice-tokens = %llu\nrecipe = %s\n"
       "optimizer = %s\nclip = %d\nexchanges of a step = %s\nsteps before = %llu\nupdates before = "
       "%llu\n"
       "lr = %.17g\nseed = %llu\n",
-      model, (unsigned long long)ps_dataset_n_sequences(t->cfg.dataset, p->cfg.seq_len), data,
-      (unsigned long long)p->cfg.seq_len, (unsigned long long)p->report.tokens_per_step,
-      (unsigned long long)p->report.chunk_tokens, (unsigned long long)p->report.chunks_per_round,
+      model, (unsigned long long)ps_dataset_n_sequences(t->cfg.dataset, p->cfg.seq_len),
+      (unsigned long long)data_bytes, (unsigned long long)data, (unsigned long long)p->cfg.seq_len,
+      (unsigned long long)p->report.tokens_per_step, (unsigned long long)p->report.chunk_tokens,
+      (unsigned long long)p->report.chunks_per_round,
       (unsigned long long)p->report.first_round_chunks, p->report.first_rounds,
       (unsigned long long)p->report.head_slice_tokens, ps_recipe_name((ps_recipe)p->cfg.recipe),
       ps_optimizer_name((ps_optimizer)p->cfg.optimizer), p->cfg.clip != 0, exchanges,
       (unsigned long long)t->cfg.first_step, (unsigned long long)t->n_updates, t->cfg.lr,
       (unsigned long long)t->cfg.seed);
   return ps_hosts_agree(t->cfg.hosts, text);
-}
-
-static uint64_t mix(uint64_t h, const void *data, uint64_t bytes) {
-  const char *at = data;
-  for (; bytes; at += 8, bytes -= bytes < 8 ? bytes : 8) {
-    uint64_t word = 0;
-    memcpy(&word, at, bytes < 8 ? bytes : 8);
-    h = (h ^ word) * UINT64_C(0x9e3779b97f4a7c15);
-    h ^= h >> 32;
-  }
-  return h;
 }
 
 /* What updates work on: the master copy where there is one, else the weights; and the state. */
@@ -223,10 +201,10 @@ ps_status ps__trainer_agree_weights(ps_trainer *t) {
   for (uint32_t u = 0; u < t->plan->spec.n_units; u++) {
     const ps__unit_host *at = &s->unit_host[u];
     const uint32_t weights = at->master == PS__NO_VT ? at->weights : at->master;
-    h = mix(h, ps__host_at(t, weights), s->vt[weights].bytes);
+    h = ps__hash64(h, ps__host_at(t, weights), s->vt[weights].bytes);
     for (uint32_t k = 0; t->resumed && k < PS_MAX_STATES; k++)
       if (at->state[k] != PS__NO_VT)
-        h = mix(h, ps__host_at(t, at->state[k]), s->vt[at->state[k]].bytes);
+        h = ps__hash64(h, ps__host_at(t, at->state[k]), s->vt[at->state[k]].bytes);
   }
   snprintf(text, sizeof text, "%s = %016llx\n", t->resumed ? "weights and state" : "weights",
            (unsigned long long)h);
