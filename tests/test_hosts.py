@@ -523,6 +523,39 @@ def test_more_hosts_than_sequences(tiny_model, tiny_shard, tmp_path):
     assert codes == [2, 2] and "for 2 hosts: raise --tokens-per-step" in said[0], said
 
 
+def left_out(said):
+    return [line for line in said.splitlines() if "a step trains" in line]
+
+
+@pytest.mark.parametrize("n, hosts, trained", [(7, 2, 6), (3, 2, 2), (8, 2, None), (8, 3, 6)])
+def test_sequences_that_are_left_out_are_said(n, hosts, trained, given):
+    """Rank 0 says it in a line, which --quiet leaves out."""
+    model, shard, folder = given
+    loud = {rank: ("--quiet=false",) for rank in range(hosts)}
+    tokens = ("--tokens-per-step", n * SEQ)
+    for each in (loud, None):
+        codes, said = end(start(model, shard, folder, *tokens, n=hosts, each=each))
+        assert codes == [0] * hosts and not any(said[1:]), said
+        line = (
+            f"penstock: --tokens-per-step {n * SEQ}: a step trains {trained} of its {n} sequences, as "
+            f"each of {hosts} hosts has equally many: give a multiple of {hosts * SEQ} tokens"
+        )
+        assert left_out(said[0]) == ([line] if each and trained else [])
+    (tokens,) = {m["tokens"] for m in map(json.loads, open(folder / "metrics.jsonl"))}
+    assert tokens == (trained or n) * SEQ
+
+
+def test_sequences_that_a_ramp_leaves_out_are_said(given):
+    model, shard, folder = given
+    ramp, loud = ("--batch-ramp", f"{3 * SEQ}:1", f"{2 * SEQ}:1"), {0: ("--quiet=false",)}
+    codes, said = end(start(model, shard, folder, *ramp, each=loud))
+    assert codes == [0, 0], said
+    (line,) = left_out(said[0])
+    assert line.startswith(
+        f"penstock: --batch-ramp {3 * SEQ}: a step trains 2 of its 3 sequences, as"
+    )
+
+
 # ---- the network's rate --------------------------------------------------------------------------
 
 

@@ -511,6 +511,19 @@ int cli_job_check_sequences(const cli_job *j) {
                   j->config.n_layers >= r->n_devices ? ", or give --layout ring" : "");
 }
 
+/* Hosts have equal parts of a step of @tokens, which @option gives. */
+static void note_left_out(const cli_job *j, cli_progress *p, const char *option, uint64_t tokens) {
+  const ps_plan_config *c = &j->plan_config;
+  const uint64_t n = tokens / c->seq_len, left = c->n_hosts > 1 ? n % c->n_hosts : 0;
+  if (left)
+    cli_progress_note(
+        p,
+        "--%s %llu: a step trains %llu of its %llu sequences, as each of %u hosts has "
+        "equally many: give a multiple of %llu tokens",
+        option, (unsigned long long)tokens, (unsigned long long)(n - left), (unsigned long long)n,
+        c->n_hosts, (unsigned long long)(c->n_hosts * c->seq_len));
+}
+
 int cli_job_plan(cli_job *j) {
   int code = cli_job_prepare(j);
   if (code != CLI_OK)
@@ -529,5 +542,8 @@ int cli_job_plan(cli_job *j) {
   if (st != PS_OK)
     return cli_fail_status(st, true);
   note_idle(j, &view.progress);
+  note_left_out(j, &view.progress, "tokens-per-step", cli_step_tokens(&j->plan_config));
+  for (uint32_t i = 0; i < j->plan_config.n_ramp; i++)
+    note_left_out(j, &view.progress, "batch-ramp", j->ramp[i].tokens_per_step);
   return CLI_OK;
 }
