@@ -556,6 +556,35 @@ def test_sequences_that_a_ramp_leaves_out_are_said(given):
     )
 
 
+def test_a_cap_that_rank_0s_cut_exceeds(given):
+    """Rank 1's user has given none of the options that are to be lowered."""
+    model, shard, folder = given
+    uncut = words(model, shard, folder / "run")
+    for option in ("--chunk-tokens", "--chunks-per-round"):
+        del uncut[(at := uncut.index(option)) : at + 2]
+    port, cap = free_port(), ["--device-mem", "1MiB"]
+    tasks = [
+        subprocess.Popen(
+            uncut + cap * rank,
+            env=environment(rank=rank, port=port),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    codes, said = end(tasks)
+    assert codes == [2, 2] and not (folder / "run").exists(), said
+    cut = "-tokens N, --chunks-per-round N, --first-round-chunks N, --head-slice-tokens N"
+    why = f"the cut of a step is that of rank 0's plan (--chunk{cut}): give all tasks a smaller one"
+    words_said = re.sub(r"(-\w+) \d+", r"\1 N", said[1])
+    assert words_said.startswith(
+        "penstock: needs 2.0 MiB of device memory, 1.0 MiB given: raise --"
+    )
+    assert words_said.endswith(f"; {why}\n") and said[1].count("\n") == 1
+    assert said[0] == said[1].replace("penstock: ", "penstock: rank 1 failed: ", 1)
+
+
 # ---- the network's rate --------------------------------------------------------------------------
 
 

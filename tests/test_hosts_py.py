@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
-from penstock import FormatError, Hardware, Hosts, InvalidError, ModelConfig, Plan
+from penstock import BudgetError, FormatError, Hardware, Hosts, InvalidError, ModelConfig, Plan
 from penstock._lib import check, ffi, lib, struct, text
 from penstock.checkpoint import _CUT
 from test_hosts import SEQ, STEPS, end, environment, free_port, result, start
@@ -170,6 +170,26 @@ def test_a_task_that_fails_ends_the_measurement(tiny_model, tmp_path):
     assert codes == [1, 1, 1], said
     for rank in (0, 2):
         assert "rank 1 failed: IndexError" in said[rank] and "_measure" in said[rank], said[rank]
+
+
+def test_a_cap_that_rank_0s_cut_exceeds(tiny_model):
+    """Rank 1 names the cut, which its script has not given; rank 0's words are the planner's."""
+    model, seen = ModelConfig.read(tiny_model), []
+    cut = dict(zip(_CUT, (4 * SEQ, 1, 1, 1, SEQ), strict=True))
+    hardware = Hardware.estimate(1, "cpu")
+    for rank in (0, 1):
+        hosts = object.__new__(Hosts)
+        hosts.rank, hosts.n = rank, 2
+        hosts._join = lambda config, _: [setattr(config, *item) for item in cut.items()]
+        with pytest.raises(BudgetError) as why:
+            Plan(model, seq_len=SEQ, hardware=hardware, device_mem="1MiB", hosts=hosts)
+        seen.append(str(why.value))
+    text = ", ".join(f"{name}={tokens}" for name, tokens in cut.items())
+    assert seen[0].startswith("needs ")
+    assert (
+        seen[1]
+        == f"{seen[0]}; the cut of a step is that of rank 0's plan ({text}): give a smaller one there"
+    )
 
 
 BROKEN_RATES = ["0", "-1e9", "NaN", "1e999", "null", "true", '"1e9"', "[1e9]", "1e9,"]

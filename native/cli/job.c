@@ -524,6 +524,19 @@ static void note_left_out(const cli_job *j, cli_progress *p, const char *option,
         c->n_hosts, (unsigned long long)(c->n_hosts * c->seq_len));
 }
 
+/* On all but rank 0 the options of the cut, which the planner's words name, are rank 0's. */
+static int refused(const cli_job *j, ps_status st) {
+  if (st != PS_EBUDGET || !j->hosts || j->task.rank == 0)
+    return cli_fail_status(st, true);
+  return cli_fail(
+      CLI_REFUSED,
+      "%s; the cut of a step is that of rank 0's plan (--chunk-tokens %llu, "
+      "--chunks-per-round %llu, --first-round-chunks %llu, --head-slice-tokens %llu): "
+      "give all tasks a smaller one",
+      ps_last_error(), (unsigned long long)j->chunk_tokens, (unsigned long long)j->chunks_per_round,
+      (unsigned long long)j->first_round_chunks, (unsigned long long)j->head_slice_tokens);
+}
+
 int cli_job_plan(cli_job *j) {
   int code = cli_job_prepare(j);
   if (code != CLI_OK)
@@ -536,7 +549,7 @@ int cli_job_plan(cli_job *j) {
   ps_status st = ps_plan_create(&j->plan, &j->config, &config, &j->hardware);
   cli_progress_clear(&view.progress);
   if (st != PS_OK)
-    return cli_fail_status(st, true);
+    return refused(j, st);
   j->report.struct_bytes = sizeof j->report;
   st = ps_plan_get_report(j->plan, &j->report);
   if (st != PS_OK)

@@ -3,6 +3,7 @@
 from ._handle import Handle, Owner
 from ._lib import check, ffi, lib, struct, text
 from .checkpoint import _CUT
+from .errors import BudgetError
 
 _TRANSPORTS = ("auto", "nccl", "tcp")
 
@@ -110,6 +111,15 @@ class Hosts(Owner):
         rate = ffi.new("double *", hardware.network_bytes_per_s)
         check(lib.ps_hosts_measure(self._handle.ptr, hardware.device, config.host_mem_bytes, rate))
         hardware.network_bytes_per_s = rate[0]
+
+    def _refused(self, config, why: BudgetError) -> BudgetError:
+        """No plan fits under the caps of this task. On all but rank 0 its cut is rank 0's."""
+        if self.rank == 0:
+            return why
+        cut = ", ".join(f"{name}={getattr(config, name)}" for name in _CUT)
+        return BudgetError(
+            f"{why}; the cut of a step is that of rank 0's plan ({cut}): give a smaller one there"
+        )
 
     def _found(self, report: dict) -> None:
         """After the search of rank 0: give its cut to the others, whose searches follow."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ._handle import Handle, Owner
-from ._lib import as_dict, callback, check, encode_path, ffi, lib, struct, text
+from ._lib import as_dict, callback, check, encode_path, error, ffi, lib, struct, text
 from .engine import TRACE_DTYPE, Schedule
 from .errors import BudgetError, FormatError, InputOutputError, InvalidError, StateError
 from .hosts import Hosts
@@ -418,6 +418,8 @@ class Plan(Owner):
         if failures:
             lib.ps_plan_destroy(out[0])
             raise failures[0]
+        if hosts and status == lib.PS_EBUDGET:
+            raise hosts._refused(self.config, error(status))
         check(status)
         self._handle = Handle("plan", out[0], lib.ps_plan_destroy)
         if hosts:
