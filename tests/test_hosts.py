@@ -631,6 +631,10 @@ def network_file(n=2):
     return f"network-{hashlib.sha256(names.encode()).hexdigest()[:16]}-tcp.json"
 
 
+def rate_file(rate, **more):
+    return {"layout": 1, "network_bytes_per_s": rate} | more
+
+
 def planned_rate(folder):
     return json.loads((folder / "plan.json").read_text())["network_bytes_per_s"]
 
@@ -656,7 +660,7 @@ def test_rank_0_keeps_the_rate_for_later_starts(measured, tiny_model, tiny_shard
         codes, said = end(start(tiny_model, tiny_shard, folder, caches=caches))
         assert codes == [0, 0] and not any(said), said
         seen.append(planned_rate(folder))
-    file = {"network_bytes_per_s": seen[0], "transport": "tcp", "n_hosts": 2}
+    file = {"layout": 1, "network_bytes_per_s": seen[0], "transport": "tcp", "n_hosts": 2}
     assert kept(caches[0]) == {network_file(): file | {"machine": socket.gethostname()}}
     assert not kept(caches[1]) and seen[1] == seen[0]
 
@@ -665,7 +669,7 @@ def test_a_kept_rate_is_of_its_machines_alone(measured, tiny_model, tiny_shard, 
     """Three tasks measure beside the file of two, which two tasks read, and rank 0 alone."""
     caches = copies(measured, tmp_path, 3)
     for cache, rate in zip(caches, (3e9, 2e9, 1e9), strict=True):
-        (cache / "penstock" / network_file()).write_text(f'{{"network_bytes_per_s": {rate}}}')
+        (cache / "penstock" / network_file()).write_text(json.dumps(rate_file(rate)))
     before, rates = kept(caches[0]), {}
     for n in (3, 2):
         folder, more = tmp_path / f"{n}", ("--tokens-per-step", 6 * SEQ)
@@ -679,14 +683,21 @@ def test_a_kept_rate_is_of_its_machines_alone(measured, tiny_model, tiny_shard, 
     assert kept(caches[0]) == before | {network_file(3): of_three}
 
 
-@pytest.mark.parametrize("text", ["a line\n", '{"network_bytes_per_s": 0}'])
-def test_a_broken_file_is_measured_anew(text, measured, tiny_model, tiny_shard, tmp_path):
+OLD = ['{"network_bytes_per_s": 3e15}', json.dumps(rate_file(3e15, layout=0))]
+LATER = json.dumps(rate_file(3e15, layout=2))
+
+
+@pytest.mark.parametrize("text", ["a line\n", json.dumps(rate_file(0)), *OLD, LATER])
+def test_a_file_that_is_broken_or_of_another_version_is_measured_anew(
+    text, measured, tiny_model, tiny_shard, tmp_path
+):
     caches = copies(measured, tmp_path)
     (caches[0] / "penstock" / network_file()).write_text(text)
     codes, said = end(start(tiny_model, tiny_shard, tmp_path / "run", caches=caches))
     assert codes == [0, 0] and not any(said), said
     (file,) = kept(caches[0]).values()
-    assert file["network_bytes_per_s"] == planned_rate(tmp_path / "run") > 1e6
+    assert file["layout"] == 1 and 1e6 < file["network_bytes_per_s"] < 1e15
+    assert file["network_bytes_per_s"] == planned_rate(tmp_path / "run")
 
 
 def test_a_rate_that_cannot_be_kept_stops_nothing(measured, tiny_model, tiny_shard, tmp_path):
@@ -715,10 +726,10 @@ def test_a_rate_that_is_stated_wins_over_a_kept_one(
 ):
     """Also where the kept one is less, and another task than rank 0 states one."""
     caches = stating(measured, tmp_path, rates)
-    (caches[0] / "penstock" / network_file()).write_text('{"network_bytes_per_s": 1e8}')
+    (caches[0] / "penstock" / network_file()).write_text(json.dumps(rate_file(1e8)))
     codes, said = end(start(tiny_model, tiny_shard, tmp_path, caches=caches))
     assert codes == [0, 0] and planned_rate(tmp_path) == 5e8, said
-    assert kept(caches[0]) == {network_file(): {"network_bytes_per_s": 1e8}}
+    assert kept(caches[0]) == {network_file(): rate_file(1e8)}
 
 
 def test_a_task_that_fails_before_it_measures_ends_all(tiny_model, tiny_shard, tmp_path):

@@ -10,7 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
-from penstock import BudgetError, FormatError, Hardware, Hosts, InvalidError, ModelConfig, Plan
+from penstock import (
+    BudgetError,
+    FormatError,
+    Hardware,
+    Hosts,
+    InvalidError,
+    ModelConfig,
+    Plan,
+    StateError,
+)
 from penstock._lib import check, ffi, lib, struct, text
 from penstock.checkpoint import _CUT
 from test_hosts import SEQ, STEPS, end, environment, free_port, result, start
@@ -193,20 +202,30 @@ def test_a_cap_that_rank_0s_cut_exceeds(tiny_model):
 
 
 BROKEN_RATES = ["0", "-1e9", "NaN", "1e999", "null", "true", '"1e9"', "[1e9]", "1e9,"]
+RATE = '{"layout": 1, "network_bytes_per_s": %s}'
 
 
-@pytest.mark.parametrize("text", [f'{{"network_bytes_per_s": {r}}}' for r in BROKEN_RATES] + [
-    "", "1e9", "[1e9]", '{"other_bytes_per_s": 1e9}', '{"network_bytes_per_s": 1e9',
+@pytest.mark.parametrize("text", [RATE % rate for rate in BROKEN_RATES] + [
+    "", "1e9", "[1e9]", '{"layout": 1, "other_bytes_per_s": 1e9}', '{"network_bytes_per_s": 1e9',
 ])  # fmt: skip
 def test_a_file_without_a_rate_is_refused(text, tmp_path):
     out, path = ffi.new("double *", 5), tmp_path / "network.json"
-    path.write_text('{"network_bytes_per_s": 1e9}')
+    path.write_text(RATE % "1e9")
     check(lib.ps_hosts_rate_read(out, str(path).encode()))
     assert out[0] == 1e9
     path.write_text(text)
     with pytest.raises(FormatError, match="network.json: "):
         check(lib.ps_hosts_rate_read(out, str(path).encode()))
     assert out[0] == 1e9
+
+
+@pytest.mark.parametrize("layout", ["", '"layout": 0, ', '"layout": 2, ', '"layout": "1", '])
+def test_a_rate_of_another_version_is_refused(layout, tmp_path):
+    out, path = ffi.new("double *", 5), tmp_path / "network.json"
+    path.write_text(f'{{{layout}"network_bytes_per_s": 1e9}}')
+    with pytest.raises(StateError, match="network.json: measured by another version of penstock"):
+        check(lib.ps_hosts_rate_read(out, str(path).encode()))
+    assert out[0] == 5
 
 
 def exchanges(plan):

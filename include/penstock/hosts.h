@@ -118,12 +118,14 @@ enum { PS_HOSTS_ID_BYTES = 17 };
 PS_API ps_status ps_hosts_id(ps_hosts *h, char out[PS_HOSTS_ID_BYTES]);
 
 /* ps_hosts_rate_write() - replace the file at @path, as a whole, by one that has the rate. JSON:
+ * layout, a number that a version has of its own where it measures otherwise, and
  * network_bytes_per_s; for people also transport, n_hosts, and machine, the name of this task's.
- * ps_hosts_rate_read() - its network_bytes_per_s, for ps_hosts_measure(). Other keys do not count.
+ * ps_hosts_rate_read() - its network_bytes_per_s, for ps_hosts_measure(). The keys for people do
+ * not count.
  * No other task takes part.
  * @bytes_per_s, @out  BYTES per second, more than 0; out: untouched on error.
  * Errors: PS_EINVAL; PS_EIO: the file is not there, or the disk failed; PS_EFORMAT: it is not JSON,
- *         or has no such rate; PS_ENOMEM. */
+ *         or has no such rate; PS_ESTATE: it has another layout, or none; PS_ENOMEM. */
 PS_API ps_status ps_hosts_rate_write(const ps_hosts *h, double bytes_per_s, const char *path);
 PS_API ps_status ps_hosts_rate_read(double *out, const char *path);
 

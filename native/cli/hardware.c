@@ -82,7 +82,7 @@ double cli_network_kept(const char *id, uint32_t transport) {
   char *path = network_file(id, transport);
   double rate = 0;
   if (path)
-    (void)ps_hosts_rate_read(&rate, path); /* a file that is broken is replaced later */
+    (void)ps_hosts_rate_read(&rate, path); /* a file that is broken or old is replaced later */
   free(path);
   return rate;
 }

@@ -5,7 +5,8 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { NAME = 256, FILE_BYTES = 1 << 16 };
+/* LAYOUT: of a file. A later version that measures otherwise has another one, and measures anew. */
+enum { NAME = 256, FILE_BYTES = 1 << 16, LAYOUT = 1 };
 
 /* @name: a NUL ends it, and fills up what it leaves free. */
 static void own_name(char name[NAME]) {
@@ -36,10 +37,13 @@ ps_status ps_hosts_rate_read(double *out, const char *path) {
     return ps__fail(PS_EINVAL, "ps_hosts_rate_read: out and path must be given");
   ps__json *j = NULL;
   PS_TRY(ps__json_read_file(&j, path, FILE_BYTES));
+  const bool known = ps__json_number(ps__json_get(j, "layout"), 0) == LAYOUT;
   const double rate = ps__json_number(ps__json_get(j, "network_bytes_per_s"), 0);
   ps__json_free(j);
   if (!is_rate(rate))
     return ps__fail(PS_EFORMAT, "%s: network_bytes_per_s is missing or not positive", path);
+  if (!known)
+    return ps__fail(PS_ESTATE, "%s: measured by another version of penstock: measure anew", path);
   *out = rate;
   return PS_OK;
 }
@@ -52,6 +56,7 @@ ps_status ps_hosts_rate_write(const ps_hosts *h, double bytes_per_s, const char 
   PS_TRY(ps__jsonw_create(&w));
   own_name(machine);
   ps__jsonw_object(w, NULL);
+  ps__jsonw_uint(w, "layout", LAYOUT);
   ps__jsonw_number(w, "network_bytes_per_s", bytes_per_s);
   ps__jsonw_string(w, "transport", h->transport == PS_TRANSPORT_NCCL ? "nccl" : "tcp");
   ps__jsonw_uint(w, "n_hosts", h->n);
