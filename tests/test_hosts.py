@@ -487,9 +487,24 @@ def test_all_tasks_are_told_why_one_is_refused(given):
     assert "rank 1 was told of 5 tasks, and rank 0 of 4" in said[0]
 
 
+def test_rank_0_ends_though_a_refused_task_talks_on(given):
+    port = free_port()
+    task = start_as(given, "run", rank=0, port=port)
+    with connected(port) as s:
+        s.sendall(greeting(n=3))
+        since = time.monotonic()
+        while time.monotonic() - since < 10:
+            try:
+                s.sendall(bytes(1 << 16))
+            except ConnectionError:
+                break
+    codes, said = end_soon([task], 5)
+    assert codes == [2] and time.monotonic() - since < 10, said
+
+
 def test_strangers_do_no_harm(given):
-    """Some say nothing, some a part of a greeting, some something else; one more than rank 0 listens
-    to at once."""
+    """Some say nothing, some a part of a greeting, some something else. They are more than rank 0
+    listens to at once."""
     port, said = free_port(), [b""] * 256 + [b"GET / HTTP/1.1\r\n\r\n", greeting()[:20]]
     first = start_as(given, "run", rank=0, port=port)
     strangers = [connected(port) for _ in said]
@@ -537,8 +552,8 @@ def test_sequences_that_are_left_out_are_said(n, hosts, trained, given):
         codes, said = end(start(model, shard, folder, *tokens, n=hosts, each=each))
         assert codes == [0] * hosts and not any(said[1:]), said
         line = (
-            f"penstock: --tokens-per-step {n * SEQ}: a step trains {trained} of its {n} sequences, as "
-            f"each of {hosts} hosts has equally many: give a multiple of {hosts * SEQ} tokens"
+            f"penstock: --tokens-per-step {n * SEQ}: a step trains {trained} of its {n} sequences, "
+            f"as each of {hosts} hosts has equally many: give a multiple of {hosts * SEQ} tokens"
         )
         assert left_out(said[0]) == ([line] if each and trained else [])
     (tokens,) = {m["tokens"] for m in map(json.loads, open(folder / "metrics.jsonl"))}

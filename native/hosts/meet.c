@@ -298,7 +298,7 @@ static bool next_guest(meeting *m, guest *out) {
     for (; i < m->n_guests; i++)
       of[i] = (struct pollfd){.fd = m->guest[i].fd, .events = POLLIN};
     of[m->n_guests] = (struct pollfd){.fd = m->listener, .events = POLLIN};
-    if (poll(of, m->n_guests + 1, left_ms(m)) <= 0)
+    if (left_ms(m) == 0 || poll(of, m->n_guests + 1, left_ms(m)) <= 0)
       return false;
     for (i = 0; i < m->n_guests && !of[i].revents; i++)
       ;
@@ -359,7 +359,7 @@ static void refuse(meeting *m, const answer *a, guest g) {
     tasks = g.said.n > tasks ? g.said.n : tasks;
   } while (came + 1 < tasks && n_told < sizeof told / sizeof *told && next_guest(m, &g));
   for (uint32_t i = 0; i < n_told; i++) {
-    while (receive(m, told[i], &rest, 1))
+    while (left_ms(m) > 0 && receive(m, told[i], &rest, 1))
       ;
     close(told[i]);
   }
