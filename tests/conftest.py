@@ -73,6 +73,7 @@ BEGUN_FIRST = [
     "test_parity.py",
     "test_install.py",
     "test_hosts.py",
+    "test_hosts_plan.py",
     "test_faults.py",
     "test_curve.py",
     "test_hardware.py",

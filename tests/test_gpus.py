@@ -44,6 +44,8 @@ CASES = {
     "ramp": (ROUNDS | {"recipe": "bf16", "batch_ramp": [(SEQ, 1), (3 * SEQ, 1)]}, {}),
     "beside": (ROUNDS | VAL | {"recipe": "bf16"}, {}),
     "skip": (ROUNDS | {"recipe": "fp32"}, {"non_finite": "skip"}),
+    "one-sequence": (SLICES | {"recipe": "bf16", "tokens_per_step": SEQ}, {}),
+    "one-sequence-fp8": (SLICES | {"recipe": "fp8", "tokens_per_step": SEQ}, {}),
 }
 CUT = ("--tokens-per-step", 7 * SEQ, "--chunk-tokens", SEQ, "--chunks-per-round", 1)
 CPU = ("--backend", "cpu", "--threads", 2)
@@ -191,11 +193,10 @@ def run_case(name, gpus, model, shard, folder, layout="data-parallel"):
     plan = Plan(
         ModelConfig.read(model),
         seq_len=SEQ,
-        tokens_per_step=7 * SEQ,
         hardware=Hardware.estimate(2, "cpu"),
         gpus=gpus,
         layout=layout,
-        **planned,
+        **{"tokens_per_step": 7 * SEQ} | planned,
     )
     beside = {}
     if name == "beside":
@@ -216,7 +217,7 @@ def test_bits_do_not_depend_on_the_number_of_gpus(
     name, tiny_model, tied_model, spoiled, tiny_shard, tmp_path
 ):
     tied = (tied_model, tiny_shard)
-    several = (2, 3, 4) if name in ("untied", "tied", "first-rounds") else (3,)
+    several = (2, 3, 4) if name in ("untied", "tied", "first-rounds", "one-sequence") else (3,)
     data = {"tied": tied, "tied-slices": tied, "skip": spoiled}.get(name, (tiny_model, tiny_shard))
     one = run_case(name, 1, *data, tmp_path)
     for gpus in several:

@@ -1,6 +1,5 @@
 /* job.c - the options of train, plan and demo, and the plan that follows from them. */
 #include "cli/cli.h"
-#include <inttypes.h>
 #include <math.h>
 #include <stddef.h>
 #include <stdlib.h>
@@ -504,10 +503,11 @@ int cli_job_check_sequences(const cli_job *j) {
   if (r->layout == PS_LAYOUT_RING || n >= r->n_devices)
     return CLI_OK;
   return cli_fail(CLI_REFUSED,
-                  "--gpus %u: a step has %" PRIu64 " sequence%s%s, and each GPU takes whole ones: "
-                  "raise --tokens-per-step to %" PRIu64 ", or lower --gpus%s",
-                  r->n_devices, n, n == 1 ? "" : "s", r->n_hosts > 1 ? " a host" : "",
-                  (uint64_t)r->n_hosts * r->n_devices * j->plan_config.seq_len,
+                  "--gpus %u: a step has %llu sequence%s%s, and each GPU takes whole ones: "
+                  "raise --tokens-per-step to %llu, or lower --gpus%s",
+                  r->n_devices, (unsigned long long)n, n == 1 ? "" : "s",
+                  r->n_hosts > 1 ? " a host" : "",
+                  (unsigned long long)(r->n_hosts * r->n_devices * j->plan_config.seq_len),
                   j->config.n_layers >= r->n_devices ? ", or give --layout ring" : "");
 }
 

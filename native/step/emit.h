@@ -269,6 +269,21 @@ void ps__gather_round(ps__builder *b, uint32_t round);
 void ps__embed_forward(ps__builder *b, uint32_t c);
 void ps__embed_backward(ps__builder *b, uint32_t c);
 
+/* ---- a ring (ring.c) ------------------------------------------------------------------------- */
+/* ps__is_handed_on() - whether another device than that of block @layer makes what it reads: its
+ * activations, or (backward) its gradient. Without a ring never.
+ * ps__hand_on() - what the running device made of chunk @c goes to the device of layer @next, if
+ * that is another one: in->x[c] or, backward, in->dy[c] becomes a copy there.
+ * @lag  chunk passes after which the running device's own is free
+ * ps__make_room() - at the start of block @layer's pass: memory for what the running device is
+ * handed next. It must not be memory of the running pass: what sends it may be ahead by some
+ * chunks, and would wait for this pass to end. In a ring of fewer rounds than devices; with as many
+ * rounds the order of passes does it. */
+bool ps__is_handed_on(ps__builder *b, uint32_t layer, bool backward);
+void ps__hand_on(ps__builder *b, uint32_t next, bool backward, uint32_t c, uint32_t lag,
+                 ps_tag tag);
+void ps__make_room(ps__builder *b, uint32_t layer, bool backward);
+
 /* ---- layers (passes.c) ----------------------------------------------------------------------- */
 void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c);
 void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c);
@@ -279,18 +294,15 @@ void ps__head_chunk(ps__builder *b, uint32_t c);
  * ps__flushed_end() - they go to the host, to ps__step.flushed. */
 void ps__flushed_begin(ps__builder *b);
 void ps__flushed_end(ps__builder *b);
-/* ps__make_room() - at the start of a block's layer pass, forward or backward: memory for what the
- * running device's next layer pass of that kind receives from another device. It must not be memory
- * of the running pass: what sends it may be ahead by some chunks, and would wait for this pass to
- * end. In a ring of fewer rounds than devices; with as many rounds the order of passes does it. */
-void ps__make_room(ps__builder *b, uint32_t layer, bool backward);
 /* ps__end_layer_pass() - free the layer pass's tensors (PS__ROWS_PASS).
  * ps__end_rounds() - free the step's on all devices (PS__ROWS_STEP). */
 void ps__end_layer_pass(ps__builder *b);
 void ps__end_rounds(ps__builder *b);
 /* ps__send_saved() - copy a saved activation to the host, where that is its policy. */
 void ps__send_saved(ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor, uint32_t vt);
-/* ps__send_input() - the same of the chunk's input of @layer; nothing where that is the head. */
+/* ps__send_input() - the same of the chunk's input of @layer, by the running device; nothing where
+ * that is the head. An input that is handed on is sent in the chunk's own pass: before it, inputs
+ * of later chunks would come late and hold up the copies that follow on the device's stream. */
 void ps__send_input(ps__builder *b, uint32_t layer, uint32_t c);
 /* ps__look_up(), ps__add_rows() - the embedding's passes over a table on the device. */
 void ps__look_up(ps__builder *b, uint32_t c);

@@ -1,7 +1,6 @@
 /* passes.c - one chunk through one unit, as the unit's layer definition says: forward and backward
  * passes with recomputation, the head slice by slice. */
 #include "step/emit.h"
-#include <assert.h>
 #include <string.h>
 
 const ps__chunk *ps__chunk_of(const ps__builder *b, uint32_t c) {
@@ -114,79 +113,12 @@ void ps__send_input(ps__builder *b, uint32_t layer, uint32_t c) {
     ps__send_saved(b, layer, c, (uint32_t)layer_of(b, layer)->input, b->in->x[c]);
 }
 
-/* Whether layer @layer gets its input from another device. The copy of the input to the host then
- * waits for the chunk's own pass: before it, the inputs of later chunks would hold up the copies
- * that follow on the device's stream, as they come late. */
-static bool comes_from_another(ps__builder *b, uint32_t layer) {
-  return ps__at_layer(b, b->in, layer - 1) != ps__at_layer(b, b->in, layer);
-}
-
-static uint32_t *room_of(const ps__builder *b, uint32_t *room, const ps__on_device *on,
-                         uint32_t c) {
-  return &room[(size_t)(on - b->dev) * b->s->spec->n_chunks + c];
-}
-
-/* Whether the running device receives what block @layer reads from another one. */
-static bool receives(ps__builder *b, uint32_t layer, bool backward) {
-  return ps__at_layer(b, b->in, layer) == b->on &&
-         ps__at_layer(b, b->in, backward ? layer + 1 : layer - 1) != b->on;
-}
-
-void ps__make_room(ps__builder *b, uint32_t layer, bool backward) {
-  const ps__spec *spec = b->s->spec;
-  const ps__layer_def *d = layer_of(b, layer);
-  const uint32_t first = b->first_trained > 1 ? b->first_trained : 1;
-  uint32_t *room = backward ? b->in->next_dy : b->in->next_x, to = layer;
-  if (!spec->ring_blocks || b->s->layout->n_rounds >= ps__n_devices(b) || spec->saved_lag == 0)
-    return;
-  do
-    to = backward ? to - 1 : to + 1;
-  while (to >= first && to <= spec->n_layers && !receives(b, to, backward));
-  for (uint32_t c = 0; to >= first && to <= spec->n_layers && c < b->in->round->n_chunks; c++)
-    if (*room_of(b, room, b->on, c) == PS__NO_VT)
-      *room_of(b, room, b->on, c) =
-          ps__vt_new(b, b->on->at.place, tensor_bytes(b, d, c, (uint32_t)d->input));
-}
-
-/* Memory for a tensor of @bytes on device @to: that of ps__make_room(), where there is some. */
-static uint32_t take_room(ps__builder *b, uint32_t *room, const ps__on_device *to, uint32_t c,
-                          uint64_t bytes) {
-  uint32_t *made = room_of(b, room, to, c);
-  const uint32_t there = *made;
-  *made = PS__NO_VT;
-  if (there == PS__NO_VT)
-    return ps__vt_new(b, to->at.place, bytes);
-  assert(b->s->vt[there].bytes == bytes);
-  return there;
-}
-
-/* Tensor vt[c] of the running device, of which layer @next is the next reader: where that is on
- * another device, it becomes a copy there. @room: of ps__make_room() */
-static void hand_on(ps__builder *b, uint32_t next, uint32_t *vt, uint32_t *room, uint32_t c,
-                    uint32_t lag, ps_tag tag) {
-  const ps__on_device *to = ps__at_layer(b, b->in, next);
-  if (to == b->on || vt[c] == PS__NO_VT)
-    return;
-  const ps__vaccess from = ps__whole(b, vt[c], PS_READ);
-  const uint32_t there = take_room(b, room, to, c, from.bytes);
-  if (b->s->spec->ring_by_host) {
-    const uint32_t host = ps__vt_new(b, b->s->at->host, from.bytes);
-    ps__emit_copy(b, b->on->at.to_host, from, ps__whole(b, host, PS_WRITE), tag);
-    ps__emit_copy(b, to->at.to_device, ps__whole(b, host, PS_READ), ps__whole(b, there, PS_WRITE),
-                  tag);
-    ps__vt_free(b, host);
-  } else
-    ps__emit_copy(b, b->on->at.to_peers, from, ps__whole(b, there, PS_WRITE), tag);
-  ps__vt_free_late(b, vt[c], lag);
-  vt[c] = there;
-}
-
 /* The gradient of chunk @c goes to the layer below, if that has a backward pass. The embedding is
  * on the device of the first block. */
 static void hand_back(ps__builder *b, uint32_t layer, uint32_t c, int phase) {
   if (layer > 1 && layer > b->first_trained)
-    hand_on(b, layer - 1, b->in->dy, b->in->next_dy, c, b->s->spec->grad_lag,
-            ps__about(chunk_tag(b, layer, c, phase), "gradients of activations"));
+    ps__hand_on(b, layer - 1, true, c, b->s->spec->grad_lag,
+                ps__about(chunk_tag(b, layer, c, phase), "gradients of activations"));
 }
 
 /* ---- binding and emitting a layer's ops ------------------------------------------------------ */
@@ -458,7 +390,7 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   chunk_pass p = begin_chunk_pass(b, layer, c);
   const ps__layer_def *d = p.d;
   const uint32_t input = (uint32_t)d->input, output = (uint32_t)d->output;
-  if (comes_from_another(b, layer))
+  if (ps__is_handed_on(b, layer, false))
     ps__send_input(b, layer, c);
   bind_group(b, &p, d->group);
   p.bound[input] = b->in->x[c];
@@ -491,9 +423,9 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
     *entry = PS__NO_VT;
   }
   b->in->x[c] = p.bound[output];
-  hand_on(b, layer + 1, b->in->x, b->in->next_x, c, b->s->spec->saved_lag,
-          ps__about(chunk_tag(b, layer, c, PS__PHASE_FORWARD), "activations"));
-  if (!comes_from_another(b, layer + 1))
+  ps__hand_on(b, layer + 1, false, c, b->s->spec->saved_lag,
+              ps__about(chunk_tag(b, layer, c, PS__PHASE_FORWARD), "activations"));
+  if (!ps__is_handed_on(b, layer + 1, false))
     ps__send_input(b, layer + 1, c);
   ps__tick(b);
 }

@@ -1,0 +1,71 @@
+/* ring.c - what a device of a ring hands on: a chunk's activations to the next layer's device, and
+ * its gradient to that of the layer below. */
+#include "step/emit.h"
+#include <assert.h>
+
+bool ps__is_handed_on(ps__builder *b, uint32_t layer, bool backward) {
+  return ps__at_layer(b, b->in, backward ? layer + 1 : layer - 1) != ps__at_layer(b, b->in, layer);
+}
+
+/* Memory that ps__make_room() made on device @on for chunk @c. */
+static uint32_t *room_of(const ps__builder *b, bool backward, const ps__on_device *on, uint32_t c) {
+  uint32_t *room = backward ? b->in->next_dy : b->in->next_x;
+  return &room[(size_t)(on - b->dev) * b->s->spec->n_chunks + c];
+}
+
+/* The block whose pass is the running device's next one that something is handed on to; 0: none. A
+ * device may have several blocks in turn. */
+static uint32_t next_block(ps__builder *b, uint32_t layer, bool backward) {
+  const uint32_t first = b->first_trained > 1 ? b->first_trained : 1;
+  do
+    layer = backward ? layer - 1 : layer + 1;
+  while (layer >= first && layer <= b->s->spec->n_layers &&
+         !(ps__at_layer(b, b->in, layer) == b->on && ps__is_handed_on(b, layer, backward)));
+  return layer >= first && layer <= b->s->spec->n_layers ? layer : 0;
+}
+
+void ps__make_room(ps__builder *b, uint32_t layer, bool backward) {
+  const ps__spec *spec = b->s->spec;
+  const ps__layer_def *d = ps__layer_of(b->s->model, layer);
+  const bool ahead =
+      spec->ring_blocks && spec->saved_lag > 0 && b->s->layout->n_rounds < ps__n_devices(b);
+  if (!ahead || !next_block(b, layer, backward))
+    return;
+  for (uint32_t c = 0; c < b->in->round->n_chunks; c++) {
+    uint32_t *room = room_of(b, backward, b->on, c);
+    if (*room == PS__NO_VT)
+      *room = ps__vt_new(b, b->on->at.place,
+                         d->tensor[d->input].row_bytes * ps__chunk_of(b, c)->n_tokens);
+  }
+}
+
+static uint32_t take_room(ps__builder *b, bool backward, const ps__on_device *to, uint32_t c,
+                          uint64_t bytes) {
+  uint32_t *room = room_of(b, backward, to, c);
+  const uint32_t there = *room;
+  *room = PS__NO_VT;
+  if (there == PS__NO_VT)
+    return ps__vt_new(b, to->at.place, bytes);
+  assert(b->s->vt[there].bytes == bytes);
+  return there;
+}
+
+void ps__hand_on(ps__builder *b, uint32_t next, bool backward, uint32_t c, uint32_t lag,
+                 ps_tag tag) {
+  const ps__on_device *to = ps__at_layer(b, b->in, next);
+  uint32_t *vt = backward ? &b->in->dy[c] : &b->in->x[c];
+  if (to == b->on || *vt == PS__NO_VT)
+    return;
+  const ps__vaccess from = ps__whole(b, *vt, PS_READ);
+  const uint32_t there = take_room(b, backward, to, c, from.bytes);
+  if (b->s->spec->ring_by_host) {
+    const uint32_t host = ps__vt_new(b, b->s->at->host, from.bytes);
+    ps__emit_copy(b, b->on->at.to_host, from, ps__whole(b, host, PS_WRITE), tag);
+    ps__emit_copy(b, to->at.to_device, ps__whole(b, host, PS_READ), ps__whole(b, there, PS_WRITE),
+                  tag);
+    ps__vt_free(b, host);
+  } else
+    ps__emit_copy(b, b->on->at.to_peers, from, ps__whole(b, there, PS_WRITE), tag);
+  ps__vt_free_late(b, *vt, lag);
+  *vt = there;
+}
