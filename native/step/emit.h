@@ -118,6 +118,10 @@ typedef struct ps__builder {
   ps__in_flight flight[PS_MAX_DEVICES]; /* [n_devices]: as many rounds run at once */
   ps__on_device *on;                    /* device and round of the ops that are emitted now */
   ps__in_flight *in;
+  /* of a ring's step of one round: the device of each chunk's head, [chunks of the round]; which
+   * devices have some, and how many. NULL: each round has one device (ps__deal_head()) */
+  uint32_t *head_at, n_heads;
+  bool has_head[PS_MAX_DEVICES];
   uint32_t embedded;       /* rounds whose embedding's contributions were added */
   ps__unit_progress *unit; /* [n_units] */
   uint32_t next_fetch;     /* the first layer pass that nothing was fetched for */
@@ -151,6 +155,13 @@ static inline uint32_t ps__n_running(const ps__builder *b, uint32_t idx) {
 /* ps__at_layer() - the device that runs @layer for round @in. */
 static inline ps__on_device *ps__at_layer(ps__builder *b, const ps__in_flight *in, uint32_t layer) {
   return &b->dev[ps__device_of(b->s->spec, layer, (uint32_t)(in - b->flight))];
+}
+/* ps__at_chunk() - the same for chunk @c of the round. */
+static inline ps__on_device *ps__at_chunk(ps__builder *b, const ps__in_flight *in, uint32_t layer,
+                                          uint32_t c) {
+  if (b->head_at && layer == ps__head_layer(b->s->model))
+    return &b->dev[b->head_at[c]];
+  return ps__at_layer(b, in, layer);
 }
 /* ps__batch_of() - the running device's part of the batch for chunk @c of the running round. */
 static inline uint32_t *ps__batch_of(const ps__builder *b, uint32_t c) {
@@ -270,8 +281,13 @@ void ps__embed_forward(ps__builder *b, uint32_t c);
 void ps__embed_backward(ps__builder *b, uint32_t c);
 
 /* ---- a ring (ring.c) ------------------------------------------------------------------------- */
-/* ps__is_handed_on() - whether another device than that of block @layer makes what it reads: its
- * activations, or (backward) its gradient. Without a ring never.
+/* ps__deal_head() - sets @head_at. The head is cut into parts: the fewest chunks that give whole
+ * contributions to all its units. So the contributions are those of one device, and in the same
+ * order. Errors: PS_ENOMEM.
+ * ps__head_goes_on() - whether the head of chunk @c is on another device than that of chunk c + 1,
+ * which comes before it.
+ * ps__is_handed_on() - whether another device than that of chunk @c's layer @layer makes what it
+ * reads: its activations, or (backward) its gradient. Without a ring never.
  * ps__hand_on() - what the running device made of chunk @c goes to the device of layer @next, if
  * that is another one: in->x[c] or, backward, in->dy[c] becomes a copy there.
  * @lag  chunk passes after which the running device's own is free
@@ -279,7 +295,9 @@ void ps__embed_backward(ps__builder *b, uint32_t c);
  * handed next. It must not be memory of the running pass: what sends it may be ahead by some
  * chunks, and would wait for this pass to end. In a ring of fewer rounds than devices; with as many
  * rounds the order of passes does it. */
-bool ps__is_handed_on(ps__builder *b, uint32_t layer, bool backward);
+ps_status ps__deal_head(ps__builder *b);
+bool ps__head_goes_on(const ps__builder *b, uint32_t c);
+bool ps__is_handed_on(ps__builder *b, uint32_t layer, bool backward, uint32_t c);
 void ps__hand_on(ps__builder *b, uint32_t next, bool backward, uint32_t c, uint32_t lag,
                  ps_tag tag);
 void ps__make_room(ps__builder *b, uint32_t layer, bool backward);

@@ -390,7 +390,7 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   chunk_pass p = begin_chunk_pass(b, layer, c);
   const ps__layer_def *d = p.d;
   const uint32_t input = (uint32_t)d->input, output = (uint32_t)d->output;
-  if (ps__is_handed_on(b, layer, false))
+  if (ps__is_handed_on(b, layer, false, c))
     ps__send_input(b, layer, c);
   bind_group(b, &p, d->group);
   p.bound[input] = b->in->x[c];
@@ -425,7 +425,7 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   b->in->x[c] = p.bound[output];
   ps__hand_on(b, layer + 1, false, c, b->s->spec->saved_lag,
               ps__about(chunk_tag(b, layer, c, PS__PHASE_FORWARD), "activations"));
-  if (!ps__is_handed_on(b, layer + 1, false))
+  if (!ps__is_handed_on(b, layer + 1, false, c))
     ps__send_input(b, layer + 1, c);
   ps__tick(b);
 }
@@ -719,7 +719,8 @@ void ps__head_chunk(ps__builder *b, uint32_t c) {
       ps__about(chunk_tag(b, head, c, PS__PHASE_HEAD), "losses"));
   b->in->head_norm = true;
   /* where the slices' gradient is another layer's (tied embeddings), every chunk adds to these */
-  if (s->model->unit[ps__sliced_unit(s->model)].layer != head && c && ps__contribution_ends(b, c)) {
+  if (s->model->unit[ps__sliced_unit(s->model)].layer != head && c && ps__contribution_ends(b, c) &&
+      !ps__head_goes_on(b, c - 1)) {
     ps__layer_grads_end(b, head, true);
     ps__layer_grads_begin(b, head);
     b->in->head_norm = false;

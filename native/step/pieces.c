@@ -136,9 +136,14 @@ static uint32_t copy_piece(ps__builder *b, uint32_t unit, uint32_t d, ps__vacces
   return vt;
 }
 
-/* The first contribution is the total so far: each device gets its piece. The running device's
- * piece stays inside the gradient that the device computed. Where totals stay, the piece is copied
- * out: else it would keep the memory of the whole gradient for the rest of the step. */
+/* Whether the first contribution's gradient goes on as device 0's piece, of which it is the
+ * beginning. Where totals stay, the piece is copied out: else it would keep the memory of the whole
+ * gradient for the rest of the step. */
+static bool goes_on_as_piece(const ps__builder *b, uint32_t unit) {
+  return b->on == b->dev && !stay(b, unit);
+}
+
+/* The first contribution is the total so far: each device gets its piece. */
 static void first_pieces(ps__builder *b, uint32_t unit) {
   ps__unit_progress *u = &b->unit[unit];
   for (uint32_t d = 0; d < ps__n_devices(b); d++) {
@@ -148,7 +153,7 @@ static void first_pieces(ps__builder *b, uint32_t unit) {
       continue;
     const ps__vaccess there = piece_there(b, unit, d, p, &sent);
     if (sent == PS__NO_VT)
-      sent = stay(b, unit) ? copy_piece(b, unit, d, there) : there.vt;
+      sent = goes_on_as_piece(b, unit) ? there.vt : copy_piece(b, unit, d, there);
     u->piece[d] = sent;
   }
 }
@@ -202,7 +207,7 @@ void ps__add_pieces(ps__builder *b, uint32_t unit, bool last) {
     if (p.n)
       add_piece(b, unit, d, p, i);
   }
-  if (i > 0 || stay(b, unit)) /* else the gradient holds device 0's piece */
+  if (i > 0 || !goes_on_as_piece(b, unit))
     ps__vt_free_late(b, *grad, b->s->spec->grad_lag);
   *grad = PS__NO_VT;
   if (last && (!stay(b, unit) || u->contribution == n_contributions(b, unit)))

@@ -2,9 +2,61 @@
  * its gradient to that of the layer below. */
 #include "step/emit.h"
 #include <assert.h>
+#include <limits.h>
 
-bool ps__is_handed_on(ps__builder *b, uint32_t layer, bool backward) {
-  return ps__at_layer(b, b->in, backward ? layer + 1 : layer - 1) != ps__at_layer(b, b->in, layer);
+/* The device of a ring that gets the head's next part; @n_parts: how many each has. The backward
+ * passes begin on the device of the last block, and on each device before it one pass later. So the
+ * next part is that of the device which is done with its parts first, if such a pass takes as long
+ * as a part: that was the best of 0, 1, 2 and 4 parts (bench/log/2026-11-26-rings.md). */
+static uint32_t device_for_part(const ps__spec *spec, const uint32_t *n_parts) {
+  const uint32_t n = spec->n_devices, last = ps__device_of(spec, spec->n_layers, 0);
+  uint32_t best = 0;
+  int least = INT_MAX;
+  for (uint32_t i = 1; i <= n; i++) {
+    const uint32_t d = (last + i) % n;
+    const int late = (int)n_parts[d] - (int)(n - i);
+    if (late < least) {
+      best = d;
+      least = late;
+    }
+  }
+  return best;
+}
+
+/* The chunks come from the last to the first, as their backward passes do. */
+ps_status ps__deal_head(ps__builder *b) {
+  const ps__spec *spec = b->s->spec;
+  const ps__layout *l = b->s->layout;
+  const uint32_t n = l->round[0].n_chunks, additions = b->s->sums.additions;
+  const bool tied = ps__tied(b->s->model);
+  uint32_t n_parts[PS_MAX_DEVICES] = {0}, device = 0;
+  uint64_t slices = 0;
+  if (spec->ring_blocks == 0 || l->n_rounds > 1)
+    return PS_OK;
+  b->head_at = ps__calloc(n, sizeof *b->head_at);
+  if (!b->head_at)
+    return ps__fail(PS_ENOMEM, "out of memory for a round of %u chunks", n);
+  for (uint32_t c = n; c-- > 0;) {
+    /* a tied model's final norm has contributions of chunks, and not of slices */
+    const bool begins = slices % additions == 0 && (!tied || (n - 1 - c) % additions == 0);
+    if (begins) {
+      device = device_for_part(spec, n_parts);
+      b->n_heads += n_parts[device]++ == 0;
+      b->has_head[device] = true;
+    }
+    b->head_at[c] = device;
+    slices += (l->chunk[c].n_tokens + spec->head_slice - 1) / spec->head_slice;
+  }
+  return PS_OK;
+}
+
+bool ps__head_goes_on(const ps__builder *b, uint32_t c) {
+  return b->head_at && b->head_at[c] != b->head_at[c + 1];
+}
+
+bool ps__is_handed_on(ps__builder *b, uint32_t layer, bool backward, uint32_t c) {
+  return ps__at_chunk(b, b->in, backward ? layer + 1 : layer - 1, c) !=
+         ps__at_chunk(b, b->in, layer, c);
 }
 
 /* Memory that ps__make_room() made on device @on for chunk @c. */
@@ -20,7 +72,7 @@ static uint32_t next_block(ps__builder *b, uint32_t layer, bool backward) {
   do
     layer = backward ? layer - 1 : layer + 1;
   while (layer >= first && layer <= b->s->spec->n_layers &&
-         !(ps__at_layer(b, b->in, layer) == b->on && ps__is_handed_on(b, layer, backward)));
+         !(ps__at_layer(b, b->in, layer) == b->on && ps__is_handed_on(b, layer, backward, 0)));
   return layer >= first && layer <= b->s->spec->n_layers ? layer : 0;
 }
 
@@ -52,7 +104,7 @@ static uint32_t take_room(ps__builder *b, bool backward, const ps__on_device *to
 
 void ps__hand_on(ps__builder *b, uint32_t next, bool backward, uint32_t c, uint32_t lag,
                  ps_tag tag) {
-  const ps__on_device *to = ps__at_layer(b, b->in, next);
+  const ps__on_device *to = ps__at_chunk(b, b->in, next, c);
   uint32_t *vt = backward ? &b->in->dy[c] : &b->in->x[c];
   if (to == b->on || *vt == PS__NO_VT)
     return;

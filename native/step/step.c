@@ -171,25 +171,56 @@ static void emit_loss(ps__builder *b) {
                 (ps_tag){.layer = -1, .round = -1, .chunk = -1, .phase = PS__PHASE_HEAD});
 }
 
-static void head_pass(ps__builder *b) {
-  const ps__step *s = b->s;
-  const uint32_t n = b->in->round->n_chunks, head = ps__head_layer(s->model),
-                 sliced = ps__sliced_unit(s->model);
-  const bool elsewhere = s->model->unit[sliced].by_slice && s->model->unit[sliced].layer != head;
-  for (uint32_t j = 0; j < s->spec->saved_lead; j++)
-    ps__fetch_saved(b, j);
-  ps__layer_grads_begin(b, head);
-  if (elsewhere)
-    ps__grad_begin(b, sliced);
+/* Whether the head's slices add to a unit of another layer: the table of a tied model. */
+static bool slices_add_elsewhere(const ps_model *m) {
+  const ps__unit *sliced = &m->unit[ps__sliced_unit(m)];
+  return sliced->by_slice && sliced->layer != ps__head_layer(m);
+}
+
+static void head_grads_begin(ps__builder *b) {
+  ps__layer_grads_begin(b, ps__head_layer(b->s->model));
+  if (slices_add_elsewhere(b->s->model))
+    ps__grad_begin(b, ps__sliced_unit(b->s->model));
   b->in->head_slices = 0;
   b->in->head_norm = false;
-  for (uint32_t c = n; c-- > 0;)
+}
+
+static void head_grads_end(ps__builder *b, bool more) {
+  ps__layer_grads_end(b, ps__head_layer(b->s->model), more);
+  if (slices_add_elsewhere(b->s->model))
+    ps__grad_end(b, ps__sliced_unit(b->s->model), more);
+}
+
+static void head_pass(ps__builder *b) {
+  const ps__step *s = b->s;
+  const uint32_t n = b->in->round->n_chunks, head = ps__head_layer(s->model);
+  for (uint32_t j = 0; j < s->spec->saved_lead; j++)
+    ps__fetch_saved(b, j);
+  for (uint32_t c = n; c-- > 0;) {
+    const bool goes_on = c + 1 < n && ps__head_goes_on(b, c);
+    if (goes_on)
+      head_grads_end(b, true);
+    b->on = ps__at_chunk(b, b->in, head, c);
+    if (goes_on || c + 1 == n)
+      head_grads_begin(b);
     ps__head_chunk(b, c);
+  }
   if (b->in->round_idx + 1 == s->layout->n_rounds)
     emit_loss(b);
-  ps__layer_grads_end(b, head, false);
-  if (elsewhere)
-    ps__grad_end(b, sliced, false);
+  head_grads_end(b, false);
+}
+
+/* The pass of a head that devices share ends on all of them. */
+static void end_pass(ps__builder *b, const ps__in_flight *in) {
+  const bool shared = b->head_at && in->now->kind == PS__PASS_HEAD;
+  for (uint32_t d = 0; d < (shared ? ps__n_devices(b) : 1); d++) {
+    if (shared && !b->has_head[d])
+      continue;
+    if (shared)
+      b->on = &b->dev[d];
+    ps__end_layer_pass(b);
+    ps__pass_done(b, in->n_done);
+  }
 }
 
 static void backward_pass(ps__builder *b, uint32_t layer) {
@@ -248,8 +279,8 @@ static void run_pass(ps__builder *b, ps__in_flight *in) {
     b->embedded++;
     break;
   }
-  ps__end_layer_pass(b);
-  ps__pass_done(b, in->n_done++);
+  end_pass(b, in);
+  in->n_done++;
 }
 
 /* Layer passes slot by slot: program order is that of the sums of gradients, in which round r comes
@@ -358,6 +389,7 @@ static void builder_free(ps__builder *b) {
     ps__free(in->kept);
     ps__free(in->away);
   }
+  ps__free(b->head_at);
   ps__free(b->gathered);
   ps__free(b->unit);
   ps__free(b->coming);
@@ -435,6 +467,8 @@ ps_status ps__step_emit_in(ps__step *s, ps__step_arrays *arrays, const ps_model 
                    .to_exchange = model->n_units};
   if (!builder_init(&b))
     st = ps__fail(PS_ENOMEM, "out of memory for the step's tables");
+  if (st == PS_OK)
+    st = ps__deal_head(&b);
   if (st == PS_OK)
     st = ps__units_init(&b);
   if (st == PS_OK) {

@@ -205,20 +205,34 @@ static bool must_fetch(ps__builder *b, const ps__pass *v, uint32_t unit) {
   return true;
 }
 
-/* The round of @in is the one of the next ops, whose device is that of its pass @idx. */
-static const ps__pass *turn_to(ps__builder *b, ps__in_flight *in, uint32_t idx) {
-  b->in = in;
-  b->on = ps__at_layer(b, in, in->pass[idx].layer);
-  return &in->pass[idx];
+/* Whether the devices of a ring share layer pass @idx, the head of one round. */
+static bool is_shared(const ps__builder *b, uint32_t idx) {
+  return b->head_at && b->flight[0].pass[idx].kind == PS__PASS_HEAD;
 }
 
-/* For layer pass @idx of the first @n rounds. A unit in pieces is fetched to all their devices
- * where one lacks it: those that have it get the same bytes again. */
-static void fetch_unit(ps__builder *b, uint32_t idx, uint32_t n, uint32_t unit) {
-  const bool in_pieces = b->s->spec->in_pieces[unit] && n > 1;
+/* Layer pass @idx has a turn for each round that has it; where it is shared, for each device. Turn
+ * @i is that of the next ops: its round and its device. */
+static uint32_t n_turns(const ps__builder *b, uint32_t idx) {
+  return is_shared(b, idx) ? ps__n_devices(b) : ps__n_running(b, idx);
+}
+static const ps__pass *turn_to(ps__builder *b, uint32_t i, uint32_t idx) {
+  const bool shared = is_shared(b, idx);
+  b->in = &b->flight[shared ? 0 : i];
+  b->on = shared ? &b->dev[i] : ps__at_layer(b, b->in, b->in->pass[idx].layer);
+  return &b->in->pass[idx];
+}
+
+/* For layer pass @idx. A unit in pieces is fetched to all devices that run the pass where one lacks
+ * it: those that have it get the same bytes again. */
+static void fetch_unit(ps__builder *b, uint32_t idx, uint32_t unit) {
+  const bool shared = is_shared(b, idx);
+  const uint32_t n = n_turns(b, idx), n_run = shared ? b->n_heads : n;
+  const bool in_pieces = b->s->spec->in_pieces[unit] && n > 1 && n_run == n;
   bool any = false;
   for (uint32_t i = 0; i < n; i++) {
-    const ps__pass *v = turn_to(b, &b->flight[i], idx);
+    const ps__pass *v = turn_to(b, i, idx);
+    if (shared && !b->has_head[i])
+      continue;
     const bool missing = must_fetch(b, v, unit);
     any |= missing;
     if (missing && !in_pieces)
@@ -228,7 +242,7 @@ static void fetch_unit(ps__builder *b, uint32_t idx, uint32_t n, uint32_t unit) 
   }
   if (any && in_pieces)
     ps__fetch_pieces(b, unit, n);
-  turn_to(b, b->flight, 0);
+  turn_to(b, 0, 0);
 }
 
 /* How many layer passes ahead of pass @now the copies for pass @next may be issued. Towards the end
@@ -246,27 +260,27 @@ static void fetch_pass(ps__builder *b, uint32_t idx) {
   const ps__layer *l = &b->s->model->layer[v->layer];
   for (uint32_t i = 0; i < n_pass_units(b, v); i++)
     if (pass_reads(b, v, pass_unit(b, v, i)))
-      fetch_unit(b, idx, ps__n_running(b, idx), pass_unit(b, v, i));
+      fetch_unit(b, idx, pass_unit(b, v, i));
   if (v->kind == PS__PASS_BLOCK_BACK && v->round + 1 == b->s->layout->n_rounds)
     for (uint32_t i = 0; i < l->n_units; i++)
       fetch_total(b, l->first_unit + i);
 }
 
 void ps__fetch_ahead(ps__builder *b, uint32_t pass_idx) {
-  turn_to(b, b->flight, 0);
+  turn_to(b, 0, 0);
   while (b->next_fetch < b->flight[0].n_passes &&
          b->next_fetch <= pass_idx + lead_of(b, pass_idx, b->next_fetch)) {
     const uint32_t idx = b->next_fetch++, n = ps__n_running(b, idx);
     const bool embeds = b->flight[0].pass[idx].kind == PS__PASS_EMBED,
                gathers = embeds && b->s->spec->embed_on_host;
     for (uint32_t i = 0; embeds && i < n; i++)
-      ps__copy_batch(b, turn_to(b, &b->flight[i], idx)->round);
+      ps__copy_batch(b, turn_to(b, i, idx)->round);
     /* The first block's parameters come before the gathered rows: gathering takes longer, and
      * neither is of use alone. */
     fetch_pass(b, gathers ? b->next_fetch++ : idx);
     for (uint32_t i = 0; gathers && i < n; i++)
-      ps__gather_round(b, turn_to(b, &b->flight[i], idx)->round);
-    turn_to(b, b->flight, 0);
+      ps__gather_round(b, turn_to(b, i, idx)->round);
+    turn_to(b, 0, 0);
   }
 }
 

@@ -61,7 +61,7 @@ if wanted native; then
 fi
 
 if wanted steps; then # alone on the GPU: some hold what the driver reports against the plan
-  run steps 320 "$python" -m pytest -q -s -p no:cacheprovider -m "gpu and not long" tests/gpu tests/test_cuda_bad_input.py
+  run steps 600 "$python" -m pytest -q -s -p no:cacheprovider -m "gpu and not long" tests/gpu tests/test_cuda_bad_input.py
   tell steps
 fi
 

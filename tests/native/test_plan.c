@@ -450,20 +450,33 @@ static void describe(const model *m, const ps_plan_config *cfg, const ps__spec *
 
 static bool same(const outcome *a, const outcome *b) { return memcmp(a, b, sizeof *a) == 0; }
 
-static uint32_t run_case(uint32_t idx, int n_specs, uint64_t *state) {
-  const model *m = &models[idx % N_MODELS];
-  const shape *sh = &shapes[idx / N_MODELS % N_SHAPES];
+/* How many devices have ops of the head. */
+static uint32_t devices_of_head(const ps__step *s) {
+  bool has[PS_MAX_DEVICES] = {false};
+  uint32_t n = 0;
+  for (uint32_t d = 0; d < s->at->n_devices; d++) {
+    for (size_t i = 0; i < s->n_op; i++)
+      has[d] |= s->op[i].stream == s->at->dev[d].compute && s->op[i].tag.phase == PS__PHASE_HEAD;
+    n += has[d];
+  }
+  return n;
+}
+
+/* In a ring: how many devices have ops of a head in so many parts. The first has two parts before
+ * the second has one, they have 3 and 2 before the third has one, and so on. */
+static uint32_t devices_with(uint32_t parts, uint32_t n_devices) {
+  uint32_t n = 1;
+  while (n < n_devices && parts > n * (n + 3) / 2)
+    n++;
+  return n;
+}
+
+/* @n_specs random specs give the bits of everything on the device.
+ * @parts  0: specs of any layout; else of a ring whose head has so many parts */
+static void check_specs(const model *m, const shape *sh, ps_plan_config cfg, int n_specs,
+                        uint32_t parts, uint64_t *state) {
   ps_hardware hw = {.struct_bytes = sizeof hw};
   CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
-  ps_plan_config cfg = {.struct_bytes = sizeof cfg,
-                        .recipe = idx / (N_MODELS * N_SHAPES),
-                        .head_slice_tokens = rnd_below(state, 4) ? 10 + rnd_below(state, 30)
-                                                                 : 1 + rnd_below(state, 3),
-                        .clip = rnd_below(state, 2),
-                        .n_threads = 2,
-                        .optimizer = (idx + idx / N_MODELS) % PS_N_OPTIMIZERS};
-  if (idx >= N_PLAIN_CASES)
-    m = fp8_case(idx - N_PLAIN_CASES, &sh, &cfg);
   cfg.seq_len = sh->seq_len;
   cfg.tokens_per_step = (uint64_t)sh->seq_len * sh->n_sequences;
   cfg.chunk_tokens = sh->chunk_tokens;
@@ -482,8 +495,11 @@ static uint32_t run_case(uint32_t idx, int n_specs, uint64_t *state) {
     CHECK(expected.loss[i] > 0 && expected.norm[i] > 0);
   ps_plan_destroy(plan);
   for (int i = 0; i < n_specs; i++) {
-    randomize(&spec, m, &layout, state);
+    do
+      randomize(&spec, m, &layout, state);
+    while (parts && !spec.ring_blocks);
     CHECK(ps__plan_from_spec(&plan, &m->cfg, &cfg, &hw, &spec) == PS_OK);
+    CHECK(!parts || devices_of_head(&plan->step) == devices_with(parts, spec.n_devices));
     check_step(&plan->step);
     check_tight(&plan->step);
     check_pieces_stay(&plan->step);
@@ -502,7 +518,53 @@ static uint32_t run_case(uint32_t idx, int n_specs, uint64_t *state) {
   }
   ps__spec_free(&spec);
   ps__layout_free(&layout);
+}
+
+static uint32_t run_case(uint32_t idx, int n_specs, uint64_t *state) {
+  const model *m = &models[idx % N_MODELS];
+  const shape *sh = &shapes[idx / N_MODELS % N_SHAPES];
+  ps_plan_config cfg = {.struct_bytes = sizeof cfg,
+                        .recipe = idx / (N_MODELS * N_SHAPES),
+                        .head_slice_tokens = rnd_below(state, 4) ? 10 + rnd_below(state, 30)
+                                                                 : 1 + rnd_below(state, 3),
+                        .clip = rnd_below(state, 2),
+                        .n_threads = 2,
+                        .optimizer = (idx + idx / N_MODELS) % PS_N_OPTIMIZERS};
+  if (idx >= N_PLAIN_CASES)
+    m = fp8_case(idx - N_PLAIN_CASES, &sh, &cfg);
+  check_specs(m, sh, cfg, n_specs, 0, state);
   return (uint32_t)n_specs;
+}
+
+/* Steps of one round, whose head the devices of a ring share: in parts of whole contributions, each
+ * of PS__MOST_ADDITIONS slices; of a tied model of as many chunks, too. The fourth shape's first
+ * chunk in the head's order is one slice, so no part but the last ends with a chunk. */
+static void test_shared_head(int n_specs, uint64_t *state) {
+  static const struct {
+    shape sh;
+    uint32_t slice, recipe, parts, parts_tied;
+  } cases[] = {
+      {{72, 1, 4, 18, 0, 0}, 2, PS_RECIPE_BF16, 5, 3},
+      {{72, 1, 4, 18, 0, 0}, 4, PS_RECIPE_FP32_MASTER, 3, 3},
+      {{9, 17, 9, 17, 0, 0}, 3, PS_RECIPE_BF16, 3, 3},
+      {{38, 1, 4, 10, 0, 0}, 2, PS_RECIPE_BF16, 1, 1},
+      {{72, 1, 4, 18, 0, 0}, 2, PS_RECIPE_FP32, 1, 1},
+      {{144, 1, 16, 9, 0, 0}, 16, PS_RECIPE_FP8, 2, 2},
+  };
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+    for (uint32_t k = 0; k < N_MODELS; k++) {
+      const model *m = &models[k];
+      const ps_plan_config cfg = {.struct_bytes = sizeof cfg,
+                                  .recipe = cases[i].recipe,
+                                  .head_slice_tokens = cases[i].slice,
+                                  .clip = (i + k) % 2,
+                                  .n_threads = 2};
+      if (cases[i].recipe >= PS_RECIPE_FP8 && m->lora.rank)
+        continue;
+      check_specs(m, &cases[i].sh, cfg, n_specs,
+                  m->cfg.tied_embeddings ? cases[i].parts_tied : cases[i].parts, state);
+    }
+  printf("ok devices of a ring share the head of one round\n");
 }
 
 /* ---- state is counted ------------------------------------------------------------------------ */
@@ -690,6 +752,7 @@ int main(int argc, char **argv) {
   for (uint32_t i = 0; i < N_CASES; i += all ? 1 : CASE_STRIDE)
     n += run_case(i, all ? SPECS_OF_ALL : SPECS_A_CASE, &state);
   CHECK(n >= LEAST);
+  test_shared_head(all ? SPECS_OF_ALL : 2, &state);
   CHECK(ps__live_allocations() == before);
   printf("ok %u random plans train to the bits of the resident one\n", n);
   for (uint32_t i = 0; i < N_MODELS; i++)
