@@ -2,9 +2,12 @@
  *
  * Segment k of the host's data takes this way, each part on a lane of its own:
  *   in    copied to a buffer on the device
- *   net   slice r goes to rank r, and this rank's slice comes from all others; the kernel adds;
- *         the sums go out, beside the data of segment k + 1, and the others' sums come in
+ *   net   slice r goes to rank r, and this rank's slice comes from all others
+ *   add   the kernel adds this rank's slice, while the net lane exchanges the data of segment k + 1
+ *   net   the sums go to all, beside the data of segment k + 2, and the others' sums come in
  *   out   copied back to the host
+ * A product takes all SMs, so each kernel of a lane waits for the running product to end. Those of
+ * the net and the add lane wait for the same one: a segment costs one such wait.
  * The calling thread is at most PS__NET_BUFFERS segments ahead of the last copy back. So it never
  * blocks inside the driver, and it sees failures between its looks at the device.
  *
@@ -34,9 +37,10 @@ struct ps__net {
   const ps__nccl *lib;
   ps__nccl_comm comm; /* NULL: none yet */
   char *buffer;       /* PS__NET_BUFFERS of ps__net_buffer_bytes() */
-  uint64_t limit_s;   /* of every wait, until the first sums have worked; then 0: none */
-  bool broken;        /* nothing more is queued; NCCL was told to abort */
-  bool stuck;         /* lanes did not come to rest: what they use is never released */
+  uint64_t segment_bytes;
+  uint64_t limit_s; /* of every wait, until the first sums have worked; then 0: none */
+  bool broken;      /* nothing more is queued; NCCL was told to abort */
+  bool stuck;       /* lanes did not come to rest: what they use is never released */
   bool has_aborter;
   pthread_t aborter;
   _Atomic bool aborted;
@@ -135,7 +139,7 @@ static ps_status explained(ps__net *n, ps_status st) {
 /* ---- a sum ----------------------------------------------------------------------------------- */
 
 static char *buffer_of(const ps__net *n, uint64_t k) {
-  return n->buffer + k % PS__NET_BUFFERS * ps__net_buffer_bytes(n->h->n);
+  return n->buffer + k % PS__NET_BUFFERS * ps__net_buffer_bytes(n->h->n, n->segment_bytes);
 }
 
 /* What rank @r sends of this rank's slice of segment @k. */
@@ -164,7 +168,10 @@ static int recv_from(ps__net *n, uint32_t r, void *data, size_t bytes, void *str
   return bytes ? n->lib->Recv(data, bytes, PS__NCCL_INT8, (int)r, n->comm, stream) : PS__NCCL_OK;
 }
 
-/* The data of segment @k to those that add it, and the sums of segment @k - 1 to all. */
+/* How many segments behind its data a segment's sums are exchanged: those between are added. */
+enum { BEHIND = 2 };
+
+/* The data of segment @k to those that add it, and the sums of segment @k - BEHIND to all. */
 static ps_status exchange_segment(ps__net *n, const ps__cut *c, uint64_t k) {
   void *stream = n->dev.api->stream(n->dev.user, PS__LANE_NET);
   int bad = n->lib->GroupStart();
@@ -181,9 +188,9 @@ static ps_status exchange_segment(ps__net *n, const ps__cut *c, uint64_t k) {
       call[0] = send_to(n, r, data, bytes, stream);
       call[1] = recv_from(n, r, received(n, c, k, r), own, stream);
     }
-    if (k > 0) {
-      const char *sums = slice_of(n, c, k - 1, n->h->rank, &own);
-      char *others = slice_of(n, c, k - 1, r, &bytes);
+    if (k >= BEHIND) {
+      const char *sums = slice_of(n, c, k - BEHIND, n->h->rank, &own);
+      char *others = slice_of(n, c, k - BEHIND, r, &bytes);
       call[2] = send_to(n, r, sums, own, stream);
       call[3] = recv_from(n, r, others, bytes, stream);
     }
@@ -212,13 +219,15 @@ static ps_status queue_out(ps__net *n, const ps__cut *c, uint64_t k, char *data)
   const ps__net_device_api *api = n->dev.api;
   const uint32_t b = k % PS__NET_BUFFERS;
   uint64_t bytes, at = segment_at(c, k, &bytes);
-  PS_TRY(api->mark(n->dev.user, PS__LANE_NET, PS__MARK_NET + b));
-  PS_TRY(api->after(n->dev.user, PS__LANE_OUT, PS__MARK_NET + b));
+  PS_TRY(api->mark(n->dev.user, PS__LANE_NET, PS__MARK_SUMS + b));
+  PS_TRY(api->after(n->dev.user, PS__LANE_OUT, PS__MARK_SUMS + b));
   PS_TRY(api->copy(n->dev.user, PS__LANE_OUT, data + at, buffer_of(n, k), bytes));
   return api->mark(n->dev.user, PS__LANE_OUT, PS__MARK_OUT + b);
 }
 
 static ps_status queue_add(ps__net *n, const ps__cut *c, uint64_t k) {
+  const ps__net_device_api *api = n->dev.api;
+  const uint32_t b = k % PS__NET_BUFFERS;
   size_t bytes;
   char *mine = slice_of(n, c, k, n->h->rank, &bytes);
   const ps__net_add a = {.mine = mine,
@@ -228,17 +237,28 @@ static ps_status queue_add(ps__net *n, const ps__cut *c, uint64_t k) {
                          .rank = n->h->rank,
                          .n_hosts = c->n_hosts,
                          .dt = c->dt};
-  return bytes ? n->dev.api->add(n->dev.user, PS__LANE_NET, &a) : PS_OK;
+  PS_TRY(api->mark(n->dev.user, PS__LANE_NET, PS__MARK_DATA + b));
+  PS_TRY(api->after(n->dev.user, PS__LANE_ADD, PS__MARK_DATA + b));
+  if (bytes)
+    PS_TRY(api->add(n->dev.user, PS__LANE_ADD, &a));
+  return api->mark(n->dev.user, PS__LANE_ADD, PS__MARK_ADDED + b);
+}
+
+/* The net lane goes on once segment @k is added. */
+static ps_status after_added(ps__net *n, uint64_t k) {
+  return n->dev.api->after(n->dev.user, PS__LANE_NET, PS__MARK_ADDED + k % PS__NET_BUFFERS);
 }
 
 static ps_status run_sum(ps__net *n, char *data, uint64_t count, ps_dtype dt) {
-  const ps__cut c = ps__cut_of(n->h->n, count, dt, ps__net_slice_bytes(n->h->n));
-  for (uint64_t k = 0; k <= c.n_segments; k++) {
+  const ps__cut c = ps__cut_of(n->h->n, count, dt, ps__net_slice_bytes(n->h->n, n->segment_bytes));
+  for (uint64_t k = 0; k < c.n_segments + BEHIND; k++) {
     if (k < c.n_segments)
       PS_TRY(queue_in(n, &c, k, data));
+    if (k >= BEHIND)
+      PS_TRY(after_added(n, k - BEHIND));
     PS_TRY(exchange_segment(n, &c, k));
-    if (k > 0)
-      PS_TRY(queue_out(n, &c, k - 1, data));
+    if (k >= BEHIND)
+      PS_TRY(queue_out(n, &c, k - BEHIND, data));
     if (k < c.n_segments)
       PS_TRY(queue_add(n, &c, k));
   }
@@ -325,8 +345,8 @@ static ps_status open_entered(ps__net *n) {
   uint64_t before, between, after;
   void *buffer;
   PS_TRY(api->memory(n->dev.user, &before));
-  PS_TRY(
-      api->reserve(n->dev.user, false, PS__NET_BUFFERS * ps__net_buffer_bytes(n->h->n), &buffer));
+  PS_TRY(api->reserve(n->dev.user, false,
+                      PS__NET_BUFFERS * ps__net_buffer_bytes(n->h->n, n->segment_bytes), &buffer));
   n->buffer = buffer;
   PS_TRY(api->memory(n->dev.user, &between));
   n->limit_s = CONNECT_S;
@@ -409,6 +429,7 @@ ps_status ps__hosts_open_net(ps_hosts *h, const ps__net_device *d) {
   n->h = h;
   n->dev = *d;
   n->lib = lib;
+  n->segment_bytes = d->segment_bytes ? d->segment_bytes : PS__NET_SEGMENT_BYTES;
   st = d->api->enter(d->user);
   if (st == PS_OK) {
     st = open_entered(n);

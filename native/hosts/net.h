@@ -13,10 +13,20 @@
 /* ---- what a backend gives -------------------------------------------------------------------- */
 
 /* A lane is a queue of the device. What is queued on one lane runs in order. NCCL has one. */
-enum { PS__LANE_IN, PS__LANE_NET, PS__LANE_OUT, PS__N_LANES };
-/* Buffers of segments in device memory, and the marks of each: its copy in has ended, its sums are
- * there, its copy out has ended. */
-enum { PS__NET_BUFFERS = 4, PS__MARK_IN = 0, PS__MARK_NET = 4, PS__MARK_OUT = 8, PS__N_MARKS = 12 };
+enum { PS__LANE_IN, PS__LANE_NET, PS__LANE_ADD, PS__LANE_OUT, PS__N_LANES };
+/* Buffers of segments in device memory. At a time one segment comes in, the data of the next one
+ * are exchanged, this rank's slice of the next is added, its sums go out, and one is copied out. */
+enum { PS__NET_BUFFERS = 5 };
+/* The marks of each buffer: its copy in has ended, the others' data are there, this rank's slice is
+ * added, all sums are there, its copy out has ended. */
+enum {
+  PS__MARK_IN = 0,
+  PS__MARK_DATA = PS__NET_BUFFERS,
+  PS__MARK_ADDED = 2 * PS__NET_BUFFERS,
+  PS__MARK_SUMS = 3 * PS__NET_BUFFERS,
+  PS__MARK_OUT = 4 * PS__NET_BUFFERS,
+  PS__N_MARKS = 5 * PS__NET_BUFFERS
+};
 
 /* mine[i] = round(sum of the hosts' i-th elements in the order of ranks), in fp32 with one rounding
  * to nearest even. @received: of the other ranks in their order, @stride_bytes apart. */
@@ -56,23 +66,24 @@ typedef struct ps__net_device_api {
   void (*close)(void *user, bool at_rest);
 } ps__net_device_api;
 
+/* segment_bytes: the same for all tasks; 0: PS__NET_SEGMENT_BYTES, which plans count. */
 typedef struct ps__net_device {
   const ps__net_device_api *api;
   void *user;
+  uint64_t segment_bytes;
 } ps__net_device;
 
 /* ---- memory ---------------------------------------------------------------------------------- */
 
-/* A segment: a slice for each host. Each of its two kernels waits for a product to end. An exchange
- * beside products took 91 ms on two H100s, where it took 103 with 16 MiB and no priority
- * (bench/log/2026-11-25-two-gpus.md). */
-enum { PS__NET_SEGMENT_BYTES = 32 << 20 };
-static inline uint64_t ps__net_slice_bytes(uint32_t n_hosts) {
-  return PS__NET_SEGMENT_BYTES / n_hosts / 256 * 256;
+/* A segment: a slice for each host. Each costs a wait for a product to end, so larger ones take
+ * less time beside products, and more memory (bench/log/2026-11-25-two-gpus.md). */
+enum { PS__NET_SEGMENT_BYTES = 64 << 20 };
+static inline uint64_t ps__net_slice_bytes(uint32_t n_hosts, uint64_t segment_bytes) {
+  return segment_bytes / n_hosts / 256 * 256;
 }
 /* Of a buffer: the segment, and what the other hosts send of this host's slice. */
-static inline uint64_t ps__net_buffer_bytes(uint32_t n_hosts) {
-  return (2 * n_hosts - 1) * ps__net_slice_bytes(n_hosts);
+static inline uint64_t ps__net_buffer_bytes(uint32_t n_hosts, uint64_t segment_bytes) {
+  return (2 * n_hosts - 1) * ps__net_slice_bytes(n_hosts, segment_bytes);
 }
 /* What NCCL itself takes of a GPU: its kernels, and for each peer and channel buffers of 4 MiB (the
  * default of NCCL_BUFFSIZE) and more. Two tasks on two H100s with NVLink took 592 MiB with the 8
@@ -81,7 +92,7 @@ static inline uint64_t ps__net_buffer_bytes(uint32_t n_hosts) {
 #define PS__NCCL_BYTES ((uint64_t)1 << 30)
 /* BYTES of device memory in all, for plans. */
 static inline uint64_t ps__net_device_bytes(uint32_t n_hosts) {
-  return PS__NCCL_BYTES + PS__NET_BUFFERS * ps__net_buffer_bytes(n_hosts);
+  return PS__NCCL_BYTES + PS__NET_BUFFERS * ps__net_buffer_bytes(n_hosts, PS__NET_SEGMENT_BYTES);
 }
 
 /* ---- the transport --------------------------------------------------------------------------- */

@@ -21,6 +21,7 @@ static char library[4096];
 /* ---- a device of threads --------------------------------------------------------------------- */
 
 enum { ROOM = 64, BLOCKS = 4 };
+static uint64_t segment_bytes; /* of devices that are opened; 0: as the GPU's */
 typedef struct device device;
 
 typedef struct item {
@@ -46,6 +47,9 @@ struct device {
   bool over;
 };
 
+/* Every item of this lane begins late, so that others overtake it where nothing makes them wait. */
+static _Atomic int late = PS__N_LANES;
+
 static void *lane_main(void *arg) {
   lane *l = arg;
   device *d = l->d;
@@ -57,6 +61,8 @@ static void *lane_main(void *arg) {
       break;
     const item i = l->items[l->n_done % ROOM];
     pthread_mutex_unlock(&d->lock);
+    if (l - d->lanes == atomic_load(&late))
+      nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
     i.run(i.arg);
     pthread_mutex_lock(&d->lock);
     l->n_done++;
@@ -237,7 +243,7 @@ static ps__net_device device_open(void) {
     d->lanes[i].d = d;
     CHECK(pthread_create(&d->lanes[i].thread, NULL, lane_main, &d->lanes[i]) == 0);
   }
-  return (ps__net_device){.api = &api, .user = d};
+  return (ps__net_device){.api = &api, .user = d, .segment_bytes = segment_bytes};
 }
 
 /* ---- ranks ----------------------------------------------------------------------------------- */
@@ -364,9 +370,15 @@ static void test_bits(void) {
       run_ranks(n, sum_twice, dt, 64 * n + 3);
       run_ranks(n, sum_twice, dt, 70001);
     }
-  /* more segments than buffers, the last one not whole */
-  run_ranks(2, sum_twice, PS_F32,
-            (PS__NET_BUFFERS + 1) * (uint64_t)PS__NET_SEGMENT_BYTES / sizeof(float) + 12345);
+  /* every number of segments up to more than there are buffers, the last one not whole, and in
+   * turn each lane behind the others */
+  segment_bytes = 1 << 16;
+  for (int lane = 0; lane <= PS__N_LANES; lane++) {
+    atomic_store(&late, lane);
+    for (uint32_t k = 0; k < PS__NET_BUFFERS + 3; k++)
+      run_ranks(2 + k % 2, sum_twice, PS_BF16, k * segment_bytes / sizeof(uint16_t) + 12345);
+  }
+  segment_bytes = 0;
 }
 
 /* ---- what is chosen -------------------------------------------------------------------------- */
