@@ -237,8 +237,26 @@ def test_a_plan_of_hosts_adds_the_exchange(tiny_model, tmp_path):
     assert "n_hosts" not in planned(tiny_model, "--hardware", path)
 
 
+def test_exchanges_over_nccl_wait_for_products(tmp_path):
+    """The network's rate is that of exchanges alone. Beside products each segment of one waits for
+    a product, and the totals cross the GPU's link. TCP needs neither."""
+    machine = json.loads((ROOT / "docs/hardware-h200.json").read_text())
+    (tmp_path / "m.json").write_text(json.dumps(machine | {"network_bytes_per_s": 33e9}))
+    (tmp_path / "config.json").write_text((ROOT / "models/1b.json").read_text())
+    given = ("--seq-len", 8192, "--tokens-per-step", 8 * 8192, "--chunk-tokens", 8192)
+    given += ("--chunks-per-round", 2, "--hosts", 2, "--hardware", tmp_path / "m.json")
+    nccl, tcp = (
+        planned(tmp_path, *given, "--device-mem", "30GiB", "--hosts-transport", name)
+        for name in ("nccl", "tcp")
+    )
+    alone = tcp["exchange_bytes"] / 33e9
+    assert 1 <= tcp["stream_busy_s"]["net"] / alone < 1.3
+    assert 1.3 < nccl["stream_busy_s"]["net"] / alone < 4
+    assert nccl["predicted_step_s"] > tcp["predicted_step_s"]
+
+
 def test_a_plan_of_hosts_counts_nccl_on_gpus(tiny_model):
-    """1 GiB for NCCL, and four buffers of a 32 MiB segment and the slices of the other host."""
+    """1 GiB for NCCL, and five buffers of a 64 MiB segment and the slices of the other host."""
     machine = ROOT / "docs" / "hardware-h200.json"
     more = ("--hardware", machine, "--device-mem", "4GiB", "--host-mem", "16GiB")
     one = planned(tiny_model, *more)
@@ -248,7 +266,7 @@ def test_a_plan_of_hosts_counts_nccl_on_gpus(tiny_model):
     }
     key = "device_overhead_bytes"
     assert used["tcp"][key] == one[key]
-    assert used["nccl"][key] == used["auto"][key] == one[key] + (1024 + 4 * (32 + 16)) * 2**20
+    assert used["nccl"][key] == used["auto"][key] == one[key] + (1024 + 5 * (64 + 32)) * 2**20
     assert all(plan["device_used_bytes"] <= 4 * 2**30 for plan in used.values())
     short = ("--hardware", machine, "--device-mem", used["tcp"]["device_used_bytes"] + 2**28)
     refused = subprocess.run(

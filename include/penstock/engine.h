@@ -384,12 +384,12 @@ PS_API ps_status ps_trace_write_json(const char *path, const ps_schedule *schedu
  * of the whole; a demand of 0 ends the list. The caller numbers the resources: CPUs, a place's
  * memory, a link's bus. Where the demands of running ops on a resource add up to more than 1, all
  * ops that use it slow down in proportion. */
-enum { PS_SIM_RESOURCES = 40, PS_SIM_DEMANDS = 4, PS_SIM_KINDS = 4 };
+enum { PS_SIM_RESOURCES = 40, PS_SIM_DEMANDS = 4, PS_SIM_KINDS = 5 };
 typedef struct ps_sim_cost {
   double ns;
   double demand[PS_SIM_DEMANDS];
   uint8_t resource[PS_SIM_DEMANDS]; /* below PS_SIM_RESOURCES */
-  /* one bit of PS_SIM_KINDS, or 0: the kind by which this op slows others while it runs */
+  /* bits of PS_SIM_KINDS, or 0: the kinds by which this op slows others while it runs */
   uint32_t kind;
   /* [1 << PS_SIM_KINDS], at least 1: how many times as long the op takes while ops of these
    * kinds run, its own among them. Borrowed until the simulation ends; NULL: none slows it */

@@ -168,10 +168,8 @@ static int recv_from(ps__net *n, uint32_t r, void *data, size_t bytes, void *str
   return bytes ? n->lib->Recv(data, bytes, PS__NCCL_INT8, (int)r, n->comm, stream) : PS__NCCL_OK;
 }
 
-/* How many segments behind its data a segment's sums are exchanged: those between are added. */
-enum { BEHIND = 2 };
-
-/* The data of segment @k to those that add it, and the sums of segment @k - BEHIND to all. */
+/* The data of segment @k to those that add it, and the sums of segment @k - PS__NET_BEHIND to
+ * all. */
 static ps_status exchange_segment(ps__net *n, const ps__cut *c, uint64_t k) {
   void *stream = n->dev.api->stream(n->dev.user, PS__LANE_NET);
   int bad = n->lib->GroupStart();
@@ -188,9 +186,9 @@ static ps_status exchange_segment(ps__net *n, const ps__cut *c, uint64_t k) {
       call[0] = send_to(n, r, data, bytes, stream);
       call[1] = recv_from(n, r, received(n, c, k, r), own, stream);
     }
-    if (k >= BEHIND) {
-      const char *sums = slice_of(n, c, k - BEHIND, n->h->rank, &own);
-      char *others = slice_of(n, c, k - BEHIND, r, &bytes);
+    if (k >= PS__NET_BEHIND) {
+      const char *sums = slice_of(n, c, k - PS__NET_BEHIND, n->h->rank, &own);
+      char *others = slice_of(n, c, k - PS__NET_BEHIND, r, &bytes);
       call[2] = send_to(n, r, sums, own, stream);
       call[3] = recv_from(n, r, others, bytes, stream);
     }
@@ -251,14 +249,14 @@ static ps_status after_added(ps__net *n, uint64_t k) {
 
 static ps_status run_sum(ps__net *n, char *data, uint64_t count, ps_dtype dt) {
   const ps__cut c = ps__cut_of(n->h->n, count, dt, ps__net_slice_bytes(n->h->n, n->segment_bytes));
-  for (uint64_t k = 0; k < c.n_segments + BEHIND; k++) {
+  for (uint64_t k = 0; k < c.n_segments + PS__NET_BEHIND; k++) {
     if (k < c.n_segments)
       PS_TRY(queue_in(n, &c, k, data));
-    if (k >= BEHIND)
-      PS_TRY(after_added(n, k - BEHIND));
+    if (k >= PS__NET_BEHIND)
+      PS_TRY(after_added(n, k - PS__NET_BEHIND));
     PS_TRY(exchange_segment(n, &c, k));
-    if (k >= BEHIND)
-      PS_TRY(queue_out(n, &c, k - BEHIND, data));
+    if (k >= PS__NET_BEHIND)
+      PS_TRY(queue_out(n, &c, k - PS__NET_BEHIND, data));
     if (k < c.n_segments)
       PS_TRY(queue_add(n, &c, k));
   }

@@ -14,6 +14,8 @@
 
 /* A lane is a queue of the device. What is queued on one lane runs in order. NCCL has one. */
 enum { PS__LANE_IN, PS__LANE_NET, PS__LANE_ADD, PS__LANE_OUT, PS__N_LANES };
+/* How many segments behind its data a segment's sums are exchanged: those between are added. */
+enum { PS__NET_BEHIND = 2 };
 /* Buffers of segments in device memory. At a time one segment comes in, the data of the next one
  * are exchanged, this rank's slice of the next is added, its sums go out, and one is copied out. */
 enum { PS__NET_BUFFERS = 5 };

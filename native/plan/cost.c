@@ -1,6 +1,7 @@
 /* cost.c - the time of an op from its work: a fixed cost plus work over the measured rate; and its
  * demands on CPUs, host memory and link. */
 #include "hardware/hardware_impl.h"
+#include "hosts/net.h"
 #include "plan/plan_impl.h"
 #include <math.h>
 
@@ -209,7 +210,8 @@ static double fraction(double part, double whole) {
 
 /* ---- contention for the host's memory -------------------------------------------------------- */
 
-enum { H2D, D2H, SUMS, OPTIMIZER }; /* numbers of the bits of ps_contention_rate.kinds */
+/* Numbers of the bits of ps_contention_rate.kinds; then that of products, which slow exchanges. */
+enum { H2D, D2H, SUMS, OPTIMIZER, PRODUCTS };
 
 /* The entry of these kinds with sums on @sum_threads threads; 0: on as many as the first entry of
  * sums. NULL: none. */
@@ -260,6 +262,7 @@ const ps_contention_rate *ps__gpus_copies(const ps_hardware *hw, uint32_t n_devi
  * those of all of them copying at once. */
 static double slowdown(const ps_hardware *hw, bool gpus, int kind, uint32_t kinds,
                        uint32_t sum_threads) {
+  kinds &= ~(1u << PRODUCTS);
   const ps_contention_rate *beside = entry_of(gpus ? hw->gpus_contention : hw->contention, kinds,
                                               sum_threads),
                            *alone =
@@ -373,6 +376,7 @@ static void device_op_demands(const ps__cost_model *m, const ps_op_view *op, ps_
     if (class == PS_CLASS_GEMM || class == PS_CLASS_ATTENTION) {
       out->idle_gain = smaller(hw->idle_gain, 1);
       out->idle_most = smaller(hw->idle_most, 1);
+      out->kind = m->over_nccl ? 1u << PRODUCTS : 0;
     }
     if (m->at->n_devices > 1)
       add_demand(out, ps__memory_of(m->at->stream[op->stream].place), 1);
@@ -385,6 +389,72 @@ static void device_op_demands(const ps__cost_model *m, const ps_op_view *op, ps_
                fraction(class == PS_CLASS_OPTIMIZER ? hw->optimizer_bytes_per_s
                                                     : hw->elementwise_bytes_per_s,
                         hw->memory_bytes_per_s));
+}
+
+/* ---- exchanges over NCCL --------------------------------------------------------------------- */
+
+/* Totals come from the host and go back there, so an exchange is a copy both ways: it shares the
+ * first device's link, and slows host ops as copies do. Its rate was measured with both copies.
+ * What else is on its way slows it as it slows the copy that is slowed more.
+ * Products take all SMs, so each segment waits for one to end (hosts/net.h). The next segment is
+ * ready by then, and waits for the next product: so a wait is the mean product. On two H200s 27
+ * kernels of an exchange, each with a wait of its own, took 75 ms beside products of 2.7 ms
+ * (bench/log/2026-11-25-two-gpus.md). */
+static double seconds_of_products(const ps__step *s, const ps_sim_cost *cost, double *n) {
+  double ns = 0;
+  *n = 0;
+  for (size_t i = 0; i < s->n_op; i++)
+    if (cost[i].kind >> PRODUCTS & 1) {
+      ns += cost[i].ns;
+      ++*n;
+    }
+  return ns * 1e-9;
+}
+
+static bool is_exchange(const ps__step *s, const ps__vop *op) {
+  return op->stream == s->at->net && op->work.bytes > 0;
+}
+
+/* BYTES that an exchange copies each way, of which a host sends 2 (n - 1) / n. */
+static double copied_bytes(const ps__step *s, const ps__vop *op) {
+  const double n = s->spec->n_hosts;
+  return op->work.bytes * n / (2 * (n - 1));
+}
+
+static double waits_of(const ps__step *s, const ps__vop *op) {
+  return ceil(copied_bytes(s, op) / PS__NET_SEGMENT_BYTES) + PS__NET_BEHIND;
+}
+
+/* How much longer an exchange takes than alone, beside copies and host ops of @kinds. */
+static double beside_copies(const ps__cost_model *m, uint32_t kinds) {
+  const uint32_t own = 1u << H2D | 1u << D2H;
+  double most = 1;
+  for (int way = H2D; way <= D2H; way++)
+    most = larger(most, m->slower[way][kinds | own] / m->slower[way][own]);
+  return most;
+}
+
+void ps__cost_exchanges(ps__cost_model *m, const ps__step *s, ps_sim_cost *out) {
+  double n_products, waits = 0, alone = 0;
+  const double products = seconds_of_products(s, out, &n_products),
+               wait_ns = n_products > 0 ? products / n_products * 1e9 : 0;
+  for (size_t i = 0; i < s->n_op; i++)
+    if (is_exchange(s, &s->op[i])) {
+      waits += waits_of(s, &s->op[i]);
+      alone += out[i].ns;
+    }
+  for (uint32_t kinds = 0; kinds < 1u << PS_SIM_KINDS; kinds++)
+    m->exchange_slower[kinds] = beside_copies(m, kinds) +
+                                (kinds >> PRODUCTS & 1 && alone > 0 ? waits * wait_ns / alone : 0);
+  for (size_t i = 0; i < s->n_op; i++) {
+    if (!is_exchange(s, &s->op[i]) || !(out[i].ns > 0))
+      continue;
+    out[i].kind = 1u << H2D | 1u << D2H;
+    out[i].slower = m->exchange_slower;
+    add_demand(
+        &out[i], m->copy[m->at->dev[0].to_host].bus,
+        fraction(copied_bytes(s, &s->op[i]) / (out[i].ns * 1e-9), m->hw->duplex_bytes_per_s));
+  }
 }
 
 /* Sums have a speed by it, and copies and all ops on the host their contention. */

@@ -64,6 +64,7 @@ static inline bool costs_as_before(ps__cost_model *m, const ps_op_view *op,
 }
 
 void ps__step_costs(const ps__step *s, ps__cost_model *m, bool again, ps_sim_cost *out) {
+  m->over_nccl = s->spec->over_nccl && ps__exchanges(s->spec);
   for (size_t i = 0; i < s->n_op; i++) {
     const ps_op_view view = {.kernel = s->op[i].kernel,
                              .args = s->args + s->op[i].args,
@@ -74,6 +75,8 @@ void ps__step_costs(const ps__step *s, ps__cost_model *m, bool again, ps_sim_cos
     else
       assert(costs_as_before(m, &view, &out[i]));
   }
+  if (m->over_nccl)
+    ps__cost_exchanges(m, s, out);
 }
 
 /* ns of a step in the steady state, from the ends of the simulated steps. It is at least the work

@@ -157,6 +157,9 @@ typedef struct ps__cost_model {
   double fp8_slows_attention;
   /* ps_sim_cost.slower, for copies to the device, to the host, sums and the optimizer */
   double slower[PS_SIM_KINDS][1 << PS_SIM_KINDS];
+  /* over NCCL alone: products slow exchanges, by this table (ps__cost_exchanges()) */
+  bool over_nccl;
+  double exchange_slower[1 << PS_SIM_KINDS];
 } ps__cost_model;
 /* ps__cost_model_of() - @fp8: the model's products have FP8 operands. @sum_threads: that sums run
  * on; 0: as many as @n_threads. */
@@ -172,6 +175,9 @@ double ps__sum_speed(const ps_hardware *hw, uint32_t threads);
 bool ps__gpus_measured(const ps_hardware *hw, uint32_t n_devices);
 const ps_contention_rate *ps__gpus_copies(const ps_hardware *hw, uint32_t n_devices);
 void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out); /* a ps_sim_cost_fn */
+/* ps__cost_exchanges() - what exchanges over NCCL cost, once the costs of the step's compute ops
+ * are in @out, [n_op]. */
+void ps__cost_exchanges(ps__cost_model *m, const struct ps__step *s, ps_sim_cost *out);
 /* ps__costs_by_threads() - whether costs on a stream depend on the number of threads for sums. */
 bool ps__costs_by_threads(const ps__cost_model *m, uint32_t stream);
 /* ps__cost_ns() - the same of a virtual op: ns alone on the machine. @args: the kernel's arguments,

@@ -167,6 +167,7 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
   spec->one_document = plan->cfg.one_document != 0;
   spec->n_devices = plan->cfg.n_devices;
   spec->n_hosts = plan->cfg.n_hosts;
+  spec->over_nccl = ps__net_memory(plan) > 0;
   spec->ring_blocks = ps__is_ring(plan);
   spec->ring_by_host = ps__is_ring(plan) && !(plan->hw.peer_bytes_per_s > 0);
   spec->chunk_tokens = layout->chunk_tokens;

@@ -64,6 +64,7 @@ ps_status ps__spec_init_beside(ps__spec *s, const ps_model *m, const ps__layout 
   s->one_document = of->one_document;
   s->n_devices = of->n_devices;
   s->n_hosts = of->n_hosts;
+  s->over_nccl = of->over_nccl;
   s->ring_blocks = of->ring_blocks;
   s->ring_by_host = of->ring_by_host;
   s->chunk_tokens = l->chunk_tokens;

@@ -58,8 +58,10 @@ typedef struct ps__spec {
   bool ring_by_host;
   /* Hosts that train together, each with a part of the step's sequences: the program is that of one
    * of them. Totals and updates are on the host, as with several devices. A unit's total is
-   * complete when those of all hosts are added to each other (EXCHANGE). */
+   * complete when those of all hosts are added to each other (EXCHANGE).
+   * over_nccl: by way of the first device's memory (hosts/net.h), which costs depend on alone */
   uint32_t n_hosts;
+  bool over_nccl;
   /* [n_units], with several devices: each of them fetches a piece of the unit from the host and
    * sends it to the others; and each adds the contributions to a piece of the unit's total, which
    * crosses its link to the host and back once for all rounds that run at once. All sums are those
