@@ -569,6 +569,18 @@ def test_sequences_that_a_ramp_leaves_out_are_said(given):
     )
 
 
+def test_a_stage_of_a_ramp_may_be_as_large_as_a_step(given):
+    """Both leave out the third sequence. A stage that trains more than a step is refused."""
+    model, shard, folder = given
+    ramp = ("--batch-ramp", f"{2 * SEQ}:1", f"{3 * SEQ}:1", "--tokens-per-step", 3 * SEQ)
+    codes, said = end(start(model, shard, folder, *ramp))
+    assert codes == [0, 0], said
+    assert {m["tokens"] for m in map(json.loads, open(folder / "metrics.jsonl"))} == {2 * SEQ}
+    large = ("--batch-ramp", f"{4 * SEQ}:1", "--tokens-per-step", 3 * SEQ)
+    codes, said = end(start(model, shard, folder / "large", *large))
+    assert codes == [2, 2] and f"to {2 * SEQ}, the tokens per step" in said[0], said
+
+
 def test_a_cap_that_rank_0s_cut_exceeds(given):
     """Rank 1's user has given none of the options that are to be lowered."""
     model, shard, folder = given

@@ -6,6 +6,12 @@
  * nothing. */
 #include "plan/plan_impl.h"
 
+/* Sequences that a host has of the stage's step. What is less than one for each host is left out,
+ * as it is of the plan's step. */
+static uint64_t sequences_of(const ps_plan_config *c, const ps_ramp_stage *s) {
+  return s->tokens_per_step / c->seq_len / c->n_hosts;
+}
+
 static ps_status check(const ps_plan *p) {
   const ps_plan_config *c = &p->cfg;
   uint64_t steps = 0;
@@ -17,7 +23,7 @@ static ps_status check(const ps_plan *p) {
   for (uint32_t i = 0; i < c->n_ramp; i++) {
     const ps_ramp_stage *s = &c->ramp[i];
     const uint64_t least = c->n_hosts * c->seq_len, most = c->n_hosts * c->tokens_per_step;
-    if (s->tokens_per_step < least || s->tokens_per_step > most)
+    if (s->tokens_per_step < least || sequences_of(c, s) > c->tokens_per_step / c->seq_len)
       return ps__fail(PS_EINVAL,
                       "stage %u of the batch ramp has %llu tokens a step: give from %llu, one "
                       "sequence%s, to %llu, the tokens per step",
@@ -69,7 +75,7 @@ ps_status ps__plan_ramp(ps_plan *p, bool run) {
   for (uint32_t i = 0; i < p->cfg.n_ramp; i++) {
     ps__ramp *r = &p->ramp[p->n_ramp++];
     r->n_steps = p->cfg.ramp[i].n_steps;
-    r->n_sequences = p->cfg.ramp[i].tokens_per_step / p->cfg.seq_len / p->cfg.n_hosts;
+    r->n_sequences = sequences_of(&p->cfg, &p->cfg.ramp[i]);
     r->first_step = step;
     r->first_sequence = sequence;
     step += r->n_steps;
