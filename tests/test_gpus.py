@@ -32,6 +32,8 @@ ROUNDS = {"chunk_tokens": SEQ, "chunks_per_round": 1}  # 7: no multiple of 2, 3 
 SLICES = {"chunk_tokens": SEQ // 4, "chunks_per_round": 4}
 FIRST = {"chunk_tokens": SEQ, "chunks_per_round": 2, "first_round_chunks": 3}
 FIRSTS = ROUNDS | {"first_round_chunks": 2, "first_rounds": 2}
+# a round of one sequence, whose head the GPUs of a ring share: 2 chunks have 8 slices of it
+SHARED = {"chunk_tokens": 8, "chunks_per_round": 8, "head_slice_tokens": 2, "tokens_per_step": SEQ}
 VAL = {"val_tokens": 3 * SEQ, "sample_sequences": 1, "sample_context": 12}
 # what the plan has beside the batch, and the trainer
 CASES = {
@@ -45,8 +47,10 @@ CASES = {
     "beside": (ROUNDS | VAL | {"recipe": "bf16"}, {}),
     "skip": (ROUNDS | {"recipe": "fp32"}, {"non_finite": "skip"}),
     "one-sequence": (SLICES | {"recipe": "bf16", "tokens_per_step": SEQ}, {}),
+    "one-sequence-shared-head": (SHARED | {"recipe": "bf16"}, {}),
     "one-sequence-fp8": (SLICES | {"recipe": "fp8", "tokens_per_step": SEQ}, {}),
 }
+SEVERAL = ("untied", "tied", "first-rounds", "one-sequence", "one-sequence-shared-head")
 CUT = ("--tokens-per-step", 7 * SEQ, "--chunk-tokens", SEQ, "--chunks-per-round", 1)
 CPU = ("--backend", "cpu", "--threads", 2)
 
@@ -217,7 +221,7 @@ def test_bits_do_not_depend_on_the_number_of_gpus(
     name, tiny_model, tied_model, spoiled, tiny_shard, tmp_path
 ):
     tied = (tied_model, tiny_shard)
-    several = (2, 3, 4) if name in ("untied", "tied", "first-rounds", "one-sequence") else (3,)
+    several = (2, 3, 4) if name in SEVERAL else (3,)
     data = {"tied": tied, "tied-slices": tied, "skip": spoiled}.get(name, (tiny_model, tiny_shard))
     one = run_case(name, 1, *data, tmp_path)
     for gpus in several:

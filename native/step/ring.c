@@ -2,19 +2,19 @@
  * its gradient to that of the layer below. */
 #include "step/emit.h"
 #include <assert.h>
-#include <limits.h>
 
-/* The device of a ring that gets the head's next part; @n_parts: how many each has. The backward
- * passes begin on the device of the last block, and on each device before it one pass later. So the
- * next part is that of the device which is done with its parts first, if such a pass takes as long
- * as a part: that was the best of 0, 1, 2 and 4 parts (bench/log/2026-11-26-rings.md). */
-static uint32_t device_for_part(const ps__spec *spec, const uint32_t *n_parts) {
+/* The device of a ring that gets the head's next part; @n_chunks: how many each has. The backward
+ * passes begin on the device of the last block, and on each device before it one chunk later, which
+ * takes about as long as the head of two. So the next part is that of the device which is done
+ * first, counted from where its backward passes begin: the best of several factors
+ * (bench/log/2026-11-26-rings.md). */
+static uint32_t device_for_part(const ps__spec *spec, const uint32_t *n_chunks) {
   const uint32_t n = spec->n_devices, last = ps__device_of(spec, spec->n_layers, 0);
   uint32_t best = 0;
-  int least = INT_MAX;
+  int64_t least = INT64_MAX;
   for (uint32_t i = 1; i <= n; i++) {
     const uint32_t d = (last + i) % n;
-    const int late = (int)n_parts[d] - (int)(n - i);
+    const int64_t late = (int64_t)n_chunks[d] - 2 * (int64_t)(n - i);
     if (late < least) {
       best = d;
       least = late;
@@ -29,7 +29,7 @@ ps_status ps__deal_head(ps__builder *b) {
   const ps__layout *l = b->s->layout;
   const uint32_t n = l->round[0].n_chunks, additions = b->s->sums.additions;
   const bool tied = ps__tied(b->s->model);
-  uint32_t n_parts[PS_MAX_DEVICES] = {0}, device = 0;
+  uint32_t n_chunks[PS_MAX_DEVICES] = {0}, device = 0;
   uint64_t slices = 0;
   if (spec->ring_blocks == 0 || l->n_rounds > 1)
     return PS_OK;
@@ -40,11 +40,12 @@ ps_status ps__deal_head(ps__builder *b) {
     /* a tied model's final norm has contributions of chunks, and not of slices */
     const bool begins = slices % additions == 0 && (!tied || (n - 1 - c) % additions == 0);
     if (begins) {
-      device = device_for_part(spec, n_parts);
-      b->n_heads += n_parts[device]++ == 0;
+      device = device_for_part(spec, n_chunks);
+      b->n_heads += !b->has_head[device];
       b->has_head[device] = true;
     }
     b->head_at[c] = device;
+    n_chunks[device]++;
     slices += (l->chunk[c].n_tokens + spec->head_slice - 1) / spec->head_slice;
   }
   return PS_OK;
