@@ -1,5 +1,5 @@
 #!/bin/sh
-# run.sh [native] [steps] [sanitizers] - the tests that need a GPU, on an H200 in some ten minutes;
+# run.sh [native] [steps] [sanitizers] - the tests that need a GPU, on an H200 in some fifteen minutes;
 # without words all three parts. Nothing else may use the GPU, because some check times and memory.
 # A line for each test with its time, and of one that failed the end of its log. Exit code 0: all
 # passed; 77: there is no usable GPU, and why; else 1.

@@ -131,7 +131,7 @@ def test_pinned_memory_takes_no_more_tables_than_are_planned():
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT / "python")},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "python"), *sys.path])},
         )
         assert process.stdout.readline() == "ready\n"
         grown.append(in_use() - before)
