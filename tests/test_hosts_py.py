@@ -96,7 +96,8 @@ def test_what_is_refused(monkeypatch):
         Hosts(2, 2)
     for name, value in environment(rank=1, n=2, local=1).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(InvalidError, match="torchrun started 2 tasks on this host"):
+    what = "type torchrun --nproc-per-node 1 SCRIPT ..., with gpus=2 in its Plan$"
+    with pytest.raises(InvalidError, match="torchrun started 2 tasks on this host, .*" + what):
         Hosts.from_launcher()
 
 

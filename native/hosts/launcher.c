@@ -13,6 +13,7 @@ typedef struct launcher {
   const char *rank, *n;        /* both are set by this launcher alone, or by it first */
   const char *n_local, *local; /* NULL: it sets none */
   const char *one_a_host;      /* the words that start one task a host */
+  const char *binary, *script; /* more words, before a program, and before a Python script */
   const char *n_hosts;         /* more words, before the number of hosts; NULL: none */
   const char *address;         /* before that of rank 0, where hosts are several; NULL: none */
 } launcher;
@@ -22,13 +23,13 @@ typedef struct launcher {
  * task then. */
 static const launcher launchers[] = {
     {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK",
-     "torchrun --nproc-per-node 1 --no-python", NULL, NULL},
+     "torchrun --nproc-per-node 1", " --no-python", "", NULL, NULL},
     {"mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE",
-     "OMPI_COMM_WORLD_LOCAL_RANK", "mpirun -N 1", NULL, " -x MASTER_ADDR="},
+     "OMPI_COMM_WORLD_LOCAL_RANK", "mpirun -N 1", "", " python3", NULL, " -x MASTER_ADDR="},
     {"srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", NULL, "SLURM_LOCALID",
-     "srun --ntasks-per-node 1", " --ntasks ", NULL},
-    {"mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", "MPI_LOCALRANKID", "mpiexec -ppn 1",
-     " -n ", " -genv MASTER_ADDR "},
+     "srun --ntasks-per-node 1", "", " python3", " --ntasks ", NULL},
+    {"mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", "MPI_LOCALRANKID", "mpiexec -ppn 1", "",
+     " python3", " -n ", " -genv MASTER_ADDR "},
 };
 
 /* A whole number from the environment; false: there is none. */
@@ -113,11 +114,15 @@ static uint64_t tasks_on_a_host(const launcher *l) {
   return local + 1 > n ? local + 1 : n;
 }
 
+/* Whether this process is Python and runs somebody's script. */
+static bool is_script(void) { return strncmp(program_invocation_short_name, "python", 6) == 0; }
+
 /* @n tasks, @local of them on a host, should be one a host. In a batch script srun takes the number
  * of tasks from the script unless it is given, and then ignores that of a host. mpiexec starts as
  * many tasks as a host has CPUs. */
 static ps_status refuse(const launcher *l, uint64_t n, uint64_t local) {
   const char *address = getenv("MASTER_ADDR");
+  const bool script = is_script();
   uint64_t hosts = (n + local - 1) / local;
   char count[32] = "";
   if (strcmp(l->name, "srun") == 0)
@@ -127,10 +132,12 @@ static ps_status refuse(const launcher *l, uint64_t n, uint64_t local) {
   address = !l->address || hosts < 2 ? "" : address ? address : "HOST0";
   return ps__fail(PS_EINVAL,
                   "%s started %llu tasks on %s, and penstock takes one a host, which "
-                  "drives all its GPUs: type %s%s%s%.255s penstock train --gpus %llu ...",
+                  "drives all its GPUs: type %s%s%s%.255s%s %s%llu%s",
                   l->name, (unsigned long long)local, here(l, local), l->one_a_host, count,
-                  *address ? l->address : "", address,
-                  (unsigned long long)(local < PS_MAX_DEVICES ? local : PS_MAX_DEVICES));
+                  *address ? l->address : "", address, script ? l->script : l->binary,
+                  script ? "SCRIPT ..., with gpus=" : "penstock train --gpus ",
+                  (unsigned long long)(local < PS_MAX_DEVICES ? local : PS_MAX_DEVICES),
+                  script ? " in its Plan" : " ...");
 }
 
 ps_status ps_hosts_task_find(ps_hosts_task *t) {
