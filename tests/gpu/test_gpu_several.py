@@ -40,12 +40,14 @@ def weights_after(steps, gpus, model, shard, folder, *more):
 
 ROUNDS = ("--chunk-tokens", SEQ, "--chunks-per-round", 1)
 SLICES = ("--seq-len", 4 * SEQ, "--tokens-per-step", 4 * SEQ, "--chunk-tokens", SEQ)
+# a chunk has 8 slices of the head: a contribution, so the GPUs share the head
+SHARED = (*SLICES, "--head-slice-tokens", SEQ // 8)
 
 
 @pytest.mark.parametrize(
     "cut,layout",
-    [(ROUNDS, "data-parallel"), (ROUNDS, "ring"), (SLICES, "ring")],
-    ids=["rounds", "ring", "one sequence in a ring"],
+    [(ROUNDS, "data-parallel"), (ROUNDS, "ring"), (SLICES, "ring"), (SHARED, "ring")],
+    ids=["rounds", "ring", "one sequence in a ring", "one sequence and a shared head"],
 )
 def test_the_weights_are_the_same_bits_on_one_gpu_and_on_two(
     cut, layout, two, tiny_model, tiny_shard, tmp_path
