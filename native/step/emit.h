@@ -118,8 +118,9 @@ typedef struct ps__builder {
   ps__in_flight flight[PS_MAX_DEVICES]; /* [n_devices]: as many rounds run at once */
   ps__on_device *on;                    /* device and round of the ops that are emitted now */
   ps__in_flight *in;
-  /* of a ring's step of one round: the device of each chunk's head, [chunks of the round]; which
-   * devices have some, and how many. NULL: each round has one device (ps__deal_head()) */
+  /* of a ring's step of one round: the device of each chunk's head, [chunks of the round]; the
+   * devices that run the head of a chunk, and their number. NULL: a round's head is on one device
+   * (ps__deal_head()) */
   uint32_t *head_at, n_heads;
   bool has_head[PS_MAX_DEVICES];
   uint32_t embedded;       /* rounds whose embedding's contributions were added */
@@ -281,9 +282,9 @@ void ps__embed_forward(ps__builder *b, uint32_t c);
 void ps__embed_backward(ps__builder *b, uint32_t c);
 
 /* ---- a ring (ring.c) ------------------------------------------------------------------------- */
-/* ps__deal_head() - sets @head_at. The head is cut into parts: the fewest chunks that give whole
- * contributions to all its units. So the contributions are those of one device, and in the same
- * order. Errors: PS_ENOMEM.
+/* ps__deal_head() - sets @head_at. A device gets sections of consecutive chunks. A section is the
+ * fewest chunks after which the running contributions of all units that the head adds to are
+ * complete. So the contributions are those of one device, and in the same order. Errors: PS_ENOMEM.
  * ps__head_goes_on() - whether the head of chunk @c is on another device than that of chunk c + 1,
  * which comes before it.
  * ps__is_handed_on() - whether another device than that of chunk @c's layer @layer makes what it

@@ -3,12 +3,13 @@
 #include "step/emit.h"
 #include <assert.h>
 
-/* The device of a ring that gets the head's next part; @n_chunks: how many each has. The backward
- * passes begin on the device of the last block, and on each device before it one chunk later, which
- * takes about as long as the head of two. So the next part is that of the device which is done
- * first, counted from where its backward passes begin: the best of several factors
- * (bench/log/2026-11-26-rings.md). */
-static uint32_t device_for_part(const ps__spec *spec, const uint32_t *n_chunks) {
+/* The device of a ring that gets the head's next section: the one with the most time left between
+ * its share of the head and its first backward pass. The device of the last block begins with
+ * those, and each device before it begins one chunk later than the next (with one block in turn, as
+ * plans have it). That is worth the head of two chunks: of several numbers none is clearly better
+ * (bench/log/2026-11-26-rings.md).
+ * @n_chunks  how many chunks each device has */
+static uint32_t device_for_section(const ps__spec *spec, const uint32_t *n_chunks) {
   const uint32_t n = spec->n_devices, last = ps__device_of(spec, spec->n_layers, 0);
   uint32_t best = 0;
   int64_t least = INT64_MAX;
@@ -23,12 +24,21 @@ static uint32_t device_for_part(const ps__spec *spec, const uint32_t *n_chunks) 
   return best;
 }
 
+/* Whether the head adds to the gradient of a unit: of its own, or of a tied model's table. */
+static bool head_has_gradients(const ps_model *m) {
+  const ps__layer *head = &m->layer[ps__head_layer(m)];
+  bool any = ps__tied(m) && m->unit[0].by_slice;
+  for (uint32_t u = head->first_unit; u < head->first_unit + head->n_units; u++)
+    any |= m->unit[u].by_slice || m->unit[u].by_chunk;
+  return any;
+}
+
 /* The chunks come from the last to the first, as their backward passes do. */
 ps_status ps__deal_head(ps__builder *b) {
   const ps__spec *spec = b->s->spec;
   const ps__layout *l = b->s->layout;
   const uint32_t n = l->round[0].n_chunks, additions = b->s->sums.additions;
-  const bool tied = ps__tied(b->s->model);
+  const bool tied = ps__tied(b->s->model), gradients = head_has_gradients(b->s->model);
   uint32_t n_chunks[PS_MAX_DEVICES] = {0}, device = 0;
   uint64_t slices = 0;
   if (spec->ring_blocks == 0 || l->n_rounds > 1)
@@ -38,9 +48,10 @@ ps_status ps__deal_head(ps__builder *b) {
     return ps__fail(PS_ENOMEM, "out of memory for a round of %u chunks", n);
   for (uint32_t c = n; c-- > 0;) {
     /* a tied model's final norm has contributions of chunks, and not of slices */
-    const bool begins = slices % additions == 0 && (!tied || (n - 1 - c) % additions == 0);
+    const bool begins =
+        !gradients || (slices % additions == 0 && (!tied || (n - 1 - c) % additions == 0));
     if (begins) {
-      device = device_for_part(spec, n_chunks);
+      device = device_for_section(spec, n_chunks);
       b->n_heads += !b->has_head[device];
       b->has_head[device] = true;
     }

@@ -462,16 +462,28 @@ static uint32_t devices_of_head(const ps__step *s) {
   return n;
 }
 
-/* In a ring: one device has a head of one part, and several have one of more. */
-static void check_heads(const ps__step *s, uint32_t parts) {
-  const uint32_t n = devices_of_head(s), most = parts < s->at->n_devices ? parts : s->at->n_devices;
-  CHECK(n <= most && (parts == 1 || n > 1));
+/* In a ring: one device has a head of one section, and several have one of more. */
+static void check_heads(const ps__step *s, uint32_t sections) {
+  const uint32_t n = devices_of_head(s),
+                 most = sections < s->at->n_devices ? sections : s->at->n_devices;
+  CHECK(n <= most && (sections == 1 || n > 1));
+}
+
+/* 18 chunks in sections of 4, on two devices: they take turns, and the device that has not the last
+ * block begins, and has the last section of 2 chunks too. */
+static void check_turns(const ps__step *s) {
+  const uint32_t last = ps__device_of(s->spec, s->spec->n_layers, 0);
+  for (size_t i = 0; i < s->n_op; i++)
+    for (uint32_t d = 0; d < 2; d++)
+      CHECK(s->op[i].stream != s->at->dev[d].compute || s->op[i].tag.phase != PS__PHASE_HEAD ||
+            s->op[i].tag.chunk < 0 ||
+            d == (last + 1 + (17 - (uint32_t)s->op[i].tag.chunk) / 4) % 2);
 }
 
 /* @n_specs random specs give the bits of everything on the device.
- * @parts  0: specs of any layout; else of a ring whose head has so many parts */
+ * @sections  0: specs of any layout; else of a ring whose head has so many */
 static void check_specs(const model *m, const shape *sh, ps_plan_config cfg, int n_specs,
-                        uint32_t parts, uint64_t *state) {
+                        uint32_t sections, uint64_t *state) {
   ps_hardware hw = {.struct_bytes = sizeof hw};
   CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
   cfg.seq_len = sh->seq_len;
@@ -494,10 +506,12 @@ static void check_specs(const model *m, const shape *sh, ps_plan_config cfg, int
   for (int i = 0; i < n_specs; i++) {
     do
       randomize(&spec, m, &layout, state);
-    while (parts && !spec.ring_blocks);
+    while (sections && !spec.ring_blocks);
     CHECK(ps__plan_from_spec(&plan, &m->cfg, &cfg, &hw, &spec) == PS_OK);
-    if (parts)
-      check_heads(&plan->step, parts);
+    if (sections)
+      check_heads(&plan->step, sections);
+    if (sections == 5 && layout.n_chunks == 18 && spec.n_devices == 2)
+      check_turns(&plan->step);
     check_step(&plan->step);
     check_tight(&plan->step);
     check_pieces_stay(&plan->step);
@@ -534,13 +548,18 @@ static uint32_t run_case(uint32_t idx, int n_specs, uint64_t *state) {
   return (uint32_t)n_specs;
 }
 
-/* Steps of one round, whose head the devices of a ring share: in parts of whole contributions, each
- * of PS__MOST_ADDITIONS slices; of a tied model of as many chunks, too. The fourth shape's first
- * chunk in the head's order is one slice, so no part but the last ends with a chunk. */
+static uint32_t layout_chunks(const shape *sh) {
+  return sh->n_sequences * ((sh->seq_len + sh->chunk_tokens - 1) / sh->chunk_tokens);
+}
+
+/* Steps of one round, whose head the devices of a ring share: in sections of whole contributions,
+ * each of PS__MOST_ADDITIONS slices; of a tied model of as many chunks, too. Where the head has no
+ * gradients, a section is a chunk. The fourth shape's first chunk in the head's order is one slice,
+ * so no contribution but the last ends with a chunk. */
 static void test_shared_head(int n_specs, uint64_t *state) {
   static const struct {
     shape sh;
-    uint32_t slice, recipe, parts, parts_tied;
+    uint32_t slice, recipe, sections, sections_tied;
   } cases[] = {
       {{72, 1, 4, 18, 0, 0}, 2, PS_RECIPE_BF16, 5, 3},
       {{72, 1, 4, 18, 0, 0}, 4, PS_RECIPE_FP32_MASTER, 3, 3},
@@ -560,7 +579,10 @@ static void test_shared_head(int n_specs, uint64_t *state) {
       if (cases[i].recipe >= PS_RECIPE_FP8 && m->lora.rank)
         continue;
       check_specs(m, &cases[i].sh, cfg, n_specs,
-                  m->cfg.tied_embeddings ? cases[i].parts_tied : cases[i].parts, state);
+                  m->lora.rank             ? layout_chunks(&cases[i].sh)
+                  : m->cfg.tied_embeddings ? cases[i].sections_tied
+                                           : cases[i].sections,
+                  state);
     }
   printf("ok devices of a ring share the head of one round\n");
 }
