@@ -1,6 +1,6 @@
 /* net.c - sums over NCCL, by way of the device's memory.
  *
- * Segment k of the host's data takes this way, each part on a lane of its own:
+ * Segment k of the host's data takes this way, by the lanes that are named:
  *   in    copied to a buffer on the device
  *   net   slice r goes to rank r, and this rank's slice comes from all others
  *   add   the kernel adds this rank's slice, while the net lane exchanges the data of segment k + 1

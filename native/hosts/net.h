@@ -14,10 +14,12 @@
 
 /* A lane is a queue of the device. What is queued on one lane runs in order. NCCL has one. */
 enum { PS__LANE_IN, PS__LANE_NET, PS__LANE_ADD, PS__LANE_OUT, PS__N_LANES };
-/* How many segments behind its data a segment's sums are exchanged: those between are added. */
+/* The sums of segment k are exchanged together with the data of segment k + 2; segment k + 1 is
+ * added meanwhile. */
 enum { PS__NET_BEHIND = 2 };
-/* Buffers of segments in device memory. At a time one segment comes in, the data of the next one
- * are exchanged, this rank's slice of the next is added, its sums go out, and one is copied out. */
+/* Buffers of segments in device memory. At a time segment k + 1 comes in, the data of k are
+ * exchanged, this rank's slice of k - 1 is added, the sums of k - 2 are exchanged, and k - 3 is
+ * copied out. */
 enum { PS__NET_BUFFERS = 5 };
 /* The marks of each buffer: its copy in has ended, the others' data are there, this rank's slice is
  * added, all sums are there, its copy out has ended. */
@@ -77,8 +79,9 @@ typedef struct ps__net_device {
 
 /* ---- memory ---------------------------------------------------------------------------------- */
 
-/* A segment: a slice for each host. Each costs a wait for a product to end, so larger ones take
- * less time beside products, and more memory (bench/log/2026-11-25-two-gpus.md). */
+/* A segment: a slice for each host. Each costs a wait for a product to end. Larger ones have fewer
+ * waits, take more memory, and fill the lanes later: alone, exchanges of 64 MiB had 27 GB/s where
+ * those of 32 MiB had 30 (bench/log/2026-11-25-two-gpus.md). */
 enum { PS__NET_SEGMENT_BYTES = 64 << 20 };
 static inline uint64_t ps__net_slice_bytes(uint32_t n_hosts, uint64_t segment_bytes) {
   return segment_bytes / n_hosts / 256 * 256;

@@ -393,22 +393,14 @@ static void device_op_demands(const ps__cost_model *m, const ps_op_view *op, ps_
 
 /* ---- exchanges over NCCL --------------------------------------------------------------------- */
 
-/* Totals come from the host and go back there, so an exchange is a copy both ways: it shares the
- * first device's link, and slows host ops as copies do. Its rate was measured with both copies.
- * What else is on its way slows it as it slows the copy that is slowed more.
- * Products take all SMs, so each segment waits for one to end (hosts/net.h). The next segment is
- * ready by then, and waits for the next product: so a wait is the mean product. On two H200s 27
- * kernels of an exchange, each with a wait of its own, took 75 ms beside products of 2.7 ms
- * (bench/log/2026-11-25-two-gpus.md). */
-static double seconds_of_products(const ps__step *s, const ps_sim_cost *cost, double *n) {
-  double ns = 0;
-  *n = 0;
+static double mean_product_ns(const ps__step *s, const ps_sim_cost *cost) {
+  double ns = 0, n = 0;
   for (size_t i = 0; i < s->n_op; i++)
     if (cost[i].kind >> PRODUCTS & 1) {
       ns += cost[i].ns;
-      ++*n;
+      n++;
     }
-  return ns * 1e-9;
+  return n > 0 ? ns / n : 0;
 }
 
 static bool is_exchange(const ps__step *s, const ps__vop *op) {
@@ -434,10 +426,20 @@ static double beside_copies(const ps__cost_model *m, uint32_t kinds) {
   return most;
 }
 
+/* Totals come from the host and go back there, so an exchange is a copy both ways: it shares the
+ * first device's link, and slows host ops as copies do, where contention was measured. Its rate was
+ * measured with both copies. What else is on its way slows it as it slows the copy that is slowed
+ * more.
+ * Products take all SMs, so each segment waits for one to end (hosts/net.h). The next segment is
+ * ready by then, and waits for the next product: so a wait is the mean product. On two H200s 27
+ * kernels of an exchange, each with a wait of its own, took 75 ms beside products of 2.7 ms
+ * (bench/log/2026-11-25-two-gpus.md). The waits of all exchanges are spread over them by their time
+ * alone. Without a rate of the network exchanges take no time, and wait for nothing. */
 void ps__cost_exchanges(ps__cost_model *m, const ps__step *s, ps_sim_cost *out) {
-  double n_products, waits = 0, alone = 0;
-  const double products = seconds_of_products(s, out, &n_products),
-               wait_ns = n_products > 0 ? products / n_products * 1e9 : 0;
+  const double wait_ns = mean_product_ns(s, out);
+  double waits = 0, alone = 0;
+  if (!(m->hw->network_bytes_per_s > 0))
+    return;
   for (size_t i = 0; i < s->n_op; i++)
     if (is_exchange(s, &s->op[i])) {
       waits += waits_of(s, &s->op[i]);

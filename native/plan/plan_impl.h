@@ -155,7 +155,8 @@ typedef struct ps__cost_model {
   /* the fraction of its speed that attention of a sequence of 8,192 loses beside FP8 products; 0:
    * the model has none */
   double fp8_slows_attention;
-  /* ps_sim_cost.slower, for copies to the device, to the host, sums and the optimizer */
+  /* ps_sim_cost.slower, for copies to the device, to the host, sums and the optimizer; of products
+   * none */
   double slower[PS_SIM_KINDS][1 << PS_SIM_KINDS];
   /* over NCCL alone: products slow exchanges, by this table (ps__cost_exchanges()) */
   bool over_nccl;

@@ -23,7 +23,8 @@ static ps_status check(const ps_plan *p) {
   for (uint32_t i = 0; i < c->n_ramp; i++) {
     const ps_ramp_stage *s = &c->ramp[i];
     const uint64_t least = c->n_hosts * c->seq_len, most = c->n_hosts * c->tokens_per_step;
-    if (s->tokens_per_step < least || sequences_of(c, s) > c->tokens_per_step / c->seq_len)
+    if (s->tokens_per_step < least || sequences_of(c, s) > c->tokens_per_step / c->seq_len ||
+        (c->n_hosts < 2 && s->tokens_per_step > most))
       return ps__fail(PS_EINVAL,
                       "stage %u of the batch ramp has %llu tokens a step: give from %llu, one "
                       "sequence%s, to %llu, the tokens per step",
