@@ -7,7 +7,7 @@
 #   BLAS_PYTHON  the interpreter that has that wheel (default: that of $(VENV), which is made when missing)
 #   CUDA    auto (where nvcc is found, default) | 1 | 0      CUDA_HOME  the toolkit, 12.4 or newer (default: that of nvcc)
 #   CUDA_ARCH  compute capabilities as "80 86 89 90 100 120" or all (default: of the GPUs here, else 80, which
-#           newer GPUs translate at first use)
+#           newer GPUs translate at first use)      ARCHS  those of cuda-archs (default: 89 120)
 #   CUBLAS_PYTHON  the interpreter that has NVIDIA's cuBLAS wheel, where the toolkit comes without cuBLAS (default: that of $(VENV),
 #           which gets it)
 #   CUDNN   1 (with CUDA, default) | 0: build without attention on GPUs      CXX, CXXFLAGS  its C++ compiler and flags (default: -O1)
@@ -120,6 +120,10 @@ CU_SRC := $(filter-out $(if $(FLASH_ATTN_1),,%/attention_flash.cu) $(if $(FLASH_
 # An installed package lies beside NVIDIA's wheels: site-packages/penstock/_native and site-packages/nvidia.
 NVIDIA_WHEELS := :$$ORIGIN/../../nvidia/cu$(CUDA_MAJOR)/lib:$$ORIGIN/../../nvidia/cublas/lib:$$ORIGIN/../../nvidia/cudnn/lib:$$ORIGIN/../../nvidia/nccl/lib
 CU_OBJ := $(CU_SRC:%.cu=$(BUILD)/obj/%.o)
+# Objects of cuda-archs, which nothing links: a library of all of them would be three times as large.
+ARCHS ?= 89 120
+ARCHS_OBJ := $(CU_SRC:%.cu=$(BUILD)/archs/%.o)
+ARCHS_NVCCFLAGS = $(subst $(GENCODE),$(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=sm_$(a)),$(PS_NVCCFLAGS))
 # Attention through cuDNN: headers under $(BUILD)/cudnn/include (the frontend counts on that name), its libraries, which are opened at run time, beside ours.
 ifeq ($(CUDNN),1)
 CUDNN_STAMP := $(BUILD)/cudnn/include/cudnn_frontend.h
@@ -188,7 +192,7 @@ STAMP_link := $(call stamp,link)
 # Links beside our library to others that are gone (upgraded, removed): what made them is made again.
 DANGLING := $(shell find -L '$(BUILD)/lib' -maxdepth 1 -type l 2>/dev/null)
 
-.PHONY: FORCE all lib help format native-tests fuzz-programs bench-programs venv venv-test python wheel lock demo test test-long golden test-gpu test-sanitize clean
+.PHONY: FORCE all lib help format native-tests fuzz-programs bench-programs cuda-archs venv venv-test python wheel lock demo test test-long golden test-gpu test-sanitize clean
 .DELETE_ON_ERROR:
 
 all: $(LIB) $(BIN) $(CDEF) ## the library libpenstock and the binary penstock
@@ -196,6 +200,7 @@ lib: $(LIB) $(CDEF) ## the library only, and its declarations for Python
 native-tests: $(TEST_BIN) $(BUILD)/tests/libops_shim.so $(BUILD)/tests/libops_shim_base.so $(BUILD)/tests/libdisk_shim.so $(BUILD)/tests/libfake_nccl.so $(AVX2_LIB) $(BUILD)/bench/limit $(BUILD)/bench/gaps $(BUILD)/bench/gpus ## build the native test programs
 fuzz-programs: $(FUZZ_BIN) ## build the fuzz targets (tests/fuzz/driver.c says how to run them at length)
 bench-programs: $(BENCH_BIN) ## build the native benchmark programs
+cuda-archs: $(ARCHS_OBJ) ## compile the kernels for GPUs that nobody has run them on, and link nothing (ARCHS="89 120")
 venv: $(VENV)/.done-requirements-runtime.txt ## the Python environment the demo needs
 venv-test: $(VENV_TEST)/.done-references ## another one with the tests' references
 demo: all venv ## train a small model on this Python's own sources under two memory caps (TEXT="files": on yours)
@@ -320,6 +325,9 @@ FORCE:
 $(BUILD)/obj/%.o: %.cu $(STAMP_cu) | $(CUBLAS_STAMP)
 	@mkdir -p $(dir $@)
 	$(call run,NVCC,$<)$(NVCC) $(PS_NVCCFLAGS) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+$(BUILD)/archs/%.o: %.cu $(STAMP_cu) | $(CUBLAS_STAMP)
+	@mkdir -p $(dir $@)
+	$(call run,NVCC,$< for $(ARCHS))$(NVCC) $(ARCHS_NVCCFLAGS) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 $(BUILD)/obj/%.o: %.cpp $(STAMP_cxx) | $(CUDNN_STAMP)
 	@mkdir -p $(dir $@)
 	$(call run,CXX,$<)$(CXX) $(PS_CPPFLAGS) -isystem $(BUILD)/cudnn/include $(CPPFLAGS) $(PS_CXXFLAGS) $(CXXFLAGS) -MMD -MP -c $< -o $@
@@ -388,4 +396,4 @@ $(BENCH_BIN): $(BUILD)/bench/%: $(BUILD)/obj/bench/%.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
 	$(call run,LINK,$@)$(CC) $(PS_LDFLAGS) $(LDFLAGS) -Wl,-rpath,'$$ORIGIN/../lib' -o $@ $(filter %.o,$^) $(ARCHIVE) $(PS_LDLIBS) $(BENCH_LDLIBS) $(LDLIBS)
 
--include $(LIB_OBJ:.o=.d) $(DRAW_SETS:.o=.d) $(BUILD)/obj/tests/native/ops_shim.d $(OP_CASES:%.c=$(BUILD)/obj/%.d) $(BUILD)/obj/tests/native/attention_standin.d $(CLI_OBJ:.o=.d) $(TEST_SRC:%.c=$(BUILD)/obj/%.d) $(BENCH_SRC:%.c=$(BUILD)/obj/%.d) $(FUZZ_BIN:$(BUILD)/%=$(BUILD)/obj/tests/%.d)
+-include $(LIB_OBJ:.o=.d) $(ARCHS_OBJ:.o=.d) $(DRAW_SETS:.o=.d) $(BUILD)/obj/tests/native/ops_shim.d $(OP_CASES:%.c=$(BUILD)/obj/%.d) $(BUILD)/obj/tests/native/attention_standin.d $(CLI_OBJ:.o=.d) $(TEST_SRC:%.c=$(BUILD)/obj/%.d) $(BENCH_SRC:%.c=$(BUILD)/obj/%.d) $(FUZZ_BIN:$(BUILD)/%=$(BUILD)/obj/tests/%.d)
