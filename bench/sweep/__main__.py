@@ -19,6 +19,7 @@ Python's standard library alone.
 """
 
 import argparse
+import json
 import signal
 import sys
 import time
@@ -91,6 +92,7 @@ class Progress:
         row = {
             "case": case.label(),
             **case.parameters(),
+            "config": json.loads(case.config),
             "machine": self.machine_of(case),
             **row,
             "versions": self.versions,
