@@ -48,6 +48,7 @@ CASES = {
     "skip": (ROUNDS | {"recipe": "fp32"}, {"non_finite": "skip"}),
     "one-sequence": (SLICES | {"recipe": "bf16", "tokens_per_step": SEQ}, {}),
     "one-sequence-shared-head": (SHARED | {"recipe": "bf16"}, {}),
+    "beside-shared-head": (SHARED | VAL | {"recipe": "bf16"}, {}),
     "one-sequence-fp8": (SLICES | {"recipe": "fp8", "tokens_per_step": SEQ}, {}),
 }
 SEVERAL = ("untied", "tied", "first-rounds", "one-sequence", "one-sequence-shared-head")
@@ -203,7 +204,7 @@ def run_case(name, gpus, model, shard, folder, layout="data-parallel"):
         **{"tokens_per_step": 7 * SEQ} | planned,
     )
     beside = {}
-    if name == "beside":
+    if name.startswith("beside"):
         settings = settings | {"val": str(shard)}
         prompts = {"prompts": [[1, 2, 3]], "max_new_tokens": 5}
         beside = {"validate_every": 2, "sample_every": 2, "samples": prompts}
@@ -230,7 +231,7 @@ def test_bits_do_not_depend_on_the_number_of_gpus(
     assert len({f[2] for f in one[0]}) == STEPS
     if name == "skip":
         assert [f[4] for f in one[0]] == [0, 1, 1] and one[0][1][2] == "nan"
-    if name == "beside":
+    if name.startswith("beside"):
         assert [len(f) for f in one[0]] == [6, 7, 6] and one[0][1][5]
 
 

@@ -44,8 +44,7 @@ def environment(launcher="torchrun", rank=0, n=2, local=0, port=29500, **more):
 def words(model, shard, folder, *more):
     cut = ("--chunk-tokens", SEQ, "--chunks-per-round", 1, "--tokens-per-step", 4 * SEQ)
     rest = ("--backend", "cpu", "--threads", 1, "--hosts-wait", 20, "--run-dir", folder)
-    if "--tokens-per-step" in more:
-        cut = cut[:4]
+    cut = [w for i, w in enumerate(cut) if cut[i // 2 * 2] not in more]
     given = ("--model", model, "--data", shard, "--seq-len", SEQ, *cut, *rest, "--quiet")
     return [str(w) for w in (BINARY, "train", *given, "--steps", STEPS, *more)]
 
@@ -109,6 +108,15 @@ def test_bits_do_not_depend_on_the_gpus_of_a_host(recipe, tiny_model, tiny_shard
     one = trained(tiny_model, tiny_shard, tmp_path / "1", *more)
     assert trained(tiny_model, tiny_shard, tmp_path / "2", *more, "--gpus", 2) == one
     assert one[0] == [(4 * SEQ, 4 * SEQ)] * STEPS and len(set(one[1][0])) == STEPS
+
+
+def test_bits_do_not_depend_on_a_ring_whose_gpus_share_the_head(tiny_model, tiny_shard, tmp_path):
+    """Each host has one sequence of 8 chunks, and two of them end with 8 slices of the head."""
+    cut = ("--tokens-per-step", 2 * SEQ, "--chunk-tokens", SEQ // 8, "--chunks-per-round", 8)
+    more = ("--recipe", "bf16", *cut, "--head-slice-tokens", SEQ // 32)
+    one = trained(tiny_model, tiny_shard, tmp_path / "1", *more)
+    ring = ("--gpus", 2, "--layout", "ring")
+    assert trained(tiny_model, tiny_shard, tmp_path / "2", *more, *ring) == one
 
 
 def test_two_hosts_of_one_contribution_have_one_hosts_weights(tiny_model, tiny_shard, tmp_path):

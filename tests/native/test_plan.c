@@ -560,13 +560,16 @@ static void test_shared_head(int n_specs, uint64_t *state) {
   static const struct {
     shape sh;
     uint32_t slice, recipe, sections, sections_tied;
+    bool fp8_head;
   } cases[] = {
-      {{72, 1, 4, 18, 0, 0}, 2, PS_RECIPE_BF16, 5, 3},
-      {{72, 1, 4, 18, 0, 0}, 4, PS_RECIPE_FP32_MASTER, 3, 3},
-      {{9, 17, 9, 17, 0, 0}, 3, PS_RECIPE_BF16, 3, 3},
-      {{38, 1, 4, 10, 0, 0}, 2, PS_RECIPE_BF16, 1, 1},
-      {{72, 1, 4, 18, 0, 0}, 2, PS_RECIPE_FP32, 1, 1},
-      {{144, 1, 16, 9, 0, 0}, 16, PS_RECIPE_FP8, 2, 2},
+      {{72, 1, 4, 18, 0, 0}, 2, PS_RECIPE_BF16, 5, 3, false},
+      {{72, 1, 4, 18, 0, 0}, 4, PS_RECIPE_FP32_MASTER, 3, 3, false},
+      {{9, 17, 9, 17, 0, 0}, 3, PS_RECIPE_BF16, 3, 3, false},
+      {{38, 1, 4, 10, 0, 0}, 2, PS_RECIPE_BF16, 1, 1, false},
+      {{72, 1, 4, 18, 0, 0}, 2, PS_RECIPE_FP32, 1, 1, false},
+      {{160, 1, 4, 40, 0, 0}, 1, PS_RECIPE_BF16, 20, 5, false}, /* totals with low bytes */
+      {{144, 1, 16, 9, 0, 0}, 16, PS_RECIPE_FP8, 2, 2, false},
+      {{144, 1, 16, 9, 0, 0}, 16, PS_RECIPE_FP8, 2, 2, true},
   };
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
     for (uint32_t k = 0; k < N_MODELS; k++) {
@@ -574,6 +577,7 @@ static void test_shared_head(int n_specs, uint64_t *state) {
       const ps_plan_config cfg = {.struct_bytes = sizeof cfg,
                                   .recipe = cases[i].recipe,
                                   .head_slice_tokens = cases[i].slice,
+                                  .fp8_head = cases[i].fp8_head,
                                   .clip = (i + k) % 2,
                                   .n_threads = 2};
       if (cases[i].recipe >= PS_RECIPE_FP8 && m->lora.rank)
