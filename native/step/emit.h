@@ -293,9 +293,9 @@ void ps__embed_backward(ps__builder *b, uint32_t c);
  * that is another one: in->x[c] or, backward, in->dy[c] becomes a copy there.
  * @lag  chunk passes after which the running device's own is free
  * ps__make_room() - at the start of block @layer's pass: memory for what the running device is
- * handed next. It must not be memory of the running pass: what sends it may be ahead by some
- * chunks, and would wait for this pass to end. In a ring of fewer rounds than devices; with as many
- * rounds the order of passes does it. */
+ * handed next, for a block or for its share of the head. It must not be memory of the running pass:
+ * what sends it may be ahead by some chunks, and would wait for this pass to end. In a ring of
+ * fewer rounds than devices; with as many rounds the order of passes does it. */
 ps_status ps__deal_head(ps__builder *b);
 bool ps__head_goes_on(const ps__builder *b, uint32_t c);
 bool ps__is_handed_on(ps__builder *b, uint32_t layer, bool backward, uint32_t c);

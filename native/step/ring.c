@@ -88,16 +88,21 @@ static uint32_t next_block(ps__builder *b, uint32_t layer, bool backward) {
   return layer >= first && layer <= b->s->spec->n_layers ? layer : 0;
 }
 
+/* Whether the running device has chunk @c of a shared head, and another one hands it on. */
+static bool awaits_head(ps__builder *b, uint32_t c) {
+  return b->head_at && &b->dev[b->head_at[c]] == b->on &&
+         ps__is_handed_on(b, ps__head_layer(b->s->model), false, c);
+}
+
 void ps__make_room(ps__builder *b, uint32_t layer, bool backward) {
   const ps__spec *spec = b->s->spec;
   const ps__layer_def *d = ps__layer_of(b->s->model, layer);
   const bool ahead =
       spec->ring_blocks && spec->saved_lag > 0 && b->s->layout->n_rounds < ps__n_devices(b);
-  if (!ahead || !next_block(b, layer, backward))
-    return;
-  for (uint32_t c = 0; c < b->in->round->n_chunks; c++) {
+  const bool block = ahead && next_block(b, layer, backward);
+  for (uint32_t c = 0; ahead && c < b->in->round->n_chunks; c++) {
     uint32_t *room = room_of(b, backward, b->on, c);
-    if (*room == PS__NO_VT)
+    if (*room == PS__NO_VT && (block || (!backward && awaits_head(b, c))))
       *room = ps__vt_new(b, b->on->at.place,
                          d->tensor[d->input].row_bytes * ps__chunk_of(b, c)->n_tokens);
   }
