@@ -118,10 +118,10 @@ typedef struct ps__builder {
   ps__in_flight flight[PS_MAX_DEVICES]; /* [n_devices]: as many rounds run at once */
   ps__on_device *on;                    /* device and round of the ops that are emitted now */
   ps__in_flight *in;
-  /* of a ring's step of one round: the device of each chunk's head, [chunks of the round]; the
-   * devices that run the head of a chunk, and their number. NULL: a round's head is on one device
+  /* of a ring's step of one round: the device of each chunk's head, [chunks of the round], and
+   * which devices run the head of a chunk. NULL: a round's head is on one device
    * (ps__deal_head()) */
-  uint32_t *head_at, n_heads;
+  uint32_t *head_at;
   bool has_head[PS_MAX_DEVICES];
   uint32_t embedded;       /* rounds whose embedding's contributions were added */
   ps__unit_progress *unit; /* [n_units] */
@@ -157,7 +157,12 @@ static inline uint32_t ps__n_running(const ps__builder *b, uint32_t idx) {
 static inline ps__on_device *ps__at_layer(ps__builder *b, const ps__in_flight *in, uint32_t layer) {
   return &b->dev[ps__device_of(b->s->spec, layer, (uint32_t)(in - b->flight))];
 }
-/* ps__at_chunk() - the same for chunk @c of the round. */
+/* ps__is_shared() - whether the devices of a ring share the layer pass: it is the head of one
+ * round. */
+static inline bool ps__is_shared(const ps__builder *b, const ps__pass *v) {
+  return b->head_at && v->kind == PS__PASS_HEAD;
+}
+/* ps__at_chunk() - the same as ps__at_layer() for chunk @c of the round. */
 static inline ps__on_device *ps__at_chunk(ps__builder *b, const ps__in_flight *in, uint32_t layer,
                                           uint32_t c) {
   if (b->head_at && layer == ps__head_layer(b->s->model))

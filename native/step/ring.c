@@ -52,7 +52,6 @@ ps_status ps__deal_head(ps__builder *b) {
         !gradients || (slices % additions == 0 && (!tied || (n - 1 - c) % additions == 0));
     if (begins) {
       device = device_for_section(spec, n_chunks);
-      b->n_heads += !b->has_head[device];
       b->has_head[device] = true;
     }
     b->head_at[c] = device;

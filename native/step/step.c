@@ -213,7 +213,7 @@ static void head_pass(ps__builder *b) {
 
 /* The pass of a head that devices share ends on all of them. */
 static void end_pass(ps__builder *b, const ps__in_flight *in) {
-  const bool shared = b->head_at && in->now->kind == PS__PASS_HEAD;
+  const bool shared = ps__is_shared(b, in->now);
   for (uint32_t d = 0; d < (shared ? ps__n_devices(b) : 1); d++) {
     if (shared && !b->has_head[d])
       continue;

@@ -112,7 +112,7 @@ static inline bool ps__weights_stay(const ps__spec *s, uint32_t unit) {
 }
 /* ps__device_of() - the device that runs @layer for a round r, where @at is r mod n_devices. In a
  * ring a device runs its blocks for all rounds, the one of the first block the embedding too, and
- * the head is dealt by rounds; of one round by parts (ps__deal_head()).
+ * the head is dealt by rounds; of one round by sections (ps__deal_head()).
  * ps__may_read() - whether device @d runs a layer that reads the unit's parameters. */
 static inline uint32_t ps__device_of(const ps__spec *s, uint32_t layer, uint32_t at) {
   if (s->ring_blocks == 0 || layer == ps__head_layer(s->model))

@@ -205,9 +205,8 @@ static bool must_fetch(ps__builder *b, const ps__pass *v, uint32_t unit) {
   return true;
 }
 
-/* Whether the devices of a ring share layer pass @idx, the head of one round. */
 static bool is_shared(const ps__builder *b, uint32_t idx) {
-  return b->head_at && b->flight[0].pass[idx].kind == PS__PASS_HEAD;
+  return ps__is_shared(b, &b->flight[0].pass[idx]);
 }
 
 /* Layer pass @idx has a turn for each round that has it; where it is shared, for each device. Turn
@@ -222,13 +221,15 @@ static const ps__pass *turn_to(ps__builder *b, uint32_t i, uint32_t idx) {
   return &b->in->pass[idx];
 }
 
-/* For layer pass @idx. A unit in pieces is fetched to all devices that run the pass where one lacks
- * it: those that have it get the same bytes again. */
+/* For layer pass @idx. A unit in pieces is fetched to all devices that have a turn where one lacks
+ * it: those that have it get the same bytes again. Where some devices have no section of a shared
+ * head, it comes whole to the others. */
 static void fetch_unit(ps__builder *b, uint32_t idx, uint32_t unit) {
   const bool shared = is_shared(b, idx);
-  const uint32_t n = n_turns(b, idx), n_run = shared ? b->n_heads : n;
-  const bool in_pieces = b->s->spec->in_pieces[unit] && n > 1 && n_run == n;
-  bool any = false;
+  const uint32_t n = n_turns(b, idx);
+  bool in_pieces = b->s->spec->in_pieces[unit] && n > 1, any = false;
+  for (uint32_t i = 0; shared && i < n; i++)
+    in_pieces &= b->has_head[i];
   for (uint32_t i = 0; i < n; i++) {
     const ps__pass *v = turn_to(b, i, idx);
     if (shared && !b->has_head[i])
