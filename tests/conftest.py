@@ -4,9 +4,11 @@ data."""
 import ctypes
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +38,17 @@ def pytest_addoption(parser):
     )
 
 
+ROOM = 2 << 30  # bytes of disk; all tests together have 0.7 GB in it at once
+
+
 def pytest_configure(config):
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    if free < ROOM and not hasattr(config, "workerinput"):
+        pytest.exit(
+            f"{tempfile.gettempdir()} has {free / 2**30:.1f} GiB of disk free, and the tests need "
+            f"{ROOM / 2**30:.0f} GiB: make room, or set TMPDIR to a directory elsewhere",
+            2,
+        )
     missing = [
         str(p)
         for p in (BUILD / "lib/libpenstock.so", BUILD / "lib/penstock.cdef", BUILD / "bin/penstock")
