@@ -124,7 +124,9 @@ void ps__hosts_end(ps_hosts *h) {
 }
 
 ps_status ps__hosts_lost(ps_hosts *h, uint32_t rank) {
-  for (int i = 0; i < 200 && ps__hosts_failure(h) == PS_OK; i++) {
+  /* A task that fails says so before it ends the connection, but this task's thread may be late to
+   * read it where the CPUs are busy. So only after 10 s without a word is it the network. */
+  for (int i = 0; i < 1000 && ps__hosts_failure(h) == PS_OK; i++) {
     pthread_mutex_lock(&h->lock);
     const bool here = h->failed != PS_OK;
     pthread_mutex_unlock(&h->lock);
