@@ -220,7 +220,7 @@ def run(ask: Ask) -> dict:
     cuda = ask.device == "cuda"
     side = Side(ask)
     with sdpa_kernel(ATTENTION[side.attention]) if side.attention else contextlib.nullcontext():
-        micro = ask.micro or (1 if ask.offload else side.fastest_micro())
+        micro = ask.micro or side.fastest_micro()
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         done = [side.step(i, micro) for i in range(ask.warm_up + ask.steps)]
