@@ -415,7 +415,9 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
     const double part = pieces ? share : 1;
     /* in a ring a device has no part of the others' blocks, and all rounds of its own */
     const bool dealt = ps__is_ring(sp->plan) && layer != ps__head_layer(m);
-    if (ps__dealt_to(sp->plan, layer) != 0) {
+    /* the head of one round is shared, and device 0 may have no part of it */
+    const bool shared = ps__is_ring(sp->plan) && !dealt && l->n_rounds == 1;
+    if (ps__dealt_to(sp->plan, layer) != 0 || shared) {
       t.host_ops += frozen ? 0 : added;
       t.updates += frozen ? 0 : update * bytes / e;
       continue;
