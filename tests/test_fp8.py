@@ -162,6 +162,23 @@ def test_blocks_of_every_kind(tmp_path, name):
     assert np.mean(list(off.values())) < gate and 0.02 < max(off.values()) < 2 * gate
 
 
+def test_a_frozen_layer_of_the_family_with_the_most_tensors(tmp_path):
+    """Gradients of frozen norms go to tensors that nobody reads: Gemma 3 has norms before, after,
+    and of q and k."""
+    config = families.CONFIGS["gemma3"] | {"hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    all_fp8 = {"fp8_bf16_first": 0, "fp8_bf16_last": 0, "fp8_head": True}
+    assert make_plan(tmp_path, forward_only=True, **all_fp8).report["n_ops"] > 0
+    seen = []
+    for frozen in (0, 2):  # the embedding and the first block
+        plan = make_plan(tmp_path, frozen_layers=frozen, **all_fp8)
+        with Trainer(tmp_path, plan, batch, lr=0.0, clip_norm=0, init_weights=True) as trainer:
+            (m,) = trainer.steps(1)
+            last = [trainer.grad(k).tobytes() for k in trainer.params if ".layers.2." in k]
+        seen.append((m.loss, last))
+    assert seen[0] == seen[1] and len(seen[0][1]) > 8
+
+
 def test_outliers_of_the_gated_product(directory, tmp_path):
     """Rows of gate and up that are 300 times the others: what is left of the rest keeps the loss.
     Most of it is lost: a warning says where, and the part is that of the oracle."""

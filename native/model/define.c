@@ -165,9 +165,17 @@ static bool is_idle(const ps__layer_def *d, const ps__sym *sym, size_t n_syms) {
   return frozen && frozen == writes;
 }
 
-/* A tensor in the place of a frozen span's gradient. */
-static ps__sym unread(ps__layer_def *d, ps__sym y) {
-  return PS__W(ps__def_tensor(d, "unread", PS__ROWS_ONE, d->span[y.id].n, d->dt));
+/* A tensor in the place of a frozen span's gradient, the @k-th one of an op. Ops share them: a
+ * definition has as many as one of its ops writes, each as large as the largest span asks for. */
+static ps__sym unread(ps__layer_def *d, ps__sym y, uint32_t k) {
+  const uint64_t n = d->span[y.id].n, bytes = n * ps_dtype_bytes(d->dt);
+  for (uint32_t t = 0; t < d->n_tensors; t++)
+    if (strcmp(d->tensor[t].name, "unread") == 0 && k-- == 0) {
+      if (d->tensor[t].row_bytes < bytes)
+        d->tensor[t].row_bytes = bytes;
+      return PS__W((uint8_t)t);
+    }
+  return PS__W(ps__def_tensor(d, "unread", PS__ROWS_ONE, n, d->dt));
 }
 
 void ps__def_op(ps__layer_def *d, bool backward, bool sliced, const ps_kernel *kernel,
@@ -183,12 +191,13 @@ void ps__def_op(ps__layer_def *d, bool backward, bool sliced, const ps_kernel *k
     return;
   ps__op_def *op = &(*list)[(*n)++];
   *op = (ps__op_def){.kernel = kernel, .sliced = sliced, .args_bytes = (uint16_t)args_bytes};
+  uint32_t n_unread = 0;
   for (size_t i = 0; i < n_syms; i++)
     if (sym[i].mode && op->n_syms < PS__OP_MAX_SYMS) {
       if (!op->what && (sym[i].kind == PS__SYM_PARAM || sym[i].kind == PS__SYM_GRAD))
         op->what = d->span[sym[i].id].what;
       op->has_unread |= is_frozen(d, sym[i]);
-      op->sym[op->n_syms++] = is_frozen(d, sym[i]) ? unread(d, sym[i]) : sym[i];
+      op->sym[op->n_syms++] = is_frozen(d, sym[i]) ? unread(d, sym[i], n_unread++) : sym[i];
     }
   memcpy(op->args, args, args_bytes);
 }
