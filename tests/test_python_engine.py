@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import penstock
 import pytest
-from penstock import Engine, Program, Region, Run, Space, Stream, _lib
+from penstock import Engine, Place, Program, Region, Run, Space, Stream, _lib
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python/examples"))
@@ -125,11 +125,71 @@ def test_where_says_what_each_stream_waits_for():
         run.submit()
         assert begun.wait(60)
         first, second = run.where().splitlines()
-        assert "0 of 1 ops ended, then slow, layer 3" in first and "waits" not in first
+        assert first == "compute: step 1, 0 of 1 ops ended, then slow, layer 3, which runs"
         assert "0 of 1 ops ended, then patient; waits for" in second and "to end 1 more" in second
         go.set()
         run.wait()
-        assert all("step 2," in line for line in run.where().splitlines())
+        ended = "all of the 1 submitted steps ended"
+        assert run.where().splitlines() == [f"compute: {ended}", f"host: {ended}"]
+
+
+def test_where_of_long_names_that_are_not_ascii():
+    begun, go = threading.Event(), threading.Event()
+
+    def hold(step, x):
+        begun.set()
+        assert go.wait(60)
+
+    program = Program(1, 2)
+    program.call(0, hold, writes=[Region(0, 0, 4)], name="é" * 3000)
+    with Engine([Space(4096)], [Stream("日本語"), Stream("host")]) as engine:
+        with Run(engine, program.compile()) as run:
+            run.submit()
+            assert begun.wait(60)
+            assert run.where().startswith("日本語: step 1, 0 of 1 ops ended, then é")
+            go.set()
+
+
+def test_an_op_that_fails_is_not_blamed_with_anothers_message():
+    """One op's call fails and the op goes on; the other op of its thread sets no message."""
+    ffi, lib = _lib.ffi, _lib.lib
+
+    @ffi.callback("ps_op_fn")
+    def ignores(launch):
+        return 0 if lib.ps_program_create(ffi.new("ps_program **"), 99, 1) < 0 else -12
+
+    program = Program(1, 2)
+    program.call(0, lambda step, x: None, writes=[Region(0, 0, 4)])
+    mute = ffi.callback("ps_op_fn", lambda launch: lib.PS_EIO)
+    for name, fn in (("careless", ignores), ("mute", mute)):
+        label = ffi.new("char[]", name.encode())
+        kernel = ffi.new("ps_kernel *", {"name": label})
+        kernel.fn[lib.PS_BACKEND_CPU] = fn
+        program._keep += [label, kernel, fn]
+        program._add(kernel, 0, [(Region(0, 0, 4), lib.PS_READ_WRITE)], (-1, -1, -1, 0))
+    with one_space() as engine, Run(engine, program.compile()) as run:
+        run.submit()
+        with pytest.raises(penstock.PenstockError, match=r"^PS_EIO \(op 2, mute"):
+            run.wait()
+
+
+@pytest.mark.parametrize(
+    "call,says",
+    [
+        (lambda: Program(-1, 2), "n_spaces is -1"),
+        (lambda: Program(1, 2).copy(-1, Region(0, 0, 4), Region(0, 16, 4)), "stream is -1"),
+        (lambda: Program(1, 2).copy(0, Region(0, -4, 4), Region(0, 16, 4)), "offset is -4"),
+        (lambda: Program(1, 2).call(0, None), "None is no function"),
+        (lambda: Engine([Space(64)], TWO_STREAMS, [Place("gpu")]), "kind is 'gpu': give one of"),
+        (lambda: Engine([Space(64)], TWO_STREAMS, [Place(backend="x")]), "backend is 'x'"),
+        (lambda: Engine([Space(-1)], TWO_STREAMS), "a space's bytes is -1"),
+        (lambda: Engine([Space(64)], [Stream("é" * 20)]), "has 40 bytes: at most 31"),
+        (lambda: Program(1, 1).compile().write_trace("x", np.zeros(3), ["a"]), "dtype float64"),
+    ],
+)
+def test_arguments_are_refused_by_name(call, says):
+    with pytest.raises((ValueError, TypeError), match=says):
+        call()
 
 
 def test_callbacks_live_as_long_as_the_schedule_needs_them():

@@ -72,7 +72,7 @@ typedef struct ps_launch {
   void *const *ptr; /* [n_ptr]: the address of each access, in their order */
   uint32_t n_ptr;
   uint32_t stream;
-  uint64_t step; /* 0 for the run's first step */
+  uint64_t step; /* 0 for the run's first step, as in traces; messages count from 1 */
   uint64_t op;   /* index of the op in program order */
   /* where to run, the backend's own: a ps__cpu_exec (threads and scratch) or a ps__cuda_exec */
   void *exec;
@@ -226,7 +226,8 @@ typedef struct ps_place {
 typedef struct ps_link {
   uint32_t from, to; /* places */
   uint32_t stream;   /* whose copies take this link; a stream of links runs nothing else */
-  uint32_t resource; /* links with the same number share one bandwidth */
+  uint32_t resource; /* a number for cost functions: what the planner counts as one bandwidth; the
+                      * engine does not read it */
 } ps_link;
 
 typedef struct ps_space_config {
@@ -236,7 +237,9 @@ typedef struct ps_space_config {
 } ps_space_config;
 
 typedef struct ps_stream_config {
-  uint32_t place;     /* where its ops run; of a stream of links, where its copies are issued */
+  /* where its ops run. Of a stream of links: where its copies are issued, a device's end where
+   * there is one */
+  uint32_t place;
   uint32_t n_threads; /* threads that an op of this stream may use, >= 1 */
   /* BYTES of scratch for EACH of those threads. Host streams and the CPU backend have it in host
    * memory; a CUDA stream has that of all its threads as one range of device memory. */
@@ -316,7 +319,8 @@ PS_API ps_status ps_run_submit(ps_run *run, uint64_t n_steps);
 
 /* ps_run_wait() - block until @n_steps steps, counted from the run's start, are complete on every
  * stream. An op that fails in step k stops all streams at their next op of step k or later; the
- * steps before k are completed. Waiting for k steps or fewer then succeeds.
+ * steps before k are completed. Waiting for k steps or fewer then succeeds. After a cancel no wait
+ * succeeds: streams stop at once, and no step counts as complete.
  * Errors: PS_EINVAL: @n_steps is more than were submitted.
  *         PS_ESTATE: the call is made inside an op of the run.
  *         The sticky error: the status of the first op that failed. The message says why and names
@@ -332,7 +336,8 @@ PS_API uint64_t ps_run_steps_done(const ps_run *run);
 PS_API int ps_run_at_rest(const ps_run *run);
 
 /* ps_run_where() - why nothing moves, in words: a line for each stream. The line names the op after
- * the last one that is known to have ended, and what that op still waits for.
+ * the last one that is known to have ended, and what that op still waits for; or it says that the
+ * op runs, or that all submitted steps have ended. Steps count from 1.
  * @text  gets at most @bytes BYTES, terminator included.
  * Any thread while the run lives. On CUDA a device stream reports its place only where another
  * stream awaits it, so it may be further than the line says. */
@@ -391,8 +396,9 @@ typedef struct ps_sim_cost {
   uint8_t resource[PS_SIM_DEMANDS]; /* below PS_SIM_RESOURCES */
   /* bits of PS_SIM_KINDS, or 0: the kinds by which this op slows others while it runs */
   uint32_t kind;
-  /* [1 << PS_SIM_KINDS], at least 1: how many times as long the op takes while ops of these
-   * kinds run, its own among them. Borrowed until the simulation ends; NULL: none slows it */
+  /* [1 << PS_SIM_KINDS] factors, each 1 or more: slower[kinds] times as long the op takes while
+   * ops of these kinds run. The index has the bits of all running ops' `kind`, of this op too.
+   * Borrowed until the simulation ends; NULL: none slows it */
   const double *slower;
   /* 0..1: the op takes ns / (1 + min(idle_most, idle_gain * idle)). idle is the fraction of the
    * last PS_SIM_IDLE_NS that its stream idled; older time counts less and less. A GPU that is bound

@@ -2,7 +2,9 @@
  *
  * A function of the library that can fail returns a ps_status: 0 on success, negative on failure.
  * Its outputs are written last, and stay untouched on failure. The library never prints, exits or
- * aborts. A failure's message is kept for the thread that made the call; see ps_last_error(). */
+ * aborts. A failure's message is kept for the thread that made the call; see ps_last_error().
+ * Handles, configs and outputs are not NULL, unless a function says what NULL stands for: such a
+ * NULL is not looked for, and mostly ends the program. */
 #ifndef PENSTOCK_STATUS_H
 #define PENSTOCK_STATUS_H
 #include <stddef.h>

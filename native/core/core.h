@@ -229,6 +229,10 @@ bool ps__json_uint64(const ps__json *j, uint64_t *out);
 bool ps__json_bool(const ps__json *j, bool fallback);
 
 /* writer onto a FILE* or memory */
+/* ps__utf8_length() - BYTES of the well-formed UTF-8 sequence at the NUL-terminated @s; 0: there is
+ * none. A NUL never continues one. */
+size_t ps__utf8_length(const unsigned char *s);
+
 typedef struct ps__jsonw ps__jsonw;
 ps_status ps__jsonw_create(ps__jsonw **out); /* into memory */
 void ps__jsonw_free(ps__jsonw *w);

@@ -58,29 +58,11 @@ static void put(ps__jsonw *w, const char *s, size_t n) {
 
 static void put_text(ps__jsonw *w, const char *s) { put(w, s, strlen(s)); }
 
-/* Bytes of the well-formed UTF-8 sequence at the NUL-terminated s (a NUL is never a continuation
- * byte), 0 when malformed. */
-static size_t utf8_length(const unsigned char *s) {
-  if (s[0] < 0x80)
-    return 1;
-  if (s[0] < 0xC2 || s[0] > 0xF4)
-    return 0;
-  size_t n = s[0] < 0xE0 ? 2 : s[0] < 0xF0 ? 3 : 4;
-  for (size_t i = 1; i < n; i++)
-    if ((s[i] & 0xC0) != 0x80)
-      return 0;
-  if ((s[0] == 0xE0 && s[1] < 0xA0) || (s[0] == 0xED && s[1] > 0x9F))
-    return 0;
-  if ((s[0] == 0xF0 && s[1] < 0x90) || (s[0] == 0xF4 && s[1] > 0x8F))
-    return 0;
-  return n;
-}
-
 static void put_string(ps__jsonw *w, const char *value) {
   put(w, "\"", 1);
   for (const unsigned char *s = (const unsigned char *)value; *s;) {
     char esc[8];
-    size_t n = utf8_length(s);
+    size_t n = ps__utf8_length(s);
     if (n == 0) {
       put_text(w, "\\ufffd");
       s++;

@@ -56,19 +56,27 @@ static void emit(ps_log_level level, const char *message) {
   inside_log_fn = false;
 }
 
+size_t ps__utf8_length(const unsigned char *s) {
+  if (s[0] < 0x80)
+    return 1;
+  if (s[0] < 0xC2 || s[0] > 0xF4)
+    return 0;
+  size_t n = s[0] < 0xE0 ? 2 : s[0] < 0xF0 ? 3 : 4;
+  for (size_t i = 1; i < n; i++)
+    if ((s[i] & 0xC0) != 0x80)
+      return 0;
+  if ((s[0] == 0xE0 && s[1] < 0xA0) || (s[0] == 0xED && s[1] > 0x9F))
+    return 0;
+  if ((s[0] == 0xF0 && s[1] < 0x90) || (s[0] == 0xF4 && s[1] > 0x8F))
+    return 0;
+  return n;
+}
+
 /* Bytes of the UTF-8 character at @c; 0 where there is none, and for the control characters,
  * U+0080 to U+009F among them. */
 static size_t printable_bytes(const unsigned char *c) {
-  if (*c < 0x80)
-    return *c >= 0x20 && *c != 0x7f;
-  size_t n = *c >= 0xc2 && *c <= 0xdf   ? 2
-             : *c >= 0xe0 && *c <= 0xef ? 3
-             : *c >= 0xf0 && *c <= 0xf4 ? 4
-                                        : 0;
-  for (size_t i = 1; i < n; i++)
-    if ((c[i] & 0xc0) != 0x80)
-      return 0;
-  return *c == 0xc2 && c[1] < 0xa0 ? 0 : n;
+  const bool control = *c < 0x20 || *c == 0x7f || (*c == 0xc2 && c[1] < 0xa0);
+  return control ? 0 : ps__utf8_length(c);
 }
 
 char *ps_printable(char *dst, uint64_t room, const char *src) {

@@ -57,6 +57,8 @@ static ps_status check_access(const ps__oplist *l, const ps_op *op, uint32_t i, 
 
 static ps_status check_op(const ps__oplist *l, const ps_op *op) {
   const char *name = op->kernel ? op->kernel->name : "copy";
+  if (!name)
+    return ps__fail(PS_EINVAL, "op %zu: the name of its kernel is NULL", l->n_ops);
   if (l->n_ops >= (size_t)1 << 30)
     return ps__fail(PS_EINVAL, "a program has at most %d ops", 1 << 30);
   if (op->stream >= l->n_streams)

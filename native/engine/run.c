@@ -306,6 +306,7 @@ static ps_status copy_or_call(const ps_run *r, const ps__resolved *s, uint64_t s
                  .step = step,
                  .op = s->op,
                  .exec = s->exec};
+  ps__clear_error(); /* an earlier op's is not this one's */
   return s->fn(&l);
 }
 
@@ -480,8 +481,9 @@ static const ps__op *op_at(const ps__oplist *l, uint32_t stream, uint64_t positi
 void ps_run_where(const ps_run *r, char *text, uint64_t bytes) {
   const ps_engine *e = r->engine;
   const ps__oplist *l = &r->schedule->list;
+  const uint64_t n_submitted = submitted(r);
   uint64_t done[PS_MAX_STREAMS], at = 0;
-  char where[96];
+  char where[96], name[160], stream[96];
 #define SAY(...) at += at < bytes ? (uint64_t)snprintf(text + at, bytes - at, __VA_ARGS__) : 0
   if (bytes)
     text[0] = 0;
@@ -495,19 +497,29 @@ void ps_run_where(const ps_run *r, char *text, uint64_t bytes) {
     const ps__op *op = n ? op_at(l, s, done[s] % n) : NULL;
     if (!op)
       continue;
+    SAY("%s%s: ", at ? "\n" : "", ps_printable(stream, sizeof stream, e->cfg.stream[s].name));
+    if (first + step >= n_submitted) {
+      SAY("all of the %llu submitted steps ended", (unsigned long long)n_submitted);
+      continue;
+    }
     describe_tag(where, sizeof where, &op->tag);
-    SAY("%s%s: step %llu, %llu of %llu ops ended, then %s%s", at ? "\n" : "", e->cfg.stream[s].name,
-        (unsigned long long)(first + step + 1), (unsigned long long)(done[s] % n),
-        (unsigned long long)n, ps__op_name(op), where);
+    SAY("step %llu, %llu of %llu ops ended, then %s%s", (unsigned long long)(first + step + 1),
+        (unsigned long long)(done[s] % n), (unsigned long long)n,
+        ps_printable(name, sizeof name, ps__op_name(op)), where);
+    bool waits = false;
     for (uint32_t i = 0; i < op->n_wait; i++) {
       const ps_wait *w = &r->schedule->waits[op->wait + i];
       if (w->steps_back > step)
         continue;
       const uint64_t value = (step - w->steps_back) * l->stream_n_ops[w->stream] + w->value;
-      if (done[w->stream] < value)
-        SAY("; waits for %s to end %llu more", e->cfg.stream[w->stream].name,
-            (unsigned long long)(value - done[w->stream]));
+      if (done[w->stream] >= value)
+        continue;
+      SAY("; waits for %s to end %llu more",
+          ps_printable(stream, sizeof stream, e->cfg.stream[w->stream].name),
+          (unsigned long long)(value - done[w->stream]));
+      waits = true;
     }
+    SAY("%s", waits ? "" : ", which runs");
   }
 #undef SAY
 }

@@ -46,14 +46,17 @@ ps_status ps_run_trace(const ps_run *r, ps_trace_event *events, uint64_t room, u
 
 static void put_string(FILE *f, const char *s) {
   fputc('"', f);
-  for (; *s; s++) {
-    unsigned char c = (unsigned char)*s;
-    if (c == '"' || c == '\\')
+  for (size_t n; *s; s += n ? n : 1) {
+    const unsigned char c = (unsigned char)*s;
+    n = ps__utf8_length((const unsigned char *)s);
+    if (n == 0)
+      fputs("\\ufffd", f);
+    else if (c == '"' || c == '\\')
       fprintf(f, "\\%c", c);
     else if (c < 0x20)
       fprintf(f, "\\u%04x", c);
     else
-      fputc(c, f);
+      fwrite(s, 1, n, f);
   }
   fputc('"', f);
 }

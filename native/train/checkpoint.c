@@ -33,6 +33,7 @@ const char *const ps__state_names[PS_N_OPTIMIZERS][PS_MAX_STATES] = {
     [PS_OPTIMIZER_LION] = {"exp_avg"},
     [PS_OPTIMIZER_SGD] = {"momentum_buffer"},
 };
+_Static_assert(PS_N_OPTIMIZERS == 3, "a new optimizer: name its states above, else no checkpoint");
 
 #define TRAIN(key, option, kind, fixed)                                                            \
   {#key, option, kind, offsetof(ps_train_config, key), fixed, false}

@@ -46,7 +46,20 @@ def read_where(function, handle: ActiveHandle) -> str:
     room = ffi.new("char[]", 4096)
     with handle.beside():
         function(handle.ptr, room, len(room))
-    return ffi.string(room).decode()
+    return text(room)
+
+
+def _count(name: str, value: int) -> int:
+    """@value, which the library takes as a number without a sign."""
+    if value < 0:
+        raise ValueError(f"{name} is {value}: give a whole number from 0 on")
+    return value
+
+
+def _one_of(name: str, value: str, choices: dict) -> int:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}: give one of {', '.join(map(repr, choices))}")
+    return choices[value]
 
 
 @dataclass(frozen=True)
@@ -141,25 +154,30 @@ class Engine(Owner):
             if len(entries) > most:
                 raise ValueError(f"{len(entries)} {name}s: at most {most} are possible")
         for to, place in zip(cfg.place, places):
-            to.kind, to.backend, to.device = (
-                PLACE_KINDS[place.kind],
-                BACKENDS[place.backend],
-                place.device,
-            )
-            to.cap_bytes, to.overhead_bytes = place.cap_bytes, place.overhead_bytes
+            to.kind = _one_of("a place's kind", place.kind, PLACE_KINDS)
+            to.backend = _one_of("a place's backend", place.backend, BACKENDS)
+            to.device = _count("a place's device", place.device)
+            to.cap_bytes = _count("a place's cap_bytes", place.cap_bytes)
+            to.overhead_bytes = _count("a place's overhead_bytes", place.overhead_bytes)
         for to, link in zip(cfg.link, links):
-            to.stream, to.resource = link.stream, link.resource
-            setattr(to, "from", link.source)
-            to.to = link.target
+            to.stream = _count("a link's stream", link.stream)
+            to.resource = _count("a link's resource", link.resource)
+            setattr(to, "from", _count("a link's source", link.source))
+            to.to = _count("a link's target", link.target)
         for to, space in zip(cfg.space, spaces):
-            to.bytes, to.place = space.bytes, space.place
+            to.bytes = _count("a space's bytes", space.bytes)
+            to.place = _count("a space's place", space.place)
         for to, stream in zip(cfg.stream, streams):
-            to.place, to.n_threads, to.scratch_bytes = (
-                stream.place,
-                stream.threads,
-                stream.scratch_bytes,
-            )
-            to.name = stream.name.encode()[: len(to.name) - 1]
+            to.place = _count("a stream's place", stream.place)
+            to.n_threads = _count("a stream's threads", stream.threads)
+            to.scratch_bytes = _count("a stream's scratch_bytes", stream.scratch_bytes)
+            name = stream.name.encode()
+            if len(name) >= len(to.name):
+                raise ValueError(
+                    f"the stream's name {stream.name!r} has {len(name)} bytes: at most "
+                    f"{len(to.name) - 1} are possible"
+                )
+            to.name = name
         out = ffi.new("ps_engine **")
         check(lib.ps_engine_create(out, cfg))
         self._handle = _EngineHandle(out[0])
@@ -267,6 +285,7 @@ class Program(Owner):
 
     def __init__(self, n_spaces: int, n_streams: int):
         out = ffi.new("ps_program **")
+        _count("n_spaces", n_spaces), _count("n_streams", n_streams)
         check(lib.ps_program_create(out, n_spaces, n_streams))
         self._handle = Handle("program", out[0], lib.ps_program_destroy)
         self._keep = []  # kernels and callbacks; schedules refer to them too
@@ -315,6 +334,9 @@ class Program(Owner):
         )
 
     def _kernel(self, fn, accesses, name):
+        if not callable(fn):
+            raise TypeError(f"{fn!r} is no function: an op calls one")
+
         def on_error(_type, exc, _traceback):
             run = _EngineHandle.of_this_op().run()
             if run is not None:  # else nobody refers to the run, and nobody will ask
@@ -343,6 +365,8 @@ class Program(Owner):
         return kernel
 
     def _add(self, kernel, stream, accesses, tag) -> int:
+        for r, _ in accesses:
+            _count("a region's space", r.space), _count("a region's offset", r.offset)
         access = ffi.new(
             "ps_access[]",
             [
@@ -354,7 +378,7 @@ class Program(Owner):
             "ps_op *",
             {
                 "kernel": kernel,
-                "stream": stream,
+                "stream": _count("stream", stream),
                 "access": access,
                 "n_access": len(accesses),
                 "tag": dict(zip(("layer", "round", "chunk", "phase"), tag)),
@@ -434,7 +458,7 @@ class Schedule(Owner):
                 {"name": name, "stream": view.stream, "position": view.position, "bytes": n_bytes}
             )
 
-        events = np.zeros(n_steps * self.n_ops, TRACE_DTYPE)
+        events = np.zeros(_count("n_steps", n_steps) * self.n_ops, TRACE_DTYPE)
         ends = np.zeros(n_steps)
         status = lib.ps_sim_run(
             self._handle.ptr,
@@ -453,6 +477,8 @@ class Schedule(Owner):
         """Write a trace as Chrome / Perfetto JSON, with a track for each stream."""
         if len(stream_names) != self.n_streams:
             raise ValueError(f"{len(stream_names)} stream names for {self.n_streams} streams")
+        if np.asarray(trace).dtype != TRACE_DTYPE:
+            raise ValueError(f"the trace has dtype {np.asarray(trace).dtype}: give Run.trace()'s")
         names = [ffi.new("char[]", name.encode()) for name in stream_names]
         events = np.ascontiguousarray(trace, TRACE_DTYPE)
         check(
@@ -494,7 +520,7 @@ class Run(Owner):
     def submit(self, n_steps: int = 1) -> None:
         """Let the streams execute n_steps more steps. Returns at once."""
         with self._handle.turn():
-            self._check(lib.ps_run_submit(self._handle.ptr, n_steps))
+            self._check(lib.ps_run_submit(self._handle.ptr, _count("n_steps", n_steps)))
             self._submitted += n_steps
 
     def wait(self, n_steps: int | None = None) -> None:
@@ -502,9 +528,8 @@ class Run(Owner):
         were submitted. Raises the run's first error; of a Python op this is the op's own exception.
         StateError: called inside an op."""
         with self._handle.turn():
-            self._check(
-                lib.ps_run_wait(self._handle.ptr, self._submitted if n_steps is None else n_steps)
-            )
+            n = self._submitted if n_steps is None else _count("n_steps", n_steps)
+            self._check(lib.ps_run_wait(self._handle.ptr, n))
 
     def _check(self, status: int) -> None:
         if (

@@ -200,7 +200,20 @@ static void nowhere_price(void *user, const ps_op_view *op, ps_sim_cost *out) {
   out->resource[0] = PS_SIM_RESOURCES;
 }
 
+/* One field that is out of range, by number. */
+static void wrong_price(void *user, const ps_op_view *op, ps_sim_cost *out) {
+  static const double slower[1 << PS_SIM_KINDS] = {0.5};
+  const int field = *(const int *)user;
+  out->ns = 1;
+  out->idle_gain = field == 0 ? 2 : 0;
+  out->idle_most = field == 1 ? -1 : 0;
+  out->demand[0] = field == 2 ? 1.5 : 0;
+  out->kind = field == 3 ? 1u << PS_SIM_KINDS : 0;
+  out->slower = field == 4 ? slower : NULL;
+}
+
 static void test_refusals(void) {
+  static const char *const field[] = {"idle_gain", "idle_most", "a demand", "kind", "slower"};
   ps_program *p;
   CHECK(ps_program_create(&p, 1, 1) == PS_OK);
   add(p, 0, 1, 0, 1, (ps_access[]){slot(PS_WRITE, 0)});
@@ -208,7 +221,10 @@ static void test_refusals(void) {
   double bad[] = {-1, NAN, INFINITY}, end = 7;
   for (int i = 0; i < 3; i++)
     CHECK_FAILS(ps_sim_run(s, bad_price, &bad[i], 1, NULL, &end), PS_EINVAL, "op 0");
-  CHECK_FAILS(ps_sim_run(s, nowhere_price, NULL, 1, NULL, &end), PS_EINVAL, "not below 40");
+  CHECK_FAILS(ps_sim_run(s, nowhere_price, NULL, 1, NULL, &end), PS_EINVAL,
+              "a resource is not below");
+  for (int i = 0; i < 5; i++)
+    CHECK_FAILS(ps_sim_run(s, wrong_price, &i, 1, NULL, &end), PS_EINVAL, field[i]);
   double aeon = 1e20, year = 3.2e16; /* ns; a trace's clock ends after 584 years */
   ps_trace_event event[300];
   CHECK_FAILS(ps_sim_run(s, bad_price, &aeon, 1, event, &end), PS_EINVAL, "op 0");
@@ -323,7 +339,8 @@ static void test_json(void) {
   char dir[] = "/tmp/ps_trace_XXXXXX", path[64];
   CHECK(mkdtemp(dir));
   snprintf(path, sizeof path, "%s/t.json", dir);
-  const char *names[] = {"compute", "h2d"};
+  const char *names[] = {"compute",
+                         "h2d \xff\xc3\xa9"}; /* a byte that is no UTF-8, and an e acute */
   CHECK(ps_trace_write_json(path, s, ev, 2, names, NULL, 0) == PS_OK);
   ps__json *j;
   CHECK(ps__json_read_file(&j, path, 1 << 20) == PS_OK);
@@ -331,6 +348,9 @@ static void test_json(void) {
                  *last = ps__json_at(list, ps__json_length(list) - 1);
   size_t bytes;
   CHECK(ps__json_length(list) == 1 + 2 * 2 + 2);
+  CHECK(strcmp(ps__json_string(ps__json_get(ps__json_get(ps__json_at(list, 3), "args"), "name"),
+                               &bytes),
+               "h2d \xef\xbf\xbd\xc3\xa9") == 0);
   CHECK(strcmp(ps__json_string(ps__json_get(last, "name"), &bytes), "plain \"quoted\"\n") == 0);
   CHECK(ps__json_number(ps__json_get(last, "ts"), 0) == 1.5 &&
         ps__json_number(ps__json_get(last, "dur"), 0) == 2.0);

@@ -82,17 +82,30 @@ static bool is_slowdown(const double *slower) {
   return ok;
 }
 
+/* What of @c is out of range, in words; NULL: nothing. */
+static const char *wrong(const ps_sim_cost *c, bool slowdown_ok) {
+  if (!(isfinite(c->ns) && c->ns >= 0))
+    return "ns is not a finite number from 0 on";
+  if (!(c->idle_gain >= 0 && c->idle_gain <= 1))
+    return "idle_gain is not in 0..1";
+  if (!(c->idle_most >= 0 && c->idle_most <= 1))
+    return "idle_most is not in 0..1";
+  for (int d = 0; d < PS_SIM_DEMANDS; d++) {
+    if (!(c->demand[d] >= 0 && c->demand[d] <= 1))
+      return "a demand is not in 0..1";
+    if (c->resource[d] >= PS_SIM_RESOURCES)
+      return "a resource is not below PS_SIM_RESOURCES";
+  }
+  if (c->kind >= 1 << PS_SIM_KINDS)
+    return "kind has a bit beyond PS_SIM_KINDS";
+  return slowdown_ok ? NULL : "a factor of slower is not a finite number from 1 on";
+}
+
 static ps_status check(const ps__sim *m, uint64_t i, const ps_sim_cost *c, bool slowdown_ok) {
-  bool ok = slowdown_ok && isfinite(c->ns) && c->ns >= 0 && c->idle_gain >= 0 &&
-            c->idle_gain <= 1 && c->idle_most >= 0 && c->idle_most <= 1;
-  for (int d = 0; d < PS_SIM_DEMANDS; d++)
-    ok = ok && c->demand[d] >= 0 && c->demand[d] <= 1 && c->resource[d] < PS_SIM_RESOURCES;
-  if (ok && c->kind < 1 << PS_SIM_KINDS)
-    return PS_OK;
-  return ps__fail(PS_EINVAL,
-                  "sim: the cost of op %llu (%s) is not finite and positive, a demand or gain "
-                  "not in 0..1, a resource not below %d or a slowdown below 1",
-                  (unsigned long long)i, ps__op_name(&m->schedule->list.ops[i]), PS_SIM_RESOURCES);
+  const char *what = wrong(c, slowdown_ok);
+  return what ? ps__fail(PS_EINVAL, "sim: the cost of op %llu (%s): %s", (unsigned long long)i,
+                         ps__op_name(&m->schedule->list.ops[i]), what)
+              : PS_OK;
 }
 
 ps_status ps__sim_set_costs(ps__sim *m, const ps_sim_cost *cost, uint64_t streams) {
@@ -144,11 +157,12 @@ static ps_status check_clock(const ps__sim *m, uint64_t n_steps) {
       slowest = i;
     }
   }
-  return ps__fail(PS_EINVAL,
-                  "sim: op %llu (%s) takes %g s, and %llu steps more than the 285 years of the "
-                  "clock: a rate of the hardware description is too low",
-                  (unsigned long long)slowest, ps__op_name(&l->ops[slowest]), most * 1e-9,
-                  (unsigned long long)n_steps);
+  return ps__fail(
+      PS_EINVAL,
+      "sim: op %llu (%s) takes %g s, and %llu steps more than the 285 years of the "
+      "clock: its cost or, in a plan, a rate of the hardware description is out of range",
+      (unsigned long long)slowest, ps__op_name(&l->ops[slowest]), most * 1e-9,
+      (unsigned long long)n_steps);
 }
 
 ps_status ps__sim_create(ps__sim **out, const ps_schedule *schedule) {
