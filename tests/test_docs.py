@@ -126,8 +126,10 @@ def test_every_command_of_a_page_exists():
                     ).returncode
                     == 0
                 ), line
-            elif words[0] == "cp":
-                assert (ROOT / words[1]).exists(), line
+            elif words[0] in ("cp", "gcc"):  # test_install.py runs the latter
+                assert (ROOT / next(w for w in words[1:] if w[0] != "-")).exists(), line
+            elif words[0] == "./add_one":
+                continue
             else:
                 assert words[0].endswith("bin/python"), line
                 script = words[1]

@@ -11,6 +11,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from conftest import BUILD
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,6 +70,18 @@ def environment(tmp_path_factory):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return python, packages, env, folder
+
+
+def test_the_c_program_of_the_docs_links_and_runs(tmp_path):
+    page = (ROOT / "docs/build.md").read_text()
+    (compile_it,) = [line for line in page.splitlines() if line.startswith("gcc -Iinclude")]
+    program = tmp_path / "add_one"
+    compile_it = compile_it.replace("-o add_one", f"-o {program}")
+    compile_it = compile_it.replace("$PWD/build/", f"{BUILD}/").replace("-Lbuild/", f"-L{BUILD}/")
+    done = subprocess.run(compile_it, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "10\n"), done.stderr
 
 
 def test_the_installed_package_runs_from_another_folder(environment):
