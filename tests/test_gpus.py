@@ -369,6 +369,23 @@ def test_eval_is_that_of_one_gpu(tiny_model, tiny_shard):
     assert one | sizes == three | sizes == ring | sizes
 
 
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_one_sequence_on_several_gpus_makes_a_ring(gpus, tiny_model, tiny_shard, tmp_path):
+    """Without --layout, also where the plan without a ring is faster on this machine. A wait for
+    other devices is one figure, however many streams it was for."""
+    cut = ("--tokens-per-step", SEQ, "--chunk-tokens", 8, "--chunks-per-round", 8, "--steps", 4)
+    words = words_of_training(tiny_model, tiny_shard, *cut, *CPU)
+    words.remove("--quiet")
+    done = penstock(*words, "--gpus", gpus, "--run-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "plan.json").read_text())["layout"] == "ring"
+    waits = [line for line in done.stdout.splitlines() if " waited " in line]
+    assert len(waits) == gpus
+    for line in waits:
+        what = re.findall(r" s for (.+?) \(planned", line)
+        assert len(what) == len(set(what)), line
+
+
 def test_gpus_that_idle_are_told_in_a_line(tiny_model, tiny_shard, tmp_path):
     words = words_of_training(tiny_model, tiny_shard, *CUT, *CPU, "--steps", 1)
     words.remove("--quiet")

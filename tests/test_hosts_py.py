@@ -96,6 +96,11 @@ def test_what_is_refused(monkeypatch):
         Hosts(2, 2)
     for name, value in environment(rank=1, n=2, local=1).items():
         monkeypatch.setenv(name, value)
+    for bad in ("x", "", "1.5", "-1"):
+        monkeypatch.setenv("RANK", bad)
+        with pytest.raises(InvalidError, match=f'RANK is "{bad}" and WORLD_SIZE "2": both must be'):
+            Hosts.from_launcher()
+    monkeypatch.setenv("RANK", "1")
     what = "type torchrun --nproc-per-node 1 SCRIPT ..., with gpus=2 in its Plan$"
     with pytest.raises(InvalidError, match="torchrun started 2 tasks on this host, .*" + what):
         Hosts.from_launcher()

@@ -71,18 +71,24 @@ int cli_stalls(cli_run_result *r, const ps_plan *plan, const ps_trace_event *eve
   return st == PS_OK ? CLI_OK : cli_fail_status(st, false);
 }
 
-static double planned_of(const cli_run_result *r, const ps_stall *s) {
+static bool is_alike(const ps_stall *a, const ps_stall *b) {
+  return a->stream == b->stream && strcmp(a->what, b->what) == 0;
+}
+
+/* Seconds a step in which the stream of @s waited for the same, by @n stalls at @of. @from: of the
+ * same stream alone. */
+static double waited(const ps_stall *of, uint64_t n, const ps_stall *s, bool from) {
   double seconds = 0;
-  for (uint64_t i = 0; i < r->n_planned_stalls; i++)
-    if (r->planned_stall[i].stream == s->stream && strcmp(r->planned_stall[i].what, s->what) == 0)
-      seconds += r->planned_stall[i].seconds;
+  for (uint64_t i = 0; i < n; i++)
+    if (is_alike(&of[i], s) && (!from || of[i].awaited_stream == s->awaited_stream))
+      seconds += of[i].seconds;
   return seconds;
 }
 
 enum { STREAMS_OF_DEVICE = 3 }; /* the first of them computes: ps_plan_stream_name() */
 
-/* "compute waited 0.431 s a step: 0.201 s for parameters (planned 0.180), ...": the three longest
- * waits. */
+/* "compute waited 0.431 s a step: 0.201 s for parameters (planned 0.180), ...": three long waits. A
+ * device of several may wait for the same from several streams. */
 static void print_stalls(FILE *out, const ps_plan *plan, const cli_run_result *r, uint32_t stream) {
   double sum = 0;
   uint32_t n = 0;
@@ -90,10 +96,16 @@ static void print_stalls(FILE *out, const ps_plan *plan, const cli_run_result *r
     sum += r->stall[i].stream == stream ? r->stall[i].seconds : 0;
   fprintf(out, "%s waited %.3f s a step%s", ps_plan_stream_name(plan, stream), sum,
           sum > 0 ? ": " : "");
-  for (uint64_t i = 0; i < r->n_stalls && n < 3; i++)
-    if (r->stall[i].stream == stream)
-      fprintf(out, "%s%.3f s for %s (planned %.3f)", n++ ? ", " : "", r->stall[i].seconds,
-              r->stall[i].what, planned_of(r, &r->stall[i]));
+  for (uint64_t i = 0; i < r->n_stalls && n < 3; i++) {
+    const ps_stall *s = &r->stall[i];
+    bool said = s->stream != stream;
+    for (uint64_t k = 0; k < i; k++)
+      said |= is_alike(&r->stall[k], s);
+    if (!said)
+      fprintf(out, "%s%.3f s for %s (planned %.3f)", n++ ? ", " : "",
+              waited(r->stall, r->n_stalls, s, false), s->what,
+              waited(r->planned_stall, r->n_planned_stalls, s, false));
+  }
   fputc('\n', out);
 }
 
@@ -123,7 +135,8 @@ static void stalls_json(cli_json *j, const ps_plan *plan, const cli_run_result *
     cli_json_text(j, "for", r->stall[i].what);
     cli_json_text(j, "from", ps_plan_stream_name(plan, r->stall[i].awaited_stream));
     cli_json_number(j, "seconds", r->stall[i].seconds);
-    cli_json_number(j, "planned_seconds", planned_of(r, &r->stall[i]));
+    cli_json_number(j, "planned_seconds",
+                    waited(r->planned_stall, r->n_planned_stalls, &r->stall[i], true));
     cli_json_close(j, '}');
   }
   cli_json_close(j, ']');

@@ -43,6 +43,19 @@ static bool number(const char *name, uint64_t *out) {
   return *end == 0 && errno == 0;
 }
 
+/* Whether a launcher's own variables are both there; a value that is no number is refused. */
+static ps_status find_rank(const launcher *l, uint64_t *rank, uint64_t *n, bool *there) {
+  const char *of_rank = getenv(l->rank), *of_n = getenv(l->n);
+  *there = of_rank && of_n;
+  if (!*there || (number(l->rank, rank) && number(l->n, n)))
+    return PS_OK;
+  return ps__fail(
+      PS_EINVAL,
+      "%s is \"%.40s\" and %s \"%.40s\": both must be whole numbers, as %s sets them; to "
+      "train on one host alone, unset them",
+      l->rank, of_rank, l->n, of_n, l->name);
+}
+
 /* The tasks that a line such as "2(x3),1" gives to hosts: the most on one. */
 static uint64_t most_of(const char *text) {
   uint64_t most = 0;
@@ -147,9 +160,10 @@ ps_status ps_hosts_task_find(ps_hosts_task *t) {
   for (size_t i = 0; i < sizeof launchers / sizeof *launchers; i++) {
     const launcher *l = &launchers[i];
     uint64_t rank, n, local;
+    bool there;
     const bool hydra = number("MPI_LOCALNRANKS", &local) && number("PMI_RANK", &rank);
-    if (!number(l->rank, &rank) || !number(l->n, &n) ||
-        (strcmp(l->name, "srun") == 0 && hydra)) /* which has started mpiexec's own tasks */
+    PS_TRY(find_rank(l, &rank, &n, &there));
+    if (!there || (strcmp(l->name, "srun") == 0 && hydra)) /* which has started mpiexec's tasks */
       continue;
     local = tasks_on_a_host(l);
     if (local > 1)

@@ -236,6 +236,9 @@ static ps_status check_config(ps_plan *p) {
                     (unsigned long long)(c->tokens_per_step / c->seq_len),
                     (unsigned long long)c->seq_len, c->n_hosts);
   c->tokens_per_step = c->tokens_per_step / c->seq_len / c->n_hosts * c->seq_len; /* a host's */
+  /* without a ring each device takes whole sequences */
+  if (c->layout == PS_LAYOUT_AUTO && c->tokens_per_step / c->seq_len < c->n_devices)
+    c->layout = PS_LAYOUT_RING;
   if (c->chunk_tokens >= c->seq_len && c->chunk_tokens % c->seq_len)
     return ps__fail(PS_EINVAL,
                     "--chunk-tokens %llu: give a multiple of the %llu tokens of a sequence, or "
