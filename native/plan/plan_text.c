@@ -151,10 +151,10 @@ static void write_text(text *t, const ps_plan *p) {
   if (r->units_kept)
     snprintf(kept, sizeof kept, ", %llu more kept from a round to the next",
              (unsigned long long)r->units_kept);
-  say(t, "parameters       %s (%llu of %llu units%s), gradients %s, optimizer state %s (%s)\n",
+  say(t, "parameters       %s (%llu of %llu units%s),%sgradients %s, optimizer state %s (%s)\n",
       where(r->resident_param_units, r->n_units), (unsigned long long)r->resident_param_units,
-      (unsigned long long)r->n_units, kept, where(r->resident_grad_units, r->n_units), state,
-      ps_recipe_name((ps_recipe)p->cfg.recipe));
+      (unsigned long long)r->n_units, kept, *kept ? "\n                 " : " ",
+      where(r->resident_grad_units, r->n_units), state, ps_recipe_name((ps_recipe)p->cfg.recipe));
   if (p->model->fp8.on)
     say(t,
         "FP8              products of %u of %u blocks%s%s%s; the first %u and the last %u in "
