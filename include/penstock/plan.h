@@ -47,7 +47,8 @@ typedef struct ps_ramp_stage {
 typedef void (*ps_plan_progress_fn)(void *user, uint64_t n_evaluated, double best_step_s);
 
 /* How several devices share a step:
- *   PS_LAYOUT_AUTO           the planner takes the one that it predicts to be faster.
+ *   PS_LAYOUT_AUTO           the planner takes the one that it predicts to be faster; with fewer
+ *                            sequences a step than devices, the ring if there are enough blocks.
  *   PS_LAYOUT_DATA_PARALLEL  each runs all layers, for rounds of its own.
  *   PS_LAYOUT_RING           layers are dealt to them in turn. A chunk's activations go from device
  *                            to device, and each device fetches the parameters of its layers. */

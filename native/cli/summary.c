@@ -85,27 +85,42 @@ static double waited(const ps_stall *of, uint64_t n, const ps_stall *s, bool fro
   return seconds;
 }
 
+static int longer_first(const void *pa, const void *pb) {
+  const double a = ((const ps_stall *)pa)->seconds, b = ((const ps_stall *)pb)->seconds;
+  return a > b ? -1 : a < b;
+}
+
+/* What @stream waited for, the longest first, each with all streams that it was awaited from. */
+static uint32_t stalls_of(const cli_run_result *r, uint32_t stream, ps_stall out[CLI_MAX_STALLS]) {
+  uint32_t n = 0;
+  for (uint64_t i = 0; i < r->n_stalls; i++) {
+    bool there = r->stall[i].stream != stream;
+    for (uint32_t k = 0; k < n; k++)
+      there |= is_alike(&out[k], &r->stall[i]);
+    if (there)
+      continue;
+    out[n] = r->stall[i];
+    out[n++].seconds = waited(r->stall, r->n_stalls, &r->stall[i], false);
+  }
+  qsort(out, n, sizeof *out, longer_first);
+  return n;
+}
+
 enum { STREAMS_OF_DEVICE = 3 }; /* the first of them computes: ps_plan_stream_name() */
 
-/* "compute waited 0.431 s a step: 0.201 s for parameters (planned 0.180), ...": three long waits. A
- * device of several may wait for the same from several streams. */
+/* "compute waited 0.431 s a step: 0.201 s for parameters (planned 0.180), ...": the three longest
+ * waits. */
 static void print_stalls(FILE *out, const ps_plan *plan, const cli_run_result *r, uint32_t stream) {
+  ps_stall stall[CLI_MAX_STALLS];
+  const uint32_t n = stalls_of(r, stream, stall);
   double sum = 0;
-  uint32_t n = 0;
-  for (uint64_t i = 0; i < r->n_stalls; i++)
-    sum += r->stall[i].stream == stream ? r->stall[i].seconds : 0;
+  for (uint32_t i = 0; i < n; i++)
+    sum += stall[i].seconds;
   fprintf(out, "%s waited %.3f s a step%s", ps_plan_stream_name(plan, stream), sum,
           sum > 0 ? ": " : "");
-  for (uint64_t i = 0; i < r->n_stalls && n < 3; i++) {
-    const ps_stall *s = &r->stall[i];
-    bool said = s->stream != stream;
-    for (uint64_t k = 0; k < i; k++)
-      said |= is_alike(&r->stall[k], s);
-    if (!said)
-      fprintf(out, "%s%.3f s for %s (planned %.3f)", n++ ? ", " : "",
-              waited(r->stall, r->n_stalls, s, false), s->what,
-              waited(r->planned_stall, r->n_planned_stalls, s, false));
-  }
+  for (uint32_t i = 0; i < n && i < 3; i++)
+    fprintf(out, "%s%.3f s for %s (planned %.3f)", i ? ", " : "", stall[i].seconds, stall[i].what,
+            waited(r->planned_stall, r->n_planned_stalls, &stall[i], false));
   fputc('\n', out);
 }
 

@@ -285,8 +285,9 @@ class Program(Owner):
 
     def __init__(self, n_spaces: int, n_streams: int):
         out = ffi.new("ps_program **")
-        _count("n_spaces", n_spaces), _count("n_streams", n_streams)
-        check(lib.ps_program_create(out, n_spaces, n_streams))
+        check(
+            lib.ps_program_create(out, _count("n_spaces", n_spaces), _count("n_streams", n_streams))
+        )
         self._handle = Handle("program", out[0], lib.ps_program_destroy)
         self._keep = []  # kernels and callbacks; schedules refer to them too
 
@@ -365,12 +366,15 @@ class Program(Owner):
         return kernel
 
     def _add(self, kernel, stream, accesses, tag) -> int:
-        for r, _ in accesses:
-            _count("a region's space", r.space), _count("a region's offset", r.offset)
         access = ffi.new(
             "ps_access[]",
             [
-                {"space": r.space, "mode": mode, "offset": r.offset, "bytes": r.bytes}
+                {
+                    "space": _count("a region's space", r.space),
+                    "mode": mode,
+                    "offset": _count("a region's offset", r.offset),
+                    "bytes": r.bytes,
+                }
                 for r, mode in accesses
             ],
         )

@@ -213,7 +213,8 @@ static void wrong_price(void *user, const ps_op_view *op, ps_sim_cost *out) {
 }
 
 static void test_refusals(void) {
-  static const char *const field[] = {"idle_gain", "idle_most", "a demand", "kind", "slower"};
+  static const char *const field[] = {"idle_gain is 2", "idle_most is -1", "demand[0] is 1.5",
+                                      "kind is 32", "slower"};
   ps_program *p;
   CHECK(ps_program_create(&p, 1, 1) == PS_OK);
   add(p, 0, 1, 0, 1, (ps_access[]){slot(PS_WRITE, 0)});
@@ -221,8 +222,7 @@ static void test_refusals(void) {
   double bad[] = {-1, NAN, INFINITY}, end = 7;
   for (int i = 0; i < 3; i++)
     CHECK_FAILS(ps_sim_run(s, bad_price, &bad[i], 1, NULL, &end), PS_EINVAL, "op 0");
-  CHECK_FAILS(ps_sim_run(s, nowhere_price, NULL, 1, NULL, &end), PS_EINVAL,
-              "a resource is not below");
+  CHECK_FAILS(ps_sim_run(s, nowhere_price, NULL, 1, NULL, &end), PS_EINVAL, "resource[0] is 40");
   for (int i = 0; i < 5; i++)
     CHECK_FAILS(ps_sim_run(s, wrong_price, &i, 1, NULL, &end), PS_EINVAL, field[i]);
   double aeon = 1e20, year = 3.2e16; /* ns; a trace's clock ends after 584 years */

@@ -14,6 +14,7 @@
 #include "backends/sim/sim.h"
 #include "engine/schedule.h"
 #include <math.h>
+#include <stdio.h>
 #include <string.h>
 
 typedef struct sim_op {
@@ -82,30 +83,33 @@ static bool is_slowdown(const double *slower) {
   return ok;
 }
 
-/* What of @c is out of range, in words; NULL: nothing. */
-static const char *wrong(const ps_sim_cost *c, bool slowdown_ok) {
+/* The field of @c that is out of range, its value and the range go into @why. false: none is. */
+static bool is_wrong(const ps_sim_cost *c, bool slowdown_ok, char why[96]) {
   if (!(isfinite(c->ns) && c->ns >= 0))
-    return "ns is not a finite number from 0 on";
+    return snprintf(why, 96, "ns is %g: give a finite number from 0 on", c->ns) > 0;
   if (!(c->idle_gain >= 0 && c->idle_gain <= 1))
-    return "idle_gain is not in 0..1";
+    return snprintf(why, 96, "idle_gain is %g: give 0 to 1", c->idle_gain) > 0;
   if (!(c->idle_most >= 0 && c->idle_most <= 1))
-    return "idle_most is not in 0..1";
+    return snprintf(why, 96, "idle_most is %g: give 0 to 1", c->idle_most) > 0;
   for (int d = 0; d < PS_SIM_DEMANDS; d++) {
     if (!(c->demand[d] >= 0 && c->demand[d] <= 1))
-      return "a demand is not in 0..1";
+      return snprintf(why, 96, "demand[%d] is %g: give 0 to 1", d, c->demand[d]) > 0;
     if (c->resource[d] >= PS_SIM_RESOURCES)
-      return "a resource is not below PS_SIM_RESOURCES";
+      return snprintf(why, 96, "resource[%d] is %u: give a number below %d", d, c->resource[d],
+                      PS_SIM_RESOURCES) > 0;
   }
   if (c->kind >= 1 << PS_SIM_KINDS)
-    return "kind has a bit beyond PS_SIM_KINDS";
-  return slowdown_ok ? NULL : "a factor of slower is not a finite number from 1 on";
+    return snprintf(why, 96, "kind is %u: give a number below %d", c->kind, 1 << PS_SIM_KINDS) > 0;
+  return !slowdown_ok &&
+         snprintf(why, 96, "slower has a factor that is not a finite number from 1 on") > 0;
 }
 
 static ps_status check(const ps__sim *m, uint64_t i, const ps_sim_cost *c, bool slowdown_ok) {
-  const char *what = wrong(c, slowdown_ok);
-  return what ? ps__fail(PS_EINVAL, "sim: the cost of op %llu (%s): %s", (unsigned long long)i,
-                         ps__op_name(&m->schedule->list.ops[i]), what)
-              : PS_OK;
+  char why[96];
+  return is_wrong(c, slowdown_ok, why)
+             ? ps__fail(PS_EINVAL, "sim: the cost of op %llu (%s): %s", (unsigned long long)i,
+                        ps__op_name(&m->schedule->list.ops[i]), why)
+             : PS_OK;
 }
 
 ps_status ps__sim_set_costs(ps__sim *m, const ps_sim_cost *cost, uint64_t streams) {
