@@ -147,9 +147,19 @@ def test_two_trainers_of_the_same_hosts(tiny_model, tiny_shard, tmp_path):
 
 
 RATE_SCRIPT = f"""
-import sys
+import sys, time
+from pathlib import Path
 from penstock import Hardware, Hosts, ModelConfig, Plan
 model, _, folder, fails = sys.argv[1:5]
+def tell_and(measure):
+    def told(*given):
+        Path(folder, str(hosts.rank)).touch()
+        measure(*given)
+    return told
+def fail_last(*_):
+    while len(list(Path(folder).iterdir())) < hosts.n - 1:
+        time.sleep(0.01)
+    return [][0]
 with Hosts.from_launcher(wait=20) as hosts:
     def plan(stated=0):
         hardware = Hardware.estimate(1, "cpu")
@@ -160,8 +170,8 @@ with Hosts.from_launcher(wait=20) as hosts:
         )
         assert hardware.network_bytes_per_s == stated
         return made
-    if fails == str(hosts.rank):
-        hosts._measure = lambda *_: [][0]
+    if fails != "-":
+        hosts._measure = fail_last if fails == str(hosts.rank) else tell_and(hosts._measure)
     plans = plan(), plan(), plan(hosts.rank * 1e9), plan(2e9)
     rates = [p.json()["network_bytes_per_s"] for p in plans]
     assert rates == [p.hardware.network_bytes_per_s for p in plans]
@@ -180,11 +190,13 @@ def test_all_tasks_plan_with_one_rate(tiny_model, tmp_path):
 
 
 def test_a_task_that_fails_ends_the_measurement(tiny_model, tmp_path):
+    """It fails once the others measure: before, they would be told elsewhere."""
+    (tmp_path / "out").mkdir()
     tasks = run_script(tiny_model, "-", tmp_path, 3, fails="1", script=RATE_SCRIPT)
     codes, said = end(tasks, 60)
     assert codes == [1, 1, 1], said
     for rank in (0, 2):
-        assert "rank 1 failed: IndexError" in said[rank] and "_measure" in said[rank], said[rank]
+        assert "rank 1 failed: IndexError" in said[rank] and "in _measure" in said[rank], said[rank]
 
 
 def test_a_cap_that_rank_0s_cut_exceeds(tiny_model):
