@@ -28,7 +28,7 @@ SCRIPT = f"""
 import json, sys
 from penstock import Hardware, Hosts, ModelConfig, Plan, Trainer
 model, shard, folder, fails = sys.argv[1:5]
-with Hosts.from_launcher(wait=20) as hosts:
+with Hosts.from_launcher(wait=60) as hosts:
     plan = Plan(
         ModelConfig.read(model), seq_len={SEQ}, tokens_per_step=4 * {SEQ}, recipe="bf16",
         hardware=Hardware.estimate(1, "cpu"), hosts=hosts,
@@ -84,7 +84,7 @@ def test_a_script_gives_the_bits_of_the_command(n, tiny_model, tiny_shard, tmp_p
 
 def test_an_exception_in_one_task_ends_the_other(tiny_model, tiny_shard, tmp_path):
     tasks = run_script(tiny_model, tiny_shard, tmp_path, 2, fails="1")
-    codes, said = end(tasks, 60)
+    codes, said = end(tasks)
     assert codes == [1, 1] and "rank 1 failed: ValueError: no more" in said[0], said
     assert said[1].rstrip().endswith("ValueError: no more")
 
@@ -160,7 +160,7 @@ def fail_last(*_):
     while len(list(Path(folder).iterdir())) < hosts.n - 1:
         time.sleep(0.01)
     return [][0]
-with Hosts.from_launcher(wait=20) as hosts:
+with Hosts.from_launcher(wait=60) as hosts:
     def plan(stated=0):
         hardware = Hardware.estimate(1, "cpu")
         hardware._ptr.network_bytes_per_s = stated
@@ -193,7 +193,7 @@ def test_a_task_that_fails_ends_the_measurement(tiny_model, tmp_path):
     """It fails once the others measure: before, they would be told elsewhere."""
     (tmp_path / "out").mkdir()
     tasks = run_script(tiny_model, "-", tmp_path, 3, fails="1", script=RATE_SCRIPT)
-    codes, said = end(tasks, 60)
+    codes, said = end(tasks)
     assert codes == [1, 1, 1], said
     for rank in (0, 2):
         assert "rank 1 failed: IndexError" in said[rank] and "in _measure" in said[rank], said[rank]

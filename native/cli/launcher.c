@@ -20,6 +20,12 @@ static const char *const of_one_host[] = {"config",         "model",       "data
                                           "save-wait",      "resume",      "run-dir", "trace-steps",
                                           "sample-prompts", "hosts-wait",  "layout",  NULL};
 
+static void print_info(void *user, ps_log_level level, const char *line) {
+  (void)user;
+  if (level >= PS_LOG_INFO)
+    fprintf(stderr, "penstock: %s\n", line);
+}
+
 int cli_task_meet(cli_job *job) {
   const ps_hosts_task *t = &job->task;
   const ps_hosts_config cfg = {.struct_bytes = sizeof cfg,
@@ -30,7 +36,9 @@ int cli_task_meet(cli_job *job) {
                                .wait_s = job->hosts_wait};
   if (t->n_hosts < 2)
     return CLI_OK;
+  ps_log_set(job->quiet ? NULL : print_info, NULL);
   ps_status st = ps_hosts_open(&job->hosts, &cfg);
+  ps_log_set(NULL, NULL);
   char *text = st == PS_OK ? cli_options_text(job, of_one_host) : NULL;
   if (st == PS_OK && !text)
     return cli_fail(CLI_FAILED, "out of memory for the options");

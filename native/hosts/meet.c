@@ -46,13 +46,14 @@ typedef struct guest {
 } guest;
 
 /* GUESTS: twice as many as all tasks' connections, so strangers who say nothing keep no task out.
- * REFUSED_S: how long rank 0 stays to tell the reason to tasks that have not come yet. */
-enum { GUESTS = 2 * KINDS * PS_MAX_HOSTS, REFUSED_S = 1 };
+ * REFUSED_S: how long rank 0 stays to tell the reason to tasks that have not come yet.
+ * SILENT_S: how long a task waits before it logs for whom, and where. */
+enum { GUESTS = 2 * KINDS * PS_MAX_HOSTS, REFUSED_S = 1, SILENT_S = 3 };
 
 typedef struct meeting {
   ps_hosts *h;
   const ps_hosts_config *cfg;
-  double until_s;
+  double until_s, say_s; /* say_s: when the wait is logged, once */
   int listener;
   guest *guest; /* GUESTS of them, the oldest first */
   uint32_t n_guests;
@@ -64,10 +65,12 @@ static double now_s(void) {
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-static int left_ms(const meeting *m) {
-  const double s = m->until_s - now_s();
+static int ms_until(double then_s) {
+  const double s = then_s - now_s();
   return s > 0 ? (int)(s * 1000) + 1 : 0;
 }
+static double earlier(double a, double b) { return a < b ? a : b; }
+static int left_ms(const meeting *m) { return ms_until(m->until_s); }
 
 /* ---- sockets --------------------------------------------------------------------------------- */
 
@@ -135,9 +138,35 @@ static ps_status listen_at(meeting *m, uint32_t port, uint32_t *got) {
 
 static ps_status nobody(const meeting *m, const char *address, uint32_t port) {
   return ps__fail(PS_EIO,
-                  "nobody answers at %s port %u within %g s: rank 0 must run there, and the port "
-                  "must be open",
+                  "nobody answers at %s port %u within %g s: rank 0 must run there and wait for "
+                  "this task, and the port must be open",
                   address, port, m->cfg->wait_s);
+}
+
+/* How many tasks have yet to connect to this one, and the first of them. */
+static uint32_t n_missing(const ps_hosts *h, uint32_t *first) {
+  uint32_t n = 0;
+  for (uint32_t r = h->n - 1; r > h->rank; r--)
+    if (h->control[r] < 0 || h->data[r] < 0) {
+      *first = r;
+      n++;
+    }
+  return n;
+}
+
+/* Whether a socket of this host can have @address. */
+static bool is_of_this_host(const char *address) {
+  const struct addrinfo want = {.ai_socktype = SOCK_STREAM};
+  struct addrinfo *all = NULL;
+  bool own = getaddrinfo(address, NULL, &want, &all) != 0; /* then it is not known whose it is */
+  for (struct addrinfo *a = all; a && !own; a = a->ai_next) {
+    const int fd = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    own = fd < 0 || bind(fd, a->ai_addr, a->ai_addrlen) == 0 || errno != EADDRNOTAVAIL;
+    if (fd >= 0)
+      close(fd);
+  }
+  freeaddrinfo(all);
+  return own;
 }
 
 /* A port of this machine that nobody listens at may connect to itself. */
@@ -163,6 +192,33 @@ static int try_connect(const struct sockaddr *at, socklen_t bytes, int most_ms) 
     return fd;
   close(fd);
   return -1;
+}
+
+/* What a user may have to mend where no task comes to rank 0's address. */
+static const char *not_own(const meeting *m) {
+  return is_of_this_host(m->cfg->address) ? "" : ", which is no address of rank 0's host,";
+}
+
+static void say_nothing_more(meeting *m) { m->say_s = m->until_s + SILENT_S; }
+
+/* Logs once, after SILENT_S, for whom this task waits. */
+static void say_wait(meeting *m) {
+  const ps_hosts_config *c = m->cfg;
+  if (ms_until(m->say_s) > 0)
+    return;
+  say_nothing_more(m);
+  if (m->h->rank > 0) {
+    ps__log(PS_LOG_INFO, "rank %u waits for rank 0 at %s port %u: %g s at most", m->h->rank,
+            c->address, c->port, c->wait_s);
+    return;
+  }
+  uint32_t first = 0;
+  const uint32_t missing = n_missing(m->h, &first);
+  char more[32] = "";
+  if (missing > 1)
+    snprintf(more, sizeof more, " and %u more", missing - 1);
+  ps__log(PS_LOG_INFO, "rank 0 waits at %s port %u%s for rank %u%s: %g s at most", c->address,
+          c->port, not_own(m), first, more, c->wait_s);
 }
 
 static void pause_ms(long ms) {
@@ -199,6 +255,7 @@ static ps_status reach_first(meeting *m, uint32_t kind, uint32_t port) {
   for (int fd = -1; left_ms(m) > 0 && !is_answered(m); pause_ms(fd < 0 ? 100 : 0)) {
     struct addrinfo *all = NULL;
     const int unknown = getaddrinfo(c->address, service, &want, &all);
+    say_wait(m);
     if (unknown && unknown != EAI_AGAIN)
       return ps__fail(PS_EINVAL, "the address of rank 0, %s, is not known here: %s", c->address,
                       gai_strerror(unknown));
@@ -298,8 +355,14 @@ static bool next_guest(meeting *m, guest *out) {
     for (; i < m->n_guests; i++)
       of[i] = (struct pollfd){.fd = m->guest[i].fd, .events = POLLIN};
     of[m->n_guests] = (struct pollfd){.fd = m->listener, .events = POLLIN};
-    if (left_ms(m) == 0 || poll(of, m->n_guests + 1, left_ms(m)) <= 0)
+    if (left_ms(m) == 0)
       return false;
+    const int ready = poll(of, m->n_guests + 1, ms_until(earlier(m->say_s, m->until_s)));
+    say_wait(m);
+    if (ready < 0)
+      return false;
+    if (ready == 0)
+      continue;
     for (i = 0; i < m->n_guests && !of[i].revents; i++)
       ;
     if (i == m->n_guests)
@@ -316,11 +379,15 @@ static ps_status accept_all(meeting *m, uint32_t n, struct sockaddr_storage *at,
   for (uint32_t i = 0; i < KINDS * n; i++) {
     guest g;
     if (!next_guest(m, &g)) {
-      uint32_t r = 1;
-      while (r + 1 < m->h->n && m->h->control[r] >= 0)
-        r++;
-      return ps__fail(PS_EIO, "rank %u did not come within %g s: %u tasks were to be started", r,
-                      m->cfg->wait_s, m->h->n);
+      uint32_t r = 0;
+      (void)n_missing(m->h, &r);
+      if (m->h->rank > 0)
+        return ps__fail(PS_EIO, "rank %u did not connect to rank %u within %g s", r, m->h->rank,
+                        m->cfg->wait_s);
+      return ps__fail(PS_EIO,
+                      "rank %u did not come to %s port %u%s within %g s: %u tasks were to be "
+                      "started",
+                      r, m->cfg->address, m->cfg->port, not_own(m), m->cfg->wait_s, m->h->n);
     }
     if (differs(m, &g.said, why)) {
       *refused = g;
@@ -350,7 +417,8 @@ static void refuse(meeting *m, const answer *a, guest g) {
   uint32_t n_told = 0, came = n_came(m->h), tasks = m->h->n;
   const double until_s = now_s() + REFUSED_S;
   char rest;
-  m->until_s = until_s < m->until_s ? until_s : m->until_s;
+  m->until_s = earlier(until_s, m->until_s);
+  say_nothing_more(m);
   do {
     if (send(g.fd, a, sizeof *a, MSG_NOSIGNAL | MSG_DONTWAIT) > 0)
       shutdown(g.fd, SHUT_WR);
@@ -415,6 +483,7 @@ static ps_status follow(meeting *m) {
   PS_TRY(listen_at(m, 0, &port));
   for (uint32_t kind = 0; kind < KINDS; kind++)
     PS_TRY(reach_first(m, kind, port));
+  say_nothing_more(m); /* rank 0 says for whom all wait */
   answer *a = ps__calloc(1, sizeof *a);
   if (!a)
     return ps__fail(PS_ENOMEM, "out of memory for the tasks of other hosts");
@@ -433,7 +502,9 @@ static ps_status follow(meeting *m) {
 }
 
 ps_status ps__hosts_meet(ps_hosts *h, const ps_hosts_config *cfg) {
-  meeting m = {.h = h, .cfg = cfg, .until_s = now_s() + cfg->wait_s, .listener = -1};
+  meeting m = {.h = h, .cfg = cfg, .listener = -1};
+  m.until_s = now_s() + cfg->wait_s;
+  m.say_s = now_s() + SILENT_S;
   m.guest = ps__calloc(GUESTS, sizeof *m.guest);
   if (!m.guest)
     return ps__fail(PS_ENOMEM, "out of memory for the tasks of other hosts");
