@@ -107,6 +107,18 @@ static void say_hosts(text *t, const ps_plan *p) {
         ps__format_bytes(net, ps__net_memory(p)));
 }
 
+/* Stage @i of the batch ramp. Its steps may have fewer rounds, or chunks in a ring, than GPUs. */
+static void say_stage(text *t, const ps_plan *p, uint32_t i) {
+  const ps__layout *l = &p->ramp[i].layout;
+  const uint32_t parts = p->report.layout == PS_LAYOUT_RING ? l->n_chunks : l->n_rounds;
+  say(t, "batch ramp       %llu steps of %llu tokens: %u round%s; predicted %.3f s a step",
+      (unsigned long long)p->ramp[i].n_steps, (unsigned long long)l->n_tokens, l->n_rounds,
+      l->n_rounds == 1 ? "" : "s", p->ramp[i].step_s);
+  if (parts < p->report.n_devices)
+    say(t, ", with %u of %u GPUs idle", p->report.n_devices - parts, p->report.n_devices);
+  say(t, "\n");
+}
+
 static void write_text(text *t, const ps_plan *p) {
   const ps_plan_report *r = &p->report;
   char a[32], b[32], c[32];
@@ -208,9 +220,7 @@ static void write_text(text *t, const ps_plan *p) {
     say(t, ", %s between devices", ps__format_bytes(a, p->step.copied_bytes[PS__TO_PEERS]));
   say(t, "\n");
   for (uint32_t i = 0; i < p->n_ramp; i++)
-    say(t, "batch ramp       %llu steps of %llu tokens: %u round%s; predicted %.3f s a step\n",
-        (unsigned long long)p->ramp[i].n_steps, (unsigned long long)p->ramp[i].layout.n_tokens,
-        p->ramp[i].layout.n_rounds, p->ramp[i].layout.n_rounds == 1 ? "" : "s", p->ramp[i].step_s);
+    say_stage(t, p, i);
   say_validation(t, p);
   say_sampling(t, p);
   say(t, "work             %.3g model FLOPs a step, %.1f%% more recomputed\n", r->model_flops,
