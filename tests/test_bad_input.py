@@ -188,6 +188,21 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_step_and_advice(
     one_sentence(done, 1, rf"step {steps + 1}: the .* lower --lr, or look at the data")
 
 
+def test_an_error_amid_updates_says_what_it_means_for_the_model(tiny_model, tiny_shard, tmp_path):
+    """Without clipping units are updated while the step goes on: the model is of two steps."""
+    given = ("--lr", "1e30", "--clip-norm", 0, "--out", "out", "--run-dir", "run", "--quiet=false")
+    done = train(tiny_model, tiny_shard, *given, cwd=tmp_path)
+    steps = len(metrics(tmp_path / "run"))
+    why = (
+        rf"penstock: step {steps + 1}: (.*); this was during a step's updates: some weights, also "
+    )
+    why += r"in a model that is saved now, may be one step ahead of the others\n"
+    (what,) = re.findall(why, done.stderr)
+    assert done.returncode == 1 and "since the step before" not in what
+    said = f"saving out, as the error left the model after {steps} complete steps\n"
+    assert said in done.stderr and (tmp_path / "out/config.json").exists()
+
+
 @pytest.mark.parametrize("existing", [False, True])
 def test_a_full_disk_leaves_no_half_written_model(tiny_model, tiny_shard, tmp_path, existing):
     if existing:

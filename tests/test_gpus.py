@@ -579,7 +579,7 @@ def test_advice_is_arithmetic_on_the_plan(tmp_path):
     config |= {"max_position_embeddings": 4096}
     machine = json.loads((ROOT / "docs/hardware-h200.json").read_text())
     machine |= {"peer_bytes_per_s": 370e9, "device_overhead_bytes": 1 << 20}
-    cut = ["--seq-len", 2048, "--chunk-tokens", 1024, "--head-slice-tokens", 512]
+    cut = ["--seq-len", 1024, "--chunk-tokens", 1024, "--head-slice-tokens", 512]
     step = [*cut, "--tokens-per-step", 4096]
     few = ["--chunks-per-round", 2, "--device-mem", "240MiB", "--gpus", 4]
     said = advice(tmp_path, config, machine, *step, *few, "--layout", "data-parallel")

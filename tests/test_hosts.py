@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -286,6 +287,57 @@ def test_ctrl_c_of_one_rank_stops_all_after_the_same_step(tiny_model, tiny_shard
     tasks[1].send_signal(signal.SIGINT)
     codes, said = end(tasks, 30)
     assert codes == [130, 130] and (out / "config.json").exists(), said
+
+
+def test_a_rank_that_asked_to_stop_is_named(tiny_model, tiny_shard, tmp_path):
+    loud = {0: ("--quiet=false",)}
+    tasks = start(tiny_model, tiny_shard, tmp_path, "--steps", 100000, each=loud, n=3)
+    await_steps(tmp_path)
+    tasks[2].send_signal(signal.SIGTERM)
+    codes, said = end(tasks, 30)
+    steps = (tmp_path / "metrics.jsonl").read_text().count("\n")
+    assert codes == [130] * 3 and said[1:] == ["", ""], said
+    assert f"penstock: rank 2 asked to stop: the last step is {steps}\n" in said[0]
+
+
+@pytest.mark.parametrize("lost", ["metrics", "model"])
+def test_what_rank_0_cannot_write_is_an_error_of_all(lost, tiny_model, tiny_shard, tmp_path):
+    """Rank 1 writes nothing, and would have ended before rank 0 saves."""
+    metrics = lost == "metrics"
+    more = ("--steps", 100000) if metrics else ("--out", tmp_path / "out", "--save-wait", 0)
+    tasks = start(tiny_model, tiny_shard, tmp_path, *more, "--trace-steps", 0)
+    if metrics:
+        await_steps(tmp_path)
+        limit = (tmp_path / "metrics.jsonl").stat().st_size + 5000
+    else:
+        limit = 50_000
+    resource.prlimit(tasks[0].pid, resource.RLIMIT_FSIZE, (limit, limit))
+    codes, said = end(tasks, 30)
+    why = "metrics.jsonl cannot be written: File too large" if metrics else "File too large"
+    assert codes == [1, 1] and why in said[0], said
+    assert said[1].startswith("penstock: rank 0 failed: ") and said[1].count("\n") == 1
+
+
+def test_a_run_of_several_hosts_says_how_many(tiny_model, tiny_shard, tmp_path):
+    codes, said = end(start(tiny_model, tiny_shard, tmp_path, each={0: ("--quiet=false",)}))
+    assert codes == [0, 0] and re.search(r" 2 hosts x \S+ TFLOP/s", said[0]), said
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["hosts"] for line in lines] == [2] * STEPS
+
+
+def test_hosts_that_cannot_share_a_checkpoints_steps(given):
+    """Its steps have 6 sequences: two hosts train all, four would leave out two."""
+    model, shard, folder = given
+    more = ("--tokens-per-step", 6 * SEQ, "--checkpoint-every", STEPS, "--steps", STEPS)
+    codes, said = end(start(model, shard, folder, *more))
+    assert codes == [0, 0], said
+    more = (*more[:-1], STEPS + 1, "--resume", "latest")
+    codes, said = end(start(model, shard, folder, *more, n=4))
+    assert (
+        codes == [2] * 4 and "was written with 6 sequences a step, which 4 hosts cannot" in said[0]
+    )
+    codes, said = end(start(model, shard, folder, *more, n=3))
+    assert codes == [0] * 3, said
 
 
 def test_tasks_that_disagree_write_nothing(tiny_model, tiny_shard, tmp_path):
@@ -615,6 +667,11 @@ def test_sequences_that_a_ramp_leaves_out_are_said(given):
     assert line.startswith(
         f"penstock: --batch-ramp {3 * SEQ}: a step trains 2 of its 3 sequences, as"
     )
+    stages = f'batch-ramp = ["{2 * SEQ}:1", "{2 * SEQ}:1"]\n'
+    assert stages in (folder / "run.toml").read_text()
+    assert said[0].count(f"\nbatch ramp       1 steps of {2 * SEQ} tokens: 1 round;") == 2
+    plan = json.loads((folder / "plan.json").read_text())
+    assert [stage["tokens_per_step"] for stage in plan["batch_ramp"]] == [2 * SEQ] * 2
 
 
 def test_a_stage_of_a_ramp_may_be_as_large_as_a_step(given):

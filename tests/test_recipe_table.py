@@ -146,6 +146,15 @@ def test_the_energy_of_several_hosts_is_that_of_one(tmp_path):
     (row,), text = table(run)
     assert row["energy_from"] == "energy counter of rank 0's host"
     assert text.endswith("\nJ/token is of rank 0's host alone: run.\n")
+    assert row["hosts"] == 2 and "2 hosts x NVIDIA Made-up" in text
+
+
+def test_hosts_count_beside_their_gpus(tmp_path):
+    run = made(tmp_path / "run", [1.0] * 6, hosts=["absent"] * 2 + [2] * 4, gpus=[8] * 6)
+    (row,), text = table(run, "--last", 4)
+    assert (row["gpus"], row["hosts"]) == (8, 2) and "2 hosts x 8 x NVIDIA Made-up" in text
+    mixed = command("report", "--recipe-table", run, "--last", 5)
+    refused(mixed, r"the steps of the window ran on 1 to 2 hosts: give --window with steps of one")
 
 
 def test_power_of_one_gpu_and_of_all_is_not_put_together(tmp_path):

@@ -8,6 +8,7 @@ import pty
 import re
 import resource
 import select
+import shutil
 import signal
 import subprocess
 import time
@@ -137,6 +138,29 @@ def test_a_model_that_is_there_is_replaced_with_force_only(words, tmp_path):
     assert (tmp_path / "out/model.safetensors").read_bytes() == before
     assert call(words("--steps", 2, "--out", "out", "--force"), tmp_path).returncode == 0
     assert (tmp_path / "out/model.safetensors").read_bytes() != before
+
+
+def test_the_command_that_resumes_replaces_the_runs_own_model(words, tmp_path):
+    """The same command goes on after a stop at which the run saved its model. Another run that is
+    to save there is refused."""
+    saved, first = tmp_path / "out/model.safetensors", "run/checkpoints/step-00000002"
+    there = r"--out out already has a model \(.*\): .* replace it with --force"
+
+    def resume(source, steps, **more):
+        given = ("--checkpoint-every", 2, "--out", "out", "--resume", source, "--steps", steps)
+        return call([more.get(w, w) for w in words(*given)], tmp_path)
+
+    assert resume("auto", 2).returncode == 0
+    before = saved.read_bytes()
+    one_sentence(call(words("--steps", 4, "--out", "out"), tmp_path), 2, there)
+    one_sentence(resume(first, 4), 2, there)
+    one_sentence(resume("latest", 4, run=str(tmp_path / "run")), 2, there)
+    assert saved.read_bytes() == before
+    done = resume("auto", 4, **{"--quiet": "--quiet=false"})
+    assert done.returncode == 0 and saved.read_bytes() != before
+    assert f"penstock: goes on from {first}, after step 2\n" in done.stderr
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    one_sentence(resume("auto", 6), 2, there)
 
 
 def test_a_model_that_the_disk_has_no_room_for_is_refused_first(words, tiny_model, tmp_path):

@@ -50,8 +50,8 @@ typedef struct ps_hosts_config {
  * cfg->address. The tasks trust each other and their network: nothing is encrypted.
  * @out     on PS_OK owned by the caller, released by ps_hosts_close(); untouched on error.
  * Threads: one thread at a time uses a ps_hosts, ps_hosts_fail() apart.
- * Blocks:  until all tasks have come, at most cfg->wait_s. After 3 s a line of PS_LOG_INFO says once
- *          for whom it waits, and where.
+ * Blocks:  until all tasks have come, at most cfg->wait_s. After 3 s a line of PS_LOG_INFO says
+ *          once for whom it waits, and where.
  * Errors:  PS_EINVAL: a field, or the tasks are of different versions or numbers. PS_EIO: nobody
  *          answers, a task does not come in time, or the port is taken. PS_ENOMEM, PS_EDEVICE. */
 PS_API ps_status ps_hosts_open(ps_hosts **out, const ps_hosts_config *cfg);

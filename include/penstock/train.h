@@ -73,7 +73,7 @@ enum {
 
 /* What a trainer does with a step whose loss or gradient is not finite. */
 typedef enum ps_non_finite {
-  PS_NON_FINITE_STOP = 0, /* stops, before anything of the step is updated */
+  PS_NON_FINITE_STOP = 0, /* stops; with clip, before anything of the step is updated */
   /* Leaves weights and state as they are, and goes on with the next step's data. The plan must be
    * made with clip, because updates wait for the norm. A skipped step counts in the schedule and in
    * AdamW's bias correction; a warning is logged that says why it was skipped. */
@@ -189,7 +189,8 @@ typedef struct ps_step_metrics {
    * not 0 and became 0 when it was quantized; then the largest such part of one tensor of a layer.
    * From PS_FLUSHED_WARNS on a warning names that tensor. */
   double fp8_flushed, fp8_flushed_most;
-  /* 1: a host's task asked to stop before this step was computed (ps_trainer_ask_stop()). */
+  /* 1 + the first rank whose task asked to stop before this step was computed; 0: none did
+   * (ps_trainer_ask_stop()). */
   uint64_t stop;
   /* GPUs that gpu_clock_mhz to gpu_energy_j are of: all of this host's that the plan uses. 0: none
    * of the four is known. */
@@ -247,8 +248,8 @@ PS_API ps_status ps_trainer_submit(ps_trainer *t, uint64_t n);
  * returns the error, and so does every later submit and wait. Nothing is in flight then: weights
  * can be read and saved. They are those after ps_trainer_steps_done() steps, with two exceptions,
  * which the message states:
- *   - The device failed, or a cancel came, while the optimizer ran. Some weights may then be one
- *     step ahead of the others.
+ *   - The error or a cancel came while the optimizer ran. Some weights may then be one step ahead
+ *     of the others. With clip_norm 0 it runs during the whole step.
  *   - clip_norm is 0 and a gradient is not finite. Layers above the one named are a step ahead. */
 PS_API ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out);
 /* The result of a validation. */

@@ -74,11 +74,12 @@ static bool wanted(const cli_job *job) {
 
 /* One sentence: the step, the cause, and what there is. */
 static void not_written(const cli_job *job, uint64_t step, const char *why) {
+  static const char *const then[2][2] = {{"the run goes on, without any checkpoint so far",
+                                          "the run goes on, and the newest checkpoint is "},
+                                         {"there is no checkpoint", "the newest checkpoint is "}};
   const char *newest = job->checkpoints.newest;
-  cli_fail(CLI_FAILED, "no checkpoint of step %llu was written: %s; the run goes on, %s%s",
-           (unsigned long long)step, why,
-           newest ? "and the newest checkpoint is " : "without any checkpoint so far",
-           newest ? newest : "");
+  cli_fail(CLI_FAILED, "no checkpoint of step %llu was written: %s; %s%s", (unsigned long long)step,
+           why, then[job->checkpoints.run_over][newest != NULL], newest ? newest : "");
 }
 
 static void begin(cli_job *job, ps_trainer *t, uint64_t step, const char *folder) {

@@ -210,6 +210,7 @@ typedef struct cli_checkpoints {
   char *newest, *writing; /* paths, or NULL */
   uint64_t begun;         /* the step of the last one that was begun; 0: none */
   double due_s;           /* when the next is due, of an interval in seconds */
+  bool run_over;          /* no step follows */
 } cli_checkpoints;
 
 /* ---- several hosts (launcher.c) -------------------------------------------------------------- */
@@ -222,13 +223,14 @@ typedef struct cli_checkpoints {
  * latter is what a description states, else what rank 0 kept of an earlier start, else measured now
  * and kept. Exit code.
  * cli_task_share_plan() - all take the cut of rank 0's plan; @code is that of rank 0's plan.
- * cli_task_end() - leave the other tasks; with @code not 0 end them. */
+ * cli_task_end() - with @code CLI_OK or CLI_INTERRUPTED wait for rank 0, then leave the other
+ * tasks; else end them. Exit code: @code, or CLI_FAILED where another task has failed. */
 int cli_task_read(ps_hosts_task *t);
 int cli_task_meet(cli_job *job);
 void cli_task_follow(cli_job *job);
 int cli_task_measure(cli_job *job);
 int cli_task_share_plan(cli_job *job, int code);
-void cli_task_end(cli_job *job, int code);
+int cli_task_end(cli_job *job, int code);
 
 /* ---- a job: options and plan of train, plan and demo (job.c) --------------------------------- */
 struct cli_job {
@@ -292,9 +294,10 @@ struct cli_job {
   ps_plan_report report;      /* set by cli_job_plan() */
 };
 
-/* cli_out_check() - check that the model can be saved into @path: it has no model, or --force is
- * given, and the disk has room. Exit code. */
+/* cli_out_check() - check that the model can be saved into @path, whose disk has room. Exit code.
+ * cli_out_check_empty() - check that @path has no model yet, or --force is given. Exit code. */
 int cli_out_check(const cli_job *job, const char *path);
+int cli_out_check_empty(const cli_job *job, const char *path);
 void cli_job_init(cli_job *job);
 void cli_job_free(cli_job *job);
 
@@ -308,15 +311,18 @@ int cli_lora_resolve(cli_job *job);
 /* cli_job_check() - check that required options are given, and read the model's configuration.
  * cli_job_machine() - get the machine's rates, once.
  * cli_job_prepare() - the same, and fill in the plan's configuration.
- * cli_job_plan() - prepare, and search a plan.
- * cli_job_check_sequences() - after it: without a ring a GPU takes whole sequences, so with fewer
- * of them than GPUs one would never have work.
+ * cli_job_plan() - prepare, and search a plan that gives each GPU work.
  * All return exit codes. */
 int cli_job_check(cli_job *job);
 int cli_job_machine(cli_job *job);
 int cli_job_prepare(cli_job *job);
 int cli_job_plan(cli_job *job);
-int cli_job_check_sequences(const cli_job *job);
+/* cli_too_few_sequences() - whether a GPU would never have work: without a ring each takes whole
+ * sequences. @why: what the user can do.
+ * cli_note_left_out() - say which sequences of a step hosts do not train, as each has equally many.
+ * After cli_job_prepare(). */
+bool cli_too_few_sequences(const cli_job *job, const ps_plan_report *report, char why[512]);
+void cli_note_left_out(const cli_job *job, cli_progress *p);
 
 /* cli_ramp_parse() - the stages of --batch-ramp (ramp.c). Exit code. */
 int cli_ramp_parse(cli_job *job);
@@ -340,12 +346,15 @@ ps_status cli_profile_at(const cli_job *job, ps_trainer *t, uint64_t step);
  * cli_run_file_show() - print the file with every option: its value or its default. Exit code.
  * cli_run_file_check() - check that run.toml in the run directory may be written: only one that
  * penstock wrote is replaced. Exit code.
+ * cli_run_file_names_out() - whether the run directory is of a run with the same --out and
+ * --run-dir. It began without a model there, or with --force: a model that is there now is its own.
  * cli_run_file_text() - the run as it was resolved, as such a file. The caller frees it; NULL when
  * memory ran out.
  * cli_run_file_write() - write the run as it was resolved: every option with the value used. */
 int cli_run_file_read(const cli_command *command, const char *path);
 int cli_run_file_show(const char *path);
 int cli_run_file_check(const cli_job *job);
+bool cli_run_file_names_out(const cli_job *job);
 char *cli_run_file_text(const cli_job *job);
 /* cli_options_text() - a line for each option of train but those of @without; NULL: no memory. */
 char *cli_options_text(cli_job *job, const char *const *without);
@@ -418,7 +427,8 @@ void cli_checkpoint_end(cli_job *job, ps_trainer *t, cli_progress *p, bool wait)
 /* What the log and metrics.jsonl say of a step beside its own figures. docs/watch.md
  * explains each field. */
 typedef struct cli_step {
-  uint64_t total_steps, samples, consumed_samples, consumed_tokens, n_gpus;
+  uint64_t total_steps, samples, consumed_samples, consumed_tokens;
+  uint32_t n_gpus, n_hosts;                /* n_gpus: of each host */
   double elapsed_s, eta_s, tflops, time_s; /* tflops: a GPU */
 } cli_step;
 /* cli_step_note() - fill in @s, which is zeros before the first of the run's @n_done steps. */
@@ -485,7 +495,12 @@ int cli_train_job(cli_job *job); /* all of a training after its options are pars
 int cli_interrupts(void);        /* how often this run was asked to stop */
 /* While the model or a checkpoint is waited for, the first Ctrl-C lets it finish. The second one
  * ends the process. */
-typedef enum cli_saves { CLI_SAVES_NOTHING, CLI_SAVES_MODEL, CLI_SAVES_CHECKPOINT } cli_saves;
+typedef enum cli_saves {
+  CLI_SAVES_NOTHING,
+  CLI_SAVES_MODEL,
+  CLI_SAVES_CHECKPOINT,
+  CLI_SAVES_ELSEWHERE /* rank 0 does, and this task waits for it */
+} cli_saves;
 void cli_saving(cli_saves what);
 
 struct cli_progress {
@@ -526,8 +541,8 @@ struct cli_run_result {
   /* what streams waited for, measured and predicted; the longest wait of a stream comes first */
   ps_stall stall[CLI_MAX_STALLS], planned_stall[CLI_MAX_STALLS];
   uint64_t n_stalls, n_planned_stalls;
-  ps_throughput throughput; /* zeros without a trace */
-  bool interrupted, saved;
+  ps_throughput throughput;        /* zeros without a trace */
+  bool interrupted, saved, failed; /* failed: the trainer stopped with an error */
   char *metrics_path, *plan_path, *timeline_path;
   char *other_out; /* where the model was saved instead of --out */
   /* validations: how many, their seconds, the last one and the steps before it */

@@ -60,8 +60,6 @@ static int evaluate(cli_job *job) {
   job->forward_only = true;
   if (code == CLI_OK)
     code = cli_job_plan(job);
-  if (code == CLI_OK)
-    code = cli_job_check_sequences(job);
   if (code == CLI_OK && !job->steps) {
     job->steps = ps_dataset_n_sequences(ds, job->seq_len) / job->report.n_sequences;
     job->steps += !job->steps;

@@ -180,6 +180,10 @@ static int fill_row(table *t, row *r) {
   }
   if (st != PS_OK)
     return cli_fail_status(st, true);
+  if (cli_too_few_sequences(t->job, &r->report, r->refused)) {
+    ps_plan_destroy(plan);
+    return CLI_OK;
+  }
   find_what_binds(r, plan, &t->job->hardware);
   ps_plan_destroy(plan);
   r->tokens_per_s = speed_of(&r->report);
@@ -214,7 +218,8 @@ static double recomputed(const row *r) {
 static void print_row(const row *r) {
   char binds[32], twice[16], device[32], host[32], share[16] = "-", enough[24] = "-";
   if (!r->tokens_per_s) {
-    printf("%4u  no plan: %s\n", r->n_gpus, r->refused);
+    printf("%4u  %s%s\n", r->n_gpus,
+           starts_with(r->refused, "no plan") ? "" : "no plan: ", r->refused);
     return;
   }
   snprintf(binds, sizeof binds, "%s %.0f%%", r->binds, 100 * r->busy);
@@ -330,8 +335,11 @@ int cli_plan_gpus(cli_job *job, const uint32_t *n_gpus, uint32_t n) {
     cli_progress_count(&p, "row", i + 1, n);
     code = fill_row(t, &t->row[i]);
     cli_progress_clear(&p);
-    if (code == CLI_OK && !job->json && i == 0) /* not before what the options say is refused */
-      print_head(t);
+    if (code == CLI_OK && i == 0) { /* not before what the options say is refused */
+      cli_note_left_out(job, &p);
+      if (!job->json)
+        print_head(t);
+    }
     if (code == CLI_OK && !job->json)
       print_row(&t->row[i]);
   }

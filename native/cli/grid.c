@@ -55,6 +55,10 @@ void cli_subject_json(cli_json *j, const cli_job *job) {
   cli_json_text(j, "machine",
                 job->hardware.device_name[0] ? job->hardware.device_name : job->hardware.name);
   cli_json_count(j, "seq_len", job->seq_len);
+  if (job->plan_config.n_hosts > 1) {
+    cli_json_count(j, "n_hosts", job->plan_config.n_hosts);
+    cli_json_number(j, "network_bytes_per_s", job->hardware.network_bytes_per_s);
+  }
 }
 
 static void found_under_json(cli_json *j, const cli_cell *cell) {

@@ -497,18 +497,17 @@ static void note_idle(const cli_job *j, cli_progress *p) {
         r->n_devices, r->n_devices - r->n_rounds, r->n_rounds, r->n_rounds == 1 ? "" : "s");
 }
 
-int cli_job_check_sequences(const cli_job *j) {
-  const ps_plan_report *r = &j->report;
+bool cli_too_few_sequences(const cli_job *j, const ps_plan_report *r, char why[512]) {
   const uint64_t n = r->n_sequences / r->n_hosts;
   if (r->layout == PS_LAYOUT_RING || n >= r->n_devices)
-    return CLI_OK;
-  return cli_fail(CLI_REFUSED,
-                  "--gpus %u: a step has %llu sequence%s%s, and each GPU takes whole ones: "
-                  "raise --tokens-per-step to %llu, or lower --gpus%s",
-                  r->n_devices, (unsigned long long)n, n == 1 ? "" : "s",
-                  r->n_hosts > 1 ? " a host" : "",
-                  (unsigned long long)(r->n_hosts * r->n_devices * j->plan_config.seq_len),
-                  j->config.n_layers >= r->n_devices ? ", or give --layout ring" : "");
+    return false;
+  snprintf(why, 512,
+           "--gpus %u: a step has %llu sequence%s%s, and each GPU takes whole ones: raise "
+           "--tokens-per-step to %llu, or lower --gpus%s",
+           r->n_devices, (unsigned long long)n, n == 1 ? "" : "s", r->n_hosts > 1 ? " a host" : "",
+           (unsigned long long)(r->n_hosts * r->n_devices * j->plan_config.seq_len),
+           j->config.n_layers >= r->n_devices ? ", or give --layout ring" : "");
+  return true;
 }
 
 /* Hosts have equal parts of a step of @tokens, which @option gives. */
@@ -537,7 +536,14 @@ static int refused(const cli_job *j, ps_status st) {
       (unsigned long long)j->first_round_chunks, (unsigned long long)j->head_slice_tokens);
 }
 
+void cli_note_left_out(const cli_job *j, cli_progress *p) {
+  note_left_out(j, p, "tokens-per-step", cli_step_tokens(&j->plan_config));
+  for (uint32_t i = 0; i < j->plan_config.n_ramp; i++)
+    note_left_out(j, p, "batch-ramp", j->ramp[i].tokens_per_step);
+}
+
 int cli_job_plan(cli_job *j) {
+  char why[512];
   int code = cli_job_prepare(j);
   if (code != CLI_OK)
     return code;
@@ -554,9 +560,9 @@ int cli_job_plan(cli_job *j) {
   st = ps_plan_get_report(j->plan, &j->report);
   if (st != PS_OK)
     return cli_fail_status(st, true);
+  if (cli_too_few_sequences(j, &j->report, why))
+    return cli_fail(CLI_REFUSED, "%s", why);
   note_idle(j, &view.progress);
-  note_left_out(j, &view.progress, "tokens-per-step", cli_step_tokens(&j->plan_config));
-  for (uint32_t i = 0; i < j->plan_config.n_ramp; i++)
-    note_left_out(j, &view.progress, "batch-ramp", j->ramp[i].tokens_per_step);
+  cli_note_left_out(j, &view.progress);
   return CLI_OK;
 }

@@ -26,6 +26,9 @@ static void print_info(void *user, ps_log_level level, const char *line) {
     fprintf(stderr, "penstock: %s\n", line);
 }
 
+/* After the meeting PS_EIO is a task that has ended, not wrong input. */
+static int task_failed(ps_status st) { return cli_fail_status(st, st != PS_EIO); }
+
 int cli_task_meet(cli_job *job) {
   const ps_hosts_task *t = &job->task;
   const ps_hosts_config cfg = {.struct_bytes = sizeof cfg,
@@ -40,15 +43,16 @@ int cli_task_meet(cli_job *job) {
   ps_status st = ps_hosts_open(&job->hosts, &cfg);
   ps_log_set(NULL, NULL);
   char *text = st == PS_OK ? cli_options_text(job, of_one_host) : NULL;
-  if (st == PS_OK && !text)
+  if (st != PS_OK)
+    return cli_fail_status(st, true);
+  if (!text)
     return cli_fail(CLI_FAILED, "out of memory for the options");
-  if (st == PS_OK)
-    st = ps_hosts_agree(job->hosts, text);
+  st = ps_hosts_agree(job->hosts, text);
   free(text);
   if (st == PS_OK)
     st = ps_hosts_choose(job->hosts, job->transport, cli_on_gpu(&job->device),
                          &job->chosen_transport);
-  return st == PS_OK ? CLI_OK : cli_fail_status(st, true);
+  return st == PS_OK ? CLI_OK : task_failed(st);
 }
 
 void cli_task_follow(cli_job *job) {
@@ -100,7 +104,7 @@ int cli_task_measure(cli_job *job) {
     return code;
   if (st == PS_OK)
     st = find_network_rate(job);
-  return st == PS_OK ? CLI_OK : cli_fail_status(st, true);
+  return st == PS_OK ? CLI_OK : task_failed(st);
 }
 
 /* What rank 0 decides of the step's cut, which must be the same on all hosts. */
@@ -116,7 +120,7 @@ int cli_task_share_plan(cli_job *job, int code) {
   }
   const ps_status st = ps_hosts_share(job->hosts, cut, sizeof cut);
   if (st != PS_OK)
-    return cli_fail_status(st, true);
+    return task_failed(st);
   job->chunk_tokens = cut[0];
   job->chunks_per_round = cut[1];
   job->first_round_chunks = cut[2];
@@ -125,10 +129,22 @@ int cli_task_share_plan(cli_job *job, int code) {
   return CLI_OK;
 }
 
-void cli_task_end(cli_job *job, int code) {
-  /* After Ctrl-C all have stopped, or were told by the trainer: rank 0 may still save. */
+/* All wait until rank 0 has saved: where it fails, the others' exit codes must say so too. What
+ * fails once rank 0 is done costs nothing. */
+static int await_rank_0(cli_job *job, int code) {
+  char done = 0;
+  cli_saving(CLI_SAVES_ELSEWHERE);
+  const ps_status st = ps_hosts_share(job->hosts, &done, sizeof done);
+  cli_saving(CLI_SAVES_NOTHING);
+  return st == PS_OK || job->task.rank == 0 ? code : cli_fail_status(st, false);
+}
+
+int cli_task_end(cli_job *job, int code) {
   if (job->hosts && code != CLI_OK && code != CLI_INTERRUPTED)
     ps_hosts_fail(job->hosts, code == CLI_REFUSED ? PS_EINVAL : PS_EIO, cli_last_words());
+  else if (job->hosts && cli_interrupts() < 2) /* after two, the trainer has told all */
+    code = await_rank_0(job, code);
   ps_hosts_close(job->hosts);
   job->hosts = NULL;
+  return code;
 }

@@ -22,6 +22,7 @@ void cli_step_note(cli_step *s, const cli_job *job, const ps_step_metrics *m, do
   const double flops =
       job->report.model_flops * ((double)m->tokens / (double)job->report.tokens_per_step);
   s->n_gpus = job->report.n_devices;
+  s->n_hosts = job->report.n_hosts;
   s->tflops = m->step_s > 0 ? flops / m->step_s * 1e-12 / (double)s->n_gpus : 0;
   s->time_s = (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
 }
@@ -34,6 +35,8 @@ static void step_json(cli_json *j, const cli_step *s) {
   cli_json_number(j, "elapsed_s", s->elapsed_s);
   cli_json_number(j, "eta_s", s->eta_s);
   cli_json_count(j, "gpus", s->n_gpus);
+  if (s->n_hosts > 1)
+    cli_json_count(j, "hosts", s->n_hosts);
   cli_json_number(j, "tflops", s->tflops);
   cli_json_number(j, "time_s", s->time_s);
 }

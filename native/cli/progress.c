@@ -229,8 +229,19 @@ static void machine_parts(part *parts, const ps_step_metrics *m) {
   gpu_part(&parts[GPU], m);
 }
 
+/* What a figure of one GPU is to be taken times. */
+static const char *several(const cli_step *s, char text[64]) {
+  char hosts[24] = "", gpus[16] = "";
+  if (s->n_hosts > 1)
+    snprintf(hosts, sizeof hosts, "%u hosts x ", s->n_hosts);
+  if (s->n_gpus > 1)
+    snprintf(gpus, sizeof gpus, "%u x ", s->n_gpus);
+  snprintf(text, 64, "%s%s", hosts, gpus);
+  return text;
+}
+
 void cli_progress_step(cli_progress *p, const ps_step_metrics *m, const cli_step *s) {
-  char a[8], b[8], time[32];
+  char a[8], b[8], time[32], times[64];
   part parts[N_PARTS] = {0};
   const uint64_t step = m->step + 1;
   if (!due(p, step == p->first_step + 1 || step == s->total_steps))
@@ -249,10 +260,7 @@ void cli_progress_step(cli_progress *p, const ps_step_metrics *m, const cli_step
       short_count(b, s->consumed_tokens));
   say(&parts[BATCH], "batch %" PRIu64 "x%" PRIu64, s->samples, m->tokens / s->samples);
   say(&parts[SPEED], "%.0f tok/s", m->tokens_per_s);
-  if (s->n_gpus > 1)
-    say(&parts[FLOPS], "%" PRIu64 " x %.3g TFLOP/s", s->n_gpus, s->tflops);
-  else
-    say(&parts[FLOPS], "%.3g TFLOP/s", s->tflops);
+  say(&parts[FLOPS], "%s%.3g TFLOP/s", several(s, times), s->tflops);
   if (m->mfu > 0)
     say(&parts[MFU], "MFU %.1f%%", 100 * m->mfu);
   say(&parts[ELAPSED], "elapsed %s", cli_duration(time, s->elapsed_s));

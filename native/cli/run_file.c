@@ -104,20 +104,28 @@ int cli_run_file_read(const cli_command *command, const char *path) {
 static const char first_line[] = "# A run of penstock as it was resolved: every option with the "
                                  "value used.\n";
 
+/* Sets errno where the file cannot be read, else to 0. */
+static bool begins_as_ours(const char *path) {
+  char line[sizeof first_line] = "";
+  FILE *f = fopen(path, "rb");
+  if (!f)
+    return false;
+  const bool ours = fgets(line, sizeof line, f) && strcmp(line, first_line) == 0;
+  fclose(f);
+  errno = 0;
+  return ours;
+}
+
 int cli_run_file_check(const cli_job *job) {
-  char line[sizeof first_line] = "", *path = cli_path_join(job->run_dir, "run.toml");
-  FILE *f = path ? fopen(path, "rb") : NULL;
-  const bool ours = f && fgets(line, sizeof line, f) && strcmp(line, first_line) == 0;
+  char *path = cli_path_join(job->run_dir, "run.toml");
   int code = CLI_OK;
   if (!path)
     code = cli_fail(CLI_FAILED, "out of memory");
-  else if ((f && !ours) || (!f && errno != ENOENT && errno != ENOTDIR))
+  else if (!begins_as_ours(path) && errno != ENOENT && errno != ENOTDIR)
     code = cli_fail(CLI_REFUSED,
                     "%s is no file that penstock wrote, and the resolved run would replace it: "
                     "give another --run-dir, or --out",
                     path);
-  if (f)
-    fclose(f);
   free(path);
   return code;
 }
@@ -268,6 +276,26 @@ char *cli_options_text(cli_job *job, const char *const *without) {
   return NULL;
 }
 
+static bool same_text(const char *a, const char *b) { return a && b && strcmp(a, b) == 0; }
+
+/* A relative --out is of the directory in which the run was started. So --run-dir must be relative
+ * too, or this run may have been started elsewhere. */
+bool cli_run_file_names_out(const cli_job *job) {
+  cli_job before;
+  cli_option options[CLI_MAX_OPTIONS];
+  char *path = cli_path_join(job->run_dir, "run.toml");
+  bool names = false;
+  cli_job_init(&before);
+  cli_job_options(&before, options, true);
+  const cli_command command = {.options = options, .job = &before};
+  if (path && begins_as_ours(path) && cli_run_file_read(&command, path) == CLI_OK)
+    names = same_text(before.out, job->out) && same_text(before.run_dir, job->run_dir) &&
+            (job->out[0] == '/' || job->run_dir[0] != '/');
+  cli_job_free(&before);
+  free(path);
+  return names;
+}
+
 int cli_run_file_show(const char *path) {
   cli_job job;
   cli_option options[CLI_MAX_OPTIONS];
@@ -309,6 +337,21 @@ static void resolve(cli_job *job) {
   }
 }
 
+/* The tokens that the steps of a stage train: whole sequences, equally many on each host. */
+static void resolve_ramp(cli_job *job, char stage[PS_MAX_RAMP][64],
+                         const char *stages[PS_MAX_RAMP]) {
+  const ps_plan_config *c = &job->plan_config;
+  const uint64_t unit = c->n_hosts * c->seq_len;
+  for (uint32_t i = 0; i < job->batch_ramp.n; i++) {
+    snprintf(stage[i], sizeof stage[i], "%llu:%llu",
+             (unsigned long long)(job->ramp[i].tokens_per_step / unit * unit),
+             (unsigned long long)job->ramp[i].n_steps);
+    stages[i] = stage[i];
+  }
+  if (job->batch_ramp.n)
+    job->batch_ramp.item = stages;
+}
+
 char *cli_run_file_text(const cli_job *job) {
   cli_job resolved = *job;
   cli_option options[CLI_MAX_OPTIONS];
@@ -318,6 +361,9 @@ char *cli_run_file_text(const cli_job *job) {
   if (!f)
     return NULL;
   resolve(&resolved);
+  char stage[PS_MAX_RAMP][64];
+  const char *stages[PS_MAX_RAMP];
+  resolve_ramp(&resolved, stage, stages);
   cli_job_options(&resolved, options, true);
   fputs(first_line, f);
   write_options(f, options);

@@ -20,7 +20,9 @@ static bool is_model_file(const char *name) {
           strcmp(name + n - strlen(".safetensors"), ".safetensors") == 0);
 }
 
-static int check_empty(const char *path) {
+int cli_out_check_empty(const cli_job *job, const char *path) {
+  if (job->force)
+    return CLI_OK;
   DIR *d = opendir(path);
   /* cli_folder_check() says what is wrong with a file */
   if (!d && (errno == ENOENT || errno == ENOTDIR))
@@ -78,9 +80,7 @@ static int check_space(const cli_job *job, const char *path) {
 }
 
 int cli_out_check(const cli_job *job, const char *path) {
-  int code = job->force ? CLI_OK : check_empty(path);
-  if (code == CLI_OK)
-    code = check_space(job, path);
+  const int code = check_space(job, path);
   return code == CLI_OK ? cli_folder_check(path, "out") : code;
 }
 
@@ -135,7 +135,7 @@ static answer ask(cli_job *job, cli_run_result *r) {
       return GIVE_UP;
     if (!line[0])
       return TRY_AGAIN;
-    if (cli_out_check(job, line) != CLI_OK)
+    if (cli_out_check(job, line) != CLI_OK || cli_out_check_empty(job, line) != CLI_OK)
       continue;
     free(r->other_out);
     if (!(r->other_out = strdup(line)))
@@ -163,7 +163,8 @@ int cli_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r) {
   bool asking = at_terminal();
   if (cli_interrupts() > 1)
     return cli_fail(CLI_INTERRUPTED, "stopped at once; nothing is saved");
-  cli_progress_note(p, "saving %s, after %llu complete steps", job->out,
+  cli_progress_note(p, "saving %s, %safter %llu complete steps", job->out,
+                    r->failed ? "as the error left the model " : "",
                     (unsigned long long)(job->first_step + r->n_done));
   for (;;) {
     const ps_status st = save_once(job, t, asking || !until);

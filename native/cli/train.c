@@ -21,7 +21,7 @@
 static _Atomic(ps_trainer *) running; /* the trainer while it steps, else NULL */
 static atomic_bool nothing_written = true;
 static atomic_int n_interrupts;
-static atomic_int saving; /* cli_saves: writing it may be ended anywhere, see ps_trainer_save() */
+static atomic_int saving; /* cli_saves: it may be ended anywhere, see ps_trainer_save() */
 static const char *_Atomic first_words; /* printed at the first Ctrl-C; NULL: nothing */
 
 int cli_interrupts(void) { return atomic_load(&n_interrupts); }
@@ -35,11 +35,13 @@ static void on_interrupt(int signal_number) {
   int n = atomic_fetch_add(&n_interrupts, 1) + 1;
   const int what = atomic_load(&saving);
   if (what) {
-    static const char *const said[2][2] = {
+    static const char *const said[][2] = {
         {"\npenstock: the model is being saved; Ctrl-C again stops at once\n",
          "\npenstock: stopped at once; --out has its old contents or the whole new model\n"},
         {"\npenstock: a checkpoint is being written; Ctrl-C again stops at once\n",
-         "\npenstock: stopped at once; the checkpoints before this one are whole\n"}};
+         "\npenstock: stopped at once; the checkpoints before this one are whole\n"},
+        {"\npenstock: rank 0 saves the model, and then all tasks end; Ctrl-C again ends this one\n",
+         "\npenstock: ended before rank 0\n"}};
     const char *words = said[what - 1][n > 1];
     const ssize_t heard = write(STDERR_FILENO, words, strlen(words));
     (void)heard; /* nobody reads stderr: nothing is lost */
@@ -74,6 +76,7 @@ static void print_warning(void *user, ps_log_level level, const char *message) {
 
 /* ---- before the run -------------------------------------------------------------------------- */
 
+/* Whether --out has a model is checked later, once it is known from what the run goes on. */
 static int check_outputs(const cli_job *job) {
   struct stat in, out;
   if (job->out && stat(job->model, &in) != 0)
@@ -88,6 +91,12 @@ static int check_outputs(const cli_job *job) {
   if (code == CLI_OK)
     code = cli_folder_check(job->run_dir, "run-dir");
   return code == CLI_OK ? cli_run_file_check(job) : code;
+}
+
+/* A run that goes on from its newest checkpoint replaces the model that it saved before. */
+static bool has_own_model(const cli_job *job, const ps_checkpoint *from) {
+  return from && (strcmp(job->resume, "auto") == 0 || strcmp(job->resume, "latest") == 0) &&
+         cli_run_file_names_out(job);
 }
 
 int cli_open_data(cli_job *job, ps_dataset **out) {
@@ -313,14 +322,20 @@ static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics
       st = ps_trainer_wait(t, &m);
     if (st != PS_OK) {
       cli_progress_end(p);
+      r->failed = true;
       r->interrupted = r->interrupted || st == PS_ECANCELLED;
       code = st == PS_ECANCELLED ? CLI_INTERRUPTED : cli_fail_status(st, false);
       break;
     }
+    m.loss = isnan(m.loss) ? NAN : m.loss; /* without a sign, which printf() would show */
     note_step(r, &m, step_s);
     if (m.stop && end > r->n_done + 1) {
       end = r->n_done + 1; /* which all tasks know at the same step, and may have submitted */
       r->interrupted = true;
+      if (m.stop - 1 != job->task.rank)
+        cli_progress_note(p, "rank %llu asked to stop: the last step is %llu",
+                          (unsigned long long)m.stop - 1,
+                          (unsigned long long)(job->first_step + end));
     }
     atomic_fetch_add(&dog.n_done, 1);
     cli_step_note(&s, job, &m, cli_now_s() - p->started_s, r->n_done);
@@ -339,6 +354,7 @@ static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics
   }
   if (watched)
     watch_end(&dog);
+  job->checkpoints.run_over = true;
   if (code == CLI_OK && r->interrupted && r->n_done)
     cli_checkpoint_due(job, t, p, job->first_step + r->n_done, true);
   cli_checkpoint_end(job, t, p, true);
@@ -422,7 +438,7 @@ static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_re
   if (code == CLI_OK && r->n_done && writes)
     code = report_trace(job, t, r);
   if (job->out && (r->n_done || job->first_step) && code != CLI_INTERRUPTED) {
-    /* After an error too: the weights are those of the last complete step. */
+    /* After an error too. It says where some weights may be of the step that was not completed. */
     int kept = cli_save(job, t, p, r);
     code = code == CLI_OK ? kept : code;
     r->interrupted = r->interrupted || cli_interrupts();
@@ -493,6 +509,8 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     code = cli_resume_open(job, from);
     ps_log_set(NULL, NULL); /* the settings are checked twice, and their warnings printed once */
   }
+  if (code == CLI_OK && first && job->out && !has_own_model(job, *from))
+    code = cli_out_check_empty(job, job->out);
   if (code == CLI_OK && first)
     code = cli_val_open(job, ds, &val);
   if (code == CLI_OK)
@@ -507,8 +525,6 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     code = cli_task_share_plan(job, code);
   if (code == CLI_OK)
     code = cli_job_plan(job);
-  if (code == CLI_OK)
-    code = cli_job_check_sequences(job);
   if (first)
     code = cli_task_share_plan(job, code);
   if (code != CLI_OK) {
@@ -548,6 +564,9 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     ps_train_config_init(&defaults);
     if (job->hosts)
       cli_progress_note(&p, "%s", ps_hosts_transport_text(job->hosts));
+    if (*from)
+      cli_progress_note(&p, "goes on from %s, after step %llu", ps_checkpoint_dir(*from),
+                        (unsigned long long)job->first_step);
     cli_checkpoint_none(job, &p);
     if (job->max_skips != defaults.max_skips && job->non_finite != PS_NON_FINITE_SKIP)
       cli_progress_note(&p, "--max-skips counts nothing here: only --non-finite skip skips steps");
@@ -568,8 +587,7 @@ int cli_train_job(cli_job *job) {
   int lock = -1;
   const char *run_dir = job->run_dir = job->run_dir ? job->run_dir : job->out ? job->out : ".";
   ps_checkpoint *from = NULL;
-  const int code = train(job, &from, &lock);
-  cli_task_end(job, code);
+  const int code = cli_task_end(job, train(job, &from, &lock));
   ps_checkpoint_close(from);
   cli_run_unlock(run_dir, lock);
   return code;

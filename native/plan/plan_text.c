@@ -112,8 +112,8 @@ static void say_stage(text *t, const ps_plan *p, uint32_t i) {
   const ps__layout *l = &p->ramp[i].layout;
   const uint32_t parts = p->report.layout == PS_LAYOUT_RING ? l->n_chunks : l->n_rounds;
   say(t, "batch ramp       %llu steps of %llu tokens: %u round%s; predicted %.3f s a step",
-      (unsigned long long)p->ramp[i].n_steps, (unsigned long long)l->n_tokens, l->n_rounds,
-      l->n_rounds == 1 ? "" : "s", p->ramp[i].step_s);
+      (unsigned long long)p->ramp[i].n_steps, (unsigned long long)(p->report.n_hosts * l->n_tokens),
+      l->n_rounds, l->n_rounds == 1 ? "" : "s", p->ramp[i].step_s);
   if (parts < p->report.n_devices)
     say(t, ", with %u of %u GPUs idle", p->report.n_devices - parts, p->report.n_devices);
   say(t, "\n");
@@ -362,7 +362,7 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
     for (uint32_t i = 0; i < p->n_ramp; i++) {
       ps__jsonw_object(w, NULL);
       ps__jsonw_uint(w, "steps", p->ramp[i].n_steps);
-      ps__jsonw_uint(w, "tokens_per_step", p->ramp[i].layout.n_tokens);
+      ps__jsonw_uint(w, "tokens_per_step", r->n_hosts * p->ramp[i].layout.n_tokens);
       ps__jsonw_uint(w, "n_rounds", p->ramp[i].layout.n_rounds);
       ps__jsonw_number(w, "predicted_step_s", p->ramp[i].step_s);
       ps__jsonw_end(w);

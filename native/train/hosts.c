@@ -27,7 +27,8 @@ ps_status ps__count_targets(ps_trainer *t, const ps_launch *l) {
   PS_TRY(ps__hosts_gather(t->cfg.hosts, what, mine, all, sizeof mine));
   for (uint32_t r = 0; r < t->plan->cfg.n_hosts; r++) {
     valid += all[r][0];
-    stop |= all[r][1];
+    if (all[r][1] && !stop)
+      stop = 1 + r;
   }
   t->ring[l->step % PS__RING].stop = stop;
   PS_TRY(ps__batch_check_valid(t, l->step, valid));
@@ -176,7 +177,8 @@ ps_status ps__trainer_agree(ps_trainer *t) {
       "data = %llu bytes with hash %016llx\nseq-len = %llu\n"
       "tokens-per-step = %llu\nchunk-tokens = %llu\nchunks-per-round = %llu\n"
       "first-round-chunks = %llu\nfirst-rounds = %u\nhead-slice-tokens = %llu\nrecipe = %s\n"
-      "optimizer = %s\nclip = %d\nexchanges of a step = %s\nsteps before = %llu\nupdates before = "
+      "optimizer = %s\nclip = %d\nexchanges of a step = %s\nstep to go on from (--resume) = "
+      "%llu\nupdates before = "
       "%llu\n"
       "lr = %.17g\nseed = %llu\n",
       model, (unsigned long long)ps_dataset_n_sequences(t->cfg.dataset, p->cfg.seq_len),

@@ -196,9 +196,23 @@ static ps_status check_fixed(const ps_checkpoint *c, const ps__setting *s, const
     if (s->fixed && !same_value(s, now, then))
       return ps__fail(PS_EINVAL,
                       "%s was written with %s %.10g, and this run has %.10g: give the "
-                      "checkpoint's, or begin a new run with --model %s",
-                      c->dir, s->option, value_of(s, then), value_of(s, now), c->dir);
+                      "checkpoint's, or begin a new run with --%s %s",
+                      c->dir, s->option, value_of(s, then), value_of(s, now),
+                      c->info.lora.rank ? "adapter" : "model", c->dir);
   return PS_OK;
+}
+
+/* Refuse hosts that cannot train all sequences of the checkpoint's steps: each has equally many. */
+static ps_status check_hosts(const ps_checkpoint *c, const ps_checkpoint_info *now) {
+  const ps_checkpoint_info *then = &c->info;
+  const uint64_t n = now->seq_len ? then->tokens_per_step / now->seq_len : 0;
+  if (now->seq_len != then->seq_len || now->tokens_per_step == then->tokens_per_step ||
+      n % now->n_hosts == 0)
+    return PS_OK;
+  return ps__fail(PS_EINVAL,
+                  "%s was written with %llu sequences a step, which %u hosts cannot share equally: "
+                  "give a number of hosts that divides them",
+                  c->dir, (unsigned long long)n, now->n_hosts);
 }
 
 /* Report what differs and may. */
@@ -238,15 +252,17 @@ ps_status ps__resume_check(const ps_trainer *t, const ps_checkpoint *c) {
                     "%s says at which step and with which weights the run goes on: "
                     "first_step %llu and init_weights %u must be 0",
                     c->dir, (unsigned long long)t->cfg.first_step, t->cfg.init_weights);
+  PS_TRY(check_hosts(c, &now));
   PS_TRY(check_fixed(c, ps__batch_settings, &now, &c->info));
   PS_TRY(check_fixed(c, ps__train_settings, &settings, &c->train));
   const uint64_t read = ps_plan_sequences_before(t->plan, c->info.step);
   if (read != c->sequences_read)
     return ps__fail(PS_EINVAL,
                     "%s was written after %llu sequences, and with this run's batch ramp step %llu "
-                    "ends after %llu: give the checkpoint's --batch-ramp",
+                    "ends after %llu%s: give the checkpoint's --batch-ramp",
                     c->dir, (unsigned long long)c->sequences_read, (unsigned long long)c->info.step,
-                    (unsigned long long)read);
+                    (unsigned long long)read,
+                    now.n_hosts == c->info.n_hosts ? "" : ", on another number of hosts");
   for (uint32_t k = 0; k < ps__optimizers[c->info.optimizer].n_states; k++)
     PS_TRY(ps__trainer_check_tensors(t, c->state[k], c->dir, false));
   if (settings.lr_kind == PS_LR_KIND_CONSTANT) /* the schedule's length changes nothing */

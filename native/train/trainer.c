@@ -348,13 +348,38 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
 
 /* ---- stepping -------------------------------------------------------------------------------- */
 
-enum { ADDED_BYTES = 512 }; /* of a message: what is left for an addition */
+/* Of a message: what is left for additions, and of that for the last one. */
+enum { ADDED_BYTES = 512, LAST_BYTES = 192 };
+
+/* Says which weights are not finite, or adds where the first number came from that is not.
+ * @mixed: updates of the step that is reported next have begun, and may be what broke them. */
+static void explain_nonfinite(ps_trainer *t, bool mixed) {
+  static const char *const since[] = {
+      "has weights that are not finite since the step before: lower "
+      "--lr, or add --warmup-steps",
+      "has weights that are not finite: lower --lr, or add "
+      "--warmup-steps",
+      "had weights that are not finite before training: this model "
+      "is damaged, take another one"};
+  char *message = t->sticky_message;
+  const size_t bytes = sizeof t->sticky_message - LAST_BYTES, used = strlen(message);
+  ps_param_info p;
+  if (ps__trainer_find_nonfinite(t, &p)) {
+    snprintf(message, bytes, "step %llu: %s %s",
+             (unsigned long long)(t->cfg.first_step + t->n_reported + 1), p.name,
+             since[mixed          ? 1
+                   : t->n_changed ? 0
+                                  : 2]);
+  } else if (t->skips.stopped_at) {
+    (void)ps__run_pause(t->run); /* it has failed: the engine is free for another one */
+    ps__replay_say(t, t->skips.stopped_at - 1, 0, message + used, bytes - used);
+  }
+}
 
 /* Keeps the error that stops the trainer, and adds what it means for the weights. */
 static void keep_error(ps_trainer *t, ps_status st) {
   char *message = t->sticky_message;
   const size_t bytes = sizeof t->sticky_message;
-  ps_param_info p;
   t->sticky = st;
   snprintf(message, bytes - ADDED_BYTES, "%s", ps_last_error());
   if (t->val.run)
@@ -362,26 +387,13 @@ static void keep_error(ps_trainer *t, ps_status st) {
   if (t->run)
     ps__run_rest(t->run); /* from here on weights may be read and saved */
   ps__hold_stop(t->hold, false);
-  if ((st == PS_EDEVICE || st == PS_ECANCELLED) &&
-      atomic_load(&t->updating) > atomic_load(&t->ended))
-    snprintf(message + strlen(message), ADDED_BYTES,
+  const bool mixed = atomic_load(&t->updating) > atomic_load(&t->ended);
+  if (st == PS_ENUMERIC)
+    explain_nonfinite(t, mixed);
+  if (mixed)
+    snprintf(message + strlen(message), LAST_BYTES,
              "; this was during a step's updates: some weights, also in a model that is saved now, "
              "may be one step ahead of the others");
-  if (st != PS_ENUMERIC)
-    return;
-  if (!ps__trainer_find_nonfinite(t, &p)) {
-    if (t->skips.stopped_at) {
-      (void)ps__run_pause(t->run); /* it has failed: the engine is free for another one */
-      ps__replay_say(t, t->skips.stopped_at - 1, 0, message + strlen(message),
-                     bytes - strlen(message));
-    }
-  } else
-    snprintf(message, bytes,
-             t->n_reported ? "step %llu: %s has weights that are not finite since the step before: "
-                             "lower --lr, or add --warmup-steps"
-                           : "step %llu: %s had weights that are not finite before training: this "
-                             "model is damaged, take another one",
-             (unsigned long long)(t->cfg.first_step + t->n_reported + 1), p.name);
 }
 
 ps_status ps__trainer_stop(ps_trainer *t, ps_status st) {
@@ -532,6 +544,7 @@ ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out) {
   say_flushed(t);
   fill_metrics(t, out);
   t->last_end_ns = t->ring[t->n_reported % PS__RING].end_ns;
+  t->n_changed += !out->skipped;
   t->n_reported++;
   return PS_OK;
 }

@@ -100,6 +100,7 @@ struct ps_trainer {
   ps_run *past_run[PS_MAX_RAMP];
   uint32_t n_past_runs;
   _Atomic uint64_t n_reported;
+  uint64_t n_changed; /* reported steps that were not skipped */
   ps__step_record ring[PS__RING];
 };
 

@@ -32,6 +32,7 @@ NAMES = {
     "predicted_step_s": "perf/predicted_step_s",
     "tokens_per_s": "perf/tokens_per_s",
     "gpus": "perf/gpus",
+    "hosts": "perf/hosts",
     "tflops": "perf/tflops",
     "mfu": "perf/mfu",
     "h2d_bytes_per_s": "perf/h2d_bytes_per_s",

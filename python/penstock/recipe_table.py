@@ -11,7 +11,7 @@ import re
 from statistics import fmean, stdev
 
 from .files import DataError
-from .runs import RunDirectory, gpus_read
+from .runs import RunDirectory, gpus_read, several
 
 WARM_UP = 2  # steps of each start of a training that the default window leaves out
 TRILLION = 1e12
@@ -90,6 +90,12 @@ def choose(run: RunDirectory, window: tuple[int, int] | None, last: int | None) 
             f"{where}: the steps of the window ran on {min(counts)} to {max(counts)} GPUs: give "
             "--window with steps of one number"
         )
+    hosts = {row.get("hosts", 1) for row in chosen}
+    if len(hosts) > 1:
+        raise DataError(
+            f"{where}: the steps of the window ran on {min(hosts)} to {max(hosts)} hosts: give "
+            "--window with steps of one number"
+        )
     read = {gpus_read(row) for row in chosen} - {0}
     if len(read) > 1:
         raise DataError(
@@ -135,7 +141,7 @@ def energy(rows: list[dict], before: dict | None) -> tuple[float, str] | tuple[N
 def row_of(run: RunDirectory, window: tuple[int, int] | None = None, last: int | None = None):
     """The figures of a run as a dict; None: unknown."""
     rows, plan = choose(run, window, last), run.plan
-    gpus = rows[0].get("gpus", 1)
+    gpus, hosts = rows[0].get("gpus", 1), rows[0].get("hosts", plan.get("n_hosts", 1))
     at = run.metrics.rows.index(rows[0])
     before = run.metrics.rows[at - 1] if at else None
     read = max(map(gpus_read, rows))
@@ -148,6 +154,7 @@ def row_of(run: RunDirectory, window: tuple[int, int] | None = None, last: int |
         "run": run.path.resolve().name,
         "device": plan.get("hardware", {}).get("device_name") or plan.get("hardware", {}).get("name"),
         "gpus": gpus,
+        "hosts": hosts,
         **{key: plan.get(key) for key in _PLANNED},
         "device_cap_bytes": plan.get("device_mem_bytes") or None,
         "host_cap_bytes": plan.get("host_mem_bytes") or None,
@@ -163,7 +170,7 @@ def row_of(run: RunDirectory, window: tuple[int, int] | None = None, last: int |
     predicted = _known(rows, "predicted_step_s")
     joules, source = energy(rows, before)
     if source:
-        source += FIRST_GPU * (read < gpus) + ONE_HOST * (plan.get("n_hosts", 1) > 1)
+        source += FIRST_GPU * (read < gpus) + ONE_HOST * (hosts > 1)
     return out | {
         "predicted_step_s": fmean(predicted) if predicted else None,
         "days_per_trillion_tokens": TRILLION / (tokens / seconds) / 86400,
@@ -208,7 +215,7 @@ def text_of(rows: list[dict], default_window: bool) -> str:
     what = [
         (
             r["run"],
-            f"{r['gpus']} x {r['device'] or '-'}" if r["gpus"] > 1 else r["device"] or "-",
+            several(r) + (r["device"] or "-"),
             *("-" if r[key] is None else f"{r[key]:,}" for key in ("seq_len", "tokens_per_step")),
             r["recipe"] or "-",
             r["optimizer"] or "-",

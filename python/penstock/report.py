@@ -23,7 +23,7 @@ from . import command, recipe_table
 from ._lib import version
 from .files import DataError, open_input
 from .plot import smoothed
-from .runs import RunDirectory, column, live, sensors, shown, thinned
+from .runs import RunDirectory, column, live, sensors, several, shown, thinned
 from .watch import duration, size
 
 POINTS, SAMPLES = 2000, 50  # of a curve; newest sampled texts
@@ -137,9 +137,10 @@ def _summary(run: RunDirectory) -> str:
     if "tflops" in last:
         usual = rows[2:] or rows
         tflops = median(r.get("tflops", 0) for r in usual)
-        several = f"{last['gpus']} x " if last.get("gpus", 1) > 1 else ""
         mfu = 100 * median(r.get("mfu", 0) for r in usual)
-        speed = f"{median(r['tokens_per_s'] for r in usual):,.0f} tokens/s, {several}{tflops:.4g}"
+        speed = (
+            f"{median(r['tokens_per_s'] for r in usual):,.0f} tokens/s, {several(last)}{tflops:.4g}"
+        )
         out.append(("speed", f"{speed} TFLOP/s" + (f", MFU {mfu:.1f}%" if mfu else "")))
     if "n_skipped" in last:
         out.append(

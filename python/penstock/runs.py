@@ -133,6 +133,12 @@ _OF_SEVERAL = {
 }
 
 
+def several(row: dict) -> str:
+    """What a figure of one GPU is to be taken times, such as "2 hosts x 8 x "; "" for one GPU."""
+    hosts, gpus = row.get("hosts", 1), row.get("gpus", 1)
+    return (f"{hosts} hosts x " if hosts > 1 else "") + (f"{gpus} x " if gpus > 1 else "")
+
+
 def gpus_read(row: dict) -> int:
     """Of how many GPUs a row's sensors' figures are; 0: it has none. Versions that read the first GPU
     alone wrote no n_gpus_read."""
@@ -435,6 +441,7 @@ class RunLog:
             "elapsed_s": elapsed,
             "eta_s": elapsed / done * max(0, left),  # as cli_step_note() of the program
             "gpus": gpus,
+            **({"hosts": hosts} if (hosts := self._plan.get("n_hosts", 1)) > 1 else {}),
             "tflops": flops / metrics.step_s * 1e-12 / gpus if metrics.step_s else 0,
             "time_s": time.time(),
         }

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import command
-from .runs import CRASHED, FINISHED, RUNNING, RunDirectory, column, live, shown, thinned
+from .runs import CRASHED, FINISHED, RUNNING, RunDirectory, column, live, several, shown, thinned
 
 RECENT = 50  # steps whose median speed is shown
 SLOW = 10  # a step that takes so many times the usual time is reported
@@ -146,8 +146,7 @@ def _numbers(run: RunDirectory, rows: list[dict]) -> Table:
         grid.add_row("skipped", f"{row['n_skipped']:,} steps that were not finite")
     grid.add_row("tokens/s", f"{median(r['tokens_per_s'] for r in recent):,.0f}")
     if "tflops" in row:
-        several = f"{row['gpus']} x " if row.get("gpus", 1) > 1 else ""
-        grid.add_row("TFLOP/s", f"{several}{median(r.get('tflops', 0) for r in recent):.4g}")
+        grid.add_row("TFLOP/s", f"{several(row)}{median(r.get('tflops', 0) for r in recent):.4g}")
     if row.get("mfu"):
         grid.add_row("MFU", f"{100 * median(r.get('mfu', 0) for r in recent):.1f}%")
     measured, predicted = median(r["step_s"] for r in recent), run.plan.get("predicted_step_s")
