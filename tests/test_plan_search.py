@@ -344,3 +344,35 @@ def test_the_advice_for_a_long_sequence_is_near_the_smallest_plan(tmp_path):
     with pytest.raises(BudgetError, match="needs [0-9.]+ GiB of device memory") as refused:
         Plan(ModelConfig.read(tmp_path), **ask)
     assert float(re.search(r"needs ([0-9.]+) GiB", str(refused.value))[1]) < 36
+
+
+@pytest.mark.parametrize("device_mem, recipe", [("8GiB", "bf16"), ("10GiB", "fp8")])
+def test_the_smallest_caps_of_a_large_model_are_enough(device_mem, recipe):
+    """A search that looks for the fastest first is over before it comes to what fits so tightly."""
+    model = ModelConfig.read(ROOT / "models/1b.json")
+    given = dict(seq_len=8192, tokens_per_step=65536, recipe=recipe)
+    given |= dict(hardware=Hardware.read(ROOT / "docs/hardware-rtx4090.json"))
+    _, host = Plan.smallest(model, device_mem=device_mem, **given)
+    report = Plan(model, device_mem=device_mem, host_mem=host, **given).report
+    assert report["host_used_bytes"] == host
+    device, _ = Plan.smallest(model, host_mem=host + (1 << 30), **given)
+    report = Plan(model, device_mem=device, host_mem=host + (1 << 30), **given).report
+    assert report["device_used_bytes"] == device
+
+
+def test_a_machine_with_too_little_memory_is_told_what_it_lacks():
+    """No cap of host memory is given, so it is the machine's that is short, and no device's."""
+    model = ModelConfig.read(ROOT / "models/8b.json")
+    given = dict(seq_len=8192, tokens_per_step=65536, recipe="fp32-master", device_mem="24GiB")
+    given |= dict(hardware=Hardware.read(ROOT / "docs/hardware-rtx4090.json"))
+    _, host = Plan.smallest(model, **given)
+    assert host > 96 << 30
+    larger = Hardware.read(ROOT / "docs/hardware-rtx4090.json")
+    larger._ptr.host_memory_bytes = host
+    report = Plan(model, host_mem=host, **given | {"hardware": larger}).report
+    assert report["host_used_bytes"] == host
+    has = (
+        r"needs [\d.]+ GiB of host memory, the machine has 96\.0 GiB: take a machine with more host"
+    )
+    with pytest.raises(BudgetError, match=has + rf".*\(the smallest plan takes {host} bytes\)"):
+        Plan(model, **given)

@@ -16,16 +16,37 @@ ps_status ps__memos_create(ps__memos *m) {
   return st;
 }
 
+/* What a search has found, while that of the other layout runs. */
+typedef struct found {
+  ps__layout layout;
+  ps__spec spec;
+} found;
+
+static found take_found(ps_plan *p) {
+  const found f = {p->layout, p->spec};
+  p->layout = (ps__layout){0};
+  p->spec = (ps__spec){0};
+  return f;
+}
+
+static void free_found(found f) {
+  ps__spec_free(&f.spec);
+  ps__layout_free(&f.layout);
+}
+
+static void keep_found(ps_plan *p, found f) {
+  free_found(take_found(p));
+  p->layout = f.layout;
+  p->spec = f.spec;
+}
+
 ps_status ps__find_in_layouts(ps_plan *p, const ps__memos *m, ps__search_result *r) {
   if (p->cfg.layout != PS_LAYOUT_AUTO)
     return ps__find_plan(p, m->of[p->cfg.layout], 0, r);
   ps__search_result ring;
   p->cfg.layout = PS_LAYOUT_DATA_PARALLEL;
   PS_TRY(ps__find_plan(p, m->of[PS_LAYOUT_DATA_PARALLEL], 0, r));
-  ps__layout layout = p->layout;
-  ps__spec spec = p->spec;
-  p->layout = (ps__layout){0};
-  p->spec = (ps__spec){0};
+  const found whole = take_found(p);
   p->cfg.layout = PS_LAYOUT_RING;
   const ps_status st = ps__find_plan(p, m->of[PS_LAYOUT_RING], r->step_ns, &ring);
   const bool faster =
@@ -33,15 +54,11 @@ ps_status ps__find_in_layouts(ps_plan *p, const ps__memos *m, ps__search_result 
   ring.n_candidates += r->n_candidates;
   ring.n_feasible += r->n_feasible;
   if (faster) {
-    ps__spec_free(&spec);
-    ps__layout_free(&layout);
+    free_found(whole);
     *r = ring;
     return PS_OK;
   }
-  ps__spec_free(&p->spec);
-  ps__layout_free(&p->layout);
-  p->layout = layout;
-  p->spec = spec;
+  keep_found(p, whole);
   p->cfg.layout = PS_LAYOUT_DATA_PARALLEL;
   r->n_candidates = ring.n_candidates;
   r->n_feasible = ring.n_feasible;
@@ -54,13 +71,21 @@ ps_status ps__find_smallest_in_layouts(ps_plan *p, const ps__memos *m, ps__searc
     return ps__find_smallest(p, m->of[given], r);
   ps__search_result ring;
   p->cfg.layout = PS_LAYOUT_RING;
-  ps_status st = ps__find_smallest(p, m->of[PS_LAYOUT_RING], &ring);
+  PS_TRY(ps__find_smallest(p, m->of[PS_LAYOUT_RING], &ring));
+  const found of_ring = take_found(p);
   p->cfg.layout = PS_LAYOUT_DATA_PARALLEL;
-  if (st == PS_OK)
-    st = ps__find_smallest(p, m->of[PS_LAYOUT_DATA_PARALLEL], r);
-  p->cfg.layout = given;
+  const ps_status st = ps__find_smallest(p, m->of[PS_LAYOUT_DATA_PARALLEL], r);
+  const bool any = st == PS_OK && (r->step_ns > 0 || ring.step_ns > 0);
   for (uint32_t i = 0; st == PS_OK && i < PS__N_MEMS; i++)
     if (ring.smallest[i] && (r->smallest[i] == 0 || ring.smallest[i] < r->smallest[i]))
       r->smallest[i] = ring.smallest[i];
+  if (any && r->step_ns == 0) {
+    r->step_ns = ring.step_ns;
+    p->cfg.layout = PS_LAYOUT_RING;
+    keep_found(p, of_ring);
+  } else {
+    free_found(of_ring);
+    p->cfg.layout = any ? PS_LAYOUT_DATA_PARALLEL : given;
+  }
   return st;
 }

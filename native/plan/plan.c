@@ -550,6 +550,41 @@ static ps_status undo(ps_plan *p) {
   return PS_OK;
 }
 
+/* The least host memory of any machine with which a plan fits under the device's cap; 0: none. */
+static ps_status least_host(ps_plan *p, const ps__memos *m, uint64_t *bytes) {
+  ps__search_result r;
+  const uint64_t machine = p->hw.host_memory_bytes, given = p->cfg.layout;
+  p->hw.host_memory_bytes = 0;
+  const ps_status st = ps__find_smallest_in_layouts(p, m, &r);
+  p->hw.host_memory_bytes = machine;
+  p->cfg.layout = (uint32_t)given;
+  if (st == PS_OK)
+    *bytes = r.smallest[PS__HOST_MEM];
+  return st;
+}
+
+/* Refuses what a search has not found. Where no cap of host memory is given, the machine's memory
+ * may be what is short. */
+static ps_status refuse_after(ps_plan *p, const ps__memos *m, const ps__search_result *r) {
+  const uint64_t device = ps__device_cap(&p->hw, p->cfg.device_mem_bytes),
+                 machine = p->hw.host_memory_bytes;
+  const whose of = whose_memory(p);
+  uint64_t host = 0;
+  char need[32], there[32], lower[128];
+  if (!p->cfg.host_mem_bytes && machine && device && !r->smallest[PS__HOST_MEM])
+    PS_TRY(least_host(p, m, &host));
+  const double more_device = (double)r->smallest[PS__DEVICE_MEM] / (double)device;
+  if (!host || (r->smallest[PS__DEVICE_MEM] && more_device < (double)host / (double)machine))
+    return refuse(p, r);
+  what_to_lower(lower, p, false);
+  ps__format_bytes_apart(need, host, there, machine);
+  return ps__fail(PS_EBUDGET,
+                  "needs %s of host memory%s, the machine has %s: take a machine with more host "
+                  "memory or a recipe with fewer bytes a parameter, or lower %s (the smallest plan "
+                  "takes %llu bytes)",
+                  need, of.host, there, lower, (unsigned long long)host);
+}
+
 /* Refuses a ramp or a validation: training alone would fit. */
 static ps_status refuse_guests(ps_plan *p, const ps__search_result *r) {
   const uint32_t device = PS__DEVICE_MEM, host = PS__HOST_MEM;
@@ -573,8 +608,10 @@ static ps_status plan_with_guests(ps_plan *p, bool alone) {
       st = ps__plan_beside_check(p);
   } else if (st == PS_OK) {
     st = ps__find_smallest_in_layouts(p, &m, &r);
-    if (st == PS_OK)
-      st = alone ? refuse_guests(p, &r) : refuse(p, &r);
+    if (st == PS_OK && r.step_ns > 0)
+      st = compile_plan(p, &r);
+    else if (st == PS_OK)
+      st = alone ? refuse_guests(p, &r) : refuse_after(p, &m, &r);
   }
   ps__memos_destroy(&m);
   return st;
@@ -596,7 +633,7 @@ static ps_status make_plan(ps_plan *p, const ps__memos *m) {
   if (ps__plan_has_guests(p))
     return plan_with_guests(p, alone);
   PS_TRY(ps__find_smallest_in_layouts(p, m, &r));
-  return refuse(p, &r);
+  return r.step_ns > 0 ? compile_plan(p, &r) : refuse_after(p, m, &r);
 }
 
 /* ---- evaluations that plans share ------------------------------------------------------------ */
@@ -762,6 +799,8 @@ ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *c
   ps_status st = ps__memos_create(&m);
   if (st == PS_OK)
     st = ps__find_smallest_in_layouts(p, &m, &r);
+  if (st == PS_OK && !r.smallest[PS__HOST_MEM] && p->hw.host_memory_bytes)
+    st = least_host(p, &m, &r.smallest[PS__HOST_MEM]);
   ps__memos_destroy(&m);
   ps_plan_destroy(p);
   if (st != PS_OK)
