@@ -118,13 +118,14 @@ static ps_status check_fp8(const ps_plan *p) {
                     "need: %s",
                     m->vocab_size % 16 ? "vocab_size" : "--head-slice-tokens",
                     (unsigned long long)(m->vocab_size % 16 ? m->vocab_size : c->head_slice_tokens),
-                    m->vocab_size % 16 ? "leave out --fp8-head" : "give another one");
+                    m->vocab_size % 16 ? "leave out --fp8-head" : "give a multiple");
   for (size_t i = 0; i < sizeof sixteens / sizeof *sixteens; i++)
     if (sixteens[i].value % 16)
       return ps__fail(PS_EINVAL,
                       "%s is %llu, no multiple of 16, which products of FP8 operands need: give "
-                      "--recipe %s",
+                      "%s--recipe %s",
                       sixteens[i].name, (unsigned long long)sixteens[i].value,
+                      sixteens[i].name[0] == '-' ? "a multiple, or " : "",
                       ps__recipes[ps__recipes[c->recipe].arrays].name);
   if ((uint64_t)c->fp8_bf16_first + c->fp8_bf16_last >= m->n_layers)
     return ps__fail(PS_EINVAL,
@@ -219,7 +220,7 @@ static ps_status check_config(ps_plan *p) {
   if (p->model->cfg.max_positions && c->seq_len > p->model->cfg.max_positions)
     return ps__fail(PS_EINVAL,
                     "sequences of %llu tokens are longer than the model's max_position_embeddings "
-                    "%u: lower --seq-len",
+                    "%u: lower --seq-len, or raise that in config.json",
                     (unsigned long long)c->seq_len, p->model->cfg.max_positions);
   if (c->tokens_per_step == 0)
     c->tokens_per_step = 8 * c->seq_len;

@@ -237,15 +237,17 @@ ps_status ps__resume_check(const ps_trainer *t, const ps_checkpoint *c) {
                     c->dir, t->model_dir);
   if (now.recipe != c->info.recipe)
     return ps__fail(PS_EINVAL,
-                    "%s was written with recipe %s, and this run has %s: give the "
-                    "checkpoint's",
-                    c->dir, ps__recipes[c->info.recipe].name, ps__recipes[now.recipe].name);
+                    "%s was written with recipe %s, and this run has %s: give the checkpoint's, or "
+                    "begin a new run with --%s %s",
+                    c->dir, ps__recipes[c->info.recipe].name, ps__recipes[now.recipe].name,
+                    c->info.lora.rank ? "adapter" : "model", c->dir);
   if (now.optimizer != c->info.optimizer)
     return ps__fail(PS_EINVAL,
-                    "%s was written with optimizer %s, and this run has %s: give the "
-                    "checkpoint's",
+                    "%s was written with optimizer %s, and this run has %s: give the checkpoint's, "
+                    "or begin a new run with --%s %s",
                     c->dir, ps_optimizer_name((ps_optimizer)c->info.optimizer),
-                    ps_optimizer_name((ps_optimizer)now.optimizer));
+                    ps_optimizer_name((ps_optimizer)now.optimizer),
+                    c->info.lora.rank ? "adapter" : "model", c->dir);
   /* beside adapters, init_weights draws the frozen weights, which the checkpoint lacks */
   if (t->cfg.first_step || (t->cfg.init_weights && !ps__has_adapters(t)))
     return ps__fail(PS_EINVAL,
