@@ -59,6 +59,15 @@ def test_time_counts_between_the_borders_of_steps_and_not_from_a_prefetch():
     assert alone[0].busy == pytest.approx(1.0)  # one step: from its first op's start
 
 
+def test_the_largest_ops_are_those_of_the_counted_period():
+    t = timeline([*PERIODIC, (8, 1, 8.2, 8.3, 0.0)])
+    assert trace.largest_ops(t) == [
+        ("compute", "op", pytest.approx(0.9)),
+        ("host", "op", pytest.approx(0.3)),
+        ("h2d", "op", pytest.approx(0.1)),  # not the prefetches: they ran before the period
+    ]
+
+
 def test_the_summary_counts_as_the_trace_does(job, tmp_path):
     done = penstock(
         "train",

@@ -114,21 +114,22 @@ def counted_period(timeline: Timeline) -> tuple[float, float]:
     return (at[min(1, len(at) - 2)], at[-1]) if len(at) else (0.0, 0.0)
 
 
+def _inside(period: tuple[float, float], start, end):
+    """Seconds of each span from start to end that lie in the period."""
+    return np.maximum(np.minimum(end, period[1]) - np.maximum(start, period[0]), 0)
+
+
 def stream_times(timeline: Timeline) -> list[StreamTimes]:
     """How each stream spent the counted period. Ops are cut off at its ends."""
     events = timeline.events
-    first, last = counted_period(timeline)
-    window = max(last - first, 1e-12)
-
-    def inside(start, end):
-        return np.maximum(np.minimum(end, last) - np.maximum(start, first), 0)
-
+    period = counted_period(timeline)
+    window = max(period[1] - period[0], 1e-12)
     out = []
     for i, name in enumerate(timeline.streams):
         mine = events[events["stream"] == i]
         busy, waited = (
-            inside(mine["start_s"], mine["end_s"]),
-            inside(mine["start_s"] - mine["wait_s"], mine["start_s"]),
+            _inside(period, mine["start_s"], mine["end_s"]),
+            _inside(period, mine["start_s"] - mine["wait_s"], mine["start_s"]),
         )
         out.append(
             StreamTimes(
@@ -139,11 +140,11 @@ def stream_times(timeline: Timeline) -> list[StreamTimes]:
 
 
 def largest_ops(timeline: Timeline, n: int = 8) -> list[tuple[str, str, float]]:
-    """(stream, op name, seconds) of the n op names that took most time, the largest first."""
+    """(stream, op name, seconds) of the n op names that took most of the counted period, the
+    largest first. Ops are cut off at its ends."""
     events, totals = timeline.events, {}
-    for stream, name, seconds in zip(
-        events["stream"], events["name"], events["end_s"] - events["start_s"]
-    ):
+    busy = _inside(counted_period(timeline), events["start_s"], events["end_s"])
+    for stream, name, seconds in zip(events["stream"], events["name"], busy):
         key = (timeline.streams[stream], str(name))
         totals[key] = totals.get(key, 0.0) + seconds
     ranked = sorted(totals.items(), key=lambda item: -item[1])[:n]
