@@ -202,6 +202,8 @@ def test_what_a_table_cannot_show_is_refused(run, tmp_path):
     ramp = made(tmp_path / "ramp", [1.0] * 4, tokens=[500, 500, 500, 1000])
     no(r"from 500 to 1,000 tokens \(a batch ramp\)", "--recipe-table", ramp)
     assert table(ramp, "--last", "1")[0][0]["tokens_per_s_mean"] == 1000
+    (row,), text = table(ramp, "--window", "1:3")  # not the plan's 1000
+    assert row["tokens_per_step"] == 500 and " 500 " in text.splitlines()[1]
     old = made(tmp_path / "old", [1.0] * 4, tokens=["absent"] * 4)
     no("has lines without tokens: an older version", "--recipe-table", old)
     broken = made(tmp_path / "broken", [1.0] * 4, plan={"hardware": 7})
@@ -212,4 +214,4 @@ def test_a_run_without_a_plan_has_its_measured_figures(run):
     (run / "plan.json").unlink()
     (row,), text = table(run)
     assert row["step_s_mean"] == 2.0 and row["device"] is None and row["seq_len"] is None
-    assert text.splitlines()[1].split() == ["run", *6 * "-"]
+    assert text.splitlines()[1].split() == ["run", "-", "-", "1,000", "-", "-", "-"]

@@ -29,7 +29,6 @@ _SPREAD = (
     ("gpu_power_w", "gpu_power_w", 1),
     ("gpu_temperature_c", "gpu_temperature_c", 1),
 )
-_PLANNED = ("seq_len", "tokens_per_step", "recipe", "optimizer")
 
 
 def parse_window(text: str) -> tuple[int, int]:
@@ -155,7 +154,10 @@ def row_of(run: RunDirectory, window: tuple[int, int] | None = None, last: int |
         "device": plan.get("hardware", {}).get("device_name") or plan.get("hardware", {}).get("name"),
         "gpus": gpus,
         "hosts": hosts,
-        **{key: plan.get(key) for key in _PLANNED},
+        "seq_len": plan.get("seq_len"),
+        "tokens_per_step": rows[0]["tokens"],  # not the plan's: a batch ramp has smaller steps
+        "recipe": plan.get("recipe"),
+        "optimizer": plan.get("optimizer"),
         "device_cap_bytes": plan.get("device_mem_bytes") or None,
         "host_cap_bytes": plan.get("host_mem_bytes") or None,
         "first_step": rows[0]["step"] + 1,
