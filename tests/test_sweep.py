@@ -96,17 +96,20 @@ def test_a_case_is_another_one_by_any_parameter_the_commit_or_the_machine():
         for name, value in {
             "config": "{ }", "seq_len": 65, "device_gib": 1.5, "host_gib": 0.0, "recipe": "fp32",
             "tokens_per_step": 1024, "options": (("seed", "1"),), "steps": 6, "warm_up": 1,
+            "data": "9 tokens, 0f",
         }.items()
     ]  # fmt: skip
     keys = {c.key("m", "c") for c in [case, *changed]} | {case.key("n", "c"), case.key("m", "d")}
-    assert len(keys) == 12 and case.key("m", "c") == cases.replace(case).key("m", "c")
+    assert len(keys) == 13 and case.key("m", "c") == cases.replace(case).key("m", "c")
+    assert "data" not in case.parameters()  # keys of older rows stay those of seeded tokens
+    assert case.key("m", "c") == "3121f2004c583a26"
 
 
 @pytest.mark.parametrize(
     "old,new,said",
     [
         ('mode = "predicted"', 'mode = "guessed"', 'mode = "guessed": give "predicted"'),
-        ('mode = "predicted"', "", 'mode = null: give "predicted"'),
+        ('mode = "predicted"', "", 'mode is missing: give "predicted"'),
         ("seq-len = 64", "seq-length = 64", "[[grid]] 1: seq-length is no key here"),
         ("seq-len = 64", "", "[[grid]] 1: seq-len is missing"),
         ("seq-len = 64", 'seq-len = "64"', 'seq-len = "64": a whole number from 1'),
@@ -157,14 +160,36 @@ def test_a_mistake_in_a_measured_file_is_a_sentence(tmp_path, new, said):
 
 def test_a_refused_sweep_writes_nothing(tmp_path):
     path = write(tmp_path, PREDICTED.replace("seq-len", "sequence"))
+    case, none = "tiny-llama:64:0:0:512", tmp_path / "none.bin"
     for words, said in (
         ([path], "sequence is no key"),
         (["1b:64:2"], "a case is"),
         ([], "no cases"),
+        ([case, "--data", none], f"--data {none}: cannot be opened"),
+        ([case, "--limit-minutes", "-1"], "--limit-minutes is -1: 0, for no limit, or more"),
+        (["--draw"], f"--out {tmp_path}/out has no rows.jsonl to draw"),
     ):
         done = sweep(*words, "--out", tmp_path / "out", check=False)
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and said in done.stderr
         assert not (tmp_path / "out").exists()
+    done = sweep(case, "--out", path, check=False)
+    assert done.returncode == 2 and f"--out {path} is a file: give a folder" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "word,said",
+    [
+        ("8b:many:1:1:1", 'seq-len = "many": a whole number from 1'),
+        ("8b:64:8GiB:1:64", 'device-gib = "8GiB": a number of GiB is needed, without'),
+        ("8b:64:1:1:x", 'tokens-per-step = "x": a whole number from 1'),
+        ("8b:64:1:1:64:steps=x", 'steps = "x": a whole number from 1'),
+        ("8b:64:1:1:64:lr=1e-3,lr=1e-4", "lr is given twice: give it once"),
+    ],
+)
+def test_a_wrong_word_is_told_as_the_user_wrote_it(word, said):
+    with pytest.raises(cases.SweepError) as error:
+        cases.parse(word, BINARY)
+    assert str(error.value).startswith(f"{word}: {said}")
 
 
 def test_words_are_cases_as_those_of_a_file():
@@ -173,7 +198,7 @@ def test_words_are_cases_as_those_of_a_file():
         8192, 24, 0, 6, 1,
     )  # fmt: skip
     assert case.recipe == "fp32-master" and case.options == (("nesterov", ""),)
-    for wrong in ("8b:many:1:1:1", "8b:64:1:1:64:alien=1", "8b:64:1:1:32", "8b:64:-1:1:64"):
+    for wrong in ("8b:64:1:1:64:alien=1", "8b:64:1:1:32", "8b:64:-1:1:64"):
         with pytest.raises(cases.SweepError, match=wrong.split(":")[0]):
             cases.parse(wrong, BINARY)
 
@@ -269,6 +294,49 @@ def test_a_limit_counts_the_longest_case_of_the_model_so_far(planned, capsys, mo
     with pytest.raises(AssertionError):  # failed rows: exit code 1
         planned(limit_minutes=0.5)
     assert "5 cases are left" in capsys.readouterr().out
+
+
+def test_cases_of_other_gpus_and_steps_are_told_apart(tmp_path, monkeypatch):
+    one = cases.Case("measured", "m", "{}", 64, 1.0, 2.0, 512)
+    two, longer = cases.replace(one, gpus=2), cases.replace(one, steps=9)
+    assert [c.label() for c in (one, two)] == [
+        "m 64 1/2 512 tokens", "m 64 1/2 512 tokens 2 GPUs",
+    ]  # fmt: skip
+    rows = [
+        json.loads(json.dumps({"case": c.label(), **c.parameters(), "key": c.key("m", "c")}))
+        for c in (one, two, longer)
+    ]
+    monkeypatch.setattr(pictures, "write", lambda rows, folder: [])
+    for chosen, n_gpus in (([one], [1]), ([two], [2]), ([longer, two], [2, 1]), ([], [1, 2, 1])):
+        program().write(tmp_path, rows, chosen)
+        written = json.loads((tmp_path / "sweep.json").read_text())
+        assert [r["gpus"] for r in written] == n_gpus
+    titles = [pictures.title_of(("A", "m", 64, 512, "bf16", n, ""), []) for n in (1, 2)]
+    assert titles[0] + ", 2 GPUs" == titles[1]
+
+
+def test_a_failed_case_stays_failed_until_it_is_repeated(tmp_path, tiny_shard):
+    """By data whose token ids are above the vocabulary, and by a validation of no number."""
+    wrong = tmp_path / "wrong.bin"
+    measure.random_shard(wrong, 20000, 10**6)
+    case = "tiny-llama:64:0:0:128:steps=2,warm-up=1,backend=cpu"
+    out = ("--out", tmp_path / "out")
+    for more, code in ((wrong, 1), (wrong, 1), (tiny_shard, 0)):
+        done = sweep(case, *out, "--data", more, check=False)
+        assert done.returncode == code, done.stdout + done.stderr
+        assert ("1 of 1 cases failed: --again failed repeats them" in done.stdout) == bool(code)
+    words = (case, case + ",val-every=2,val-tokens=abc")
+    done = sweep(*words, *out, check=False)
+    assert done.returncode == 1 and "--val-tokens abc: give a whole number" in done.stdout
+    rows = [json.loads(line) for line in (tmp_path / "out/rows.jsonl").read_text().splitlines()]
+    assert [r["status"] for r in rows] == ["failed", "ok", "ok", "failed"]
+    assert [r.get("data", "")[:12] for r in rows] == ["20000 tokens", "20000 tokens", "", ""]
+
+
+def test_more_seeded_tokens_than_a_shard_has_are_a_failed_row():
+    case = cases.parse("tiny-llama:64:0:0:1048576:steps=4096", BINARY)
+    row = measure.run(case, BINARY, [], None)
+    assert row["status"] == "failed" and "a shard has at most 2147483647" in row["message"]
 
 
 def test_one_sweep_at_a_time_writes_a_folder(tmp_path):

@@ -10,12 +10,15 @@ TOML file.
 
 Each case appends a line to DIR/rows.jsonl. A sweep that was stopped, in whatever way, goes on with
 the cases that are missing when the same command is given again. At the end DIR has sweep.csv and
-sweep.json, the newest row of each case, and a heatmap for each model and sequence length. A case
-whose caps are too small is a row with the reason; one that fails is a row with the error.
+sweep.json, and a heatmap for each model and sequence length. They are of the command's cases, or
+after --draw of all cases: the newest row of each case, machine and commit. A case whose caps are
+too small is a row with the reason. One that fails is a row with the error, and the exit code is 1
+until --again failed has repeated it.
 
 A measured case is one `penstock train` from seeded weights; its figures are medians over the steps
-after the warm-up. The heatmaps need matplotlib, which build/venv/bin/python has; all else needs
-Python's standard library alone.
+after the warm-up. The words of --data, and the number of tokens in its shards, tell a measured case
+from one without --data or with another. The heatmaps need matplotlib, which build/venv/bin/python
+has; all else needs Python's standard library alone.
 """
 
 import argparse
@@ -23,6 +26,7 @@ import json
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import cases
@@ -66,7 +70,7 @@ class Progress:
     """The rows of one call of the sweep, and what has been said of them."""
 
     def __init__(self, args, rows: results.Rows, n: int):
-        self.rows, self.n, self.n_done, self.n_failed = rows, n, 0, 0
+        self.rows, self.n, self.n_done = rows, n, 0
         self.machine, self.versions = machine(), versions(args.binary)
         self.commit = args.commit or commit() or "unknown"
         self.began, self.limit_s = time.monotonic(), args.limit_minutes * 60
@@ -74,6 +78,10 @@ class Progress:
 
     def key(self, case: Case) -> str:
         return case.key(self.machine, self.commit)
+
+    def statuses(self) -> dict:
+        """The status of each key's newest row."""
+        return {r.get("key"): r["status"] for r in self.rows.rows}
 
     def machine_of(self, case: Case) -> str:
         return self.machine if case.hardware == cases.THIS else described(case.hardware)
@@ -102,7 +110,6 @@ class Progress:
         }
         self.rows.append(row)
         self.n_done += 1
-        self.n_failed += row["status"] == results.FAILED
         at = (case.model, case.seq_len)
         self.longest_s[at] = max(self.longest_s.get(at, 0), row.get("wall_s", 0))
         print(f"{self.n_done} of {self.n}  {case.label()}: {said(row)}", flush=True)
@@ -126,11 +133,14 @@ def read_cases(args) -> list[Case]:
             found.append(cases.parse(source, args.binary))
     if not found and not args.draw:
         raise SweepError("no cases: give a TOML file, or MODEL:SEQ_LEN:DEVICE_GIB:HOST_GIB:TOKENS")
+    if args.data:
+        data = cases.data_of(args.data, args.binary)
+        found = [replace(c, data=data) if c.mode == "measured" else c for c in found]
     return list(dict.fromkeys(found))
 
 
 def missing(args, progress: Progress, chosen: list[Case]) -> list[Case]:
-    known = {r.get("key"): r["status"] for r in progress.rows.rows}
+    known = progress.statuses()
     wanted = {"all": (), "failed": (results.OK, results.INFEASIBLE)}.get(
         args.again, (results.OK, results.INFEASIBLE, results.FAILED)
     )
@@ -166,8 +176,8 @@ def run_measured(args, progress: Progress, todo: list[Case]) -> None:
 
 def write(folder: Path, rows: list[dict], chosen: list[Case]) -> None:
     """Tables and heatmaps of the newest rows; of the chosen cases, if any."""
-    labels = {(c.mode, c.label()) for c in chosen}
-    of = [r for r in results.newest(rows) if not labels or (r["mode"], r["case"]) in labels]
+    wanted = {results.parameters_of(c.parameters()) for c in chosen}
+    of = [r for r in results.newest(rows) if not wanted or results.parameters_of(r) in wanted]
     written = results.write_tables(of, folder)
     try:
         written += pictures.write(of, folder)
@@ -177,6 +187,10 @@ def write(folder: Path, rows: list[dict], chosen: list[Case]) -> None:
 
 
 def sweep(args) -> int:
+    if not args.limit_minutes >= 0:
+        raise SweepError(f"--limit-minutes is {args.limit_minutes:g}: 0, for no limit, or more")
+    if args.draw and not (args.out / "rows.jsonl").is_file():
+        raise SweepError(f"--out {args.out} has no rows.jsonl to draw: give the folder of a sweep")
     chosen = read_cases(args)
     rows = results.Rows(args.out / "rows.jsonl")
     try:
@@ -192,7 +206,13 @@ def sweep(args) -> int:
         rows.close()
     if progress.n_done < progress.n:
         print(f"{progress.n - progress.n_done} cases are left for the same command")
-    return FAILED if progress.n_failed else DONE
+    if args.draw:
+        return DONE
+    known = progress.statuses()
+    n_failed = sum(known.get(progress.key(c)) == results.FAILED for c in chosen)
+    if n_failed:
+        print(f"{n_failed} of {len(chosen)} cases failed: --again failed repeats them")
+    return FAILED if n_failed else DONE
 
 
 def main() -> int:

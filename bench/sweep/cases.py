@@ -63,12 +63,15 @@ class Case:
     options: tuple = ()  # further options of `penstock train` or `plan`: (name, value)
     steps: int = STEPS  # measured: steps of a run
     warm_up: int = WARM_UP  # measured: the first steps that do not count
+    data: str = ""  # measured: what data_of() says of --data; "": seeded tokens
 
     def parameters(self) -> dict:
         """What tells the case from another one, as a row of the results has it."""
         shown = asdict(self)
         for name in ("steps", "warm_up") if self.mode == "predicted" else ():
             del shown[name]
+        if not self.data:
+            del shown["data"]
         shown["config_sha256"] = digest(shown.pop("config"))
         shown["hardware"] = self.hardware if self.hardware == THIS else Path(self.hardware).name
         shown["options"] = ",".join(f"{n}={v}" if v else n for n, v in self.options)
@@ -81,7 +84,8 @@ class Case:
         return digest(json.dumps([known, commit], sort_keys=True))
 
     def label(self) -> str:
-        more = [] if self.recipe == "bf16" else [self.recipe]
+        more = [f"{self.gpus} GPUs"] if self.gpus > 1 else []
+        more += [] if self.recipe == "bf16" else [self.recipe]
         more += [f"{n}={v}" if v else n for n, v in self.options]
         caps = "/".join(f"{gib:g}" if gib else "none" for gib in (self.device_gib, self.host_gib))
         return " ".join(
@@ -114,6 +118,16 @@ def known_options(binary, mode: str) -> set:
     except (OSError, subprocess.CalledProcessError) as exc:
         raise SweepError(f"{binary} does not run ({exc}): build it with make") from exc
     return set(re.findall(r"--([a-z][a-z0-9-]+)", done.stdout))
+
+
+def data_of(words: list[str], binary) -> str:
+    """What tells the shards of --data from others: their tokens, and a digest of the words of
+    --data. SweepError: they cannot be opened."""
+    command = [str(binary), "info", "--json", "--data", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SweepError(done.stderr.strip().removeprefix("penstock: "))
+    return f"{json.loads(done.stdout)['data']['tokens']} tokens, {digest(json.dumps(words))}"
 
 
 # ---- the model -----------------------------------------------------------------------------------
@@ -341,8 +355,10 @@ def read(path, binary) -> Sweep:
         raise SweepError(f"{path}: {exc}") from exc
     mode = content.get("mode")
     if mode not in MODES:
-        raise SweepError(f'{path}: mode = {json.dumps(mode, default=str)}: give "{MODES[0]}", to '
-                         f'plan, or "{MODES[1]}", to train')  # fmt: skip
+        given = (
+            f"mode = {json.dumps(mode, default=str)}" if "mode" in content else "mode is missing"
+        )
+        raise SweepError(f'{path}: {given}: give "{MODES[0]}", to plan, or "{MODES[1]}", to train')
     file = _File(path, known_options(binary, mode))
     file.names("", content, (*TOP, "grid", "case", "exclude"))
     for key in MEASURED_ONLY if mode == "predicted" else ():
@@ -371,6 +387,38 @@ def read(path, binary) -> Sweep:
 # ---- words ---------------------------------------------------------------------------------------
 
 
+def _number(text: str, kind):
+    """The text as a number, or the text itself, which CHECKS refuse."""
+    try:
+        return kind(text)
+    except ValueError:
+        return text
+
+
+def measured(word: str, parts: list[str], more: dict, binary) -> Case:
+    """The case of @parts, which are MODEL, SEQ_LEN, DEVICE_GIB, HOST_GIB and TOKENS_PER_STEP, with
+    options @more. Errors begin with @word, which the user wrote."""
+    file = _File(Path(word), known_options(binary, "measured"))
+    file.folder = Path.cwd()
+    model, seq_len, device_gib, host_gib, tokens_per_step = parts
+    chosen = {
+        "model": model,
+        "seq-len": _number(seq_len, int),
+        "device-gib": _number(device_gib, float),
+        "host-gib": _number(host_gib, float),
+        "tokens-per-step": _number(tokens_per_step, int),
+    }
+    more = dict(more)
+    chosen |= {n: _number(more.pop(n), int) for n in ("steps", "warm-up", "gpus") if n in more}
+    if "recipe" in more:
+        chosen["recipe"] = more.pop("recipe")
+    for key, value in chosen.items():
+        file.value("", key, value)
+    case = file.case("", "measured", chosen)
+    options = file.options("", {name: value or True for name, value in more.items()})
+    return replace(case, options=options)
+
+
 def parse(word: str, binary) -> Case:
     """A measured case MODEL:SEQ_LEN:DEVICE_GIB:HOST_GIB:TOKENS_PER_STEP[:MORE]. MORE are options
     such as recipe=fp32-master,steps=6,warm-up=1; DEVICE_GIB and HOST_GIB 0 mean no cap."""
@@ -380,27 +428,10 @@ def parse(word: str, binary) -> Case:
             f"{word}: a case is MODEL:SEQ_LEN:DEVICE_GIB:HOST_GIB:TOKENS_PER_STEP[:MORE], MORE as "
             "in recipe=fp32-master,steps=6"
         )
-    file = _File(Path(word), known_options(binary, "measured"))
-    file.folder = Path.cwd()
-    try:
-        chosen = {
-            "model": parts[0],
-            "seq-len": int(parts[1]),
-            "device-gib": float(parts[2]),
-            "host-gib": float(parts[3]),
-            "tokens-per-step": int(parts[4]),
-        }
-        more = dict((o + "=").split("=", 1) for o in parts[5].split(",")) if parts[5:] else {}
-        more = {name: value.rstrip("=") for name, value in more.items()}
-        for name in ("steps", "warm-up", "gpus"):
-            if name in more:
-                chosen[name] = int(more.pop(name))
-    except ValueError as exc:
-        raise SweepError(f"{word}: {exc}") from exc
-    if "recipe" in more:
-        chosen["recipe"] = more.pop("recipe")
-    for key, value in chosen.items():
-        file.value("", key, value)
-    case = file.case("", "measured", chosen)
-    options = file.options("", {name: value or True for name, value in more.items()})
-    return replace(case, options=options)
+    more: dict = {}
+    for option in parts[5].split(",") if parts[5:] else ():
+        name, _, value = option.partition("=")
+        if name in more:
+            raise SweepError(f"{word}: {name} is given twice: give it once")
+        more[name] = value
+    return measured(word, parts[:5], more, binary)

@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from cases import Case, vocabulary
+from cases import Case, SweepError, vocabulary
 from machine import ROOT, die_with_parent, gpu_columns
 from predict import figures as planned
 from predict import plan_of, short_reason
@@ -19,10 +19,17 @@ from results import FAILED, INFEASIBLE, OK
 
 # unless the case's options say otherwise
 DEFAULTS = {"clip-norm": "1", "lr": "1e-5", "warmup-steps": "100"}
+MOST_TOKENS = 2**31 - 1  # of a shard, whose header has an int32 of them
 
 
 def random_shard(path: Path, n_tokens: int, vocab: int) -> None:
-    """A token shard (llm.c's llama-3 format) of seeded tokens, for the time of a step alone."""
+    """A token shard (llm.c's llama-3 format) of seeded tokens, for the time of a step alone.
+    SweepError: a shard cannot have as many."""
+    if n_tokens > MOST_TOKENS:
+        raise SweepError(
+            f"{n_tokens} seeded tokens are needed, a shard has at most {MOST_TOKENS}: give fewer "
+            "steps or tokens"
+        )
     header = array.array("i", [0] * 256)
     header[:3] = array.array("i", [20240801, 7, n_tokens])
     drawn = random.Random(1)
@@ -63,11 +70,12 @@ def command_of(case: Case, binary, data: list[str], model: Path, run_dir: Path) 
 
 def with_validation_data(case: Case, path: Path) -> Case:
     """The case itself, or, where its options ask for validations and name no data, with a shard of
-    seeded tokens at @path."""
+    seeded tokens at @path. `penstock train` refuses a val-tokens that is no number."""
     options = dict(case.options)
-    if "val-tokens" not in options or "val" in options:
+    n_tokens = options.get("val-tokens", "")
+    if not (n_tokens.isascii() and n_tokens.isdecimal()) or "val" in options:
         return case
-    random_shard(path, int(options["val-tokens"]) + case.seq_len + 1, vocabulary(case.config))
+    random_shard(path, int(n_tokens) + case.seq_len + 1, vocabulary(case.config))
     return replace(case, options=(*case.options, ("val", str(path))))
 
 
@@ -117,10 +125,13 @@ def run(case: Case, binary, data: list[str], keep: Path | None) -> dict:
         run_dir.mkdir(parents=True, exist_ok=True)
         (work / "model/config.json").write_text(case.config)
         shards = data or [str(work / "random.bin")]
-        if not data:
-            n_tokens = case.tokens_per_step * case.steps + case.seq_len + 1
-            random_shard(work / "random.bin", n_tokens, vocabulary(case.config))
-        case = with_validation_data(case, work / "val.bin")
+        try:
+            if not data:
+                n_tokens = case.tokens_per_step * case.steps + case.seq_len + 1
+                random_shard(work / "random.bin", n_tokens, vocabulary(case.config))
+            case = with_validation_data(case, work / "val.bin")
+        except SweepError as exc:
+            return {"status": FAILED, "reason": "refused", "message": str(exc)}
         command = command_of(case, binary, shards, work / "model", run_dir)
         (run_dir / "metrics.jsonl").unlink(missing_ok=True)
         began = time.monotonic()

@@ -111,8 +111,9 @@ def draw(rows: list[dict], title: str, path: Path) -> None:
 
 
 def title_of(key: tuple, rows: list[dict]) -> str:
-    device, model, seq_len, tokens, recipe, _, options = key
+    device, model, seq_len, tokens, recipe, gpus, options = key
     said = f"{device}: {model}, {seq_len:,} tokens a sequence, {tokens:,} a step, {recipe}"
+    said += f", {gpus} GPUs" if gpus > 1 else ""
     said += f", {options}" if options else ""
     if any(r["status"] == INFEASIBLE for r in rows):
         said += "\ngrey: no plan fits, and the least memory with which one does"

@@ -15,7 +15,7 @@ from cases import SweepError
 # measured: medians over the steps that count.
 COLUMNS = (
     "mode model config_sha256 seq_len device_gib host_gib tokens_per_step recipe gpus hardware "
-    "options steps warm_up status reason "
+    "options steps warm_up data status reason "
     "tokens_per_s step_s tflops mfu hfu steps_timed "
     "predicted_tokens_per_s predicted_step_s predicted_tflops predicted_mfu predicted_hfu "
     "measured_over_predicted recompute_share val_s val_tokens_per_s val_share "
@@ -23,7 +23,18 @@ COLUMNS = (
     "gpu_clock_mhz gpu_power_w gpu_temperature_c "
     "wall_s machine versions commit date message"
 ).split()
+PARAMETERS = COLUMNS[: COLUMNS.index("status")]  # those of Case.parameters()
 OK, INFEASIBLE, FAILED = "ok", "infeasible", "failed"
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder of --out. SweepError: it cannot be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as exc:
+        raise SweepError(f"--out {path} is a file: give a folder") from exc
+    except OSError as exc:
+        raise SweepError(f"--out {path} cannot be made ({exc.strerror}): give another") from exc
 
 
 class Rows:
@@ -31,7 +42,7 @@ class Rows:
 
     def __init__(self, path):
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path.parent)
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,10 +121,18 @@ def _upgraded(row: dict, where: str) -> dict:
     return out
 
 
+def parameters_of(row: dict) -> str:
+    """What tells the row's case from another one, whatever the machine and the commit."""
+    return json.dumps([row.get(name) for name in PARAMETERS])
+
+
 def newest(rows: list[dict]) -> list[dict]:
-    """The last row of each case: a later one repeats it."""
-    names = [c for c in COLUMNS[: COLUMNS.index("status")]] + ["machine", "commit"]
-    last = {row.get("key", json.dumps([row.get(n) for n in names])): row for row in rows}
+    """The last row of each case, machine and commit: a later one repeats it."""
+
+    def key(row):
+        return row.get("key", (parameters_of(row), row.get("machine"), row.get("commit")))
+
+    last = {key(row): row for row in rows}
     return list(last.values())
 
 
