@@ -18,7 +18,8 @@ torch, CPU optimizer  the same with checkpointing and torchao's CPUOffloadOptimi
 
 Each side is a process of its own. The sides take turns, --repeats times. The first steps of a turn
 do not count, and the median of all others does. A side that does not run, or does not fit, is a row
-with the reason. DIR gets rows.jsonl, table.md and, where matplotlib is installed, compare.png.
+with the reason. Where no side of any case runs, the exit code is 1. DIR gets rows.jsonl, table.md
+and, where matplotlib is installed, compare.png.
 """
 
 import argparse
@@ -27,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -39,6 +41,7 @@ import cases  # noqa: E402
 import measure  # noqa: E402
 from cases import Case, SweepError  # noqa: E402
 from machine import ROOT, commit, die_with_parent, machine, versions  # noqa: E402
+from results import make_folder  # noqa: E402
 
 RECIPES = ("bf16", "fp32-master", "fp32")  # that both sides have
 TORCH_SIDE = Path(__file__).resolve().parent / "torch_side.py"
@@ -93,10 +96,9 @@ def caps_of(text: str, case: str, a, binary) -> tuple[float, float]:
 
 def penstock_case(case: str, device_gib: float, host_gib: float, a) -> Case:
     model, seq_len, tokens = case.split(":")
-    more = [f"recipe={a.recipe}", f"steps={a.steps + a.warm_up}", f"warm-up={a.warm_up}"]
-    more += [f"backend={a.device}"] + ([f"threads={a.threads}"] if a.threads else [])
-    words = f"{model}:{seq_len}:{device_gib!r}:{host_gib!r}:{tokens}:{','.join(more)}"
-    return cases.parse(words, a.binary)
+    more = {"recipe": a.recipe, "steps": a.steps + a.warm_up, "warm-up": a.warm_up}
+    more |= {"backend": a.device} | ({"threads": a.threads} if a.threads else {})
+    return cases.measured(case, [model, seq_len, device_gib, host_gib, tokens], more, a.binary)
 
 
 def least(case: str, host_gib: float, a, binary) -> float:
@@ -191,6 +193,12 @@ def sides_of(case: str, a) -> dict:
     return found
 
 
+def reason(failed: dict) -> str:
+    """Why a side did not run, in two lines of a terminal at most."""
+    said = ": ".join(text for text in (failed["failed"], failed["message"]) if text)
+    return textwrap.shorten(said, 200, placeholder=" ...")
+
+
 def compare(case: str, a, note: dict) -> list[dict]:
     sides = sides_of(case, a)
     results: dict = {name: [] for name in sides}
@@ -212,7 +220,11 @@ def compare(case: str, a, note: dict) -> list[dict]:
                     keep = a.keep / f"{Path(case.split(':')[0]).name}-{seq_len}-{tokens}-{i}"
                 result = run(str(shard), keep)
                 results[name].append(result)
-                what = result.get("failed") or f"{statistics.median(result['step_s']):.3f} s a step"
+                what = (
+                    reason(result)
+                    if "failed" in result
+                    else f"{statistics.median(result['step_s']):.3f} s a step"
+                )
                 print(
                     f"{case}  turn {turn + 1}  {name}: {what} ({time.monotonic() - began:.0f} s)",
                     flush=True,
@@ -228,7 +240,7 @@ def rows_of(case: str, n_tokens: int, results: dict, note: dict) -> list[dict]:
         row = {"case": case, "side": name, "tokens": n_tokens, **note}
         last = turns[-1]
         if "failed" in last:
-            rows.append({**row, "failed": last["failed"], "message": last.get("message", "")})
+            rows.append({**row, "failed": last["failed"], "message": last["message"]})
             continue
         steps = [s for t in turns for s in t["step_s"]]
         step_s = statistics.median(steps)
@@ -261,18 +273,19 @@ def table(rows: list[dict]) -> str:
         out += [f"{case}, tokens/s of the median step", ""]
         out += ["| side | tokens/s | of torch | MFU | device memory | micro-batch |"]
         out += ["|---|---|---|---|---|---|"]
-        for r in (r for r in rows if r["case"] == case):
+        of = [r for r in rows if r["case"] == case]
+        for r in of:
             if "failed" in r:
                 out.append(f"| {r['side']} | {r['failed']} | | | | |")
                 continue
-            of = f"{r['of_torch']:.2f}" if "of_torch" in r else ""
+            of_torch = f"{r['of_torch']:.2f}" if "of_torch" in r else ""
             mfu = f"{100 * r['mfu']:.1f}%" if "mfu" in r else ""
             gib = f"{r['device_peak_bytes'] / 2**30:.1f} GiB" if r["device_peak_bytes"] else ""
             out.append(
-                f"| {r['side']} | {r['tokens_per_s']:,.0f} | {of} | {mfu} | {gib} | "
+                f"| {r['side']} | {r['tokens_per_s']:,.0f} | {of_torch} | {mfu} | {gib} | "
                 f"{r.get('micro', '')} |"
             )
-        out.append("")
+        out += ["", *(f"- {r['side']}: {reason(r)}" for r in of if "failed" in r), ""]
     return "\n".join(out)
 
 
@@ -320,7 +333,7 @@ def main() -> int:
             for text in a.caps:
                 device, host = caps_of(text.replace("least", "0"), case, a, a.binary)
                 penstock_case(case, device, host, a)  # checked before minutes of measuring
-        a.out.mkdir(parents=True, exist_ok=True)
+        make_folder(a.out)
         note = {
             "machine": machine(),
             "commit": a.commit or commit() or "unknown",
@@ -337,6 +350,9 @@ def main() -> int:
         text = table(rows)
         (a.out / "table.md").write_text(text)
         print("\n" + text)
+        if all("failed" in r for r in rows):
+            print("bench/compare_torch.py: no side ran: the table has the reasons", file=sys.stderr)
+            return 1
         try:
             draw(rows, a.out / "compare.png")
         except ImportError:

@@ -218,6 +218,12 @@ def run(ask: Ask) -> dict:
     if ask.threads:
         torch.set_num_threads(ask.threads)
     cuda = ask.device == "cuda"
+    if cuda and not torch.cuda.is_available():
+        return {
+            "failed": "no CUDA device",
+            "message": f"PyTorch {torch.__version__} finds no CUDA device: install its CUDA build "
+            "and NVIDIA's driver, or give --device cpu",
+        }
     side = Side(ask)
     with sdpa_kernel(ATTENTION[side.attention]) if side.attention else contextlib.nullcontext():
         micro = ask.micro or side.fastest_micro()
@@ -236,8 +242,13 @@ def run(ask: Ask) -> dict:
     }
 
 
-def main() -> None:
-    ask = Ask(**json.loads(sys.argv[1]))
+def main() -> int:
+    try:
+        ask = Ask(**json.loads(sys.argv[1]))
+    except (IndexError, TypeError, ValueError):
+        said = "this is a helper that bench/compare_torch.py starts: run that program instead"
+        print(f"bench/torch_side.py: {said}", file=sys.stderr)
+        return 2
     try:
         result = run(ask)
     except torch.OutOfMemoryError as exc:
@@ -245,7 +256,8 @@ def main() -> None:
     except ImportError as exc:
         result = {"failed": f"not installed: {exc.name}", "message": str(exc)}
     print(json.dumps(result))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

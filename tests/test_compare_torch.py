@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -84,6 +85,9 @@ def test_rows_are_medians_over_all_turns_in_one_unit():
     text = compare_torch.table([ours, theirs, failed])
     assert "| torch | 455 | 1.00 | 25.0% |  | 2 |" in text
     assert "| torch, checkpointing | out of GPU memory |" in text
+    assert "\n- torch, checkpointing: out of GPU memory: CUDA out of memory\n" in text
+    long = compare_torch.table([failed | {"message": "too long " * 99}])
+    assert max(map(len, long.splitlines())) < 240
 
 
 @pytest.mark.parametrize(
@@ -94,6 +98,8 @@ def test_rows_are_medians_over_all_turns_in_one_unit():
         (["none:8192:131072"], "model 'none' is none of"),
         (["8b:8192:131072", "--steps", "0"], "--steps is 0: at least 1"),
         (["32b-qwen3:64:64"], "model '32b-qwen3'"),
+        (["1b:512:x"], 'py: 1b:512:x: tokens-per-step = "x": a whole number'),
+        (["1b:many:512"], 'py: 1b:many:512: seq-len = "many": a whole number'),
     ],
 )
 def test_wrong_words_are_one_sentence(tmp_path, words, says):
@@ -102,6 +108,28 @@ def test_wrong_words_are_one_sentence(tmp_path, words, says):
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
     assert done.returncode == 2 and says in done.stderr and len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_where_no_side_runs_the_reasons_are_told(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"max_position_embeddings": 64}))
+    command = [sys.executable, ROOT / "bench/compare_torch.py", f"{tmp_path}:16:64"]
+    command += ["--out", tmp_path / "out", "--sides", "torch", "--binary", BUILD / "bin/penstock"]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, env=env)
+    assert done.returncode == 1 and "no side ran: the table has the reasons" in done.stderr
+    why = f"no CUDA device: PyTorch {torch.__version__} finds no CUDA device: install"
+    table = (tmp_path / "out/table.md").read_text()
+    assert f"turn 1  torch: {why}" in done.stdout and f"\n- torch: {why}" in table
+    assert table.count("\n- penstock, all of the device, all of the host: exit ") == 1
+    assert not (tmp_path / "out/compare.png").exists()
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["5"]])
+def test_pytorchs_side_says_that_it_is_a_helper(words):
+    command = [sys.executable, ROOT / "bench/torch_side.py", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "a helper that bench/compare_torch.py starts" in done.stderr
 
 
 def test_both_sides_run_on_a_cpu(tmp_path):

@@ -387,17 +387,17 @@ def read(path, binary) -> Sweep:
 # ---- words ---------------------------------------------------------------------------------------
 
 
-def _number(text: str, kind):
-    """The text as a number, or the text itself, which CHECKS refuse."""
+def _number(given, kind):
+    """A number, or the text itself where it is none, which CHECKS refuse."""
     try:
-        return kind(text)
+        return kind(given)
     except ValueError:
-        return text
+        return given
 
 
-def measured(word: str, parts: list[str], more: dict, binary) -> Case:
+def measured(word: str, parts: list, more: dict, binary) -> Case:
     """The case of @parts, which are MODEL, SEQ_LEN, DEVICE_GIB, HOST_GIB and TOKENS_PER_STEP, with
-    options @more. Errors begin with @word, which the user wrote."""
+    options @more. Numbers may be text. Errors begin with @word, which the user wrote."""
     file = _File(Path(word), known_options(binary, "measured"))
     file.folder = Path.cwd()
     model, seq_len, device_gib, host_gib, tokens_per_step = parts
