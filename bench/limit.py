@@ -5,9 +5,10 @@ alone under sustained load, and adds them up.
     python3 bench/limit.py --model DIR --seq-len 8192 --device-mem 24GiB --host-mem 84GiB \\
         --train SHARDS --csv limit.csv --json limit.json
 
-All options but those below are those of `penstock plan`: they say the plan. The sum of kernels is
-the time of a step whose compute stream never waits and whose kernels have no gaps between them.
-With a training (--train, or --run of one that ended), its step is compared with the sum:
+All options but those below say the plan. They are those of `penstock plan` without --data, --gpus,
+--grid-device, --grid-host, --hardware, --hosts, --pairs and --smallest. The sum of kernels is the
+time of a step whose compute stream never waits and whose kernels have no gaps between them. With a
+training (--train, or --run of one that ended), its step is compared with the sum:
 
     achieved / limit    the sum of kernels over the measured step
     no kernel           the part of the measured step in which the compute stream ran no op
@@ -214,6 +215,21 @@ def run(command):
     return done.stdout
 
 
+def check_files(args):
+    """Before minutes of measuring. ValueError: a table cannot be written, or --run lacks a file."""
+    for name, path in (("--csv", args.csv), ("--json", args.json)):
+        if path and not path.parent.is_dir():
+            raise ValueError(f"{name} {path}: there is no folder {path.parent}: make it first")
+        if path and path.is_dir():
+            raise ValueError(f"{name} {path} is a folder: give a file")
+    for name in ("metrics.jsonl", "timeline.json"):
+        if args.run and not (args.run / name).is_file():
+            raise ValueError(
+                f"--run {args.run} has no {name}: give the run directory of a training with "
+                "--trace-steps 2"
+            )
+
+
 def train(args, options, run_dir):
     run(
         [args.build / "bin/penstock", "train", *options, "--init-weights", "--data", *args.train]
@@ -245,6 +261,11 @@ def main():
         p.error(f"--warm-up {args.warm_up}: 0 or more")
     if args.steps <= args.warm_up:
         p.error(f"--steps {args.steps}: more than --warm-up {args.warm_up} are needed")
+    try:
+        check_files(args)
+    except ValueError as exc:
+        print(f"limit.py: {exc}", file=sys.stderr)
+        return 2
     limit = json.loads(run([args.build / "bench/limit", *options, "--seconds", args.seconds]))
     limit |= {
         "command": ["bench/limit.py", *sys.argv[1:]],

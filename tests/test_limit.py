@@ -164,6 +164,31 @@ def test_what_cannot_be_compared_is_refused(tiny_model, tmp_path):
     assert done.returncode == 2 and "--sead" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "words,said",
+    [
+        (["--csv", "none/x.csv"], "--csv none/x.csv: there is no folder none: make it first"),
+        (["--json", "none/x.json"], "--json none/x.json: there is no folder none: make it first"),
+        (["--json", "."], "--json . is a folder: give a file"),
+        (["--run", "none"], "--run none has no metrics.jsonl: give the run directory of a"),
+    ],
+)
+def test_files_are_checked_before_anything_is_measured(tiny_model, words, said):
+    done = limit("--model", tiny_model, "--seconds", 0.01, *words)  # which bench/limit refuses
+    assert done.returncode == 2 and done.stderr.startswith(f"limit.py: {said}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_help_says_which_options_of_plan_are_none():
+    helps = [
+        subprocess.run([BUILD / program, *words, "--help"], capture_output=True, text=True).stdout
+        for program, words in (("bin/penstock", ["plan"]), ("bench/limit", []))
+    ]
+    plan, here = (set(re.findall(r"^  (--[a-z0-9-]+)", text, re.M)) for text in helps)
+    without = module().__doc__.split("penstock plan` without")[1].split(".")[0]
+    assert set(re.findall(r"--[a-z-]+", without)) == plan - here
+
+
 def test_every_op_of_the_table_has_a_family():
     """A new kernel of compute gets a family, and bench/limit.c says what its operands hold."""
     ops = (ROOT / "native/kernels/ops.h").read_text()
