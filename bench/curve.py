@@ -59,6 +59,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent / part) for part in ("", "sw
 import curve_sides  # noqa: E402
 from curve_sides import BETAS, BROKEN, CLIP, DECAY, EPS, Curve  # noqa: E402
 from machine import commit, die_with_parent, machine  # noqa: E402
+from penstock.errors import PenstockError  # noqa: E402
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -76,6 +77,10 @@ LLAMA = {
     "tie_word_embeddings": False,
     "initializer_range": 0.02,
 }
+
+
+class Refused(Exception):
+    """The input is wrong: a sentence for the user, and exit code 2."""
 
 
 def parse():
@@ -130,9 +135,18 @@ def check_curves(a):
         try:
             curve = Curve(text)
         except ValueError as e:
-            sys.exit(f"curve.py: --curves {text}: {e}")
+            raise Refused(f"--curves {text}: {e}") from e
         if curve.name == BROKEN and not a.broken_build:
-            sys.exit(f"curve.py: --curves {text}: give its --broken-build too")
+            raise Refused(f"--curves {text}: give its --broken-build too")
+
+
+def read_json(path):
+    try:
+        return json.loads(Path(path).read_text())
+    except OSError as e:
+        raise Refused(f"{path} cannot be read: {e.strerror}") from e
+    except ValueError as e:
+        raise Refused(f"{path} is not JSON: {e}") from e
 
 
 # ---- the trainings -------------------------------------------------------------------------------
@@ -141,7 +155,7 @@ def check_curves(a):
 def config_of(a):
     from penstock import Dataset
 
-    config = json.loads(Path(a.config).read_text()) if a.config else dict(LLAMA)
+    config = read_json(a.config) if a.config else dict(LLAMA)
     if "vocab_size" not in config:
         data = Dataset(a.data, 1 << 16)
         largest = max(
@@ -156,9 +170,17 @@ def sha256_of(path):
 
 
 def settings_of(a):
-    """What all trainings of a result share, and where they run."""
+    """What all trainings of a result share, and where they run. Refused: the data have too few
+    sequences."""
     from penstock import Dataset, Hardware
 
+    there = Dataset(a.data, 1 << 16).n_sequences(a.seq_len)
+    wanted = a.steps * (a.tokens // a.seq_len)
+    if there < wanted:
+        raise Refused(
+            f"the data has {there} sequences of {a.seq_len} tokens, {a.steps} steps need {wanted}: "
+            "give more data, fewer --steps or fewer --tokens"
+        )
     hardware = Hardware.estimate(0, a.backend)
     return {
         "model": config_of(a),
@@ -178,7 +200,7 @@ def settings_of(a):
         "micro": a.micro,
         "data": [Path(d).name for d in a.data],
         "data_sha256": [sha256_of(d) for d in a.data],
-        "data_sequences": Dataset(a.data, 1 << 16).n_sequences(a.seq_len),
+        "data_sequences": there,
     }
 
 
@@ -220,11 +242,11 @@ def read_or_begin(path, settings, a):
             "command": " ".join(["bench/curve.py", *sys.argv[1:]]),
             "runs": [],
         }
-    result = json.loads(path.read_text())
+    result = read_json(path)
     for key, value in settings.items():
         if result.get(key) != value:
-            sys.exit(
-                f"curve.py: {path} has trainings whose {key} is {result.get(key)}, not {value}: "
+            raise Refused(
+                f"{path} has trainings whose {key} is {result.get(key)}, not {value}: "
                 "give another --out"
             )
     return result
@@ -239,7 +261,10 @@ def write(path, text):
 def run(a):
     """Train what is missing, write the JSON after each training, and return the result."""
     check_curves(a)
-    settings, path = settings_of(a), Path(f"{a.out}.json")
+    try:
+        settings, path = settings_of(a), Path(f"{a.out}.json")
+    except PenstockError as e:
+        raise Refused(str(e)) from e
     path.parent.mkdir(parents=True, exist_ok=True)
     result = read_or_begin(path, settings, a)
     there = {(r["curve"], r["seed"]) for r in result["runs"]}
@@ -411,7 +436,7 @@ def main():
         return one_training(a)
     out = a.draw or a.out
     if a.draw:
-        result = json.loads(Path(f"{out}.json").read_text())
+        result = read_json(f"{out}.json")
         result |= {"gaps": gaps_of(result), "gate": gate_of(result)}
     else:
         result = run(a)
@@ -426,9 +451,10 @@ def main():
 
 
 if __name__ == "__main__":
-    from penstock.errors import PenstockError
-
     try:
         main()
+    except Refused as e:
+        print(f"curve.py: {e}", file=sys.stderr)
+        sys.exit(2)
     except (PenstockError, OSError) as e:
         sys.exit(f"curve.py: {e}")

@@ -52,17 +52,11 @@ def make_model(config, folder, seed):
 class Batches:
     """batch(step) for both sides: each sequence of the data once, in a seeded order."""
 
-    def __init__(self, data, seq_len, tokens, steps, vocab_size, seed):
+    def __init__(self, data, seq_len, tokens, vocab_size, seed):
         from penstock import Dataset
 
         self.data, self.seq_len, self.n = Dataset(data, vocab_size), seq_len, tokens // seq_len
-        windows, wanted = self.data.n_sequences(seq_len), steps * self.n
-        if windows < wanted:
-            sys.exit(
-                f"curve.py: the data has {windows} sequences of {seq_len} tokens, {steps} steps "
-                f"need {wanted}: give more data, fewer --steps or fewer --tokens"
-            )
-        self.order = np.random.default_rng(seed).permutation(windows)
+        self.order = np.random.default_rng(seed).permutation(self.data.n_sequences(seq_len))
 
     def __call__(self, step):
         chosen = self.order[step * self.n : (step + 1) * self.n]
@@ -245,7 +239,7 @@ def train(name, seed, a, folder):
     """The losses and norms of curve @name, whose weights, order and rounding follow @seed."""
     where = make_model(a.model_config, folder, seed)
     vocab = a.model_config["vocab_size"]
-    batches = Batches(a.data, a.seq_len, a.tokens, a.steps, vocab, seed)
+    batches = Batches(a.data, a.seq_len, a.tokens, vocab, seed)
     curve = Curve(name)
     ends = [a.steps, a.end_after, a.broken_steps if curve.name == BROKEN else None]
     lrs = schedule(a.lr, a.steps)[: min(n for n in ends if n)]
