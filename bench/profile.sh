@@ -22,6 +22,11 @@ out=${OUT:-profile}
 steps=${STEPS:-4:5}
 python=${PYTHON:-$build/venv/bin/python}
 [ -x "$(command -v "$python")" ] || python=python3
+if ! expr "$steps" : '[0-9]\{1,9\}:[0-9]\{1,9\}$' >/dev/null ||
+  [ "${steps%:*}" -lt 1 ] || [ "${steps%:*}" -gt "${steps#*:}" ]; then
+  echo "profile.sh: STEPS is '$steps': give the first and the last step as A:B, such as 4:5" >&2
+  exit 2
+fi
 
 nsys=
 if [ -z "$(command -v nsys)" ]; then

@@ -138,6 +138,18 @@ def test_the_profile_script_makes_a_timeline_and_a_picture(profiled):
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.parametrize("steps", ["a", "4", "3:2", "0:2", "2:3:4", "-1:2"])
+def test_the_profile_script_says_what_steps_may_be(tiny_model, tmp_path, steps):
+    done = subprocess.run(
+        [str(w) for w in (ROOT / "bench/profile.sh", 1, 0.005, 64, tiny_model)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "BUILD": str(BUILD), "OUT": str(tmp_path / "out"), "STEPS": steps},
+    )
+    said = f"profile.sh: STEPS is '{steps}': give the first and the last step as A:B, such as 4:5\n"
+    assert (done.returncode, done.stderr) == (2, said) and not (tmp_path / "out").exists()
+
+
 def test_the_timeline_shows_the_profiled_steps_and_names_what_moves(profiled):
     events = [
         e
