@@ -50,8 +50,13 @@ def words(model, shard, folder, *more):
     return [str(w) for w in (BINARY, "train", *given, "--steps", STEPS, *more)]
 
 
-def start_each(given, caches=None, **env):
-    """A task of each list of words."""
+def start_each(given, caches=None, limits=None, **env):
+    """A task of each list of words. @caches: the folder of each rank's rates; @limits: the most bytes of a file that a rank may write."""
+
+    def limit(rank):
+        if rank in (limits or {}):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limits[rank], limits[rank]))
+
     port = free_port()
     return [
         subprocess.Popen(
@@ -61,19 +66,20 @@ def start_each(given, caches=None, **env):
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=lambda rank=rank: limit(rank),
         )
         for rank, words_of_rank in enumerate(given)
     ]
 
 
-def start(model, shard, folder, *more, n=2, each=None, caches=None, **env):
+def start(model, shard, folder, *more, n=2, each=None, **env):
     """A task of each rank. @shard: a path, or one for each rank; @each: the words that one rank has
-    beside the others; @caches: the folder of each rank's rates."""
+    beside the others; @env: of all, or an argument of start_each()."""
     shards = shard if isinstance(shard, list) else [shard] * n
     given = [
         words(model, shards[rank], folder, *more, *(each or {}).get(rank, ())) for rank in range(n)
     ]
-    return start_each(given, caches, **env)
+    return start_each(given, **env)
 
 
 def end(tasks, seconds=120):
@@ -294,7 +300,7 @@ def test_a_rank_that_asked_to_stop_is_named(tiny_model, tiny_shard, tmp_path):
     tasks = start(tiny_model, tiny_shard, tmp_path, "--steps", 100000, each=loud, n=3)
     await_steps(tmp_path)
     tasks[2].send_signal(signal.SIGTERM)
-    codes, said = end(tasks, 30)
+    codes, said = end(tasks)
     steps = (tmp_path / "metrics.jsonl").read_text().count("\n")
     assert codes == [130] * 3 and said[1:] == ["", ""], said
     assert f"penstock: rank 2 asked to stop: the last step is {steps}\n" in said[0]
@@ -305,14 +311,9 @@ def test_what_rank_0_cannot_write_is_an_error_of_all(lost, tiny_model, tiny_shar
     """Rank 1 writes nothing, and would have ended before rank 0 saves."""
     metrics = lost == "metrics"
     more = ("--steps", 100000) if metrics else ("--out", tmp_path / "out", "--save-wait", 0)
-    tasks = start(tiny_model, tiny_shard, tmp_path, *more, "--trace-steps", 0)
-    if metrics:
-        await_steps(tmp_path)
-        limit = (tmp_path / "metrics.jsonl").stat().st_size + 5000
-    else:
-        limit = 50_000
-    resource.prlimit(tasks[0].pid, resource.RLIMIT_FSIZE, (limit, limit))
-    codes, said = end(tasks, 30)
+    limit = 20_000 if metrics else 50_000  # less than the metrics, than the model
+    tasks = start(tiny_model, tiny_shard, tmp_path, *more, "--trace-steps", 0, limits={0: limit})
+    codes, said = end(tasks)
     why = "metrics.jsonl cannot be written: File too large" if metrics else "File too large"
     assert codes == [1, 1] and why in said[0], said
     assert said[1].startswith("penstock: rank 0 failed: ") and said[1].count("\n") == 1
@@ -418,12 +419,12 @@ def test_copies_may_have_other_names(given):
     assert codes == [0, 0], said
 
 
-def start_as(given, run, *more, rank=1, n=2, port, binary=BINARY):
+def start_as(given, run, *more, rank=1, n=2, port, binary=BINARY, **env):
     """A task by itself, of another program even."""
     model, shard, folder = given
     return subprocess.Popen(
         [str(binary), *words(model, shard, folder / run, *more)[1:]],
-        env=environment(rank=rank, n=n, port=port),
+        env=environment(rank=rank, n=n, port=port) | env,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -590,44 +591,31 @@ def test_nobody_comes(rank, tiny_model, tiny_shard, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_long_wait_is_said(tiny_model, tiny_shard, tmp_path):
+def test_a_long_wait_is_said(given):
     """192.0.2.1 is an address for documents (RFC 5737), which no host has. --quiet drops the line,
     and rank 2, whom rank 0 has heard, leaves it to rank 0."""
-    more, port, foreign = ("--hosts-wait", 5), free_port(), {"MASTER_ADDR": "192.0.2.1"}
-    loud = (*more, "--quiet=false")
+    port, quiet, loud = free_port(), ("--hosts-wait", 5), ("--hosts-wait", 5, "--quiet=false")
+    foreign = {"MASTER_ADDR": "192.0.2.1"}
     tasks = [
-        subprocess.Popen(
-            words(tiny_model, tiny_shard, tmp_path / "run", *given),
-            env=environment(rank=rank, n=4, port=at) | env,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, given, at, env in (
-            (0, loud, port, {}),
-            (2, loud, port, {}),
-            (0, loud, free_port(), foreign),
-            (1, loud, free_port(), {}),
-            (1, more, free_port(), {}),
-        )
+        start_as(given, "run", *loud, rank=0, n=4, port=port),
+        start_as(given, "run", *loud, rank=0, n=4, port=free_port(), **foreign),
+        start_as(given, "run", *loud, rank=1, n=4, port=free_port()),
+        start_as(given, "run", *quiet, rank=1, n=4, port=free_port()),
     ]
-    codes, said = end(tasks)
-    assert codes == [2] * len(tasks), said
-    here = f"127.0.0.1 port {port}"
-    end_of = f"rank 1 did not come to {here} within 5 s: 4 tasks were to be started"
-    assert said[0] == (
-        f"penstock: rank 0 waits at {here} for rank 1 and 1 more: 5 s at most\npenstock: {end_of}\n"
-    )
-    assert said[1] == f"penstock: {end_of}\n"
-    where = r"192\.0\.2\.1 port \d+, which is no address of rank 0's host,"
-    assert re.fullmatch(
-        f"penstock: rank 0 waits at {where} for rank 1 and 2 more: 5 s at most\n"
-        f"penstock: rank 1 did not come to {where} within 5 s: 4 tasks were to be started\n",
-        said[2],
-    )
+    connected(port).close()
+    late = ("--hosts-wait", 30, "--quiet=false")
+    codes, said = end([*tasks, start_as(given, "run", *late, rank=2, n=4, port=port)])
+    assert codes == [2] * 5, said
+    here, foreign = rf"127\.0\.0\.1 port {port}", r"192\.0\.2\.1 port \d+, which is no address of "
+    foreign += "rank 0's host,"
+    ends = "penstock: rank 1 did not come to {} within 5 s: 4 tasks were to be started\n"
+    waits = "penstock: rank 0 waits at {} for rank 1 and [12] more: 5 s at most\n"
+    assert re.fullmatch(waits.format(here) + ends.format(here), said[0]), said
+    assert re.fullmatch(waits.format(foreign) + ends.format(foreign), said[1]), said
     wait = r"penstock: rank 1 waits for rank 0 at 127\.0\.0\.1 port \d+: 5 s at most\n"
     nobody = r"penstock: nobody answers at 127\.0\.0\.1 port \d+ within 5 s: .*\n"
-    assert re.fullmatch(wait + nobody, said[3]) and re.fullmatch(nobody, said[4])
+    assert re.fullmatch(wait + nobody, said[2]) and re.fullmatch(nobody, said[3]), said
+    assert re.fullmatch(ends.format(here), said[4]), said
 
 
 def test_more_hosts_than_sequences(tiny_model, tiny_shard, tmp_path):

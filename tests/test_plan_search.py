@@ -360,6 +360,25 @@ def test_the_smallest_caps_of_a_large_model_are_enough(device_mem, recipe):
     assert report["device_used_bytes"] == device
 
 
+def test_a_host_whose_memory_the_devices_share_names_no_figure_of_the_host_alone():
+    """On the CPU backend arenas of devices lie in the same memory as the host's."""
+    model = ModelConfig.read(ROOT / "models/1b.json")
+    given = dict(seq_len=2048, tokens_per_step=4096, recipe="fp32-master", device_mem="32GiB")
+    given |= dict(hardware=rates(host_memory_bytes=12 << 30))
+    assert Plan.smallest(model, **given) == (0, 0)
+    with pytest.raises(BudgetError, match=r"no plan fits: .*take a machine with more host memory"):
+        Plan(model, **given)
+
+
+def test_the_smallest_caps_of_a_large_model_on_two_devices_are_enough():
+    model = ModelConfig.read(ROOT / "models/1b.json")
+    given = dict(seq_len=8192, tokens_per_step=65536, device_mem="8GiB", gpus=2)
+    given |= dict(hardware=Hardware.read(ROOT / "docs/hardware-rtx4090.json"))
+    _, host = Plan.smallest(model, **given)
+    report = Plan(model, host_mem=host, **given).report
+    assert report["host_used_bytes"] <= host and report["n_devices"] == 2
+
+
 def test_a_machine_with_too_little_memory_is_told_what_it_lacks():
     """No cap of host memory is given, so it is the machine's that is short, and no device's."""
     model = ModelConfig.read(ROOT / "models/8b.json")

@@ -141,26 +141,36 @@ def test_a_model_that_is_there_is_replaced_with_force_only(words, tmp_path):
 
 
 def test_the_command_that_resumes_replaces_the_runs_own_model(words, tmp_path):
-    """The same command goes on after a stop at which the run saved its model. Another run that is
-    to save there is refused."""
+    """The same command goes on after a stop at which the run saved its model. Another run, and a
+    model that another run has saved there, are refused."""
     saved, first = tmp_path / "out/model.safetensors", "run/checkpoints/step-00000002"
     there = r"--out out already has a model \(.*\): .* replace it with --force"
 
-    def resume(source, steps, **more):
-        given = ("--checkpoint-every", 2, "--out", "out", "--resume", source, "--steps", steps)
-        return call([more.get(w, w) for w in words(*given)], tmp_path)
+    def resume(source, steps, out="out"):
+        given = ("--checkpoint-every", 2, "--out", out, "--resume", source, "--steps", steps)
+        return call(loud(words(*given)), tmp_path)
+
+    def refused(done):
+        assert done.returncode == 2 and re.search(there, done.stderr), done.stderr
 
     assert resume("auto", 2).returncode == 0
     before = saved.read_bytes()
     one_sentence(call(words("--steps", 4, "--out", "out"), tmp_path), 2, there)
-    one_sentence(resume(first, 4), 2, there)
-    one_sentence(resume("latest", 4, run=str(tmp_path / "run")), 2, there)
+    refused(resume(first, 4))
     assert saved.read_bytes() == before
-    done = resume("auto", 4, **{"--quiet": "--quiet=false"})
+    done = resume("auto", 4, "./out/")
     assert done.returncode == 0 and saved.read_bytes() != before
     assert f"penstock: goes on from {first}, after step 2\n" in done.stderr
+    other = words("--steps", 1, "--out", "out", "--force")
+    other[other.index("run")] = "other"
+    assert call(other, tmp_path).returncode == 0
+    before = saved.read_bytes()
+    refused(resume("auto", 6))
+    assert saved.read_bytes() == before
+    shutil.rmtree(tmp_path / "out")
+    assert resume("auto", 6).returncode == 0
     shutil.rmtree(tmp_path / "run/checkpoints")
-    one_sentence(resume("auto", 6), 2, there)
+    refused(resume("auto", 8))
 
 
 def test_a_model_that_the_disk_has_no_room_for_is_refused_first(words, tiny_model, tmp_path):

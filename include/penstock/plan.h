@@ -248,7 +248,7 @@ typedef struct ps_plan_report {
  * batches the longest search took 43 s of CPU and 1.5 GB, on a busy machine.
  * Memory: 1.3 KB an op of the step and thread, 2 GB at most.
  * Errors: PS_EINVAL names the field, or a step of more than 2^20 ops; PS_EBUDGET says what is
- *         missing and the nearest plan that fits; PS_ENOMEM. */
+ *         needed and the nearest plan that fits; PS_ENOMEM. */
 PS_API ps_status ps_plan_create(ps_plan **out, const ps_model_config *model,
                                 const ps_plan_config *cfg, const ps_hardware *hw);
 /* What searches learn of the candidates of one model, batch and machine: bytes and simulated time,
@@ -283,9 +283,9 @@ PS_API ps_status ps_plan_steps_of(const ps_plan *plan, uint64_t n_sequences, uin
 
 /* ps_plan_smallest() - the smallest caps for which ps_plan_create() succeeds, in BYTES:
  * @device_mem_bytes under cfg->host_mem_bytes, @host_mem_bytes under cfg->device_mem_bytes.
- * 0 where no cap is enough. @host_mem_bytes may be more than the machine has. Exact (one byte less
- * is refused) where all candidates can be evaluated. For large models and steps, the least of those
- * evaluated in some seconds.
+ * 0 where no cap is enough. @host_mem_bytes may be more than the machine has: it is then for one
+ * that has as much. Exact (one byte less is refused) where all candidates can be evaluated. For
+ * large models and steps, the least of those evaluated in some seconds.
  * A batch ramp and a validation count.
  * Errors: as ps_plan_create(), without PS_EBUDGET; PS_EINVAL with sample_sequences. */
 PS_API ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *cfg,

@@ -295,9 +295,11 @@ struct cli_job {
 };
 
 /* cli_out_check() - check that the model can be saved into @path, whose disk has room. Exit code.
- * cli_out_check_empty() - check that @path has no model yet, or --force is given. Exit code. */
+ * cli_out_check_empty() - check that @path has no model yet, or --force is given. Exit code.
+ * cli_out_is_own() - whether --out has the very model that this run saved when it stopped. */
 int cli_out_check(const cli_job *job, const char *path);
 int cli_out_check_empty(const cli_job *job, const char *path);
+bool cli_out_is_own(const cli_job *job);
 void cli_job_init(cli_job *job);
 void cli_job_free(cli_job *job);
 
@@ -346,15 +348,12 @@ ps_status cli_profile_at(const cli_job *job, ps_trainer *t, uint64_t step);
  * cli_run_file_show() - print the file with every option: its value or its default. Exit code.
  * cli_run_file_check() - check that run.toml in the run directory may be written: only one that
  * penstock wrote is replaced. Exit code.
- * cli_run_file_names_out() - whether the run directory is of a run with the same --out and
- * --run-dir. It began without a model there, or with --force: a model that is there now is its own.
  * cli_run_file_text() - the run as it was resolved, as such a file. The caller frees it; NULL when
  * memory ran out.
  * cli_run_file_write() - write the run as it was resolved: every option with the value used. */
 int cli_run_file_read(const cli_command *command, const char *path);
 int cli_run_file_show(const char *path);
 int cli_run_file_check(const cli_job *job);
-bool cli_run_file_names_out(const cli_job *job);
 char *cli_run_file_text(const cli_job *job);
 /* cli_options_text() - a line for each option of train but those of @without; NULL: no memory. */
 char *cli_options_text(cli_job *job, const char *const *without);
@@ -499,7 +498,7 @@ typedef enum cli_saves {
   CLI_SAVES_NOTHING,
   CLI_SAVES_MODEL,
   CLI_SAVES_CHECKPOINT,
-  CLI_SAVES_ELSEWHERE /* rank 0 does, and this task waits for it */
+  CLI_SAVES_ELSEWHERE /* this task has ended, and waits until the others have */
 } cli_saves;
 void cli_saving(cli_saves what);
 

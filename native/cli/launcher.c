@@ -42,9 +42,9 @@ int cli_task_meet(cli_job *job) {
   ps_log_set(job->quiet ? NULL : print_info, NULL);
   ps_status st = ps_hosts_open(&job->hosts, &cfg);
   ps_log_set(NULL, NULL);
-  char *text = st == PS_OK ? cli_options_text(job, of_one_host) : NULL;
   if (st != PS_OK)
     return cli_fail_status(st, true);
+  char *text = cli_options_text(job, of_one_host);
   if (!text)
     return cli_fail(CLI_FAILED, "out of memory for the options");
   st = ps_hosts_agree(job->hosts, text);
@@ -129,20 +129,24 @@ int cli_task_share_plan(cli_job *job, int code) {
   return CLI_OK;
 }
 
-/* All wait until rank 0 has saved: where it fails, the others' exit codes must say so too. What
- * fails once rank 0 is done costs nothing. */
+/* All wait until rank 0 has saved: where it fails, the others' exit codes must say so too. Rank 0
+ * ignores what fails here: its files are written. */
 static int await_rank_0(cli_job *job, int code) {
   char done = 0;
   cli_saving(CLI_SAVES_ELSEWHERE);
   const ps_status st = ps_hosts_share(job->hosts, &done, sizeof done);
   cli_saving(CLI_SAVES_NOTHING);
-  return st == PS_OK || job->task.rank == 0 ? code : cli_fail_status(st, false);
+  if (st != PS_OK && job->task.rank > 0)
+    return cli_fail_status(st, false);
+  return cli_interrupts() ? CLI_INTERRUPTED : code;
 }
 
 int cli_task_end(cli_job *job, int code) {
   if (job->hosts && code != CLI_OK && code != CLI_INTERRUPTED)
     ps_hosts_fail(job->hosts, code == CLI_REFUSED ? PS_EINVAL : PS_EIO, cli_last_words());
-  else if (job->hosts && cli_interrupts() < 2) /* after two, the trainer has told all */
+  else if (job->hosts && cli_interrupts() > 1) /* the trainer has told all, if it still ran */
+    ps_hosts_fail(job->hosts, PS_ECANCELLED, "it was stopped at once");
+  else if (job->hosts)
     code = await_rank_0(job, code);
   ps_hosts_close(job->hosts);
   job->hosts = NULL;

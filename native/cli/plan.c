@@ -45,6 +45,19 @@ static int read_data(cli_job *job, double *targets) {
   return failed;
 }
 
+/* What a single plan's search refuses, for tables of several. A ring takes any step. */
+static int check_sequences(const cli_job *job) {
+  const ps_plan_config *c = &job->plan_config;
+  const bool ring = c->layout == PS_LAYOUT_RING ||
+                    (c->layout == PS_LAYOUT_AUTO && job->config.n_layers >= c->n_devices);
+  const ps_plan_report report = {.n_sequences = cli_step_tokens(c) / c->seq_len,
+                                 .n_hosts = c->n_hosts,
+                                 .n_devices = c->n_devices,
+                                 .layout = ring ? PS_LAYOUT_RING : PS_LAYOUT_DATA_PARALLEL};
+  char why[512];
+  return cli_too_few_sequences(job, &report, why) ? cli_fail(CLI_REFUSED, "%s", why) : CLI_OK;
+}
+
 static const char about[] =
     "Searches for the fastest plan of a step under both caps and prints it: how the batch\n"
     "is cut, what stays on the device, what is streamed, what is recomputed, both memories,\n"
@@ -140,6 +153,8 @@ int cli_plan(int argc, char **argv) {
     code = read_data(&job, &targets);
   if (code == CLI_OK)
     code = other_table || n_rows > 1 ? cli_job_prepare(&job) : cli_job_plan(&job);
+  if (code == CLI_OK && other_table)
+    code = check_sequences(&job);
   if (code == CLI_OK && n_rows > 1) {
     code = cli_plan_gpus(&job, n_gpus, n_rows);
   } else if (code == CLI_OK && pairs.n) {

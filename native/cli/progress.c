@@ -229,7 +229,7 @@ static void machine_parts(part *parts, const ps_step_metrics *m) {
   gpu_part(&parts[GPU], m);
 }
 
-/* What a figure of one GPU is to be taken times. */
+/* The factor before a figure of one GPU, such as "2 hosts x 8 x ". */
 static const char *several(const cli_step *s, char text[64]) {
   char hosts[24] = "", gpus[16] = "";
   if (s->n_hosts > 1)

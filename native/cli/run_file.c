@@ -104,28 +104,20 @@ int cli_run_file_read(const cli_command *command, const char *path) {
 static const char first_line[] = "# A run of penstock as it was resolved: every option with the "
                                  "value used.\n";
 
-/* Sets errno where the file cannot be read, else to 0. */
-static bool begins_as_ours(const char *path) {
-  char line[sizeof first_line] = "";
-  FILE *f = fopen(path, "rb");
-  if (!f)
-    return false;
-  const bool ours = fgets(line, sizeof line, f) && strcmp(line, first_line) == 0;
-  fclose(f);
-  errno = 0;
-  return ours;
-}
-
 int cli_run_file_check(const cli_job *job) {
-  char *path = cli_path_join(job->run_dir, "run.toml");
+  char line[sizeof first_line] = "", *path = cli_path_join(job->run_dir, "run.toml");
+  FILE *f = path ? fopen(path, "rb") : NULL;
+  const bool ours = f && fgets(line, sizeof line, f) && strcmp(line, first_line) == 0;
   int code = CLI_OK;
   if (!path)
     code = cli_fail(CLI_FAILED, "out of memory");
-  else if (!begins_as_ours(path) && errno != ENOENT && errno != ENOTDIR)
+  else if ((f && !ours) || (!f && errno != ENOENT && errno != ENOTDIR))
     code = cli_fail(CLI_REFUSED,
                     "%s is no file that penstock wrote, and the resolved run would replace it: "
                     "give another --run-dir, or --out",
                     path);
+  if (f)
+    fclose(f);
   free(path);
   return code;
 }
@@ -274,26 +266,6 @@ char *cli_options_text(cli_job *job, const char *const *without) {
     return text;
   free(text);
   return NULL;
-}
-
-static bool same_text(const char *a, const char *b) { return a && b && strcmp(a, b) == 0; }
-
-/* A relative --out is of the directory in which the run was started. So --run-dir must be relative
- * too, or this run may have been started elsewhere. */
-bool cli_run_file_names_out(const cli_job *job) {
-  cli_job before;
-  cli_option options[CLI_MAX_OPTIONS];
-  char *path = cli_path_join(job->run_dir, "run.toml");
-  bool names = false;
-  cli_job_init(&before);
-  cli_job_options(&before, options, true);
-  const cli_command command = {.options = options, .job = &before};
-  if (path && begins_as_ours(path) && cli_run_file_read(&command, path) == CLI_OK)
-    names = same_text(before.out, job->out) && same_text(before.run_dir, job->run_dir) &&
-            (job->out[0] == '/' || job->run_dir[0] != '/');
-  cli_job_free(&before);
-  free(path);
-  return names;
 }
 
 int cli_run_file_show(const char *path) {

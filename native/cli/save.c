@@ -6,6 +6,7 @@
 #include <poll.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
@@ -46,6 +47,69 @@ int cli_out_check_empty(const cli_job *job, const char *path) {
                            strerror(failed))
                 : code;
 }
+
+/* ---- the model that a run has saved before --------------------------------------------------- */
+
+static int select_model_file(const struct dirent *e) { return is_model_file(e->d_name); }
+
+/* What is in @out now: its path, and name, bytes and time of each file of the model. The caller
+ * frees it; NULL: there is no model, or it cannot be told. */
+static char *describe_model(const char *out) {
+  char *path = realpath(out, NULL), *text = NULL;
+  struct dirent **entry = NULL;
+  size_t bytes;
+  int n = path ? scandir(path, &entry, select_model_file, alphasort) : -1;
+  FILE *f = n > 0 ? open_memstream(&text, &bytes) : NULL;
+  bool whole = f && fputs(path, f) >= 0;
+  for (int i = 0; i < n; i++) {
+    char *file = cli_path_join(path, entry[i]->d_name);
+    struct stat st;
+    whole = whole && file && stat(file, &st) == 0 &&
+            fprintf(f, "\n%s %lld bytes %lld.%09ld", entry[i]->d_name, (long long)st.st_size,
+                    (long long)st.st_mtim.tv_sec, st.st_mtim.tv_nsec) > 0;
+    free(file);
+    free(entry[i]);
+  }
+  free(entry);
+  free(path);
+  if (f && fclose(f) == 0 && whole)
+    return text;
+  free(text);
+  return NULL;
+}
+
+static char *note_path(const cli_job *job) {
+  return cli_path_join(job->run_dir, "saved-model.txt");
+}
+
+/* Notes what was saved, where the run has checkpoints to go on from. Without the note the model is
+ * only kept more carefully. */
+static void note_model(const cli_job *job) {
+  char *folder = cli_path_join(job->run_dir, "checkpoints"), *path = note_path(job),
+       *text = describe_model(job->out);
+  if (folder && access(folder, F_OK) == 0 && path && text)
+    (void)cli_file_replace(path, text, NULL);
+  free(folder);
+  free(path);
+  free(text);
+}
+
+bool cli_out_is_own(const cli_job *job) {
+  char *path = note_path(job), *text = describe_model(job->out);
+  const size_t bytes = text ? strlen(text) : 0;
+  char *noted = malloc(bytes + 2);
+  FILE *f = path && text && noted ? fopen(path, "rb") : NULL;
+  const bool own = f && fread(noted, 1, bytes + 2, f) == bytes + 1 && noted[bytes] == '\n' &&
+                   memcmp(noted, text, bytes) == 0;
+  if (f)
+    fclose(f);
+  free(noted);
+  free(path);
+  free(text);
+  return own;
+}
+
+/* ---- room ------------------------------------------------------------------------------------ */
 
 /* The file system of @path, or of the nearest parent that exists, has room for the model. */
 static int check_space(const cli_job *job, const char *path) {
@@ -169,8 +233,10 @@ int cli_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r) {
   for (;;) {
     const ps_status st = save_once(job, t, asking || !until);
     r->saved = st == PS_OK;
-    if (r->saved)
+    if (r->saved) {
+      note_model(job);
       return CLI_OK;
+    }
     if (st != PS_EIO)
       return CLI_FAILED;
     const answer said = asking ? ask(job, r) : NO_ANSWER;

@@ -40,8 +40,9 @@ static void on_interrupt(int signal_number) {
          "\npenstock: stopped at once; --out has its old contents or the whole new model\n"},
         {"\npenstock: a checkpoint is being written; Ctrl-C again stops at once\n",
          "\npenstock: stopped at once; the checkpoints before this one are whole\n"},
-        {"\npenstock: rank 0 saves the model, and then all tasks end; Ctrl-C again ends this one\n",
-         "\npenstock: ended before rank 0\n"}};
+        {"\npenstock: waiting until the other tasks have ended; Ctrl-C again ends this one at "
+         "once\n",
+         "\npenstock: ended before the other tasks\n"}};
     const char *words = said[what - 1][n > 1];
     const ssize_t heard = write(STDERR_FILENO, words, strlen(words));
     (void)heard; /* nobody reads stderr: nothing is lost */
@@ -94,9 +95,9 @@ static int check_outputs(const cli_job *job) {
 }
 
 /* A run that goes on from its newest checkpoint replaces the model that it saved before. */
-static bool has_own_model(const cli_job *job, const ps_checkpoint *from) {
+static bool replaces_own_model(const cli_job *job, const ps_checkpoint *from) {
   return from && (strcmp(job->resume, "auto") == 0 || strcmp(job->resume, "latest") == 0) &&
-         cli_run_file_names_out(job);
+         cli_out_is_own(job);
 }
 
 int cli_open_data(cli_job *job, ps_dataset **out) {
@@ -438,7 +439,7 @@ static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_re
   if (code == CLI_OK && r->n_done && writes)
     code = report_trace(job, t, r);
   if (job->out && (r->n_done || job->first_step) && code != CLI_INTERRUPTED) {
-    /* After an error too. It says where some weights may be of the step that was not completed. */
+    /* After an error too. Its message says where some weights may be a step ahead of the others. */
     int kept = cli_save(job, t, p, r);
     code = code == CLI_OK ? kept : code;
     r->interrupted = r->interrupted || cli_interrupts();
@@ -509,7 +510,7 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     code = cli_resume_open(job, from);
     ps_log_set(NULL, NULL); /* the settings are checked twice, and their warnings printed once */
   }
-  if (code == CLI_OK && first && job->out && !has_own_model(job, *from))
+  if (code == CLI_OK && first && job->out && !replaces_own_model(job, *from))
     code = cli_out_check_empty(job, job->out);
   if (code == CLI_OK && first)
     code = cli_val_open(job, ds, &val);

@@ -54,6 +54,7 @@ typedef struct meeting {
   ps_hosts *h;
   const ps_hosts_config *cfg;
   double until_s, say_s; /* say_s: when the wait is logged, once */
+  const char *not_own;   /* not_own(), once it is known */
   int listener;
   guest *guest; /* GUESTS of them, the oldest first */
   uint32_t n_guests;
@@ -195,8 +196,10 @@ static int try_connect(const struct sockaddr *at, socklen_t bytes, int most_ms) 
 }
 
 /* What a user may have to mend where no task comes to rank 0's address. */
-static const char *not_own(const meeting *m) {
-  return is_of_this_host(m->cfg->address) ? "" : ", which is no address of rank 0's host,";
+static const char *not_own(meeting *m) {
+  if (!m->not_own)
+    m->not_own = is_of_this_host(m->cfg->address) ? "" : ", which is no address of rank 0's host,";
+  return m->not_own;
 }
 
 static void say_nothing_more(meeting *m) { m->say_s = m->until_s + SILENT_S; }

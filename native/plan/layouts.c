@@ -75,17 +75,20 @@ ps_status ps__find_smallest_in_layouts(ps_plan *p, const ps__memos *m, ps__searc
   const found of_ring = take_found(p);
   p->cfg.layout = PS_LAYOUT_DATA_PARALLEL;
   const ps_status st = ps__find_smallest(p, m->of[PS_LAYOUT_DATA_PARALLEL], r);
-  const bool any = st == PS_OK && (r->step_ns > 0 || ring.step_ns > 0);
+  const bool takes_ring =
+      st == PS_OK && ring.step_ns > 0 && (r->step_ns == 0 || ring.step_ns < r->step_ns);
   for (uint32_t i = 0; st == PS_OK && i < PS__N_MEMS; i++)
     if (ring.smallest[i] && (r->smallest[i] == 0 || ring.smallest[i] < r->smallest[i]))
       r->smallest[i] = ring.smallest[i];
-  if (any && r->step_ns == 0) {
+  r->n_candidates += ring.n_candidates;
+  r->n_feasible += ring.n_feasible;
+  if (takes_ring) {
     r->step_ns = ring.step_ns;
     p->cfg.layout = PS_LAYOUT_RING;
     keep_found(p, of_ring);
   } else {
     free_found(of_ring);
-    p->cfg.layout = any ? PS_LAYOUT_DATA_PARALLEL : given;
+    p->cfg.layout = r->step_ns > 0 ? PS_LAYOUT_DATA_PARALLEL : given;
   }
   return st;
 }

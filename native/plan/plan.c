@@ -118,14 +118,14 @@ static ps_status check_fp8(const ps_plan *p) {
                     "need: %s",
                     m->vocab_size % 16 ? "vocab_size" : "--head-slice-tokens",
                     (unsigned long long)(m->vocab_size % 16 ? m->vocab_size : c->head_slice_tokens),
-                    m->vocab_size % 16 ? "leave out --fp8-head" : "give a multiple");
+                    m->vocab_size % 16 ? "leave out --fp8-head" : "give a multiple of 16");
   for (size_t i = 0; i < sizeof sixteens / sizeof *sixteens; i++)
     if (sixteens[i].value % 16)
       return ps__fail(PS_EINVAL,
                       "%s is %llu, no multiple of 16, which products of FP8 operands need: give "
                       "%s--recipe %s",
                       sixteens[i].name, (unsigned long long)sixteens[i].value,
-                      sixteens[i].name[0] == '-' ? "a multiple, or " : "",
+                      sixteens[i].name[0] == '-' ? "a multiple of 16, or " : "",
                       ps__recipes[ps__recipes[c->recipe].arrays].name);
   if ((uint64_t)c->fp8_bf16_first + c->fp8_bf16_last >= m->n_layers)
     return ps__fail(PS_EINVAL,
@@ -551,14 +551,18 @@ static ps_status undo(ps_plan *p) {
   return PS_OK;
 }
 
-/* The least host memory of any machine with which a plan fits under the device's cap; 0: none. */
+/* The least host memory of any machine with which a plan fits under the device's cap; 0: none. On
+ * the CPU backend devices lie in the same memory, so there no figure of the host alone helps. */
 static ps_status least_host(ps_plan *p, const ps__memos *m, uint64_t *bytes) {
-  ps__search_result r;
-  const uint64_t machine = p->hw.host_memory_bytes, given = p->cfg.layout;
+  ps__search_result r = {0};
+  const uint64_t machine = p->hw.host_memory_bytes;
+  const uint32_t given = p->cfg.layout;
+  ps_status st = PS_OK;
   p->hw.host_memory_bytes = 0;
-  const ps_status st = ps__find_smallest_in_layouts(p, m, &r);
+  if (p->hw.backend != PS_BACKEND_CPU)
+    st = ps__find_smallest_in_layouts(p, m, &r);
   p->hw.host_memory_bytes = machine;
-  p->cfg.layout = (uint32_t)given;
+  p->cfg.layout = given;
   if (st == PS_OK)
     *bytes = r.smallest[PS__HOST_MEM];
   return st;
@@ -568,14 +572,14 @@ static ps_status least_host(ps_plan *p, const ps__memos *m, uint64_t *bytes) {
  * may be what is short. */
 static ps_status refuse_after(ps_plan *p, const ps__memos *m, const ps__search_result *r) {
   const uint64_t device = ps__device_cap(&p->hw, p->cfg.device_mem_bytes),
-                 machine = p->hw.host_memory_bytes;
+                 machine = p->hw.host_memory_bytes, need_device = r->smallest[PS__DEVICE_MEM];
   const whose of = whose_memory(p);
   uint64_t host = 0;
   char need[32], there[32], lower[128];
-  if (!p->cfg.host_mem_bytes && machine && device && !r->smallest[PS__HOST_MEM])
+  if (!p->cfg.host_mem_bytes && machine && !r->smallest[PS__HOST_MEM])
     PS_TRY(least_host(p, m, &host));
-  const double more_device = (double)r->smallest[PS__DEVICE_MEM] / (double)device;
-  if (!host || (r->smallest[PS__DEVICE_MEM] && more_device < (double)host / (double)machine))
+  if (!host || (need_device && device &&
+                (double)need_device / (double)device < (double)host / (double)machine))
     return refuse(p, r);
   what_to_lower(lower, p, false);
   ps__format_bytes_apart(need, host, there, machine);
@@ -603,16 +607,14 @@ static ps_status plan_with_guests(ps_plan *p, bool alone) {
   PS_TRY(ps__memos_create(&m)); /* what the other searches know is without guests */
   p->counts_guests = true;
   ps_status st = alone ? ps__find_in_layouts(p, &m, &r) : PS_OK;
+  if (st == PS_OK && r.step_ns == 0)
+    st = ps__find_smallest_in_layouts(p, &m, &r);
   if (st == PS_OK && r.step_ns > 0) {
     st = compile_plan(p, &r);
     if (st == PS_OK)
       st = ps__plan_beside_check(p);
   } else if (st == PS_OK) {
-    st = ps__find_smallest_in_layouts(p, &m, &r);
-    if (st == PS_OK && r.step_ns > 0)
-      st = compile_plan(p, &r);
-    else if (st == PS_OK)
-      st = alone ? refuse_guests(p, &r) : refuse_after(p, &m, &r);
+    st = alone ? refuse_guests(p, &r) : refuse_after(p, &m, &r);
   }
   ps__memos_destroy(&m);
   return st;

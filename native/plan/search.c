@@ -362,7 +362,8 @@ static bool could_be_smallest(const ps__search *s, uint32_t place,
                           : is_smallest(s, bytes, place);
 }
 
-/* Where it fits under both caps, a search that has found no plan has missed this one. */
+/* A candidate that fits under both caps becomes the plan: the search for the fastest ended before
+ * it came to one. */
 static ps_status evaluate_bytes(ps__search *s, uint32_t place, const ps__candidate *m) {
   ps__candidate own = *m;
   double ns;

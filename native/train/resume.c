@@ -189,6 +189,11 @@ static bool same_value(const ps__setting *s, const void *a, const void *b) {
   return x == y || (isnan(x) && isnan(y));
 }
 
+/* The option with which a new run begins from the checkpoint's weights. */
+static const char *begin_with(const ps_checkpoint *c) {
+  return c->info.lora.rank ? "adapter" : "model";
+}
+
 /* Refuse what differs and must not. */
 static ps_status check_fixed(const ps_checkpoint *c, const ps__setting *s, const void *now,
                              const void *then) {
@@ -197,8 +202,8 @@ static ps_status check_fixed(const ps_checkpoint *c, const ps__setting *s, const
       return ps__fail(PS_EINVAL,
                       "%s was written with %s %.10g, and this run has %.10g: give the "
                       "checkpoint's, or begin a new run with --%s %s",
-                      c->dir, s->option, value_of(s, then), value_of(s, now),
-                      c->info.lora.rank ? "adapter" : "model", c->dir);
+                      c->dir, s->option, value_of(s, then), value_of(s, now), begin_with(c),
+                      c->dir);
   return PS_OK;
 }
 
@@ -240,14 +245,13 @@ ps_status ps__resume_check(const ps_trainer *t, const ps_checkpoint *c) {
                     "%s was written with recipe %s, and this run has %s: give the checkpoint's, or "
                     "begin a new run with --%s %s",
                     c->dir, ps__recipes[c->info.recipe].name, ps__recipes[now.recipe].name,
-                    c->info.lora.rank ? "adapter" : "model", c->dir);
+                    begin_with(c), c->dir);
   if (now.optimizer != c->info.optimizer)
     return ps__fail(PS_EINVAL,
                     "%s was written with optimizer %s, and this run has %s: give the checkpoint's, "
                     "or begin a new run with --%s %s",
                     c->dir, ps_optimizer_name((ps_optimizer)c->info.optimizer),
-                    ps_optimizer_name((ps_optimizer)now.optimizer),
-                    c->info.lora.rank ? "adapter" : "model", c->dir);
+                    ps_optimizer_name((ps_optimizer)now.optimizer), begin_with(c), c->dir);
   /* beside adapters, init_weights draws the frozen weights, which the checkpoint lacks */
   if (t->cfg.first_step || (t->cfg.init_weights && !ps__has_adapters(t)))
     return ps__fail(PS_EINVAL,
@@ -261,10 +265,10 @@ ps_status ps__resume_check(const ps_trainer *t, const ps_checkpoint *c) {
   if (read != c->sequences_read)
     return ps__fail(PS_EINVAL,
                     "%s was written after %llu sequences, and with this run's batch ramp step %llu "
-                    "ends after %llu%s: give the checkpoint's --batch-ramp",
+                    "ends after %llu: give the checkpoint's --batch-ramp%s",
                     c->dir, (unsigned long long)c->sequences_read, (unsigned long long)c->info.step,
                     (unsigned long long)read,
-                    now.n_hosts == c->info.n_hosts ? "" : ", on another number of hosts");
+                    now.n_hosts == c->info.n_hosts ? "" : " or number of hosts");
   for (uint32_t k = 0; k < ps__optimizers[c->info.optimizer].n_states; k++)
     PS_TRY(ps__trainer_check_tensors(t, c->state[k], c->dir, false));
   if (settings.lr_kind == PS_LR_KIND_CONSTANT) /* the schedule's length changes nothing */

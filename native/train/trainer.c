@@ -351,25 +351,29 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
 /* Of a message: what is left for additions, and of that for the last one. */
 enum { ADDED_BYTES = 512, LAST_BYTES = 192 };
 
-/* Says which weights are not finite, or adds where the first number came from that is not.
- * @mixed: updates of the step that is reported next have begun, and may be what broke them. */
+/* What is known of weights that are not finite. @mixed: updates of the step that is reported next
+ * have begun, and may be what broke them. */
+static const char *about_weights(const ps_trainer *t, bool mixed) {
+  if (mixed && !t->n_changed)
+    return "has weights that are not finite: the model was damaged before training, or this step's "
+           "updates broke it: look at the model, or lower --lr";
+  if (mixed)
+    return "has weights that are not finite: lower --lr, or add --warmup-steps";
+  if (!t->n_changed)
+    return "had weights that are not finite before training: this model is damaged, take another "
+           "one";
+  return "has weights that are not finite since the step before: lower --lr, or add --warmup-steps";
+}
+
+/* Says which weights are not finite, or adds where the first number came from that is not. */
 static void explain_nonfinite(ps_trainer *t, bool mixed) {
-  static const char *const since[] = {
-      "has weights that are not finite since the step before: lower "
-      "--lr, or add --warmup-steps",
-      "has weights that are not finite: lower --lr, or add "
-      "--warmup-steps",
-      "had weights that are not finite before training: this model "
-      "is damaged, take another one"};
   char *message = t->sticky_message;
   const size_t bytes = sizeof t->sticky_message - LAST_BYTES, used = strlen(message);
   ps_param_info p;
   if (ps__trainer_find_nonfinite(t, &p)) {
     snprintf(message, bytes, "step %llu: %s %s",
              (unsigned long long)(t->cfg.first_step + t->n_reported + 1), p.name,
-             since[mixed          ? 1
-                   : t->n_changed ? 0
-                                  : 2]);
+             about_weights(t, mixed));
   } else if (t->skips.stopped_at) {
     (void)ps__run_pause(t->run); /* it has failed: the engine is free for another one */
     ps__replay_say(t, t->skips.stopped_at - 1, 0, message + used, bytes - used);

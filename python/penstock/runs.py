@@ -134,7 +134,7 @@ _OF_SEVERAL = {
 
 
 def several(row: dict) -> str:
-    """What a figure of one GPU is to be taken times, such as "2 hosts x 8 x "; "" for one GPU."""
+    """The factor before a figure of one GPU, such as "2 hosts x 8 x "; "" for one GPU."""
     hosts, gpus = row.get("hosts", 1), row.get("gpus", 1)
     return (f"{hosts} hosts x " if hosts > 1 else "") + (f"{gpus} x " if gpus > 1 else "")
 
