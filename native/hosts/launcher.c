@@ -159,7 +159,7 @@ ps_status ps_hosts_task_find(ps_hosts_task *t) {
   *t = (ps_hosts_task){.struct_bytes = sizeof *t, .n_hosts = 1};
   for (size_t i = 0; i < sizeof launchers / sizeof *launchers; i++) {
     const launcher *l = &launchers[i];
-    uint64_t rank, n, local;
+    uint64_t rank = 0, n = 1, local;
     bool there;
     const bool hydra = number("MPI_LOCALNRANKS", &local) && number("PMI_RANK", &rank);
     PS_TRY(find_rank(l, &rank, &n, &there));
