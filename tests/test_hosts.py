@@ -51,7 +51,8 @@ def words(model, shard, folder, *more):
 
 
 def start_each(given, caches=None, limits=None, **env):
-    """A task of each list of words. @caches: the folder of each rank's rates; @limits: the most bytes of a file that a rank may write."""
+    """A task of each list of words. @caches: the folder of each rank's rates; @limits: the most bytes
+    of a file that a rank may write."""
 
     def limit(rank):
         if rank in (limits or {}):

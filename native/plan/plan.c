@@ -313,113 +313,6 @@ ps_status ps__plan_new(ps_plan **out, const ps_model_config *model, const ps_pla
   return plan_of(out, m, cfg, hw);
 }
 
-/* The options whose lower value makes the smallest plan smaller: for device memory those that the
- * user gave, else the sequence length. */
-static const char *what_to_lower(char buf[128], const ps_plan *p, bool of_device) {
-  const ps_plan_config *c = &p->cfg;
-  const struct {
-    bool given;
-    const char *name;
-  } pinned[] = {{c->chunk_tokens != 0, "--chunk-tokens"},
-                {c->chunks_per_round != 0, "--chunks-per-round"},
-                {c->first_round_chunks != 0, "--first-round-chunks"},
-                {p->head_slice_given, "--head-slice-tokens"}};
-  size_t n = 0;
-  for (size_t i = 0; of_device && i < sizeof pinned / sizeof *pinned; i++)
-    if (pinned[i].given)
-      n += (size_t)snprintf(buf + n, 128 - n, "%s%s", n ? " or " : "", pinned[i].name);
-  if (!n)
-    snprintf(buf, 128, "%s",
-             of_device || c->tokens_per_step == c->seq_len ? "--seq-len" : "--tokens-per-step");
-  return buf;
-}
-
-/* Whose memory it is, after "of device memory" and "of host memory": empty where there is one. */
-typedef struct whose {
-  char device[48], host[48];
-} whose;
-static whose whose_memory(const ps_plan *p) {
-  whose w = {"", ""};
-  if (p->cfg.n_devices > 1)
-    snprintf(w.device, sizeof w.device, " on each of %u devices", p->cfg.n_devices);
-  if (p->cfg.n_hosts > 1)
-    snprintf(w.host, sizeof w.host, " on each of %u hosts", p->cfg.n_hosts);
-  return w;
-}
-
-/* Refuses where neither cap alone would be enough. */
-static ps_status refuse_both(const ps_plan *p, const ps__search_result *r) {
-  char dev[32], host[32], reserve[32], there[48] = "", has[32], lower[128];
-  const whose of = whose_memory(p);
-  const uint64_t machine = p->hw.host_memory_bytes;
-  const uint64_t taken =
-      r->any[PS__HOST_MEM] +
-      (p->hw.backend == PS_BACKEND_CPU ? p->at->n_devices * r->any[PS__DEVICE_MEM] : 0);
-  const bool too_small = machine && taken > machine;
-  if (machine)
-    snprintf(there, sizeof there, "; the machine has %s in all", ps__format_bytes(has, machine));
-  return ps__fail(PS_EBUDGET,
-                  "no plan fits: the nearest needs %s of device memory%s and %s of host memory%s, "
-                  "of which %s is for the process itself%s: %s, or lower %s",
-                  ps__format_bytes(dev, r->any[PS__DEVICE_MEM]), of.device,
-                  ps__format_bytes(host, r->any[PS__HOST_MEM]), of.host,
-                  ps__format_bytes(reserve, p->cfg.reserve_bytes), there,
-                  too_small ? "take a machine with more host memory"
-                            : "raise --device-mem and --host-mem to that",
-                  what_to_lower(lower, p, false));
-}
-
-/* Whether raising the host's cap alone is the smaller step, in proportion, and the machine has that
- * much. */
-static bool host_is_nearer(const ps_plan *p, const ps__search_result *r) {
-  const double host = (double)p->cfg.host_mem_bytes,
-               device = (double)ps__device_cap(&p->hw, p->cfg.device_mem_bytes);
-  const bool there =
-      !p->hw.host_memory_bytes || r->smallest[PS__HOST_MEM] <= p->hw.host_memory_bytes;
-  return r->smallest[PS__HOST_MEM] && there && host > 0 && device > 0 &&
-         (double)r->smallest[PS__HOST_MEM] / host < (double)r->smallest[PS__DEVICE_MEM] / device;
-}
-
-static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
-  char host[32], need[32], cap[32], lower[128];
-  const ps_plan_config *c = &p->cfg;
-  const uint64_t given = c->device_mem_bytes, device = ps__device_cap(&p->hw, given);
-  const bool gpu = device != given;
-  const bool of_device = r->smallest[PS__DEVICE_MEM] && !host_is_nearer(p, r);
-  const whose of = whose_memory(p);
-  what_to_lower(lower, p, of_device);
-  if (of_device)
-    ps__format_bytes_apart(need, r->smallest[PS__DEVICE_MEM], cap, device);
-  else if (r->smallest[PS__HOST_MEM])
-    ps__format_bytes_apart(need, r->smallest[PS__HOST_MEM], cap, c->host_mem_bytes);
-  if (of_device && gpu)
-    return ps__fail(PS_EBUDGET,
-                    "needs %s of device memory%s, this GPU has %s that nothing else uses: end what "
-                    "else uses it, or lower %s "
-                    "(the smallest plan takes %llu bytes)",
-                    need, of.device, cap, lower, (unsigned long long)r->smallest[PS__DEVICE_MEM]);
-  if (of_device && p->hw.host_memory_bytes && c->host_mem_bytes > p->hw.host_memory_bytes)
-    return ps__fail(
-        PS_EBUDGET,
-        "%s of host memory given, the machine has %s, with which %s of device memory%s are needed: "
-        "take a machine with more host memory, or raise "
-        "--device-mem (the smallest plan takes %llu bytes)",
-        ps__format_bytes(host, c->host_mem_bytes), ps__format_bytes(cap, p->hw.host_memory_bytes),
-        ps__format_bytes(need, r->smallest[PS__DEVICE_MEM]), of.device,
-        (unsigned long long)r->smallest[PS__DEVICE_MEM]);
-  if (of_device)
-    return ps__fail(PS_EBUDGET,
-                    "needs %s of device memory%s, %s given: raise --device-mem, or lower %s (the "
-                    "smallest plan takes %llu bytes)",
-                    need, of.device, cap, lower, (unsigned long long)r->smallest[PS__DEVICE_MEM]);
-  if (r->smallest[PS__HOST_MEM])
-    return ps__fail(PS_EBUDGET,
-                    "needs %s of host memory%s, %s given: raise --host-mem, or lower %s (the "
-                    "smallest plan takes %llu bytes)",
-                    need, of.host, cap, lower, (unsigned long long)r->smallest[PS__HOST_MEM]);
-  return refuse_both(p, r);
-}
-
 static double exchanged_bytes(const ps__step *s) {
   double bytes = 0;
   for (size_t i = 0; i < s->n_op; i++)
@@ -551,55 +444,6 @@ static ps_status undo(ps_plan *p) {
   return PS_OK;
 }
 
-/* The least host memory of any machine with which a plan fits under the device's cap; 0: none. On
- * the CPU backend devices lie in the same memory, so there no figure of the host alone helps. */
-static ps_status least_host(ps_plan *p, const ps__memos *m, uint64_t *bytes) {
-  ps__search_result r = {0};
-  const uint64_t machine = p->hw.host_memory_bytes;
-  const uint32_t given = p->cfg.layout;
-  ps_status st = PS_OK;
-  p->hw.host_memory_bytes = 0;
-  if (p->hw.backend != PS_BACKEND_CPU)
-    st = ps__find_smallest_in_layouts(p, m, &r);
-  p->hw.host_memory_bytes = machine;
-  p->cfg.layout = given;
-  if (st == PS_OK)
-    *bytes = r.smallest[PS__HOST_MEM];
-  return st;
-}
-
-/* Refuses what a search has not found. Where no cap of host memory is given, the machine's memory
- * may be what is short. */
-static ps_status refuse_after(ps_plan *p, const ps__memos *m, const ps__search_result *r) {
-  const uint64_t device = ps__device_cap(&p->hw, p->cfg.device_mem_bytes),
-                 machine = p->hw.host_memory_bytes, need_device = r->smallest[PS__DEVICE_MEM];
-  const whose of = whose_memory(p);
-  uint64_t host = 0;
-  char need[32], there[32], lower[128];
-  if (!p->cfg.host_mem_bytes && machine && !r->smallest[PS__HOST_MEM])
-    PS_TRY(least_host(p, m, &host));
-  if (!host || (need_device && device &&
-                (double)need_device / (double)device < (double)host / (double)machine))
-    return refuse(p, r);
-  what_to_lower(lower, p, false);
-  ps__format_bytes_apart(need, host, there, machine);
-  return ps__fail(PS_EBUDGET,
-                  "needs %s of host memory%s, the machine has %s: take a machine with more host "
-                  "memory or a recipe with fewer bytes a parameter, or lower %s (the smallest plan "
-                  "takes %llu bytes)",
-                  need, of.host, there, lower, (unsigned long long)host);
-}
-
-/* Refuses a ramp or a validation: training alone would fit. */
-static ps_status refuse_guests(ps_plan *p, const ps__search_result *r) {
-  const uint32_t device = PS__DEVICE_MEM, host = PS__HOST_MEM;
-  const bool one = r->smallest[device] || r->smallest[host];
-  p->report.device_used_bytes = one ? r->smallest[device] : r->any[device];
-  p->report.host_used_bytes = r->smallest[device] ? 0 : one ? r->smallest[host] : r->any[host];
-  PS_TRY(ps__plan_beside_check(p));
-  return refuse(p, r); /* the machine's memory */
-}
-
 /* Searches where ramp and validation count. @alone: training alone would fit. */
 static ps_status plan_with_guests(ps_plan *p, bool alone) {
   ps__search_result r = {0};
@@ -614,7 +458,7 @@ static ps_status plan_with_guests(ps_plan *p, bool alone) {
     if (st == PS_OK)
       st = ps__plan_beside_check(p);
   } else if (st == PS_OK) {
-    st = alone ? refuse_guests(p, &r) : refuse_after(p, &m, &r);
+    st = alone ? ps__plan_refuse_guests(p, &r) : ps__plan_refuse(p, &m, &r);
   }
   ps__memos_destroy(&m);
   return st;
@@ -636,7 +480,7 @@ static ps_status make_plan(ps_plan *p, const ps__memos *m) {
   if (ps__plan_has_guests(p))
     return plan_with_guests(p, alone);
   PS_TRY(ps__find_smallest_in_layouts(p, m, &r));
-  return r.step_ns > 0 ? compile_plan(p, &r) : refuse_after(p, m, &r);
+  return r.step_ns > 0 ? compile_plan(p, &r) : ps__plan_refuse(p, m, &r);
 }
 
 /* ---- evaluations that plans share ------------------------------------------------------------ */
@@ -803,7 +647,7 @@ ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *c
   if (st == PS_OK)
     st = ps__find_smallest_in_layouts(p, &m, &r);
   if (st == PS_OK && !r.smallest[PS__HOST_MEM] && p->hw.host_memory_bytes)
-    st = least_host(p, &m, &r.smallest[PS__HOST_MEM]);
+    st = ps__plan_least_host(p, &m, &r.smallest[PS__HOST_MEM]);
   ps__memos_destroy(&m);
   ps_plan_destroy(p);
   if (st != PS_OK)

@@ -214,7 +214,8 @@ static inline bool ps__may_split(const ps_plan *plan) {
  * PS_LAYOUT_AUTO. Needs plan->model, cfg and hw. Where out->step_ns > 0, plan->layout and
  * plan->spec are set.
  * @below_ns  0, or a step's time: the search leaves out what cannot be faster
- * ps__find_smallest() - the smallest caps alone: out->smallest and out->any.
+ * ps__find_smallest() - the smallest caps: out->smallest and out->any. A candidate that it meets,
+ * and that fits under both caps, is kept as the plan, as by ps__find_plan(): out->step_ns > 0.
  * Errors: PS_ENOMEM, PS_EINVAL, PS_EDEVICE (threads). */
 ps_status ps__find_plan(ps_plan *plan, ps__memo *memo, double below_ns, ps__search_result *out);
 ps_status ps__find_smallest(ps_plan *plan, ps__memo *memo, ps__search_result *out);
@@ -227,9 +228,19 @@ ps_status ps__memos_create(ps__memos *out);
 void ps__memos_destroy(ps__memos *memos);
 /* ps__find_in_layouts() - as ps__find_plan(). With PS_LAYOUT_AUTO the fastest plan of the
  * data-parallel layout, or of a ring where that is faster; p->cfg.layout is the layout then.
- * ps__find_smallest_in_layouts() - as ps__find_smallest(); with PS_LAYOUT_AUTO of either layout. */
+ * ps__find_smallest_in_layouts() - as ps__find_smallest(); with PS_LAYOUT_AUTO of either layout.
+ * Where it keeps a plan, p->cfg.layout is that plan's. */
 ps_status ps__find_in_layouts(ps_plan *p, const ps__memos *memos, ps__search_result *out);
 ps_status ps__find_smallest_in_layouts(ps_plan *p, const ps__memos *memos, ps__search_result *out);
+/* ---- refuse.c -------------------------------------------------------------------------------- */
+/* ps__plan_refuse() - refuse what a search has not found; @r is of ps__find_smallest_in_layouts().
+ * ps__plan_refuse_guests() - refuse a ramp or a validation: training alone would fit.
+ * Both return PS_EBUDGET; the message says what is needed, what there is, and what to change.
+ * ps__plan_least_host() - BYTES of the least host memory, of any machine, with which a plan fits
+ * under the device's cap; 0: none. Errors: as ps__find_smallest(). */
+ps_status ps__plan_refuse(ps_plan *p, const ps__memos *m, const ps__search_result *r);
+ps_status ps__plan_refuse_guests(ps_plan *p, const ps__search_result *r);
+ps_status ps__plan_least_host(ps_plan *p, const ps__memos *m, uint64_t *bytes);
 /* ---- evaluate.c ------------------------------------------------------------------------------ */
 /* ps__step_costs() - what the step's ops cost, [n_op] in program order.
  * @again  @out has the costs for another number of threads for sums; only those that depend on that
