@@ -226,7 +226,8 @@ typedef struct ps_plan_report {
    * input is never recomputed. */
   uint64_t saved_device_bytes, saved_host_bytes, saved_recompute_bytes;
   uint64_t h2d_bytes, d2h_bytes;        /* copied in a step */
-  double model_flops, recompute_flops;  /* of a step; recompute: FLOPs done a second time */
+  /* Of a step; recompute: FLOPs done a second time, attention's scores always among them. */
+  double model_flops, recompute_flops;
   double step_s;                        /* SECONDS of a step, predicted, in the steady state */
   double stream_busy_s[PS_MAX_STREAMS]; /* SECONDS of such a step in which the stream runs ops */
   uint64_t n_ops, n_waits;              /* of a step */
