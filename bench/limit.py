@@ -53,6 +53,7 @@ FAMILIES = {
     "glu_fwd": "swiglu",
     "glu_bwd": "swiglu",
     "quantize": "quantization",
+    "quantize_mx": "quantization",
     "fp8_scale": "quantization",
     "rmsnorm_quantize": "norms",
     "glu_quantize": "swiglu",

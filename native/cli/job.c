@@ -142,6 +142,10 @@ static const job_option job_options[] = {
            .kind = CLI_FLAG,
            .help = "with FP8: forward products use the GPU's fast accumulation instead of sums in "
                    "fp32; an H100 then keeps 14 bits of a sum"),
+    OPTION(
+        ALWAYS, fp8_saved_gate_up, .name = "fp8-saved-gate-up", .table = "model", .kind = CLI_FLAG,
+        .help = "with FP8: the gate-and-up product is saved in e4m3 for the backward pass, which "
+                "takes half of the memory and changes gradients"),
     OPTION(ALWAYS, optimizer, .name = "optimizer", .table = "optimizer", .kind = CLI_CHOICE,
            .value = "NAME", .choices = optimizers,
            .help = "adamw (default), lion or sgd; lion and sgd keep half of adamw's state"),
@@ -446,6 +450,7 @@ int cli_job_prepare(cli_job *j) {
       .fp8_bf16_down = j->fp8_bf16_down,
       .fp8_head = j->fp8_head,
       .fp8_fast_accumulation = j->fp8_fast_accumulation,
+      .fp8_saved_gate_up = j->fp8_saved_gate_up,
       .lora = j->lora,
       .n_threads = (uint32_t)j->device.threads,
       .n_devices = (uint32_t)j->device.n_gpus,

@@ -38,6 +38,7 @@ extern "C" {
   X(gemm_fp8)                                                                                      \
   X(fp8_scale)                                                                                     \
   X(quantize)                                                                                      \
+  X(quantize_mx)                                                                                   \
   X(rmsnorm_quantize)                                                                              \
   X(qkv_split_fwd)                                                                                 \
   X(qkv_split_bwd)                                                                                 \
@@ -332,6 +333,22 @@ typedef struct ps__args_quantize {
  * rmsnorm.c, glu.c). @forms: those of the args, or PS_FORM_COLS for glu_bwd_quantize. */
 ps_status ps__check_forms(uint32_t dt, uint32_t dt_q, uint32_t forms, const char *op);
 ps_status ps__check_quantize(const ps__args_quantize *a, const char *op);
+
+/* An MX tensor: codes of PS__E4M3 [rows,cols], and a scale of PS__E8M0 for each PS__MX_VALUES of
+ * them that follow each other in a row, [rows,cols/32] (OCP Microscaling Formats v1.0, MXFP8). It
+ * stands for scale * code. Each scale is ps__mx_scale() (core/fp8.h) of the largest |x| that it is
+ * for, so that nothing saturates. The specification has half of it where that |x| is above 1.75
+ * times a power of two, and saturates. Where one x is not finite, its scale is NaN, and with it all
+ * 32 values. */
+enum { PS__MX_VALUES = 32 };
+/* quantize_mx          ptr: R x[rows,cols] dt, W q u8[rows,cols], W scales u8[rows,cols/32]. cols
+ *                      is a multiple of 32. rows 0 in a definition: the chunk's tokens.
+ *                      bytes: x, codes and scales once.  deterministic: elementwise and maxima. */
+typedef struct ps__args_quantize_mx {
+  uint32_t rows, cols, dt;
+} ps__args_quantize_mx;
+/* PS_EINVAL names the field and its value (native/kernels/cpu/quantize.c). */
+ps_status ps__check_quantize_mx(const ps__args_quantize_mx *a);
 /* rmsnorm_quantize     y of rmsnorm_fwd (without a residual), rounded to norm.dt, quantized to
  *                      dt_q.
  *                      ptr: R x[rows,cols], R w[cols], W scale f32[2], then W q[rows,cols] if
@@ -353,9 +370,12 @@ ps_status ps__check_rmsnorm_quantize(const ps__args_rmsnorm_quantize *a, const c
  *                      ptr: R ds[T,F], R gu[T,2F], W scale_gu f32[2], W dgu[T,2F] u8, W
  *                      dgut[2F,T] u8, W scale_s f32[2], W st[F,T] u8, then RW flushed u64[] if
  *                      count: flushed[count - 1] counts the gradient, flushed[count] counts s.
+ *                      mx: gu is an MX tensor, two pointers in the place of one: R codes[T,2F], R
+ *                      scales[T,2F/32]. F is a multiple of 32 then. Its values are exact in dt.
  *                      bytes: ds and gu twice, each result once. */
 typedef struct ps__args_glu_quantize {
   uint32_t n_tokens, ffn_dim, dt, activation, dt_q, forms, count; /* four as ps__args_glu */
+  uint32_t mx;                                                    /* of glu_bwd_quantize alone */
 } ps__args_glu_quantize;
 ps_status ps__check_glu_quantize(const ps__args_glu_quantize *a, uint32_t forms, const char *op);
 

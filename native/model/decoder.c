@@ -59,10 +59,11 @@ typedef struct block {
   uint8_t po;                    /* [T,D]      with a post norm: what it norms */
   uint8_t h;                     /* [T,D]      residual stream after attention */
   uint8_t n2;                    /* [T,D]      normed input of the MLP */
-  uint8_t gu;    /* [T,2F]     gate and up; the backward pass overwrites it with its gradient */
-  uint8_t s;     /* [T,F]      gated product */
-  uint8_t py;    /* [T,D]      with a post norm: what it norms */
-  uint8_t y;     /* [T,D]      block output */
+  uint8_t gu; /* [T,2F]     gate and up; the backward pass overwrites it with its gradient */
+  uint8_t gu_mx, gu_mx_scale; /* the same as an MX tensor, which is saved in the place of gu */
+  uint8_t s;                  /* [T,F]      gated product */
+  uint8_t py;                 /* [T,D]      with a post norm: what it norms */
+  uint8_t y;                  /* [T,D]      block output */
   uint8_t dy;    /* [T,D]      gradient of the residual stream: dY, overwritten with dX */
   uint8_t dpost; /* [T,D]      gradient of po or py */
   uint8_t ds;    /* [T,F]      gradient of s, then overwritten with s */
@@ -74,7 +75,7 @@ typedef struct block {
   uint8_t dn1;   /* [T,D] */
   uint16_t w_norm1, w_qkv, b_qkv, w_qnorm, w_knorm, w_o, w_post1, w_norm2, w_gu, w_down, w_post2;
   ps__adapter lora[PS_N_LORA_TARGETS]; /* by target */
-  bool fp8, down_fp8;
+  bool fp8, down_fp8, mx;              /* mx: there is a gu_mx, which the backward pass reads */
   ps__product qkv_p, o_p, gu_p, down_p;
   ps__operand qkv_x, o_x, gu_x, down_x;     /* what the products multiply */
   ps__operand qkv_dy, o_dy, gu_dy, down_dy; /* their gradients */
@@ -178,6 +179,11 @@ static void define_tensors(block *b) {
   b->h = tokens(b, "h", b->dim);
   b->n2 = tokens_if(b, b->pre2 && !b->fp8, "norm2", b->dim);
   b->gu = tokens(b, "gate_up", 2 * b->f);
+  if (b->mx) {
+    b->gu_mx = ps__def_tensor(d, "gate_up_mx", PS__ROWS_TOKEN, 2 * b->f, PS__E4M3);
+    b->gu_mx_scale =
+        ps__def_tensor(d, "gate_up_mx_scale", PS__ROWS_TOKEN, 2 * b->f / PS__MX_VALUES, PS__E8M0);
+  }
   b->s = tokens_if(b, !b->down_fp8, "glu", b->f);
   b->py = tokens_if(b, b->post2, "mlp_out", b->dim);
   b->y = tokens(b, "y", b->dim);
@@ -237,12 +243,13 @@ static void define_counted(block *b) {
  * 2F FLOPs an element. The products of the others cost about the same a byte: the early ones come
  * first. Without QK-norm q and kv come from one product, so that one without the other saves
  * nothing; with it, they come from qkv, which the norms' backward passes read too. Where a post
- * norm stands before h, it makes h from what it norms. */
+ * norm stands before h, it makes h from what it norms. A gate-and-up product that is saved as an MX
+ * tensor has half of the others' bytes. */
 static void define_saved(block *b) {
   ps__layer_def *d = b->d;
   ps__def_saved(d, b->x, "x", 0);
   if (b->m->cfg.qk_norm) {
-    ps__def_saved(d, b->qkv, "qkv", 3);
+    ps__def_saved(d, b->qkv, "qkv", 4);
   } else {
     ps__def_saved(d, b->q, "q", 4);
     ps__def_saved(d, b->kv, "kv", 4);
@@ -253,7 +260,12 @@ static void define_saved(block *b) {
     ps__def_saved(d, b->po, "attn_proj", 5);
   else
     ps__def_saved(d, b->h, "h", 5);
-  ps__def_saved(d, b->gu, "gate_up", 6);
+  if (b->mx) {
+    ps__def_saved(d, b->gu_mx, "gate_up", 3);
+    ps__def_saved(d, b->gu_mx_scale, "gate_up", 3);
+  } else {
+    ps__def_saved(d, b->gu, "gate_up", 6);
+  }
   if (b->post2)
     ps__def_saved(d, b->py, "mlp_out", 2);
 }
@@ -320,6 +332,9 @@ static void define_normed(block *b, bool pre, uint8_t in, uint16_t w_norm, ps__o
     PS__FWD(b->d, ps__k_rmsnorm_fwd, norm, PS__R(in), PS__P(w_norm), PS__W(x.stored));
 }
 
+/* The forward pass reads gu itself. So its values are those without an MX tensor, and gu_mx is made
+ * where it is saved or recomputed. The backward pass takes both the gradient and s from gu_mx,
+ * wherever that was: bits depend on no policy. */
 static void define_gate(block *b) {
   const ps__args_glu glu = {.ffn_dim = b->f, .dt = b->m->dt, .activation = b->m->cfg.activation};
   const ps__args_glu_quantize q = {.ffn_dim = glu.ffn_dim,
@@ -327,6 +342,9 @@ static void define_gate(block *b) {
                                    .activation = glu.activation,
                                    .dt_q = PS__E4M3,
                                    .forms = PS_FORM_ROWS};
+  const ps__args_quantize_mx mx = {.cols = 2 * b->f, .dt = b->m->dt};
+  if (b->mx)
+    PS__FWD(b->d, ps__k_quantize_mx, mx, PS__R(b->gu), PS__W(b->gu_mx), PS__W(b->gu_mx_scale));
   if (b->down_fp8)
     PS__FWD(b->d, ps__k_glu_quantize, q, PS__R(b->gu), PS__W(b->down_x.scale), PS__W(b->down_x.q));
   else
@@ -401,10 +419,12 @@ static void define_gate_backward(block *b) {
                                    .dt = glu.dt,
                                    .activation = glu.activation,
                                    .dt_q = PS__E5M2,
-                                   .count = b->gu_dy.count};
+                                   .count = b->gu_dy.count,
+                                   .mx = b->mx};
   if (b->down_fp8) {
-    PS__BWD(b->d, ps__k_glu_bwd_quantize, q, PS__R(b->ds), PS__R(b->gu), PS__W(b->gu_dy.scale),
-            PS__W(b->gu_dy.q), PS__W(b->gu_dy.qt), PS__W(b->down_x.scale_t), PS__W(b->down_x.qt),
+    PS__BWD(b->d, ps__k_glu_bwd_quantize, q, PS__R(b->ds), PS__R(b->mx ? b->gu_mx : b->gu),
+            PS__SYM_IF(b->mx, PS__R(b->gu_mx_scale)), PS__W(b->gu_dy.scale), PS__W(b->gu_dy.q),
+            PS__W(b->gu_dy.qt), PS__W(b->down_x.scale_t), PS__W(b->down_x.qt),
             PS__SYM_IF(q.count, PS__FLUSHED));
     return;
   }
@@ -482,6 +502,7 @@ static ps_status describe_block(ps_model *m, const ps__decoder *names, uint32_t 
              .f = c->ffn_dim,
              .fp8 = fp8,
              .down_fp8 = fp8 && !m->fp8.bf16_down,
+             .mx = fp8 && m->fp8.saved_gate_up,
              .pre1 = names->attention_norm,
              .post1 = names->attention_post_norm,
              .pre2 = names->mlp_norm,

@@ -243,12 +243,18 @@ ps_status ps__def_finish(ps__layer_def *d) {
   PS_TRY(number_sets(d));
   for (uint32_t i = 0; i < d->n_fwd; i++)
     written |= accessed(&d->fwd[i], PS_WRITE);
+  d->for_backward = written;
+  for (uint32_t i = 0; i < d->n_fwd; i++)
+    d->for_backward &= ~accessed(&d->fwd[i], PS_READ);
+  if (d->output != PS__NONE)
+    d->for_backward &= ~ps__only((uint32_t)d->output);
   for (uint32_t i = 0; i < d->n_bwd; i++) {
     read |= accessed(&d->bwd[i], PS_READ);
     grads |= accessed(&d->bwd[i], PS_WRITE);
   }
   d->made = written | (d->input == PS__NONE ? 0 : ps__only((uint32_t)d->input));
   d->needs = read & d->made;
+  d->for_backward &= d->needs;
   for (uint32_t t = 0; t < d->n_tensors; t++)
     if (d->tensor[t].rows == PS__ROWS_GROUP) {
       d->group |= ps__only(t) & written;
@@ -287,6 +293,14 @@ void ps__op_args(const ps__op_def *op, const ps__chunk_shape *c, void *args) {
 
 bool ps__op_of_pass(const ps__layer_def *d, const ps__op_def *op) {
   return accessed(op, PS_WRITE) & (d->of_pass | d->of_step);
+}
+
+bool ps__op_for_backward(const ps__layer_def *d, const ps__op_def *op) {
+  const ps__set writes = accessed(op, PS_WRITE);
+  for (uint32_t i = 0; i < op->n_syms; i++)
+    if (!ps__sym_is_tensor(op->sym[i]) && (op->sym[i].mode & PS_WRITE))
+      return false;
+  return writes && !(writes & ~(d->for_backward & ~(d->group | d->of_pass | d->of_step)));
 }
 
 ps__set ps__recompute(const ps__layer_def *d, ps__set need, ps__set have) {

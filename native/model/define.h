@@ -147,6 +147,7 @@ typedef struct ps__layer_def {
   ps_dtype dt;           /* of gradients of parameters, as kernels write them */
   ps__set made;          /* tensors that forward ops write, and the input */
   ps__set needs;         /* those of them that backward ops read */
+  ps__set for_backward;  /* those of them that forward ops write and do not read; not the output */
   ps__set group;         /* group tensors that forward ops write */
   ps__set group_sources; /* what these are made from, directly or not */
   ps__set grad_group;    /* group tensors that only backward ops write */
@@ -236,6 +237,9 @@ void ps__op_args(const ps__op_def *op, const ps__chunk_shape *c, void *args);
 /* ps__op_of_pass() - whether the op runs once a layer pass, or once a step: what it writes are such
  * tensors. */
 bool ps__op_of_pass(const ps__layer_def *d, const ps__op_def *op);
+/* ps__op_for_backward() - whether all that a forward op writes are tensors that the backward pass
+ * alone reads: where none is saved, the op runs when it is recomputed, and not before. */
+bool ps__op_for_backward(const ps__layer_def *d, const ps__op_def *op);
 /* ps__recompute() - the forward ops that must run again so that all tensors of @need exist where
  * those of @have do. Goes back from what is needed to the ops that make it. */
 ps__set ps__recompute(const ps__layer_def *d, ps__set need, ps__set have);

@@ -37,40 +37,40 @@ typedef struct model {
 static model models[] = {
     {.name = "llama",
      .json = "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\"," COMMON
-             "\"hidden_size\":32,\"intermediate_size\":48,\"num_attention_heads\":4,\"num_key_"
+             "\"hidden_size\":32,\"intermediate_size\":64,\"num_attention_heads\":4,\"num_key_"
              "value_heads\":2,\"tie_word_embeddings\":false}"},
     {.name = "llama-tied-scaled",
      .json = "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\"," COMMON
-             "\"hidden_size\":32,\"intermediate_size\":48,\"num_attention_heads\":4,\"num_key_"
+             "\"hidden_size\":32,\"intermediate_size\":64,\"num_attention_heads\":4,\"num_key_"
              "value_heads\":4,\"tie_word_embeddings\":true,"
              "\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8.0,\"low_freq_factor\":1.0,"
              "\"high_freq_factor\":4.0,"
              "\"original_max_position_embeddings\":64}}"},
     {.name = "qwen2-tied",
      .json = "{\"architectures\":[\"Qwen2ForCausalLM\"],\"model_type\":\"qwen2\"," COMMON
-             "\"hidden_size\":32,\"intermediate_size\":48,\"num_attention_heads\":4,\"num_key_"
+             "\"hidden_size\":32,\"intermediate_size\":64,\"num_attention_heads\":4,\"num_key_"
              "value_heads\":1,\"tie_word_embeddings\":true,"
              "\"use_sliding_window\":false}"},
     {.name = "qwen2",
      .json = "{\"architectures\":[\"Qwen2ForCausalLM\"],\"model_type\":\"qwen2\"," COMMON
-             "\"hidden_size\":32,\"intermediate_size\":48,\"num_attention_heads\":4,\"num_key_"
+             "\"hidden_size\":32,\"intermediate_size\":64,\"num_attention_heads\":4,\"num_key_"
              "value_heads\":2,\"tie_word_embeddings\":false,"
              "\"use_sliding_window\":false}"},
     {.name = "qwen3",
      .json =
          "{\"architectures\":[\"Qwen3ForCausalLM\"],\"model_type\":\"qwen3\"," COMMON
-         "\"hidden_size\":32,\"intermediate_size\":48,\"num_attention_heads\":4,\"num_key_value_"
+         "\"hidden_size\":32,\"intermediate_size\":64,\"num_attention_heads\":4,\"num_key_value_"
          "heads\":2,\"head_dim\":16,"
          "\"tie_word_embeddings\":false,\"attention_bias\":false,\"use_sliding_window\":false}"},
     {.name = "qwen3-tied",
      .json = "{\"architectures\":[\"Qwen3ForCausalLM\"],\"model_type\":\"qwen3\"," COMMON
-             "\"hidden_size\":32,\"intermediate_size\":48,\"num_attention_heads\":2,\"num_key_"
+             "\"hidden_size\":32,\"intermediate_size\":64,\"num_attention_heads\":2,\"num_key_"
              "value_heads\":2,\"head_dim\":16,"
              "\"tie_word_embeddings\":true,\"attention_bias\":false,\"use_sliding_window\":false}"},
     {.name = "qwen2-lora",
      .lora = {.rank = 3, .targets = PS_LORA_ALL, .alpha = 6},
      .json = "{\"architectures\":[\"Qwen2ForCausalLM\"],\"model_type\":\"qwen2\"," COMMON
-             "\"hidden_size\":32,\"intermediate_size\":48,\"num_attention_heads\":4,\"num_key_"
+             "\"hidden_size\":32,\"intermediate_size\":64,\"num_attention_heads\":4,\"num_key_"
              "value_heads\":2,\"tie_word_embeddings\":false,"
              "\"use_sliding_window\":false}"},
 };
@@ -245,6 +245,18 @@ static void check_scales(const ps__step *s) {
                   ps__layer_of(s->model, l)->fwd[i].what;
   CHECK(n >= expected && n <= expected * s->at->n_devices);
 }
+/* A chunk's gate-and-up product becomes an MX tensor once in each block: in the forward pass where
+ * it is saved, else when it is recomputed. */
+static void check_mx(const ps__step *s) {
+  uint64_t n = 0, expected = 0;
+  for (size_t i = 0; i < s->n_op; i++)
+    n += s->op[i].kernel == &ps__k_quantize_mx;
+  for (uint32_t l = ps__first_trained(s->model); l < s->model->n_layers; l++)
+    for (uint32_t i = 0; i < ps__layer_of(s->model, l)->n_fwd; i++)
+      if (ps__layer_of(s->model, l)->fwd[i].kernel == &ps__k_quantize_mx)
+        expected += s->layout->n_chunks;
+  CHECK(n == expected);
+}
 /* A total whose pieces stay on their devices goes to the host once, and never comes back. No device
  * has more of it than its piece. */
 static void check_pieces_stay(const ps__step *s) {
@@ -339,6 +351,7 @@ static const model *fp8_case(uint32_t idx, const shape **sh, ps_plan_config *cfg
   cfg->fp8_bf16_down = idx % 3 == 1;
   cfg->fp8_head = idx % 3 == 2;
   cfg->fp8_fast_accumulation = idx % 2;
+  cfg->fp8_saved_gate_up = idx % 3 != 1 && idx / 3 % 2;
   if (cfg->fp8_head)
     cfg->head_slice_tokens = 16;
   return &models[idx % (N_MODELS - 1)];
@@ -518,6 +531,7 @@ static void check_specs(const model *m, const shape *sh, ps_plan_config cfg, int
     check_report(&plan->step);
     check_update_rates(&plan->step);
     check_scales(&plan->step);
+    check_mx(&plan->step);
     const outcome got = train(m, plan, i % 2 == 0);
     if (!same(&got, &expected)) {
       describe(m, &cfg, &spec, i);

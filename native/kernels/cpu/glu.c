@@ -128,6 +128,7 @@ typedef struct glu_quantize_job {
   const ps__args_glu_quantize *a;
   const ps__cpu_exec *exec;
   const char *gu, *ds;
+  const uint8_t *scales; /* with mx: those of gu, whose codes gu has */
   ps__quantizer s, grad; /* grad: of gu's gradient, backward alone */
 } glu_quantize_job;
 
@@ -142,7 +143,13 @@ static char *glu_block(const glu_quantize_job *j, int64_t first, int64_t end, ui
     return s;
   }
   part.gu = scratch;
-  memcpy(scratch, j->gu + 2 * (size_t)first * bytes, 2 * n * bytes);
+  if (j->a->mx) {
+    const size_t at = 2 * (size_t)first * j->a->ffn_dim;
+    ps__mx_decode(scratch, j->a->dt, (const uint8_t *)j->gu + at, j->scales + at / PS__MX_VALUES,
+                  2 * n * j->a->ffn_dim);
+  } else {
+    memcpy(scratch, j->gu + 2 * (size_t)first * bytes, 2 * n * bytes);
+  }
   memcpy(s, j->ds + (size_t)first * bytes, n * bytes);
   glu_bwd_run(&part, 0, end - first);
   return s;
@@ -175,6 +182,9 @@ static void glu_quantize_run(glu_quantize_job *job) {
 ps_status ps__check_glu_quantize(const ps__args_glu_quantize *a, uint32_t forms, const char *op) {
   const ps__args_glu glu = {a->n_tokens, a->ffn_dim, a->dt, a->activation};
   PS_TRY(ps__check_glu(&glu, op));
+  if (a->mx && a->ffn_dim % PS__MX_VALUES)
+    return ps__fail(PS_EINVAL, "%s: ffn_dim is %u, no multiple of %d, which an MX tensor needs", op,
+                    a->ffn_dim, PS__MX_VALUES);
   return ps__check_forms(a->dt, a->dt_q, forms, op);
 }
 
@@ -196,12 +206,15 @@ static ps_status glu_quantize(const ps_launch *l) {
 /* glu_bwd_quantize
  * math    dgu, dgut = quantize(what glu_bwd leaves in gu); st = quantize(what it leaves in ds)
  * shapes  ds [T,F], gu and dgu [T,2F], dgut [2F,T], st [F,T]; no aliasing
- * bytes   6*T*F*sizeof(dt) + 5*T*F; scratch: 16 rows a worker.   determinism  as glu_bwd's */
+ * bytes   6*T*F*sizeof(dt) + 5*T*F, with mx (2*sizeof(dt) + 4*33/32)*T*F + 5*T*F; scratch: 16 rows
+ *         a worker.   determinism  as glu_bwd's */
 static ps_status glu_bwd_quantize(const ps_launch *l) {
   const ps__args_glu_quantize *a = l->args;
   PS_TRY(ps__check_glu_quantize(a, PS_FORM_COLS, "glu_bwd_quantize"));
-  uint32_t next = 2;
+  uint32_t next = a->mx ? 3 : 2;
   glu_quantize_job job = {.a = a, .exec = l->exec, .ds = l->ptr[0], .gu = l->ptr[1]};
+  if (a->mx)
+    job.scales = l->ptr[2];
   job.grad = ps__quantizer_of(l, &next, a->n_tokens, 2 * a->ffn_dim, a->dt, a->dt_q,
                               PS_FORM_ROWS | PS_FORM_COLS);
   job.s = ps__quantizer_of(l, &next, a->n_tokens, a->ffn_dim, a->dt, PS__E4M3, PS_FORM_COLS);
@@ -229,7 +242,9 @@ static ps_work work_glu_quantize(const void *args) {
   return ps__bytes_work(glu_quantize_bytes(a, 2, ps__n_forms(a->forms)));
 }
 static ps_work work_glu_bwd_quantize(const void *args) {
-  return ps__bytes_work(glu_quantize_bytes(args, 3, 5));
+  const ps__args_glu_quantize *a = args;
+  return ps__bytes_work(a->mx ? glu_quantize_bytes(a, 1, 5 + 4 * (1 + 1.0 / PS__MX_VALUES))
+                              : glu_quantize_bytes(a, 3, 5));
 }
 
 const ps_kernel ps__k_glu_quantize = {

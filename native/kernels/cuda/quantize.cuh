@@ -57,6 +57,28 @@ __device__ __forceinline__ ps_eight<T> ps_round8(const float (&x)[PS__PART_COLS]
   return to.x;
 }
 
+/* Of an MX tensor: the codes as they lie in memory, and the code of their scale. */
+typedef struct ps_mx8 {
+  ps_vec<uint32_t, 2> code;
+  uint32_t scale;
+} ps_mx8;
+/* @at: of the first code, a multiple of 8. */
+__device__ __forceinline__ ps_mx8 ps_load_mx8(const uint8_t *q, const uint8_t *scales, size_t at) {
+  return {ps_load<uint32_t, 2>((const uint32_t *)(q + at)), scales[at / PS__MX_VALUES]};
+}
+/* E4M3 is exact in fp16. */
+__device__ __forceinline__ void ps_unpack8(float (&to)[PS__PART_COLS], const ps_mx8 &x) {
+  const float scale = __uint_as_float(ps__mx_scale_bits(x.scale));
+#pragma unroll
+  for (int i = 0; i < PS__PART_COLS; i += 2) {
+    const uint32_t two = x.code.e[i / 4] >> (i % 4 * 8);
+    const float2 f =
+        __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)two, __NV_E4M3)));
+    to[i] = f.x * scale;
+    to[i + 1] = f.y * scale;
+  }
+}
+
 /* ---- amax ------------------------------------------------------------------------------------ */
 
 /* The largest |x| so far, by its bits: of bf16 each half of the word for itself. */
