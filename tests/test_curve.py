@@ -140,8 +140,9 @@ def test_a_product_of_the_control_by_hand():
 
 def test_options_of_fp8_and_its_control_in_pytorch(tiny_shard, tmp_path):
     """One block at each end in bf16 is the default, and the CPU backend's sums are exact. PyTorch's
-    operands are rounded as ours: the two are as near to one another as without FP8, and each is
-    farther from bf16."""
+    operands are rounded as ours, so FP8 moves both losses alike, step by step: on one machine and
+    with three seeds the cosine of the two moves was 0.92 to 0.99. Of moves that have nothing to do
+    with each other it is above 0.75 in 3% of cases of six steps."""
     names = ["bf16", "fp8", "fp8:first=1,last=1", "fp8:fast", "fp32-master", "fp8-master"]
     names += ["fp8:first=2", "fp8:last=2", "fp8:down", "fp8:head", "fp8:saved", "fp8:down~2"]
     names += ["torch-masters", "torch-fp8", "torch-fp8:x", "torch-fp8:w", "torch-fp8:dy"]
@@ -155,12 +156,11 @@ def test_options_of_fp8_and_its_control_in_pytorch(tiny_shard, tmp_path):
     assert flushed == {name for name in names if name.startswith("fp8")}
     assert len(result["data_sha256"]) == 1 and result["end_after"] == 6
 
-    def distance(one, other):
-        return max(abs(a - b) for a, b in zip(of[one], of[other]))
+    def moved(fp8, without):
+        return np.subtract(of[fp8], of[without])
 
-    same = max(distance("fp8-master", "torch-fp8"), distance("fp32-master", "torch-masters"))
-    for one, other in (("fp8-master", "fp32-master"), ("torch-fp8", "torch-masters")):
-        assert same < distance(one, other), (same, distance(one, other))
+    ours, theirs = moved("fp8-master", "fp32-master"), moved("torch-fp8", "torch-masters")
+    assert ours @ theirs > 0.75 * np.linalg.norm(ours) * np.linalg.norm(theirs), (ours, theirs)
 
 
 def loss(result, name, seed=1):
