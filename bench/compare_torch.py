@@ -19,11 +19,13 @@ torch, CPU optimizer  the same with checkpointing and torchao's CPUOffloadOptimi
 Each side is a process of its own. The sides take turns, --repeats times. The first steps of a turn
 do not count, and the median of all others does. A side that does not run, or does not fit, is a row
 with the reason. Where no side of any case runs, the exit code is 1. DIR gets rows.jsonl, table.md
-and, where matplotlib is installed, compare.png.
+and, where matplotlib is installed, compare.png. A comparison that is stopped by Ctrl-C or SIGTERM
+writes what its sides have measured, and ends with exit code 130.
 """
 
 import argparse
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -44,6 +46,7 @@ from machine import ROOT, commit, die_with_parent, machine, versions  # noqa: E4
 from results import make_folder  # noqa: E402
 
 RECIPES = ("bf16", "fp32-master", "fp32")  # that both sides have
+STOPPED = 130
 TORCH_SIDE = Path(__file__).resolve().parent / "torch_side.py"
 SIDES = {
     "torch": {},
@@ -199,11 +202,12 @@ def reason(failed: dict) -> str:
     return textwrap.shorten(said, 200, placeholder=" ...")
 
 
-def compare(case: str, a, note: dict) -> list[dict]:
+def compare(case: str, a, results: dict) -> None:
+    """Run all turns of a case. results: side -> what its turns gave, which gets them one by one."""
     sides = sides_of(case, a)
-    results: dict = {name: [] for name in sides}
+    results |= {name: [] for name in sides}
     _, seq_len, tokens = case.split(":")
-    n_tokens = int(tokens) // int(seq_len) * int(seq_len)
+    n_tokens = n_tokens_of(case)
     with tempfile.TemporaryDirectory() as folder:
         config = json.loads(penstock_case(case, 0, 0, a).config)
         shard = Path(folder) / "tokens.bin"
@@ -229,14 +233,21 @@ def compare(case: str, a, note: dict) -> list[dict]:
                     f"{case}  turn {turn + 1}  {name}: {what} ({time.monotonic() - began:.0f} s)",
                     flush=True,
                 )
-    return rows_of(case, n_tokens, results, note)
+
+
+def n_tokens_of(case: str) -> int:
+    """Tokens of a step: whole sequences."""
+    _, seq_len, tokens = case.split(":")
+    return int(tokens) // int(seq_len) * int(seq_len)
 
 
 def rows_of(case: str, n_tokens: int, results: dict, note: dict) -> list[dict]:
-    """A row a side. MFU counts the FLOPs that Penstock's plan counts, and the same peak."""
+    """A row a side that had a turn. MFU counts the FLOPs that Penstock's plan counts, and the same peak."""
     known = [t for turns in results.values() for t in turns if t.get("flops_per_s")]
     rows = []
     for name, turns in results.items():
+        if not turns:
+            continue
         row = {"case": case, "side": name, "tokens": n_tokens, **note}
         last = turns[-1]
         if "failed" in last:
@@ -325,6 +336,7 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         a = arguments()
         for case in a.cases:
@@ -342,14 +354,24 @@ def main() -> int:
             "recipe": a.recipe,
             "settings": {k: v for k, v in vars(a).items() if k in ("steps", "warm_up", "repeats")},
         }
-        rows = []
+        rows, stopped = [], False
         for case in a.cases:
-            rows += compare(case, a, note)
+            results: dict = {}
+            try:
+                compare(case, a, results)
+            except KeyboardInterrupt:
+                stopped = True
+            rows += rows_of(case, n_tokens_of(case), results, note)
             with open(a.out / "rows.jsonl", "a") as out:
                 out.writelines(json.dumps(r) + "\n" for r in rows if r["case"] == case)
+            if stopped:
+                break
         text = table(rows)
         (a.out / "table.md").write_text(text)
         print("\n" + text)
+        if stopped:
+            print(f"bench/compare_torch.py: stopped: {a.out} has {len(rows)} sides", file=sys.stderr)
+            return STOPPED
         if all("failed" in r for r in rows):
             print("bench/compare_torch.py: no side ran: the table has the reasons", file=sys.stderr)
             return 1

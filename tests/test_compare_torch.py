@@ -124,6 +124,23 @@ def test_where_no_side_runs_the_reasons_are_told(tmp_path):
     assert not (tmp_path / "out/compare.png").exists()
 
 
+def test_what_was_measured_stays_where_the_comparison_is_stopped(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"max_position_embeddings": 64}))
+    command = [sys.executable, ROOT / "bench/compare_torch.py", f"{tmp_path}:16:64"]
+    command += ["--out", tmp_path / "out", "--device", "cpu", "--recipe", "fp32", "--eager"]
+    command += ["--binary", BUILD / "bin/penstock", "--caps", "0:0", "--threads", 1]
+    command += ["--sides", "torch", "--steps", 2, "--warm-up", 1, "--repeats", 99, "--micro", 1]
+    words = [str(c) for c in command]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
+        assert "turn 1  penstock" in p.stdout.readline()
+        p.terminate()
+        _, said = p.communicate(timeout=60)
+    assert p.returncode == 130 and said.splitlines()[-1].endswith("/out has 1 sides")
+    (row,) = (json.loads(line) for line in (tmp_path / "out/rows.jsonl").read_text().splitlines())
+    assert row["side"].startswith("penstock") and row["tokens_per_s"] > 0
+    assert (tmp_path / "out/table.md").read_text().count("| penstock") == 1
+
+
 @pytest.mark.parametrize("words", [[], ["--help"], ["5"]])
 def test_pytorchs_side_says_that_it_is_a_helper(words):
     command = [sys.executable, ROOT / "bench/torch_side.py", *words]
