@@ -135,7 +135,8 @@ __global__ void __launch_bounds__(MX_THREADS)
  * math    scale = ps__mx_scale(amax of 32 values of a row); q = x / scale, rounded to nearest even
  * shapes  x, q [rows,cols], scales [rows,cols/32], multiples of 16 and of 32; no aliasing
  * bytes   an element: 2 of bf16, 1 + 1/32 of code and scale. 8192 x 28672 bf16: 712 MB, 148 us at
- *         an H200's 4.8 TB/s; not measured
+ *         an H200's 4.8 TB/s; measured 167 us there, as fast as a copy
+ *         (bench/log/2026-11-24-fp8-h200.md)
  * determinism  bitwise: elementwise, and maxima of whole numbers
  * reference    the cpu backend's, the same bits */
 extern "C" ps_status ps__cuda_quantize_mx(const ps_launch *l) {
