@@ -370,7 +370,9 @@ def main() -> int:
         (a.out / "table.md").write_text(text)
         print("\n" + text)
         if stopped:
-            print(f"bench/compare_torch.py: stopped: {a.out} has {len(rows)} sides", file=sys.stderr)
+            print(
+                f"bench/compare_torch.py: stopped: {a.out} has {len(rows)} sides", file=sys.stderr
+            )
             return STOPPED
         if all("failed" in r for r in rows):
             print("bench/compare_torch.py: no side ran: the table has the reasons", file=sys.stderr)

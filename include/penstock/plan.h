@@ -231,7 +231,7 @@ typedef struct ps_plan_report {
   /* BYTES of saved activations by policy, over all layers and chunks of the first round. A block's
    * input is never recomputed. */
   uint64_t saved_device_bytes, saved_host_bytes, saved_recompute_bytes;
-  uint64_t h2d_bytes, d2h_bytes;        /* copied in a step */
+  uint64_t h2d_bytes, d2h_bytes; /* copied in a step */
   /* Of a step; recompute: FLOPs done a second time, attention's scores always among them. */
   double model_flops, recompute_flops;
   double step_s;                        /* SECONDS of a step, predicted, in the steady state */
