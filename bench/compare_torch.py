@@ -242,7 +242,8 @@ def n_tokens_of(case: str) -> int:
 
 
 def rows_of(case: str, n_tokens: int, results: dict, note: dict) -> list[dict]:
-    """A row a side that had a turn. MFU counts the FLOPs that Penstock's plan counts, and the same peak."""
+    """A row a side that had a turn. MFU counts the FLOPs that Penstock's plan counts, and the same
+    peak."""
     known = [t for turns in results.values() for t in turns if t.get("flops_per_s")]
     rows = []
     for name, turns in results.items():

@@ -378,7 +378,8 @@ def test_an_mx_tensor_has_the_least_scales_that_saturate_nothing(shape, dt):
 
 
 def test_amax_of_448_times_a_power_of_two_needs_no_larger_scale():
-    """The specification's scale is that of 2^8: what is above 448 of it saturates. Here it doubles."""
+    """The specification's scale is that of 2^8: what is above 448 of it saturates. Here it
+    doubles."""
     x = torch.ones(3, 32)
     x[0, 3], x[1, 5], x[2, 7] = 448.0, -450.0, 511.0
     q, scales = quantize_mx(x.to(BF16))

@@ -148,9 +148,9 @@ typedef struct ps_plan_config {
    *                                  products are about 6% faster. 0: in fp32, as backward products
    *                                  always do, and all products on the CPU backend
    *   fp8_saved_gate_up              1: the product of gate and up is saved in e4m3, with a scale
-   *                                  for each 32 values: 33 bytes for 64 of bf16. Gradients of the
-   *                                  MLP are computed from it; the forward pass is not changed. Not
-   *                                  with fp8_bf16_down
+   *                                  for each 32 values: 33 bytes for 64 of bf16. The MLP's
+   *                                  gradients are computed from it, so all gradients below change
+   *                                  too; the forward pass does not. Not with fp8_bf16_down
    * FP8 needs sizes of the model, seq_len and chunk_tokens that are multiples of 16; fp8_head a
    * vocabulary and head_slice_tokens that are; fp8_saved_gate_up an intermediate size that is a
    * multiple of 32. */

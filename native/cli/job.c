@@ -145,7 +145,7 @@ static const job_option job_options[] = {
     OPTION(
         ALWAYS, fp8_saved_gate_up, .name = "fp8-saved-gate-up", .table = "model", .kind = CLI_FLAG,
         .help = "with FP8: the gate-and-up product is saved in e4m3 for the backward pass, which "
-                "takes half of the memory and changes gradients"),
+                "takes 33 bytes for 64 and changes gradients"),
     OPTION(ALWAYS, optimizer, .name = "optimizer", .table = "optimizer", .kind = CLI_CHOICE,
            .value = "NAME", .choices = optimizers,
            .help = "adamw (default), lion or sgd; lion and sgd keep half of adamw's state"),

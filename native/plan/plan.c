@@ -107,10 +107,8 @@ static ps_status check_fp8(const ps_plan *p) {
                    c->fp8_fast_accumulation || c->fp8_saved_gate_up
                ? ps__fail(PS_EINVAL,
                           "--fp8-bf16-*, --fp8-head, --fp8-fast-accumulation and "
-                          "--fp8-saved-gate-up say "
-                          "what FP8 computes and how, but the recipe %s has no FP8: give --recipe "
-                          "fp8 or "
-                          "fp8-master, or leave them out",
+                          "--fp8-saved-gate-up say what FP8 computes and how, but the recipe %s "
+                          "has no FP8: give --recipe fp8 or fp8-master, or leave them out",
                           recipe)
                : PS_OK;
   if (c->fp8_saved_gate_up && c->fp8_bf16_down)

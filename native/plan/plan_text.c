@@ -225,8 +225,9 @@ static void write_text(text *t, const ps_plan *p) {
   say_validation(t, p);
   say_sampling(t, p);
   say(t,
-      "work             %.3g model FLOPs a step, %.1f%% more are done twice, attention's scores "
-      "always\n",
+      "work             %.3g model FLOPs a step, %.1f%% of that again to recompute (attention "
+      "always "
+      "recomputes its scores)\n",
       r->model_flops, r->model_flops > 0 ? 100 * r->recompute_flops / r->model_flops : 0);
   say(t,
       "predicted        %.3f s a step, %.0f tokens/s; busiest stream: %s, %.0f%% of the step (%s "
