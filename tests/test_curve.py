@@ -141,7 +141,7 @@ def test_a_product_of_the_control_by_hand():
 def test_options_of_fp8_and_its_control_in_pytorch(tiny_shard, tmp_path):
     """One block at each end in bf16 is the default, and the CPU backend's sums are exact. PyTorch's
     operands are rounded as ours, so FP8 moves both losses alike, step by step: on one machine and
-    with three seeds the cosine of the two moves was 0.92 to 0.99. That of
+    with three seeds the cosine of the two moves was 0.92 to 0.99. That of the second move and of
     what lies between the two sides without FP8 was 0.49."""
     names = ["bf16", "fp8", "fp8:first=1,last=1", "fp8:fast", "fp32-master", "fp8-master"]
     names += ["fp8:first=2", "fp8:last=2", "fp8:down", "fp8:head", "fp8:saved", "fp8:down~2"]
