@@ -339,7 +339,7 @@ ps_status ps__check_quantize(const ps__args_quantize *a, const char *op);
  * stands for scale * code. Each scale is ps__mx_scale() (core/fp8.h) of the largest |x| that it is
  * for, so that nothing saturates. The specification has half of it where that |x| is above 1.75
  * times a power of two, and saturates. Where one x is not finite, its scale is NaN, and with it all
- * 32 values. */
+ * 32 values. An |x| from 1.9375 2^127 on, near the largest number of bf16, becomes infinite. */
 enum { PS__MX_VALUES = 32 };
 /* quantize_mx          ptr: R x[rows,cols] dt, W q u8[rows,cols], W scales u8[rows,cols/32]. cols
  *                      is a multiple of 32. rows 0 in a definition: the chunk's tokens.
@@ -371,7 +371,8 @@ ps_status ps__check_rmsnorm_quantize(const ps__args_rmsnorm_quantize *a, const c
  *                      dgut[2F,T] u8, W scale_s f32[2], W st[F,T] u8, then RW flushed u64[] if
  *                      count: flushed[count - 1] counts the gradient, flushed[count] counts s.
  *                      mx: gu is an MX tensor, two pointers in the place of one: R codes[T,2F], R
- *                      scales[T,2F/32]. F is a multiple of 32 then. Its values are exact in dt.
+ *                      scales[T,2F/32]. F is a multiple of 32 then. Its finite values are exact
+ *                      in dt.
  *                      bytes: ds and gu twice, each result once. */
 typedef struct ps__args_glu_quantize {
   uint32_t n_tokens, ffn_dim, dt, activation, dt_q, forms, count; /* four as ps__args_glu */
