@@ -63,6 +63,8 @@ static const struct args {
      {ARG(quantize, U32, rows), ARG(quantize, U32, cols), ARG(quantize, DTYPE, dt),
       ARG(quantize, U32, dt_q), ARG(quantize, U32, forms), ARG(quantize, U32, given),
       ARG(quantize, U32, count)}},
+    {" quantize_mx ",
+     {ARG(quantize_mx, U32, rows), ARG(quantize_mx, U32, cols), ARG(quantize_mx, DTYPE, dt)}},
     {" rmsnorm_quantize ",
      {ARG(rmsnorm_quantize, U32, norm.rows), ARG(rmsnorm_quantize, U32, norm.cols),
       ARG(rmsnorm_quantize, DTYPE, norm.dt), ARG(rmsnorm_quantize, F32, norm.eps),
@@ -71,7 +73,8 @@ static const struct args {
     {" glu_quantize glu_bwd_quantize ",
      {ARG(glu_quantize, U32, n_tokens), ARG(glu_quantize, U32, ffn_dim),
       ARG(glu_quantize, DTYPE, dt), ARG(glu_quantize, U32, activation),
-      ARG(glu_quantize, U32, dt_q), ARG(glu_quantize, U32, forms), ARG(glu_quantize, U32, count)}},
+      ARG(glu_quantize, U32, dt_q), ARG(glu_quantize, U32, forms), ARG(glu_quantize, U32, count),
+      ARG(glu_quantize, U32, mx)}},
     {" qkv_split_fwd qkv_split_bwd ",
      {ARG(qkv, U32, n_tokens), ARG(qkv, U32, n_heads), ARG(qkv, U32, n_kv_heads),
       ARG(qkv, U32, head_dim), ARG(qkv, DTYPE, dt), ARG(qkv, U32, qk_norm),
@@ -224,6 +227,7 @@ static void set_field(ps_plan_config *c, char *word) {
                {"n_frozen_layers", NULL, &c->n_frozen_layers},
                {"fp8_bf16_first", NULL, &c->fp8_bf16_first},
                {"fp8_bf16_last", NULL, &c->fp8_bf16_last},
+               {"fp8_saved_gate_up", NULL, &c->fp8_saved_gate_up},
                {"n_devices", NULL, &c->n_devices},
                {"layout", NULL, &c->layout}};
   char *value = strchr(word, '=');
