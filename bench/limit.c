@@ -72,7 +72,7 @@ static const struct {
     {"quantize", {VALUES, SCALE, UNSET, UNSET, UNSET}}, /* a given scale is read */
     {"quantize_mx", {VALUES, UNSET, UNSET}},
     {"rmsnorm_quantize", {VALUES, VALUES, UNSET, UNSET, UNSET}},
-    {"glu_quantize", {VALUES, UNSET, UNSET, UNSET}},
+    {"glu_quantize", {VALUES, UNSET, UNSET, UNSET, UNSET, UNSET}},
     {"glu_bwd_quantize", {GRADIENTS, VALUES, UNSET, UNSET, UNSET, UNSET, UNSET}},
     {"gemm_fp8", {E4M3_VALUES, SCALE, E4M3_VALUES, SCALE, GRADIENTS, VALUES}},
     {"colsum", {GRADIENTS, GRADIENTS}},

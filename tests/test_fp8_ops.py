@@ -408,6 +408,21 @@ def test_values_beside_one_that_is_not_finite_are_nan_and_no_others(bad, dt):
 
 
 @STORED
+@pytest.mark.parametrize("forms", [ROWS, COLS, ROWS | COLS])
+@pytest.mark.parametrize("shape", [(1, 32), (37, 288)])
+def test_packing_beside_the_gated_product_has_the_bits_of_both_ops(shape, forms, dt):
+    t, f = shape
+    gu = sizes_of_every_kind((t, 2 * f)).clamp(-50, 50).to(dt)
+    mx = torch.empty(t, 2 * f, dtype=E4M3), torch.empty(t, 2 * f // 32, dtype=E8M0)
+    args, outputs = (t, f, CODE[dt], 0, CODE[E4M3], forms, 2), forms_of(shape, E4M3, forms)
+    n, plain = counted("glu_quantize", GluQuantize(*args), [("r", gu), *outputs])
+    operands = [("r", gu), *(("w", x) for x in mx), *outputs]
+    n_packed, packed = counted("glu_quantize", GluQuantize(*args, 1), operands)
+    assert n == n_packed
+    assert all(map(same_bits, packed, [*quantize_mx(gu), *plain]))
+
+
+@STORED
 @pytest.mark.parametrize("activation", [0, 1])
 @pytest.mark.parametrize("shape", [(1, 32), (37, 288)])
 def test_gradients_of_an_mx_tensor_are_those_of_its_values(shape, activation, dt):
@@ -443,6 +458,7 @@ def test_gradients_of_nan_values_have_no_scale():
         ("quantize_mx", QuantizeMx(4, 48, 1), "cols is 48, no multiple of 32"),
         ("quantize_mx", QuantizeMx(0, 32, 1), "0 x 32 elements"),
         ("quantize_mx", QuantizeMx(4, 32, 3), "dt is 3: neither fp32 nor bf16"),
+        ("glu_quantize", GluQuantize(4, 16, 1, 0, 4, 1, 0, 1), "ffn_dim is 16, no multiple"),
         ("glu_bwd_quantize", GluQuantize(4, 16, 1, 0, 4, 0, 0, 1), "ffn_dim is 16, no multiple"),
     ],
 )

@@ -362,8 +362,10 @@ typedef struct ps__args_rmsnorm_quantize {
 ps_status ps__check_rmsnorm_quantize(const ps__args_rmsnorm_quantize *a, const char *op);
 /* glu_quantize         s of glu_fwd, rounded to glu.dt, quantized to dt_q.
  *                      ptr: R gu[T,2F], W scale f32[2], then W q[T,F] if forms has ROWS, then W
- *                      qt[F,T] if it has COLS, then RW flushed u64[] if count.  bytes: gu twice,
- *                      each form once. */
+ *                      qt[F,T] if it has COLS, then RW flushed u64[] if count.
+ *                      mx: it also does what quantize_mx does to gu, two pointers after gu: W
+ *                      codes[T,2F], W scales[T,2F/32]. F is a multiple of 32 then.
+ *                      bytes: gu twice, each form once, and the MX tensor. */
 /* glu_bwd_quantize     What glu_bwd leaves, each rounded to dt and quantized with a scale of its
  *                      own: the gradient of gu to dt_q in both forms, s to PS__E4M3 in the form
  *                      COLS (what dW of down reads). Neither ds nor gu changes. forms says nothing.
@@ -376,7 +378,7 @@ ps_status ps__check_rmsnorm_quantize(const ps__args_rmsnorm_quantize *a, const c
  *                      bytes: ds and gu twice, each result once. */
 typedef struct ps__args_glu_quantize {
   uint32_t n_tokens, ffn_dim, dt, activation, dt_q, forms, count; /* four as ps__args_glu */
-  uint32_t mx;                                                    /* of glu_bwd_quantize alone */
+  uint32_t mx;                                                    /* there is an MX tensor of gu */
 } ps__args_glu_quantize;
 ps_status ps__check_glu_quantize(const ps__args_glu_quantize *a, uint32_t forms, const char *op);
 

@@ -333,8 +333,8 @@ static void define_normed(block *b, bool pre, uint8_t in, uint16_t w_norm, ps__o
 }
 
 /* The forward pass reads gu itself. So its values are those without an MX tensor, and gu_mx is made
- * where it is saved or recomputed. The backward pass takes both the gradient and s from gu_mx,
- * wherever that was: bits depend on no policy. */
+ * where it is saved or recomputed; where it is saved, by the op that reads gu anyhow. The backward
+ * pass takes both the gradient and s from gu_mx, wherever that was: bits depend on no policy. */
 static void define_gate(block *b) {
   const ps__args_glu glu = {.ffn_dim = b->f, .dt = b->m->dt, .activation = b->m->cfg.activation};
   const ps__args_glu_quantize q = {.ffn_dim = glu.ffn_dim,
@@ -343,12 +343,17 @@ static void define_gate(block *b) {
                                    .dt_q = PS__E4M3,
                                    .forms = PS_FORM_ROWS};
   const ps__args_quantize_mx mx = {.cols = 2 * b->f, .dt = b->m->dt};
+  ps__args_glu_quantize both = q;
+  both.mx = true;
   if (b->mx)
     PS__FWD(b->d, ps__k_quantize_mx, mx, PS__R(b->gu), PS__W(b->gu_mx), PS__W(b->gu_mx_scale));
   if (b->down_fp8)
     PS__FWD(b->d, ps__k_glu_quantize, q, PS__R(b->gu), PS__W(b->down_x.scale), PS__W(b->down_x.q));
   else
     PS__FWD(b->d, ps__k_glu_fwd, glu, PS__R(b->gu), PS__W(b->s));
+  if (b->mx)
+    PS__JOINT(b->d, 2, ps__k_glu_quantize, both, PS__R(b->gu), PS__W(b->gu_mx),
+              PS__W(b->gu_mx_scale), PS__W(b->down_x.scale), PS__W(b->down_x.q));
 }
 
 static ps_status define_forward(block *b, uint32_t flags) {

@@ -178,6 +178,21 @@ static ps__sym unread(ps__layer_def *d, ps__sym y, uint32_t k) {
   return PS__W(ps__def_tensor(d, "unread", PS__ROWS_ONE, n, d->dt));
 }
 
+static ps__op_def op_def(ps__layer_def *d, const ps_kernel *kernel, const void *args,
+                         size_t args_bytes, const ps__sym *sym, size_t n_syms) {
+  ps__op_def op = {.kernel = kernel, .args_bytes = (uint16_t)args_bytes};
+  uint32_t n_unread = 0;
+  for (size_t i = 0; i < n_syms; i++)
+    if (sym[i].mode && op.n_syms < PS__OP_MAX_SYMS) {
+      if (!op.what && (sym[i].kind == PS__SYM_PARAM || sym[i].kind == PS__SYM_GRAD))
+        op.what = d->span[sym[i].id].what;
+      op.has_unread |= is_frozen(d, sym[i]);
+      op.sym[op.n_syms++] = is_frozen(d, sym[i]) ? unread(d, sym[i], n_unread++) : sym[i];
+    }
+  memcpy(op.args, args, args_bytes);
+  return op;
+}
+
 void ps__def_op(ps__layer_def *d, bool backward, bool sliced, const ps_kernel *kernel,
                 const void *args, size_t args_bytes, const ps__sym *sym, size_t n_syms) {
   ps__op_def **list = backward ? &d->bwd : &d->fwd;
@@ -190,16 +205,22 @@ void ps__def_op(ps__layer_def *d, bool backward, bool sliced, const ps_kernel *k
   if (!grow(d, (void **)list, *n, backward ? &d->cap_bwd : &d->cap_fwd, sizeof **list))
     return;
   ps__op_def *op = &(*list)[(*n)++];
-  *op = (ps__op_def){.kernel = kernel, .sliced = sliced, .args_bytes = (uint16_t)args_bytes};
-  uint32_t n_unread = 0;
-  for (size_t i = 0; i < n_syms; i++)
-    if (sym[i].mode && op->n_syms < PS__OP_MAX_SYMS) {
-      if (!op->what && (sym[i].kind == PS__SYM_PARAM || sym[i].kind == PS__SYM_GRAD))
-        op->what = d->span[sym[i].id].what;
-      op->has_unread |= is_frozen(d, sym[i]);
-      op->sym[op->n_syms++] = is_frozen(d, sym[i]) ? unread(d, sym[i], n_unread++) : sym[i];
-    }
-  memcpy(op->args, args, args_bytes);
+  *op = op_def(d, kernel, args, args_bytes, sym, n_syms);
+  op->sliced = sliced;
+}
+
+void ps__def_joint(ps__layer_def *d, uint32_t n, const ps_kernel *kernel, const void *args,
+                   size_t args_bytes, const ps__sym *sym, size_t n_syms) {
+  if (d->status != PS_OK)
+    return;
+  if (d->n_joint || n < 2 || n > d->n_fwd || args_bytes > PS__ARGS_BYTES) {
+    note(d, ps__fail(PS_EINTERNAL, "op %s of a layer: a joint op in the place of %u of %u",
+                     kernel->name, n, d->n_fwd));
+    return;
+  }
+  d->joint = op_def(d, kernel, args, args_bytes, sym, n_syms);
+  d->first_joint = d->n_fwd - n;
+  d->n_joint = n;
 }
 
 /* ---- derived --------------------------------------------------------------------------------- */

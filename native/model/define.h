@@ -141,7 +141,8 @@ typedef struct ps__layer_def {
   ps__span_def *span;
   ps__unit_def *unit;
   ps__op_def *fwd, *bwd;
-  uint32_t n_params, n_spans, n_units, n_fwd, n_bwd;
+  ps__op_def joint; /* does what fwd[first_joint], ..., n_joint of them, do, to their bits */
+  uint32_t n_params, n_spans, n_units, n_fwd, n_bwd, first_joint, n_joint; /* n_joint 0: no joint */
   size_t cap_params, cap_spans, cap_units, cap_fwd, cap_bwd;
   /* derived: */
   ps_dtype dt;           /* of gradients of parameters, as kernels write them */
@@ -192,6 +193,11 @@ uint16_t ps__def_tied(ps__layer_def *d, uint64_t n, bool frozen);
  * writes something else, the frozen gradient goes to a tensor that no op reads. */
 void ps__def_op(ps__layer_def *d, bool backward, bool sliced, const ps_kernel *kernel,
                 const void *args, size_t args_bytes, const ps__sym *sym, size_t n_syms);
+/* ps__def_joint() - an op that does in one pass what the last @n forward ops do, to their bits. It
+ * runs in their place where the forward pass runs all of them; alone, or when something is
+ * recomputed, they run themselves. A layer has at most one. It writes no gradients. */
+void ps__def_joint(ps__layer_def *d, uint32_t n, const ps_kernel *kernel, const void *args,
+                   size_t args_bytes, const ps__sym *sym, size_t n_syms);
 #define PS__DEF_OP(d, backward, sliced, kernel, args, ...)                                         \
   do {                                                                                             \
     const ps__sym s_[] = {__VA_ARGS__};                                                            \
@@ -200,6 +206,11 @@ void ps__def_op(ps__layer_def *d, bool backward, bool sliced, const ps_kernel *k
 #define PS__FWD(d, kernel, args, ...)   PS__DEF_OP(d, false, false, kernel, args, __VA_ARGS__)
 #define PS__BWD(d, kernel, args, ...)   PS__DEF_OP(d, true, false, kernel, args, __VA_ARGS__)
 #define PS__SLICE(d, kernel, args, ...) PS__DEF_OP(d, false, true, kernel, args, __VA_ARGS__)
+#define PS__JOINT(d, n, kernel, args, ...)                                                         \
+  do {                                                                                             \
+    const ps__sym s_[] = {__VA_ARGS__};                                                            \
+    ps__def_joint(d, n, &kernel, &args, sizeof args, s_, sizeof s_ / sizeof *s_);                  \
+  } while (0)
 /* Symbols. PS__SYM_IF(): @symbol where @condition holds, else none: ps__def_op() leaves it out. */
 #define PS__R(tensor)  ((ps__sym){PS__SYM_TENSOR, PS_READ, tensor, 0})
 #define PS__W(tensor)  ((ps__sym){PS__SYM_TENSOR, PS_WRITE, tensor, 0})

@@ -161,6 +161,8 @@ void op_rmsnorm_quantize(visit *v, uint32_t dt) {
   }
 }
 
+static const uint32_t glu_mx_test[][2] = {{16, 32},   {48, 288},  {16, 4096}, {1040, 64},
+                                          {208, 544}, {32, 8192}, {16, 12288}};
 /* The outlier: s = 16 * 20, its gradient by g is 8 * 20, that by u 8 * 16. */
 static void glu_outlier(op_operand *gu, const uint32_t *s) {
   const uint64_t at = (uint64_t)(s[0] / 2) * 2 * s[1] + 5;
@@ -173,6 +175,29 @@ static ps__args_glu_quantize glu_quantize_args(const uint32_t *s, size_t i, uint
       s[0],  s[1],          dt, i % 2 ? PS_ACTIVATION_GELU_TANH : PS_ACTIVATION_SILU, dt_q,
       forms, count ? 1 : 0, 0,
   };
+}
+/* It also packs gate and up: to quantize_mx's bits. */
+static void op_glu_quantize_mx(visit *v, uint32_t dt) {
+  EACH(s, v, glu_mx_test, glu_quantize_bench)
+  for (uint32_t forms = 1; forms <= (v->sizes == OP_BENCH ? 1 : 3); forms++) {
+    ps__args_glu_quantize a = glu_quantize_args(s, s_i, dt, PS__E4M3, forms, forms == 3);
+    const uint64_t n = (uint64_t)s[0] * s[1];
+    if (!wanted(v, 2 * n))
+      continue;
+    op_operand o[7] = {in(dt, 2 * n, 4), out(PS__E4M3, 2 * n, exact),
+                       out(PS__E8M0, 2 * n / PS__MX_VALUES, exact),
+                       out(PS_F32, 2, scale_tolerance(dt))};
+    uint32_t n_operands = 4;
+    mx_sizes(&o[0], 2 * (uint64_t)s[1]);
+    glu_outlier(&o[0], s);
+    for (uint32_t form = PS_FORM_ROWS; form <= PS_FORM_COLS; form++)
+      if (forms & form)
+        o[n_operands++] = out(PS__E4M3, n, quantized(glu_tolerance(dt, a.activation), PS__E4M3));
+    if (a.count)
+      o[n_operands++] = counters();
+    a.mx = 1;
+    CASE(v, &a, n_operands, o, "%ux%u forms %u mx", s[0], s[1], forms);
+  }
 }
 void op_glu_quantize(visit *v, uint32_t dt) {
   EACH(s, v, computed_test, glu_quantize_bench)
@@ -191,10 +216,9 @@ void op_glu_quantize(visit *v, uint32_t dt) {
       o[n_operands++] = counters();
     CASE(v, &a, n_operands, o, "%ux%u forms %u", s[0], s[1], forms);
   }
+  op_glu_quantize_mx(v, dt);
 }
 /* The same with gate and up as an MX tensor. Both read the same values, so tolerances are those. */
-static const uint32_t glu_mx_test[][2] = {{16, 32},   {48, 288},  {16, 4096}, {1040, 64},
-                                          {208, 544}, {32, 8192}, {16, 12288}};
 static void op_glu_bwd_quantize_mx(visit *v, uint32_t dt) {
   EACH(s, v, glu_mx_test, glu_quantize_bench)
   for (uint32_t count = 0; count < (v->sizes == OP_BENCH ? 1 : 2); count++) {

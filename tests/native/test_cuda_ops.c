@@ -359,6 +359,10 @@ static void speeds_fp8(void) {
                                      .dt_q = PS__E4M3,
                                      .forms = PS_FORM_ROWS};
   speed("glu_quantize, rows", ps__cuda_glu_quantize, &glu, AT(64, 8, 1024), 9 * s, 0);
+  ps__args_glu_quantize packed = glu;
+  packed.mx = 1;
+  speed("glu_quantize, rows and mx", ps__cuda_glu_quantize, &packed, AT(64, 1280, 1792, 8, 1024),
+        s * (9 + 2 * 33 / 32.0), 0);
   ps__args_glu_quantize back = glu;
   back.dt_q = PS__E5M2;
   speed("glu_bwd_quantize", ps__cuda_glu_bwd_quantize, &back, AT(64, 512, 8, 1280, 1792, 9, 2304),

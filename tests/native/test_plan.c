@@ -246,11 +246,18 @@ static void check_scales(const ps__step *s) {
   CHECK(n >= expected && n <= expected * s->at->n_devices);
 }
 /* A chunk's gate-and-up product becomes an MX tensor once in each block: in the forward pass where
- * it is saved, else when it is recomputed. */
+ * it is saved, by the op that makes the gated product, else when it is recomputed. */
 static void check_mx(const ps__step *s) {
   uint64_t n = 0, expected = 0;
-  for (size_t i = 0; i < s->n_op; i++)
-    n += s->op[i].kernel == &ps__k_quantize_mx;
+  for (size_t i = 0; i < s->n_op; i++) {
+    const ps__vop *op = &s->op[i];
+    const ps__args_glu_quantize *glu = (const void *)(s->args + op->args);
+    const bool joint = op->kernel == &ps__k_glu_quantize && glu->mx,
+               alone = op->kernel == &ps__k_quantize_mx;
+    CHECK(!joint || op->tag.phase == PS__PHASE_FORWARD);
+    CHECK(!alone || op->tag.phase == PS__PHASE_RECOMPUTE);
+    n += joint || alone;
+  }
   for (uint32_t l = ps__first_trained(s->model); l < s->model->n_layers; l++)
     for (uint32_t i = 0; i < ps__layer_of(s->model, l)->n_fwd; i++)
       if (ps__layer_of(s->model, l)->fwd[i].kernel == &ps__k_quantize_mx)

@@ -128,8 +128,9 @@ typedef struct glu_quantize_job {
   const ps__args_glu_quantize *a;
   const ps__cpu_exec *exec;
   const char *gu, *ds;
-  const uint8_t *scales; /* with mx: those of gu, whose codes gu has */
-  ps__quantizer s, grad; /* grad: of gu's gradient, backward alone */
+  const uint8_t *scales;   /* backward with mx: those of gu, whose codes gu has */
+  uint8_t *mx, *mx_scales; /* forward with mx: what gu becomes */
+  ps__quantizer s, grad;   /* grad: of gu's gradient, backward alone */
 } glu_quantize_job;
 
 /* Rows [first, end) of s in the worker's scratch; backward those of gu's gradient come before. */
@@ -160,6 +161,11 @@ static void glu_see_task(void *arg, int64_t first, int64_t end, uint32_t worker)
   const size_t n = (size_t)(end - first) * j->a->ffn_dim;
   const char *s = glu_block(j, first, end, worker);
   ps__quantizer_see(&j->s, s, n);
+  if (j->mx) {
+    const size_t at = 2 * (size_t)first * j->a->ffn_dim;
+    ps__mx_encode(ps__celem(j->gu, j->a->dt, at), j->a->dt, j->mx + at,
+                  j->mx_scales + at / PS__MX_VALUES, 2 * n);
+  }
   if (j->ds)
     ps__quantizer_see(&j->grad, ps__scratch(j->exec, worker), 2 * n);
 }
@@ -189,14 +195,19 @@ ps_status ps__check_glu_quantize(const ps__args_glu_quantize *a, uint32_t forms,
 }
 
 /* glu_quantize
- * math    q, qt = quantize(glu_fwd(gu)), to their bits
+ * math    q, qt = quantize(glu_fwd(gu)), to their bits; with mx also quantize_mx(gu)
  * shapes  gu [T,2F], q [T,F], qt [F,T]; no aliasing
- * bytes   4*T*F*sizeof(dt) + T*F a form; scratch: 16 rows a worker.   determinism  as glu_fwd's */
+ * bytes   4*T*F*sizeof(dt) + T*F a form, with mx 2*33/32*T*F more; scratch: 16 rows a worker
+ * determinism  as glu_fwd's */
 static ps_status glu_quantize(const ps_launch *l) {
   const ps__args_glu_quantize *a = l->args;
   PS_TRY(ps__check_glu_quantize(a, a->forms, "glu_quantize"));
   uint32_t next = 1;
   glu_quantize_job job = {.a = a, .exec = l->exec, .gu = l->ptr[0]};
+  if (a->mx) {
+    job.mx = l->ptr[next++];
+    job.mx_scales = l->ptr[next++];
+  }
   job.s = ps__quantizer_of(l, &next, a->n_tokens, a->ffn_dim, a->dt, a->dt_q, a->forms);
   job.s.flushed = ps__flushed_of(l, next, a->count);
   glu_quantize_run(&job);
@@ -239,7 +250,8 @@ static double glu_quantize_bytes(const ps__args_glu_quantize *a, double read, do
 }
 static ps_work work_glu_quantize(const void *args) {
   const ps__args_glu_quantize *a = args;
-  return ps__bytes_work(glu_quantize_bytes(a, 2, ps__n_forms(a->forms)));
+  return ps__bytes_work(glu_quantize_bytes(
+      a, 2, ps__n_forms(a->forms) + (a->mx ? 2 * (1 + 1.0 / PS__MX_VALUES) : 0)));
 }
 static ps_work work_glu_bwd_quantize(const void *args) {
   const ps__args_glu_quantize *a = args;

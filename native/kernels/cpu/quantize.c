@@ -217,34 +217,35 @@ const ps_kernel ps__k_quantize = {
 
 /* ---- quantize_mx ----------------------------------------------------------------------------- */
 
+void ps__mx_encode(const void *x, uint32_t dt, uint8_t *q, uint8_t *scales, size_t n) {
+  for (size_t at = 0; at < n; at += PS__MX_VALUES) {
+    float value[PS__MX_VALUES];
+    uint32_t most = 0;
+    ps__load_f32(value, ps__celem(x, dt, at), dt, PS__MX_VALUES);
+    for (int i = 0; i < PS__MX_VALUES; i++) {
+      const uint32_t size = ps__float_bits(value[i]) & 0x7fffffffu;
+      most = size > most ? size : most;
+    }
+    const uint32_t scale = ps__mx_scale(most);
+    const float inverse = ps__bits_float(ps__mx_inverse_bits(scale));
+    for (int i = 0; i < PS__MX_VALUES; i++)
+      value[i] *= inverse;
+    ps__store_f32(q + at, PS__E4M3, value, PS__MX_VALUES);
+    scales[at / PS__MX_VALUES] = (uint8_t)scale;
+  }
+}
+
 typedef struct mx_job {
   const ps__args_quantize_mx *a;
   const void *x;
   uint8_t *q, *scales;
 } mx_job;
 
-/* The values of a scale. */
-static void mx_values(const mx_job *j, size_t idx_scale) {
-  float value[PS__MX_VALUES];
-  uint32_t most = 0;
-  const size_t at = idx_scale * PS__MX_VALUES;
-  ps__load_f32(value, ps__celem(j->x, j->a->dt, at), j->a->dt, PS__MX_VALUES);
-  for (int i = 0; i < PS__MX_VALUES; i++) {
-    const uint32_t size = ps__float_bits(value[i]) & 0x7fffffffu;
-    most = size > most ? size : most;
-  }
-  const uint32_t scale = ps__mx_scale(most);
-  const float inverse = ps__bits_float(ps__mx_inverse_bits(scale));
-  for (int i = 0; i < PS__MX_VALUES; i++)
-    value[i] *= inverse;
-  ps__store_f32(j->q + at, PS__E4M3, value, PS__MX_VALUES);
-  j->scales[idx_scale] = (uint8_t)scale;
-}
 static void mx_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
   const mx_job *j = arg;
-  const size_t scales = j->a->cols / PS__MX_VALUES; /* of a row */
-  for (size_t i = (size_t)first * scales; i < (size_t)end * scales; i++)
-    mx_values(j, i);
+  const size_t at = (size_t)first * j->a->cols;
+  ps__mx_encode(ps__celem(j->x, j->a->dt, at), j->a->dt, j->q + at, j->scales + at / PS__MX_VALUES,
+                (size_t)(end - first) * j->a->cols);
 }
 
 /* quantize_mx

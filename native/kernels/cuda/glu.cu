@@ -156,23 +156,54 @@ template <typename T, bool GELU> struct gated_product {
   }
 };
 
-template <typename SRC>
-static cudaError_t quantize_product(const SRC &src, const ps_quantized &z, uint32_t dt_q,
+/* The same for a first pass that also packs gate and up: value() writes the row's part of an MX
+ * tensor. */
+template <typename T, bool GELU> struct packed_product : gated_product<T, GELU> {
+  using base = gated_product<T, GELU>;
+  struct part {
+    typename base::part in;
+    size_t at; /* of the first row's gate */
+  };
+  ps_mx_out to;
+  __device__ __forceinline__ void load(part &p, uint32_t row, uint32_t col) const {
+    base::load(p.in, row, col);
+    p.at = (size_t)row * 2 * this->f + col;
+  }
+  __device__ __forceinline__ ps_eight<T> value(const part &p, int i) const {
+    /* F is a multiple of a scale's values, so all four of its threads are here or none */
+    const uint32_t lanes = 0xfu << (threadIdx.x % 32 & ~3u);
+    const size_t at = p.at + (size_t)i * 2 * this->f;
+    ps_put_mx8(to, at, p.in.g[i], ps_mx_most(p.in.g[i], lanes));
+    ps_put_mx8(to, at + this->f, p.in.u[i], ps_mx_most(p.in.u[i], lanes));
+    return base::value(p.in, i);
+  }
+};
+
+/* Of a launch's gu. */
+template <typename T, bool GELU>
+static cudaError_t quantize_product(const ps_launch *l, const ps_quantized &z,
                                     cudaStream_t stream) {
+  const ps__args_glu_quantize *a = (const ps__args_glu_quantize *)l->args;
+  const gated_product<T, GELU> src = {(const T *)l->ptr[0], a->ffn_dim};
   cudaError_t e = ps_clear_amax(z.scale, stream);
-  if (e == cudaSuccess)
+  if (e == cudaSuccess && a->mx)
+    e = ps_see(packed_product<T, GELU>{src, {(uint8_t *)l->ptr[1], (uint8_t *)l->ptr[2]}}, z,
+               stream);
+  else if (e == cudaSuccess)
     e = ps_see(src, z, stream);
-  return e == cudaSuccess ? ps_put_tiles(src, z, dt_q, stream) : e;
+  return e == cudaSuccess ? ps_put_tiles(src, z, a->dt_q, stream) : e;
 }
 
 /* glu_quantize
  * math    s = glu_fwd(gu), rounded to dt; scale = {ps__fp8_scale_bits(amax of s), amax of s};
  *         q[r,c] = qt[c,r] = s[r,c] / scale[0], rounded to nearest even. s has glu_fwd's bits on
  *         CUDA
- * shapes  gu [T,2F], q [T,F], qt [F,T], multiples of 16; no aliasing
+ *         With mx gu's MX tensor has the bits of quantize_mx
+ * shapes  gu [T,2F], q [T,F], qt [F,T], multiples of 16, with mx F of 32; no aliasing
  * bytes   an element of s: 4 of bf16 for amax, 4 for its code, 1 a form. 8192 x 14336 bf16 in one
  *         form: 1.06 GB, 220 us at an H200's 4.8 TB/s, less what the second pass finds in L2;
- *         measured 245 us there (bench/log/2026-11-24-fp8-h200.md)
+ *         measured 245 us there (bench/log/2026-11-24-fp8-h200.md). With mx 2 + 1/16 more: 1.30 GB,
+ *         271 us
  * determinism  bitwise: elementwise, and a maximum of whole numbers
  * reference    the cpu backend's; exp differs, so s may be a neighbour in bf16, and so may amax and
  *              codes; the scale differs where amax/1.75 is a power of two or just beyond one */
@@ -180,20 +211,18 @@ extern "C" ps_status ps__cuda_glu_quantize(const ps_launch *l) {
   const ps__args_glu_quantize *a = (const ps__args_glu_quantize *)l->args;
   ps_status st = ps__check_glu_quantize(a, a->forms, "glu_quantize");
   if (st == PS_OK)
-    st = ps_check_fp8(l, "glu_quantize", 2 + ps_n_outputs(a->forms, a->count), 1u << 1,
-                      a->count != 0, a->n_tokens, a->ffn_dim, a->dt, 0);
+    st = ps_check_fp8(l, "glu_quantize", 2 + 2 * (a->mx != 0) + ps_n_outputs(a->forms, a->count),
+                      a->mx ? 1u << 3 : 1u << 1, a->count != 0, a->n_tokens, a->ffn_dim, a->dt, 0);
   if (st != PS_OK)
     return st;
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
-  uint32_t next = 1;
+  uint32_t next = a->mx ? 3 : 1;
   ps_quantized z = ps_quantized_of(l, &next, a->n_tokens, a->ffn_dim, a->forms);
   z.flushed = ps_flushed_of(l, next, a->count);
   cudaError_t e = cudaSuccess;
-  PS_BY_TYPE(
-      a->dt, const T *gu = (const T *)l->ptr[0];
-      e = a->activation == PS_ACTIVATION_SILU
-              ? quantize_product(gated_product<T, false>{gu, a->ffn_dim}, z, a->dt_q, stream)
-              : quantize_product(gated_product<T, true>{gu, a->ffn_dim}, z, a->dt_q, stream));
+  PS_BY_TYPE(a->dt, e = a->activation == PS_ACTIVATION_SILU
+                            ? quantize_product<T, false>(l, z, stream)
+                            : quantize_product<T, true>(l, z, stream));
   return ps_launched("glu_quantize", e);
 }
 

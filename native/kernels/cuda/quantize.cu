@@ -101,12 +101,12 @@ extern "C" ps_status ps__cuda_quantize(const ps_launch *l) {
 
 /* ---- MX -------------------------------------------------------------------------------------- */
 
-/* A thread takes eight values at a time, MX_EIGHTS times; four threads have the values of a scale.
- * All of a thread's loads are on their way before it needs one. */
+/* A thread takes eight values at a time, MX_EIGHTS times. All of its loads are on their way before
+ * it needs one. */
 enum { MX_THREADS = 256, MX_EIGHTS = 4 };
 template <typename T>
 __global__ void __launch_bounds__(MX_THREADS)
-    quantize_mx_k(const T *x, uint8_t *q, uint8_t *scales, uint64_t n_eights) {
+    quantize_mx_k(const T *x, ps_mx_out to, uint64_t n_eights) {
   const uint64_t first = (uint64_t)blockIdx.x * (MX_THREADS * MX_EIGHTS) + threadIdx.x;
   ps_eight<T> v[MX_EIGHTS] = {};
 #pragma unroll
@@ -116,18 +116,9 @@ __global__ void __launch_bounds__(MX_THREADS)
 #pragma unroll
   for (int i = 0; i < MX_EIGHTS; i++) {
     const uint64_t eight = first + i * MX_THREADS;
-    uint32_t most = 0, code[8];
-    ps_see8<T>(&most, v[i]);
-    most = ps_amax_bits<T>(most);
-    most = max(most, __shfl_xor_sync(0xffffffffu, most, 1));
-    most = max(most, __shfl_xor_sync(0xffffffffu, most, 2));
-    if (eight >= n_eights)
-      continue; /* so are all four threads of a scale */
-    const uint32_t scale = ps__mx_scale(most);
-    ps_codes8<PS__E4M3>(code, 0, v[i], __uint_as_float(ps__mx_inverse_bits(scale)));
-    ps_put_row(q + eight * PS__PART_COLS, code, 0);
-    if (threadIdx.x % 4 == 0)
-      scales[eight / 4] = (uint8_t)scale;
+    const uint32_t most = ps_mx_most(v[i], 0xffffffffu);
+    if (eight < n_eights)
+      ps_put_mx8(to, eight * PS__PART_COLS, v[i], most);
   }
 }
 
@@ -150,7 +141,7 @@ extern "C" ps_status ps__cuda_quantize_mx(const ps_launch *l) {
   const uint64_t n = (uint64_t)a->rows * a->cols / PS__PART_COLS;
   PS_BY_TYPE(a->dt, quantize_mx_k<T>
              <<<ps_ceil_div(n, (uint64_t)MX_THREADS * MX_EIGHTS), MX_THREADS, 0, stream>>>(
-                 (const T *)l->ptr[0], (uint8_t *)l->ptr[1], (uint8_t *)l->ptr[2], n));
+                 (const T *)l->ptr[0], ps_mx_out{(uint8_t *)l->ptr[1], (uint8_t *)l->ptr[2]}, n));
   return ps_launched("quantize_mx", cudaGetLastError());
 }
 

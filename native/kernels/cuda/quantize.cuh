@@ -189,6 +189,31 @@ __device__ __forceinline__ void ps_put_row(uint8_t *at, const uint32_t (&code)[8
   ps_put<uint32_t, 2>((uint32_t *)at, ps_vec<uint32_t, 2>{{code[i], code[4 + i]}});
 }
 
+/* An MX tensor, of which four threads have the values of a scale: lanes 4i to 4i + 3, eight values
+ * each, the first of them at @at in the tensor. */
+typedef struct ps_mx_out {
+  uint8_t *q, *scales;
+} ps_mx_out;
+/* The largest |x| of the values of a scale. @lanes: who calls it, all four of a scale or none. */
+template <typename T>
+__device__ __forceinline__ uint32_t ps_mx_most(const ps_eight<T> &x, uint32_t lanes) {
+  uint32_t most = 0;
+  ps_see8<T>(&most, x);
+  most = ps_amax_bits<T>(most);
+  most = max(most, __shfl_xor_sync(lanes, most, 1));
+  return max(most, __shfl_xor_sync(lanes, most, 2));
+}
+template <typename T>
+__device__ __forceinline__ void ps_put_mx8(const ps_mx_out &to, size_t at, const ps_eight<T> &x,
+                                           uint32_t most) {
+  const uint32_t scale = ps__mx_scale(most);
+  uint32_t code[8];
+  ps_codes8<PS__E4M3>(code, 0, x, __uint_as_float(ps__mx_inverse_bits(scale)));
+  ps_put_row(to.q + at, code, 0);
+  if (threadIdx.x % 4 == 0)
+    to.scales[at / PS__MX_VALUES] = (uint8_t)scale;
+}
+
 /* The tile of rows from @row0 and columns from @col0, which parts left in shared memory, in the
  * form COLS at @qt, a tensor of @rows rows; columns from @cols on are not there. */
 __device__ __forceinline__ void ps_put_runs(uint8_t *qt, const uint32_t *tile, uint32_t rows,
