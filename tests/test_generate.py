@@ -387,8 +387,8 @@ def test_the_command_refuses_bad_input_in_one_sentence(chat_model, words, messag
 def test_the_command_says_which_gpu_and_that_runs_are_deterministic(chat_model, monkeypatch):
     asked, given = [], {}
 
-    def cached(*machine):
-        asked.append(machine)
+    def cached(*machine, device_mem):
+        asked.append((*machine, device_mem))
         return Hardware.estimate(1, "cpu")
 
     class Recorder(Generator):
@@ -400,7 +400,7 @@ def test_the_command_says_which_gpu_and_that_runs_are_deterministic(chat_model, 
     monkeypatch.setattr("penstock.generate.Generator", Recorder)
     words = ["--model", str(chat_model), "--prompt", "x", "--max-new-tokens", "1"]
     assert main([*words, "--threads", "1", "--gpu", "3"]) == 2  # the machine has no GPU
-    assert asked == [(1, "auto", 3, None)] and not given
+    assert asked == [(1, "auto", 3, None, None)] and not given
     assert main([*words, "--deterministic"]) == 0 and given["deterministic"]
     assert main(words) == 0 and not given["deterministic"]
 

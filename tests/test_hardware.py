@@ -156,7 +156,7 @@ def test_fp8_is_measured_on_gpus_that_have_it_where_its_rates_are_missing():
     hw.gemm_fp8[0].rows = 256
     before = as_dict(hw)
     assert not lib.ps_hardware_lacks_fp8(hw)
-    check(lib.ps_hardware_fp8(hw, 0))
+    check(lib.ps_hardware_fp8(hw, 0, 0))
     assert as_dict(hw) == before
 
 

@@ -191,6 +191,7 @@ PS_API ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32
  * themselves on realistic values.
  * @n_threads       0: all CPUs. CUDA: two fewer where there are four or more; the two feed the GPU
  *                  and its copies.
+ * @device_mem_bytes  CUDA: cap of what the GPU loses to the process, 0: none.
  * @host_mem_bytes  cap of the process's host memory, 0: none.
  * @seconds         of timing in all. 0: 1 on the CPU backend, 16 on CUDA, where the clock falls
  *                  under load. Preparation adds a few seconds. On CUDA it also adds up to 5 s of
@@ -204,9 +205,11 @@ PS_API ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32
  * more scratch than plans expect, and finding documents where no library does it. FP8's rates are
  * left to ps_hardware_fp8().
  * Blocks. Errors: PS_EINVAL, PS_ENOMEM, PS_EDEVICE; PS_EBUDGET where less than 38 MB + 5 MB a
- * thread are left (on CUDA 1.6 GiB). */
+ * thread are left (on CUDA 1.6 GiB), or @device_mem_bytes is less than 4.6 GiB: the context and the
+ * kernels are taken to need 1 GiB, as estimates have it. */
 PS_API ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_t device,
-                                     uint32_t n_threads, uint64_t host_mem_bytes, double seconds);
+                                     uint32_t n_threads, uint64_t device_mem_bytes,
+                                     uint64_t host_mem_bytes, double seconds);
 
 /* ps_hardware_ample() - 1 where the machine of @hw has the memory that ps_hardware_measure() takes
  * in full under @host_mem_bytes. Rates that are PS_MEASURED_TIGHT may then be measured anew. */
@@ -221,14 +224,16 @@ PS_API ps_status ps_hardware_profile(ps_hardware *out, uint32_t backend, uint32_
 /* ps_hardware_fp8() - what a plan of a recipe with FP8 needs beside the rates in bf16:
  * gemm_fp8_flops_per_s, gemm_fp8, fp8_attention_speed and fp8_overhead_bytes of @hw. They are
  * measured where @hw lacks them. Where cuBLASLt has no such products, or the host has too little
- * memory, a line says so, @hw stays as it is, and the next call tries again.
- * @host_mem_bytes  cap of the process's host memory, 0: none.
+ * memory, or the cap of device memory is too low, a line says so, @hw stays as it is, and the next
+ * call tries again.
+ * @device_mem_bytes, @host_mem_bytes  as of ps_hardware_measure().
  * Takes 256 MiB of host memory, 3.6 GiB of device memory, and 8 s; half a minute more where the
  * GPU's FP8 products were never timed. Blocks. Errors: PS_EINVAL, PS_ENOMEM, PS_EDEVICE;
  * @hw is untouched.
  * ps_hardware_lacks_fp8() - 1 where ps_hardware_fp8() would measure: @hw is of a GPU of compute
  * capability 8.9 or later, has measured rates, and has no gemm_fp8. */
-PS_API ps_status ps_hardware_fp8(ps_hardware *hw, uint64_t host_mem_bytes);
+PS_API ps_status ps_hardware_fp8(ps_hardware *hw, uint64_t device_mem_bytes,
+                                 uint64_t host_mem_bytes);
 PS_API int ps_hardware_lacks_fp8(const ps_hardware *hw);
 
 /* ps_hardware_read(), ps_hardware_write() - rates as JSON. Reading takes the facts anew from the
@@ -277,11 +282,13 @@ PS_API ps_status ps_hardware_gpus_check(uint32_t device, uint32_t n);
  * happens.
  * @host_mem_bytes  cap of the process's host memory, 0: none. Where it or the system leaves less
  *                  than 4.3 GiB and 1 GiB a GPU, a line says so and n_gpus stays as it is.
- * Takes on each GPU a context and 4.4 GiB of device memory. Where a GPU has less, a line says so,
- * gpus_compute_speed is 0, and the next call tries again. Takes 15 cases of 0.4 s, and 5 s of
- * products. Blocks.
+ * @device_mem_bytes  cap of what each GPU loses to the process, 0: none
+ * Takes on each GPU a context and 4.4 GiB of device memory. Where a GPU has less, or the cap allows
+ * less, a line says so, gpus_compute_speed is 0, and the next call tries again. Takes 15 cases of
+ * 0.4 s, and 5 s of products. Blocks.
  * Errors: as ps_hardware_gpus_check(); PS_ENOMEM. */
-PS_API ps_status ps_hardware_peers(ps_hardware *hw, uint32_t n, uint64_t host_mem_bytes);
+PS_API ps_status ps_hardware_peers(ps_hardware *hw, uint32_t n, uint64_t device_mem_bytes,
+                                   uint64_t host_mem_bytes);
 
 /* ps_hardware_gpu_unused() - why a GPU cannot be used although a driver is installed: the driver is
  * too old, no GPU is visible, or the build has no CUDA. NULL where a GPU can be used, or where

@@ -180,7 +180,8 @@ typedef struct cli_device {
 } cli_device;
 
 /* cli_hardware_get() - read the machine's rates from the user's cache. On first use measure and
- * cache them, and say so on stderr unless @quiet. @fp8: those of FP8 products too.
+ * cache them, and say so on stderr unless @quiet. @device_bytes, @host_bytes: caps meanwhile, 0:
+ * none. @fp8: those of FP8 products too.
  * cli_hardware_measure() - measure the rates now and cache them. @full: by ps_hardware_profile().
  * @seconds 0: as long as the device needs. *cached_at: the cache's file, freed by the caller, or
  * NULL.
@@ -191,8 +192,8 @@ typedef struct cli_device {
  * cli_hardware_measure() call it.
  * cli_gpus_check() - whether a training or an evaluation can run on device->n_gpus. Exit code.
  * cli_on_gpu() - whether it runs on a GPU. */
-int cli_hardware_get(ps_hardware *out, cli_device *device, uint64_t host_bytes, bool fp8,
-                     bool quiet);
+int cli_hardware_get(ps_hardware *out, cli_device *device, uint64_t device_bytes,
+                     uint64_t host_bytes, bool fp8, bool quiet);
 int cli_hardware_measure(ps_hardware *out, cli_device *device, bool full, double seconds,
                          char **cached_at);
 double cli_network_kept(const char *id, uint32_t transport);

@@ -143,13 +143,14 @@ int cli_gpus_check(const cli_device *d) {
 }
 
 /* The rates of several GPUs together, measured once and kept like the others. */
-static int add_peers(ps_hardware *hw, const cli_device *d, uint64_t host_bytes, bool quiet) {
+static int add_peers(ps_hardware *hw, const cli_device *d, uint64_t device_bytes,
+                     uint64_t host_bytes, bool quiet) {
   const double peers = hw->peer_bytes_per_s, speed = hw->gpus_compute_speed;
   const uint32_t n_gpus = hw->n_gpus;
   if (!quiet && (n_gpus != d->n_gpus || !(speed > 0)))
     fprintf(stderr, "penstock: measuring %llu GPUs at once, which takes up to 15 s\n",
             (unsigned long long)d->n_gpus);
-  const ps_status st = ps_hardware_peers(hw, (uint32_t)d->n_gpus, host_bytes);
+  const ps_status st = ps_hardware_peers(hw, (uint32_t)d->n_gpus, device_bytes, host_bytes);
   if (st != PS_OK)
     return cli_fail_status(st, true);
   if (hw->measured &&
@@ -159,13 +160,13 @@ static int add_peers(ps_hardware *hw, const cli_device *d, uint64_t host_bytes, 
 }
 
 /* FP8's rates, measured when a plan first needs them and kept like the others. */
-static int add_fp8(ps_hardware *hw, uint64_t host_bytes, bool quiet) {
+static int add_fp8(ps_hardware *hw, uint64_t device_bytes, uint64_t host_bytes, bool quiet) {
   if (!ps_hardware_lacks_fp8(hw))
     return CLI_OK;
   if (!quiet)
     fprintf(stderr,
             "penstock: measuring this GPU's FP8 products once, which takes 10 s to a minute\n");
-  const ps_status st = ps_hardware_fp8(hw, host_bytes);
+  const ps_status st = ps_hardware_fp8(hw, device_bytes, host_bytes);
   if (st != PS_OK)
     return cli_fail_status(st, true);
   if (!ps_hardware_lacks_fp8(hw))
@@ -244,13 +245,14 @@ static void warn_if_busy(const cpu_use *before) {
 /* ---- measuring ------------------------------------------------------------------------------- */
 
 static ps_status measure(ps_hardware *out, const cli_device *d, uint32_t backend,
-                         uint64_t host_bytes, bool full, double seconds, bool quiet,
-                         char **cached_at) {
+                         uint64_t device_bytes, uint64_t host_bytes, bool full, double seconds,
+                         bool quiet, char **cached_at) {
   out->struct_bytes = sizeof *out;
   const uint32_t gpu = (uint32_t)d->gpu, threads = (uint32_t)d->threads;
   const cpu_use before = read_cpu_use();
-  const ps_status st = full ? ps_hardware_profile(out, backend, gpu, threads, host_bytes, seconds)
-                            : ps_hardware_measure(out, backend, gpu, threads, host_bytes, seconds);
+  const ps_status st =
+      full ? ps_hardware_profile(out, backend, gpu, threads, host_bytes, seconds)
+           : ps_hardware_measure(out, backend, gpu, threads, device_bytes, host_bytes, seconds);
   if (st == PS_OK && !quiet)
     warn_if_busy(&before);
   if (st == PS_OK)
@@ -264,7 +266,7 @@ int cli_hardware_measure(ps_hardware *out, cli_device *d, bool full, double seco
   int code = find_machine(out, d, false, &backend);
   if (code != CLI_OK)
     return code;
-  const ps_status st = measure(out, d, backend, 0, full, seconds, false, cached_at);
+  const ps_status st = measure(out, d, backend, 0, 0, full, seconds, false, cached_at);
   return st == PS_OK ? CLI_OK : cli_fail_status(st, true);
 }
 
@@ -284,7 +286,8 @@ static bool cached_rates(ps_hardware *out, const cli_device *d, uint32_t backend
   return ok;
 }
 
-int cli_hardware_get(ps_hardware *out, cli_device *d, uint64_t host_bytes, bool fp8, bool quiet) {
+int cli_hardware_get(ps_hardware *out, cli_device *d, uint64_t device_bytes, uint64_t host_bytes,
+                     bool fp8, bool quiet) {
   uint32_t backend;
   int code = find_machine(out, d, quiet, &backend);
   if (code != CLI_OK)
@@ -296,7 +299,8 @@ int cli_hardware_get(ps_hardware *out, cli_device *d, uint64_t host_bytes, bool 
           stderr,
           "penstock: measuring this machine once, which takes %s; penstock profile measures more\n",
           backend == PS_BACKEND_CUDA ? "20 s to 2 minutes" : "a second or two");
-    const ps_status st = measure(out, d, backend, host_bytes, false, 0, quiet, &cached_at);
+    const ps_status st =
+        measure(out, d, backend, device_bytes, host_bytes, false, 0, quiet, &cached_at);
     free(cached_at);
     if (st == PS_EBUDGET && !quiet) /* @out still has the estimated rates */
       fprintf(stderr,
@@ -306,10 +310,10 @@ int cli_hardware_get(ps_hardware *out, cli_device *d, uint64_t host_bytes, bool 
       return cli_fail_status(st, true);
   }
   if (fp8)
-    code = add_fp8(out, host_bytes, quiet);
+    code = add_fp8(out, device_bytes, host_bytes, quiet);
   if (code == CLI_OK && d->n_gpus > 1 && backend == PS_BACKEND_CUDA &&
       ps_hardware_gpus_check((uint32_t)d->gpu, (uint32_t)d->n_gpus) == PS_OK)
-    code = add_peers(out, d, host_bytes, quiet);
+    code = add_peers(out, d, device_bytes, host_bytes, quiet);
   if (d->peak_tflops > 0)
     out->peak_flops_per_s = d->peak_tflops * 1e12;
   return code;

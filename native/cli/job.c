@@ -395,7 +395,8 @@ static bool has_fp8(const cli_job *j) {
 
 static int get_hardware(cli_job *j) {
   if (!j->hardware_file)
-    return cli_hardware_get(&j->hardware, &j->device, j->host_mem, has_fp8(j), j->quiet);
+    return cli_hardware_get(&j->hardware, &j->device, j->device_mem, j->host_mem, has_fp8(j),
+                            j->quiet);
   if (j->device.gpu_given || j->device.backend != CLI_BACKEND_AUTO)
     return cli_fail(CLI_REFUSED,
                     "--%s chooses a device of this machine, but --hardware describes another "

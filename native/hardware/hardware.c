@@ -88,7 +88,23 @@ ps_status ps_hardware_gpus_check(uint32_t device, uint32_t n) {
 #endif
 }
 
-ps_status ps_hardware_peers(ps_hardware *hw, uint32_t n, uint64_t host_mem_bytes) {
+#ifdef PS_CUDA
+/* Whether measuring several GPUs at once may take what it takes of each. */
+static bool gpus_fit(const ps_hardware *hw, uint32_t n, uint64_t device_mem_bytes) {
+  const uint64_t takes = ps__cuda_measure_bytes(hw);
+  char need[32], given[32];
+  if (!device_mem_bytes || takes <= device_mem_bytes)
+    return true;
+  ps__log(PS_LOG_WARN,
+          "measuring %u GPUs at once takes %s of each, %s are given: plans take what is known of "
+          "one GPU",
+          n, ps__format_bytes(need, takes), ps__format_bytes(given, device_mem_bytes));
+  return false;
+}
+#endif
+
+ps_status ps_hardware_peers(ps_hardware *hw, uint32_t n, uint64_t device_mem_bytes,
+                            uint64_t host_mem_bytes) {
   if (!hw)
     return ps__fail(PS_EINVAL, "ps_hardware_peers: hw is NULL");
   if (n == 1 || hw->backend == PS_BACKEND_CPU)
@@ -100,11 +116,11 @@ ps_status ps_hardware_peers(ps_hardware *hw, uint32_t n, uint64_t host_mem_bytes
   PS_TRY(ps__cuda_peers(hw->device, n, &access));
   if (access && !(rate > 0))
     PS_TRY(ps__cuda_peer_rate(hw->device, n, &rate));
-  if (hw->n_gpus != n || !(hw->gpus_compute_speed > 0))
+  if ((hw->n_gpus != n || !(hw->gpus_compute_speed > 0)) && gpus_fit(hw, n, device_mem_bytes))
     PS_TRY(ps__hardware_measure_gpus(hw, n, host_mem_bytes));
   hw->peer_bytes_per_s = access ? rate : 0;
 #else
-  (void)host_mem_bytes;
+  (void)device_mem_bytes, (void)host_mem_bytes;
 #endif
   return PS_OK;
 }

@@ -606,13 +606,31 @@ static ps_status choose_buffer(uint64_t *bytes, const ps_hardware *hw, bool prof
   return PS_OK;
 }
 
+#ifdef PS_CUDA
+static ps_status check_device(const ps_hardware *hw, uint64_t device_mem_bytes) {
+  const uint64_t takes = ps__cuda_measure_bytes(hw);
+  char need[32], given[32];
+  if (hw->backend != PS_BACKEND_CUDA || !device_mem_bytes || takes <= device_mem_bytes)
+    return PS_OK;
+  return ps__fail(PS_EBUDGET, "measuring this machine takes %s of device memory, %s are given",
+                  ps__format_bytes(need, takes), ps__format_bytes(given, device_mem_bytes));
+}
+#endif
+
+/* @profile has no cap of device memory. */
 static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads,
-                     uint64_t host_mem_bytes, double seconds, bool profile) {
+                     uint64_t device_mem_bytes, uint64_t host_mem_bytes, double seconds,
+                     bool profile) {
   if (!out || !(seconds >= 0))
     return ps__fail(PS_EINVAL, "measuring a machine: out must be given and seconds not negative");
   ps_hardware hw;
   PS_TRY(ps__hardware_facts(&hw, backend, device, n_threads));
   bench b = {.beside_gpu = backend == PS_BACKEND_CUDA};
+#ifdef PS_CUDA
+  PS_TRY(check_device(&hw, device_mem_bytes));
+#else
+  (void)device_mem_bytes;
+#endif
   PS_TRY(choose_buffer(&b.bytes, &hw, profile, host_mem_bytes));
   if (seconds == 0)
     seconds = b.beside_gpu ? (profile ? 125 : 16) : profile ? 5 : 1;
@@ -697,11 +715,12 @@ ps_status ps__hardware_measure_gpus(ps_hardware *hw, uint32_t n, uint64_t host_m
 #endif
 
 ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_t device,
-                              uint32_t n_threads, uint64_t host_mem_bytes, double seconds) {
-  return run(out, backend, device, n_threads, host_mem_bytes, seconds, false);
+                              uint32_t n_threads, uint64_t device_mem_bytes,
+                              uint64_t host_mem_bytes, double seconds) {
+  return run(out, backend, device, n_threads, device_mem_bytes, host_mem_bytes, seconds, false);
 }
 
 ps_status ps_hardware_profile(ps_hardware *out, uint32_t backend, uint32_t device,
                               uint32_t n_threads, uint64_t host_mem_bytes, double seconds) {
-  return run(out, backend, device, n_threads, host_mem_bytes, seconds, true);
+  return run(out, backend, device, n_threads, 0, host_mem_bytes, seconds, true);
 }

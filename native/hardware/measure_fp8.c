@@ -13,15 +13,22 @@ int ps_hardware_lacks_fp8(const ps_hardware *hw) {
 #ifdef PS_CUDA
 static const double SECONDS = 0.35; /* of a case, about as many as ps_hardware_measure() takes */
 
-static ps_status measure(ps_hardware *hw, uint64_t host_mem_bytes) {
+static ps_status measure(ps_hardware *hw, uint64_t device_mem_bytes, uint64_t host_mem_bytes) {
   ps__host_places at = {.stride = 2ull * PS__COPY_BYTES, .n = 1};
-  const uint64_t have = ps__hardware_room(host_mem_bytes);
+  const uint64_t have = ps__hardware_room(host_mem_bytes), takes = ps__cuda_measure_bytes(hw);
   char need[32], there[32];
   if (have < at.stride) {
     ps__log(PS_LOG_WARN,
             "measuring FP8 products takes %s of host memory, %s are left of what is given or free: "
             "their rates are estimates",
             ps__format_bytes(need, at.stride), ps__format_bytes(there, have));
+    return PS_OK;
+  }
+  if (device_mem_bytes && takes > device_mem_bytes) {
+    ps__log(PS_LOG_WARN,
+            "measuring FP8 products takes %s of device memory, %s are given: their rates are "
+            "estimates",
+            ps__format_bytes(need, takes), ps__format_bytes(there, device_mem_bytes));
     return PS_OK;
   }
   PS_TRY(ps__map((void **)&at.first, at.stride, "measuring the machine"));
@@ -32,18 +39,18 @@ static ps_status measure(ps_hardware *hw, uint64_t host_mem_bytes) {
 }
 #endif
 
-ps_status ps_hardware_fp8(ps_hardware *hw, uint64_t host_mem_bytes) {
+ps_status ps_hardware_fp8(ps_hardware *hw, uint64_t device_mem_bytes, uint64_t host_mem_bytes) {
   if (!hw)
     return ps__fail(PS_EINVAL, "ps_hardware_fp8: hw is NULL");
   if (!ps_hardware_lacks_fp8(hw))
     return PS_OK;
 #ifdef PS_CUDA
   ps_hardware measured = *hw;
-  PS_TRY(measure(&measured, host_mem_bytes));
+  PS_TRY(measure(&measured, device_mem_bytes, host_mem_bytes));
   *hw = measured;
   return PS_OK;
 #else
-  (void)host_mem_bytes;
+  (void)device_mem_bytes, (void)host_mem_bytes;
   return ps_hardware_gpus_check(hw->device, 1); /* says that the build has no CUDA */
 #endif
 }

@@ -397,7 +397,7 @@ static bool is_vain(const ps__builder *b, const chunk_pass *p, const ps__op_def 
   return true;
 }
 
-/* Puts the joint op in the place of the ops at the list's end, where they are the ones it is for. */
+/* Puts the joint op in the place of the ops at the list's end, where they are what it does. */
 static void join(const ps__layer_def *d, listed *list, uint32_t *n) {
   const uint32_t k = d->n_joint;
   const ps__op_def *first = &d->fwd[d->first_joint];

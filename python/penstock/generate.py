@@ -222,7 +222,9 @@ def _parser() -> command.Parser:
 
 
 def _hardware(args) -> Hardware:
-    hardware = Hardware.cached(args.threads, args.backend, args.gpu or 0, args.host_mem)
+    hardware = Hardware.cached(
+        args.threads, args.backend, args.gpu or 0, args.host_mem, device_mem=args.device_mem
+    )
     if args.gpu is not None and hardware.backend == lib.PS_BACKEND_CPU:
         reason = "there is no GPU that can be used here"
         if args.backend == "cpu":

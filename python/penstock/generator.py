@@ -91,7 +91,9 @@ class Generator(Owner):
     ):
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r}: one of {', '.join(DTYPES)}")
-        self.hardware = hardware or Hardware.cached(threads, backend, gpu, host_mem)
+        self.hardware = hardware or Hardware.cached(
+            threads, backend, gpu, host_mem, device_mem=device_mem
+        )
         cfg = struct(
             "ps_generate_config",
             dtype=DTYPES[dtype],

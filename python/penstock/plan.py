@@ -69,6 +69,10 @@ def _backend(name: str) -> int:
     return lib.PS_BACKEND_CUDA if gpu else lib.PS_BACKEND_CPU
 
 
+def _caps(device_mem, host_mem) -> tuple[int, int]:
+    return parse_bytes(device_mem, "device_mem"), parse_bytes(host_mem, "host_mem")
+
+
 class Hardware:
     """A machine and its rates. The fields of ps_hardware (include/penstock/hardware.h) are
     attributes."""
@@ -92,14 +96,16 @@ class Hardware:
         backend: str = "auto",
         gpu: int = 0,
         host_mem=None,
+        device_mem=None,
     ) -> "Hardware":
         """Measure matrix products, attention, a norm, copies and host ops, for about `seconds` in
-        all. 0: 1 second, with a GPU 16, because a GPU's clock falls under load. host_mem: cap of
-        the process's memory meanwhile; BudgetError where it is too low."""
+        all. 0: 1 second, with a GPU 16, because a GPU's clock falls under load. host_mem and
+        device_mem: caps of the process's and the GPU's memory meanwhile; BudgetError where one is
+        too low."""
         hw = struct("ps_hardware")
         check(
             lib.ps_hardware_measure(
-                hw, _backend(backend), gpu, threads, parse_bytes(host_mem, "host_mem"), seconds
+                hw, _backend(backend), gpu, threads, *_caps(device_mem, host_mem), seconds
             )
         )
         return cls(hw)
@@ -142,6 +148,7 @@ class Hardware:
         host_mem=None,
         gpus: int = 1,
         fp8: bool = False,
+        device_mem=None,
     ) -> "Hardware":
         """This machine's rates, measured once for each thread count and then read from the user's
         cache ($XDG_CACHE_HOME/penstock or ~/.cache/penstock), which the command line uses too.
@@ -149,20 +156,21 @@ class Hardware:
         too, on a GPU that has them.
 
         Two cases give a warning. The cache cannot be written: the next call measures again.
-        host_mem leaves no room to measure: the rates are estimated."""
+        host_mem or device_mem leaves no room to measure: the rates are estimated."""
         path = cls.cache_path(threads, backend, gpu)
-        hw = cls._of_one(path, threads, backend, gpu, host_mem)
+        caps = _caps(device_mem, host_mem)
+        hw = cls._of_one(path, threads, backend, gpu, host_mem, device_mem)
         before = hw.as_dict()
         if fp8:
-            check(lib.ps_hardware_fp8(hw._ptr, parse_bytes(host_mem, "host_mem")))
+            check(lib.ps_hardware_fp8(hw._ptr, *caps))
         if gpus > 1:
-            check(lib.ps_hardware_peers(hw._ptr, gpus, parse_bytes(host_mem, "host_mem")))
+            check(lib.ps_hardware_peers(hw._ptr, gpus, *caps))
         if path and hw.measured and before != hw.as_dict():
             hw._keep(path)
         return hw
 
     @classmethod
-    def _of_one(cls, path, threads, backend, gpu, host_mem) -> "Hardware":
+    def _of_one(cls, path, threads, backend, gpu, host_mem, device_mem) -> "Hardware":
         """The rates of one GPU: those of the cache's file, or measured and kept there."""
         hw = struct("ps_hardware")
         if path:
@@ -175,7 +183,7 @@ class Hardware:
             except (StateError, InputOutputError, FormatError):
                 pass
         try:
-            measured = cls.measure(threads, 0.0, backend, gpu, host_mem)
+            measured = cls.measure(threads, 0.0, backend, gpu, host_mem, device_mem)
         except BudgetError as exc:
             warnings.warn(f"{exc}: rates are estimated", stacklevel=2)
             return cls.estimate(threads, backend, gpu)
@@ -262,6 +270,7 @@ def _configure(given: dict) -> tuple:
         host_mem=given["host_mem"] if given["reserve"] is None else None,
         gpus=gpus,
         fp8=recipe.startswith("fp8"),
+        device_mem=given["device_mem"],
     )
     which, optimizer = ffi.new("ps_recipe *"), ffi.new("ps_optimizer *")
     check(lib.ps_recipe_parse(which, recipe.encode()))

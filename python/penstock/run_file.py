@@ -18,7 +18,7 @@ from .lora import Lora
 from .model import ModelConfig
 from .plan import Hardware, Plan
 
-_HARDWARE = ("threads", "backend", "gpu", "host_mem")
+_HARDWARE = ("threads", "backend", "gpu", "host_mem", "device_mem")
 
 
 def read(path) -> dict:

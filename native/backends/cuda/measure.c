@@ -83,6 +83,11 @@ uint64_t ps__bench_memory_bytes(const ps_hardware *hw) {
                      2u << 20);
 }
 
+uint64_t ps__cuda_measure_bytes(const ps_hardware *hw) {
+  const uint64_t overhead = hw->device_overhead_bytes;
+  return ps__bench_memory_bytes(hw) + (overhead ? overhead : 1ull << 30);
+}
+
 ps_status ps__bench_open(ps__bench *b) {
   const size_t workspace = ps__cuda_workspace_bytes(b->hw->compute_capability);
   const uint64_t scratch = ps__bench_attention_scratch(b->hw);
