@@ -257,7 +257,7 @@ def glu_quantize(a, gu, _, *rest):
     out, flushed = codes(stored(glu(a, gu)[0], a.dt), a.dt_q, a.forms)
     if a.count:
         out.append(torch.cat([counted(rest[-1][:1], flushed), rest[-1][1:]]))
-    return out
+    return [*(quantize_mx(a, gu, None, None) if a.mx else []), *out]
 
 
 def glu_bwd_quantize(a, ds, gu, *rest):
