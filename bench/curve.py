@@ -51,6 +51,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -408,24 +409,26 @@ def draw(path, result):
         if curve == curves[0] or (curves[0], seed) not in losses:
             continue
         apart = [x - y for x, y in zip(loss, losses[curves[0], seed])]
-        label = label and f"{curve} − {curves[0]}"
-        bottom.plot(smoothed(apart), color=colours[curve], linewidth=1, alpha=0.8, label=label)
+        bottom.plot(smoothed(apart), color=colours[curve], linewidth=1, alpha=0.8)
     lowest = [sorted(x)[len(x) // 50] for x in losses.values()]
     highest = [sorted(x)[-1 - len(x) // 20] for x in losses.values()]
     top.set_ylim(min(lowest) - 0.05, max(highest) + 0.05)
     top.set_ylabel("loss, nats")
     top.set_title(
-        f"{result['model']['hidden_size']} x {result['model']['num_hidden_layers']}, "
-        f"{result['tokens_per_step']} tokens a step, {result['device']}, {result['commit']}\n"
+        textwrap.fill(
+            f"{result['model']['hidden_size']} x {result['model']['num_hidden_layers']}, "
+            f"{result['tokens_per_step']} tokens a step, {result['device']}, {result['commit']}",
+            120,
+        )
+        + "\n"
         + "\n".join(line.split(" (")[0] for line in lines_of(result, curves[0])),
         fontsize=8,
     )
     bottom.axhline(0, color="black", linewidth=0.5)
-    bottom.set_ylabel("difference, nats")
+    bottom.set_ylabel(f"minus {curves[0]}, nats")
     bottom.set_xlabel("step")
+    top.legend(fontsize=8)  # of both
     for axes in (top, bottom):
-        if any(not line.get_label().startswith("_") for line in axes.lines):
-            axes.legend(fontsize=8)
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
 
