@@ -249,8 +249,18 @@ def test_what_cannot_be_trained_is_a_sentence(tiny_shard, tmp_path, more, says):
 @pytest.mark.parametrize(
     "name, expected",
     [
-        ("fp8-seeds-h100", {"fp8": True, "fp8:fast": False, "fp8-broken": False}),
+        (
+            "fp8-seeds-h100",
+            {
+                "fp8": True,
+                "fp8:saved": True,
+                "fp8:fast": False,
+                "fp8-broken": False,
+                "fp8-broken:fast": False,
+            },
+        ),
         ("fp8-accumulation-h100", {}),  # ended early: no gate
+        ("fp8-saved-h100", {}),
     ],
 )
 def test_the_shipped_curves_of_fp8_say_what_the_gate_says(name, expected):
