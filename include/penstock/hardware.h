@@ -205,11 +205,16 @@ PS_API ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32
  * more scratch than plans expect, and finding documents where no library does it. FP8's rates are
  * left to ps_hardware_fp8().
  * Blocks. Errors: PS_EINVAL, PS_ENOMEM, PS_EDEVICE; PS_EBUDGET where less than 38 MB + 5 MB a
- * thread are left (on CUDA 1.6 GiB), or @device_mem_bytes is less than 4.6 GiB: the context and the
- * kernels are taken to need 1 GiB, as estimates have it. */
+ * thread are left (on CUDA 1.6 GiB), or @device_mem_bytes is less than
+ * ps_hardware_measure_bytes(). */
 PS_API ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_t device,
                                      uint32_t n_threads, uint64_t device_mem_bytes,
                                      uint64_t host_mem_bytes, double seconds);
+
+/* ps_hardware_measure_bytes() - BYTES of a GPU's memory that a cap must allow for measuring @hw's
+ * machine: 4.6 GiB on an H200, of which 1 GiB is for the context and the kernels. 0 on the CPU
+ * backend, and where the build has no CUDA. */
+PS_API uint64_t ps_hardware_measure_bytes(const ps_hardware *hw);
 
 /* ps_hardware_ample() - 1 where the machine of @hw has the memory that ps_hardware_measure() takes
  * in full under @host_mem_bytes. Rates that are PS_MEASURED_TIGHT may then be measured anew. */
@@ -280,12 +285,14 @@ PS_API ps_status ps_hardware_gpus_check(uint32_t device, uint32_t n);
  * as they are; the others are measured. Where two GPUs cannot access each other's memory,
  * peer_bytes_per_s becomes 0 and a line says which. With @n 1 and on the CPU backend nothing
  * happens.
+ * @device_mem_bytes  cap of what each GPU loses to the process, 0: none. Where it is less than
+ *                  ps_hardware_measure_bytes() and 256 MiB, a line says so, and n_gpus and its
+ *                  rates stay as they are.
  * @host_mem_bytes  cap of the process's host memory, 0: none. Where it or the system leaves less
  *                  than 4.3 GiB and 1 GiB a GPU, a line says so and n_gpus stays as it is.
- * @device_mem_bytes  cap of what each GPU loses to the process, 0: none
- * Takes on each GPU a context and 4.4 GiB of device memory. Where a GPU has less, or the cap allows
- * less, a line says so, gpus_compute_speed is 0, and the next call tries again. Takes 15 cases of
- * 0.4 s, and 5 s of products. Blocks.
+ * Takes on each GPU a context and 4.4 GiB of device memory. Where a GPU has less, a line says so,
+ * gpus_compute_speed is 0, and the next call tries again. Takes 15 cases of 0.4 s, and 5 s of
+ * products. Blocks.
  * Errors: as ps_hardware_gpus_check(); PS_ENOMEM. */
 PS_API ps_status ps_hardware_peers(ps_hardware *hw, uint32_t n, uint64_t device_mem_bytes,
                                    uint64_t host_mem_bytes);

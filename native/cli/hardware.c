@@ -142,12 +142,17 @@ int cli_gpus_check(const cli_device *d) {
   return st == PS_OK ? CLI_OK : cli_fail(CLI_REFUSED, "--gpus %llu: %s", n, ps_last_error());
 }
 
+/* Whether the cap of device memory allows measuring. */
+static bool may_measure(const ps_hardware *hw, uint64_t device_bytes) {
+  return !device_bytes || ps_hardware_measure_bytes(hw) <= device_bytes;
+}
+
 /* The rates of several GPUs together, measured once and kept like the others. */
 static int add_peers(ps_hardware *hw, const cli_device *d, uint64_t device_bytes,
                      uint64_t host_bytes, bool quiet) {
   const double peers = hw->peer_bytes_per_s, speed = hw->gpus_compute_speed;
   const uint32_t n_gpus = hw->n_gpus;
-  if (!quiet && (n_gpus != d->n_gpus || !(speed > 0)))
+  if (!quiet && may_measure(hw, device_bytes) && (n_gpus != d->n_gpus || !(speed > 0)))
     fprintf(stderr, "penstock: measuring %llu GPUs at once, which takes up to 15 s\n",
             (unsigned long long)d->n_gpus);
   const ps_status st = ps_hardware_peers(hw, (uint32_t)d->n_gpus, device_bytes, host_bytes);
@@ -163,7 +168,7 @@ static int add_peers(ps_hardware *hw, const cli_device *d, uint64_t device_bytes
 static int add_fp8(ps_hardware *hw, uint64_t device_bytes, uint64_t host_bytes, bool quiet) {
   if (!ps_hardware_lacks_fp8(hw))
     return CLI_OK;
-  if (!quiet)
+  if (!quiet && may_measure(hw, device_bytes))
     fprintf(stderr,
             "penstock: measuring this GPU's FP8 products once, which takes 10 s to a minute\n");
   const ps_status st = ps_hardware_fp8(hw, device_bytes, host_bytes);
@@ -271,15 +276,16 @@ int cli_hardware_measure(ps_hardware *out, cli_device *d, bool full, double seco
 }
 
 /* Read this machine's rates from the cache. Rates that were measured with small buffers, for lack
- * of memory, count only while there is no more memory. */
+ * of memory, count only while there is no more memory, or none may be measured. */
 static bool cached_rates(ps_hardware *out, const cli_device *d, uint32_t backend,
-                         uint64_t host_bytes) {
+                         uint64_t device_bytes, uint64_t host_bytes) {
   char *path = cache_file(out);
   ps_hardware hw = {.struct_bytes = sizeof hw};
   const bool ok =
       path &&
       ps_hardware_read(&hw, path, backend, (uint32_t)d->gpu, (uint32_t)d->threads) == PS_OK &&
-      (hw.measured != PS_MEASURED_TIGHT || !ps_hardware_ample(&hw, host_bytes));
+      (hw.measured != PS_MEASURED_TIGHT || !ps_hardware_ample(&hw, host_bytes) ||
+       !may_measure(&hw, device_bytes));
   if (ok)
     *out = hw;
   free(path);
@@ -292,9 +298,9 @@ int cli_hardware_get(ps_hardware *out, cli_device *d, uint64_t device_bytes, uin
   int code = find_machine(out, d, quiet, &backend);
   if (code != CLI_OK)
     return code;
-  if (!cached_rates(out, d, backend, host_bytes)) {
+  if (!cached_rates(out, d, backend, device_bytes, host_bytes)) {
     char *cached_at = NULL;
-    if (!quiet)
+    if (!quiet && may_measure(out, device_bytes))
       fprintf(
           stderr,
           "penstock: measuring this machine once, which takes %s; penstock profile measures more\n",

@@ -91,13 +91,13 @@ ps_status ps_hardware_gpus_check(uint32_t device, uint32_t n) {
 #ifdef PS_CUDA
 /* Whether measuring several GPUs at once may take what it takes of each. */
 static bool gpus_fit(const ps_hardware *hw, uint32_t n, uint64_t device_mem_bytes) {
-  const uint64_t takes = ps__cuda_measure_bytes(hw);
+  const uint64_t takes = ps_hardware_measure_bytes(hw) + 2ull * PS__COPY_BYTES;
   char need[32], given[32];
-  if (!device_mem_bytes || takes <= device_mem_bytes)
+  if (ps__hardware_fits(takes, device_mem_bytes))
     return true;
   ps__log(PS_LOG_WARN,
-          "measuring %u GPUs at once takes %s of each, %s are given: plans take what is known of "
-          "one GPU",
+          "measuring %u GPUs at once takes %s of device memory on each, %s are given: plans take "
+          "what is known of one GPU; a larger --device-mem lets them be measured",
           n, ps__format_bytes(need, takes), ps__format_bytes(given, device_mem_bytes));
   return false;
 }

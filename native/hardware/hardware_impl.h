@@ -18,6 +18,11 @@ ps_status ps__hardware_measure_gpus(ps_hardware *hw, uint32_t n, uint64_t host_m
 /* ps__hardware_room() - BYTES that measuring may take of @host_mem_bytes, the cap of the whole
  * process (0: none), and of what the system has. */
 uint64_t ps__hardware_room(uint64_t host_mem_bytes);
+/* ps__hardware_fits() - whether measuring may take @takes of the GPU's memory under
+ * @device_mem_bytes, 0: no cap. */
+static inline bool ps__hardware_fits(uint64_t takes, uint64_t device_mem_bytes) {
+  return !device_mem_bytes || takes <= device_mem_bytes;
+}
 /* ps__host_reserve() - BYTES that the process holds besides arenas, scratch and tables. */
 uint64_t ps__host_reserve(const ps_hardware *hw);
 #endif

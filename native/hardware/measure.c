@@ -606,16 +606,23 @@ static ps_status choose_buffer(uint64_t *bytes, const ps_hardware *hw, bool prof
   return PS_OK;
 }
 
+uint64_t ps_hardware_measure_bytes(const ps_hardware *hw) {
 #ifdef PS_CUDA
+  if (hw && hw->backend == PS_BACKEND_CUDA)
+    return ps__cuda_measure_bytes(hw);
+#endif
+  (void)hw;
+  return 0;
+}
+
 static ps_status check_device(const ps_hardware *hw, uint64_t device_mem_bytes) {
-  const uint64_t takes = ps__cuda_measure_bytes(hw);
+  const uint64_t takes = ps_hardware_measure_bytes(hw);
   char need[32], given[32];
-  if (hw->backend != PS_BACKEND_CUDA || !device_mem_bytes || takes <= device_mem_bytes)
+  if (ps__hardware_fits(takes, device_mem_bytes))
     return PS_OK;
   return ps__fail(PS_EBUDGET, "measuring this machine takes %s of device memory, %s are given",
                   ps__format_bytes(need, takes), ps__format_bytes(given, device_mem_bytes));
 }
-#endif
 
 /* @profile has no cap of device memory. */
 static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads,
@@ -626,11 +633,7 @@ static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32
   ps_hardware hw;
   PS_TRY(ps__hardware_facts(&hw, backend, device, n_threads));
   bench b = {.beside_gpu = backend == PS_BACKEND_CUDA};
-#ifdef PS_CUDA
   PS_TRY(check_device(&hw, device_mem_bytes));
-#else
-  (void)device_mem_bytes;
-#endif
   PS_TRY(choose_buffer(&b.bytes, &hw, profile, host_mem_bytes));
   if (seconds == 0)
     seconds = b.beside_gpu ? (profile ? 125 : 16) : profile ? 5 : 1;

@@ -15,7 +15,7 @@ static const double SECONDS = 0.35; /* of a case, about as many as ps_hardware_m
 
 static ps_status measure(ps_hardware *hw, uint64_t device_mem_bytes, uint64_t host_mem_bytes) {
   ps__host_places at = {.stride = 2ull * PS__COPY_BYTES, .n = 1};
-  const uint64_t have = ps__hardware_room(host_mem_bytes), takes = ps__cuda_measure_bytes(hw);
+  const uint64_t have = ps__hardware_room(host_mem_bytes), takes = ps_hardware_measure_bytes(hw);
   char need[32], there[32];
   if (have < at.stride) {
     ps__log(PS_LOG_WARN,
@@ -24,10 +24,10 @@ static ps_status measure(ps_hardware *hw, uint64_t device_mem_bytes, uint64_t ho
             ps__format_bytes(need, at.stride), ps__format_bytes(there, have));
     return PS_OK;
   }
-  if (device_mem_bytes && takes > device_mem_bytes) {
+  if (!ps__hardware_fits(takes, device_mem_bytes)) {
     ps__log(PS_LOG_WARN,
             "measuring FP8 products takes %s of device memory, %s are given: their rates are "
-            "estimates",
+            "estimates; penstock profile measures them without a cap",
             ps__format_bytes(need, takes), ps__format_bytes(there, device_mem_bytes));
     return PS_OK;
   }

@@ -176,8 +176,11 @@ class Hardware:
         if path:
             try:
                 check(lib.ps_hardware_read(hw, encode_path(path), _backend(backend), gpu, threads))
-                if hw.measured != lib.PS_MEASURED_TIGHT or not lib.ps_hardware_ample(
-                    hw, parse_bytes(host_mem, "host_mem")
+                device, host = _caps(device_mem, host_mem)
+                if (
+                    hw.measured != lib.PS_MEASURED_TIGHT
+                    or not lib.ps_hardware_ample(hw, host)
+                    or 0 < device < lib.ps_hardware_measure_bytes(hw)
                 ):
                     return cls(hw)
             except (StateError, InputOutputError, FormatError):
@@ -185,7 +188,10 @@ class Hardware:
         try:
             measured = cls.measure(threads, 0.0, backend, gpu, host_mem, device_mem)
         except BudgetError as exc:
-            warnings.warn(f"{exc}: rates are estimated", stacklevel=2)
+            warnings.warn(
+                f"{exc}: rates are estimated; penstock profile measures them without a cap",
+                stacklevel=2,
+            )
             return cls.estimate(threads, backend, gpu)
         if path:
             measured._keep(path)

@@ -84,8 +84,8 @@ uint64_t ps__bench_memory_bytes(const ps_hardware *hw) {
 }
 
 uint64_t ps__cuda_measure_bytes(const ps_hardware *hw) {
-  const uint64_t overhead = hw->device_overhead_bytes;
-  return ps__bench_memory_bytes(hw) + (overhead ? overhead : 1ull << 30);
+  const uint64_t kernels = 1ull << 30, overhead = hw->device_overhead_bytes;
+  return ps__bench_memory_bytes(hw) + (overhead > kernels ? overhead : kernels);
 }
 
 ps_status ps__bench_open(ps__bench *b) {

@@ -64,9 +64,6 @@ bool ps__cuda_driver_there(void);
  * step. With @profile those of FP8 operands are measured too, on GPUs of compute capability 8.9 and
  * later. Takes 3.6 GiB of device memory meanwhile and pins @host's places; with @profile 1 GiB more
  * of host memory. CUDA has no fp32 attention: its rate is bf16's. Errors: PS_EDEVICE, PS_ENOMEM. */
-/* ps__cuda_measure_bytes() - what the GPU loses to the process meanwhile: the above, and
- * device_overhead_bytes of @hw for the context and the kernels, 1 GiB where it is not measured. */
-uint64_t ps__cuda_measure_bytes(const ps_hardware *hw);
 enum { PS__CUDA_CASES = 26, PS__CUDA_CASES_A_LOAD = 4, PS__CUDA_MORE_CASES = 8 };
 typedef struct ps__host_work {
   ps__host_places places;
@@ -75,6 +72,9 @@ typedef struct ps__host_work {
 } ps__host_work;
 ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool profile,
                            const ps__host_work *host);
+/* ps__cuda_measure_bytes() - what the GPU of @hw loses to the process meanwhile, at most: 3.6 GiB,
+ * and 1 GiB for the context and the kernels, or device_overhead_bytes where that is more. */
+uint64_t ps__cuda_measure_bytes(const ps_hardware *hw);
 
 /* ps__cuda_measure_fp8() - what ps__cuda_measure() leaves out without @profile: the rates of FP8
  * products, fp8_attention_speed and fp8_overhead_bytes. Up to 5 s of load, then 6 cases of
