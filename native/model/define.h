@@ -194,8 +194,8 @@ uint16_t ps__def_tied(ps__layer_def *d, uint64_t n, bool frozen);
 void ps__def_op(ps__layer_def *d, bool backward, bool sliced, const ps_kernel *kernel,
                 const void *args, size_t args_bytes, const ps__sym *sym, size_t n_syms);
 /* ps__def_joint() - an op that does in one pass what the last @n forward ops do, to their bits. It
- * runs in their place where the forward pass runs all of them; alone, or when something is
- * recomputed, they run themselves. A layer has at most one. It writes no gradients. */
+ * runs in their place where the forward pass runs all of them. Else, and in recomputation, they run
+ * themselves. A layer has at most one. Use PS__JOINT(). */
 void ps__def_joint(ps__layer_def *d, uint32_t n, const ps_kernel *kernel, const void *args,
                    size_t args_bytes, const ps__sym *sym, size_t n_syms);
 #define PS__DEF_OP(d, backward, sliced, kernel, args, ...)                                         \
