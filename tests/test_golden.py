@@ -68,6 +68,16 @@ GEMMA3_LARGE = {
     "vocab_size": 262144,
     "max_position_embeddings": 32768,
 }
+FP8_1B = dict(
+    recipe="fp8",
+    seq_len=8192,
+    tokens_per_step=65536,
+    device_mem_bytes=10 * GIB,
+    host_mem_bytes=40 * GIB,
+    fp8_bf16_first=1,
+    fp8_bf16_last=1,
+    clip=1,
+)
 PLANS = {
     "cpu-2-layers-fp32": (
         CPU,
@@ -180,37 +190,8 @@ PLANS = {
             keep_grads=1,
         ),
     ),
-    "h200-1b-fp8": (
-        H200,
-        "1b",
-        {},
-        dict(
-            recipe="fp8",
-            seq_len=8192,
-            tokens_per_step=65536,
-            device_mem_bytes=10 * GIB,
-            host_mem_bytes=40 * GIB,
-            fp8_bf16_first=1,
-            fp8_bf16_last=1,
-            clip=1,
-        ),
-    ),
-    "h200-1b-fp8-saved-gate-up": (
-        H200,
-        "1b",
-        {},
-        dict(
-            recipe="fp8",
-            seq_len=8192,
-            tokens_per_step=65536,
-            device_mem_bytes=10 * GIB,
-            host_mem_bytes=40 * GIB,
-            fp8_bf16_first=1,
-            fp8_bf16_last=1,
-            fp8_saved_gate_up=1,
-            clip=1,
-        ),
-    ),
+    "h200-1b-fp8": (H200, "1b", {}, FP8_1B),
+    "h200-1b-fp8-saved-gate-up": (H200, "1b", {}, FP8_1B | {"fp8_saved_gate_up": 1}),
     "h200-8b-rounds-bf16": (
         H200,
         "8b",
