@@ -196,7 +196,7 @@ def test_more_threads_than_cpus_are_lowered_to_them_in_a_sentence(job, tmp_path)
         in done.stderr
     )
     assert f", {cpus} threads; no GPU" in done.stderr
-    described = ROOT / "docs/hardware-rtx4090.json"
+    described = ROOT / "tests/golden/hardware-rtx4090.json"
     done = penstock(
         "plan",
         "--model",

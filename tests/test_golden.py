@@ -28,7 +28,9 @@ GOLDEN = Path(__file__).resolve().parent / "golden"
 MIB, GIB = 1 << 20, 1 << 30
 CPU, H200, RTX4090, RTX5090 = (
     GOLDEN / "hardware-cpu.json",
-    *(ROOT / f"docs/hardware-{name}.json" for name in ("h200", "rtx4090", "rtx5090")),
+    ROOT / "docs/hardware-h200.json",
+    GOLDEN / "hardware-rtx4090.json",
+    GOLDEN / "hardware-rtx5090.json",
 )
 
 # name: (hardware, config.json of models/ or of families.py, what is changed in it, fields of

@@ -409,9 +409,9 @@ def test_a_described_machine_is_planned_for_with_the_host_memory_that_is_given(p
     assert refused.returncode == 2 and "the machine has 100.0 MiB" in refused.stderr
 
 
-@pytest.mark.parametrize("name", ["rtx4090", "rtx5090"])
-def test_the_described_machines_are_planned_for_as_estimates(name):
-    hardware = Hardware.read(ROOT / f"docs/hardware-{name}.json")
+@pytest.mark.parametrize("name", ["rtx3090", "RTX 4090", "rtx-5090", "a100", "H100", "h200"])
+def test_gpus_that_are_not_here_are_planned_for_by_name_as_estimates(name):
+    hardware = Hardware.of_gpu(name)
     assert hardware.peak_flops_per_s == lib.ps_hardware_peak(hardware.device_name.encode()) > 0
     plan = Plan(
         ModelConfig.read(ROOT / "models/1b.json"),

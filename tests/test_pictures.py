@@ -207,7 +207,7 @@ def test_profiled_steps_that_a_run_has_not_are_refused(job, tmp_path, steps, mes
 
 
 def test_a_grid_says_of_what_it_is(tiny_model, tmp_path):
-    described = ROOT / "docs/hardware-rtx4090.json"
+    described = ROOT / "tests/golden/hardware-rtx4090.json"
     done = penstock(
         "plan",
         "--model",

@@ -358,7 +358,7 @@ def test_gradients_of_blocks_leave_a_host_whose_memory_is_short():
     have 6: their gradients stay on the GPU, which updates them."""
     question = dict(seq_len=8192, tokens_per_step=65536, device_mem="22GiB", keep_grads=False)
     model = ModelConfig.read(ROOT / "models" / "8b.json")
-    gpu = Hardware.read(ROOT / "docs" / "hardware-rtx4090.json")
+    gpu = Hardware.read(ROOT / "tests/golden/hardware-rtx4090.json")
     short, ample = (Plan(model, hardware=gpu, host_mem=m, **question) for m in ("54GiB", "80GiB"))
     all_bytes = 8 * sum(u["elements"] for u in short.json()["units"])
     on_gpu = [u for u in short.json()["units"] if u["update"].startswith("device")]
@@ -515,6 +515,6 @@ def test_a_host_cap_beyond_the_machine_is_said_to_be_one():
             recipe="bf16",
             device_mem="24GiB",
             host_mem="400GiB",
-            hardware=Hardware.read(ROOT / "docs/hardware-rtx4090.json"),
+            hardware=Hardware.read(ROOT / "tests/golden/hardware-rtx4090.json"),
             reserve=1 << 30,
         )

@@ -44,7 +44,7 @@ def test_a_large_search_is_the_same_on_one_cpu_as_on_all():
             device_mem="22GiB",
             host_mem="90GiB",
             one_document=True,
-            hardware=Hardware.read(ROOT / "docs/hardware-rtx4090.json"),
+            hardware=Hardware.read(ROOT / "tests/golden/hardware-rtx4090.json"),
             reserve=1 << 30,
         )
 
@@ -69,7 +69,7 @@ def on_a_4090(tokens_per_step=131072, host_mem="90GiB", hardware=None, **kw):
         host_mem=host_mem,
         one_document=True,
         reserve=1 << 30,
-        hardware=hardware or Hardware.read(ROOT / "docs/hardware-rtx4090.json"),
+        hardware=hardware or Hardware.read(ROOT / "tests/golden/hardware-rtx4090.json"),
         **kw,
     )
 
@@ -121,7 +121,7 @@ def test_a_grid_never_falls_and_is_what_plans_under_its_caps_are_alone(
         str(tokens),
         "--json",
         "--hardware",
-        ROOT / f"docs/hardware-{machine}.json",
+        ROOT / f"tests/golden/hardware-{machine}.json",
     ]
     ask = lambda *more: json.loads(
         subprocess.run([*command, *more], capture_output=True, text=True, check=True).stdout
@@ -162,7 +162,7 @@ def test_sums_run_on_fewer_threads_where_copies_are_what_a_step_waits_for(tmp_pa
     of it."""
     model, facts = (
         ModelConfig.read(ROOT / "models/1b.json"),
-        json.loads((ROOT / "docs/hardware-rtx4090.json").read_text()),
+        json.loads((ROOT / "tests/golden/hardware-rtx4090.json").read_text()),
     )
     link, sums = facts["h2d_bytes_per_s"], facts["optimizer_bytes_per_s"]
 
@@ -351,7 +351,7 @@ def test_the_smallest_caps_of_a_large_model_are_enough(device_mem, recipe):
     """A search that looks for the fastest first is over before it comes to what fits so tightly."""
     model = ModelConfig.read(ROOT / "models/1b.json")
     given = dict(seq_len=8192, tokens_per_step=65536, recipe=recipe)
-    given |= dict(hardware=Hardware.read(ROOT / "docs/hardware-rtx4090.json"))
+    given |= dict(hardware=Hardware.read(ROOT / "tests/golden/hardware-rtx4090.json"))
     _, host = Plan.smallest(model, device_mem=device_mem, **given)
     report = Plan(model, device_mem=device_mem, host_mem=host, **given).report
     assert report["host_used_bytes"] == host
@@ -373,7 +373,7 @@ def test_a_host_whose_memory_the_devices_share_names_no_figure_of_the_host_alone
 def test_the_smallest_caps_of_a_large_model_on_two_devices_are_enough():
     model = ModelConfig.read(ROOT / "models/1b.json")
     given = dict(seq_len=8192, tokens_per_step=65536, device_mem="8GiB", gpus=2)
-    given |= dict(hardware=Hardware.read(ROOT / "docs/hardware-rtx4090.json"))
+    given |= dict(hardware=Hardware.read(ROOT / "tests/golden/hardware-rtx4090.json"))
     _, host = Plan.smallest(model, **given)
     report = Plan(model, host_mem=host, **given).report
     assert report["host_used_bytes"] <= host and report["n_devices"] == 2
@@ -383,10 +383,10 @@ def test_a_machine_with_too_little_memory_is_told_what_it_lacks():
     """No cap of host memory is given, so it is the machine's that is short, and no device's."""
     model = ModelConfig.read(ROOT / "models/8b.json")
     given = dict(seq_len=8192, tokens_per_step=65536, recipe="fp32-master", device_mem="24GiB")
-    given |= dict(hardware=Hardware.read(ROOT / "docs/hardware-rtx4090.json"))
+    given |= dict(hardware=Hardware.read(ROOT / "tests/golden/hardware-rtx4090.json"))
     _, host = Plan.smallest(model, **given)
     assert host > 96 << 30
-    larger = Hardware.read(ROOT / "docs/hardware-rtx4090.json")
+    larger = Hardware.read(ROOT / "tests/golden/hardware-rtx4090.json")
     larger._ptr.host_memory_bytes = host
     report = Plan(model, host_mem=host, **given | {"hardware": larger}).report
     assert report["host_used_bytes"] == host

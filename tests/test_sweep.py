@@ -21,7 +21,7 @@ import predict  # noqa: E402
 import results  # noqa: E402
 
 BINARY = BUILD / "bin/penstock"
-RTX = ROOT / "docs/hardware-rtx4090.json"
+RTX = ROOT / "tests/golden/hardware-rtx4090.json"
 GRID = """
 [[grid]]
 model = "tiny-llama"

@@ -12,6 +12,8 @@ import subprocess
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from machine import is_file
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODES = ("predicted", "measured")
 RECIPES = ("bf16", "fp32-master", "fp32", "fp8", "fp8-master")
@@ -59,7 +61,7 @@ class Case:
     tokens_per_step: int
     recipe: str = "bf16"
     gpus: int = 1
-    hardware: str = THIS  # or a file
+    hardware: str = THIS  # or a file, or the name of a GPU that `penstock plan` knows
     options: tuple = ()  # further options of `penstock train` or `plan`: (name, value)
     steps: int = STEPS  # measured: steps of a run
     warm_up: int = WARM_UP  # measured: the first steps that do not count
@@ -80,7 +82,9 @@ class Case:
     def key(self, machine: str, commit: str) -> str:
         """The identity of the case's result: its parameters, what was planned for, the commit."""
         known = self.parameters()
-        known["machine"] = machine if self.hardware == THIS else digest(read_text(self.hardware))
+        known["machine"] = machine
+        if is_file(self.hardware):
+            known["machine"] = digest(read_text(self.hardware))
         return digest(json.dumps([known, commit], sort_keys=True))
 
     def label(self) -> str:
@@ -264,6 +268,8 @@ class _File:
                 f'hardware = "{value}": only this machine can be measured: leave the key out, or '
                 'set mode = "predicted"',
             )
+        if not is_file(value):
+            return value  # a GPU's name, which the planner checks
         try:
             if not isinstance(json.loads(read_text(path)), dict):
                 raise SweepError(f"{path} is no hardware file")

@@ -56,9 +56,16 @@ def versions(binary) -> dict:
     return {**found, "driver": driver.splitlines()[0]} if driver else found
 
 
-def described(path) -> str:
-    """The machine of a hardware file, as machine() names this one."""
-    content = json.loads(Path(path).read_text())
+def is_file(hardware: str) -> bool:
+    """Whether a case's hardware is a file, and neither this machine nor the name of a GPU."""
+    return hardware.endswith(".json")
+
+
+def described(hardware: str) -> str:
+    """The machine of a hardware file, as machine() names this one; or a GPU's name as it is."""
+    if not is_file(hardware):
+        return hardware
+    content = json.loads(Path(hardware).read_text())
     return "; ".join(content[k] for k in ("device_name", "name") if content.get(k))
 
 

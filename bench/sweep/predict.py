@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from cases import THIS, Case, SweepError
-from machine import die_with_parent
+from machine import die_with_parent, is_file
 from results import INFEASIBLE, OK
 
 # What a row keeps of plan.json.
@@ -74,7 +74,8 @@ def _command(binary, cases: list[Case], model: Path) -> list[str]:
     words = [str(binary), "plan", "--model", str(model), "--quiet"]
     words += ["--seq-len", str(case.seq_len), "--tokens-per-step", str(case.tokens_per_step)]
     words += ["--recipe", case.recipe, "--gpus", str(case.gpus)]
-    words += [] if case.hardware == THIS else ["--hardware", case.hardware]
+    if case.hardware != THIS:
+        words += ["--hardware" if is_file(case.hardware) else "--gpu-model", case.hardware]
     for name, value in case.options:
         words += [f"--{name}", value] if value else [f"--{name}"]
     return [*words, "--pairs", *(f"{cap(c.device_gib)}:{cap(c.host_gib)}" for c in cases)]

@@ -251,10 +251,18 @@ PS_API ps_status ps_hardware_read(ps_hardware *out, const char *path, uint32_t b
 PS_API ps_status ps_hardware_write(const ps_hardware *hw, const char *path);
 
 /* ps_hardware_describe() - facts and rates of any machine from a file as ps_hardware_write() writes
- * it, to plan for that machine. The file may be written by hand (docs/hardware-rtx4090.json): rates
- * that are filled from others and those for people may be missing. "measured": 0 marks estimates.
+ * it, to plan for that machine. The file may be written by hand: rates that are filled from others
+ * and those for people may be missing. "measured": 0 marks estimates.
  * Errors: PS_EIO, PS_EFORMAT names the field. */
 PS_API ps_status ps_hardware_describe(ps_hardware *out, const char *path);
+
+/* ps_hardware_of_gpu() - an estimate of a machine with a GPU of this name, to plan for a GPU that
+ * is not here. The host is a desktop with 96 GiB, or for a GPU of data centres a server with 128.
+ * @name  rtx3090, rtx4090, rtx5090, a100 (80 GB), h100 or h200; case, spaces, '-' and '_' do not
+ *        matter.
+ * The shares of the peaks are fitted to published speeds (native/hardware/gpus.c). Errors:
+ * PS_EINVAL names the GPUs that are known. */
+PS_API ps_status ps_hardware_of_gpu(ps_hardware *out, const char *name);
 
 /* What a GPU's sensors say, as its management library (NVML) reads them. 0: unknown. */
 typedef struct ps_gpu_state {

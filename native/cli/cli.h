@@ -276,7 +276,8 @@ struct cli_job {
   ps_hosts_task task;        /* its n_hosts is also of `penstock plan --hosts`; 0 counts as 1 */
   ps_hosts *hosts;           /* set by cli_task_meet(); NULL: this is the only host */
   bool force, shuffle, json, quiet, smallest, deterministic, init_weights, forward_only;
-  const char *hardware_file; /* of `penstock plan`: the machine to plan for */
+  /* of `penstock plan`, one of the two at most: the machine to plan for, or its GPU's name */
+  const char *hardware_file, *gpu_model;
   bool other_machine;        /* of `penstock plan`: --host-mem may exceed this machine's memory */
 
   uint64_t lora_rank;                 /* 0: not given */

@@ -394,18 +394,22 @@ static bool has_fp8(const cli_job *j) {
 }
 
 static int get_hardware(cli_job *j) {
-  if (!j->hardware_file)
+  const char *other = j->hardware_file ? "hardware" : j->gpu_model ? "gpu-model" : NULL;
+  if (!other)
     return cli_hardware_get(&j->hardware, &j->device, j->device_mem, j->host_mem, has_fp8(j),
                             j->quiet);
+  if (j->hardware_file && j->gpu_model)
+    return cli_fail(CLI_REFUSED,
+                    "--hardware and --gpu-model both describe a machine: leave one out");
   if (j->device.gpu_given || j->device.backend != CLI_BACKEND_AUTO)
     return cli_fail(CLI_REFUSED,
-                    "--%s chooses a device of this machine, but --hardware describes another "
-                    "machine: leave one "
-                    "of the two out",
-                    j->device.gpu_given ? "gpu" : "backend");
-  ps_status st = ps_hardware_describe(&j->hardware, j->hardware_file);
+                    "--%s chooses a device of this machine, but --%s describes another machine: "
+                    "leave one of the two out",
+                    j->device.gpu_given ? "gpu" : "backend", other);
+  const ps_status st = j->gpu_model ? ps_hardware_of_gpu(&j->hardware, j->gpu_model)
+                                    : ps_hardware_describe(&j->hardware, j->hardware_file);
   if (st != PS_OK)
-    return cli_fail_given("--hardware", st);
+    return cli_fail_given(j->gpu_model ? "--gpu-model" : "--hardware", st);
   cli_bound_threads(&j->device, j->hardware.n_cpus, j->quiet);
   return CLI_OK;
 }

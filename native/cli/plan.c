@@ -127,7 +127,16 @@ int cli_plan(int argc, char **argv) {
                                 .most = PS_MAX_HOSTS,
                                 .help = "plan for M hosts like this one, a task on each (default "
                                         "1)"};
-  options[n + 8] = (cli_option){.name = NULL};
+  options[n + 8] =
+      (cli_option){.name = "gpu-model",
+                   .kind = CLI_TEXT,
+                   .out = &job.gpu_model,
+                   .value = "NAME",
+                   .help = "plan for a GPU that is not here: rtx3090, rtx4090, "
+                           "rtx5090, a100, h100 or h200, by estimated rates; a GeForce "
+                           "is in a desktop with two channels of DDR5, the others in a "
+                           "server"};
+  options[n + 9] = (cli_option){.name = NULL};
   const cli_command command = {
       .usage = "plan --model DIR --seq-len N [--device-mem SIZE] [--host-mem SIZE] [OPTIONS]",
       .about = about,

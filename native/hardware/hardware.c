@@ -4,7 +4,6 @@
 #ifdef PS_CUDA
 #  include "backends/cuda/probe.h"
 #endif
-#include <ctype.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -133,36 +132,6 @@ const char *ps_hardware_gpu_unused(void) {
   return driver && ps_hardware_n_gpus() == 0 ? ps_last_error() : NULL;
 }
 
-/* Whole words: "A100" is not in "RTX A1000". */
-static bool has_words(const char *name, const char *words) {
-  const size_t n = strlen(words);
-  for (const char *at = strstr(name, words); at; at = *at ? strstr(at + 1, words) : NULL)
-    if (n == 0 ||
-        ((at == name || !isalnum((unsigned char)at[-1])) && !isalnum((unsigned char)at[n])))
-      return true;
-  return false;
-}
-
-/* Dense bf16 with fp32 accumulation, TFLOP/s. Sources: NVIDIA's data sheets and architecture white
- * papers (H100 and H200 SXM, H100 PCIe and NVL, A100, L40S, RTX 6000 Ada; GeForce: the white papers
- * of Blackwell, Ada and Ampere). The first entry whose words are all in the name counts. A chip
- * that shares a name with another one is listed as unknown. */
-double ps_hardware_peak(const char *device_name) {
-  static const struct {
-    const char *a, *b;
-    double tflops;
-  } table[] = {{"Laptop", "", 0},         {"H200", "NVL", 835},    {"H200", "", 989},
-               {"GH200", "", 989},        {"H100", "PCIe", 756},   {"H100", "NVL", 835},
-               {"H100", "", 989},         {"A100", "", 312},       {"L40S", "", 362},
-               {"RTX 6000 Ada", "", 364}, {"RTX 5090 D", "", 0},   {"RTX 5090", "", 209.5},
-               {"RTX 4090 D", "", 0},     {"RTX 4090", "", 165.2}, {"RTX 3090 Ti", "", 80},
-               {"RTX 3090", "", 71.2}};
-  for (size_t i = 0; device_name && i < sizeof table / sizeof *table; i++)
-    if (has_words(device_name, table[i].a) && has_words(device_name, table[i].b))
-      return table[i].tflops * 1e12;
-  return 0;
-}
-
 /* A core of the last ten years does about 50 GFLOP/s in fp32 GEMM; one memory channel for two cores
  * gives about 10 GB/s. */
 static void estimate_cpu(ps_hardware *hw) {
@@ -174,26 +143,6 @@ static void estimate_cpu(ps_hardware *hw) {
   hw->elementwise_bytes_per_s = 0.7 * hw->memory_bytes_per_s;
   hw->h2d_bytes_per_s = hw->d2h_bytes_per_s = hw->duplex_bytes_per_s = 5e9;
   hw->op_ns = 3000;
-}
-
-/* Fractions of the ceilings that a power-bound H200 reaches (bench/LOG.md). Where a ceiling is
- * unknown: 4096 FLOP a cycle and SM at 1.5 GHz, 8 GB/s of memory an SM (Hopper: 24), a link of the
- * GPU's time. */
-static void estimate_cuda(ps_hardware *hw) {
-  const double peak = hw->peak_flops_per_s > 0 ? hw->peak_flops_per_s : 4096 * 1.5e9 * hw->n_sms;
-  hw->gemm_flops_per_s[PS_BF16] = 0.66 * peak;
-  hw->gemm_flops_per_s[PS_F32] = 0.04 * peak;
-  hw->attention_flops_per_s[PS_BF16] = hw->attention_flops_per_s[PS_F32] = 0.55 * peak;
-  hw->attention_bwd_flops_per_s[PS_BF16] = hw->attention_bwd_flops_per_s[PS_F32] = 0.45 * peak;
-  hw->elementwise_bytes_per_s = 8e9 * hw->n_sms * (hw->compute_capability == 90 ? 3 : 1);
-  if (hw->device_peak_bytes_per_s > 0)
-    hw->elementwise_bytes_per_s = 0.65 * hw->device_peak_bytes_per_s;
-  hw->h2d_bytes_per_s = hw->d2h_bytes_per_s = hw->compute_capability >= 90 ? 50e9 : 24e9;
-  if (hw->link_peak_bytes_per_s > 0)
-    hw->h2d_bytes_per_s = hw->d2h_bytes_per_s = 0.87 * hw->link_peak_bytes_per_s;
-  hw->duplex_bytes_per_s = 0.9 * hw->h2d_bytes_per_s;
-  hw->op_ns = 4000;
-  hw->device_overhead_bytes = 1ull << 30;
 }
 
 void ps__hardware_complete(ps_hardware *hw) {
@@ -229,7 +178,7 @@ ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32_t devi
   hw.memory_bytes_per_s = 10e9 * (1 + hw.n_threads / 2.0);
   hw.optimizer_bytes_per_s = 0.7 * hw.memory_bytes_per_s;
   if (backend == PS_BACKEND_CUDA)
-    estimate_cuda(&hw);
+    ps__hardware_estimate_gpu(&hw);
   else
     estimate_cpu(&hw);
   ps__hardware_complete(&hw);

@@ -140,6 +140,14 @@ class Hardware:
         return cls(hw)
 
     @classmethod
+    def of_gpu(cls, name: str) -> "Hardware":
+        """An estimate of a machine with a GPU of this name, such as "rtx4090", to plan for a GPU
+        that is not here. PenstockError names the GPUs that are known."""
+        hw = struct("ps_hardware")
+        check(lib.ps_hardware_of_gpu(hw, name.encode()))
+        return cls(hw)
+
+    @classmethod
     def cached(
         cls,
         threads: int = 0,
