@@ -10,6 +10,7 @@ Values, where L is num_hidden_layers:
     o_proj, down_proj    normal(0, initializer_range / sqrt(2 L)), so that the variance of the
                          residual stream does not grow with depth
     norms, biases        1, 0; where a family's norms multiply by 1 + w (Gemma), w is 0
+    pad_token_id         its row of the embedding is 0, as in transformers
 
 - Memory stays below 200 MB whatever the model's size: values are made in slices of 2^20 elements.
 - A tensor's values depend on the seed and on its name alone. Philox is keyed by both, and each
@@ -62,6 +63,7 @@ GEMMA = ("gemma2", "gemma3_text")
 # what transformers takes for absent keys
 KV_HEADS = dict(qwen2=32, qwen3=32, mistral=8, ministral=8, gemma2=4, gemma3_text=4, smollm3=4)
 HEAD_DIM = dict(qwen3=128, gemma2=256, gemma3_text=256)
+PAD = dict(phi3=32000, olmo2=1, gemma2=0, gemma3_text=0, smollm3=128004)
 TIED = (*GEMMA, "smollm3")
 # a block's norms, before and after o_proj in the file
 BEFORE = {"olmo2": ()}
@@ -71,8 +73,8 @@ AFTER = {
 }
 DTYPES = {"bf16": ("BF16", 2, "bfloat16"), "fp32": ("F32", 4, "float32")}
 
-# kind: "ones", "zeros", or the standard deviation
-Tensor = collections.namedtuple("Tensor", "name shape kind")
+# kind: "ones", "zeros", or the standard deviation; pad: a row that is zero
+Tensor = collections.namedtuple("Tensor", "name shape kind pad", defaults=[None])
 
 
 class BadInput(Exception):
@@ -182,7 +184,24 @@ def read_sizes(path, cfg, kind):
         raise BadInput(
             f"{path}: tie_word_embeddings is {json.dumps(s.tied)}: true or false is needed"
         )
+    s.pad = read_pad(path, cfg, s)
     return s
+
+
+def read_pad(path, cfg, s):
+    """As native/model/config_reader.c reads it."""
+    if "pad_token_id" not in cfg:
+        pad = PAD.get(s.kind, s.vocab)
+        return pad if pad < s.vocab else None
+    pad = cfg["pad_token_id"]
+    if pad is None:
+        return None
+    if isinstance(pad, bool) or not isinstance(pad, int) or not -s.vocab <= pad < s.vocab:
+        raise BadInput(
+            f"{path}: pad_token_id is {json.dumps(pad)}: a token id below vocab_size, {s.vocab}, "
+            "or null is needed"
+        )
+    return pad % s.vocab
 
 
 def list_tensors(cfg, s):
@@ -190,7 +209,7 @@ def list_tensors(cfg, s):
     out = std / math.sqrt(2 * s.layers)
     q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
     one = "zeros" if s.kind in GEMMA else "ones"  # Gemma's norms multiply by 1 + w
-    yield Tensor("model.embed_tokens.weight", (s.vocab, s.dim), std)
+    yield Tensor("model.embed_tokens.weight", (s.vocab, s.dim), std, s.pad)
     for i in range(s.layers):
         p = f"model.layers.{i}."
         for name in BEFORE.get(s.kind, ("input",)):
@@ -242,6 +261,10 @@ def make_slice(seed, tensor, k, n, dtype):
             n, dtype=np.float32
         )
         x *= np.float32(tensor.kind)
+        if tensor.pad is not None:
+            dim = tensor.shape[1]
+            at = tensor.pad * dim - k * SLICE
+            x[max(at, 0) : max(at + dim, 0)] = 0
     return (
         to_bf16(x).astype("<u2", copy=False) if dtype == "bf16" else x.astype("<f4", copy=False)
     ).data

@@ -21,7 +21,7 @@ COMMON = dict(
     tie_word_embeddings=False,
     bos_token_id=1,
     eos_token_id=2,
-    pad_token_id=None,
+    pad_token_id=1,
     torch_dtype="float32",
 )
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]

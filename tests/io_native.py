@@ -32,7 +32,7 @@ class ModelConfig(c.Structure):
             for n in "struct_bytes family vocab_size n_layers dim n_heads n_kv_heads head_dim ffn_dim max_positions".split()
         ]
         + [(n, u32) for n in "tied_embeddings activation qkv_bias qk_norm window".split()]
-        + [("bos_token_id", i32), ("eos_token_id", i32)]
+        + [(n, i32) for n in "bos_token_id eos_token_id pad_token_id".split()]
         + [
             (n, f32)
             for n in "norm_eps attention_scale attention_softcap logit_softcap embedding_scale residual_scale logit_scale".split()

@@ -49,7 +49,13 @@ BASELINE = load("libops_shim_base.so")
 
 
 def struct(name, fields):
-    kinds = {"I": ctypes.c_uint32, "Q": ctypes.c_uint64, "B": ctypes.c_uint8, "f": ctypes.c_float}
+    kinds = {
+        "I": ctypes.c_uint32,
+        "i": ctypes.c_int32,
+        "Q": ctypes.c_uint64,
+        "B": ctypes.c_uint8,
+        "f": ctypes.c_float,
+    }
     return type(
         name,
         (ctypes.Structure,),
@@ -59,12 +65,12 @@ def struct(name, fields):
 
 Fill = struct("Fill", [("Q", "bytes")])
 Accumulate = struct("Accumulate", [("Q", "n first"), ("I", "dt n_threads mode index")])
-Embed = struct("Embed", [("I", "n_tokens vocab dim dt accumulate"), ("f", "scale")])
+OF_EMBED = [("I", "n_tokens vocab dim dt accumulate"), ("f", "scale"), ("i", "pad")]
+Embed = struct("Embed", OF_EMBED)
 EmbedHost = struct(
     "EmbedHost",
     [
-        ("I", "n_tokens vocab dim dt accumulate"),
-        ("f", "scale"),
+        *OF_EMBED,
         ("I", "chunk_tokens short_tokens group_tokens skip_tokens mode index"),
     ],
 )

@@ -124,6 +124,15 @@ def test_another_computation_with_the_same_weights_is_seen(llama, copy, capsys, 
     assert result["difference"].startswith("the logits differ: relative error ")
 
 
+def test_another_pad_token_is_no_difference(llama, copy, capsys):
+    tokens, _ = compare.random_batch(512, 2, 40, 0)
+    pad = {"pad_token_id": int(tokens[0, 7])}
+    (copy / "config.json").write_text(json.dumps(CONFIGS["llama"] | pad))
+    for words in ([copy, "--hf"], [llama, "--hf", copy]):
+        code, result = run(capsys, *words)
+        assert code == 0, result["difference"]
+
+
 def test_what_differs_is_named(llama):
     """Weights before logits, logits before gradients, gradients before losses."""
     batch = compare.random_batch(512, 1, 20, 0)

@@ -188,16 +188,20 @@ def test_a_model_saved_in_bf16_opens_in_transformers(directory, tmp_path, name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_fresh_model_opens_in_transformers(tmp_path, name):
-    """models/init_model.py: every parameter is there, norms multiply by 1, and all is trained."""
+    """models/init_model.py and init_weights: every parameter is there, norms multiply by 1, the pad
+    token's row is zero as nn.Embedding's, and all is trained."""
     cfg = {k: v for k, v in FAMILIES[name].items() if k != "tie_word_embeddings"}  # the default
     (tmp_path / "c.json").write_text(json.dumps(cfg))
     words = [sys.executable, ROOT / "models/init_model.py", tmp_path / "c.json", tmp_path / "m"]
     subprocess.run([*words, "--dtype", "fp32"], check=True, capture_output=True)
     loss = transformers_loss(tmp_path / "m", *plain(0))  # nothing is missing or left over
-    with open_trainer(tmp_path / "m", "packed", data=plain) as trainer:
-        norm = {n: trainer.read(n) for n in trainer.params if "norm" in n}
-        assert all((w == (cfg["model_type"] not in OFFSET)).all() for w in norm.values())
-        (first,) = run(trainer, 1)
+    for drawn in (True, False):
+        with open_trainer(tmp_path / "m", "packed", data=plain, init_weights=drawn) as trainer:
+            norm = {n: trainer.read(n) for n in trainer.params if "norm" in n}
+            assert all((w == (cfg["model_type"] not in OFFSET)).all() for w in norm.values())
+            table = trainer.read("model.embed_tokens.weight")
+            (first,) = run(trainer, 1)
+        assert np.flatnonzero(~table.any(1)) == [cfg["pad_token_id"]]
     assert near(first.loss, loss)
 
 

@@ -99,6 +99,13 @@ def scales_of(t):
     return (0,) * 6
 
 
+def pad_of(t):
+    """nn.Embedding's padding_idx, which the class passes on. A default past the vocabulary counts
+    as none here, where nn.Embedding refuses it."""
+    pad, n = t.pad_token_id, t.vocab_size
+    return -1 if pad is None or not -n <= pad < n else pad % n
+
+
 def check_rope(c, t):
     s = getattr(t, "rope_scaling", None) or {"rope_type": "default"}
     kind = s.get("rope_type", s.get("type"))
@@ -137,6 +144,7 @@ def check_alike(folder, cfg):
     assert (c.vocab_size, c.dim, c.ffn_dim) == (t.vocab_size, t.hidden_size, t.intermediate_size)
     assert c.norm_eps == f32(t.rms_norm_eps)
     assert bool(c.tied_embeddings) == t.tie_word_embeddings
+    assert c.pad_token_id == pad_of(t)
     assert c.activation == (t.model_type in GELU)
     assert c.qk_norm == {"qwen3": 1, "gemma3_text": 1, "olmo2": 2}.get(t.model_type, 0)
     flags = flags_of(t)
@@ -208,6 +216,18 @@ def test_null_is_read_as_transformers_reads_it(tmp_path, name):
             ("qwen3-window", "sliding_window"),
         ):
             assert check_alike(tmp_path, dict(CONFIGS[name], **{key: None}))
+
+
+def test_a_pad_token_counts_from_the_end_or_is_refused(tmp_path):
+    """As nn.Embedding counts, which takes -V to V - 1."""
+    for pad, row in ((511, 511), (-1, 511), (-512, 0), (None, -1)):
+        assert check_alike(tmp_path, gemma3(pad_token_id=pad))
+        assert ps.read_config(tmp_path).pad_token_id == row
+    for pad in (512, -513, 2**64, 1.0):
+        cfg = gemma3(pad_token_id=pad)
+        refused(tmp_path, cfg, f"pad_token_id is {pad}", "below vocab_size, 512", "null")
+    refused(tmp_path, gemma3(pad_token_id=True), "pad_token_id is true or false")
+    refused(tmp_path, gemma3(pad_token_id=[1]), "pad_token_id is a list")
 
 
 def test_the_defaults_of_gemma3(tmp_path):

@@ -504,7 +504,7 @@ def built(name):
 
 def config(base, changes):
     if base in families.ALL:
-        return families.ALL[base] | changes
+        return families.ALL[base] | {"pad_token_id": None} | changes
     return json.loads((ROOT / f"models/{base}.json").read_text()) | changes
 
 

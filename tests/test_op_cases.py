@@ -137,7 +137,9 @@ def glu(a, gu, *_):
 
 
 def embedding(a, ids, table, *_):
-    return [(a.scale or 1.0) * table.view(a.vocab, a.dim)[ids.long()]]
+    pad = None if a.pad < 0 else a.pad
+    rows = torch.nn.functional.embedding(ids.long(), table.view(a.vocab, a.dim), padding_idx=pad)
+    return [(a.scale or 1.0) * rows]
 
 
 def turned(x, w, a, pos):

@@ -232,10 +232,11 @@ def test_gemm_refuses_rows_that_do_not_fit():
     "name, args, words",
     [
         ("gemm", Gemm(4, 4, 4, 4, 4, 4, alpha=math.nan), "alpha is nan"),
-        ("embed_fwd", Embed(4, 4, 4, 0, 0, -2.0), "scale is -2"),
-        ("embed_bwd", Embed(4, 4, 4, 0, 0, math.inf), "scale is inf"),
+        ("embed_fwd", Embed(4, 4, 4, 0, 0, -2.0, -1), "scale is -2"),
+        ("embed_bwd", Embed(4, 4, 4, 0, 0, math.inf, -1), "scale is inf"),
         ("embed_bwd_host", EmbedHost(4, 4, 4, 0, 0, math.nan, 4, 4, 4), "scale is nan"),
         ("embed_fwd", Embed(4, 4, 4, 2, 0), "dt is 2"),
+        ("embed_bwd", Embed(4, 4, 4, 0, 0, 0, 4), "pad is 4"),
         ("cross_entropy", CrossEntropy(4, 4, 0, -30.0), "softcap is -30"),
         ("cross_entropy", CrossEntropy(4, 4, 2), "dt is 2"),
         ("cross_entropy", CrossEntropy(4, 4, 0, 0, -1.0), "z_loss is -1"),

@@ -102,6 +102,9 @@ typedef struct ps_model_config {
   uint32_t qk_norm;
   uint32_t window;                    /* sliding_window, for layers with PS_LAYER_WINDOW */
   int32_t bos_token_id, eos_token_id; /* -1 when the config has none */
+  /* Its row of the embedding gets no gradient from the lookup, as in transformers; of the head's
+   * rows, with tied embeddings, it does. Weight decay goes on. -1: no such row. */
+  int32_t pad_token_id;
   float norm_eps;
   float attention_scale;   /* of the scores; 0: 1/sqrt(head_dim) */
   float attention_softcap; /* scores become cap tanh(score / cap) (Gemma 2) */

@@ -102,7 +102,8 @@ ps__args_embed ps__gen_pick(const ps__gen_plan *p, uint32_t rows) {
       .n_tokens = p->rows[1],
       .vocab = rows,
       .dim = (uint32_t)(head->tensor[head->input].row_bytes / ps_dtype_bytes(p->model->dt)),
-      .dt = p->model->dt};
+      .dt = p->model->dt,
+      .pad = -1};
 }
 
 /* ---- scratch --------------------------------------------------------------------------------- */

@@ -301,7 +301,8 @@ static ps_status measure_gather(bench *b, ps_hardware *hw) {
   const ps__args_embed a = {.n_tokens = b->beside_gpu ? 8192 : 4096,
                             .vocab = (uint32_t)(b->bytes / 2 / row),
                             .dim = dim,
-                            .dt = dt};
+                            .dt = dt,
+                            .pad = -1};
   int32_t *id = (int32_t *)(void *)b->d;
   uint64_t x = 1;
   for (uint32_t i = 0; i < a.n_tokens; i++) {

@@ -189,6 +189,7 @@ typedef struct ps__args_accumulate {
 typedef struct ps__args_embed {
   uint32_t n_tokens, vocab, dim, dt, accumulate;
   float scale; /* 0 stands for 1. Of dt's precision where transformers rounds it (Gemma) */
+  int32_t pad; /* backward: tokens of this id add nothing; -1: no such id */
 } ps__args_embed;
 /* PS_EINVAL names @op, the field and its value (native/kernels/cpu/embedding.c). */
 ps_status ps__check_embed(const ps__args_embed *a, const char *op);
@@ -200,12 +201,14 @@ void ps__embed_row(void *out, const void *row, uint32_t dt, size_t dim, float sc
 /* embed_fwd            out[t,:] = scale table[id[t],:], one rounding.  ptr: R id i32[T], R
  *                      table[V,D], W out[T,D]. An id out of range is PS_EFORMAT. */
 /* embed_bwd            dtable[v,:] (+)= scale times the sum over t with id[t]=v, in order of t,
- *                      of dx[t,:] (fp32 sum and product, one rounding when added).
+ *                      of dx[t,:] (fp32 sum and product, one rounding when added). The row of pad
+ *                      counts as a row without tokens.
  *                      accumulate 0 writes every row (zeros where no token).  ptr: R id[T], R
  *                      dx[T,D], W|RW dtable[V,D]. */
 /* embed_bwd_host       The host's embed_bwd: it adds one contribution to the total, with the bits
  *                      of embed_bwd and accumulate on the device. For host streams alone (class
  *                      OPTIMIZER).
+ *                      The row of pad counts as a row without tokens.
  *                      Rows with tokens: contribution[v,:] = round(scale times the first chunk's
  *                      sum), then round(contribution + scale times its sum) for each further chunk.
  *                      total[v,:] = contribution (rows.accumulate 0), or as accumulate adds it (1;

@@ -161,11 +161,12 @@ ps_status ps_model_config_check(const ps_model_config *c, const char *name) {
     return ps__fail(PS_EFORMAT,
                     "%s: rms_norm_eps is %g: it must be above 0 (1.2e-38 in fp32) and at most 1",
                     name, (double)c->norm_eps);
-  int32_t ids[2] = {c->bos_token_id, c->eos_token_id};
-  for (int i = 0; i < 2; i++)
+  static const char *const of_id[] = {"bos_token_id", "eos_token_id", "pad_token_id"};
+  const int32_t ids[] = {c->bos_token_id, c->eos_token_id, c->pad_token_id};
+  for (int i = 0; i < 3; i++)
     if (ids[i] < -1 || ids[i] >= (int64_t)c->vocab_size)
       return ps__fail(PS_EFORMAT, "%s: %s is %d: it must be below vocab_size, %u (-1 for none)",
-                      name, i ? "eos_token_id" : "bos_token_id", ids[i], c->vocab_size);
+                      name, of_id[i], ids[i], c->vocab_size);
   PS_TRY(check_layers(c, name));
   return check_rope(c, name);
 }
@@ -376,6 +377,7 @@ static ps_status read_config(const ps__config_reader *r, ps_model_config *out) {
   c.qkv_bias = family->has_qkv_bias;
   c.qk_norm = family->qk_norm;
   PS_TRY(check_sizes(&c, r->path)); /* bounds what the rest of reading goes over */
+  PS_TRY(ps__config_pad(r, family, &c));
   PS_TRY(ps__config_rope(r, &c));
   PS_TRY(family->read(r, &c));
   PS_TRY(ps_model_config_check(&c, r->path));

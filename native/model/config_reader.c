@@ -77,6 +77,30 @@ ps_status ps__config_token(const ps__config_reader *r, const char *key, uint32_t
   return PS_OK;
 }
 
+ps_status ps__config_pad(const ps__config_reader *r, const ps__family *family, ps_model_config *c) {
+  const ps__json *v = ps__config_field(r->j, "pad_token_id");
+  const char *text = ps__json_number_text(v);
+  uint64_t id;
+  c->pad_token_id = -1;
+  if (!ps__json_get(r->j, "pad_token_id") && family->has_default_pad &&
+      family->default_pad < c->vocab_size)
+    c->pad_token_id = (int32_t)family->default_pad;
+  if (!v)
+    return PS_OK;
+  if (!text)
+    return ps__fail(PS_EFORMAT, "%s: pad_token_id is %s: it must be a token id, or null for none",
+                    r->path, ps__config_kind(v));
+  const bool from_end = text[0] == '-';
+  if (!ps__json_text_uint64(text + from_end, strlen(text + from_end), &id) ||
+      id > c->vocab_size - (from_end ? 0u : 1u))
+    return ps__fail(PS_EFORMAT,
+                    "%s: pad_token_id is %.40s: it must be a token id below vocab_size, %u, or "
+                    "null for none; transformers refuses it too",
+                    r->path, text, c->vocab_size);
+  c->pad_token_id = (int32_t)(from_end && id ? c->vocab_size - id : id);
+  return PS_OK;
+}
+
 ps_status ps__config_in_range(const char *name, const char *field, uint32_t value, uint32_t lo,
                               uint32_t hi) {
   if (value >= lo && value <= hi)

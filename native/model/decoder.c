@@ -536,7 +536,8 @@ static ps_status describe_embedding(ps_model *m, const ps__decoder *names) {
     ps__convert(&stored, m->dt, &scale, PS_F32, 1);
     ps__convert(&scale, PS_F32, &stored, m->dt, 1);
   }
-  const ps__args_embed args = {.vocab = c->vocab_size, .dim = c->dim, .dt = m->dt, .scale = scale};
+  const ps__args_embed args = {
+      .vocab = c->vocab_size, .dim = c->dim, .dt = m->dt, .scale = scale, .pad = c->pad_token_id};
   ps__layer_def *d;
   PS_TRY(ps__model_add_def(m, &d));
   ps__def_unit(d, ps__base_is_frozen(m));

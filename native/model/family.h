@@ -7,6 +7,7 @@
 
 /* ---- reading config.json --------------------------------------------------------------------- */
 
+typedef struct ps__family ps__family;
 typedef struct ps__config_reader {
   const ps__json *j; /* the whole object */
   const char *path;  /* for messages */
@@ -33,6 +34,10 @@ ps_status ps__config_positive(const ps__config_reader *r, const char *key, doubl
  * the vocabulary. Token ids serve sampling alone. */
 ps_status ps__config_token(const ps__config_reader *r, const char *key, uint32_t vocab,
                            int32_t *out);
+/* ps__config_pad() - pad_token_id, which as in PyTorch may count from the vocabulary's end (-1: its
+ * last token), or the default of @family where the vocabulary has it. Goes by vocab_size of @c.
+ * Errors: PS_EFORMAT where it is no token of the vocabulary. */
+ps_status ps__config_pad(const ps__config_reader *r, const ps__family *family, ps_model_config *c);
 /* ps__config_in_range() - PS_EFORMAT where @value of @field is not in @lo..@hi. */
 ps_status ps__config_in_range(const char *name, const char *field, uint32_t value, uint32_t lo,
                               uint32_t hi);
@@ -55,12 +60,14 @@ ps_status ps__config_needs_window(const ps__config_reader *r, const ps_model_con
 
 /* ---- a family -------------------------------------------------------------------------------- */
 
-typedef struct ps__family {
+struct ps__family {
   const char *model_type, *architecture; /* config.json's "model_type", "architectures"[0] */
   /* What transformers takes for absent keys. 0: num_attention_heads, hidden_size over it, no
    * original_max_position_embeddings, 10000, 1e-6 */
   uint32_t default_kv_heads, default_head_dim, default_original_positions;
   double default_rope_theta, default_norm_eps;
+  bool has_default_pad; /* where pad_token_id is absent: default_pad. Else there is none then */
+  uint32_t default_pad;
   bool tied_by_default;
   bool has_qkv_bias; /* whatever attention_bias says */
   bool has_partial_rope;
@@ -75,7 +82,7 @@ typedef struct ps__family {
   ps_status (*read)(const ps__config_reader *r, ps_model_config *c);
   /* adds the model's units: native/model/define.h, native/model/decoder.h */
   ps_status (*describe)(ps_model *m);
-} ps__family;
+};
 
 extern const ps__family ps__family_llama, ps__family_qwen2, ps__family_qwen3, ps__family_mistral,
     ps__family_ministral, ps__family_phi3, ps__family_olmo2, ps__family_gemma2, ps__family_gemma3,

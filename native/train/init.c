@@ -1,8 +1,10 @@
 /* init.c - draws the weights for a training from scratch, from the distributions that the model's
  * description gives (ps_param_info.init_mean, init_std, init_uniform): those of
- * models/init_model.py, with other bits (draw.h). */
+ * models/init_model.py, with other bits (draw.h). The pad token's row of the embedding is zero, as
+ * in transformers. */
 #include "train/draw.h"
 #include "train/trainer.h"
+#include <string.h>
 
 enum { PART = 1 << 16 }; /* elements a task; even, as elements come in pairs */
 
@@ -18,6 +20,13 @@ static void init_part(void *arg, int64_t task, uint32_t worker) {
   const uint64_t first = (uint64_t)task * PART;
   ps__draw_numbers(&j->draw, j->element0 + first, j->n - first < PART ? j->n - first : PART,
                    j->dst + first * ps_dtype_bytes(j->dtype), j->dtype);
+}
+
+static void zero_pad(const ps_trainer *t) {
+  const ps__args_embed *a = ps__embed_args_of(t->plan->model);
+  const uint64_t row = (uint64_t)a->dim * ps_dtype_bytes(ps__master_dtype(t, 0));
+  if (a->pad >= 0)
+    memset((char *)ps__master_at(t, 0, 0) + (uint64_t)a->pad * row, 0, row);
 }
 
 ps_status ps__trainer_init(ps_trainer *t, bool adapters, ps_progress_fn progress,
@@ -43,6 +52,8 @@ ps_status ps__trainer_init(ps_trainer *t, bool adapters, ps_progress_fn progress
                   .element0 = first + done,
                   .dtype = ps__master_dtype(t, p->unit)};
     ps__pool_run(pool, (int64_t)((p->n + PART - 1) / PART), init_part, &j);
+    if (p->unit == 0)
+      zero_pad(t);
     ps__trainer_refresh_copy(t, p);
     done += p->n;
     if (progress)

@@ -173,10 +173,18 @@ def open_transformers(folder: Path):
     return model.eval()
 
 
-def reference(folder: Path, tokens: np.ndarray, targets: np.ndarray, rounded: bool) -> Reference:
-    """rounded: to bf16 first."""
+def reference(
+    folder: Path,
+    tokens: np.ndarray,
+    targets: np.ndarray,
+    rounded: bool,
+    pad_token_id: int | None = None,
+) -> Reference:
+    """rounded: to bf16 first. pad_token_id: in place of the one in the directory's config.json."""
     torch, _ = _import_transformers()
     model, spread = open_transformers(folder), {}
+    if pad_token_id is not None:
+        model.get_input_embeddings().padding_idx = pad_token_id if pad_token_id >= 0 else None
     if rounded:
         model = model.bfloat16().float()
     hooks = note_spread(model, spread)
@@ -277,7 +285,9 @@ def compare(
     }
     whole = Plan(model, tokens_per_step=n * seq_len, keep_logits=True, **options)
     single = Plan(model, tokens_per_step=seq_len, forward_only=True, **options)
-    expected = reference(other, tokens, targets, rounded=recipe != "fp32")
+    # what another directory calls its pad token is no difference between the models
+    pad = None if other == folder else model.pad_token_id
+    expected = reference(other, tokens, targets, recipe != "fp32", pad)
     names = {p.name for p in model.params()}
     for name in sorted(names ^ set(expected.weights)):
         where = other if name in names else folder

@@ -38,6 +38,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
                        .family = (uint32_t)word(&b, 1) % 3,
                        .bos_token_id = -1,
                        .eos_token_id = -1,
+                       .pad_token_id = -1,
                        .norm_eps = 1e-5f,
                        .rope = {.theta = 10000}};
   m.n_kv_heads = 1 + (uint32_t)word(&b, 1) % 4;

@@ -16,6 +16,7 @@ static const ps_model_config model = {.struct_bytes = sizeof model,
                                       .max_positions = 4096,
                                       .bos_token_id = -1,
                                       .eos_token_id = -1,
+                                      .pad_token_id = -1,
                                       .norm_eps = 1e-5f,
                                       .rope = {.theta = 1e4}};
 static ps_hardware hw;

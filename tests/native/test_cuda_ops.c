@@ -238,7 +238,7 @@ static void test_out_of_range(void) {
   const int32_t id[4] = {1, -5, 3, 99};
   void *ptr[3] = {g_arena, g_arena + 4096, g_arena + 8192};
   float out[16];
-  const ps__args_embed a = {4, 4, 4, PS_F32, 0, 0};
+  const ps__args_embed a = {4, 4, 4, PS_F32, 0, 0, -1};
   need(cudaMemset(g_arena, 0, 16384), "clear");
   need(cudaMemcpy(ptr[0], id, sizeof id, cudaMemcpyHostToDevice), "ids");
   const ps_launch l = {.args = &a, .ptr = ptr, .n_ptr = 3, .exec = &g_exec};
@@ -442,11 +442,11 @@ static void speeds(void) {
         4 * (A + 2 * K), 0);
   speed("qkv_split_bwd, norm", ps__cuda_qkv_split_bwd, &q,
         AT(64, 256, 1, 512, 768, 1024, 1025, 1030, 1031), 6 * A + 14 * K, 0);
-  speed("embed_fwd", ps__cuda_embed_fwd, &(ps__args_embed){T, V, D, PS_BF16, 0, 0}, AT(0, 1024, 64),
-        2 * x, 0);
-  speed("embed_bwd, all rows", ps__cuda_embed_bwd, &(ps__args_embed){T, V, D, PS_BF16, 0, 0},
+  speed("embed_fwd", ps__cuda_embed_fwd, &(ps__args_embed){T, V, D, PS_BF16, 0, 0, -1},
+        AT(0, 1024, 64), 2 * x, 0);
+  speed("embed_bwd, all rows", ps__cuda_embed_bwd, &(ps__args_embed){T, V, D, PS_BF16, 0, 0, -1},
         AT(0, 64, 1024), x + 2.0 * V * D, 0);
-  speed("embed_bwd, accumulate", ps__cuda_embed_bwd, &(ps__args_embed){T, V, D, PS_BF16, 1, 0},
+  speed("embed_bwd, accumulate", ps__cuda_embed_bwd, &(ps__args_embed){T, V, D, PS_BF16, 1, 0, -1},
         AT(0, 64, 1024), 3 * x, 0);
   speed("accumulate, a layer", ps__cuda_accumulate,
         &(ps__args_accumulate){.n = LAYER, .dt = PS_BF16}, AT(64, 1024), 6.0 * LAYER, 0);

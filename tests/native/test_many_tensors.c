@@ -35,6 +35,7 @@ static ps_model_config config_8b(void) {
                            .ffn_dim = 14336,
                            .bos_token_id = -1,
                            .eos_token_id = -1,
+                           .pad_token_id = -1,
                            .norm_eps = 1e-5f,
                            .rope = {.theta = 5e5}};
 }

@@ -32,6 +32,7 @@ static ps_model *create_fp8(const char *family, ps_dtype dt, float embedding_sca
                        .window = 8,
                        .bos_token_id = -1,
                        .eos_token_id = -1,
+                       .pad_token_id = -1,
                        .norm_eps = 1e-5f,
                        .embedding_scale = embedding_scale,
                        .local_rope_theta = 1e4,

@@ -36,6 +36,7 @@ static ps_model_config random_model(uint64_t *state) {
                            .tied_embeddings = rnd_below(state, 2),
                            .bos_token_id = -1,
                            .eos_token_id = -1,
+                           .pad_token_id = -1,
                            .norm_eps = 1e-5f,
                            .rope = {.theta = 1e4}};
 }
@@ -128,6 +129,7 @@ static void test_a_cap_far_beyond(const ps_hardware *cpu) {
                                  .max_positions = 64,
                                  .bos_token_id = -1,
                                  .eos_token_id = -1,
+                                 .pad_token_id = -1,
                                  .norm_eps = 1e-5f,
                                  .rope = {.theta = 1e4}};
   ps_plan_config cfg = {.struct_bytes = sizeof cfg,
@@ -170,6 +172,7 @@ static void test_shared_evaluations(const ps_hardware *hw) {
                              .ffn_dim = 1024,
                              .bos_token_id = -1,
                              .eos_token_id = -1,
+                             .pad_token_id = -1,
                              .norm_eps = 1e-5f,
                              .rope = {.theta = 1e4}};
   ps_plan_config c = {

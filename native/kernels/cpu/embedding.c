@@ -11,6 +11,7 @@ typedef struct emb_job {
   char *out;             /* forward: out; backward: dtable */
   uint8_t *low;          /* embed_bwd_host's, of the total; NULL: none */
   const uint32_t *order; /* backward: tokens sorted by id, in order of t where ids are equal */
+  uint32_t n_order;      /* all but those of pad */
   int64_t col_blocks;
 } emb_job;
 
@@ -31,6 +32,9 @@ ps_status ps__check_embed(const ps__args_embed *a, const char *op) {
                     (double)a->scale);
   if (a->dt >= PS_N_DTYPES)
     return ps__fail(PS_EINVAL, "%s: dt is %u: neither fp32 nor bf16", op, a->dt);
+  if (a->pad < -1 || a->pad >= (int64_t)a->vocab)
+    return ps__fail(PS_EINVAL, "%s: pad is %d: it must be below vocab, %u, or -1 for none", op,
+                    (int)a->pad, a->vocab);
   return PS_OK;
 }
 
@@ -72,16 +76,18 @@ static ps_status embed_fwd(const ps_launch *l) {
   return PS_OK;
 }
 
-/* Stable radix sort of tokens by id, 11 bits a pass; returns the one of order and tmp that holds
- * the result. */
-static uint32_t *emb_sort(const int32_t *id, uint32_t n, uint32_t vocab, uint32_t *order,
-                          uint32_t *tmp, uint32_t count[2048]) {
-  for (uint32_t t = 0; t < n; t++)
-    order[t] = t;
-  for (uint32_t shift = 0; shift < 32 && (vocab - 1) >> shift; shift += 11) {
+/* Stable radix sort of tokens by id, 11 bits a pass, without those of pad. Gives j->order, which is
+ * one of order and tmp. */
+static void emb_sort(emb_job *j, uint32_t *order, uint32_t *tmp, uint32_t count[2048]) {
+  const int32_t *id = j->id;
+  uint32_t n = 0;
+  for (uint32_t t = 0; t < j->a->n_tokens; t++)
+    if (id[t] != j->a->pad)
+      order[n++] = t;
+  for (uint32_t shift = 0; shift < 32 && (j->a->vocab - 1) >> shift; shift += 11) {
     memset(count, 0, 2048 * sizeof *count);
-    for (uint32_t t = 0; t < n; t++)
-      count[((uint32_t)id[t] >> shift) & 2047]++;
+    for (uint32_t t = 0; t < j->a->n_tokens; t++)
+      count[((uint32_t)id[t] >> shift) & 2047] += id[t] != j->a->pad;
     for (uint32_t i = 0, at = 0; i < 2048; i++) {
       uint32_t c = count[i];
       count[i] = at;
@@ -93,7 +99,8 @@ static uint32_t *emb_sort(const int32_t *id, uint32_t n, uint32_t vocab, uint32_
     order = tmp;
     tmp = swap;
   }
-  return order;
+  j->order = order;
+  j->n_order = n;
 }
 
 /* rows and columns of dtable, a task: zeros in whole pages; columns that are summed at a time */
@@ -184,7 +191,7 @@ static void embed_total_row(const emb_job *j, uint32_t lo, uint32_t hi, size_t v
 
 /* First place in the sorted order whose id is >= v. */
 static uint32_t emb_lower_bound(const emb_job *j, uint32_t v) {
-  uint32_t lo = 0, hi = j->a->n_tokens;
+  uint32_t lo = 0, hi = j->n_order;
   while (lo < hi) {
     uint32_t mid = lo + (hi - lo) / 2;
     if ((uint32_t)j->id[j->order[mid]] < v)
@@ -205,7 +212,7 @@ static void emb_bwd_task(void *arg, int64_t task, uint32_t worker) {
   uint32_t lo = emb_lower_bound(j, v);
   while (v < v_end) {
     uint32_t hi = lo, next = v_end;
-    if (lo < j->a->n_tokens && (uint32_t)j->id[j->order[lo]] < v_end)
+    if (lo < j->n_order && (uint32_t)j->id[j->order[lo]] < v_end)
       next = (uint32_t)j->id[j->order[lo]];
     if (!j->a->accumulate)
       for (uint32_t r = v; r < next; r++)
@@ -215,7 +222,7 @@ static void emb_bwd_task(void *arg, int64_t task, uint32_t worker) {
         memset(j->low + (size_t)r * dim + c0, 0, n);
     if (next == v_end)
       return;
-    while (hi < j->a->n_tokens && (uint32_t)j->id[j->order[hi]] == next)
+    while (hi < j->n_order && (uint32_t)j->id[j->order[hi]] == next)
       hi++;
     for (uint32_t c = 0; c < n; c += EMB_SUM)
       (j->host ? embed_total_row : embed_add_row)(j, lo, hi, next, c0 + c,
@@ -243,8 +250,7 @@ static ps_status emb_add(const ps_launch *l, const ps__args_embed *a,
                  .low = l->n_ptr > 3 ? l->ptr[3] : NULL,
                  .col_blocks = (a->dim + EMB_COLS - 1) / EMB_COLS};
   uint32_t *scratch = ps__scratch(exec, 0);
-  job.order = emb_sort(job.id, a->n_tokens, a->vocab, scratch, scratch + a->n_tokens,
-                       scratch + 2 * (size_t)a->n_tokens);
+  emb_sort(&job, scratch, scratch + a->n_tokens, scratch + 2 * (size_t)a->n_tokens);
   ps__pool_run(exec->pool, ((int64_t)a->vocab + EMB_ROWS - 1) / EMB_ROWS * job.col_blocks,
                emb_bwd_task, &job);
   return PS_OK;
@@ -252,7 +258,7 @@ static ps_status emb_add(const ps_launch *l, const ps__args_embed *a,
 
 /* embed_bwd
  * math    dtable[v,:] (+)= scale times the sum over t with id[t] = v, in order of t, of dx[t,:];
- *         fp32 sum and product, one rounding when added
+ *         fp32 sum and product, one rounding when added; tokens of pad add nothing
  * shapes  id i32 [T], dx [T,D], dtable [V,D] of dt
  * bytes   (T*D + V*D)*sizeof(dt); when accumulating (1 to 3)*T*D*sizeof(dt), since rows without a
  *         token are not touched
@@ -261,7 +267,8 @@ static ps_status emb_add(const ps_launch *l, const ps__args_embed *a,
 static ps_status embed_bwd(const ps_launch *l) { return emb_add(l, l->args, NULL); }
 
 /* embed_bwd_host
- * math    each row with a token: contribution = the chunks' fp32 sums in order of t times scale,
+ * math    each row with a token, but for that of pad:
+ *         contribution = the chunks' fp32 sums in order of t times scale,
  *         chunk after chunk, rounded after each; total = contribution, or what accumulate makes of
  *         total and contribution
  * shapes  id i32 [T], dx [T,D], total [V,D] of dt, low u8 [V,D]

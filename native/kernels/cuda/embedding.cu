@@ -69,10 +69,15 @@ struct lists {
   uint32_t *found, *order; /* [T] */
 };
 
+/* Whether tokens of this id add to a row. */
+__device__ __forceinline__ bool counts(int32_t id, uint32_t vocab, int32_t pad) {
+  return (uint32_t)id < vocab && id != pad;
+}
+
 __global__ void __launch_bounds__(THREADS)
-    count_k(const int32_t *id, lists s, uint32_t n, uint32_t vocab) {
+    count_k(const int32_t *id, lists s, uint32_t n, uint32_t vocab, int32_t pad) {
   const uint32_t t = blockIdx.x * THREADS + threadIdx.x;
-  if (t < n && (uint32_t)id[t] < vocab && atomicAdd(&s.count[id[t]], 1u) == 0)
+  if (t < n && counts(id[t], vocab, pad) && atomicAdd(&s.count[id[t]], 1u) == 0)
     s.ids[atomicAdd(s.n_ids, 1u)] = (uint32_t)id[t];
 }
 
@@ -83,9 +88,9 @@ __global__ void __launch_bounds__(THREADS) segment_k(lists s) {
 }
 
 __global__ void __launch_bounds__(THREADS)
-    place_k(const int32_t *id, lists s, uint32_t n, uint32_t vocab) {
+    place_k(const int32_t *id, lists s, uint32_t n, uint32_t vocab, int32_t pad) {
   const uint32_t t = blockIdx.x * THREADS + threadIdx.x;
-  if (t < n && (uint32_t)id[t] < vocab)
+  if (t < n && counts(id[t], vocab, pad))
     s.found[atomicAdd(&s.cursor[id[t]], 1u)] = t;
 }
 
@@ -147,7 +152,7 @@ __global__ void __launch_bounds__(THREADS)
 
 /* embed_bwd
  * math    dtable[v,:] (+)= scale times the sum over t with id[t] = v, in order of t, of dx[t,:];
- *         fp32 sum and product, one rounding when added; an id out of range adds nothing
+ *         fp32 sum and product, one rounding when added; pad and an id out of range add nothing
  * shapes  id i32 [T], dx [T,D], dtable [V,D] of dt
  * bytes   (T*D + V*D)*sizeof(dt) of HBM, and rows with a token twice, or at most 3*T*D*sizeof(dt)
  *         when accumulating: rows without a token are not touched then; 8192 x 4096 into 128256
@@ -178,9 +183,9 @@ extern "C" ps_status ps__cuda_embed_bwd(const ps_launch *l) {
                         exec->stream);
   if (e != cudaSuccess || !blocks)
     return ps_launched("embed_bwd", e);
-  count_k<<<blocks, THREADS, 0, exec->stream>>>(id, s, a->n_tokens, a->vocab);
+  count_k<<<blocks, THREADS, 0, exec->stream>>>(id, s, a->n_tokens, a->vocab, a->pad);
   segment_k<<<blocks, THREADS, 0, exec->stream>>>(s);
-  place_k<<<blocks, THREADS, 0, exec->stream>>>(id, s, a->n_tokens, a->vocab);
+  place_k<<<blocks, THREADS, 0, exec->stream>>>(id, s, a->n_tokens, a->vocab, a->pad);
   rank_k<<<blocks, THREADS, 0, exec->stream>>>(id, s);
   const bool whole = ps_whole(a->dt, a->dim) && ps_aligned(l->ptr[1]) && ps_aligned(l->ptr[2]);
   PS_DISPATCH(

@@ -107,6 +107,8 @@ static const char *const gemma3_keys[] = {"sliding_window",          "query_pre_
 
 const ps__family ps__family_gemma2 = {.model_type = "gemma2",
                                       .architecture = "Gemma2ForCausalLM",
+                                      .has_default_pad = true,
+                                      .default_pad = 0,
                                       .default_kv_heads = 4,
                                       .default_head_dim = 256,
                                       .tied_by_default = true,
@@ -117,6 +119,8 @@ const ps__family ps__family_gemma2 = {.model_type = "gemma2",
                                       .describe = describe};
 const ps__family ps__family_gemma3 = {.model_type = "gemma3_text",
                                       .architecture = "Gemma3ForCausalLM",
+                                      .has_default_pad = true,
+                                      .default_pad = 0,
                                       .default_kv_heads = 4,
                                       .default_head_dim = 256,
                                       .default_rope_theta = 1e6,

@@ -13,6 +13,8 @@ static ps_status describe(ps_model *m) {
 
 const ps__family ps__family_olmo2 = {.model_type = "olmo2",
                                      .architecture = "Olmo2ForCausalLM",
+                                     .has_default_pad = true,
+                                     .default_pad = 1,
                                      .default_norm_eps = 1e-5,
                                      .qk_norm = 2,
                                      .read = ps__config_full_attention,

@@ -24,6 +24,8 @@ static const char *const longrope_names[] = {"su", "yarn", NULL};
 
 const ps__family ps__family_phi3 = {.model_type = "phi3",
                                     .architecture = "Phi3ForCausalLM",
+                                    .has_default_pad = true,
+                                    .default_pad = 32000,
                                     .default_original_positions = 4096,
                                     .default_norm_eps = 1e-5,
                                     .has_partial_rope = true,

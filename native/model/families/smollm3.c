@@ -52,6 +52,8 @@ static const char *const own_keys[] = {"no_rope_layers", "no_rope_layer_interval
 
 const ps__family ps__family_smollm3 = {.model_type = "smollm3",
                                        .architecture = "SmolLM3ForCausalLM",
+                                       .has_default_pad = true,
+                                       .default_pad = 128004,
                                        .default_kv_heads = 4,
                                        .default_rope_theta = 2e6,
                                        .tied_by_default = true,
