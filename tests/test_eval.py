@@ -7,8 +7,9 @@ import subprocess
 import numpy as np
 import pytest
 import torch
-from conftest import BUILD
+from conftest import BUILD, write_shard
 from penstock import Hardware, ModelConfig, Plan, Trainer
+from penstock.shards import IS_TARGET, write_mask
 from test_budget import LONG_ROUNDS, PACKED_ROUNDS, batch_of, model_dir  # noqa: F401
 from transformers import AutoModelForCausalLM
 
@@ -70,6 +71,86 @@ def test_the_command_prints_the_mean_over_all_targets(tiny_model, tiny_shard):
     assert got["loss"] == pytest.approx(want, rel=1e-5)
     assert got["perplexity"] == pytest.approx(math.exp(got["loss"]), rel=1e-12)
     assert (got["tokens"], got["valid_tokens"], got["steps"]) == (n * seq_len, n * seq_len, steps)
+
+
+def mean_loss(folder, tokens, seq_len, targets=None):
+    """transformers' mean over the targets of all whole sequences, and their number."""
+    n = (len(tokens) - 1) // seq_len
+    ids = torch.from_numpy(tokens[: n * seq_len + 1].astype(np.int64))
+    wanted = ids[1:].clone()
+    if targets is not None:
+        wanted[~torch.from_numpy(targets[1 : n * seq_len + 1])] = -100
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    with torch.no_grad():
+        logits = model(ids[:-1].view(n, seq_len)).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted)
+    return loss.item(), int((wanted >= 0).sum())
+
+
+def command(*words):
+    words = [BUILD / "bin/penstock", *words, "--quiet"]
+    return subprocess.run([*map(str, words)], check=True, capture_output=True, text=True).stdout
+
+
+def test_every_target_counts_once_however_the_data_is_cut(tiny_model, tmp_path):
+    """3, 12 and 20 sequences: of a step, of one and a half, and of two and a half."""
+    rng = np.random.default_rng(3)
+    words = ["eval", "--model", tiny_model, "--seq-len", 64, "--recipe", "fp32", "--json"]
+    for n, rest, cuts in ((3, 40, ([],)), (12, 0, ([], [5], [12])), (20, 1, ([], [7]))):
+        path, tokens = tmp_path / f"{n}.bin", rng.integers(0, 512, n * 64 + 1 + rest)
+        write_shard(path, tokens)
+        want, targets = mean_loss(tiny_model, tokens, 64)
+        assert targets == n * 64
+        for cut in cuts:
+            more = ["--tokens-per-step", 64 * cut[0]] if cut else []
+            got = json.loads(command(*words, "--data", path, *more))
+            assert got["loss"] == pytest.approx(want, rel=1e-5)
+            assert (got["tokens"], got["valid_tokens"]) == (n * 64, n * 64)
+            assert got["left_out_tokens"] == rest
+            assert got["steps"] == -(-n // (cut or [8])[0])
+    # masks: the second of three steps has no target; and a part of the data, then some of it twice
+    flags = np.zeros(len(tokens), np.uint8)
+    flags[1 : 7 * 64], flags[15 * 64 :: 3] = IS_TARGET, IS_TARGET
+    write_mask(path, flags)
+    words += ["--data", path, "--tokens-per-step", 7 * 64]
+    want, targets = mean_loss(tiny_model, tokens, 64, flags > 0)
+    got = json.loads(command(*words))
+    assert got["loss"] == pytest.approx(want, rel=1e-5) and got["valid_tokens"] == targets
+    part = json.loads(command(*words, "--steps", 1))
+    assert (part["tokens"], part["left_out_tokens"]) == (7 * 64, 13 * 64 + 1)
+    again = json.loads(command(*words, "--steps", 6))
+    assert (again["tokens"], again["valid_tokens"]) == (40 * 64, 2 * targets)
+    assert again["loss"] == pytest.approx(got["loss"], rel=1e-12)
+    words.remove("--json")
+    assert command(*words).splitlines()[1].startswith("left out: 1 tokens of the data")
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_trainer_counts_what_is_left_for_the_last_step(tiny_model, tmp_path, gpus):
+    """On several devices, and shuffled: each sequence once in a pass."""
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(0, 512, 13 * 64 + 1)
+    write_shard(tmp_path / "d.bin", tokens)
+    want, _ = mean_loss(tiny_model, tokens, 64)
+    plan = Plan(
+        ModelConfig.read(tiny_model),
+        seq_len=64,
+        tokens_per_step=8 * 64,
+        forward_only=True,
+        clip=False,
+        recipe="fp32",
+        gpus=gpus,
+        hardware=Hardware.estimate(2, "cpu"),
+    )
+    for shuffle in (False, True):
+        with Trainer(
+            tiny_model, plan, tmp_path / "d.bin", clip_norm=0.0, shuffle=shuffle
+        ) as trainer:
+            steps = [(m.loss, m.valid_tokens) for m in trainer.steps(4)]
+        assert [v for _, v in steps] == [8 * 64, 5 * 64] * 2
+        for one in (steps[:2], steps[2:]):
+            got = sum(loss * v for loss, v in one) / (13 * 64)
+            assert got == pytest.approx(want, rel=1e-5)
 
 
 def test_the_command_refuses_what_training_refuses(tiny_model, tiny_shard, tmp_path):

@@ -31,15 +31,19 @@ def hardware():
     return Hardware.read(ROOT / "tests/golden/hardware-cpu.json")
 
 
-@pytest.fixture(scope="module")
-def val_shard(tmp_path_factory):
-    """4,001 tokens of which some are no targets, and documents of 1 to 200 tokens."""
-    rng, path = np.random.default_rng(8), tmp_path_factory.mktemp("val") / "val.bin"
+def write_val(path, n):
+    """The first @n of 4,001 tokens of which some are no targets, and documents of 1 to 200."""
+    rng = np.random.default_rng(8)
     flags = np.where(rng.random(4001) < 0.7, IS_TARGET, 0)
     flags[np.cumsum(rng.integers(1, 200, 60))[:30]] |= BEGINS_DOCUMENT
-    write_shard(path, rng.integers(0, 1500, 4001))
-    write_mask(path, flags)
+    write_shard(path, rng.integers(0, 1500, 4001)[:n])
+    write_mask(path, flags[:n])
     return path
+
+
+@pytest.fixture(scope="module")
+def val_shard(tmp_path_factory):
+    return write_val(tmp_path_factory.mktemp("val") / "val.bin", 4001)
 
 
 def weights(trainer):
@@ -95,13 +99,13 @@ def test_same_bits_under_every_cap_and_as_eval_and_training_unchanged(
         assert (val, after) == want
         assert len({loss for loss, _ in val}) == STEPS
 
-    step = plan.report["val_step_tokens"]
-    n = plan.report["val_tokens"] // step
-    assert n * step <= tokens < n * step + n * cut["seq_len"]
+    step, whole = plan.report["val_step_tokens"], tokens // cut["seq_len"] * cut["seq_len"]
+    assert plan.report["val_tokens"] == whole
     cut = cut | {"tokens_per_step": step}
     plan = Plan(model, forward_only=True, **(kw | cut | {"clip": False}))
-    with Trainer(tmp_path / "saved", plan, val_shard, clip_norm=0.0) as t:
-        steps = [(m.loss, m.valid_tokens) for m in t.steps(n)]
+    split = write_val(tmp_path / "first.bin", whole + 1)
+    with Trainer(tmp_path / "saved", plan, split, clip_norm=0.0) as t:
+        steps = [(m.loss, m.valid_tokens) for m in t.steps(-(-whole // step))]
     total = sum(valid for _, valid in steps)
     nll = 0.0
     for loss, valid in steps:
@@ -139,8 +143,8 @@ def split(tmp_path_factory):
     return split_folder(
         tmp_path_factory.mktemp("split") / "data",
         rng.integers(0, 512, 6000),
-        rng.integers(0, 512, 900),
-        np.where(rng.random(900) < 0.6, IS_TARGET, 0),
+        rng.integers(0, 512, 850),
+        np.where(rng.random(850) < 0.6, IS_TARGET, 0),
     )
 
 
@@ -152,7 +156,7 @@ def test_the_split_is_used_and_its_loss_is_evals_and_transformers(tiny_model, sp
     words = [w for w in words_of_training(tiny_model, split, *CLI) if w != "--quiet"]
     run = train(*words, "--steps", 25, "--val-every", 10, "--val-tokens", 832, "--json",
                 "--out", tmp_path / "out")  # fmt: skip
-    assert run.stderr.count(f"validation on 768 tokens of {split}/val every 10 steps") == 1
+    assert run.stderr.count(f"validation on 832 tokens of {split}/val every 10 steps") == 1
     lines = metrics_of(tmp_path / "out")
     assert [m["step"] + 1 for m in lines if "val_loss" in m] == [10, 20, 25]
     last, total = lines[-1], json.loads(run.stdout)
@@ -162,15 +166,15 @@ def test_the_split_is_used_and_its_loss_is_evals_and_transformers(tiny_model, sp
     assert total["val_share"] == total["val_total_s"] / total["wall_s"] < 1
     assert total["val_total_s"] == pytest.approx(sum(m.get("val_s", 0) for m in lines), rel=1e-9)
 
-    n = 832 // 64  # 13 sequences, in two steps of 6: the last one is left out
+    n = 832 // 64  # all 13 sequences, in steps of 7 and 6
     words = ["--model", tmp_path / "out", "--data", split / "val", "--seq-len", 64, "--quiet"]
     words += ["--recipe", "fp32", "--chunk-tokens", 128, "--chunks-per-round", 2, "--json"]
-    got = json.loads(train("eval", *words, "--tokens-per-step", 384, "--steps", 2).stdout)
-    assert last["val_tokens"] == got["tokens"] == 768
+    got = json.loads(train("eval", *words, "--tokens-per-step", 448).stdout)
+    assert last["val_tokens"] == got["tokens"] == 832 and got["steps"] == 2
     assert (last["val_loss"], last["val_valid_tokens"]) == (got["loss"], got["valid_tokens"])
 
     data = Dataset(split / "val", 512)
-    read = [data.read(64, i) for i in range(n - 1)]
+    read = [data.read(64, i) for i in range(n)]
     ids, targets = (torch.from_numpy(np.stack(x)).long() for x in zip(*read))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
     with torch.no_grad():

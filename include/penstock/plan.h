@@ -164,8 +164,8 @@ typedef struct ps_plan_config {
    * loading, and on CUDA the driver. 0: computed from the resident set that the process had when it
    * first asked for a hardware description or a plan. Later allocations change no plan. */
   uint64_t reserve_bytes;
-  /* Tokens of a validation (ps_trainer_validate()), rounded down to whole sequences, and to steps
-   * of equal size that are no larger than a step of training. It runs in the memory of training.
+  /* Tokens of a validation (ps_trainer_validate()), rounded down to whole sequences. Its steps are
+   * no larger than a step of training. It runs in the memory of training.
    * The plan is the same without it, unless only another plan holds it. 0: none. */
   uint64_t val_tokens;
   /* Text that is sampled beside training (ps_trainer_sample(), penstock/generate.h): prompts that

@@ -120,7 +120,9 @@ typedef struct ps_train_config {
   const char *adapter_dir;
   uint64_t max_skips; /* with PS_NON_FINITE_SKIP: so many steps in a row may be skipped */
   uint32_t non_finite, reserved; /* ps_non_finite */
-  /* Exactly one of dataset and batch_fn is given. Both are borrowed until destroy. */
+  /* Exactly one of dataset and batch_fn is given. Both are borrowed until destroy. With a plan that
+   * is forward_only, a pass over a dataset without weights begins with a step and counts each
+   * sequence once: the last step's other sequences do not count, and a step may have no target. */
   ps_dataset *dataset;
   ps_batch_fn batch_fn;
   void *batch_user;
@@ -152,7 +154,7 @@ PS_API ps_status ps_train_config_check(const ps_train_config *cfg, const ps_mode
 /* What a step did and what it took. */
 typedef struct ps_step_metrics {
   uint64_t step; /* 0-based, first_step included */
-  double loss;   /* cross-entropy, mean over the counted targets, in nats */
+  double loss;   /* cross-entropy, mean over the counted targets, in nats; NaN: there is none */
   /* With z-loss or label smoothing (ps_plan_config): what was minimized, and the z-loss in it, both
    * as means. Else loss, and 0. */
   double objective, z_loss;

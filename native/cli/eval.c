@@ -5,8 +5,36 @@
 
 typedef struct result {
   double nll, seconds; /* nll: the sum of the tokens' losses */
-  uint64_t tokens, counted;
+  uint64_t tokens, counted, left_out;
 } result;
+
+/* Sequences of a pass over the data; 0: a mix, which has no end. */
+static uint64_t n_sequences(const cli_job *job, const ps_dataset *ds) {
+  return ps_dataset_n_weighted(ds) ? 0 : ps_dataset_n_sequences(ds, job->seq_len);
+}
+
+/* Every sequence once: the trainer does not count what the last step has more. */
+static uint64_t steps_of_pass(const cli_job *job, const ps_dataset *ds) {
+  const uint64_t n = job->report.n_sequences, all = ps_dataset_n_sequences(ds, job->seq_len),
+                 steps = (n_sequences(job, ds) ? all + n - 1 : all) / n;
+  return steps ? steps : 1;
+}
+
+/* Tokens that were read, and those of the data that were not: in sequences past the last step, and
+ * at the ends of shards, where they fill no sequence. The last token of a shard is a target
+ * alone. */
+static void count_tokens(const cli_job *job, const ps_dataset *ds, result *r) {
+  const uint64_t all = n_sequences(job, ds), passes = job->steps / steps_of_pass(job, ds),
+                 rest = job->steps % steps_of_pass(job, ds) * job->report.n_sequences,
+                 targets = ps_dataset_n_tokens(ds) - ps_dataset_n_shards(ds);
+  if (!all) {
+    r->tokens = job->steps * job->report.n_sequences * job->seq_len;
+    return;
+  }
+  r->tokens = (passes * all + rest) * job->seq_len;
+  const uint64_t read = (passes ? all : rest) * job->seq_len;
+  r->left_out = targets > read ? targets - read : 0;
+}
 
 /* Two steps are in flight: the second one's batch comes in while the first one computes. */
 static int run_steps(const cli_job *job, ps_trainer *t, result *r) {
@@ -16,13 +44,17 @@ static int run_steps(const cli_job *job, ps_trainer *t, result *r) {
     st = ps_trainer_wait(t, &m);
     if (st != PS_OK)
       break;
-    r->nll += m.loss * (double)m.valid_tokens;
-    r->tokens += m.tokens;
+    r->nll += m.valid_tokens ? m.loss * (double)m.valid_tokens : 0;
     r->counted += m.valid_tokens;
     r->seconds += m.step_s;
     if (i + 2 < job->steps)
       st = ps_trainer_submit(t, 1);
   }
+  if (st == PS_OK && !r->counted)
+    return cli_fail(CLI_FAILED,
+                    "the data has no target in %llu step%s: give other data, or more "
+                    "--steps",
+                    (unsigned long long)job->steps, job->steps == 1 ? "" : "s");
   return st == PS_OK ? CLI_OK : cli_fail_status(st, false);
 }
 
@@ -35,6 +67,7 @@ static void show(const cli_job *job, const result *r) {
     cli_json_number(&j, "perplexity", exp(loss));
     cli_json_count(&j, "tokens", r->tokens);
     cli_json_count(&j, "valid_tokens", r->counted);
+    cli_json_count(&j, "left_out_tokens", r->left_out);
     cli_json_count(&j, "steps", job->steps);
     cli_json_number(&j, "tokens_per_s", (double)r->tokens / r->seconds);
     cli_json_count(&j, "device_used_bytes", job->report.device_used_bytes);
@@ -46,6 +79,9 @@ static void show(const cli_job *job, const result *r) {
   printf("loss %.6f, perplexity %.4g, over %llu targets of %llu tokens; %.0f tokens/s\n", loss,
          exp(loss), (unsigned long long)r->counted, (unsigned long long)r->tokens,
          (double)r->tokens / r->seconds);
+  if (r->left_out)
+    printf("left out: %llu tokens of the data that are in no whole sequence of a step\n",
+           (unsigned long long)r->left_out);
 }
 
 static int evaluate(cli_job *job) {
@@ -60,11 +96,10 @@ static int evaluate(cli_job *job) {
   job->forward_only = true;
   if (code == CLI_OK)
     code = cli_job_plan(job);
-  if (code == CLI_OK && !job->steps) {
-    job->steps = ps_dataset_n_sequences(ds, job->seq_len) / job->report.n_sequences;
-    job->steps += !job->steps;
-  }
+  if (code == CLI_OK && !job->steps)
+    job->steps = steps_of_pass(job, ds);
   if (code == CLI_OK) {
+    count_tokens(job, ds, &r);
     const ps_train_config cfg = cli_train_config(job, ds, NULL, false);
     const ps_status st = ps_trainer_create(&t, job->model, job->plan, &cfg, NULL, NULL);
     code = st == PS_OK ? run_steps(job, t, &r) : cli_fail_status(st, true);
@@ -143,9 +178,10 @@ int cli_eval(int argc, char **argv) {
   const cli_command command = {
       .usage = "eval --model DIR --data SHARDS... --seq-len N [--device-mem SIZE] [--host-mem "
                "SIZE] [OPTIONS]",
-      .about = "Prints the model's loss and perplexity on the data: the mean over all targets.\n"
-               "Whole steps are computed, sequence after sequence; a rest that is no whole step\n"
-               "is left out. Memory is planned for the forward pass alone. Nothing is written.",
+      .about = "Prints the model's loss and perplexity on the data: the mean over all targets,\n"
+               "however the data is cut into steps. Tokens at a shard's end that fill no sequence\n"
+               "are left out, and counted. Memory is planned for the forward pass alone. Nothing\n"
+               "is written.",
       .example = "penstock eval --model trained --data validation/ --seq-len 4096",
       .options = options,
       .job = &job,

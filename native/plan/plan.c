@@ -390,7 +390,7 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
   o->n_feasible = r->n_feasible;
   if (!p->val)
     return;
-  o->val_tokens = p->val_steps * p->val->layout.n_tokens;
+  o->val_tokens = p->val_sequences * p->cfg.seq_len;
   o->val_step_tokens = p->val->layout.n_tokens;
   o->val_s = (double)p->val_steps * p->val->report.step_s;
 }

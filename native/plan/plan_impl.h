@@ -19,9 +19,10 @@ struct ps_plan {
   ps_plan_report report;
   double hfu_flops; /* of a step: model FLOPs and all recomputation */
   /* cfg.val_tokens: the validation's plan, whose step is mapped over this one's, and how many of
-   * its steps are a validation. NULL: none. */
+   * its steps are a validation. NULL: none. The last step may have more sequences than are left of
+   * the validation's val_sequences: the others do not count. */
   ps_plan *val;
-  uint64_t val_steps;
+  uint64_t val_steps, val_sequences;
   /* cfg.sample_sequences: generation beside the training, which the trainer runs. NULL: none. */
   struct ps__gen_setup *sampling;
   struct ps__ramp *ramp; /* [n_ramp]; stages whose build failed are half filled */

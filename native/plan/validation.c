@@ -65,11 +65,13 @@ static ps_status find_step(const ps_plan *p, ps_plan *v) {
   return PS_OK;
 }
 
-/* As many steps as needed for steps no larger than those of training, of equal size. */
+/* As many steps as needed for steps no larger than those of training, of equal size but for the
+ * last. */
 static void cut(ps_plan *p, uint64_t *sequences) {
   const uint64_t n = p->cfg.val_tokens / p->cfg.seq_len, all = n ? n : 1;
+  p->val_sequences = all;
   p->val_steps = (all + p->layout.n_sequences - 1) / p->layout.n_sequences;
-  *sequences = all / p->val_steps;
+  *sequences = (all + p->val_steps - 1) / p->val_steps;
 }
 
 ps_status ps__plan_validation(ps_plan *p, bool run) {

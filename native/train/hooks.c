@@ -6,20 +6,43 @@
 
 /* ---- batch ----------------------------------------------------------------------------------- */
 
+enum { NOT_COUNTED = -1, TORCH_NOT_COUNTED = -100 /* ignore_index of torch.nn.CrossEntropyLoss */ };
+
+void ps__batch_uncount(const ps_trainer *t, uint64_t i) {
+  const uint64_t s = t->plan->cfg.seq_len;
+  for (uint64_t k = i * s; k < (i + 1) * s; k++)
+    t->targets[k] = NOT_COUNTED;
+}
+
+/* A plan that trains nothing measures the data. A pass over it begins with a step, and counts each
+ * sequence once: its last step reads what it lacks from the data's beginning, and does not count
+ * it. A mix has no end. Gives the place in the order of reading of sequence @pos of the steps. */
+static uint64_t place_of(const ps_trainer *t, uint64_t pos, bool *counts) {
+  const uint64_t of_step = t->plan->layout.n_sequences * t->plan->cfg.n_hosts,
+                 n = ps_dataset_n_sequences(t->cfg.dataset, t->plan->cfg.seq_len),
+                 of_pass = (n + of_step - 1) / of_step * of_step;
+  *counts = true;
+  if (!t->plan->cfg.forward_only || ps_dataset_n_weighted(t->cfg.dataset))
+    return pos;
+  *counts = pos % of_pass < n;
+  return pos / of_pass * n + pos % of_pass % n;
+}
+
 static ps_status read_dataset(ps_trainer *t, uint64_t step, uint64_t n) {
   /* of the step's sequences the first are rank 0's */
   const uint64_t s = t->plan->cfg.seq_len,
                  first = ps_plan_sequences_before(t->plan, step) + t->rank * n;
   for (uint64_t i = 0; i < n; i++) {
-    const uint64_t window =
-        ps_dataset_at(t->cfg.dataset, s, first + i, t->cfg.seed, (int)t->cfg.shuffle);
+    bool counts;
+    const uint64_t pos = place_of(t, first + i, &counts),
+                   window = ps_dataset_at(t->cfg.dataset, s, pos, t->cfg.seed, (int)t->cfg.shuffle);
     PS_TRY(ps_dataset_read(t->cfg.dataset, s, window, t->tokens + i * s, t->targets + i * s,
                            t->begins + i * s));
+    if (!counts)
+      ps__batch_uncount(t, i);
   }
   return PS_OK;
 }
-
-enum { NOT_COUNTED = -1, TORCH_NOT_COUNTED = -100 /* ignore_index of torch.nn.CrossEntropyLoss */ };
 
 /* Checks the first @n tokens and targets, and brings the targets that are not counted to the one
  * value that kernels know. @what: the batch's name. */
@@ -124,11 +147,12 @@ ps_status ps__batch_read(ps_trainer *t, uint64_t run_step, const ps__layout *l, 
 ps_status ps__batch_check_valid(const ps_trainer *t, uint64_t run_step, uint64_t valid) {
   char what[32];
   name_step(t, run_step, what);
-  return valid ? PS_OK
-               : ps__fail(PS_ENUMERIC,
-                          "%s has no valid target: its loss is undefined; mask fewer of its "
-                          "tokens, or raise --tokens-per-step",
-                          what);
+  return valid || (t->plan->cfg.forward_only && t->cfg.dataset)
+             ? PS_OK
+             : ps__fail(PS_ENUMERIC,
+                        "%s has no valid target: its loss is undefined; mask fewer of its "
+                        "tokens, or raise --tokens-per-step",
+                        what);
 }
 
 static ps_status load_batch(ps_trainer *t, const ps_launch *l) {
@@ -191,8 +215,8 @@ static ps_status sum_loss(ps_trainer *t, const ps_launch *l) {
     mean[c] /= (double)batch->valid_tokens;
   const double loss = mean[0], e = n_columns > 1 ? (double)terms->label_smoothing : 0,
                z_loss = (double)terms->z_loss * mean[1];
-  t->skips.loss_bad = !isfinite(loss);
-  if (!isfinite(loss))
+  t->skips.loss_bad = batch->valid_tokens && !isfinite(loss);
+  if (t->skips.loss_bad)
     PS_TRY(ps__loss_is_bad(t, l->step, loss, row, n_columns));
   ps__step_stats *stats = l->ptr[2];
   stats->loss = loss;

@@ -125,6 +125,7 @@ ps_status ps__batch_fill(const ps_trainer *t, const char *what, const ps__step *
                          uint64_t *valid);
 /* ps__batch_read() - read and check the batch of step @run_step of this trainer, of layout @l, into
  * t->tokens, targets and begins. @valid: as above.
+ * ps__batch_uncount() - no target of sequence @i of the batch counts.
  * ps__batch_fill_part() - fill in the batch of step @s from token @first of them on. @valid: of all
  * tokens (hooks.c). */
 ps_status ps__batch_read(ps_trainer *t, uint64_t run_step, const ps__layout *l, uint64_t *valid);

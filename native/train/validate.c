@@ -18,8 +18,7 @@ ps_status ps__validation_check(const ps_plan *plan, const ps_dataset *ds) {
                     "the validation data's masks say where documents begin, but the plan was made "
                     "for one document a sequence: plan without one_document");
   PS_TRY(ps_dataset_check(ds, plan->cfg.seq_len));
-  const uint64_t have = ps_dataset_n_sequences(ds, plan->cfg.seq_len),
-                 need = plan->val_steps * plan->val->layout.n_sequences;
+  const uint64_t have = ps_dataset_n_sequences(ds, plan->cfg.seq_len), need = plan->val_sequences;
   return have >= need ? PS_OK
                       : ps__fail(PS_EINVAL,
                                  "a validation reads %llu sequences of %llu tokens, but its data "
@@ -28,15 +27,20 @@ ps_status ps__validation_check(const ps_plan *plan, const ps_dataset *ds) {
                                  (unsigned long long)have);
 }
 
-/* The same sequences in each validation: the data's first, of a mix by weight. */
+/* The same sequences in each validation: the data's first, of a mix by weight. What the last step
+ * lacks is read from the beginning again, and does not count. */
 static ps_status load(ps_trainer *t, const ps_launch *l) {
   const ps_plan *v = t->plan->val;
   const uint64_t s = v->cfg.seq_len, n = v->layout.n_sequences, step = l->step % t->plan->val_steps;
   uint64_t valid;
-  for (uint64_t i = 0; i < n; i++)
+  for (uint64_t i = 0; i < n; i++) {
+    const uint64_t pos = step * n + i, all = t->plan->val_sequences;
     PS_TRY(ps_dataset_read(t->cfg.val_dataset, s,
-                           ps_dataset_at(t->cfg.val_dataset, s, step * n + i, 0, 0),
-                           t->tokens + i * s, t->targets + i * s, t->begins + i * s));
+                           ps_dataset_at(t->cfg.val_dataset, s, pos % all, 0, 0), t->tokens + i * s,
+                           t->targets + i * s, t->begins + i * s));
+    if (pos >= all)
+      ps__batch_uncount(t, i);
+  }
   PS_TRY(ps__batch_fill(t, "validation", &v->step, l->ptr[0], &valid));
   memset(t->begins, 0, v->layout.n_tokens); /* a batch function of training does not write it */
   *(ps__batch_header *)l->ptr[0] = (ps__batch_header){.valid_tokens = valid};

@@ -351,7 +351,8 @@ class Plan(Owner):
                            trainer refuses document tokens
     deterministic          every run gives the same bits, on a GPU too
     frozen_layers          the first so many layers are not trained: the embedding, then the blocks
-    forward_only           nothing is trained: a step of a Trainer computes the loss alone
+    forward_only           nothing is trained: a step of a Trainer computes the loss alone. The last
+                           step of a pass over a dataset counts the sequences that are left
     batch_ramp             [(tokens_per_step, steps), ...]: the training's first steps have fewer
                            tokens, stage after stage
     z_loss                 adds z_loss * logsumexp(logits)^2 to the loss that is trained
