@@ -16,13 +16,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import BUILD, ROOT, write_shard
 from families import OFFSET, random_model
-from penstock import Hardware, ModelConfig, Plan, Trainer, data, export
+from penstock import Hardware, ModelConfig, Plan, Trainer, compare, data, export
 from penstock._lib import as_dict
 from penstock.files import TOKENIZER_FILES
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -92,6 +92,11 @@ def directory(tmp_path_factory):
         return write_model(tmp_path_factory.mktemp("export") / name, CONFIGS[name], model_of(name))
 
     return make
+
+
+def binary(*words):
+    words = [str(w) for w in (BUILD / "bin/penstock", *words)]
+    return subprocess.run(words, check=True, capture_output=True, text=True)
 
 
 def run(*words):
@@ -300,8 +305,7 @@ def test_sentencepiece_vocabularies(directory, tmp_path):
 # ---- Hugging Face directories --------------------------------------------------------------------
 
 
-def logits_of(model):
-    ids = torch.arange(40)[None] % 512
+def logits_of(model, ids=torch.arange(40)[None]):
     with torch.no_grad():
         return model.eval()(ids).logits
 
@@ -349,6 +353,60 @@ def test_a_directory_is_complete(directory, tmp_path, monkeypatch):
     ids = AutoTokenizer.from_pretrained(out)(TEXT).input_ids
     assert ids == tokenizer().encode(TEXT).ids
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def with_head(folder, cfg, model, head):
+    """The model's directory with @head as its lm_head.weight, whatever config.json says."""
+    write_model(folder, cfg, model)
+    weights = load_file(folder / "model.safetensors") | {"lm_head.weight": head}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_a_head_that_the_config_ties_counts_where_it_differs(tmp_path, one_thread, capsys):
+    """As in transformers 5.24; transformers 4 would drop it, so what is written says that it is not
+    tied."""
+    cfg = families.llama(tie_word_embeddings=True)
+    model, shard = random_model(cfg), write_shard(tmp_path / "a.bin", np.arange(3, 68))
+    embedding = model.model.embed_tokens.weight.detach()
+    head = embedding + 0.3 * torch.randn_like(embedding)
+    equal = with_head(tmp_path / "equal", cfg, model, embedding.clone())
+    own = with_head(tmp_path / "own", cfg, model, head)
+    ids, words = torch.arange(3, 68)[None], ["--recipe", "fp32", "--seq-len", "64"]
+    for folder, tied in ((equal, True), (own, False)):
+        config = AutoConfig.from_pretrained(folder, tie_word_embeddings=tied)
+        theirs = AutoModelForCausalLM.from_pretrained(folder, config=config)
+        logits = logits_of(theirs, ids[:, :-1])
+        want = torch.nn.functional.cross_entropy(logits[0], ids[0, 1:]).item()
+        out, trained = tmp_path / f"{folder.name}-hf", tmp_path / f"{folder.name}-trained"
+        assert run("--model", folder, "--to", "hf", "--out", out, "--quiet") == 0
+        train = ["--steps", "1", "--lr", "0", "--weight-decay", "0", "--out", trained]
+        for command, where, more, warned in (
+            ("eval", folder, [], not tied),
+            ("train", folder, [*train, "--run-dir", trained], not tied),
+            ("eval", out, [], False),
+            ("eval", trained, [], False),
+        ):
+            more = [*words, *more, "--data", shard, "--tokens-per-step", "64"]
+            done = binary(command, "--model", where, *more)
+            assert done.stderr.count("lm_head.weight differs") == warned, done.stderr
+            if command == "eval":
+                rounded = 1e-2 * (where == trained)  # bf16; the other head is 0.05 away or more
+                assert float(done.stdout.split()[1].strip(",")) == pytest.approx(
+                    want, abs=2e-6 + rounded
+                )
+        for saved in (out, trained):
+            assert json.loads((saved / "config.json").read_text())["tie_word_embeddings"] == tied
+        assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(out)), logits_of(theirs))
+        done = binary(
+            "generate", "--model", folder, "--tokens", "1,2,3", "--max-new-tokens", "8",
+            "--dtype", "fp32",
+        )  # fmt: skip
+        assert done.stderr.count("lm_head.weight differs") == (not tied)
+        greedy = theirs.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False)
+        assert [int(x) for x in done.stdout.split()] == greedy[0, 3:].tolist()
+        assert compare.main([str(folder), "--hf"]) == 0
+        assert capsys.readouterr().err.count("lm_head.weight differs") == (not tied)
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------

@@ -121,8 +121,10 @@ typedef struct ps_model_config {
  * ps_model_family_name(). Absent keys have transformers' defaults. A field that changes the math
  * and is not supported, or that the family does not have, is refused by name. Examples: other
  * activations, other RoPE types, biases, dropout, experts, quantized weights, another family's
- * multipliers. A file of more than 1 MiB is refused too. Errors: PS_EIO; PS_EFORMAT names file,
- * field, value and limit. */
+ * multipliers. A file of more than 1 MiB is refused too.
+ * Where DIR ties the head to the embedding, but its safetensors have an lm_head.weight with other
+ * values, tied_embeddings is 0, with a warning (ps_log_set()).
+ * Errors: PS_EIO; PS_EFORMAT names file, field, value and limit. */
 PS_API ps_status ps_model_config_read(ps_model_config *out, const char *path);
 /* ps_model_config_check() - whether all fields are in range. Errors: PS_EFORMAT, PS_EINVAL name
  * @name_for_messages, field, value and limit. */

@@ -44,6 +44,14 @@ int cli_fail_given(const char *option, ps_status status) {
   return cli_fail(code_of(status, true), "%s %s", option, words_of(status));
 }
 
+static void print_warning(void *user, ps_log_level level, const char *message) {
+  (void)user;
+  if (level >= PS_LOG_WARN)
+    fprintf(stderr, "penstock: %s\n", message);
+}
+
+void cli_warnings(bool print) { ps_log_set(print ? print_warning : NULL, NULL); }
+
 const char *cli_bytes(char buf[32], uint64_t bytes) {
   static const char *const unit[] = {"B", "KiB", "MiB", "GiB", "TiB"};
   double value = (double)bytes;

@@ -27,6 +27,8 @@ int cli_fail_status(ps_status status, bool starting);
 /* cli_fail_given() - as cli_fail_status() before anything was written, with @option in front: the
  * user sees which option a path came from, as in "--model nowhere: cannot be opened: ...". */
 int cli_fail_given(const char *option, ps_status status);
+/* cli_warnings() - print the library's warnings on stderr from now on, or drop them again. */
+void cli_warnings(bool print);
 const char *cli_last_words(void); /* of the last cli_fail(); "" when there was none */
 const char *cli_bytes(char buf[32], uint64_t bytes);    /* "19.9 GiB" */
 const char *cli_rate(char buf[32], double bytes_per_s); /* "48.2 GB/s" */

@@ -101,6 +101,7 @@ static int evaluate(cli_job *job) {
   if (code == CLI_OK) {
     count_tokens(job, ds, &r);
     const ps_train_config cfg = cli_train_config(job, ds, NULL, false);
+    cli_warnings(!job->quiet);
     const ps_status st = ps_trainer_create(&t, job->model, job->plan, &cfg, NULL, NULL);
     code = st == PS_OK ? run_steps(job, t, &r) : cli_fail_status(st, true);
   }

@@ -73,7 +73,9 @@ static int prepare(generation *g) {
   if (!g->model)
     return cli_fail(CLI_REFUSED, "--model DIR is missing");
   g->config.struct_bytes = sizeof g->config;
+  cli_warnings(g->plan_only && !g->quiet); /* the generator reads it again */
   ps_status st = ps_model_config_read(&g->config, g->model);
+  cli_warnings(!g->quiet);
   if (st != PS_OK)
     return cli_fail_given("--model", st);
   ps_lora lora = {0};

@@ -23,6 +23,7 @@ static void print_layers(const ps_model_config *cfg) {
 static int show_model(cli_json *j, const char *path, uint64_t seq_len, ps_model_config *cfg) {
   char bytes[32], shown[8192];
   cfg->struct_bytes = sizeof *cfg;
+  cli_warnings(true);
   ps_status st = ps_model_config_read(cfg, path);
   ps_model *m = NULL;
   ps_flops flops = {0};

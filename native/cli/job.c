@@ -385,7 +385,9 @@ int cli_job_check(cli_job *j) {
         "%s %s is a file: give the model's directory, with config.json and safetensors in it",
         j->model_option, j->model);
   j->config.struct_bytes = sizeof j->config;
+  cli_warnings(!j->quiet);
   ps_status st = ps_model_config_read(&j->config, j->model);
+  cli_warnings(false);
   return st == PS_OK ? cli_lora_resolve(j) : cli_fail_given(j->model_option, st);
 }
 

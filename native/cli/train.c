@@ -68,13 +68,6 @@ static void catch_interrupts(void) {
     sigaction(SIGHUP, &action, NULL);
 }
 
-/* Prints the library's warnings. */
-static void print_warning(void *user, ps_log_level level, const char *message) {
-  (void)user;
-  if (level >= PS_LOG_WARN)
-    fprintf(stderr, "penstock: %s\n", message);
-}
-
 /* ---- before the run -------------------------------------------------------------------------- */
 
 /* Whether --out has a model is checked later, once it is known from what the run goes on. */
@@ -506,9 +499,9 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
   if (code == CLI_OK)
     code = cli_open_data(job, &ds);
   if (code == CLI_OK && job->resume) {
-    ps_log_set(job->quiet ? NULL : print_warning, NULL);
+    cli_warnings(!job->quiet);
     code = cli_resume_open(job, from);
-    ps_log_set(NULL, NULL); /* the settings are checked twice, and their warnings printed once */
+    cli_warnings(false); /* the settings are checked twice, and their warnings printed once */
   }
   if (code == CLI_OK && first && job->out && !replaces_own_model(job, *from))
     code = cli_out_check_empty(job, job->out);
@@ -551,8 +544,7 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
   char *run = cli_run_file_text(job); /* NULL, without memory: the manifests lack it */
   cfg.run = run;
   cfg.total_steps = job->steps;
-  if (!job->quiet)
-    ps_log_set(print_warning, NULL);
+  cli_warnings(!job->quiet);
   opening o = {job, &p};
   if (*from)
     st = ps_trainer_resume(&t, job->model, job->plan, &cfg, *from, on_progress, &o);

@@ -3,6 +3,7 @@
  * refused by name rather than ignored. */
 #include "kernels/ops.h"
 #include "model/family.h"
+#include "model/model.h"
 
 #include <errno.h>
 #include <float.h>
@@ -385,15 +386,9 @@ static ps_status read_config(const ps__config_reader *r, ps_model_config *out) {
   return PS_OK;
 }
 
-ps_status ps_model_config_read(ps_model_config *out, const char *path) {
-  if (!out || !path)
-    return ps__fail(PS_EINVAL,
-                    "ps_model_config_read: no path or no place for the result was given");
-  struct stat st;
-  if (stat(path, &st) != 0)
-    return ps__fail(PS_EIO, "%s: cannot be opened: %s", path, strerror(errno));
+static ps_status read_file(ps_model_config *out, const char *path, bool is_dir) {
   char *file = NULL;
-  if (S_ISDIR(st.st_mode))
+  if (is_dir)
     PS_TRY(ps__model_path(&file, path, "config.json"));
   else if (!(file = ps__strdup(path)))
     return ps__fail(PS_ENOMEM, "%s: no memory left to read the config", path);
@@ -404,4 +399,32 @@ ps_status ps_model_config_read(ps_model_config *out, const char *path) {
   ps__json_free(j);
   ps__free(file);
   return r;
+}
+
+ps_status ps__model_config_read(ps_model_config *out, const char *path, bool *own_head) {
+  struct stat st;
+  ps_model_config c;
+  if (stat(path, &st) != 0)
+    return ps__fail(PS_EIO, "%s: cannot be opened: %s", path, strerror(errno));
+  PS_TRY(read_file(&c, path, S_ISDIR(st.st_mode)));
+  *own_head = false;
+  if (c.tied_embeddings && S_ISDIR(st.st_mode))
+    PS_TRY(ps__model_own_head(path, own_head));
+  c.tied_embeddings = c.tied_embeddings && !*own_head;
+  *out = c;
+  return PS_OK;
+}
+
+ps_status ps_model_config_read(ps_model_config *out, const char *path) {
+  bool own_head;
+  if (!out || !path)
+    return ps__fail(PS_EINVAL,
+                    "ps_model_config_read: no path or no place for the result was given");
+  PS_TRY(ps__model_config_read(out, path, &own_head));
+  if (own_head)
+    ps__log(PS_LOG_WARN,
+            "%s: config.json ties the head to the embedding, but lm_head.weight differs from "
+            "model.embed_tokens.weight: lm_head.weight is used, as with tie_word_embeddings false",
+            path);
+  return PS_OK;
 }

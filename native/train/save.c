@@ -4,6 +4,7 @@
 #include "train/adapter.h"
 #include "train/arrays.h"
 #include "io/io.h"
+#include "model/family.h"
 #include <errno.h>
 #include <math.h>
 #include <string.h>
@@ -53,22 +54,26 @@ static bool is_dtype_key(const char *key) {
   return strcmp(key, "torch_dtype") == 0 || strcmp(key, "dtype") == 0;
 }
 
-/* config.json as the model has it, but that the dtype of the saved tensors replaces its torch_dtype
- * or dtype. */
-static void fill_config(ps__jsonw *w, const ps__json *config, ps_dtype dtype) {
-  const char *const name = ps__dtypes[dtype].torch_name;
+/* config.json as the model has it, but for the dtype of the saved tensors, and for
+ * tie_word_embeddings where a head of its own is saved: transformers 4 would not read it. */
+static void fill_config(ps__jsonw *w, const ps__json *config, const ps_model *m, ps_dtype dtype) {
+  const char *const name = ps__dtypes[dtype].torch_name, *const tie = "tie_word_embeddings";
   bool named = false;
   ps__jsonw_object(w, NULL);
   for (size_t i = 0; i < ps__json_length(config); i++) {
     const char *key = ps__json_key(config, i);
     if (is_dtype_key(key))
       ps__jsonw_string(w, key, name);
+    else if (!ps__tied(m) && strcmp(key, tie) == 0)
+      ps__jsonw_bool(w, key, false);
     else
       write_value(w, key, ps__json_at(config, i));
     named |= is_dtype_key(key);
   }
   if (!named)
     ps__jsonw_string(w, "torch_dtype", name);
+  if (!ps__tied(m) && !ps__json_get(config, tie) && ps__family_at(m->cfg.family)->tied_by_default)
+    ps__jsonw_bool(w, tie, false);
   ps__jsonw_end(w);
 }
 
@@ -82,7 +87,7 @@ static ps_status write_config(const ps_trainer *t, const ps__stage *stage, const
   if (st == PS_OK)
     st = ps__jsonw_create(&w);
   if (st == PS_OK) {
-    fill_config(w, config, dtype);
+    fill_config(w, config, t->plan->model, dtype);
     st = ps__stage_write_json(stage, dir, "config.json", w);
   }
   ps__jsonw_free(w);

@@ -5,7 +5,9 @@ and lie beside it, so that both are of one version. The size of every public str
 the library is loaded.
 """
 
+import contextlib
 import os
+import sys
 from pathlib import Path
 
 from cffi import FFI
@@ -112,6 +114,26 @@ def callback(kind: str, function, failures: list, error: int = 0):
     return ffi.callback(
         kind, function, onerror=lambda _type, exc, _traceback: failures.append(exc), **returned
     )
+
+
+@contextlib.contextmanager
+def printed_warnings(name: str, quiet: bool = False):
+    """A context in which the library's warnings go to stderr, each once, after the command's
+    name."""
+    seen = set()
+
+    @ffi.callback("ps_log_fn")
+    def show(_user, level, message):
+        line = text(message)
+        if level >= lib.PS_LOG_WARN and line not in seen:
+            seen.add(line)
+            print(f"{name}: {line}", file=sys.stderr)
+
+    lib.ps_log_set(ffi.NULL if quiet else show, ffi.NULL)
+    try:
+        yield
+    finally:
+        lib.ps_log_set(ffi.NULL, ffi.NULL)
 
 
 def progress_callback(progress, failures: list):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ._lib import lib
+from ._lib import lib, printed_warnings
 from .command import FAILED, OK, Parser, run
 from .dataset import Dataset
 from .errors import InputOutputError
@@ -151,14 +151,18 @@ def _import_transformers():
     return torch, transformers
 
 
-def open_transformers(folder: Path):
-    """transformers' model of a directory, in fp32."""
+def open_transformers(folder: Path, tied: bool):
+    """transformers' model of a directory, in fp32. tied: the head is the embedding."""
     torch, transformers = _import_transformers()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        if not tied:  # transformers 4 ties the head whatever the file has
+            config.tie_word_embeddings = False
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
+            config=config,
             dtype=torch.float32,
             attn_implementation="eager",
             output_loading_info=True,
@@ -175,6 +179,7 @@ def open_transformers(folder: Path):
 
 def reference(
     folder: Path,
+    tied: bool,
     tokens: np.ndarray,
     targets: np.ndarray,
     rounded: bool,
@@ -182,7 +187,7 @@ def reference(
 ) -> Reference:
     """rounded: to bf16 first. pad_token_id: in place of the one in the directory's config.json."""
     torch, _ = _import_transformers()
-    model, spread = open_transformers(folder), {}
+    model, spread = open_transformers(folder, tied), {}
     if pad_token_id is not None:
         model.get_input_embeddings().padding_idx = pad_token_id if pad_token_id >= 0 else None
     if rounded:
@@ -287,7 +292,8 @@ def compare(
     single = Plan(model, tokens_per_step=seq_len, forward_only=True, **options)
     # what another directory calls its pad token is no difference between the models
     pad = None if other == folder else model.pad_token_id
-    expected = reference(other, tokens, targets, recipe != "fp32", pad)
+    tied = bool(model.tied_embeddings)
+    expected = reference(other, tied, tokens, targets, recipe != "fp32", pad)
     names = {p.name for p in model.params()}
     for name in sorted(names ^ set(expected.weights)):
         where = other if name in names else folder
@@ -502,4 +508,5 @@ def _compare(args) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-    return run("penstock compare", lambda: _compare(args))
+    with printed_warnings("penstock compare"):
+        return run("penstock compare", lambda: _compare(args))

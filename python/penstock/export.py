@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ._lib import lib, text
+from ._lib import lib, printed_warnings, text
 from .checkpoint import Checkpoint
 from .command import OK, Parser, run
 from .errors import FormatError, InputOutputError, PenstockError
@@ -264,6 +264,8 @@ def write_hf(
     config = read_json(source.folder / "config.json")
     key = "dtype" if "dtype" in config else "torch_dtype"
     config[key] = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
+    if not source.model.tied_embeddings:  # the head has weights of its own
+        config["tie_word_embeddings"] = False
     tensors = [_as_is(p, dtype) for p in source.model.params()]
     with _work_folder(out) as work, _pool() as pool:
         folder = work / out.name
@@ -390,4 +392,5 @@ def _export(args) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-    return run("penstock export", lambda: _export(args))
+    with printed_warnings("penstock export", args.quiet):
+        return run("penstock export", lambda: _export(args))

@@ -168,8 +168,8 @@ def _check_shape(folder: Path, model: ModelConfig, arch: str) -> None:
             )
         if not model.tied_embeddings:
             raise DataError(
-                f"{folder}: tie_word_embeddings is false: llama.cpp takes Gemma 2's embedding as "
-                "its lm_head"
+                f"{folder}: lm_head.weight is not the embedding: llama.cpp takes Gemma 2's embedding "
+                "as its lm_head"
             )
     without = [i for i in range(model.n_layers) if model.layer_flags[i] & lib.PS_LAYER_NO_ROPE]
     if arch == "SMOLLM3" and without != [*range(3, model.n_layers, NO_ROPE_EVERY)]:

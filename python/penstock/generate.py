@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from . import command
-from ._lib import lib
+from ._lib import lib, printed_warnings
 from .chat import ChatTemplate, read_config, read_messages
 from .data import load_tokenizer
 from .errors import DeviceError, InputOutputError, OutOfMemoryError
@@ -318,7 +318,8 @@ def _rate_line(s: dict) -> str:
 
 def main(argv=None) -> int:
     args = _parser().parse_args(argv)
-    return command.run("penstock generate", lambda: _generate(args), "stopped")
+    with printed_warnings("penstock generate", args.quiet):
+        return command.run("penstock generate", lambda: _generate(args), "stopped")
 
 
 if __name__ == "__main__":

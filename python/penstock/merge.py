@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ._lib import printed_warnings
 from .command import OK, Parser, run
 from .errors import FormatError, InputOutputError
 from .export import Source, _check_out, open_source, write_hf
@@ -117,4 +118,5 @@ def _merge(args) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-    return run("penstock merge", lambda: _merge(args))
+    with printed_warnings("penstock merge", args.quiet):
+        return run("penstock merge", lambda: _merge(args))
