@@ -94,9 +94,11 @@ def directory(tmp_path_factory):
     return make
 
 
-def binary(*words):
+def binary(*words, code=0):
     words = [str(w) for w in (BUILD / "bin/penstock", *words)]
-    return subprocess.run(words, check=True, capture_output=True, text=True)
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    return done
 
 
 def run(*words):
@@ -305,7 +307,8 @@ def test_sentencepiece_vocabularies(directory, tmp_path):
 # ---- Hugging Face directories --------------------------------------------------------------------
 
 
-def logits_of(model, ids=torch.arange(40)[None]):
+def logits_of(model, ids=None):
+    ids = torch.arange(40)[None] if ids is None else ids
     with torch.no_grad():
         return model.eval()(ids).logits
 
@@ -407,6 +410,42 @@ def test_a_head_that_the_config_ties_counts_where_it_differs(tmp_path, one_threa
         assert [int(x) for x in done.stdout.split()] == greedy[0, 3:].tolist()
         assert compare.main([str(folder), "--hf"]) == 0
         assert capsys.readouterr().err.count("lm_head.weight differs") == (not tied)
+
+
+STRAY = "model.layers.0.self_attn.o_proj.bias"
+UP = "model.layers.1.mlp.up_proj.weight"
+OTHER_TENSORS = {
+    "stray": ({STRAY: torch.zeros(64)}, f"tensor {STRAY} is not part of the model"),
+    "fp8": (
+        {UP: torch.ones(96, 64, dtype=torch.float8_e4m3fn)},
+        f"tensor {UP} is F8_E4M3: only F32, BF16 and F16 are read",
+    ),
+    "missing": ({UP: None}, f"tensor {UP} is missing"),
+    "shape": ({UP: torch.zeros(95, 64)}, f"tensor {UP} has 2 dimensions beginning [95, 64]"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_TENSORS)
+def test_tensors_of_another_model_are_refused_by_all_commands_alike(tmp_path, capsys, case):
+    changes, words = OTHER_TENSORS[case]
+    model = write_model(tmp_path / "m", CONFIGS["llama"], model_of("llama"))
+    weights = load_file(model / "model.safetensors") | changes
+    weights = {k: x for k, x in weights.items() if x is not None}
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    shard = write_shard(tmp_path / "a.bin", np.arange(65))
+    said = set()
+    for command, *more in (
+        ["eval", "--data", shard, "--seq-len", "64"],
+        ["train", "--data", shard, "--seq-len", "64", "--run-dir", tmp_path / "run"],
+        ["generate", "--tokens", "1,2"],
+    ):
+        done = binary(command, "--model", model, *more, "--quiet", code=2)
+        said.add(done.stderr.removeprefix("penstock: "))
+    for to in ("hf", "gguf"):
+        assert run("--model", model, "--to", to, "--out", tmp_path / "out") == 2
+        said.add(capsys.readouterr().err.removeprefix("penstock export: "))
+    (message,) = said
+    assert words in message and not (tmp_path / "out").exists()
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------

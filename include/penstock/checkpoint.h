@@ -58,6 +58,12 @@ PS_API uint64_t ps_tensors_find(const ps_tensor_file *f, const char *name);
 PS_API ps_status ps_tensors_read(ps_tensor_file *f, uint64_t idx, uint64_t first, uint64_t n,
                                  ps_dtype dtype, void *dst);
 
+/* ps_model_check_tensors() - whether the tensors of @f are the weights of @m: each of them, in a
+ * dtype that is converted and with its shape, and no other. Passed over are rotary tables, and the
+ * head of a model that ties it. Errors: PS_EFORMAT names @name and the tensor. */
+PS_API ps_status ps_model_check_tensors(const ps_model *m, const ps_tensor_file *f,
+                                        const char *name);
+
 typedef struct ps_tensor_writer ps_tensor_writer;
 
 /* A tensor to be written. Its data is appended later, in the order of the specs. */

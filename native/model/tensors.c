@@ -1,11 +1,17 @@
 /* tensors.c - whether the tensors on disk are a model's: all of them, no other, the same shapes. */
 #include "model/model.h"
 #include "core/core.h"
+#include "core/dtype.h"
 #include <string.h>
 
 static ps_status check_tensor(const char *dir, const ps_tensor_info *info, const ps_param_info *p) {
   const bool ok = info->n_dims == p->n_dims && info->shape[0] == p->shape[0] &&
                   (p->n_dims < 2 || info->shape[1] == p->shape[1]);
+  if (ok && ps__dtype_of_file(info->dtype) == PS__N_FILE_DTYPES)
+    return ps__fail(PS_EFORMAT,
+                    "%s: tensor %s is %s: only F32, BF16 and F16 are read, use the model before "
+                    "quantization",
+                    dir, p->name, info->dtype);
   if (ok)
     return PS_OK;
   return ps__fail(
@@ -52,4 +58,10 @@ ps_status ps__model_check_tensors(const ps_model *m, const ps_tensor_file *f, co
                                   bool weights) {
   PS_TRY(check_unknown(m, f, dir));
   return check_known(m, f, dir, weights);
+}
+
+ps_status ps_model_check_tensors(const ps_model *m, const ps_tensor_file *f, const char *name) {
+  if (!m || !f || !name)
+    return ps__fail(PS_EINVAL, "ps_model_check_tensors: model, file and name must be given");
+  return ps__model_check_tensors(m, f, name, true);
 }

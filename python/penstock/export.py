@@ -98,14 +98,7 @@ def open_source(path: str | os.PathLike) -> Source:
         )
     folder, what, notes = _find(path)
     model, tensors = ModelConfig.read(folder), TensorFile(folder)
-    for p in model.params():
-        if p.name not in tensors:
-            raise DataError(f"{folder}: tensor {p.name} is missing from its safetensors")
-        if tensors.shape(p.name) != p.shape:
-            raise DataError(
-                f"{folder}: tensor {p.name} has shape {tensors.shape(p.name)}, but config.json "
-                f"asks for {p.shape}"
-            )
+    model.check(tensors, folder)
     return Source(folder, what, model, tensors, notes)
 
 

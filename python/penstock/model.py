@@ -90,6 +90,10 @@ class ModelConfig:
         """Every parameter tensor, in the library's order."""
         return params_of(self._model())
 
+    def check(self, tensors: "TensorFile", name) -> None:
+        """FormatError, which begins with `name`: the tensors are not the model's weights."""
+        check(lib.ps_model_check_tensors(self._model(), tensors._handle.ptr, encode_path(name)))
+
     def flops(self, seq_len: int) -> dict:
         """Model FLOPs of one sequence: matmul (the blocks' products, forward), attn_fwd,
         attn_bwd, head, sequence (all of it)."""
