@@ -35,8 +35,9 @@ class ModelConfig(c.Structure):
         + [(n, i32) for n in "bos_token_id eos_token_id pad_token_id".split()]
         + [
             (n, f32)
-            for n in "norm_eps attention_scale attention_softcap logit_softcap embedding_scale residual_scale logit_scale".split()
+            for n in "norm_eps attention_scale attention_softcap logit_softcap embedding_scale residual_scale logit_scale dropout".split()
         ]
+        + [("reserved", u32)]
         + [("local_rope_theta", c.c_double), ("rope", Rope), ("layer_flags", c.c_uint8 * 4096)]
     )
 

@@ -103,7 +103,7 @@ PAIRS = 128
 class Rope(ctypes.Structure):
     """ps_rope of include/penstock/model.h."""
 
-    KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+    KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
     _fields_ = (
         [
             (name, ctypes.c_uint32)

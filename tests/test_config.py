@@ -10,6 +10,8 @@ import io_native as ps
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kernel_calls import rope_table
+from penstock import Generator, Hardware, InvalidError, ModelConfig, Plan
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 LLAMA = dict(
@@ -140,6 +142,77 @@ def test_rope_scaling_in_all_spellings(tmp_path):
     assert (c.rope.kind, c.rope.theta) == (2, 7e5)
 
 
+LONGROPE = dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8)
+PHI3 = dict(
+    without(LLAMA, "rope_theta"), architectures=["Phi3ForCausalLM"], model_type="phi3",
+    max_position_embeddings=128, original_max_position_embeddings=16,
+)  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "cfg, kind",
+    [
+        (dict(LLAMA, rope_scaling={}), 0),
+        (dict(LLAMA, rope_parameters={}), 0),
+        (dict(LLAMA, rope_parameters={"rope_theta": 5e5, "rope_type": None}), 0),
+        (dict(LLAMA, rope_scaling={}, rope_parameters={"rope_type": "linear", "factor": 2.0}), 1),
+        (dict(LLAMA, rope_scaling=DYNAMIC), 5),
+        (dict(LLAMA, rope_parameters=DYNAMIC), 5),
+        (dict(PHI3, rope_parameters=dict(LONGROPE, type="yarn")), 4),
+        (dict(PHI3, rope_parameters=dict(LONGROPE, type="su")), 4),
+    ],
+)
+def test_rope_as_transformers_5_reads_and_writes_it(tmp_path, cfg, kind):
+    """5.24 reads {} and a missing rope_type as no scaling, and writes longrope's old names beside
+    the new one."""
+    assert ps.read_config(save(tmp_path, cfg)).rope.kind == kind
+
+
+def test_longrope_goes_by_the_version_of_transformers_that_wrote_it(tmp_path):
+    """By the ratio of the lengths, 8, or by factor, 2. 5.24's LlamaRotaryEmbedding has the
+    attention_scaling 1.118033988749895 on this config, 4.57.1's 1.3228756555322954."""
+    cfg = dict(
+        LLAMA, max_position_embeddings=128, original_max_position_embeddings=16,
+        rope_scaling=dict(LONGROPE, factor=2.0),
+    )  # fmt: skip
+
+    def factor(**changes):
+        rope = ps.read_config(save(tmp_path, dict(cfg, **changes))).rope
+        fields = {k: getattr(rope, k) for k in ("factor", "attention_factor", "original_positions")}
+        lists = dict(short_factor=[1.0] * 8, long_factor=[2.0] * 8)
+        return rope_table("longrope", 16, 9, 128, theta=1e4, **fields, **lists)[1]
+
+    old, new = 1.3228756555322954, 1.118033988749895
+    for version, want in (("4.57.1", old), ("4.40.0.dev0", old), ("5.0.0", new), ("5.24.0", new)):
+        assert factor(transformers_version=version) == ctypes.c_float(want).value
+    for scaling in (dict(factor=8.0), dict(attention_factor=old, factor=2.0)):  # no disagreement
+        assert factor(rope_scaling=dict(LONGROPE, **scaling)) == ctypes.c_float(old).value
+    for version in (None, "", 5, "3.9", "main"):
+        refused(tmp_path, dict(cfg, transformers_version=version), "is 2, but", "is 8: ")
+
+
+def test_dynamic_rope_is_refused_where_it_would_change_something(tmp_path):
+    cfg = dict(LLAMA, max_position_embeddings=64, rope_scaling=DYNAMIC)
+    model, hw = ModelConfig.read(save(tmp_path, cfg)), Hardware.estimate(1, "cpu")
+    Plan(model, seq_len=64, tokens_per_step=64, hardware=hw)
+    says = "65 tokens, and the model's max_position_embeddings is 64"
+    with pytest.raises(InvalidError, match=says):
+        Plan(model, seq_len=65, tokens_per_step=65, hardware=hw)
+    with pytest.raises(InvalidError, match=says):
+        Generator(tmp_path, context=65, hardware=hw)
+
+
+def test_dropout_is_refused_by_training_alone(tmp_path):
+    hw = Hardware.estimate(1, "cpu")
+    for key in ("attention_dropout", "resid_pdrop", "embd_pdrop"):
+        model = ModelConfig.read(save(tmp_path, dict(LLAMA, **{key: 0.125})))
+        assert model.dropout == 0.125
+        Plan(model, seq_len=8, tokens_per_step=8, forward_only=True, hardware=hw)
+        with pytest.raises(InvalidError, match=f"dropout of 0.125.*{key}"):
+            Plan(model, seq_len=8, tokens_per_step=8, hardware=hw)
+
+
 @pytest.mark.parametrize(
     "key",
     ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"],
@@ -178,13 +251,17 @@ def test_a_size_that_is_missing_or_absurd_is_named(tmp_path, key, value):
         (dict(attention_bias=True), ["attention_bias", "o_proj"]),
         (dict(attention_bias="no"), ["attention_bias"]),
         (dict(mlp_bias=True), ["mlp_bias"]),
-        (dict(attention_dropout=0.1), ["attention_dropout", "0.1"]),
+        (dict(attention_dropout=1.5), ["attention_dropout", "1.5"]),
         (dict(num_experts=8), ["num_experts", "8"]),
         (dict(num_local_experts=8), ["num_local_experts"]),
         (dict(quantization_config={"bits": 4}), ["quantization_config"]),
         (dict(partial_rotary_factor=0.5), ["partial_rotary_factor", "0.5"]),
         (dict(rope_scaling={"rope_type": "ntk", "factor": 4.0}), ["rope_type", "ntk", "llama3"]),
-        (dict(rope_scaling={"type": "dynamic", "factor": 4.0}), ["rope_type", "dynamic"]),
+        (dict(rope_scaling={"type": "dynamic"}), ["factor", "dynamic"]),
+        (
+            dict(rope_scaling={"type": "dynamic", "factor": 4.0}, max_position_embeddings=None),
+            ["max_position_embeddings", "dynamic"],
+        ),
         (dict(rope_scaling={"factor": 4.0}), ["rope_type"]),
         (
             dict(rope_scaling={"rope_type": "linear", "type": "default", "factor": 4.0}),

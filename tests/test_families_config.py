@@ -29,7 +29,7 @@ REQUIRED = [
 # model_type: without it transformers reads nothing; max_position_embeddings: ours stays unknown
 EXCEPTED = ("architectures", "model_type", "max_position_embeddings")
 GELU = ("gemma2", "gemma3_text")
-KINDS = {"default": 0, "linear": 1, "llama3": 2, "yarn": 3, "longrope": 4}
+KINDS = {"default": 0, "linear": 1, "llama3": 2, "yarn": 3, "longrope": 4, "dynamic": 5}
 
 
 def save(folder, cfg):
@@ -443,15 +443,15 @@ def test_a_field_of_another_family_is_named(tmp_path, name):
 NOT_COMPUTED = [
     (dict(attention_bias=True), ["attention_bias"]),
     (dict(mlp_bias=True), ["mlp_bias"]),
-    (dict(attention_dropout=0.1), ["attention_dropout", "0.1"]),
-    (dict(resid_pdrop=0.1), ["resid_pdrop", "0.1"]),
-    (dict(embd_pdrop=0.1), ["embd_pdrop", "0.1"]),
+    (dict(attention_dropout=-0.1), ["attention_dropout", "-0.1"]),
+    (dict(resid_pdrop=1.1), ["resid_pdrop", "1.1"]),
+    (dict(embd_pdrop="0.1"), ["embd_pdrop", "a string"]),
     (dict(num_experts=8), ["num_experts", "8"]),
     (dict(num_local_experts=8), ["num_local_experts", "8"]),
     (dict(quantization_config={"bits": 4}), ["quantization_config"]),
     (dict(vision_config={"hidden_size": 8}), ["vision_config", "text"]),
     (dict(text_config={"hidden_size": 8}), ["text_config"]),
-    (dict(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), ["rope_type", "dynamic"]),
+    (dict(rope_scaling={"rope_type": "ntk", "factor": 2.0}), ["rope_type", "ntk"]),
     (dict(architectures=["LlamaForCausalLM"]), ["model_type", "LlamaForCausalLM"]),
 ]
 

@@ -70,6 +70,13 @@ CASES = {
         },
         {},
     ),
+    "dynamic, up to max_position_embeddings": (
+        "dynamic",
+        64,
+        5e5,
+        {"factor": 4.0},
+        {"max": 2048, "seq_len": 2048},
+    ),
     "longrope, short": (
         "longrope",
         96,
@@ -164,6 +171,7 @@ YARN = dict(theta=1e4, factor=4.0, original_positions=4096)
         ("yarn", 64, dict(YARN, theta=1.0), ["rope_theta"]),
         ("yarn", 64, dict(YARN, attention_factor=-2.0), ["attention_factor", "-2"]),
         ("yarn", 64, dict(YARN, original_positions=0), ["original_max_position_embeddings"]),
+        ("dynamic", 64, dict(theta=1e4, factor=4.0, max_positions=32, seq_len=33), ["33", "32"]),
         ("longrope", 96, dict(YARN, short_factor=SHORT), ["long_factor[0]", "0"]),
         (
             "longrope",

@@ -48,10 +48,12 @@ PS_API const char *ps_model_family_name(uint32_t family);
  * modeling_rope_utils does. */
 typedef enum ps_rope_scaling {
   PS_ROPE_NONE = 0,
-  PS_ROPE_LINEAR = 1,  /* divided by factor */
-  PS_ROPE_LLAMA3 = 2,  /* long wavelengths divided by factor, short ones kept, linear between */
-  PS_ROPE_YARN = 3,    /* arXiv 2309.00071 */
-  PS_ROPE_LONGROPE = 4 /* each frequency divided by its own factor, arXiv 2402.13753 */
+  PS_ROPE_LINEAR = 1,   /* divided by factor */
+  PS_ROPE_LLAMA3 = 2,   /* long wavelengths divided by factor, short ones kept, linear between */
+  PS_ROPE_YARN = 3,     /* arXiv 2309.00071 */
+  PS_ROPE_LONGROPE = 4, /* each frequency divided by its own factor, arXiv 2402.13753 */
+  /* a larger theta past max_position_embeddings: a model of longer sequences is refused */
+  PS_ROPE_DYNAMIC = 5
 } ps_rope_scaling;
 
 enum { PS_ROPE_PAIRS = 128, PS_MAX_LAYERS = 4096 };
@@ -112,6 +114,8 @@ typedef struct ps_model_config {
   float embedding_scale;   /* of the looked-up rows (Gemma, Granite) */
   float residual_scale;    /* of what a layer adds to the residual stream (Granite) */
   float logit_scale;       /* of the logits, before the cap (Granite: 1 / logits_scaling) */
+  float dropout;           /* the largest in config.json: a plan of training refuses it */
+  uint32_t reserved;       /* 0 */
   double local_rope_theta;
   ps_rope rope;
   uint8_t layer_flags[PS_MAX_LAYERS]; /* PS_LAYER_*, by block from 0 */
@@ -120,10 +124,11 @@ typedef struct ps_model_config {
 /* ps_model_config_read() - from DIR/config.json or from a config file itself, of a family of
  * ps_model_family_name(). Absent keys have transformers' defaults. A field that changes the math
  * and is not supported, or that the family does not have, is refused by name. Examples: other
- * activations, other RoPE types, biases, dropout, experts, quantized weights, another family's
+ * activations, other RoPE types, biases, experts, quantized weights, another family's
  * multipliers. A file of more than 1 MiB is refused too.
  * Where DIR ties the head to the embedding, but its safetensors have an lm_head.weight with other
- * values, tied_embeddings is 0, with a warning (ps_log_set()).
+ * values, tied_embeddings is 0, with a warning (ps_log_set()). Longrope's attention factor follows the
+ * version of transformers that wrote the file where factor and lengths disagree, with a warning.
  * Errors: PS_EIO; PS_EFORMAT names file, field, value and limit. */
 PS_API ps_status ps_model_config_read(ps_model_config *out, const char *path);
 /* ps_model_config_check() - whether all fields are in range. Errors: PS_EFORMAT, PS_EINVAL name

@@ -89,8 +89,8 @@ static ps_status check_rope(const ps_model_config *c, const char *name) {
   const ps_rope *r = &c->rope;
   if (!(r->theta >= 1.0 && r->theta <= 1e15))
     return ps__fail(PS_EFORMAT, "%s: rope_theta is %g: it must be 1 to 1e15", name, r->theta);
-  PS_TRY(ps__config_in_range(name, "the RoPE scaling's kind", r->kind, PS_ROPE_NONE,
-                             PS_ROPE_LONGROPE));
+  PS_TRY(
+      ps__config_in_range(name, "the RoPE scaling's kind", r->kind, PS_ROPE_NONE, PS_ROPE_DYNAMIC));
   const uint32_t rotary = r->rotary_dim ? r->rotary_dim : c->head_dim;
   if (rotary % 2 || rotary > c->head_dim)
     return ps__fail(PS_EFORMAT,
@@ -104,6 +104,11 @@ static ps_status check_rope(const ps_model_config *c, const char *name) {
                     r->factor);
   if (r->kind == PS_ROPE_YARN || r->kind == PS_ROPE_LONGROPE)
     return check_rope_lengths(c, name);
+  if (r->kind == PS_ROPE_DYNAMIC && !c->max_positions)
+    return ps__fail(PS_EFORMAT,
+                    "%s: max_position_embeddings is missing: rope_type \"dynamic\" "
+                    "needs it",
+                    name);
   if (r->kind != PS_ROPE_LLAMA3)
     return PS_OK;
   if (!(r->low_freq_factor > 0.0 && r->low_freq_factor < r->high_freq_factor &&
@@ -168,6 +173,9 @@ ps_status ps_model_config_check(const ps_model_config *c, const char *name) {
     if (ids[i] < -1 || ids[i] >= (int64_t)c->vocab_size)
       return ps__fail(PS_EFORMAT, "%s: %s is %d: it must be below vocab_size, %u (-1 for none)",
                       name, of_id[i], ids[i], c->vocab_size);
+  if (!(c->dropout >= 0 && c->dropout <= 1))
+    return ps__fail(PS_EFORMAT, "%s: dropout is %g: it must be 0 to 1", name, (double)c->dropout);
+  PS_TRY(ps__config_in_range(name, "reserved", c->reserved, 0, 0));
   PS_TRY(check_layers(c, name));
   return check_rope(c, name);
 }
@@ -275,9 +283,7 @@ static ps_status refuse_foreign(const ps__config_reader *r, const ps__family *fa
   static const char *const objects[] = {"quantization_config", "compression_config"};
   static const char *const counts[] = {"num_experts", "num_local_experts", "n_routed_experts",
                                        "moe_intermediate_size"};
-  static const char *const dropouts[] = {"attention_dropout", "resid_pdrop", "embd_pdrop"};
   uint32_t n, bias, mlp_bias;
-  double x = 0;
   for (size_t i = 0; i < 2; i++)
     if (ps__config_field(r->j, objects[i]))
       return ps__fail(
@@ -300,13 +306,20 @@ static ps_status refuse_foreign(const ps__config_reader *r, const ps__family *fa
   if (mlp_bias)
     return ps__fail(PS_EFORMAT, "%s: mlp_bias is true: biases in the MLP are not supported",
                     r->path);
-  for (size_t i = 0; i < 3; i++) {
-    PS_TRY(ps__config_number(r, r->j, dropouts[i], 0, &x));
-    if (x != 0)
-      return ps__fail(PS_EFORMAT, "%s: %s is %g: dropout is not supported, set it to 0", r->path,
-                      dropouts[i], x);
-  }
   return refuse_keys(r, family);
+}
+
+/* It means nothing to all but training. */
+static ps_status read_dropout(const ps__config_reader *r, ps_model_config *c) {
+  static const char *const keys[] = {"attention_dropout", "resid_pdrop", "embd_pdrop"};
+  for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
+    double x = 0;
+    PS_TRY(ps__config_number(r, r->j, keys[i], 0, &x));
+    if (!(x >= 0 && x <= 1))
+      return ps__fail(PS_EFORMAT, "%s: %s is %g: it must be 0 to 1", r->path, keys[i], x);
+    c->dropout = (float)x > c->dropout ? (float)x : c->dropout;
+  }
+  return PS_OK;
 }
 
 static ps_status read_activation(const ps__config_reader *r, const ps__family *family,
@@ -368,6 +381,7 @@ static ps_status read_config(const ps__config_reader *r, ps_model_config *out) {
   PS_TRY(refuse_foreign(r, family));
   PS_TRY(read_sizes(r, family, &c));
   PS_TRY(read_activation(r, family, &c));
+  PS_TRY(read_dropout(r, &c));
   PS_TRY(ps__config_number(r, r->j, "rms_norm_eps",
                            family->default_norm_eps > 0 ? family->default_norm_eps : 1e-6, &eps));
   c.norm_eps = (float)eps;
@@ -386,7 +400,7 @@ static ps_status read_config(const ps__config_reader *r, ps_model_config *out) {
   return PS_OK;
 }
 
-static ps_status read_file(ps_model_config *out, const char *path, bool is_dir) {
+static ps_status read_file(ps_model_config *out, const char *path, bool is_dir, bool warn) {
   char *file = NULL;
   if (is_dir)
     PS_TRY(ps__model_path(&file, path, "config.json"));
@@ -395,36 +409,34 @@ static ps_status read_file(ps_model_config *out, const char *path, bool is_dir) 
   ps__json *j = NULL;
   ps_status r = ps__json_read_file(&j, file, PS__MAX_CONFIG_BYTES);
   if (r == PS_OK)
-    r = read_config(&(ps__config_reader){.j = j, .path = file}, out);
+    r = read_config(&(ps__config_reader){.j = j, .path = file, .warn = warn}, out);
   ps__json_free(j);
   ps__free(file);
   return r;
 }
 
-ps_status ps__model_config_read(ps_model_config *out, const char *path, bool *own_head) {
+ps_status ps__model_config_read(ps_model_config *out, const char *path, bool warn) {
   struct stat st;
   ps_model_config c;
+  bool own_head = false;
   if (stat(path, &st) != 0)
     return ps__fail(PS_EIO, "%s: cannot be opened: %s", path, strerror(errno));
-  PS_TRY(read_file(&c, path, S_ISDIR(st.st_mode)));
-  *own_head = false;
+  PS_TRY(read_file(&c, path, S_ISDIR(st.st_mode), warn));
   if (c.tied_embeddings && S_ISDIR(st.st_mode))
-    PS_TRY(ps__model_own_head(path, own_head));
-  c.tied_embeddings = c.tied_embeddings && !*own_head;
+    PS_TRY(ps__model_own_head(path, &own_head));
+  c.tied_embeddings = c.tied_embeddings && !own_head;
+  if (own_head && warn)
+    ps__log(PS_LOG_WARN,
+            "%s: config.json ties the head to the embedding, but lm_head.weight differs from "
+            "model.embed_tokens.weight: lm_head.weight is used, as with tie_word_embeddings false",
+            path);
   *out = c;
   return PS_OK;
 }
 
 ps_status ps_model_config_read(ps_model_config *out, const char *path) {
-  bool own_head;
   if (!out || !path)
     return ps__fail(PS_EINVAL,
                     "ps_model_config_read: no path or no place for the result was given");
-  PS_TRY(ps__model_config_read(out, path, &own_head));
-  if (own_head)
-    ps__log(PS_LOG_WARN,
-            "%s: config.json ties the head to the embedding, but lm_head.weight differs from "
-            "model.embed_tokens.weight: lm_head.weight is used, as with tie_word_embeddings false",
-            path);
-  return PS_OK;
+  return ps__model_config_read(out, path, true);
 }

@@ -1,15 +1,40 @@
 /* config_rope.c - RoPE as config.json has it. */
 #include "model/family.h"
+#include "model/rope.h"
+#include <stdlib.h>
 #include <string.h>
 
-/* The type under its two names; where both are there, transformers goes by the older one. */
-static ps_status read_rope_type(const ps__config_reader *r, const ps__json *s, const char **out) {
+/* "longrope" for the names that it has had in the family. */
+static const char *new_name(const ps_model_config *c, const char *type) {
+  const char *const *old = ps__family_at(c->family)->longrope_names;
+  for (; type && old && *old; old++)
+    if (!strcmp(type, *old))
+      return "longrope";
+  return type;
+}
+
+/* Whether RoPE's parameters say nothing of a scaling: transformers 5 takes "default". */
+static bool has_no_scaling(const ps__json *s) {
+  for (size_t i = 0; i < ps__json_length(s); i++)
+    if (ps__json_type(ps__json_at(s, i)) != PS_JSON_NULL &&
+        strcmp(ps__json_key(s, i), "rope_theta") &&
+        strcmp(ps__json_key(s, i), "partial_rotary_factor"))
+      return false;
+  return true;
+}
+
+/* The type under its two names, which must agree. */
+static ps_status read_rope_type(const ps__config_reader *r, const ps_model_config *c,
+                                const ps__json *s, const char **out) {
   const ps__json *t = ps__config_field(s, "rope_type"), *old = ps__config_field(s, "type");
-  const char *type = ps__json_string(t ? t : old, NULL), *old_type = ps__json_string(old, NULL);
+  const char *type = new_name(c, ps__json_string(t ? t : old, NULL)),
+             *old_type = new_name(c, ps__json_string(old, NULL));
+  if (!type && has_no_scaling(s))
+    type = "default";
   if (!type)
     return ps__fail(PS_EFORMAT,
                     "%s: the RoPE parameters have no rope_type: \"default\", \"linear\", "
-                    "\"llama3\", \"yarn\" or \"longrope\" is needed",
+                    "\"llama3\", \"yarn\", \"longrope\" or \"dynamic\" is needed",
                     r->path);
   if (old && (!old_type || strcmp(type, old_type)))
     return ps__fail(PS_EFORMAT,
@@ -31,9 +56,10 @@ static ps_status need_keys(const ps__config_reader *r, const ps__json *s, const 
   return PS_OK;
 }
 
-static ps_status read_linear(const ps__config_reader *r, const ps__json *s, ps_model_config *c) {
+/* linear and dynamic */
+static ps_status read_factor(const ps__config_reader *r, const ps__json *s, ps_model_config *c) {
   static const char *const needed[] = {"factor", NULL};
-  PS_TRY(need_keys(r, s, "linear", needed));
+  PS_TRY(need_keys(r, s, c->rope.kind == PS_ROPE_LINEAR ? "linear" : "dynamic", needed));
   return ps__config_number(r, s, "factor", 0, &c->rope.factor);
 }
 
@@ -83,6 +109,33 @@ static ps_status read_factors(const ps__config_reader *r, const ps__json *s, con
   return PS_OK;
 }
 
+/* The attention factor follows from factor in transformers 5, and in transformers 4 from the ratio
+ * of the lengths. Where they differ, the version that wrote the file counts. */
+static ps_status follow_version(const ps__config_reader *r, ps_model_config *c) {
+  const ps_rope *p = &c->rope;
+  const double ratio = p->original_positions ? (double)c->max_positions / p->original_positions : 0;
+  const char *version = ps__json_string(ps__config_field(r->j, "transformers_version"), NULL);
+  if (p->factor == 0 || p->attention_factor > 0 || !p->original_positions || !c->max_positions ||
+      p->factor == ratio || (p->factor <= 1 && ratio <= 1))
+    return PS_OK;
+  const long major = version ? strtol(version, NULL, 10) : 0;
+  if (major < 4)
+    return ps__fail(PS_EFORMAT,
+                    "%s: longrope's factor is %g, but max_position_embeddings / "
+                    "original_max_position_embeddings is %g: transformers 5 takes the first and "
+                    "transformers 4 the second, so set transformers_version or make them agree",
+                    r->path, p->factor, ratio);
+  if (r->warn)
+    ps__log(PS_LOG_WARN,
+            "%s: longrope's factor is %g, but max_position_embeddings / "
+            "original_max_position_embeddings is %g: %s is taken, as by transformers %.20s, which "
+            "wrote the file",
+            r->path, p->factor, ratio, major > 4 ? "factor" : "the ratio", version);
+  if (major > 4)
+    c->rope.attention_factor = ps__longrope_attention_factor(p->factor, p->original_positions);
+  return PS_OK;
+}
+
 /* transformers 4 reads original_max_position_embeddings beside rope_scaling alone, transformers 5
  * reads it in rope_parameters. */
 static ps_status read_longrope(const ps__config_reader *r, const ps__json *s, ps_model_config *c) {
@@ -104,7 +157,7 @@ static ps_status read_longrope(const ps__config_reader *r, const ps__json *s, ps
                     "%s: %s is %u in rope_scaling, and %u beside it: both must be there and agree",
                     r->path, key, inner, outer);
   c->rope.original_positions = outer ? outer : inner ? inner : fallback;
-  return PS_OK;
+  return follow_version(r, c);
 }
 
 static const struct {
@@ -112,31 +165,27 @@ static const struct {
   uint32_t kind;
   ps_status (*read)(const ps__config_reader *r, const ps__json *s, ps_model_config *c);
 } scalings[] = {
-    {"linear", PS_ROPE_LINEAR, read_linear},
-    {"llama3", PS_ROPE_LLAMA3, read_llama3},
-    {"yarn", PS_ROPE_YARN, read_yarn},
-    {"longrope", PS_ROPE_LONGROPE, read_longrope},
+    {"linear", PS_ROPE_LINEAR, read_factor},   {"llama3", PS_ROPE_LLAMA3, read_llama3},
+    {"yarn", PS_ROPE_YARN, read_yarn},         {"longrope", PS_ROPE_LONGROPE, read_longrope},
+    {"dynamic", PS_ROPE_DYNAMIC, read_factor},
 };
 
 static ps_status read_scaling(const ps__config_reader *r, const ps__json *s, ps_model_config *c) {
   const char *type = NULL;
-  PS_TRY(read_rope_type(r, s, &type));
+  PS_TRY(read_rope_type(r, c, s, &type));
   if (ps__config_field(s, "mrope_section"))
     return ps__fail(PS_EFORMAT, "%s: mrope_section is set: multimodal RoPE is not supported",
                     r->path);
   if (!strcmp(type, "default"))
     return PS_OK;
-  for (const char *const *old = ps__family_at(c->family)->longrope_names; old && *old; old++)
-    if (!strcmp(type, *old))
-      type = "longrope";
   for (size_t i = 0; i < sizeof scalings / sizeof *scalings; i++)
     if (!strcmp(type, scalings[i].type)) {
       c->rope.kind = scalings[i].kind;
       return scalings[i].read(r, s, c);
     }
   return ps__fail(PS_EFORMAT,
-                  "%s: rope_type is \"%.60s\": only default, linear, llama3, yarn and longrope are "
-                  "supported",
+                  "%s: rope_type is \"%.60s\": only default, linear, llama3, yarn, longrope and "
+                  "dynamic are supported",
                   r->path, type);
 }
 
@@ -170,10 +219,15 @@ static ps_status read_partial(const ps__config_reader *r, const ps__json *inside
   return PS_OK;
 }
 
+/* NULL for {}, which says as much as null. */
+static const ps__json *not_empty(const ps__json *s) {
+  return s && ps__json_type(s) == PS_JSON_OBJECT && !ps__json_length(s) ? NULL : s;
+}
+
 ps_status ps__config_rope(const ps__config_reader *r, ps_model_config *c) {
   const ps__family *family = ps__family_at(c->family);
-  const ps__json *scaling = ps__config_field(r->j, "rope_scaling"),
-                 *parameters = ps__config_field(r->j, "rope_parameters");
+  const ps__json *scaling = not_empty(ps__config_field(r->j, "rope_scaling")),
+                 *parameters = not_empty(ps__config_field(r->j, "rope_parameters"));
   const ps__json *s = parameters ? parameters : scaling;
   if (scaling && parameters)
     return ps__fail(PS_EFORMAT,

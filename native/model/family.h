@@ -11,6 +11,7 @@ typedef struct ps__family ps__family;
 typedef struct ps__config_reader {
   const ps__json *j; /* the whole object */
   const char *path;  /* for messages */
+  bool warn;         /* of what is read in one of several ways */
 } ps__config_reader;
 
 enum { PS__CONFIG_REQUIRED = UINT32_MAX }; /* a fallback that is none: the key must be there */

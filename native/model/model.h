@@ -82,10 +82,9 @@ ps_status ps__model_add_def(ps_model *m, ps__layer_def **out);
  * Finishes the definition when it is used for the first time. Errors: the definition's; PS_ENOMEM;
  * PS_EINTERNAL for a name that is too long. */
 ps_status ps__model_add_layer(ps_model *m, ps__layer_def *def, const char *prefix);
-/* ps__model_config_read() - as ps_model_config_read(), without its warning. *own_head: it would
- * warn. ps__model_own_head() - whether @dir has an lm_head.weight with other values than its
+/* ps__model_config_read() - as ps_model_config_read(), with its warnings or without. ps__model_own_head() - whether @dir has an lm_head.weight with other values than its
  * embedding (tied.c). Errors: PS_ENOMEM; PS_EIO and PS_EFORMAT where the values cannot be read. */
-ps_status ps__model_config_read(ps_model_config *out, const char *path, bool *own_head);
+ps_status ps__model_config_read(ps_model_config *out, const char *path, bool warn);
 ps_status ps__model_own_head(const char *dir, bool *out);
 /* ps__model_check_tensors() - check that the tensors of @f, opened from @dir, are the model's: no
  * other tensor, the same shapes; with @weights all but adapters', else all of units that are

@@ -71,6 +71,7 @@ static ps_status check(const ps_rope *r, uint32_t original) {
     return needs_length(original);
   case PS_ROPE_YARN: return check_yarn(r, original);
   case PS_ROPE_LONGROPE: return check_longrope(r, original);
+  case PS_ROPE_DYNAMIC: return PS_OK; /* its factor counts past max_positions alone */
   default: return ps__fail(PS_EINVAL, "rope_scaling has no kind %u", r->kind);
   }
 }
@@ -126,6 +127,10 @@ static double yarn_scale(double factor, double mscale) {
   return factor <= 1.0 ? 1.0 : 0.1 * mscale * log(factor) + 1.0;
 }
 
+double ps__longrope_attention_factor(double factor, uint32_t original) {
+  return factor <= 1.0 ? 1.0 : sqrt(1.0 + log(factor) / log(original));
+}
+
 static double attention_factor(const ps_rope *r, uint32_t original, uint32_t max_positions) {
   if (r->kind != PS_ROPE_YARN && r->kind != PS_ROPE_LONGROPE)
     return 1.0;
@@ -138,7 +143,7 @@ static double attention_factor(const ps_rope *r, uint32_t original, uint32_t max
   /* longrope: the ratio of the lengths where config.json has both, as Phi-3's has, else factor */
   const double factor =
       r->original_positions ? (double)max_positions / r->original_positions : r->factor;
-  return factor <= 1.0 ? 1.0 : sqrt(1.0 + log(factor) / log(original));
+  return ps__longrope_attention_factor(factor, original);
 }
 
 static float longrope(const ps_rope *r, uint32_t i, bool is_long) {
@@ -151,6 +156,11 @@ ps_status ps__rope_table(ps__args_qkv *a, const ps_rope *r, uint32_t max_positio
   const uint32_t original = r->original_positions ? r->original_positions : max_positions;
   double from = 0.0, to = 0.0;
   float inv_freq[PS_ROPE_PAIRS] = {0};
+  if (r->kind == PS_ROPE_DYNAMIC && seq_len > max_positions)
+    return ps__fail(PS_EINVAL,
+                    "sequences have %llu tokens, and the model's max_position_embeddings is %u: "
+                    "dynamic RoPE is supported up to it, where it changes nothing",
+                    (unsigned long long)seq_len, max_positions);
   if (r->rotary_dim)
     PS_TRY(check(r, original));
   if (r->kind == PS_ROPE_YARN)

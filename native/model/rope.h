@@ -9,9 +9,11 @@
  * @r              here rotary_dim 0 stands for no RoPE
  * @max_positions  max_position_embeddings
  * @seq_len        tokens of a training sequence; longrope takes long_factor where it is above
- *                 original_positions
+ *                 original_positions, and dynamic is refused where it is above @max_positions
  * Errors: PS_EINVAL names the field. */
 ps_status ps__rope_table(ps__args_qkv *a, const ps_rope *r, uint32_t max_positions,
                          uint64_t seq_len);
+/* ps__longrope_attention_factor() - of a context @factor times as long as @original. */
+double ps__longrope_attention_factor(double factor, uint32_t original);
 
 #endif

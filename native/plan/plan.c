@@ -218,6 +218,11 @@ static ps_status check_config(ps_plan *p) {
                     "%u layers would be frozen, but with LoRA all of the model is: give either "
                     "frozen layers or a LoRA rank",
                     c->n_frozen_layers);
+  if (!c->forward_only && p->model->cfg.dropout > 0)
+    return ps__fail(PS_EINVAL,
+                    "the model's config.json has a dropout of %g (attention_dropout, resid_pdrop "
+                    "or embd_pdrop): training has no dropout, set it to 0",
+                    (double)p->model->cfg.dropout);
   if (c->forward_only)
     c->clip = 0;
   else if (p->model->n_trained == 0)

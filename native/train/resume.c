@@ -234,10 +234,9 @@ static void report_changes(const ps_checkpoint *c, const ps__setting *s, const v
 ps_status ps__resume_check(const ps_trainer *t, const ps_checkpoint *c) {
   ps_checkpoint_info now;
   ps_model_config m;
-  bool own_head;
   ps_train_config settings = ps__checkpoint_settings(t);
   ps__checkpoint_info_of(t, 0, &now);
-  PS_TRY(ps__model_config_read(&m, c->dir, &own_head));
+  PS_TRY(ps__model_config_read(&m, c->dir, false));
   if (memcmp(&m, &t->plan->model->cfg, sizeof m) != 0)
     return ps__fail(PS_EINVAL, "%s is of another model than %s: give its own model directory",
                     c->dir, t->model_dir);

@@ -100,8 +100,7 @@ static ps_status note_memory(ps_trainer *t, bool opening) {
 
 static ps_status check_model(const ps_trainer *t) {
   ps_model_config m;
-  bool own_head;
-  PS_TRY(ps__model_config_read(&m, t->model_dir, &own_head));
+  PS_TRY(ps__model_config_read(&m, t->model_dir, false));
   if (memcmp(&m, &t->plan->model->cfg, sizeof m) != 0)
     return ps__fail(PS_EINVAL,
                     "%s: its config.json describes another model than the plan: make a plan for it",
