@@ -5,12 +5,14 @@ import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import time
 
 import numpy as np
 import pytest
 from conftest import BUILD, write_shard
+from safetensors.torch import load_file, save_file
 
 BINARY = BUILD / "bin/penstock"
 CHECKED_AT_OPEN = 1 << 20  # tokens of a shard (data.h)
@@ -186,6 +188,20 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_step_and_advice(
     )
     steps = len(metrics(tmp_path / "run"))
     one_sentence(done, 1, rf"step {steps + 1}: the .* lower --lr, or look at the data")
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_weights_that_are_not_finite_are_named(tiny_model, tiny_shard, tmp_path, command):
+    model, name = shutil.copytree(tiny_model, tmp_path / "m"), "model.layers.2.mlp.up_proj.weight"
+    weights = load_file(model / "model.safetensors")
+    weights[name][3, 5] = float("nan")
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    words = [BINARY, command, "--model", model, "--data", tiny_shard, "--seq-len", "64", "--quiet"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    one_sentence(
+        done, 1, rf"step 1: {name} ha[sd] weights that are not finite.*: this model is damaged"
+    )
+    assert "--lr" not in done.stderr and "updates" not in done.stderr
 
 
 def test_an_error_amid_updates_says_what_it_means_for_the_model(tiny_model, tiny_shard, tmp_path):

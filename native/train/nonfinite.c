@@ -76,6 +76,9 @@ static void describe_gradient(const ps_trainer *t, uint32_t unit, const double *
 static ps_status fail_loss(const ps_trainer *t, uint64_t run_step) {
   char why[PS__WHY_BYTES], buf[64];
   describe_loss(t, why);
+  if (t->plan->cfg.forward_only)
+    return ps__fail(PS_ENUMERIC, "step %llu: %s: look at the data, or give --recipe fp32",
+                    (unsigned long long)(t->cfg.first_step + run_step + 1), why);
   return ps__fail(PS_ENUMERIC,
                   "step %llu: %s%s; nothing was updated in this step: lower --lr, or look at the "
                   "data",

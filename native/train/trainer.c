@@ -354,6 +354,8 @@ enum { ADDED_BYTES = 512, LAST_BYTES = 192 };
 /* What is known of weights that are not finite. @mixed: updates of the step that is reported next
  * have begun, and may be what broke them. */
 static const char *about_weights(const ps_trainer *t, bool mixed) {
+  if (t->plan->cfg.forward_only)
+    return "has weights that are not finite: this model is damaged, take another one";
   if (mixed && !t->n_changed)
     return "has weights that are not finite: the model was damaged before training, or this step's "
            "updates broke it: look at the model, or lower --lr";
@@ -391,7 +393,8 @@ static void keep_error(ps_trainer *t, ps_status st) {
   if (t->run)
     ps__run_rest(t->run); /* from here on weights may be read and saved */
   ps__hold_stop(t->hold, false);
-  const bool mixed = atomic_load(&t->updating) > atomic_load(&t->ended);
+  const bool mixed =
+      !t->plan->cfg.forward_only && atomic_load(&t->updating) > atomic_load(&t->ended);
   if (st == PS_ENUMERIC)
     explain_nonfinite(t, mixed);
   if (mixed)
