@@ -259,6 +259,8 @@ def test_an_index_that_names_things_twice_is_refused(tmp_path):
 
 F = "F32"
 BAD = {
+    "Git LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", ["git lfs pull"]),
+    "NUL in a dtype": (raw({"a": entry("F32\0", [1], 0, 4)}, b"1234"), ['"a"', "dtype"]),
     "empty file": (b"", ["0 bytes", "truncated"]),
     "seven bytes": (b"\0" * 7, ["7 bytes"]),
     "huge header": (struct.pack("<Q", 2**63), [str(2**63), "100000000"]),
@@ -339,6 +341,28 @@ def test_missing_files_are_named(tmp_path):
     refused(tmp_path / "none", tmp_path / "none", "No such file", code=ps.EIO)
     refused(tmp_path, tmp_path, "model.safetensors", code=ps.EIO)
     refused("/dev/null", "/dev/null", "regular file", code=ps.EIO)
+
+
+@pytest.mark.parametrize(
+    "names, says",
+    [
+        (["pytorch_model.bin"], ["in pytorch_model.bin, and only safetensors", "save_pretrained"]),
+        (["pytorch_model.bin.index.json"], ["in files pytorch_model-*.bin", "save_pretrained"]),
+        (["zero_to_fp32.py", "latest"], ["DeepSpeed", "zero_to_fp32.py with --safe_serial"]),
+        (["adapter_config.json"], ["penstock merge makes a model of it"]),
+        (["config.json"], ["is it a model directory?"]),
+    ],
+)
+def test_a_directory_without_safetensors_says_what_it_is(tmp_path, names, says):
+    for name in names:
+        (tmp_path / name).touch()
+    refused(tmp_path, tmp_path, *says, code=ps.EIO)
+
+
+def test_a_file_without_tensors_is_read(tmp_path):
+    (tmp_path / "a.safetensors").write_bytes(raw({}))
+    with ps.Tensors(tmp_path / "a.safetensors") as t:
+        assert t.infos() == []
 
 
 def accepted_by_library(path):

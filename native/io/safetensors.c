@@ -131,7 +131,7 @@ static ps_status read_offsets(ps__json_scan *s, const ps__json_event *e, entry *
 }
 
 static ps_status read_dtype(const ps__json_event *e, entry *t) {
-  if (e->kind != PS_JSON_STRING)
+  if (e->kind != PS_JSON_STRING || strlen(e->text) != e->bytes)
     return ps__fail(PS_EFORMAT, "%s: tensor \"%s\": dtype is missing or not a string", t->path,
                     t->name);
   snprintf(t->dtype, sizeof t->dtype, "%s", e->text);
@@ -299,16 +299,16 @@ static ps_status add_tensors(ps_tensor_file *f, ps__json_scan *s, uint64_t data_
       PS_TRY(add_tensor(f, s, &e, data_bytes));
   }
   PS_TRY(ps__json_scan_next(s, &e)); /* the document's end */
-  tensor *t = f->tensors + first;
   const size_t n = f->n - first;
-  if (n)
-    qsort(t, n, sizeof *t, compare_tensor_names);
+  if (n == 0)
+    return check_coverage(d->path, NULL, 0, data_bytes);
+  tensor *t = f->tensors + first;
+  qsort(t, n, sizeof *t, compare_tensor_names);
   for (size_t i = 1; i < n; i++)
     if (!strcmp(t[i].name, t[i - 1].name))
       return ps__fail(PS_EFORMAT, "%s: tensor \"%s\" appears twice in its header", d->path,
                       t[i].name);
-  if (n)
-    qsort(t, n, sizeof *t, by_range);
+  qsort(t, n, sizeof *t, by_range);
   PS_TRY(check_coverage(d->path, t, n, data_bytes));
   for (size_t i = 0; i < n; i++)
     t[i].begin += d->data_start;
@@ -328,6 +328,11 @@ static ps_status check_header(data_file *d, uint64_t file_bytes) {
   PS_TRY(ps__pread_all(d->fd, d->path, raw, 8, 0));
   for (int i = 0; i < 8; i++)
     n |= (uint64_t)raw[i] << 8 * i;
+  if (memcmp(raw, "version ", 8) == 0) /* no length of a header */
+    return ps__fail(PS_EFORMAT,
+                    "%s: is a pointer of Git LFS, not the weights: run git lfs pull where it was "
+                    "cloned",
+                    d->path);
   if (n > PS__MAX_HEADER_BYTES)
     return ps__fail(PS_EFORMAT,
                     "%s: its header claims %" PRIu64
@@ -530,6 +535,38 @@ static ps_status open_index(ps_tensor_file *f, const char *dir, const char *inde
   return st;
 }
 
+/* What a directory without safetensors of @stem is, by a file that it has. */
+static ps_status fail_without_weights(const char *dir, const char *stem) {
+  static const char resave[] = "only safetensors are read: open the model with transformers and "
+                               "save it with save_pretrained()";
+  static const struct {
+    const char *stem, *file, *is, *what_to_do; /* stem NULL: any */
+  } kinds[] = {
+      {"model", "pytorch_model.bin", "its weights are in pytorch_model.bin", resave},
+      {"model", "pytorch_model.bin.index.json", "its weights are in files pytorch_model-*.bin",
+       resave},
+      {"adapter_model", "adapter_model.bin", "its weights are in adapter_model.bin",
+       "only safetensors are read: open the adapter with PEFT and save it with save_pretrained()"},
+      {"model", "zero_to_fp32.py", "it holds a checkpoint of DeepSpeed",
+       "run its zero_to_fp32.py with --safe_serialization, which writes a model"},
+      {"model", "adapter_config.json", "it holds an adapter", "penstock merge makes a model of it"},
+      {NULL, "", "", "is it a model directory?"},
+  };
+  const size_t last = sizeof kinds / sizeof *kinds - 1;
+  size_t k = 0;
+  for (; k < last; k++) {
+    char *path = strcmp(kinds[k].stem, stem) ? NULL : ps__path_join(dir, kinds[k].file);
+    bool there = false;
+    const ps_status st = path ? ps__path_exists(path, &there) : PS_OK;
+    ps__free(path);
+    PS_TRY(st);
+    if (there)
+      break;
+  }
+  return ps__fail(PS_EIO, "%s: has neither %s.safetensors nor %s.safetensors.index.json: %s%s%s",
+                  dir, stem, stem, kinds[k].is, k < last ? ", and " : "", kinds[k].what_to_do);
+}
+
 /* Opens STEM.safetensors if it exists, else the index, as transformers does. Files of a save that
  * was cut off come first (ps__model_path). */
 static ps_status open_dir(ps_tensor_file *f, const char *dir, const char *stem) {
@@ -552,16 +589,7 @@ static ps_status open_dir(ps_tensor_file *f, const char *dir, const char *stem) 
     if (st != PS_OK || there)
       return st;
   }
-  char *adapter = ps__path_join(dir, "adapter_config.json");
-  bool is_adapter = false;
-  ps_status st = adapter ? ps__path_exists(adapter, &is_adapter) : PS_ENOMEM;
-  ps__free(adapter);
-  if (st == PS_OK)
-    st = ps__fail(PS_EIO, "%s: has neither %s.safetensors nor %s.safetensors.index.json: %s", dir,
-                  stem, stem,
-                  is_adapter ? "it holds an adapter, of which penstock merge makes a model"
-                             : "is it a model directory?");
-  return st;
+  return fail_without_weights(dir, stem);
 }
 
 ps_status ps__tensors_open(ps_tensor_file **out, const char *path, const char *stem) {

@@ -415,12 +415,29 @@ static ps_status read_file(ps_model_config *out, const char *path, bool is_dir, 
   return r;
 }
 
+/* "owner/name", no path by its look; the owner is no directory here. */
+static bool is_hub_id(const char *path) {
+  struct stat st;
+  char owner[128];
+  const char *slash = strchr(path, '/');
+  const size_t n = slash ? (size_t)(slash - path) : 0;
+  if (!n || n >= sizeof owner || path[0] == '.' || path[0] == '~' || !slash[1] ||
+      strchr(slash + 1, '/'))
+    return false;
+  memcpy(owner, path, n);
+  owner[n] = 0;
+  return stat(owner, &st) != 0;
+}
+
 ps_status ps__model_config_read(ps_model_config *out, const char *path, bool warn) {
   struct stat st;
   ps_model_config c;
   bool own_head = false;
   if (stat(path, &st) != 0)
-    return ps__fail(PS_EIO, "%s: cannot be opened: %s", path, strerror(errno));
+    return ps__fail(PS_EIO, "%s: cannot be opened: %s%s", path, strerror(errno),
+                    is_hub_id(path) ? ": where it is a model of the Hugging Face hub, download it "
+                                      "(hf download NAME --local-dir DIR) and give DIR"
+                                    : "");
   PS_TRY(read_file(&c, path, S_ISDIR(st.st_mode), warn));
   if (c.tied_embeddings && S_ISDIR(st.st_mode))
     PS_TRY(ps__model_own_head(path, &own_head));

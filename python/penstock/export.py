@@ -90,7 +90,11 @@ def open_source(path: str | os.PathLike) -> Source:
     directory. All tensors of the model are there, of the right shape."""
     path = Path(path)
     if not path.is_dir():
-        raise DataError(f"--model {path}: there is no such directory")
+        try:
+            ModelConfig.read(path)  # says what a path that does not exist may be
+        except (FormatError, InputOutputError) as e:
+            raise DataError(f"--model {e}") from e
+        raise DataError(f"--model {path}: is a file: give the model's directory")
     if (path / ".penstock-new").exists():  # include/penstock/checkpoint.h
         raise DataError(
             f"--model {path}: a save into it was cut off: move the files of its .penstock-new into "
