@@ -137,6 +137,8 @@ static ps_status build(builder *b, const ps__json_event *e, ps__json *out) {
     return build_members(b, out);
   if (!e->text)
     return PS_OK;
+  if (memchr(e->text, 0, e->bytes)) /* the tree's texts are C strings */
+    return ps__json_scan_fail(b->scan, "the string that ends here contains the character U+0000");
   out->text = keep_text(b, e->text, e->bytes);
   out->n = (uint32_t)e->bytes;
   return PS_OK;
