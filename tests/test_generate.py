@@ -253,6 +253,25 @@ def test_the_binary_prints_token_ids(model, prompts, tmp_path):
     assert plan["blocks"] == plan["resident_blocks"] == 6 and "tokens" not in plan
 
 
+def test_a_text_past_max_position_embeddings_gets_one_warning(tmp_path):
+    """transformers warns too: such a model was not trained on so many tokens."""
+    model = make_model(tmp_path, max_position_embeddings=16)
+    for n_prompt, n_new, warned in ((8, 8, 0), (8, 9, 17), (20, 3, 20)):
+        lines = "\n".join([",".join(["5"] * n_prompt)] * 2)
+        (tmp_path / "prompts").write_text(lines)
+        done = native(
+            "--model", model, "--prompts", tmp_path / "prompts", "--max-new-tokens", n_new,
+            "--stop-tokens", "511", "--backend", "cpu",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        said = [line for line in done.stderr.splitlines() if "max_position" in line]
+        assert len(said) == bool(warned), done.stderr
+        assert (
+            not warned
+            or f"has {warned} tokens, and the model's max_position_embeddings is 16" in said[0]
+        )
+
+
 @pytest.fixture(scope="module")
 def measured():
     """The machine's rates are known: nothing says that they are measured."""

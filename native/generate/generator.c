@@ -44,6 +44,7 @@ struct ps_generator {
   uint32_t at_sequence;
   uint64_t at_position;
   _Atomic uint32_t broken; /* 1 + the first sequence whose logits were not finite */
+  bool warned;             /* of a text past max_position_embeddings */
 };
 
 static _Atomic int32_t *token_at(const ps_generator *g, uint32_t i, uint64_t number) {
@@ -419,6 +420,18 @@ typedef struct call {
   ps_generate_stats *stats;
 } call;
 
+/* Past max_position_embeddings, say so once. */
+static void note_length(const call *c, uint64_t request, uint64_t n) {
+  const uint32_t most = c->g->plan->model->cfg.max_positions;
+  if (!most || n <= most || c->g->warned)
+    return;
+  c->g->warned = true;
+  ps__log(PS_LOG_WARN,
+          "prompt %llu with its text has %llu tokens, and the model's max_position_embeddings is "
+          "%u: what follows may make no sense",
+          (unsigned long long)request + 1, (unsigned long long)n, most);
+}
+
 /* Give the caller all tokens that have been drawn. *open: sequences that go on. */
 static ps_status deliver(const call *c, uint32_t *open) {
   ps_generator *g = c->g;
@@ -441,6 +454,7 @@ static ps_status deliver(const call *c, uint32_t *open) {
         c->stats->decoded_tokens += s->n_given > 0;
         c->stats->new_tokens++;
         s->n_given++;
+        note_length(c, c->first + i, s->request->n_tokens + s->n_given);
       }
       s->open = !said;
     }
@@ -542,6 +556,8 @@ ps_status ps_generator_run(ps_generator *g, const ps_generate_request *requests,
     PS_TRY(check_request(g, i, &requests[i]));
   call c = {g, 0, fn, user, stats ? stats : &own};
   *c.stats = (ps_generate_stats){0};
+  for (uint64_t i = 0; i < n; i++)
+    note_length(&c, i, requests[i].n_tokens);
   PS_TRY(bring_weights(g));
   for (; c.first < n; c.first += g->n) {
     const uint64_t left = n - c.first, room = g->plan->cfg.n_sequences;
