@@ -1,8 +1,11 @@
 /* sha256.c - SHA-256 (FIPS 180-4), portable and with the CPU's own instructions. */
 #include "core/sha256.h"
+#include <stdbool.h>
 #include <string.h>
 #if defined(__x86_64__)
+#  include <cpuid.h>
 #  include <immintrin.h>
+#  include <stdatomic.h>
 #endif
 
 static const uint32_t K[64] = {
@@ -79,8 +82,23 @@ __attribute__((target("sha,sse4.1,ssse3"))) static void blocks_ni(uint32_t state
   _mm_storeu_si128((__m128i *)(void *)(state + 4), _mm_alignr_epi8(dchg, feba, 8));
 }
 
+/* __builtin_cpu_supports() of clang 16 does not know "sha". cpuid is slow in a virtual machine: it
+ * is asked once. */
+static bool has_ni(void) {
+  enum { UNKNOWN, NO, YES };
+  static _Atomic int answer;
+  int known = atomic_load_explicit(&answer, memory_order_relaxed);
+  if (known == UNKNOWN) {
+    unsigned a, b = 0, c, d;
+    const bool sha = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_SHA);
+    known = sha && __builtin_cpu_supports("sse4.1") ? YES : NO;
+    atomic_store_explicit(&answer, known, memory_order_relaxed);
+  }
+  return known == YES;
+}
+
 static void blocks(uint32_t state[8], const uint8_t *p, size_t n) {
-  if (__builtin_cpu_supports("sha") && __builtin_cpu_supports("sse4.1"))
+  if (has_ni())
     blocks_ni(state, p, n);
   else
     ps__sha256_blocks_portable(state, p, n);
