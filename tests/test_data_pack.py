@@ -160,4 +160,4 @@ def test_bad_packing_is_one_sentence_and_leaves_nothing(source, tmp_path):
     ]:
         r = run("--out", tmp_path / "out", "--train-tokenizer", 300, *args, code=2)
         assert says in r.stderr
-        assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+        assert not (tmp_path / "out").exists()

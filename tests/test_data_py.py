@@ -3,8 +3,11 @@
 import gzip
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,7 @@ sys.path.insert(0, str(ROOT / "python"))
 from penstock import data  # noqa: E402
 from penstock.documents import PIECE_MAX_CHARS, cut_pieces  # noqa: E402
 from penstock.shards import read_header, read_shard  # noqa: E402
+from penstock.tokenizer import WORD, cut_words  # noqa: E402
 
 UNICODE = "Grüße, 世界! 🚀\n\ttabs  and   spaces \r\nnaïve — Ελληνικά\n<|endoftext|> is text here\n"
 
@@ -255,7 +259,7 @@ def test_a_full_disk_is_a_failure_and_leaves_nothing(corpus, tmp_path, monkeypat
     assert data.main([str(w) for w in words]) == 1
     error = capsys.readouterr().err
     assert error == f"penstock data: {tmp_path / 'out'}: writing failed: No space left on device\n"
-    assert not [*(tmp_path / "out").iterdir()]
+    assert not (tmp_path / "out").exists()
 
 
 def test_bad_input_is_one_sentence_and_leaves_nothing(corpus, tmp_path):
@@ -263,6 +267,11 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(corpus, tmp_path):
     (tmp_path / "short.txt").write_text("hello")
     (tmp_path / "bad.jsonl").write_text('{"text": 5}\n')
     (tmp_path / "half.jsonl").write_text('{"text": "\\ud800"}\n')
+    (tmp_path / "qa.jsonl").write_text('{"question": "a", "answer": "b"}')
+    (tmp_path / "list.jsonl").write_text("[1]")
+    (tmp_path / "folder").mkdir()
+    for name in ("x.jsonl.zst", "x.txt.xz", "folder/x.jsonl.bz2", "folder/a.txt"):
+        (tmp_path / name).write_bytes(b"(\xb5/\xfd")
     (tmp_path / "notok.json").write_text("{}")
     (tmp_path / "cut.json").write_text('[{"text": "a"}, {"te')
     (tmp_path / "text.json").write_text('"text"')
@@ -281,6 +290,15 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(corpus, tmp_path):
         ((*train, tmp_path / "cut.txt.gz"), "cut.txt.gz: cannot be read as gzip: Compressed file"),
         ((*train, tmp_path / "no.jsonl.gz"), "no.jsonl.gz: cannot be read as gzip: Not a gzipped"),
         ((*train, "--field", "id", corpus), "field 'id'"),
+        (
+            (*train, tmp_path / "qa.jsonl"),
+            "line 1 has no text in field 'text'; its fields are "
+            "'question', 'answer': name the text's field with --field",
+        ),
+        ((*train, tmp_path / "list.jsonl"), "line 1 is no object with fields"),
+        ((*train, tmp_path / "x.jsonl.zst"), "x.jsonl.zst: is compressed, and Python 3.14"),
+        ((*train, tmp_path / "x.txt.xz"), "x.txt.xz: is compressed, and of such files .gz is read"),
+        ((*train, tmp_path / "folder"), "folder/x.jsonl.bz2: is compressed"),
         ((*train, "--val-fraction", 1, corpus), "fraction"),
         ((*train, "--shard-tokens", 1, corpus), "1 tokens a shard"),
         ((*train, "--val-fraction", 0.5, tmp_path / "short.txt"), "cannot be divided"),
@@ -289,8 +307,207 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(corpus, tmp_path):
         (("--tokenizer", tmp_path / "notok.json", corpus), "cannot be read as a tokenizer"),
     ]:
         assert says in run("--out", out, *args, code=2).stderr
-        assert not out.exists() or not list(out.iterdir())
+        assert not out.exists()
     assert "takes a folder" in run("--out", tmp_path / "short.txt", *train, corpus, code=2).stderr
+
+
+BOM = b"\xef\xbb\xbf"
+
+
+@pytest.mark.parametrize(
+    "name, content, want",
+    [
+        ("a.txt", b"Hello\r\n\xef\xbb\xbfWorld", ["Hello\r\n\ufeffWorld"]),
+        ("a.jsonl", b'{"text": "one"}\n{"text": "two"}\n', ["one", "two"]),
+        ("a.json", b'\n{"text": "one"}\n{"text": "two"}\n', ["one", "two"]),
+        ("a.json", b'[{"text": "one"},\n{"text": "two"}]', ["one", "two"]),
+        ("a.jsonl", b'\n{"text": "one"}\n', ["one"]),
+    ],
+)
+def test_a_byte_order_mark_is_no_text(tokenizer, tmp_path, name, content, want):
+    (tmp_path / name).write_bytes(BOM + content)
+    s = data.write_shards([tmp_path / name], tmp_path / "o", tokenizer)
+    assert documents(tokenizer, shards(s, tmp_path / "o")[0]) == want
+
+
+def test_zstd_is_read_where_python_has_it(tokenizer, tmp_path, monkeypatch):
+    """An object stands for the module of Python 3.14."""
+    zstd = types.SimpleNamespace(open=gzip.open, ZstdError=KeyError)
+    monkeypatch.setattr("penstock.documents.zstd", zstd)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/x.jsonl.zst").write_bytes(gzip.compress(b'{"text": "small"}'))
+    s = data.write_shards([tmp_path / "in"], tmp_path / "o", tokenizer)
+    assert documents(tokenizer, shards(s, tmp_path / "o")[0]) == ["small"]
+
+
+def test_what_is_left_out_is_named(tmp_path):
+    for name, content in {
+        "a.txt": b"one", "b.json": b"[]", "c.json": b"[]", "d": b"", "e.md": b"caf\xe9"
+    }.items():  # fmt: skip
+        (tmp_path / name).write_bytes(content)
+    words = ["--out", tmp_path / "o", "--train-tokenizer", 300, tmp_path]
+    told = run(*words).stderr
+    assert (
+        "3 files are not read" in told and f"(.json 2, no suffix 1), the first {tmp_path}" in told
+    )
+    assert f"1 files are left out, because they are not UTF-8, the first {tmp_path}/e.md" in told
+    assert run(*words, "--force", "--quiet").stderr == ""
+
+
+@pytest.fixture(scope="module")
+def with_bos(tokenizer):
+    """Token 600 begins a text, and 601 ends it."""
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    t = Tokenizer.from_str(tokenizer.to_str())
+    t.add_special_tokens(["<s>", "<end>"])
+    ids = [(x, t.token_to_id(x)) for x in ("<s>", "<end>")]
+    t.post_processor = TemplateProcessing(single="<s> $A <end>", special_tokens=ids)
+    return t
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_texts_begin_as_the_tokenizer_begins_them(corpus, with_bos, tmp_path, bos):
+    """Once a document, also where it is in several pieces and in both splits."""
+    mark = [with_bos.token_to_id("<s>")] if bos else []
+    (tmp_path / "t.jsonl").write_text('{"text": "plain words"}\n{"text": "<s> is text"}\n')
+    out = tmp_path / "o"
+    s = data.write_shards([tmp_path / "t.jsonl", corpus / "a.txt"], out, with_bos, bos=bos)
+    with_bos.encode_special_tokens = True
+    want = [[*mark, *with_bos.encode(text, add_special_tokens=False).ids, 0]
+            for text in ("plain words", "<s> is text", texts(corpus)[0])]  # fmt: skip
+    with_bos.encode_special_tokens = False
+    assert shards(s, out)[0].tolist() == sum(want, []) and s["bos_token_ids"] == mark
+    s = data.write_shards([corpus / "a.txt"], tmp_path / "v", with_bos, bos=bos, val_fraction=0.5)
+    both = [shards(s, tmp_path / "v", part)[0] for part in ("train", "val")]
+    assert [int((ids == 600).sum()) for ids in both] == [len(mark), 0]
+
+
+def test_prompts_begin_as_the_tokenizer_begins_them(with_bos, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    for bos in (True, False):
+        out = tmp_path / f"o{bos}"
+        ids = shards(data.write_shards([tmp_path / "p.jsonl"], out, with_bos, bos=bos), out)[0]
+        assert ids.tolist()[:-2] == with_bos.encode("a", add_special_tokens=bos).ids
+
+
+def test_bad_records_are_left_out_and_counted(tmp_path):
+    lines = ["{", '{"id": 1}', '{"text": "one"}', "{", '{"text": 5}', "[", '{"text": "two"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    words = ["--train-tokenizer", 300, "--skip-bad", tmp_path / "a.jsonl"]
+    told = run("--out", tmp_path / "o", *words).stderr
+    about = json.loads((tmp_path / "o/dataset.json").read_text())
+    assert about["documents"] == 2 and list(about["bad_records"].values()) == [2, 1, 1, 1]
+    assert "2 records are left out: is not JSON (Expecting property name" in told
+    assert "1 records are left out: has no text in field 'text'; its fields are 'id'\n" in told
+    (tmp_path / "a.jsonl").write_text("{\n{\n")
+    told = run("--out", tmp_path / "p", *words, code=2).stderr
+    assert "no text" in told and not (tmp_path / "p").exists()
+
+
+def test_a_folder_is_left_as_it_was_found(corpus, tokenizer, tmp_path):
+    """A refusal removes what it made; the next command removes what a killed one left; two
+    commands never write into one folder."""
+    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{\n')
+    with pytest.raises(data.DataError, match="line 2 is not JSON"):
+        data.write_shards([tmp_path / "bad.jsonl"], tmp_path / "a/b/c", tokenizer)
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "o/.penstock-data-killed/val").mkdir(parents=True)
+    (tmp_path / "o/mine.md").write_text("notes")
+    with pytest.raises(data.DataError, match="line 2 is not JSON"):
+        data.write_shards([tmp_path / "bad.jsonl"], tmp_path / "o", tokenizer)
+    assert [p.name for p in (tmp_path / "o").iterdir()] == ["mine.md"]
+    with data._work_folder(tmp_path / "o"):
+        with pytest.raises(data.DataError, match="another `penstock data` writes into it"):
+            data.write_shards([corpus / "b.md"], tmp_path / "o", tokenizer)
+
+
+def test_a_line_has_a_limit(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("penstock.documents.MAX_RECORD_BYTES", 99)
+    monkeypatch.setattr("penstock.documents.READ_BYTES", 7)
+    text = json.dumps({"text": "x" * 86})
+    (tmp_path / "a.jsonl").write_text(f'{text}\n{{"text": "{"x" * 500}"}}\n{text}')
+    with pytest.raises(data.DataError, match="line 2 has more than 99 bytes: divide it"):
+        data.write_shards([tmp_path / "a.jsonl"], tmp_path / "o", tokenizer)
+    s = data.write_shards([tmp_path / "a.jsonl"], tmp_path / "o", tokenizer, skip_bad=True)
+    assert s["documents"] == 2 and s["bad_records"] == {"has more than N bytes: divide it": 1}
+
+
+def test_what_is_encoded_whole_has_a_limit(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("penstock.documents.MAX_WHOLE_CHARS", 9)
+    (tmp_path / "a.jsonl").write_text('{"prompt": "12345", "completion": "67890"}')
+    with pytest.raises(data.DataError, match="line 1 has 10 characters, and a conversation, or"):
+        data.write_shards([tmp_path / "a.jsonl"], tmp_path / "o", tokenizer)
+
+
+def broken(tokenizer, **parts):
+    return json.dumps(json.loads(tokenizer.to_str()) | parts)
+
+
+@pytest.mark.parametrize(
+    "parts, says",
+    [
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}}, "cannot be read as"),
+        ({"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "a"}},
+         "cannot be read as a tokenizer: index out of bounds"),
+        ({"post_processor": {"type": "TemplateProcessing", "single": ["<s>", "A"], "pair": [],
+                             "special_tokens": {}}}, "cannot be read as a tokenizer"),
+        ({"model": {"type": "WordLevel", "vocab": {"a": 2**31, "</s>": 1}, "unk_token": "a"}},
+         "the token 'a' has the id 2147483648, above the largest id, 2147483646"),
+        ({"model": {"type": "WordLevel", "vocab": {}, "unk_token": "a"}, "added_tokens": []},
+         "has no token"),
+        ({"model": {"type": "WordLevel", "vocab": {"</s>": 1}, "unk_token": "a"}},
+         "the tokenizer cannot encode the text: WordLevel error: Missing [UNK]"),
+    ],
+    ids=["load", "normalize", "special token", "id", "empty", "unknown"],
+)  # fmt: skip
+def test_a_broken_tokenizer_is_one_sentence(tokenizer, corpus, tmp_path, capfd, parts, says):
+    (tmp_path / "t.json").write_text(broken(tokenizer, **parts))
+    words = ["--out", tmp_path / "o", "--tokenizer", tmp_path / "t.json", corpus / "b.md"]
+    assert data.main([str(w) for w in words]) == 2
+    error = capfd.readouterr().err
+    assert says in error and error.count("\n") == 1 and not (tmp_path / "o").exists()
+
+
+def test_a_tokenizer_never_cuts_a_document(tokenizer, tmp_path):
+    cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "t.json").write_text(broken(tokenizer, truncation=cut))
+    text = "The quick brown fox jumps over the lazy dog."
+    t = data.load_tokenizer(tmp_path / "t.json")
+    assert t.encode(text).ids == tokenizer.encode(text).ids
+
+
+def test_a_long_word_is_learned_in_parts():
+    rest = "a few words, 多くの文字。" * 50
+    for run_ in ("abc" * 1000, "世界" * 700, "--_" * 800, " \n\t" * 600):
+        parts = list(cut_words(rest + run_ + rest))
+        assert "".join(parts) == rest + run_ + rest
+        assert 3 <= len(parts) <= 14 and max(map(len, parts[1:-1])) <= WORD
+    assert list(cut_words(rest)) == [rest]
+
+
+def test_ctrl_c_ends_the_training_of_a_tokenizer(tmp_path):
+    """The word is learned whole here, which takes minutes."""
+    code = (
+        "import random, sys; from penstock import data, tokenizer\n"
+        "r = random.Random(1)\n"
+        "open('t.txt', 'w').write(''.join(r.choices('abcdefghijklmnop', k=1 << 20)))\n"
+        "def cut(text):\n    yield text\n    print('trains', flush=True)\n"
+        "tokenizer.cut_words = cut\n"
+        "sys.exit(data.main(['--out', 'o', '--train-tokenizer', '20000', '--quiet', 't.txt']))\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as p:  # fmt: skip
+        assert p.stdout.readline() == "trains\n"
+        time.sleep(0.3)
+        p.send_signal(signal.SIGINT)
+        _, error = p.communicate(timeout=60)
+    assert (p.returncode, error) == (130, "penstock data: stopped; nothing was written\n")
+    assert not (tmp_path / "o").exists()
 
 
 def header(words):

@@ -12,8 +12,8 @@ what `penstock train --data DIR` reads:
   DIR/tokenizer.json           the tokenizer (and its other files, where there are)
   DIR/dataset.json             tokens, targets, padding, documents, vocabulary, SHA-256 of each shard
 
-- A text file is one document, and so is each record of the other files. A text ends with the
-  end-of-text token.
+- A text file is one document, and so is each record of the other files. A text begins with the
+  tokens that the tokenizer puts before one, and ends with the end-of-text token.
 - A record is a text, a prompt with its completion, or a conversation. For the last two, shards get
   masks (docs/data.md).
 - With --pack best-fit, whole documents share rows of --seq-len tokens, and the rest of a row is
@@ -33,11 +33,14 @@ Parquet files pyarrow.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,82 +49,22 @@ import numpy as np
 
 from .chat import TARGETS, ChatTemplate, special_tokens
 from .command import OK, Parser, given, run
-from .documents import Piece, Reader, find_sources, first_record, has_conversations, record_kind
-from .files import TOKENIZER_FILES, DataError, open_input
+from .documents import Piece, Reader, find_sources, first_record, is_conversation
+from .files import TOKENIZER_FILES, DataError
 from .packing import LONG, Packer
 from .shards import BEGINS_DOCUMENT, IS_TARGET, WRITABLE, ShardWriter, token_dtype
+from .tokenizer import (
+    EOS_NAMES,
+    call,
+    find_bos,
+    find_eos,
+    load_tokenizer,
+    train_tokenizer,
+    vocabulary_size,
+)
 
 BATCH_CHARS = 4 << 20  # of the pieces that are encoded at once
-EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 DEFAULT_SHARD_TOKENS = 100_000_000
-
-
-# ---- tokenizers ----------------------------------------------------------------------------------
-
-
-def train_tokenizer(
-    files: Iterable[str | os.PathLike],
-    vocab_size: int,
-    field: str = "text",
-    *,
-    on_bytes: Callable[[int], None] = lambda n: None,
-):
-    """Train a byte-level BPE tokenizer on the files. It encodes any text without loss, and token 0
-    is "<|endoftext|>". The vocabulary is smaller than vocab_size where the text has no more pairs
-    to merge. The same text gives the same tokenizer."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    if vocab_size < 257:
-        raise DataError(
-            f"a byte-level vocabulary of {vocab_size} is too small: 256 bytes and the end of text "
-            "need 257"
-        )
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[EOS_NAMES[0]],
-        show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-    )
-    reader = Reader(find_sources(files), field, on_bytes)
-    texts = (text for piece in reader for text in (piece.text, piece.completion) if text)
-    tokenizer.train_from_iterator(texts, trainer)
-    if reader.n_documents == 0:
-        raise DataError("the input has no text to train a tokenizer on")
-    return tokenizer
-
-
-def load_tokenizer(path: str | os.PathLike):
-    """Read a tokenizer.json, or the one in a folder."""
-    from tokenizers import Tokenizer
-
-    path = Path(path)
-    file = path / "tokenizer.json" if path.is_dir() else path
-    try:
-        with open_input(file) as f:
-            text = f.read()
-    except OSError as e:
-        raise DataError(
-            f"{file}: {e.strerror}: give a Hugging Face tokenizer.json, or its folder"
-        ) from e
-    try:
-        return Tokenizer.from_buffer(text)
-    except Exception as e:  # the library raises plain Exception
-        raise DataError(f"{file}: cannot be read as a tokenizer: {e}") from e
-
-
-def find_eos(tokenizer, wanted: str | None = None) -> tuple[str, int]:
-    """The end-of-text token and its id: `wanted`, or the first of the known names that the
-    tokenizer has."""
-    for name in (wanted,) if wanted else EOS_NAMES:
-        idx = tokenizer.token_to_id(name)
-        if idx is not None:
-            return name, idx
-    if wanted:
-        raise DataError(f"the tokenizer has no token {wanted!r}: name another one with --eos")
-    raise DataError("the tokenizer has no end-of-text token of a known name: name one with --eos")
 
 
 # ---- writing -------------------------------------------------------------------------------------
@@ -136,11 +79,18 @@ class _Encoded:
 
 
 class _Splitter:
-    """Gives encoded pieces to training or validation. A text ends with eos, in both where its
-    pieces are in both."""
+    """Gives encoded pieces to training or validation. A text begins with bos and ends with eos,
+    which is in both where its pieces are in both."""
 
-    def __init__(self, writers: dict[str, ShardWriter | Packer], val_fraction: float, eos: int):
+    def __init__(
+        self,
+        writers: dict[str, ShardWriter | Packer],
+        val_fraction: float,
+        bos: list[int],
+        eos: int,
+    ):
         self.writers, self.val_fraction, self.eos = writers, val_fraction, eos
+        self.bos = np.array(bos, np.uint32)
         self.document, self.split, self.open = -1, "train", False
 
     def add(self, piece: _Encoded) -> None:
@@ -151,7 +101,11 @@ class _Splitter:
         begins = piece.document != self.document or split != self.split
         if begins:
             self.end()
-        self._append(split, piece.ids, piece.is_target, begins)
+        ids, is_target = piece.ids, piece.is_target
+        if piece.open and piece.document != self.document:
+            ids = np.concatenate([self.bos, ids])
+            is_target = np.ones(len(ids), bool)
+        self._append(split, ids, is_target, begins)
         self.document, self.split, self.open = piece.document, split, piece.open
 
     def end(self) -> None:
@@ -227,6 +181,8 @@ def write_shards(
     extra_files: dict[str, bytes] | None = None,
     on_bytes: Callable[[int], None] = lambda n: None,
     processes: int = 1,
+    bos: bool = True,
+    skip_bad: bool = False,
 ) -> dict:
     """Encode files with a tokenizers.Tokenizer, and write shards, tokenizer.json and dataset.json
     into the folder `out`.
@@ -243,101 +199,112 @@ def write_shards(
     be one that can be imported, as multiprocessing asks.
 
     force replaces a data set that `out` has; without force such a data set is an error. extra_files
-    are written too, by name. Returns the contents of dataset.json, and under "skipped" the files
-    that were passed over because they are not UTF-8."""
+    are written too, by name. bos: texts and prompts begin with what the tokenizer's post-processor
+    puts before a text. skip_bad: records that cannot be read are left out and counted by reason;
+    without it the first one is an error.
+
+    Returns the contents of dataset.json; under "skipped" the files that were passed over because
+    they are not UTF-8, and under "not_read" the files of folders that are no text by their name."""
     out = Path(out)
     old = _check_options(out, format, shard_tokens, val_fraction, force, seq_len)
     eos_token, eos_id = find_eos(tokenizer, eos)
-    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    bos_ids = find_bos(tokenizer) if bos else []
+    vocab_size = vocabulary_size(tokenizer)
     token_dtype(format, vocab_size)
-    sources = find_sources(files)
+    not_read: list[Path] = []
+    sources = find_sources(files, not_read)
     pad_id = eos_id if pad is None else find_eos(tokenizer, pad)[1]
-    masks = seq_len > 0 or any(record_kind(first_record(s), field) != "text" for s in sources)
-    reader = Reader(sources, field, on_bytes, template, targets, processes)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=".penstock-data-", dir=out))
-    except OSError as e:
-        raise DataError(f"{out}: cannot be written: {e.strerror}") from e
-    writers = {
-        name: ShardWriter(
-            folder, name, format, vocab_size, shard_tokens, masks, row_tokens=seq_len, pad=pad_id
-        )
-        for name, folder in (("train", work), ("val", work / "val"))
-    }
-    takers: dict = writers
-    if seq_len:
-        takers = {name: Packer(w, seq_len, pad_id, long) for name, w in writers.items()}
-    try:
-        _encode_all(reader, tokenizer, eos_id, targets, _Splitter(takers, val_fraction, eos_id))
-        for packer in takers.values() if seq_len else ():
-            packer.end()
-        for w in writers.values():
-            w.close()
-        _check_written(reader, writers, val_fraction)
-        packing = {"pack": "none"}
-        if seq_len:
-            packing = {
-                "pack": "best-fit",
-                "seq_len": seq_len,
-                "padding": sum(p.n_padding for p in takers.values())
-                + sum(len(w.shards) for w in writers.values()),
-                "long_documents": sum(p.n_long for p in takers.values()),
-                "dropped_tokens": sum(p.n_dropped_tokens for p in takers.values()),
-            }
-        summary = {
-            "format": format,
-            "bytes_per_token": writers["train"].dtype.itemsize,
-            "vocab_size": vocab_size,
-            "tokenizer": "tokenizer.json",
-            "eos_token": eos_token,
-            "eos_token_id": eos_id,
-            "documents": reader.n_documents,
-            "tokens": sum(w.n_tokens for w in writers.values()),
-            **packing,
-            **{
-                name: {"tokens": w.n_tokens, "targets": w.n_targets, "shards": w.shards}
-                for name, w in writers.items()
-            },
+    masks = seq_len > 0 or any(first_record(s, field, skip_bad)[0] != "text" for s in sources)
+    reader = Reader(sources, field, on_bytes, template, targets, processes, skip_bad)
+    with _work_folder(out) as work:
+        writers = {
+            name: ShardWriter(
+                dir, name, format, vocab_size, shard_tokens, masks, row_tokens=seq_len, pad=pad_id
+            )
+            for name, dir in (("train", work), ("val", work / "val"))
         }
-        tokenizer.save(str(work / "tokenizer.json"))
-        for name, content in (extra_files or {}).items():
-            (work / name).write_bytes(content)
-        (work / "dataset.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-        _move_into_place(work, out, old)
-    except OSError as e:
-        raise OSError(f"{out}: writing failed: {e.strerror or e}") from e
-    finally:
-        for w in writers.values():
-            w.abandon()
-        shutil.rmtree(work, ignore_errors=True)
-    return {**summary, "skipped": [str(p) for p in reader.skipped]}
+        takers: dict = writers
+        if seq_len:
+            takers = {name: Packer(w, seq_len, pad_id, long) for name, w in writers.items()}
+        splitter = _Splitter(takers, val_fraction, bos_ids, eos_id)
+        try:
+            _encode_all(reader, tokenizer, bos, eos_id, targets, splitter)
+            for packer in takers.values() if seq_len else ():
+                packer.end()
+            for w in writers.values():
+                w.close()
+            _check_written(reader, writers, val_fraction)
+            packing = {"pack": "none"}
+            if seq_len:
+                packing = {
+                    "pack": "best-fit",
+                    "seq_len": seq_len,
+                    "padding": sum(p.n_padding for p in takers.values())
+                    + sum(len(w.shards) for w in writers.values()),
+                    "long_documents": sum(p.n_long for p in takers.values()),
+                    "dropped_tokens": sum(p.n_dropped_tokens for p in takers.values()),
+                }
+            summary = {
+                "format": format,
+                "bytes_per_token": writers["train"].dtype.itemsize,
+                "vocab_size": vocab_size,
+                "tokenizer": "tokenizer.json",
+                "bos_token_ids": bos_ids,
+                "eos_token": eos_token,
+                "eos_token_id": eos_id,
+                "documents": reader.n_documents,
+                "bad_records": dict(reader.bad.most_common()),
+                "tokens": sum(w.n_tokens for w in writers.values()),
+                **packing,
+                **{
+                    name: {"tokens": w.n_tokens, "targets": w.n_targets, "shards": w.shards}
+                    for name, w in writers.items()
+                },
+            }
+            tokenizer.save(str(work / "tokenizer.json"))
+            for name, content in (extra_files or {}).items():
+                (work / name).write_bytes(content)
+            text = json.dumps(summary, indent=1) + "\n"
+            (work / "dataset.json").write_text(text, encoding="utf-8")
+            _move_into_place(work, out, old)
+        except OSError as e:
+            raise OSError(f"{out}: writing failed: {e.strerror or e}") from e
+        finally:
+            for w in writers.values():
+                w.abandon()
+    left_out = {"skipped": reader.skipped, "not_read": not_read}
+    return {**summary, **{name: [str(p) for p in paths] for name, paths in left_out.items()}}
 
 
-def _encode_all(reader: Reader, tokenizer, eos: int, targets: str, splitter: _Splitter) -> None:
+def _encode_all(
+    reader: Reader, tokenizer, bos: bool, eos: int, targets: str, splitter: _Splitter
+) -> None:
     literal = tokenizer.encode_special_tokens
     try:
         for batch in _batches(reader):
-            for piece in _encode(batch, tokenizer, eos, targets):
+            for piece in _encode(batch, tokenizer, bos, eos, targets):
                 splitter.add(piece)
     finally:
-        tokenizer.encode_special_tokens = literal
+        with contextlib.suppress(RuntimeError):  # after Ctrl-C another thread still encodes
+            tokenizer.encode_special_tokens = literal
     splitter.end()
 
 
-def _encode(batch: list[Piece], tokenizer, eos: int, targets: str) -> Iterator[_Encoded]:
+def _encode(batch: list[Piece], tokenizer, bos: bool, eos: int, targets: str) -> Iterator[_Encoded]:
     """Encode pieces, each kind at once. "<|endoftext|>" inside a text is encoded as plain
     characters. In conversations and pairs special tokens are what they are."""
     by_kind = {k: [p for p in batch if p.kind == k] for k in ("text", "pair", "chat")}
     tokenizer.encode_special_tokens = True
     fast = tokenizer.encode_batch_fast
-    texts = iter(fast([p.text for p in by_kind["text"]], add_special_tokens=False))
+
+    def encode(function: Callable, texts: list[str], bos: bool = False) -> Iterator:
+        return iter(call(function, texts, add_special_tokens=bos))
+
+    texts = encode(fast, [p.text for p in by_kind["text"]])
     tokenizer.encode_special_tokens = False
-    prompts = iter(fast([p.text for p in by_kind["pair"]], add_special_tokens=True))
-    completions = iter(fast([p.completion for p in by_kind["pair"]], add_special_tokens=False))
-    chats = iter(
-        tokenizer.encode_batch([p.text for p in by_kind["chat"]], add_special_tokens=False)
-    )
+    prompts = encode(fast, [p.text for p in by_kind["pair"]], bos)
+    completions = encode(fast, [p.completion for p in by_kind["pair"]])
+    chats = encode(tokenizer.encode_batch, [p.text for p in by_kind["chat"]])
     for p in batch:
         if p.kind == "text":
             ids = np.asarray(next(texts).ids, np.uint32)
@@ -358,7 +325,9 @@ def _encode(batch: list[Piece], tokenizer, eos: int, targets: str) -> Iterator[_
 
 def _check_written(reader: Reader, writers: dict[str, ShardWriter], val_fraction: float) -> None:
     if reader.n_documents == 0:
-        raise DataError("the input has no text: every document is empty")
+        bad = f", or one of {n:,} bad records" if (n := sum(reader.bad.values())) else ""
+        first = f", first of all: {next(iter(reader.bad))}" if bad else ""
+        raise DataError(f"the input has no text: every document is empty{bad}{first}")
     if writers["train"].n_tokens and not writers["train"].n_targets:
         raise DataError(
             f"none of the {writers['train'].n_tokens} tokens is a target: give conversations in "
@@ -375,6 +344,47 @@ def _check_written(reader: Reader, writers: dict[str, ShardWriter], val_fraction
             "divided into training and "
             "validation: give more text, or leave --val-fraction out"
         )
+
+
+@contextlib.contextmanager
+def _work_folder(out: Path) -> Iterator[Path]:
+    """A folder in `out` for files until they are complete. What was made here and is empty at the
+    end is removed, `out` too. `out` is locked meanwhile, and what killed commands left there is
+    removed."""
+    made = [p for p in (out, *out.parents) if not p.exists()]
+    with contextlib.ExitStack() as stack:
+        for p in reversed(made):
+            stack.callback(_remove_empty, p)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            lock = os.open(out, os.O_RDONLY)
+            stack.callback(os.close, lock)
+            if _lock(lock, out):
+                for left in out.glob(".penstock-data-*"):
+                    shutil.rmtree(left, ignore_errors=True)
+            work = Path(tempfile.mkdtemp(prefix=".penstock-data-", dir=out))
+        except OSError as e:
+            raise DataError(f"{out}: cannot be written: {e.strerror}") from e
+        stack.callback(shutil.rmtree, work, ignore_errors=True)
+        yield work
+
+
+def _lock(fd: int, out: Path) -> bool:
+    """False: its file system has no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+        raise DataError(
+            f"{out}: another `penstock data` writes into it: wait for it, or choose another folder"
+        ) from e
+    except OSError:
+        return False
+    return True
+
+
+def _remove_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _existing(out: Path) -> list[Path]:
@@ -438,6 +448,16 @@ def _parser() -> Parser:
         "--field",
         default="text",
         help="field of a record that has the text (default: text)",
+    )
+    p.add_argument(
+        "--no-bos",
+        action="store_true",
+        help="leave out the token that the tokenizer puts before a text, most often its BOS",
+    )
+    p.add_argument(
+        "--skip-bad",
+        action="store_true",
+        help="leave out the records that cannot be read, and count them by reason",
     )
     p.add_argument(
         "--targets",
@@ -538,11 +558,16 @@ def _run(args: argparse.Namespace) -> dict:
                     extra[name] = (folder / name).read_bytes()
             pad = special_tokens(folder).get("pad_token")
             sources = find_sources(args.files)
-            if any(has_conversations(s, args.field) for s in sources):
+            firsts = (first_record(s, args.field, args.skip_bad) for s in sources)
+            if any(is_conversation(*first) for first in firsts):
                 template = ChatTemplate(folder)
         else:
             tokenizer = train_tokenizer(
-                args.files, args.train_tokenizer, args.field, on_bytes=counter("training tokenizer")
+                args.files,
+                args.train_tokenizer,
+                args.field,
+                on_bytes=counter("training tokenizer"),
+                skip_bad=args.skip_bad,
             )
             eos = args.eos or EOS_NAMES[0]
             config = {
@@ -571,13 +596,32 @@ def _run(args: argparse.Namespace) -> dict:
             extra_files=extra,
             on_bytes=counter("writing shards"),
             processes=len(os.sched_getaffinity(0)),
+            bos=not args.no_bos,
+            skip_bad=args.skip_bad,
         )
+
+
+def _say_left_out(s: dict) -> None:
+    """What was not read, on stderr."""
+    lines = []
+    if s["not_read"]:
+        suffixes = Counter(Path(p).suffix or "no suffix" for p in s["not_read"]).most_common(8)
+        names = ", ".join(f"{name} {n:,}" for name, n in suffixes)
+        lines.append((s["not_read"], f"not read, because of their names' ends ({names})"))
+    if s["skipped"]:
+        lines.append((s["skipped"], "left out, because they are not UTF-8"))
+    for paths, why in lines:
+        print(
+            f"penstock data: {len(paths):,} files are {why}, the first {paths[0]}", file=sys.stderr
+        )
+    for reason, n in s["bad_records"].items():
+        print(f"penstock data: {n:,} records are left out: {reason}", file=sys.stderr)
 
 
 def _write(args: argparse.Namespace) -> int:
     s = _run(args)
     if not args.quiet:
-        left_out = f"; {len(s['skipped'])} files left out, not UTF-8" if s["skipped"] else ""
+        _say_left_out(s)
         val = f", {s['val']['tokens']:,} of them for validation" if s["val"]["tokens"] else ""
         shards = len(s["train"]["shards"]) + len(s["val"]["shards"])
         targets = s["train"]["targets"] + s["val"]["targets"]
@@ -585,7 +629,7 @@ def _write(args: argparse.Namespace) -> int:
         print(
             f"{args.out}: {s['tokens']:,} tokens{val}, {s['documents']:,} documents{long}, "
             f"vocabulary {s['vocab_size']:,}, "
-            f"{shards} shard{'s' if shards != 1 else ''}{left_out}; "
+            f"{shards} shard{'s' if shards != 1 else ''}; "
             f"{s.get('padding', 0) / s['tokens']:.1%} of the tokens are padding, "
             f"{targets / s['tokens']:.1%} are targets"
         )

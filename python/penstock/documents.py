@@ -1,9 +1,9 @@
 """Documents from text, .jsonl, .json and .parquet files, in the pieces that are encoded at once.
 
 A text file is one document, and so is each record of the others. A record is a text, a prompt with
-its completion, or a conversation. All but .parquet may be compressed (.gz). Text is read and
+its completion, or a conversation. All but .parquet may be compressed (.gz, .zst). Text is read and
 divided in pieces of about 64 Ki characters, so that memory is bounded whatever the size of a file.
-An array of records (.json) is read as a whole."""
+A line of a .jsonl file has a limit. An array of records (.json) is read as a whole."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import json
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -25,10 +26,19 @@ from .files import DataError, open_input
 from .rendering import render_all
 from .shards import READ_BYTES
 
+try:
+    from compression import zstd  # Python 3.14 and newer
+except ImportError:
+    zstd = None
+
 PIECE_CHARS = 64 << 10  # a piece has at least so many characters, but for the last one
 PIECE_MAX_CHARS = 1 << 20  # and at most so many, where it has no line end to be cut at
+MAX_RECORD_BYTES = 64 << 20  # of a line of .jsonl, and of a batch of Parquet rows
+MAX_WHOLE_CHARS = 16 << 20  # of a document that is encoded whole
 # of the files that are read from a folder
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lzma", ".lz4", ".br", ".zip", ".7z")
+BOM = codecs.BOM_UTF8
 
 
 @dataclass(frozen=True)
@@ -37,21 +47,27 @@ class Source:
     named: bool  # by the user; a file found in a folder or by a pattern may be passed over
 
 
-def find_sources(files: Iterable[str | os.PathLike]) -> list[Source]:
+def find_sources(
+    files: Iterable[str | os.PathLike], not_read: list[Path] | None = None
+) -> list[Source]:
     """The files to read. A folder stands for its files of TEXT_SUFFIXES at any depth, a pattern
-    (also with **) for its matches; both are sorted by name. Each file is read once."""
+    (also with **) for its matches; both are sorted by name. Each file is read once. not_read gets
+    the other files of the folders."""
     found: dict[Path, Source] = {}
     for item in files:
         item = os.fspath(item)
         path = Path(item)
         if path.is_dir():
-            inside = [p for p in path.rglob("*") if _suffix(p) in TEXT_SUFFIXES and p.is_file()]
+            every = sorted(p for p in path.rglob("*") if p.is_file())
+            inside = [p for p in every if _suffix(p) in TEXT_SUFFIXES]
+            if not_read is not None:
+                not_read += (p for p in every if _suffix(p) not in TEXT_SUFFIXES)
             if not inside:
                 raise DataError(
                     f"{item}: the folder has no {', '.join(TEXT_SUFFIXES[:-1])} or "
                     f"{TEXT_SUFFIXES[-1]} file"
                 )
-            new = [Source(p, False) for p in sorted(inside)]
+            new = [Source(p, False) for p in inside]
         elif path.exists():
             new = [Source(path, True)]
         else:
@@ -63,6 +79,7 @@ def find_sources(files: Iterable[str | os.PathLike]) -> list[Source]:
             if not new:
                 raise DataError(f"{item}: no file or folder has this name, and no file matches it")
         for s in new:
+            _check_compression(s.path)
             found.setdefault(s.path.resolve(), s)
     return list(found.values())
 
@@ -94,8 +111,18 @@ def cut_pieces(chunks: Iterable[str]) -> Iterator[str]:
 
 
 def _suffix(path: Path) -> str:
-    """Of the file that a .gz file holds."""
-    return Path(path.name.lower().removesuffix(".gz")).suffix
+    """Of the file that a compressed file holds."""
+    path = Path(path.name.lower())
+    return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+
+
+def _check_compression(path: Path) -> None:
+    """Refuse a compressed file that cannot be read: passing it over would lose its text."""
+    suffix = path.suffix.lower()
+    if suffix == ".gz" or suffix not in COMPRESSED or suffix == ".zst" and zstd:
+        return
+    why = "Python 3.14 and newer read .zst" if suffix == ".zst" else "of such files .gz is read"
+    raise DataError(f"{path}: is compressed, and {why}: decompress it first")
 
 
 @contextlib.contextmanager
@@ -110,15 +137,19 @@ def _open(path: Path, on_bytes: Callable[[int], None]) -> Iterator[tuple]:
         on_bytes(at - told)
         told = at
 
+    suffix = path.suffix.lower()
+    opener = {".gz": gzip.open, ".zst": zstd and zstd.open}.get(suffix, lambda raw: raw)
+    broken = (gzip.BadGzipFile, EOFError, zlib.error, *([zstd.ZstdError] if zstd else []))
     with open_input(path) as raw:
         try:
-            yield (gzip.open(raw) if path.suffix.lower() == ".gz" else raw), tell
-        except (gzip.BadGzipFile, EOFError, zlib.error) as e:
-            raise DataError(f"{path}: cannot be read as gzip: {e}") from e
+            yield opener(raw), tell
+        except broken as e:
+            name = "zstd" if suffix == ".zst" else "gzip"
+            raise DataError(f"{path}: cannot be read as {name}: {e}") from e
 
 
 def _read_text(path: Path, on_bytes: Callable[[int], None]) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()  # without a BOM at the begin
     done = 0
     with _open(path, on_bytes) as (f, tell):
         while True:
@@ -135,23 +166,43 @@ def _read_text(path: Path, on_bytes: Callable[[int], None]) -> Iterator[str]:
             tell()
 
 
-def _read_jsonl(path: Path, on_bytes: Callable[[int], None]) -> Iterator[tuple[str, object]]:
+Records = Iterator[tuple[str, object]]  # where a record is; the record, or the DataError of it
+
+
+def _lines(f) -> Iterator[bytes | None]:
+    """The lines of a file; None for one above MAX_RECORD_BYTES."""
+    while line := f.readline(MAX_RECORD_BYTES + 1):
+        if len(line) <= MAX_RECORD_BYTES:
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = f.readline(READ_BYTES)
+        yield None
+
+
+def _read_jsonl(path: Path, on_bytes: Callable[[int], None]) -> Records:
     with _open(path, on_bytes) as (f, tell):
-        for number, line in enumerate(f, 1):
+        for number, line in enumerate(_lines(f), 1):
             tell()
-            if not line.strip():
+            what = f"{path}: line {number}"
+            if line is None:
+                yield what, DataError(f"{what} has more than {MAX_RECORD_BYTES:,} bytes: divide it")
+                continue
+            if not (line.removeprefix(BOM) if number == 1 else line).strip():
                 continue
             try:
                 record = json.loads(line)
             except ValueError as e:  # also text that is not UTF-8
-                raise DataError(f"{path}: line {number} is not JSON ({e})") from e
-            yield f"{path}: line {number}", record
+                record = DataError(f"{what} is not JSON ({e})")
+            except RecursionError:
+                record = DataError(f"{what} has JSON that is nested too deeply: give flat records")
+            yield what, record
 
 
-def _read_json(path: Path, on_bytes: Callable[[int], None]) -> Iterator[tuple[str, object]]:
+def _read_json(path: Path, on_bytes: Callable[[int], None]) -> Records:
     """An array of records; or a record a line, as many .json files have."""
     with _open(path, lambda n: None) as (f, _):
-        begin = f.read(4096).lstrip()
+        begin = f.read(4096).removeprefix(BOM).lstrip()
     if begin and begin[:1] not in b"[{":
         raise DataError(
             f"{path}: is neither an array of records nor a record a line: rename it to .txt to "
@@ -170,7 +221,14 @@ def _read_json(path: Path, on_bytes: Callable[[int], None]) -> Iterator[tuple[st
         yield f"{path}: record {number}", record
 
 
-def _read_parquet(path: Path, on_bytes: Callable[[int], None]) -> Iterator[tuple[str, object]]:
+def _batch_rows(metadata) -> int:
+    """Rows of a Parquet file that are read at once, by the size of its largest row group's rows."""
+    groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
+    row_bytes = max((g.total_byte_size // max(g.num_rows, 1) for g in groups), default=0)
+    return min(1024, max(1, MAX_RECORD_BYTES // max(row_bytes, 1)))
+
+
+def _read_parquet(path: Path, on_bytes: Callable[[int], None]) -> Records:
     try:
         import pyarrow.parquet
     except ImportError as e:
@@ -181,7 +239,7 @@ def _read_parquet(path: Path, on_bytes: Callable[[int], None]) -> Iterator[tuple
     try:
         with open_input(path) as file, pyarrow.parquet.ParquetFile(file) as f:
             total = f.metadata.num_rows
-            for batch in f.iter_batches(batch_size=1024):
+            for batch in f.iter_batches(batch_size=_batch_rows(f.metadata)):
                 for record in batch.to_pylist():
                     number += 1
                     yield f"{path}: row {number}", record
@@ -195,32 +253,38 @@ def _read_parquet(path: Path, on_bytes: Callable[[int], None]) -> Iterator[tuple
 RECORD_READERS = {".json": _read_json, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
 
 
-def record_kind(record, field: str) -> str:
-    """What a record has: "text" in `field`, a "chat" in messages, or a "pair"."""
-    if isinstance(record, dict) and field not in record:
-        if "messages" in record or "conversations" in record or is_alpaca(record):
-            return "chat"
-        if "prompt" in record and "completion" in record:
-            return "pair"
-    return "text"
-
-
-def first_record(source: Source) -> object:
-    """The first record of a file of records; None: a file of text, or an empty one."""
-    read = RECORD_READERS.get(_suffix(source.path))
-    try:
-        for _, record in read(source.path, lambda n: None) if read else ():
-            return record
-    except OSError as e:
-        raise DataError(f"{source.path}: {e.strerror}") from e
+def record_kind(record, field: str) -> str | None:
+    """What a record has: "text" in `field`, a "chat" in messages, or a "pair". None: none of
+    them."""
+    if not isinstance(record, dict):
+        return None
+    if field in record:
+        return "text"
+    if "messages" in record or "conversations" in record or is_alpaca(record):
+        return "chat"
+    if "prompt" in record and "completion" in record:
+        return "pair"
     return None
 
 
-def has_conversations(source: Source, field: str) -> bool:
-    """The first record is one, also as a prompt and a completion that are lists of messages."""
-    record = first_record(source)
-    kind = record_kind(record, field)
+def is_conversation(kind: str, record) -> bool:
+    """Also a prompt and a completion that are lists of messages."""
     return kind == "chat" or kind == "pair" and isinstance(record["prompt"], list)
+
+
+def first_record(source: Source, field: str, skip_bad: bool = False) -> tuple[str, object]:
+    """The first record of a file and its kind, which is the kind of all its records: a record that
+    is read or, with skip_bad, the first one of a known kind. A file of text, or one without such a
+    record, is ("text", None)."""
+    read = RECORD_READERS.get(_suffix(source.path))
+    try:
+        for _, record in read(source.path, lambda n: None) if read else ():
+            kind = record_kind(record, field)
+            if kind or not skip_bad:
+                return kind or "text", record
+    except OSError as e:
+        raise DataError(f"{source.path}: {e.strerror}") from e
+    return "text", None
 
 
 @dataclass(frozen=True)
@@ -234,10 +298,20 @@ class Piece:
     spans: tuple[tuple[int, int], ...] = ()  # of a conversation: the characters that are targets
 
 
+def _fields(record) -> str:
+    """The names of a record's fields, for a message."""
+    names = [repr(name[:40]) for name in record]
+    return ", ".join([*names[:10], "..."] if len(names) > 10 else names) or "none"
+
+
 def _text_of(record, field: str, what: str, hint: str = "") -> str:
-    text = record.get(field) if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        raise DataError(f"{what} is no object with fields")
+    text = record.get(field)
     if not isinstance(text, str):
-        raise DataError(f"{what} has no text in field {field!r}{hint}")
+        raise DataError(
+            f"{what} has no text in field {field!r}; its fields are {_fields(record)}{hint}"
+        )
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as e:
@@ -245,9 +319,24 @@ def _text_of(record, field: str, what: str, hint: str = "") -> str:
     return text
 
 
+HINT = ": name the text's field with --field, or call the fields messages, or prompt and completion"
+
+
+def _check_whole(chars: int, what: str) -> None:
+    if chars > MAX_WHOLE_CHARS:
+        raise DataError(
+            f"{what} has {chars:,} characters, and a conversation, or a prompt with its "
+            f"completion, has at most {MAX_WHOLE_CHARS:,}: divide it"
+        )
+
+
+OTHER_REASONS = "other reasons"
+
+
 class Reader:
     """Iterates over the pieces of all documents. Empty documents are passed over, and so are files
-    of a folder or a pattern that are not UTF-8; .skipped lists those."""
+    of a folder or a pattern that are not UTF-8; .skipped lists those. With skip_bad, records that
+    cannot be read are passed over too; .bad counts them by reason."""
 
     def __init__(
         self,
@@ -257,14 +346,17 @@ class Reader:
         template: ChatTemplate | None = None,
         targets: str = "answers",
         processes: int = 1,
+        skip_bad: bool = False,
     ):
         self.sources, self.field, self.on_bytes = sources, field, on_bytes
         self.template, self.targets, self.processes = template, targets, processes
+        self.skip_bad = skip_bad
         self.n_documents = 0
         self.skipped: list[Path] = []
+        self.bad: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[Piece]:
-        self.n_documents, self.skipped = 0, []
+        self.n_documents, self.skipped, self.bad = 0, [], Counter()
         for source in self.sources:
             try:
                 for pieces in self._documents(source):
@@ -276,35 +368,68 @@ class Reader:
             except OSError as e:
                 raise DataError(f"{source.path}: {e.strerror}") from e
 
+    def _pass_over(self, what: str, error: DataError) -> None:
+        """Count the bad record at `what`, or raise its error. Numbers make no reason another."""
+        if not self.skip_bad:
+            raise error
+        reason = re.sub(r"\d+", "N", str(error).removeprefix(what).removesuffix(HINT).lstrip(": "))[
+            :200
+        ]
+        known = reason in self.bad or len(self.bad) < 100
+        self.bad[reason if known else OTHER_REASONS] += 1
+
     def _documents(self, source: Source) -> Iterator[Iterable[Piece]]:
         read = RECORD_READERS.get(_suffix(source.path))
         if read:
-            records = read(source.path, self.on_bytes)
-            what, record = next(records, (None, None))
-            if what is None:
-                return
-            kind, records = record_kind(record, self.field), chain([(what, record)], records)
-            if kind == "chat" or kind == "pair" and isinstance(record["prompt"], list):
+            records = self._good(read(source.path, self.on_bytes))
+            kind, first = self._kind(records)
+            records = chain([first] if first else [], records)
+            if first and is_conversation(kind, first[1]):
                 yield from self._conversations(kind, records)
-            else:
-                for what, record in records:
-                    yield self._record(kind, record, what)
+                return
+            for what, record in records:
+                try:
+                    pieces = self._record(kind, record, what)
+                except DataError as e:
+                    self._pass_over(what, e)
+                else:
+                    yield pieces
         elif not source.named and not _is_utf8(source.path):
             self.skipped.append(source.path)
             self.on_bytes(source.path.stat().st_size)
         else:
             yield self._text(_read_text(source.path, self.on_bytes))
 
+    def _kind(self, records: Records) -> tuple[str, tuple[str, object] | None]:
+        """What first_record() says. The records before that one are passed over."""
+        for what, record in records:
+            kind = record_kind(record, self.field)
+            if kind or not self.skip_bad:
+                return kind or "text", (what, record)
+            try:
+                _text_of(record, self.field, what, HINT)
+            except DataError as e:
+                self._pass_over(what, e)
+        return "text", None
+
+    def _good(self, records: Records) -> Records:
+        for what, record in records:
+            if isinstance(record, DataError):
+                self._pass_over(what, record)
+            else:
+                yield what, record
+
     def _text(self, chunks: Iterable[str]) -> Iterator[Piece]:
         return (Piece(self.n_documents, "text", piece) for piece in cut_pieces(chunks))
 
     def _record(self, kind: str, record, what: str) -> Iterable[Piece]:
         if kind == "text":
-            return self._text([_text_of(record, self.field, what, ": name the field with --field")])
+            return self._text([_text_of(record, self.field, what, HINT)])
         prompt, completion = (_text_of(record, f, what) for f in ("prompt", "completion"))
+        _check_whole(len(prompt) + len(completion), what)
         return [Piece(self.n_documents, "pair", prompt, completion)] if prompt + completion else []
 
-    def _conversations(self, kind: str, records: Iterator[tuple]) -> Iterator[list[Piece]]:
+    def _conversations(self, kind: str, records: Records) -> Iterator[list[Piece]]:
         if self.template is None:
             raise DataError(
                 f"{next(records)[0]} is a conversation: give the tokenizer of a chat model with "
@@ -312,8 +437,15 @@ class Reader:
             )
         jobs = ((kind, record, what) for what, record in records)
         for what, text, spans in render_all(self.template, self.targets, jobs, self.processes):
-            _text_of({"text": text}, "text", what)
-            yield [Piece(self.n_documents, "chat", text, spans=tuple(spans))]
+            try:
+                if isinstance(text, DataError):
+                    raise text
+                _text_of({"text": text}, "text", what)
+                _check_whole(len(text), what)
+            except DataError as e:
+                self._pass_over(what, e)
+            else:
+                yield [Piece(self.n_documents, "chat", text, spans=tuple(spans))]
 
 
 def _is_utf8(path: Path) -> bool:

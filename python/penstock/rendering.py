@@ -17,8 +17,8 @@ from .files import DataError
 BATCH = 256  # records that a process renders at once
 AHEAD = 3  # batches a process that are read before the first of them is taken
 
-# (where the record is, text, characters that are targets)
-Rendered = tuple[str, str, list[tuple[int, int]]]
+# (where the record is, text or its DataError, characters that are targets)
+Rendered = tuple[str, str | DataError, list[tuple[int, int]]]
 
 
 def render_record(template: ChatTemplate, targets: str, kind: str, record, what: str) -> Rendered:
@@ -40,6 +40,13 @@ def render_record(template: ChatTemplate, targets: str, kind: str, record, what:
         raise DataError(f"{what}: {e}") from e
 
 
+def _render(template: ChatTemplate, targets: str, job: tuple) -> Rendered:
+    try:
+        return render_record(template, targets, *job)
+    except DataError as e:
+        return job[2], e, []
+
+
 _in_worker: tuple[ChatTemplate, str]
 
 
@@ -50,7 +57,7 @@ def _start_worker(folder, targets: str) -> None:
 
 
 def _render_batch(jobs: list[tuple]) -> list[Rendered]:
-    return [render_record(*_in_worker, *job) for job in jobs]
+    return [_render(*_in_worker, job) for job in jobs]
 
 
 def _result(future: Future) -> list[Rendered]:
@@ -63,12 +70,12 @@ def _result(future: Future) -> list[Rendered]:
 def render_all(
     template: ChatTemplate, targets: str, jobs: Iterable[tuple], processes: int
 ) -> Iterator[Rendered]:
-    """render_record() of each (kind, record, what), in their order. The first BATCH of them are
-    rendered here, so that a small file starts no process. The processes are new ones, not copies of
-    this one, which has threads."""
+    """render_record() of each (kind, record, what), in their order; of a bad record its error. The
+    first BATCH of them are rendered here, so that a small file starts no process. The processes are
+    new ones, not copies of this one, which has threads."""
     jobs = iter(jobs)
     for job in islice(jobs, BATCH) if processes > 1 else jobs:
-        yield render_record(template, targets, *job)
+        yield _render(template, targets, job)
     batches = iter(lambda: list(islice(jobs, BATCH)), [])
     first = next(batches, None)
     if first is None:
