@@ -153,6 +153,10 @@ def test_training_reports_the_shares_and_resumes_the_mix(tiny_model, tmp_path):
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert f"data 75.0% {parts[0]}, 0.42 epochs" in lines  # 18 of 43 sequences
     assert f"25.0% {parts[1]}, 0.25 epochs" in lines  # 6 of 24
+    few = [*words, "--data", parts[1], "--steps", 9, "--run-dir", tmp_path / "few"]
+    few[few.index("--tokens-per-step") + 1] = 512  # 24 sequences are less than a step of 32
+    lines = [" ".join(line.split()) for line in penstock(*few)[2].splitlines()]
+    assert "data 400 tokens, 0.75 steps an epoch, 12 epochs in the run" in lines
     more = ["--checkpoint-every", 3, "--run-dir", halves]
     assert penstock(*words, *more, "--data", mix, "--steps", 3, "--quiet")[0] == 0
     resumed = [*words, *more, "--steps", 6, "--resume", "latest", "--quiet"]

@@ -494,6 +494,8 @@ int cli_open_data(cli_job *job, ps_dataset **out);
 /* The shares of a mix, a line each, and how many epochs of each part @n_sequences are (0: left
  * out). Prints nothing where the data has no weights. */
 void cli_print_mix(FILE *out, const ps_dataset *ds, uint64_t seq_len, uint64_t n_sequences);
+/* The tokens of a run's data, steps an epoch and epochs in the run; of a mix its shares. */
+void cli_print_data(FILE *out, const cli_job *job, const ps_dataset *ds);
 ps_train_config cli_train_config(const cli_job *job, ps_dataset *ds, ps_dataset *val, bool resumed);
 int cli_train_job(cli_job *job); /* all of a training after its options are parsed; exit code */
 int cli_interrupts(void);        /* how often this run was asked to stop */

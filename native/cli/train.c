@@ -537,7 +537,7 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     return code;
   }
   if (!job->quiet)
-    cli_print_mix(stderr, ds, job->seq_len, ps_plan_sequences_before(job->plan, job->steps));
+    cli_print_data(stderr, job, ds);
   cli_progress p;
   cli_progress_begin(&p, job);
   ps_trainer *t = NULL;

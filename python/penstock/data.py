@@ -49,7 +49,7 @@ import numpy as np
 
 from .chat import TARGETS, ChatTemplate, special_tokens
 from .command import OK, Parser, given, run
-from .documents import Piece, Reader, find_sources, first_record, is_conversation
+from .documents import Piece, Reader, find_sources, first_record, is_rendered
 from .files import TOKENIZER_FILES, DataError
 from .packing import LONG, Packer
 from .shards import BEGINS_DOCUMENT, IS_TARGET, WRITABLE, ShardWriter, token_dtype
@@ -559,7 +559,7 @@ def _run(args: argparse.Namespace) -> dict:
             pad = special_tokens(folder).get("pad_token")
             sources = find_sources(args.files)
             firsts = (first_record(s, args.field, args.skip_bad) for s in sources)
-            if any(is_conversation(*first) for first in firsts):
+            if any(is_rendered(*first) for first in firsts):
                 template = ChatTemplate(folder)
         else:
             tokenizer = train_tokenizer(

@@ -267,7 +267,7 @@ def record_kind(record, field: str) -> str | None:
     return None
 
 
-def is_conversation(kind: str, record) -> bool:
+def is_rendered(kind: str, record) -> bool:
     """Also a prompt and a completion that are lists of messages."""
     return kind == "chat" or kind == "pair" and isinstance(record["prompt"], list)
 
@@ -384,7 +384,7 @@ class Reader:
             records = self._good(read(source.path, self.on_bytes))
             kind, first = self._kind(records)
             records = chain([first] if first else [], records)
-            if first and is_conversation(kind, first[1]):
+            if first and is_rendered(kind, first[1]):
                 yield from self._conversations(kind, records)
                 return
             for what, record in records:
