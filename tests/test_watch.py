@@ -230,6 +230,47 @@ def test_links_and_sensors_are_shown_where_they_are_known(run):
         assert re.search(text, shown), (text, shown)
 
 
+EVIL = "a\x1b[31m\x9bb"
+LINES = f"{EVIL}\n\tc"
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("watch", ["--once", "RUN"]),
+        ("watch", ["--once", LINES]),
+        ("report", ["RUN"]),
+        ("report", ["--recipe-table", "RUN"]),
+        ("report", [LINES]),
+        ("log", ["RUN", LINES]),
+        ("log", ["--tensorboard", LINES]),
+        ("export", ["--model", "MODEL", "--to", "hf", "--out", EVIL]),
+        ("export", ["--model", LINES, "--to", "hf", "--out", "o"]),
+        ("merge", ["--model", LINES, "--adapter", LINES, "--out", LINES]),
+        ("compare", [LINES, "--hf", LINES]),
+        ("generate", ["--model", LINES, "--prompt", "x"]),
+        ("generate", ["--model", "MODEL", "--prompt", "x", LINES]),
+        ("data", ["--out", EVIL, "--train-tokenizer", "300", "--skip-bad", "bad.jsonl"]),
+        ("data", ["--out", "o", "--train-tokenizer", "300", "bad.jsonl"]),
+        ("data", ["--out", "o", "--train-tokenizer", "300", LINES]),
+    ],
+    ids=lambda x: x if isinstance(x, str) else None,
+)
+def test_no_name_sends_the_terminal_a_sequence(run, tiny_model, tmp_path, monkeypatch, name, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jsonl").write_text(json.dumps({EVIL: 1}) + '\n{"text": "x"}')
+    stream = {"name": EVIL, "busy": 1.0, "wait": 0.0}
+    stall = {"stream": f"compute{EVIL}", "seconds": 1.0, "for": EVIL, "from": EVIL}
+    (run / "summary.json").write_text(json.dumps({"streams": [stream], "stalls": [stall]}))
+    os.rename(run, tmp_path / EVIL)
+    of = {"RUN": EVIL, "MODEL": tiny_model}
+    done = command(name, *(of.get(word, word) for word in words))
+    text = done.stdout + done.stderr
+    assert r"\x1b[31m\x9bb" in text and not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)
+    if LINES in words:
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+
+
 def page_of(run):
     out = run / "page.html"
     done = command("report", run, "-o", out)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from .errors import BudgetError, FormatError, InvalidError, PenstockError
 from .files import DataError
+from .terminal import one_line, printable, printable_streams, raw
 
 OK, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -34,7 +35,7 @@ class Parser(argparse.ArgumentParser):
     """A parser that refuses in one sentence, with exit code 2."""
 
     def error(self, message: str):
-        self.exit(REFUSED, f"{self.prog}: {message}\n")
+        self.exit(REFUSED, f"{self.prog}: {one_line(message)}\n")
 
     def count(self, name: str, least: int, most: int, help: str, default: int | None = 0) -> None:
         """An option that takes a whole number from least to most."""
@@ -64,9 +65,11 @@ def given(option: str, read: Callable, path):
 
 
 def put(text: str, end: str = "\n") -> None:
-    """print() that writes at once, and whose error says that stdout failed."""
+    """print() that writes at once, and whose error says that stdout failed. A terminal gets the
+    text printable(), a file as it is."""
+    out = raw(sys.stdout)
     try:
-        print(text, end=end, flush=True)
+        print(printable(text) if out.isatty() else text, end=end, flush=True, file=out)
     except OSError as e:
         raise OSError(f"stdout cannot be written: {e.strerror}") from e
 
@@ -93,7 +96,8 @@ def run(
     if hasattr(sys.stdout, "reconfigure"):  # a character that stdout has not is no error
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        code = function()
+        with printable_streams():
+            code = function()
     except (DataError, InvalidError, FormatError, BudgetError) as e:
         code, message = REFUSED, str(e)
     except (PenstockError, OSError) as e:
@@ -106,5 +110,5 @@ def run(
     if failure and code in (OK, FAILED):
         code, message = FAILED, failure
     if message:
-        print(f"{name}: {message}", file=sys.stderr)
+        print(f"{name}: {one_line(message)}", file=sys.stderr)
     return code

@@ -53,6 +53,7 @@ from .documents import Piece, Reader, find_sources, first_record, is_rendered
 from .files import TOKENIZER_FILES, DataError
 from .packing import LONG, Packer
 from .shards import BEGINS_DOCUMENT, IS_TARGET, WRITABLE, ShardWriter, token_dtype
+from .terminal import raw
 from .tokenizer import (
     EOS_NAMES,
     call,
@@ -533,7 +534,7 @@ def _run(args: argparse.Namespace) -> dict:
             f"penstock data: --out {args.out}: its parent {parent} does not exist and will be made",
             file=sys.stderr,
         )
-    console = Console(stderr=True, quiet=args.quiet or not sys.stderr.isatty())
+    console = Console(file=raw(sys.stderr), quiet=args.quiet or not sys.stderr.isatty())
     columns = (
         TextColumn("{task.description:<20}"),
         BarColumn(),

@@ -24,6 +24,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from .terminal import one_line
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 VOCABULARY, SEQ_LEN, TOKENS_PER_STEP = 2048, 256, 1024
 TEXT_BYTES = 4 << 20
@@ -329,7 +331,7 @@ def main() -> int:
     try:
         run(parser.parse_args())
     except DemoError as exc:
-        print(f"penstock demo: {exc}", file=sys.stderr)
+        print(f"penstock demo: {one_line(str(exc))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -31,6 +31,7 @@ from .errors import FormatError, InputOutputError, PenstockError
 from .export_gguf import KINDS, Tensor, describe, read_json
 from .files import TOKENIZER_FILES, DataError
 from .model import ModelConfig, Parameter, TensorFile, write_tensors
+from .terminal import raw
 
 MAX_SHARD_BYTES = 5_000_000_000
 PIECE_ELEMENTS = 8 << 20  # that are converted at once
@@ -370,7 +371,7 @@ def _export(args) -> int:
     say(f"{source.folder}: {source.what}")
     for note in notes:
         say(f"note: {note}")
-    console = Console(stderr=True, quiet=args.quiet or not sys.stderr.isatty())
+    console = Console(file=raw(sys.stderr), quiet=args.quiet or not sys.stderr.isatty())
     columns = (TextColumn("writing"), BarColumn(), DownloadColumn(), SpeedColumn())
     begun = time.monotonic()
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=console.quiet) as bar:

@@ -9,6 +9,7 @@ import json
 import sys
 
 from .files import open_input
+from .terminal import one_line
 
 
 def read_metrics(path) -> list[dict]:
@@ -214,7 +215,7 @@ def main() -> int:
     try:
         plot(sys.argv[1], sys.argv[2])
     except (OSError, ValueError) as exc:
-        print(f"penstock.plot: {exc}", file=sys.stderr)
+        print(f"penstock.plot: {one_line(str(exc))}", file=sys.stderr)
         return 2
     return 0
 

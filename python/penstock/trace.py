@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .files import open_input
+from .terminal import Printable, one_line, printable
 
 EVENT_DTYPE = np.dtype(
     [
@@ -282,13 +283,13 @@ def main() -> int:
         if args.png:
             plot(timeline, args.png, args.timeline)
     except (OSError, ValueError) as exc:
-        print(f"penstock.trace: {exc}", file=sys.stderr)
+        print(f"penstock.trace: {one_line(str(exc))}", file=sys.stderr)
         return 2
     from rich.console import Console
 
-    Console().print(stream_table(timeline))
+    Console().print(Printable(stream_table(timeline)))
     for stream, name, seconds in largest_ops(timeline):
-        print(f"{stream:10} {name:28} {seconds:8.3f} s")
+        print(printable(f"{stream:10} {name:28} {seconds:8.3f} s"))
     return 0
 
 

@@ -9,6 +9,7 @@ RUN is a run directory of `penstock train` or of a RunLog.
 from __future__ import annotations
 
 import re
+import sys
 import time
 from statistics import median
 
@@ -22,6 +23,7 @@ from rich.text import Text
 
 from . import command
 from .runs import CRASHED, FINISHED, RUNNING, RunDirectory, column, live, several, shown, thinned
+from .terminal import Printable, raw
 
 RECENT = 50  # steps whose median speed is shown
 SLOW = 10  # a step that takes so many times the usual time is reported
@@ -257,7 +259,7 @@ def follow(run: RunDirectory, console: Console, every_s: float) -> None:
         while going:
             going = run.state() == RUNNING  # asked first: the last rows are then read
             run.refresh()
-            live.update(frame(run, console.width, time.time()), refresh=True)
+            live.update(Printable(frame(run, console.width, time.time())), refresh=True)
             time.sleep(every_s if going else 0)
 
 
@@ -272,9 +274,9 @@ def main(argv: list[str]) -> int:
     def work() -> int:
         run = RunDirectory(args.run)
         run.refresh()
-        console = Console(highlight=False)
+        console = Console(file=raw(sys.stdout), highlight=False)
         if args.once:
-            console.print(frame(run, console.width, time.time()))
+            console.print(Printable(frame(run, console.width, time.time())))
             return command.OK
         try:
             follow(run, console, 1.0)
