@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from conftest import BUILD, ROOT
@@ -171,3 +172,23 @@ def test_a_pipe_is_refused_by_the_readers_in_python(tmp_path, monkeypatch):
         pipe,
         "not a regular file",
     )
+
+
+def test_a_failure_of_the_package_tokenizers_is_one_sentence(capsys):
+    from penstock import command
+
+    class PanicException(BaseException):
+        """As the package's."""
+
+    def fail(error):
+        raise error
+
+    for error, code, says in (
+        (Exception("no token\nfor it"), 2, "the tokenizer fails: no token for it"),
+        (PanicException("index out of bounds"), 2, "the tokenizer fails: index out of bounds"),
+        (MemoryError(), 1, "host memory ran out"),
+    ):
+        assert command.run("penstock x", partial(fail, error)) == code
+        assert capsys.readouterr().err == f"penstock x: {says}\n"
+    with pytest.raises(ZeroDivisionError):
+        command.run("penstock x", lambda: 1 // 0)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 from .errors import BudgetError, FormatError, InvalidError, PenstockError
-from .files import DataError
+from .files import DataError, rust_failure
 from .terminal import one_line, printable, printable_streams, raw
 
 OK, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
@@ -104,8 +104,14 @@ def run(
         message = str(e)
     except RecursionError:
         code, message = REFUSED, "the input has JSON that is nested too deeply: give flat records"
+    except MemoryError:
+        message = "host memory ran out"
     except KeyboardInterrupt:
         code, message = INTERRUPTED, stopped
+    except BaseException as e:
+        code, message = REFUSED, f"the tokenizer fails: {rust_failure(e)}"
+        if not rust_failure(e):
+            raise
     failure = _stdout_failure()
     if failure and code in (OK, FAILED):
         code, message = FAILED, failure

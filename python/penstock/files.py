@@ -22,6 +22,14 @@ class DataError(Exception):
     """The input is wrong. The text is one sentence for the user."""
 
 
+def rust_failure(error: BaseException) -> str | None:
+    """The sentence of an error of the package tokenizers, which raises Exception itself, and a
+    PanicException that is no Exception; None: the error is another."""
+    if type(error) is not Exception and type(error).__name__ != "PanicException":
+        return None
+    return " ".join(str(error).split())[:200]
+
+
 def open_input(path: str | os.PathLike, mode: str = "rb", **options):
     """open() for reading that never waits, as ps__open_input() of the library. A file that is not
     regular, such as a named pipe, is an OSError that says so.

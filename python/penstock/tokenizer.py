@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from .documents import Reader, find_sources
-from .files import DataError, open_input
+from .files import DataError, open_input, rust_failure
 
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 MOST_IDS = 2**31 - 1  # a token id is an int32 in plans and shards, and so is the vocabulary's size
@@ -39,16 +39,17 @@ def call(function: Callable, *args, **options):
     done.wait()
     if not errors:
         return result[0]
-    e = errors[0]
-    if type(e) is Exception or type(e).__name__ == "PanicException":  # what the package raises
-        text = " ".join(str(e).split())
-        raise DataError(f"the tokenizer cannot encode the text: {text[:200]}") from e
-    raise e
+    if failure := rust_failure(errors[0]):
+        raise DataError(f"the tokenizer cannot encode the text: {failure}") from errors[0]
+    raise errors[0]
 
 
 @contextlib.contextmanager
 def _silent_panic() -> Iterator[None]:
     """Keep back what is written to stderr, and drop it after a panic, which writes a backtrace."""
+    if sys.stderr is None:  # closed
+        yield
+        return
     sys.stderr.flush()
     with tempfile.TemporaryFile() as kept:
         stderr = os.dup(2)
@@ -93,11 +94,11 @@ def load_tokenizer(path: str | os.PathLike):
         ) from e
     try:
         tokenizer = _read(text)
-    except BaseException as e:  # the library raises plain Exception, and panics
-        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+    except BaseException as e:
+        failure = str(e) if isinstance(e, ValueError) else rust_failure(e)
+        if failure is None:
             raise
-        text = " ".join(str(e).split())
-        raise DataError(f"{file}: cannot be read as a tokenizer: {text[:200]}") from e
+        raise DataError(f"{file}: cannot be read as a tokenizer: {failure}") from e
     try:
         vocabulary_size(tokenizer)
     except DataError as e:
