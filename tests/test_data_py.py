@@ -459,12 +459,16 @@ def broken(tokenizer, **parts):
          "has no token"),
         ({"model": {"type": "WordLevel", "vocab": {"</s>": 1}, "unk_token": "a"}},
          "the tokenizer cannot encode the text: WordLevel error: Missing [UNK]"),
+        ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(?:x+x+)+y"},
+                            "behavior": "Isolated", "invert": False}},
+         "cannot encode the text: Onig: Regex search error: retry-limit-in-match over"),
     ],
-    ids=["load", "normalize", "special token", "id", "empty", "unknown"],
+    ids=["load", "normalize", "special token", "id", "empty", "unknown", "backtracking"],
 )  # fmt: skip
-def test_a_broken_tokenizer_is_one_sentence(tokenizer, corpus, tmp_path, capfd, parts, says):
+def test_a_broken_tokenizer_is_one_sentence(tokenizer, tmp_path, capfd, parts, says):
     (tmp_path / "t.json").write_text(broken(tokenizer, **parts))
-    words = ["--out", tmp_path / "o", "--tokenizer", tmp_path / "t.json", corpus / "b.md"]
+    (tmp_path / "a.txt").write_text("a b " + "x" * 30)
+    words = ["--out", tmp_path / "o", "--tokenizer", tmp_path / "t.json", tmp_path / "a.txt"]
     assert data.main([str(w) for w in words]) == 2
     error = capfd.readouterr().err
     assert says in error and error.count("\n") == 1 and not (tmp_path / "o").exists()

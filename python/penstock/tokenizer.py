@@ -23,9 +23,8 @@ WORD = 256  # characters of a word in training: each merge of a pair reads the w
 PROBE = "Hello wörld, 12 tokens:\n\t世界"
 
 
-def call(function: Callable, *args, **options):
-    """function() of the package in a thread of its own, so that Ctrl-C works while it runs. What
-    it raises is a DataError, also a panic."""
+def _in_thread(function: Callable, *args, **options):
+    """function() in a thread of its own, so that Ctrl-C works while it runs."""
     result, errors, done = [], [], threading.Event()
 
     def work() -> None:
@@ -37,16 +36,25 @@ def call(function: Callable, *args, **options):
 
     threading.Thread(target=work, daemon=True).start()
     done.wait()
-    if not errors:
-        return result[0]
-    if failure := rust_failure(errors[0]):
-        raise DataError(f"the tokenizer cannot encode the text: {failure}") from errors[0]
-    raise errors[0]
+    if errors:
+        raise errors[0]
+    return result[0]
+
+
+def call(function: Callable, *args, **options):
+    """function() of a tokenizer, which Ctrl-C ends. Its failures and panics are DataErrors."""
+    try:
+        with _silent_panic():
+            return _in_thread(function, *args, **options)
+    except BaseException as e:
+        if failure := rust_failure(e):
+            raise DataError(f"the tokenizer cannot encode the text: {failure}") from e
+        raise
 
 
 @contextlib.contextmanager
 def _silent_panic() -> Iterator[None]:
-    """Keep back what is written to stderr, and drop it after a panic, which writes a backtrace."""
+    """What is written to stderr meanwhile comes at the end, without a panic's backtrace."""
     if sys.stderr is None:  # closed
         yield
         return
@@ -61,11 +69,13 @@ def _silent_panic() -> Iterator[None]:
             panicked = type(e).__name__ == "PanicException"
             raise
         finally:
+            sys.stderr.flush()
             os.dup2(stderr, 2)
             os.close(stderr)
-            if not panicked:
-                kept.seek(0)
-                sys.stderr.write(kept.read().decode(errors="replace"))
+            kept.seek(0)
+            text = kept.read()
+            with contextlib.suppress(OSError):
+                os.write(2, text.partition(b"\nthread '")[0] if panicked else text)
 
 
 def _read(text: bytes):
@@ -198,7 +208,7 @@ def train_tokenizer(
                     yield from cut_words(text)
 
     try:
-        call(tokenizer.train_from_iterator, texts(), trainer)
+        _in_thread(tokenizer.train_from_iterator, texts(), trainer)
     except KeyboardInterrupt:
         stopped.set()
         raise
