@@ -536,8 +536,6 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     ps_dataset_close(val);
     return code;
   }
-  if (!job->quiet)
-    cli_print_data(stderr, job, ds);
   cli_progress p;
   cli_progress_begin(&p, job);
   ps_trainer *t = NULL;
@@ -555,6 +553,8 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
   if (st == PS_OK) {
     ps_train_config defaults = {.struct_bytes = sizeof defaults};
     ps_train_config_init(&defaults);
+    if (!job->quiet)
+      cli_print_data(stderr, job, ds);
     if (job->hosts)
       cli_progress_note(&p, "%s", ps_hosts_transport_text(job->hosts));
     if (*from)
