@@ -406,7 +406,7 @@ def test_bad_records_are_left_out_and_counted(tmp_path):
     assert "no text" in told and not (tmp_path / "p").exists()
 
 
-def test_a_folder_is_left_as_it_was_found(corpus, tokenizer, tmp_path):
+def test_a_folder_is_left_as_it_was_found(corpus, tokenizer, tmp_path, monkeypatch):
     """A refusal removes what it made; the next command removes what a killed one left; two
     commands never write into one folder."""
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{\n')
@@ -421,6 +421,16 @@ def test_a_folder_is_left_as_it_was_found(corpus, tokenizer, tmp_path):
     with data._work_folder(tmp_path / "o"):
         with pytest.raises(data.DataError, match="another `penstock data` writes into it"):
             data.write_shards([corpus / "b.md"], tmp_path / "o", tokenizer)
+
+    def late(tokenizer):
+        (tmp_path / "late").mkdir()
+        (tmp_path / "late/dataset.json").write_text("of another command")
+        return 600
+
+    monkeypatch.setattr(data, "vocabulary_size", late)
+    with pytest.raises(data.DataError, match="another command wrote into it meanwhile"):
+        data.write_shards([corpus / "b.md"], tmp_path / "late", tokenizer)
+    assert (tmp_path / "late/dataset.json").read_text() == "of another command"
 
 
 def test_a_line_has_a_limit(tokenizer, tmp_path, monkeypatch):

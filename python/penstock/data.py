@@ -217,62 +217,65 @@ def write_shards(
     pad_id = eos_id if pad is None else find_eos(tokenizer, pad)[1]
     masks = seq_len > 0 or any(first_record(s, field, skip_bad)[0] != "text" for s in sources)
     reader = Reader(sources, field, on_bytes, template, targets, processes, skip_bad)
-    with _work_folder(out) as work:
-        writers = {
-            name: ShardWriter(
-                dir, name, format, vocab_size, shard_tokens, masks, row_tokens=seq_len, pad=pad_id
-            )
-            for name, dir in (("train", work), ("val", work / "val"))
-        }
-        takers: dict = writers
+    stack = contextlib.ExitStack()
+    work = stack.enter_context(_work_folder(out))
+    writers = {
+        name: ShardWriter(
+            folder, name, format, vocab_size, shard_tokens, masks, row_tokens=seq_len, pad=pad_id
+        )
+        for name, folder in (("train", work), ("val", work / "val"))
+    }
+    takers: dict = writers
+    if seq_len:
+        takers = {name: Packer(w, seq_len, pad_id, long) for name, w in writers.items()}
+    splitter = _Splitter(takers, val_fraction, bos_ids, eos_id)
+    try:
+        if _existing(out) != old:
+            raise DataError(f"{out}: another command wrote into it meanwhile")
+        _encode_all(reader, tokenizer, bos, eos_id, targets, splitter)
+        for packer in takers.values() if seq_len else ():
+            packer.end()
+        for w in writers.values():
+            w.close()
+        _check_written(reader, writers, val_fraction)
+        packing = {"pack": "none"}
         if seq_len:
-            takers = {name: Packer(w, seq_len, pad_id, long) for name, w in writers.items()}
-        splitter = _Splitter(takers, val_fraction, bos_ids, eos_id)
-        try:
-            _encode_all(reader, tokenizer, bos, eos_id, targets, splitter)
-            for packer in takers.values() if seq_len else ():
-                packer.end()
-            for w in writers.values():
-                w.close()
-            _check_written(reader, writers, val_fraction)
-            packing = {"pack": "none"}
-            if seq_len:
-                packing = {
-                    "pack": "best-fit",
-                    "seq_len": seq_len,
-                    "padding": sum(p.n_padding for p in takers.values())
-                    + sum(len(w.shards) for w in writers.values()),
-                    "long_documents": sum(p.n_long for p in takers.values()),
-                    "dropped_tokens": sum(p.n_dropped_tokens for p in takers.values()),
-                }
-            summary = {
-                "format": format,
-                "bytes_per_token": writers["train"].dtype.itemsize,
-                "vocab_size": vocab_size,
-                "tokenizer": "tokenizer.json",
-                "bos_token_ids": bos_ids,
-                "eos_token": eos_token,
-                "eos_token_id": eos_id,
-                "documents": reader.n_documents,
-                "bad_records": dict(reader.bad.most_common()),
-                "tokens": sum(w.n_tokens for w in writers.values()),
-                **packing,
-                **{
-                    name: {"tokens": w.n_tokens, "targets": w.n_targets, "shards": w.shards}
-                    for name, w in writers.items()
-                },
+            packing = {
+                "pack": "best-fit",
+                "seq_len": seq_len,
+                "padding": sum(p.n_padding for p in takers.values())
+                + sum(len(w.shards) for w in writers.values()),
+                "long_documents": sum(p.n_long for p in takers.values()),
+                "dropped_tokens": sum(p.n_dropped_tokens for p in takers.values()),
             }
-            tokenizer.save(str(work / "tokenizer.json"))
-            for name, content in (extra_files or {}).items():
-                (work / name).write_bytes(content)
-            text = json.dumps(summary, indent=1) + "\n"
-            (work / "dataset.json").write_text(text, encoding="utf-8")
-            _move_into_place(work, out, old)
-        except OSError as e:
-            raise OSError(f"{out}: writing failed: {e.strerror or e}") from e
-        finally:
-            for w in writers.values():
-                w.abandon()
+        summary = {
+            "format": format,
+            "bytes_per_token": writers["train"].dtype.itemsize,
+            "vocab_size": vocab_size,
+            "tokenizer": "tokenizer.json",
+            "bos_token_ids": bos_ids,
+            "eos_token": eos_token,
+            "eos_token_id": eos_id,
+            "documents": reader.n_documents,
+            "bad_records": dict(reader.bad.most_common()),
+            "tokens": sum(w.n_tokens for w in writers.values()),
+            **packing,
+            **{
+                name: {"tokens": w.n_tokens, "targets": w.n_targets, "shards": w.shards}
+                for name, w in writers.items()
+            },
+        }
+        tokenizer.save(str(work / "tokenizer.json"))
+        for name, content in (extra_files or {}).items():
+            (work / name).write_bytes(content)
+        (work / "dataset.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        _move_into_place(work, out, old)
+    except OSError as e:
+        raise OSError(f"{out}: writing failed: {e.strerror or e}") from e
+    finally:
+        for w in writers.values():
+            w.abandon()
+        stack.close()
     left_out = {"skipped": reader.skipped, "not_read": not_read}
     return {**summary, **{name: [str(p) for p in paths] for name, paths in left_out.items()}}
 
@@ -352,11 +355,10 @@ def _work_folder(out: Path) -> Iterator[Path]:
     """A folder in `out` for files until they are complete. What was made here and is empty at the
     end is removed, `out` too. `out` is locked meanwhile, and what killed commands left there is
     removed."""
-    made = [p for p in (out, *out.parents) if not p.exists()]
     with contextlib.ExitStack() as stack:
-        for p in reversed(made):
-            stack.callback(_remove_empty, p)
         try:
+            for p in reversed([p for p in (out, *out.parents) if not p.exists()]):
+                stack.callback(_remove_empty, p)
             out.mkdir(parents=True, exist_ok=True)
             lock = os.open(out, os.O_RDONLY)
             stack.callback(os.close, lock)
