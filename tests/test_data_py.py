@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
 from penstock import data  # noqa: E402
-from penstock.documents import PIECE_MAX_CHARS, cut_pieces  # noqa: E402
+from penstock.documents import PIECE_MAX_CHARS, _batch_rows, cut_pieces  # noqa: E402
 from penstock.shards import read_header, read_shard  # noqa: E402
 from penstock.tokenizer import WORD, cut_words  # noqa: E402
 
@@ -347,10 +347,9 @@ def test_what_is_left_out_is_named(tmp_path):
         (tmp_path / name).write_bytes(content)
     words = ["--out", tmp_path / "o", "--train-tokenizer", 300, tmp_path]
     told = run(*words).stderr
-    assert (
-        "3 files are not read" in told and f"(.json 2, no suffix 1), the first {tmp_path}" in told
-    )
-    assert f"1 files are left out, because they are not UTF-8, the first {tmp_path}/e.md" in told
+    why = "3 files are not read, being no text by name (.json 2, no suffix 1), the first "
+    assert f"penstock data: {why}{tmp_path}/b.json\n" in told
+    assert f"penstock data: 1 file is left out: no UTF-8, the first {tmp_path}/e.md\n" in told
     assert run(*words, "--force", "--quiet").stderr == ""
 
 
@@ -400,7 +399,7 @@ def test_bad_records_are_left_out_and_counted(tmp_path):
     about = json.loads((tmp_path / "o/dataset.json").read_text())
     assert about["documents"] == 2 and list(about["bad_records"].values()) == [2, 1, 1, 1]
     assert "2 records are left out: is not JSON (Expecting property name" in told
-    assert "1 records are left out: has no text in field 'text'; its fields are 'id'\n" in told
+    assert "1 record is left out: has no text in field 'text'; its fields are 'id'\n" in told
     (tmp_path / "a.jsonl").write_text("{\n{\n")
     told = run("--out", tmp_path / "p", *words, code=2).stderr
     assert "no text" in told and not (tmp_path / "p").exists()
@@ -442,6 +441,20 @@ def test_a_line_has_a_limit(tokenizer, tmp_path, monkeypatch):
         data.write_shards([tmp_path / "a.jsonl"], tmp_path / "o", tokenizer)
     s = data.write_shards([tmp_path / "a.jsonl"], tmp_path / "o", tokenizer, skip_bad=True)
     assert s["documents"] == 2 and s["bad_records"] == {"has more than N bytes: divide it": 1}
+
+
+def test_a_batch_of_parquet_rows_is_bounded():
+    def metadata(*groups):
+        groups = [types.SimpleNamespace(total_byte_size=b, num_rows=n) for b, n in groups]
+        return types.SimpleNamespace(num_row_groups=len(groups), row_group=lambda i: groups[i])
+
+    for groups, rows in (
+        ([], 1024),
+        ([(1000, 10), (0, 0)], 1024),
+        ([(1000, 10), (8 << 30, 512)], 4),
+        ([(1 << 30, 1)], 1),
+    ):
+        assert _batch_rows(metadata(*groups)) == rows
 
 
 def test_what_is_encoded_whole_has_a_limit(tokenizer, tmp_path, monkeypatch):

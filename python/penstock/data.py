@@ -604,21 +604,23 @@ def _run(args: argparse.Namespace) -> dict:
         )
 
 
+def _count(n: int, what: str) -> str:
+    return f"{n:,} {what} is" if n == 1 else f"{n:,} {what}s are"
+
+
 def _say_left_out(s: dict) -> None:
     """What was not read, on stderr."""
-    lines = []
-    if s["not_read"]:
-        suffixes = Counter(Path(p).suffix or "no suffix" for p in s["not_read"]).most_common(8)
-        names = ", ".join(f"{name} {n:,}" for name, n in suffixes)
-        lines.append((s["not_read"], f"not read, because of their names' ends ({names})"))
-    if s["skipped"]:
-        lines.append((s["skipped"], "left out, because they are not UTF-8"))
-    for paths, why in lines:
-        print(
-            f"penstock data: {len(paths):,} files are {why}, the first {paths[0]}", file=sys.stderr
-        )
+    ends = Counter(Path(p).suffix or "no suffix" for p in s["not_read"]).most_common(8)
+    names = ", ".join(f"{name} {n:,}" for name, n in ends)
+    for paths, why in (
+        (s["not_read"], f"not read, being no text by name ({names})"),
+        (s["skipped"], "left out: no UTF-8"),
+    ):
+        if paths:
+            line = f"{_count(len(paths), 'file')} {why}, the first {paths[0]}"
+            print(f"penstock data: {line}", file=sys.stderr)
     for reason, n in s["bad_records"].items():
-        print(f"penstock data: {n:,} records are left out: {reason}", file=sys.stderr)
+        print(f"penstock data: {_count(n, 'record')} left out: {reason}", file=sys.stderr)
 
 
 def _write(args: argparse.Namespace) -> int:
