@@ -4,6 +4,8 @@ steps and uses the same names. It stands alone, as init_model.py does."""
 import ctypes
 import errno
 import fcntl
+import hashlib
+import json
 import os
 import re
 import secrets
@@ -32,6 +34,7 @@ TOKENIZER = (
     "added_tokens.json",
     "chat_template.jinja",
 )
+TEMPLATES, RECORD = "additional_chat_templates", ".penstock.json"
 WEIGHTS = re.compile(
     r"(.+?)(?:-[0-9]{5}-of-[0-9]{5}\.safetensors|\.safetensors(?:\.index\.json)?)", re.DOTALL
 )
@@ -48,10 +51,14 @@ REFUSED = (
 )
 
 
+def in_tokenizer(name):
+    return name in TOKENIZER or name.split("/")[0] == TEMPLATES
+
+
 def in_model(name):
     return (
-        name in ("config.json", "generation_config.json")
-        or name in TOKENIZER
+        name in ("config.json", "generation_config.json", RECORD)
+        or in_tokenizer(name)
         or bool(WEIGHTS.fullmatch(name))
     )
 
@@ -69,10 +76,54 @@ def superseded(folder, name):
     m = WEIGHTS.fullmatch(name)
     names = [
         name,
-        *(TOKENIZER if name in TOKENIZER else ()),
+        *(TOKENIZER if in_tokenizer(name) else ()),
         *((f"{m[1]}.safetensors", f"{m[1]}.safetensors.index.json") if m else ()),
     ]
     return in_model(name) and any(there(os.path.join(folder, n)) for n in names)
+
+
+def file_entry(folder, name):
+    """What a record says of a file."""
+    with open(os.path.join(folder, name), "rb") as f:
+        data = f.read()
+    return {"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def recorded(folder, name):
+    """A save has written file `name`, and nobody has changed it since."""
+    for record in (RECORD, "manifest.json"):
+        try:
+            with open(os.path.join(folder, record), "rb") as f:
+                if file_entry(folder, name) in json.load(f)["files"]:
+                    return True
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            pass  # no record, or none that can be used
+    return False
+
+
+def replaced(out, folder, name):
+    """superseded() for file `name` of `out`. Of a tokenizer's files those that the new model lacks
+    stay, unless an earlier save has written them."""
+    if not superseded(folder, name):
+        return False
+    return not in_tokenizer(name) or bool(there(os.path.join(folder, name)) or recorded(out, name))
+
+
+def names_in(folder):
+    """The names in a directory; of the folder of chat templates those of its files."""
+    names = os.listdir(folder)
+    inner = os.path.join(folder, TEMPLATES)
+    if TEMPLATES in names and os.path.isdir(inner) and not os.path.islink(inner):
+        names.remove(TEMPLATES)
+        names += [f"{TEMPLATES}/{n}" for n in os.listdir(inner)]
+    return names
+
+
+def drop_empty_templates(folder):
+    try:
+        os.rmdir(os.path.join(folder, TEMPLATES))
+    except OSError:
+        pass  # there is none, or some stay
 
 
 def is_at(fd, path):
@@ -122,6 +173,8 @@ def carry(source, target):
     st = there(source)
     if st is None:
         return
+    if os.path.basename(os.path.dirname(target)) == TEMPLATES:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
     if st.st_dev != os.stat(os.path.dirname(source)).st_dev:
         raise OSError(errno.EXDEV, "a mount point cannot be carried", source)
     if not stat.S_ISDIR(st.st_mode):
@@ -170,9 +223,11 @@ def move_pending(out):
     pending = os.path.join(out, PENDING)
     try:
         if there(os.path.join(pending, REPLACING)):
-            old = [n for n in os.listdir(out) if superseded(pending, n)]
-            for name in sorted(old, key=lambda n: n != "config.json"):
+            old = [n for n in names_in(out) if replaced(out, pending, n)]
+            # the record says which files are the old model's: it goes last
+            for name in sorted(old, key=lambda n: (n == RECORD, n != "config.json")):
                 os.unlink(os.path.join(out, name))
+            drop_empty_templates(out)
             sync(out)
             os.unlink(os.path.join(pending, REPLACING))
             sync(pending)
@@ -307,6 +362,11 @@ class Stage:
             self.fd = None
 
     def commit(self):
+        names = sorted(n for n in names_in(self.path) if not WEIGHTS.fullmatch(n))
+        if any(in_tokenizer(n) for n in names):
+            with open(os.path.join(self.path, RECORD), "x") as f:
+                files = [file_entry(self.path, n) for n in names]
+                json.dump({"format": "penstock model", "files": files}, f, indent=1)
         for name in os.listdir(self.path):
             sync(os.path.join(self.path, name))
         sync(self.path)
@@ -329,8 +389,8 @@ class Stage:
     def change_places(self):
         kept = [
             n
-            for n in os.listdir(self.target)
-            if not n.startswith(OURS) and not superseded(self.path, n)
+            for n in names_in(self.target)
+            if not n.startswith(OURS) and not replaced(self.target, self.path, n)
         ]
         done = False
         try:
@@ -350,6 +410,7 @@ class Stage:
             for name in kept:
                 if there(os.path.join(self.path, name)):
                     remove_tree(os.path.join(self.path, name))
+            drop_empty_templates(self.path)
             return False
         self.sync_parent()  # until the exchange is on the disk, the old directory must stay whole
         try:

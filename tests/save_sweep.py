@@ -13,6 +13,7 @@ were."""
 
 import ctypes
 import errno
+import json
 import os
 import pathlib
 import shutil
@@ -36,13 +37,17 @@ USER = {
     "data/x.bin": b"tokens",
     "data/deep/y": b"",
     "other.safetensors": b"mine too",
+    "chat_template.jinja": b"mine",
+    "additional_chat_templates/mine.jinja": b"mine",
 }
+SAVED = ("tokenizer.json", "vocab.json", "additional_chat_templates/old.jinja")
 
 WORK = pathlib.Path(sys.argv[1])
 shim = ctypes.CDLL(os.environ["LD_PRELOAD"])
 native = ctypes.CDLL(os.environ["PENSTOCK_BUILD"] + "/lib/libpenstock.so")
 sys.path.insert(0, str(ROOT / "models"))
 import init_model  # noqa: E402
+import model_dir  # noqa: E402
 
 
 def make(folder, seed, positions, shard, tokenizer=None):
@@ -69,6 +74,8 @@ class Saver:
         model = work / "source"
         assert make(model, 2, 64, "1MB") == 0
         (model / "tokenizer.json").write_text('"new"')
+        (model / "additional_chat_templates").mkdir()
+        (model / "additional_chat_templates/tool_use.jinja").write_text("new")
         plan = penstock.Plan(
             penstock.ModelConfig.read(model),
             seq_len=16,
@@ -149,8 +156,11 @@ class Sweep:
         self.old, self.folder = work / "old", work / "place" / "m"
         if not self.fresh:
             assert make(self.old, 1, 128, shards[before]) == 0
-            for name in ("tokenizer.json", "vocab.json"):
+            (self.old / "additional_chat_templates").mkdir()
+            for name in SAVED:
                 (self.old / name).write_text('"old"')
+            record = {"files": [model_dir.file_entry(self.old, name) for name in SAVED]}
+            (self.old / ".penstock.json").write_text(json.dumps(record))
             for name, text in USER.items():
                 (self.old / name).parent.mkdir(parents=True, exist_ok=True)
                 (self.old / name).write_bytes(text)
@@ -165,9 +175,9 @@ class Sweep:
             self.states.append(self.state())
             self.check_kept()
             assert self.states[0] != self.states[1]
-            assert (
-                "vocab.json" in self.states[1][0] and "vocab.json" not in self.states[0][0]
-            )  # a tokenizer is replaced as a whole
+            # the saved tokenizer is replaced as a whole
+            assert set(SAVED) <= self.states[1][0].keys()
+            assert self.states[0][0].keys() & set(SAVED) == {"tokenizer.json"}
 
     def reset(self):
         shutil.rmtree(self.work / "place", ignore_errors=True)

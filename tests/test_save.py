@@ -17,6 +17,7 @@ import io_native as ps
 import penstock
 import pytest
 from conftest import BUILD, ROOT
+from penstock import export
 
 SHIM = BUILD / "tests/libdisk_shim.so"
 X, Y = ("x", ps.F32, (4,), b"\0" * 16), ("y", ps.F32, (4,), b"\1" * 16)
@@ -224,6 +225,60 @@ def test_a_tokenizer_that_the_new_model_does_not_bring_stays(trainer, tiny_model
     with trainer(tiny_model) as t:
         t.save(out)
     assert (out / "tokenizer.json").read_text() == "mine" and (out / "config.json").exists()
+
+
+TEMPLATES = "additional_chat_templates"
+
+
+def write_texts(folder, text, *names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def texts(folder):
+    found = {str(p.relative_to(folder)): p for p in folder.rglob("*.j*") if p.is_file()}
+    return {
+        n: p.read_text() for n, p in found.items() if n not in ("config.json", ".penstock.json")
+    }
+
+
+def test_a_save_leaves_what_it_did_not_write(trainer, tiny_model, tmp_path):
+    mine = ("chat_template.jinja", "added_tokens.json", f"{TEMPLATES}/mine.jinja")
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(tiny_model, model)
+    its = ("tokenizer.json", "vocab.json", f"{TEMPLATES}/rag.jinja", f"{TEMPLATES}/tool_use.jinja")
+    write_texts(model, "model", *its)
+    write_texts(out, "mine", *mine)
+    with trainer(model) as t:
+        t.save(out)
+        assert texts(out) == dict.fromkeys(mine, "mine") | dict.fromkeys(its, "model")
+        (out / its[-1]).write_text("changed by hand")
+        for name in its[1:]:  # of the next model, which has a tokenizer of other files
+            (model / name).unlink()
+        t.save(out)
+    kept = dict.fromkeys(mine, "mine") | {its[-1]: "changed by hand"}
+    assert texts(out) == kept | {its[0]: "model"} and clean(out)
+
+
+@pytest.mark.parametrize("how", ["save", "export", "export of a checkpoint"])
+def test_a_save_carries_the_files_of_the_model(trainer, tiny_model, tmp_path, how):
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(tiny_model, model)
+    jinja, json_files = ("chat_template", f"{TEMPLATES}/tool_use"), ("tokenizer", "added_tokens")
+    its = [f"{n}.jinja" for n in jinja] + [f"{n}.json" for n in (*json_files, "generation_config")]
+    write_texts(model, "{}", *its)
+    with trainer(model) as t:
+        if how == "save":
+            t.save(out)
+        elif how == "export of a checkpoint":
+            model = t.checkpoint(tmp_path / "checkpoints")
+    if how != "save":
+        words = ["--model", model, "--to", "hf", "--out", out, "--quiet"]
+        assert export.main([str(w) for w in words]) == 0
+    assert texts(out) == dict.fromkeys(its, "{}") | {
+        n: t for n, t in texts(out).items() if n.endswith(".index.json")
+    }
 
 
 def test_a_link_to_the_directory_stays_a_link(tmp_path):

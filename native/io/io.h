@@ -7,6 +7,8 @@
 #include <penstock/data.h>
 
 #define PS__MANIFEST "manifest.json"
+/* a folder of a tokenizer with chat templates under other names than the default one */
+#define PS__TEMPLATES "additional_chat_templates"
 enum { PS__MAX_HEADER_BYTES = 100000000, PS__MAX_DIMS = 8 };
 
 /* "DIR/NAME" in memory that the caller frees; NULL: no memory is left. */
@@ -34,7 +36,7 @@ void ps__stage_abort(ps__stage *s); /* removes it; NULL is a no-op */
 void ps__stage_clear(const char *parent, const char *prefix);
 /* Remove directory @name of @parent. A kill on the way leaves what ps__stage_clear() removes. */
 ps_status ps__stage_remove(const char *parent, const char *name);
-/* Create @name in the stage. Messages name @what. PS_EIO. */
+/* Create @name in the stage, which may be PS__TEMPLATES/NAME. Messages name @what. PS_EIO. */
 ps_status ps__stage_create(int *fd, const ps__stage *s, const char *name, const char *what);
 /* Create @name in the stage with the text that @w was given, and bring it to the disk. Messages
  * name the file in @dir. PS_EIO, PS_ENOMEM. */
@@ -82,6 +84,9 @@ ps_status ps__tensors_open(ps_tensor_file **out, const char *path, const char *s
  * together. PS_EIO, PS_ENOMEM. */
 ps_status ps__manifest_files(ps__jsonw *w, const ps__stage *s, const ps__hashed *known,
                              size_t n_known, uint64_t *bytes);
+/* Write a record of the stage's files into it, where it has files of a tokenizer. The next save tells by it which files of the
+ * directory a user has put there. PS_EIO, PS_ENOMEM. */
+ps_status ps__stage_write_record(const ps__stage *s, const char *dir);
 /* Check that directory @dir has the files of @manifest, with their bytes and SHA-256s.
  * PS_EFORMAT names a file that differs or is missing, or the manifest @path where it is no
  * manifest. PS_EIO, PS_ENOMEM. *bytes: of all files together. */

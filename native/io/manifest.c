@@ -7,7 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { PIECE = 1 << 20, MAX_FILES = 100000 };
+enum { PIECE = 1 << 20, MAX_FILES = 100000, MAX_RECORD_BYTES = 64 << 20 };
 
 /* A file to be read, and what came of it. */
 typedef struct entry {
@@ -50,22 +50,28 @@ static ps_status add(entries *e, const char *dir, char *path, const char *name, 
   return PS_OK;
 }
 
-static ps_status hash_file(entry *e, char *buffer) {
-  struct stat sb;
-  int fd;
+/* Hash the open file of e->bytes. */
+static ps_status hash_open(entry *e, int fd, char *buffer) {
   ps__sha256 h;
   ps__sha256_begin(&h);
-  PS_TRY(ps__open_input(&fd, &sb, e->path));
   ps_status st = PS_OK;
-  e->bytes = (uint64_t)sb.st_size;
   for (uint64_t at = 0; st == PS_OK && at < e->bytes; at += PIECE) {
     const uint64_t n = e->bytes - at < PIECE ? e->bytes - at : PIECE;
     st = ps__pread_all(fd, e->path, buffer, n, at);
     if (st == PS_OK)
       ps__sha256_add(&h, buffer, n);
   }
-  close(fd);
   ps__sha256_end(&h, e->hex);
+  return st;
+}
+
+static ps_status hash_file(entry *e, char *buffer) {
+  struct stat sb;
+  int fd;
+  PS_TRY(ps__open_input(&fd, &sb, e->path));
+  e->bytes = (uint64_t)sb.st_size;
+  const ps_status st = hash_open(e, fd, buffer);
+  close(fd);
   return st;
 }
 
@@ -101,14 +107,17 @@ static int by_name(const void *a, const void *b) {
 }
 
 static ps_status list_stage(entries *e, const char *dir) {
-  DIR *d = opendir(dir);
-  ps_status st = d ? PS_OK : ps__fail(PS_EIO, "%s: cannot be read: %s", dir, strerror(errno));
-  for (const char *name; st == PS_OK && (name = ps__next_name(d));)
-    st = add(e, dir, ps__path_join(dir, name), name, 0);
-  if (st == PS_OK && errno)
-    st = ps__fail(PS_EIO, "%s: cannot be read: %s", dir, strerror(errno));
-  if (d)
-    closedir(d);
+  ps__names names = {0};
+  const int fd = open(dir, PS__DIR_FLAGS);
+  ps_status st = fd >= 0 && ps__list_names(fd, &names)
+                     ? PS_OK
+                     : ps__fail(errno == ENOMEM ? PS_ENOMEM : PS_EIO, "%s: cannot be read: %s", dir,
+                                strerror(errno));
+  if (fd >= 0)
+    close(fd);
+  for (size_t i = 0; st == PS_OK && i < names.n; i++)
+    st = add(e, dir, ps__path_join(dir, names.item[i]), names.item[i], 0);
+  ps__free_names(&names);
   return st;
 }
 
@@ -147,6 +156,33 @@ ps_status ps__manifest_files(ps__jsonw *w, const ps__stage *s, const ps__hashed 
   return st;
 }
 
+/* Whether the stage has a file of a tokenizer. No record is needed without one. */
+static bool has_tokenizer(const ps__stage *s) {
+  entries e = {0};
+  bool has = list_stage(&e, ps__stage_path(s)) != PS_OK;
+  for (size_t i = 0; i < e.n; i++)
+    has |= ps__in_tokenizer(e.item[i].name);
+  free_entries(&e);
+  return has;
+}
+
+ps_status ps__stage_write_record(const ps__stage *s, const char *dir) {
+  ps__jsonw *w;
+  uint64_t bytes;
+  if (!has_tokenizer(s))
+    return PS_OK;
+  PS_TRY(ps__jsonw_create(&w));
+  ps__jsonw_object(w, NULL);
+  ps__jsonw_string(w, "format", "penstock model");
+  ps__jsonw_string(w, "penstock", ps_version());
+  ps_status st = ps__manifest_files(w, s, NULL, 0, &bytes);
+  ps__jsonw_end(w);
+  if (st == PS_OK)
+    st = ps__stage_write_json(s, dir, PS__RECORD, w);
+  ps__jsonw_free(w);
+  return st;
+}
+
 /* ---- checking -------------------------------------------------------------------------------- */
 
 static ps_status add_listed(entries *e, const ps__json *file, const char *path, const char *dir,
@@ -154,10 +190,12 @@ static ps_status add_listed(entries *e, const ps__json *file, const char *path, 
   const char *name = ps__json_string(ps__json_get(file, "name"), NULL);
   const char *hex = ps__json_string(ps__json_get(file, "sha256"), NULL);
   const ps__json *bytes = ps__json_get(file, "bytes");
+  const char *last =
+      name && ps__starts_with(name, PS__TEMPLATES "/") ? strchr(name, '/') + 1 : name;
   uint64_t n;
   char *at;
   struct stat sb;
-  if (!name || !*name || *name == '.' || strchr(name, '/') || !hex || strlen(hex) != 64 || !bytes ||
+  if (!last || !*last || *last == '.' || strchr(last, '/') || !hex || strlen(hex) != 64 || !bytes ||
       !ps__json_uint64(bytes, &n))
     return ps__fail(PS_EFORMAT, "%s: files[%zu] has no usable name, bytes and sha256", path, i);
   PS_TRY(ps__model_path(&at, dir, name));
@@ -203,4 +241,78 @@ ps_status ps__manifest_check(const ps__json *manifest, const char *path, const c
     *bytes += e.item[i].bytes;
   free_entries(&e);
   return st;
+}
+
+/* ---- what a save has written ----------------------------------------------------------------- */
+
+/* Open file @name of @dir. 0: there is no such file; -1: the disk does not say. */
+static int open_in(int *fd, struct stat *sb, int dir, const char *name) {
+  *fd = openat(dir, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+  if (*fd < 0)
+    return errno == ENOENT || errno == ELOOP || errno == ENOTDIR ? 0 : -1;
+  const int is = fstat(*fd, sb) != 0 ? -1 : S_ISREG(sb->st_mode);
+  if (is != 1)
+    close(*fd);
+  return is;
+}
+
+/* *out: JSON file @name of @dir; NULL where it is missing or no JSON. False: the disk cannot read
+ * it. */
+static bool read_in(ps__json **out, int dir, const char *name) {
+  struct stat sb;
+  int fd;
+  *out = NULL;
+  const int is = open_in(&fd, &sb, dir, name);
+  if (is != 1)
+    return is == 0;
+  const bool small = sb.st_size <= MAX_RECORD_BYTES;
+  char *text = small ? ps__malloc((size_t)sb.st_size) : NULL;
+  const bool read = text && ps__pread_all(fd, name, text, (size_t)sb.st_size, 0) == PS_OK;
+  if (read && ps__json_parse(out, text, (size_t)sb.st_size, name) != PS_OK)
+    *out = NULL;
+  ps__free(text);
+  close(fd);
+  return read || !small;
+}
+
+static int is_unchanged(int dir, const char *name, uint64_t bytes, const char *hex) {
+  struct stat sb;
+  char path[] = "a recorded file";
+  entry e = {.path = path, .bytes = bytes};
+  int fd, is = open_in(&fd, &sb, dir, name);
+  if (is != 1)
+    return is;
+  char *buffer = ps__malloc(PIECE);
+  if ((uint64_t)sb.st_size != bytes)
+    is = 0;
+  else if (!buffer || hash_open(&e, fd, buffer) != PS_OK)
+    is = -1;
+  else
+    is = strcmp(e.hex, hex) == 0;
+  ps__free(buffer);
+  close(fd);
+  return is;
+}
+
+static int listed_unchanged(const ps__json *files, int dir, const char *name) {
+  for (size_t i = 0; files && i < ps__json_length(files); i++) {
+    const ps__json *file = ps__json_at(files, i), *bytes = ps__json_get(file, "bytes");
+    const char *has = ps__json_string(ps__json_get(file, "name"), NULL),
+               *hex = ps__json_string(ps__json_get(file, "sha256"), NULL);
+    uint64_t n;
+    if (has && hex && strcmp(has, name) == 0 && bytes && ps__json_uint64(bytes, &n))
+      return is_unchanged(dir, name, n, hex);
+  }
+  return 0;
+}
+
+int ps__recorded(int dir, const char *name) {
+  static const char *const records[] = {PS__RECORD, PS__MANIFEST};
+  int is = 0;
+  for (size_t k = 0; is == 0 && k < sizeof records / sizeof *records; k++) {
+    ps__json *j;
+    is = read_in(&j, dir, records[k]) ? listed_unchanged(ps__json_get(j, "files"), dir, name) : -1;
+    ps__json_free(j);
+  }
+  return is;
 }

@@ -16,7 +16,9 @@ const char *const ps__tokenizer_files[] = {"tokenizer.json",
                                            "chat_template.jinja",
                                            NULL};
 
-static bool in_tokenizer(const char *name) {
+bool ps__in_tokenizer(const char *name) {
+  if (ps__starts_with(name, PS__TEMPLATES "/") || strcmp(name, PS__TEMPLATES) == 0)
+    return true;
   for (const char *const *f = ps__tokenizer_files; *f; f++)
     if (strcmp(*f, name) == 0)
       return true;
@@ -52,8 +54,8 @@ static size_t weights_stem(const char *name) {
 
 bool ps__in_model(const char *name) {
   return strcmp(name, "config.json") == 0 || strcmp(name, "generation_config.json") == 0 ||
-         strcmp(name, PS__MANIFEST) == 0 || strcmp(name, "adapter_config.json") == 0 ||
-         in_tokenizer(name) || weights_stem(name);
+         strcmp(name, PS__MANIFEST) == 0 || strcmp(name, PS__RECORD) == 0 ||
+         strcmp(name, "adapter_config.json") == 0 || ps__in_tokenizer(name) || weights_stem(name);
 }
 
 int ps__exists_in(int dir, const char *name) {
@@ -66,7 +68,7 @@ int ps__superseded(int dir, const char *name) {
   if (!ps__in_model(name))
     return 0;
   int is = ps__exists_in(dir, name);
-  if (in_tokenizer(name))
+  if (ps__in_tokenizer(name))
     for (const char *const *f = ps__tokenizer_files; is == 0 && *f; f++)
       is = ps__exists_in(dir, *f);
   if (is == 0 && stem) {
@@ -78,4 +80,26 @@ int ps__superseded(int dir, const char *name) {
     is = ps__exists_in(dir, entry);
   }
   return is;
+}
+
+int ps__replaced(int dir, int fresh, const char *name) {
+  int is = ps__superseded(fresh, name);
+  if (is == 1 && ps__in_tokenizer(name))
+    is = ps__exists_in(fresh, name);
+  else
+    return is;
+  return is == 0 ? ps__recorded(dir, name) : is;
+}
+
+void ps__warn_kept(int dir, int fresh, const char *path) {
+  ps__names names;
+  if (!ps__list_names(dir, &names))
+    return;
+  for (size_t i = 0; i < names.n; i++)
+    if (ps__superseded(fresh, names.item[i]) == 1 && ps__replaced(dir, fresh, names.item[i]) == 0)
+      ps__log(PS_LOG_WARN,
+              "%s: %s was not written by Penstock and stays beside the saved tokenizer, which has "
+              "no such file: remove it if it is of another tokenizer",
+              path, names.item[i]);
+  ps__free_names(&names);
 }

@@ -20,17 +20,19 @@ static ps_status remove_replaced(int dir, int pending, const char *path) {
   if (config < 0 || (config && unlinkat(dir, "config.json", 0) != 0 && errno != ENOENT))
     return move_failed(path, "config.json");
   ps_status st = PS_OK;
-  DIR *d = ps__list(dir);
-  if (!d)
+  ps__names names;
+  if (!ps__list_names(dir, &names))
     return move_failed(path, "the old model");
-  for (const char *e; st == PS_OK && (e = ps__next_name(d));) {
-    const int replaced = ps__superseded(pending, e);
-    if (replaced < 0 || (replaced && unlinkat(dir, e, 0) != 0 && errno != ENOENT))
-      st = move_failed(path, e);
-  }
-  if (st == PS_OK && errno)
-    st = move_failed(path, "the old model");
-  closedir(d);
+  /* The record says which files are the old model's: it goes last. */
+  for (int last = 0; last < 2; last++)
+    for (size_t i = 0; st == PS_OK && i < names.n; i++) {
+      const char *e = names.item[i];
+      const int replaced = last == (strcmp(e, PS__RECORD) == 0) ? ps__replaced(dir, pending, e) : 0;
+      if (replaced < 0 || (replaced && unlinkat(dir, e, 0) != 0 && errno != ENOENT))
+        st = move_failed(path, e);
+    }
+  ps__free_names(&names);
+  (void)unlinkat(dir, PS__TEMPLATES, AT_REMOVEDIR); /* unless some stay */
   if (st == PS_OK)
     st = ps__sync_open_dir(dir, path);
   if (st == PS_OK && unlinkat(pending, PS__REPLACING, 0) != 0)
@@ -39,8 +41,32 @@ static ps_status remove_replaced(int dir, int pending, const char *path) {
 }
 
 static ps_status move_up(int dir, int pending, const char *name, const char *path) {
-  return renameat(pending, name, dir, name) == 0 || errno == ENOENT ? PS_OK
-                                                                    : move_failed(path, name);
+  return ps__make_folder_of(dir, name) &&
+                 (renameat(pending, name, dir, name) == 0 || errno == ENOENT)
+             ? PS_OK
+             : move_failed(path, name);
+}
+
+/* An index moves after its shards, and config.json moves last. */
+static ps_status move_all(int dir, int pending, const char *path) {
+  ps_status st = PS_OK;
+  ps__names names;
+  if (!ps__list_names(pending, &names))
+    return move_failed(path, "the old model");
+  for (int now = 0; now < 3; now++)
+    for (size_t i = 0; st == PS_OK && i < names.n; i++) {
+      const char *e = names.item[i];
+      size_t stem;
+      const int order = strcmp(e, "config.json") == 0                        ? 2
+                        : ps__ends_with(e, ".safetensors.index.json", &stem) ? 1
+                                                                             : 0;
+      if (order == now)
+        st = move_up(dir, pending, e, path);
+    }
+  ps__free_names(&names);
+  if (st == PS_OK && unlinkat(pending, PS__TEMPLATES, AT_REMOVEDIR) != 0 && errno != ENOENT)
+    st = move_failed(path, PS__TEMPLATES);
+  return st;
 }
 
 ps_status ps__move_pending(int dir, int pending, const char *path) {
@@ -50,23 +76,8 @@ ps_status ps__move_pending(int dir, int pending, const char *path) {
     st = move_failed(path, "the old model");
   if (replacing > 0)
     st = remove_replaced(dir, pending, path);
-  /* An index moves after its shards, and config.json moves last. */
-  for (int last = 0; last < 3 && st == PS_OK; last++) {
-    DIR *d = ps__list(pending);
-    size_t stem;
-    if (!d)
-      return move_failed(path, "the old model");
-    for (const char *e; st == PS_OK && (e = ps__next_name(d));) {
-      const int order = strcmp(e, "config.json") == 0                        ? 2
-                        : ps__ends_with(e, ".safetensors.index.json", &stem) ? 1
-                                                                             : 0;
-      if (order <= last)
-        st = move_up(dir, pending, e, path);
-    }
-    if (st == PS_OK && errno)
-      st = move_failed(path, "the old model");
-    closedir(d);
-  }
+  if (st == PS_OK)
+    st = move_all(dir, pending, path);
   if (st == PS_OK)
     st = ps__sync_open_dir(dir, path);
   if (st == PS_OK && unlinkat(dir, PS__MODEL_PENDING, AT_REMOVEDIR) != 0 && errno != ENOENT)

@@ -234,8 +234,9 @@ ps_status ps__stage_open(ps__stage **out, const char *dir) {
 
 ps_status ps__stage_create(int *fd, const ps__stage *s, const char *name, const char *what) {
   const int f =
-      ps__fault_hit(PS_FAULT_WRITE)
-          ? (errno = EIO, -1)
+      ps__fault_hit(PS_FAULT_WRITE) ? (errno = EIO, -1)
+      : !ps__make_folder_of(s->fd, name)
+          ? -1
           : openat(s->fd, name, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
   if (f < 0)
     return ps__fail(PS_EIO, "%s: cannot be written: %s", what, strerror(errno));
@@ -267,43 +268,37 @@ const char *ps__stage_path(const ps__stage *s) { return s->path; }
 
 /* ---- ending ---------------------------------------------------------------------------------- */
 
-static void free_names(char **names, size_t n) {
-  for (size_t i = 0; i < n; i++)
-    ps__free(names[i]);
-  ps__free(names);
+/* Bring the names in the stage to the disk. */
+static ps_status sync_stage(const ps__stage *s) {
+  const int fd = openat(s->fd, PS__TEMPLATES, PS__DIR_FLAGS);
+  const ps_status st = fd >= 0 ? ps__sync_open_dir(fd, s->path) : PS_OK;
+  if (fd >= 0)
+    close(fd);
+  return st == PS_OK ? ps__sync_open_dir(s->fd, s->path) : st;
 }
 
 /* List what DIR has and the new model does not replace. The list is made before anything is
  * carried, because carried files look like the new model's. */
-static ps_status list_kept(const ps__stage *s, int dir, char ***out, size_t *n) {
-  char **names = NULL;
-  size_t room = 0;
-  DIR *d = ps__list(dir);
-  ps_status st = d ? PS_OK : ps__fail(PS_EIO, "%s: cannot be read: %s", s->target, strerror(errno));
-  *n = 0;
-  for (const char *e; st == PS_OK && (e = ps__next_name(d));) {
-    const int replaced = ps__starts_with(e, OURS) ? 1 : ps__superseded(s->fd, e);
-    if (replaced < 0)
-      st = ps__fail(PS_EIO, "%s: cannot be read: %s", s->path, strerror(errno));
-    if (replaced)
-      continue;
-    void *items = names;
-    const bool grown = ps__grow(&items, *n, &room, sizeof *names);
-    names = items;
-    if (grown && (names[*n] = ps__strdup(e)))
-      ++*n;
-    else
-      st = ps__fail(PS_ENOMEM, "%s: no memory left to save into it", s->target);
+static ps_status list_kept(const ps__stage *s, int dir, ps__names *names) {
+  if (!ps__list_names(dir, names))
+    return ps__fail(errno == ENOMEM ? PS_ENOMEM : PS_EIO, "%s: cannot be read: %s", s->target,
+                    strerror(errno));
+  size_t kept = 0;
+  for (size_t i = 0; i < names->n; i++) {
+    char *name = names->item[i];
+    const int replaced = ps__starts_with(name, OURS) ? 1 : ps__replaced(dir, s->fd, name);
+    if (replaced < 0) {
+      const ps_status st = ps__fail(PS_EIO, "%s: cannot be read: %s", s->path, strerror(errno));
+      ps__free_names(names);
+      return st;
+    }
+    names->item[i] = names->item[kept];
+    names->item[kept] = name;
+    kept += !replaced;
   }
-  if (st == PS_OK && errno)
-    st = ps__fail(PS_EIO, "%s: cannot be read: %s", s->target, strerror(errno));
-  if (d)
-    closedir(d);
-  if (st != PS_OK)
-    free_names(names, *n);
-  else
-    *out = names;
-  return st;
+  for (; names->n > kept; names->n--)
+    ps__free(names->item[names->n - 1]);
+  return PS_OK;
 }
 
 void ps__stage_abort(ps__stage *s) {
@@ -346,10 +341,11 @@ static bool refused(int error) {
 }
 
 /* Removes from the stage what was carried into it. */
-static bool drop_carried(const ps__stage *s, char **names, size_t n) {
+static bool drop_carried(const ps__stage *s, const ps__names *names) {
   bool all = true;
-  for (size_t i = 0; i < n; i++)
-    all = ps__remove_tree(s->fd, names[i]) && all;
+  for (size_t i = 0; i < names->n; i++)
+    all = ps__remove_tree(s->fd, names->item[i]) && all;
+  (void)unlinkat(s->fd, PS__TEMPLATES, AT_REMOVEDIR); /* unless the new model has some */
   return all;
 }
 
@@ -362,7 +358,7 @@ static ps_status rename_stage(ps__stage *s, const char *kind) {
 }
 
 static ps_status exchange_named(ps__stage *s, int dir, bool *done) {
-  PS_TRY(ps__sync_open_dir(s->fd, s->path));
+  PS_TRY(sync_stage(s));
   PS_TRY(rename_stage(s, OLD));
   if (ps__fault_hit(PS_FAULT_WRITE))
     return ps__fail(PS_EIO, "%s: cannot be replaced: an injected fault", s->target);
@@ -386,17 +382,16 @@ static ps_status exchange_named(ps__stage *s, int dir, bool *done) {
 /* *done: the stage and DIR changed places. PS_OK without *done: they cannot, and the stage holds
  * the model alone again. */
 static ps_status exchange(ps__stage *s, int dir, bool *done) {
-  char **names;
-  size_t n;
+  ps__names names;
   bool ready = true;
-  PS_TRY(list_kept(s, dir, &names, &n));
-  for (size_t i = 0; ready && i < n; i++)
-    ready = ps__carry_tree(dir, s->fd, names[i]);
+  PS_TRY(list_kept(s, dir, &names));
+  for (size_t i = 0; ready && i < names.n; i++)
+    ready = ps__carry_tree(dir, s->fd, names.item[i]);
   ps_status st =
       ready && ps__copy_folder_attributes(dir, s->fd) ? exchange_named(s, dir, done) : PS_OK;
-  if (st == PS_OK && !*done && !drop_carried(s, names, n))
+  if (st == PS_OK && !*done && !drop_carried(s, &names))
     st = ps__fail(PS_EIO, "%s: cannot be emptied: %s", s->path, strerror(errno));
-  free_names(names, n);
+  ps__free_names(&names);
   return st;
 }
 
@@ -406,7 +401,7 @@ static ps_status move_in(ps__stage *s, int dir) {
       openat(s->fd, PS__REPLACING, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
   if (mark < 0 || close(mark) != 0 || fstat(dir, &sb) != 0 || fchmod(s->fd, sb.st_mode & 0777) != 0)
     return ps__fail(PS_EIO, "%s: cannot be written: %s", s->path, strerror(errno));
-  PS_TRY(ps__sync_open_dir(s->fd, s->path));
+  PS_TRY(sync_stage(s));
   PS_TRY(ps__finish_pending(dir, s->target));
   while (renameat(AT_FDCWD, s->path, dir, PS__MODEL_PENDING) != 0) {
     if (errno != ENOTEMPTY && errno != EEXIST)
@@ -419,12 +414,13 @@ static ps_status move_in(ps__stage *s, int dir) {
 
 static ps_status commit(ps__stage *s) {
   bool done = false;
-  PS_TRY(ps__sync_open_dir(s->fd, s->path));
+  PS_TRY(sync_stage(s));
   const int dir = open(s->target, PS__DIR_FLAGS);
   if (dir < 0)
     return errno == ENOENT
                ? take_name(s)
                : ps__fail(PS_EIO, "%s: cannot be opened: %s", s->target, strerror(errno));
+  ps__warn_kept(dir, s->fd, s->target);
   ps_status st = s->beside ? exchange(s, dir, &done) : PS_OK;
   if (st == PS_OK && !done)
     st = move_in(s, dir);

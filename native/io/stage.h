@@ -10,6 +10,8 @@
 
 enum { PS__DIR_FLAGS = O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, PS__MAX_TRIES = 100 };
 
+/* In a saved model: the files beside its weights that the save wrote, as in a manifest. */
+#define PS__RECORD ".penstock.json"
 /* in DIR/.penstock-new while files of the old model may still be in DIR */
 #define PS__REPLACING ".replacing"
 
@@ -17,11 +19,20 @@ enum { PS__DIR_FLAGS = O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, PS__MAX_
 /* *stem: the length of @name without @end */
 bool ps__ends_with(const char *name, const char *end, size_t *stem);
 bool ps__in_model(const char *name);
+bool ps__in_tokenizer(const char *name);
 /* Whether @dir has @name: 1 or 0; -1: the disk does not say. */
 int ps__exists_in(int dir, const char *name);
 /* Whether the whole model in @dir replaces file @name of an older model. Weights of one stem are
  * replaced together, and so are the files of a tokenizer. 1, 0 or -1, as ps__exists_in(). */
 int ps__superseded(int dir, const char *name);
+/* The same for file @name of @dir, which the model in @fresh is about to replace. Of a tokenizer's
+ * files those that @fresh lacks stay, unless an earlier save has written them. */
+int ps__replaced(int dir, int fresh, const char *name);
+/* Warn of each file of a tokenizer that stays though @fresh brings a tokenizer without it. */
+void ps__warn_kept(int dir, int fresh, const char *path);
+/* Whether a save has written file @name of @dir, and nobody has changed it since: its record or its
+ * manifest says so (manifest.c). 1, 0 or -1, as ps__exists_in(). */
+int ps__recorded(int dir, const char *name);
 
 /* ---- directories (tree.c) -------------------------------------------------------------------- */
 DIR *ps__list(int dir);
@@ -29,6 +40,16 @@ DIR *ps__list(int dir);
  * list early. */
 const char *ps__next_name(DIR *d);
 bool ps__starts_with(const char *name, const char *prefix);
+/* The names in a directory. The folder of chat templates is not one of them, its files are:
+ * PS__TEMPLATES/NAME. */
+typedef struct ps__names {
+  char **item;
+  size_t n, cap;
+} ps__names;
+bool ps__list_names(int dir, ps__names *out); /* nothing to free where it fails */
+void ps__free_names(ps__names *names);
+/* Make the folder that @name of @dir lies in, where @name is PS__TEMPLATES/NAME. */
+bool ps__make_folder_of(int dir, const char *name);
 /* @fd is open on the file that @path names, relative to @at. */
 bool ps__is_at(int fd, int at, const char *path);
 /* flock() that is not ended by signals */

@@ -3,6 +3,7 @@
 #include "io/stage.h"
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/file.h>
@@ -27,6 +28,61 @@ const char *ps__next_name(DIR *d) {
 
 bool ps__starts_with(const char *name, const char *prefix) {
   return strncmp(name, prefix, strlen(prefix)) == 0;
+}
+
+static bool add_name(ps__names *names, const char *name) {
+  void *items = names->item;
+  const bool grown = ps__grow(&items, names->n, &names->cap, sizeof *names->item);
+  names->item = items;
+  if (grown && (names->item[names->n] = ps__strdup(name))) {
+    names->n++;
+    return true;
+  }
+  errno = ENOMEM;
+  return false;
+}
+
+/* The names of @dir, whose own name is @folder, or "". */
+static bool add_names(int dir, const char *folder, ps__names *out) {
+  DIR *d = ps__list(dir);
+  bool done = d != NULL;
+  for (const char *e; done && (e = ps__next_name(d));) {
+    char path[NAME_MAX + sizeof PS__TEMPLATES + 1];
+    const int inner =
+        !*folder && strcmp(e, PS__TEMPLATES) == 0 ? openat(dir, e, PS__DIR_FLAGS) : -1;
+    snprintf(path, sizeof path, "%s%s%s", folder, *folder ? "/" : "", e);
+    done = inner >= 0 ? add_names(inner, e, out) : add_name(out, path);
+    if (inner >= 0)
+      close(inner);
+  }
+  const int why = errno;
+  done = done && why == 0;
+  if (d)
+    closedir(d);
+  errno = why;
+  return done;
+}
+
+bool ps__list_names(int dir, ps__names *out) {
+  *out = (ps__names){0};
+  if (add_names(dir, "", out))
+    return true;
+  const int why = errno;
+  ps__free_names(out);
+  errno = why;
+  return false;
+}
+
+void ps__free_names(ps__names *names) {
+  for (size_t i = 0; i < names->n; i++)
+    ps__free(names->item[i]);
+  ps__free(names->item);
+  *names = (ps__names){0};
+}
+
+bool ps__make_folder_of(int dir, const char *name) {
+  return !ps__starts_with(name, PS__TEMPLATES "/") || mkdirat(dir, PS__TEMPLATES, 0777) == 0 ||
+         errno == EEXIST;
 }
 
 static bool same_file(const struct stat *a, const struct stat *b) {
@@ -102,6 +158,8 @@ static bool carry_folder(int from, int to) {
 
 bool ps__carry_tree(int from, int to, const char *name) {
   struct stat sb, parent;
+  if (!ps__make_folder_of(to, name))
+    return false;
   if (fstatat(from, name, &sb, AT_SYMLINK_NOFOLLOW) != 0)
     return errno == ENOENT;
   /* a mount point cannot be carried */

@@ -5,7 +5,9 @@
 #include "train/arrays.h"
 #include "io/io.h"
 #include "model/family.h"
+#include <dirent.h>
 #include <errno.h>
+#include <limits.h>
 #include <math.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -122,10 +124,35 @@ static ps_status copy_small(const ps_trainer *t, const ps__stage *stage, const c
   return st;
 }
 
+/* Copies the files of the model directory's folder of chat templates. */
+static ps_status copy_templates(const ps_trainer *t, const ps__stage *stage, const char *dir) {
+  char *from, name[NAME_MAX + sizeof PS__TEMPLATES + 1];
+  struct stat sb;
+  PS_TRY(ps__model_path(&from, t->model_dir, PS__TEMPLATES));
+  DIR *d = opendir(from);
+  ps_status st = d || errno == ENOENT || errno == ENOTDIR
+                     ? PS_OK
+                     : ps__fail(PS_EIO, "%s: cannot be read: %s", from, strerror(errno));
+  errno = 0;
+  for (const struct dirent *e; d && st == PS_OK && (e = readdir(d)); errno = 0) {
+    if (e->d_name[0] == '.' || fstatat(dirfd(d), e->d_name, &sb, 0) != 0 || !S_ISREG(sb.st_mode))
+      continue;
+    snprintf(name, sizeof name, PS__TEMPLATES "/%s", e->d_name);
+    st = copy_small(t, stage, dir, name);
+  }
+  if (d && st == PS_OK && errno)
+    st = ps__fail(PS_EIO, "%s: cannot be read: %s", from, strerror(errno));
+  if (d)
+    closedir(d);
+  ps__free(from);
+  return st;
+}
+
 ps_status ps__trainer_write_config(ps_trainer *t, ps__stage *stage, const char *dir,
                                    ps_dtype dtype) {
   for (const char *const *name = ps__tokenizer_files; *name; name++)
     PS_TRY(copy_small(t, stage, dir, *name));
+  PS_TRY(copy_templates(t, stage, dir));
   PS_TRY(copy_small(t, stage, dir, "generation_config.json"));
   PS_TRY(write_config(t, stage, dir, dtype));
   return ps__has_adapters(t) ? ps__adapter_write_config(t, stage, dir) : PS_OK;
@@ -145,6 +172,8 @@ ps_status ps__trainer_save(ps_trainer *t, const char *dir, ps_dtype dtype,
                   .n_arrays = 1,
                   .max_file_bytes = max_shard_bytes};
   ps_status st = ps__trainer_write_config(t, stage, dir, dtype);
+  if (st == PS_OK)
+    st = ps__stage_write_record(stage, dir);
   if (st == PS_OK)
     st = ps__trainer_write_arrays(t, &o);
   ps__free(o.hashed);

@@ -29,7 +29,7 @@ from .checkpoint import Checkpoint
 from .command import OK, Parser, run
 from .errors import FormatError, InputOutputError, PenstockError
 from .export_gguf import KINDS, Tensor, describe, read_json
-from .files import TOKENIZER_FILES, DataError
+from .files import DataError, copy_tokenizer, write_record
 from .model import ModelConfig, Parameter, TensorFile, write_tensors
 from .terminal import raw
 
@@ -273,10 +273,9 @@ def write_hf(
         write_tensors(folder, specs, dtype, pieces, max_shard_bytes)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (folder / "generation_config.json").write_bytes(_generation_config(source, config))
-        for name in TOKENIZER_FILES:
-            if (source.folder / name).exists():
-                shutil.copyfile(source.folder / name, folder / name)
-        for path in (*folder.iterdir(), folder):
+        copy_tokenizer(source.folder, folder)
+        write_record(folder, text(lib.ps_version()))
+        for path in (*folder.rglob("*"), folder):
             _sync(path)
         os.rename(folder, out)
         _sync(out.parent)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
+import shutil
 import stat
+from pathlib import Path
 
 TOKENIZER_FILES = (  # those of native/io/model_files.c
     "tokenizer.json",
@@ -16,6 +20,8 @@ TOKENIZER_FILES = (  # those of native/io/model_files.c
     "added_tokens.json",
     "chat_template.jinja",
 )
+TEMPLATES = "additional_chat_templates"  # PS__TEMPLATES
+RECORD = ".penstock.json"  # PS__RECORD
 
 
 class DataError(Exception):
@@ -45,3 +51,29 @@ def open_input(path: str | os.PathLike, mode: str = "rb", **options):
         raise OSError(errno.EINVAL, "not a regular file", name)
 
     return open(path, mode, opener=opener, **options)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the files of a tokenizer that a directory has, its folder of chat templates too."""
+    names = [n for n in TOKENIZER_FILES if (source / n).exists()]
+    for path in sorted((source / TEMPLATES).glob("*")):
+        if path.is_file() and not path.name.startswith("."):
+            (target / TEMPLATES).mkdir(exist_ok=True)
+            names.append(f"{TEMPLATES}/{path.name}")
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+
+
+def write_record(folder: Path, version: str) -> None:
+    """Write which small files of a model were written, as ps__stage_write_record() does."""
+    if not any((folder / name).exists() for name in (*TOKENIZER_FILES, TEMPLATES)):
+        return  # no record is needed
+    files = [
+        {"name": str(path.relative_to(folder)), "bytes": len(data), "sha256": sha.hexdigest()}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and ".safetensors" not in path.name
+        for data in (path.read_bytes(),)
+        for sha in (hashlib.sha256(data),)
+    ]
+    record = {"format": "penstock model", "penstock": version, "files": files}
+    (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
