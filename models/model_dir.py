@@ -34,7 +34,7 @@ TOKENIZER = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-TEMPLATES, RECORD = "additional_chat_templates", ".penstock.json"
+TEMPLATES, RECORD = "additional_chat_templates", "penstock.json"
 WEIGHTS = re.compile(
     r"(.+?)(?:-[0-9]{5}-of-[0-9]{5}\.safetensors|\.safetensors(?:\.index\.json)?)", re.DOTALL
 )

@@ -160,7 +160,7 @@ class Sweep:
             for name in SAVED:
                 (self.old / name).write_text('"old"')
             record = {"files": [model_dir.file_entry(self.old, name) for name in SAVED]}
-            (self.old / ".penstock.json").write_text(json.dumps(record))
+            (self.old / "penstock.json").write_text(json.dumps(record))
             for name, text in USER.items():
                 (self.old / name).parent.mkdir(parents=True, exist_ok=True)
                 (self.old / name).write_bytes(text)

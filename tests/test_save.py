@@ -239,7 +239,7 @@ def write_texts(folder, text, *names):
 def texts(folder):
     found = {str(p.relative_to(folder)): p for p in folder.rglob("*.j*") if p.is_file()}
     return {
-        n: p.read_text() for n, p in found.items() if n not in ("config.json", ".penstock.json")
+        n: p.read_text() for n, p in found.items() if n not in ("config.json", "penstock.json")
     }
 
 

@@ -11,7 +11,7 @@
 enum { PS__DIR_FLAGS = O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, PS__MAX_TRIES = 100 };
 
 /* In a saved model: the files beside its weights that the save wrote, as in a manifest. */
-#define PS__RECORD ".penstock.json"
+#define PS__RECORD "penstock.json"
 /* in DIR/.penstock-new while files of the old model may still be in DIR */
 #define PS__REPLACING ".replacing"
 

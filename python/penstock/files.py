@@ -21,7 +21,7 @@ TOKENIZER_FILES = (  # those of native/io/model_files.c
     "chat_template.jinja",
 )
 TEMPLATES = "additional_chat_templates"  # PS__TEMPLATES
-RECORD = ".penstock.json"  # PS__RECORD
+RECORD = "penstock.json"  # PS__RECORD
 
 
 class DataError(Exception):
