@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import BUILD, ROOT
+import torch
+from conftest import BUILD, ROOT, write_shard
 from penstock import (
     Checkpoint,
     FormatError,
@@ -28,6 +29,8 @@ from penstock import (
     Trainer,
 )
 from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_torch
+from safetensors.torch import save_file
 
 K = 2  # steps before the checkpoint, and after it
 STATES = {"adamw": ["exp_avg", "exp_avg_sq"], "lion": ["exp_avg"], "sgd": ["momentum_buffer"]}
@@ -179,6 +182,92 @@ def test_damage_is_named_and_the_newest_whole_one_is_found(
     with pytest.raises(FormatError, match="none of its 3 checkpoints is whole"):
         Checkpoint.latest(folder)
     assert Checkpoint.latest(tmp_path / "none") is None
+
+
+def rewrite(path, change):
+    """Change the manifest of a checkpoint, and make its sums right again."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    change(path, manifest)
+    for file in manifest["files"]:
+        data = (path / file["name"]).read_bytes()
+        file |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def keep_listed(*names):
+    def change(path, manifest):
+        manifest["files"] = [f for f in manifest["files"] if f["name"] in names]
+
+    return change
+
+
+def as_fp32(path, manifest):
+    name = path / "exp_avg.safetensors"
+    save_file(
+        {n: torch.ones_like(t, dtype=torch.float32) for n, t in load_torch(name).items()}, name
+    )
+
+
+def put_there(path, manifest):
+    """Shards in place of a file, where the file is listed and the shards are not."""
+    name = "exp_avg.safetensors"
+    weight_map = dict.fromkeys(load_torch(path / name), "stray.safetensors")
+    (path / name).rename(path / "stray.safetensors")
+    (path / f"{name}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    keep_listed(*(f["name"] for f in manifest["files"] if f["name"] != name))(path, manifest)
+
+
+WRONG = {
+    "config.json alone": (keep_listed("config.json"), "does not list model.safetensors"),
+    "no config.json": (
+        keep_listed("model.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors"),
+        "does not list config.json",
+    ),
+    "no updates": (lambda p, m: m.update(n_updates=0), '"n_updates" is 0 after 1 steps'),
+    "2^64 - 1 updates": (lambda p, m: m.update(n_updates=2**64 - 1), "18446744073709551615"),
+    "moments in fp32": (as_fp32, "of exp_avg is F32, and .* recipe bf16 has BF16"),
+    "a stray file": (put_there, "does not list stray.safetensors"),
+    "no data": (lambda p, m: m.update(data_hashes=[]), "data_hashes"),
+    "bad data": (lambda p, m: m.update(data_hashes=[{"bytes": 1, "hash": "x"}]), "data_hashes"),
+}
+
+
+def test_a_wrong_manifest_with_right_sums_is_refused(tiny_model, tiny_shard, tmp_path):
+    with Trainer(tiny_model, make_plan(tiny_model), tiny_shard) as trainer:
+        run(trainer, 1)
+        path = Path(trainer.checkpoint(tmp_path / "c"))
+    for n, (name, (change, words)) in enumerate(WRONG.items()):
+        copy = tmp_path / str(n)
+        shutil.copytree(path, copy)
+        rewrite(copy, change)
+        with pytest.raises(FormatError, match=words):
+            Checkpoint(copy)
+            pytest.fail(name)
+
+
+def test_a_run_goes_on_with_its_own_data_alone(tiny_model, tmp_path):
+    a, b = np.arange(3000) % 200, np.arange(3000) % 199
+    data, moved = [tmp_path / "data" / n for n in "ab"], [tmp_path / "moved" / n for n in "xy"]
+    for paths in (data, moved):
+        paths[0].parent.mkdir()
+        for path, tokens in zip(paths, (a, b), strict=True):
+            write_shard(path, tokens)
+    plan = make_plan(tiny_model)
+    with Trainer(tiny_model, plan, data) as trainer:
+        run(trainer, 1)
+        path = Path(trainer.checkpoint(tmp_path / "c"))
+    checkpoint = Checkpoint(path)
+    Trainer.resume(checkpoint, tiny_model, plan, moved).close()
+    with pytest.raises(InvalidError, match="y is shard 1 now and was shard 2"):
+        Trainer.resume(checkpoint, tiny_model, plan, moved[::-1])
+    tokens = b.copy()
+    tokens[-1] ^= 1
+    write_shard(moved[1], tokens)
+    with pytest.raises(InvalidError, match="shard 2, .*moved/y, has other bytes .* --model"):
+        Trainer.resume(checkpoint, tiny_model, plan, moved)
+    one = write_shard(tmp_path / "one", np.arange(2 * (2999 // 64) * 64 + 1) % 200)
+    with pytest.raises(InvalidError, match="written with 2 shards, and this run has 1"):
+        Trainer.resume(checkpoint, tiny_model, plan, one)
 
 
 def test_only_the_newest_are_kept(tiny_model, tiny_shard, tmp_path):
@@ -522,6 +611,7 @@ def test_a_stopped_run_goes_on_from_any_checkpoint(whole, tiny_model, tiny_shard
     train(tiny_model, tiny_shard, out, "--steps", 8, "--checkpoint-every", 3, "--keep", 9)
     names = sorted(p.name for p in (out / "checkpoints").iterdir())
     assert names == ["step-00000003", "step-00000006"]
+    rewrite(out / "checkpoints" / names[0], lambda p, m: m.pop("data_hashes"))  # an older one
     text = train(
         *(tiny_model, tiny_shard, out, "--steps", 12, "--checkpoint-every", 12, "--force"),
         *("--keep", 9, "--resume", out / "checkpoints/step-00000003"),
@@ -530,6 +620,7 @@ def test_a_stopped_run_goes_on_from_any_checkpoint(whole, tiny_model, tiny_shard
     assert "step 12/12" in text
     same(out, whole)
     assert "other bits" not in text
+    assert text.count("does not say which data it was written with") == 1
     text = train(
         *(tiny_model, tiny_shard, out, "--steps", 12, "--lr", 2e-2, "--chunk-tokens", 128),
         *("--force", "--resume", out / "checkpoints/step-00000003"),

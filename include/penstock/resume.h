@@ -9,8 +9,8 @@
  *   STATE*.safetensors                the optimizer's states, under their parameters' names. STATE
  *                                     is exp_avg and exp_avg_sq (adamw), exp_avg (lion),
  *                                     momentum_buffer (sgd)
- *   manifest.json                     step, settings, the run, the data's paths, serial, and bytes
- *                                     and SHA-256 of every other file
+ *   manifest.json                     step, settings, the run, the data's paths and hashes, serial,
+ *                                     and bytes and SHA-256 of every other file
  * So it is a model directory too. State is kept by parameter: a trainer resumes with another plan,
  * under other caps and on another backend. With the batch cut as before (ps_checkpoint_info), k + k
  * steps give the bits of 2k steps. docs/checkpoints.md is the user's page.
@@ -92,7 +92,8 @@ PS_API uint64_t ps_trainer_steps_submitted(const ps_trainer *t);
 /* ps_checkpoint_open() - open @dir and check all its files against the manifest. Several threads
  * read them.
  * @out    owned by the caller, released by ps_checkpoint_close().
- * Errors: PS_EFORMAT names the file that is damaged, cut off or missing. PS_EIO, PS_ENOMEM. */
+ * Errors: PS_EFORMAT names the file that is damaged, cut off, missing or not in the manifest, or
+ *         the tensor whose dtype is not the recipe's. PS_EIO, PS_ENOMEM. */
 PS_API ps_status ps_checkpoint_open(ps_checkpoint **out, const char *dir);
 /* ps_checkpoint_latest() - open the newest whole checkpoint in @folder: that with the highest
  * serial, which is the one written last, whatever its step. One that is damaged gets a
@@ -130,8 +131,8 @@ PS_API ps_status ps_checkpoints_prune(const char *folder, uint64_t keep);
  *           and what computes in FP8;
  *         - with adapters, the frozen weights (by their SHA-256);
  *         - seq_len, tokens_per_step, the batch ramp as far as it was run;
- *         - seed, shuffle, document tokens, the number of sequences in the data, the weights of a
- *           mix. */
+ *         - seed, shuffle, document tokens, the weights of a mix, and the data: each shard's bytes,
+ *           in order. Of large data samples are compared. */
 PS_API ps_status ps_trainer_resume(ps_trainer **out, const char *model_dir, ps_plan *plan,
                                    const ps_train_config *cfg, const ps_checkpoint *c,
                                    ps_progress_fn progress, void *progress_user);

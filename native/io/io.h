@@ -77,6 +77,8 @@ ps_status ps__tensors_end(ps__tensors_file *f, ps_status st, ps__hashed *out);
 
 /* ps_tensors_open() of a directory's files of another stem. */
 ps_status ps__tensors_open(ps_tensor_file **out, const char *path, const char *stem);
+/* The path of its file @k; NULL: there are no more. */
+const char *ps__tensors_path(const ps_tensor_file *f, uint64_t k);
 
 /* ---- a directory's manifest (manifest.c) ----------------------------------------------------- */
 /* Write the array "files" of the object that @w is in: name, bytes and SHA-256 of each file of the
@@ -84,9 +86,11 @@ ps_status ps__tensors_open(ps_tensor_file **out, const char *path, const char *s
  * together. PS_EIO, PS_ENOMEM. */
 ps_status ps__manifest_files(ps__jsonw *w, const ps__stage *s, const ps__hashed *known,
                              size_t n_known, uint64_t *bytes);
-/* Write a record of the stage's files into it, where it has files of a tokenizer. The next save tells by it which files of the
- * directory a user has put there. PS_EIO, PS_ENOMEM. */
+/* Write a record of the stage's files into it, where it has files of a tokenizer. By it the next
+ * save tells which files of the directory a user has put there. PS_EIO, PS_ENOMEM. */
 ps_status ps__stage_write_record(const ps__stage *s, const char *dir);
+/* Whether @manifest lists file @name. */
+bool ps__manifest_lists(const ps__json *manifest, const char *name);
 /* Check that directory @dir has the files of @manifest, with their bytes and SHA-256s.
  * PS_EFORMAT names a file that differs or is missing, or the manifest @path where it is no
  * manifest. PS_EIO, PS_ENOMEM. *bytes: of all files together. */
@@ -99,6 +103,13 @@ const char *ps__dataset_path(const ps_dataset *ds, uint64_t i);
  * in their order, and of a mix the shares. Of more than 4 GiB it reads samples of 64 MiB in all,
  * spread evenly, and each file's size, beginning and end. *bytes: of all files together. PS_EIO. */
 ps_status ps__dataset_hash(const ps_dataset *ds, uint64_t *hash, uint64_t *bytes);
+/* What tells a shard, with its mask file, from another. */
+typedef struct ps__data_mark {
+  uint64_t bytes, hash;
+} ps__data_mark;
+/* The marks of all shards, in order. Of more than 256 MiB of data the hashes are of samples of 16
+ * MiB in all, as ps__dataset_hash() takes them. PS_EIO. */
+ps_status ps__dataset_marks(const ps_dataset *ds, ps__data_mark *out);
 /* Count a trainer that reads @ds, from use to leave; ps_dataset_close() meanwhile is PS_EBUSY. NULL
  * is a no-op. */
 void ps__dataset_use(ps_dataset *ds);

@@ -157,19 +157,22 @@ ps_status ps__manifest_files(ps__jsonw *w, const ps__stage *s, const ps__hashed 
 }
 
 /* Whether the stage has a file of a tokenizer. No record is needed without one. */
-static bool has_tokenizer(const ps__stage *s) {
+static ps_status has_tokenizer(const ps__stage *s, bool *has) {
   entries e = {0};
-  bool has = list_stage(&e, ps__stage_path(s)) != PS_OK;
+  const ps_status st = list_stage(&e, ps__stage_path(s));
+  *has = false;
   for (size_t i = 0; i < e.n; i++)
-    has |= ps__in_tokenizer(e.item[i].name);
+    *has |= ps__in_tokenizer(e.item[i].name);
   free_entries(&e);
-  return has;
+  return st;
 }
 
 ps_status ps__stage_write_record(const ps__stage *s, const char *dir) {
   ps__jsonw *w;
   uint64_t bytes;
-  if (!has_tokenizer(s))
+  bool needed;
+  PS_TRY(has_tokenizer(s, &needed));
+  if (!needed)
     return PS_OK;
   PS_TRY(ps__jsonw_create(&w));
   ps__jsonw_object(w, NULL);
@@ -220,6 +223,16 @@ static ps_status check_listed(const entries *e, const ps__json *files, const cha
                       e->item[i].path, e->item[i].hex, path, hex);
   }
   return PS_OK;
+}
+
+bool ps__manifest_lists(const ps__json *manifest, const char *name) {
+  const ps__json *files = ps__json_get(manifest, "files");
+  for (size_t i = 0; files && i < ps__json_length(files); i++) {
+    const char *has = ps__json_string(ps__json_get(ps__json_at(files, i), "name"), NULL);
+    if (has && strcmp(has, name) == 0)
+      return true;
+  }
+  return false;
 }
 
 ps_status ps__manifest_check(const ps__json *manifest, const char *path, const char *dir,

@@ -640,6 +640,10 @@ void ps_tensors_close(ps_tensor_file *f) {
 
 /* ---- what is in it --------------------------------------------------------------------------- */
 
+const char *ps__tensors_path(const ps_tensor_file *f, uint64_t k) {
+  return k < f->n_files ? f->files[k].path : NULL;
+}
+
 uint64_t ps_tensors_count(const ps_tensor_file *f) { return f->n; }
 
 ps_status ps_tensors_info(const ps_tensor_file *f, uint64_t idx, ps_tensor_info *out) {

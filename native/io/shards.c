@@ -706,6 +706,10 @@ ps_status ps_dataset_targets(const ps_dataset *ds, double *share) {
  * more data each piece may cost a seek or a round trip to a server, so there are few. */
 static const uint64_t HASHED_WHOLE = UINT64_C(4) << 30, HASHED_PIECES = 4096;
 
+/* The record of a checkpoint is made beside the steps, and at the start of a resumed run. 1,024
+ * seeks take a disk ten seconds. */
+static const uint64_t MARKED_WHOLE = UINT64_C(256) << 20, MARKED_PIECES = 1024;
+
 /* Every @stride-th piece of the file, and its last one. */
 static ps_status hash_file(const input_file *f, uint64_t stride, uint64_t *h) {
   uint8_t piece[PIECE_BYTES];
@@ -725,19 +729,38 @@ static ps_status hash_file(const input_file *f, uint64_t stride, uint64_t *h) {
   return leave_fd(f, fd, st);
 }
 
-ps_status ps__dataset_hash(const ps_dataset *ds, uint64_t *hash, uint64_t *bytes) {
-  uint64_t all = 0, h = ps_dataset_mix(ds);
+/* How far apart the pieces are that are hashed. */
+static uint64_t stride_of(const ps_dataset *ds, uint64_t whole, uint64_t pieces, uint64_t *all) {
+  *all = 0;
   for (size_t i = 0; i < ds->n; i++)
-    all += ds->shards[i].file.bytes + ds->shards[i].mask.bytes;
+    *all += ds->shards[i].file.bytes + ds->shards[i].mask.bytes;
+  return *all <= whole ? 1 : *all / (pieces * PIECE_BYTES);
+}
+
+static ps_status hash_shard(const token_shard *s, uint64_t stride, uint64_t *h) {
+  PS_TRY(hash_file(&s->file, stride, h));
+  return s->mask.path ? hash_file(&s->mask, stride, h) : PS_OK;
+}
+
+ps_status ps__dataset_hash(const ps_dataset *ds, uint64_t *hash, uint64_t *bytes) {
+  uint64_t all, h = ps_dataset_mix(ds);
+  const uint64_t stride = stride_of(ds, HASHED_WHOLE, HASHED_PIECES, &all);
   for (uint32_t k = 0; k < ps_dataset_n_weighted(ds); k++)
     h = ps__hash64(h, &ds->sources.item[k].n_shards, sizeof ds->sources.item[k].n_shards);
-  const uint64_t stride = all <= HASHED_WHOLE ? 1 : all / (HASHED_PIECES * PIECE_BYTES);
-  for (size_t i = 0; i < ds->n; i++) {
-    PS_TRY(hash_file(&ds->shards[i].file, stride, &h));
-    if (ds->shards[i].mask.path)
-      PS_TRY(hash_file(&ds->shards[i].mask, stride, &h));
-  }
+  for (size_t i = 0; i < ds->n; i++)
+    PS_TRY(hash_shard(&ds->shards[i], stride, &h));
   *hash = h;
   *bytes = all;
+  return PS_OK;
+}
+
+ps_status ps__dataset_marks(const ps_dataset *ds, ps__data_mark *out) {
+  uint64_t all;
+  const uint64_t stride = stride_of(ds, MARKED_WHOLE, MARKED_PIECES, &all);
+  for (size_t i = 0; i < ds->n; i++) {
+    const token_shard *s = &ds->shards[i];
+    out[i] = (ps__data_mark){.bytes = s->file.bytes + s->mask.bytes};
+    PS_TRY(hash_shard(s, stride, &out[i].hash));
+  }
   return PS_OK;
 }

@@ -199,6 +199,7 @@ static ps_status fill_manifest(ps__writing *c, const ps__stage *stage, const ps_
     ps__jsonw_string(w, "base_sha256", hex);
   }
   write_data(w, t->cfg.dataset);
+  PS_TRY(ps__data_write(c->t, w));
   write_settings(w, "batch", ps__batch_settings, &info);
   write_settings(w, "training", ps__train_settings, &settings);
   PS_TRY(ps__manifest_files(w, stage, o->hashed, o->n_hashed, &c->report.bytes));
@@ -326,6 +327,11 @@ ps_status ps_trainer_checkpoint_begin(ps_trainer *t, const char *dir) {
   if (t->sticky != PS_OK || atomic_load(&t->cancelled))
     return ps__fail(PS_ESTATE, "an error or a cancel has stopped the trainer: optimizer states may "
                                "be of two steps, and no checkpoint is written");
+  if (t->cfg.first_step && t->n_updates + t->n_submitted == 0)
+    return ps__fail(PS_ESTATE,
+                    "no step was trained, and step %llu of a checkpoint needs an optimizer state: "
+                    "train a step first",
+                    (unsigned long long)t->cfg.first_step);
   return start(t, dir);
 }
 

@@ -83,6 +83,10 @@ static ps_status read_manifest(ps_checkpoint *c, const ps__json *j, const char *
   PS_TRY(read_count(j, path, "serial", &c->serial));
   PS_TRY(read_count(j, path, "step", &c->info.step));
   PS_TRY(read_count(j, path, "n_updates", &c->info.n_updates));
+  if (c->info.n_updates > c->info.step || (c->info.step && !c->info.n_updates))
+    return ps__fail(PS_EFORMAT,
+                    "%s: \"n_updates\" is %llu after %llu steps: the manifest is damaged", path,
+                    (unsigned long long)c->info.n_updates, (unsigned long long)c->info.step);
   const char *base = ps__json_string(ps__json_get(j, "base_sha256"), NULL);
   snprintf(c->base_hash, sizeof c->base_hash, "%s", base ? base : "");
   if (ps__json_get(j, "n_skipped")) /* older checkpoints count none */
@@ -97,7 +101,63 @@ static ps_status read_manifest(ps_checkpoint *c, const ps__json *j, const char *
       ps__recipes[c->info.recipe].fp8 && ps__json_number(ps__json_get(batch, "fp8_exact"), 0) != 1;
   PS_TRY(read_settings(batch, path, ps__batch_settings, &c->info));
   PS_TRY(read_settings(ps__json_get(j, "training"), path, ps__train_settings, &c->train));
+  PS_TRY(ps__data_read(c, j, path));
   return ps__manifest_check(j, path, c->dir, &c->info.bytes);
+}
+
+static ps_status check_listed(const ps__json *manifest, const char *dir, const char *name) {
+  return ps__manifest_lists(manifest, name)
+             ? PS_OK
+             : ps__fail(PS_EFORMAT,
+                        "%s: " PS__MANIFEST " does not list %s, which a checkpoint needs: the "
+                        "manifest is damaged, or the file was put there later",
+                        dir, name);
+}
+
+/* Open the arrays of a stem, which are all of @dtype and in files that the manifest lists. */
+static ps_status open_listed(ps_tensor_file **out, const ps_checkpoint *c, const ps__json *manifest,
+                             const char *stem, ps_dtype dtype) {
+  const char *const needed = ps__dtypes[dtype].file_name, *path;
+  char single[64], index[80];
+  ps_tensor_file *f;
+  ps_tensor_info info;
+  PS_TRY(ps__tensors_open(&f, c->dir, stem));
+  ps_status st = PS_OK;
+  snprintf(single, sizeof single, "%s.safetensors", stem);
+  snprintf(index, sizeof index, "%.63s.index.json", single);
+  for (uint64_t k = 0; st == PS_OK && (path = ps__tensors_path(f, k)); k++) {
+    const char *name = strrchr(path, '/') + 1;
+    st = check_listed(manifest, c->dir, name);
+    if (st == PS_OK && strcmp(name, single) != 0)
+      st = check_listed(manifest, c->dir, index);
+  }
+  for (uint64_t i = 0; st == PS_OK && i < ps_tensors_count(f); i++) {
+    st = ps_tensors_info(f, i, &info);
+    if (st == PS_OK && strcmp(info.dtype, needed) != 0)
+      st = ps__fail(PS_EFORMAT,
+                    "%s: tensor %.200s of %s is %s, and a checkpoint of recipe %s has %s there",
+                    c->dir, info.name, stem, info.dtype, ps__recipes[c->info.recipe].name, needed);
+  }
+  if (st == PS_OK)
+    *out = f;
+  else
+    ps_tensors_close(f);
+  return st;
+}
+
+static ps_status open_arrays(ps_checkpoint *c, const ps__json *manifest) {
+  const ps__recipe *r = &ps__recipes[c->info.recipe];
+  ps_tensor_file *weights;
+  PS_TRY(check_listed(manifest, c->dir, "config.json"));
+  if (c->info.lora.rank)
+    PS_TRY(check_listed(manifest, c->dir, "adapter_config.json"));
+  PS_TRY(open_listed(&weights, c, manifest, c->info.lora.rank ? "adapter_model" : "model",
+                     r->updated));
+  ps_tensors_close(weights);
+  for (uint32_t k = 0; k < ps__optimizers[c->info.optimizer].n_states; k++)
+    PS_TRY(
+        open_listed(&c->state[k], c, manifest, ps__state_names[c->info.optimizer][k], r->state[k]));
+  return PS_OK;
 }
 
 static ps_status open_checked(ps_checkpoint *c) {
@@ -117,10 +177,10 @@ static ps_status open_checked(ps_checkpoint *c) {
     st = ps__json_read_file(&j, path, PS__MAX_MANIFEST_BYTES);
   if (st == PS_OK)
     st = read_manifest(c, j, path);
+  if (st == PS_OK)
+    st = open_arrays(c, j);
   ps__json_free(j);
   ps__free(path);
-  for (uint32_t k = 0; st == PS_OK && k < ps__optimizers[c->info.optimizer].n_states; k++)
-    st = ps__tensors_open(&c->state[k], c->dir, ps__state_names[c->info.optimizer][k]);
   return st;
 }
 
@@ -148,6 +208,7 @@ void ps_checkpoint_close(ps_checkpoint *c) {
     return;
   for (uint32_t k = 0; k < PS_MAX_STATES; k++)
     ps_tensors_close(c->state[k]);
+  ps__free(c->data);
   ps__free(c->dir);
   ps__free(c);
 }
@@ -231,7 +292,7 @@ static void report_changes(const ps_checkpoint *c, const ps__setting *s, const v
               c->dir, s->option, value_of(s, then), value_of(s, now));
 }
 
-ps_status ps__resume_check(const ps_trainer *t, const ps_checkpoint *c) {
+ps_status ps__resume_check(ps_trainer *t, const ps_checkpoint *c) {
   ps_checkpoint_info now;
   ps_model_config m;
   ps_train_config settings = ps__checkpoint_settings(t);
@@ -269,6 +330,7 @@ ps_status ps__resume_check(const ps_trainer *t, const ps_checkpoint *c) {
                     c->dir, (unsigned long long)c->sequences_read, (unsigned long long)c->info.step,
                     (unsigned long long)read,
                     now.n_hosts == c->info.n_hosts ? "" : " or number of hosts");
+  PS_TRY(ps__data_check(t, c));
   for (uint32_t k = 0; k < ps__optimizers[c->info.optimizer].n_states; k++)
     PS_TRY(ps__trainer_check_tensors(t, c->state[k], c->dir, false));
   if (settings.lr_kind == PS_LR_KIND_CONSTANT) /* the schedule's length changes nothing */

@@ -15,6 +15,8 @@ struct ps_checkpoint {
   ps_train_config train;   /* the settings alone */
   char base_hash[65]; /* of the weights that an adapter's checkpoint lacks; "": it lacks none */
   ps_tensor_file *state[PS_MAX_STATES];
+  ps__data_mark *data; /* [n_data] of the shards that its run read; NULL: it does not say */
+  uint64_t n_data;
 };
 
 /* The stem of an optimizer's state k: PyTorch's name for it. */
@@ -35,8 +37,13 @@ ps_train_config ps__checkpoint_settings(const ps_trainer *t);
 /* The serial of @folder's next checkpoint, which is above @after too (folder.c). PS_EIO,
  * PS_ENOMEM. */
 ps_status ps__checkpoints_next_serial(const char *folder, uint64_t after, uint64_t *out);
+/* Write what tells the shards apart into the manifest; read it; check that the trainer's shards are
+ * those (data_record.c). PS_EINVAL names a shard that differs. PS_EFORMAT, PS_EIO, PS_ENOMEM. */
+ps_status ps__data_write(ps_trainer *t, ps__jsonw *w);
+ps_status ps__data_read(ps_checkpoint *c, const ps__json *manifest, const char *path);
+ps_status ps__data_check(ps_trainer *t, const ps_checkpoint *c);
 /* Check that trainer @t may go on from @c; report what differs and is allowed. PS_EINVAL. */
-ps_status ps__resume_check(const ps_trainer *t, const ps_checkpoint *c);
+ps_status ps__resume_check(ps_trainer *t, const ps_checkpoint *c);
 /* Read the optimizer's state from @c. The device spaces are warm. */
 ps_status ps__resume_load(ps_trainer *t, const ps_checkpoint *c, ps_progress_fn progress,
                           void *progress_user);

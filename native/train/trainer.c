@@ -333,6 +333,7 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
   ps__dataset_leave(t->cfg.val_dataset);
   ps__free(t->model_dir);
   ps__free(t->run_text);
+  ps__free(t->data_marks);
   ps__free(t->tokens);
   ps__free(t->targets);
   ps__free(t->begins);

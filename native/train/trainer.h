@@ -91,6 +91,7 @@ struct ps_trainer {
   _Atomic(struct ps_generator *) sampler; /* of the plan's samples; NULL: none */
   _Atomic(ps__replay *) replay;           /* NULL before the first one */
   char base_hash[65];                     /* ps__base_hash(); empty before its first call */
+  struct ps__data_mark *data_marks;       /* of the dataset's shards; NULL before the first use */
   ps__skips skips;
   uint64_t n_submitted, last_end_ns;
   /* Of a batch ramp: what the steps of the run are made of, which step of the trainer is its first,
