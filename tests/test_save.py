@@ -238,9 +238,7 @@ def write_texts(folder, text, *names):
 
 def texts(folder):
     found = {str(p.relative_to(folder)): p for p in folder.rglob("*.j*") if p.is_file()}
-    return {
-        n: p.read_text() for n, p in found.items() if n not in ("config.json", "penstock.json")
-    }
+    return {n: p.read_text() for n, p in found.items() if n not in ("config.json", "penstock.json")}
 
 
 def test_a_save_leaves_what_it_did_not_write(trainer, tiny_model, tmp_path):
