@@ -23,6 +23,8 @@ from conftest import BUILD, ROOT, words_of_training
 from families import ALL, llama, qwen2, qwen3
 from penstock import (
     Checkpoint,
+    FormatError,
+    Generator,
     Hardware,
     InvalidError,
     Lora,
@@ -33,6 +35,7 @@ from penstock import (
     merge,
 )
 from penstock.plan import parse_bytes
+from safetensors.torch import load_file, save_file
 from test_families import directory, model_of  # noqa: F401
 from test_parity import CLIP, EPS, LAYOUTS, N_SEQ, SEQ, lr_at, near, open_trainer, plain
 from tolerance import UNIT, check_gradients, loss_noise
@@ -161,7 +164,12 @@ def test_losses_and_gradients_are_those_of_peft(directory, name, layout):  # noq
 
 
 @pytest.mark.parametrize(
-    "lora", [Lora(3, 5, "q_proj,v_proj"), Lora(8, 4, ("o_proj", "up_proj"), True)]
+    "lora",
+    [
+        Lora(3, 5, "q_proj,v_proj"),
+        Lora(8, 4, ("o_proj", "up_proj"), True),
+        Lora(80, 40, "k_proj,gate_proj"),  # more than both sides of k_proj
+    ],
 )
 def test_some_targets_and_rslora(directory, lora):  # noqa: F811
     values = {n: v for n, v in adapters("qwen3", lora).items() if n.split(".")[-3] in lora.targets}
@@ -356,6 +364,117 @@ def test_a_merged_model_has_the_logits_of_peft(directory, tmp_path, name, dtype)
         assert (a - b).abs().max() < 1e-4
 
 
+def only_some(name, where, **more):
+    """PEFT's model in fp64 with LoRA on other modules in other layers, saved. more: its config."""
+    which = r"model\.layers\.(0\.self_attn\.q_proj|2\.mlp\.down_proj)"
+    config = peft.LoraConfig(
+        r=LORA.rank, lora_alpha=LORA.alpha, target_modules=which, task_type="CAUSAL_LM", **more
+    )
+    model = peft.get_peft_model(copy.deepcopy(model_of(name)), config).double().eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in trained(model).values():
+            p.copy_(torch.randn_like(p) / 8)
+    model.float().save_pretrained(where)
+    return model
+
+
+@pytest.mark.parametrize("saved", [None, "lm_head"])
+def test_an_adapter_of_some_layers_is_the_same_everywhere(directory, tmp_path, saved):  # noqa: F811
+    """Also with weights in place of the model's own, which are not trained."""
+    where, adapter, out = directory("qwen3"), tmp_path / "adapter", tmp_path / "merged"
+    model = only_some("qwen3", adapter, modules_to_save=saved and [saved])
+    want, lora = loss_of(model.double(), *plain(0)).item(), Lora.read(adapter)
+    words = [str(w) for w in ("--model", where, "--adapter", adapter, "--out", out, "--quiet")]
+    assert merge.main(words) == 0
+    with Generator(where, adapter=adapter, dtype="fp32", batch=1, context=32) as g:
+        tokens = g.run([[1, 2, 3]], max_new_tokens=12)
+    with Generator(out, dtype="fp32", batch=1, context=32) as g:
+        assert tokens == g.run([[1, 2, 3]], max_new_tokens=12)
+    evaluation = make_plan(where, lora=lora, forward_only=True)
+    for model_dir, plan, options in (
+        (where, evaluation, {"adapter": adapter, "clip_norm": 0}),
+        (out, make_plan(out, lora=None), {}),
+    ):
+        with Trainer(model_dir, plan, plain, **options) as trainer:
+            assert near(next(iter(trainer.steps(1))).loss, want)
+    plan = make_plan(where, lora=lora)
+    if saved:
+        with pytest.raises(InvalidError, match="modules_to_save.*penstock merge"):
+            Trainer(where, plan, plain, adapter=adapter)
+        return
+    with Trainer(where, plan, plain, adapter=adapter) as trainer:
+        assert near(next(iter(trainer.steps(1))).loss, want)
+        trainer.save(tmp_path / "again")
+    # what has no adapter in a layer stays without
+    again = load_file(tmp_path / "again/adapter_model.safetensors")
+    zero = {n for n, t in again.items() if not t.any()}
+    assert again.keys() - zero == load_file(adapter / "adapter_model.safetensors").keys()
+
+
+def test_the_same_adapters_are_refused_everywhere(directory, tmp_path, capsys):  # noqa: F811
+    where, adapter = directory("qwen3"), tmp_path / "adapter"
+    only_some("qwen3", adapter)
+    lora, weights = Lora.read(adapter), adapter / "adapter_model.safetensors"
+    good, config = load_file(weights), json.loads((adapter / "adapter_config.json").read_text())
+    a = next(n for n in good if "lora_A" in n)
+    cases = (
+        ({n: t for n, t in good.items() if n != a}, {}, "has no tensor .*lora_A"),
+        (
+            good | {a.replace("layers.0", "layers.9"): good[a].clone()},
+            {},
+            "layers.9.* has no place",
+        ),
+        (good | {"base_model.model.x.weight": good[a].clone()}, {}, "x.weight has no place"),
+        (good, {"target_modules": ["q_proj", "down_proj"]}, "has no tensor .* of another model"),
+        (None, {}, "adapter_model.bin: is a pickle.*safe_serialization=True"),
+    )
+    for tensors, changes, words in cases:
+        (adapter / "adapter_config.json").write_text(json.dumps(config | changes))
+        if tensors:
+            save_file(tensors, weights)
+        else:
+            weights.rename(adapter / "adapter_model.bin")
+        for use in (
+            lambda: Trainer(where, make_plan(where, lora=lora), plain, adapter=adapter),
+            lambda: Generator(where, adapter=adapter, batch=1, context=32),
+        ):
+            with pytest.raises((InvalidError, FormatError), match=words):
+                use()
+        words_of = ["--model", where, "--adapter", adapter, "--out", tmp_path / "out"]
+        assert merge.main([str(w) for w in words_of]) == 2
+        assert re.search(words, capsys.readouterr().err) and not (tmp_path / "out").exists()
+
+
+def test_an_adapter_of_another_base_is_told(directory, tmp_path, capsys):  # noqa: F811
+    where, adapter, other = directory("qwen3"), tmp_path / "adapter", tmp_path / "other"
+    with open_trainer(where, plan=make_plan(where), data=plain) as trainer:
+        write_adapters(trainer, adapters("qwen3"))
+        trainer.save(adapter)
+    half = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.bfloat16)
+    half.save_pretrained(tmp_path / "half")  # of the same weights, in another dtype
+    half.model.layers[2].mlp.down_proj.weight.data += 0.25
+    half.save_pretrained(other)
+    for folder in ("half", "other"):
+        (tmp_path / folder / "config.json").write_text(json.dumps(ALL["qwen3"]))
+
+    def merged(base, name):
+        words = ["--model", base, "--adapter", adapter, "--out", tmp_path / name, "--quiet"]
+        return merge.main([str(w) for w in words]), capsys.readouterr().err
+
+    assert merged(tmp_path / "half", "a") == (0, "")
+    code, said = merged(other, "b")
+    assert code == 2 and "with other weights than" in said
+    with pytest.raises(InvalidError, match="with other weights than"):
+        Generator(other, adapter=adapter, batch=1, context=32)
+    with pytest.raises(InvalidError, match="with other weights than"):
+        Trainer(other, make_plan(other), plain, adapter=adapter)
+    weights = adapter / "adapter_model.safetensors"
+    save_file(load_file(weights), weights)  # as PEFT's, without the hash
+    code, said = merged(other, "c")
+    assert code == 0 and said.count("warning: ") == 1 and f"names the model {where}" in said
+
+
 def test_merge_refuses_an_adapter_of_another_model(directory, tmp_path, capsys):  # noqa: F811
     peft_model("qwen3", adapters("qwen3")).save_pretrained(tmp_path / "adapter")
     words = ["--model", directory("llama"), "--adapter", tmp_path / "adapter"]
@@ -412,7 +531,7 @@ def test_a_resumed_training_has_the_bits_of_one_that_was_not_stopped(directory, 
 
 BAD = {
     "rank-0": (Lora(0), "rank is 0"),
-    "rank-too-large": (Lora(33, targets="k_proj"), r"rank is 33.*k_proj.*\[32, 64\].*at most 32"),
+    "rank-too-large": (Lora(65537, targets="k_proj"), "rank is 65537: at most 65536"),
     "unknown-target": (Lora(4, targets="q_proj,w_proj"), "'w_proj' is unknown.*q_proj, k_proj"),
     "a-fused-target": (Lora(4, targets="qkv_proj"), "llama block has no LoRA target qkv_proj"),
     "alpha-0": (Lora(4, 0), "alpha is 0"),

@@ -15,9 +15,16 @@ extern "C" {
  * targets.
  * @out   untouched on error.
  * Errors: PS_EIO. PS_EFORMAT names the file, the key and the value. Refused are keys that change
- *         the math in a way that is not supported: DoRA, biases, other ranks for some layers,
- *         further trained modules, a base model that the adapter's initialization changed. */
+ *         the math in a way that is not supported: DoRA, biases, other ranks for some layers, a
+ *         base model that the adapter's initialization changed. */
 PS_API ps_status ps_adapter_read(ps_lora *out, const char *dir);
+
+/* ps_adapter_check() - whether the adapter in @dir fits the model in @base_dir: shapes, and no tensor
+ * that the model has no place for. An adapter that ps_trainer_save() wrote has a hash of its base
+ * model, which must be this one's. Of any other adapter a base model of another name is a warning in
+ * the log (ps_log_set()).
+ * Errors: those of ps_adapter_read(); PS_EINVAL: the adapter is of another model. */
+PS_API ps_status ps_adapter_check(const char *dir, const char *base_dir);
 
 #ifdef __cplusplus
 }

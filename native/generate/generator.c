@@ -188,15 +188,17 @@ typedef struct tensor_files {
   ps_tensor_file *model, *adapters;
 } tensor_files;
 
+/* An adapter may have a tensor in place of the model's own, and lack some of its own, which are
+ * zero: UINT64_MAX. */
 static ps_tensor_file *find_param(const ps_generator *g, const tensor_files *f,
                                   const ps_param_info *p, uint64_t *idx) {
   char name[PS__PEFT_NAME_BYTES];
-  const bool adapter = g->plan->model->unit[p->unit].adapter;
-  if (adapter)
-    ps__peft_name(name, p->name);
-  ps_tensor_file *of = adapter ? f->adapters : f->model;
-  *idx = ps_tensors_find(of, adapter ? name : p->name);
-  return of;
+  ps__peft_name(name, p->name);
+  *idx = f->adapters ? ps_tensors_find(f->adapters, name) : UINT64_MAX;
+  if (*idx != UINT64_MAX || g->plan->model->unit[p->unit].adapter)
+    return f->adapters;
+  *idx = ps_tensors_find(f->model, p->name);
+  return f->model;
 }
 
 /* Elements of @p from @layer on, through @piece where the layer is on the device. */
@@ -213,7 +215,11 @@ static ps_status load_param(ps_generator *g, const tensor_files *files, const ps
   const bool host = unit.space == g->plan->at->host;
   for (uint64_t first = 0; first < p->n; first += PIECE) {
     const uint64_t n = p->n - first < PIECE ? p->n - first : PIECE;
-    PS_TRY(ps_tensors_read(f, idx, first, n, dt, host ? g->host + at + first * e : piece));
+    char *dst = host ? g->host + at + first * e : piece;
+    if (idx == UINT64_MAX)
+      memset(dst, 0, n * e);
+    else
+      PS_TRY(ps_tensors_read(f, idx, first, n, dt, dst));
     if (!host)
       PS_TRY(ps__engine_write(g->engine, unit.space, at + first * e, piece, n * e));
   }
@@ -285,14 +291,15 @@ static ps_status reserve(ps_generator *g) {
 static ps_status open_files(const ps_generator *g, const char *dir, tensor_files *f) {
   const ps_model *m = g->plan->model;
   const char *adapter_dir = g->plan->cfg.adapter_dir;
-  double dropout;
+  ps__adapter_info what;
   if (!adapter_dir != !m->lora.rank)
     return ps__fail(PS_EINVAL,
                     "ps_generate_config: adapter_dir and lora belong together: ps_adapter_read() "
                     "says what an adapter's lora is");
   PS_TRY(ps_tensors_open(&f->model, dir));
   PS_TRY(ps__model_check_tensors(m, f->model, dir, true));
-  return adapter_dir ? ps__adapter_open_for(m, adapter_dir, &f->adapters, &dropout) : PS_OK;
+  return adapter_dir ? ps__adapter_open_for(m, adapter_dir, dir, f->model, &f->adapters, &what)
+                     : PS_OK;
 }
 
 static ps_status create(ps_generator *g, const char *dir, const ps_generate_config *cfg,

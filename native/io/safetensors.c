@@ -640,6 +640,35 @@ void ps_tensors_close(ps_tensor_file *f) {
 
 /* ---- what is in it --------------------------------------------------------------------------- */
 
+ps_status ps__tensors_metadata(const ps_tensor_file *f, const char *key, char *out, size_t bytes) {
+  const char *path = f->files[0].path;
+  struct stat sb;
+  uint8_t length[8];
+  uint64_t n = 0;
+  ps__json *j = NULL;
+  int fd;
+  PS_TRY(ps__open_input(&fd, &sb, path));
+  ps_status st = ps__pread_all(fd, path, length, sizeof length, 0);
+  for (size_t i = sizeof length; st == PS_OK && i-- > 0;)
+    n = n << 8 | length[i];
+  if (st == PS_OK && n > PS__MAX_HEADER_BYTES)
+    st = ps__fail(PS_EIO, "%s: was changed while it was read", path);
+  char *header = st == PS_OK ? ps__malloc(n) : NULL;
+  if (st == PS_OK && !header)
+    st = no_memory(path);
+  if (st == PS_OK)
+    st = ps__pread_all(fd, path, header, n, sizeof length);
+  if (st == PS_OK)
+    st = ps__json_parse(&j, header, n, path);
+  const char *value = ps__json_string(ps__json_get(ps__json_get(j, "__metadata__"), key), NULL);
+  if (st == PS_OK)
+    snprintf(out, bytes, "%s", value ? value : "");
+  ps__json_free(j);
+  ps__free(header);
+  close(fd);
+  return st;
+}
+
 const char *ps__tensors_path(const ps_tensor_file *f, uint64_t k) {
   return k < f->n_files ? f->files[k].path : NULL;
 }

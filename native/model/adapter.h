@@ -10,9 +10,23 @@ enum { PS__PEFT_NAME_BYTES = PS_PARAM_NAME_BYTES + sizeof PS__PEFT_PREFIX };
 void ps__peft_name(char out[PS__PEFT_NAME_BYTES], const char *name);
 
 /* ps__adapter_open_for() - open the tensors of the adapter in @dir, which the caller closes, and
- * check that they are the adapters of @m: rank, alpha, targets, shapes, and no other tensor.
- * @dropout  of its config; nothing here has dropout.
+ * check that they are the adapters of @m: rank, alpha, targets, shapes, and no other tensor. Where
+ * the config says that not all layers have the same modules, tensors of a parameter may be missing
+ * in pairs: that parameter is zero. The others are LoRA's, or take the place of the model's own
+ * (PEFT's modules_to_save): under the name that ps__peft_name() gives.
+ * @base, @base_dir  the model's own tensors, for ps__adapter_check_base(); or NULL
+ * @what             what the caller may have to say of it
  * Errors: those of ps_adapter_read(); PS_EINVAL: the adapter is of another model. */
-ps_status ps__adapter_open_for(const ps_model *m, const char *dir, ps_tensor_file **out,
-                               double *dropout);
+typedef struct ps__adapter_info {
+  double dropout;   /* of its config; nothing here has dropout */
+  uint64_t n_saved; /* tensors that take the place of the model's own */
+} ps__adapter_info;
+ps_status ps__adapter_open_for(const ps_model *m, const char *dir, const char *base_dir,
+                               ps_tensor_file *base, ps_tensor_file **out, ps__adapter_info *what);
+
+/* The key under which the metadata of adapter_model.safetensors has ps__base_mark(). */
+#define PS__BASE_MARK "penstock_base"
+/* A SHA-256 of samples of the base model's tensors in @f, rounded to bf16: it is the same for all
+ * copies of a model, also in another dtype. PS_EIO, PS_ENOMEM. */
+ps_status ps__base_mark(const ps_model *m, ps_tensor_file *f, char hex[65]);
 #endif

@@ -155,7 +155,7 @@ static ps_status define_adapters(block *b) {
   PS_TRY(ps__lora_resolve(b->m, there));
   ps__def_adapter_unit(b->d, ps__is_frozen(b->m));
   for (uint32_t i = 0; i < PS_N_LORA_TARGETS; i++)
-    PS_TRY(ps__lora_define(b->m, b->d, i, site[i].n_out, site[i].n_in, &b->lora[i]));
+    ps__lora_define(b->m, b->d, i, site[i].n_out, site[i].n_in, &b->lora[i]);
   return PS_OK;
 }
 

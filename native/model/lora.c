@@ -79,6 +79,9 @@ ps_status ps__lora_check(const ps_lora *l) {
                ? ps__fail(PS_EINVAL, "the LoRA rank is 0, but alpha or targets are given: give a "
                                      "rank of at least 1")
                : PS_OK;
+  if (l->rank > PS_MAX_LORA_RANK)
+    return ps__fail(PS_EINVAL, "the LoRA rank is %u: at most %u is needed", l->rank,
+                    PS_MAX_LORA_RANK);
   if (!(l->alpha > 0) || !(l->alpha <= PS_MAX_LORA_ALPHA))
     return ps__fail(PS_EINVAL, "the LoRA alpha is %g: a number above 0 and up to %g is needed",
                     l->alpha, PS_MAX_LORA_ALPHA);
@@ -109,17 +112,12 @@ static float scale_of(const ps_lora *l, float scale) {
   return (float)(s * (scale == 0.0f ? 1.0f : scale));
 }
 
-ps_status ps__lora_define(const ps_model *m, ps__layer_def *d, uint32_t i, uint32_t n_out,
-                          uint32_t n_in, ps__adapter *out) {
-  const uint32_t rank = m->lora.rank, least = n_out < n_in ? n_out : n_in;
+void ps__lora_define(const ps_model *m, ps__layer_def *d, uint32_t i, uint32_t n_out, uint32_t n_in,
+                     ps__adapter *out) {
+  const uint32_t rank = m->lora.rank;
   *out = (ps__adapter){0};
   if (!(m->lora.targets >> i & 1))
-    return PS_OK;
-  if (rank > least)
-    return ps__fail(PS_EINVAL,
-                    "the LoRA rank is %u, but %s is a matrix of [%u, %u]: a rank of at most %u is "
-                    "needed",
-                    rank, target[i].name, n_out, n_in, least);
+    return;
   *out = (ps__adapter){.n_out = n_out, .n_in = n_in, .rank = rank};
   out->a = ps__def_param(d, target[i].a, PS_PARAM_MATRIX, rank, n_in);
   ps__def_what(d, "adapter");
@@ -129,7 +127,6 @@ ps_status ps__lora_define(const ps_model *m, ps__layer_def *d, uint32_t i, uint3
   ps__def_init(d, 0, 0);
   out->z = ps__def_tensor(d, "lora_z", PS__ROWS_TOKEN, rank, m->dt);
   out->dz = ps__def_tensor(d, "lora_dz", PS__ROWS_TOKEN, rank, m->dt);
-  return PS_OK;
 }
 
 static uint32_t skip_of(const ps_model *m, ps__columns c) {

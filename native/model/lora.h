@@ -32,10 +32,10 @@ ps_status ps__lora_check(const ps_lora *l);
 /* Turn PS_LORA_ALL into the targets @there; PS_EINVAL where the model lacks a target. */
 ps_status ps__lora_resolve(ps_model *m, uint32_t there);
 
-/* Add the adapter of target @i, where it is one of the model's, to the unit. PS_EINVAL: the rank is
- * too large. */
-ps_status ps__lora_define(const ps_model *m, ps__layer_def *d, uint32_t i, uint32_t n_out,
-                          uint32_t n_in, ps__adapter *out);
+/* Add the adapter of target @i, where it is one of the model's, to the unit. The rank may be larger
+ * than n_out and n_in. */
+void ps__lora_define(const ps_model *m, ps__layer_def *d, uint32_t i, uint32_t n_out, uint32_t n_in,
+                     ps__adapter *out);
 /* z = x A^T, y += scale s z B^T. @x: a tensor of n_in columns. @scale: of the projection's own
  * product. Without an adapter this and what follows do nothing. */
 void ps__lora_forward(const ps_model *m, ps__layer_def *d, const ps__adapter *a, uint8_t x,

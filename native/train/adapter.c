@@ -11,6 +11,27 @@ static bool is_adapter(const ps_trainer *t, const ps_param_info *p) {
 
 /* ---- loading --------------------------------------------------------------------------------- */
 
+ps_status ps__adapter_open(ps_trainer *t, const char *dir, ps_tensor_file *base,
+                           ps_tensor_file *weights, ps_tensor_file **out) {
+  ps__adapter_info what;
+  if (weights)
+    PS_TRY(ps__base_mark(t->plan->model, weights, t->base_mark));
+  if (!dir)
+    return PS_OK;
+  PS_TRY(ps__adapter_open_for(t->plan->model, dir, t->model_dir, base, out, &what));
+  if (t->plan->cfg.forward_only)
+    return PS_OK;
+  if (what.n_saved)
+    return ps__fail(PS_EINVAL,
+                    "%s: has %llu tensors in place of the model's own (modules_to_save), which are "
+                    "not trained: make a model of both with penstock merge, and train that",
+                    dir, (unsigned long long)what.n_saved);
+  if (what.dropout > 0)
+    ps__log(PS_LOG_WARN, "%s: lora_dropout is %g, and training goes on without dropout", dir,
+            what.dropout);
+  return PS_OK;
+}
+
 ps_status ps__adapter_load(ps_trainer *t, ps_tensor_file *f) {
   const ps_model *m = t->plan->model;
   char name[PS__PEFT_NAME_BYTES];

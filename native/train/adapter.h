@@ -7,6 +7,11 @@
 
 /* Whether the model has adapters. */
 static inline bool ps__has_adapters(const ps_trainer *t) { return t->plan->model->lora.rank > 0; }
+/* Open adapter @dir, and note the mark of the base model in @weights, which an adapter that this
+ * trainer saves has. @dir NULL: only note it. @weights NULL: no model was read. @base: the weights
+ * for ps__adapter_open_for(), or NULL. */
+ps_status ps__adapter_open(ps_trainer *t, const char *dir, ps_tensor_file *base,
+                           ps_tensor_file *weights, ps_tensor_file **out);
 /* Read the adapters into the host space. */
 ps_status ps__adapter_load(ps_trainer *t, ps_tensor_file *f);
 /* The stem of the files that weights are saved in. */

@@ -71,9 +71,11 @@ static ps_status create_writer(job *j, uint32_t a) {
     n++;
     atomic_fetch_add(&j->left[p->unit * PS__N_PARTS + part_of(array)], 1);
   }
+  const char *const meta[] = {PS__BASE_MARK, j->t->base_mark};
   if (st == PS_OK)
-    st = ps__tensors_create(&j->writer[a], j->o->stage, j->o->dir, array->stem, specs, n,
-                            adapter ? 0 : j->o->max_file_bytes, NULL, 0);
+    st =
+        ps__tensors_create(&j->writer[a], j->o->stage, j->o->dir, array->stem, specs, n,
+                           adapter ? 0 : j->o->max_file_bytes, meta, adapter && j->t->base_mark[0]);
   ps__free(specs);
   ps__free(name);
   return st;

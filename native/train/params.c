@@ -1,4 +1,5 @@
 /* params.c - the host-resident parameters: loads, reads and writes them, and finds broken ones. */
+#include "model/adapter.h"
 #include "train/trainer.h"
 #include <string.h>
 
@@ -56,6 +57,8 @@ ps_status ps_trainer_write_param(ps_trainer *t, uint32_t param, const float *src
                     "before the first validation",
                     p.name);
   t->base_hash[0] = 0;
+  if (!t->plan->model->unit[p.unit].adapter)
+    t->base_mark[0] = 0;
   ps__convert(ps__master_at(t, p.unit, p.offset), ps__master_dtype(t, p.unit), src, PS_F32, n);
   ps__trainer_refresh_copy(t, &p);
   return PS_OK;
@@ -83,7 +86,9 @@ ps_status ps__trainer_load_param(ps_trainer *t, ps_tensor_file *f, uint64_t idx,
                                  const ps_param_info *p) {
   const ps_dtype dtype = ps__master_dtype(t, p->unit);
   char *dst = ps__master_at(t, p->unit, p->offset);
-  for (uint64_t first = 0; first < p->n; first += PIECE) {
+  if (idx == UINT64_MAX)
+    memset(dst, 0, p->n * ps_dtype_bytes(dtype));
+  for (uint64_t first = 0; idx != UINT64_MAX && first < p->n; first += PIECE) {
     const uint64_t n = p->n - first < PIECE ? p->n - first : PIECE;
     PS_TRY(ps_tensors_read(f, idx, first, n, dtype, dst + first * ps_dtype_bytes(dtype)));
   }
@@ -107,8 +112,18 @@ ps_status ps__trainer_open_weights(const ps_trainer *t, const char *dir, ps_tens
   return st;
 }
 
-ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_progress_fn progress,
-                           void *progress_user) {
+/* The tensor of a parameter that is no adapter's: an adapter may have one in its place. */
+static ps_status load_own(ps_trainer *t, ps_tensor_file *f, ps_tensor_file *adapters,
+                          const ps_param_info *p) {
+  char name[PS__PEFT_NAME_BYTES];
+  ps__peft_name(name, p->name);
+  const uint64_t idx = adapters ? ps_tensors_find(adapters, name) : UINT64_MAX;
+  return idx == UINT64_MAX ? ps__trainer_load_param(t, f, ps_tensors_find(f, p->name), p)
+                           : ps__trainer_load_param(t, adapters, idx, p);
+}
+
+ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_tensor_file *adapters,
+                           ps_progress_fn progress, void *progress_user) {
   const ps_model *m = t->plan->model;
   uint64_t total = 0;
   for (uint32_t i = 0; i < m->n_params; i++)
@@ -118,7 +133,7 @@ ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_progress_fn prog
   for (uint32_t i = 0; i < m->n_params; i++) {
     if (m->unit[m->param[i].unit].adapter)
       continue;
-    PS_TRY(ps__trainer_load_param(t, f, ps_tensors_find(f, m->param[i].name), &m->param[i]));
+    PS_TRY(load_own(t, f, adapters, &m->param[i]));
     done += m->param[i].n * ps_dtype_bytes(ps__master_dtype(t, m->param[i].unit));
     if (progress)
       progress(progress_user, "loading weights", done, total);

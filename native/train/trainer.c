@@ -144,7 +144,7 @@ static ps_status reserve_and_load(ps_trainer *t, ps_tensor_file *weights, ps_ten
   PS_TRY(open_sampler(t));
   PS_TRY(ps__trainer_open_net(t));
   PS_TRY(note_memory(t, true));
-  PS_TRY(weights ? ps__trainer_load(t, weights, progress, progress_user)
+  PS_TRY(weights ? ps__trainer_load(t, weights, adapters, progress, progress_user)
                  : ps__trainer_init(t, false, progress, progress_user));
   if (ps__has_adapters(t))
     PS_TRY(adapters ? ps__adapter_load(t, adapters)
@@ -172,7 +172,6 @@ static ps_status open_trainer(ps_trainer *t, const ps_checkpoint *from, ps_progr
   PS_TRY(check_model(t));
   PS_TRY(make_segments(t));
   ps_tensor_file *weights = NULL, *adapters = NULL;
-  double dropout = 0;
   const char *adapter_dir = from && ps__has_adapters(t) ? from->dir : c->adapter_dir;
   if (from) {
     PS_TRY(ps__resume_check(t, from));
@@ -184,15 +183,12 @@ static ps_status open_trainer(ps_trainer *t, const ps_checkpoint *from, ps_progr
   }
   t->size = ps__step_size_at(t->plan, t->cfg.first_step);
   PS_TRY(ps__trainer_agree(t));
-  if (adapter_dir)
-    PS_TRY(ps__adapter_open_for(t->plan->model, adapter_dir, &adapters, &dropout));
-  if (dropout > 0 && !t->plan->cfg.forward_only)
-    ps__log(PS_LOG_WARN, "%s: lora_dropout is %g, and training goes on without dropout",
-            adapter_dir, dropout);
   ps_status st = PS_OK;
   if (!c->init_weights)
     st = ps__trainer_open_weights(t, from && !ps__has_adapters(t) ? from->dir : t->model_dir,
                                   &weights);
+  if (st == PS_OK && ps__has_adapters(t))
+    st = ps__adapter_open(t, adapter_dir, from ? NULL : weights, weights, &adapters);
   if (st == PS_OK)
     st = reserve_and_load(t, weights, adapters, from, progress, progress_user);
   if (st == PS_OK)

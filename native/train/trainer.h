@@ -91,6 +91,7 @@ struct ps_trainer {
   _Atomic(struct ps_generator *) sampler; /* of the plan's samples; NULL: none */
   _Atomic(ps__replay *) replay;           /* NULL before the first one */
   char base_hash[65];                     /* ps__base_hash(); empty before its first call */
+  char base_mark[65];                     /* of the model that was read; "": none was */
   struct ps__data_mark *data_marks;       /* of the dataset's shards; NULL before the first use */
   ps__skips skips;
   uint64_t n_submitted, last_end_ns;
@@ -201,8 +202,8 @@ ps_status ps__trainer_check_tensors(const ps_trainer *t, const ps_tensor_file *f
 ps_status ps__trainer_load_param(ps_trainer *t, ps_tensor_file *f, uint64_t idx,
                                  const ps_param_info *p);
 /* Read the weights into the host space, adapters apart (params.c). */
-ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_progress_fn progress,
-                           void *progress_user);
+ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_tensor_file *adapters,
+                           ps_progress_fn progress, void *progress_user);
 /* Find the first parameter whose host-resident values are not all finite; false: there is none
  * (params.c). */
 bool ps__trainer_find_nonfinite(const ps_trainer *t, ps_param_info *out);

@@ -14,6 +14,7 @@ from .data import load_tokenizer
 from .errors import DeviceError, InputOutputError, OutOfMemoryError
 from .files import DataError, open_input
 from .generator import Generator
+from .lora import warnings_as
 from .plan import Hardware
 
 MAX_GPU = 1023  # as the binary has it
@@ -259,18 +260,19 @@ def _generate(args) -> int:
 
     ends = stop_tokens(folder)
     try:
-        generator = Generator(
-            folder,
-            batch=min(args.batch, len(ids)),
-            context=args.context or max(len(i) for i in ids) + args.max_new_tokens,
-            device_mem=args.device_mem,
-            host_mem=args.host_mem,
-            dtype=args.dtype,
-            prefill_tokens=args.prefill_tokens,
-            adapter=args.adapter,
-            deterministic=args.deterministic,
-            hardware=_hardware(args),
-        )
+        with warnings_as("penstock"):
+            generator = Generator(
+                folder,
+                batch=min(args.batch, len(ids)),
+                context=args.context or max(len(i) for i in ids) + args.max_new_tokens,
+                device_mem=args.device_mem,
+                host_mem=args.host_mem,
+                dtype=args.dtype,
+                prefill_tokens=args.prefill_tokens,
+                adapter=args.adapter,
+                deterministic=args.deterministic,
+                hardware=_hardware(args),
+            )
     except (DeviceError, InputOutputError, OutOfMemoryError, ValueError) as e:  # nothing is printed
         raise DataError(str(e)) from e
     with generator:
