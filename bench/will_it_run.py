@@ -47,7 +47,8 @@ def cell(binary: Path, machine: tuple, column: tuple) -> str:
         words += ["--host-mem", f"{ram_gib - 4}GiB", *options]
         done = subprocess.run([str(w) for w in words], capture_output=True, text=True)
     if done.returncode == 0:
-        return f"*{int(re.search(r', (\d+) tokens/s', done.stdout)[1]):,}*"
+        speed = int(re.search(r", (\d+) tokens/s", done.stdout)[1])
+        return f"*{speed:,}*"
     needs = re.search(r"needs ([\d.]+) GiB of host memory", done.stderr)
     if not needs:
         raise SystemExit(done.stderr.strip().splitlines()[-1])
