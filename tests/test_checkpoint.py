@@ -311,6 +311,27 @@ def test_newest_is_the_one_written_last(tiny_model, tiny_shard, tmp_path):
     assert names(tmp_path) == ["step-00000002", "step-00000005"]
 
 
+def test_no_training_touches_what_another_wrote(tiny_model, tiny_shard, tmp_path):
+    """Neither by --keep nor by a checkpoint of the same step. One that goes on is the same one."""
+    with Trainer(tiny_model, make_plan(tiny_model), tiny_shard) as trainer:
+        paths = [trainer.checkpoint(tmp_path) for _ in range(2) if run(trainer, 1)]
+    (tmp_path / "step-00000009").mkdir()  # nobody knows whose
+    with Trainer(tiny_model, make_plan(tiny_model), tiny_shard) as trainer:
+        with pytest.raises(InvalidError, match="step-0000000[12] is a checkpoint of another run"):
+            next(trainer.steps(1, tmp_path, checkpoint_every=1))
+        run(trainer, 2)
+        with pytest.raises(InvalidError, match="step-00000002 is a checkpoint of another run"):
+            trainer.checkpoint(tmp_path, keep=1)
+        for _ in range(2):
+            run(trainer, 1)
+            trainer.checkpoint(tmp_path, keep=1)
+    assert names(tmp_path) == [f"step-{i:08}" for i in (1, 2, 4, 9)]
+    with Trainer.resume(paths[0], tiny_model, make_plan(tiny_model), tiny_shard) as trainer:
+        run(trainer, 2)
+        trainer.checkpoint(tmp_path, keep=1)
+    assert names(tmp_path) == [f"step-{i:08}" for i in (3, 4, 9)]
+
+
 def test_checkpoints_beside_steps_in_python(tiny_model, tiny_shard, tmp_path):
     """Begun after every other step, or after a time, while steps run: what resumes from each is the
     state of that step. A failure is a warning."""
@@ -686,7 +707,7 @@ def test_a_checkpoint_that_cannot_be_written_is_a_warning(whole, tiny_model, tin
     text = train(
         *(tiny_model, tiny_shard, out, "--steps", 12, "--checkpoint-every", 6, "--keep", 9),
         env=slow(out / "checkpoints", 0)
-        | {"DISK_SHIM_FAIL": "1", "DISK_SHIM_ERRNO": str(errno.EROFS)},
+        | {"DISK_SHIM_FAIL": "4", "DISK_SHIM_ERRNO": str(errno.EROFS)},  # behind three looks
     )
     assert "no checkpoint of step 6 was written: " in text and "Read-only file system" in text
     assert names(out / "checkpoints") == ["step-00000012"]

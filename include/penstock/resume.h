@@ -57,7 +57,8 @@ typedef struct ps_checkpoint_report {
 } ps_checkpoint_report;
 
 /* ps_trainer_checkpoint_begin() - begin to write the state after all steps that are submitted so
- * far as directory @dir, whose parent must exist. An older checkpoint in @dir is replaced.
+ * far as directory @dir, whose parent must exist. An older checkpoint of this run in @dir is
+ * replaced.
  *
  * Threads of the library write while these steps end and further ones run. There is no second copy
  * of the state. Each unit of the model is written between its updates of two steps. An update that
@@ -70,9 +71,14 @@ typedef struct ps_checkpoint_report {
  * of one of its steps, gives it up. ps_trainer_destroy() completes it.
  * Blocks: no. In a run without clipping whose plan updates units on the device, the next
  *         ps_trainer_submit() blocks until these units are written.
- * Errors: PS_EBUSY: the checkpoint before was not ended. PS_ESTATE: an error has stopped the
- *         trainer. PS_ENOMEM, PS_EDEVICE: no thread could be started. */
+ * Errors: PS_EBUSY: the checkpoint before was not ended. PS_EINVAL: @dir has a checkpoint of another
+ *         run. PS_ESTATE: an error has stopped the trainer. PS_ENOMEM, PS_EDEVICE: no thread could
+ *         be started. */
 PS_API ps_status ps_trainer_checkpoint_begin(ps_trainer *t, const char *dir);
+/* ps_trainer_checkpoints_check() - whether no other run than @t's has written checkpoints into
+ * @folder, which need not exist. A run that goes on from a checkpoint is the run that wrote it.
+ * Errors: PS_EINVAL names one of another run. PS_ENOMEM. */
+PS_API ps_status ps_trainer_checkpoints_check(const ps_trainer *t, const char *folder);
 /* ps_trainer_checkpoint_running() - 1 while ps_trainer_checkpoint_end() would block. */
 PS_API int ps_trainer_checkpoint_running(const ps_trainer *t);
 /* ps_trainer_checkpoint_end() - wait until the checkpoint that was begun is on the disk.
@@ -109,8 +115,9 @@ PS_API ps_status ps_checkpoint_config(const ps_checkpoint *c, ps_train_config *c
 
 /* ps_checkpoint_path() - FOLDER/step-00000100, for a step. PS_EINVAL: @bytes are too few. */
 PS_API ps_status ps_checkpoint_path(char *path, uint64_t bytes, const char *folder, uint64_t step);
-/* ps_checkpoints_prune() - remove all but the @keep newest checkpoints in @folder, and what calls
- * that were cut off have left. Errors: PS_EIO. */
+/* ps_checkpoints_prune() - remove all but the @keep newest checkpoints of the run that wrote the
+ * newest one in @folder, and what calls that were cut off have left. Those of other runs stay, and
+ * so do those whose manifest cannot be read. Errors: PS_EIO. */
 PS_API ps_status ps_checkpoints_prune(const char *folder, uint64_t keep);
 
 /* ps_trainer_resume() - as ps_trainer_create(), but weights, state and step are @c's. The model

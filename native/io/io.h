@@ -28,6 +28,11 @@ typedef struct ps__stage ps__stage;
 ps_status ps__stage_open(ps__stage **out, const char *dir);
 /* The directory into which the caller writes the new model's files and brings them to the disk. */
 const char *ps__stage_path(const ps__stage *s);
+/* @dir's path, absolute and without links. */
+const char *ps__stage_target(const ps__stage *s);
+/* Complete a save into @dir that was cut off, and remove what others have left. PS_EIO, PS_EINVAL,
+ * PS_ENOMEM. */
+ps_status ps__stage_tidy(const char *dir);
 /* Make what was written the model of @dir, at once, and free the stage. Other files of @dir stay.
  * On an error @dir has the old model or, where the message says so, the new one. */
 ps_status ps__stage_commit(ps__stage *s);

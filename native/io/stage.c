@@ -190,16 +190,22 @@ static ps_status make_stage(ps__stage *s, const char *folder, const char *base) 
   return PS_OK;
 }
 
-/* Makes the stage in DIR, so that it is on DIR's file system, and moves it beside DIR if it can. */
-static ps_status open_over(ps__stage *s) {
-  char beside[PATH_MAX];
+/* What saves that were cut off have left in DIR. */
+static ps_status tidy_dir(const ps__stage *s) {
   const int dir = open(s->target, PS__DIR_FLAGS);
   if (dir < 0)
     return ps__fail(PS_EIO, "%s: cannot be opened: %s", s->target, strerror(errno));
-  ps_status st = ps__finish_pending(dir, s->target);
+  const ps_status st = ps__finish_pending(dir, s->target);
   if (st == PS_OK)
     clear_leftovers(s, dir);
   close(dir);
+  return st;
+}
+
+/* Makes the stage in DIR, so that it is on DIR's file system, and moves it beside DIR if it can. */
+static ps_status open_over(ps__stage *s) {
+  char beside[PATH_MAX];
+  ps_status st = tidy_dir(s);
   if (st == PS_OK)
     st = make_stage(s, s->target, "");
   if (st != PS_OK || !*s->base || works_in(s->target))
@@ -229,6 +235,21 @@ ps_status ps__stage_open(ps__stage **out, const char *dir) {
     ps__stage_abort(s);
   else
     *out = s;
+  return st;
+}
+
+ps_status ps__stage_tidy(const char *dir) {
+  bool exists;
+  ps__stage *s = ps__calloc(1, sizeof *s);
+  if (!s)
+    return ps__fail(PS_ENOMEM, "%s: no memory left to look at it", dir);
+  s->fd = -1;
+  ps_status st = resolve(s, dir, &exists);
+  if (st == PS_OK && exists)
+    st = tidy_dir(s);
+  else if (st == PS_OK)
+    clear_leftovers(s, -1);
+  ps__free(s);
   return st;
 }
 
@@ -265,6 +286,7 @@ ps_status ps__stage_write_json(const ps__stage *s, const char *dir, const char *
 uint64_t ps__stage_need(ps__stage *s, uint64_t bytes) { return s->need_bytes += bytes; }
 
 const char *ps__stage_path(const ps__stage *s) { return s->path; }
+const char *ps__stage_target(const ps__stage *s) { return s->target; }
 
 /* ---- ending ---------------------------------------------------------------------------------- */
 

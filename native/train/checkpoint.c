@@ -185,6 +185,11 @@ static ps_status fill_manifest(ps__writing *c, const ps__stage *stage, const ps_
   ps__jsonw_uint(w, "version", 1);
   ps__jsonw_string(w, "penstock", ps_version());
   ps__jsonw_uint(w, "serial", c->report.serial);
+  if (t->run_id) {
+    char id[24];
+    snprintf(id, sizeof id, "%016llx", (unsigned long long)t->run_id);
+    ps__jsonw_string(w, "run_id", id);
+  }
   ps__jsonw_uint(w, "step", info.step);
   ps__jsonw_uint(w, "n_updates", info.n_updates);
   ps__jsonw_uint(w, "n_skipped", info.n_skipped);
@@ -332,7 +337,14 @@ ps_status ps_trainer_checkpoint_begin(ps_trainer *t, const char *dir) {
                     "no step was trained, and step %llu of a checkpoint needs an optimizer state: "
                     "train a step first",
                     (unsigned long long)t->cfg.first_step);
+  PS_TRY(ps__checkpoint_check_owner(dir, t->run_id));
   return start(t, dir);
+}
+
+ps_status ps_trainer_checkpoints_check(const ps_trainer *t, const char *folder) {
+  if (!t || !folder)
+    return ps__fail(PS_EINVAL, "ps_trainer_checkpoints_check: trainer and folder must be given");
+  return ps__checkpoints_check_owner(folder, t->run_id);
 }
 
 int ps_trainer_checkpoint_running(const ps_trainer *t) {

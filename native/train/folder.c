@@ -29,7 +29,7 @@ static bool is_checkpoint(const char *name, uint64_t *step) {
 
 typedef struct found {
   char *name;
-  uint64_t step, serial;
+  uint64_t step, serial, run_id;
   bool unread; /* the disk cannot read its manifest */
 } found;
 
@@ -46,14 +46,19 @@ static void free_list(found *list, size_t n) {
   ps__free(list);
 }
 
-/* The serial in a checkpoint's manifest is 0 where the manifest is missing or damaged, or where the
- * disk cannot read it. PS_ENOMEM. */
-static ps_status read_serial(const char *folder, found *f) {
-  char *dir = ps__path_join(folder, f->name), *path = NULL;
+uint64_t ps__manifest_run_id(const ps__json *manifest) {
+  const char *id = ps__json_string(ps__json_get(manifest, "run_id"), NULL);
+  return id && strlen(id) == 16 && strspn(id, "0123456789abcdef") == 16 ? strtoull(id, NULL, 16)
+                                                                        : 0;
+}
+
+/* Read what the manifest of checkpoint @dir says of its order. The serial is 0 where the manifest
+ * is missing or damaged, or where the disk cannot read it. PS_ENOMEM. */
+static ps_status read_order(const char *dir, found *f) {
+  char *path = NULL;
   ps__json *j = NULL;
   bool exists = false;
-  ps_status st = dir ? ps__model_path(&path, dir, PS__MANIFEST)
-                     : ps__fail(PS_ENOMEM, "%s: no memory left to list it", folder);
+  ps_status st = ps__model_path(&path, dir, PS__MANIFEST);
   if (st == PS_OK)
     st = ps__path_exists(path, &exists);
   if (st == PS_OK && exists)
@@ -61,11 +66,19 @@ static ps_status read_serial(const char *folder, found *f) {
   const ps__json *value = j ? ps__json_get(j, "serial") : NULL;
   if (!value || !ps__json_uint64(value, &f->serial))
     f->serial = 0;
+  f->run_id = j ? ps__manifest_run_id(j) : 0;
   f->unread = st == PS_EIO;
   ps__json_free(j);
   ps__free(path);
-  ps__free(dir);
   return st == PS_ENOMEM ? st : PS_OK;
+}
+
+static ps_status read_listed(const char *folder, found *f) {
+  char *dir = ps__path_join(folder, f->name);
+  const ps_status st =
+      dir ? read_order(dir, f) : ps__fail(PS_ENOMEM, "%s: no memory left to list it", folder);
+  ps__free(dir);
+  return st;
 }
 
 /* The checkpoints of @folder, newest first. None where it does not exist. */
@@ -88,7 +101,7 @@ static ps_status list_folder(const char *folder, found **out, size_t *n) {
     char *name = grown ? ps__strdup(e->d_name) : NULL;
     if (name) {
       list[*n] = (found){.name = name, .step = step};
-      st = read_serial(folder, &list[(*n)++]);
+      st = read_listed(folder, &list[(*n)++]);
     } else
       st = ps__fail(PS_ENOMEM, "%s: no memory left to list it", folder);
   }
@@ -152,6 +165,34 @@ ps_status ps_checkpoint_latest(ps_checkpoint **out, const char *folder) {
   return st;
 }
 
+/* A checkpoint whose manifest says nothing may be anybody's. */
+static bool is_of(const found *f, uint64_t run_id) { return f->serial && f->run_id == run_id; }
+
+static ps_status of_another_run(const char *folder, const char *slash, const char *name) {
+  return ps__fail(PS_EINVAL,
+                  "%s%s%s is a checkpoint of another run: go on from it, or give another folder",
+                  folder, slash, name);
+}
+
+ps_status ps__checkpoint_check_owner(const char *dir, uint64_t run_id) {
+  found f = {0};
+  PS_TRY(read_order(dir, &f));
+  return f.serial && !is_of(&f, run_id) ? of_another_run(dir, "", "") : PS_OK;
+}
+
+ps_status ps__checkpoints_check_owner(const char *folder, uint64_t run_id) {
+  found *list;
+  size_t n;
+  ps_status st = list_folder(folder, &list, &n);
+  if (st != PS_OK)
+    return st == PS_EIO ? PS_OK : st; /* a checkpoint that is written says so */
+  for (size_t i = 0; i < n && st == PS_OK; i++)
+    if (list[i].serial && !is_of(&list[i], run_id))
+      st = of_another_run(folder, "/", list[i].name);
+  free_list(list, n);
+  return st;
+}
+
 ps_status ps_checkpoints_prune(const char *folder, uint64_t keep) {
   found *list;
   size_t n;
@@ -160,8 +201,15 @@ ps_status ps_checkpoints_prune(const char *folder, uint64_t keep) {
   ps__stage_clear(folder, PREFIX);
   PS_TRY(list_folder(folder, &list, &n));
   ps_status st = PS_OK;
-  for (size_t i = n; st == PS_OK && i-- > keep;)
-    st = ps__stage_remove(folder, list[i].name);
+  uint64_t older = 0;
+  for (size_t i = 0; i < n; i++)
+    older += is_of(&list[i], list[0].run_id);
+  older = older > keep ? older - keep : 0;
+  for (size_t i = n; st == PS_OK && older && i-- > 0;)
+    if (is_of(&list[i], list[0].run_id)) {
+      st = ps__stage_remove(folder, list[i].name);
+      older--;
+    }
   free_list(list, n);
   return st;
 }

@@ -81,6 +81,7 @@ static ps_status read_manifest(ps_checkpoint *c, const ps__json *j, const char *
                     "that wrote it",
                     path, (unsigned long long)version);
   PS_TRY(read_count(j, path, "serial", &c->serial));
+  c->run_id = ps__manifest_run_id(j);
   PS_TRY(read_count(j, path, "step", &c->info.step));
   PS_TRY(read_count(j, path, "n_updates", &c->info.n_updates));
   if (c->info.n_updates > c->info.step || (c->info.step && !c->info.n_updates))

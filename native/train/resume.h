@@ -10,6 +10,7 @@ enum { PS__MAX_MANIFEST_BYTES = 64 << 20 };
 struct ps_checkpoint {
   char *dir;
   uint64_t serial; /* 0: of a manifest that has none */
+  uint64_t run_id; /* of the run that wrote it; 0: an older version did */
   ps_checkpoint_info info;
   uint64_t sequences_read; /* by the steps before info.step */
   ps_train_config train;   /* the settings alone */
@@ -42,6 +43,11 @@ ps_status ps__checkpoints_next_serial(const char *folder, uint64_t after, uint64
 ps_status ps__data_write(ps_trainer *t, ps__jsonw *w);
 ps_status ps__data_read(ps_checkpoint *c, const ps__json *manifest, const char *path);
 ps_status ps__data_check(ps_trainer *t, const ps_checkpoint *c);
+/* The run that a manifest names; 0: it names none (folder.c). */
+uint64_t ps__manifest_run_id(const ps__json *manifest);
+/* Refuse a checkpoint in @dir that another run than @run_id wrote: PS_EINVAL (folder.c). */
+ps_status ps__checkpoint_check_owner(const char *dir, uint64_t run_id);
+ps_status ps__checkpoints_check_owner(const char *folder, uint64_t run_id); /* all of @folder */
 /* Check that trainer @t may go on from @c; report what differs and is allowed. PS_EINVAL. */
 ps_status ps__resume_check(ps_trainer *t, const ps_checkpoint *c);
 /* Read the optimizer's state from @c. The device spaces are warm. */

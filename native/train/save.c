@@ -158,8 +158,14 @@ ps_status ps__trainer_write_config(ps_trainer *t, ps__stage *stage, const char *
   return ps__has_adapters(t) ? ps__adapter_write_config(t, stage, dir) : PS_OK;
 }
 
-ps_status ps__trainer_save(ps_trainer *t, const char *dir, ps_dtype dtype,
-                           uint64_t max_shard_bytes) {
+/* Asks @ready, NULL for yes. */
+static ps_status ask(const ps__stage *stage, const char *dir, ps_ready_fn ready, void *user) {
+  const ps_status st = ready ? ready(user, ps__stage_path(stage), ps__stage_target(stage)) : PS_OK;
+  return st == PS_OK ? PS_OK : ps__fail(st, "%s: the caller does not let it be replaced", dir);
+}
+
+static ps_status save(ps_trainer *t, const char *dir, ps_dtype dtype, uint64_t max_shard_bytes,
+                      ps_ready_fn ready, void *user) {
   ps__stage *stage;
   if (!t || !dir || !*dir || ps_dtype_bytes(dtype) == 0)
     return ps__fail(PS_EINVAL, "ps_trainer_save: trainer, dir and a known dtype must be given");
@@ -178,11 +184,31 @@ ps_status ps__trainer_save(ps_trainer *t, const char *dir, ps_dtype dtype,
     st = ps__trainer_write_arrays(t, &o);
   ps__free(o.hashed);
   if (st == PS_OK)
+    st = ask(stage, dir, ready, user);
+  if (st == PS_OK)
     return ps__stage_commit(stage);
   ps__stage_abort(stage);
   return st;
 }
 
+static const uint64_t MAX_SHARD_BYTES = 5000000000;
+
+ps_status ps__trainer_save(ps_trainer *t, const char *dir, ps_dtype dtype,
+                           uint64_t max_shard_bytes) {
+  return save(t, dir, dtype, max_shard_bytes, NULL, NULL);
+}
+
 ps_status ps_trainer_save(ps_trainer *t, const char *dir, ps_dtype dtype) {
-  return ps__trainer_save(t, dir, dtype, 5000000000ull);
+  return save(t, dir, dtype, MAX_SHARD_BYTES, NULL, NULL);
+}
+
+ps_status ps_trainer_save_when(ps_trainer *t, const char *dir, ps_dtype dtype, ps_ready_fn ready,
+                               void *user) {
+  return save(t, dir, dtype, MAX_SHARD_BYTES, ready, user);
+}
+
+ps_status ps_model_dir_tidy(const char *dir) {
+  if (!dir || !*dir)
+    return ps__fail(PS_EINVAL, "ps_model_dir_tidy: dir must be given");
+  return ps__stage_tidy(dir);
 }

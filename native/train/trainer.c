@@ -5,7 +5,9 @@
 #include "io/io.h"
 #include "train/adapter.h"
 #include "train/resume.h"
+#include <errno.h>
 #include <string.h>
+#include <sys/random.h>
 
 static bool decays(const ps_trainer *t, const ps_param_info *p) {
   const uint32_t none = t->cfg.no_decay;
@@ -173,6 +175,8 @@ static ps_status open_trainer(ps_trainer *t, const ps_checkpoint *from, ps_progr
   PS_TRY(make_segments(t));
   ps_tensor_file *weights = NULL, *adapters = NULL;
   const char *adapter_dir = from && ps__has_adapters(t) ? from->dir : c->adapter_dir;
+  if (!from && getrandom(&t->run_id, sizeof t->run_id, 0) != sizeof t->run_id)
+    return ps__fail(PS_EIO, "the system has no random numbers: %s", strerror(errno));
   if (from) {
     PS_TRY(ps__resume_check(t, from));
     t->resumed = true;
@@ -180,6 +184,7 @@ static ps_status open_trainer(ps_trainer *t, const ps_checkpoint *from, ps_progr
     t->n_updates = from->info.n_updates;
     atomic_store(&t->skips.n, from->info.n_skipped);
     t->serial = from->serial;
+    t->run_id = from->run_id;
   }
   t->size = ps__step_size_at(t->plan, t->cfg.first_step);
   PS_TRY(ps__trainer_agree(t));

@@ -84,6 +84,8 @@ struct ps_trainer {
   ps__hold *hold;       /* between updates and the checkpoint that is written */
   ps__writing *writing; /* that checkpoint, until ps_trainer_checkpoint_end(); else NULL */
   uint64_t serial;      /* of the newest checkpoint that this run began from or wrote; 0: none */
+  /* Random, and that of the checkpoint which the run began from; 0: that one says none. */
+  uint64_t run_id;
   ps__lr_schedule lr;
   uint64_t n_updates; /* that made the optimizer's state before this run; 0: it begins at zero */
   bool resumed;       /* the optimizer's state was loaded, on the device too */

@@ -396,10 +396,10 @@ class Trainer(Owner):
 
         checkpoints        folder for checkpoints, which are written beside the steps
         checkpoint_every   steps, counted from step 0, or a time: 200, "30m", "2h"
-        keep               how many of the newest checkpoints stay
+        keep               how many of the newest checkpoints of this training stay
 
         A checkpoint that cannot be written is a warning, and training goes on. The last one is
-        complete when the loop ends.
+        complete when the loop ends. InvalidError: the folder has checkpoints of another training.
 
         The loop may be left early, by break, an exception or Ctrl-C. The step in flight then
         finishes first. The weights are those after steps_done steps, and can be read and saved."""
@@ -409,6 +409,8 @@ class Trainer(Owner):
             raise ValueError("checkpoints and checkpoint_every are given together")
         writes = checkpoints is not None
         if writes:
+            with self._handle.turn():
+                check(lib.ps_trainer_checkpoints_check(self._handle.ptr, encode_path(checkpoints)))
             checkpoints = Checkpoints(self, checkpoints, checkpoint_every, keep)
         submitted = done = 0
         try:
@@ -545,14 +547,15 @@ class Trainer(Owner):
 
     def checkpoint(self, folder, keep: int = 0, wait: bool = True) -> str:
         """Write the complete state as the checkpoint `folder`/step-N, whose path is returned.
-        keep: how many of the newest checkpoints stay there; 0: all.
+        keep: how many of the newest checkpoints of this training stay there; 0: all.
 
         With wait, no step may be in flight (StateError), and the checkpoint is on the disk at the
         end. Without, it is of all steps that are submitted so far, and is written while these end
         and others run. finish_checkpoint() then waits for it. So do the next checkpoint() and
         close().
 
-        InputOutputError: the older checkpoints stay."""
+        InputOutputError: the older checkpoints stay. InvalidError: another training has written a
+        checkpoint of this step there."""
         self.finish_checkpoint()
         os.makedirs(folder, exist_ok=True)
         path = ffi.new("char[]", 4096)
