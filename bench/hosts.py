@@ -116,6 +116,7 @@ def start(a, case: Case, work: Path, port: int) -> list:
     common = {"backend": a.backend, "hosts-transport": a.transport, "threads": threads}
     own = [{**common, "gpu": k} if a.backend == "cuda" else common for k in range(a.tasks)]
     model, shards = work / "model", [str(work / "random.bin")]
+    (a.out / "run-0/metrics.jsonl").unlink(missing_ok=True)  # of the measurement before
     words = [
         measure.command_of(with_options(case, **o), a.binary, shards, model, a.out / f"run-{k}")
         for k, o in enumerate(own)

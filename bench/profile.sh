@@ -39,6 +39,7 @@ else
 fi
 
 mkdir -p "$out"
+rm -f "$out/metrics.jsonl" # of the profile before
 # shellcheck disable=SC2086 # words of a command
 $nsys "$build/bin/penstock" demo "$@" --init-weights --run-dir "$out" \
   --steps "${steps#*:}" --profile-steps "$steps"

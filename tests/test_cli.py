@@ -250,7 +250,9 @@ def test_the_model_directory_is_no_output(tiny_model, job):
 def test_a_refused_run_leaves_an_earlier_ones_files_alone(job, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("kept")
     refused(
-        penstock("train", *words(job | {"--device-mem": "64KiB", "--run-dir": tmp_path})),
+        penstock(
+            "train", *words(job | {"--device-mem": "64KiB", "--run-dir": tmp_path}), "--force"
+        ),
         "device memory",
     )
     assert (tmp_path / "metrics.jsonl").read_text() == "kept"

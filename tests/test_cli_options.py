@@ -164,7 +164,9 @@ def test_a_warmup_longer_than_the_run_is_said_once(job, tmp_path):
     )
     assert (
         penstock(
-            "train", *words(job | {"--warmup-steps": 20, "--run-dir": tmp_path, "--quiet": None})
+            "train",
+            *words(job | {"--warmup-steps": 20, "--run-dir": tmp_path, "--quiet": None}),
+            "--force",
         ).stderr
         == ""
     )

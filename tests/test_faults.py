@@ -73,9 +73,10 @@ def without_rates(files):
 
 class Run:
     """Of the command in a folder of its own, in which the @nth disk call fails with @error (0: the
-    call's own)."""
+    call's own); or, with @variable DISK_SHIM_KILL, which is killed at the @nth that changes
+    something."""
 
-    def __init__(self, work, command, prepare, nth, error):
+    def __init__(self, work, command, prepare, nth, error, variable="DISK_SHIM_FAIL"):
         self.place = pathlib.Path(tempfile.mkdtemp(dir=work))
         shutil.copytree(work / "inputs", self.place, dirs_exist_ok=True)
         prepare(self.place)
@@ -84,7 +85,7 @@ class Run:
         self.end(
             {
                 "LD_PRELOAD": str(SHIM),
-                "DISK_SHIM_FAIL": str(nth),
+                variable: str(nth),
                 "DISK_SHIM_ERRNO": str(error),
                 "DISK_SHIM_LOG": str(log),
                 "DISK_SHIM_UNDER": f"{self.place}/",
@@ -193,6 +194,57 @@ def check_answered(run, good):
 def check_planned(run, good):
     if run.code == 0:
         assert json.loads(run.answer).keys() == json.loads(good.answer).keys(), run
+
+
+# ---- a run that goes on by the same command ------------------------------------------------------
+
+RESUMED = [*TRAIN, *"--checkpoint-every 1 --resume auto".split()]
+
+
+def ended_and_again(work, nth, error, good):
+    """Killed at the @nth call that changes something, or (@error) with the @nth of all failing; then
+    the same command to its end."""
+    variable = "DISK_SHIM_FAIL" if error is not None else "DISK_SHIM_KILL"
+    run = Run(work, RESUMED, nothing, nth, error or 0, variable)
+    run.end()
+    assert run.code == 0 and run.model() == good.model() and run.losses() == good.losses(), run
+    # a removal that failed once is made up for; what could not be looked at may be another's
+    left = [name for name in leftovers(run) if not name.endswith("/.penstock-note")]
+    assert run.failed[0] in LOOKS or not left, (run, left)
+    shutil.rmtree(run.place)
+
+
+def go_on(work, tests, good):
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = pool.map(lambda t: catch(ended_and_again, work, *t, good), tests)
+        wrong = [str(e) for e in found if e]
+    assert not wrong, f"{len(wrong)} of {len(tests)}:\n" + "\n".join(wrong)
+
+
+def at_the_save(calls):
+    """The calls from the note of what will be saved on, counted from 1."""
+    first = next(i for i, call in enumerate(calls, 1) if "/run/saved-model.txt." in call[1])
+    return range(first, len(calls) + 1)
+
+
+def test_the_same_command_goes_on_after_a_kill_or_a_fault_in_its_save(inputs):
+    killed = Run(inputs, RESUMED, nothing, 0, 0, "DISK_SHIM_KILL")
+    good = Run(inputs, RESUMED, nothing, 0, 0)
+    assert killed.code == good.code == 0, (killed, good)
+    kills, faults = at_the_save(killed.calls), at_the_save(good.calls)
+    assert len(kills) > 8
+    go_on(inputs, [(n, None) for n in kills[::2]] + [(n, 0) for n in faults[:4:2]], good)
+
+
+@pytest.mark.long
+def test_the_same_command_goes_on_after_a_kill_or_a_fault_at_any_call(inputs):
+    killed = Run(inputs, RESUMED, nothing, 0, 0, "DISK_SHIM_KILL")
+    good = Run(inputs, RESUMED, nothing, 0, 0)
+    kills, faults = range(1, len(killed.calls) + 1), range(1, len(good.calls) + 1)
+    go_on(inputs, [(n, None) for n in kills] + [(n, errno.EACCES) for n in faults], good)
+
+
+# ---- a run with one fault ------------------------------------------------------------------------
 
 
 def nothing(place):

@@ -45,6 +45,7 @@ def environment(launcher="torchrun", rank=0, n=2, local=0, port=29500, **more):
 def words(model, shard, folder, *more):
     cut = ("--chunk-tokens", SEQ, "--chunks-per-round", 1, "--tokens-per-step", 4 * SEQ)
     rest = ("--backend", "cpu", "--threads", 1, "--hosts-wait", 60, "--run-dir", folder)
+    rest += ("--force",)  # a folder may have an earlier run
     cut = [w for i, w in enumerate(cut) if cut[i // 2 * 2] not in more]
     given = ("--model", model, "--data", shard, "--seq-len", SEQ, *cut, *rest, "--quiet")
     return [str(w) for w in (BINARY, "train", *given, "--steps", STEPS, *more)]

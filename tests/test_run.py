@@ -2,6 +2,7 @@
 that nobody reads, a closed terminal."""
 
 import ctypes
+import fcntl
 import json
 import os
 import pty
@@ -85,6 +86,10 @@ def saved(folder):
     ).stat().st_size > 1_600_000
 
 
+def files(folder):
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
 def one_sentence(done, code, pattern):
     assert done.returncode == code and re.fullmatch(rf"penstock: .*{pattern}.*\n", done.stderr), (
         done.returncode,
@@ -120,8 +125,112 @@ def test_the_lock_of_a_run_that_was_killed_holds_nobody_up(words, tmp_path):
     first.kill()
     ended(first, -signal.SIGKILL)
     assert (tmp_path / "run/.penstock.lock").read_text() == f"{first.pid}\n"
-    assert call(words("--steps", 2), tmp_path).returncode == 0
+    assert call(words("--steps", 2, "--force"), tmp_path).returncode == 0
     assert not (tmp_path / "run/.penstock.lock").exists()
+
+
+# ---- another run in the directory ----------------------------------------------------------------
+
+
+def tree(folder):
+    """Each file's bytes and time."""
+    return {
+        str(p.relative_to(folder)): (p.read_bytes(), p.stat().st_mtime_ns)
+        for p in folder.rglob("*")
+        if p.is_file()
+    }
+
+
+def test_another_runs_checkpoints_and_metrics_are_refused_and_with_force_kept(words, tmp_path):
+    run, every = tmp_path / "run", ("--checkpoint-every", 1, "--keep", 1)
+    here = [w for w in words("--steps", 1) if w not in ("--run-dir", "run")]
+    refused = r"another run.*--resume auto.*--force"
+    # a run that was stopped before its first step has left nothing
+    run.mkdir()
+    (run / "metrics.jsonl").touch()
+    assert call(words("--steps", 2, *every), tmp_path).returncode == 0
+    before = tree(run)
+    elsewhere = shutil.copytree(run, tmp_path / "elsewhere") / "checkpoints/step-00000002"
+    for command, cwd in (
+        (words("--steps", 3, *every), tmp_path),
+        (words("--steps", 3, *every, "--resume", elsewhere), tmp_path),
+        (here, run),
+    ):
+        one_sentence(call(command, cwd), 2, refused)
+        assert tree(run) == before
+    done = call(loud(words("--steps", 3, *every, "--force")), tmp_path)
+    assert done.returncode == 0 and "earlier run's files in run are now in run/earlier-1" in (
+        done.stderr
+    )
+    assert tree(run / "earlier-1") == before
+    assert os.listdir(run / "checkpoints") == ["step-00000003"]
+    # metrics alone are another run's too
+    shutil.rmtree(run / "checkpoints")
+    one_sentence(call(words("--steps", 1), tmp_path), 2, refused)
+    assert call(words("--steps", 1, "--force"), tmp_path).returncode == 0
+    assert len((run / "earlier-2/metrics.jsonl").read_text().splitlines()) == 3
+    # what was moved aside is a run directory
+    resume = words("--steps", 4, *every, "--resume", "auto", "--run-dir", "run/earlier-1")
+    assert call(resume, tmp_path).returncode == 0
+    assert os.listdir(run / "earlier-1/checkpoints") == ["step-00000004"]
+
+
+def test_what_kills_have_left_is_removed_by_the_next_run(words, tmp_path):
+    given = ("--checkpoint-every", 1, "--resume", "auto", "--out", "out")
+    assert call(words("--steps", 1, *given), tmp_path).returncode == 0
+    x = "0123456789abcdef"
+    left = [
+        tmp_path / f"run/checkpoints/.step-00000009.penstock-save-{x}",
+        tmp_path / f".out.penstock-save-{x}",
+        tmp_path / f"out/.penstock-save-{x}",
+    ]
+    busy = tmp_path / f".out.penstock-save-f{x[1:]}"
+    other = tmp_path / f".mine.penstock-save-{x}"
+    for folder in (*left, busy, other):
+        folder.mkdir()
+        (folder / "model.safetensors").write_text("half")
+    part = tmp_path / f"run/plan.json.{x}.part"
+    part.touch()
+    held = os.open(busy, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    for steps in (1, 2):  # also where nothing is left to train
+        assert call(words("--steps", steps, *given), tmp_path).returncode == 0
+        assert not [p for p in left if p.exists()] and busy.exists() and other.exists()
+    assert not part.exists()
+    os.close(held)
+
+
+def test_a_training_that_is_done_changes_nothing(words, tmp_path):
+    given = ("--steps", 2, "--checkpoint-every", 1, "--resume", "auto", "--out", "out")
+    assert call(words(*given), tmp_path).returncode == 0
+    before = tree(tmp_path)
+    for again in (words(*given), [str(BINARY), "train", "--config", "run/run.toml", "--quiet"]):
+        done = call([*again, "--json"], tmp_path)
+        assert (done.returncode, done.stderr) == (0, "") and tree(tmp_path) == before
+        assert json.loads(done.stdout)["steps"] == 2
+    assert "all 2 steps are done" in call(loud(words(*given)), tmp_path).stderr
+    # killed between its last checkpoint and the save: the model alone is written
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "run/summary.json").unlink()
+    assert call(words(*given), tmp_path).returncode == 0
+    saved, kept = tree(tmp_path), before.keys() - {"run/summary.json"}
+    assert saved.keys() == kept
+    assert {n: saved[n][0] for n in kept if "saved-model" not in n} == {
+        n: before[n][0] for n in kept if "saved-model" not in n
+    }
+    # another dtype is another model
+    assert call(words(*given, "--save-dtype", "fp32"), tmp_path).returncode == 0
+    assert len((tmp_path / "out/model.safetensors").read_bytes()) > 1.9 * len(
+        before["out/model.safetensors"][0]
+    )
+
+
+def test_a_damaged_checkpoint_is_named_quietly_too(words, tmp_path):
+    given = ("--checkpoint-every", 1, "--resume", "auto")
+    assert call(words("--steps", 2, *given), tmp_path).returncode == 0
+    weights = tmp_path / "run/checkpoints/step-00000002/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    one_sentence(call(words("--steps", 2, *given), tmp_path), 0, "step-00000002.* is passed over")
 
 
 # ---- --out before the run ------------------------------------------------------------------------
@@ -171,6 +280,43 @@ def test_the_command_that_resumes_replaces_the_runs_own_model(words, tmp_path):
     assert resume("auto", 6).returncode == 0
     shutil.rmtree(tmp_path / "run/checkpoints")
     refused(resume("auto", 8))
+
+
+@pytest.mark.parametrize("when", ["before the save", "while it is written"])
+def test_a_model_that_another_run_saves_meanwhile_stays(words, tmp_path, when):
+    """The second model is saved beside the first, and the exit code says that --out has another."""
+    given = ("--tokens-per-step", 256, "--out", "out")
+    other = words("--steps", 1, "--out", "other")
+    other[other.index("run")] = "other-run"
+    assert call(other, tmp_path).returncode == 0
+    slow = {"LD_PRELOAD": str(BUILD / "tests/libdisk_shim.so"), "DISK_SHIM_FSYNC_MS": "300"}
+    first = subprocess.Popen(
+        words("--steps", 60, *given),
+        cwd=tmp_path,
+        env=os.environ | slow,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics = tmp_path / "run/metrics.jsonl"
+    while_written = when != "before the save"
+    wait_for(
+        lambda: (
+            list(tmp_path.glob(".out.penstock-save-*/model.safetensors"))
+            if while_written
+            else metrics.exists()
+        ),
+        first,
+    )
+    shutil.copytree(tmp_path / "other", tmp_path / "out")
+    error = ended(first, 1)
+    assert re.fullmatch(r"penstock: --out out has a model that was not there .* out-2\n", error)
+    assert files(tmp_path / "out") == files(tmp_path / "other") and saved(tmp_path / "out-2")
+    assert files(tmp_path / "out-2") != files(tmp_path / "out")
+    assert json.loads((tmp_path / "run/summary.json").read_text())["model"] == "out-2"
+    # --force replaces the model that was there at the start
+    assert call(words("--steps", 1, *given, "--force"), tmp_path).returncode == 0
+    assert files(tmp_path / "out") != files(tmp_path / "other")
+    assert not list(tmp_path.glob(".*penstock*"))
 
 
 def test_a_model_that_the_disk_has_no_room_for_is_refused_first(words, tiny_model, tmp_path):

@@ -135,6 +135,25 @@ def test_a_run_log_of_a_resumed_trainer_goes_on(tiny_model, tiny_shard, tmp_path
     assert [(r["step"], r["consumed_samples"]) for r in rows] == [(i, 8 * i + 8) for i in range(5)]
 
 
+def test_a_run_log_moves_another_trainings_files_aside_with_force_alone(
+    run, tiny_model, tiny_shard
+):
+    plan, before = Plan(ModelConfig.read(tiny_model), seq_len=SEQ), rows_of(run)
+    with Trainer(tiny_model, plan, tiny_shard, total_steps=1) as trainer:
+        with pytest.raises(DataError, match="metrics of another training: .*resume.*force=True"):
+            RunLog(run, trainer)
+        assert rows_of(run) == before
+        with RunLog(run, trainer, force=True) as log:
+            for metrics in trainer.steps(1):
+                log.write(metrics)
+    assert len(rows_of(run)) == 1 and rows_of(run / "earlier-1") == before
+    assert (run / "earlier-1/plan.json").exists()
+    kept = {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()}
+    with Trainer(tiny_model, plan, tiny_shard, first_step=1, total_steps=1) as trainer:
+        RunLog(run, trainer).close()  # nothing is left to train
+    assert {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()} == kept
+
+
 def test_a_run_log_that_cannot_begin_leaves_no_lock(tiny_model, tiny_shard, tmp_path):
     plan = Plan(ModelConfig.read(tiny_model), seq_len=SEQ)
     with Trainer(tiny_model, plan, tiny_shard, first_step=2, total_steps=9) as trainer:

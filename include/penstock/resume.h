@@ -71,7 +71,7 @@ typedef struct ps_checkpoint_report {
  * of one of its steps, gives it up. ps_trainer_destroy() completes it.
  * Blocks: no. In a run without clipping whose plan updates units on the device, the next
  *         ps_trainer_submit() blocks until these units are written.
- * Errors: PS_EBUSY: the checkpoint before was not ended. PS_EINVAL: @dir has a checkpoint of another
+ * Errors: PS_EBUSY: the checkpoint before was not ended. PS_EINVAL: @dir is a checkpoint of another
  *         run. PS_ESTATE: an error has stopped the trainer. PS_ENOMEM, PS_EDEVICE: no thread could
  *         be started. */
 PS_API ps_status ps_trainer_checkpoint_begin(ps_trainer *t, const char *dir);

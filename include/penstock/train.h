@@ -318,15 +318,15 @@ PS_API ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst,
  * Errors: PS_EIO: what could not be written, and why. @dir holds the old model, unless the message
  *         says that it holds the new one. PS_ENOMEM. PS_ESTATE: steps are in flight. */
 PS_API ps_status ps_trainer_save(ps_trainer *t, const char *dir, ps_dtype dtype);
-/* ps_trainer_save_when() - the same, but @ready is asked once the new model is whole on the disk, in
- * directory @from, just before it becomes the model of @dir, an absolute path without links. An
- * error that @ready returns is that of the save, and @dir stays as it is. */
+/* ps_trainer_save_when() - the same, but @ready is asked when the new model is whole on the disk,
+ * in directory @from, just before it becomes the model of @dir. Both paths are absolute and without
+ * links. An error that @ready returns is that of the save, and @dir stays as it is. */
 typedef ps_status (*ps_ready_fn)(void *user, const char *from, const char *dir);
 PS_API ps_status ps_trainer_save_when(ps_trainer *t, const char *dir, ps_dtype dtype,
                                       ps_ready_fn ready, void *user);
-/* ps_model_dir_tidy() - complete a save into @dir that was cut off, and remove what others that were
- * cut off have left there and beside it. A save that still runs is left alone. It does nothing where
- * @dir does not exist, but for what is beside it. Errors: PS_EIO. PS_EINVAL: the path is too long. */
+/* ps_model_dir_tidy() - complete a save into @dir that was cut off, and remove what such saves have
+ * left in @dir and beside it. A save that still runs is left alone. @dir need not exist; its parent
+ * must. Errors: PS_EIO, PS_ENOMEM. PS_EINVAL: the path is too long. */
 PS_API ps_status ps_model_dir_tidy(const char *dir);
 
 /* ps_trainer_trace() - the ops of the last cfg.trace_steps steps, with their times; see

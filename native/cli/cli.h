@@ -3,7 +3,7 @@
  * Exit codes:
  *   0    done
  *   1    the machine failed (memory, device, disk), or the run did (a loss that is not finite, a
- *        bad token late in a shard)
+ *        bad token late in a shard), or the model was saved elsewhere than in --out
  *   2    the input or the command line is wrong; nothing was written
  *   130  stopped by Ctrl-C */
 #ifndef PENSTOCK_CLI_H
@@ -238,6 +238,9 @@ int cli_task_end(cli_job *job, int code);
 /* ---- a job: options and plan of train, plan and demo (job.c) --------------------------------- */
 struct cli_job {
   const char *model, *out, *run_dir;
+  /* The models in --out when the run began and, once a save was tried, that of the run, as saved.c
+   * describes them; NULL: none. */
+  char *out_seen, *out_tried;
   const char *model_option; /* how the command line names the model: "--model" */
   const char *run_file;     /* of --config, or NULL */
   char *run_text;           /* holds the texts of that file */
@@ -300,11 +303,28 @@ struct cli_job {
 };
 
 /* cli_out_check() - check that the model can be saved into @path, whose disk has room. Exit code.
- * cli_out_check_empty() - check that @path has no model yet, or --force is given. Exit code.
- * cli_out_is_own() - whether --out has the very model that this run saved when it stopped. */
+ * cli_out_check_empty() - check that @path has no model yet, or --force is given. Exit code. */
 int cli_out_check(const cli_job *job, const char *path);
 int cli_out_check_empty(const cli_job *job, const char *path);
-bool cli_out_is_own(const cli_job *job);
+/* What is in --out (saved.c).
+ * cli_is_model_file() - a file of a model. So is .penstock-new, which a cut-off save leaves.
+ * cli_out_note_seen() - keep in job->out_seen which model is there now. Exit code.
+ * cli_out_seen_pending() - a save into it was cut off, and the next one completes it.
+ * cli_out_is_other() - *is: @dir has another model than that, and not this run's. 0, or an errno.
+ * cli_out_is_own() - whether it is a model that this run, or the one before it in the run
+ * directory, has saved, and which.
+ * cli_out_note() - note that the model in directory @from, of step @step, will be that of @dir. A
+ * failure is only printed. */
+typedef struct cli_saved_model {
+  uint64_t step; /* UINT64_MAX: unknown */
+  char dtype[8];
+} cli_saved_model;
+bool cli_is_model_file(const char *name);
+int cli_out_note_seen(cli_job *job);
+bool cli_out_seen_pending(const cli_job *job);
+int cli_out_is_other(const cli_job *job, const char *dir, bool *is);
+bool cli_out_is_own(const cli_job *job, cli_saved_model *m);
+void cli_out_note(cli_job *job, const char *from, const char *dir, uint64_t step);
 void cli_job_init(cli_job *job);
 void cli_job_free(cli_job *job);
 
@@ -426,6 +446,18 @@ void cli_checkpoint_none(const cli_job *job, cli_progress *p);
 uint64_t cli_checkpoint_room(const cli_job *job, uint64_t step, uint64_t noted, uint64_t n);
 void cli_checkpoint_due(cli_job *job, ps_trainer *t, cli_progress *p, uint64_t step, bool now);
 void cli_checkpoint_end(cli_job *job, ps_trainer *t, cli_progress *p, bool wait);
+
+/* ---- an earlier run in the run directory (earlier.c) ----------------------------------------- */
+/* cli_earlier_check() - refuse a run directory with checkpoints or metrics of another run, unless
+ * --force is given. A run that goes on from a checkpoint there, or was asked to, is no other run.
+ * Exit code.
+ * cli_earlier_move() - the same again, with the directory locked; then move another run's files
+ * into RUN_DIR/earlier-N. Exit code.
+ * cli_leftovers_clear() - remove what kills have left in the run directory, and of --out.
+ * @locked: no other run writes there. */
+int cli_earlier_check(const cli_job *job);
+int cli_earlier_move(const cli_job *job, cli_progress *p);
+void cli_leftovers_clear(const cli_job *job, bool locked);
 
 /* ---- metrics.jsonl (metrics.c) --------------------------------------------------------------- */
 /* What the log and metrics.jsonl say of a step beside its own figures. docs/watch.md
@@ -549,6 +581,7 @@ struct cli_run_result {
   uint64_t n_stalls, n_planned_stalls;
   ps_throughput throughput;        /* zeros without a trace */
   bool interrupted, saved, failed; /* failed: the trainer stopped with an error */
+  bool beside; /* the model is not in --out, which has got another one meanwhile */
   char *metrics_path, *plan_path, *timeline_path;
   char *other_out; /* where the model was saved instead of --out */
   /* validations: how many, their seconds, the last one and the steps before it */
@@ -571,6 +604,8 @@ void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r);
 /* cli_summary_write() - write summary.json into the run directory and, with --json, to stdout. */
 void cli_summary_remove(const cli_job *job); /* that of an earlier run */
 int cli_summary_write(const cli_job *job, const cli_run_result *r);
+/* cli_summary_show() - print summary.json as it is or, without one, that of @r. Exit code. */
+int cli_summary_show(const cli_job *job, const cli_run_result *r);
 
 /* ---- subcommands: argv[0] is the subcommand -------------------------------------------------- */
 int cli_train(int argc, char **argv);

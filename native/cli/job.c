@@ -52,6 +52,8 @@ void cli_job_init(cli_job *job) {
 
 void cli_job_free(cli_job *job) {
   ps_plan_destroy(job->plan);
+  free(job->out_seen);
+  free(job->out_tried);
   free(job->checkpoints.newest);
   free(job->checkpoints.writing);
   free(job->data.item);
@@ -325,7 +327,8 @@ static const job_option job_options[] = {
     OPTION(TRAINING, out, .name = "out", .kind = CLI_TEXT, .value = "DIR",
            .help = "save the trained model into this directory (default: it is not saved)"),
     OPTION(TRAINING, force, .name = "force", .kind = CLI_FLAG,
-           .help = "replace a model that --out already has"),
+           .help = "replace a model that --out already has, and begin anew in a run directory that "
+                   "has another run, whose files move into its folder earlier-N"),
     OPTION(TRAINING, save_wait, .name = "save-wait", .kind = CLI_NUMBER, .value = "SECONDS",
            .most = 1e6,
            .help = "how long to try a failing save again without a terminal (default 600)"),
@@ -343,7 +346,7 @@ static const job_option job_options[] = {
                    "is stopped, into checkpoints/ of the run directory (default: never)"),
     OPTION(TRAINING, keep, .name = "keep", .table = "checkpoint", .kind = CLI_COUNT, .value = "K",
            .least = 1, .most = PS_MAX_STEPS,
-           .help = "how many of the newest checkpoints stay (default 2)"),
+           .help = "how many of the run's newest checkpoints stay (default 2)"),
     OPTION(TRAINING, resume, .name = "resume", .table = "checkpoint", .kind = CLI_TEXT,
            .value = "WHAT",
            .help = "go on from a checkpoint: its directory; or latest, the newest whole one of the "

@@ -12,15 +12,6 @@
 
 /* ---- before the run -------------------------------------------------------------------------- */
 
-/* @name is a file of a model. So is .penstock-new, which a save that was cut off leaves. */
-static bool is_model_file(const char *name) {
-  size_t n = strlen(name);
-  return strcmp(name, "config.json") == 0 || strcmp(name, ".penstock-new") == 0 ||
-         strstr(name, ".safetensors.index.json") ||
-         (n > strlen(".safetensors") &&
-          strcmp(name + n - strlen(".safetensors"), ".safetensors") == 0);
-}
-
 int cli_out_check_empty(const cli_job *job, const char *path) {
   if (job->force)
     return CLI_OK;
@@ -35,7 +26,7 @@ int cli_out_check_empty(const cli_job *job, const char *path) {
     failed = e ? 0 : errno;
     if (!e)
       break;
-    if (is_model_file(e->d_name))
+    if (cli_is_model_file(e->d_name))
       code = cli_fail(
           CLI_REFUSED,
           "--out %s already has a model (%s): give another directory, or replace it with --force",
@@ -46,67 +37,6 @@ int cli_out_check_empty(const cli_job *job, const char *path) {
   return failed ? cli_fail(CLI_REFUSED, "--out %s cannot be listed, and may have a model: %s", path,
                            strerror(failed))
                 : code;
-}
-
-/* ---- the model that a run has saved before --------------------------------------------------- */
-
-static int select_model_file(const struct dirent *e) { return is_model_file(e->d_name); }
-
-/* What is in @out now: its path, and name, bytes and time of each file of the model. The caller
- * frees it; NULL: there is no model, or it cannot be told. */
-static char *describe_model(const char *out) {
-  char *path = realpath(out, NULL), *text = NULL;
-  struct dirent **entry = NULL;
-  size_t bytes;
-  int n = path ? scandir(path, &entry, select_model_file, alphasort) : -1;
-  FILE *f = n > 0 ? open_memstream(&text, &bytes) : NULL;
-  bool whole = f && fputs(path, f) >= 0;
-  for (int i = 0; i < n; i++) {
-    char *file = cli_path_join(path, entry[i]->d_name);
-    struct stat st;
-    whole = whole && file && stat(file, &st) == 0 &&
-            fprintf(f, "\n%s %lld bytes %lld.%09ld", entry[i]->d_name, (long long)st.st_size,
-                    (long long)st.st_mtim.tv_sec, st.st_mtim.tv_nsec) > 0;
-    free(file);
-    free(entry[i]);
-  }
-  free(entry);
-  free(path);
-  if (f && fclose(f) == 0 && whole)
-    return text;
-  free(text);
-  return NULL;
-}
-
-static char *note_path(const cli_job *job) {
-  return cli_path_join(job->run_dir, "saved-model.txt");
-}
-
-/* Notes what was saved, where the run has checkpoints to go on from. Without the note the model is
- * only kept more carefully. */
-static void note_model(const cli_job *job) {
-  char *folder = cli_path_join(job->run_dir, "checkpoints"), *path = note_path(job),
-       *text = describe_model(job->out);
-  if (folder && access(folder, F_OK) == 0 && path && text)
-    (void)cli_file_replace(path, text, NULL);
-  free(folder);
-  free(path);
-  free(text);
-}
-
-bool cli_out_is_own(const cli_job *job) {
-  char *path = note_path(job), *text = describe_model(job->out);
-  const size_t bytes = text ? strlen(text) : 0;
-  char *noted = malloc(bytes + 2);
-  FILE *f = path && text && noted ? fopen(path, "rb") : NULL;
-  const bool own = f && fread(noted, 1, bytes + 2, f) == bytes + 1 && noted[bytes] == '\n' &&
-                   memcmp(noted, text, bytes) == 0;
-  if (f)
-    fclose(f);
-  free(noted);
-  free(path);
-  free(text);
-  return own;
 }
 
 /* ---- room ------------------------------------------------------------------------------------ */
@@ -184,6 +114,18 @@ static bool read_line(char *line, size_t room, int asked, bool *stop) {
 
 typedef enum answer { TRY_AGAIN, GIVE_UP, NO_ANSWER } answer;
 
+/* @path, which this takes, is --out from now on. False: out of memory. */
+static bool save_elsewhere(cli_job *job, cli_run_result *r, char *path) {
+  if (!path)
+    return false;
+  free(r->other_out);
+  free(job->out_seen);
+  free(job->out_tried);
+  job->out_seen = job->out_tried = NULL;
+  job->out = r->other_out = path;
+  return true;
+}
+
 static answer ask(cli_job *job, cli_run_result *r) {
   char line[4096];
   bool stop = false;
@@ -201,25 +143,83 @@ static answer ask(cli_job *job, cli_run_result *r) {
       return TRY_AGAIN;
     if (cli_out_check(job, line) != CLI_OK || cli_out_check_empty(job, line) != CLI_OK)
       continue;
-    free(r->other_out);
-    if (!(r->other_out = strdup(line)))
+    if (!save_elsewhere(job, r, strdup(line)))
       return GIVE_UP;
-    job->out = r->other_out;
-    return TRY_AGAIN;
+    if (cli_out_note_seen(job) == CLI_OK)
+      return TRY_AGAIN;
   }
 }
 
-/* Save. @aloud: print why it failed. */
-static ps_status save_once(const cli_job *job, ps_trainer *t, bool aloud) {
+/* What stands between a model that is whole and its place in --out. */
+typedef struct placing {
+  cli_job *job;
+  uint64_t step;
+  bool other; /* --out has a model that was not there when the run began */
+} placing;
+
+static ps_status may_place(void *user, const char *from, const char *dir) {
+  placing *p = user;
+  if (cli_out_is_other(p->job, dir, &p->other))
+    return PS_EIO;
+  if (p->other)
+    return PS_EBUSY;
+  cli_out_note(p->job, from, dir, p->step);
+  return PS_OK;
+}
+
+/* Save. @aloud: print why it failed. *other: --out has another model by now, and nothing else is
+ * wrong. */
+static ps_status save_once(cli_job *job, ps_trainer *t, uint64_t step, bool aloud, bool *other) {
+  placing p = {.job = job, .step = step};
   const int failed = cli_folder_make_parent(job->out);
+  ps_status st = failed ? PS_EIO : PS_OK;
+  if (!failed && cli_out_is_other(job, job->out, &p.other) == 0 && p.other)
+    st = PS_EBUSY; /* before all is written */
   cli_saving(CLI_SAVES_MODEL);
-  const ps_status st = failed ? PS_EIO : ps_trainer_save(t, job->out, (ps_dtype)job->save_dtype);
+  if (st == PS_OK)
+    st = ps_trainer_save_when(t, job->out, (ps_dtype)job->save_dtype, may_place, &p);
   cli_saving(CLI_SAVES_NOTHING);
+  *other = p.other;
   if (failed && aloud)
     cli_fail(CLI_FAILED, "%s cannot be made: %s", job->out, strerror(failed));
-  else if (st != PS_OK && aloud)
+  else if (st != PS_OK && aloud && !p.other)
     cli_fail_status(st, false);
   return st;
+}
+
+/* The first of OUT-2, OUT-3, ... that is free. The caller frees it; NULL: out of memory. */
+static char *free_path_beside(const char *out) {
+  struct stat sb;
+  char *path = strdup(out), *end, *beside = NULL;
+  for (end = path ? path + strlen(path) : NULL; end && end > path + 1 && end[-1] == '/'; end--)
+    end[-1] = 0;
+  const char *slash = path ? strrchr(path, '/') : NULL, *name = slash ? slash + 1 : path;
+  if (path && (strcmp(name, ".") == 0 || strcmp(name, "..") == 0)) {
+    char *real = realpath(path, NULL);
+    free(path);
+    path = real;
+  }
+  const size_t bytes = path ? strlen(path) + 16 : 0;
+  if (path && (beside = malloc(bytes)))
+    for (unsigned n = 2; snprintf(beside, bytes, "%s-%u", path, n), lstat(beside, &sb) == 0; n++)
+      continue;
+  free(path);
+  return beside;
+}
+
+/* Another run has saved its model into --out meanwhile: neither may be lost. */
+static bool save_beside(cli_job *job, cli_run_result *r) {
+  char *path = free_path_beside(job->out);
+  if (!path) {
+    cli_fail(CLI_FAILED, "out of memory");
+    return false;
+  }
+  cli_fail(CLI_FAILED,
+           "--out %s has a model that was not there when this run began: it stays, and this run's "
+           "model is saved in %s",
+           job->out, path);
+  r->beside = true;
+  return save_elsewhere(job, r, path);
 }
 
 int cli_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r) {
@@ -231,12 +231,13 @@ int cli_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r) {
                     r->failed ? "as the error left the model " : "",
                     (unsigned long long)(job->first_step + r->n_done));
   for (;;) {
-    const ps_status st = save_once(job, t, asking || !until);
+    bool other;
+    const ps_status st = save_once(job, t, job->first_step + r->n_done, asking || !until, &other);
     r->saved = st == PS_OK;
-    if (r->saved) {
-      note_model(job);
+    if (r->saved)
       return CLI_OK;
-    }
+    if (other && save_beside(job, r))
+      continue;
     if (st != PS_EIO)
       return CLI_FAILED;
     const answer said = asking ? ask(job, r) : NO_ANSWER;

@@ -205,8 +205,10 @@ void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r) {
   if (plan->n_devices > 1)
     fprintf(out, " on %u devices", plan->n_devices);
   fprintf(out, ": %.0f tok/s\n", r->wall_s > 0 ? (double)r->tokens / r->wall_s : 0);
-  fprintf(out, "loss            %.4f in the first step, %.4f in the last ", r->loss_first, loss);
-  fprintf(out, n > 1 ? "%" PRIu64 " (mean)\n" : "step\n", n);
+  if (r->n_done) {
+    fprintf(out, "loss            %.4f in the first step, %.4f in the last ", r->loss_first, loss);
+    fprintf(out, n > 1 ? "%" PRIu64 " (mean)\n" : "step\n", n);
+  }
   cli_val_summary_print(out, r);
   cli_samples_summary_print(out, job, r->wall_s);
   if (r->n_skipped)
@@ -252,11 +254,12 @@ static void summary_json(FILE *out, const cli_job *job, const cli_run_result *r)
   cli_json_bool(&j, "interrupted", r->interrupted);
   cli_json_count(&j, "tokens", r->tokens);
   cli_json_number(&j, "wall_s", r->wall_s);
-  cli_json_number(&j, "loss_first", r->loss_first);
+  cli_json_number(&j, "loss_first", r->n_done ? r->loss_first : NAN);
   cli_json_number(&j, "loss_last",
-                  r->n_done ? r->loss_recent[(r->n_done - 1) % CLI_RECENT_LOSSES] : 0);
+                  r->n_done ? r->loss_recent[(r->n_done - 1) % CLI_RECENT_LOSSES] : NAN);
   uint64_t n;
-  const double mean = mean_loss(r, &n);
+  const double mean = r->n_done ? mean_loss(r, &n) : NAN;
+  n = r->n_done ? n : 0;
   cli_json_number(&j, "loss_mean_last", mean);
   cli_json_count(&j, "loss_mean_steps", n);
   cli_val_summary_json(&j, r);
@@ -287,8 +290,10 @@ static void summary_json(FILE *out, const cli_job *job, const cli_run_result *r)
   cli_json_number(&j, "d2h_bytes_per_s", r->throughput.d2h_bytes_per_s);
   cli_json_number(&j, "update_bytes_per_s", r->throughput.update_bytes_per_s);
   cli_json_close(&j, '}');
-  cli_json_text(&j, "metrics", r->metrics_path);
-  cli_json_text(&j, "plan", r->plan_path);
+  if (r->metrics_path)
+    cli_json_text(&j, "metrics", r->metrics_path);
+  if (r->plan_path)
+    cli_json_text(&j, "plan", r->plan_path);
   if (r->timeline_path)
     cli_json_text(&j, "timeline", r->timeline_path);
   if (r->saved)
@@ -321,4 +326,18 @@ int cli_summary_write(const cli_job *job, const cli_run_result *r) {
   free(text);
   free(path);
   return code;
+}
+
+int cli_summary_show(const cli_job *job, const cli_run_result *r) {
+  char buffer[4096], *path = cli_path_join(job->run_dir, "summary.json");
+  FILE *f = path ? fopen(path, "rb") : NULL;
+  free(path);
+  if (!f) {
+    summary_json(stdout, job, r);
+    return CLI_OK;
+  }
+  for (size_t n; (n = fread(buffer, 1, sizeof buffer, f)) > 0;)
+    fwrite(buffer, 1, n, stdout);
+  fclose(f);
+  return CLI_OK;
 }

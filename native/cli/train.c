@@ -88,9 +88,26 @@ static int check_outputs(const cli_job *job) {
 }
 
 /* A run that goes on from its newest checkpoint replaces the model that it saved before. */
-static bool replaces_own_model(const cli_job *job, const ps_checkpoint *from) {
-  return from && (strcmp(job->resume, "auto") == 0 || strcmp(job->resume, "latest") == 0) &&
-         cli_out_is_own(job);
+static int check_out_model(cli_job *job, const ps_checkpoint *from) {
+  cli_saved_model own;
+  if (!job->out)
+    return CLI_OK;
+  const int code = cli_out_note_seen(job);
+  if (code != CLI_OK ||
+      (from && (strcmp(job->resume, "auto") == 0 || strcmp(job->resume, "latest") == 0) &&
+       cli_out_is_own(job, &own)))
+    return code;
+  return cli_out_check_empty(job, job->out);
+}
+
+/* The checkpoint that the run goes on from leaves no step to train, and --out has its model. */
+static bool is_finished(const cli_job *job) {
+  static const char *const dtypes[] = {[PS_F32] = "fp32", [PS_BF16] = "bf16"};
+  cli_saved_model m;
+  if (!job->checkpoints.newest || !job->steps || job->first_step != job->steps)
+    return false;
+  return !job->out || (cli_out_is_own(job, &m) && m.step == job->steps &&
+                       strcmp(m.dtype, dtypes[job->save_dtype]) == 0);
 }
 
 int cli_open_data(cli_job *job, ps_dataset **out) {
@@ -150,19 +167,28 @@ ps_train_config cli_train_config(const cli_job *job, ps_dataset *ds, ps_dataset 
 
 /* ---- output files ---------------------------------------------------------------------------- */
 
-/* Makes and locks the run directory; writes plan.json, run.toml and a metrics.jsonl with the steps
- * before this run, of which a new run has none; removes an earlier run's summary. */
-static int open_outputs(cli_job *job, cli_run_result *r, FILE **metrics, int *lock) {
+/* Makes and locks the run directory, and moves another run's files aside. Where steps are left,
+ * writes plan.json, run.toml and a metrics.jsonl with the steps before this run, of which a new run
+ * has none; removes the summary of the steps before. */
+static int open_outputs(cli_job *job, cli_progress *p, cli_run_result *r, FILE **metrics,
+                        int *lock) {
   int failed = cli_folder_make(job->run_dir);
   if (failed)
     return cli_fail(CLI_FAILED, "%s cannot be made: %s", job->run_dir, strerror(failed));
   int code = cli_run_lock(job->run_dir, true, lock);
+  if (code == CLI_OK)
+    code = cli_earlier_move(job, p);
   if (code != CLI_OK)
+    return code;
+  cli_leftovers_clear(job, true);
+  if (job->out && cli_out_seen_pending(job) && (code = cli_out_note_seen(job)) != CLI_OK)
     return code;
   r->metrics_path = cli_path_join(job->run_dir, "metrics.jsonl");
   r->plan_path = cli_path_join(job->run_dir, "plan.json");
   if (!r->metrics_path || !r->plan_path)
     return cli_fail(CLI_FAILED, "out of memory");
+  if (!r->n_wanted)
+    return CLI_OK;
   cli_summary_remove(job);
   code = cli_file_replace(r->plan_path, ps_plan_json(job->plan), NULL);
   if (code == CLI_OK)
@@ -402,6 +428,30 @@ static int report_trace(const cli_job *job, ps_trainer *t, cli_run_result *r) {
   return st == PS_OK ? CLI_OK : cli_fail_status(st, false);
 }
 
+static void say_finished(const cli_job *job, cli_progress *p) {
+  cli_progress_note(p, "all %llu steps are done, and nothing is changed",
+                    (unsigned long long)job->steps);
+}
+
+/* The run of a training whose steps are all done: its model may not be saved yet. The files of the
+ * run stay as they are. */
+static int save_alone(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r) {
+  int code = CLI_OK;
+  atomic_store(&running, NULL);
+  if (!job->out || is_finished(job))
+    say_finished(job, p);
+  else {
+    cli_progress_note(p, "all %llu steps are done: the model alone is saved",
+                      (unsigned long long)job->steps);
+    code = cli_save(job, t, p, r);
+  }
+  if (code == CLI_OK && job->json)
+    code = cli_summary_show(job, r);
+  if (code == CLI_OK && cli_interrupts())
+    return CLI_INTERRUPTED;
+  return code == CLI_OK && r->beside ? CLI_FAILED : code;
+}
+
 static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r,
                         int *lock) {
   FILE *metrics = NULL;
@@ -419,9 +469,11 @@ static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_re
   atomic_store(&nothing_written, false);
   atomic_store(&running, t);
   const bool writes = job->task.rank == 0;
-  int code = writes ? open_outputs(job, r, &metrics, lock) : CLI_OK;
+  int code = writes ? open_outputs(job, p, r, &metrics, lock) : CLI_OK;
   if (code != CLI_OK)
     return code;
+  if (writes && !r->n_wanted)
+    return save_alone(job, t, p, r);
   double started = p->started_s = cli_now_s();
   job->checkpoints.due_s = started + job->checkpoint_every.seconds;
   code = run_steps(job, t, p, metrics, r);
@@ -441,7 +493,9 @@ static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_re
     cli_summary_print(stdout, job, r);
   if (code == CLI_OK && writes)
     code = cli_summary_write(job, r);
-  return code == CLI_OK && r->interrupted ? CLI_INTERRUPTED : code;
+  if (code == CLI_OK && r->interrupted)
+    return CLI_INTERRUPTED;
+  return code == CLI_OK && r->beside ? CLI_FAILED : code;
 }
 
 /* Prints the plan before memory is reserved and weights are loaded, which may take minutes. */
@@ -479,6 +533,8 @@ static void on_progress(void *user, const char *what, uint64_t done_bytes, uint6
   cli_progress_load(o->p, what, done_bytes, total_bytes);
 }
 
+enum { FINISHED = -1 }; /* of train(): nothing is left to do */
+
 static int train(cli_job *job, ps_checkpoint **from, int *lock) {
   ps_dataset *ds = NULL, *val = NULL;
   ps_status st;
@@ -499,12 +555,16 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
   if (code == CLI_OK)
     code = cli_open_data(job, &ds);
   if (code == CLI_OK && job->resume) {
-    cli_warnings(!job->quiet);
+    cli_warnings(true); /* also with --quiet: a damaged checkpoint is passed over */
     code = cli_resume_open(job, from);
     cli_warnings(false); /* the settings are checked twice, and their warnings printed once */
   }
-  if (code == CLI_OK && first && job->out && !replaces_own_model(job, *from))
-    code = cli_out_check_empty(job, job->out);
+  if (code == CLI_OK && !job->hosts && is_finished(job))
+    code = FINISHED;
+  if (code == CLI_OK && first)
+    code = check_out_model(job, *from);
+  if (code == CLI_OK && first)
+    code = cli_earlier_check(job);
   if (code == CLI_OK && first)
     code = cli_val_open(job, ds, &val);
   if (code == CLI_OK)
@@ -531,7 +591,8 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     job->steps += !job->steps;
     job->steps = job->steps < job->first_step ? job->first_step : job->steps;
   }
-  if ((code = cli_profile_check(job)) != CLI_OK) {
+  code = !job->hosts && is_finished(job) ? FINISHED : cli_profile_check(job);
+  if (code != CLI_OK) {
     ps_dataset_close(ds);
     ps_dataset_close(val);
     return code;
@@ -576,11 +637,24 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
   return code;
 }
 
+/* Of a training that has ended. */
+static int end_finished(const cli_job *job, bool locked) {
+  cli_progress p;
+  const cli_run_result r = {.saved = job->out != NULL};
+  cli_progress_begin(&p, job);
+  cli_leftovers_clear(job, locked);
+  say_finished(job, &p);
+  return job->json ? cli_summary_show(job, &r) : CLI_OK;
+}
+
 int cli_train_job(cli_job *job) {
   int lock = -1;
   const char *run_dir = job->run_dir = job->run_dir ? job->run_dir : job->out ? job->out : ".";
   ps_checkpoint *from = NULL;
-  const int code = cli_task_end(job, train(job, &from, &lock));
+  int code = train(job, &from, &lock);
+  if (code == FINISHED)
+    code = end_finished(job, lock >= 0);
+  code = cli_task_end(job, code);
   ps_checkpoint_close(from);
   cli_run_unlock(run_dir, lock);
   return code;

@@ -22,6 +22,9 @@ _COUNTS = {"step", "total_steps", "samples", "tokens", "valid_tokens", "consumed
     *("consumed_tokens", "n_skipped", "val_tokens", "val_valid_tokens"),
     *("device_peak_bytes", "host_peak_bytes", "host_arena_peak_bytes", "n_gpus_read"),
 }
+# all that a training writes into its run directory
+_FILES = ("checkpoints", "metrics.jsonl", "samples.jsonl", "plan.json", "run.toml", "summary.json")
+_FILES += ("saved-model.txt", "timeline.json")
 _LAST_SECOND = 253402300799  # of the year 9999
 
 
@@ -341,23 +344,48 @@ class RunLog:
             log.write(metrics)
 
     Of a resumed trainer the lines of the steps before it stay. DataError: another process writes
-    the directory."""
+    the directory, or it has the metrics of another training. With force those files move into
+    its folder earlier-N."""
 
-    def __init__(self, folder, trainer):
+    def __init__(self, folder, trainer, force: bool = False):
         self.path = Path(folder)
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock_path = self.path / ".penstock.lock"
         self._lock = self._locked()
         try:
+            if not trainer._first_step:
+                self._begin_anew(force)
             self._open(trainer)
         except BaseException:
             self._unlock()
             raise
 
+    def _begin_anew(self, force: bool) -> None:
+        """Refuse another training's metrics, or move its files aside, as native/cli/earlier.c."""
+        metrics = self.path / "metrics.jsonl"
+        if not metrics.exists() or not metrics.stat().st_size:
+            return
+        if not force:
+            raise DataError(
+                f"{self.path} has metrics of another training: go on from its checkpoint with "
+                "Trainer.resume(), give another folder, or force=True, which moves its files into "
+                "a folder earlier-N there"
+            )
+        numbers = (n for n in range(1, 100000) if not (self.path / f"earlier-{n}").exists())
+        earlier = self.path / f"earlier-{next(numbers)}"
+        earlier.mkdir()
+        for name in _FILES:
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(self.path / name, earlier / name)
+
     def _open(self, trainer) -> None:
         self._plan, self._total = trainer.plan.json(), trainer.total_steps
         self._started, self._first_step = time.monotonic(), trainer._first_step
         path, part = self.path / "metrics.jsonl", self.path / "metrics.jsonl.part"
+        if 0 < self._total <= self._first_step and path.exists():  # all is done: nothing changes
+            self._samples = self._tokens = 0
+            self._file = open(path, "a", encoding="utf-8")
+            return
         kept = self._before(path, trainer._first_step)
         with open(part, "w", encoding="utf-8") as file:
             file.writelines(kept)

@@ -7,6 +7,7 @@
  *                       what it writes
  *   DISK_SHIM_FAIL      the Nth call fails, 0: none; only calls on files below DISK_SHIM_UNDER
  *                       count
+ *   DISK_SHIM_KILL      instead: the process is killed at the Nth call that changes something
  *   DISK_SHIM_ERRNO     what it fails with, 0: ENOSPC where it writes, else EIO
  *   DISK_SHIM_LOG       a file that gets a line a call: its name and its file */
 #include <dirent.h>
@@ -49,7 +50,9 @@ static const char *under;
 static int given_error, log_fd = -1;
 
 __attribute__((constructor)) static void arm_by_environment(void) {
-  const char *nth_text = getenv("DISK_SHIM_FAIL"), *error = getenv("DISK_SHIM_ERRNO");
+  const char *kill_text = getenv("DISK_SHIM_KILL");
+  const char *nth_text = kill_text ? kill_text : getenv("DISK_SHIM_FAIL"),
+             *error = getenv("DISK_SHIM_ERRNO");
   const char *log = getenv("DISK_SHIM_LOG");
   if (!nth_text)
     return;
@@ -58,7 +61,7 @@ __attribute__((constructor)) static void arm_by_environment(void) {
   if (log)
     log_fd =
         (int)syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
-  disk_shim_arm(FAIL, atol(nth_text));
+  disk_shim_arm(kill_text ? KILL : FAIL, atol(nth_text));
 }
 
 /* The file of a call by descriptor, by name, or by a name below a descriptor. */
