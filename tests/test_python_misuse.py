@@ -401,6 +401,29 @@ home = engine()
 for region in (Region(0, 2**21 - 8, 4), Region(0, -4, 4), Region(0, 2**62, 4), Region(0, 0, 2**62, "i1"), Region(0, 0, (-1, -4)), Region(1, 0, 4)):
     refused(lambda: home.array(region), "lies outside its space of" if region.shape != (-1, -4) else "negative", ValueError)
 """,
+    "Ctrl-C while a run with steps in flight is waited for, closed and left": """
+def interrupted(use):
+    run = run_of(lambda step, x: time.sleep(0.002))
+    run.submit(10**6)
+    timer = threading.Timer(0.1, signal.raise_signal, (signal.SIGINT,))
+    timer.start()
+    try:
+        use(run)
+    except KeyboardInterrupt:
+        timer.join()
+        return run
+    raise AssertionError("no KeyboardInterrupt")
+def leave(run):
+    with run:
+        time.sleep(60)
+run = interrupted(lambda run: run.wait())
+assert run.steps_done < 10**6
+run.submit()  # it goes on
+refused(interrupted(lambda run: run.close()).submit, "the run is closed")
+refused(interrupted(leave).submit, "the run is closed")
+run.cancel()
+run.close()
+""",
     "a plan's schedule without a trainer": """
 made = plan()
 need = [made.schedule.space_bytes(i) for i in range(2)]

@@ -6,6 +6,8 @@ step. Steps overlap as far as hazards allow. See python/examples/dataflow.py;
 include/penstock/engine.h has the exact rules.
 """
 
+import os
+import time
 import weakref
 from dataclasses import dataclass
 from math import prod
@@ -279,6 +281,20 @@ class _RunHandle(ActiveHandle):
         self.failures = []  # exceptions of its Python ops
         engine.run = weakref.ref(self)
 
+    def close(self) -> None:
+        """The library's own wait would let no signal handler run: this one waits first."""
+        if self._turn._is_owned() or self._process != os.getpid() or lib.ps_op_engine():
+            return super().close()
+        try:
+            with self.turn():
+                while self._box and not self._at_rest(self._box[0]):
+                    time.sleep(0.002)
+        except BaseException:
+            self.cancel()
+            super().close()
+            raise
+        super().close()
+
 
 class Program(Owner):
     """One step's ops in program order, over `n_spaces` spaces and `n_streams` streams."""
@@ -530,10 +546,19 @@ class Run(Owner):
     def wait(self, n_steps: int | None = None) -> None:
         """Wait until n_steps steps, counted from the run's start, are complete; by default all that
         were submitted. Raises the run's first error; of a Python op this is the op's own exception.
-        StateError: called inside an op."""
+        StateError: called inside an op. Ctrl-C ends the wait after a step, and the run goes on."""
         with self._handle.turn():
             n = self._submitted if n_steps is None else _count("n_steps", n_steps)
+            self._wait_in_parts(min(n, self._submitted))
             self._check(lib.ps_run_wait(self._handle.ptr, n))
+
+    def _wait_in_parts(self, n: int) -> None:
+        """Wait for most of n steps, some 0.1 s at a time, between which signal handlers run."""
+        at, part = lib.ps_run_steps_done(self._handle.ptr), 1
+        while at + part < n:
+            at, began = at + part, time.monotonic()
+            self._check(lib.ps_run_wait(self._handle.ptr, at))
+            part = part * 2 if time.monotonic() - began < 0.05 else 1
 
     def _check(self, status: int) -> None:
         if (
@@ -565,7 +590,8 @@ class Run(Owner):
         return read_trace(lib.ps_run_trace, self._handle)
 
     def close(self) -> None:
-        """Wait for the steps in flight, and release the run. Its engine can then be closed.
+        """Wait for the steps in flight, and release the run. Its engine can then be closed. Ctrl-C
+        cancels the run, and so does a KeyboardInterrupt that leaves its `with` block.
         StateError: called inside an op of the run."""
         self._handle.close()
         self._handle.failures.clear()
@@ -573,5 +599,7 @@ class Run(Owner):
     def __enter__(self):
         return self
 
-    def __exit__(self, *exc):
+    def __exit__(self, kind, *exc):
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            self.cancel()
         self.close()
