@@ -424,14 +424,17 @@ refused(interrupted(leave).submit, "the run is closed")
 run.cancel()
 run.close()
 """,
-    "a plan's schedule without a trainer": """
+    "a plan's schedule on an engine that is not its trainer's": """
 made = plan()
 need = [made.schedule.space_bytes(i) for i in range(2)]
-run = Run(Engine([Space(need[0]), Space(need[1])], [Stream(str(i), scratch_bytes=1 << 20) for i in range(5)]), made.schedule)
-del made
-gc.collect()
-run.submit()
-refused(run.wait, "a plan's schedule runs under a trainer only")
+home = Engine([Space(need[0]), Space(need[1])], [Stream(str(i), scratch_bytes=1 << 20) for i in range(5)])
+def use():
+    run = Run(home, made.schedule)
+    run.submit()
+    run.wait()
+refused(use, "a plan's schedule runs under a trainer only")
+with Trainer(MODEL_DIR, made, SHARD):  # whose plan it is, on another engine
+    refused(use, "a plan's schedule runs under a trainer only")
 """,
 }
 EXITS = {"exit while ops run": 3, "exit by an exception while ops run, in a cycle": 1}

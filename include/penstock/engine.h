@@ -305,6 +305,7 @@ typedef struct ps_run_config {
  * An op may touch spaces of its stream's place and of hosts. On a stream of links it is a copy
  * along one of them.
  * Errors: PS_EBUSY: another run of the engine lives.
+ *         PS_ESTATE: the schedule is a plan's, which only the plan's trainer runs.
  *         PS_EINVAL: the schedule has one of these, which the message names:
  *           - more spaces or streams than the engine;
  *           - a range past a space's end, or an op that touches another place;

@@ -305,8 +305,8 @@ PS_API ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_co
 PS_API const char *ps_plan_text(ps_plan *plan);
 PS_API const char *ps_plan_json(ps_plan *plan);
 
-/* ps_plan_schedule() - the compiled step, to inspect, simulate and trace. Borrowed from the
- * plan. */
+/* ps_plan_schedule() - the compiled step, to inspect, simulate and trace. Borrowed from the plan.
+ * ps_run_create() refuses it: a trainer of the plan runs it. */
 PS_API ps_schedule *ps_plan_schedule(ps_plan *plan);
 /* ps_plan_stream_name() - of the schedule's streams: "compute", "h2d", "d2h" of each device, with
  * its number where there are several ("compute 1"); then "host", "io". Of several devices then

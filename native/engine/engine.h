@@ -89,6 +89,10 @@ ps_status ps__engine_read(ps_engine *engine, uint32_t space, uint64_t offset, vo
 ps_status ps__engine_write(ps_engine *engine, uint32_t space, uint64_t offset, const void *src,
                            uint64_t bytes);
 
+/* ps__run_create() - ps_run_create(), also of a plan's schedule: its trainer's engine runs it. */
+ps_status ps__run_create(ps_run **out, ps_engine *engine, ps_schedule *schedule,
+                         const ps_run_config *cfg);
+
 /* ps__run_pause() - wait until all submitted steps are done, and release the engine: another run
  * may be created, or go on. A paused run keeps its steps and its trace. It takes no steps, and
  * nothing of it runs. Errors: the run's sticky error; the run is then paused all the same.

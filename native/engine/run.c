@@ -127,8 +127,8 @@ static ps_status begin(ps_run *r) {
   return PS_OK;
 }
 
-ps_status ps_run_create(ps_run **out, ps_engine *engine, ps_schedule *schedule,
-                        const ps_run_config *cfg) {
+ps_status ps__run_create(ps_run **out, ps_engine *engine, ps_schedule *schedule,
+                         const ps_run_config *cfg) {
   PS_TRY(check_binding(engine, schedule, cfg));
   const ps__oplist *l = &schedule->list;
   void *memory; /* mapped: counters are aligned to cache lines */
@@ -161,6 +161,14 @@ ps_status ps_run_create(ps_run **out, ps_engine *engine, ps_schedule *schedule,
   engine->n_living++;
   *out = r;
   return PS_OK;
+}
+
+ps_status ps_run_create(ps_run **out, ps_engine *engine, ps_schedule *schedule,
+                        const ps_run_config *cfg) {
+  if (schedule->of_plan)
+    return ps__fail(PS_ESTATE, "run: a plan's schedule runs under a trainer only, on the trainer's "
+                               "own engine: make a trainer of the plan");
+  return ps__run_create(out, engine, schedule, cfg);
 }
 
 /* ---- stopping -----------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ struct ps_schedule {
   size_t n_waits;
   _Atomic uint32_t n_runs; /* runs that live */
   bool borrows;            /* list has a program's arrays */
+  bool of_plan; /* its host ops belong to a trainer, which runs it on its own engine alone */
 };
 
 /* ps__program_reserve() - room for so many ops, accesses and BYTES of arguments in all, where each

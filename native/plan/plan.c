@@ -1,6 +1,7 @@
 /* plan.c - a plan from its configuration: defaults, the search, the memory map of the run, the
  * report, and refusals in words. */
 #include "plan/plan_impl.h"
+#include "engine/schedule.h"
 #include "hardware/hardware_impl.h"
 #include "hosts/hosts.h"
 #include <string.h>
@@ -433,6 +434,8 @@ static ps_status compile_plan(ps_plan *p, const ps__search_result *r) {
   if (st == PS_OK)
     st = ps_schedule_compile(&p->schedule, program);
   ps_program_destroy(program);
+  if (st == PS_OK)
+    p->schedule->of_plan = true;
   if (st == PS_OK)
     st = ps__plan_ramp(p, true);
   if (st == PS_OK && p->cfg.val_tokens)

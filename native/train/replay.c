@@ -177,7 +177,7 @@ static ps_status begin(ps__replay *r) {
   ps_run *run = atomic_load(&r->run);
   if (run)
     return ps__run_go_on(run);
-  PS_TRY(ps_run_create(&run, r->t->engine, r->schedule, &cfg));
+  PS_TRY(ps__run_create(&run, r->t->engine, r->schedule, &cfg));
   atomic_store(&r->run, run);
   /* a cancel may have come before there was a run to stop */
   if (atomic_load(&r->t->cancelled))

@@ -15,7 +15,7 @@ static ps_status next_run(ps_trainer *t) {
   const ps_run_config cfg = ps__trainer_run_config(t, &size);
   ps_run *run = NULL;
   PS_TRY(ps__run_pause(t->run));
-  PS_TRY(ps_run_create(&run, t->engine, size.schedule, &cfg));
+  PS_TRY(ps__run_create(&run, t->engine, size.schedule, &cfg));
   t->size = size;
   t->run_first = t->n_started;
   t->past_run[t->n_past_runs++] = t->run;

@@ -226,7 +226,7 @@ static ps_status start_run(ps_trainer *t) {
   if (prologue) {
     st = ps_schedule_compile(&once, prologue);
     if (st == PS_OK)
-      st = ps_run_create(&run, t->engine, once, &untraced);
+      st = ps__run_create(&run, t->engine, once, &untraced);
     if (st == PS_OK)
       st = ps_run_submit(run, 1);
     if (st == PS_OK)
@@ -236,7 +236,7 @@ static ps_status start_run(ps_trainer *t) {
     ps_program_destroy(prologue);
   }
   if (st == PS_OK)
-    st = ps_run_create(&run, t->engine, t->size.schedule, &cfg);
+    st = ps__run_create(&run, t->engine, t->size.schedule, &cfg);
   if (st != PS_OK)
     return st;
   atomic_store(&t->run, run);

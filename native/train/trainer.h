@@ -117,7 +117,7 @@ ps_status ps__trainer_check_config(const ps_plan *plan, const ps_train_config *c
 ps_status ps__trainer_resolve_hypers(ps_train_config *c);
 
 /* Give submitted steps to the run, and to the run of the next size once the steps of the last one
- * are reported (stages.c). Errors: those of ps_run_create() and ps_run_submit().
+ * are reported (stages.c). Errors: those of ps__run_create() and ps_run_submit().
  * ps__trainer_run_wait() - wait until the first @n steps of the trainer are done. */
 ps_status ps__trainer_start_steps(ps_trainer *t);
 ps_status ps__trainer_run_wait(ps_trainer *t, uint64_t n);

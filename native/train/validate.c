@@ -71,7 +71,7 @@ static ps_status begin(ps_trainer *t) {
   const ps_run_config cfg = {.struct_bytes = sizeof cfg};
   if (run)
     return ps__run_go_on(run);
-  PS_TRY(ps_run_create(&run, t->engine, t->plan->val->schedule, &cfg));
+  PS_TRY(ps__run_create(&run, t->engine, t->plan->val->schedule, &cfg));
   atomic_store(&t->val.run, run);
   /* a cancel may have come before there was a run to stop */
   if (atomic_load(&t->cancelled))
