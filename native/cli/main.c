@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 /* The command is written in Python; python/penstock/__main__.py runs it. */
@@ -70,6 +71,18 @@ static void prepare_process(void) {
   signal(SIGXFSZ, SIG_IGN);
 }
 
+/* The limit is also the stack of each thread that a library starts. The largest frames have 40 KiB. */
+static int check_stack(void) {
+  enum { LEAST_KIB = 512 };
+  struct rlimit stack;
+  if (getrlimit(RLIMIT_STACK, &stack) != 0 || stack.rlim_cur >= LEAST_KIB << 10)
+    return CLI_OK;
+  return cli_fail(CLI_REFUSED,
+                  "the stack is limited to %llu KiB, and %d KiB are needed: run ulimit -s 8192 "
+                  "first",
+                  (unsigned long long)stack.rlim_cur >> 10, LEAST_KIB);
+}
+
 /* The command failed where its answer could not be written to stdout. */
 static int finish(int code) {
   errno = 0;
@@ -100,5 +113,6 @@ static int run(int argc, char **argv) {
 
 int main(int argc, char **argv) {
   prepare_process();
-  return finish(run(argc, argv));
+  const int code = check_stack();
+  return finish(code == CLI_OK ? run(argc, argv) : code);
 }
