@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from io import StringIO
 import pytest
 from conftest import BUILD, ROOT
 from penstock import Lora, ModelConfig, Plan, RunLog, Trainer, runs, watch
+from penstock.__main__ import IN_PYTHON
 from penstock.files import DataError
 from rich.console import Console
 
@@ -40,13 +42,17 @@ def command(name, *args, columns=140):
     return subprocess.CompletedProcess([name, *args], code, out.getvalue(), err.getvalue())
 
 
-def program(name, *args):
+def program(name, *args, first_path=ROOT):
     return subprocess.run(
         [sys.executable, "-m", "penstock", name, *map(str, args)],
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "python"), "PENSTOCK_BUILD": str(BUILD)},
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{first_path}:{ROOT / 'python'}",
+            "PENSTOCK_BUILD": str(BUILD),
+        },
     )
 
 
@@ -664,6 +670,14 @@ def test_wandb_itself_takes_what_log_writes(run):
     assert program("log", run, "--wandb").stdout.startswith("0 steps written")
 
 
+@pytest.mark.parametrize("name", sorted({*IN_PYTHON} - {"log"}))  # log imports none of these
+def test_ctrl_c_while_modules_are_imported_is_no_traceback(name, tmp_path):
+    for module in ("numpy", "cffi", "rich", "jinja2"):
+        (tmp_path / f"{module}.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)")
+    done = program(name, "--help", first_path=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
 @pytest.mark.parametrize("name", ["watch", "report", "log"])
 def test_the_package_has_the_command(name):
     done = program(name, "--none")
@@ -702,14 +716,48 @@ def test_a_run_that_is_none_is_refused_in_one_sentence(name, run, tmp_path):
     assert sorted(p.name for p in run.iterdir()) == ["metrics.jsonl", "plan.json"]
 
 
+def places(value, path=()):
+    """Where the values of an object lie, of a list the first one's."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:1])
+    for key, item in inner:
+        yield (*path, key)
+        if isinstance(item, (dict, list)):
+            yield from places(item, (*path, key))
+
+
+@pytest.mark.parametrize("name", ["plan.json", "summary.json"])
+def test_no_value_of_a_run_is_a_traceback(name, report, run, monkeypatch):
+    """Each value is a text, and a number without a size: refused in one sentence, or not read."""
+    monkeypatch.setattr("penstock.report._svg", lambda draw, height: "")
+    table = (
+        "--recipe-table" if name == "plan.json" else f"--output={run}/again.html"
+    )  # the table reads no summary
+    text = (run / name).read_text()
+    for path in places(json.loads(text)):
+        for junk in ("x", 10**400):
+            value = inner = json.loads(text)
+            for key in path[:-1]:
+                inner = inner[key]
+            inner[path[-1]] = junk
+            (run / name).write_text(json.dumps(value))
+            for words in (["watch", run, "--once"], ["report", run], ["report", run, table]):
+                done = command(*words)
+                if done.returncode or junk != "x" or path[-1] in ("seq_len", "busy", "elements"):
+                    refused(done, rf"{name}: .* needed|{name}: .* large|lacks a part")
+
+
 def test_what_a_report_cannot_show_or_write_is_refused(run):
     refused(command("report", run, "-o", run), "is a directory")
     refused(command("report", run, "-o", run / "none/report.html"), "there is no directory .*none")
     (run / "plan.json").write_text('{"predicted_step_s": 1}')
     refused(command("report", run), "lacks a part")
-    (run / "summary.json").write_text('{"streams": 7}')
-    for name, *more in (["report"], ["watch", "--once"]):
-        refused(command(name, run, *more), "lacks a part")
+    for text, says in (
+        ('{"streams": 7}', "streams is '7', and a list"),
+        ('{"streams": []}', "part"),
+    ):
+        (run / "summary.json").write_text(text)
+        for name, *more in (["report"], ["watch", "--once"]):
+            refused(command(name, run, *more), says)
     put(run, [])
     refused(command("report", run), "has completed no step")
 

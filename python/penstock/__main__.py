@@ -2,10 +2,9 @@
 package's library, but for the commands that are written in Python."""
 
 import os
+import signal
 import sys
 from importlib import import_module
-
-from ._lib import program_path
 
 # each a module with main(argv), which returns the exit code
 IN_PYTHON = ("compare", "data", "export", "generate", "log", "merge", "report", "watch")
@@ -27,8 +26,14 @@ def _may_have_prompts(words) -> bool:
 
 
 def main():
+    # Ctrl-C while modules are imported ends the process as it ends any program, without a
+    # traceback: command.run() takes over.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if _in_python(sys.argv[1:]):
         sys.exit(import_module(f"penstock.{sys.argv[1]}").main(sys.argv[2:]))
+    from ._lib import program_path
+
     try:
         program = program_path()
     except FileNotFoundError as missing:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from .errors import BudgetError, FormatError, InvalidError, PenstockError
 from .files import DataError, rust_failure
@@ -87,6 +89,19 @@ def _stdout_failure() -> str | None:
     return None
 
 
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, also where it ends the process outside (__main__.py)."""
+    alone = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    if alone:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if alone:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def run(
     name: str, function: Callable[[], int], stopped: str = "stopped; nothing was written"
 ) -> int:
@@ -96,7 +111,7 @@ def run(
     if hasattr(sys.stdout, "reconfigure"):  # a character that stdout has not is no error
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with printable_streams():
+        with printable_streams(), _interruptible():
             code = function()
     except (DataError, InvalidError, FormatError, BudgetError) as e:
         code, message = REFUSED, str(e)

@@ -39,6 +39,7 @@ def numbers(objects: list[dict], key: str, source) -> list[float]:
             key not in o
             or isinstance(o[key], bool)
             or not isinstance(o[key], (int, float, type(None)))
+            or (o[key] is not None and not abs(o[key]) < 2**1023)
         ):
             raise ValueError(
                 f"{source}: line {i + 1} has no number {key}: this is no metrics.jsonl of penstock "
@@ -217,6 +218,8 @@ def main() -> int:
     except (OSError, ValueError) as exc:
         print(f"penstock.plot: {one_line(str(exc))}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

@@ -109,12 +109,46 @@ class Metrics:
         return value
 
 
+# What the commands read of plan.json and summary.json, whatever object it is in
+_NUMBERS = frozenset(
+    "predicted_step_s predicted_tokens_per_s seq_len tokens_per_step n_sequences n_rounds "
+    "chunks_per_round chunk_tokens n_hosts device_used_bytes device_mem_bytes host_used_bytes "
+    "host_mem_bytes n_threads elements busy wait seconds planned_seconds h2d_bytes_per_s "
+    "d2h_bytes_per_s update_bytes_per_s".split()
+)
+_TEXTS = frozenset("recipe optimizer bottleneck_stream name device_name stream for from".split())
+_OBJECTS = frozenset(("stream_busy_s", "hardware", "while_busy"))
+_LISTS = frozenset(("units", "layers", "streams", "stalls"))
+
+
+def _check_kinds(where: str, value, key: str = "", of: str = "") -> None:
+    """DataError: a value of a run's object, or one inside it, is of another kind than the commands
+    expect, or a number that is not finite. of: the key of the object that has it."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    for needed, fits, what in (
+        (key in _NUMBERS or of == "stream_busy_s", number, "a number"),
+        (key in _TEXTS, isinstance(value, str), "a text"),
+        (key in _OBJECTS, isinstance(value, dict), "an object"),
+        (key in _LISTS, isinstance(value, list), "a list"),
+    ):
+        if needed and not fits:
+            raise DataError(f"{where}: {key} is {str(value)[:40]!r}, and {what} is needed")
+    if number and not abs(value) < 2**1023:
+        raise DataError(f"{where}: {key} is not finite, or too large for a number")
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            _check_kinds(where, inner, name, key)
+    if isinstance(value, list):
+        for inner in value:
+            _check_kinds(where, inner)
+
+
 @contextlib.contextmanager
 def shown(run: RunDirectory) -> Iterator[None]:
     """What shows a run's files knows of their objects by the keys that it needs."""
     try:
         yield
-    except (KeyError, TypeError, AttributeError, ValueError) as exc:
+    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as exc:
         raise DataError(f"{run.path}: plan.json or summary.json lacks a part: {exc!r}") from exc
 
 
@@ -212,6 +246,7 @@ class RunDirectory:
             raise DataError(f"{path} is not JSON: {exc}") from exc
         if not isinstance(value, dict) or needed not in value:
             raise DataError(f"{path} has no {needed}: penstock train did not write it")
+        _check_kinds(str(path), value)
         return value
 
     def refresh(self) -> int | None:
