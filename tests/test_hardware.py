@@ -133,7 +133,7 @@ def test_every_field_is_in_the_file(tmp_path):
             entry.kv_rows, entry.packed, entry.found = entry.rows, 1, i % 2
     for i, entry in enumerate(hw.contention):
         entry.kinds = 4 + i % 8
-    hw.n_gpus = 2
+    hw.n_gpus, hw.other_work_percent = 2, 45
     for i, entry in enumerate(hw.gpus_contention):
         entry.kinds = (1, 2, 3, 5, 6, 7, 9, 10, 11)[i % 9]
         if entry.kinds < 4:

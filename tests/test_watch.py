@@ -459,6 +459,16 @@ def test_a_report_is_one_escaped_page_with_all_its_parts(report, run):
     assert "<td>GPU power, W</td>" in text and 'alt="GPU power, W"' in text
 
 
+def test_rates_that_were_measured_beside_other_work_are_said_to_be_too_low(run):
+    plan = json.loads((run / "plan.json").read_text())
+    plan["hardware"]["other_work_percent"] = 45
+    (run / "plan.json").write_text(json.dumps(plan))
+    says = "other work took 45% of the CPUs"
+    assert re.search(rf"rates +too low: {says}", command("watch", run, "--once").stdout)
+    assert command("report", run).returncode == 0
+    assert f"<td>rates</td><td>too low, as {says}" in (run / "report.html").read_text()
+
+
 def test_a_report_of_a_run_that_trains_a_part_says_so(run, tiny_model):
     model = ModelConfig.read(tiny_model)
     for options in ({"lora": Lora(4)}, {"frozen_layers": 2}):

@@ -154,7 +154,11 @@ typedef struct ps_hardware {
   /* CUDA: contention while n_gpus GPUs copy at once. An entry has the rates of each GPU; entries
    * without copies are in contention alone. n_gpus 0: not measured, and the copies of several GPUs
    * divide memory_bytes_per_s. */
-  uint32_t n_gpus, reserved;
+  uint32_t n_gpus;
+  /* Of the CPUs, what other processes took while the rates were measured, if more than a tenth; 0:
+   * less, or unknown. Rates are then too low: predicted times are too long, and MFU on a CPU, whose
+   * peak is one of the rates, is too high. */
+  uint32_t other_work_percent;
   ps_contention_rate gpus_contention[PS_MAX_CONTENTION_RATES];
   /* CUDA, at most 1: the speed of products and attention on n_gpus GPUs at once, over that on one
    * alone, beside copies both ways. It is that of the slowest GPU, for which a step waits. It is a

@@ -2,10 +2,8 @@
  * rank 0 keeps the network's rate, too. */
 #include "cli/cli.h"
 #include <ctype.h>
-#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 /* $XDG_CACHE_HOME/penstock or ~/.cache/penstock; NULL when there is neither. */
@@ -198,68 +196,26 @@ static int find_machine(ps_hardware *out, cli_device *d, bool quiet, uint32_t *b
   return st == PS_OK ? CLI_OK : cli_fail_status(st, true);
 }
 
-/* ---- is the machine idle? -------------------------------------------------------------------- */
-
-typedef struct cpu_use {
-  /* CPU seconds that were used on the CPUs of this process, by all processes and by this one */
-  double all_s, own_s;
-  double at_s;     /* the time of this reading */
-  uint32_t n_cpus; /* of this process; 0: the kernel does not say */
-} cpu_use;
-
-static cpu_use read_cpu_use(void) {
-  cpu_use u = {.at_s = cli_now_s()};
-  FILE *f = fopen("/proc/stat", "re");
-  cpu_set_t mine;
-  const bool known = sched_getaffinity(0, sizeof mine, &mine) == 0;
-  unsigned cpu;
-  unsigned long long t[8]; /* user, nice, system, idle, iowait, irq, softirq, steal: ticks */
-  char line[512];
-  while (f && fgets(line, sizeof line, f)) {
-    if (sscanf(line, "cpu%u %llu %llu %llu %llu %llu %llu %llu %llu", &cpu, &t[0], &t[1], &t[2],
-               &t[3], &t[4], &t[5], &t[6], &t[7]) != 9 ||
-        (known && !CPU_ISSET(cpu, &mine)))
-      continue;
-    u.all_s += (double)(t[0] + t[1] + t[2] + t[5] + t[6] + t[7]) / (double)sysconf(_SC_CLK_TCK);
-    u.n_cpus++;
-  }
-  if (f)
-    fclose(f);
-  struct rusage own;
-  getrusage(RUSAGE_SELF, &own);
-  u.own_s = (double)(own.ru_utime.tv_sec + own.ru_stime.tv_sec) +
-            (double)(own.ru_utime.tv_usec + own.ru_stime.tv_usec) * 1e-6;
-  return u;
-}
-
-/* Rates measured beside other work are too low. Predicted times are then too long. MFU on a CPU,
- * whose peak is one of the measured rates, is then too high. */
-static void warn_if_busy(const cpu_use *before) {
-  const double tolerated = 0.1; /* of the CPUs */
-  const cpu_use now = read_cpu_use();
-  const double others =
-      (now.all_s - before->all_s - (now.own_s - before->own_s)) / (now.at_s - before->at_s);
-  if (now.n_cpus && others > tolerated * now.n_cpus)
-    fprintf(
-        stderr,
-        "penstock: other work took %.1f of this machine's %u CPUs while it was measured: its rates "
-        "are too low, run penstock profile when it is idle\n",
-        others, now.n_cpus);
-}
-
 /* ---- measuring ------------------------------------------------------------------------------- */
+
+static void warn_of_other_work(const ps_hardware *hw) {
+  if (hw->other_work_percent)
+    fprintf(stderr,
+            "penstock: other work took %u%% of this machine's CPUs while it was measured: its "
+            "rates are too low, run penstock profile when it is idle\n",
+            hw->other_work_percent);
+}
 
 static ps_status measure(ps_hardware *out, const cli_device *d, uint32_t backend,
                          uint64_t device_bytes, uint64_t host_bytes, bool full, double seconds,
                          bool quiet, char **cached_at) {
   out->struct_bytes = sizeof *out;
   const uint32_t gpu = (uint32_t)d->gpu, threads = (uint32_t)d->threads;
-  const cpu_use before = read_cpu_use();
   const ps_status st =
       full ? ps_hardware_profile(out, backend, gpu, threads, host_bytes, seconds)
            : ps_hardware_measure(out, backend, gpu, threads, device_bytes, host_bytes, seconds);
   if (st == PS_OK && !quiet)
-    warn_if_busy(&before);
+    warn_of_other_work(out);
   if (st == PS_OK)
     *cached_at = cache_rates(out);
   return st;

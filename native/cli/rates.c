@@ -15,6 +15,11 @@ static void print_machine(FILE *out, const ps_hardware *hw) {
   fprintf(out, "%s, %u threads of %u CPUs, %s of memory (%s)\n", hw->name, hw->n_threads,
           hw->n_cpus, cli_bytes(memory, hw->host_memory_bytes),
           hw->measured ? "rates measured" : "rates estimated");
+  if (hw->other_work_percent)
+    fprintf(out,
+            "  other work took %u%% of the CPUs while the rates were measured: they are too low, "
+            "run penstock profile when the machine is idle\n",
+            hw->other_work_percent);
 }
 
 void cli_hardware_print(FILE *out, const ps_hardware *hw) {
@@ -238,6 +243,7 @@ void cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw) {
   cli_json_count(j, "n_threads", hw->n_threads);
   cli_json_count(j, "n_cpus", hw->n_cpus);
   cli_json_bool(j, "measured", hw->measured != 0);
+  cli_json_count(j, "other_work_percent", hw->other_work_percent);
   cli_json_count(j, "host_memory_bytes", hw->host_memory_bytes);
   cli_json_count(j, "device_memory_bytes", hw->device_memory_bytes);
   cli_json_count(j, "device_overhead_bytes", hw->device_overhead_bytes);

@@ -181,11 +181,15 @@ static void print_deviation(FILE *out, const cli_job *job, const cli_run_result 
   const cli_device *d = &job->device;
   if (r->n_done <= CLI_WARMUP_STEPS || fabs(ratio - 1) <= tolerated)
     return;
-  fprintf(out,
-          "                a step took %.0f%% %s time than predicted: unless other work ran at the "
-          "same time, measure this machine anew while it is idle:\n"
-          "                penstock profile",
-          100 * fabs(ratio - 1), ratio > 1 ? "more" : "less");
+  fprintf(out, "                a step took %.0f%% %s time than predicted: ", 100 * fabs(ratio - 1),
+          ratio > 1 ? "more" : "less");
+  if (job->hardware.other_work_percent)
+    fprintf(out, "other work took %u%% of the CPUs while this machine was measured, so ",
+            job->hardware.other_work_percent);
+  else
+    fprintf(out, "unless other work ran at the same time, ");
+  fprintf(out, "measure this machine anew while it is idle:\n"
+               "                penstock profile");
   if (d->backend != CLI_BACKEND_AUTO)
     fprintf(out, " --backend %s", cli_backends[d->backend]);
   if (d->gpu_given)

@@ -102,6 +102,7 @@ static const field fields[] = {
     COUNT(cublaslt_version, KEPT),
     COUNT(flash4_version, KEPT),
     WHOLE(ps_hardware, measured, PS_ESTIMATED, PS_MEASURED_TIGHT, 0),
+    WHOLE(ps_hardware, other_work_percent, 0, 100, 0),
     BYTES(host_memory_bytes, FACT),
     BYTES(device_memory_bytes, FACT),
     BYTES(device_overhead_bytes, REQUIRED),

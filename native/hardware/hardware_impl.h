@@ -26,6 +26,15 @@ uint64_t ps__hardware_room(uint64_t host_mem_bytes);
 static inline bool ps__hardware_fits(uint64_t takes, uint64_t device_mem_bytes) {
   return !device_mem_bytes || takes <= device_mem_bytes;
 }
+/* A reading of the CPUs of this process; n_cpus 0: the kernel does not say. */
+typedef struct ps__cpu_use {
+  double all_s, own_s; /* CPU seconds that all processes, and that this one, have used on them */
+  double at_s;
+  uint32_t n_cpus;
+} ps__cpu_use;
+/* ps__other_work_percent() - other_work_percent of what was measured since @before. */
+ps__cpu_use ps__cpu_use_now(void);
+uint32_t ps__other_work_percent(const ps__cpu_use *before);
 /* ps__host_reserve() - BYTES that the process holds besides arenas, scratch and tables. */
 uint64_t ps__host_reserve(const ps_hardware *hw);
 #endif

@@ -632,6 +632,7 @@ static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32
   if (!out || !(seconds >= 0))
     return ps__fail(PS_EINVAL, "measuring a machine: out must be given and seconds not negative");
   ps_hardware hw;
+  const ps__cpu_use before = ps__cpu_use_now();
   PS_TRY(ps__hardware_facts(&hw, backend, device, n_threads));
   bench b = {.beside_gpu = backend == PS_BACKEND_CUDA};
   PS_TRY(check_device(&hw, device_mem_bytes));
@@ -654,6 +655,7 @@ static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32
     st = map_sets(&b, device, profile);
   if (st == PS_OK)
     st = measure(&b, &hw, profile);
+  hw.other_work_percent = ps__other_work_percent(&before);
   ps__hardware_complete(&hw); /* as a file of it is, read again */
   if (st == PS_OK)
     *out = hw;

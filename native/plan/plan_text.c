@@ -236,6 +236,11 @@ static void write_text(text *t, const ps_plan *p) {
       ps_plan_stream_name(p, r->bottleneck_stream),
       r->step_s > 0 ? 100 * r->stream_busy_s[r->bottleneck_stream] / r->step_s : 0,
       p->hw.measured ? "measured" : "estimated");
+  if (p->hw.other_work_percent)
+    say(t,
+        "                 other work took %u%% of the CPUs while the rates were measured: they are "
+        "too low, run penstock profile when the machine is idle\n",
+        p->hw.other_work_percent);
   for (uint32_t i = 0; i < p->at->n_streams; i++)
     say(t, "  %-14s %8.3f s busy (%3.0f%%)\n", ps_plan_stream_name(p, i), r->stream_busy_s[i],
         r->step_s > 0 ? 100 * r->stream_busy_s[i] / r->step_s : 0);
@@ -433,6 +438,8 @@ const char *ps_plan_json(ps_plan *plan) {
   ps__jsonw_string(w, "device_name", plan->hw.device_name);
   ps__jsonw_uint(w, "n_threads", plan->hw.n_threads);
   ps__jsonw_bool(w, "measured", plan->hw.measured != 0);
+  if (plan->hw.other_work_percent)
+    ps__jsonw_uint(w, "other_work_percent", plan->hw.other_work_percent);
   ps__jsonw_end(w);
   json_units(w, plan);
   json_policies(w, plan);

@@ -23,7 +23,7 @@ from . import command, recipe_table
 from ._lib import version
 from .files import DataError, open_input
 from .plot import smoothed
-from .runs import RunDirectory, column, live, sensors, several, shown, thinned
+from .runs import RunDirectory, column, live, other_work, sensors, several, shown, thinned
 from .watch import duration, size
 
 POINTS, SAMPLES = 2000, 50  # of a curve; newest sampled texts
@@ -142,6 +142,10 @@ def _summary(run: RunDirectory) -> str:
             f"{median(r['tokens_per_s'] for r in usual):,.0f} tokens/s, {several(last)}{tflops:.4g}"
         )
         out.append(("speed", f"{speed} TFLOP/s" + (f", MFU {mfu:.1f}%" if mfu else "")))
+    if why := other_work(run.plan):
+        out.append(
+            ("rates", f"too low, as {why}: predictions are too slow, and MFU may be too high")
+        )
     if "n_skipped" in last:
         out.append(
             ("skipped", f"{last['n_skipped']:,} steps, whose loss or gradient was not finite")
@@ -265,12 +269,13 @@ def _machine(plan: dict) -> str:
     import matplotlib
 
     hardware = plan.get("hardware", {})
+    why = f"; {why}" if (why := other_work(plan)) else ""
     return _table(
         [
             ("trained on", hardware.get("name", "unknown")),
             ("device", hardware.get("device_name") or "no GPU"),
             ("threads", hardware.get("n_threads", 0)),
-            ("rates", "measured" if hardware.get("measured") else "estimated"),
+            ("rates", f"{'measured' if hardware.get('measured') else 'estimated'}{why}"),
             ("report written by", f"Penstock {version()}, Python {platform.python_version()}, "
              f"matplotlib {matplotlib.__version__} on {platform.platform()}"),
         ]

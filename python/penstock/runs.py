@@ -114,7 +114,7 @@ _NUMBERS = frozenset(
     "predicted_step_s predicted_tokens_per_s seq_len tokens_per_step n_sequences n_rounds "
     "chunks_per_round chunk_tokens n_hosts device_used_bytes device_mem_bytes host_used_bytes "
     "host_mem_bytes n_threads elements busy wait seconds planned_seconds h2d_bytes_per_s "
-    "d2h_bytes_per_s update_bytes_per_s".split()
+    "d2h_bytes_per_s update_bytes_per_s other_work_percent".split()
 )
 _TEXTS = frozenset("recipe optimizer bottleneck_stream name device_name stream for from".split())
 _OBJECTS = frozenset(("stream_busy_s", "hardware", "while_busy"))
@@ -349,6 +349,12 @@ class RunDirectory:
         if rows and "time_s" in rows[-1]:
             return rows[-1]["time_s"]
         return os.stat(self.metrics.path).st_mtime
+
+
+def other_work(plan: dict) -> str:
+    """Why the rates of a run's plan are too low; "": they are not, as far as is known."""
+    percent = plan.get("hardware", {}).get("other_work_percent", 0)
+    return f"other work took {percent}% of the CPUs when they were measured" if percent else ""
 
 
 def column(rows: list[dict], key: str) -> tuple[list[int], list[float]]:

@@ -22,7 +22,18 @@ from rich.table import Table
 from rich.text import Text
 
 from . import command
-from .runs import CRASHED, FINISHED, RUNNING, RunDirectory, column, live, several, shown, thinned
+from .runs import (
+    CRASHED,
+    FINISHED,
+    RUNNING,
+    RunDirectory,
+    column,
+    live,
+    other_work,
+    several,
+    shown,
+    thinned,
+)
 from .terminal import Printable, raw
 
 RECENT = 50  # steps whose median speed is shown
@@ -156,6 +167,8 @@ def _numbers(run: RunDirectory, rows: list[dict]) -> Table:
     if predicted:
         text += f", predicted {predicted:.3f} s ({measured / predicted:.2f}x)"
     grid.add_row("step time", text)
+    if why := other_work(run.plan):
+        grid.add_row("rates", f"too low: {why}")
     for what, _, unit, values in live(recent):
         grid.add_row(what, f"{median(values):.4g} {unit}")
     return grid
