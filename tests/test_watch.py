@@ -405,9 +405,9 @@ def test_the_dashboard_follows_a_run_until_it_ends(running):
 
 def test_a_chart_draws_each_value_in_its_row():
     steps = list(range(1, 101))
-    lines = watch.chart([(steps, [float(s) for s in steps], "cyan")], 59, 5).plain.splitlines()
-    assert lines[0].startswith("     100 ") and lines[4].startswith("       1 ")
-    drawn = [[c for c, mark in enumerate(line[9:]) if ord(mark) > 0x2800] for line in lines[:5]]
+    lines = watch.chart([(steps, [float(s) for s in steps], "cyan")], 60, 5).plain.splitlines()
+    assert lines[0].startswith("      100 ") and lines[4].startswith("        1 ")
+    drawn = [[c for c, mark in enumerate(line[10:]) if ord(mark) > 0x2800] for line in lines[:5]]
     assert drawn[0][-1] == 49 and drawn[4][0] == 0  # rises from left to right
     assert all(above[0] >= below[-1] for above, below in zip(drawn, drawn[1:]))
     nan = float("nan")
@@ -457,6 +457,25 @@ def test_a_report_is_one_escaped_page_with_all_its_parts(report, run):
     numbers = "".join(f'<td class="n">{n}</td>' for n in ("12.5", "12.5", "12.5", "48.5"))
     assert f"<td>copies to the device, GB/s</td>{numbers}" in text
     assert "<td>GPU power, W</td>" in text and 'alt="GPU power, W"' in text
+
+
+@pytest.mark.parametrize("width, height", [(80, 24), (40, 24), (100, 24), (80, 50), (200, 60)])
+def test_a_live_frame_fits_the_terminal_and_has_the_figures(run, width, height):
+    rows = [row | LINKS | GPU | {"tokens_per_s": 1234567.0} for row in rows_of(run)]
+    put(run, rows[:-1] + [rows[-1] | {"val_loss": 4.3219}])
+    text = "a line\n" * 50
+    (run / "samples.jsonl").write_text(json.dumps({"step": 6, "prompt": text, "text": text}) + "\n")
+    directory = runs.RunDirectory(run)
+    directory.refresh()
+    console = Console(width=width, height=height, file=StringIO(), highlight=False)
+    console.print(watch.frame(directory, width, time.time(), height))
+    shown = console.file.getvalue().splitlines()
+    assert len(shown) <= height and max(map(len, shown)) <= width, "\n".join(shown)
+    figures = [f"{rows[-1]['loss']:.4f}", "1,234,567", "4.3219", f"{STEPS} of {STEPS}", "step time"]
+    assert all(figure in "".join(shown) for figure in figures), "\n".join(shown)
+    assert sum(any(0x2800 <= ord(c) < 0x2900 for c in line) for line in shown) >= 2
+    assert ("of 5.0 MiB" in "".join(shown)) == (width > 40)
+    assert ("a line\u21b5a line" in "".join(shown)) == (height == 60)
 
 
 def test_rates_that_were_measured_beside_other_work_are_said_to_be_too_low(run):

@@ -8,6 +8,7 @@ RUN is a run directory of `penstock train` or of a RunLog.
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 import time
@@ -64,7 +65,8 @@ def size(n_bytes: float) -> str:
 def chart(curves, width: int, height: int) -> Text:
     """A diagram of curves (steps, values, style) in Braille dots, 2 by 4 a character; a later curve
     covers an earlier one. rich has no diagrams."""
-    n = 2 * (width - 9)
+    label = 9  # characters, as of 1.235e+06
+    n = max(4, 2 * (width - label - 1))
     finite = []
     for xs, ys, style in curves:
         xs, ys = np.array(thinned(xs, ys, n), float)
@@ -88,13 +90,13 @@ def chart(curves, width: int, height: int) -> Text:
                 styles[r // 4, c // 2] = style
     out = Text(no_wrap=True)
     for r, line in enumerate(masks):
-        label = {0: f"{y1:8.4g}", height - 1: f"{y0:8.4g}"}.get(r, " " * 8)
-        out.append(f"{label} ", style="dim")
+        value = {0: f"{y1:.4g}", height - 1: f"{y0:.4g}"}.get(r, "")
+        out.append(f"{value:>{label}} ", style="dim")
         for c, mask in enumerate(line):
             out.append(chr(0x2800 + mask), style=styles.get((r, c), ""))
         out.append("\n")
     left, right = f"{x0:.0f}", f"step {x1:.0f}"
-    out.append(f"{' ' * 9}{left}{right:>{max(0, n // 2 - len(left))}}", style="dim")
+    out.append(f"{' ' * (label + 1)}{left}{right:>{max(0, n // 2 - len(left))}}", style="dim")
     return out
 
 
@@ -109,37 +111,41 @@ def _grid() -> Table:
     return grid
 
 
-def _state(run: RunDirectory, now: float) -> Text:
+def _state(run: RunDirectory, now: float, short: bool = False) -> Text:
     state, rows, last = run.state(), run.metrics.rows, run.last_time()
     text = Text(state, style=f"bold {_STYLE.get(state, 'yellow')}")
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last))
-    ago = f"{when}, {duration(now - last)} ago"
+    passed = duration(now - last)
+    since = f"for {passed}" if short else f"since {when}, {passed} ago"
     if state == CRASHED:
-        text.append(f": process {run.process()} is gone; nothing has come since {ago}", "default")
+        text.append(f": process {run.process()} is gone; nothing has come {since}", "default")
     elif state == RUNNING and not rows:
         text.append(": no step has ended yet", "default")
     elif state == RUNNING:
         usual = median(row["step_s"] for row in rows[-RECENT:])
         if now - last > max(30, SLOW * usual):
-            text.append(f": no step has ended since {ago}", "bold red")
+            text.append(f": no step has ended {since}", "bold red")
     else:
-        text.append(f": the last step ended at {ago}", "default")
+        ended = f"{passed} ago" if short else f"at {when}, {passed} ago"
+        text.append(f": the last step ended {ended}", "default")
     return text
 
 
-def _progress(run: RunDirectory, row: dict, now: float) -> Table:
+def _progress(run: RunDirectory, row: dict, now: float, width: int, short: bool) -> Table:
+    """short: without what the other lines and the figures imply."""
     grid, total, done = _grid(), run.total_steps, row["step"] + 1
-    grid.add_row("state", _state(run, now))
+    grid.add_row("state", _state(run, now, short))
     line = f"{done:,} of {total:,}, {100 * done / total:.1f}%" if total else f"{done:,}"
     grid.add_row("step", line)
-    if total:
-        grid.add_row("", ProgressBar(total=total, completed=done, width=50))
+    if total and not short:
+        bar = max(8, min(50, width - 22))
+        grid.add_row("", ProgressBar(total=total, completed=done, width=bar))
     times = f"elapsed {duration(row['elapsed_s'])}" if "elapsed_s" in row else ""
     if "eta_s" in row and run.state() == RUNNING:
         times += f", ETA {duration(row['eta_s'])}"
     if times:
         grid.add_row("time", times)
-    if "consumed_tokens" in row:
+    if "consumed_tokens" in row and not short:
         consumed = f"{row['consumed_samples']:,} samples, {row['consumed_tokens']:,} tokens"
         grid.add_row("consumed", consumed)
         grid.add_row("global batch", f"{row['samples']:,} samples, {row['tokens']:,} tokens")
@@ -147,15 +153,16 @@ def _progress(run: RunDirectory, row: dict, now: float) -> Table:
     return grid
 
 
-def _numbers(run: RunDirectory, rows: list[dict]) -> Table:
-    """The last step's numbers, and medians of the last steps' times."""
+def _numbers(run: RunDirectory, rows: list[dict], short: bool, width: int) -> Table:
+    """The last step's numbers, and medians of the last steps' times. short: without the machine's."""
     grid, row, recent = _grid(), rows[-1], rows[-RECENT:]
     grid.add_row("loss", f"{row['loss']:.4f}")
     steps, values = column(rows, "val_loss")
     if values:
-        grid.add_row("validation", f"{values[-1]:.4f} at step {steps[-1]}, least {min(values):.4f}")
+        least = "" if short and width < 50 else f", least {min(values):.4f}"
+        grid.add_row("validation", f"{values[-1]:.4f} at step {steps[-1]}{least}")
     grid.add_row("grad norm", f"{row['grad_norm']:.4g}")
-    if "n_skipped" in row:
+    if row.get("n_skipped"):
         grid.add_row("skipped", f"{row['n_skipped']:,} steps that were not finite")
     grid.add_row("tokens/s", f"{median(r['tokens_per_s'] for r in recent):,.0f}")
     if "tflops" in row:
@@ -165,16 +172,18 @@ def _numbers(run: RunDirectory, rows: list[dict]) -> Table:
     measured, predicted = median(r["step_s"] for r in recent), run.plan.get("predicted_step_s")
     text = f"{measured:.3f} s"
     if predicted:
-        text += f", predicted {predicted:.3f} s ({measured / predicted:.2f}x)"
+        ratio = f"{measured / predicted:.2f}"
+        narrow = short and width < 50
+        text += f", {ratio}x predicted" if narrow else f", predicted {predicted:.3f} s ({ratio}x)"
     grid.add_row("step time", text)
     if why := other_work(run.plan):
         grid.add_row("rates", f"too low: {why}")
-    for what, _, unit, values in live(recent):
+    for what, _, unit, values in [] if short else live(recent):
         grid.add_row(what, f"{median(values):.4g} {unit}")
     return grid
 
 
-def _memory(run: RunDirectory, row: dict) -> Table:
+def _memory(run: RunDirectory, row: dict, width: int) -> Table:
     grid = Table.grid(padding=(0, 2))
     for name in ("device", "host"):
         used = row.get(f"{name}_peak_bytes")
@@ -191,7 +200,8 @@ def _memory(run: RunDirectory, row: dict) -> Table:
             finished_style="cyan",
         )
         kind = " (cap)" if cap else " (plan)" if planned else ""
-        grid.add_row(Text(name, "dim"), bar, f"{size(used)} of {size(most)}{kind}")
+        text = f"{size(used)} of {size(most)}{kind}"
+        grid.add_row(*(Text(name, "dim"), bar, text) if width >= 60 else (Text(name, "dim"), text))
     return grid
 
 
@@ -216,53 +226,100 @@ def _streams(run: RunDirectory) -> tuple:
     return grid, "streams: predicted"
 
 
-def frame(run: RunDirectory, width: int, now: float):
-    """The dashboard of the rows that were read. DataError: a file of the run lacks a part."""
+def frame(run: RunDirectory, width: int, now: float, height: int | None = None):
+    """The dashboard of the rows that were read, in at most height lines; None: with every part.
+    DataError: a file of the run lacks a part."""
     with shown(run):
-        return _frame(run, width, now)
+        return _frame(run, width, now, height)
 
 
-def _frame(run: RunDirectory, width: int, now: float):
-    rows, name = run.metrics.rows, Text(str(run.path))
-    if not rows:
-        return Panel(_state(run, now), title=name, title_align="left")
-    wide = width >= 100
-    left = min(width // 2, 90) if wide else width
+def _panel(content, title, width: int) -> Panel:
+    return Panel(content, title=title, title_align="left", width=width)
+
+
+def _lines(block, width: int) -> int:
+    return len(Console(width=width, file=io.StringIO()).render_lines(block))
+
+
+def _curves(rows: list[dict], width: int, lines: int) -> list[Panel]:
+    """The charts that fit into so many lines: loss in 2 to 10, and tokens/s in 4."""
+    out, edge = [], 3  # lines of a chart's border and axis
     loss = [(*column(rows, "loss"), "cyan")]
     validation = column(rows, "val_loss")
     if validation[0]:
         loss.append((*validation, "bold yellow"))
     title = "loss" + ", validation loss (yellow)" * bool(validation[0])
-    speed = [(*column(rows, "tokens_per_s"), "green")]
-    charts = Group(
-        Panel(chart(loss, left - 4, 10), title=title, title_align="left", width=left),
-        Panel(chart(speed, left - 4, 4), title="tokens/s", title_align="left", width=left),
-    )
-    streams, label = _streams(run)
+    speed = 4 + edge if lines >= 2 * edge + 4 + 6 else 0
+    if (rows_of_loss := min(10, lines - speed - edge)) >= 2:
+        out.append(_panel(chart(loss, width - 4, rows_of_loss), title, width))
+    if speed:
+        values = [(*column(rows, "tokens_per_s"), "green")]
+        out.append(_panel(chart(values, width - 4, 4), "tokens/s", width))
+    return out
+
+
+def _fitting(blocks: list[Panel], width: int, lines: int) -> tuple[list[Panel], int]:
+    """The first blocks that fit into so many lines, and the lines that are left."""
+    kept = []
+    for block in blocks:
+        takes = _lines(block, width)
+        if takes > lines:
+            break
+        kept.append(block)
+        lines -= takes
+    return kept, lines
+
+
+def _samples(run: RunDirectory, width: int) -> list[Panel]:
+    out = []
+    for row in run.samples()[-1:]:
+        prompt, text = row["prompt"][-200:], row["text"][:400]
+        parts = (_printable(part.replace("\n", "\u21b5")) for part in (prompt, text))
+        shown = Text.assemble((next(parts), "dim"), next(parts))
+        out.append(_panel(shown, f"sampled after step {row['step']}", width))
+    return out
+
+
+LEAST_CHART = 6  # lines that figures but the first leave to the curve
+
+
+def _frame(run: RunDirectory, width: int, now: float, height: int | None):
+    rows, name = run.metrics.rows, Text(str(run.path))
+    if not rows:
+        return _panel(_state(run, now), name, width)
+    short, wide = height is not None and height < 30, width >= 100
+    left = min(width // 2, 90) if wide else width
+    right = width - left if wide else width
+    top = _panel(_progress(run, rows[-1], now, width, short), name, width)
     recent = f"last {min(RECENT, len(rows))} steps"
-    tables = Group(
-        Panel(_numbers(run, rows), title=recent, title_align="left"),
-        Panel(_memory(run, rows[-1]), title="memory at its peak", title_align="left"),
-        Panel(streams, title=label, title_align="left"),
-    )
-    body = Table.grid()
+    beside = short and not wide and width >= 78  # memory is
+    if beside:
+        right = 50  # fits what the step took beside the prediction
+    numbers = _panel(_numbers(run, rows, short, right), recent, right)
+    streams, label = _streams(run)
+    memory = width - right if beside else right
+    more = [
+        _panel(_memory(run, rows[-1], memory), "memory at its peak", memory),
+        _panel(streams, label, width if beside else right),
+    ]
+    free = (height or 10**6) - _lines(top, width)
     if wide:
-        body.add_row(charts, tables)
+        body, curves = Table.grid(), _curves(rows, left, free)
+        tables = [numbers, *_fitting(more, right, free - _lines(numbers, right))[0]]
+        body.add_row(Group(*curves), Group(*tables))
+        free -= _lines(body, width)
+        parts = [body]
     else:
-        body.add_row(charts)
-        body.add_row(tables)
-    top = Panel(_progress(run, rows[-1], now), title=name, title_align="left", width=width)
-    samples = run.samples()[-1:]
-    shown = (
-        Panel(
-            Text.assemble((_printable(row["prompt"][-200:]), "dim"), _printable(row["text"][:400])),
-            title=f"sampled after step {row['step']}",
-            title_align="left",
-            width=width,
-        )
-        for row in samples
-    )
-    return Group(top, body, *shown)
+        if beside:
+            pair = Table.grid()
+            pair.add_row(numbers, more.pop(0))
+            numbers = pair
+        free -= _lines(numbers, width)
+        tables, free = _fitting(more, width, free - LEAST_CHART)
+        curves = _curves(rows, width, free + LEAST_CHART)
+        free += LEAST_CHART - sum(_lines(curve, width) for curve in curves)
+        parts = [numbers, *tables, *curves]
+    return Group(top, *parts, *_fitting(_samples(run, width), width, free)[0])
 
 
 def follow(run: RunDirectory, console: Console, every_s: float) -> None:
@@ -272,7 +329,8 @@ def follow(run: RunDirectory, console: Console, every_s: float) -> None:
         while going:
             going = run.state() == RUNNING  # asked first: the last rows are then read
             run.refresh()
-            live.update(Printable(frame(run, console.width, time.time())), refresh=True)
+            shown_frame = frame(run, console.width, time.time(), console.height)
+            live.update(Printable(shown_frame), refresh=True)
             time.sleep(every_s if going else 0)
 
 
