@@ -237,7 +237,10 @@ def test_a_grid_says_of_what_it_is(tiny_model, tmp_path):
 def test_a_smoothed_curve_neither_lags_nor_loses_its_ends():
     straight = [float(i) for i in range(200)]
     assert plot.smoothed(straight) == pytest.approx(straight) and plot.window(200) == 11
-    assert plot.smoothed([0.0, 9.0, 0.0, 9.0, 0.0]) == pytest.approx([0, 3, 3.6, 3, 0])
+    assert plot.smoothed([0.0, 9.0, 0.0, 9.0, 0.0]) == pytest.approx([3.6] * 5)
+    level = plot.smoothed([1.0] * 19 + [6.0])  # the last step alone is high
+    assert level[:10] == pytest.approx([1.0] * 10) and level[-1] == pytest.approx(4.0)
+    assert [plot.smoothed(values) for values in ([], [2.0], [2.0, 5.0])] == [[], [2.0], [2.0, 5.0]]
 
 
 STEP = {"step": 0, "loss": 1.0, "lr": 1e-3, "tokens_per_s": 5.0}

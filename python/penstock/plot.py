@@ -49,11 +49,19 @@ def numbers(objects: list[dict], key: str, source) -> list[float]:
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """The mean over a window around each step. The window is smaller near both ends."""
+    """The mean over a window around each step. At both ends, where a window around the step would
+    be smaller, the line that fits the first or last window best: it does not lag, and the curve
+    does not end on one step's value."""
+    n, w = len(values), min(window(len(values)), len(values))
     out = []
-    for i in range(len(values)):
-        half = min(window(len(values)) // 2, i, len(values) - 1 - i)
-        out.append(sum(values[i - half : i + half + 1]) / (2 * half + 1))
+    for i in range(n):
+        first = min(max(i - w // 2, 0), n - w)
+        part, centre = values[first : first + w], (w - 1) / 2
+        off = i - first - centre  # of the step from the window's middle; 0 but at the ends
+        slope = 0.0
+        if off:
+            slope = sum((k - centre) * v for k, v in enumerate(part)) * 12 / (w * (w * w - 1))
+        out.append(sum(part) / w + off * slope)
     return out
 
 
