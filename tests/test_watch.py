@@ -478,6 +478,24 @@ def test_a_live_frame_fits_the_terminal_and_has_the_figures(run, width, height):
     assert ("a line\u21b5a line" in "".join(shown)) == (height == 60)
 
 
+def test_the_reports_charts_share_margins_and_steps_and_name_their_lines(run, monkeypatch):
+    from matplotlib import pyplot
+
+    close, axes = pyplot.close, []
+    monkeypatch.setattr(pyplot, "close", lambda figure: (axes.extend(figure.axes), close(figure)))
+    assert command("report", run).returncode == 0
+    assert len({(*a.get_position().intervalx, *a.get_xlim()) for a in axes}) == 1
+    assert [t.get_text() for t in axes[0].get_legend().get_texts()] == [
+        "each step",
+        "mean of 5 steps",
+    ]
+    text = (run / "report.html").read_text()
+    assert axes[-1].get_ylabel() == "memory, MiB" and "<td>device memory, MiB</td>" in text
+    assert text.count("<table>") == text.count('<div class="wide"><table>')  # may scroll
+    for words in ("sequence length, tokens", "gate and up of the MLP", "optimizer state"):
+        assert re.search(rf"<t[dh]>{words}</t[dh]>", text), words
+
+
 def test_rates_that_were_measured_beside_other_work_are_said_to_be_too_low(run):
     plan = json.loads((run / "plan.json").read_text())
     plan["hardware"]["other_work_percent"] = 45
@@ -757,7 +775,7 @@ def places(value, path=()):
 @pytest.mark.parametrize("name", ["plan.json", "summary.json"])
 def test_no_value_of_a_run_is_a_traceback(name, report, run, monkeypatch):
     """Each value is a text, and a number without a size: refused in one sentence, or not read."""
-    monkeypatch.setattr("penstock.report._svg", lambda draw, height: "")
+    monkeypatch.setattr("penstock.report._svg", lambda *plot: "")
     table = (
         "--recipe-table" if name == "plan.json" else f"--output={run}/again.html"
     )  # the table reads no summary

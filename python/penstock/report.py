@@ -22,12 +22,11 @@ from statistics import median
 from . import command, recipe_table
 from ._lib import version
 from .files import DataError, open_input
-from .plot import smoothed
+from .plot import smoothed, window
 from .runs import RunDirectory, column, live, other_work, sensors, several, shown, thinned
 from .watch import duration, size
 
 POINTS, SAMPLES = 2000, 50  # of a curve; newest sampled texts
-GIB = 2**30
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
        color: #222; background: #fff; }
@@ -35,19 +34,23 @@ h1 { font-size: 1.5rem; overflow-wrap: anywhere } h2 { font-size: 1.15rem; margi
 table { border-collapse: collapse } th { text-align: left; font-weight: 600 }
 th, td { padding: .15rem 1.2rem .15rem 0; border-bottom: 1px solid #ddd; vertical-align: top }
 td.n { text-align: right; font-variant-numeric: tabular-nums }
-img { width: 100%; height: auto } pre { background: #f5f5f5; padding: .8rem; overflow-x: auto }
+.wide { overflow-x: auto } img { width: 100%; height: auto } pre { background: #f5f5f5; padding: .8rem; overflow-x: auto }
+@media (max-width: 40rem) { th, td { padding-right: .5rem } }
 """
 
 
-def _svg(draw, height: float) -> str:
-    """An <img> of the figure that draw(axes) fills. As a data URL it shares no ids with others."""
+def _svg(draw, height: float, steps: tuple[float, float]) -> str:
+    """An <img> of the figure that draw(axes) fills, over `steps`. As a data URL it shares no ids with others."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(9, height), constrained_layout=True)
+    figure, axes = plt.subplots(figsize=(9, height))
+    # inches of margin, the same for all charts, so that their steps lie below one another
+    figure.subplots_adjust(0.9 / 9, 0.55 / height, 1 - 0.2 / 9, 1 - 0.15 / height)
     title = draw(axes)
+    axes.set_xlim(*steps)
     axes.set_xlabel("step")
     axes.grid(alpha=0.3)
     out = io.BytesIO()
@@ -57,13 +60,12 @@ def _svg(draw, height: float) -> str:
     return f'<img alt="{escape(title)}" src="data:image/svg+xml;base64,{data}">'
 
 
-def _curve(rows, key: str, label: str, colour: str, smooth: bool = False):
+def _curve(rows, key: str, label: str, colour: str):
     def draw(axes):
         finite = [row for row in rows if abs(row.get(key, 0)) < float("inf")]
         steps, values = thinned(*column(finite, key), POINTS)
-        axes.plot(steps, values, color=colour, alpha=0.35 if smooth else 1, linewidth=1)
-        if smooth:
-            axes.plot(steps, smoothed(values), color=colour, linewidth=2)
+        axes.plot(steps, values, color=colour, linewidth=1)
+        axes.set_ylim(bottom=min([0.0, *values]), top=None if any(values) else 1)
         axes.set_ylabel(label)
         return label
 
@@ -72,27 +74,42 @@ def _curve(rows, key: str, label: str, colour: str, smooth: bool = False):
 
 def _loss(rows):
     def draw(axes):
-        _curve(rows, "loss", "loss, nats a token", "tab:blue", smooth=True)(axes)
+        finite = [row for row in rows if abs(row["loss"]) < float("inf")]
+        steps, values = thinned(*column(finite, "loss"), POINTS)
+        each = "each step" if len(finite) == len(values) else "means of neighbouring steps"
+        axes.plot(steps, values, color="tab:blue", alpha=0.35, linewidth=1, label=each)
+        label = f"mean of {window(len(values)) * max(1, len(finite) // POINTS)} steps"
+        axes.plot(steps, smoothed(values), color="tab:blue", linewidth=2, label=label)
         steps, values = column(rows, "val_loss")
         if values:
             axes.plot(steps, values, color="tab:red", marker="o", markersize=3, label="validation")
-            axes.legend(frameon=False)
+        axes.set_ylabel("loss, nats a token")
+        axes.legend(frameon=False)
         return "loss and validation loss" if values else "loss"
 
     return draw
 
 
+def _unit(n_bytes: float) -> tuple[str, int]:
+    """The unit that suits so many bytes, and its size."""
+    return ("GiB", 2**30) if n_bytes >= 2**30 else ("MiB", 2**20)
+
+
 def _memory(rows, plan: dict):
     def draw(axes):
-        for name, colour in (("device", "tab:orange"), ("host", "tab:purple")):
-            steps, values = thinned(*column(rows, f"{name}_peak_bytes"), POINTS)
-            axes.plot(steps, [v / GIB for v in values], color=colour, label=f"{name}, peak so far")
-            cap = plan.get(f"{name}_mem_bytes")
-            if cap:
-                axes.axhline(cap / GIB, color=colour, linestyle="--", label=f"{name}, cap")
-        axes.set_ylabel("GiB")
+        names = ("device", "host")
+        peaks = {name: thinned(*column(rows, f"{name}_peak_bytes"), POINTS) for name in names}
+        caps = {name: plan.get(f"{name}_mem_bytes") or 0 for name in names}
+        unit, size = _unit(max([*caps.values(), *(max(v, default=0) for _, v in peaks.values())]))
+        for name, colour in zip(names, ("tab:orange", "tab:purple")):
+            steps, values = peaks[name]
+            axes.plot(steps, [v / size for v in values], color=colour, label=f"{name}, peak so far")
+            if caps[name]:
+                cap = caps[name] / size
+                axes.axhline(cap, color=colour, linestyle="--", label=f"{name}, cap")
+        axes.set_ylabel(f"memory, {unit}")
         axes.set_ylim(bottom=0)
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, loc="center right")
         return "memory"
 
     return draw
@@ -104,12 +121,14 @@ def _table(rows, header=()) -> str:
     def cell(value):
         if isinstance(value, str):
             return f"<td>{escape(value)}</td>"
-        text = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+        whole = isinstance(value, int) or abs(value) >= 1000
+        text = f"{value:,.0f}" if whole else f"{value:.4g}"
         return f'<td class="n">{text}</td>'
 
     head = "".join(f"<th>{escape(h)}</th>" for h in header)
     body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
-    return f"<table>{f'<tr>{head}</tr>' if head else ''}{body}</table>"
+    table = f"<table>{f'<tr>{head}</tr>' if head else ''}{body}</table>"
+    return f'<div class="wide">{table}</div>'
 
 
 def _section(name: str, *parts: str) -> str:
@@ -170,8 +189,9 @@ def _predicted(run: RunDirectory) -> str:
         ("tokens/s", plan.get("predicted_tokens_per_s"), speed),
     ]
     for name in ("device", "host"):
-        used = plan.get(f"{name}_used_bytes", 0) / GIB
-        pairs.append((f"{name} memory, GiB", used, rows[-1].get(f"{name}_peak_bytes", 0) / GIB))
+        used, peak = plan.get(f"{name}_used_bytes", 0), rows[-1].get(f"{name}_peak_bytes", 0)
+        unit, bytes_ = _unit(max(used, peak))
+        pairs.append((f"{name} memory, {unit}", used / bytes_, peak / bytes_))
     body = [(n, p, m, m / p if p else "-") for n, p, m in pairs if p is not None]
     note = "<p>Times are medians of the steps after the first two; memory is the peak.</p>"
     return _table(body, ("", "predicted", "measured", "ratio")) + note
@@ -219,6 +239,31 @@ def _stalls(run: RunDirectory) -> str:
     )
 
 
+# What keys of plan.json are called
+_NAMES = {
+    "seq_len": "sequence length, tokens",
+    "tokens_per_step": "tokens a step",
+    "n_sequences": "sequences a step",
+    "n_rounds": "rounds a step",
+    "chunks_per_round": "chunks a round",
+    "chunk_tokens": "tokens a chunk",
+    "bottleneck_stream": "busiest stream",
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer state",
+    "update": "update",
+    "x": "input of the layer",
+    "qkv": "queries, keys and values before QK-norm",
+    "q": "queries",
+    "kv": "keys and values",
+    "attn_out": "output of attention",
+    "attn_proj": "output projection of attention",
+    "h": "input of the MLP",
+    "gate_up": "gate and up of the MLP",
+    "mlp_out": "output of the MLP",
+}
+
+
 def _plan(plan: dict) -> str:
     def runs(units):
         """Neighbouring units that are placed alike, as one line."""
@@ -241,7 +286,7 @@ def _plan(plan: dict) -> str:
         for name in ("device", "host")
     ]
     cut = [
-        (_words(key), f"{plan[key]}")
+        (_NAMES.get(key, key), plan[key])
         for key in ("seq_len", "tokens_per_step", "n_sequences", "n_rounds", "chunks_per_round")
         + ("chunk_tokens", "recipe", "optimizer", "bottleneck_stream")
     ]
@@ -249,20 +294,16 @@ def _plan(plan: dict) -> str:
     for chunks in plan["layers"]:
         for chunk in chunks:
             saved.update((name, where) for name, where in chunk.items())
-    policies = [(*key, n) for key, n in sorted(saved.items())]
+    policies = [(_NAMES.get(name, name), where, n) for (name, where), n in sorted(saved.items())]
     return (
         _table(caps, ("memory", "cap", "the plan takes"))
         + "<h3>Batch</h3>"
         + _table(cut)
         + "<h3>Placement by unit</h3>"
-        + _table(runs(plan["units"]), ("units", "elements of each", *(map(_words, kinds))))
+        + _table(runs(plan["units"]), ("units", "elements of each", *(_NAMES[k] for k in kinds)))
         + "<h3>Saved activations</h3>"
         + _table(policies, ("tensor", "place", "of layers and chunks"))
     )
-
-
-def _words(key: str) -> str:
-    return key.replace("_", " ")
 
 
 def _machine(plan: dict) -> str:
@@ -312,10 +353,13 @@ def page(run: RunDirectory) -> str:
     if powered:
         plots.append((_curve(powered, "gpu_power_w", f"GPU power{of}, W", "tab:red"), 2.2))
     plots.append((_memory(rows, run.plan), 2.6))
+    first, last = rows[0]["step"] + 1, rows[-1]["step"] + 1
+    edge = max(0.5, 0.01 * (last - first))
+    steps = first - edge, last + edge
     with shown(run):
         sections = [
             _section("Summary", _summary(run)),
-            _section("Curves", *(_svg(*plot) for plot in plots)),
+            _section("Curves", *(_svg(*plot, steps) for plot in plots)),
             *([_section("Samples", _samples(run))] if run.samples() else []),
             _section("Predicted and measured", _predicted(run)),
             _section("Links and GPU", _live(run)),
