@@ -40,6 +40,22 @@ def on_terminal(columns, *args, env=None):
     return seen.decode()
 
 
+def test_a_plans_lines_wrap_at_words_on_a_terminal_alone(job, tmp_path):  # noqa: F811
+    """Behind a line's name the rest goes below its value."""
+    seen = on_terminal(80, "train", *words(job | {"--run-dir": tmp_path, "--steps": 1}))
+    shown = seen.replace("\r", "").split("penstock: plan\n")[1].split("\n\n")[0].splitlines()
+    assert max(map(len, shown)) <= 80, shown
+    rest = [line for line in shown if line.startswith(" " * 17)]
+    assert rest and all(line[17] != " " for line in rest), shown
+    del job["--data"], job["--steps"]
+    plain = penstock("plan", *words(job)).stdout
+    assert max(map(len, plain.splitlines())) > 80
+    planned = re.sub(r"\d[\d.e+]*", "0", plain)  # candidates and times depend on the run's data
+    for line in ("work", "step", "parameters"):
+        words_of = re.search(rf"^{line} .*?(?=^\w)", planned, re.M | re.S)[0].split()
+        assert " ".join(words_of) in " ".join(re.sub(r"\d[\d.e+]*", "0", "\n".join(shown)).split())
+
+
 # ---- the progress line ---------------------------------------------------------------------------
 
 

@@ -120,6 +120,11 @@ typedef struct cli_command {
  * job->run_text. The caller frees the lists of CLI_TEXTS. */
 int cli_parse(const cli_command *command, int argc, char **argv);
 
+/* ---- text for people (wrap.c) ---------------------------------------------------------------- */
+
+/* cli_put_lines() - @text and a line's end. On a terminal, lines that are too long wrap at words. */
+void cli_put_lines(FILE *out, const char *text);
+
 /* ---- JSON on a stream (json.c) --------------------------------------------------------------- */
 typedef struct cli_json {
   FILE *out;

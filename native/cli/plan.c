@@ -175,8 +175,10 @@ int cli_plan(int argc, char **argv) {
   } else if (code == CLI_OK && (job.json || !job.quiet)) {
     const char *text = job.json ? ps_plan_json(job.plan) : ps_plan_text(job.plan);
     code = text ? CLI_OK : cli_fail(CLI_FAILED, "out of memory");
-    if (text)
+    if (text && job.json)
       puts(text);
+    else if (text)
+      cli_put_lines(stdout, text);
     if (text && job.data.n && !job.json)
       printf("data             %.1f%% of the tokens are targets: %.0f of them a second\n",
              100 * targets, targets * job.report.tokens_per_step / job.report.step_s);

@@ -504,7 +504,7 @@ static void show_plan(const cli_job *job, cli_progress *p) {
   char time[32];
   cli_progress_note(p, "plan");
   if (!p->quiet)
-    fprintf(stderr, "%s\n", ps_plan_text(job->plan));
+    cli_put_lines(stderr, ps_plan_text(job->plan));
   if (job->report.step_s > long_s)
     cli_progress_note(p,
                       "the first step is predicted to take %s: lower --%s (%llu now), or take a "
