@@ -94,6 +94,13 @@ def test_what_is_refused(monkeypatch):
         Hosts(0, 2, transport="udp")
     with pytest.raises(InvalidError, match="rank 2: 2 tasks have the ranks 0 to 1"):
         Hosts(2, 2)
+    monkeypatch.delenv("PENSTOCK_HOSTS_SECRET", raising=False)
+    for insecure, why in (
+        (False, "there is no secret, "),
+        (True, "is no address of rank 0's host"),
+    ):
+        with pytest.raises(InvalidError, match=why):
+            Hosts(0, 2, "192.0.2.1", insecure=insecure)
     for name, value in environment(rank=1, n=2, local=1).items():
         monkeypatch.setenv(name, value)
     for bad in ("x", "", "1.5", "-1"):

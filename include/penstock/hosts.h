@@ -44,16 +44,36 @@ typedef struct ps_hosts_config {
   uint32_t port;          /* at which rank 0 listens, 1 to 65535 */
   const char *address;    /* of rank 0: a name or a number. Borrowed for the call */
   double wait_s;          /* how long to wait for the other tasks */
+  /* What all tasks know and nobody else does: 16 to 1024 bytes. NULL: what the environment's
+   * PENSTOCK_HOSTS_SECRET says, or the file that PENSTOCK_HOSTS_SECRET_FILE names, without white
+   * space at its end; where neither is set, there is none. Borrowed for the call */
+  const char *secret;
+  /* Where rank 0 listens, where that is not @address: NULL: PENSTOCK_HOSTS_LISTEN of the
+   * environment, or @address. "0.0.0.0" and "::" are all addresses. Borrowed for the call */
+  const char *listen;
+  uint32_t insecure; /* 1: no secret is needed, whoever may reach rank 0 */
 } ps_hosts_config;
 
 /* ps_hosts_open() - meet the other tasks: rank 0 listens at cfg->port, the others connect to
- * cfg->address. The tasks trust each other and their network: nothing is encrypted.
+ * cfg->address. Rank 0 listens at the addresses of that name that are its host's, and at all
+ * addresses where the name is the loopback on its own host but is neither "localhost" nor a number.
+ *
+ * On each connection both sides prove that they know the secret (HMAC-SHA-256 of random numbers of
+ * both). Whoever cannot is hung up on, and the tasks go on waiting for each other. Without a secret
+ * all that speak as tasks do are taken for tasks; that is allowed where cfg->address is the
+ * loopback, whose users are those of one host, or with cfg->insecure. The secret keeps out
+ * everybody who can connect and does not know it. Nothing is encrypted, and what follows the
+ * greeting proves nothing: who can read the packets reads gradients and data's hashes, and who can
+ * change packets can change what is trained. The tasks trust each other.
  * @out     on PS_OK owned by the caller, released by ps_hosts_close(); untouched on error.
  * Threads: one thread at a time uses a ps_hosts, ps_hosts_fail() apart.
  * Blocks:  until all tasks have come, at most cfg->wait_s. After 3 s a line of PS_LOG_INFO says
- *          once for whom it waits, and where.
- * Errors:  PS_EINVAL: a field, or the tasks are of different versions or numbers. PS_EIO: nobody
- *          answers, a task does not come in time, or the port is taken. PS_ENOMEM, PS_EDEVICE. */
+ *          once for whom it waits, and where. Who is hung up on is logged, each reason once.
+ * Later:   a task whose process says nothing for 10 s, while this one waits for it, is logged at
+ *          PS_LOG_WARN. Until the first step of a training it ends all tasks after cfg->wait_s.
+ * Errors:  PS_EINVAL: a field; there is no secret, or rank 0 has another one; the address is not
+ *          rank 0's; the tasks are of different versions or numbers. PS_EIO: nobody answers, a task
+ *          does not come in time, or the port is taken. PS_ENOMEM, PS_EDEVICE. */
 PS_API ps_status ps_hosts_open(ps_hosts **out, const ps_hosts_config *cfg);
 /* ps_hosts_close() - leave the others, who may go on. NULL is a no-op. */
 PS_API void ps_hosts_close(ps_hosts *h);

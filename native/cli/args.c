@@ -45,12 +45,13 @@ int cli_fail_given(const char *option, ps_status status) {
 }
 
 static void print_warning(void *user, ps_log_level level, const char *message) {
-  (void)user;
-  if (level >= PS_LOG_WARN)
+  const char *begin = user; /* of a line that is printed */
+  if (level >= PS_LOG_WARN && strncmp(message, begin, strlen(begin)) == 0)
     fprintf(stderr, "penstock: %s\n", message);
 }
 
-void cli_warnings(bool print) { ps_log_set(print ? print_warning : NULL, NULL); }
+void cli_warnings_of(const char *begin) { ps_log_set(print_warning, (void *)begin); }
+void cli_warnings(bool print) { ps_log_set(print ? print_warning : NULL, ""); }
 
 const char *cli_bytes(char buf[32], uint64_t bytes) {
   static const char *const unit[] = {"B", "KiB", "MiB", "GiB", "TiB"};

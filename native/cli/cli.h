@@ -27,8 +27,10 @@ int cli_fail_status(ps_status status, bool starting);
 /* cli_fail_given() - as cli_fail_status() before anything was written, with @option in front: the
  * user sees which option a path came from, as in "--model nowhere: cannot be opened: ...". */
 int cli_fail_given(const char *option, ps_status status);
-/* cli_warnings() - print the library's warnings on stderr from now on, or drop them again. */
+/* cli_warnings() - print the library's warnings on stderr from now on, or drop them again.
+ * cli_warnings_of() - print those that begin with @begin, a literal, and drop all others. */
 void cli_warnings(bool print);
+void cli_warnings_of(const char *begin);
 const char *cli_last_words(void); /* of the last cli_fail(); "" when there was none */
 const char *cli_bytes(char buf[32], uint64_t bytes);    /* "19.9 GiB" */
 const char *cli_rate(char buf[32], double bytes_per_s); /* "48.2 GB/s" */
@@ -280,6 +282,8 @@ struct cli_job {
   int32_t document_token, document_end_token;
   bool data_marks_documents; /* masks of the data say where documents begin */
   double save_wait;          /* seconds for which a failing save is tried again */
+  bool hosts_insecure;       /* they need no secret */
+  bool follows_aloud;        /* not rank 0, without --quiet: prints warnings of other tasks alone */
   double hosts_wait;         /* seconds for which the tasks of other hosts are awaited */
   uint32_t transport;        /* ps_transport, as given */
   uint32_t chosen_transport; /* where there are hosts; set by cli_task_meet() */

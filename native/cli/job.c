@@ -228,6 +228,9 @@ static const job_option job_options[] = {
            .least = 0.1, .most = 1e6,
            .help = "where torchrun, srun or mpirun start a task on each of several hosts: how long "
                    "to wait for the others (default 300)"),
+    OPTION(TRAINING, hosts_insecure, .name = "hosts-insecure", .kind = CLI_FLAG,
+           .help = "let tasks of other hosts meet without PENSTOCK_HOSTS_SECRET: whoever reaches "
+                   "the port of rank 0 is taken for a task"),
     OPTION(ALWAYS, transport, .name = "hosts-transport", .kind = CLI_CHOICE, .value = "NAME",
            .choices = transports,
            .help = "how gradients go between hosts: nccl, tcp, or auto, which is nccl where all "

@@ -13,16 +13,19 @@ int cli_task_read(ps_hosts_task *t) {
 /* ---- the meeting ----------------------------------------------------------------------------- */
 
 /* Options that may differ between hosts: where files are, caps, the machine, what is printed. */
-static const char *const of_one_host[] = {"config",         "model",       "data",    "device-mem",
-                                          "host-mem",       "backend",     "gpu",     "gpus",
-                                          "threads",        "peak-tflops", "val",     "adapter",
-                                          "json",           "quiet",       "out",     "force",
-                                          "save-wait",      "resume",      "run-dir", "trace-steps",
-                                          "sample-prompts", "hosts-wait",  "layout",  NULL};
+static const char *const of_one_host[] = {"config",      "model",       "data",
+                                          "device-mem",  "host-mem",    "backend",
+                                          "gpu",         "gpus",        "threads",
+                                          "peak-tflops", "val",         "adapter",
+                                          "json",        "quiet",       "out",
+                                          "force",       "save-wait",   "resume",
+                                          "run-dir",     "trace-steps", "sample-prompts",
+                                          "hosts-wait",  "layout",      "hosts-insecure",
+                                          NULL};
 
-static void print_info(void *user, ps_log_level level, const char *line) {
-  (void)user;
-  if (level >= PS_LOG_INFO)
+/* @user: whether it is --quiet, which drops no warnings. */
+static void print_line(void *user, ps_log_level level, const char *line) {
+  if (level >= (*(const bool *)user ? PS_LOG_WARN : PS_LOG_INFO))
     fprintf(stderr, "penstock: %s\n", line);
 }
 
@@ -36,10 +39,11 @@ int cli_task_meet(cli_job *job) {
                                .n_hosts = t->n_hosts,
                                .port = t->port,
                                .address = t->address,
-                               .wait_s = job->hosts_wait};
+                               .wait_s = job->hosts_wait,
+                               .insecure = job->hosts_insecure};
   if (t->n_hosts < 2)
     return CLI_OK;
-  ps_log_set(job->quiet ? NULL : print_info, NULL);
+  ps_log_set(print_line, &job->quiet);
   ps_status st = ps_hosts_open(&job->hosts, &cfg);
   ps_log_set(NULL, NULL);
   if (st != PS_OK)
@@ -58,6 +62,7 @@ int cli_task_meet(cli_job *job) {
 void cli_task_follow(cli_job *job) {
   if (job->task.rank == 0)
     return;
+  job->follows_aloud = !job->quiet;
   job->quiet = true;
   job->json = false;
   job->out = NULL;

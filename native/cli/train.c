@@ -604,6 +604,8 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
   cfg.run = run;
   cfg.total_steps = job->steps;
   cli_warnings(!job->quiet);
+  if (job->follows_aloud) /* those lines name the task that they are of */
+    cli_warnings_of("rank ");
   opening o = {job, &p};
   if (*from)
     st = ps_trainer_resume(&t, job->model, job->plan, &cfg, *from, on_progress, &o);

@@ -47,6 +47,8 @@ ps_status ps_hosts_choose(ps_hosts *h, uint32_t wanted, int on_gpu, uint32_t *ou
   if (!all)
     return ps__fail(PS_ENOMEM, "out of memory for what the tasks can do");
   ps_status st = ps__hosts_gather(h, "choosing what moves gradients", &mine, all, sizeof mine);
+  for (uint32_t r = 0; r < h->n; r++) /* another task may say anything */
+    all[r].version[sizeof all[r].version - 1] = all[r].why[sizeof all[r].why - 1] = 0;
   const uint32_t rank = st == PS_OK ? without(all, h->n) : 0;
   if (st == PS_OK && wanted == PS_TRANSPORT_TCP) {
     h->transport = PS_TRANSPORT_TCP;

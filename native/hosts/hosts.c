@@ -1,5 +1,5 @@
 /* hosts.c - opens and closes the connections to the tasks of other hosts; what tasks agree on. */
-#include "hosts/hosts.h"
+#include "hosts/greet.h"
 #include "hosts/net.h"
 #include <string.h>
 #include <unistd.h>
@@ -40,6 +40,10 @@ void ps_hosts_close(ps_hosts *h) {
   close_socket(h->wake[0]);
   close_socket(h->wake[1]);
   pthread_mutex_destroy(&h->lock);
+  if (h->door)
+    ps__door_shut(h->door);
+  ps__free(h->door);
+  ps__free(h->peer);
   ps__free(h->staging);
   ps__free(h);
 }
@@ -51,6 +55,7 @@ ps_status ps_hosts_open(ps_hosts **out, const ps_hosts_config *cfg) {
     return ps__fail(PS_ENOMEM, "out of memory for the tasks of other hosts");
   h->rank = cfg->rank;
   h->n = cfg->n_hosts;
+  h->wait_s = cfg->wait_s > ps__hosts_times.silent_s ? cfg->wait_s : ps__hosts_times.silent_s;
   h->wake[0] = h->wake[1] = -1;
   for (uint32_t r = 0; r < PS_MAX_HOSTS; r++)
     h->control[r] = h->data[r] = -1;
@@ -84,7 +89,8 @@ ps_status ps_hosts_share(ps_hosts *h, void *data, uint64_t bytes) {
   return st;
 }
 
-enum { LINE = 160 };
+/* TEXT_MOST: more than any options take; another task may say any length. */
+enum { LINE = 160, TEXT_MOST = 1 << 20 };
 typedef struct line {
   uint32_t differs;
   char mine[LINE], first[LINE]; /* of this rank, of rank 0 */
@@ -117,12 +123,16 @@ ps_status ps_hosts_agree(ps_hosts *h, const char *text) {
   uint64_t bytes[PS_MAX_HOSTS], mine = strlen(text) + 1;
   line own, all[PS_MAX_HOSTS];
   PS_TRY(ps__hosts_gather(h, what, &mine, bytes, sizeof mine));
+  if (bytes[0] == 0 || bytes[0] > TEXT_MOST)
+    return ps__fail(PS_EINVAL, "rank 0 compares %llu bytes of settings: up to %d are possible",
+                    (unsigned long long)bytes[0], TEXT_MOST);
   char *first = ps__calloc(bytes[0] + 1, 1);
   if (!first)
     return ps__fail(PS_ENOMEM, "out of memory for what the tasks agree on");
   if (h->rank == 0)
     memcpy(first, text, bytes[0]);
   ps_status st = ps_hosts_share(h, first, bytes[0]);
+  first[bytes[0]] = 0;
   own = compare(text, first);
   ps__free(first);
   if (st == PS_OK)
@@ -130,7 +140,7 @@ ps_status ps_hosts_agree(ps_hosts *h, const char *text) {
   PS_TRY(st);
   for (uint32_t r = 1; r < h->n; r++)
     if (all[r].differs)
-      return ps__fail(PS_EINVAL, "the tasks disagree: rank %u has %s, and rank 0 has %s", r,
-                      all[r].mine, all[r].first);
+      return ps__fail(PS_EINVAL, "the tasks disagree: rank %u has %.*s, and rank 0 has %.*s", r,
+                      LINE - 1, all[r].mine, LINE - 1, all[r].first);
   return PS_OK;
 }

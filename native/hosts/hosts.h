@@ -22,8 +22,12 @@ struct ps_hosts {
   _Atomic uint32_t in_use;                       /* 1: a trainer has it */
   ps_transport transport;                        /* that was chosen */
   char transport_text[PS__HOSTS_TEXT];
-  size_t text_chosen;  /* characters of it that ps_hosts_choose() wrote; then what NCCL took */
-  struct ps__net *net; /* NULL: sums go over TCP */
+  size_t text_chosen;    /* characters of it that ps_hosts_choose() wrote; then what NCCL took */
+  struct ps__net *net;   /* NULL: sums go over TCP */
+  struct ps__door *door; /* of rank 0 also after the meeting: who comes late is told so */
+  struct ps__peer *peer; /* what the control thread knows of each rank */
+  double wait_s;         /* how long a task may say nothing until the first step */
+  _Atomic bool trains;   /* the first step has begun */
   double network_bytes_per_s; /* as measured; 0: not yet */
   pthread_t thread;
   bool has_thread;
@@ -33,6 +37,7 @@ struct ps_hosts {
   char message[PS__HOSTS_MESSAGE];
   char what[PS__HOSTS_WHAT]; /* the last call on data, or the one that runs */
   bool inside;
+  bool torn[PS_MAX_HOSTS]; /* control has taken a part of a message: nothing more is sent */
   void (*on_failure)(void *user);
   void *user;
 };
@@ -98,9 +103,25 @@ ps_status ps__hosts_measure(ps_hosts *h, uint64_t most_bytes, double *out);
 void ps__hosts_watch(ps_hosts *h, void (*failed)(void *user), void *user);
 ps_status ps__hosts_failure(ps_hosts *h);
 
+/* ps__hosts_begin() - the first step begins: from now on a task that says nothing is waited for. */
+void ps__hosts_begin(ps_hosts *h);
+
+/* In seconds; tests shorten them.
+ *   beat      between what each task says on control, whatever it does
+ *   silent    after which a task that waits for another one logs that it says nothing
+ *   greeting  until a greeting is complete */
+typedef struct ps__times {
+  double beat_s, silent_s, greeting_s;
+} ps__times;
+extern ps__times ps__hosts_times;
+
 /* ---- the parts ------------------------------------------------------------------------------- */
-/* ps__hosts_meet() - fill in the sockets (meet.c). On an error some may be open. */
+/* ps__hosts_meet() - fill in the sockets and the door (meet.c). On an error some may be open.
+ * ps__status_of() - a status that another task says: PS_EIO where it is none of an error. */
 ps_status ps__hosts_meet(ps_hosts *h, const ps_hosts_config *cfg);
+static inline ps_status ps__status_of(int32_t said) {
+  return said < 0 && said >= PS_EINTERNAL ? (ps_status)said : PS_EIO;
+}
 /* ps__hosts_start() - the control thread begins (control.c). PS_EDEVICE.
  * ps__hosts_lost() - the data connection to @rank ended: waits for what control says of it, and
  * returns the failure. */

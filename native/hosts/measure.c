@@ -20,8 +20,12 @@ typedef struct offer {
   uint64_t room_bytes;
 } offer;
 
-/* The less of two rates, of which 0 is none. */
-static double less_of(double a, double b) { return a > 0 && !(b > 0 && b < a) ? a : b; }
+/* The less of two rates, of which 0 is none; so is @b where it is no rate: another task may say
+ * anything. */
+static double less_of(double a, double b) {
+  b = b > 0 && isfinite(b) ? b : 0;
+  return a > 0 && !(b > 0 && b < a) ? a : b;
+}
 
 ps_status ps_hosts_stated(ps_hosts *h, double *bytes_per_s) {
   double all[PS_MAX_HOSTS], least = 0;

@@ -1,77 +1,61 @@
 /* meet.c - the tasks find each other. Rank 0 listens at the address that all know. Each other rank
- * listens at a port of its own, and tells rank 0 which. When all have come, rank 0 tells everybody
- * where the others are, and each rank connects to those before it. Where a task differs, rank 0
- * tells all why, and all end.
+ * listens at a port of its own, at the address from which it reaches rank 0, and tells rank 0 the
+ * port. When all have come, rank 0 tells everybody where the others are, and each rank connects to
+ * those before it. Where a task that knows the secret differs, rank 0 tells all why, and all end.
+ * Whoever else says something wrong is hung up on, and the others are awaited on.
  *
- * So that tasks of two versions can tell each other that they differ, the following is the same in
- * all versions: the whole greeting (hello), and how an answer begins (status and message). A later
- * version adds to the greeting behind its end, and rank 0 reads that after it has compared the
- * versions. It changes what follows an answer's message as it likes. */
-#include "hosts/hosts.h"
+ * Each connection, of control or data, begins so. The higher rank connects. Numbers are
+ * little-endian, as on all machines that Penstock runs on.
+ *
+ *   who       field        bytes  what
+ *   connects  magic           16  "penstock tasks 2"
+ *             version         32  of the program, with a NUL at the end
+ *             rank, n          8  of this task; how many it was told of
+ *             kind             4  0: control, 1: data
+ *             port             4  where this rank listens, on control to rank 0; else 0
+ *             has_secret       4  1: it has a secret
+ *             task            16  random, the same on all connections of a task
+ *             nonce           32  random, of this connection
+ *   accepts   magic           16
+ *             rank, has_secret 8
+ *             nonce           32
+ *             proof           32  HMAC("penstock accepts", all of the above)
+ *   connects  proof           32  HMAC("penstock connect", all but that proof); zeros: it is wrong
+ *   rank 0    status           4  on control, once all have come: 0, or a ps_status
+ *             message        256  why not, with a NUL at the end
+ *             addresses     8192  where status is 0: of all ranks, PS_MAX_HOSTS sockaddr_storages
+ *
+ * HMAC is HMAC-SHA-256 with the secret as its key, none being an empty one. Both nonces are in each
+ * proof, so an old connection that is played again proves nothing, and the words at its beginning
+ * keep one side's proof from being sent back. What follows is neither encrypted nor proved.
+ *
+ * So that tasks of two versions can tell each other that they differ, all of this up to the message
+ * is the same in all versions. What a later one adds comes after that, or after the last proof. */
+#include "hosts/greet.h"
 #include <errno.h>
 #include <fcntl.h>
-#include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <poll.h>
-#include <stddef.h>
+#include <stdlib.h>
 #include <string.h>
-#include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
 
-enum { CONTROL, DATA, KINDS };
-static const char magic[16] = "penstock tasks 1";
-
-/* The first words of each connection, from the higher rank to the lower. Never changed. */
-typedef struct hello {
-  char magic[16], version[32];
-  uint32_t rank, n, kind, port; /* port: at which this rank listens; 0 for rank 0's */
-} hello;
-
-/* What rank 0 answers to each: where everybody is, or why they cannot train together. It always
- * begins with status and message. */
-typedef struct answer {
-  int32_t status;
-  char message[256];
-  struct sockaddr_storage at[PS_MAX_HOSTS];
-} answer;
-
-/* Somebody who has connected, until all of the greeting is there. */
-typedef struct guest {
-  int fd;
-  size_t bytes; /* of @said */
-  hello said;
-  struct sockaddr_storage from;
-} guest;
-
-/* GUESTS: twice as many as all tasks' connections, so strangers who say nothing keep no task out.
- * REFUSED_S: how long rank 0 stays to tell the reason to tasks that have not come yet.
+/* REFUSED_S: how long rank 0 stays to tell the reason to tasks that have not come yet.
  * SILENT_S: how long a task waits before it logs for whom, and where. */
-enum { GUESTS = 2 * KINDS * PS_MAX_HOSTS, REFUSED_S = 1, SILENT_S = 3 };
+enum { REFUSED_S = 1, SILENT_S = 3 };
 
 typedef struct meeting {
   ps_hosts *h;
   const ps_hosts_config *cfg;
+  ps__door *door;
   double until_s, say_s; /* say_s: when the wait is logged, once */
-  const char *not_own;   /* not_own(), once it is known */
-  int listener;
-  guest *guest; /* GUESTS of them, the oldest first */
-  uint32_t n_guests;
+  uint32_t port;         /* at which a rank above 0 listens; 0: not yet */
+  bool stranger;         /* something else than a task answers at rank 0's address */
+  uint8_t own[PS__TASK], task[PS_MAX_HOSTS][PS__TASK]; /* of this task; of those that came */
 } meeting;
 
-static double now_s(void) {
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-static int ms_until(double then_s) {
-  const double s = then_s - now_s();
-  return s > 0 ? (int)(s * 1000) + 1 : 0;
-}
-static double earlier(double a, double b) { return a < b ? a : b; }
-static int left_ms(const meeting *m) { return ms_until(m->until_s); }
+static int left_ms(const meeting *m) { return ps__ms_until(m->until_s); }
 
 /* ---- sockets --------------------------------------------------------------------------------- */
 
@@ -79,7 +63,7 @@ static int left_ms(const meeting *m) { return ms_until(m->until_s); }
 static void set_options(int fd, uint32_t kind) {
   const int on = 1, idle_s = 5, between_s = 5, probes = 3, unanswered_ms = 20000;
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-  if (kind != CONTROL)
+  if (kind != PS__CONTROL)
     return;
   setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s);
@@ -114,36 +98,6 @@ static bool send_all(int fd, const void *from, size_t bytes) {
   return true;
 }
 
-static ps_status listen_at(meeting *m, uint32_t port, uint32_t *got) {
-  struct sockaddr_in6 at = {.sin6_family = AF_INET6, .sin6_port = htons((uint16_t)port)};
-  socklen_t bytes = sizeof at;
-  const int on = 1, off = 0;
-  m->listener = socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  if (m->listener >= 0) {
-    setsockopt(m->listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    setsockopt(m->listener, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off); /* IPv4 too */
-  }
-  int failed = m->listener < 0 || bind(m->listener, (struct sockaddr *)&at, bytes) != 0;
-  if (m->listener < 0 && errno == EAFNOSUPPORT) { /* a kernel without IPv6 */
-    struct sockaddr_in old = {.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
-    m->listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    failed = m->listener < 0 || bind(m->listener, (struct sockaddr *)&old, sizeof old) != 0;
-  }
-  if (failed || listen(m->listener, 2 * PS_MAX_HOSTS) != 0 ||
-      getsockname(m->listener, (struct sockaddr *)&at, &bytes) != 0)
-    return ps__fail(PS_EIO, "rank %u cannot listen at port %u: %s: give another MASTER_PORT",
-                    m->h->rank, port, strerror(errno));
-  *got = ntohs(at.sin6_port); /* at the same place in both kinds of addresses */
-  return PS_OK;
-}
-
-static ps_status nobody(const meeting *m, const char *address, uint32_t port) {
-  return ps__fail(PS_EIO,
-                  "nobody answers at %s port %u within %g s: rank 0 must run there and wait for "
-                  "this task, and the port must be open",
-                  address, port, m->cfg->wait_s);
-}
-
 /* How many tasks have yet to connect to this one, and the first of them. */
 static uint32_t n_missing(const ps_hosts *h, uint32_t *first) {
   uint32_t n = 0;
@@ -153,21 +107,6 @@ static uint32_t n_missing(const ps_hosts *h, uint32_t *first) {
       n++;
     }
   return n;
-}
-
-/* Whether a socket of this host can have @address. */
-static bool is_of_this_host(const char *address) {
-  const struct addrinfo want = {.ai_socktype = SOCK_STREAM};
-  struct addrinfo *all = NULL;
-  bool own = getaddrinfo(address, NULL, &want, &all) != 0; /* then it is not known whose it is */
-  for (struct addrinfo *a = all; a && !own; a = a->ai_next) {
-    const int fd = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    own = fd < 0 || bind(fd, a->ai_addr, a->ai_addrlen) == 0 || errno != EADDRNOTAVAIL;
-    if (fd >= 0)
-      close(fd);
-  }
-  freeaddrinfo(all);
-  return own;
 }
 
 /* A port of this machine that nobody listens at may connect to itself. */
@@ -195,19 +134,12 @@ static int try_connect(const struct sockaddr *at, socklen_t bytes, int most_ms) 
   return -1;
 }
 
-/* What a user may have to mend where no task comes to rank 0's address. */
-static const char *not_own(meeting *m) {
-  if (!m->not_own)
-    m->not_own = is_of_this_host(m->cfg->address) ? "" : ", which is no address of rank 0's host,";
-  return m->not_own;
-}
-
 static void say_nothing_more(meeting *m) { m->say_s = m->until_s + SILENT_S; }
 
 /* Logs once, after SILENT_S, for whom this task waits. */
 static void say_wait(meeting *m) {
   const ps_hosts_config *c = m->cfg;
-  if (ms_until(m->say_s) > 0)
+  if (ps__ms_until(m->say_s) > 0)
     return;
   say_nothing_more(m);
   if (m->h->rank > 0) {
@@ -220,8 +152,8 @@ static void say_wait(meeting *m) {
   char more[32] = "";
   if (missing > 1)
     snprintf(more, sizeof more, " and %u more", missing - 1);
-  ps__log(PS_LOG_INFO, "rank 0 waits at %s port %u%s for rank %u%s: %g s at most", c->address,
-          c->port, not_own(m), first, more, c->wait_s);
+  ps__log(PS_LOG_INFO, "rank 0 waits at %s port %u for rank %u%s: %g s at most", c->address,
+          c->port, first, more, c->wait_s);
 }
 
 static void pause_ms(long ms) {
@@ -230,16 +162,21 @@ static void pause_ms(long ms) {
 
 /* ---- connections ----------------------------------------------------------------------------- */
 
-static hello hello_of(const meeting *m, uint32_t kind, uint32_t port) {
-  hello w = {.rank = m->h->rank, .n = m->h->n, .kind = kind, .port = port};
-  memcpy(w.magic, magic, sizeof w.magic);
+static ps__hello hello_of(const meeting *m, uint32_t kind, uint32_t port) {
+  ps__hello w = {.rank = m->h->rank,
+                 .n = m->h->n,
+                 .kind = kind,
+                 .port = port,
+                 .has_secret = m->door->secret.bytes > 0};
+  memcpy(w.magic, ps__magic, sizeof w.magic);
+  memcpy(w.task, m->own, sizeof w.task);
   snprintf(w.version, sizeof w.version, "%s", ps_version());
   return w;
 }
 
 static void keep(meeting *m, uint32_t rank, uint32_t kind, int fd) {
   set_options(fd, kind);
-  (kind == CONTROL ? m->h->control : m->h->data)[rank] = fd;
+  (kind == PS__CONTROL ? m->h->control : m->h->data)[rank] = fd;
 }
 
 /* Whether rank 0 has answered, or has gone. */
@@ -248,40 +185,136 @@ static bool is_answered(const meeting *m) {
   return p.fd >= 0 && poll(&p, 1, 0) == 1;
 }
 
-/* Connects to rank 0, whose host or process may still be starting. Rank 0 may answer the first
- * connection before there is a second one, which then is not needed. */
-static ps_status reach_first(meeting *m, uint32_t kind, uint32_t port) {
-  const ps_hosts_config *c = m->cfg;
+/* Rank 0 may answer control before it looks at data. */
+static bool await_challenge(const meeting *m, int fd) {
+  struct pollfd p[2] = {{.fd = fd, .events = POLLIN},
+                        {.fd = m->h->rank ? m->h->control[0] : -1, .events = POLLIN}};
+  return poll(p, 2, left_ms(m)) > 0 && p[0].revents;
+}
+
+typedef enum greeting { GREETED, ENDED, STRANGER, REFUSED } greeting;
+
+/* Greets rank @rank at @fd. REFUSED: with the thread's last error. */
+static greeting greet(meeting *m, uint32_t rank, uint32_t kind, int fd) {
+  const ps__secret *s = &m->door->secret;
+  ps__hello w = hello_of(m, kind, kind == PS__CONTROL && rank == 0 ? m->port : 0);
+  ps__challenge c = {.rank = 0};
+  uint8_t proof[PS__PROOF] = {0};
+  if (ps__random(w.nonce, sizeof w.nonce) != PS_OK)
+    return REFUSED;
+  if (!send_all(fd, &w, sizeof w) || (rank == 0 && !await_challenge(m, fd)) ||
+      !receive(m, fd, &c, sizeof c))
+    return ENDED;
+  if (memcmp(c.magic, ps__magic, sizeof c.magic) != 0)
+    return STRANGER;
+  ps__prove(s, true, &w, &c, proof);
+  const bool proved = ps__same(proof, c.proof, sizeof proof), right = proved && c.rank == rank;
+  memset(proof, 0, sizeof proof);
+  if (right)
+    ps__prove(s, false, &w, &c, proof);
+  if (!send_all(fd, proof, sizeof proof) && right)
+    return ENDED;
+  char where[300] = "";
+  if (rank == 0)
+    snprintf(where, sizeof where, " at %.255s port %u", m->cfg->address, m->cfg->port);
+  if (!proved)
+    ps__fail(PS_EINVAL, "rank %u hung up on rank %u%s: %s", m->h->rank, rank, where,
+             ps__other_secret(s->bytes > 0, c.has_secret != 0));
+  else if (!right)
+    ps__fail(PS_EINVAL, "rank %u reached rank %u in place of rank %u: start all tasks anew",
+             m->h->rank, c.rank, rank);
+  return right ? GREETED : REFUSED;
+}
+
+/* At the address that the connection @fd has here, which the others can reach too. */
+static ps_status listen_beside(meeting *m, int fd) {
+  struct sockaddr_storage own = {0};
+  socklen_t bytes = sizeof own;
+  if (m->port)
+    return PS_OK;
+  if (getsockname(fd, (struct sockaddr *)&own, &bytes) != 0)
+    return ps__fail(PS_EIO, "rank %u cannot listen: %s", m->h->rank, strerror(errno));
+  return ps__door_listen_at(m->door, (const struct sockaddr *)&own, bytes, &m->port);
+}
+
+/* The addresses of @name, which the caller frees. *out NULL: they cannot be known yet. */
+static ps_status resolve(const meeting *m, const char *name, struct addrinfo **out) {
   const struct addrinfo want = {.ai_socktype = SOCK_STREAM};
   char service[16];
-  snprintf(service, sizeof service, "%u", c->port);
-  for (int fd = -1; left_ms(m) > 0 && !is_answered(m); pause_ms(fd < 0 ? 100 : 0)) {
-    struct addrinfo *all = NULL;
-    const int unknown = getaddrinfo(c->address, service, &want, &all);
-    say_wait(m);
-    if (unknown && unknown != EAI_AGAIN)
-      return ps__fail(PS_EINVAL, "the address of rank 0, %s, is not known here: %s", c->address,
-                      gai_strerror(unknown));
-    for (struct addrinfo *a = all; a && fd < 0; a = a->ai_next)
-      fd = try_connect(a->ai_addr, a->ai_addrlen, left_ms(m) < 2000 ? left_ms(m) : 2000);
+  snprintf(service, sizeof service, "%u", m->cfg->port);
+  *out = NULL;
+  const int unknown = getaddrinfo(name, service, &want, out);
+  if (unknown && unknown != EAI_AGAIN)
+    return ps__fail(PS_EINVAL, "the address of rank 0, %s, is not known here: %s", name,
+                    gai_strerror(unknown));
+  if (unknown)
+    *out = NULL;
+  return PS_OK;
+}
+
+/* One try to connect to rank 0; *out -1: nobody listens there yet. */
+static ps_status try_first(meeting *m, int *out) {
+  const ps_hosts_config *c = m->cfg;
+  struct addrinfo *all;
+  *out = -1;
+  PS_TRY(resolve(m, c->address, &all));
+  const ps_status st =
+      all ? ps__guarded(c, &m->door->secret, c->address, ps__reach_of(c->address, all)) : PS_OK;
+  for (struct addrinfo *a = all; st == PS_OK && a && *out < 0; a = a->ai_next)
+    *out = try_connect(a->ai_addr, a->ai_addrlen, left_ms(m) < 2000 ? left_ms(m) : 2000);
+  if (all)
     freeaddrinfo(all);
-    const hello w = hello_of(m, kind, port);
-    if (fd >= 0 && send_all(fd, &w, sizeof w)) {
+  return st;
+}
+
+static ps_status nobody(const meeting *m) {
+  const ps_hosts_config *c = m->cfg;
+  if (m->stranger)
+    return ps__fail(PS_EIO,
+                    "what answers at %s port %u is no task of penstock: give the address and port "
+                    "of rank 0, or another MASTER_PORT",
+                    c->address, c->port);
+  return ps__fail(PS_EIO,
+                  "nobody answers at %s port %u within %g s: rank 0 must run there and wait for "
+                  "this task, and the port must be open",
+                  c->address, c->port, c->wait_s);
+}
+
+/* Connects to rank 0, whose host or process may still be starting. Rank 0 may answer the first
+ * connection before there is a second one, which then is not needed. */
+static ps_status reach_first(meeting *m, uint32_t kind) {
+  for (; left_ms(m) > 0 && !is_answered(m); pause_ms(100)) {
+    int fd;
+    say_wait(m);
+    PS_TRY(try_first(m, &fd));
+    if (fd < 0)
+      continue;
+    const ps_status st = listen_beside(m, fd);
+    const greeting g = st == PS_OK ? greet(m, 0, kind, fd) : REFUSED;
+    if (g == GREETED) {
       keep(m, 0, kind, fd);
       return PS_OK;
     }
-    if (fd >= 0)
-      close(fd);
-    fd = -1;
+    close(fd);
+    m->stranger = g == STRANGER;
+    if (g == REFUSED)
+      return st == PS_OK ? PS_EINVAL : st;
   }
-  return is_answered(m) ? PS_OK : nobody(m, c->address, c->port);
+  return is_answered(m) ? PS_OK : nobody(m);
 }
 
 static ps_status reach(meeting *m, uint32_t rank, const struct sockaddr_storage *at) {
-  for (uint32_t kind = 0; kind < KINDS; kind++) {
-    const hello w = hello_of(m, kind, 0);
-    const int fd = try_connect((const struct sockaddr *)at, sizeof *at, left_ms(m));
-    if (fd < 0 || !send_all(fd, &w, sizeof w))
+  const socklen_t bytes = at->ss_family == AF_INET    ? sizeof(struct sockaddr_in)
+                          : at->ss_family == AF_INET6 ? sizeof(struct sockaddr_in6)
+                                                      : 0;
+  for (uint32_t kind = 0; kind < PS__KINDS; kind++) {
+    const int fd = bytes ? try_connect((const struct sockaddr *)at, bytes, left_ms(m)) : -1;
+    const greeting g = fd < 0 ? ENDED : greet(m, rank, kind, fd);
+    if (g != GREETED && fd >= 0)
+      close(fd);
+    if (g == REFUSED)
+      return PS_EINVAL;
+    if (g != GREETED)
       return ps__fail(PS_EIO,
                       "rank %u cannot connect to rank %u: their network must let all hosts "
                       "connect to each other",
@@ -291,113 +324,89 @@ static ps_status reach(meeting *m, uint32_t rank, const struct sockaddr_storage 
   return PS_OK;
 }
 
-/* What is wrong with a task that says hello; false: nothing. */
-static bool differs(const meeting *m, const hello *w, char why[256]) {
+/* ---- who comes ------------------------------------------------------------------------------- */
+
+typedef enum judgement { COMES, WRONG, ENDS_ALL } judgement;
+
+/* @why: what is wrong with a task that says hello. */
+static judgement judge(const meeting *m, const ps__hello *w, char why[256]) {
   const ps_hosts *h = m->h;
-  why[0] = 0;
-  if (strncmp(w->version, ps_version(), sizeof w->version) != 0)
+  const judgement trusted = h->rank == 0 && m->door->secret.bytes ? ENDS_ALL : WRONG;
+  if (strncmp(w->version, ps_version(), sizeof w->version) != 0) {
     snprintf(why, 256, "rank %u is penstock %.31s, and rank 0 is %s: start the same on all hosts",
              w->rank, w->version, ps_version());
-  else if (w->n != h->n)
+    return trusted;
+  }
+  if (w->n != h->n) {
     snprintf(why, 256, "rank %u was told of %u tasks, and rank 0 of %u: start all by one launcher",
              w->rank, w->n, h->n);
-  else if (w->rank >= h->n || w->kind >= KINDS ||
-           (w->kind == CONTROL ? h->control : h->data)[w->rank] >= 0)
-    snprintf(why, 256, "two tasks have rank %u: each needs a rank of its own, from 0 to %u",
-             w->rank, h->n - 1);
-  return why[0] != 0;
-}
-
-/* ---- guests ---------------------------------------------------------------------------------- */
-
-static guest remove_guest(meeting *m, uint32_t i) {
-  const guest g = m->guest[i];
-  memmove(&m->guest[i], &m->guest[i + 1], (--m->n_guests - i) * sizeof g);
-  return g;
-}
-
-/* Where there are too many, the oldest is hung up on. */
-static void let_in(meeting *m) {
-  guest g = {.fd = -1};
-  socklen_t bytes = sizeof g.from;
-  g.fd = accept4(m->listener, (struct sockaddr *)&g.from, &bytes, SOCK_CLOEXEC);
-  if (g.fd < 0)
-    return;
-  if (m->n_guests == GUESTS)
-    close(remove_guest(m, 0).fd);
-  m->guest[m->n_guests++] = g;
-}
-
-/* Reads what guest @i says. A stranger is hung up on. True: all of the greeting is there, and the
- * guest is *out, whose socket the caller closes. */
-static bool hear(meeting *m, uint32_t i, guest *out) {
-  guest *g = &m->guest[i];
-  const ssize_t n =
-      recv(g->fd, (char *)&g->said + g->bytes, sizeof g->said - g->bytes, MSG_DONTWAIT);
-  if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR))
-    return false;
-  g->bytes += n > 0 ? (size_t)n : 0;
-  if (n <= 0 ||
-      memcmp(g->said.magic, magic, g->bytes < sizeof magic ? g->bytes : sizeof magic) != 0) {
-    close(remove_guest(m, i).fd);
-    return false;
+    return trusted;
   }
-  if (g->bytes < sizeof g->said)
-    return false;
-  *out = remove_guest(m, i);
-  out->said.version[sizeof out->said.version - 1] = 0;
-  return true;
+  if (w->rank <= h->rank || w->rank >= h->n || w->kind >= PS__KINDS) {
+    snprintf(why, 256, "rank %u does not connect to rank %u: ranks %u to %u do", w->rank, h->rank,
+             h->rank + 1, h->n - 1);
+    return WRONG;
+  }
+  const int of[PS__KINDS] = {h->control[w->rank], h->data[w->rank]};
+  const bool other = (of[0] >= 0 || of[1] >= 0) && memcmp(m->task[w->rank], w->task, PS__TASK) != 0;
+  if (!other && of[w->kind] < 0)
+    return COMES;
+  snprintf(why, 256, "two tasks have rank %u: each needs a rank of its own, from 0 to %u", w->rank,
+           h->n - 1);
+  return WRONG;
 }
 
-/* The next guest whose greeting is there; false: none comes in time. Guests who say nothing keep
- * nobody waiting. */
-static bool next_guest(meeting *m, guest *out) {
+/* The next guest who is a task; false: none comes in time. */
+static bool next_guest(meeting *m, ps__guest *out) {
+  struct pollfd of[PS__DOOR_FDS];
   for (;;) {
-    struct pollfd of[GUESTS + 1];
-    uint32_t i = 0;
-    for (; i < m->n_guests; i++)
-      of[i] = (struct pollfd){.fd = m->guest[i].fd, .events = POLLIN};
-    of[m->n_guests] = (struct pollfd){.fd = m->listener, .events = POLLIN};
+    double until_s = ps__earlier(m->say_s, m->until_s);
+    const uint32_t n = ps__door_poll(m->door, of, &until_s);
     if (left_ms(m) == 0)
       return false;
-    const int ready = poll(of, m->n_guests + 1, ms_until(earlier(m->say_s, m->until_s)));
+    const int ready = poll(of, n, ps__ms_until(until_s));
     say_wait(m);
     if (ready < 0)
       return false;
-    if (ready == 0)
-      continue;
-    for (i = 0; i < m->n_guests && !of[i].revents; i++)
-      ;
-    if (i == m->n_guests)
-      let_in(m);
-    else if (hear(m, i, out))
+    if (ps__door_look(m->door, of, out))
       return true;
   }
 }
 
+static ps_status did_not_come(const meeting *m) {
+  const char *refused = m->door->refused;
+  uint32_t r = 0;
+  (void)n_missing(m->h, &r);
+  if (m->h->rank > 0)
+    return ps__fail(PS_EIO, "rank %u did not connect to rank %u within %g s%s%s", r, m->h->rank,
+                    m->cfg->wait_s, *refused ? "; " : "", refused);
+  return ps__fail(
+      PS_EIO, "rank %u did not come to %s port %u within %g s: %u tasks were to be started%s%s", r,
+      m->cfg->address, m->cfg->port, m->cfg->wait_s, m->h->n, *refused ? "; " : "", refused);
+}
+
 /* Accepts both connections of @n ranks. @at: their addresses by rank, for rank 0, else NULL.
- * @why: what is wrong with *refused, the first who differs, whose socket the caller closes. */
+ * @why: what is wrong with *refused, who ends all, and whose socket the caller closes. */
 static ps_status accept_all(meeting *m, uint32_t n, struct sockaddr_storage *at, char why[256],
-                            guest *refused) {
-  for (uint32_t i = 0; i < KINDS * n; i++) {
-    guest g;
-    if (!next_guest(m, &g)) {
-      uint32_t r = 0;
-      (void)n_missing(m->h, &r);
-      if (m->h->rank > 0)
-        return ps__fail(PS_EIO, "rank %u did not connect to rank %u within %g s", r, m->h->rank,
-                        m->cfg->wait_s);
-      return ps__fail(PS_EIO,
-                      "rank %u did not come to %s port %u%s within %g s: %u tasks were to be "
-                      "started",
-                      r, m->cfg->address, m->cfg->port, not_own(m), m->cfg->wait_s, m->h->n);
-    }
-    if (differs(m, &g.said, why)) {
+                            ps__guest *refused) {
+  for (uint32_t i = 0; i < PS__KINDS * n;) {
+    ps__guest g;
+    if (!next_guest(m, &g))
+      return did_not_come(m);
+    const judgement is = judge(m, &g.said, why);
+    if (is == ENDS_ALL) {
       *refused = g;
       return PS_OK;
     }
+    if (is == WRONG) {
+      ps__door_hang_up(m->door, &g, PS__DIFFERS, why);
+      why[0] = 0;
+      continue;
+    }
+    i++;
     keep(m, g.said.rank, g.said.kind, g.fd);
-    if (at && g.said.kind == CONTROL) {
+    memcpy(m->task[g.said.rank], g.said.task, PS__TASK);
+    if (at && g.said.kind == PS__CONTROL) {
       at[g.said.rank] = g.from;
       ((struct sockaddr_in *)&at[g.said.rank])->sin_port = htons((uint16_t)g.said.port);
     }
@@ -415,18 +424,18 @@ static uint32_t n_came(const ps_hosts *h) {
 /* Tells guest @g and all others that come within REFUSED_S why they are refused. It ends once all
  * have come that any of them knows of. A socket that is closed with unread bytes resets its
  * connection, and the other side may lose the answer: so each is read to its end. */
-static void refuse(meeting *m, const answer *a, guest g) {
-  int told[KINDS * PS_MAX_HOSTS];
+static void refuse(meeting *m, const ps__verdict *v, ps__guest g) {
+  int told[PS__KINDS * PS_MAX_HOSTS];
   uint32_t n_told = 0, came = n_came(m->h), tasks = m->h->n;
-  const double until_s = now_s() + REFUSED_S;
+  const double until_s = ps__now_s() + REFUSED_S;
   char rest;
-  m->until_s = earlier(until_s, m->until_s);
+  m->until_s = ps__earlier(until_s, m->until_s);
   say_nothing_more(m);
   do {
-    if (send(g.fd, a, sizeof *a, MSG_NOSIGNAL | MSG_DONTWAIT) > 0)
+    if (send(g.fd, v, sizeof *v, MSG_NOSIGNAL | MSG_DONTWAIT) > 0)
       shutdown(g.fd, SHUT_WR);
     told[n_told++] = g.fd;
-    came += g.said.kind == CONTROL;
+    came += g.said.kind == PS__CONTROL;
     tasks = g.said.n > tasks ? g.said.n : tasks;
   } while (came + 1 < tasks && n_told < sizeof told / sizeof *told && next_guest(m, &g));
   for (uint32_t i = 0; i < n_told; i++) {
@@ -438,37 +447,54 @@ static void refuse(meeting *m, const answer *a, guest g) {
 
 /* ---- both sides ------------------------------------------------------------------------------ */
 
-static ps_status lead(meeting *m) {
-  ps_hosts *h = m->h;
-  uint32_t port;
-  char why[256] = "";
-  answer *a = ps__calloc(1, sizeof *a);
-  if (!a)
-    return ps__fail(PS_ENOMEM, "out of memory for the tasks of other hosts");
-  guest refused = {.fd = -1};
-  ps_status st = listen_at(m, m->cfg->port, &port);
+/* Rank 0 listens once its address is known. */
+static ps_status open_door(meeting *m) {
+  const char *given = m->cfg->listen ? m->cfg->listen : getenv("PENSTOCK_HOSTS_LISTEN"),
+             *name = given && *given ? given : m->cfg->address;
+  struct addrinfo *all = NULL;
+  while (!all && left_ms(m) > 0) {
+    PS_TRY(resolve(m, name, &all));
+    if (!all)
+      pause_ms(100);
+  }
+  if (!all)
+    return ps__fail(PS_EIO, "the address of rank 0, %s, is not known within %g s", name,
+                    m->cfg->wait_s);
+  ps_status st = ps__guarded(m->cfg, &m->door->secret, name, ps__reach_of(name, all));
   if (st == PS_OK)
-    st = accept_all(m, h->n - 1, a->at, why, &refused);
-  if (st == PS_OK && why[0])
-    st = ps__fail(PS_EINVAL, "%s", why);
-  a->status = st;
-  snprintf(a->message, sizeof a->message, "%s", st == PS_OK ? "" : ps_last_error());
-  for (uint32_t r = 1; r < h->n; r++)
-    if (h->control[r] >= 0)
-      (void)send_all(h->control[r], a, sizeof *a); /* a task that is gone is noticed later */
-  if (refused.fd >= 0)
-    refuse(m, a, refused);
-  ps__free(a);
+    st = ps__door_listen(m->door, name, all);
+  freeaddrinfo(all);
   return st;
 }
 
-/* Rank 0's answer. Of another version's only the beginning is known. */
-static ps_status read_answer(const meeting *m, answer *a) {
+static ps_status lead(meeting *m) {
+  ps_hosts *h = m->h;
+  char why[256] = "";
+  struct sockaddr_storage at[PS_MAX_HOSTS] = {0};
+  ps__guest refused = {.fd = -1};
+  ps_status st = open_door(m);
+  if (st == PS_OK)
+    st = accept_all(m, h->n - 1, at, why, &refused);
+  if (st == PS_OK && why[0])
+    st = ps__fail(PS_EINVAL, "%s", why);
+  ps__verdict v = {.status = st};
+  snprintf(v.message, sizeof v.message, "%s", st == PS_OK ? "" : ps_last_error());
+  for (uint32_t r = 1; r < h->n; r++) /* a task that is gone is noticed later */
+    if (h->control[r] >= 0 && send_all(h->control[r], &v, sizeof v) && st == PS_OK)
+      (void)send_all(h->control[r], at, sizeof at);
+  if (refused.fd >= 0)
+    refuse(m, &v, refused);
+  return st;
+}
+
+/* Rank 0's answer. */
+static ps_status read_answer(const meeting *m, struct sockaddr_storage at[PS_MAX_HOSTS]) {
   const int fd = m->h->control[0];
-  const size_t begin = offsetof(answer, at);
-  if (receive(m, fd, a, begin) && a->status != PS_OK)
-    return ps__fail((ps_status)a->status, "%.255s", a->message);
-  if (a->status == PS_OK && receive(m, fd, a->at, sizeof a->at))
+  ps__verdict v = {.status = PS_OK};
+  const bool came = receive(m, fd, &v, sizeof v);
+  if (came && v.status != PS_OK)
+    return ps__fail(ps__status_of(v.status), "%.255s", v.message);
+  if (came && receive(m, fd, at, PS_MAX_HOSTS * sizeof *at))
     return PS_OK;
   if (left_ms(m) > 0)
     return ps__fail(PS_EIO,
@@ -481,41 +507,29 @@ static ps_status read_answer(const meeting *m, answer *a) {
 
 static ps_status follow(meeting *m) {
   ps_hosts *h = m->h;
-  uint32_t port;
   char why[256] = "";
-  PS_TRY(listen_at(m, 0, &port));
-  for (uint32_t kind = 0; kind < KINDS; kind++)
-    PS_TRY(reach_first(m, kind, port));
+  struct sockaddr_storage at[PS_MAX_HOSTS];
+  ps__guest refused;
+  for (uint32_t kind = 0; kind < PS__KINDS; kind++)
+    PS_TRY(reach_first(m, kind));
   say_nothing_more(m); /* rank 0 says for whom all wait */
-  answer *a = ps__calloc(1, sizeof *a);
-  if (!a)
-    return ps__fail(PS_ENOMEM, "out of memory for the tasks of other hosts");
-  guest refused = {.fd = -1};
-  ps_status st = read_answer(m, a);
-  for (uint32_t r = 1; st == PS_OK && r < h->rank; r++)
-    st = reach(m, r, &a->at[r]);
-  if (st == PS_OK)
-    st = accept_all(m, h->n - 1 - h->rank, NULL, why, &refused);
-  if (st == PS_OK && why[0])
-    st = ps__fail(PS_EINVAL, "%s", why);
-  if (refused.fd >= 0)
-    close(refused.fd);
-  ps__free(a);
-  return st;
+  PS_TRY(read_answer(m, at));
+  for (uint32_t r = 1; r < h->rank; r++)
+    PS_TRY(reach(m, r, &at[r]));
+  return accept_all(m, h->n - 1 - h->rank, NULL, why, &refused);
 }
 
 ps_status ps__hosts_meet(ps_hosts *h, const ps_hosts_config *cfg) {
-  meeting m = {.h = h, .cfg = cfg, .listener = -1};
-  m.until_s = now_s() + cfg->wait_s;
-  m.say_s = now_s() + SILENT_S;
-  m.guest = ps__calloc(GUESTS, sizeof *m.guest);
-  if (!m.guest)
+  meeting m = {.h = h, .cfg = cfg, .until_s = ps__now_s() + cfg->wait_s};
+  m.say_s = ps__now_s() + SILENT_S;
+  m.door = h->door = ps__calloc(1, sizeof *m.door);
+  if (!m.door)
     return ps__fail(PS_ENOMEM, "out of memory for the tasks of other hosts");
+  m.door->rank = h->rank;
+  PS_TRY(ps__secret_find(&m.door->secret, cfg->secret));
+  PS_TRY(ps__random(m.own, sizeof m.own));
   const ps_status st = h->rank == 0 ? lead(&m) : follow(&m);
-  for (uint32_t i = 0; i < m.n_guests; i++)
-    close(m.guest[i].fd);
-  ps__free(m.guest);
-  if (m.listener >= 0)
-    close(m.listener);
+  if (h->rank > 0)
+    ps__door_shut(m.door);
   return st;
 }

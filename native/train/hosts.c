@@ -23,6 +23,7 @@ ps_status ps__count_targets(ps_trainer *t, const ps_launch *l) {
   const uint64_t mine[2] = {batch->valid_tokens, atomic_load(&t->stop_asked)};
   uint64_t all[PS_MAX_HOSTS][2], valid = 0, stop = 0;
   char what[PS__HOSTS_WHAT];
+  ps__hosts_begin(t->cfg.hosts);
   name_call(t, l, "counting the targets", what);
   PS_TRY(ps__hosts_gather(t->cfg.hosts, what, mine, all, sizeof mine));
   for (uint32_t r = 0; r < t->plan->cfg.n_hosts; r++) {

@@ -36,10 +36,13 @@ class Hosts(Owner):
         *,
         wait: float = 300.0,
         transport: str = "auto",
+        insecure: bool = False,
     ):
         """Meets the other tasks: rank 0 listens at port, the others connect to address. Takes up to
         `wait` seconds. transport says what moves gradients: "nccl", "tcp", or "auto", NCCL where
-        all tasks have GPUs and the library. Raises InvalidError, InputOutputError."""
+        all tasks have GPUs and the library. Other addresses than the loopback need the
+        environment's PENSTOCK_HOSTS_SECRET, or insecure=True (docs/gpus.md, "Several machines").
+        Raises InvalidError, InputOutputError."""
         if transport not in _TRANSPORTS:
             raise ValueError(f"transport is {transport!r}: give auto, nccl or tcp")
         self.rank, self.n = rank, n
@@ -48,21 +51,30 @@ class Hosts(Owner):
             return
         name = ffi.new("char[]", address.encode())
         config = struct(
-            "ps_hosts_config", rank=rank, n_hosts=n, port=port, address=name, wait_s=wait
+            "ps_hosts_config",
+            rank=rank,
+            n_hosts=n,
+            port=port,
+            address=name,
+            wait_s=wait,
+            insecure=insecure,
         )
         out = ffi.new("ps_hosts **")
         check(lib.ps_hosts_open(out, config))
         self._handle = Handle("hosts", out[0], lib.ps_hosts_close)
 
     @classmethod
-    def from_launcher(cls, *, wait: float = 300.0, transport: str = "auto") -> "Hosts":
+    def from_launcher(
+        cls, *, wait: float = 300.0, transport: str = "auto", insecure: bool = False
+    ) -> "Hosts":
         """The tasks that torchrun, srun or mpirun started; without a launcher this one alone.
         Raises InvalidError, with the words to type, where the launcher started several tasks on
         this host; and what the constructor raises."""
         task = struct("ps_hosts_task")
         check(lib.ps_hosts_task_find(task))
         address = text(task.address)
-        return cls(task.rank, task.n_hosts, address, task.port, wait=wait, transport=transport)
+        more = {"wait": wait, "transport": transport, "insecure": insecure}
+        return cls(task.rank, task.n_hosts, address, task.port, **more)
 
     @property
     def transport(self) -> str:
