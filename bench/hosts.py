@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import re
+import secrets
 import shutil
 import socket
 import statistics
@@ -126,6 +127,7 @@ def start(a, case: Case, work: Path, port: int) -> list:
     for path in (work / "cache/penstock").glob("hardware-*.json"):
         shutil.copy(path, a.out)
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(a.tasks)}
+    master["PENSTOCK_HOSTS_SECRET"] = secrets.token_hex(32)
     return [
         subprocess.Popen(
             [w for w in line if w != "--quiet"],
