@@ -94,6 +94,7 @@ def test_every_option_that_a_page_names_is_in_a_help_text():
     texts += "".join(
         (ROOT / f"python/penstock/{name}.py").read_text()
         for name in (
+            "command",
             "data",
             "export",
             "compare",

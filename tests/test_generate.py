@@ -4,6 +4,7 @@ tests/test_families.py compares the tokens of every family with those of transfo
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -14,8 +15,10 @@ import transformers
 from conftest import ROOT
 from penstock import BudgetError, Generator, Hardware, InvalidError
 from penstock.__main__ import _in_python
+from penstock.chat import ChatTemplate
+from penstock.data import load_tokenizer
 from penstock.files import DataError
-from penstock.generate import Text, main, read_prompts, stop_tokens
+from penstock.generate import Text, encode_prompts, main, read_prompts, stop_tokens
 
 BINARY = ROOT / os.environ.get("PENSTOCK_BUILD", "build") / "bin" / "penstock"
 
@@ -376,6 +379,57 @@ def test_text_is_the_tokens_decoded(chat_model, tmp_path):
     stop = text_of("the cat")[3:5]
     cut = command(*options, "--prompt", "the cat", "--stop", stop)
     assert cut.stdout == text_of("the cat").split(stop)[0] + "\n"
+
+
+def test_the_templates_end_of_turn_ends_a_conversation(chat_model, tmp_path, capsys):
+    """Though the model's eos_token_id is another token; a text with the same tokens goes on."""
+    folder = shutil.copytree(chat_model, tmp_path / "m")
+    tokenizer = load_tokenizer(folder)
+    size = tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens([f"<|{i}|>" for i in range(size, 512)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ end if m.role == 'assistant' }}"
+    )
+    template += "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    (folder / "chat_template.jinja").write_text(template)
+    ids = tokenizer.encode("<user>the cat<assistant>").ids
+    free = tokens(folder, [ids], dict(max_new_tokens=12))[0][0]
+    end = next(t for t in free[1:] if t >= size and t not in free[:1])
+    n = free.index(end)
+    records = [{"messages": [{"role": "user", "content": "the cat"}]}, "<user>the cat<assistant>"]
+    (tmp_path / "p").write_text("".join(json.dumps(r) + "\n" for r in records))
+    words = ["--model", folder, "--prompts", tmp_path / "p", "--max-new-tokens", 12, "--quiet"]
+    words += ["--chat-template-kwargs", json.dumps({"end": f" <|{end}|>"})]
+    assert main([str(w) for w in words]) == 0
+    chat, text = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (chat["text"], chat["new_tokens"]) == (tokenizer.decode(free[:n]), n)
+    assert (text["text"], text["new_tokens"]) == (tokenizer.decode(free), len(free))
+
+
+def test_prompts_have_tools_and_variables_of_their_own(chat_model, tmp_path):
+    """And ShareGPT's messages, and the folder's template for tools."""
+    folder = tmp_path / "m"
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    shutil.copy(chat_model / "tokenizer.json", folder)
+    template = "{{ x }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    (folder / "chat_template.jinja").write_text(template)
+    more = folder / "additional_chat_templates/tool_use.jinja"
+    more.write_text("{{ tools | tojson }}" + template)
+    hi, tools = [{"role": "user", "content": "hi"}], [{"type": "function"}]
+    records = {
+        "<user>hi<assistant>": {"messages": hi},
+        '[{"type": "function"}]<user>hi<assistant>': {"messages": hi, "tools": json.dumps(tools)},
+        "7<user>hi<assistant>": {"messages": hi, "chat_template_kwargs": {"x": 7}},
+        "<user>ho<assistant>": {"conversations": [{"from": "human", "value": "ho"}]},
+        "plain": {"prompt": "plain"},
+    }
+    (tmp_path / "p").write_text("".join(json.dumps(r) + "\n" for r in records.values()))
+    prompts, tokenizer = read_prompts(tmp_path / "p"), load_tokenizer(folder)
+    encoded = encode_prompts(prompts, tokenizer, folder)
+    assert [tokenizer.decode(ids) for ids in encoded] == [*records]
+    given = encode_prompts(prompts[:3], tokenizer, folder, ChatTemplate(folder, {"x": "all"}))
+    assert [tokenizer.decode(ids)[:3] for ids in given] == ["all", '[{"', "7<u"]
 
 
 @pytest.mark.parametrize(

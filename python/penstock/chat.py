@@ -1,31 +1,42 @@
 """Conversations as text: a tokenizer's own chat template, and where the answers are in it.
 
-The template is that of the tokenizer's directory: chat_template.jinja, or "chat_template" in
-tokenizer_config.json. It runs in a sandbox, with the filters, functions and variables that
-transformers gives it. The text is that of apply_chat_template().
+The templates are those of the tokenizer's directory: chat_template.jinja and the files of
+additional_chat_templates, or "chat_template" in tokenizer_config.json. They run in a sandbox, with
+the filters, functions and variables that transformers gives them. The text is that of
+apply_chat_template().
 
 This module needs jinja2 and not transformers."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
 import json
 import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from .conversation import Call, check_variables, is_trained
 from .files import DataError, open_input
 
 SPECIAL_TOKENS = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
 TARGETS = ("answers", "last", "all")
+MORE_TEMPLATES = "additional_chat_templates"  # the folder of transformers 5
+RENDER_S = 30.0  # of this process's CPU time, the most that a record may take
+MAX_CHARS = 1 << 28  # the most that a template may write, or make of one text or number
 
 
 def _read(path: Path) -> str | None:
     try:
         with open_input(path, "r", encoding="utf-8") as f:
             return f.read()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as e:
         raise DataError(f"{path}: cannot be read: {e}") from e
@@ -41,32 +52,91 @@ def read_config(folder: Path, name: str = "tokenizer_config.json") -> dict:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """The special tokens that the directory names: {"eos_token": "</s>", ...}."""
-    named = {**read_config(folder, "special_tokens_map.json"), **read_config(folder)}
+    """The special tokens that the directory names: {"eos_token": "</s>", ...}; also those of the
+    model alone, such as "eot_token", where transformers has them."""
+    config = read_config(folder)
+    named = {**read_config(folder, "special_tokens_map.json"), **config}
+    for more in (config.get("model_specific_special_tokens"), config.get("extra_special_tokens")):
+        named.update(more if isinstance(more, dict) else {})
     tokens = {}
-    for name in SPECIAL_TOKENS:
-        token = named.get(name)
+    for name, token in named.items():
         token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
+        if isinstance(token, str) and (name in SPECIAL_TOKENS or name.endswith("_token")):
             tokens[name] = token
     return tokens
 
 
+def template_files(folder: Path) -> list[str]:
+    """The names of the directory's further templates."""
+    return [f"{MORE_TEMPLATES}/{p.name}" for p in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))]
+
+
 def _find_template(folder: Path, tools: bool) -> str | None:
-    text = _read(folder / "chat_template.jinja")
-    if text is not None:
-        return text
-    found = read_config(folder).get("chat_template")
-    if isinstance(found, list):  # several, with names
-        named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
-        found = tools and named.get("tool_use") or named.get("default")
+    named = {"default": _read(folder / "chat_template.jinja")}
+    named |= {Path(name).stem: _read(folder / name) for name in template_files(folder)}
+    if named == {"default": None}:
+        found = read_config(folder).get("chat_template")
+        if isinstance(found, list):  # several, with names
+            found = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
+        named = found if isinstance(found, dict) else {"default": found}
+    found = tools and named.get("tool_use") or named.get("default")
     return found if isinstance(found, str) else None
 
 
-def _environment(spans: list):
+def _sentence(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:300] + "..."
+
+
+# ---- the sandbox ---------------------------------------------------------------------------------
+
+
+class _TooLong(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def _limit(seconds: float) -> Iterator[None]:
+    """Raise _TooLong after so much CPU time of this process. Signals reach the main thread alone:
+    in others there is no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_):
+        raise _TooLong(
+            f"it takes more than {seconds:g} s for one conversation: see whether its loops end"
+        )
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    try:
+        try:
+            # again after a second, in case the first exception is lost in a destructor
+            signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
+
+
+def _check_product(operator: str, left, right) -> None:
+    """Refuse a text or a number that would fill the memory, in one operation that no signal ends."""
+    if operator == "**" and isinstance(left, int) and isinstance(right, int):
+        size = left.bit_length() * max(right, 0) // 8
+    else:
+        factors = (len(x) if isinstance(x, (str, list, tuple)) else x for x in (left, right))
+        a, b = (x if isinstance(x, int) else 0 for x in factors)
+        size = a * b if not isinstance(left, int) or not isinstance(right, int) else 0
+    if size > MAX_CHARS:
+        raise OverflowError(f"{operator} makes more than {MAX_CHARS:,} bytes")
+
+
+def _environment(spans: list, now: datetime.datetime):
     """jinja2 as transformers sets it up. `spans` gets the characters of {% generation %} blocks:
     [(begin, end)] of the text that generate() has yielded, which the caller counts in spans.done.
-    """
+    `now` is the time that strftime_now() tells."""
     try:
         import jinja2
         import jinja2.ext
@@ -90,6 +160,13 @@ def _environment(spans: list):
             spans.append((spans.done, spans.done + len(text)))
             return text
 
+    class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset(["*", "**"])
+
+        def call_binop(self, context, operator, left, right):
+            _check_product(operator, left, right)
+            return super().call_binop(context, operator, left, right)
+
     def refuse(message):
         raise jinja2.exceptions.TemplateError(message)
 
@@ -98,12 +175,12 @@ def _environment(spans: list):
             x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )
 
-    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    env = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     env.filters["tojson"] = tojson
     env.globals["raise_exception"] = refuse
-    env.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
+    env.globals["strftime_now"] = now.strftime
     return env
 
 
@@ -111,126 +188,314 @@ class _Spans(list):
     done = 0  # characters that were yielded before
 
 
-class ChatTemplate:
-    """The chat template of a tokenizer's directory. DataError: it has none, or a broken one."""
+# ---- the template --------------------------------------------------------------------------------
 
-    def __init__(self, folder: str | os.PathLike):
-        self.folder = Path(folder)
+
+def _shared(a: str, b: str, tokens: re.Pattern) -> int:
+    """How many characters a and b have in common at their beginning, without a part of a token."""
+    n = len(a) if b.startswith(a) else len(os.path.commonprefix((a, b)))
+    for text in (a, b):
+        around = tokens.finditer(text, max(0, n - 256), n + 256)
+        n = min([n, *(m.start() for m in around if m.start() < n < m.end())])
+    return n
+
+
+_REWRITTEN = "the chat template writes message {} in another way where other messages follow it: "
+_BEGUN = (
+    "the chat template begins message {} in another way than its generation prompt: give its "
+    "variables with --chat-template-kwargs (such as enable_thinking), mark answers in the template "
+    "by {{% generation %}}, or train on all with --targets all"
+)
+_ADVICE = {
+    "answers": "train on the last answer with --targets last, or mark answers in the template by "
+    "{% generation %}",
+    "last": "leave out the messages after the last answer, mark answers in the template by "
+    "{% generation %}, or train on all with --targets all",
+}
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer's directory. DataError: it has none, or a broken one.
+
+    variables: of the template, such as {"enable_thinking": False}. now: the time that the
+    template's strftime_now() tells; None: that of this call. limit_s: CPU time for a conversation.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        variables: Mapping[str, object] | None = None,
+        now: datetime.datetime | None = None,
+        limit_s: float = RENDER_S,
+    ):
+        self.folder, self.limit_s = Path(folder), limit_s
+        self.variables = check_variables(dict(variables or {}), "the template's variables")
+        self.now = (now or datetime.datetime.now()).replace(microsecond=0)
         self._tokens = special_tokens(self.folder)
         self._spans = _Spans()
-        env = _environment(self._spans)
-        self._template = {}
+        self._limited = False
+        self._takes_parts: dict[tuple[str, bool], bool] = {}
+        env = _environment(self._spans, self.now)
+        self._template, self._text = {}, {}
         for tools in (False, True):
-            text = _find_template(self.folder, tools)
+            text = self._text[tools] = _find_template(self.folder, tools)
             if text is None:
                 raise DataError(
                     f"{self.folder}: has no chat template (chat_template.jinja, or chat_template "
                     "in tokenizer_config.json): give the tokenizer of a chat model"
                 )
             try:
-                self._template[tools] = env.from_string(text)
+                with _limit(limit_s):
+                    self._template[tools] = env.from_string(text)
             except Exception as e:
-                raise DataError(f"{self.folder}: its chat template is no jinja2: {e}") from e
+                raise DataError(
+                    f"{self.folder}: its chat template is no jinja2: {_sentence(e)}"
+                ) from e
 
-    def render(self, messages: list, tools: list | None = None, prompt: bool = False) -> str:
-        """The conversation as text. prompt: with the beginning of the next answer."""
+    @property
+    def settings(self) -> tuple:
+        """The arguments that make this template again, in another process."""
+        return self.folder, self.variables, self.now, self.limit_s
+
+    @property
+    def about(self) -> dict:
+        """What the text depends on beside the files: for dataset.json."""
+        about = {"chat_template_kwargs": self.variables} if self.variables else {}
+        if any("strftime_now" in text for text in self._text.values()):
+            about["date"] = self.now.isoformat()
+        return about
+
+    def render(
+        self,
+        messages: list,
+        tools: list | None = None,
+        prompt: bool = False,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """The conversation as text. prompt: with the beginning of the next answer. variables: of
+        this conversation, beside the template's own."""
+        with self._bounded():
+            return self._writer(messages, tools, variables)(len(messages), prompt)
+
+    def render_targets(
+        self,
+        messages: list,
+        tools: list | None = None,
+        targets: str = "answers",
+        first: int = 0,
+        variables: Mapping[str, object] | None = None,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The conversation as text, and the characters that are targets: [(begin, end)].
+
+        targets: "answers", all that the assistant says; "last", the last answer; "all", the whole
+        text. first: answers before this message are no targets, and neither are those whose message
+        says so (is_trained). An answer begins where the template's generation prompt ends, and it
+        ends with the template's text of its message. A template with {% generation %} blocks says
+        itself where answers are."""
+        with self._bounded():
+            write = self._writer(messages, tools, variables)
+            text = write(len(messages))
+            marked = list(self._spans)
+            if targets == "all":
+                return text, [(0, len(text))]
+            answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first]
+            if targets == "last":
+                answers = answers[-1:]
+            trained = [i for i in answers if is_trained(messages[i])]
+            advice = _ADVICE[targets]
+            if re.search(r"\{%[-+]?\s*generation\b", self._text[bool(tools)]):
+                left_out = [i for i in range(len(messages)) if i not in trained]
+                if not any(messages[i]["role"] == "assistant" for i in left_out):
+                    return text, marked
+                return text, self._marked(text, write, trained, marked, len(messages))
+            ends = (self._span(text, write, i, i == len(messages) - 1, advice) for i in trained)
+            return text, list(ends)
+
+    def end_of_turn(self, added: Mapping[str, int]) -> int | None:
+        """The id of the token with which the template ends an answer, of the tokenizer's `added`
+        tokens; None: an answer ends with none of them."""
+        mark = "penstock"
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
+        try:
+            _, found, end = self.render(turns).rpartition(mark)
+        except DataError:
+            return None
+        end = end.lstrip()
+        tokens = [t for t in added if found and t.strip() and end.startswith(t)]
+        return added[max(tokens, key=len)] if tokens else None
+
+    @contextlib.contextmanager
+    def _bounded(self) -> Iterator[None]:
+        """The limit of time for all that is rendered inside."""
+        if self._limited:
+            yield
+            return
+        self._limited = True
+        try:
+            with _limit(self.limit_s):
+                yield
+        except _TooLong as e:
+            raise DataError(f"the chat template fails: {e}") from e
+        finally:
+            self._limited = False
+
+    def _writer(self, messages: list, tools: list | None, variables) -> Callable[..., str]:
+        """write(n, prompt): the text of the first n messages."""
+        messages = [self._prepare(i, m, bool(tools)) for i, m in enumerate(messages, 1)]
+        more = {"documents": None, **self._tokens, **self.variables, **(variables or {})}
+        return lambda n, prompt=False: self._write(messages[:n], tools, prompt, more)
+
+    def _write(self, messages: list, tools: list | None, prompt: bool, variables: dict) -> str:
         self._spans.clear()
         self._spans.done = 0
         parts = []
         try:
             for part in self._template[bool(tools)].generate(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=prompt,
-                **self._tokens,
+                messages=messages, tools=tools, add_generation_prompt=prompt, **variables
             ):
                 parts.append(part)
                 self._spans.done += len(part)
+                if self._spans.done > MAX_CHARS:
+                    raise OverflowError(f"it writes more than {MAX_CHARS:,} characters")
+        except _TooLong:
+            raise
         except Exception as e:  # of the template's own code, anything
-            text = " ".join(str(e).split())
-            raise DataError(f"the chat template fails: {text or type(e).__name__}") from e
+            raise DataError(f"the chat template fails: {_sentence(e)}") from e
         return "".join(parts)
 
-    def render_targets(
-        self, messages: list, tools: list | None = None, targets: str = "answers", first: int = 0
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation as text, and the characters that are targets: [(begin, end)].
+    # ---- contents --------------------------------------------------------------------------------
 
-        targets: "answers", all that the assistant says; "last", the last answer; "all", the whole
-        text. first: answers before this message are no targets. An answer begins where the
-        template's generation prompt ends, and it ends with the template's text of its message. A
-        template with {% generation %} blocks says itself where answers are."""
-        text = self.render(messages, tools)
-        marked = list(self._spans)
-        if targets == "all":
-            return text, [(0, len(text))]
-        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first]
-        if targets == "last":
-            answers = answers[-1:]
-        if marked:
-            begin = len(self.render(messages[: answers[0]], tools)) if answers else len(text)
-            return text, [s for s in marked if s[0] >= begin]
-        return text, [self._span(text, messages, tools, i) for i in answers]
-
-    def _span(self, text: str, messages: list, tools: list | None, i: int) -> tuple[int, int]:
-        before = self.render(messages[:i], tools, prompt=True)
-        upto = text if i == len(messages) - 1 else self.render(messages[: i + 1], tools)
-        if not text.startswith(before) or not text.startswith(upto) or len(upto) < len(before):
-            raise DataError(
-                f"the chat template writes message {i + 1} in another way where other messages "
-                "follow it: train on the last answer with --targets last, or mark answers in the "
-                "template by {% generation %}"
-            )
-        return len(before), len(upto)
-
-
-def read_messages(record: dict, field: str, what: str) -> list[dict]:
-    """The messages of a record's field: objects with a role. In "conversations" ShareGPT's "from"
-    and "value" are read too. DataError begins with `what`."""
-    messages = record.get(field)
-    if not isinstance(messages, (list, tuple)) or not messages:
-        raise DataError(f"{what} has no list of messages in {field!r}")
-    if field == "conversations":
-        messages = [_from_sharegpt(m) for m in messages]
-    for i, m in enumerate(messages, 1):
-        if not isinstance(m, dict) or not isinstance(m.get("role"), str):
-            raise DataError(f"{what}: message {i} is no object with a 'role'")
-    return list(messages)
-
-
-def read_conversation(record: dict, what: str) -> list[dict]:
-    """The messages of a record: in "messages", in "conversations", or of Alpaca's fields."""
-    if not is_alpaca(record):
-        old = "conversations" in record and "messages" not in record
-        return read_messages(record, "conversations" if old else "messages", what)
-    texts = {name: record.get(name) or "" for name in ("system", "instruction", "input", "output")}
-    for name, text in texts.items():
-        if not isinstance(text, str):
-            raise DataError(f"{what} has no text in {name!r}")
-    turns = [*(record.get("history") or ()), (texts["instruction"], texts["output"])]
-    if texts["input"]:
-        turns[-1] = (f"{texts['instruction']}\n{texts['input']}", texts["output"])
-    messages = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
-    for turn in turns:
-        if not (isinstance(turn, (list, tuple)) and [type(t) for t in turn] == [str, str]):
-            raise DataError(f"{what}: 'history' is no list of pairs of texts")
-        messages += (
-            {"role": role, "content": text}
-            for role, text in zip(("user", "assistant"), turn, strict=True)
-        )
-    return messages
-
-
-def is_alpaca(record: dict) -> bool:
-    other = "messages" in record or "conversations" in record
-    return "instruction" in record and "output" in record and not other
-
-
-def _from_sharegpt(message):
-    if not isinstance(message, dict) or "from" not in message:
+    def _prepare(self, number: int, message: dict, tools: bool) -> dict:
+        """The message as this template takes it: with the text of a list of parts where it takes
+        text alone, with a call as "tool_calls" where it reads these."""
+        content = message.get("content")
+        if isinstance(content, Call):
+            return self._with_call(message, tools)
+        if not isinstance(content, (list, tuple)):
+            return message
+        if self._takes_text_alone(message["role"], tools):
+            return {**message, "content": _join(content, f"message {number}")}
         return message
-    role = message["from"]
-    if isinstance(role, str):
-        role = {"human": "user", "gpt": "assistant"}.get(role, role)
-    return {"role": role, "content": message.get("value")}
+
+    def _with_call(self, message: dict, tools: bool) -> dict:
+        try:
+            calls = json.loads(message["content"])
+        except ValueError:
+            return message
+        calls = calls if isinstance(calls, list) else [calls]
+        whole = calls and all(isinstance(c, dict) and isinstance(c.get("name"), str) for c in calls)
+        if not whole or "tool_calls" not in self._text[tools]:
+            return message
+        calls = [{"type": "function", "function": call} for call in calls]
+        return {**message, "content": "", "tool_calls": calls}
+
+    def _takes_text_alone(self, role: str, tools: bool) -> bool:
+        """Of a list of parts in this role's content, the template does not write the text, or it
+        writes the list itself. Asked once, of a conversation that any record may have."""
+        if (role, tools) not in self._takes_parts:
+            part = {"type": "text", "text": "penstock-text", "other": "penstock-other"}
+            probe = {"role": role, "content": [part]}
+            user = {"role": "user", "content": "?"}
+            call = {
+                "type": "function",
+                "id": "penstock1",
+                "function": {"name": "f", "arguments": {}},
+            }
+            calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+            turns = {
+                "user": [probe],
+                "assistant": [user, probe],
+                "system": [probe, user],
+                "developer": [probe, user],
+            }.get(role, [user, calls, {**probe, "name": "f", "tool_call_id": "penstock1"}])
+            definition = {"type": "function", "function": {"name": "f", "parameters": {}}}
+            variables = {"documents": None, **self._tokens, **self.variables}
+            try:
+                text = self._write(turns, [definition] if tools else None, False, variables)
+            except DataError:
+                text = ""
+            takes = "penstock-text" in text and "penstock-other" not in text
+            self._takes_parts[role, tools] = takes
+        return not self._takes_parts[role, tools]
+
+    # ---- answers ---------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _added(self) -> re.Pattern:
+        """The tokenizer's added tokens, of which ends are made."""
+        config = read_config(self.folder)
+        tokens = [*(config.get("added_tokens_decoder") or {}).values(), *self._tokens.values()]
+        tokens += read_config(self.folder, "tokenizer.json").get("added_tokens") or []
+        found = {t.get("content") if isinstance(t, dict) else t for t in tokens}
+        found = {t for t in found if isinstance(t, str) and t.strip()}
+        return re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True))) or "(?!)")
+
+    def _is_end(self, text: str) -> bool:
+        """Added tokens and white space alone."""
+        return not text or not self._added.sub("", text).strip()
+
+    def _span(
+        self, text: str, write: Callable[..., str], i: int, is_last: bool, advice: str
+    ) -> tuple[int, int]:
+        """Of the answer in message i, which is_last of the conversation or not."""
+        before = write(i, True)
+        end = None
+        if text.startswith(before):
+            upto = text if is_last else write(i + 1)
+            end = len(upto) if text.startswith(upto) else self._end(text, write, i, before, upto)
+        if end is None or end < len(before):
+            text = _BEGUN.format(i + 1) if is_last else _REWRITTEN.format(i + 1) + advice
+            raise DataError(text)
+        return len(before), end
+
+    def _end(
+        self, text: str, write: Callable[..., str], i: int, before: str, closed: str
+    ) -> int | None:
+        """Where the answer of message i ends in a text that goes on otherwise than `closed`, its own
+        text up to this message. Templates may end a text in a way of its own, where they ask for
+        no answer; then the answer is the same up to that end. None: it is another one."""
+        plain = write(i)
+        n = _shared(plain, before, self._added)
+        prompt, followed = before[n:], write(i + 1, True)
+        if not prompt or not self._is_end(plain[n:]) or not followed.endswith(prompt):
+            return None
+        answer = followed[: -len(prompt)]
+        if not text.startswith(answer):
+            return None
+        n = _shared(answer, closed, self._added)
+        return n if self._is_end(answer[n:]) and self._is_end(closed[n:]) else None
+
+    def _marked(
+        self,
+        text: str,
+        write: Callable[..., str],
+        trained: list[int],
+        marked: list[tuple[int, int]],
+        n: int,
+    ) -> list[tuple[int, int]]:
+        """The marks that are in the messages `trained`, of n messages."""
+
+        @functools.cache
+        def begin(i: int) -> int:
+            if i == n:
+                return len(text)
+            before = write(i)
+            at = _shared(before, text, self._added)
+            if not self._is_end(before[at:]):
+                advice = "train on all answers with --targets answers, or on all with --targets all"
+                raise DataError(_REWRITTEN.format(i) + advice)
+            return at
+
+        ranges = [(begin(i), begin(i + 1)) for i in trained]
+        return [s for s in marked if any(a <= s[0] < b for a, b in ranges)]
+
+
+def _join(parts, what: str) -> str:
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    for part, text in zip(parts, texts, strict=True):
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise DataError(
+                f"{what} has a part of type {kind!r}, and the chat template takes text alone"
+            )
+    return "".join(texts)

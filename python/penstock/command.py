@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
+import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 
+from .conversation import check_variables
 from .errors import BudgetError, FormatError, InvalidError, PenstockError
 from .files import DataError, rust_failure
 from .terminal import one_line, printable, printable_streams, raw
@@ -33,6 +36,25 @@ def whole(least: int, most: int) -> Callable[[str], int]:
     return parse
 
 
+def variables(text: str) -> dict:
+    """The type of --chat-template-kwargs."""
+    try:
+        return check_variables(json.loads(text), repr(text))
+    except (ValueError, DataError) as e:
+        why = e if isinstance(e, DataError) else f"{text!r} is no JSON ({e})"
+        raise argparse.ArgumentTypeError(str(why)) from e
+
+
+def date(text: str) -> datetime.datetime:
+    """The type of --date: a day, or also a time."""
+    try:
+        return datetime.datetime.fromisoformat(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is given, and a day such as 2026-01-31 is needed"
+        ) from e
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that refuses in one sentence, with exit code 2."""
 
@@ -48,6 +70,24 @@ class Parser(argparse.ArgumentParser):
         for place in ("device", "host"):
             what = f"cap of {place} memory, such as 6GiB (default: none)"
             self.add_argument(f"--{place}-mem", metavar="SIZE", help=what)
+
+    def template(self) -> None:
+        """--chat-template-kwargs and --date."""
+        self.add_argument(
+            "--chat-template-kwargs",
+            type=variables,
+            default={},
+            metavar="JSON",
+            help="variables of the chat template, such as '{\"enable_thinking\": false}'; those of a "
+            "record's own chat_template_kwargs come before them",
+        )
+        self.add_argument(
+            "--date",
+            type=date,
+            metavar="DAY",
+            help="the day that the chat template's strftime_now() tells, such as 2026-01-31 "
+            "(default: now)",
+        )
 
     def backend(self, default: str) -> None:
         self.add_argument(

@@ -47,7 +47,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .chat import TARGETS, ChatTemplate, special_tokens
+from .chat import TARGETS, ChatTemplate, special_tokens, template_files
 from .command import OK, Parser, given, run
 from .documents import Piece, Reader, find_sources, first_record, is_rendered
 from .files import TOKENIZER_FILES, DataError
@@ -258,6 +258,7 @@ def write_shards(
             "eos_token_id": eos_id,
             "documents": reader.n_documents,
             "bad_records": dict(reader.bad.most_common()),
+            **(template.about if template else {}),
             "tokens": sum(w.n_tokens for w in writers.values()),
             **packing,
             **{
@@ -267,6 +268,7 @@ def write_shards(
         }
         tokenizer.save(str(work / "tokenizer.json"))
         for name, content in (extra_files or {}).items():
+            (work / name).parent.mkdir(exist_ok=True)
             (work / name).write_bytes(content)
         (work / "dataset.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
         _move_into_place(work, out, old)
@@ -469,6 +471,7 @@ def _parser() -> Parser:
         help="what is learned of conversations and of prompts with completions: the answers "
         "(default), the last answer, or all",
     )
+    p.template()
     p.add_argument(
         "--pack",
         choices=("none", "best-fit"),
@@ -556,14 +559,14 @@ def _run(args: argparse.Namespace) -> dict:
             tokenizer = given("--tokenizer", load_tokenizer, path)
             folder = path if path.is_dir() else path.parent
             eos = args.eos or special_tokens(folder).get("eos_token")
-            for name in TOKENIZER_FILES:
+            for name in (*TOKENIZER_FILES, *template_files(folder)):
                 if name != "tokenizer.json" and (folder / name).is_file():
                     extra[name] = (folder / name).read_bytes()
             pad = special_tokens(folder).get("pad_token")
             sources = find_sources(args.files)
             firsts = (first_record(s, args.field, args.skip_bad) for s in sources)
             if any(is_rendered(*first) for first in firsts):
-                template = ChatTemplate(folder)
+                template = ChatTemplate(folder, args.chat_template_kwargs, args.date)
         else:
             tokenizer = train_tokenizer(
                 args.files,

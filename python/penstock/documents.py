@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from .chat import ChatTemplate, is_alpaca
+from .chat import ChatTemplate
+from .conversation import fields_of, is_conversation
 from .files import DataError, open_input
 from .rendering import render_all
 from .shards import READ_BYTES
@@ -260,7 +261,7 @@ def record_kind(record, field: str) -> str | None:
         return None
     if field in record:
         return "text"
-    if "messages" in record or "conversations" in record or is_alpaca(record):
+    if is_conversation(record):
         return "chat"
     if "prompt" in record and "completion" in record:
         return "pair"
@@ -298,19 +299,14 @@ class Piece:
     spans: tuple[tuple[int, int], ...] = ()  # of a conversation: the characters that are targets
 
 
-def _fields(record) -> str:
-    """The names of a record's fields, for a message."""
-    names = [repr(name[:40]) for name in record]
-    return ", ".join([*names[:10], "..."] if len(names) > 10 else names) or "none"
-
-
 def _text_of(record, field: str, what: str, hint: str = "") -> str:
     if not isinstance(record, dict):
         raise DataError(f"{what} is no object with fields")
     text = record.get(field)
     if not isinstance(text, str):
+        found = fields_of(record) or "none"
         raise DataError(
-            f"{what} has no text in field {field!r}; its fields are {_fields(record)}{hint}"
+            f"{what} has no text in field {field!r}; its fields are {found}{hint}"
         )
     try:
         text.encode("utf-8")

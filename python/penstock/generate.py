@@ -5,11 +5,13 @@ python -m penstock generate --model DIR --prompt TEXT [OPTIONS]
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from . import command
 from ._lib import lib, printed_warnings
-from .chat import ChatTemplate, read_config, read_messages
+from .chat import ChatTemplate, read_config
+from .conversation import FIELDS, Conversation, read_conversation
 from .data import load_tokenizer
 from .errors import DeviceError, InputOutputError, OutOfMemoryError
 from .files import DataError, open_input
@@ -85,7 +87,8 @@ def stop_tokens(folder: Path) -> list[int]:
 
 
 def read_prompts(path: Path) -> list:
-    """Of a file with a JSON value a line: a string, {"prompt": TEXT} or {"messages": [...]}."""
+    """Of a file with a JSON value a line: a string, {"prompt": TEXT} or {"messages": [...]}, which
+    may have "tools" and "chat_template_kwargs" too. A text, or a Conversation, each."""
     try:
         with open_input(path, "r", encoding="utf-8") as f:
             lines = f.read().split("\n")
@@ -100,8 +103,8 @@ def read_prompts(path: Path) -> list:
             value = json.loads(line)
         except ValueError as e:
             raise DataError(f"{what} is not JSON ({e})") from e
-        if isinstance(value, dict) and "messages" in value:
-            prompts.append(read_messages(value, "messages", what))
+        if isinstance(value, dict) and any(name in value for name in FIELDS):
+            prompts.append(read_conversation(value, what))
         elif isinstance(value, dict) and isinstance(value.get("prompt"), str):
             prompts.append(value["prompt"])
         elif isinstance(value, str):
@@ -113,32 +116,36 @@ def read_prompts(path: Path) -> list:
     return prompts
 
 
-def encode_prompts(prompts: list, tokenizer, folder: Path) -> list[list[int]]:
-    """The token ids of each prompt; of messages, by the chat template of the folder."""
-    template = None
+def encode_prompts(
+    prompts: list, tokenizer, folder: Path, template: ChatTemplate | None = None
+) -> list[list[int]]:
+    """The token ids of each prompt; of a Conversation, by the `template`, else by the folder's."""
     encoded = []
     for number, prompt in enumerate(prompts, 1):
-        messages = isinstance(prompt, list)
-        if messages:
+        chat = isinstance(prompt, Conversation)
+        if chat:
             template = template or ChatTemplate(folder)
-        text = template.render(prompt, prompt=True) if messages else prompt
+            text = template.render(prompt.messages, prompt.tools, True, prompt.variables)
+        else:
+            text = prompt
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as e:
             raise DataError(f"prompt {number} is no text: a part of it is no UTF-8") from e
-        ids = tokenizer.encode(text, add_special_tokens=not messages).ids
+        ids = tokenizer.encode(text, add_special_tokens=not chat).ids
         if not ids:
             raise DataError(f"prompt {number} has no token: give some text")
         encoded.append(ids)
     return encoded
 
 
-def _conversation(prompt: str | list, args) -> str | list:
+def _conversation(prompt: str | Conversation, args) -> str | Conversation:
     """The prompt with what --chat and --system make of it."""
     if args.chat and isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if isinstance(prompt, list) and args.system is not None:
-        prompt = [{"role": "system", "content": args.system}, *prompt]
+        prompt = Conversation([{"role": "user", "content": prompt}])
+    if isinstance(prompt, Conversation) and args.system is not None:
+        system = {"role": "system", "content": args.system}
+        prompt = replace(prompt, messages=[system, *prompt.messages])
     return prompt
 
 
@@ -155,8 +162,8 @@ def _parser() -> command.Parser:
     p.add_argument(
         "--prompts",
         metavar="FILE",
-        help='a JSON value a line: "TEXT", {"prompt": TEXT} or {"messages": [...]}; a line of JSON '
-        "is printed for each",
+        help='a JSON value a line: "TEXT", {"prompt": TEXT} or {"messages": [...]}, with "tools" and '
+        '"chat_template_kwargs" if there are; a line of JSON is printed for each',
     )
     p.add_argument(
         "--chat",
@@ -164,6 +171,7 @@ def _parser() -> command.Parser:
         help="the prompt is a user's message: apply the chat template",
     )
     p.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
+    p.template()
     p.count(
         "--max-new-tokens", 1, rows, "the most tokens to generate for a prompt (default 128)", 128
     )
@@ -244,15 +252,25 @@ def _generate(args) -> int:
     if args.prompts is not None:
         prompts = command.given("--prompts", read_prompts, Path(args.prompts))
     tokenizer = command.given("--model", load_tokenizer, folder)
-    ids = encode_prompts([_conversation(p, args) for p in prompts], tokenizer, folder)
+    asked = [_conversation(p, args) for p in prompts]
+    chats = [isinstance(p, Conversation) for p in asked]
+    template = None
+    if any(chats):
+        template = ChatTemplate(folder, args.chat_template_kwargs, args.date)
+    ids = encode_prompts(asked, tokenizer, folder, template)
+    added = {t.content: i for i, t in tokenizer.get_added_tokens_decoder().items()}
+    end_of_turn = template.end_of_turn(added) if template else None
     texts = [Text(tokenizer, args.stop) for _ in ids]
-    alone, said = args.prompts is None, []
+    alone, said, ended = args.prompts is None, [], set()  # ended: by the template's end of turn
     unicode = (sys.stdout.encoding or "").lower().startswith("utf")
 
     def take(prompt: int, token: int) -> bool:
         if not (args.quiet or said):  # by then no input is refused any more
             said.append(_plan_line(generator.report))
             print(f"penstock: {said[0]}", file=sys.stderr)
+        if chats[prompt] and token == end_of_turn:
+            ended.add(prompt)
+            return True
         new = texts[prompt].add(token)
         if alone and new:
             command.put(new, end="")
@@ -286,10 +304,12 @@ def _generate(args) -> int:
             stop_tokens=ends,
             on_token=take,
         )
-        for text, prompt, new in zip(texts, prompts, tokens, strict=True):
+        for i, (text, prompt, new) in enumerate(zip(texts, prompts, tokens, strict=True)):
             rest = text.end()
-            key = "messages" if isinstance(prompt, list) else "prompt"
-            line = {key: prompt, "text": text.text, "new_tokens": len(new)}
+            line = {"prompt": prompt}
+            if isinstance(prompt, Conversation):
+                line = {"messages": prompt.messages}
+            line |= {"text": text.text, "new_tokens": len(new) - (i in ended)}
             command.put(rest if alone else json.dumps(line, ensure_ascii=not unicode))
         if not args.quiet:
             print(f"penstock: {_rate_line(generator.stats)}", file=sys.stderr)

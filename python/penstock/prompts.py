@@ -7,6 +7,7 @@ from pathlib import Path
 
 from . import run_file
 from .command import given
+from .conversation import Conversation, text_of
 from .data import load_tokenizer
 from .files import DataError
 from .generate import encode_prompts, read_prompts
@@ -67,7 +68,8 @@ def encode_options(words: list[str]) -> list[str]:
     shown, ids = [], []
     encoded = encode_prompts(prompts, given("--model", load_tokenizer, folder), folder)
     for number, (prompt, tokens) in enumerate(zip(prompts, encoded, strict=True), 1):
-        shown.append(prompt[-1]["content"] if isinstance(prompt, list) else prompt)
+        chat = isinstance(prompt, Conversation)
+        shown.append(text_of(prompt.messages[-1]) if chat else prompt)
         ids.append(",".join(map(str, tokens)))
         if max(len(ids[-1]), len(shown[-1].encode())) > MOST:
             raise DataError(

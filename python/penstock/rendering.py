@@ -10,7 +10,8 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 
-from .chat import ChatTemplate, read_conversation, read_messages
+from .chat import ChatTemplate
+from .conversation import read_completion, read_conversation
 from .errors import PenstockError
 from .files import DataError
 
@@ -26,16 +27,10 @@ def render_record(template: ChatTemplate, targets: str, kind: str, record, what:
     messages ("pair"). DataError begins with `what`."""
     if not isinstance(record, dict):
         raise DataError(f"{what} is no object with 'messages', as the file's first one is")
-    first = 0
-    if kind == "chat":
-        messages = read_conversation(record, what)
-    else:
-        messages = read_messages(record, "prompt", what)
-        first = len(messages)
-        messages += read_messages(record, "completion", what)
+    c = (read_conversation if kind == "chat" else read_completion)(record, what)
     try:
-        tools = record.get("tools") or None
-        return what, *template.render_targets(messages, tools, targets, first)
+        found = template.render_targets(c.messages, c.tools, targets, c.first, c.variables)
+        return what, *found
     except DataError as e:
         raise DataError(f"{what}: {e}") from e
 
@@ -50,10 +45,10 @@ def _render(template: ChatTemplate, targets: str, job: tuple) -> Rendered:
 _in_worker: tuple[ChatTemplate, str]
 
 
-def _start_worker(folder, targets: str) -> None:
+def _start_worker(settings: tuple, targets: str) -> None:
     global _in_worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers
-    _in_worker = ChatTemplate(folder), targets
+    _in_worker = ChatTemplate(*settings), targets
 
 
 def _render_batch(jobs: list[tuple]) -> list[Rendered]:
@@ -84,7 +79,7 @@ def render_all(
         processes,
         multiprocessing.get_context("forkserver"),
         _start_worker,
-        (template.folder, targets),
+        (template.settings, targets),
     )
     try:
         waiting = deque([pool.submit(_render_batch, first)])
@@ -98,5 +93,9 @@ def render_all(
         raise PenstockError(
             "a process that renders conversations was killed: see whether memory ran out"
         ) from e
+    except BaseException:  # also Ctrl-C, and a reader that wants no more: nobody waits for the rest
+        for process in list((pool._processes or {}).values()):
+            process.kill()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
