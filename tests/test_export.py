@@ -210,6 +210,29 @@ def test_gguf_has_the_tokenizer(directory, tmp_path):
     assert value["ggml.eos_token_id"] == 0 and value["chat_template"] == TEMPLATE
 
 
+def test_gguf_stops_where_generate_does_or_says_that_it_does_not(directory, tmp_path, capsys):
+    """The template's end of turn is the file's. Another eos_token_id of the model is noted."""
+    folder = shutil.copytree(directory("qwen3"), tmp_path / "m")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    turn = {**content["added_tokens"][0], "id": 511, "content": "<|turn|>"}
+    content["added_tokens"].append(turn)
+    last = next(t for t, i in content["model"]["vocab"].items() if i == 511)
+    del content["model"]["vocab"][last]
+    content["model"]["merges"] = [m for m in content["model"]["merges"] if "".join(m) != last]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    template = TEMPLATE.replace("{{ m.content }}", "{{ m.content }}<|turn|>")
+    (folder / "chat_template.jinja").write_text(template)
+    for ids, noted in ((0, False), ([2, 0], False), ([511, 3], True)):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+        out = tmp_path / f"{noted}{ids}.gguf"
+        assert run("--model", folder, "--to", "gguf", "--out", out) == 0
+        fields = gguf.GGUFReader(out).fields
+        ends = [fields[f"tokenizer.ggml.{n}_token_id"].contents() for n in ("eos", "eot")]
+        assert ends == [0, 511]
+        said = "note: the file's end of text is '<|endoftext|>', the tokenizer's eos_token, but"
+        assert (said in capsys.readouterr().out) == noted
+
+
 # ---- GGUF: llama.cpp -----------------------------------------------------------------------------
 
 LLAMA_PYTHON = os.environ.get("LLAMA_PYTHON", sys.executable)

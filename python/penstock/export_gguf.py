@@ -16,7 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from ._lib import lib
+from .chat import ChatTemplate
 from .files import DataError, open_input
+from .generate import stop_tokens
 from .model import ModelConfig
 
 # llama.cpp's architecture of each family. The models of "llama" have no windows there.
@@ -102,7 +104,7 @@ def describe(gguf, model: ModelConfig, folder: Path, dtype: str, name: str) -> D
     notes: list[str] = []
     context = _context(folder, model, arch, notes)
     scaling, factors = _rope(folder, model, arch)
-    tokenizer = _tokenizer(gguf, folder, model.vocab_size)
+    tokenizer = _tokenizer(gguf, folder, model.vocab_size, notes)
     tensors = _tensors(gguf, model, arch, dtype) + factors
     whole = [t.name for t in tensors if len(t.shape) == 2 and t.kind == "F32"]
     if dtype == "q8_0" and whole:
@@ -355,7 +357,7 @@ _CUTS = {
 }
 
 
-def _tokenizer(gguf, folder: Path, vocab_size: int) -> Callable:
+def _tokenizer(gguf, folder: Path, vocab_size: int, notes: list[str]) -> Callable:
     """A function that writes the tokenizer of tokenizer.json."""
     path = folder / "tokenizer.json"
     if not path.exists():
@@ -365,12 +367,12 @@ def _tokenizer(gguf, folder: Path, vocab_size: int) -> Callable:
         if (folder / name).exists():
             read_json(folder / name)
     try:
-        return _tokenizer_of(gguf, path, content, vocab_size)
+        return _tokenizer_of(gguf, path, content, vocab_size, notes)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
         raise DataError(f"{path}: is not as a tokenizer.json is: {e!r}") from e
 
 
-def _tokenizer_of(gguf, path: Path, content: dict, vocab_size: int) -> Callable:
+def _tokenizer_of(gguf, path: Path, content: dict, vocab_size: int, notes: list[str]) -> Callable:
     model = content.get("model") or {}
     kind = model.get("type", "BPE" if "merges" in model else None)
     if kind != "BPE":
@@ -388,6 +390,7 @@ def _tokenizer_of(gguf, path: Path, content: dict, vocab_size: int) -> Callable:
     special = gguf.SpecialVocab(path.parent, load_merges=scores is None, n_vocab=vocab_size)
     for name in ("bos", "eos"):
         special.add_special_token.setdefault(name, False)
+    _set_ends(special, path.parent, tokens, content, notes)
 
     def write(writer) -> None:
         writer.add_tokenizer_model("gpt2" if scores is None else "llama")
@@ -400,6 +403,26 @@ def _tokenizer_of(gguf, path: Path, content: dict, vocab_size: int) -> Callable:
         special.add_to_gguf(writer, quiet=True)
 
     return write
+
+
+def _set_ends(special, folder: Path, tokens: list[str], content: dict, notes: list[str]) -> None:
+    """The chat template's end of turn becomes the file's, as `penstock generate --chat` stops there.
+    What the file and `penstock generate` call the end of text may differ: that is noted."""
+    ids = special.special_token_ids
+    try:
+        added = {t["content"]: t["id"] for t in content.get("added_tokens") or []}
+        turn = ChatTemplate(folder).end_of_turn(added)
+    except DataError:  # there is no template
+        turn = None
+    if turn is not None and turn != ids.get("eos"):
+        ids.setdefault("eot", turn)
+    eos, stops = ids.get("eos"), stop_tokens(folder)
+    if eos is not None and stops and eos not in stops:
+        named = ", ".join(repr(tokens[i]) for i in stops if i < len(tokens))
+        notes.append(
+            f"the file's end of text is {tokens[eos]!r}, the tokenizer's eos_token, but the model's "
+            f"eos_token_id is {stops}{f' ({named})' if named else ''}, where penstock generate stops"
+        )
 
 
 def _vocabulary(path: Path, content: dict, vocab_size: int) -> tuple[list[str], list[int]]:
