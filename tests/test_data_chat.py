@@ -667,18 +667,16 @@ ENDLESS = (
         ("{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}", "writes more than|more than 0.2 s"),
         ("{{ 10 ** (10 ** 10) }}", "makes more than"),
         ("{{ ('x' * 99999) * 99999 }}", "makes more than"),
-        ("{{ raise_exception('a\n\n  b' + 'c' * 999) }}", "fails: a b" + "c" * 297 + r"\.\.\.$"),
+        ("{{ raise_exception('a\n\n \x1b b' + 'c' * 999) }}", r"fails: a \\x1b b" + "c" * 292 + r"\.\.\.$"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     ],
 )  # fmt: skip
 def test_a_template_that_does_not_end_is_one_sentence(folder, template, says):
     t = ChatTemplate(configure(folder, template), limit_s=0.2)
-    handler = signal.getsignal(signal.SIGVTALRM)
     with pytest.raises(data.DataError, match=says) as e:
         t.render_targets(TURNS)
     assert "\n" not in str(e.value)
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
-    assert signal.getsignal(signal.SIGVTALRM) is handler
 
 
 # ---- several processes ---------------------------------------------------------------------------

@@ -85,6 +85,7 @@ def _find_template(folder: Path, tools: bool) -> str | None:
 
 def _sentence(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:400])
     return text if len(text) <= 300 else text[:300] + "..."
 
 
@@ -95,30 +96,32 @@ class _TooLong(Exception):
     pass
 
 
+def _stop(*_) -> None:
+    raise _TooLong
+
+
 @contextlib.contextmanager
 def _limit(seconds: float) -> Iterator[None]:
-    """Raise _TooLong after so much CPU time of this process. Signals reach the main thread alone:
-    in others there is no limit."""
+    """DataError after so much CPU time of this process. Signals reach the main thread alone: in
+    others there is no limit. ChatTemplate() says who takes the signal."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def stop(*_):
-        raise _TooLong(
-            f"it takes more than {seconds:g} s for one conversation: see whether its loops end"
-        )
-
-    before = signal.signal(signal.SIGVTALRM, stop)
     try:
         try:
-            # again after a second, in case the first exception is lost in a destructor
-            signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
-            yield
+            try:
+                # again after a second, in case the first exception is lost in a destructor
+                signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
+                yield
+            finally:
+                signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
+    except _TooLong as e:
+        raise DataError(
+            f"the chat template fails: it takes more than {seconds:g} s for one conversation: see "
+            "whether its loops end"
+        ) from e
 
 
 def _check_product(operator: str, left, right) -> None:
@@ -233,10 +236,11 @@ class ChatTemplate:
         self.now = (now or datetime.datetime.now()).replace(microsecond=0)
         self._tokens = special_tokens(self.folder)
         self._spans = _Spans()
-        self._limited = False
         self._takes_parts: dict[tuple[str, bool], bool] = {}
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGVTALRM, _stop)  # once, as it takes longer than a text
         env = _environment(self._spans, self.now)
-        self._template, self._text = {}, {}
+        self._template, self._text, self._marks = {}, {}, {}
         for tools in (False, True):
             text = self._text[tools] = _find_template(self.folder, tools)
             if text is None:
@@ -244,9 +248,12 @@ class ChatTemplate:
                     f"{self.folder}: has no chat template (chat_template.jinja, or chat_template "
                     "in tokenizer_config.json): give the tokenizer of a chat model"
                 )
+            self._marks[tools] = re.search(r"\{%[-+]?\s*generation\b", text) is not None
             try:
                 with _limit(limit_s):
                     self._template[tools] = env.from_string(text)
+            except DataError:
+                raise
             except Exception as e:
                 raise DataError(
                     f"{self.folder}: its chat template is no jinja2: {_sentence(e)}"
@@ -274,7 +281,7 @@ class ChatTemplate:
     ) -> str:
         """The conversation as text. prompt: with the beginning of the next answer. variables: of
         this conversation, beside the template's own."""
-        with self._bounded():
+        with _limit(self.limit_s):
             return self._writer(messages, tools, variables)(len(messages), prompt)
 
     def render_targets(
@@ -292,7 +299,7 @@ class ChatTemplate:
         says so (is_trained). An answer begins where the template's generation prompt ends, and it
         ends with the template's text of its message. A template with {% generation %} blocks says
         itself where answers are."""
-        with self._bounded():
+        with _limit(self.limit_s):
             write = self._writer(messages, tools, variables)
             text = write(len(messages))
             marked = list(self._spans)
@@ -303,7 +310,7 @@ class ChatTemplate:
                 answers = answers[-1:]
             trained = [i for i in answers if is_trained(messages[i])]
             advice = _ADVICE[targets]
-            if re.search(r"\{%[-+]?\s*generation\b", self._text[bool(tools)]):
+            if self._marks[bool(tools)]:
                 left_out = [i for i in range(len(messages)) if i not in trained]
                 if not any(messages[i]["role"] == "assistant" for i in left_out):
                     return text, marked
@@ -324,24 +331,10 @@ class ChatTemplate:
         tokens = [t for t in added if found and t.strip() and end.startswith(t)]
         return added[max(tokens, key=len)] if tokens else None
 
-    @contextlib.contextmanager
-    def _bounded(self) -> Iterator[None]:
-        """The limit of time for all that is rendered inside."""
-        if self._limited:
-            yield
-            return
-        self._limited = True
-        try:
-            with _limit(self.limit_s):
-                yield
-        except _TooLong as e:
-            raise DataError(f"the chat template fails: {e}") from e
-        finally:
-            self._limited = False
-
     def _writer(self, messages: list, tools: list | None, variables) -> Callable[..., str]:
         """write(n, prompt): the text of the first n messages."""
-        messages = [self._prepare(i, m, bool(tools)) for i, m in enumerate(messages, 1)]
+        if any(type(m.get("content")) is not str for m in messages):
+            messages = [self._prepare(i, m, bool(tools)) for i, m in enumerate(messages, 1)]
         more = {"documents": None, **self._tokens, **self.variables, **(variables or {})}
         return lambda n, prompt=False: self._write(messages[:n], tools, prompt, more)
 

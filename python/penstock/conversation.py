@@ -29,7 +29,7 @@ class Call(str):
     """The content of a message of ShareGPT's role "function_call": a call, as JSON."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Conversation:
     messages: list[dict]
     tools: list[dict] | None = None
@@ -44,11 +44,12 @@ def is_conversation(record: dict) -> bool:
 def read_conversation(record: dict, what: str) -> Conversation:
     """The conversation of a record: a list of messages, or a question with its answer. DataError
     begins with `what`."""
-    pair = None if any(name in record for name in FIELDS) else _pair(record)
+    given = [name for name in FIELDS if name in record]
+    pair = None if given else _pair(record)
     if pair:
         messages = _of_pair(record, pair, what)
     else:
-        name = next((name for name in FIELDS if record.get(name) is not None), FIELDS[0])
+        name = next((name for name in given if record[name] is not None), FIELDS[0])
         messages = _messages(record, name, what)
         system = record.get("system")  # beside ShareGPT's messages
         if name != FIELDS[0] and isinstance(system, str) and messages[0]["role"] != "system":
@@ -108,14 +109,17 @@ def _decode(value, name: str, what: str):
 
 def _settings(record: dict, what: str) -> tuple[list[dict] | None, dict]:
     """The tools and the template variables of a record."""
-    tools = _decode(record.get("tools") or None, "tools", what)
+    tools, variables = record.get("tools"), record.get("chat_template_kwargs")
+    if not tools and not variables:
+        return None, {}
+    tools = _decode(tools or None, "tools", what)
     if tools:
         if isinstance(tools, (list, tuple)):
             tools = [_decode(tool, "tools", what) for tool in tools]
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise DataError(f"{what}: 'tools' is no list of objects")
     name = "chat_template_kwargs"
-    variables = _decode(record.get(name) or None, name, what)
+    variables = _decode(variables or None, name, what)
     return tools or None, check_variables(variables, f"{what}: {name!r}") if variables else {}
 
 
@@ -128,35 +132,37 @@ def _messages(record: dict, name: str, what: str) -> list[dict]:
         raise DataError(
             f"{what} has no list of messages in {name!r}" + (f": it has {found}" if found else "")
         )
-    return [_message(m, f"{what}: message {i}") for i, m in enumerate(messages, 1)]
+    return [_message(m, what, i) for i, m in enumerate(messages, 1)]
 
 
-def _message(message, what: str) -> dict:
+def _message(message, what: str, number: int) -> dict:
     """As transformers 5 does, what is null is left out: templates would write it as a word."""
-    if not isinstance(message, dict):
-        raise DataError(f"{what} is no object with a 'role'")
-    message = {name: value for name, value in message.items() if value is not None}
-    if "from" in message and "role" not in message:
-        message = _from_sharegpt(message, what)
-    role = message.get("role")
+    if isinstance(message, dict):
+        if None in message.values():
+            message = {name: value for name, value in message.items() if value is not None}
+        if "from" in message and "role" not in message:
+            message = _from_sharegpt(message, f"{what}: message {number}")
+    role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str):
-        raise DataError(f"{what} is no object with a 'role'")
-    message["role"] = ALIASES.get(role, role)
-    if message.get("weight", 1) not in (0, 1):
-        raise DataError(f"{what} has the weight {message['weight']!r}: give 0 or 1")
+        raise DataError(f"{what}: message {number} is no object with a 'role'")
+    if role in ALIASES:
+        message = {**message, "role": ALIASES[role]}
+    if "weight" in message and message["weight"] not in (0, 1):
+        weight = message["weight"]
+        raise DataError(f"{what}: message {number} has the weight {weight!r}: give 0 or 1")
     return message
 
 
 def _from_sharegpt(message: dict, what: str) -> dict:
     """With "role" and "content" in place of "from" and "value"."""
-    role, content = message.pop("from"), message.pop("value", message.get("content"))
+    role, content = message["from"], message.get("value", message.get("content"))
     if not isinstance(role, str):
         raise DataError(f"{what} is no object with a 'role'")
     if role not in ROLES:
         raise DataError(f"{what} is from {role!r}: give one of {', '.join(ROLES)}")
     if role == "function_call" and isinstance(content, str):
         content = Call(content)
-    rest = {name: value for name, value in message.items() if name != "content"}
+    rest = {k: v for k, v in message.items() if k not in ("from", "value", "content")}
     return {"role": ROLES[role], **({} if content is None else {"content": content}), **rest}
 
 
