@@ -548,6 +548,15 @@ def test_null_content_is_left_out_and_not_a_word(folder):
         shown(folder, {"messages": chat})
 
 
+@pytest.mark.parametrize("name", ["thinking", "reasoning", "reasoning_content"])
+@pytest.mark.parametrize("read", ["thinking", "reasoning_content"])
+def test_what_the_assistant_thought_has_the_name_that_the_template_reads(folder, name, read):
+    """As transformers 5 does."""
+    configure(folder, CHATML.replace("+ m['content']", f"+ (m.{read} or '') + m['content']"))
+    chat = [TURNS[0], TURNS[1] | {name: "why? "}]
+    assert shown(folder, {"messages": chat})[1] == ["why? ho<|im_end|>\n"]
+
+
 # ---- tools, variables, days ----------------------------------------------------------------------
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "<é>"}}]

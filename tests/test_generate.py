@@ -437,7 +437,8 @@ def test_prompts_have_tools_and_variables_of_their_own(chat_model, tmp_path):
     [
         ([], "give either --prompt TEXT or --prompts FILE"),
         (["--prompt", ""], "prompt 1 has no token"),
-        (["--prompt", "x", "--system", "y"], "give --chat too"),
+        (["--prompt", "x", "--system", "y"], "--system belongs to a .* give --chat too"),
+        (["--prompt", "x", "--date", "2025-01-31"], "--date belongs to a conv.* give --chat too"),
         (["--prompts", "missing"], "--prompts missing: cannot be read: No such file"),
         (["--prompt", "x", "--device-mem", "6"], "is not a size|is 6 bytes: write"),
         (

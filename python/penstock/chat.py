@@ -27,6 +27,8 @@ SPECIAL_TOKENS = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
 TARGETS = ("answers", "last", "all")
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of it in data sets
+_REASONING = frozenset(REASONING)
 MORE_TEMPLATES = "additional_chat_templates"  # the folder of transformers 5
 RENDER_S = 30.0  # of this process's CPU time, the most that a record may take
 MAX_CHARS = 1 << 28  # the most that a template may write, or make of one text or number
@@ -333,7 +335,7 @@ class ChatTemplate:
 
     def _writer(self, messages: list, tools: list | None, variables) -> Callable[..., str]:
         """write(n, prompt): the text of the first n messages."""
-        if any(type(m.get("content")) is not str for m in messages):
+        if any(type(m.get("content")) is not str or _REASONING & m.keys() for m in messages):
             messages = [self._prepare(i, m, bool(tools)) for i, m in enumerate(messages, 1)]
         more = {"documents": None, **self._tokens, **self.variables, **(variables or {})}
         return lambda n, prompt=False: self._write(messages[:n], tools, prompt, more)
@@ -360,7 +362,11 @@ class ChatTemplate:
 
     def _prepare(self, number: int, message: dict, tools: bool) -> dict:
         """The message as this template takes it: with the text of a list of parts where it takes
-        text alone, with a call as "tool_calls" where it reads these."""
+        text alone, with a call as "tool_calls" where it reads these, with what the assistant thought
+        under the names that templates read."""
+        thought = next((message[name] for name in REASONING if message.get(name) is not None), None)
+        if thought is not None:  # as transformers 5 does
+            message = {"thinking": thought, **message, "reasoning_content": thought}
         content = message.get("content")
         if isinstance(content, Call):
             return self._with_call(message, tools)

@@ -246,8 +246,11 @@ def _generate(args) -> int:
     folder = Path(args.model)
     if (args.prompt is None) == (args.prompts is None):
         raise DataError("give either --prompt TEXT or --prompts FILE")
-    if args.system is not None and args.prompt is not None and not args.chat:
-        raise DataError("--system belongs to a conversation: give --chat too")
+    if args.prompt is not None and not args.chat:
+        for name in ("system", "chat_template_kwargs", "date"):
+            if getattr(args, name):
+                option = "--" + name.replace("_", "-")
+                raise DataError(f"{option} belongs to a conversation: give --chat too")
     prompts = [args.prompt]
     if args.prompts is not None:
         prompts = command.given("--prompts", read_prompts, Path(args.prompts))
