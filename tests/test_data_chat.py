@@ -815,7 +815,7 @@ def test_an_endless_template_ends_in_a_process_and_by_ctrl_c(folder, many):
             {"messages": TURNS, "chat_template_kwargs": {"tools": 1}},
             "names 'tools', which is no var",
         ),
-        ({"ask": "x", "reply": "y"}, "name the field with --field; it has 'ask', 'reply'"),
+        ({"ask": "x", "reply": "y"}, "its fields are 'ask', 'reply': name the"),
         ({"conversations": [{"from": [], "value": "x"}]}, "line 1: message 1 is no object with a"),
         ({"instruction": 1, "output": "x"}, "line 1 has no text in 'instruction'"),
         ({"instruction": "q", "output": "x", "history": ["q"]}, "'history' is no list of pairs"),

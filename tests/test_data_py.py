@@ -267,7 +267,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(corpus, tmp_path):
     (tmp_path / "short.txt").write_text("hello")
     (tmp_path / "bad.jsonl").write_text('{"text": 5}\n')
     (tmp_path / "half.jsonl").write_text('{"text": "\\ud800"}\n')
-    (tmp_path / "qa.jsonl").write_text('{"question": "a", "answer": "b"}')
+    (tmp_path / "qa.jsonl").write_text('{"title": "a", "body": "b"}')
     (tmp_path / "list.jsonl").write_text("[1]")
     (tmp_path / "folder").mkdir()
     for name in ("x.jsonl.zst", "x.txt.xz", "folder/x.jsonl.bz2", "folder/a.txt"):
@@ -293,7 +293,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(corpus, tmp_path):
         (
             (*train, tmp_path / "qa.jsonl"),
             "line 1 has no text in field 'text'; its fields are "
-            "'question', 'answer': name the text's field with --field",
+            "'title', 'body': name the text's field with --field",
         ),
         ((*train, tmp_path / "list.jsonl"), "line 1 is no object with fields"),
         ((*train, tmp_path / "x.jsonl.zst"), "x.jsonl.zst: is compressed, and Python 3.14"),

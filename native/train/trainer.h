@@ -133,6 +133,7 @@ ps_status ps__batch_fill(const ps_trainer *t, const char *what, const ps__step *
  * ps__batch_fill_part() - fill in the batch of step @s from token @first of them on. @valid: of all
  * tokens (hooks.c). */
 ps_status ps__batch_read(ps_trainer *t, uint64_t run_step, const ps__layout *l, uint64_t *valid);
+void ps__batch_uncount(const ps_trainer *t, uint64_t i);
 void ps__batch_fill_part(const ps_trainer *t, const ps__step *s, uint64_t first, uint64_t valid,
                          void *batch);
 /* ps__batch_check_valid() - PS_ENUMERIC where the batch of a step has no valid target.
