@@ -286,6 +286,7 @@ def sweep(work, name, stride, errors):
         check(run, good)
         if stride == 1:  # what is left of a run that failed does not disturb the next
             shutil.rmtree(run.place / "out", ignore_errors=True)
+            (run.place / "run/metrics.jsonl").unlink(missing_ok=True)
             prepare(run.place)
             run.end()
             assert run.code == code and (run.failed[0] not in LOOKS or not leftovers(run)), run
