@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, words_of_training, write_shard
 from penstock import (
+    BudgetError,
     Checkpoint,
     DeviceError,
     Hardware,
@@ -307,6 +308,18 @@ def test_an_older_checkpoint_has_one_larger_round(tiny_model, tiny_shard, tmp_pa
     with Checkpoint(folder) as older:
         cut = older.plan_options
     assert (cut["first_round_chunks"], cut["first_rounds"]) == (2, 1)
+
+
+@pytest.mark.parametrize("layout", ["data-parallel", "ring"])
+def test_the_smallest_plan_takes_its_caps_and_no_less_is_enough(layout, tiny_model):
+    """Two arenas; whatever way units come to each of them counts."""
+    options = {"seq_len": 64, "tokens_per_step": 256, "gpus": 2, "layout": layout, "threads": 2}
+    options |= {"hardware": Hardware.read(ROOT / "tests/golden/hardware-cpu.json")}
+    model = ModelConfig.read(tiny_model)
+    _, host = Plan.smallest(model, **options)
+    assert Plan(model, host_mem=host, **options).report["host_used_bytes"] == host
+    with pytest.raises(BudgetError):
+        Plan(model, host_mem=host - 1, **options)
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

@@ -19,10 +19,10 @@ extern "C" {
  *         base model that the adapter's initialization changed. */
 PS_API ps_status ps_adapter_read(ps_lora *out, const char *dir);
 
-/* ps_adapter_check() - whether the adapter in @dir fits the model in @base_dir: shapes, and no tensor
- * that the model has no place for. An adapter that ps_trainer_save() wrote has a hash of its base
- * model, which must be this one's. Of any other adapter a base model of another name is a warning in
- * the log (ps_log_set()).
+/* ps_adapter_check() - whether the adapter in @dir fits the model in @base_dir: shapes, and no
+ * tensor that the model has no place for. An adapter that ps_trainer_save() wrote has a hash of its
+ * base model, which must be this one's. Of any other adapter a base model of another name is a
+ * warning in the log (ps_log_set()).
  * Errors: those of ps_adapter_read(); PS_EINVAL: the adapter is of another model. */
 PS_API ps_status ps_adapter_check(const char *dir, const char *base_dir);
 

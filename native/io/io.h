@@ -82,8 +82,8 @@ ps_status ps__tensors_end(ps__tensors_file *f, ps_status st, ps__hashed *out);
 
 /* ps_tensors_open() of a directory's files of another stem. */
 ps_status ps__tensors_open(ps_tensor_file **out, const char *path, const char *stem);
-/* The value of @key in the metadata of the first file, of at most @bytes - 1 bytes; "" where there is
- * none. PS_EIO, PS_ENOMEM. */
+/* The value of @key in the metadata of the first file, of at most @bytes - 1 bytes; "" where there
+ * is none. PS_EIO, PS_ENOMEM. */
 ps_status ps__tensors_metadata(const ps_tensor_file *f, const char *key, char *out, size_t bytes);
 /* The path of its file @k; NULL: there are no more. */
 const char *ps__tensors_path(const ps_tensor_file *f, uint64_t k);

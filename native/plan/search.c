@@ -223,6 +223,23 @@ static int by_key(const void *pa, const void *pb) {
   return a->idx < b->idx ? -1 : a->idx > b->idx;
 }
 
+/* With several devices a candidate with as many units in pieces as may be, or with none, whichever
+ * the search space has not: one of the two takes the fewest ops, and so the least memory. */
+static bool other_links(const ps__search *s, const ps__candidate *m, ps__candidate *out) {
+  *out = *m;
+  out->from_host = ps__from_host_first(s->plan) ? 0 : PS__UNIT_PARTS;
+  return ps__may_take_pieces(s->plan) && m->from_host != out->from_host;
+}
+
+static ps_status evaluate_own(ps__search *s, ps__candidate *m) {
+  ps__evaluation e;
+  double ns;
+  PS_TRY(ps__evaluate_begin(s, m, &e));
+  const ps_status st = ps__evaluate_time(s, m, &e, &ns); /* notes it where it is faster */
+  ps__evaluation_end(s, &e);
+  return st;
+}
+
 /* Where no evaluated candidate fits: those that take the least device memory, until one fits. */
 static ps_status find_any_that_fits(ps__search *s) {
   const size_t n = s->space.n_candidates;
@@ -237,9 +254,13 @@ static ps_status find_any_that_fits(ps__search *s) {
   for (size_t i = 0;
        st == PS_OK && i < n && s->best[0].ns == 0 && s->n_ops <= ps__budget(s, 4 * MAX_OPS); i++) {
     ps__candidate *m = &s->space.candidate[order[i].idx];
+    ps__candidate other;
     double ns;
-    if (!cannot_fit(s, m))
-      st = evaluate(s, m, &ns);
+    if (cannot_fit(s, m))
+      continue;
+    st = evaluate(s, m, &ns);
+    if (st == PS_OK && s->best[0].ns == 0 && other_links(s, m, &other))
+      st = evaluate_own(s, &other);
   }
   ps__free(order);
   return st;
@@ -299,17 +320,11 @@ static ps_status choose_links(ps__search *s) {
   const int way = ps__from_host_first(plan) ? -1 : 1;
   for (int by = PS__UNIT_PARTS; pieces && by > 0 && s->best[0].ns > 0; by /= 2) {
     ps__candidate m = s->best[0].candidate;
-    ps__evaluation e;
-    double ns;
     const int to = m.from_host + way * by;
     if (to < 0 || to > PS__UNIT_PARTS)
       continue;
     m.from_host = (uint8_t)to;
-    PS_TRY(ps__evaluate_begin(s, &m, &e));
-    const ps_status st = ps__evaluate_time(s, &m, &e, &ns); /* notes it where it is faster */
-    ps__evaluation_end(s, &e);
-    if (st != PS_OK)
-      return st;
+    PS_TRY(evaluate_own(s, &m));
   }
   return PS_OK;
 }
@@ -383,6 +398,12 @@ static ps_status evaluate_bytes(ps__search *s, uint32_t place, const ps__candida
   return st;
 }
 
+static ps_status evaluate_bytes_of_both(ps__search *s, uint32_t place, const ps__candidate *m) {
+  ps__candidate other;
+  PS_TRY(evaluate_bytes(s, place, m));
+  return other_links(s, m, &other) ? evaluate_bytes(s, place, &other) : PS_OK;
+}
+
 /* In the order of the bytes in @space, the least first: what is found early rules out most of the
  * rest. */
 static ps_status find_smallest_at(ps__search *s, uint32_t place, uint32_t space, keyed *order) {
@@ -393,7 +414,7 @@ static ps_status find_smallest_at(ps__search *s, uint32_t place, uint32_t space,
   qsort(order, n, sizeof *order, by_key);
   s->n_ops = 0;
   for (size_t i = 0; st == PS_OK && i < n && s->n_ops <= ps__budget(s, 2 * MAX_OPS); i++)
-    st = evaluate_bytes(s, place, &s->space.candidate[order[i].idx]);
+    st = evaluate_bytes_of_both(s, place, &s->space.candidate[order[i].idx]);
   return st;
 }
 
