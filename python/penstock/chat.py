@@ -98,17 +98,24 @@ class _TooLong(Exception):
     pass
 
 
-def _stop(*_) -> None:
-    raise _TooLong
+@functools.cache
+def _take_signal() -> None:
+    """Once in a process, as it takes longer than to write a text."""
+
+    def stop(*_):
+        raise _TooLong
+
+    signal.signal(signal.SIGVTALRM, stop)
 
 
 @contextlib.contextmanager
 def _limit(seconds: float) -> Iterator[None]:
     """DataError after so much CPU time of this process. Signals reach the main thread alone: in
-    others there is no limit. ChatTemplate() says who takes the signal."""
+    others there is no limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    _take_signal()
     try:
         try:
             try:
@@ -239,8 +246,6 @@ class ChatTemplate:
         self._tokens = special_tokens(self.folder)
         self._spans = _Spans()
         self._takes_parts: dict[tuple[str, bool], bool] = {}
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGVTALRM, _stop)  # once, as it takes longer than a text
         env = _environment(self._spans, self.now)
         self._template, self._text, self._marks = {}, {}, {}
         for tools in (False, True):
