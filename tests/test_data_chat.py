@@ -805,6 +805,10 @@ def test_an_endless_template_ends_in_a_process_and_by_ctrl_c(folder, many):
             {"messages": 5, "id": 1},
             "has no list of messages in 'messages': it has 'messages', 'id'",
         ),
+        (
+            {"messages": "[" * 100_000 + "]" * 100_000},
+            "line 1: 'messages' is text that is no JSON (it is nested too deeply)",
+        ),
         ({"messages": TURNS, "tools": "{}x"}, "line 1: 'tools' is text that is no JSON"),
         ({"messages": TURNS, "tools": [1]}, "line 1: 'tools' is no list of objects"),
         (

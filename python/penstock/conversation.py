@@ -103,8 +103,9 @@ def _decode(value, name: str, what: str):
         return value
     try:
         return json.loads(value)
-    except ValueError as e:
-        raise DataError(f"{what}: {name!r} is text that is no JSON ({e})") from e
+    except (ValueError, RecursionError) as e:
+        why = e if isinstance(e, ValueError) else "it is nested too deeply"
+        raise DataError(f"{what}: {name!r} is text that is no JSON ({why})") from e
 
 
 def _settings(record: dict, what: str) -> tuple[list[dict] | None, dict]:
