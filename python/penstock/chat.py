@@ -427,11 +427,13 @@ class ChatTemplate:
     @functools.cached_property
     def _added(self) -> re.Pattern:
         """The tokenizer's added tokens, of which ends are made."""
-        config = read_config(self.folder)
-        tokens = [*(config.get("added_tokens_decoder") or {}).values(), *self._tokens.values()]
-        tokens += read_config(self.folder, "tokenizer.json").get("added_tokens") or []
-        found = {t.get("content") if isinstance(t, dict) else t for t in tokens}
-        found = {t for t in found if isinstance(t, str) and t.strip()}
+        decoder = read_config(self.folder).get("added_tokens_decoder")
+        added = read_config(self.folder, "tokenizer.json").get("added_tokens")
+        tokens = [*decoder.values()] if isinstance(decoder, dict) else []
+        tokens += added if isinstance(added, list) else []
+        texts = [t.get("content") for t in tokens if isinstance(t, dict)]
+        texts += self._tokens.values()
+        found = {t for t in texts if isinstance(t, str) and t.strip()}
         return re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True))) or "(?!)")
 
     def _is_end(self, text: str) -> bool:
@@ -458,9 +460,12 @@ class ChatTemplate:
         """Where the answer of message i ends in a text that goes on otherwise than `closed`, its own
         text up to this message. Templates may end a text in a way of its own, where they ask for
         no answer; then the answer is the same up to that end. None: it is another one."""
-        plain = write(i)
+        try:
+            plain, followed = write(i), write(i + 1, True)
+        except DataError:  # a template may refuse where no answer can follow
+            return None
         n = _shared(plain, before, self._added)
-        prompt, followed = before[n:], write(i + 1, True)
+        prompt = before[n:]
         if not prompt or not self._is_end(plain[n:]) or not followed.endswith(prompt):
             return None
         answer = followed[: -len(prompt)]
