@@ -267,7 +267,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(corpus, tmp_path):
     (tmp_path / "short.txt").write_text("hello")
     (tmp_path / "bad.jsonl").write_text('{"text": 5}\n')
     (tmp_path / "half.jsonl").write_text('{"text": "\\ud800"}\n')
-    (tmp_path / "qa.jsonl").write_text('{"title": "a", "body": "b"}')
+    (tmp_path / "body.jsonl").write_text('{"title": "a", "body": "b"}')
     (tmp_path / "list.jsonl").write_text("[1]")
     (tmp_path / "folder").mkdir()
     for name in ("x.jsonl.zst", "x.txt.xz", "folder/x.jsonl.bz2", "folder/a.txt"):
@@ -291,7 +291,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(corpus, tmp_path):
         ((*train, tmp_path / "no.jsonl.gz"), "no.jsonl.gz: cannot be read as gzip: Not a gzipped"),
         ((*train, "--field", "id", corpus), "field 'id'"),
         (
-            (*train, tmp_path / "qa.jsonl"),
+            (*train, tmp_path / "body.jsonl"),
             "line 1 has no text in field 'text'; its fields are "
             "'title', 'body': name the text's field with --field",
         ),
