@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from penstock import BudgetError, Hardware, InvalidError, ModelConfig, Plan
+from penstock import BudgetError, Hardware, InvalidError, Lora, ModelConfig, Plan
 from penstock._lib import lib
 
 MIB = 1 << 20
@@ -479,18 +479,18 @@ def test_the_peak_is_that_of_the_whole_name(name, tflops):
             {"device_mem": "1MiB", "chunks_per_round": 2, "head_slice_tokens": 64},
             "raise --device-mem, or lower --chunks-per-round or --head-slice-tokens (",
         ),
-        ({"host_mem": "4MiB"}, "raise --host-mem, or lower --tokens-per-step ("),
+        ({"host_mem": "4MiB"}, "raise --host-mem ("),  # the process itself takes more
         (
             {"host_mem": "4MiB", "chunk_tokens": 64, "tokens_per_step": 64},
-            "raise --host-mem, or lower --seq-len (",
+            "raise --host-mem (",
         ),
         (
             {"device_mem": "1MiB", "host_mem": "4MiB"},
-            "; the machine has 8.0 GiB in all: raise --device-mem and --host-mem to that, or lower --tokens-per-step",
+            "; the machine has 8.0 GiB in all: raise --device-mem and --host-mem to that",
         ),
         (
             {"machine": 4 << 20},
-            "; the machine has 4.0 MiB in all: take a machine with more host memory, or lower --tokens-per-step",
+            "; the machine has 4.0 MiB in all: take a machine with more host memory",
         ),
     ],
 )
@@ -499,6 +499,43 @@ def test_what_is_advised_lowers_what_the_plan_needs(tmp_path, ask, advice):
     hardware = rates(host_memory_bytes=ask.pop("machine", 1 << 33))
     with pytest.raises(BudgetError, match=re.escape(advice)):
         Plan(config(tmp_path), seq_len=64, hardware=hardware, **ask)
+
+
+LOWER = {
+    "--optimizer lion": {"optimizer": "lion"},
+    "--recipe bf16": {"recipe": "bf16"},
+    "--lora-rank": {"lora": Lora(8)},
+    "--frozen-layers": {"frozen_layers": 16},
+    "--tokens-per-step": {"tokens_per_step": 512},
+}
+
+
+@pytest.mark.parametrize(
+    "gib, ask, ways",
+    [
+        (9.5, {}, ", or give --optimizer lion or --lora-rank or --frozen-layers"),
+        (
+            11.42,
+            {"tokens_per_step": 8192},
+            ", or lower --tokens-per-step, or give --optimizer lion or --lora-rank or "
+            "--frozen-layers",
+        ),
+        (12, {"recipe": "fp32-master"}, ", or give --recipe bf16 or --lora-rank"),
+        (2, {}, ""),  # less than the weights take
+    ],
+)
+def test_the_ways_out_of_too_little_host_memory_are_ways(gib, ask, ways):
+    hardware = Hardware.read(ROOT / "docs/hardware-rtx4090.json")
+    hardware._ptr.host_memory_bytes = 1 << 40
+    model, cap = ModelConfig.read(ROOT / "models/1b.json"), round(gib * 2**30)
+    given = dict(seq_len=512, tokens_per_step=1024, hardware=hardware, reserve=1 << 28) | ask
+    given |= {"device_mem": "3GiB"}
+    with pytest.raises(BudgetError) as refusal:
+        Plan(model, host_mem=cap, **given)
+    said = re.search(r"given: raise --host-mem(.*) \(the smallest", str(refusal.value))[1]
+    assert said == ways
+    for way in re.findall("|".join(LOWER), said):
+        assert Plan.smallest(model, **given | LOWER[way])[1] <= cap, way
 
 
 def test_a_host_cap_beyond_the_machine_is_said_to_be_one():

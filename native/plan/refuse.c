@@ -1,9 +1,9 @@
 /* refuse.c - what is told where no plan fits: what is needed, what there is, and the way out. */
 #include "plan/plan_impl.h"
 
-/* The options whose lower value makes the smallest plan smaller: for device memory those that the
- * user gave, else the sequence length. */
-static const char *what_to_lower(char buf[128], const ps_plan *p, bool of_device) {
+/* The options whose lower value makes the smallest plan's device memory smaller: those that the user
+ * gave, else the sequence length. */
+static const char *what_to_lower(char buf[128], const ps_plan *p) {
   const ps_plan_config *c = &p->cfg;
   const struct {
     bool given;
@@ -13,12 +13,89 @@ static const char *what_to_lower(char buf[128], const ps_plan *p, bool of_device
                 {c->first_round_chunks != 0, "--first-round-chunks"},
                 {p->head_slice_given, "--head-slice-tokens"}};
   size_t n = 0;
-  for (size_t i = 0; of_device && i < sizeof pinned / sizeof *pinned; i++)
+  for (size_t i = 0; i < sizeof pinned / sizeof *pinned; i++)
     if (pinned[i].given)
       n += (size_t)snprintf(buf + n, 128 - n, "%s%s", n ? " or " : "", pinned[i].name);
   if (!n)
-    snprintf(buf, 128, "%s",
-             of_device || c->tokens_per_step == c->seq_len ? "--seq-len" : "--tokens-per-step");
+    snprintf(buf, 128, "--seq-len");
+  return buf;
+}
+
+/* The least host memory with one sequence a step on each device; 0: unknown. */
+static uint64_t least_of_one_sequence(const ps_plan *p) {
+  ps_plan_config c = p->cfg;
+  ps_hardware hw = p->hw;
+  ps_plan *one = NULL;
+  ps__memos m = {0};
+  ps__search_result r = {0};
+  c.tokens_per_step = (uint64_t)c.seq_len * c.n_hosts * c.n_devices;
+  c.host_mem_bytes = hw.host_memory_bytes = 0;
+  c.n_ramp = 0;
+  c.val_tokens = 0;
+  c.sample_sequences = 0;
+  /* on the CPU backend what leaves the host's arena lies in the host's memory all the same */
+  if ((p->hw.backend == PS_BACKEND_CPU && !p->cfg.host_mem_bytes) ||
+      c.tokens_per_step >= p->cfg.tokens_per_step ||
+      ps__plan_new(&one, &p->model->cfg, &c, &hw) != PS_OK)
+    return 0;
+  if (ps__memos_create(&m) == PS_OK)
+    (void)ps__find_smallest_in_layouts(one, &m, &r);
+  ps__memos_destroy(&m);
+  ps_plan_destroy(one);
+  return r.smallest[PS__HOST_MEM];
+}
+
+/* BYTES of optimizer state and master copy of the layers that may be frozen: all but one. */
+static uint64_t freezable(const ps_plan *p, uint64_t a_parameter) {
+  const ps_model *m = p->model;
+  uint64_t sum = 0, most = 0;
+  for (uint32_t u = 0; u < m->n_units; u++) {
+    const ps__unit *unit = &m->unit[u];
+    if (unit->frozen || unit->adapter || unit->layer == 0 || unit->layer + 1 == m->n_layers)
+      continue;
+    sum += unit->n;
+    most = unit->n > most ? unit->n : most;
+  }
+  return (sum - most) * a_parameter;
+}
+
+/* BYTES of weights, master copy and optimizer state of a parameter. */
+static uint64_t of_parameter(const ps_plan_config *c, uint32_t recipe) {
+  return ps__dtypes[ps__recipes[recipe].weights].bytes + ps__master_bytes((ps_recipe)recipe) +
+         ps__state_bytes((ps_optimizer)c->optimizer, (ps_recipe)recipe);
+}
+
+/* ", or give --optimizer lion, --lora-rank or ...": what alone brings the host memory of the
+ * smallest plan from @need down to @there; "" where nothing does. */
+static const char *ways_out(char buf[192], const ps_plan *p, uint64_t need, uint64_t there) {
+  const ps_plan_config *c = &p->cfg;
+  const bool fp8 = ps__recipes[c->recipe].fp8;
+  const uint32_t lean = fp8 ? PS_RECIPE_FP8 : PS_RECIPE_BF16;
+  const uint64_t n = c->forward_only ? 0 : p->model->n_trained,
+                 over = need > there ? need - there : 1, all = of_parameter(c, c->recipe),
+                 leanest = of_parameter(c, lean),
+                 weights = ps__dtypes[ps__recipes[c->recipe].weights].bytes,
+                 state = ps__state_bytes((ps_optimizer)c->optimizer, (ps_recipe)c->recipe),
+                 lion = ps__state_bytes(PS_OPTIMIZER_LION, (ps_recipe)c->recipe);
+  const bool whole = !fp8 && !p->model->lora.rank;
+  const struct {
+    const char *name;
+    bool enough;
+  } way[] = {
+      {"--optimizer lion", state > lion && n * (state - lion) >= over},
+      {fp8 ? "--recipe fp8" : "--recipe bf16", all > leanest && n * (all - leanest) >= over},
+      {"--lora-rank", whole && n * (all - weights) >= over},
+      {"--frozen-layers", whole && freezable(p, all - weights) >= over},
+  };
+  const uint64_t one = least_of_one_sequence(p);
+  size_t at = 0;
+  buf[0] = 0;
+  if (one && one <= there)
+    at += (size_t)snprintf(buf, 192, ", or lower --tokens-per-step");
+  for (size_t i = 0, found = 0; i < sizeof way / sizeof *way; i++)
+    if (way[i].enough)
+      at += (size_t)snprintf(buf + at, 192 - at, "%s%s", found++ ? " or " : ", or give ",
+                             way[i].name);
   return buf;
 }
 
@@ -37,7 +114,7 @@ static whose whose_memory(const ps_plan *p) {
 
 /* Refuses where neither cap alone would be enough. */
 static ps_status refuse_both(const ps_plan *p, const ps__search_result *r) {
-  char dev[32], host[32], reserve[32], there[48] = "", has[32], lower[128];
+  char dev[32], host[32], reserve[32], there[48] = "", has[32], ways[192];
   const whose of = whose_memory(p);
   const uint64_t machine = p->hw.host_memory_bytes;
   const uint64_t taken =
@@ -48,13 +125,14 @@ static ps_status refuse_both(const ps_plan *p, const ps__search_result *r) {
     snprintf(there, sizeof there, "; the machine has %s in all", ps__format_bytes(has, machine));
   return ps__fail(PS_EBUDGET,
                   "no plan fits: the nearest needs %s of device memory%s and %s of host memory%s, "
-                  "of which %s is for the process itself%s: %s, or lower %s",
+                  "of which %s is for the process itself%s: %s%s",
                   ps__format_bytes(dev, r->any[PS__DEVICE_MEM]), of.device,
                   ps__format_bytes(host, r->any[PS__HOST_MEM]), of.host,
                   ps__format_bytes(reserve, p->cfg.reserve_bytes), there,
                   too_small ? "take a machine with more host memory"
                             : "raise --device-mem and --host-mem to that",
-                  what_to_lower(lower, p, false));
+                  ways_out(ways, p, too_small ? taken : r->any[PS__HOST_MEM],
+                           too_small ? machine : p->cfg.host_mem_bytes));
 }
 
 /* Whether raising the host's cap alone is the smaller step, in proportion, and the machine has that
@@ -69,13 +147,13 @@ static bool host_is_nearer(const ps_plan *p, const ps__search_result *r) {
 }
 
 static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
-  char host[32], need[32], cap[32], lower[128];
+  char host[32], need[32], cap[32], lower[128], ways[192];
   const ps_plan_config *c = &p->cfg;
   const uint64_t given = c->device_mem_bytes, device = ps__device_cap(&p->hw, given);
   const bool gpu = device != given;
   const bool of_device = r->smallest[PS__DEVICE_MEM] && !host_is_nearer(p, r);
   const whose of = whose_memory(p);
-  what_to_lower(lower, p, of_device);
+  what_to_lower(lower, p);
   if (of_device)
     ps__format_bytes_apart(need, r->smallest[PS__DEVICE_MEM], cap, device);
   else if (r->smallest[PS__HOST_MEM])
@@ -102,9 +180,11 @@ static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
                     need, of.device, cap, lower, (unsigned long long)r->smallest[PS__DEVICE_MEM]);
   if (r->smallest[PS__HOST_MEM])
     return ps__fail(PS_EBUDGET,
-                    "needs %s of host memory%s, %s given: raise --host-mem, or lower %s (the "
-                    "smallest plan takes %llu bytes)",
-                    need, of.host, cap, lower, (unsigned long long)r->smallest[PS__HOST_MEM]);
+                    "needs %s of host memory%s, %s given: raise --host-mem%s (the smallest plan "
+                    "takes %llu bytes)",
+                    need, of.host, cap,
+                    ways_out(ways, p, r->smallest[PS__HOST_MEM], c->host_mem_bytes),
+                    (unsigned long long)r->smallest[PS__HOST_MEM]);
   return refuse_both(p, r);
 }
 
@@ -130,19 +210,17 @@ ps_status ps__plan_refuse(ps_plan *p, const ps__memos *m, const ps__search_resul
                  machine = p->hw.host_memory_bytes, need_device = r->smallest[PS__DEVICE_MEM];
   const whose of = whose_memory(p);
   uint64_t host = 0;
-  char need[32], there[32], lower[128];
+  char need[32], there[32], ways[192];
   if (!p->cfg.host_mem_bytes && machine && !r->smallest[PS__HOST_MEM])
     PS_TRY(ps__plan_least_host(p, m, &host));
   if (!host || (need_device && device &&
                 (double)need_device / (double)device < (double)host / (double)machine))
     return refuse(p, r);
-  what_to_lower(lower, p, false);
   ps__format_bytes_apart(need, host, there, machine);
   return ps__fail(PS_EBUDGET,
                   "needs %s of host memory%s, the machine has %s: take a machine with more host "
-                  "memory or a recipe with fewer bytes a parameter, or lower %s (the smallest plan "
-                  "takes %llu bytes)",
-                  need, of.host, there, lower, (unsigned long long)host);
+                  "memory%s (the smallest plan takes %llu bytes)",
+                  need, of.host, there, ways_out(ways, p, host, machine), (unsigned long long)host);
 }
 
 ps_status ps__plan_refuse_guests(ps_plan *p, const ps__search_result *r) {
