@@ -85,7 +85,11 @@ def refused(done, pattern, code=2):
 @pytest.mark.parametrize(
     "change,pattern",
     [
-        ({"--model": "nowhere"}, "--model nowhere: cannot be opened: No such file"),
+        (
+            {"--model": "nowhere"},
+            r"--model nowhere: cannot be opened: No such file or directory \(relative to the working "
+            r"directory: /.*/nowhere\)$",
+        ),
         ({"--data": "nowhere.bin"}, "--data nowhere.bin: cannot be opened: No such file"),
         ({"--val": "nowhere"}, "--val nowhere: cannot be opened: No such file"),
         ({"--adapter": "nowhere"}, "--adapter nowhere/adapter_config.json: cannot be opened"),
@@ -148,6 +152,21 @@ def test_a_stack_that_is_too_small_is_refused():
     refused(
         done, "the stack is limited to 64 KiB, and 512 KiB are needed: run ulimit -s 8192 first"
     )
+
+
+@pytest.mark.parametrize(
+    "said, meant", [("trian", "train"), ("evla", "eval"), ("logs", "log"), ("inference", None)]
+)
+def test_a_slip_in_a_commands_name_is_answered_with_the_name(said, meant):
+    refused(
+        penstock(said), f"there is no command '{said}'" + f": did you mean {meant}?" * bool(meant)
+    )
+
+
+@pytest.mark.parametrize("option", ["--prompt", "--chat"])
+def test_options_of_text_are_said_to_be_those_of_python(option):
+    says = f"{option} is an option of the Python command, which has a tokenizer: run python -m"
+    refused(penstock("generate", "--model", "m", option, "x"), says)
 
 
 def test_stray_words_and_unknown_commands_are_refused():

@@ -320,7 +320,21 @@ static bool train_has(const char *name) {
   return cli_find_option(options, name) != NULL;
 }
 
+/* Options of the Python command alone, which has a tokenizer. */
+static bool is_of_text(const cli_command *c, const char *name) {
+  static const char *const of_text[] = {"prompt", "chat", "system", "stop"};
+  size_t i = 0;
+  while (i < sizeof of_text / sizeof *of_text && strcmp(name, of_text[i]) != 0)
+    i++;
+  return strncmp(c->usage, "generate ", 9) == 0 && i < sizeof of_text / sizeof *of_text;
+}
+
 static int refuse_option(const cli_command *c, const char *name) {
+  if (is_of_text(c, name))
+    return cli_fail(CLI_REFUSED,
+                    "--%s is an option of the Python command, which has a tokenizer: run python "
+                    "-m penstock generate, or give --tokens",
+                    name);
   if (train_has(name))
     return cli_fail(CLI_REFUSED,
                     "--%s is an option of penstock train, not of penstock %.*s: leave "

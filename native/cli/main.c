@@ -108,6 +108,13 @@ static int run(int argc, char **argv) {
   for (size_t i = 0; i < N_COMMANDS; i++)
     if (strcmp(argv[1], commands[i].name) == 0)
       return commands[i].run(argc - 1, argv + 1);
+  cli_option names[N_COMMANDS + 1] = {0};
+  for (size_t i = 0; i < N_COMMANDS; i++)
+    names[i].name = commands[i].name;
+  const cli_option *nearest = cli_nearest_option(names, argv[1]);
+  if (nearest)
+    return cli_fail(CLI_REFUSED, "there is no command '%s': did you mean %s?", argv[1],
+                    nearest->name);
   return cli_fail(CLI_REFUSED, "there is no command '%s' (penstock --help lists them)", argv[1]);
 }
 

@@ -20,6 +20,10 @@ void ps__log(ps_log_level level, const char *fmt, ...) __attribute__((format(pri
       return st_;                                                                                  \
   } while (0)
 
+/* ps__fail_to_open() - PS_EIO for @path, which could not be opened for the reason @failed, an errno.
+ * Of a relative path that there is not, the message says where it was looked for. */
+ps_status ps__fail_to_open(const char *path, int failed);
+
 /* "27.4 GiB", "512.0 MiB", "3 B": for messages. Writes into buf and returns it. */
 const char *ps__format_bytes(char buf[32], uint64_t bytes);
 /* Format two sizes for a comparison, with as many digits as tell them apart. */

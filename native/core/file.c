@@ -17,6 +17,14 @@ static const char *what_it_is(mode_t mode) {
                           : "a socket";
 }
 
+ps_status ps__fail_to_open(const char *path, int failed) {
+  char folder[512];
+  if (failed != ENOENT || path[0] == '/' || !getcwd(folder, sizeof folder))
+    return ps__fail(PS_EIO, "%s: cannot be opened: %s", path, strerror(failed));
+  return ps__fail(PS_EIO, "%s: cannot be opened: %s (relative to the working directory: %s/%s)",
+                  path, strerror(failed), strcmp(folder, "/") == 0 ? "" : folder, path);
+}
+
 ps_status ps__open_input(int *fd, struct stat *sb, const char *path) {
   int f = -1, failed = EIO;
   if (!ps__fault_hit(PS_FAULT_READ)) {
@@ -27,7 +35,7 @@ ps_status ps__open_input(int *fd, struct stat *sb, const char *path) {
   if (f < 0 && failed == ENXIO)
     return ps__fail(PS_EIO, "%s: is a socket or a device: a regular file is needed", path);
   if (f < 0)
-    return ps__fail(PS_EIO, "%s: cannot be opened: %s", path, strerror(failed));
+    return ps__fail_to_open(path, failed);
   ps_status st = PS_OK;
   if (fstat(f, sb) != 0)
     st = ps__fail(PS_EIO, "%s: cannot be read: %s", path, strerror(errno));

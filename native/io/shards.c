@@ -418,7 +418,7 @@ static ps_status list_folder(const char *folder, char ***names, size_t *n) {
 static ps_status add_path(ps_dataset *ds, const char *path) {
   struct stat sb;
   if (stat(path, &sb) != 0)
-    return ps__fail(PS_EIO, "%s: cannot be opened: %s", path, strerror(errno));
+    return ps__fail_to_open(path, errno);
   if (!S_ISDIR(sb.st_mode)) {
     char *copy = ps__strdup(path);
     return copy ? add_shard(ds, copy) : no_memory(path);

@@ -254,6 +254,11 @@ def _generate(args) -> int:
     prompts = [args.prompt]
     if args.prompts is not None:
         prompts = command.given("--prompts", read_prompts, Path(args.prompts))
+    if not folder.exists():
+        raise DataError(
+            f"--model {folder}: there is no such directory (as a path it is {folder.resolve()}): "
+            "give a model directory with a tokenizer"
+        )
     tokenizer = command.given("--model", load_tokenizer, folder)
     asked = [_conversation(p, args) for p in prompts]
     chats = [isinstance(p, Conversation) for p in asked]
