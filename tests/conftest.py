@@ -38,6 +38,9 @@ def pytest_addoption(parser):
     )
 
 
+# Seconds after which a process, a thread or a state that does not come counts as hanging. It does
+# not measure: on a machine under load a test may take many times what it takes alone.
+HANGS_S = 1200
 ROOM = 2 << 30  # bytes of disk; all tests together have 0.7 GB in it at once
 
 

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import BUILD, write_shard
+from conftest import BUILD, HANGS_S, write_shard
 from safetensors.torch import load_file, save_file
 
 BINARY = BUILD / "bin/penstock"
@@ -42,7 +42,7 @@ def train(model, data, *more, cwd, file_limit=None):
         capture_output=True,
         text=True,
         cwd=cwd,
-        timeout=120,
+        timeout=HANGS_S,
         preexec_fn=limit if file_limit else None,
     )
 
@@ -169,12 +169,12 @@ def test_a_shard_that_is_cut_off_during_the_run_is_named(tiny_model, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANGS_S
     while not ((tmp_path / "run/metrics.jsonl").exists() and metrics(tmp_path / "run")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     os.truncate(shard, 2000)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=HANGS_S)
     assert process.returncode == 1 and re.fullmatch(
         r"penstock: .*cut\.bin: was cut from 401024 to 2000 bytes while it was in use.*\n", stderr
     ), stderr

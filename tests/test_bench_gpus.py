@@ -3,14 +3,14 @@
 import os
 import subprocess
 
-from conftest import BUILD
+from conftest import BUILD, HANGS_S
 
 
 def gpus(*words):
     # a driver that is there shows no GPU then
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        [BUILD / "bench/gpus", *words], capture_output=True, text=True, env=env, timeout=60
+        [BUILD / "bench/gpus", *words], capture_output=True, text=True, env=env, timeout=HANGS_S
     )
 
 

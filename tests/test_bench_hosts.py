@@ -4,12 +4,14 @@ import json
 import subprocess
 import sys
 
-from conftest import ROOT
+from conftest import HANGS_S, ROOT
 
 
 def hosts(*words):
     command = [sys.executable, ROOT / "bench/hosts.py", *words]
-    return subprocess.run([str(w) for w in command], capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [str(w) for w in command], capture_output=True, text=True, timeout=HANGS_S
+    )
 
 
 def test_two_tasks_train_and_leave_a_row(tmp_path):

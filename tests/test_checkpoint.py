@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import BUILD, ROOT, write_shard
+from conftest import BUILD, HANGS_S, ROOT, write_shard
 from penstock import (
     Checkpoint,
     FormatError,
@@ -439,7 +439,7 @@ def train(*args, env=None, rc=0, **caps):
         words(*args, **caps),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANGS_S,
         env=os.environ | (env or {}),
     )
     assert done.returncode == rc, done.stderr
@@ -591,7 +591,7 @@ def test_a_stop_while_a_checkpoint_is_written(whole, tiny_model, tiny_shard, tmp
         for _ in range(n):
             run.terminate()
             time.sleep(0.05)
-        error = run.communicate(timeout=60)[1]
+        error = run.communicate(timeout=HANGS_S)[1]
         assert run.returncode == 130, error
         found = Checkpoint.latest(folder)
         assert n == 2 or found.step == len(metrics(out)[0]) < 12, error

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import BUILD, write_shard
+from conftest import BUILD, HANGS_S, write_shard
 
 BINARY = BUILD / "bin/penstock"
 METRICS = {
@@ -53,7 +53,7 @@ def penstock(*args, cwd=None, env=None):
         capture_output=True,
         text=True,
         cwd=cwd,
-        timeout=120,
+        timeout=HANGS_S,
         env={**os.environ, **(env or {})},
     )
 
@@ -476,7 +476,7 @@ def start(options, wait_for):
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANGS_S
     while not (wait_for.exists() and wait_for.stat().st_size):
         assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
         time.sleep(0.01)
@@ -487,7 +487,7 @@ def test_ctrl_c_finishes_what_is_in_flight_and_saves(job, tmp_path):
     out = tmp_path / "out"
     process = start(job | {"--steps": 100000, "--out": out}, out / "metrics.jsonl")
     process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=HANGS_S)
     assert process.returncode == 130 and "stopping after the steps in flight" in stderr
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert 1 <= len(metrics) < 100000 and f"{len(metrics)} of 100000 steps" in stdout
@@ -505,7 +505,7 @@ def test_a_second_ctrl_c_stops_at_once_and_saves_nothing(job, tmp_path):
     process.send_signal(signal.SIGINT)
     time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=HANGS_S)
     assert process.returncode == 130 and "stopped at once; nothing is saved" in stderr
     assert not (out / "model.safetensors").exists() and not (out / "config.json").exists()
     assert all(json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines())

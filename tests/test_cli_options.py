@@ -260,9 +260,9 @@ def test_profile_says_when_other_work_takes_the_machine(tiny_model, tmp_path):
     percent = re.search(says + r"this machine's CPUs while it was measured", done.stderr)[1]
     assert done.returncode == 0 and 10 < int(percent) <= 100
     cached, ask = {"XDG_CACHE_HOME": str(tmp_path)}, ("--model", tiny_model, "--seq-len", 64)
-    for words in (("info",), ("plan", *ask)):  # the file keeps it
-        assert re.search(says, penstock(*words, env=cached).stdout)[1] == percent
-    for words in (("info",), ("plan", *ask)):
-        hardware = json.loads(penstock(*words, "--json", env=cached).stdout)["hardware"]
+    for asked in (("info",), ("plan", *ask)):  # the file keeps it
+        assert re.search(says, penstock(*asked, env=cached).stdout)[1] == percent
+    for asked in (("info",), ("plan", *ask)):
+        hardware = json.loads(penstock(*asked, "--json", env=cached).stdout)["hardware"]
         assert hardware["other_work_percent"] == int(percent)
     assert quiet.stderr == ""

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import BUILD, ROOT
+from conftest import BUILD, HANGS_S, ROOT
 
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "bench/sweep")]
 
@@ -134,7 +134,7 @@ def test_what_was_measured_stays_where_the_comparison_is_stopped(tmp_path):
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
         assert "turn 1  penstock" in p.stdout.readline()
         p.terminate()
-        _, said = p.communicate(timeout=60)
+        _, said = p.communicate(timeout=HANGS_S)
     assert p.returncode == 130 and said.splitlines()[-1].endswith("/out has 1 sides")
     (row,) = (json.loads(line) for line in (tmp_path / "out/rows.jsonl").read_text().splitlines())
     assert row["side"].startswith("penstock") and row["tokens_per_s"] > 0

@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import BUILD, ROOT
+from conftest import BUILD, HANGS_S, ROOT
 
 LIBRARY = BUILD / "lib/libpenstock.so"
 pytestmark = pytest.mark.skipif(
@@ -86,7 +86,7 @@ def train(model, shard, cwd, env, *more, quiet=True):
         *more,
     ]
     return subprocess.run(
-        [str(w) for w in words], capture_output=True, text=True, cwd=cwd, env=env, timeout=120
+        [str(w) for w in words], capture_output=True, text=True, cwd=cwd, env=env, timeout=HANGS_S
     )
 
 
@@ -220,7 +220,7 @@ def test_the_cpu_is_not_taken_in_silence(standin, tiny_model):
     ]
     env = environment(*standin, STANDIN_VERSION=11080)
     said, silent = (
-        subprocess.run([*plan, *more], capture_output=True, text=True, env=env, timeout=120)
+        subprocess.run([*plan, *more], capture_output=True, text=True, env=env, timeout=HANGS_S)
         for more in ([], ["--backend", "cpu"])
     )
     assert said.returncode == silent.returncode == 0

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tolerance
 import torch
-from conftest import BUILD, ROOT
+from conftest import BUILD, HANGS_S, ROOT
 
 sys.path[:0] = [str(ROOT / "bench")]
 import curve  # noqa: E402
@@ -28,7 +28,7 @@ def run(out, data, *more, code=0):
         [str(w) for w in (sys.executable, ROOT / "bench/curve.py", *words, *more)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANGS_S,
         env={**os.environ, "OMP_NUM_THREADS": "1"},  # small matrices are slower on two threads
     )
     assert done.returncode == code, done.stderr

@@ -12,7 +12,7 @@ import tempfile
 
 import numpy as np
 import pytest
-from conftest import BUILD, ROOT, write_shard
+from conftest import BUILD, HANGS_S, ROOT, write_shard
 from safetensors.numpy import load_file
 
 SHIM = BUILD / "tests/libdisk_shim.so"
@@ -108,7 +108,7 @@ class Run:
             env=env,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=HANGS_S,
         )
         self.code, self.answer, self.said = done.returncode, done.stdout, done.stderr.splitlines()
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import BUILD, ROOT, words_of_training
+from conftest import BUILD, HANGS_S, ROOT, words_of_training
 
 spec = importlib.util.spec_from_file_location("gaps", ROOT / "bench/gaps.py")
 gaps = importlib.util.module_from_spec(spec)
@@ -83,7 +83,7 @@ def test_the_experiment_runs(tiny_model, tiny_shard):
         [str(w) for w in (*command, *(o for o in options if o != "--quiet"))],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANGS_S,
     )
     assert done.returncode == 0, done.stderr
     ways = [line.split()[:2] for line in done.stdout.splitlines()[1:13]]

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import families
 import pytest
-from conftest import BUILD, ROOT
+from conftest import BUILD, HANGS_S, ROOT
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 MIB, GIB = 1 << 20, 1 << 30
@@ -544,7 +544,7 @@ def check_plan(case, tmp_path, writing):
         hardware,
         *(f"{k}={v}" for k, v in (fields | {"reserve_bytes": RESERVE, "trace_steps": 2}).items()),
     ]
-    done = subprocess.run([str(w) for w in words], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([str(w) for w in words], capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stderr + done.stdout[-1000:]
     plan, *ops = done.stdout.splitlines()
     (tmp_path / "ops.txt").write_text("\n".join(ops) + "\n")
@@ -620,7 +620,7 @@ def trained(tmp_path_factory):
         env=env,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANGS_S,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

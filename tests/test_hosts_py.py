@@ -9,7 +9,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
+from conftest import HANGS_S, ROOT
 from penstock import (
     BudgetError,
     FormatError,
@@ -68,7 +68,7 @@ def weights(folder):
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_script_gives_the_bits_of_the_command(n, tiny_model, tiny_shard, tmp_path):
-    done = [t.communicate(timeout=120) for t in run_script(tiny_model, tiny_shard, tmp_path, n)]
+    done = [t.communicate(timeout=HANGS_S) for t in run_script(tiny_model, tiny_shard, tmp_path, n)]
     lines = done[0][0].splitlines()
     assert len(lines) == 2, done
     command = tmp_path / "command"
@@ -146,7 +146,7 @@ def test_two_trainers_of_the_same_hosts(tiny_model, tiny_shard, tmp_path):
         "        seen = ",
     ).replace("import Hardware", "import BusyError, Hardware")
     done = [
-        t.communicate(timeout=120)
+        t.communicate(timeout=HANGS_S)
         for t in run_script(tiny_model, tiny_shard, tmp_path, 2, script=script)
     ]
     assert "another trainer uses these hosts" in done[0][0] and "another" in done[1][0], done
@@ -189,7 +189,7 @@ with Hosts.from_launcher(wait=60) as hosts:
 def test_all_tasks_plan_with_one_rate(tiny_model, tmp_path):
     """The first Plan measures it; one that is stated wins; the caller's Hardware stays as it is."""
     tasks = run_script(tiny_model, "-", tmp_path, 3, script=RATE_SCRIPT)
-    done = [t.communicate(timeout=120) for t in tasks]
+    done = [t.communicate(timeout=HANGS_S) for t in tasks]
     assert [t.returncode for t in tasks] == [0, 0, 0], done
     rates = [[float(w) for w in out.split()] for out, _ in done]
     assert rates[0] == rates[1] == rates[2]

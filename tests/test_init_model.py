@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import safetensors
 import torch
+from conftest import HANGS_S
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 SCRIPT = ps.ROOT / "models/init_model.py"
@@ -300,11 +301,11 @@ def test_interrupted_it_leaves_nothing_behind(tmp_path, how):
         stderr=subprocess.PIPE,
         text=True,
     )
-    end = time.monotonic() + 30
+    end = time.monotonic() + HANGS_S
     while time.monotonic() < end and not list(tmp_path.glob(".m.penstock-save-*/*.safetensors")):
         time.sleep(0.01)
     p.send_signal(how)
-    _, err = p.communicate(timeout=30)
+    _, err = p.communicate(timeout=HANGS_S)
     assert p.returncode == 130 and "interrupted" in err and "Traceback" not in err
     assert not list(tmp_path.iterdir())
 

@@ -7,7 +7,7 @@ import sys
 from functools import partial
 
 import pytest
-from conftest import BUILD, ROOT
+from conftest import BUILD, HANGS_S, ROOT
 
 PENSTOCK, PYTHON = BUILD / "bin/penstock", sys.executable
 ENV = os.environ | {"PYTHONPATH": str(ROOT / "python")}
@@ -50,7 +50,7 @@ def commands(model, data, out):
 
 def refused(command, path, words, env=ENV):
     done = subprocess.run(
-        [str(c) for c in command], capture_output=True, text=True, env=env, timeout=60
+        [str(c) for c in command], capture_output=True, text=True, env=env, timeout=HANGS_S
     )
     assert done.returncode == 2, done
     assert str(path) in done.stderr and words in done.stderr and "Traceback" not in done.stderr, (

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import BUILD, ROOT
+from conftest import BUILD, HANGS_S, ROOT
 
 SEQ, VOCAB, DIM, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN = 64, 512, 128, 4, 8, 2, 16, 352
 TOKENS = 8 * SEQ  # of a step
@@ -28,7 +28,7 @@ def limit(*words):
         [str(w) for w in (*command, "--backend", "cpu", "--threads", 1, "--seq-len", SEQ, *words)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANGS_S,
     )
 
 

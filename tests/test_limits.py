@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import BUILD, ROOT, words_of_training
+from conftest import BUILD, HANGS_S, ROOT, words_of_training
 
 BINARY = BUILD / "bin/penstock"
 MIB = 1 << 20
@@ -21,7 +21,7 @@ def limited(words, kind, value, cwd):
         capture_output=True,
         text=True,
         cwd=cwd,
-        timeout=60,
+        timeout=HANGS_S,
         preexec_fn=lambda: resource.setrlimit(kind, (value, value)),
     )
 
@@ -85,7 +85,7 @@ def in_python(code, *args):
         [sys.executable, "-c", code, *map(str, args)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANGS_S,
         env=os.environ | {"PYTHONPATH": str(ROOT / "python")},
     )
     assert done.returncode == 0, done.stderr

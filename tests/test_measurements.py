@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import BUILD, ROOT
+from conftest import BUILD, HANGS_S, ROOT
 
 NOTE = {"machine", "versions", "commit", "date"}
 
@@ -16,7 +16,7 @@ def bench(name, *words):
         [str(w) for w in (sys.executable, ROOT / "bench" / name, *words)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANGS_S,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

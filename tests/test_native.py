@@ -5,11 +5,11 @@ import pathlib
 import subprocess
 
 import pytest
+from conftest import HANGS_S
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = ROOT / os.environ.get("PENSTOCK_BUILD", "build")
 PROGRAMS = sorted(p.stem for p in (ROOT / "tests" / "native").glob("test_*.c"))
-TIMEOUT_S = 300  # the longest takes 40 s on 2 idle cores; a hang is what this is for
 
 
 def test_there_are_programs():
@@ -53,11 +53,11 @@ def run_program(name, *arguments):
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=TIMEOUT_S,
+            timeout=HANGS_S,
         )
     except subprocess.TimeoutExpired as e:
         pytest.fail(
-            f"{name}: no end after {TIMEOUT_S} s\n{(e.stdout or b'').decode(errors='replace')}",
+            f"{name}: no end after {HANGS_S} s\n{(e.stdout or b'').decode(errors='replace')}",
             pytrace=False,
         )
     text = run.stdout.decode(errors="replace")

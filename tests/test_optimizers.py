@@ -9,7 +9,7 @@ import numpy as np
 import penstock
 import pytest
 import torch
-from conftest import BUILD, ROOT
+from conftest import BUILD, HANGS_S, ROOT
 from penstock import Hardware, ModelConfig, Plan, Trainer
 
 STEPS, LR = 100, 1e-3
@@ -18,7 +18,7 @@ U = 2.0**-24  # the error of one rounding, relative
 
 def command(*args):
     words = [str(a) for a in (BUILD / "bin/penstock", *args)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=120)
+    return subprocess.run(words, capture_output=True, text=True, timeout=HANGS_S)
 
 
 @pytest.fixture(scope="module")

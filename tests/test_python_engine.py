@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import penstock
 import pytest
+from conftest import HANGS_S
 from penstock import Engine, Place, Program, Region, Run, Space, Stream, _lib
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,14 +117,14 @@ def test_where_says_what_each_stream_waits_for():
 
     def hold(step, x):
         begun.set()
-        assert go.wait(60)
+        assert go.wait(HANGS_S)
 
     program = Program(1, 2)
     program.call(0, hold, writes=[Region(0, 0, 4)], name="slow", layer=3)
     program.call(1, lambda step, x: None, reads=[Region(0, 0, 4)], name="patient")
     with one_space() as engine, Run(engine, program.compile()) as run:
         run.submit()
-        assert begun.wait(60)
+        assert begun.wait(HANGS_S)
         first, second = run.where().splitlines()
         assert first == "compute: step 1, 0 of 1 ops ended, then slow, layer 3, which runs"
         assert "0 of 1 ops ended, then patient; waits for" in second and "to end 1 more" in second
@@ -138,14 +139,14 @@ def test_where_of_long_names_that_are_not_ascii():
 
     def hold(step, x):
         begun.set()
-        assert go.wait(60)
+        assert go.wait(HANGS_S)
 
     program = Program(1, 2)
     program.call(0, hold, writes=[Region(0, 0, 4)], name="é" * 3000)
     with Engine([Space(4096)], [Stream("日本語"), Stream("host")]) as engine:
         with Run(engine, program.compile()) as run:
             run.submit()
-            assert begun.wait(60)
+            assert begun.wait(HANGS_S)
             assert run.where().startswith("日本語: step 1, 0 of 1 ops ended, then é")
             go.set()
 

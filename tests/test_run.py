@@ -15,7 +15,7 @@ import subprocess
 import time
 
 import pytest
-from conftest import BUILD, words_of_training
+from conftest import BUILD, HANGS_S, words_of_training
 from penstock import ModelConfig
 
 BINARY = BUILD / "bin/penstock"
@@ -43,12 +43,12 @@ def loud(command):
 
 def call(command, cwd, **more):
     return subprocess.run(
-        command, **{"capture_output": True, "text": True, "cwd": cwd, "timeout": 60, **more}
+        command, **{"capture_output": True, "text": True, "cwd": cwd, "timeout": HANGS_S, **more}
     )
 
 
 def wait_for(happened, process=None):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANGS_S
     while not happened():
         assert time.monotonic() < deadline and (process is None or process.poll() is None)
         time.sleep(0.01)
@@ -65,7 +65,7 @@ def started(command, cwd, **more):
 
 
 def ended(process, code):
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=HANGS_S)
     assert process.returncode == code, (process.returncode, stderr)
     return stderr
 
@@ -407,7 +407,7 @@ def at_terminal(command, cwd, answer):
         os.chdir(cwd)
         limit_files(200_000)()
         os.execv(command[0], command)
-    text, deadline = "", time.monotonic() + 60
+    text, deadline = "", time.monotonic() + HANGS_S
     while True:
         assert select.select([terminal], [], [], deadline - time.monotonic())[0], text
         try:
@@ -494,7 +494,7 @@ def test_readers_that_go_away_stop_no_training(words, tmp_path):
     time.sleep(5.2)  # past a line of progress
     wait_for(lambda: metrics.stat().st_size > size, process)
     process.send_signal(signal.SIGINT)
-    process.wait(timeout=60)
+    process.wait(timeout=HANGS_S)
     assert process.returncode == 130 and saved(tmp_path / "out")
 
 

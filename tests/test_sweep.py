@@ -11,7 +11,7 @@ import time
 from argparse import Namespace
 
 import pytest
-from conftest import BUILD, ROOT
+from conftest import BUILD, HANGS_S, ROOT
 
 sys.path.insert(0, str(ROOT / "bench/sweep"))
 import cases  # noqa: E402
@@ -52,7 +52,7 @@ def sweep(*words, check=True):
         [str(w) for w in (sys.executable, ROOT / "bench/sweep", "--binary", BINARY, *words)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANGS_S,
     )
     assert not check or done.returncode == 0, done.stderr + done.stdout
     return done
@@ -354,13 +354,13 @@ def test_a_killed_sweep_leaves_no_case_twice_or_missing(tmp_path):
     words = [sys.executable, ROOT / "bench/sweep", "--binary", BINARY, path, "--out", out]
     words = [str(w) for w in [*words, "--commit", "c"]]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
-    ends = time.monotonic() + 60
+    ends = time.monotonic() + HANGS_S
     rows = out / "rows.jsonl"
     while not (rows.exists() and rows.stat().st_size) and time.monotonic() < ends:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    subprocess.run(words, check=True, stdout=subprocess.DEVNULL, timeout=120)
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL, timeout=HANGS_S)
     keys = [json.loads(line)["key"] for line in rows.read_text().splitlines()]
     assert len(keys) == len(set(keys)) == 6
     planned = json.loads((out / "sweep.json").read_text())

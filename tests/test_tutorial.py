@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import BUILD, ROOT
+from conftest import BUILD, HANGS_S, ROOT
 
 PAGE = (ROOT / "docs/tutorial.md").read_text()
 STEPS = {
@@ -37,7 +37,7 @@ class Walk:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=1200,
+            timeout=HANGS_S,
         )
         assert done.returncode == 0, f"{block}\nsaid:\n{done.stdout}"
         return done.stdout

@@ -16,7 +16,7 @@ from importlib import import_module
 from io import StringIO
 
 import pytest
-from conftest import BUILD, ROOT
+from conftest import BUILD, HANGS_S, ROOT
 from penstock import Lora, ModelConfig, Plan, RunLog, Trainer, runs, watch
 from penstock.__main__ import IN_PYTHON
 from penstock.files import DataError
@@ -47,7 +47,7 @@ def program(name, *args, first_path=ROOT):
         [sys.executable, "-m", "penstock", name, *map(str, args)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANGS_S,
         env={
             **os.environ,
             "PYTHONPATH": f"{first_path}:{ROOT / 'python'}",
@@ -387,7 +387,7 @@ def test_the_dashboard_follows_a_run_until_it_ends(running):
     follower.start()
 
     def shows(text):
-        end = time.monotonic() + 30
+        end = time.monotonic() + HANGS_S
         while text not in out.getvalue() and time.monotonic() < end:
             time.sleep(0.02)
         assert text in out.getvalue()
@@ -398,7 +398,7 @@ def test_the_dashboard_follows_a_run_until_it_ends(running):
     shows("5 of 6")
     put(run, rows)
     lock.unlink()
-    follower.join(30)
+    follower.join(HANGS_S)
     assert not follower.is_alive()
     shows("finished")
 
@@ -545,7 +545,7 @@ def test_a_browser_shows_every_section_and_curve_without_an_error(report, tmp_pa
         + ["--virtual-time-budget=10000", "--window-size=1000,800", "--dump-dom", page.as_uri()],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANGS_S,
     )
     found = re.search(r'<pre id="measured">(.*?)</pre>', done.stdout, re.S)
     assert found, done.stderr[-2000:]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import write_shard
+from conftest import HANGS_S, write_shard
 from test_cli import BINARY
 from test_hosts import await_steps, end, environment, free_port, result
 
@@ -86,7 +86,7 @@ def measured(tiny, shard, tmp_path_factory):
     """The machine's rates, measured and cached by one task alone."""
     folder = tmp_path_factory.mktemp("measured")
     given = words(tiny, shard, folder, "--steps", 1, "--device-mem", "12GiB")
-    done = subprocess.run(given, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(given, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stderr
 
 
@@ -111,7 +111,7 @@ def start(nccl, model, shard, folder, *more):
     ]
 
 
-def trained(nccl, model, shard, folder, *more, seconds=240):
+def trained(nccl, model, shard, folder, *more, seconds=HANGS_S):
     """result() of two tasks, and what rank 0 said."""
     out = ("--out", folder / "out", "--steps", 4, "--device-mem", "12GiB")
     codes, said = end(start(nccl, model, shard, folder, *out, *more), seconds)

@@ -186,7 +186,7 @@ typedef struct meeting {
 
 static void meet_task(void *arg, int64_t task, uint32_t worker) {
   meeting *m = arg;
-  const uint64_t until = ps__now_ns() + 20000000000u;
+  const uint64_t until = ps__now_ns() + 300000000000u;
   atomic_fetch_add(&m->n_begun, 1);
   while (atomic_load(&m->n_begun) < 2 && ps__now_ns() < until)
     sched_yield();
