@@ -34,6 +34,19 @@ DEBUG ?= 0
 CFLAGS ?= $(if $(filter 1,$(DEBUG)),-O0 -g,-O2 -g)
 CXXFLAGS ?= -O1
 
+NVCC := $(firstword $(if $(CUDA_HOME),$(wildcard $(CUDA_HOME)/bin/nvcc),$(realpath $(shell command -v nvcc)) $(wildcard /usr/local/cuda/bin/nvcc)))
+# A demo where nvcc is found and no GPU is built for the CPU, beside what make builds with CUDA, which stays as it is.
+ifeq ($(MAKECMDGOALS) $(CUDA),demo auto)
+ifeq ($(wildcard $(BUILD)/lib/libpenstock.so)$(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),)
+ifneq ($(NVCC),)
+$(info no GPU here: the demo is built for the CPU in $(BUILD)/cpu, without NVIDIA's libraries (CUDA=1: with them))
+override VENV := $(VENV)
+override BUILD := $(BUILD)/cpu
+override CUDA := 0
+endif
+endif
+endif
+
 # The folder of the checkout may have spaces in its path: nothing here needs it.
 $(foreach v,BUILD VENV VENV_TEST CUDA_HOME,$(if $(word 2,$($v)),$(error $v="$($v)" has a space in it, which make cannot handle: choose another $v)))
 
@@ -77,7 +90,6 @@ LIB_SRC := $(sort $(wildcard native/core/*.c native/engine/*.c native/backends/*
              native/model/*.c native/model/families/*.c native/hardware/*.c native/step/*.c native/plan/*.c native/generate/*.c native/train/*.c native/io/*.c native/hosts/*.c) native/kernels/cuda/gemm_cache.c)
 
 # CUDA. The driver and cuBLASLt are opened at run time, so that what is built here also loads on machines without a GPU.
-NVCC := $(firstword $(if $(CUDA_HOME),$(wildcard $(CUDA_HOME)/bin/nvcc),$(realpath $(shell command -v nvcc)) $(wildcard /usr/local/cuda/bin/nvcc)))
 ifeq ($(CUDA),auto)
 override CUDA := $(if $(NVCC),1,0)
 endif
@@ -91,7 +103,7 @@ CUDA_KNOWN := $(patsubst compute_%,%,$(shell $(NVCC) --list-gpu-arch))
 CUDA_HERE := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -dc '0-9\n' | sort -un)
 ifeq ($(origin CUDA_ARCH),undefined)
 CUDA_ARCH := $(or $(CUDA_HERE),80)
-CUDA_ARCH_NOTE := $(if $(CUDA_HERE),,no GPU here: building for compute capability 8.0, which newer GPUs translate at first use (CUDA_ARCH="90 120" or CUDA_ARCH=all: for others))
+CUDA_ARCH_NOTE := $(if $(CUDA_HERE),,no GPU here: building for compute capability 8.0, which newer GPUs translate at first use (CUDA_ARCH="90 120" or CUDA_ARCH=all: for others; CUDA=0: for the CPU alone))
 endif
 ifeq ($(CUDA_ARCH),all)
 override CUDA_ARCH := $(filter $(CUDA_KNOWN),80 86 89 90 100 120)
@@ -234,7 +246,7 @@ format: venv-test ## lay out all C, CUDA, C++ and Python sources as .clang-forma
 lock: $(BUILD)/venv-lock/.done-requirements-lock.txt ## write python/requirements-*.txt anew from the .in files (LOCK_ARGS="--upgrade")
 	@PATH="$(abspath $(BUILD))/venv-lock/bin:$$PATH" $(BUILD)/venv-lock/bin/python python/lock.py $(LOCK_ARGS)
 clean: ## remove objects, library and binary; keep the environment
-	rm -rf $(BUILD)/obj $(BUILD)/bin $(BUILD)/tests $(BUILD)/fuzz $(BUILD)/bench $(LIB) $(ARCHIVE) $(CDEF)
+	rm -rf $(BUILD)/cpu $(BUILD)/obj $(BUILD)/bin $(BUILD)/tests $(BUILD)/fuzz $(BUILD)/bench $(LIB) $(ARCHIVE) $(CDEF)
 help: ## this list
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sort | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | awk -F'|' '{printf "%-24s %s\n", $$1, $$2}'

@@ -26,7 +26,13 @@ if ! [ -x "$venv/bin/pip" ]; then
   say "making the virtual environment $venv"
   "$python" -m venv "$venv"
 fi
+quiet=--quiet
+case $requirements in
+*requirements-cuda1*|*requirements-cudnn*) # the large ones show pip's progress
+  say "fetching NVIDIA's libraries for CUDA, up to 2.1 GB in all: make CUDA=0 builds for the CPU without them, CUDNN=0 without cuDNN"
+  quiet= ;;
+esac
 say "installing the pinned packages of $requirements (once)"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --only-binary :all: -r "$requirements" || {
+"$venv/bin/python" -m pip install $quiet --disable-pip-version-check --no-deps --require-hashes --only-binary :all: -r "$requirements" || {
   say "pip could not install $requirements; its message is above. Check the network, then run make again."; exit 2; }
 touch "$venv/.done-$(basename "$requirements")"

@@ -204,6 +204,23 @@ def locked(name):
     return pins
 
 
+def test_a_demo_without_a_gpu_is_built_for_the_cpu_beside_other_builds(tmp_path):
+    for name, says in (("nvcc", "echo release 12.8,"), ("nvidia-smi", "exit 9")):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{says}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    build, path = tmp_path / "build", f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    words = ["make", "-n", "demo", f"BUILD={build}", f"VENV={build}/venv", "CUDA=auto"]
+    words += [f"CUDA_HOME={tmp_path}"]
+    done = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PATH": path}
+    )
+    assert done.returncode == 0 and done.stdout.startswith("no GPU here: the demo is built for")
+    assert f"{build}/cpu/obj/native/core/file.o" in done.stdout and "PS_CUDA" not in done.stdout
+    assert f"bootstrap.sh {build}/venv python/requirements-runtime.txt" in done.stdout
+    assert "requirements-cuda" not in done.stdout and f"{build}/obj" not in done.stdout
+
+
 @pytest.mark.parametrize(
     "name, lock",
     [
