@@ -1,27 +1,25 @@
 """Conversations as text: a tokenizer's own chat template, and where the answers are in it.
 
 The templates are those of the tokenizer's directory: chat_template.jinja and the files of
-additional_chat_templates, or "chat_template" in tokenizer_config.json. They run in a sandbox, with
-the filters, functions and variables that transformers gives them. The text is that of
-apply_chat_template().
+additional_chat_templates, or "chat_template" in tokenizer_config.json. They run in a sandbox
+(penstock.sandbox), with the filters, functions and variables that transformers gives them. The text
+is that of apply_chat_template().
 
 This module needs jinja2 and not transformers."""
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import json
 import os
 import re
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from .conversation import Call, check_variables, is_trained
 from .files import DataError, open_input
+from .sandbox import MAX_CHARS, Spans, TooLong, environment, limit, sentence
 
 SPECIAL_TOKENS = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -31,7 +29,6 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # names of it in dat
 _REASONING = frozenset(REASONING)
 MORE_TEMPLATES = "additional_chat_templates"  # the folder of transformers 5
 RENDER_S = 30.0  # of this process's CPU time, the most that a record may take
-MAX_CHARS = 1 << 28  # the most that a template may write, or make of one text or number
 
 
 def _read(path: Path) -> str | None:
@@ -85,121 +82,6 @@ def _find_template(folder: Path, tools: bool) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _sentence(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:400])
-    return text if len(text) <= 300 else text[:300] + "..."
-
-
-# ---- the sandbox ---------------------------------------------------------------------------------
-
-
-class _TooLong(Exception):
-    pass
-
-
-@functools.cache
-def _take_signal() -> None:
-    """Once in a process, as it takes longer than to write a text."""
-
-    def stop(*_):
-        raise _TooLong
-
-    signal.signal(signal.SIGVTALRM, stop)
-
-
-@contextlib.contextmanager
-def _limit(seconds: float) -> Iterator[None]:
-    """DataError after so much CPU time of this process. Signals reach the main thread alone: in
-    others there is no limit."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    _take_signal()
-    try:
-        try:
-            try:
-                # again after a second, in case the first exception is lost in a destructor
-                signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
-                yield
-            finally:
-                signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        finally:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-    except _TooLong as e:
-        raise DataError(
-            f"the chat template fails: it takes more than {seconds:g} s for one conversation: see "
-            "whether its loops end"
-        ) from e
-
-
-def _check_product(operator: str, left, right) -> None:
-    """Refuse a text or a number that would fill the memory, in one operation that no signal ends."""
-    if operator == "**" and isinstance(left, int) and isinstance(right, int):
-        size = left.bit_length() * max(right, 0) // 8
-    else:
-        factors = (len(x) if isinstance(x, (str, list, tuple)) else x for x in (left, right))
-        a, b = (x if isinstance(x, int) else 0 for x in factors)
-        size = a * b if not isinstance(left, int) or not isinstance(right, int) else 0
-    if size > MAX_CHARS:
-        raise OverflowError(f"{operator} makes more than {MAX_CHARS:,} bytes")
-
-
-def _environment(spans: list, now: datetime.datetime):
-    """jinja2 as transformers sets it up. `spans` gets the characters of {% generation %} blocks:
-    [(begin, end)] of the text that generate() has yielded, which the caller counts in spans.done.
-    `now` is the time that strftime_now() tells."""
-    try:
-        import jinja2
-        import jinja2.ext
-        import jinja2.sandbox
-    except ImportError as e:
-        raise DataError(
-            "conversations need jinja2 for the chat template: pip install jinja2"
-        ) from e
-
-    class Generation(jinja2.ext.Extension):
-        tags = {"generation"}
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            call = self.call_method("_keep")
-            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-        def _keep(self, caller):
-            text = caller()
-            spans.append((spans.done, spans.done + len(text)))
-            return text
-
-    class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset(["*", "**"])
-
-        def call_binop(self, context, operator, left, right):
-            _check_product(operator, left, right)
-            return super().call_binop(context, operator, left, right)
-
-    def refuse(message):
-        raise jinja2.exceptions.TemplateError(message)
-
-    def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(
-            x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
-
-    env = Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    env.filters["tojson"] = tojson
-    env.globals["raise_exception"] = refuse
-    env.globals["strftime_now"] = now.strftime
-    return env
-
-
-class _Spans(list):
-    done = 0  # characters that were yielded before
-
-
 # ---- the template --------------------------------------------------------------------------------
 
 
@@ -244,9 +126,9 @@ class ChatTemplate:
         self.variables = check_variables(dict(variables or {}), "the template's variables")
         self.now = (now or datetime.datetime.now()).replace(microsecond=0)
         self._tokens = special_tokens(self.folder)
-        self._spans = _Spans()
+        self._spans = Spans()
         self._takes_parts: dict[tuple[str, bool], bool] = {}
-        env = _environment(self._spans, self.now)
+        env = environment(self._spans, self.now)
         self._template, self._text, self._marks = {}, {}, {}
         for tools in (False, True):
             text = self._text[tools] = _find_template(self.folder, tools)
@@ -257,13 +139,13 @@ class ChatTemplate:
                 )
             self._marks[tools] = re.search(r"\{%[-+]?\s*generation\b", text) is not None
             try:
-                with _limit(limit_s):
+                with limit(limit_s):
                     self._template[tools] = env.from_string(text)
             except DataError:
                 raise
             except Exception as e:
                 raise DataError(
-                    f"{self.folder}: its chat template is no jinja2: {_sentence(e)}"
+                    f"{self.folder}: its chat template is no jinja2: {sentence(e)}"
                 ) from e
 
     @property
@@ -288,7 +170,7 @@ class ChatTemplate:
     ) -> str:
         """The conversation as text. prompt: with the beginning of the next answer. variables: of
         this conversation, beside the template's own."""
-        with _limit(self.limit_s):
+        with limit(self.limit_s):
             return self._writer(messages, tools, variables)(len(messages), prompt)
 
     def render_targets(
@@ -306,7 +188,7 @@ class ChatTemplate:
         says so (is_trained). An answer begins where the template's generation prompt ends, and it
         ends with the template's text of its message. A template with {% generation %} blocks says
         itself where answers are."""
-        with _limit(self.limit_s):
+        with limit(self.limit_s):
             write = self._writer(messages, tools, variables)
             text = write(len(messages))
             marked = list(self._spans)
@@ -357,10 +239,10 @@ class ChatTemplate:
                 self._spans.done += len(part)
                 if self._spans.done > MAX_CHARS:
                     raise OverflowError(f"it writes more than {MAX_CHARS:,} characters")
-        except _TooLong:
+        except TooLong:
             raise
         except Exception as e:  # of the template's own code, anything
-            raise DataError(f"the chat template fails: {_sentence(e)}") from e
+            raise DataError(f"the chat template fails: {sentence(e)}") from e
         return "".join(parts)
 
     # ---- contents --------------------------------------------------------------------------------
