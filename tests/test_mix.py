@@ -176,7 +176,7 @@ def test_validation_splits_are_mixed_by_the_same_weights(tiny_model, tmp_path):
             write_shard(tmp_path / name / split, np.full(200, 7 + 90 * k))
     words = ["train", "--model", tiny_model, "--seq-len", 16, "--tokens-per-step", 64]
     words += ["--recipe", "fp32", "--steps", 1, "--val-tokens", 128, "--lr", 0]
-    words += ["--run-dir", tmp_path / "run", "--json", "--data"]
+    words += ["--run-dir", tmp_path / "run", "--force", "--json", "--data"]
     parts = {name: f"{tmp_path / name}:{w}" for name, w in (("a", 3), ("b", 1))}
     loss = {}
     for mix in ("a", "b", "a,b"):

@@ -225,6 +225,22 @@ def test_a_training_that_is_done_changes_nothing(words, tmp_path):
     )
 
 
+def test_a_model_is_the_runs_own_where_the_run_directory_cannot_note_it(words, tmp_path):
+    """The model then has the note in itself, until the run directory can have it again."""
+    in_the_way, inside = tmp_path / "run/saved-model.txt", tmp_path / "out/.penstock-note"
+    (in_the_way / "x").mkdir(parents=True)
+    for steps in (1, 2):
+        given = ("--steps", steps, "--checkpoint-every", 1, "--resume", "auto", "--out", "out")
+        done = call(words(*given), tmp_path)
+        one_sentence(done, 0, "run/saved-model.txt cannot be written")
+        assert f"step {steps}," in inside.read_text()
+        assert call(words(*given), tmp_path).stderr == ""  # all is done
+    shutil.rmtree(in_the_way)
+    given = ("--steps", 3, "--checkpoint-every", 1, "--resume", "auto", "--out", "out")
+    assert call(words(*given), tmp_path).returncode == 0
+    assert in_the_way.exists() and not inside.exists()
+
+
 def test_a_damaged_checkpoint_is_named_quietly_too(words, tmp_path):
     given = ("--checkpoint-every", 1, "--resume", "auto")
     assert call(words("--steps", 2, *given), tmp_path).returncode == 0

@@ -15,6 +15,9 @@ enum { PS__DIR_FLAGS = O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, PS__MAX_
 /* in DIR/.penstock-new while files of the old model may still be in DIR */
 #define PS__REPLACING ".replacing"
 
+/* what a run notes in a model that it saves (native/cli/saved.c); it ends with that model */
+#define PS__MODEL_NOTE ".penstock-note"
+
 /* ---- which files are a model's (model_files.c) ----------------------------------------------- */
 /* *stem: the length of @name without @end */
 bool ps__ends_with(const char *name, const char *end, size_t *stem);

@@ -189,7 +189,7 @@ bool ps__retire(int from, int to, bool top, bool fresh) {
     int replaced = 0;
     if (top)
       replaced = fresh ? ps__superseded(to, e) : ps__in_model(e);
-    if (top && strcmp(e, PS__MODEL_PENDING) == 0)
+    if (top && (strcmp(e, PS__MODEL_PENDING) == 0 || strcmp(e, PS__MODEL_NOTE) == 0))
       replaced = 1;
     if (replaced)
       gone = replaced > 0 && ps__remove_tree(from, e);
