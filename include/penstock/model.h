@@ -201,7 +201,7 @@ enum {
   PS_N_LORA_TARGETS = 9
 };
 #define PS_MAX_LORA_ALPHA 1e6
-#define PS_MAX_LORA_RANK 65536
+#define PS_MAX_LORA_RANK  65536
 typedef struct ps_lora {
   uint32_t rank;    /* 0: no adapters; the other fields are 0 then */
   uint32_t targets; /* PS_LORA_*, a bit set */
