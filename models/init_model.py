@@ -46,6 +46,8 @@ import numpy as np
 from model_dir import PENDING, SAVE, TOKENIZER, Halfway, Stage
 
 SLICE = 1 << 20
+# in the files' metadata: the weights are fresh on purpose (native/io/safetensors.c)
+INITIALISED = "penstock_initialised_by"
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
@@ -304,7 +306,7 @@ def cut_shards(tensors, element, limit):
 
 def write_shard(path, shard, seed, dtype, workers, progress):
     name, element, _ = DTYPES[dtype]
-    header, at = {"__metadata__": {"format": "pt"}}, 0
+    header, at = {"__metadata__": {"format": "pt", INITIALISED: "models/init_model.py"}}, 0
     for t in shard:
         end = at + math.prod(t.shape) * element
         header[t.name] = {"dtype": name, "shape": list(t.shape), "data_offsets": [at, end]}

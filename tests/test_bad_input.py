@@ -190,6 +190,30 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_step_and_advice(
     one_sentence(done, 1, rf"step {steps + 1}: the .* lower --lr, or look at the data")
 
 
+def test_weights_that_look_fresh_get_one_warning(tiny_model, tiny_shard, tmp_path):
+    """As transformers saves them where no key of a directory matches; not those of init_model.py,
+    and not where one norm was trained."""
+    weights = load_file(tiny_model / "model.safetensors")
+    models = [tiny_model, *(shutil.copytree(tiny_model, tmp_path / name) for name in "ab")]
+    save_file(weights, models[1] / "model.safetensors", {"format": "pt"})
+    weights["model.layers.3.post_attention_layernorm.weight"][-1] += 0.5
+    save_file(weights, models[2] / "model.safetensors", {"format": "pt"})
+    data = ["--data", tiny_shard, "--seq-len", "64"]
+    for model, warned in zip(models, (False, True, False), strict=True):
+        for words in (
+            ["eval", *data, "--steps", "1"],
+            ["train", *data, "--steps", "1", "--run-dir", "run"],
+            ["generate", "--tokens", "1", "--max-new-tokens", "1"],
+        ):
+            done = subprocess.run(
+                [BINARY, *words, "--model", model], cwd=tmp_path, capture_output=True, text=True
+            )
+            assert done.returncode == 0 and done.stderr.count("freshly initialised") == warned, (
+                done.stderr
+            )
+            shutil.rmtree(tmp_path / "run", ignore_errors=True)
+
+
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_weights_that_are_not_finite_are_named(tiny_model, tiny_shard, tmp_path, command):
     model, name = shutil.copytree(tiny_model, tmp_path / "m"), "model.layers.2.mlp.up_proj.weight"

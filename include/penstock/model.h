@@ -127,8 +127,8 @@ typedef struct ps_model_config {
  * activations, other RoPE types, biases, experts, quantized weights, another family's
  * multipliers. A file of more than 1 MiB is refused too.
  * Where DIR ties the head to the embedding, but its safetensors have an lm_head.weight with other
- * values, tied_embeddings is 0, with a warning (ps_log_set()). Longrope's attention factor follows the
- * version of transformers that wrote the file where factor and lengths disagree, with a warning.
+ * values, tied_embeddings is 0, with a warning (ps_log_set()). Where longrope's factor and lengths
+ * disagree, the version of transformers that wrote the file decides, with a warning.
  * Errors: PS_EIO; PS_EFORMAT names file, field, value and limit. */
 PS_API ps_status ps_model_config_read(ps_model_config *out, const char *path);
 /* ps_model_config_check() - whether all fields are in range. Errors: PS_EFORMAT, PS_EINVAL name

@@ -46,6 +46,7 @@ struct ps_tensor_file {
   tensor *tensors;
   size_t n, cap;
   uint64_t *by_name; /* indices sorted by name */
+  bool initialised;  /* by models/init_model.py, as a file's metadata says */
 };
 
 static const struct {
@@ -216,7 +217,8 @@ static ps_status check_entry(const entry *t, uint64_t data_bytes, tensor *out) {
   return PS_OK;
 }
 
-static ps_status check_metadata(ps__json_scan *s, const ps__json_event *begin, const char *path) {
+static ps_status check_metadata(ps_tensor_file *f, ps__json_scan *s, const ps__json_event *begin,
+                                const char *path) {
   if (begin->kind != PS_JSON_OBJECT)
     return ps__fail(PS_EFORMAT, "%s: __metadata__ is not an object", path);
   for (;;) {
@@ -226,6 +228,7 @@ static ps_status check_metadata(ps__json_scan *s, const ps__json_event *begin, c
       return PS_OK;
     if (e.kind != PS_JSON_STRING)
       return ps__fail(PS_EFORMAT, "%s: __metadata__: \"%.60s\" is not a string", path, e.key);
+    f->initialised |= !strcmp(e.key, "penstock_initialised_by");
   }
 }
 
@@ -294,7 +297,7 @@ static ps_status add_tensors(ps_tensor_file *f, ps__json_scan *s, uint64_t data_
     if (e.end)
       break;
     if (!strcmp(e.key, "__metadata__"))
-      PS_TRY(check_metadata(s, &e, d->path));
+      PS_TRY(check_metadata(f, s, &e, d->path));
     else
       PS_TRY(add_tensor(f, s, &e, data_bytes));
   }
@@ -674,6 +677,8 @@ const char *ps__tensors_path(const ps_tensor_file *f, uint64_t k) {
 }
 
 uint64_t ps_tensors_count(const ps_tensor_file *f) { return f->n; }
+
+bool ps__tensors_initialised(const ps_tensor_file *f) { return f->initialised; }
 
 ps_status ps_tensors_info(const ps_tensor_file *f, uint64_t idx, ps_tensor_info *out) {
   if (idx >= f->n)

@@ -82,8 +82,9 @@ ps_status ps__model_add_def(ps_model *m, ps__layer_def **out);
  * Finishes the definition when it is used for the first time. Errors: the definition's; PS_ENOMEM;
  * PS_EINTERNAL for a name that is too long. */
 ps_status ps__model_add_layer(ps_model *m, ps__layer_def *def, const char *prefix);
-/* ps__model_config_read() - as ps_model_config_read(), with its warnings or without. ps__model_own_head() - whether @dir has an lm_head.weight with other values than its
- * embedding (tied.c). Errors: PS_ENOMEM; PS_EIO and PS_EFORMAT where the values cannot be read. */
+/* ps__model_config_read() - as ps_model_config_read(), with its warnings or without.
+ * ps__model_own_head() - whether @dir has an lm_head.weight with other values than its embedding
+ * (tied.c). Errors: PS_ENOMEM; PS_EIO and PS_EFORMAT where the values cannot be read. */
 ps_status ps__model_config_read(ps_model_config *out, const char *path, bool warn);
 ps_status ps__model_own_head(const char *dir, bool *out);
 /* ps__model_check_tensors() - check that the tensors of @f, opened from @dir, are the model's: no
@@ -91,6 +92,9 @@ ps_status ps__model_own_head(const char *dir, bool *out);
  * trained. Errors: PS_EFORMAT names the tensor. */
 ps_status ps__model_check_tensors(const ps_model *m, const ps_tensor_file *f, const char *dir,
                                   bool weights);
+/* ps__model_note_fresh() - warn where every norm weight of @f, which has passed the check, has its
+ * initial value, and models/init_model.py did not write it. Errors: PS_EIO. */
+ps_status ps__model_note_fresh(const ps_model *m, ps_tensor_file *f, const char *dir);
 /* ps__is_frozen() - whether the next layer to be added is frozen, its adapters too.
  * ps__base_is_frozen() - whether its own parameters are. */
 static inline bool ps__is_frozen(const ps_model *m) { return m->n_layers < m->n_frozen; }

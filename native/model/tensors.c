@@ -2,6 +2,7 @@
 #include "model/model.h"
 #include "core/core.h"
 #include "core/dtype.h"
+#include "io/io.h"
 #include <string.h>
 
 static ps_status check_tensor(const char *dir, const ps_tensor_info *info, const ps_param_info *p) {
@@ -58,6 +59,32 @@ ps_status ps__model_check_tensors(const ps_model *m, const ps_tensor_file *f, co
                                   bool weights) {
   PS_TRY(check_unknown(m, f, dir));
   return check_known(m, f, dir, weights);
+}
+
+/* Whether all elements of the norm's weight have their initial value. */
+static ps_status is_fresh(ps_tensor_file *f, const ps_param_info *p, bool *fresh) {
+  float x[512];
+  const uint64_t idx = ps_tensors_find(f, p->name), room = sizeof x / sizeof *x;
+  for (uint64_t at = 0; *fresh && at < p->n; at += room) {
+    const uint64_t n = p->n - at < room ? p->n - at : room;
+    PS_TRY(ps_tensors_read(f, idx, at, n, PS_F32, x));
+    for (uint64_t i = 0; i < n; i++)
+      *fresh = *fresh && x[i] == p->init_mean;
+  }
+  return PS_OK;
+}
+
+ps_status ps__model_note_fresh(const ps_model *m, ps_tensor_file *f, const char *dir) {
+  bool fresh = !ps__tensors_initialised(f);
+  for (uint32_t i = 0; fresh && i < m->n_params; i++)
+    if (m->param[i].role == PS_PARAM_NORM)
+      PS_TRY(is_fresh(f, &m->param[i], &fresh));
+  if (fresh)
+    ps__log(PS_LOG_WARN,
+            "%s: every norm weight has its initial value: the weights look freshly initialised, "
+            "as a text class of transformers saves them that was opened on a multimodal model",
+            dir);
+  return PS_OK;
 }
 
 ps_status ps_model_check_tensors(const ps_model *m, const ps_tensor_file *f, const char *name) {

@@ -104,7 +104,9 @@ ps_status ps__trainer_check_tensors(const ps_trainer *t, const ps_tensor_file *f
 ps_status ps__trainer_open_weights(const ps_trainer *t, const char *dir, ps_tensor_file **out) {
   ps_tensor_file *f;
   PS_TRY(ps_tensors_open(&f, dir));
-  const ps_status st = ps__trainer_check_tensors(t, f, dir, true);
+  ps_status st = ps__trainer_check_tensors(t, f, dir, true);
+  if (st == PS_OK)
+    st = ps__model_note_fresh(t->plan->model, f, dir);
   if (st == PS_OK)
     *out = f;
   else
