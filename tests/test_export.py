@@ -569,7 +569,10 @@ INEXPRESSIBLE = {
     "qwen3 llama3": (families.qwen3(rope_scaling=LLAMA3), "rope_type llama3 has no place"),
     "gemma2 scale": (families.gemma2(), "query_pre_attn_scalar is 20: llama.cpp has 24"),
     "gemma2 caps": (gemma(families.gemma2) | {"attn_logit_softcapping": None}, "soft cap"),
-    "gemma2 head": (gemma(families.gemma2, tie_word_embeddings=False), "tie_word_embeddings"),
+    "gemma2 head": (
+        gemma(families.gemma2, tie_word_embeddings=False),
+        "lm_head.weight is not the embedding",
+    ),
     "gemma3 yarn": (gemma(families.gemma3, rope_scaling=families.YARN), "rope_type yarn"),
     "smollm3": (families.smollm3(), "leaves layers [1] without RoPE"),
     "yarn": (families.llama(rope_scaling=families.YARN | {"beta_fast": 16}), "beta_fast 16"),
@@ -594,6 +597,20 @@ def test_a_window_that_llama_cpp_has_not_is_the_context(tmp_path, capsys):
     assert "the context length is 9 tokens, the sliding window" in capsys.readouterr().out
     fields = gguf.GGUFReader(tmp_path / "o.gguf").fields
     assert fields["llama.context_length"].contents() == 9
+
+
+def test_special_ids_past_the_vocabulary_are_named(directory, tmp_path, capsys):
+    folder, out = shutil.copytree(directory("llama"), tmp_path / "m"), tmp_path / "o.gguf"
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"bos_token_id": 999}))
+    assert run("--model", folder, "--to", "gguf", "--out", out) == 0
+    said = capsys.readouterr().out
+    assert f"note: {folder}/config.json: bos_token_id is 999, and vocab_size is 512" in said
+    assert "tokenizer.ggml.bos_token_id" not in gguf.GGUFReader(out).fields
+    (folder / "config.json").write_text(json.dumps(config | {"pad_token_id": -1}))
+    assert run("--model", folder, "--to", "gguf", "--out", tmp_path / "no") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "pad_token_id is -1, and vocab_size is 512: set it" in error
 
 
 TOKENIZERS = {

@@ -104,6 +104,7 @@ def describe(gguf, model: ModelConfig, folder: Path, dtype: str, name: str) -> D
     notes: list[str] = []
     context = _context(folder, model, arch, notes)
     scaling, factors = _rope(folder, model, arch)
+    notes += _special_ids(folder, config, model.vocab_size)
     tokenizer = _tokenizer(gguf, folder, model.vocab_size, notes)
     tensors = _tensors(gguf, model, arch, dtype) + factors
     whole = [t.name for t in tensors if len(t.shape) == 2 and t.kind == "F32"]
@@ -423,6 +424,20 @@ def _set_ends(special, folder: Path, tokens: list[str], content: dict, notes: li
             f"the file's end of text is {tokens[eos]!r}, the tokenizer's eos_token, but the model's "
             f"eos_token_id is {stops}{f' ({named})' if named else ''}, where penstock generate stops"
         )
+
+
+def _special_ids(folder: Path, config: dict, vocab_size: int) -> list[str]:
+    """Notes on the ids of config.json that are no token's: they are not written."""
+    notes = []
+    for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"):
+        i = config.get(f"{name}_token_id")
+        if not isinstance(i, int) or isinstance(i, bool) or 0 <= i < vocab_size:
+            continue
+        what = f"{folder / 'config.json'}: {name}_token_id is {i}, and vocab_size is {vocab_size}"
+        if i < 0:  # the package gguf does not take it
+            raise DataError(f"{what}: set it to null, or to a token's id")
+        notes.append(f"{what}: the file has no {name} token by it")
+    return notes
 
 
 def _vocabulary(path: Path, content: dict, vocab_size: int) -> tuple[list[str], list[int]]:
