@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import HANGS_S
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
@@ -532,7 +533,7 @@ def test_ctrl_c_ends_the_training_of_a_tokenizer(tmp_path):
         assert p.stdout.readline() == "trains\n"
         time.sleep(0.3)
         p.send_signal(signal.SIGINT)
-        _, error = p.communicate(timeout=60)
+        _, error = p.communicate(timeout=HANGS_S)
     assert (p.returncode, error) == (130, "penstock data: stopped; nothing was written\n")
     assert not (tmp_path / "o").exists()
 

@@ -702,7 +702,7 @@ def test_off_the_loopback(rank, more, env, why, given):
         env=environment(rank=rank, port=free_port(), MASTER_ADDR="192.0.2.1") | env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANGS_S,
     )
     assert done.returncode == 2 and why in done.stderr and done.stderr.count("\n") == 1, done
     assert "too short" not in done.stderr and not (folder / "run").exists()

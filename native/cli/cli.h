@@ -292,7 +292,7 @@ struct cli_job {
   bool force, shuffle, json, quiet, smallest, deterministic, init_weights, forward_only;
   /* of `penstock plan`, one of the two at most: the machine to plan for, or its GPU's name */
   const char *hardware_file, *gpu_model;
-  bool other_machine;        /* of `penstock plan`: --host-mem may exceed this machine's memory */
+  bool other_machine; /* of `penstock plan`: --host-mem may exceed this machine's memory */
 
   uint64_t lora_rank;                 /* 0: not given */
   double lora_alpha;                  /* NAN: not given */

@@ -435,12 +435,13 @@ ps_status ps__model_config_read(ps_model_config *out, const char *path, bool war
   ps_model_config c;
   bool own_head = false;
   if (stat(path, &st) != 0)
-    return is_hub_id(path) ? ps__fail(PS_EIO,
-                                      "%s: cannot be opened: %s: where it is a model of the Hugging "
-                                      "Face hub, download it (hf download NAME --local-dir DIR) and "
-                                      "give DIR",
-                                      path, strerror(errno))
-                           : ps__fail_to_open(path, errno);
+    return is_hub_id(path)
+               ? ps__fail(PS_EIO,
+                          "%s: cannot be opened: %s: where it is a model of the Hugging "
+                          "Face hub, download it (hf download NAME --local-dir DIR) and "
+                          "give DIR",
+                          path, strerror(errno))
+               : ps__fail_to_open(path, errno);
   PS_TRY(read_file(&c, path, S_ISDIR(st.st_mode), warn));
   if (c.tied_embeddings && S_ISDIR(st.st_mode))
     PS_TRY(ps__model_own_head(path, &own_head));

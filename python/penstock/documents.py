@@ -305,9 +305,8 @@ def _text_of(record, field: str, what: str, hint: str = "") -> str:
     text = record.get(field)
     if not isinstance(text, str):
         found = fields_of(record) or "none"
-        raise DataError(
-            f"{what} has no text in field {field!r}; its fields are {found}{hint}"
-        )
+        said = f"{what} has no text in field {field!r}"
+        raise DataError(f"{said}; its fields are {found}{hint}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as e:

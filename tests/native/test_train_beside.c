@@ -263,7 +263,7 @@ static uint64_t train_and_validate(ps_plan_config cfg, placement where, bool val
   for (uint64_t i = 0; i < 6; i++) {
     CHECK(ps_trainer_submit(t, 1) == PS_OK && ps_trainer_wait(t, &m) == PS_OK && m.step == i);
     if (validates && i % 3 == 1)
-      CHECK(ps_trainer_validate(t, &v) == PS_OK && v.tokens == 6 * SEQ_LEN &&
+      CHECK(ps_trainer_validate(t, &v) == PS_OK && v.tokens == VAL_TOKENS &&
             (losses[i / 3] = v.loss) > 0);
   }
   const uint64_t state = take_state(t, new_dir);
