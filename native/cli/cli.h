@@ -124,7 +124,7 @@ int cli_parse(const cli_command *command, int argc, char **argv);
 
 /* ---- text for people (wrap.c) ---------------------------------------------------------------- */
 
-/* cli_put_lines() - @text and a line's end. On a terminal, lines that are too long wrap at words. */
+/* cli_put_lines() - @text and a line's end. On a terminal, long lines wrap at words. */
 void cli_put_lines(FILE *out, const char *text);
 
 /* ---- JSON on a stream (json.c) --------------------------------------------------------------- */

@@ -71,7 +71,7 @@ static void prepare_process(void) {
   signal(SIGXFSZ, SIG_IGN);
 }
 
-/* The limit is also the stack of each thread that a library starts. The largest frames have 40 KiB. */
+/* The limit is also the stack of a library's threads. The largest frame has 40 KiB. */
 static int check_stack(void) {
   enum { LEAST_KIB = 512 };
   struct rlimit stack;

@@ -20,8 +20,8 @@ void ps__log(ps_log_level level, const char *fmt, ...) __attribute__((format(pri
       return st_;                                                                                  \
   } while (0)
 
-/* ps__fail_to_open() - PS_EIO for @path, which could not be opened for the reason @failed, an errno.
- * Of a relative path that there is not, the message says where it was looked for. */
+/* ps__fail_to_open() - PS_EIO for @path, which could not be opened; @failed: the errno. Of a
+ * relative path that is not there, the message has the whole path. */
 ps_status ps__fail_to_open(const char *path, int failed);
 
 /* "27.4 GiB", "512.0 MiB", "3 B": for messages. Writes into buf and returns it. */

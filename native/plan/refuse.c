@@ -1,8 +1,8 @@
 /* refuse.c - what is told where no plan fits: what is needed, what there is, and the way out. */
 #include "plan/plan_impl.h"
 
-/* The options whose lower value makes the smallest plan's device memory smaller: those that the user
- * gave, else the sequence length. */
+/* The options whose lower value makes the smallest plan's device memory smaller: those that the
+ * user gave, else the sequence length. */
 static const char *what_to_lower(char buf[128], const ps_plan *p) {
   const ps_plan_config *c = &p->cfg;
   const struct {
