@@ -22,7 +22,7 @@ from itertools import chain
 from pathlib import Path
 
 from .chat import ChatTemplate
-from .conversation import is_conversation
+from .conversation import fields_of, is_conversation
 from .files import DataError, open_input
 from .rendering import render_all
 from .shards import READ_BYTES
