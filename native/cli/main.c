@@ -73,7 +73,7 @@ static void prepare_process(void) {
 
 /* The limit is also the stack of a library's threads. The largest frame has 40 KiB. */
 static int check_stack(void) {
-  enum { LEAST_KIB = 512 };
+  enum { LEAST_KIB = 96 };
   struct rlimit stack;
   if (getrlimit(RLIMIT_STACK, &stack) != 0 || stack.rlim_cur >= LEAST_KIB << 10)
     return CLI_OK;
