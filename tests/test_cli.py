@@ -149,9 +149,7 @@ def test_a_stack_that_is_too_small_is_refused():
     done = subprocess.run(
         ["bash", "-c", f"{limit} {BINARY} version"], capture_output=True, text=True
     )
-    refused(
-        done, "the stack is limited to 64 KiB, and 96 KiB are needed: run ulimit -s 8192 first"
-    )
+    refused(done, "the stack is limited to 64 KiB, and 96 KiB are needed: run ulimit -s 8192 first")
 
 
 @pytest.mark.parametrize(
