@@ -635,7 +635,7 @@ def test_there_is_no_golden_file_without_a_case():
     wanted = {
         f"{case}.{what}.json" for case in [*PLANS, *LONG_PLANS] for what in ("plan", "schedule")
     } | {f"{case}.weights.json" for case in WEIGHTS}
-    assert {p.name for p in GOLDEN.iterdir()} == wanted | {CPU.name}
+    assert {p.name for p in GOLDEN.iterdir()} == wanted | {f.name for f in (CPU, RTX4090, RTX5090)}
 
 
 def test_a_difference_is_told_by_case_and_key():

@@ -91,15 +91,26 @@ int ps__replaced(int dir, int fresh, const char *name) {
   return is == 0 ? ps__recorded(dir, name) : is;
 }
 
-void ps__warn_kept(int dir, int fresh, const char *path) {
+ps_status ps__warn_kept(int dir, int fresh, const char *path) {
   ps__names names;
-  if (!ps__list_names(dir, &names))
-    return;
-  for (size_t i = 0; i < names.n; i++)
-    if (ps__superseded(fresh, names.item[i]) == 1 && ps__replaced(dir, fresh, names.item[i]) == 0)
+  ps_status st = PS_OK;
+  errno = 0;
+  bool read = ps__list_names(dir, &names);
+  for (size_t i = 0; read && i < names.n; i++) {
+    const int superseded = ps__superseded(fresh, names.item[i]),
+              replaced = superseded == 1 ? ps__replaced(dir, fresh, names.item[i]) : 1;
+    if (superseded < 0 || replaced < 0)
+      st = ps__fail(errno == ENOMEM ? PS_ENOMEM : PS_EIO, "%s: %s cannot be looked at: %s", path,
+                    names.item[i], strerror(errno));
+    else if (!replaced)
       ps__log(PS_LOG_WARN,
               "%s: %s was not written by Penstock and stays beside the saved tokenizer, which has "
               "no such file: remove it if it is of another tokenizer",
               path, names.item[i]);
+  }
+  if (!read)
+    return ps__fail(errno == ENOMEM ? PS_ENOMEM : PS_EIO, "%s: cannot be read: %s", path,
+                    strerror(errno));
   ps__free_names(&names);
+  return st;
 }

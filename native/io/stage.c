@@ -442,8 +442,9 @@ static ps_status commit(ps__stage *s) {
     return errno == ENOENT
                ? take_name(s)
                : ps__fail(PS_EIO, "%s: cannot be opened: %s", s->target, strerror(errno));
-  ps__warn_kept(dir, s->fd, s->target);
-  ps_status st = s->beside ? exchange(s, dir, &done) : PS_OK;
+  ps_status st = ps__warn_kept(dir, s->fd, s->target);
+  if (st == PS_OK && s->beside)
+    st = exchange(s, dir, &done);
   if (st == PS_OK && !done)
     st = move_in(s, dir);
   close(dir);

@@ -32,7 +32,7 @@ int ps__superseded(int dir, const char *name);
  * files those that @fresh lacks stay, unless an earlier save has written them. */
 int ps__replaced(int dir, int fresh, const char *name);
 /* Warn of each file of a tokenizer that stays though @fresh brings a tokenizer without it. */
-void ps__warn_kept(int dir, int fresh, const char *path);
+ps_status ps__warn_kept(int dir, int fresh, const char *path);
 /* Whether a save has written file @name of @dir, and nobody has changed it since: its record or its
  * manifest says so (manifest.c). 1, 0 or -1, as ps__exists_in(). */
 int ps__recorded(int dir, const char *name);
