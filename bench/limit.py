@@ -5,10 +5,11 @@ alone under sustained load, and adds them up.
     python3 bench/limit.py --model DIR --seq-len 8192 --device-mem 24GiB --host-mem 84GiB \\
         --train SHARDS --csv limit.csv --json limit.json
 
-All options but those below say the plan. They are those of `penstock plan` without --data, --gpus,
---grid-device, --grid-host, --hardware, --hosts, --pairs and --smallest. The sum of kernels is the
-time of a step whose compute stream never waits and whose kernels have no gaps between them. With a
-training (--train, or --run of one that ended), its step is compared with the sum:
+All options but those below say the plan. They are those of `penstock plan` without --data,
+--gpu-model, --gpus, --grid-device, --grid-host, --hardware, --hosts, --pairs and --smallest. The
+sum of kernels is the time of a step whose compute stream never waits and whose kernels have no gaps
+between them. With a training (--train, or --run of one that ended), its step is compared with the
+sum:
 
     achieved / limit    the sum of kernels over the measured step
     no kernel           the part of the measured step in which the compute stream ran no op
