@@ -620,6 +620,7 @@ int main(int argc, char **argv) {
   cli_job_init(&l.job);
   const uint32_t n = cli_job_options(&l.job, options, false);
   options[n] = (cli_option){.name = "seconds",
+                            .heading = CLI_H_MEASURING,
                             .kind = CLI_NUMBER,
                             .out = &seconds,
                             .value = "X",

@@ -112,7 +112,7 @@ def refused(done, pattern, code=2):
         ({"--steps": "0"}, "--steps 0"),
         ({"--chunk-tokens": "0"}, "--chunk-tokens 0: give a whole number from 1"),
         ({"--modle": "x"}, r"there is no option --modle: did you mean --model\?"),
-        ({"--frobnicate": "x"}, r"there is no option --frobnicate \(--help"),
+        ({"--frobnicate": "x"}, r"there is no option --frobnicate \(--help-all lists"),
         ({"--shuffle=yes": None}, "--shuffle yes: give true or false"),
         ({"--out": None}, "--out needs a value"),
         ({"--document-token": "-2"}, "--document-token -2"),

@@ -13,6 +13,55 @@ from conftest import ROOT
 from penstock import Hardware, ModelConfig, Plan, Trainer
 from test_cli import job, penstock, refused, words  # noqa: F401 (job is a fixture)
 
+# ---- help ----------------------------------------------------------------------------------------
+
+HELPED = ["train", "plan", "eval", "demo", "generate", "info", "profile"]
+
+
+def help_of(command, option):
+    done = penstock(command, option)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def listed(text):
+    return re.findall(r"^  --(\S+)", text, re.M)
+
+
+@pytest.mark.parametrize("command", HELPED)
+def test_help_has_every_option_under_a_heading_and_fits_80_columns(command):
+    """An option without a heading of its own would stand under "Other"."""
+    short, whole = help_of(command, "--help"), help_of(command, "--help-all")
+    assert max(map(len, (short + whole).splitlines())) <= 80
+    names = re.findall(r"^([A-Z].*):$", whole, re.M)
+    assert len(names) > 1 and len({*names}) == len(names) and "Other" not in names
+    assert re.search(r"^usage: .*\n( .*\n)*\n(?=[A-Z])", whole)
+    assert set(listed(short)) <= set(listed(whole)) and len({*listed(whole)}) == len(listed(whole))
+    n = len(listed(whole)) - len(listed(short))
+    said = f"\n{n} more options are shown by penstock {command} --help-all\n"
+    assert short.endswith(said) == (n > 0) and "more options" not in whole
+
+
+def test_help_of_train_has_what_most_people_need():
+    short = help_of("train", "--help")
+    assert re.findall(r"^([A-Z].*):$", short, re.M) == [
+        "Model and data",
+        "Memory",
+        "Batch",
+        "Training",
+        "Saving and resuming",
+        "LoRA",
+        "Following a run",
+        "Hardware",
+        "Output",
+        "Help",
+    ]
+    names = listed(short)
+    assert len(names) <= 36 and {"model", "data", "seq-len", "out", "lora-rank"} <= {*names}
+    assert not [n for n in names if n.startswith(("fp8-", "hosts-", "chunk", "beta"))]
+    assert penstock("train", "-h").stdout == short
+
+
 # ---- numbers that would wrap ---------------------------------------------------------------------
 
 

@@ -87,7 +87,7 @@ def test_every_field_of_metrics_is_explained_once():
 def test_every_option_that_a_page_names_is_in_a_help_text():
     texts = "".join(
         subprocess.run(
-            [BUILD / "bin/penstock", c, "--help"], capture_output=True, text=True, check=True
+            [BUILD / "bin/penstock", c, "--help-all"], capture_output=True, text=True, check=True
         ).stdout
         for c in ("train", "plan", "demo", "info", "profile", "generate")
     )

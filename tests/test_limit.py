@@ -181,7 +181,9 @@ def test_files_are_checked_before_anything_is_measured(tiny_model, words, said):
 
 def test_the_help_says_which_options_of_plan_are_none():
     helps = [
-        subprocess.run([BUILD / program, *words, "--help"], capture_output=True, text=True).stdout
+        subprocess.run(
+            [BUILD / program, *words, "--help-all"], capture_output=True, text=True
+        ).stdout
         for program, words in (("bin/penstock", ["plan"]), ("bench/limit", []))
     ]
     plan, here = (set(re.findall(r"^  (--[a-z0-9-]+)", text, re.M)) for text in helps)

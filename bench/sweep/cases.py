@@ -43,6 +43,7 @@ TAKEN = {
     "grid-host": None,
     "smallest": None,
     "help": None,
+    "help-all": None,
 }
 
 
@@ -116,7 +117,7 @@ def read_text(path) -> str:
 
 def known_options(binary, mode: str) -> set:
     """The names of all options of the command that a case runs."""
-    command = [str(binary), "train" if mode == "measured" else "plan", "--help"]
+    command = [str(binary), "train" if mode == "measured" else "plan", "--help-all"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as exc:

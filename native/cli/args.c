@@ -1,4 +1,4 @@
-/* args.c - parses command lines (--option VALUE, --option=VALUE), prints help and messages. */
+/* args.c - parses command lines (--option VALUE, --option=VALUE), prints messages. */
 #include "cli/cli.h"
 #include <errno.h>
 #include <inttypes.h>
@@ -344,33 +344,7 @@ static int refuse_option(const cli_command *c, const char *name) {
   if (nearest)
     return cli_fail(CLI_REFUSED, "there is no option --%s: did you mean --%s?", name,
                     nearest->name);
-  return cli_fail(CLI_REFUSED, "there is no option --%s (--help lists them)", name);
-}
-
-/* Prints an option's help in a column of its own, broken at spaces before column 100. */
-static void print_help(const char *left, const char *help) {
-  enum { COLUMN = 29, WIDTH = 100 - COLUMN };
-  printf("  %-26s ", left);
-  while (strlen(help) > WIDTH) {
-    int n = WIDTH;
-    while (n > 1 && help[n] != ' ')
-      n--;
-    printf("%.*s\n%*s", n, help, COLUMN, "");
-    help += n + 1;
-  }
-  puts(help);
-}
-
-static void print_options(const cli_command *c) {
-  printf("usage: penstock %s\n\n%s\n\n", c->usage, c->about);
-  for (const cli_option *o = c->options; o->name; o++) {
-    char left[48];
-    snprintf(left, sizeof left, "--%s%s%s", o->name, o->kind == CLI_FLAG ? "" : " ",
-             o->kind == CLI_FLAG ? "" : o->value);
-    print_help(left, o->help);
-  }
-  print_help("--help", "print this text");
-  printf("\nexample:\n  %s\n", c->example);
+  return cli_fail(CLI_REFUSED, "there is no option --%s (--help-all lists them)", name);
 }
 
 /* Parses the option at argv[*i], and moves *i to its last word. The first words of a list replace
@@ -415,8 +389,9 @@ int cli_parse(const cli_command *c, int argc, char **argv) {
   uint32_t n_positional = 0;
   bool given[CLI_MAX_OPTIONS] = {false};
   for (int i = 1; i < argc; i++)
-    if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
-      print_options(c);
+    if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0 ||
+        strcmp(argv[i], "--help-all") == 0) {
+      cli_print_help(c, strcmp(argv[i], "--help-all") == 0);
       return -1;
     }
   const char *run_file = c->job ? run_file_of(argc, argv) : NULL;

@@ -80,8 +80,37 @@ typedef struct cli_ids {
 int cli_ids_parse(const char *text, const char *where, cli_ids *out);
 bool cli_ids_add(cli_ids *a, int32_t id);
 
+/* The heading of an option in --help (help.c). --help leaves out an option that has CLI_RARE or
+ * stands under a heading from CLI_H_OPTIMIZER on; --help-all shows it. */
+typedef enum cli_heading {
+  CLI_H_NONE, /* no option has it */
+  CLI_H_MODEL,
+  CLI_H_MEMORY,
+  CLI_H_BATCH,
+  CLI_H_TRAINING,
+  CLI_H_SAVING,
+  CLI_H_LORA,
+  CLI_H_TEXTS,
+  CLI_H_FOLLOWING,
+  CLI_H_MACHINE,
+  CLI_H_TABLES,
+  CLI_H_HARDWARE,
+  CLI_H_MEASURING,
+  CLI_H_OUTPUT,
+  CLI_H_OPTIMIZER,
+  CLI_H_DOCUMENTS,
+  CLI_H_SAMPLES,
+  CLI_H_FP8,
+  CLI_H_HOSTS,
+  CLI_H_PROFILING,
+  CLI_H_FINE,
+  CLI_N_HEADINGS
+} cli_heading;
+enum { CLI_RARE = 64 };
+
 typedef struct cli_option {
   const char *name; /* without the dashes */
+  unsigned heading; /* a cli_heading, and perhaps CLI_RARE */
   cli_kind kind;
   void *out; /* holds the default; written when the option is given */
   const char *value, *help;
@@ -111,16 +140,19 @@ typedef struct cli_command {
   const char *usage; /* "train --model DIR --data SHARDS ..." */
   const char *about; /* a paragraph on what it does; lines end in a newline */
   const char *example;
-  const cli_option *options; /* ended by a NULL name; --help is added */
+  const cli_option *options; /* ended by a NULL name; --help, --help-all are added */
   const char **positional;   /* n_positional texts, all needed */
   uint32_t n_positional;
   cli_job *job; /* of a command that takes --config; else NULL */
 } cli_command;
 
 /* cli_parse() - parse @argv, after the file of --config, which @argv overrides. Returns CLI_OK,
- * CLI_REFUSED after a message, or -1 after --help was printed. Texts point into @argv and into
- * job->run_text. The caller frees the lists of CLI_TEXTS. */
+ * CLI_REFUSED after a message, or -1 after --help or --help-all was printed. Texts point into
+ * @argv and into job->run_text. The caller frees the lists of CLI_TEXTS. */
 int cli_parse(const cli_command *command, int argc, char **argv);
+
+/* cli_print_help() - print the options that most people need, or all of them (help.c). */
+void cli_print_help(const cli_command *command, bool all);
 
 /* ---- text for people (wrap.c) ---------------------------------------------------------------- */
 

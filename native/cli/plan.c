@@ -72,11 +72,13 @@ int cli_plan(int argc, char **argv) {
   job.other_machine = true;
   const uint32_t n = cli_job_options(&job, options, false);
   options[n] = (cli_option){.name = "smallest",
+                            .heading = CLI_H_TABLES,
                             .kind = CLI_FLAG,
                             .out = &job.smallest,
                             .help = "print the least --device-mem that a plan fits in under "
                                     "--host-mem, and the least --host-mem under --device-mem"};
   options[n + 1] = (cli_option){.name = "hardware",
+                                .heading = CLI_H_MACHINE,
                                 .kind = CLI_TEXT,
                                 .out = &job.hardware_file,
                                 .value = "FILE",
@@ -85,6 +87,7 @@ int cli_plan(int argc, char **argv) {
                                         "files"};
   cli_texts devices = {0}, hosts = {0};
   options[n + 2] = (cli_option){.name = "grid-device",
+                                .heading = CLI_H_TABLES,
                                 .kind = CLI_TEXTS,
                                 .out = &devices,
                                 .value = "SIZE...",
@@ -92,11 +95,13 @@ int cli_plan(int argc, char **argv) {
                                         "each of these --device-mem; a cell shows the fastest plan "
                                         "found under its caps or smaller caps of the table"};
   options[n + 3] = (cli_option){.name = "grid-host",
+                                .heading = CLI_H_TABLES,
                                 .kind = CLI_TEXTS,
                                 .out = &hosts,
                                 .value = "SIZE...",
                                 .help = "the --host-mem of the table's rows"};
   options[n + 4] = (cli_option){.name = "data",
+                                .heading = CLI_H_MODEL,
                                 .kind = CLI_TEXTS,
                                 .out = &job.data,
                                 .value = "SHARDS...",
@@ -104,6 +109,7 @@ int cli_plan(int argc, char **argv) {
                                         "in them; and print how many of the tokens are targets"};
   cli_texts pairs = {0};
   options[n + 5] = (cli_option){.name = "pairs",
+                                .heading = CLI_H_TABLES,
                                 .kind = CLI_TEXTS,
                                 .out = &pairs,
                                 .value = "DEVICE:HOST...",
@@ -111,6 +117,7 @@ int cli_plan(int argc, char **argv) {
                                         "24GiB:84GiB or none:84GiB, as one line of JSON each"};
   cli_texts gpus = {0};
   options[n + 6] = (cli_option){.name = "gpus",
+                                .heading = CLI_H_HARDWARE,
                                 .table = "run",
                                 .kind = CLI_TEXTS,
                                 .out = &gpus,
@@ -120,6 +127,7 @@ int cli_plan(int argc, char **argv) {
                                         "the tokens a step that N GPUs need"};
   uint64_t n_hosts = 1;
   options[n + 7] = (cli_option){.name = "hosts",
+                                .heading = CLI_H_MACHINE,
                                 .kind = CLI_COUNT,
                                 .out = &n_hosts,
                                 .value = "M",
@@ -129,6 +137,7 @@ int cli_plan(int argc, char **argv) {
                                         "1)"};
   options[n + 8] =
       (cli_option){.name = "gpu-model",
+                   .heading = CLI_H_MACHINE,
                    .kind = CLI_TEXT,
                    .out = &job.gpu_model,
                    .value = "NAME",

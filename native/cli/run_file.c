@@ -49,7 +49,8 @@ static int refuse_key(const reading *r, const cli_toml_item *item) {
   return cli_fail(CLI_REFUSED, "%s:%u: there is no key %s in [%s]%s%s%s%s%s", r->path, item->line,
                   item->key, item->table, known ? ": did you mean " : "",
                   known ? nearest->name : "", known ? " in [" : "", known ? nearest->table : "",
-                  known ? "]?" : ": penstock train --help lists the options, which are the keys");
+                  known ? "]?"
+                        : ": penstock train --help-all lists the options, which are the keys");
 }
 
 static int take_item(void *user, const cli_toml_item *item) {

@@ -682,8 +682,8 @@ int cli_train(int argc, char **argv) {
           "without a terminal the save is tried again for --save-wait seconds. A failure to\n"
           "write progress or metrics never loses the model.",
       .example = "penstock train --model my_8B_model --data shards/ --device-mem 20GiB --host-mem "
-                 "80GiB --seq-len 4096 --steps 1000 \\\n"
-                 "    --lr 2e-5 --lr-schedule cosine --warmup-steps 50 --out trained",
+                 "80GiB --seq-len 4096 --steps 1000 "
+                 "--lr 2e-5 --lr-schedule cosine --warmup-steps 50 --out trained",
       .options = options,
       .job = &job,
   };

@@ -18,7 +18,7 @@ def _in_python(words: list[str]) -> bool:
 
 def _may_have_prompts(words) -> bool:
     """Prompts as text need the tokenizer. A run without them starts without Python's packages."""
-    if "--help" in words or "-h" in words:
+    if {"--help", "--help-all", "-h"} & {*words}:
         return False
     return any(
         w.split("=")[0] in ("--sample-prompt", "--sample-prompts", "--config") for w in words
