@@ -12,6 +12,9 @@ import pytest
 from conftest import ROOT
 from penstock import Hardware, ModelConfig, Plan, Trainer
 from test_cli import job, penstock, refused, words  # noqa: F401 (job is a fixture)
+from test_docs import names_elsewhere
+
+OF_PYTHON = {"tokenizer", "pack", "targets", "val-fraction", "wandb", "tensorboard"}
 
 # ---- help ----------------------------------------------------------------------------------------
 
@@ -60,6 +63,54 @@ def test_help_of_train_has_what_most_people_need():
     assert len(names) <= 36 and {"model", "data", "seq-len", "out", "lora-rank"} <= {*names}
     assert not [n for n in names if n.startswith(("fp8-", "hosts-", "chunk", "beta"))]
     assert penstock("train", "-h").stdout == short
+
+
+# ---- names of other trainers ---------------------------------------------------------------------
+
+
+def test_names_of_other_trainers_and_underscores_are_the_same_options(job, tmp_path):
+    """The two runs have the same run.toml."""
+    rest = {"--warmup-steps": 1, "--max-skips": 3, "--keep": 4, "--beta2": 0.9}
+    theirs = {
+        "--model": "--model_name_or_path",
+        "--seq-len": "--cutoff_len",
+        "--steps": "--training.steps",
+        "--lr": "--learning-rate",
+        "--max-skips": "--max_skips",
+        "--keep": "--save_total_limit",
+        "--beta2": "--adam_beta2",
+    }
+    ours = job | {"--lr": 1e-4} | rest
+    assert set(theirs) <= set(ours)
+    for run, options in (
+        ("1", ours),
+        ("2", {theirs.get(n, n): v for n, v in ours.items()}),
+    ):
+        (tmp_path / run).mkdir()
+        done = penstock("train", *words(options), "--out=model", cwd=tmp_path / run)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "1/model/run.toml").read_text() == (
+        tmp_path / "2/model/run.toml"
+    ).read_text()
+
+
+def test_every_synonym_is_taken_and_every_other_name_is_answered(tmp_path):
+    synonyms, answers = names_elsewhere()
+    whole = {*listed(help_of("train", "--help-all"))}
+    assert {o for _, o in synonyms} <= whole
+    assert not {n for names, _ in synonyms + answers for n in names} & whole
+    named = {n for _, says in answers for n in re.findall(r"--([a-z-]+)", says)}
+    assert not named - whole - OF_PYTHON
+    for names, _ in synonyms:
+        for name in (names[0], names[-1].replace("-", "_")):
+            refused(penstock("train", f"--{name}=", cwd=tmp_path), rf"^penstock: --{name} ")
+    for names, says in answers:
+        for name in (names[0], names[-1].replace("-", "_")):
+            said = re.escape(f"there is no option --{name}: {says}") + "$"
+            refused(penstock("train", f"--{name}", 1, cwd=tmp_path), said)
+    refused(penstock("plan", "--learning-rate", 1), "--lr is an option of penstock train, not of")
+    refused(penstock("generate", "--bf16"), r"there is no option --bf16 \(--help-all")
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- numbers that would wrap ---------------------------------------------------------------------

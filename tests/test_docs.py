@@ -1,14 +1,18 @@
 """The README and the pages of docs/ against the Makefile, the binary's --help, the sources and the
 package; no path of one machine in any tracked file."""
 
+import itertools
 import re
 import shlex
 import subprocess
+import textwrap
 import xml.etree.ElementTree
+from functools import partial
 
 import penstock
 import pytest
 from conftest import BUILD, ROOT
+from penstock import prompts
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 PAGES = {p: p.read_text() for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
@@ -84,6 +88,46 @@ def test_every_field_of_metrics_is_explained_once():
     assert len(fields) > 25 and sorted(re.findall(r"`(\w+)`", " ".join(first))) == sorted(fields)
 
 
+def names_elsewhere():
+    """The tables of native/cli/aliases.c: names of other trainers, and what they are here."""
+    text = re.sub(r'"\s*"', "", (ROOT / "native/cli/aliases.c").read_text())
+    tables = text.split("synonyms[] = {")[1].split("answers[] = {")
+    rows = [re.findall(r'\{"([^"]+)",\s*"([^"]+)"\}', table) for table in tables]
+    return [[(names.split(), says) for names, says in table] for table in rows]
+
+
+def rows_of(names, says):
+    """Rows of a table in Markdown, which go on below one another within 100 columns."""
+    listed = ", ".join(f"`--{n}`" for n in names)
+    said = re.sub(r"--[\w-]+", lambda m: f"`{m[0]}`", says)
+    wrap = partial(textwrap.wrap, break_on_hyphens=False)
+    lines = itertools.zip_longest(wrap(listed, 50), wrap(said, 42), fillvalue="")
+    return [f"| {a} | {b} |".replace("|  |", "| |") for a, b in lines]
+
+
+def test_the_names_of_other_trainers_are_those_of_the_program():
+    synonyms, answers = names_elsewhere()
+    page = (ROOT / "docs/usage.md").read_text().split("## Coming from another trainer")[1]
+    wanted = [
+        [
+            "| elsewhere | Penstock |",
+            "|---|---|",
+            *(row for n, o in synonyms for row in rows_of(n, "--" + o)),
+        ],
+        [
+            "| elsewhere | what to do |",
+            "|---|---|",
+            *(row for n, s in answers for row in rows_of(n, s)),
+        ],
+    ]
+    for table in wanted:
+        assert "\n".join(table) in page, "docs/usage.md wants:\n" + "\n".join(table)
+    names = [n for n, _ in synonyms + answers for n in n]
+    assert len(names) > 100 and len({*names}) == len(names)
+    assert not [n for n in names if "_" in n]
+    assert set(prompts.MODEL[1:]) == {f"--{n}" for ns, o in synonyms if o == "model" for n in ns}
+
+
 def test_every_option_that_a_page_names_is_in_a_help_text():
     texts = "".join(
         subprocess.run(
@@ -107,6 +151,7 @@ def test_every_option_that_a_page_names_is_in_a_help_text():
         )
     )
     texts += "".join(p.read_text() for p in (ROOT / "bench").rglob("*.py"))
+    texts += "".join(f"--{n}" for table in names_elsewhere() for names, _ in table for n in names)
     # torchrun's and srun's own
     texts += "--nnodes --node-rank --nproc-per-node --master-addr --no-python"
     texts += " --ntasks-per-node --ntasks"

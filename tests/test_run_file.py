@@ -114,6 +114,8 @@ def test_plan_and_eval_take_the_same_file(run, tmp_path):
         ("seq-len = 64", "seq_len = 64", r"my.toml:7: there is no key seq_len in \[data\]: did you"),
         ("lr = 2e-3", "seed = 1", r"my.toml:11: there is no key seed in \[optimizer\]: did you .*"
          r"seed in \[run\]\?"),
+        ("lr = 2e-3", "learning_rate = 1", r"my.toml:11: there is no key learning_rate in "
+         r"\[optimizer\]: did you mean lr in \[optimizer\]\?"),
         ("[optimizer]", "[optimiser]", r"my.toml:11: there is no key lr in \[optimiser\]"),
         ("lr = 2e-3", "frobnicate = 1", r"my.toml:11: there is no key frobnicate in \[optimizer\]: "
          "penstock train --help-all"),

@@ -251,7 +251,8 @@ def test_prompts_of_a_file_and_of_a_run_file(with_tokenizer, tiny_shard, tmp_pat
     file = tmp_path / "prompts.jsonl"
     file.write_text('"the cat"\n{"prompt": "on the mat"}\n')
     words = ["--sample-every", 5, "--sample-tokens", 2]
-    train(with_tokenizer, tiny_shard, *words, "--sample-prompts", file, "--run-dir", tmp_path / "a")
+    words += ["--sample_prompts", file, "--base_model", with_tokenizer]  # names of other trainers
+    train("nowhere", tiny_shard, *words, "--run-dir", tmp_path / "a")
     assert [r["prompt"] for r in rows(tmp_path / "a")] == ["the cat", "on the mat"]
     (tmp_path / "run.toml").write_text(
         f'[samples]\nsample-every = 5\nsample-tokens = 2\nsample-prompts = "{file}"\n'

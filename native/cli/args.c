@@ -329,7 +329,19 @@ static bool is_of_text(const cli_command *c, const char *name) {
   return strncmp(c->usage, "generate ", 9) == 0 && i < sizeof of_text / sizeof *of_text;
 }
 
-static int refuse_option(const cli_command *c, const char *name) {
+/* The option that the user means by @typed, and @name, its name here if it has one. */
+static const cli_option *find_typed(const cli_command *c, const char *typed, char name[64]) {
+  snprintf(name, 64, "%s", typed);
+  cli_plain_name(name);
+  const cli_option *o = cli_find_option(c->options, name);
+  const char *synonym = o ? NULL : cli_synonym(name);
+  if (synonym && (c->job || cli_find_option(c->options, synonym)))
+    snprintf(name, 64, "%s", synonym);
+  return o ? o : cli_find_option(c->options, name);
+}
+
+/* @name: as find_typed() gives it. */
+static int refuse_option(const cli_command *c, const char *typed, const char *name) {
   if (is_of_text(c, name))
     return cli_fail(CLI_REFUSED,
                     "--%s is an option of the Python command, which has a tokenizer: run python "
@@ -340,23 +352,27 @@ static int refuse_option(const cli_command *c, const char *name) {
                     "--%s is an option of penstock train, not of penstock %.*s: leave "
                     "it out",
                     name, (int)strcspn(c->usage, " "), c->usage);
+  const char *answer = c->job ? cli_answer(name) : NULL;
+  if (answer)
+    return cli_fail(CLI_REFUSED, "there is no option --%s: %s", typed, answer);
   const cli_option *nearest = cli_nearest_option(c->options, name);
   if (nearest)
-    return cli_fail(CLI_REFUSED, "there is no option --%s: did you mean --%s?", name,
+    return cli_fail(CLI_REFUSED, "there is no option --%s: did you mean --%s?", typed,
                     nearest->name);
-  return cli_fail(CLI_REFUSED, "there is no option --%s (--help-all lists them)", name);
+  return cli_fail(CLI_REFUSED, "there is no option --%s (--help-all lists them)", typed);
 }
 
 /* Parses the option at argv[*i], and moves *i to its last word. The first words of a list replace
  * those of a run's file. */
 static int parse_option(const cli_command *c, int argc, char **argv, int *i, bool *given) {
-  char name[64], label[72];
+  char typed[64], name[64], label[72];
   const char *word = argv[*i] + 2, *equals = strchr(word, '=');
-  snprintf(name, sizeof name, "%.*s", (int)(equals ? (size_t)(equals - word) : strlen(word)), word);
-  const cli_option *o = cli_find_option(c->options, name);
+  snprintf(typed, sizeof typed, "%.*s", (int)(equals ? (size_t)(equals - word) : strlen(word)),
+           word);
+  const cli_option *o = find_typed(c, typed, name);
   if (!o)
-    return refuse_option(c, name);
-  snprintf(label, sizeof label, "--%s", name);
+    return refuse_option(c, typed, name);
+  snprintf(label, sizeof label, "--%s", typed);
   if (o->kind == CLI_FLAG)
     return cli_set_value(o, label, equals ? equals + 1 : "true");
   if (!given[o - c->options])
@@ -365,7 +381,7 @@ static int parse_option(const cli_command *c, int argc, char **argv, int *i, boo
   if (equals)
     return cli_set_value(o, label, equals + 1);
   if (*i + 1 >= argc || strncmp(argv[*i + 1], "--", 2) == 0)
-    return cli_fail(CLI_REFUSED, "--%s needs a value: --%s %s", name, name, o->value);
+    return cli_fail(CLI_REFUSED, "--%s needs a value: --%s %s", typed, typed, o->value);
   int code = CLI_OK;
   do
     code = cli_set_value(o, label, argv[++*i]);

@@ -146,6 +146,14 @@ typedef struct cli_command {
   cli_job *job; /* of a command that takes --config; else NULL */
 } cli_command;
 
+/* Names that other trainers have for options (aliases.c). @name has dashes in place of underscores,
+ * which cli_plain_name() replaces.
+ * cli_synonym() - what the option is called here; cli_answer() - what to give in its place, for a
+ * name without a synonym, after "there is no option --name: ". NULL: no such name. */
+void cli_plain_name(char *name);
+const char *cli_synonym(const char *name);
+const char *cli_answer(const char *name);
+
 /* cli_parse() - parse @argv, after the file of --config, which @argv overrides. Returns CLI_OK,
  * CLI_REFUSED after a message, or -1 after --help or --help-all was printed. Texts point into
  * @argv and into job->run_text. The caller frees the lists of CLI_TEXTS. */

@@ -44,7 +44,12 @@ static const char *const wanted[] = {
 };
 
 static int refuse_key(const reading *r, const cli_toml_item *item) {
-  const cli_option *nearest = cli_nearest_option(r->options, item->key);
+  char name[64];
+  snprintf(name, sizeof name, "%s", item->key);
+  cli_plain_name(name);
+  const char *synonym = cli_synonym(name);
+  const cli_option *nearest =
+      synonym ? cli_find_option(r->options, synonym) : cli_nearest_option(r->options, item->key);
   const bool known = nearest && nearest->table[0];
   return cli_fail(CLI_REFUSED, "%s:%u: there is no key %s in [%s]%s%s%s%s%s", r->path, item->line,
                   item->key, item->table, known ? ": did you mean " : "",

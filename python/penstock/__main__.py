@@ -16,6 +16,12 @@ def _in_python(words: list[str]) -> bool:
     return words[:1] != [] and words[0] in IN_PYTHON and not (words[0] == "generate" and of_ids)
 
 
+def _with_dashes(word: str) -> str:
+    """The name of an option may be written with underscores."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+
+
 def _may_have_prompts(words) -> bool:
     """Prompts as text need the tokenizer. A run without them starts without Python's packages."""
     if {"--help", "--help-all", "-h"} & {*words}:
@@ -30,15 +36,15 @@ def main():
     # traceback: command.run() takes over.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if _in_python(sys.argv[1:]):
-        sys.exit(import_module(f"penstock.{sys.argv[1]}").main(sys.argv[2:]))
+    words = [_with_dashes(word) for word in sys.argv[1:]]
+    if _in_python(words):
+        sys.exit(import_module(f"penstock.{words[0]}").main(words[1:]))
     from ._lib import program_path
 
     try:
         program = program_path()
     except FileNotFoundError as missing:
         sys.exit(str(missing))
-    words = sys.argv[1:]
     if words[:1] == ["train"] and _may_have_prompts(words):
         from . import command, prompts
 

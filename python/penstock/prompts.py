@@ -13,16 +13,18 @@ from .files import DataError
 from .generate import encode_prompts, read_prompts
 
 TEXTS, FILE, IDS = "--sample-prompt", "--sample-prompts", "--sample-ids"
+MODEL = ("--model", "--model-name-or-path", "--base-model")  # as native/cli/aliases.c
 MOST = 100_000  # characters of a word of a command line; Linux takes 131,071 bytes
 
 
-def _values(words: list[str], name: str) -> list[str]:
-    """What the option has, as the program reads it: --name A B, --name=A."""
+def _values(words: list[str], *names: str) -> list[str]:
+    """What the option of these names has, as the program reads it: --name A B, --name=A."""
     found = []
     for i, word in enumerate(words):
-        if word.startswith(f"{name}="):
-            found.append(word[len(name) + 1 :])
-        elif word == name:
+        name, equals, value = word.partition("=")
+        if equals and name in names:
+            found.append(value)
+        elif word in names:
             for value in words[i + 1 :]:
                 if value.startswith("--"):
                     break
@@ -60,7 +62,7 @@ def encode_options(words: list[str]) -> list[str]:
         file = [file] if file else []
     if texts and file:
         raise DataError("give either --sample-prompt TEXT or --sample-prompts FILE")
-    model = (_values(words, "--model") or [of_file.get("model")])[-1]
+    model = (_values(words, *MODEL) or [of_file.get("model")])[-1]
     if not (texts or file) or not model:
         return words  # the program refuses what is missing
     folder = Path(model)
