@@ -65,6 +65,13 @@ def test_help_of_train_has_what_most_people_need():
     assert penstock("train", "-h").stdout == short
 
 
+def test_every_command_takes_help_all():
+    assert penstock("--help-all").stdout == penstock("--help").stdout != ""
+    command = [sys.executable, "-m", "penstock", "log", "--help-all"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "--tensorboard" in done.stdout
+
+
 # ---- names of other trainers ---------------------------------------------------------------------
 
 

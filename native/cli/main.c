@@ -99,7 +99,7 @@ static int run(int argc, char **argv) {
     return CLI_REFUSED;
   }
   if (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0 ||
-      strcmp(argv[1], "help") == 0) {
+      strcmp(argv[1], "--help-all") == 0 || strcmp(argv[1], "help") == 0) {
     print_help(stdout);
     return CLI_OK;
   }

@@ -38,6 +38,7 @@ def main():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     words = [_with_dashes(word) for word in sys.argv[1:]]
     if _in_python(words):
+        words = ["--help" if word == "--help-all" else word for word in words]
         sys.exit(import_module(f"penstock.{words[0]}").main(words[1:]))
     from ._lib import program_path
 
