@@ -13,7 +13,8 @@
 #   CUDNN   1 (with CUDA, default) | 0: build without attention on GPUs      CXX, CXXFLAGS  its C++ compiler and flags (default: -O1)
 #   CUDNN_PYTHON  the interpreter that has the wheels of python/requirements-cudnn*.txt (default: that of $(VENV), which gets them)
 #   CUDNN_HOME  a cuDNN by itself, its include/ and lib/      CUDNN_FRONTEND  the folder that has cudnn_frontend.h, where no wheel has it
-#   FLASH_ATTN  0 (default) | 1: fetch flash-attn's source and compile its kernels: attention for GPUs before 9.0 (minutes, 6 GB a job)
+#   FLASH_ATTN  auto (for the GPUs here: 4 on 9.0, 1 on 8.x and 12.x, else none; default) | 0: none
+#           | 1: fetch flash-attn's source and compile its kernels: attention for GPUs before 9.0 (minutes, 6 GB a job)
 #           | 4: fetch flash-attn-4 and NVIDIA's compiler for it: faster attention for GPUs of 9.0 (2 minutes; CUDA 12.8 or newer, x86-64)
 #           | "1 4": both
 #   NVCCFLAGS  yours, added behind the project's own
@@ -28,7 +29,7 @@ PYTHON ?= python3
 BLAS ?= wheel
 CUDA ?= auto
 CUDNN ?= 1
-FLASH_ATTN ?= 0
+FLASH_ATTN ?= auto
 V ?= 0
 DEBUG ?= 0
 CFLAGS ?= $(if $(filter 1,$(DEBUG)),-O0 -g,-O2 -g)
@@ -123,8 +124,19 @@ PS_CPPFLAGS += -isystem $(BUILD)/cublas
 PS_NVCCFLAGS += -isystem $(BUILD)/cublas
 endif
 CU_SRC := $(sort $(wildcard native/kernels/cuda/*.cu native/optim/cuda/*.cu))
+# The attention library for the GPUs here, of those that this toolkit, processor and CUDA_ARCH allow.
+ifeq ($(FLASH_ATTN),auto)
+FLASH_ATTN_HERE := $(filter $(CUDA_ARCH),$(CUDA_HERE))
+override FLASH_ATTN := $(if $(filter 80 86 87 89 12%,$(FLASH_ATTN_HERE)),1)
+ifneq ($(and $(filter 90,$(FLASH_ATTN_HERE)),$(filter x86_64,$(shell uname -m)),\
+         $(shell grep -l cudaLibraryLoadData $(CUDA_TOOLKIT)/include/cuda_runtime_api.h 2>/dev/null)),)
+override FLASH_ATTN += 4
+endif
+override FLASH_ATTN := $(or $(strip $(FLASH_ATTN)),0)
+FLASH_ATTN_NOTE := $(if $(FLASH_ATTN_HERE),attention for the GPU here (compute capability $(FLASH_ATTN_HERE)): FLASH_ATTN="$(FLASH_ATTN)"; another value chooses another library)
+endif
 ifneq ($(filter-out 0 1 4,$(FLASH_ATTN)),)
-$(error FLASH_ATTN="$(FLASH_ATTN)": it is 0, 1, 4 or "1 4")
+$(error FLASH_ATTN="$(FLASH_ATTN)": it is auto, 0, 1, 4 or "1 4")
 endif
 FLASH_ATTN_1 := $(filter 1,$(FLASH_ATTN))
 FLASH_ATTN_4 := $(filter 4,$(FLASH_ATTN))
@@ -167,7 +179,7 @@ PS_LDLIBS := -Wl,--exclude-libs,libflash4.a:libcuda_dialect_runtime_static.a $(F
 endif
 LIB_SRC := $(sort $(LIB_SRC) $(wildcard native/kernels/cuda/*.c))
 else
-ifneq ($(filter-out 0,$(FLASH_ATTN)),)
+ifneq ($(filter-out auto 0,$(FLASH_ATTN)),)
 $(error FLASH_ATTN=$(FLASH_ATTN) is attention on GPUs, and this is a build without CUDA: install the CUDA toolkit, or leave FLASH_ATTN out)
 endif
 LIB_SRC := $(filter-out native/backends/cuda/%,$(LIB_SRC))
@@ -332,6 +344,7 @@ endif
 $(STAMP_c) $(STAMP_cxx) $(STAMP_cu) $(STAMP_link):
 	@mkdir -p $(dir $@); rm -f $(basename $@).*; touch $@
 	@$(if $(filter $(STAMP_cu),$@),$(if $(CUDA_ARCH_NOTE),echo '$(CUDA_ARCH_NOTE)'))
+	@$(if $(filter $(STAMP_cu),$@),$(if $(FLASH_ATTN_NOTE),echo '$(FLASH_ATTN_NOTE)'))
 FORCE:
 
 $(BUILD)/obj/%.o: %.cu $(STAMP_cu) | $(CUBLAS_STAMP)

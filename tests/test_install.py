@@ -2,6 +2,7 @@
 build. And what pip may fetch."""
 
 import os
+import platform
 import re
 import shutil
 import site
@@ -204,21 +205,48 @@ def locked(name):
     return pins
 
 
-def test_a_demo_without_a_gpu_is_built_for_the_cpu_beside_other_builds(tmp_path):
-    for name, says in (("nvcc", "echo release 12.8,"), ("nvidia-smi", "exit 9")):
-        (tmp_path / "bin").mkdir(exist_ok=True)
+def make_with(tmp_path, capability, *words):
+    """`make -n` beside a toolkit and a driver that are scripts. capability: of the GPU, "": none."""
+    gpu = f"echo {capability}" if capability else "exit 9"
+    (tmp_path / "bin").mkdir(exist_ok=True)
+    (tmp_path / "include").mkdir(exist_ok=True)
+    (tmp_path / "include/cuda_runtime_api.h").write_text("cudaLibraryLoadData")
+    nvcc = f"""case "$*" in
+*--dryrun*) echo '#$ TOP={tmp_path}' >&2 ;;
+*--list-gpu-arch*) for a in 80 89 90 100 120; do echo compute_$a; done ;;
+*) echo release 13.0, ;;
+esac"""
+    for name, says in (("nvcc", nvcc), ("nvidia-smi", gpu)):
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{says}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     build, path = tmp_path / "build", f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    words = ["make", "-n", "demo", f"BUILD={build}", f"VENV={build}/venv", "CUDA=auto"]
+    words = ["make", "-n", *words, f"BUILD={build}", f"VENV={build}/venv", "CUDA=auto"]
     words += [f"CUDA_HOME={tmp_path}"]
-    done = subprocess.run(
+    return subprocess.run(
         words, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PATH": path}
     )
+
+
+def test_a_demo_without_a_gpu_is_built_for_the_cpu_beside_other_builds(tmp_path):
+    build, done = tmp_path / "build", make_with(tmp_path, "", "demo")
     assert done.returncode == 0 and done.stdout.startswith("no GPU here: the demo is built for")
     assert f"{build}/cpu/obj/native/core/file.o" in done.stdout and "PS_CUDA" not in done.stdout
     assert f"bootstrap.sh {build}/venv python/requirements-runtime.txt" in done.stdout
     assert "requirements-cuda" not in done.stdout and f"{build}/obj" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "capability, chosen",
+    [("9.0", "4"), ("8.9", "1"), ("12.0", "1"), ("10.0", "0"), ("", None)],
+)
+def test_attention_is_built_for_the_gpu_that_is_here(tmp_path, capability, chosen):
+    if platform.machine() != "x86_64":
+        pytest.skip("flash-attn-4 is compiled on x86-64 alone")
+    done = make_with(tmp_path, capability, "lib")
+    said = re.search(r'attention for the GPU here .*: FLASH_ATTN="([^"]*)"', done.stdout)
+    assert done.returncode == 0 and (said[1] if said else None) == chosen, done.stderr
+    assert ("-DPS_FLASH4=1" in done.stdout) == (chosen == "4")
+    assert ("-DPS_FLASH_ATTN=1" in done.stdout) == (chosen == "1")
 
 
 @pytest.mark.parametrize(

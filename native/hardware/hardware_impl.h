@@ -9,8 +9,8 @@
 ps_status ps__hardware_facts(ps_hardware *hw, uint32_t backend, uint32_t device,
                              uint32_t n_threads);
 
-/* ps__hardware_estimate_gpu() - rates of the GPU and its link from peaks, by the GPU's name where it
- * is known; the peaks of @hw that are 0 are estimated too. */
+/* ps__hardware_estimate_gpu() - rates of the GPU and its link from peaks, by the GPU's name where
+ * it is known; the peaks of @hw that are 0 are estimated too. */
 void ps__hardware_estimate_gpu(ps_hardware *hw);
 /* ps__hardware_complete() - fill the rates that may be missing from those that may not
  * (penstock/hardware.h). */
