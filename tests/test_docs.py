@@ -13,6 +13,7 @@ import penstock
 import pytest
 from conftest import BUILD, ROOT
 from penstock import prompts
+from penstock.__main__ import NAMES
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 PAGES = {p: p.read_text() for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
@@ -141,6 +142,7 @@ def test_every_option_that_a_page_names_is_in_a_help_text():
             "command",
             "data",
             "export",
+            "import_gguf",
             "compare",
             "generate",
             "trace",
@@ -180,7 +182,9 @@ def test_every_command_of_a_page_exists():
                 assert words[0].endswith("bin/python"), line
                 script = words[1]
                 if script == "-m":
-                    module = words[2] if words[2] != "penstock" else f"penstock.{words[3]}"
+                    module = words[2]
+                    if module == "penstock":
+                        module = f"penstock.{NAMES.get(words[3], words[3])}"
                     script = f"python/{module.replace('.', '/')}.py"
                 assert (ROOT / script).exists(), line
 

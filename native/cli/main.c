@@ -29,6 +29,7 @@ static const struct {
     {"info", cli_info, "describe this machine, a model directory, token shards"},
     {"profile", cli_profile, "measure this machine's rates and cache them"},
     {"data", in_python, "write token shards from text: python -m penstock data"},
+    {"import", in_python, "write a GGUF file's model as a directory: python -m penstock import"},
     {"export", in_python, "write a GGUF file or a directory: python -m penstock export"},
     {"compare", in_python, "compare with transformers: python -m penstock compare"},
     {"merge", in_python, "add a LoRA adapter to a model's weights: python -m penstock merge"},

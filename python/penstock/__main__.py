@@ -7,7 +7,8 @@ import sys
 from importlib import import_module
 
 # each a module with main(argv), which returns the exit code
-IN_PYTHON = ("compare", "data", "export", "generate", "log", "merge", "report", "watch")
+IN_PYTHON = ("compare", "data", "export", "generate", "import", "log", "merge", "report", "watch")
+NAMES = {"import": "import_gguf"}  # of modules whose command has another name
 OF_IDS = {"--tokens", "--plan"}  # options of the binary's own `generate`, which needs no tokenizer
 
 
@@ -39,7 +40,8 @@ def main():
     words = [_with_dashes(word) for word in sys.argv[1:]]
     if _in_python(words):
         words = ["--help" if word == "--help-all" else word for word in words]
-        sys.exit(import_module(f"penstock.{words[0]}").main(words[1:]))
+        module = NAMES.get(words[0], words[0])
+        sys.exit(import_module(f"penstock.{module}").main(words[1:]))
     from ._lib import program_path
 
     try:

@@ -205,7 +205,7 @@ def _work_folder(out: Path):
         os.close(fd)
 
 
-def _check_out(out: Path, n_bytes: int) -> None:
+def check_out(out: Path, n_bytes: int) -> None:
     """Refuse what cannot be written, before anything is."""
     if out.exists() or out.is_symlink():
         raise DataError(f"--out {out}: exists already: remove it, or give another name")
@@ -312,12 +312,13 @@ def _parser() -> Parser:
     return p
 
 
-def _import_gguf():
+def import_gguf(what: str):
+    """The package gguf, which `what` needs."""
     try:
         import gguf
     except ImportError as e:
         raise DataError(
-            "--to gguf needs the package gguf: pip install -r python/requirements-export.txt (or "
+            f"{what} needs the package gguf: pip install -r python/requirements-export.txt (or "
             "pip install gguf)"
         ) from e
     return gguf
@@ -330,8 +331,8 @@ def _prepare(args) -> tuple[Source, str, Callable, int, int, list[str]]:
     if not args.out or args.out.endswith("/") and args.to == "gguf":
         raise DataError(f"--out {args.out!r}: is no name of a file")
     out = Path(os.path.abspath(args.out))
-    gguf = _import_gguf() if args.to == "gguf" else None
-    _check_out(out, 0)
+    gguf = import_gguf("--to gguf") if args.to == "gguf" else None
+    check_out(out, 0)
     source = open_source(args.model)
     dtype = args.dtype or source.dtype
     notes = list(source.notes)
@@ -353,7 +354,7 @@ def _prepare(args) -> tuple[Source, str, Callable, int, int, list[str]]:
         def write(on_bytes):
             write_hf(source, dtype, out, on_bytes)
 
-    _check_out(out, n_bytes)
+    check_out(out, n_bytes)
     return source, dtype, write, n_tensors, n_bytes, notes
 
 

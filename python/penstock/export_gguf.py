@@ -106,7 +106,7 @@ def describe(gguf, model: ModelConfig, folder: Path, dtype: str, name: str) -> D
     scaling, factors = _rope(folder, model, arch)
     notes += _special_ids(folder, config, model.vocab_size)
     tokenizer = _tokenizer(gguf, folder, model.vocab_size, notes)
-    tensors = _tensors(gguf, model, arch, dtype) + factors
+    tensors = parameters(gguf, model, arch, dtype) + factors
     whole = [t.name for t in tensors if len(t.shape) == 2 and t.kind == "F32"]
     if dtype == "q8_0" and whole:
         notes.append(
@@ -227,7 +227,8 @@ def _write_sizes(writer, model: ModelConfig, arch: str, context: int, config: di
         writer.add_logit_scale(config.get("logits_scaling", 1))
 
 
-def _tensors(gguf, model: ModelConfig, arch: str, dtype: str) -> list[Tensor]:
+def parameters(gguf, model: ModelConfig, arch: str, dtype: str) -> list[Tensor]:
+    """The model's own tensors as the file has them."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch], model.n_layers)
     out = []
     for p in model.params():
@@ -256,15 +257,14 @@ def _tensors(gguf, model: ModelConfig, arch: str, dtype: str) -> list[Tensor]:
 # ---- RoPE ----------------------------------------------------------------------------------------
 
 
-def _llama3_factors(rope, head_dim: int) -> np.ndarray:
+def llama3_factors(theta, factor, low, high, original, head_dim: int) -> np.ndarray:
     """What each frequency is divided by (native/model/rope.c has the formula)."""
     pairs = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
-    frequency = rope.theta**-pairs
-    turns = rope.original_positions * frequency / (2 * math.pi)
-    low, high = rope.low_freq_factor, rope.high_freq_factor
+    frequency = theta**-pairs
+    turns = original * frequency / (2 * math.pi)
     smooth = (turns - low) / (high - low)
-    between = 1 / ((1 - smooth) / rope.factor + smooth)
-    factors = np.where(turns > high, 1, np.where(turns < low, rope.factor, between))
+    between = 1 / ((1 - smooth) / factor + smooth)
+    factors = np.where(turns > high, 1, np.where(turns < low, factor, between))
     return factors.astype(np.float32)
 
 
@@ -304,7 +304,14 @@ def _rope(folder: Path, model: ModelConfig, arch: str) -> tuple[Callable, list[T
         )
     factors = {}
     if kind == "llama3":
-        factors["rope_freqs.weight"] = _llama3_factors(rope, model.head_dim)
+        factors["rope_freqs.weight"] = llama3_factors(
+            rope.theta,
+            rope.factor,
+            rope.low_freq_factor,
+            rope.high_freq_factor,
+            original,
+            model.head_dim,
+        )
     if kind == "longrope":
         for name in ("long", "short"):
             values = getattr(rope, f"{name}_factor")
@@ -345,7 +352,7 @@ _CASED = (
 )
 # How text is cut before merging, and whether a word of the vocabulary is taken as it is
 # (ignore_merges): llama.cpp's name of it. None: of either kind.
-_CUTS = {
+CUTS = {
     ("bytes",): {None: "gpt-2"},
     ("digits", "bytes"): {None: "smollm"},
     (_GPT2,): {None: "gpt-2"},
@@ -575,7 +582,7 @@ def _cut_name(path: Path, content: dict) -> str:
             f"{path}: is a BPE tokenizer neither of bytes nor with byte_fallback, unlike GGUF's"
         )
     whole = bool(content["model"].get("ignore_merges"))
-    by_kind = _CUTS.get(tuple(cuts), {})
+    by_kind = CUTS.get(tuple(cuts), {})
     name = by_kind.get(None, by_kind.get(whole))
     if name is None:
         raise DataError(

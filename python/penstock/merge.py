@@ -19,7 +19,7 @@ import numpy as np
 from ._lib import check, encode_path, lib, printed_warnings
 from .command import OK, Parser, run
 from .errors import FormatError, InputOutputError
-from .export import Source, _check_out, open_source, write_hf
+from .export import Source, check_out, open_source, write_hf
 from .files import DataError
 from .lora import Lora, warnings_as
 from .model import TensorFile, bf16_bits
@@ -77,13 +77,13 @@ def _parser() -> Parser:
 def _merge(args) -> int:
     out = Path(os.path.abspath(args.out))
     try:
-        _check_out(out, 0)
+        check_out(out, 0)
         with warnings_as("penstock merge"):
             source = open_merged(args.model, args.adapter)
         dtype = args.dtype or source.dtype
         n = sum(math.prod(p.shape) for p in source.model.params())
         n_bytes = n * {"fp32": 4, "bf16": 2}[dtype]
-        _check_out(out, n_bytes)
+        check_out(out, n_bytes)
     except (InputOutputError, OSError) as e:  # nothing was written yet
         raise DataError(str(e)) from e
     begun = time.monotonic()

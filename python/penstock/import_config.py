@@ -1,0 +1,243 @@
+"""The config.json of the model in a GGUF file: what penstock.export_gguf writes, read back, and what
+llama.cpp's converter writes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from .export_gguf import ARCHITECTURES, HAS_WINDOWS, NO_ROPE_EVERY, llama3_factors
+from .files import DataError
+from .gguf_file import GgufFile
+
+# Of each architecture, llama.cpp's name: transformers' model_type and class.
+FAMILIES = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "phi3": ("phi3", "Phi3ForCausalLM"),
+    "olmo2": ("olmo2", "Olmo2ForCausalLM"),
+    "granite": ("granite", "GraniteForCausalLM"),
+    "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
+}
+FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_PATTERN = {"gemma2": 2, "gemma3": 6}  # each so manieth layer has no window, where no key says
+_LLAMA3_LENGTHS = [8192, *(1 << i for i in range(4, 21) if i != 13)]
+
+
+class Keys:
+    """The keys of the file's architecture, each of the kind that is wanted."""
+
+    def __init__(self, file: GgufFile):
+        self.file, self.path = file, file.path
+        self.arch = file.keys.get("general.architecture")
+        if self.arch not in FAMILIES:
+            raise DataError(
+                f"{self.path}: general.architecture is {str(self.arch)[:40]!r}: what is imported is "
+                f"{', '.join(FAMILIES)}"
+            )
+
+    @property
+    def family(self) -> str:
+        return ARCHITECTURES[FAMILIES[self.arch][0]]
+
+    def number(self, name: str, default=None, kinds=(int, float)):
+        key = f"{self.arch}.{name}"
+        value = self.file.keys.get(key, default)
+        if value is None:
+            raise DataError(f"{self.path}: the key {key} is missing")
+        if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+            raise DataError(f"{self.path}: the key {key} is {str(value)[:60]}: a number is needed")
+        return value
+
+    def count(self, name: str, default: int | None = None) -> int:
+        return self.number(name, default, (int,))
+
+    def any(self, name: str):
+        return self.file.keys.get(f"{self.arch}.{name}")
+
+
+def make_config(file: GgufFile) -> tuple[dict, list[str]]:
+    """config.json's content, and notes. What is out of range ps_model_config_read refuses."""
+    keys = Keys(file)
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise DataError(f"{file.path}: tensor token_embd.weight is missing")
+    if keys.count("expert_count", 0):
+        raise DataError(f"{file.path}: is a mixture of experts, which is not supported")
+    model_type, architecture = FAMILIES[keys.arch]
+    dim, heads = keys.count("embedding_length"), keys.count("attention.head_count")
+    head_dim = keys.count("attention.key_length", dim // max(heads, 1))
+    if keys.count("attention.value_length", head_dim) != head_dim:
+        raise DataError(f"{file.path}: keys and values of a head have different lengths")
+    gemma = keys.family in HAS_WINDOWS
+    config = {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": embedding.shape[0],
+        "hidden_size": dim,
+        "intermediate_size": keys.count("feed_forward_length"),
+        "num_hidden_layers": keys.count("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.count("attention.head_count_kv", heads),
+        "max_position_embeddings": keys.count("context_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "hidden_activation" if gemma else "hidden_act": "gelu_pytorch_tanh" if gemma else "silu",
+        "tie_word_embeddings": _is_tied(file),
+        "attention_dropout": 0.0,
+    }
+    if gemma or keys.arch == "qwen3" or head_dim * heads != dim:
+        config["head_dim"] = head_dim
+    notes: list[str] = []
+    _add_family(keys, config, head_dim, notes)
+    _add_rope(keys, config, head_dim)
+    _add_ids(file, config)
+    return config, notes
+
+
+def _is_tied(file: GgufFile) -> bool:
+    """The head is not in the file, or it is the embedding once more, as OLMo 2 has it there."""
+    head, embedding = file.tensors.get("output.weight"), file.tensors["token_embd.weight"]
+    if head is None:
+        return True
+    same = head.kind == embedding.kind and head.shape == embedding.shape
+    return same and np.array_equal(head.data, embedding.data)
+
+
+def _add_family(keys: Keys, config: dict, head_dim: int, notes: list[str]) -> None:
+    layers, arch = config["num_hidden_layers"], keys.arch
+    window = keys.count("attention.sliding_window", 0)
+    if arch in ("gemma2", "gemma3"):
+        config["layer_types"] = _layer_types(keys, layers, bool(window))
+        config["sliding_window"] = window or None
+        largest = layers == (46 if arch == "gemma2" else 62)  # as export_gguf._check_shape()
+        width = config["hidden_size"] // max(config["num_attention_heads"], 1)
+        config["query_pre_attn_scalar"] = width if largest else head_dim
+        caps = ("attn_logit_softcapping", "final_logit_softcapping")
+        for name, default in zip(caps, (50.0, 30.0), strict=True):
+            cap = keys.number(name, default if arch == "gemma2" else 0)
+            config[name] = cap or None
+    elif arch == "phi3" and window:
+        config["sliding_window"] = window
+    elif arch == "phi3":
+        config["sliding_window"] = None
+    elif window:
+        notes.append(f"{arch}.attention.sliding_window is {window}: left out, as llama.cpp does")
+    if arch == "gemma3":
+        config["rope_local_base_freq"] = keys.number("rope.freq_base_swa", 10000.0)
+    if arch == "granite":
+        for name, key in (
+            ("embedding_multiplier", "embedding_scale"),
+            ("residual_multiplier", "residual_scale"),
+            ("attention_multiplier", "attention.scale"),
+            ("logits_scaling", "logit_scale"),
+        ):
+            config[name] = keys.number(key)
+    if arch == "smollm3" and layers <= 1 << 16:
+        config["no_rope_layers"] = [int((i + 1) % NO_ROPE_EVERY != 0) for i in range(layers)]
+        config["no_rope_layer_interval"] = NO_ROPE_EVERY
+
+
+def _layer_types(keys: Keys, layers: int, windows: bool) -> list[str]:
+    pattern = keys.any("attention.sliding_window_pattern")
+    if pattern is None:
+        pattern = _PATTERN[keys.arch]
+    if isinstance(pattern, int) and not isinstance(pattern, bool) and 0 < pattern:
+        pattern = [(i + 1) % pattern != 0 for i in range(min(layers, 1 << 16))]
+    if not isinstance(pattern, list) or len(pattern) != layers:
+        raise DataError(
+            f"{keys.path}: {keys.arch}.attention.sliding_window_pattern does not say of {layers} "
+            "layers which have a window"
+        )
+    return ["sliding_attention" if w and windows else "full_attention" for w in pattern]
+
+
+def _add_ids(file: GgufFile, config: dict) -> None:
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        i = file.keys.get(f"tokenizer.ggml.{key}_token_id")
+        whole = isinstance(i, int) and not isinstance(i, bool) and 0 <= i < config["vocab_size"]
+        config[f"{name}_token_id"] = i if whole else None
+
+
+# ---- RoPE ----------------------------------------------------------------------------------------
+
+
+def _add_rope(keys: Keys, config: dict, head_dim: int) -> None:
+    config["rope_theta"] = keys.number("rope.freq_base", 10000.0)
+    turned = keys.count("rope.dimension_count", head_dim)
+    if keys.arch == "phi3" and 0 < turned < head_dim:
+        config["partial_rotary_factor"] = turned / head_dim
+    elif turned != head_dim:
+        raise DataError(
+            f"{keys.path}: {keys.arch}.rope.dimension_count is {turned}, and a head has {head_dim} "
+            "elements: RoPE must turn all of them"
+        )
+    config["rope_scaling"] = _scaling(keys, config, turned)
+
+
+def _scaling(keys: Keys, config: dict, turned: int) -> dict | None:
+    kind = keys.any("rope.scaling.type") or "none"
+    freqs, long, short = (_factors(keys, name, turned) for name in FACTORS)
+    if freqs is not None:
+        return _llama3(keys, config, freqs)
+    by = keys.number("rope.scaling.attn_factor", 1.0)
+    original = keys.count("rope.scaling.original_context_length", config["max_position_embeddings"])
+    if long is not None and short is not None:
+        config["original_max_position_embeddings"] = original
+        scaling = {"type": "longrope", "short_factor": short, "long_factor": long}
+        ratio = config["max_position_embeddings"] / max(original, 1)
+        usual = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 < original else 1
+        return scaling if abs(by / usual - 1) < 1e-6 else scaling | {"attention_factor": by}
+    if kind in ("none", "linear") and not keys.any("rope.scaling.factor"):
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": float(keys.number("rope.scaling.factor"))}
+    if kind == "yarn":
+        factor = float(keys.number("rope.scaling.factor"))
+        scaling = {"rope_type": "yarn", "factor": factor}
+        scaling["original_max_position_embeddings"] = original
+        for name in ("beta_fast", "beta_slow"):
+            if keys.any(f"rope.scaling.yarn_{name}") is not None:
+                scaling[name] = float(keys.number(f"rope.scaling.yarn_{name}"))
+        if abs(by - 1) >= 1e-6:  # llama.cpp multiplies by its own factor too
+            scaling["attention_factor"] = by * max(0.1 * math.log(max(factor, 1)) + 1, 1.0)
+        return scaling
+    if kind == "none":
+        return None
+    raise DataError(
+        f"{keys.path}: {keys.arch}.rope.scaling.type is {str(kind)[:40]!r}, which is not supported"
+    )
+
+
+def _factors(keys: Keys, name: str, turned: int) -> list[float] | None:
+    tensor = keys.file.tensors.get(name)
+    if tensor is None:
+        return None
+    if tensor.shape != (turned // 2,) or tensor.kind.name != "F32":
+        raise DataError(
+            f"{keys.path}: tensor {name} is {tensor.kind.name} of shape {[*tensor.shape]}: F32 of "
+            f"shape [{turned // 2}] is needed"
+        )
+    return [float(str(x)) for x in keys.file.rows(tensor, slice(None)).ravel()]
+
+
+def _llama3(keys: Keys, config: dict, freqs: list[float]) -> dict:
+    """The parameters that give these factors, to the bit or nearly. A file has the factors alone."""
+    given, factor = np.array(freqs, np.float32), max(freqs)
+    for original in _LLAMA3_LENGTHS:
+        made = llama3_factors(config["rope_theta"], factor, 1.0, 4.0, original, 2 * len(freqs))
+        if np.allclose(made, given, rtol=1e-5, atol=0):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": original,
+            }
+    raise DataError(
+        f"{keys.path}: the factors of {FACTORS[0]} are those of no llama3 scaling with "
+        "low_freq_factor 1 and high_freq_factor 4"
+    )

@@ -1,0 +1,304 @@
+"""`penstock import`: exported GGUF files come back bit for bit, quantized ones as the package gguf has
+them, tokenizers encode alike, and files that are damaged or of other models are refused."""
+
+import functools
+import os
+import resource
+import struct
+import subprocess
+import sys
+
+import families
+import gguf
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from families import random_model
+from penstock import ModelConfig, export, import_gguf
+from penstock._lib import as_dict
+from safetensors.torch import load_file
+from test_export import CONFIGS, TEXT, sentencepiece_like, tokenizer, write_model
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def run(*words):
+    return import_gguf.main([str(w) for w in words])
+
+
+@functools.cache
+def model_of(name):
+    """Weights that bf16 has, as most models' are: Gemma's norms are then exact in the file."""
+    model = random_model(CONFIGS[name])
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.bfloat16().float())
+    return model
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """(directory, GGUF file) of a model."""
+
+    @functools.cache
+    def make(name, dtype="fp32"):
+        where = tmp_path_factory.mktemp("import")
+        folder, file = where / "m", where / "m.gguf"
+        write_model(folder, CONFIGS[name], model_of(name))
+        words = ["--model", folder, "--to", "gguf", "--dtype", dtype, "--out", file, "--quiet"]
+        assert export.main([str(w) for w in words]) == 0
+        return folder, file
+
+    return make
+
+
+# What the file does not say: a family beside llama, and windows, whose length is its context.
+NOT_SAID = ("family", "window", "max_positions", "layer_flags", "rope")
+
+
+def config_of(folder):
+    """What is computed. The factors of longrope are fp32 in the file."""
+    config = as_dict(ModelConfig.read(folder)._ptr)
+    for name in ("long_factor", "short_factor"):
+        config["rope"][name] = [float(np.float32(x)) for x in config["rope"][name]]
+    return config
+
+
+def comes_back(exported, tmp_path, name, dtype):
+    folder, file = exported(name, dtype)
+    assert run(file, "--out", tmp_path / "back", "--quiet") == 0
+    first, back = (load_file(d / "model.safetensors") for d in (folder, tmp_path / "back"))
+    assert first.keys() == back.keys()
+    for key, x in first.items():
+        assert back[key].dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+        assert torch.equal(back[key].float(), x), key
+    before, after = config_of(folder), config_of(tmp_path / "back")
+    not_said = ["eos_token_id"]  # the tokenizer's
+    if CONFIGS[name]["model_type"] in ("mistral", "ministral"):
+        not_said += NOT_SAID
+    for key in before.keys() - not_said:
+        assert after[key] == before[key], key
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_exported_file_comes_back_to_the_bit(exported, tmp_path, name):
+    comes_back(exported, tmp_path, name, "fp32")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_so_does_one_in_bf16(exported, tmp_path, name):
+    comes_back(exported, tmp_path, name, "bf16")
+
+
+@pytest.mark.parametrize("name", ["gemma3-linear", "phi3"])
+def test_transformers_computes_the_same(exported, tmp_path, name):
+    assert run(exported(name)[1], "--out", tmp_path / "back", "--quiet") == 0
+    theirs, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info.values())
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        error = (theirs.eval()(ids).logits - model_of(name)(ids).logits).abs().max()
+    assert error < 1e-5  # factors of RoPE are fp32 in the file
+
+
+QUANTIZED = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 F16 BF16 Q2_K Q3_K Q4_K Q5_K Q6_K".split()
+
+
+def rewritten(file, out, kinds=lambda name: None, change=None):
+    """The file once more: tensors in random blocks of the types `kinds`, keys as they are."""
+    reader = gguf.GGUFReader(file)
+    writer = gguf.GGUFWriter(out, "llama")
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            value, types = field.contents(), field.types
+            sub = types[-1] if types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, value, types[0], sub_type=sub)
+    rng, values = np.random.default_rng(3), {}
+    for t in reader.tensors:
+        kind = kinds(t.name)
+        data = np.array(t.data)
+        if kind is not None:
+            per, size = gguf.GGML_QUANT_SIZES[kind]
+            rows, columns = t.shape[1], t.shape[0]
+            data = rng.integers(0, 60, (rows, columns // per * size), np.uint8)
+            values[t.name] = gguf.quants.dequantize(data, kind)
+            writer.add_tensor(t.name, data, raw_dtype=kind)
+        else:
+            writer.add_tensor(t.name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+def test_quantized_tensors_are_what_the_package_gguf_makes_of_them(tmp_path, monkeypatch):
+    """One type a tensor; rows of q and k are moved after dequantization."""
+    cfg = families.llama(hidden_size=256, intermediate_size=256, num_hidden_layers=2)
+    folder = write_model(tmp_path / "m", cfg, random_model(cfg))
+    words = ["--model", folder, "--to", "gguf", "--out", tmp_path / "m.gguf", "--quiet"]
+    assert export.main([str(w) for w in words]) == 0
+    names = [t.name for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors if len(t.shape) == 2]
+    kinds = {n: gguf.GGMLQuantizationType[QUANTIZED[i % 12]] for i, n in enumerate(names)}
+    assert len(names) >= 12
+    values = rewritten(tmp_path / "m.gguf", tmp_path / "q.gguf", kinds.get)
+    monkeypatch.setattr(export, "PIECE_ELEMENTS", 5000)  # several pieces, which cut heads
+    assert run(tmp_path / "q.gguf", "--out", tmp_path / "o", "--dtype", "fp32", "--quiet") == 0
+    back = load_file(tmp_path / "o/model.safetensors")
+    pairs = {
+        "down": "ffn_down",
+        "up": "ffn_up",
+        "gate": "ffn_gate",
+        "q": "attn_q",
+        "o": "attn_output",
+    }
+    for i in range(2):
+        for ours, theirs in pairs.items():
+            part = "mlp" if "ffn" in theirs else "self_attn"
+            got = back[f"model.layers.{i}.{part}.{ours}_proj.weight"]
+            want = torch.tensor(values[f"blk.{i}.{theirs}.weight"])
+            if ours == "q":
+                want = want.reshape(4, -1, 2, 256).transpose(1, 2).reshape(256, 256)
+            assert torch.equal(got, want), theirs
+
+
+# ---- tokenizers ----------------------------------------------------------------------------------
+
+
+def test_the_tokenizer_and_the_template_come_back(exported, tmp_path):
+    folder, file = exported("qwen3")
+    assert run(file, "--out", tmp_path / "o", "--quiet") == 0
+    ours = AutoTokenizer.from_pretrained(tmp_path / "o")
+    assert ours(TEXT).input_ids == tokenizer().encode(TEXT).ids
+    assert ours.decode(ours(TEXT).input_ids) == TEXT and ours.eos_token == "<|endoftext|>"
+    marked = TEXT + "<|endoftext|>" + TEXT
+    assert ours(marked).input_ids == tokenizer().encode(marked).ids
+    turns = [{"role": "user", "content": "Ahoy"}]
+    assert ours.apply_chat_template(turns, tokenize=False) == "<|user|>Ahoy"
+    again = tmp_path / "again.gguf"
+    words = ["--model", tmp_path / "o", "--to", "gguf", "--out", again, "--quiet"]
+    assert export.main([str(w) for w in words]) == 0
+    first, second = (gguf.GGUFReader(f).fields for f in (file, again))
+    for name in first:
+        if name.startswith("tokenizer."):
+            assert first[name].contents() == second[name].contents(), name
+
+
+def test_a_sentencepiece_vocabulary_comes_back(tmp_path):
+    cfg = CONFIGS["llama"]
+    folder = write_model(tmp_path / "m", cfg, random_model(cfg))
+    t, content = sentencepiece_like()
+    t.save(str(folder / "tokenizer.json"))
+    words = ["--model", folder, "--to", "gguf", "--out", tmp_path / "m.gguf", "--quiet"]
+    assert export.main([str(w) for w in words]) == 0
+    assert run(tmp_path / "m.gguf", "--out", tmp_path / "o", "--quiet") == 0
+    back = Tokenizer.from_file(str(tmp_path / "o/tokenizer.json"))
+    for text in (TEXT, "The planner's plan: 12 é 🚀 steps,  two spaces", " x", ""):
+        ids = back.encode(text, add_special_tokens=False).ids
+        assert ids == t.encode(text).ids and back.decode(ids) == text
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+REFUSED = {
+    "no gguf": (lambda b: b"PK" + b[2:], "is no GGUF file"),
+    "empty": (lambda b: b"", "is no GGUF file"),
+    "magic alone": (lambda b: b[:4], "ends in the middle of its header"),
+    "version": (lambda b: b[:4] + struct.pack("<I", 9) + b[8:], "is GGUF of version 9"),
+    "big endian": (lambda b: b[:4] + struct.pack(">I", 3) + b[8:], "is GGUF of version"),
+    "header cut": (lambda b: b[:900], "ends in the middle of its header"),
+    "data cut": (lambda b: b[:-70], "fetch it again"),
+    "tensors": (lambda b: b[:8] + struct.pack("<Q", 1 << 60) + b[16:], "more than fit into"),
+    "keys": (lambda b: b[:16] + struct.pack("<Q", 1 << 60) + b[24:], "more than fit into"),
+    "list": (
+        lambda b: after(b, b"tokenizer.ggml.tokens", 8, struct.pack("<Q", 1 << 60)),
+        "ends in the middle of its header",
+    ),
+    "key type": (lambda b: after(b, b"llama.block_count", 0, struct.pack("<I", 99)), "type 99"),
+    "architecture": (lambda b: b.replace(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0mamba"), "'mamba'"),
+    "tensor type": (
+        lambda b: after(b, b"blk.0.ffn_up.weight", 20, struct.pack("<I", 77)),
+        "tensor blk.0.ffn_up.weight has type 77, which the package gguf does not know",
+    ),
+    "dimensions": (
+        lambda b: after(b, b"blk.0.ffn_up.weight", 0, struct.pack("<I", 1 << 30)),
+        "has 1073741824 dimensions",
+    ),
+    "huge": (
+        lambda b: after(b, b"blk.0.ffn_up.weight", 4, struct.pack("<Q", 1 << 62)),
+        "fetch it again",
+    ),
+    "missing": (lambda b: b.replace(b"blk.0.ffn_up.weight", b"blk.9.ffn_up.weight"), "ffn_up.weight is missing"),
+    "shape": (
+        lambda b: after(b, b"blk.0.ffn_up.weight", 4, struct.pack("<Q", 32)),
+        "tensor blk.0.ffn_up.weight has shape [96, 32], and the model needs [96, 64]",
+    ),
+    "key missing": (lambda b: b.replace(b"llama.block_count", b"llama.blocc_count"), "block_count is missing"),
+    "layers": (lambda b: after(b, b"llama.block_count", 4, struct.pack("<I", 1 << 31)), "num_hidden_layers"),
+    "pre-tokenizer": (lambda b: b.replace(b"\5\0\0\0\0\0\0\0gpt-2", b"\5\0\0\0\0\0\0\0other"), "'other', which is not known: give --no-tokenizer"),
+}  # fmt: skip
+
+
+def after(data, name, at, new):
+    """The file with `new` at so many bytes after the first `name`."""
+    begin = data.index(name) + len(name) + at
+    return data[:begin] + new + data[begin + len(new) :]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_files_are_refused(exported, tmp_path, capsys, case):
+    change, message = REFUSED[case]
+    file = tmp_path / "bad.gguf"
+    file.write_bytes(change(exported("llama")[1].read_bytes()))
+    assert run(file, "--out", tmp_path / "o") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error and "bad.gguf" in error, error
+    assert [p.name for p in tmp_path.iterdir()] == ["bad.gguf"]
+
+
+OPTIONS = {
+    "nowhere": ("nowhere.gguf --out o", "nowhere.gguf: cannot be opened"),
+    "directory": (". --out o", "cannot be opened"),
+    "exists": ("F --out F", "exists already: remove it"),
+    "parent": ("F --out a/b", "there is no directory"),
+    "dtype": ("F --out o --dtype q8_0", "invalid choice: 'q8_0'"),
+    "no --out": ("F", "--out"),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_wrong_options_are_refused(exported, tmp_path, monkeypatch, capsys, case):
+    words, message = OPTIONS[case]
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = run(*(exported("llama")[1] if w == "F" else w for w in words.split()))
+    except SystemExit as e:
+        code = e.code
+    error = capsys.readouterr().err
+    assert code == 2 and error.count("\n") == 1 and message in error
+    assert not [*tmp_path.iterdir()]
+
+
+def test_without_its_tokenizer_a_file_is_imported(exported, tmp_path):
+    file = tmp_path / "m.gguf"
+    content = exported("llama")[1].read_bytes()
+    file.write_bytes(content.replace(b"\5\0\0\0\0\0\0\0gpt-2", b"\5\0\0\0\0\0\0\0other"))
+    assert run(file, "--out", tmp_path / "o", "--no-tokenizer", "--quiet") == 0
+    names = {p.name for p in (tmp_path / "o").iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors"}
+
+
+def test_a_full_disk_leaves_nothing(exported, tmp_path):
+    words = [exported("llama")[1], "--out", tmp_path / "o", "--quiet"]
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "import", *map(str, words)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "python")},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert "File too large" in done.stderr and not [*tmp_path.iterdir()]
