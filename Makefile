@@ -37,7 +37,7 @@ CXXFLAGS ?= -O1
 
 NVCC := $(firstword $(if $(CUDA_HOME),$(wildcard $(CUDA_HOME)/bin/nvcc),$(realpath $(shell command -v nvcc)) $(wildcard /usr/local/cuda/bin/nvcc)))
 # A demo where nvcc is found and no GPU is built for the CPU, beside what make builds with CUDA, which stays as it is.
-ifeq ($(MAKECMDGOALS) $(CUDA),demo auto)
+ifeq ($(filter-out demo demo-chat,$(or $(MAKECMDGOALS),all))$(CUDA),auto)
 ifeq ($(wildcard $(BUILD)/lib/libpenstock.so)$(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),)
 ifneq ($(NVCC),)
 $(info no GPU here: the demo is built for the CPU in $(BUILD)/cpu, without NVIDIA's libraries (CUDA=1: with them))
@@ -216,7 +216,7 @@ STAMP_link := $(call stamp,link)
 # Links beside our library to others that are gone (upgraded, removed): what made them is made again.
 DANGLING := $(shell find -L '$(BUILD)/lib' -maxdepth 1 -type l 2>/dev/null)
 
-.PHONY: FORCE all lib help format native-tests fuzz-programs bench-programs cuda-archs venv venv-test python wheel lock demo test test-long golden test-gpu test-sanitize clean
+.PHONY: FORCE all lib help format native-tests fuzz-programs bench-programs cuda-archs venv venv-test python wheel lock demo demo-chat test test-long golden test-gpu test-sanitize clean
 .DELETE_ON_ERROR:
 
 all: $(LIB) $(BIN) $(CDEF) ## the library libpenstock and the binary penstock
@@ -229,6 +229,8 @@ venv: $(VENV)/.done-requirements-runtime.txt ## the Python environment the demo 
 venv-test: $(VENV_TEST)/.done-references ## another one with the tests' references
 demo: all venv ## train a small model on this Python's own sources under two memory caps (TEXT="files": on yours)
 	@PENSTOCK_BUILD="$(abspath $(BUILD))" PYTHONPATH=python $(VENV)/bin/python -m penstock.demo --build "$(BUILD)" $(if $(TEXT),--text $(TEXT)) $(DEMO_ARGS)
+demo-chat: all venv $(VENV)/.done-requirements-export.txt ## fine-tune a chat model of 135 million parameters (93 MB to download; CHATS="file.jsonl": on your conversations)
+	@PENSTOCK_BUILD="$(abspath $(BUILD))" PYTHONPATH=python $(VENV)/bin/python -m penstock.demo_chat --build "$(BUILD)" $(if $(CHATS),--chats "$(CHATS)") $(DEMO_ARGS)
 # One process a CPU, at most four: a test's own threads and memory come on top.
 test: all native-tests venv-test ## build everything, then every test but the long ones (TESTS="files or options of pytest": some)
 	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV_TEST)/bin/python -m pytest -q -n auto --maxprocesses=4 --dist loadgroup --no-loadscope-reorder $(or $(TESTS),tests)

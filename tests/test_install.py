@@ -227,8 +227,9 @@ esac"""
     )
 
 
-def test_a_demo_without_a_gpu_is_built_for_the_cpu_beside_other_builds(tmp_path):
-    build, done = tmp_path / "build", make_with(tmp_path, "", "demo")
+@pytest.mark.parametrize("target", ["demo", "demo-chat"])
+def test_a_demo_without_a_gpu_is_built_for_the_cpu_beside_other_builds(tmp_path, target):
+    build, done = tmp_path / "build", make_with(tmp_path, "", target)
     assert done.returncode == 0 and done.stdout.startswith("no GPU here: the demo is built for")
     assert f"{build}/cpu/obj/native/core/file.o" in done.stdout and "PS_CUDA" not in done.stdout
     assert f"bootstrap.sh {build}/venv python/requirements-runtime.txt" in done.stdout

@@ -210,59 +210,46 @@ def sample(model: Path, out: Path) -> None:
     keep(out, ("\n" + "-" * 40 + "\n").join(samples))
 
 
-def train(
-    binary: Path, shape: list, caps: tuple[int, int], out: Path, about: dict, steps: int
-) -> dict:
+def train(binary: Path, *words) -> dict:
     """Train with the native binary. Returns its summary."""
-    device, host = caps
     trained = subprocess.run(
-        [
-            str(c)
-            for c in [
-                binary,
-                "train",
-                *shape,
-                "--data",
-                out / "data",
-                f"--device-mem={device}",
-                f"--host-mem={host}",
-                "--steps",
-                steps,
-                "--lr",
-                "1e-3",
-                "--min-lr",
-                "1e-4",
-                "--lr-schedule",
-                "cosine",
-                "--warmup-steps",
-                min(10, steps // 5),
-                "--shuffle",
-                "--document-end-token",
-                about["eos_token_id"],
-                "--out",
-                out / "model",
-                "--force",
-                "--run-dir",
-                out,
-                "--json",
-            ]
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
+        [str(w) for w in (binary, "train", *words, "--json")], stdout=subprocess.PIPE, text=True
     )
     if trained.returncode:
         raise SystemExit(trained.returncode)
     return json.loads(trained.stdout)
 
 
-def run(args) -> None:
+def schedule(lr: str, min_lr: str, steps: int) -> list:
+    """The options of a short training that goes through its data in another order each time."""
+    words = ["--steps", steps, "--lr", lr, "--min-lr", min_lr, "--lr-schedule", "cosine"]
+    return [*words, "--warmup-steps", min(10, steps // 5), "--shuffle"]
+
+
+def profile(binary: Path) -> tempfile.TemporaryDirectory:
+    """Measure this machine for two seconds. The user's own rates, measured for longer, are kept."""
+    cache = tempfile.TemporaryDirectory(prefix="penstock-demo-")
+    os.environ["XDG_CACHE_HOME"] = cache.name
+    call(binary, "profile", "--seconds", 2)
+    return cache
+
+
+def open_folders(args, name: str) -> tuple[Path, Path]:
+    """The folder of all files, and the binary."""
     build = Path(args.build).resolve()
-    out, binary = (
-        Path(args.out).resolve() if args.out else build / "demo",
-        build / "bin" / "penstock",
-    )
+    binary = build / "bin" / "penstock"
     if not binary.exists():
         raise DemoError(f"{binary} is missing: run make")
+    return Path(args.out).resolve() if args.out else build / name, binary
+
+
+def shown(path: Path) -> Path:
+    """As a user in this folder names it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def run(args) -> None:
+    out, binary = open_folders(args, "demo")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
 
@@ -272,10 +259,7 @@ def run(args) -> None:
     make_model(out / "data", out / "init")
     console.print(call(binary, "info", "--model", out / "init", "--seq-len", SEQ_LEN).strip())
     console.rule("3. two memory caps that are too small")
-    # The demo measures for two seconds. The user's own rates, measured for longer, are kept.
-    cache = tempfile.TemporaryDirectory(prefix="penstock-demo-")
-    os.environ["XDG_CACHE_HOME"] = cache.name
-    call(binary, "profile", "--seconds", 2)
+    cache = profile(binary)
     shape = [
         "--model",
         out / "init",
@@ -291,16 +275,25 @@ def run(args) -> None:
     steps = args.steps or max(
         FEWEST_STEPS, min(MOST_STEPS, int(TRAINING_SECONDS / plan["predicted_step_s"]))
     )
-    summary = train(binary, shape, (device, host), out, about, steps)
+    summary = train(
+        binary,
+        *shape,
+        *schedule("1e-3", "1e-4", steps),
+        *("--data", out / "data", "--document-end-token", about["eos_token_id"]),
+        *(f"--device-mem={device}", f"--host-mem={host}"),
+        *("--out", out / "model", "--force", "--run-dir", out),
+    )
+    cache.cleanup()
     console.rule("5. what happened")
     report(out, summary)
     console.rule("6. text from the trained model")
     sample(out / "model", out / "samples.txt")
-    shown = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out
-    console.print(
-        f"Everything is in {shown}: "
-        + " ".join(sorted(p.name + ("/" if p.is_dir() else "") for p in out.iterdir()))
-    )
+    list_files(out)
+
+
+def list_files(out: Path) -> None:
+    names = sorted(p.name + ("/" if p.is_dir() else "") for p in out.iterdir())
+    console.print(f"Everything is in {shown(out)}: {' '.join(names)}")
 
 
 def main() -> int:
@@ -327,11 +320,17 @@ def main() -> int:
         help=f"training steps (default: as many as {TRAINING_SECONDS} seconds allow)",
     )
     parser.add_argument("--recipe", default="fp32-master", choices=("fp32", "fp32-master", "bf16"))
+    args = parser.parse_args()
+    return finish("penstock demo", lambda: run(args))
+
+
+def finish(name: str, function) -> int:
+    """The exit code of function(), whose DemoError becomes one sentence."""
     started = time.monotonic()
     try:
-        run(parser.parse_args())
+        function()
     except DemoError as exc:
-        print(f"penstock demo: {one_line(str(exc))}", file=sys.stderr)
+        print(f"{name}: {one_line(str(exc))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
