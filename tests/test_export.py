@@ -369,6 +369,7 @@ def test_a_directory_is_complete(directory, tmp_path, monkeypatch):
         "config.json",
         "generation_config.json",
         "model.safetensors.index.json",
+        "penstock.json",  # which of the others the next export into this directory may remove
         "tokenizer.json",
         "tokenizer_config.json",
     }
@@ -429,7 +430,10 @@ def test_a_head_that_the_config_ties_counts_where_it_differs(tmp_path, one_threa
             "--dtype", "fp32",
         )  # fmt: skip
         assert done.stderr.count("lm_head.weight differs") == (not tied)
-        greedy = theirs.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False)
+        prompt = torch.tensor([[1, 2, 3]])  # 1 is the pad token, which no mask leaves out here
+        greedy = theirs.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False
+        )
         assert [int(x) for x in done.stdout.split()] == greedy[0, 3:].tolist()
         assert compare.main([str(folder), "--hf"]) == 0
         assert capsys.readouterr().err.count("lm_head.weight differs") == (not tied)
