@@ -13,7 +13,7 @@ import penstock
 import pytest
 from conftest import BUILD, ROOT
 from penstock import prompts
-from penstock.__main__ import NAMES
+from penstock.__main__ import IN_PYTHON, NAMES
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 PAGES = {p: p.read_text() for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
@@ -166,9 +166,13 @@ def test_every_command_of_a_page_exists():
     for line in SHELL:
         for command in line.split("&&"):
             words = [w for w in shlex.split(command) if "=" not in w]
-            if not words or words[0] in ("make", "mkdir"):
+            if not words or words[0] in ("make", "mkdir", "."):
                 continue
-            if words[0].endswith("bin/penstock"):
+            if words[0] == "penstock" and words[1] in IN_PYTHON:
+                name = NAMES.get(words[1], words[1])
+                assert (ROOT / f"python/penstock/{name}.py").exists(), line
+                continue
+            if words[0].endswith("penstock"):
                 assert (
                     subprocess.run(
                         [BUILD / "bin/penstock", words[1], "--help"], capture_output=True
@@ -180,7 +184,7 @@ def test_every_command_of_a_page_exists():
             elif words[0] == "./add_one":
                 continue
             else:
-                assert words[0].endswith("bin/python"), line
+                assert words[0].endswith("python"), line
                 script = words[1]
                 if script == "-m":
                     module = words[2]

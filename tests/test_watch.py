@@ -732,7 +732,7 @@ def test_the_package_has_the_command(name):
     done = program(name, "--none")
     refused(done, rf"^penstock {name}: the following arguments are required: RUN$")
     native = subprocess.run([BUILD / "bin/penstock", name], capture_output=True, text=True)
-    refused(native, f"run python -m penstock {name}\\b")
+    refused(native, f"make python installs it, as build/venv/bin/penstock {name}$")
 
 
 # ---- what is refused -----------------------------------------------------------------------------

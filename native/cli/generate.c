@@ -413,7 +413,7 @@ int cli_generate(int argc, char **argv) {
       .usage = "generate --model DIR (--tokens IDS | --prompts FILE) [--device-mem SIZE] [OPTIONS]",
       .about = "Prints the token ids that follow each prompt. Blocks that do not fit under\n"
                "--device-mem are streamed. The tokens of a prompt do not depend on the others.\n"
-               "For text, run python -m penstock generate, which reads the tokenizer.",
+               "For text, run penstock generate of the Python package, which reads the tokenizer.",
       .example = "penstock generate --model my_8B_model --tokens 1,2,3 --device-mem 6GiB",
       .options = options,
   };

@@ -11,8 +11,8 @@
 static int in_python(int argc, char **argv) {
   (void)argc;
   return cli_fail(CLI_REFUSED,
-                  "'%s' is a command of the Python package, which make python installs: run python "
-                  "-m penstock %s",
+                  "'%s' is a command of the Python package: make python installs it, as "
+                  "build/venv/bin/penstock %s",
                   argv[0], argv[0]);
 }
 
@@ -28,14 +28,14 @@ static const struct {
     {"demo", cli_demo, "train for a few steps: demo HOST_GIB DEV_GIB SEQLEN MODEL_DIR"},
     {"info", cli_info, "describe this machine, a model directory, token shards"},
     {"profile", cli_profile, "measure this machine's rates and cache them"},
-    {"data", in_python, "write token shards from text: python -m penstock data"},
-    {"import", in_python, "write a GGUF file's model as a directory: python -m penstock import"},
-    {"export", in_python, "write a GGUF file or a directory: python -m penstock export"},
-    {"compare", in_python, "compare with transformers: python -m penstock compare"},
-    {"merge", in_python, "add a LoRA adapter to a model's weights: python -m penstock merge"},
-    {"watch", in_python, "follow a run in the terminal: python -m penstock watch"},
-    {"report", in_python, "write a run as an HTML page: python -m penstock report"},
-    {"log", in_python, "write a run for TensorBoard, W&B: python -m penstock log"},
+    {"data", in_python, "write token shards from text (Python package)"},
+    {"import", in_python, "write a GGUF file's model as a directory (Python package)"},
+    {"export", in_python, "write a GGUF file or a directory (Python package)"},
+    {"compare", in_python, "compare with transformers (Python package)"},
+    {"merge", in_python, "add a LoRA adapter to a model's weights (Python package)"},
+    {"watch", in_python, "follow a run in the terminal (Python package)"},
+    {"report", in_python, "write a run as an HTML page (Python package)"},
+    {"log", in_python, "write a run for TensorBoard, W&B (Python package)"},
     {"version", cli_version, "print the version"},
 };
 enum { N_COMMANDS = sizeof commands / sizeof commands[0] };

@@ -148,8 +148,8 @@ def run(args) -> None:
     console.print(penstock("export", "--model", out / "tuned", *words).splitlines()[-1])
     list_files(out)
     console.print(
-        f"To chat with it: llama-cli -m {shown(out / 'tuned.gguf')}, or penstock generate --chat "
-        f'--model {shown(out / "tuned")} --prompt "Who are you?"'
+        f"To chat with it: llama-cli -m {shown(out / 'tuned.gguf')}; or make python, then "
+        f'build/venv/bin/penstock generate --chat --model {shown(out / "tuned")} --prompt "Who are you?"'
     )
 
 
