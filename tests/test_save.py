@@ -468,7 +468,8 @@ def test_ctrl_c_while_saving_is_heard_and_saves_all_or_nothing(
         text=True,
     )
     end = time.monotonic() + HANGS_S
-    while time.monotonic() < end and not list(tmp_path.glob(".out.penstock-save-*/*")):
+    saves = lambda: list(tmp_path.glob(".out.penstock-save-*/*"))
+    while run.poll() is None and time.monotonic() < end and not saves():
         time.sleep(0.01)
     for _ in range(times):
         run.send_signal(signal.SIGINT)
