@@ -146,7 +146,8 @@ NVIDIA_WHEELS := :$$ORIGIN/../../nvidia/cu$(CUDA_MAJOR)/lib:$$ORIGIN/../../nvidi
 CU_OBJ := $(CU_SRC:%.cu=$(BUILD)/obj/%.o)
 # Objects of cuda-archs, which nothing links: a library of all of them would be three times as large.
 ARCHS ?= 89 120
-ARCHS_OBJ := $(CU_SRC:%.cu=$(BUILD)/archs/%.o)
+# Attention libraries have flags of their own, and are for one kind of GPU.
+ARCHS_OBJ := $(patsubst %.cu,$(BUILD)/archs/%.o,$(filter-out %/attention_flash.cu %/attention_flash4.cu,$(CU_SRC)))
 ARCHS_NVCCFLAGS = $(subst $(GENCODE),$(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=sm_$(a)),$(PS_NVCCFLAGS))
 # Attention through cuDNN: headers under $(BUILD)/cudnn/include (the frontend counts on that name), its libraries, which are opened at run time, beside ours.
 ifeq ($(CUDNN),1)

@@ -482,6 +482,7 @@ def test_an_endless_template_ends_in_a_process_and_by_ctrl_c(folder, many):
         ({"conversations": [{"from": [], "value": "x"}]}, "line 1: message 1 is no object with a"),
         ({"instruction": 1, "output": "x"}, "line 1 has no text in 'instruction'"),
         ({"instruction": "q", "output": "x", "history": ["q"]}, "'history' is no list of pairs"),
+        ({"instruction": "q", "output": "x", "history": 5}, "'history' is no list of pairs"),
         ("[" * 100_000 + "]" * 100_000, "JSON that is nested too deeply"),
     ],
 )

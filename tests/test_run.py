@@ -158,12 +158,27 @@ def test_another_runs_checkpoints_and_metrics_are_refused_and_with_force_kept(wo
     ):
         one_sentence(call(command, cwd), 2, refused)
         assert tree(run) == before
+    # what would be moved away under the training, or would not be moved
+    base = run / "checkpoints/step-00000002"
+    command = words("--steps", 3, *every, "--force", "--model", base)
+    one_sentence(call(command, tmp_path), 2, "is among the checkpoints that --force moves aside")
+    shutil.move(run / "checkpoints", tmp_path / "disk")
+    (run / "checkpoints").symlink_to("../disk")
+    one_sentence(call(words("--steps", 3, *every, "--force"), tmp_path), 2, "is a link, which --fo")
+    (run / "checkpoints").unlink()
+    (run / "checkpoints").symlink_to("../not-mounted")
+    resume = words("--steps", 3, *every, "--resume", "auto")
+    one_sentence(call(resume, tmp_path), 2, "is a link to what is not there: mount its disk")
+    (run / "checkpoints").unlink()
+    shutil.move(tmp_path / "disk", run / "checkpoints")
+    assert tree(run) == before
     done = call(loud(words("--steps", 3, *every, "--force")), tmp_path)
     assert done.returncode == 0 and "earlier run's files in run are now in run/earlier-1" in (
         done.stderr
     )
     assert tree(run / "earlier-1") == before
     assert os.listdir(run / "checkpoints") == ["step-00000003"]
+    assert "force = true" not in (run / "run.toml").read_text()  # consent is of one command
     # metrics alone are another run's too
     shutil.rmtree(run / "checkpoints")
     one_sentence(call(words("--steps", 1), tmp_path), 2, refused)

@@ -49,7 +49,8 @@ typedef struct ps_hosts_config {
    * space at its end; where neither is set, there is none. Borrowed for the call */
   const char *secret;
   /* Where rank 0 listens, where that is not @address: NULL: PENSTOCK_HOSTS_LISTEN of the
-   * environment, or @address. "0.0.0.0" and "::" are all addresses. Borrowed for the call */
+   * environment, or @address. "0.0.0.0" is all IPv4 addresses, "::" all IPv6 addresses. Borrowed
+   * for the call */
   const char *listen;
   uint32_t insecure; /* 1: no secret is needed, whoever may reach rank 0 */
 } ps_hosts_config;

@@ -16,6 +16,13 @@ static int find_newest(const cli_job *job, ps_checkpoint **out) {
     return cli_fail(CLI_FAILED, "out of memory");
   const ps_status st = ps_checkpoint_latest(out, folder);
   int code = st == PS_OK ? CLI_OK : cli_fail_status(st, true);
+  struct stat sb;
+  if (code == CLI_OK && !*out && lstat(folder, &sb) == 0 && S_ISLNK(sb.st_mode) &&
+      stat(folder, &sb) != 0)
+    code = cli_fail(CLI_REFUSED,
+                    "%s is a link to what is not there: mount its disk, or remove the link to "
+                    "begin anew",
+                    folder);
   if (code == CLI_OK && !*out && must)
     code = cli_fail(CLI_REFUSED,
                     "--resume latest: %s has no checkpoint: give --resume auto, which then begins "

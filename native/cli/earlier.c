@@ -63,6 +63,37 @@ static bool goes_on_here(const cli_job *job) {
   return here;
 }
 
+/* @path lies in the checkpoints, which --force moves. */
+static bool is_moved(const cli_job *job, const char *path) {
+  char *folder = cli_path_join(job->run_dir, files[0]);
+  char *real = folder ? realpath(folder, NULL) : NULL, *at = realpath(path, NULL);
+  const size_t n = real ? strlen(real) : 0;
+  const bool is = n && at && strncmp(at, real, n) == 0 && (!at[n] || at[n] == '/');
+  free(folder);
+  free(real);
+  free(at);
+  return is;
+}
+
+/* What --force cannot move aside without harm. */
+static int check_move(const cli_job *job) {
+  struct stat sb;
+  char *folder = cli_path_join(job->run_dir, files[0]);
+  const bool is_link = folder && lstat(folder, &sb) == 0 && S_ISLNK(sb.st_mode);
+  free(folder);
+  if (is_link)
+    return cli_fail(CLI_REFUSED,
+                    "%s/checkpoints is a link, which --force does not move: give another "
+                    "--run-dir, or move that run's files yourself",
+                    job->run_dir);
+  if (is_moved(job, job->model))
+    return cli_fail(CLI_REFUSED,
+                    "%s %s is among the checkpoints that --force moves aside, and saving reads it: "
+                    "give another --run-dir",
+                    job->model_option, job->model);
+  return CLI_OK;
+}
+
 /* *other: the run directory has another run's files, and they may be moved aside. */
 static int check(const cli_job *job, bool *other) {
   bool checkpoints = false, metrics = false;
@@ -77,7 +108,7 @@ static int check(const cli_job *job, bool *other) {
                     job->run_dir, strerror(failed));
   *other = checkpoints || metrics;
   if (!*other || job->force)
-    return CLI_OK;
+    return *other ? check_move(job) : CLI_OK;
   if (checkpoints)
     return cli_fail(CLI_REFUSED,
                     "the run directory %s has checkpoints of another run: go on from its newest "

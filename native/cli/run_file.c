@@ -339,6 +339,7 @@ char *cli_run_file_text(const cli_job *job) {
   if (!f)
     return NULL;
   resolve(&resolved);
+  resolved.force = false; /* consent is of one command, not of the run's file */
   char stage[PS_MAX_RAMP][64];
   const char *stages[PS_MAX_RAMP];
   resolve_ramp(&resolved, stage, stages);

@@ -430,6 +430,9 @@ static int report_trace(const cli_job *job, ps_trainer *t, cli_run_result *r) {
 static void say_finished(const cli_job *job, cli_progress *p) {
   cli_progress_note(p, "all %llu steps are done, and nothing is changed",
                     (unsigned long long)job->steps);
+  if (job->checkpoints.newest)
+    cli_progress_note(p, "the run is that of %s: another training takes another --run-dir",
+                      job->checkpoints.newest);
 }
 
 /* The run of a training whose steps are all done: its model may not be saved yet. The files of the

@@ -299,6 +299,12 @@ ps_status ps__resume_check(ps_trainer *t, const ps_checkpoint *c) {
   ps_train_config settings = ps__checkpoint_settings(t);
   ps__checkpoint_info_of(t, 0, &now);
   PS_TRY(ps__model_config_read(&m, c->dir, false));
+  if (m.tied_embeddings != t->plan->model->cfg.tied_embeddings)
+    return ps__fail(PS_EINVAL,
+                    "%s has the head tied to the embedding, and %s has an lm_head.weight of its "
+                    "own, which older versions ignored: begin a new run, or give the model without "
+                    "lm_head.weight",
+                    c->dir, t->model_dir);
   if (memcmp(&m, &t->plan->model->cfg, sizeof m) != 0)
     return ps__fail(PS_EINVAL, "%s is of another model than %s: give its own model directory",
                     c->dir, t->model_dir);
@@ -336,6 +342,11 @@ ps_status ps__resume_check(ps_trainer *t, const ps_checkpoint *c) {
     PS_TRY(ps__trainer_check_tensors(t, c->state[k], c->dir, false));
   if (settings.lr_kind == PS_LR_KIND_CONSTANT) /* the schedule's length changes nothing */
     settings.total_steps = c->train.total_steps;
+  if (!c->run_id && t->plan->model->cfg.pad_token_id >= 0 && !ps__has_adapters(t))
+    ps__log(PS_LOG_WARN,
+            "%s is of an older version, which trained the embedding's row of pad_token_id %d from "
+            "the input too: the run goes on with other bits",
+            c->dir, (int)t->plan->model->cfg.pad_token_id);
   report_changes(c, ps__batch_settings, &now, &c->info);
   report_changes(c, ps__train_settings, &settings, &c->train);
   return PS_OK;

@@ -20,7 +20,8 @@ def _in_python(words: list[str]) -> bool:
 def _with_dashes(word: str) -> str:
     """The name of an option may be written with underscores."""
     name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+    is_name = word.startswith("--") and " " not in name
+    return name.replace("_", "-") + equals + value if is_name else word
 
 
 def _may_have_prompts(words) -> bool:

@@ -147,6 +147,9 @@ def run(
 ) -> int:
     """The exit code of function(). Its errors become one sentence on stderr. stopped: the sentence
     after Ctrl-C."""
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # closed: nobody reads it
+            setattr(sys, stream, open(os.devnull, "w"))
     code, message = FAILED, None
     if hasattr(sys.stdout, "reconfigure"):  # a character that stdout has not is no error
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -180,7 +180,8 @@ def _of_pair(record: dict, pair: tuple[str, str], what: str) -> list[dict]:
             raise DataError(f"{what} has no text in {name!r}")
     question, answer = (texts[name] for name in pair)
     below = texts["input"] or texts["context"]
-    turns = [*(record.get("history") or ())]
+    history = record.get("history") or []
+    turns = [*history] if isinstance(history, (list, tuple)) else [history]
     turns.append((f"{question}\n{below}" if below else question, answer))
     messages = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
     for turn in turns:

@@ -232,7 +232,7 @@ def write_shards(
     try:
         if _existing(out) != old:
             raise DataError(f"{out}: another command wrote into it meanwhile")
-        _encode_all(reader, tokenizer, bos, eos_id, targets, splitter)
+        _encode_all(reader, tokenizer, bos_ids, eos_id, targets, splitter)
         for packer in takers.values() if seq_len else ():
             packer.end()
         for w in writers.values():
@@ -283,7 +283,7 @@ def write_shards(
 
 
 def _encode_all(
-    reader: Reader, tokenizer, bos: bool, eos: int, targets: str, splitter: _Splitter
+    reader: Reader, tokenizer, bos: list[int], eos: int, targets: str, splitter: _Splitter
 ) -> None:
     literal = tokenizer.encode_special_tokens
     try:
@@ -296,19 +296,21 @@ def _encode_all(
     splitter.end()
 
 
-def _encode(batch: list[Piece], tokenizer, bos: bool, eos: int, targets: str) -> Iterator[_Encoded]:
+def _encode(
+    batch: list[Piece], tokenizer, bos: list[int], eos: int, targets: str
+) -> Iterator[_Encoded]:
     """Encode pieces, each kind at once. "<|endoftext|>" inside a text is encoded as plain
     characters. In conversations and pairs special tokens are what they are."""
     by_kind = {k: [p for p in batch if p.kind == k] for k in ("text", "pair", "chat")}
     tokenizer.encode_special_tokens = True
     fast = tokenizer.encode_batch_fast
 
-    def encode(function: Callable, texts: list[str], bos: bool = False) -> Iterator:
-        return iter(call(function, texts, add_special_tokens=bos))
+    def encode(function: Callable, texts: list[str]) -> Iterator:
+        return iter(call(function, texts, add_special_tokens=False))
 
     texts = encode(fast, [p.text for p in by_kind["text"]])
     tokenizer.encode_special_tokens = False
-    prompts = encode(fast, [p.text for p in by_kind["pair"]], bos)
+    prompts = encode(fast, [p.text for p in by_kind["pair"]])
     completions = encode(fast, [p.completion for p in by_kind["pair"]])
     chats = encode(tokenizer.encode_batch, [p.text for p in by_kind["chat"]])
     for p in batch:
@@ -316,7 +318,7 @@ def _encode(batch: list[Piece], tokenizer, bos: bool, eos: int, targets: str) ->
             ids = np.asarray(next(texts).ids, np.uint32)
             yield _Encoded(p.document, ids, np.ones(len(ids), bool), True)
         elif p.kind == "pair":
-            prompt, completion = next(prompts).ids, next(completions).ids
+            prompt, completion = [*bos, *next(prompts).ids], next(completions).ids
             ids = np.asarray([*prompt, *completion, eos], np.uint32)
             learned = np.arange(len(ids)) >= (0 if targets == "all" else len(prompt))
             yield _Encoded(p.document, ids, learned, False)

@@ -301,7 +301,7 @@ def _generate(args) -> int:
             )
     except (DeviceError, InputOutputError, OutOfMemoryError, ValueError) as e:  # nothing is printed
         raise DataError(str(e)) from e
-    with generator:
+    with generator, printed_warnings("penstock generate", args.quiet):
         tokens = generator.run(
             ids,
             max_new_tokens=args.max_new_tokens,

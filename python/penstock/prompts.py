@@ -73,6 +73,8 @@ def encode_options(words: list[str]) -> list[str]:
         chat = isinstance(prompt, Conversation)
         shown.append(text_of(prompt.messages[-1]) if chat else prompt)
         ids.append(",".join(map(str, tokens)))
+        if "\0" in shown[-1]:
+            raise DataError(f"prompt {number} has a NUL, which a command line cannot have")
         if max(len(ids[-1]), len(shown[-1].encode())) > MOST:
             raise DataError(
                 f"prompt {number} has {len(tokens):,} tokens, too many for a command line: "

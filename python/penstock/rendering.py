@@ -55,9 +55,12 @@ def _render_batch(jobs: list[tuple]) -> list[Rendered]:
     return [_render(*_in_worker, job) for job in jobs]
 
 
-def _result(future: Future) -> list[Rendered]:
+def _result(template: ChatTemplate, targets: str, sent: tuple[Future, list]) -> list[Rendered]:
+    future, jobs = sent
     try:
         return future.result()
+    except RecursionError:  # pickle takes half of the depth that json reads
+        return [_render(template, targets, job) for job in jobs]
     except OSError as e:  # a batch that was on its way to a process when that one was killed
         raise BrokenProcessPool from e
 
@@ -82,13 +85,13 @@ def render_all(
         (template.settings, targets),
     )
     try:
-        waiting = deque([pool.submit(_render_batch, first)])
+        waiting = deque([(pool.submit(_render_batch, first), first)])
         for batch in batches:
-            waiting.append(pool.submit(_render_batch, batch))
+            waiting.append((pool.submit(_render_batch, batch), batch))
             if len(waiting) >= AHEAD * processes:
-                yield from _result(waiting.popleft())
+                yield from _result(template, targets, waiting.popleft())
         while waiting:
-            yield from _result(waiting.popleft())
+            yield from _result(template, targets, waiting.popleft())
     except BrokenProcessPool as e:
         raise PenstockError(
             "a process that renders conversations was killed: see whether memory ran out"

@@ -12,13 +12,14 @@ import threading
 from collections.abc import Iterator
 
 from .files import DataError
+from .terminal import printable
 
 MAX_CHARS = 1 << 28  # the most that a template may write, or make of one text or number
 
 
 def sentence(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:400])
+    text = printable(text[:400])
     return text if len(text) <= 300 else text[:300] + "..."
 
 
@@ -63,7 +64,10 @@ def limit(seconds: float) -> Iterator[None]:
 
 def _check_product(operator: str, left, right) -> None:
     """Refuse a text or a number that would fill the memory, in one operation that no signal ends."""
-    if operator == "**" and isinstance(left, int) and isinstance(right, int):
+    if operator == "+":
+        texts = isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple))
+        size = len(left) + len(right) if texts else 0
+    elif operator == "**" and isinstance(left, int) and isinstance(right, int):
         size = left.bit_length() * max(right, 0) // 8
     else:
         factors = (len(x) if isinstance(x, (str, list, tuple)) else x for x in (left, right))
@@ -101,7 +105,7 @@ def environment(spans: list, now: datetime.datetime):
             return text
 
     class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset(["*", "**"])
+        intercepted_binops = frozenset(["*", "**", "+"])
 
         def call_binop(self, context, operator, left, right):
             _check_product(operator, left, right)
