@@ -193,7 +193,7 @@ def test_a_prediction_far_off_points_to_profile(job, tiny_model, tmp_path, facto
     for steps in (2, 3):
         done = penstock(
             "train",
-            *words(job | {"--run-dir": tmp_path / "run", "--steps": steps}),
+            *words(job | {"--run-dir": tmp_path / f"run{steps}", "--steps": steps}),
             *threads,
             env=cache,
         )
