@@ -35,14 +35,21 @@ static void *rank_main(void *arg) {
   return NULL;
 }
 
+/* Below the ports that the system gives to connections, one of which could take it meanwhile. */
 static uint32_t free_port(void) {
-  struct sockaddr_in a = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-  socklen_t bytes = sizeof a;
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  CHECK(fd >= 0 && bind(fd, (struct sockaddr *)&a, sizeof a) == 0 &&
-        getsockname(fd, (struct sockaddr *)&a, &bytes) == 0);
-  close(fd);
-  return ntohs(a.sin_port);
+  static uint32_t n;
+  for (;;) {
+    const uint32_t port = 20000 + ((uint32_t)getpid() * 97 + n++) % 12000;
+    struct sockaddr_in a = {.sin_family = AF_INET,
+                            .sin_port = htons((uint16_t)port),
+                            .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    const int fd = socket(AF_INET, SOCK_STREAM, 0);
+    CHECK(fd >= 0);
+    const bool is_free = bind(fd, (struct sockaddr *)&a, sizeof a) == 0;
+    close(fd);
+    if (is_free)
+      return port;
+  }
 }
 
 /* Each of @n ranks runs @run in a thread. They wait for each other for @wait_s. */
@@ -70,7 +77,7 @@ static void run_waiting_ranks(double wait_s, uint32_t n, void (*run)(rank *, ps_
 
 static inline void run_ranks(uint32_t n, void (*run)(rank *, ps_hosts *), ps_dtype dt,
                              uint64_t count) {
-  run_waiting_ranks(60, n, run, dt, count);
+  run_waiting_ranks(900, n, run, dt, count); /* against hanging alone */
 }
 
 #endif
