@@ -266,8 +266,10 @@ def _generate(args) -> int:
     if any(chats):
         template = ChatTemplate(folder, args.chat_template_kwargs, args.date)
     ids = encode_prompts(asked, tokenizer, folder, template)
-    added = {t.content: i for i, t in tokenizer.get_added_tokens_decoder().items()}
-    end_of_turn = template.end_of_turn(added) if template else None
+    end_of_turn = None
+    if template:
+        added = {t.content: i for i, t in tokenizer.get_added_tokens_decoder().items()}
+        end_of_turn = template.end_of_turn(added)
     texts = [Text(tokenizer, args.stop) for _ in ids]
     alone, said, ended = args.prompts is None, [], set()  # ended: by the template's end of turn
     unicode = (sys.stdout.encoding or "").lower().startswith("utf")
