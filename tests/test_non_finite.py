@@ -244,7 +244,7 @@ def test_a_damaged_model_is_named_whatever_the_options(tiny_model, tiny_shard, t
     tensors = {key: np.array(x) for key, x in load_file(damaged / "model.safetensors").items()}
     tensors[name][3] = np.inf
     save_file(tensors, damaged / "model.safetensors")
-    given, run = (damaged, tiny_shard), ("--run-dir", tmp_path / "r")
+    given, run = (damaged, tiny_shard), ("--run-dir", tmp_path / "r", "--force")
     skip = ("--non-finite", "skip", "--max-skips", 2)
     said = train(given, *run, *skip, "--steps", 9, code=1).stderr
     assert f"{name} had weights that are not finite before training: this model is damaged" in said
