@@ -95,7 +95,7 @@ def test_the_summarys_loss_is_a_mean_of_the_last_steps_and_says_of_how_many(job,
         np.mean(losses[-4:]), rel=1e-12
     )
     assert summary["loss_first"] == losses[0] and summary["loss_last"] == losses[-1]
-    text = penstock("train", *run).stdout
+    text = penstock("train", *run, "--force").stdout
     assert (
         f"{losses[0]:.4f} in the first step, {np.mean(losses[-4:]):.4f} in the last 4 (mean)"
         in text

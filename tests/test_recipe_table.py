@@ -207,7 +207,7 @@ def test_what_a_table_cannot_show_is_refused(run, tmp_path):
     old = made(tmp_path / "old", [1.0] * 4, tokens=["absent"] * 4)
     no("has lines without tokens: an older version", "--recipe-table", old)
     broken = made(tmp_path / "broken", [1.0] * 4, plan={"hardware": 7})
-    no("plan.json or summary.json lacks a part", "--recipe-table", broken)
+    no("plan.json: hardware is '7', and an object is needed", "--recipe-table", broken)
 
 
 def test_a_run_without_a_plan_has_its_measured_figures(run):
