@@ -570,6 +570,7 @@ static void ends_while_measuring(rank *r, ps_hosts *h) {
   double rate = 5;
   uint64_t room;
   CHECK(ps__hosts_known_rate(h, 0, UINT64_MAX, &rate, &room) == PS_OK);
+  pthread_barrier_wait(r->together); /* none is inside that call any more */
   if (r->rank == 1) {
     pthread_mutex_lock(&h->lock);
     for (uint32_t i = 0; i < r->n; i++)
