@@ -19,6 +19,12 @@ BUILD = ROOT / os.environ.get("PENSTOCK_BUILD", "build")
 os.environ["PENSTOCK_BUILD"] = str(BUILD)
 sys.path.insert(0, str(ROOT / "python"))
 
+# Under `make test` these are the outer make's, and a test that runs make would inherit them.
+for variable in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "BUILD", "VENV", "VENV_TEST"):
+    os.environ.pop(variable, None)
+for variable in ("CUDA", "CUDA_ARCH", "FLASH_ATTN"):
+    os.environ.pop(variable, None)
+
 # A shell that starts the tests in the background leaves them SIGINT ignored, which programs
 # inherit: the tests of Ctrl-C would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -43,13 +43,12 @@ def test_long_tests_run_only_when_asked_for(tmp_path):
 
 
 def make(*arguments, cwd=ROOT, **environment):
-    env = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "CUDA_ARCH")
-    } | environment
     return subprocess.run(
-        ["make", *map(str, arguments)], cwd=cwd, env=env, capture_output=True, text=True
+        ["make", *map(str, arguments)],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
     )
 
 
