@@ -1,10 +1,13 @@
-"""The layer order of docs/design.md, section 1, against the #include lines."""
+"""The layer order of docs/design.md, section 1, against the #include lines, and the files of native/
+that need each other in a circle, by their linker symbols."""
 
 import os
 import pathlib
 import re
+import subprocess
 
 import pytest
+from conftest import BUILD
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -36,6 +39,53 @@ ALLOWED["plan"] |= {"hosts"}  # what sums over hosts take
 ALLOWED["backends"] |= {"hosts"}  # lanes of a device for NCCL
 ALLOWED["train"] |= {"hosts", "io"}
 ALLOWED["cli"] = set()  # the public headers are all it needs
+
+# Circles that are left: each is a set of files that need one another. The list may only shrink.
+CIRCLES = {
+    "engine": """
+        engine/engine engine/run
+    """,
+    "gpus": """
+        hardware/gpus hardware/hardware
+    """,
+    "control": """
+        hosts/control hosts/door
+    """,
+    "exchange": """
+        hosts/exchange hosts/hosts hosts/net
+    """,
+    "model files": """
+        io/manifest io/model_files io/pending io/stage io/tree
+    """,
+    "attention of cpu": """
+        kernels/cpu/attention kernels/cpu/attention_cached
+    """,
+    "products of cpu": """
+        kernels/cpu/matmul kernels/cpu/matmul_rows kernels/ops
+    """,
+    "model": """
+        model/config model/config_rope model/decoder model/families/gemma model/families/granite
+        model/families/llama model/families/mistral model/families/olmo2 model/families/phi3
+        model/families/qwen model/families/smollm3 model/family model/head model/lora model/model
+    """,
+    "update": """
+        optim/update optim/update_avx2 optim/update_avx512
+    """,
+    "plan": """
+        plan/beside plan/candidates plan/evaluate plan/layouts plan/local_search plan/microbatches
+        plan/plan plan/policy plan/ramp plan/refuse plan/search plan/validation
+    """,
+    "step": """
+        step/embed step/passes step/pieces step/ring step/step step/units step/updates
+    """,
+    "trainer": """
+        train/adapter train/arrays train/checkpoint train/config train/folder train/init
+        train/params train/resume train/save train/stages train/trainer train/validate
+    """,
+    "rows": """
+        train/hooks train/hosts train/rows
+    """,
+}
 
 CUDA = re.compile(
     r"^(cuda|cublas|cudnn|nccl|nvrtc|nvtx|nvml|nvToolsExt|driver_types|cooperative_groups)", re.I
@@ -96,6 +146,55 @@ def check_own(root, path, layer, name, where):
 
 def test_no_breach():
     assert breaches(ROOT) == []
+
+
+def edges(objects):
+    """{object: the other objects that define what it needs}, by the linker's symbols."""
+    symbols = subprocess.run(
+        ["nm", "-P", "-A", *objects], capture_output=True, text=True, check=True
+    )
+    defined, needed = {}, {o: set() for o in objects}
+    for line in symbols.stdout.splitlines():
+        where, name, kind = line.split()[:3]
+        if kind in "TDBRCVW":
+            defined[name] = where.rstrip(":")
+        elif kind == "U":
+            needed[where.rstrip(":")].add(name)
+    return {o: {defined[n] for n in names if n in defined} - {o} for o, names in needed.items()}
+
+
+def circles(needs):
+    """The largest sets of two nodes or more of which each reaches each."""
+    reached = {}
+    for node in needs:
+        seen, left = set(), [node]
+        while left:
+            new = needs[left.pop()] - seen
+            seen |= new
+            left += new
+        reached[node] = seen
+    found = {frozenset(b for b in reached[a] if a in reached[b]) for a in needs if a in reached[a]}
+    return sorted(sorted(c) for c in found)
+
+
+def test_circles_of_files_are_those_left():
+    """The files of the CUDA backend apart, which not every build has."""
+    root = BUILD / "obj" / "native"
+    files = {
+        str(o): name
+        for o in sorted(root.rglob("*.o"))
+        if "/cuda/" not in (name := o.relative_to(root).with_suffix("").as_posix())
+        and (ROOT / "native" / f"{name}.c").exists()
+    }
+    assert len(files) > 100
+    needs = {files[a]: {files[b] for b in bs} for a, bs in edges(list(files)).items()}
+    there = sorted(sorted(set(c.split()) & set(needs)) for c in CIRCLES.values())
+    assert circles(needs) == there, "a new circle, or one of CIRCLES that is smaller now"
+
+
+def test_circles_are_found():
+    needs = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"f"}, "f": {"e", "a"}}
+    assert circles(needs) == [["b", "c"], ["e", "f"]]
 
 
 def test_the_step_as_a_program_uses_no_threads_clocks_or_files():

@@ -312,23 +312,6 @@ const cli_option *cli_nearest_option(const cli_option *options, const char *name
   return nearest;
 }
 
-static bool train_has(const char *name) {
-  cli_job job;
-  cli_option options[CLI_MAX_OPTIONS];
-  cli_job_init(&job);
-  cli_job_options(&job, options, true);
-  return cli_find_option(options, name) != NULL;
-}
-
-/* Options of the Python command alone, which has a tokenizer. */
-static bool is_of_text(const cli_command *c, const char *name) {
-  static const char *const of_text[] = {"prompt", "chat", "system", "stop"};
-  size_t i = 0;
-  while (i < sizeof of_text / sizeof *of_text && strcmp(name, of_text[i]) != 0)
-    i++;
-  return strncmp(c->usage, "generate ", 9) == 0 && i < sizeof of_text / sizeof *of_text;
-}
-
 /* The option that the user means by @typed, and @name, its name here if it has one. */
 static const cli_option *find_typed(const cli_command *c, const char *typed, char name[64]) {
   snprintf(name, 64, "%s", typed);
@@ -342,19 +325,9 @@ static const cli_option *find_typed(const cli_command *c, const char *typed, cha
 
 /* @name: as find_typed() gives it. */
 static int refuse_option(const cli_command *c, const char *typed, const char *name) {
-  if (is_of_text(c, name))
-    return cli_fail(CLI_REFUSED,
-                    "--%s is an option of the Python command, which has a tokenizer: run python "
-                    "-m penstock generate, or give --tokens",
-                    name);
-  if (train_has(name))
-    return cli_fail(CLI_REFUSED,
-                    "--%s is an option of penstock train, not of penstock %.*s: leave "
-                    "it out",
-                    name, (int)strcspn(c->usage, " "), c->usage);
-  const char *answer = c->job ? cli_answer(name) : NULL;
-  if (answer)
-    return cli_fail(CLI_REFUSED, "there is no option --%s: %s", typed, answer);
+  char hint[512];
+  if (c->hint(c, typed, name, hint))
+    return cli_fail(CLI_REFUSED, "%s", hint);
   const cli_option *nearest = cli_nearest_option(c->options, name);
   if (nearest)
     return cli_fail(CLI_REFUSED, "there is no option --%s: did you mean --%s?", typed,
@@ -389,31 +362,23 @@ static int parse_option(const cli_command *c, int argc, char **argv, int *i, boo
   return code;
 }
 
-/* The file of the last --config. */
-static const char *run_file_of(int argc, char **argv) {
-  static const char config[] = "--config=";
-  const char *path = NULL;
+const char *cli_help_asked(int argc, char **argv) {
   for (int i = 1; i < argc; i++)
-    if (strncmp(argv[i], config, sizeof config - 1) == 0)
-      path = argv[i] + sizeof config - 1;
-    else if (strncmp(argv[i], config, sizeof config - 2) == 0 && !argv[i][sizeof config - 2])
-      path = i + 1 < argc ? argv[i + 1] : NULL; /* a missing one is refused later */
-  return path;
+    if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0 ||
+        strcmp(argv[i], "--help-all") == 0)
+      return argv[i];
+  return NULL;
 }
 
 int cli_parse(const cli_command *c, int argc, char **argv) {
   uint32_t n_positional = 0;
   bool given[CLI_MAX_OPTIONS] = {false};
-  for (int i = 1; i < argc; i++)
-    if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0 ||
-        strcmp(argv[i], "--help-all") == 0) {
-      cli_print_help(c, strcmp(argv[i], "--help-all") == 0);
-      return -1;
-    }
-  const char *run_file = c->job ? run_file_of(argc, argv) : NULL;
-  int code = run_file ? cli_run_file_read(c, run_file) : CLI_OK;
-  if (code != CLI_OK)
-    return code;
+  const char *help = cli_help_asked(argc, argv);
+  if (help) {
+    cli_print_help(c, strcmp(help, "--help-all") == 0);
+    return -1;
+  }
+  int code = CLI_OK;
   for (int i = 1; i < argc; i++) {
     if (strncmp(argv[i], "--", 2) == 0)
       code = parse_option(c, argc, argv, &i, given);

@@ -136,7 +136,13 @@ const cli_option *cli_nearest_option(const cli_option *options, const char *name
 
 typedef struct cli_job cli_job;
 
-typedef struct cli_command {
+typedef struct cli_command cli_command;
+/* What to say of @typed, which is no option of the command. @name: it with dashes, and the synonym
+ * in its place where there is one. False: nothing but what cli_nearest_option() has. */
+typedef bool (*cli_hint_fn)(const cli_command *command, const char *typed, const char *name,
+                            char says[512]);
+
+struct cli_command {
   const char *usage; /* "train --model DIR --data SHARDS ..." */
   const char *about; /* a paragraph on what it does; lines end in a newline */
   const char *example;
@@ -144,7 +150,8 @@ typedef struct cli_command {
   const char **positional;   /* n_positional texts, all needed */
   uint32_t n_positional;
   cli_job *job; /* of a command that takes --config; else NULL */
-} cli_command;
+  cli_hint_fn hint;
+};
 
 /* Names that other trainers have for options (aliases.c). @name has dashes in place of underscores,
  * which cli_plain_name() replaces.
@@ -154,9 +161,10 @@ void cli_plain_name(char *name);
 const char *cli_synonym(const char *name);
 const char *cli_answer(const char *name);
 
-/* cli_parse() - parse @argv, after the file of --config, which @argv overrides. Returns CLI_OK,
- * CLI_REFUSED after a message, or -1 after --help or --help-all was printed. Texts point into
- * @argv and into job->run_text. The caller frees the lists of CLI_TEXTS. */
+/* cli_help_asked() - the word of @argv that asks for help; NULL: none does.
+ * cli_parse() - parse @argv. Returns CLI_OK, CLI_REFUSED after a message, or -1 after --help or
+ * --help-all was printed. Texts point into @argv. The caller frees the lists of CLI_TEXTS. */
+const char *cli_help_asked(int argc, char **argv);
 int cli_parse(const cli_command *command, int argc, char **argv);
 
 /* cli_print_help() - print the options that most people need, or all of them (help.c). */
@@ -381,6 +389,10 @@ void cli_job_free(cli_job *job);
  * and, where @training, those of a training run. Returns how many; a NULL name follows the last. */
 uint32_t cli_job_options(cli_job *job, cli_option *options, bool training);
 
+/* cli_job_hint() - a cli_hint_fn: the option is one of train, or another trainer's name has an
+ * answer. */
+bool cli_job_hint(const cli_command *command, const char *typed, const char *name, char says[512]);
+
 /* cli_lora_resolve() - set job->lora from the options and the adapter, and with LoRA the defaults
  * that differ: recipe fp32-master, adapters saved in fp32 (lora.c). Exit code. */
 int cli_lora_resolve(cli_job *job);
@@ -425,6 +437,9 @@ ps_status cli_profile_at(const cli_job *job, ps_trainer *t, uint64_t step);
  * cli_run_file_text() - the run as it was resolved, as such a file. The caller frees it; NULL when
  * memory ran out.
  * cli_run_file_write() - write the run as it was resolved: every option with the value used. */
+/* cli_job_parse() - read the file of --config, and cli_parse() @argv, which overrides it. Texts
+ * point into job->run_text too. */
+int cli_job_parse(const cli_command *command, int argc, char **argv);
 int cli_run_file_read(const cli_command *command, const char *path);
 int cli_run_file_show(const char *path);
 int cli_run_file_check(const cli_job *job);
@@ -477,6 +492,27 @@ typedef struct cli_cell {
  * under its own caps, and those of cells whose caps are no larger. So the shown speed never falls
  * where caps grow (cells.c). */
 void cli_cells_choose(cli_cell *cell, uint32_t n);
+
+/* ---- interrupts (interrupts.c) --------------------------------------------------------------- */
+/* While the model or a checkpoint is waited for, the first Ctrl-C lets it finish. The second one
+ * ends the process. */
+typedef enum cli_saves {
+  CLI_SAVES_NOTHING,
+  CLI_SAVES_MODEL,
+  CLI_SAVES_CHECKPOINT,
+  CLI_SAVES_ELSEWHERE /* this task has ended, and waits until the others have */
+} cli_saves;
+/* cli_interrupts() - how often this run was asked to stop.
+ * cli_interrupts_catch() - catch Ctrl-C, SIGTERM and SIGHUP, which end the process until
+ * cli_interrupts_written(), after which something was written.
+ * cli_interrupts_say() - print @words, borrowed for good, at the first one.
+ * cli_interrupts_cancel() - cancel @t at the second one; NULL: there is nothing to cancel. */
+int cli_interrupts(void);
+void cli_saving(cli_saves what);
+void cli_interrupts_catch(void);
+void cli_interrupts_written(void);
+void cli_interrupts_say(const char *words);
+void cli_interrupts_cancel(ps_trainer *t);
 
 /* ---- checkpoints (checkpoints.c) ------------------------------------------------------------- */
 /* cli_resume_open() - open the checkpoint that --resume means, and take from it how the batch is
@@ -568,7 +604,7 @@ int cli_sample(cli_job *job, ps_trainer *t, cli_progress *p, uint64_t step);
 void cli_samples_summary_print(FILE *out, const cli_job *job, double wall_s);
 void cli_samples_summary_json(cli_json *j, const cli_job *job, double wall_s);
 
-/* ---- training (train.c, progress.c, summary.c) ----------------------------------------------- */
+/* ---- training (train.c, loop.c, progress.c, summary.c) --------------------------------------- */
 /* cli_open_data() - the token shards of --data, checked. cli_train_config() - the job's options for
  * a trainer that reads them. */
 int cli_open_data(cli_job *job, ps_dataset **out);
@@ -579,17 +615,6 @@ void cli_print_mix(FILE *out, const ps_dataset *ds, uint64_t seq_len, uint64_t n
 void cli_print_data(FILE *out, const cli_job *job, const ps_dataset *ds);
 ps_train_config cli_train_config(const cli_job *job, ps_dataset *ds, ps_dataset *val, bool resumed);
 int cli_train_job(cli_job *job); /* all of a training after its options are parsed; exit code */
-int cli_interrupts(void);        /* how often this run was asked to stop */
-/* While the model or a checkpoint is waited for, the first Ctrl-C lets it finish. The second one
- * ends the process. */
-typedef enum cli_saves {
-  CLI_SAVES_NOTHING,
-  CLI_SAVES_MODEL,
-  CLI_SAVES_CHECKPOINT,
-  CLI_SAVES_ELSEWHERE /* this task has ended, and waits until the others have */
-} cli_saves;
-void cli_saving(cli_saves what);
-
 struct cli_progress {
   bool quiet, tty, line_open;
   uint64_t first_step;
@@ -647,6 +672,10 @@ int cli_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r);
  * which it waited for another stream (summary.c). */
 void cli_stream_fractions(cli_run_result *r, const ps_trace_event *events, uint64_t n);
 void cli_note_loss(cli_run_result *r, double loss);
+/* cli_run_steps() - train, with two steps in flight (loop.c). After Ctrl-C, or when metrics cannot
+ * be written, no further step is submitted, and those in flight are waited for, so that the model
+ * can be saved. Exit code. */
+int cli_run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics, cli_run_result *r);
 /* cli_stalls() - fill in both lists of stalls, and the throughput. Exit code. */
 int cli_stalls(cli_run_result *r, const ps_plan *plan, const ps_trace_event *events, uint64_t n);
 void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r);

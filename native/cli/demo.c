@@ -75,10 +75,11 @@ int cli_demo(int argc, char **argv) {
       .example = "penstock demo 80 20 4096 my_8B_model --data shards/",
       .options = options,
       .job = &job,
+      .hint = cli_job_hint,
       .positional = positional,
       .n_positional = 4,
   };
-  int code = cli_parse(&command, argc, argv);
+  int code = cli_job_parse(&command, argc, argv);
   if (code == CLI_OK)
     code = parse_gib(positional[0], "HOST_GIB", &job.host_mem);
   if (code == CLI_OK)

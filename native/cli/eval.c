@@ -186,8 +186,9 @@ int cli_eval(int argc, char **argv) {
       .example = "penstock eval --model trained --data validation/ --seq-len 4096",
       .options = options,
       .job = &job,
+      .hint = cli_job_hint,
   };
-  int code = cli_parse(&command, argc, argv);
+  int code = cli_job_parse(&command, argc, argv);
   if (code == CLI_OK)
     code = evaluate(&job);
   cli_job_free(&job);

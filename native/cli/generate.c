@@ -253,6 +253,21 @@ static int plan_only(generation *g) {
   return CLI_OK;
 }
 
+/* Options of the Python command alone, which has a tokenizer. */
+static bool hint_of_text(const cli_command *c, const char *typed, const char *name,
+                         char says[512]) {
+  static const char *const of_text[] = {"prompt", "chat", "system", "stop"};
+  for (size_t i = 0; i < sizeof of_text / sizeof *of_text; i++)
+    if (strcmp(name, of_text[i]) == 0) {
+      snprintf(says, 512,
+               "--%s is an option of the Python command, which has a tokenizer: run python "
+               "-m penstock generate, or give --tokens",
+               name);
+      return true;
+    }
+  return cli_job_hint(c, typed, name, says);
+}
+
 int cli_generate(int argc, char **argv) {
   generation g = {.max_new = 128, .top_p = 1, .batch = 8, .dtype = 1};
   const cli_option options[] = {
@@ -416,6 +431,7 @@ int cli_generate(int argc, char **argv) {
                "For text, run penstock generate of the Python package, which reads the tokenizer.",
       .example = "penstock generate --model my_8B_model --tokens 1,2,3 --device-mem 6GiB",
       .options = options,
+      .hint = hint_of_text,
   };
   int code = cli_parse(&command, argc, argv);
   if (code == CLI_OK)

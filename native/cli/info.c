@@ -188,6 +188,7 @@ int cli_info(int argc, char **argv) {
       .about = about,
       .example = "penstock info --model my_8B_model --data shards/ --seq-len 4096",
       .options = options,
+      .hint = cli_job_hint,
   };
   int code = cli_parse(&command, argc, argv);
   if (code == CLI_OK && config && (model || data.n || as_json))

@@ -399,6 +399,24 @@ uint32_t cli_job_options(cli_job *j, cli_option *options, bool training) {
   return n;
 }
 
+bool cli_job_hint(const cli_command *c, const char *typed, const char *name, char says[512]) {
+  cli_job job;
+  cli_option options[CLI_MAX_OPTIONS];
+  cli_job_init(&job);
+  cli_job_options(&job, options, true);
+  const char *answer = c->job ? cli_answer(name) : NULL;
+  if (cli_find_option(options, name))
+    snprintf(says, 512,
+             "--%s is an option of penstock train, not of penstock %.*s: leave "
+             "it out",
+             name, (int)strcspn(c->usage, " "), c->usage);
+  else if (answer)
+    snprintf(says, 512, "there is no option --%s: %s", typed, answer);
+  else
+    return false;
+  return true;
+}
+
 int cli_job_check(cli_job *j) {
   if (!j->model)
     return cli_fail(CLI_REFUSED,

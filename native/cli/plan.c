@@ -153,8 +153,9 @@ int cli_plan(int argc, char **argv) {
           "penstock plan --model my_8B_model --seq-len 8192 --device-mem 24GiB --host-mem 96GiB",
       .options = options,
       .job = &job,
+      .hint = cli_job_hint,
   };
-  int code = cli_parse(&command, argc, argv);
+  int code = cli_job_parse(&command, argc, argv);
   double targets = 0;
   uint32_t n_gpus[CLI_MAX_GPU_ROWS] = {1}, n_rows = 0;
   const bool other_table = job.smallest || devices.n || hosts.n || pairs.n;

@@ -64,6 +64,7 @@ int cli_profile(int argc, char **argv) {
       .about = about,
       .example = "penstock profile --seconds 20",
       .options = options,
+      .hint = cli_job_hint,
   };
   int code = cli_parse(&command, argc, argv);
   if (code != CLI_OK)

@@ -105,6 +105,24 @@ int cli_run_file_read(const cli_command *command, const char *path) {
   return st < 0 ? cli_fail(CLI_REFUSED, "%s:%s", path, error) : r.code;
 }
 
+/* The file of the last --config. */
+static const char *run_file_of(int argc, char **argv) {
+  static const char config[] = "--config=";
+  const char *path = NULL;
+  for (int i = 1; i < argc; i++)
+    if (strncmp(argv[i], config, sizeof config - 1) == 0)
+      path = argv[i] + sizeof config - 1;
+    else if (strncmp(argv[i], config, sizeof config - 2) == 0 && !argv[i][sizeof config - 2])
+      path = i + 1 < argc ? argv[i + 1] : NULL; /* a missing one is refused later */
+  return path;
+}
+
+int cli_job_parse(const cli_command *c, int argc, char **argv) {
+  const char *path = cli_help_asked(argc, argv) ? NULL : run_file_of(argc, argv);
+  const int code = path ? cli_run_file_read(c, path) : CLI_OK;
+  return code == CLI_OK ? cli_parse(c, argc, argv) : code;
+}
+
 /* ---- writing --------------------------------------------------------------------------------- */
 
 static const char first_line[] = "# A run of penstock as it was resolved: every option with the "

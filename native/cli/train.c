@@ -2,71 +2,9 @@
  * and saves. */
 #include "cli/cli.h"
 #include <errno.h>
-#include <inttypes.h>
-#include <math.h>
-#include <pthread.h>
-#include <signal.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <time.h>
-#include <unistd.h>
-
-/* ---- signals ---------------------------------------------------------------------------------
- * The first Ctrl-C lets the steps in flight or the save finish; the second stops at once. SIGTERM
- * counts as Ctrl-C. SIGHUP counts as the first Ctrl-C alone, because a closed terminal may send it
- * more than once. */
-
-static _Atomic(ps_trainer *) running; /* the trainer while it steps, else NULL */
-static atomic_bool nothing_written = true;
-static atomic_int n_interrupts;
-static atomic_int saving; /* cli_saves: it may be ended anywhere, see ps_trainer_save() */
-static const char *_Atomic first_words; /* printed at the first Ctrl-C; NULL: nothing */
-
-int cli_interrupts(void) { return atomic_load(&n_interrupts); }
-void cli_saving(cli_saves what) { atomic_store(&saving, (int)what); }
-
-static void on_interrupt(int signal_number) {
-  if (atomic_load(&nothing_written))
-    _exit(CLI_INTERRUPTED);
-  if (signal_number == SIGHUP && atomic_load(&n_interrupts))
-    return;
-  int n = atomic_fetch_add(&n_interrupts, 1) + 1;
-  const int what = atomic_load(&saving);
-  if (what) {
-    static const char *const said[][2] = {
-        {"\npenstock: the model is being saved; Ctrl-C again stops at once\n",
-         "\npenstock: stopped at once; --out has its old contents or the whole new model\n"},
-        {"\npenstock: a checkpoint is being written; Ctrl-C again stops at once\n",
-         "\npenstock: stopped at once; the checkpoints before this one are whole\n"},
-        {"\npenstock: waiting until the other tasks have ended; Ctrl-C again ends this one at "
-         "once\n",
-         "\npenstock: ended before the other tasks\n"}};
-    const char *words = said[what - 1][n > 1];
-    const ssize_t heard = write(STDERR_FILENO, words, strlen(words));
-    (void)heard; /* nobody reads stderr: nothing is lost */
-    if (n > 1)
-      _exit(CLI_INTERRUPTED);
-    return;
-  }
-  ps_trainer *t = atomic_load(&running);
-  const char *words = atomic_load(&first_words);
-  if (n == 1 && t && words && write(STDERR_FILENO, words, strlen(words)) < 0)
-    return; /* nobody reads stderr: nothing is lost */
-  if (n > 1 && t)
-    ps_trainer_cancel(t);
-}
-
-static void catch_interrupts(void) {
-  struct sigaction action = {.sa_handler = on_interrupt, .sa_flags = SA_RESTART};
-  sigemptyset(&action.sa_mask);
-  sigaction(SIGINT, &action, NULL);
-  sigaction(SIGTERM, &action, NULL);
-  struct sigaction before;
-  if (sigaction(SIGHUP, NULL, &before) == 0 && before.sa_handler != SIG_IGN) /* nohup */
-    sigaction(SIGHUP, &action, NULL);
-}
 
 /* ---- before the run -------------------------------------------------------------------------- */
 
@@ -199,193 +137,6 @@ static int open_outputs(cli_job *job, cli_progress *p, cli_run_result *r, FILE *
 
 /* ---- the run --------------------------------------------------------------------------------- */
 
-static int by_value(const void *a, const void *b) {
-  double x = *(const double *)a, y = *(const double *)b;
-  return (x > y) - (x < y);
-}
-
-/* The median time of the steps after the warm-up; of all steps where there are no more. */
-static double median_step(double *step_s, uint64_t n) {
-  uint64_t skip = n > CLI_WARMUP_STEPS ? CLI_WARMUP_STEPS : 0, left = n - skip;
-  if (!left)
-    return 0;
-  qsort(step_s + skip, left, sizeof *step_s, by_value);
-  return left % 2 ? step_s[skip + left / 2]
-                  : (step_s[skip + left / 2 - 1] + step_s[skip + left / 2]) / 2;
-}
-
-static void note_step(cli_run_result *r, const ps_step_metrics *m, double *step_s) {
-  cli_note_loss(r, m->loss);
-  step_s[r->n_done++] = m->step_s;
-  r->tokens += m->tokens;
-  r->n_skipped = m->n_skipped;
-  r->predicted_step_s = m->predicted_step_s;
-  r->device_peak_bytes = m->device_peak_bytes;
-  r->host_peak_bytes = m->host_peak_bytes;
-}
-
-/* Prints once where each stream stands, when no step has ended for ten times the predicted step
- * time, or for 30 s if that is longer. */
-typedef struct watchdog {
-  ps_trainer *t;
-  double patience_s;
-  _Atomic uint64_t n_done;
-  _Atomic bool over, paused; /* paused: while a checkpoint is written */
-  pthread_t thread;
-} watchdog;
-
-static void *watch_steps(void *arg) {
-  watchdog *w = arg;
-  uint64_t n = 0;
-  double since = cli_now_s();
-  while (!atomic_load(&w->over)) {
-    char text[2048];
-    nanosleep(&(struct timespec){.tv_nsec = 100000000}, NULL);
-    if (atomic_load(&w->n_done) != n || atomic_load(&w->paused)) {
-      n = atomic_load(&w->n_done);
-      since = cli_now_s();
-    }
-    if (cli_now_s() - since < w->patience_s)
-      continue;
-    ps_trainer_where(w->t, text, sizeof text);
-    fprintf(stderr, "penstock: no step has ended for %.0f s; the streams:\n%s\n", w->patience_s,
-            text);
-    break;
-  }
-  return NULL;
-}
-
-static bool watch_begin(watchdog *w, ps_trainer *t, const cli_job *job) {
-  const double s = 10 * job->report.step_s;
-  *w = (watchdog){.t = t, .patience_s = s < 30 ? 30 : s};
-  return pthread_create(&w->thread, NULL, watch_steps, w) == 0;
-}
-
-static void watch_end(watchdog *w) {
-  atomic_store(&w->over, true);
-  pthread_join(w->thread, NULL);
-}
-
-/* Submits up to @most steps in all. A checkpoint is begun between its last step and the next.
- * @noted: the last step that metrics.jsonl has. */
-static ps_status submit_steps(cli_job *job, ps_trainer *t, cli_progress *p, uint64_t *submitted,
-                              uint64_t noted, uint64_t most) {
-  ps_status st = PS_OK;
-  while (st == PS_OK && *submitted < most) {
-    const uint64_t step = job->first_step + *submitted,
-                   n = cli_checkpoint_room(job, step, noted, most - *submitted);
-    if (n == 0)
-      break;
-    st = ps_trainer_submit(t, n);
-    *submitted += n;
-    if (st == PS_OK)
-      cli_checkpoint_due(job, t, p, step + n, false);
-  }
-  return st;
-}
-
-/* How many steps of @n may be submitted in all, after @n_done: two are in flight, but none is where
- * a validation or samples come, or where a profiler begins or ends its recording. */
-static uint64_t submit_limit(const cli_job *job, uint64_t n_done, uint64_t n) {
-  const uint64_t step = job->first_step + n_done, ahead = n - n_done < 2 ? n : n_done + 2,
-                 stop[] = {cli_val_next(job, step), cli_samples_next(job, step),
-                           cli_profile_next(job, step)};
-  uint64_t most = job->first_step + ahead;
-  for (size_t i = 0; i < sizeof stop / sizeof *stop; i++)
-    most = stop[i] < most ? stop[i] : most;
-  return most - job->first_step;
-}
-
-/* What comes after step @step, while no step is in flight. @v: NULL where no validation does. */
-static int between_steps(cli_job *job, ps_trainer *t, cli_progress *p, watchdog *dog,
-                         cli_run_result *r, uint64_t step, ps_validation *v) {
-  atomic_store(&dog->paused, true);
-  int code = v ? cli_validate(t, p, r, step, v) : CLI_OK;
-  if (code == CLI_OK && cli_samples_due(job, step))
-    code = cli_sample(job, t, p, step);
-  atomic_store(&dog->paused, false);
-  return code;
-}
-
-/* Trains, with two steps in flight. After Ctrl-C, or when metrics cannot be written, no further
- * step is submitted, and those in flight are waited for, so that the model can be saved. */
-static int run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics,
-                     cli_run_result *r) {
-  const uint64_t n_steps = job->steps - job->first_step;
-  uint64_t end = n_steps; /* the steps that are to run: fewer where another host's task stops */
-  double *step_s = calloc(n_steps + 1, sizeof *step_s);
-  if (!step_s)
-    return cli_fail(CLI_FAILED, "out of memory for the times of %llu steps",
-                    (unsigned long long)n_steps);
-  int code = CLI_OK;
-  uint64_t submitted = 0;
-  watchdog dog = {0};
-  cli_step s = {0};
-  const bool watched = watch_begin(&dog, t, job);
-  for (;;) {
-    r->interrupted = r->interrupted || atomic_load(&n_interrupts);
-    const bool stops = r->interrupted || code != CLI_OK;
-    if (stops && job->hosts)
-      ps_trainer_ask_stop(t);
-    ps_status st = PS_OK;
-    if (r->n_done == submitted)
-      st = cli_profile_at(job, t, job->first_step + r->n_done);
-    if (st == PS_OK)
-      st = submit_steps(job, t, p, &submitted, job->first_step + r->n_done,
-                        stops && !job->hosts ? 0 : submit_limit(job, r->n_done, end));
-    atomic_store(&dog.paused, ps_trainer_checkpoint_running(t) != 0);
-    if (st == PS_OK && r->n_done == submitted)
-      break;
-    ps_step_metrics m = {0};
-    if (st == PS_OK)
-      st = ps_trainer_wait(t, &m);
-    if (st != PS_OK) {
-      cli_progress_end(p);
-      r->failed = true;
-      r->interrupted = r->interrupted || st == PS_ECANCELLED;
-      code = st == PS_ECANCELLED ? CLI_INTERRUPTED : cli_fail_status(st, false);
-      break;
-    }
-    m.loss = isnan(m.loss) ? NAN : m.loss; /* without a sign, which printf() would show */
-    note_step(r, &m, step_s);
-    if (m.stop && end > r->n_done + 1) {
-      end = r->n_done + 1; /* which all tasks know at the same step, and may have submitted */
-      r->interrupted = true;
-      if (m.stop - 1 != job->task.rank)
-        cli_progress_note(p, "rank %llu asked to stop: the last step is %llu",
-                          (unsigned long long)m.stop - 1,
-                          (unsigned long long)(job->first_step + end));
-    }
-    atomic_fetch_add(&dog.n_done, 1);
-    cli_step_note(&s, job, &m, cli_now_s() - p->started_s, r->n_done);
-    cli_progress_step(p, &m, &s);
-    ps_validation v;
-    const uint64_t step = job->first_step + r->n_done;
-    const bool due = code == CLI_OK && cli_val_due(job, step);
-    const uint64_t before = r->n_validations;
-    const int between =
-        code == CLI_OK ? between_steps(job, t, p, &dog, r, step, due ? &v : NULL) : CLI_OK;
-    if (code == CLI_OK && metrics)
-      code = cli_metrics_write(job, metrics, r->metrics_path, &m, &s,
-                               r->n_validations > before ? &v : NULL);
-    code = code == CLI_OK ? between : code;
-    cli_checkpoint_end(job, t, p, false);
-  }
-  if (watched)
-    watch_end(&dog);
-  job->checkpoints.run_over = true;
-  if (code == CLI_OK && r->interrupted && r->n_done)
-    cli_checkpoint_due(job, t, p, job->first_step + r->n_done, true);
-  cli_checkpoint_end(job, t, p, true);
-  cli_progress_end(p);
-  /* The second Ctrl-C may come after the last step. It then skips what follows, the save too. */
-  if (code == CLI_INTERRUPTED || (code == CLI_OK && atomic_load(&n_interrupts) > 1))
-    code = cli_fail(CLI_INTERRUPTED, "stopped at once; nothing is saved");
-  r->step_s_median = median_step(step_s, r->n_done);
-  free(step_s);
-  return code;
-}
-
 /* Writes timeline.json: the events, and what of both arenas they used. */
 static ps_status write_timeline(const cli_job *job, const cli_run_result *r,
                                 const ps_trace_event *events, uint64_t n) {
@@ -439,7 +190,7 @@ static void say_finished(const cli_job *job, cli_progress *p) {
  * run stay as they are. */
 static int save_alone(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r) {
   int code = CLI_OK;
-  atomic_store(&running, NULL);
+  cli_interrupts_cancel(NULL);
   if (!job->out || is_finished(job))
     say_finished(job, p);
   else {
@@ -466,10 +217,10 @@ static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_re
              "\npenstock: stopping after the steps in flight (%s a step predicted)%s; Ctrl-C again "
              "stops at once\n",
              cli_duration(step, job->report.step_s), job->out ? ", then saving" : "");
-    atomic_store(&first_words, words);
+    cli_interrupts_say(words);
   }
-  atomic_store(&nothing_written, false);
-  atomic_store(&running, t);
+  cli_interrupts_written();
+  cli_interrupts_cancel(t);
   const bool writes = job->task.rank == 0;
   int code = writes ? open_outputs(job, p, r, &metrics, lock) : CLI_OK;
   if (code != CLI_OK)
@@ -478,8 +229,8 @@ static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_re
     return save_alone(job, t, p, r);
   double started = p->started_s = cli_now_s();
   job->checkpoints.due_s = started + job->checkpoint_every.seconds;
-  code = run_steps(job, t, p, metrics, r);
-  atomic_store(&running, NULL);
+  code = cli_run_steps(job, t, p, metrics, r);
+  cli_interrupts_cancel(NULL);
   r->wall_s = cli_now_s() - started;
   if (metrics && fclose(metrics) != 0 && code == CLI_OK)
     code = cli_fail(CLI_FAILED, "%s cannot be written: %s", r->metrics_path, strerror(errno));
@@ -553,7 +304,7 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     code = check_outputs(job);
   if (code == CLI_OK && first)
     code = cli_run_lock(job->run_dir, false, lock);
-  catch_interrupts();
+  cli_interrupts_catch();
   if (code == CLI_OK)
     code = cli_open_data(job, &ds);
   if (code == CLI_OK && job->resume) {
@@ -688,8 +439,9 @@ int cli_train(int argc, char **argv) {
                  "--lr 2e-5 --lr-schedule cosine --warmup-steps 50 --out trained",
       .options = options,
       .job = &job,
+      .hint = cli_job_hint,
   };
-  int code = cli_parse(&command, argc, argv);
+  int code = cli_job_parse(&command, argc, argv);
   if (code == CLI_OK)
     code = cli_task_read(&job.task);
   if (code == CLI_OK)
