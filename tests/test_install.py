@@ -12,7 +12,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from conftest import BUILD
+from conftest import BUILD, gpu_missing
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,16 +73,50 @@ def environment(tmp_path_factory):
     return python, packages, env, folder
 
 
-def test_the_c_program_of_the_docs_links_and_runs(tmp_path):
-    page = (ROOT / "docs/build.md").read_text()
-    (compile_it,) = [line for line in page.splitlines() if line.startswith("gcc -Iinclude")]
-    program = tmp_path / "add_one"
-    compile_it = compile_it.replace("-o add_one", f"-o {program}")
-    compile_it = compile_it.replace("$PWD/build/", f"{BUILD}/").replace("-Lbuild/", f"-L{BUILD}/")
-    done = subprocess.run(compile_it, shell=True, cwd=ROOT, capture_output=True, text=True)
+def compiled(command, program):
+    """Compile a C program against the library of this build, and run it."""
+    command = command.replace("$PWD/build/", f"{BUILD}/").replace("-Lbuild/", f"-L{BUILD}/")
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "", done.stderr
-    done = subprocess.run([program], capture_output=True, text=True)
+    return subprocess.run([program], capture_output=True, text=True)
+
+
+def page_commands(compiler):
+    page = (ROOT / "docs/own-kernel.md").read_text().replace("\\\n", "")
+    return [line for line in page.splitlines() if line.startswith(compiler)]
+
+
+def test_the_program_at_the_head_of_engine_h_links_and_runs(tmp_path):
+    manual = (ROOT / "include/penstock/engine.h").read_text()
+    example = manual.split(" * Example:")[1].split(" * Memory:")[0].splitlines()
+    source, program = tmp_path / "example.c", tmp_path / "example"
+    source.write_text("\n".join(line[5:] for line in example if line.startswith(" *   ")))
+    done = compiled(
+        f"gcc -Wall -Wextra -Iinclude {source} -o {program} -Lbuild/lib -lpenstock"
+        ' -Wl,-rpath,"$PWD/build/lib"',
+        program,
+    )
     assert (done.returncode, done.stdout) == (0, "10\n"), done.stderr
+
+
+def test_the_kernel_of_the_docs_links_and_runs_on_cpus(tmp_path):
+    (command,) = page_commands("gcc")
+    program = tmp_path / "stream_array"
+    done = compiled(command.replace("-o stream_array", f"-Wall -o {program}"), program)
+    assert (done.returncode, done.stdout) == (0, "10 steps, 0 elements wrong\n"), done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc here")
+def test_the_kernel_of_the_docs_is_compiled_for_a_gpu(tmp_path):
+    (command,) = page_commands("nvcc")
+    program = tmp_path / "stream_array"
+    command = command.replace("-o stream_array_cuda", f"-o {program}").replace("native", "sm_90")
+    done = compiled(command, program)
+    why = gpu_missing()
+    if why:
+        assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1, done
+        pytest.skip(f"compiled, not run: {why}")
+    assert (done.returncode, done.stdout) == (0, "10 steps, 0 elements wrong\n"), done.stderr
 
 
 def test_the_installed_package_runs_from_another_folder(environment):

@@ -483,7 +483,8 @@ def test_a_live_frame_fits_the_terminal_and_has_the_figures(run, width, height):
 def test_the_reports_charts_share_margins_and_steps_and_name_their_lines(run, monkeypatch):
     from matplotlib import pyplot
 
-    put(run, [row | {"host_peak_bytes": 7 << 20} for row in rows_of(run)])  # the tests' process has more
+    # what this process took beside the arena depends on the tests before
+    put(run, [row | {"host_peak_bytes": 7 << 20} for row in rows_of(run)])
     close, axes = pyplot.close, []
     monkeypatch.setattr(pyplot, "close", lambda figure: (axes.extend(figure.axes), close(figure)))
     assert command("report", run).returncode == 0

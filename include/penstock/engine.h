@@ -24,6 +24,82 @@
  * space lies at a place, a stream runs at a place, and a LINK leads from one place to another. The
  * configuration says how many there are of each, and what each is.
  *
+ * Example: an array goes to the device, 1 is added to it there, and it comes back, ten times.
+ * "docs/own-kernel.md" goes on from here to kernels on a GPU.
+ *
+ *   #include <penstock/engine.h>
+ *   #include <stdio.h>
+ *
+ *   enum { DEVICE, HOST };      // places, and the space at each
+ *   enum { COMPUTE, UP, DOWN }; // streams
+ *   enum { N = 1024, BYTES = 4 * N };
+ *
+ *   static ps_status add_one(const ps_launch *l) { // ptr[i] is the address of the op's access i
+ *     float *x = l->ptr[0];
+ *     for (int i = 0; i < N; i++)
+ *       x[i] += 1;
+ *     return PS_OK;
+ *   }
+ *   static const ps_kernel kernel = {.name = "add_one", .fn = {[PS_BACKEND_CPU] = add_one}};
+ *
+ *   int main(void) {
+ *     const ps_access up[] = {{HOST, PS_READ, 0, BYTES}, {DEVICE, PS_WRITE, 0, BYTES}};
+ *     const ps_access x = {DEVICE, PS_READ_WRITE, 0, BYTES};
+ *     const ps_access down[] = {{DEVICE, PS_READ, 0, BYTES}, {HOST, PS_WRITE, 0, BYTES}};
+ *     const ps_op op[] = {{.stream = UP, .access = up, .n_access = 2}, // no kernel: a copy
+ *                         {.kernel = &kernel, .stream = COMPUTE, .access = &x, .n_access = 1},
+ *                         {.stream = DOWN, .access = down, .n_access = 2}};
+ *     const ps_engine_config machine = {
+ *         .struct_bytes = sizeof machine, .n_places = 2, .n_links = 2, .n_spaces = 2,
+ *         .n_streams = 3,
+ *         .place = {[DEVICE] = {.kind = PS_PLACE_DEVICE}, [HOST] = {.kind = PS_PLACE_HOST}},
+ *         .link = {{.from = HOST, .to = DEVICE, .stream = UP},
+ *                  {.from = DEVICE, .to = HOST, .stream = DOWN}},
+ *         .space = {[DEVICE] = {.bytes = BYTES, .place = DEVICE},
+ *                   [HOST] = {.bytes = BYTES, .place = HOST}},
+ *         .stream = {[COMPUTE] = {.place = DEVICE, .n_threads = 1, .name = "compute"},
+ *                    [UP] = {.place = DEVICE, .n_threads = 1, .name = "up"},
+ *                    [DOWN] = {.place = DEVICE, .n_threads = 1, .name = "down"}}};
+ *     const ps_run_config how = {.struct_bytes = sizeof how};
+ *     ps_program *program = NULL;
+ *     ps_schedule *schedule = NULL;
+ *     ps_engine *engine = NULL;
+ *     ps_run *run = NULL;
+ *     ps_status st = ps_program_create(&program, 2, 3);
+ *     for (int i = 0; st == PS_OK && i < 3; i++)
+ *       st = ps_program_add(program, &op[i], NULL);
+ *     if (st == PS_OK)
+ *       st = ps_schedule_compile(&schedule, program);
+ *     if (st == PS_OK)
+ *       st = ps_engine_create(&engine, &machine);
+ *     if (st == PS_OK)
+ *       st = ps_run_create(&run, engine, schedule, &how);
+ *     if (st == PS_OK)
+ *       st = ps_run_submit(run, 10); // the program, ten times
+ *     if (st == PS_OK)
+ *       st = ps_run_wait(run, 10);
+ *     if (st == PS_OK)
+ *       printf("%g\n", ((float *)ps_engine_space(engine, HOST))[0]); // 10
+ *     else
+ *       fprintf(stderr, "%s\n", ps_last_error());
+ *     ps_run_destroy(run);
+ *     ps_engine_close(engine);
+ *     ps_schedule_destroy(schedule);
+ *     ps_program_destroy(program);
+ *     return st != PS_OK;
+ *   }
+ *
+ * Memory: all bytes of a space are zero when its engine has been created, and keep their values
+ * from step to step and from run to run. So what a program needs at its start is written to a host
+ * space through ps_engine_space() before the first step, and its first ops copy it up. What is to
+ * be copied up once, and not in each step, is a program of its own, whose run comes first. A space
+ * begins at a multiple of 4,096 bytes on hosts and of 256 on GPUs; what an op needs to be aligned
+ * beyond that is its program's to choose, by offsets.
+ *
+ * Steps in flight: any number of steps may be submitted. An op of a step begins when its hazards
+ * allow, whatever other streams do; so a stream that nothing orders after another may be many steps
+ * ahead of it. One that is read and written in turn is at most a step ahead.
+ *
  * Threads: distinct objects are independent. One thread at a time uses an object, except where a
  * function says otherwise. An object is destroyed when no thread is inside a call on it.
  * Processes: engines, runs and trainers have threads and belong to the process that made them. The
@@ -48,6 +124,7 @@ enum {
   PS_NAME_BYTES = 32
 };
 
+struct CUstream_st; /* of the CUDA headers: *cudaStream_t */
 typedef struct ps_engine ps_engine;
 typedef struct ps_program ps_program;
 typedef struct ps_schedule ps_schedule;
@@ -66,17 +143,45 @@ typedef struct ps_access {
   uint64_t bytes;
 } ps_access;
 
-/* What a kernel gets when it runs. Everything is borrowed for the call. */
+/* By which of a kernel's functions an op runs. Streams of a host run PS_BACKEND_CPU's; those of a
+ * device run what its place says. */
+enum { PS_BACKEND_CPU = 0, PS_BACKEND_CUDA = 1, PS_N_BACKENDS = 2 };
+
+/* What a kernel gets when it runs. Everything is borrowed for the call; what the kernel queues on a
+ * CUDA stream may use the addresses until the op is done there. */
 typedef struct ps_launch {
   const void *args; /* the op's argument block, as ps_program_add() copied it */
-  void *const *ptr; /* [n_ptr]: the address of each access, in their order */
+  /* [n_ptr]: the address of each access, in their order. Of a GPU's space it is a device address */
+  void *const *ptr;
   uint32_t n_ptr;
   uint32_t stream;
-  uint64_t step; /* 0 for the run's first step, as in traces; messages count from 1 */
-  uint64_t op;   /* index of the op in program order */
-  /* where to run, the backend's own: a ps__cpu_exec (threads and scratch) or a ps__cuda_exec */
-  void *exec;
+  uint64_t step;    /* 0 for the run's first step, as in traces; messages count from 1 */
+  uint64_t op;      /* index of the op in program order */
+  uint32_t backend; /* PS_BACKEND_*: whose function of the kernel this call is */
+  uint32_t reserved;
+  void *exec; /* opaque: for the functions below */
 } ps_launch;
+
+/* What a kernel may use of the stream that runs it, inside its own call alone. */
+/* Threads of the stream, >= 1: ps_stream_config.n_threads. On a CUDA stream 1. */
+PS_API uint32_t ps_launch_n_threads(const ps_launch *launch);
+/* ps_launch_parallel() - call @task(@arg, i, thread) once for each i in 0..@n_tasks-1, on the
+ * stream's threads; returns when all are done. Threads take tasks in any order: a result must not
+ * depend on @thread, 0..ps_launch_n_threads()-1, which chooses scratch. No task may call this
+ * function. On a CUDA stream all tasks run on the calling thread. */
+typedef void (*ps_task_fn)(void *arg, int64_t task, uint32_t thread);
+PS_API void ps_launch_parallel(const ps_launch *launch, int64_t n_tasks, ps_task_fn task,
+                               void *arg);
+/* ps_launch_scratch() - scratch memory of the stream's @thread, undefined at first, for this op
+ * alone. On a CUDA stream it is device memory that all threads' scratch makes together, for thread
+ * 0, aligned to 256 bytes; else host memory aligned to 64.
+ * @bytes  gets its BYTES, at least ps_stream_config.scratch_bytes; may be NULL.
+ * NULL and 0 bytes: the stream has none, or no such thread. */
+PS_API void *ps_launch_scratch(const ps_launch *launch, uint32_t thread, uint64_t *bytes);
+/* ps_launch_cuda_stream() - the cudaStream_t (CUstream) to queue the kernel's work on; NULL on
+ * streams that are not CUDA's. The primary context of the stream's GPU is current. The kernel does
+ * not wait for the stream, and queues nothing elsewhere. */
+PS_API struct CUstream_st *ps_launch_cuda_stream(const ps_launch *launch);
 
 /* Runs an op, on a thread of the engine. On host streams and on the CPU backend it returns when the
  * work is done; on a CUDA stream it queues the work and returns. A negative status stops the run,
@@ -112,7 +217,6 @@ PS_API ps_engine *ps_op_engine(void);
 /* A kernel: one const object for each, shared by every op that runs it. A NULL kernel in ps_op
  * means a copy: access 0 is read, access 1 of the same length is written, by the backend's own
  * copy function. */
-enum { PS_BACKEND_CPU = 0, PS_BACKEND_CUDA = 1, PS_N_BACKENDS = 2 };
 typedef struct ps_kernel {
   const char *name;
   uint32_t op_class; /* ps_op_class */

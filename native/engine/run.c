@@ -313,6 +313,7 @@ static ps_status copy_or_call(const ps_run *r, const ps__resolved *s, uint64_t s
                  .stream = s->stream,
                  .step = step,
                  .op = s->op,
+                 .backend = ps__stream_place(&e->cfg, s->stream)->backend,
                  .exec = s->exec};
   ps__clear_error(); /* an earlier op's is not this one's */
   return s->fn(&l);

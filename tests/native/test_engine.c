@@ -547,10 +547,61 @@ static void test_pause(void) {
   CHECK(ps_schedule_destroy(sa) == PS_OK && ps_schedule_destroy(sb) == PS_OK);
 }
 
+/* ---- what a kernel asks of its stream -------------------------------------------------------- */
+
+enum { ASKED_TASKS = 64 };
+typedef struct asked {
+  _Atomic int64_t done[ASKED_TASKS];
+  _Atomic uint32_t threads; /* bits */
+  char *scratch[3];
+} asked;
+static void asked_task(void *arg, int64_t task, uint32_t thread) {
+  asked *a = arg;
+  atomic_fetch_add(&a->done[task], 1);
+  atomic_fetch_or(&a->threads, 1u << thread);
+  memset(a->scratch[thread], (int)thread, 100);
+}
+static ps_status ask(const ps_launch *l) {
+  asked *a = *(asked *const *)l->args;
+  uint64_t bytes = 1;
+  CHECK(ps_launch_n_threads(l) == 3 && !ps_launch_cuda_stream(l));
+  CHECK(!ps_launch_scratch(l, 3, &bytes) && bytes == 0);
+  for (uint32_t t = 0; t < 3; t++) {
+    a->scratch[t] = ps_launch_scratch(l, t, &bytes);
+    CHECK(a->scratch[t] && (uintptr_t)a->scratch[t] % 64 == 0 && bytes >= 100);
+    CHECK(t == 0 || (uint64_t)(a->scratch[t] - a->scratch[t - 1]) >= bytes);
+  }
+  ps_launch_parallel(l, ASKED_TASKS, asked_task, a);
+  return PS_OK;
+}
+static const ps_kernel k_ask = {.name = "ask", .op_class = PS_CLASS_OTHER, .fn = {ask}};
+
+static void test_threads_and_scratch_of_a_kernel(void) {
+  asked a = {.threads = 0}, *args = &a;
+  ps_engine_config cfg = config(1, 4096);
+  cfg.stream[0].n_threads = 3;
+  ps_engine *e;
+  ps_program *p;
+  ps_schedule *s;
+  ps_run *r;
+  const ps_run_config how = run_config(0);
+  CHECK(ps_engine_create(&e, &cfg) == PS_OK && ps_program_create(&p, 2, 1) == PS_OK);
+  add(p, &k_ask, 0, &args, sizeof args, at(0, PS_WRITE, 0));
+  CHECK(ps_schedule_compile(&s, p) == PS_OK && ps_run_create(&r, e, s, &how) == PS_OK);
+  CHECK(ps_run_submit(r, 2) == PS_OK && ps_run_wait(r, 2) == PS_OK);
+  for (int i = 0; i < ASKED_TASKS; i++)
+    CHECK(atomic_load(&a.done[i]) == 2);
+  CHECK(atomic_load(&a.threads) && atomic_load(&a.threads) < 8);
+  CHECK(ps_run_destroy(r) == PS_OK && ps_engine_close(e) == PS_OK);
+  CHECK(ps_schedule_destroy(s) == PS_OK);
+  ps_program_destroy(p);
+}
+
 int main(void) {
   int64_t before = ps__live_allocations();
   test_program_checks();
   test_engine_checks();
+  test_threads_and_scratch_of_a_kernel();
   test_run_checks();
   test_launch();
   test_empty();

@@ -76,6 +76,7 @@ static ps_launch launch_of(ps__device *dev, const ps_schedule *s, uint32_t idx, 
                      .n_ptr = op->n_access,
                      .stream = op->stream,
                      .op = idx,
+                     .backend = PS_BACKEND_CUDA,
                      .exec = &dev->stream[op->stream].exec};
 }
 
