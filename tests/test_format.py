@@ -40,11 +40,11 @@ def test_c_cuda_and_cpp_sources_are_formatted():
     assert done.returncode == 0, "make format lays them out:\n" + done.stderr[:2000]
 
 
-def test_no_line_of_c_is_longer_than_100_columns():
+def test_no_line_of_c_or_of_a_makefile_is_longer_than_100_columns():
     """clang-format leaves comments and strings that are too long as they are."""
     long = [
         f"{name}:{number}: {len(line)} columns"
-        for name in sources(".c", ".h", ".cu", ".cuh", ".cpp")
+        for name in sources(".c", ".h", ".cu", ".cuh", ".cpp", "Makefile", ".mk")
         for number, line in enumerate((ROOT / name).read_text().splitlines(), 1)
         if len(line) > 100
     ]
