@@ -162,6 +162,39 @@ void ps__emit_copy(ps__builder *b, uint32_t stream, ps__vaccess from, ps__vacces
   emit(b, NULL, stream, NULL, 0, access, 2, (ps_work){.bytes = (double)from.bytes}, tag);
 }
 
+uint32_t ps__bring(ps__builder *b, uint32_t host, ps_tag tag) {
+  const ps__vaccess from = ps__whole(b, host, PS_READ);
+  const uint32_t vt = ps__vt_new(b, b->on->at.place, from.bytes);
+  ps__emit_copy(b, b->on->at.to_device, from, ps__whole(b, vt, PS_WRITE), tag);
+  return vt;
+}
+
+const ps__chunk *ps__chunk_of(const ps__builder *b, uint32_t c) {
+  return &b->s->layout->chunk[b->in->round->first_chunk + c];
+}
+
+ps_tag ps__unit_tag(const ps__builder *b, uint32_t unit, int phase) {
+  const ps_model *m = b->s->model;
+  const uint32_t layer = m->unit[unit].layer, place = unit - m->layer[layer].first_unit;
+  return (ps_tag){.layer = (int32_t)layer,
+                  .round = (int32_t)b->in->round_idx,
+                  .chunk = -1 - (int32_t)place,
+                  .phase = phase};
+}
+
+uint32_t ps__sum_mode_of(const ps__builder *b, uint32_t unit, uint32_t i) {
+  return ps__sum_mode(i, ps__n_contributions(b, unit),
+                      ps__unit_contributions(b->s->model, &b->s->of_step, unit),
+                      b->s->recipe->grad);
+}
+
+bool ps__contribution_begins(const ps__builder *b, uint32_t c) {
+  return (b->in->round->n_chunks - 1 - c) % b->s->sums.additions == 0;
+}
+bool ps__contribution_ends(const ps__builder *b, uint32_t c) {
+  return c == 0 || ps__contribution_begins(b, c - 1);
+}
+
 /* ---- host ops: the kernel calls the hook of the plan, which the trainer sets
  * ------------------- */
 static ps_status run_hook(const ps_launch *l) {

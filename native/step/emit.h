@@ -1,5 +1,5 @@
-/* emit.h - the step builder's own parts: emitting ops and tensors, parameters on their way to the
- * device, gradients on their way to the host. */
+/* emit.h - the step builder's own parts. Each part names those below it alone, in the order of the
+ * files: emit; batch, ring, updates; totals; pieces; grads; passes; embed; units; step. */
 #ifndef PS_STEP_EMIT_H
 #define PS_STEP_EMIT_H
 #include "step/step.h"
@@ -206,18 +206,23 @@ void ps__emit_copy(ps__builder *b, uint32_t stream, ps__vaccess from, ps__vacces
 void ps__emit_hook(ps__builder *b, ps__hook what, uint32_t unit, uint32_t stream,
                    const ps__vaccess *access, uint32_t n_access, ps_work work, ps_tag tag);
 
-/* ---- parameters and gradients (units.c) ------------------------------------------------------ */
+/* ps__bring() - a new device tensor, and the copy of host tensor @host to it. */
+uint32_t ps__bring(ps__builder *b, uint32_t host, ps_tag tag);
+
+/* ---- where the builder is -------------------------------------------------------------------- */
+/* ps__chunk_of() - chunk @c of the running round. */
+const ps__chunk *ps__chunk_of(const ps__builder *b, uint32_t c);
 /* ps__unit_tag() - the tag of an op that is about unit @unit: its layer; chunk -1 for the layer's
  * first unit, -2 for its second, and so on. */
 ps_tag ps__unit_tag(const ps__builder *b, uint32_t unit, int phase);
-/* ps__units_init() - the units' host and device-resident tensors, the layer passes of each device.
- * Errors: PS_ENOMEM. */
-ps_status ps__units_init(ps__builder *b);
-/* ps__fetch_ahead() - issue the copies for this layer pass of all devices that have it, and for
- * those within the prefetch distance. ps__pass_done() - free the parameters that no later pass was
- * fetched for. */
-void ps__fetch_ahead(ps__builder *b, uint32_t pass_idx);
-void ps__pass_done(ps__builder *b, uint32_t pass_idx);
+/* ps__unit_bytes() - BYTES of the unit's elements in this type. */
+static inline uint64_t ps__unit_bytes(const ps__builder *b, uint32_t unit, ps_dtype dtype) {
+  return b->s->unit_host[unit].n * ps_dtype_bytes(dtype);
+}
+/* ps__n_contributions() - that the unit's total has in the step. */
+static inline uint32_t ps__n_contributions(const ps__builder *b, uint32_t unit) {
+  return ps__unit_contributions(b->s->model, &b->s->sums, unit);
+}
 /* Backward, the chunks of a round pass from the last one down to chunk 0. Whether chunk @c is the
  * first of a contribution, the last of one. */
 bool ps__contribution_begins(const ps__builder *b, uint32_t c);
@@ -228,6 +233,27 @@ uint32_t ps__sum_mode_of(const ps__builder *b, uint32_t unit, uint32_t i);
 static inline uint32_t ps__low_access(uint32_t mode) {
   return (mode & PS_LOW_READ ? PS_READ : 0) | (mode & PS_LOW_WRITE ? PS_WRITE : 0);
 }
+
+/* ---- the batch (batch.c) --------------------------------------------------------------------- */
+/* ps__make_batch() - the host's tensors of the batch and of what a step reports; the ops that load
+ * it.
+ * ps__copy_batch() - the round's parts of the batch are copied to the devices that run it, which
+ * are the running one or, in a ring, all. ps__free_batch() - those of chunk @c are free there. */
+void ps__make_batch(ps__builder *b);
+void ps__copy_batch(ps__builder *b, uint32_t round);
+void ps__free_batch(ps__builder *b, uint32_t c, uint32_t lag);
+
+/* ---- parameters (units.c) -------------------------------------------------------------------- */
+/* ps__units_init() - the units' host and device-resident tensors, the layer passes of each device.
+ * Errors: PS_ENOMEM. */
+ps_status ps__units_init(ps__builder *b);
+/* ps__fetch_ahead() - issue the copies for this layer pass of all devices that have it, and for
+ * those within the prefetch distance. ps__pass_done() - free the parameters that no later pass was
+ * fetched for. */
+void ps__fetch_ahead(ps__builder *b, uint32_t pass_idx);
+void ps__pass_done(ps__builder *b, uint32_t pass_idx);
+
+/* ---- gradients (grads.c) --------------------------------------------------------------------- */
 /* ps__grad_begin() - a contribution begins: memory for it. */
 void ps__grad_begin(ps__builder *b, uint32_t unit);
 /* ps__grad_end() - the contribution is complete: it is added to the total, or copied to the host to
@@ -239,6 +265,22 @@ void ps__add_waiting(ps__builder *b);
 /* The same for all units of a layer that have a gradient of their own layer's ops. */
 void ps__layer_grads_begin(ps__builder *b, uint32_t layer);
 void ps__layer_grads_end(ps__builder *b, uint32_t layer, bool more);
+/* ps__fetch_total() - the host's total comes to the device, where the running contribution ends
+ * there and it has not come yet. */
+void ps__fetch_total(ps__builder *b, uint32_t unit);
+
+/* ---- totals (totals.c) ----------------------------------------------------------------------- */
+/* ps__add_to_total() - total += grad, contribution @i, both in @space. The caller frees @grad.
+ * ps__sumsq_on_device() - sums of squares of the unit's spans. Returns the device tensor that holds
+ * them; the caller frees it.
+ * ps__sumsq_on_host() - the same of the unit's total on the host, span by span: padding between
+ * spans is not counted.
+ * @staging  contribution @i, which is added to the total first, in the same pass. PS__NO_VT: none;
+ *           low bytes that the total still has are rounded away here */
+void ps__add_to_total(ps__builder *b, uint32_t unit, uint32_t i, uint32_t space, uint32_t grad,
+                      uint32_t total, ps_tag tag);
+uint32_t ps__sumsq_on_device(ps__builder *b, uint32_t unit, uint32_t grad);
+void ps__sumsq_on_host(ps__builder *b, uint32_t unit, uint32_t i, uint32_t staging);
 /* ps__total_on_host() - the unit's total is complete on the host: sums of squares and, without
  * clipping, the update. Where other hosts add to the total, both come after the next unit's
  * exchange is issued: the host's stream then sums up the next unit's contributions during this
@@ -264,20 +306,12 @@ void ps__add_pieces(ps__builder *b, uint32_t unit, bool last);
 void ps__send_pieces(ps__builder *b, uint32_t n);
 
 /* ---- updates (updates.c) --------------------------------------------------------------------- */
-/* ps__bring() - a new device tensor, and the copy of host tensor @host to it. */
-uint32_t ps__bring(ps__builder *b, uint32_t host, ps_tag tag);
 /* ps__total_ready() - the unit's total and its sums of squares are complete: its state is brought
  * where it is streamed and, without clipping, the unit is updated. */
 void ps__total_ready(ps__builder *b, uint32_t unit);
 /* ps__emit_updates() - the norm; with clipping, all units in forward order, an embedding on the
  * host last; the report; the state of split updates. */
 void ps__emit_updates(ps__builder *b);
-
-/* ---- the batch (step.c) ---------------------------------------------------------------------- */
-/* ps__copy_batch() - the round's parts of the batch are copied to the devices that run it, which
- * are the running one or, in a ring, all. ps__free_batch() - those of chunk @c are free there. */
-void ps__copy_batch(ps__builder *b, uint32_t round);
-void ps__free_batch(ps__builder *b, uint32_t c, uint32_t lag);
 
 /* ---- the embedding (embed.c) ----------------------------------------------------------------- */
 /* ps__gather_round() - with embed_on_host: the round's rows are gathered and copied to the
@@ -315,7 +349,7 @@ void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c);
 void ps__fetch_saved(ps__builder *b, uint32_t pass_idx);
 void ps__head_chunk(ps__builder *b, uint32_t c);
 /* ps__flushed_begin() - the counters of flushed values, 0 on all devices; with FP8 alone.
- * ps__flushed_end() - they go to the host, to ps__step.flushed. */
+ * ps__flushed_end() - they go to the host, to ps__step.flushed; a checked step's are dropped. */
 void ps__flushed_begin(ps__builder *b);
 void ps__flushed_end(ps__builder *b);
 /* ps__end_layer_pass() - free the layer pass's tensors (PS__ROWS_PASS).
@@ -331,7 +365,6 @@ void ps__send_input(ps__builder *b, uint32_t layer, uint32_t c);
 /* ps__look_up(), ps__add_rows() - the embedding's passes over a table on the device. */
 void ps__look_up(ps__builder *b, uint32_t c);
 void ps__add_rows(ps__builder *b, uint32_t c);
-const ps__chunk *ps__chunk_of(const ps__builder *b, uint32_t c);
 uint32_t *ps__saved_entry(ps__builder *b, uint32_t *table, uint32_t layer, uint32_t c,
                           uint32_t tensor);
 #endif

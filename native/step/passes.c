@@ -3,10 +3,6 @@
 #include "step/emit.h"
 #include <string.h>
 
-const ps__chunk *ps__chunk_of(const ps__builder *b, uint32_t c) {
-  return &b->s->layout->chunk[b->in->round->first_chunk + c];
-}
-
 uint32_t *ps__saved_entry(ps__builder *b, uint32_t *table, uint32_t layer, uint32_t c,
                           uint32_t tensor) {
   return &table[(((size_t)layer - 1) * b->s->spec->n_chunks + c) * b->s->model->max_tensors +
@@ -192,13 +188,14 @@ void ps__flushed_end(ps__builder *b) {
   const uint64_t bytes = flushed_bytes(b->s->model);
   for (uint32_t d = 0; b->s->flushed != PS__NO_VT && d < ps__n_devices(b); d++) {
     b->on = &b->dev[d];
-    ps__emit_copy(b, b->on->at.to_host, ps__whole(b, b->on->flushed, PS_READ),
-                  ps__part(b->s->flushed, PS_WRITE, bytes * d, bytes),
-                  (ps_tag){.layer = -1,
-                           .round = -1,
-                           .chunk = -1,
-                           .phase = PS__PHASE_UPDATE,
-                           .what = "counts of flushed values"});
+    if (!b->s->spec->checked)
+      ps__emit_copy(b, b->on->at.to_host, ps__whole(b, b->on->flushed, PS_READ),
+                    ps__part(b->s->flushed, PS_WRITE, bytes * d, bytes),
+                    (ps_tag){.layer = -1,
+                             .round = -1,
+                             .chunk = -1,
+                             .phase = PS__PHASE_UPDATE,
+                             .what = "counts of flushed values"});
     ps__vt_free(b, b->on->flushed);
   }
   b->on = b->dev;

@@ -15,13 +15,9 @@
 #include "step/emit.h"
 #include <string.h>
 
-static uint32_t n_contributions(const ps__builder *b, uint32_t unit) {
-  return ps__unit_contributions(b->s->model, &b->s->sums, unit);
-}
-
 /* Whether the pieces of the unit's total stay on their devices until it is complete. */
 static bool stay(const ps__builder *b, uint32_t unit) {
-  return b->s->spec->grad_resident[unit] && n_contributions(b, unit) > 1;
+  return b->s->spec->grad_resident[unit] && ps__n_contributions(b, unit) > 1;
 }
 
 /* Elements [first, first + n) of a unit. */
@@ -187,7 +183,7 @@ void ps__send_pieces(ps__builder *b, uint32_t n) {
   for (uint32_t i = 0; i < n; i++) {
     const uint32_t unit = b->leaving[i];
     send_unit(b, unit);
-    if (b->unit[unit].contribution == n_contributions(b, unit))
+    if (b->unit[unit].contribution == ps__n_contributions(b, unit))
       ps__total_on_host(b, unit);
   }
   b->n_leaving -= n;
@@ -210,6 +206,6 @@ void ps__add_pieces(ps__builder *b, uint32_t unit, bool last) {
   if (i > 0 || !goes_on_as_piece(b, unit))
     ps__vt_free_late(b, *grad, b->s->spec->grad_lag);
   *grad = PS__NO_VT;
-  if (last && (!stay(b, unit) || u->contribution == n_contributions(b, unit)))
+  if (last && (!stay(b, unit) || u->contribution == ps__n_contributions(b, unit)))
     b->leaving[b->n_leaving++] = unit;
 }

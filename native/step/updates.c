@@ -9,13 +9,6 @@ static uint32_t n_states(const ps__builder *b) {
   return ps__optimizers[b->s->spec->optimizer].n_states;
 }
 
-uint32_t ps__bring(ps__builder *b, uint32_t host, ps_tag tag) {
-  const ps__vaccess from = ps__whole(b, host, PS_READ);
-  const uint32_t vt = ps__vt_new(b, b->on->at.place, from.bytes);
-  ps__emit_copy(b, b->on->at.to_device, from, ps__whole(b, vt, PS_WRITE), tag);
-  return vt;
-}
-
 static void send_to_host(ps__builder *b, uint32_t from, uint32_t host, ps_tag tag) {
   ps__emit_copy(b, b->on->at.to_host, ps__whole(b, from, PS_READ), ps__whole(b, host, PS_WRITE),
                 tag);
@@ -186,8 +179,6 @@ static void emit_checks(ps__builder *b) {
   if (s->out_of_memory)
     return;
   b->s->vt[b->checks].bytes = bytes;
-  for (uint32_t d = 0; ps__counts_flushed(s->model) && d < ps__n_devices(b); d++)
-    ps__vt_free(b, b->dev[d].flushed);
   const uint32_t host = ps__vt_new(b, s->at->host, bytes);
   ps__emit_copy(b, b->on->at.to_host, ps__whole(b, b->checks, PS_READ),
                 ps__whole(b, host, PS_WRITE), tag);
@@ -208,8 +199,6 @@ void ps__emit_updates(ps__builder *b) {
   const ps_tag tag = {.layer = -1, .round = -1, .chunk = -1, .phase = PS__PHASE_UPDATE};
   const ps__vaccess half = ps__part(s->stats, PS_WRITE, 64, 64);
   const ps__vaccess norm[2] = {ps__whole(b, s->norms, PS_READ), half};
-  ps__exchanges_end(b);
-  ps__flushed_end(b);
   bool any_on_device = false;
   for (uint32_t u = 0; u < n_units; u++)
     any_on_device |= ps__updated_on_device(s->spec, u);
