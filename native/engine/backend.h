@@ -124,9 +124,4 @@ static inline bool ps__has_links(const ps_engine_config *cfg, uint32_t stream) {
   return false;
 }
 
-extern const ps__backend ps__backend_cpu;
-#ifdef PS_CUDA
-extern const ps__backend ps__backend_cuda;
-#endif
-
 #endif

@@ -2,15 +2,10 @@
 #include "engine/engine.h"
 #include <string.h>
 
-static const ps__backend *const backends[PS_N_BACKENDS] = {
-    [PS_BACKEND_CPU] = &ps__backend_cpu,
-#ifdef PS_CUDA
-    [PS_BACKEND_CUDA] = &ps__backend_cuda,
-#endif
-};
 static const uint64_t SPACE_UNIT_BYTES = (uint64_t)2 << 20;
 
-static ps_status check_place(const ps_engine_config *cfg, uint32_t i) {
+static ps_status check_place(const ps_engine_config *cfg, const ps__backend *const *backends,
+                             uint32_t i) {
   const ps_place *p = &cfg->place[i];
   if (p->kind > PS_PLACE_DEVICE)
     return ps__fail(PS_EINVAL, "engine: place %u: kind %u is unknown", i, p->kind);
@@ -104,13 +99,13 @@ static ps_status check_counts(const ps_engine_config *cfg) {
   return PS_OK;
 }
 
-static ps_status check_config(const ps_engine_config *cfg) {
+static ps_status check_config(const ps_engine_config *cfg, const ps__backend *const *backends) {
   if (cfg->struct_bytes != sizeof *cfg)
     return ps__fail(PS_EINVAL, "engine: struct_bytes is %u, this library's is %zu",
                     cfg->struct_bytes, sizeof *cfg);
   PS_TRY(check_counts(cfg));
   for (uint32_t i = 0; i < cfg->n_places; i++)
-    PS_TRY(check_place(cfg, i));
+    PS_TRY(check_place(cfg, backends, i));
   for (uint32_t i = 0; i < cfg->n_links; i++)
     PS_TRY(check_link(cfg, i));
   for (uint32_t i = 0; i < cfg->n_spaces; i++)
@@ -122,12 +117,11 @@ static ps_status check_config(const ps_engine_config *cfg) {
   return PS_OK;
 }
 
-/* That of the devices; without a device the host's. */
-static const ps__backend *backend_of(const ps_engine_config *cfg) {
+static uint32_t backend_of(const ps_engine_config *cfg) {
   for (uint32_t i = 0; i < cfg->n_places; i++)
     if (cfg->place[i].kind == PS_PLACE_DEVICE)
-      return backends[cfg->place[i].backend];
-  return &ps__backend_cpu;
+      return cfg->place[i].backend;
+  return PS_BACKEND_CPU;
 }
 
 /* The engine whose driver this thread is. */
@@ -185,13 +179,15 @@ static ps_status acquire(ps_engine *e) {
   return start_drivers(e);
 }
 
-ps_status ps_engine_create(ps_engine **out, const ps_engine_config *cfg) {
-  PS_TRY(check_config(cfg));
+ps_status ps__engine_create(ps_engine **out, const ps_engine_config *cfg,
+                            const ps__backend *const backends[PS_N_BACKENDS]) {
+  PS_TRY(check_config(cfg, backends));
   void *memory; /* mapped: counters are aligned to cache lines */
   PS_TRY(ps__map(&memory, sizeof(ps_engine), "engine"));
   ps_engine *e = memory;
   e->cfg = *cfg;
-  e->backend = backend_of(cfg);
+  e->backends = backends;
+  e->backend = backends[backend_of(cfg)];
   ps__counter_init(&e->started);
   ps_status st = acquire(e);
   if (st == PS_OK)
@@ -210,12 +206,6 @@ ps_status ps__engine_warm(ps_engine *e, const ps_schedule *schedule) {
 ps_status ps__engine_memory(ps_engine *e, uint32_t place, uint64_t *out_bytes) {
   *out_bytes = 0;
   return e->backend->memory ? e->backend->memory(e->device, place, out_bytes) : PS_OK;
-}
-
-ps_status ps__backend_net(uint32_t backend, uint32_t number, struct ps__net_device *out) {
-  const ps__backend *b = backend < PS_N_BACKENDS ? backends[backend] : NULL;
-  return b && b->net ? b->net(number, out)
-                     : ps__fail(PS_EDEVICE, "NCCL needs GPUs, and a build with CUDA");
 }
 
 ps_status ps__engine_net(ps_engine *e, const struct ps__net_device *lanes) {

@@ -14,7 +14,8 @@ typedef struct ps__driver {
 
 struct ps_engine {
   ps_engine_config cfg;
-  const ps__backend *backend;
+  const ps__backend *const *backends; /* [PS_N_BACKENDS]; NULL: it is not built in */
+  const ps__backend *backend;         /* that of the devices; without a device the host's */
   ps__device *device;
   ps__mapping space[PS_MAX_SPACES];
   ps_run *run;         /* the one that the drivers are given, or NULL */
@@ -64,6 +65,9 @@ struct ps_run {
   ps_trace_event *events;
 };
 
+/* ps__engine_create() - ps_engine_create() with these backends (backends/list.c). */
+ps_status ps__engine_create(ps_engine **out, const ps_engine_config *cfg,
+                            const ps__backend *const backends[PS_N_BACKENDS]);
 /* ps__engine_warm() - backend.h's warm(), before anything is put into the device spaces.
  * PS_EBUSY while a run lives. */
 ps_status ps__engine_warm(ps_engine *engine, const ps_schedule *schedule);
@@ -74,9 +78,7 @@ bool ps__engine_drives(const ps_engine *engine);
  * where a device has no memory of its own. Any time. */
 ps_status ps__engine_memory(ps_engine *engine, uint32_t place, uint64_t *out_bytes);
 
-/* ps__backend_net() - backend.h's net() of @backend. PS_EDEVICE: it has none.
- * ps__engine_net() - backend.h's use_net(), with lanes of the engine's backend, before any run. */
-ps_status ps__backend_net(uint32_t backend, uint32_t number, struct ps__net_device *out);
+/* ps__engine_net() - backend.h's use_net(), with lanes of the engine's backend, before any run. */
 ps_status ps__engine_net(ps_engine *engine, const struct ps__net_device *lanes);
 
 /* ps__engine_profile() - backend.h's profile(). PS_EDEVICE. */
@@ -100,7 +102,20 @@ ps_status ps__run_create(ps_run **out, ps_engine *engine, ps_schedule *schedule,
  * PS_ENOMEM, PS_EDEVICE: the backend refused. The run then stays paused. */
 PS_API ps_status ps__run_pause(ps_run *run);
 PS_API ps_status ps__run_go_on(ps_run *run);
-void ps__run_drive(ps_run *run, uint32_t driver); /* on the driver's thread: until the run leaves */
 void ps__run_rest(ps_run *run); /* wait until nobody executes anything; no step can follow */
+
+/* ---- the drivers' side (drive.c) ------------------------------------------------------------- */
+void ps__run_drive(ps_run *run, uint32_t driver); /* on the driver's thread: until the run leaves */
+/* ps__run_stop() - steps from @step on stop. A signal handler may call.
+ * ps__run_fail_device() - the same where the device failed, as the last error of this thread says.
+ * ps__run_sticky() - the error that stopped the run. */
+void ps__run_stop(ps_run *run, uint64_t step);
+void ps__run_fail_device(ps_run *run, ps_status code);
+ps_status ps__run_sticky(const ps_run *run);
+static inline uint64_t ps__run_submitted(const ps_run *run) {
+  return atomic_load(&run->allowed.value);
+}
+/* ps__describe_tag() - ", layer 3, round 1, chunk 2": what of it applies. Returns its length. */
+size_t ps__describe_tag(char *text, size_t room, const ps_tag *tag);
 
 #endif

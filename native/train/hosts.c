@@ -1,5 +1,6 @@
 /* hosts.c - a trainer among those of other hosts: what steps exchange and how fast, what must be
  * the same in all tasks, and how a failure of one ends all. */
+#include "backends/list.h"
 #include "core/hash64.h"
 #include "core/sha256.h"
 #include "hardware/hardware_impl.h"

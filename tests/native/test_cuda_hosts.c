@@ -9,6 +9,7 @@ int main(void) {
 }
 #else
 #  include "backends/cuda/driver.h"
+#  include "backends/list.h"
 #  include "check.h"
 #  include "core/dtype.h"
 #  include "engine/engine.h"

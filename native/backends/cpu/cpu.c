@@ -2,6 +2,7 @@
  * separate arena, copies are real copies. It is complete, and the reference for every other
  * backend. */
 #include "backends/host/stream.h"
+#include "backends/list.h"
 #include "engine/schedule.h"
 #include "kernels/cpu/cpu.h"
 #include <errno.h>

@@ -1,6 +1,7 @@
 /* cuda.c - the CUDA backend: streams, waits, signals and failures (device.h says how). */
 #include "backends/cuda/device.h"
 #include "backends/cuda/probe.h"
+#include "backends/list.h"
 #include "kernels/cuda/scratch.h"
 #include <stdatomic.h>
 #include <string.h>
