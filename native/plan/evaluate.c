@@ -1,5 +1,5 @@
 /* evaluate.c - a candidate's ops, memory and time; what a step takes besides its arenas. */
-#include "backends/sim/sim.h"
+#include "engine/sim.h"
 #include "engine/schedule.h"
 #include "hardware/hardware_impl.h"
 #include "hosts/hosts.h"

@@ -1,6 +1,6 @@
 /* test_engine_sim.c - the simulator against figures worked out by hand; traces, simulated and
  * real, against program order. */
-#include "backends/sim/sim.h"
+#include "engine/sim.h"
 #include "random_program.h"
 #include <math.h>
 #include <unistd.h>

@@ -1,5 +1,4 @@
 /* abi.c - sizes of the public structs by name, for callers in other languages. */
-#include "core/core.h"
 #include <penstock/adapter.h>
 #include <penstock/checkpoint.h>
 #include <penstock/data.h>
@@ -10,6 +9,7 @@
 #include <penstock/model.h>
 #include <penstock/plan.h>
 #include <penstock/resume.h>
+#include <penstock/status.h>
 #include <penstock/train.h>
 #include <string.h>
 

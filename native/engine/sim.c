@@ -11,7 +11,7 @@
  * Cost: an event reads the streams that run an op. A stream that must wait is read again when the
  * stream that it awaits gets there. What an op needs lies in the order of its stream, so that a
  * stream reads its ops one after the other. */
-#include "backends/sim/sim.h"
+#include "engine/sim.h"
 #include "engine/schedule.h"
 #include <math.h>
 #include <stdio.h>

@@ -1,7 +1,7 @@
 /* sim.h - the simulator in parts: for costs that are known already, for several runs of one
  * schedule with other costs, and with steps that run after those that count. */
-#ifndef PS_BACKENDS_SIM_SIM_H
-#define PS_BACKENDS_SIM_SIM_H
+#ifndef PS_ENGINE_SIM_H
+#define PS_ENGINE_SIM_H
 #include <penstock/engine.h>
 
 typedef struct ps__sim ps__sim;
