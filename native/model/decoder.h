@@ -1,47 +1,40 @@
-/* decoder.h - the dense decoder: what Llama and its relatives have in common, as one description
- * with options.
+/* decoder.h - the decoder: what Llama and its relatives have in common, as one description. A
+ * family says which halves its blocks have, under which names, and which norms stand around them.
  *
- *   attention:  h = x + scale post(o W_o),    o = attention(norm(x) W_qkv)
- *   MLP:        y = h + scale post(s W_down), s = act(g) u,  g|u = norm(h) W_gate|up
- *
- * norm and post are RMSNorms; where a block has none, the identity. scale is residual_scale. A
- * family whose layers are not of this kind describes them itself, with native/model/define.h. */
+ * A family whose layers are no such blocks describes them with native/model/define.h. */
 #ifndef PS_MODEL_DECODER_H
 #define PS_MODEL_DECODER_H
 #include "model/model.h"
 
-/* Names of a block's parameters after "model.layers.N.". NULL: the block has none, but for k, v and
- * up, see there. Names outside blocks are fixed: model.embed_tokens.weight, model.norm.weight,
- * lm_head.weight. */
+typedef struct ps__half_kind ps__half_kind; /* model/block.h */
+
+/* A half of some layers' blocks. Names are those of parameters after "model.layers.N.". */
+typedef struct ps__half_use {
+  uint32_t flags; /* of the layers that have all of these PS_LAYER_*; 0: of all others */
+  const ps__half_kind *kind;
+  const void *names;            /* the kind's own: ps__attention_names, ps__mlp_names */
+  const char *norm, *post_norm; /* before the half, after it; NULL: none */
+} ps__half_use;
+
+/* A layer has the first use in each list whose flags it has. So a list ends with flags 0. Names
+ * outside blocks are fixed: model.embed_tokens.weight, model.norm.weight, lm_head.weight. */
+enum { PS__HALVES = 2 };
 typedef struct ps__decoder {
-  const char *attention_norm, *attention_post_norm, *mlp_norm, *mlp_post_norm;
-  const char *q, *k, *v; /* k and v NULL: on disk q has all three */
-  const char *q_bias, *k_bias, *v_bias;
-  const char *q_norm, *k_norm;
-  const char *o;
-  const char *gate, *up; /* up NULL: on disk gate has both */
-  const char *down;
+  const ps__half_use *half[PS__HALVES];
   float norm_offset;           /* added to the weights of all norms (Gemma: 1) */
   bool rounds_embedding_scale; /* to the dtype of the activations (Gemma) */
 } ps__decoder;
 
-/* The names that most families have. */
-#define PS__DECODER_NAMES                                                                          \
-  .q = "self_attn.q_proj.weight", .k = "self_attn.k_proj.weight", .v = "self_attn.v_proj.weight",  \
-  .o = "self_attn.o_proj.weight", .gate = "mlp.gate_proj.weight", .up = "mlp.up_proj.weight",      \
-  .down = "mlp.down_proj.weight"
-#define PS__DECODER_PRE_NORMS                                                                      \
-  .attention_norm = "input_layernorm.weight", .mlp_norm = "post_attention_layernorm.weight"
-
 /* ps__describe_decoder() - the embedding, a definition for each kind of block that the config's
- * layer_flags ask for, the head. Biases and norms of q and k are there where the config has them.
- * Errors: PS_ENOMEM; PS_EINVAL names what ps__rope_table() refuses. */
-ps_status ps__describe_decoder(ps_model *m, const ps__decoder *names);
+ * layer_flags ask for, the head. Errors: PS_ENOMEM; those of ps__describe_block(). */
+ps_status ps__describe_decoder(ps_model *m, const ps__decoder *decoder);
 /* ps__describe_head() - final norm, logits and loss, and their backward passes (head.c). */
-ps_status ps__describe_head(ps_model *m, const ps__decoder *names);
+ps_status ps__describe_head(ps_model *m, const ps__decoder *decoder);
 /* ps__norm_args() - of a norm over the residual stream. */
-static inline ps__args_rmsnorm ps__norm_args(const ps_model *m, const ps__decoder *names) {
-  return (ps__args_rmsnorm){
-      .cols = m->cfg.dim, .dt = m->dt, .eps = m->cfg.norm_eps, .weight_offset = names->norm_offset};
+static inline ps__args_rmsnorm ps__norm_args(const ps_model *m, const ps__decoder *decoder) {
+  return (ps__args_rmsnorm){.cols = m->cfg.dim,
+                            .dt = m->dt,
+                            .eps = m->cfg.norm_eps,
+                            .weight_offset = decoder->norm_offset};
 }
 #endif

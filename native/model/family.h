@@ -1,8 +1,9 @@
 /* family.h - what a family of models is: how its config.json reads and what layers it has. A family
- * is one file of native/model/families/ and one line of the table in family.c. */
+ * is one file of native/model/families/ and one line of the table in families/list.c. */
 #ifndef PS_MODEL_FAMILY_H
 #define PS_MODEL_FAMILY_H
 #include "core/core.h"
+#include "model/decoder.h"
 #include <penstock/model.h>
 
 /* ---- reading config.json --------------------------------------------------------------------- */
@@ -81,17 +82,11 @@ struct ps__family {
   /* reads the family's own keys into @c and refuses what would change the math; the keys that
    * all families have are in @c already */
   ps_status (*read)(const ps__config_reader *r, ps_model_config *c);
-  /* adds the model's units: native/model/define.h, native/model/decoder.h */
-  ps_status (*describe)(ps_model *m);
+  const ps__decoder *decoder; /* what the layers are */
 };
-
-extern const ps__family ps__family_llama, ps__family_qwen2, ps__family_qwen3, ps__family_mistral,
-    ps__family_ministral, ps__family_phi3, ps__family_olmo2, ps__family_gemma2, ps__family_gemma3,
-    ps__family_granite, ps__family_smollm3;
 
 /* ps__family_at() - by ps_model_config.family; NULL past the last. */
 const ps__family *ps__family_at(uint32_t idx);
-/* ps__describe_llama() - Llama's pre-norm decoder, for families with its names. Errors: as
- * ps__describe_decoder() (native/model/decoder.h). */
-ps_status ps__describe_llama(ps_model *m);
+/* Llama's pre-norm decoder, for families with its names (families/llama.c). */
+extern const ps__decoder ps__decoder_llama;
 #endif

@@ -50,12 +50,12 @@ static void define_tensors(head *h, bool fp8) {
   h->dz.scale = ps__def_tensor(d, "scale", PS__ROWS_ONE, 2, PS_F32);
 }
 
-static void define_params(head *h, const ps__decoder *names) {
+static void define_params(head *h, const ps__decoder *decoder) {
   const ps_model *m = h->m;
   ps__layer_def *d = h->d;
   h->w_norm = ps__def_param(d, "model.norm.weight", PS_PARAM_NORM, h->dim, 0);
   ps__def_what(d, "final norm");
-  ps__def_init(d, 1.0 - (double)names->norm_offset, 0);
+  ps__def_init(d, 1.0 - (double)decoder->norm_offset, 0);
   h->frozen = m->cfg.tied_embeddings ? m->unit[0].frozen : ps__base_is_frozen(m);
   h->w = m->cfg.tied_embeddings ? ps__def_tied(d, (uint64_t)h->v * h->dim, h->frozen)
                                 : ps__def_param(d, "lm_head.weight", PS_PARAM_MATRIX, h->v, h->dim);
@@ -153,10 +153,10 @@ static void define_fp8_slices(head *h) {
   ps__name_product(d, false, &h->p);
 }
 
-ps_status ps__describe_head(ps_model *m, const ps__decoder *names) {
+ps_status ps__describe_head(ps_model *m, const ps__decoder *decoder) {
   const ps_model_config *c = &m->cfg;
   const bool fp8 = m->fp8.on && m->fp8.head;
-  const ps__args_rmsnorm norm = ps__norm_args(m, names);
+  const ps__args_rmsnorm norm = ps__norm_args(m, decoder);
   head h = {.m = m,
             .v = c->vocab_size,
             .dim = c->dim,
@@ -170,7 +170,7 @@ ps_status ps__describe_head(ps_model *m, const ps__decoder *names) {
   PS_TRY(ps__model_add_def(m, &h.d));
   ps__def_unit(h.d, ps__base_is_frozen(m));
   define_tensors(&h, fp8);
-  define_params(&h, names);
+  define_params(&h, decoder);
   h.p = ps__def_product(h.d, h.w, h.v, h.dim, fp8);
   PS__FWD(h.d, ps__k_rmsnorm_fwd, norm, PS__R(h.x), PS__P(h.w_norm), PS__W(h.n1));
   if (fp8) {

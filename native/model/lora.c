@@ -98,8 +98,7 @@ ps_status ps__lora_resolve(ps_model *m, uint32_t there) {
   if (m->lora.targets == PS_LORA_ALL)
     m->lora.targets = there;
   if (m->lora.targets & ~there)
-    return ps__fail(PS_EINVAL, "a %s block has no LoRA target %s: it has %s",
-                    ps_model_family_name(m->cfg.family),
+    return ps__fail(PS_EINVAL, "a %s block has no LoRA target %s: it has %s", m->family,
                     list_names(missing, sizeof missing, m->lora.targets & ~there),
                     list_names(has, sizeof has, there));
   return PS_OK;
@@ -187,4 +186,22 @@ void ps__lora_weight_grads_late(const ps_model *m, ps__layer_def *d, const ps__a
   const uint8_t z = ps__def_tensor(d, "lora_z", PS__ROWS_TOKEN, a->rank, m->dt);
   make_z(m, d, a, true, x, z);
   weight_grads(m, d, a, dy, scale, x, z);
+}
+
+static ps__columns columns_of(const ps__shared *s, uint32_t i) {
+  return (ps__columns){s->tensor, s->cols, s->part[i].first};
+}
+
+void ps__lora_forward_shared(const ps_model *m, ps__layer_def *d, uint8_t x, const ps__shared *y) {
+  for (uint32_t i = 0; i < y->n; i++)
+    ps__lora_forward(m, d, y->part[i].adapter, x, columns_of(y, i), 1);
+}
+
+void ps__lora_backward_shared(const ps_model *m, ps__layer_def *d, uint8_t x, const ps__shared *dy,
+                              uint8_t dx) {
+  for (uint32_t i = 0; i < dy->n; i++) {
+    const ps__adapter *a = dy->part[i].adapter;
+    ps__lora_input_grad(m, d, a, columns_of(dy, i), 1, dx);
+    ps__lora_weight_grads(m, d, a, columns_of(dy, i), 1, x);
+  }
 }

@@ -12,6 +12,19 @@
 #define PS_MODEL_LORA_H
 #include "model/model.h"
 
+/* Targets by number: that of their bit, PS_LORA_*. */
+enum {
+  PS__TARGET_Q,
+  PS__TARGET_K,
+  PS__TARGET_V,
+  PS__TARGET_O,
+  PS__TARGET_GATE,
+  PS__TARGET_UP,
+  PS__TARGET_DOWN,
+  PS__TARGET_QKV,
+  PS__TARGET_GATE_UP
+};
+
 /* An adapter of a layer under construction; n_out 0: there is none. Tensors and spans by index. */
 typedef struct ps__adapter {
   uint32_t n_out, n_in, rank;
@@ -24,6 +37,17 @@ typedef struct ps__columns {
   uint8_t tensor;
   uint32_t cols, first;
 } ps__columns;
+
+/* An output that several targets share, or its gradient: @n adapters, and the first column of each.
+ * Those that are none (n_out 0) are passed over. */
+typedef struct ps__shared {
+  uint8_t tensor;
+  uint32_t cols, n;
+  struct {
+    const ps__adapter *adapter;
+    uint32_t first;
+  } part[4];
+} ps__shared;
 
 /* The name of target i and its bit, e.g. "q_proj"; NULL past the last. */
 const char *ps__lora_target_name(uint32_t i);
@@ -49,4 +73,9 @@ void ps__lora_weight_grads(const ps_model *m, ps__layer_def *d, const ps__adapte
 /* The same where @x is made in the backward pass: z is made from it there. */
 void ps__lora_weight_grads_late(const ps_model *m, ps__layer_def *d, const ps__adapter *a,
                                 ps__columns dy, float scale, uint8_t x);
+/* ps__lora_forward() of all adapters that share an output.
+ * ps__lora_input_grad() and ps__lora_weight_grads() of them, one adapter after the other. */
+void ps__lora_forward_shared(const ps_model *m, ps__layer_def *d, uint8_t x, const ps__shared *y);
+void ps__lora_backward_shared(const ps_model *m, ps__layer_def *d, uint8_t x, const ps__shared *dy,
+                              uint8_t dx);
 #endif

@@ -1,12 +1,10 @@
-/* model.c - a model made from its family's description; its parameters by number and by name; its
- * FLOPs, which are those of its ops.
+/* model.c - a model's units and layers as they are described; its parameters by number and by name;
+ * its FLOPs, which are those of its ops.
  *
  * The config must have passed ps_model_config_check(): then no product here overflows. */
 #include "model/model.h"
 #include "core/core.h"
 #include "core/dtype.h"
-#include "model/family.h"
-#include "model/lora.h"
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -171,40 +169,6 @@ ps_status ps__model_finish(ps_model **m) {
   ps_model_destroy(*m);
   *m = NULL;
   return st;
-}
-
-ps_status ps__model_create(ps_model **out, const ps_model_config *cfg, ps_dtype dt,
-                           uint64_t seq_len, uint32_t n_frozen, const ps__loss_terms *loss,
-                           const ps__fp8 *fp8, const ps_lora *lora) {
-  const ps__family *family = ps__family_at(cfg->family);
-  ps_model *m = NULL;
-  if (!family)
-    return ps__fail(PS_EINVAL, "family %u of the model's configuration is unknown", cfg->family);
-  PS_TRY(ps__model_begin(&m, cfg, dt, seq_len));
-  m->n_frozen = n_frozen;
-  if (loss)
-    m->loss = *loss;
-  if (fp8)
-    m->fp8 = *fp8;
-  ps_status st = lora ? ps__lora_check(lora) : PS_OK;
-  if (st == PS_OK && lora)
-    m->lora = *lora;
-  if (st == PS_OK)
-    st = family->describe(m);
-  if (st != PS_OK) {
-    ps_model_destroy(m);
-    return st;
-  }
-  PS_TRY(ps__model_finish(&m));
-  *out = m;
-  return PS_OK;
-}
-
-ps_status ps_model_create(ps_model **out, const ps_model_config *cfg) {
-  if (!out)
-    return ps__fail(PS_EINVAL, "ps_model_create: no place for the result was given");
-  PS_TRY(ps_model_config_check(cfg, "model"));
-  return ps__model_create(out, cfg, PS_F32, 0, 0, NULL, NULL, NULL);
 }
 
 void ps_model_destroy(ps_model *m) {

@@ -42,9 +42,10 @@ static inline bool ps__fp8_block(const ps__fp8 *f, uint32_t block, uint32_t n_bl
 
 struct ps_model {
   ps_model_config cfg;
-  ps_dtype dt;       /* of activations and of parameters on the device */
-  uint64_t seq_len;  /* of a training sequence; 0: unknown */
-  uint32_t n_frozen; /* layers from the embedding on whose units are frozen */
+  const char *family; /* its name, for messages; NULL: no family describes the model */
+  ps_dtype dt;        /* of activations and of parameters on the device */
+  uint64_t seq_len;   /* of a training sequence; 0: unknown */
+  uint32_t n_frozen;  /* layers from the embedding on whose units are frozen */
   ps__loss_terms loss;
   ps__fp8 fp8;
   ps_lora lora; /* rank 0: no adapters. With adapters all other units are frozen */

@@ -2,8 +2,9 @@
  * scaled embedding, layers with windows between layers without. Gemma 2 has soft caps; Gemma 3 has
  * norms on the heads of q and k, and RoPE of their own in the layers with windows. Defaults are
  * those of transformers' Gemma2Config and Gemma3TextConfig (4.57). */
-#include "model/decoder.h"
+#include "model/attention.h"
 #include "model/family.h"
+#include "model/mlp.h"
 #include <math.h>
 #include <string.h>
 
@@ -84,19 +85,17 @@ static ps_status read_gemma3(const ps__config_reader *r, ps_model_config *c) {
   return read_layers(r, c, PS_LAYER_WINDOW | PS_LAYER_LOCAL_ROPE, pattern);
 }
 
-/* Norms of q and k are there where the config has them: in Gemma 3. */
-static ps_status describe(ps_model *m) {
-  static const ps__decoder names = {PS__DECODER_NAMES,
-                                    .attention_norm = "input_layernorm.weight",
-                                    .attention_post_norm = "post_attention_layernorm.weight",
-                                    .mlp_norm = "pre_feedforward_layernorm.weight",
-                                    .mlp_post_norm = "post_feedforward_layernorm.weight",
-                                    .q_norm = "self_attn.q_norm.weight",
-                                    .k_norm = "self_attn.k_norm.weight",
-                                    .norm_offset = 1.0f,
-                                    .rounds_embedding_scale = true};
-  return ps__describe_decoder(m, &names);
-}
+static const ps__half_use attention = {.kind = &ps__attention,
+                                       .names = &ps__attention_usual,
+                                       .norm = "input_layernorm.weight",
+                                       .post_norm = "post_attention_layernorm.weight"},
+                          mlp = {.kind = &ps__mlp,
+                                 .names = &ps__mlp_usual,
+                                 .norm = "pre_feedforward_layernorm.weight",
+                                 .post_norm = "post_feedforward_layernorm.weight"};
+
+static const ps__decoder decoder = {
+    .half = {&attention, &mlp}, .norm_offset = 1.0f, .rounds_embedding_scale = true};
 
 static const char *const gemma2_keys[] = {"sliding_window", "query_pre_attn_scalar",
                                           "attn_logit_softcapping", "final_logit_softcapping",
@@ -116,7 +115,7 @@ const ps__family ps__family_gemma2 = {.model_type = "gemma2",
                                       .activation_key = "hidden_activation",
                                       .own_keys = gemma2_keys,
                                       .read = read_gemma2,
-                                      .describe = describe};
+                                      .decoder = &decoder};
 const ps__family ps__family_gemma3 = {.model_type = "gemma3_text",
                                       .architecture = "Gemma3ForCausalLM",
                                       .has_default_pad = true,
@@ -131,4 +130,4 @@ const ps__family ps__family_gemma3 = {.model_type = "gemma3_text",
                                       .activation_key = "hidden_activation",
                                       .own_keys = gemma3_keys,
                                       .read = read_gemma3,
-                                      .describe = describe};
+                                      .decoder = &decoder};

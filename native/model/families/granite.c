@@ -27,4 +27,4 @@ const ps__family ps__family_granite = {.model_type = "granite",
                                        .architecture = "GraniteForCausalLM",
                                        .own_keys = own_keys,
                                        .read = read_granite,
-                                       .describe = ps__describe_llama};
+                                       .decoder = &ps__decoder_llama};

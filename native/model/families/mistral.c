@@ -22,10 +22,10 @@ const ps__family ps__family_mistral = {.model_type = "mistral",
                                        .default_kv_heads = 8,
                                        .own_keys = own_keys,
                                        .read = read_windows,
-                                       .describe = ps__describe_llama};
+                                       .decoder = &ps__decoder_llama};
 const ps__family ps__family_ministral = {.model_type = "ministral",
                                          .architecture = "MinistralForCausalLM",
                                          .default_kv_heads = 8,
                                          .own_keys = own_keys,
                                          .read = read_windows,
-                                         .describe = ps__describe_llama};
+                                         .decoder = &ps__decoder_llama};

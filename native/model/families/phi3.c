@@ -1,8 +1,9 @@
 /* phi3.c - Phi-3 and Phi-4: Llama's block, on disk with q, k, v as one matrix and gate, up as one;
  * longrope, RoPE on a part of the head, a window in all layers. Defaults are those of transformers'
  * Phi3Config (4.57). */
-#include "model/decoder.h"
+#include "model/attention.h"
 #include "model/family.h"
+#include "model/mlp.h"
 
 static ps_status read_phi3(const ps__config_reader *r, ps_model_config *c) {
   PS_TRY(ps__config_full_attention(r, c));
@@ -12,12 +13,18 @@ static ps_status read_phi3(const ps__config_reader *r, ps_model_config *c) {
   return PS_OK;
 }
 
-static ps_status describe(ps_model *m) {
-  static const ps__decoder names = {
-      PS__DECODER_PRE_NORMS, .q = "self_attn.qkv_proj.weight", .o = "self_attn.o_proj.weight",
-      .gate = "mlp.gate_up_proj.weight", .down = "mlp.down_proj.weight"};
-  return ps__describe_decoder(m, &names);
-}
+static const ps__attention_names attention_names = {.q = "self_attn.qkv_proj.weight",
+                                                    .o = "self_attn.o_proj.weight"};
+static const ps__mlp_names mlp_names = {.gate = "mlp.gate_up_proj.weight",
+                                        .down = "mlp.down_proj.weight"};
+static const ps__half_use attention = {.kind = &ps__attention,
+                                       .names = &attention_names,
+                                       .norm = "input_layernorm.weight"},
+                          mlp = {.kind = &ps__mlp,
+                                 .names = &mlp_names,
+                                 .norm = "post_attention_layernorm.weight"};
+
+static const ps__decoder decoder = {.half = {&attention, &mlp}};
 
 static const char *const own_keys[] = {"sliding_window", NULL};
 static const char *const longrope_names[] = {"su", "yarn", NULL};
@@ -32,4 +39,4 @@ const ps__family ps__family_phi3 = {.model_type = "phi3",
                                     .longrope_names = longrope_names,
                                     .own_keys = own_keys,
                                     .read = read_phi3,
-                                    .describe = describe};
+                                    .decoder = &decoder};

@@ -29,7 +29,7 @@ const ps__family ps__family_qwen2 = {.model_type = "qwen2",
                                      .has_qkv_bias = true,
                                      .own_keys = own_keys,
                                      .read = read_windows,
-                                     .describe = ps__describe_llama};
+                                     .decoder = &ps__decoder_llama};
 const ps__family ps__family_qwen3 = {.model_type = "qwen3",
                                      .architecture = "Qwen3ForCausalLM",
                                      .default_kv_heads = 32,
@@ -37,4 +37,4 @@ const ps__family ps__family_qwen3 = {.model_type = "qwen3",
                                      .qk_norm = 1,
                                      .own_keys = own_keys,
                                      .read = read_windows,
-                                     .describe = ps__describe_llama};
+                                     .decoder = &ps__decoder_llama};

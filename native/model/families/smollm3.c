@@ -59,4 +59,4 @@ const ps__family ps__family_smollm3 = {.model_type = "smollm3",
                                        .tied_by_default = true,
                                        .own_keys = own_keys,
                                        .read = read_smollm3,
-                                       .describe = ps__describe_llama};
+                                       .decoder = &ps__decoder_llama};

@@ -1,0 +1,264 @@
+/* attention.c - attention as a half of a block.
+ *
+ *   q|k|v = x W_qkv + b,  o = attention(rope(norm(q)), rope(norm(k)), v),  y = o W_o
+ *
+ * Biases and the norms of q and k are there where the config has them. */
+#include "model/attention.h"
+#include "model/block.h"
+#include "model/rope.h"
+
+/* T tokens, A heads x head_dim, K kv_heads x head_dim. */
+typedef struct attention {
+  uint32_t a, k, n_qkv; /* n_qkv: A+2K */
+  ps__args_attention args;
+  ps__args_qkv split;
+  uint8_t qkv;  /* [T,A+2K]   fused product */
+  uint8_t q;    /* [T,A]      after RoPE (and QK-norm) */
+  uint8_t kv;   /* [group,2K] keys and values after RoPE */
+  uint8_t o;    /* [T,A]      attention output */
+  uint8_t lse;  /* [T,heads]  fp32 log-sum-exp */
+  uint8_t dout; /* [T,A] */
+  uint8_t dq;   /* [T,A] */
+  uint8_t dkv;  /* [group,2K] fp32; the chunks of the group add to it */
+  uint8_t dqkv; /* [T,A+2K] */
+  uint16_t w_qkv, b_qkv, w_qnorm, w_knorm, w_o;
+  ps__product qkv_p, o_p;
+  ps__operand o_x, qkv_dy, o_dy;
+} attention;
+
+const ps__attention_names ps__attention_usual = {.q = "self_attn.q_proj.weight",
+                                                 .k = "self_attn.k_proj.weight",
+                                                 .v = "self_attn.v_proj.weight",
+                                                 .q_bias = "self_attn.q_proj.bias",
+                                                 .k_bias = "self_attn.k_proj.bias",
+                                                 .v_bias = "self_attn.v_proj.bias",
+                                                 .q_norm = "self_attn.q_norm.weight",
+                                                 .k_norm = "self_attn.k_norm.weight",
+                                                 .o = "self_attn.o_proj.weight"};
+
+/* ---- arguments, but for what a chunk decides (ps__op_info.bind) ------------------------------ */
+
+static ps__args_attention attention_args(const ps_model *m, uint32_t flags) {
+  return (ps__args_attention){.n_heads = m->cfg.n_heads,
+                              .n_kv_heads = m->cfg.n_kv_heads,
+                              .head_dim = m->cfg.head_dim,
+                              .dt = m->dt,
+                              .sequence_rows = (uint32_t)m->seq_len,
+                              .window = flags & PS_LAYER_WINDOW ? m->cfg.window : 0,
+                              .scale = m->cfg.attention_scale,
+                              .softcap = m->cfg.attention_softcap};
+}
+
+static ps_status qkv_args(ps__args_qkv *out, const ps_model *m, uint32_t flags, float offset) {
+  const ps_model_config *c = &m->cfg;
+  ps_rope rope = c->rope;
+  if (flags & PS_LAYER_LOCAL_ROPE)
+    rope = (ps_rope){.rotary_dim = c->rope.rotary_dim, .theta = c->local_rope_theta};
+  if (!rope.rotary_dim)
+    rope.rotary_dim = c->head_dim;
+  if (flags & PS_LAYER_NO_ROPE)
+    rope.rotary_dim = 0;
+  *out = (ps__args_qkv){.n_heads = c->n_heads,
+                        .n_kv_heads = c->n_kv_heads,
+                        .head_dim = c->head_dim,
+                        .dt = m->dt,
+                        .qk_norm = c->qk_norm,
+                        .eps = c->norm_eps,
+                        .norm_offset = offset};
+  return ps__rope_table(out, &rope, c->max_positions, m->seq_len);
+}
+
+static ps_status begin(ps__half *h) {
+  const ps_model_config *c = &h->b->m->cfg;
+  attention *t = h->own;
+  t->a = c->n_heads * c->head_dim;
+  t->k = c->n_kv_heads * c->head_dim;
+  t->n_qkv = t->a + 2 * t->k;
+  t->args = attention_args(h->b->m, h->b->flags);
+  return qkv_args(&t->split, h->b->m, h->b->flags, h->b->decoder->norm_offset);
+}
+
+/* ---- what there is --------------------------------------------------------------------------- */
+
+static void define_params(ps__half *h) {
+  attention *t = h->own;
+  const ps__attention_names *n = h->use->names;
+  const ps_model_config *c = &h->b->m->cfg;
+  const bool row_norm = c->qk_norm == PS_QK_NORM_ROW;
+  const uint32_t dim = h->b->dim;
+  ps__layer_def *d = h->b->d;
+  t->w_qkv = ps__def_param(d, n->q, PS_PARAM_MATRIX, n->k ? t->a : t->n_qkv, dim);
+  ps__def_what(d, "qkv");
+  if (n->k) {
+    ps__def_param_after(d, n->k, PS_PARAM_MATRIX, t->k, dim);
+    ps__def_param_after(d, n->v, PS_PARAM_MATRIX, t->k, dim);
+  }
+  if (c->qkv_bias) {
+    t->b_qkv = ps__def_param(d, n->q_bias, PS_PARAM_BIAS, t->a, 0);
+    ps__def_what(d, "qkv bias");
+    ps__def_param_after(d, n->k_bias, PS_PARAM_BIAS, t->k, 0);
+    ps__def_param_after(d, n->v_bias, PS_PARAM_BIAS, t->k, 0);
+  }
+  if (c->qk_norm) {
+    t->w_qnorm = ps__half_norm(h, n->q_norm, "q and k norm", row_norm ? t->a : c->head_dim);
+    t->w_knorm = ps__half_norm(h, n->k_norm, "q and k norm", row_norm ? t->k : c->head_dim);
+  }
+  t->w_o = ps__half_residual(h, n->o, "o", t->a);
+}
+
+/* Phi-3 has q, k, v as one target. */
+static void define_sites(ps__half *h) {
+  const attention *t = h->own;
+  const ps__attention_names *n = h->use->names;
+  const uint32_t dim = h->b->dim;
+  if (n->k) {
+    ps__half_site(h, PS__TARGET_Q, t->a, dim);
+    ps__half_site(h, PS__TARGET_K, t->k, dim);
+    ps__half_site(h, PS__TARGET_V, t->k, dim);
+  } else {
+    ps__half_site(h, PS__TARGET_QKV, t->n_qkv, dim);
+  }
+  ps__half_site(h, PS__TARGET_O, dim, t->a);
+}
+
+static void define_tensors(ps__half *h) {
+  attention *t = h->own;
+  const ps__block *b = h->b;
+  ps__layer_def *d = b->d;
+  t->qkv = ps__half_tokens(h, "qkv", t->n_qkv);
+  t->q = ps__half_tokens(h, "q", t->a);
+  t->kv = ps__def_tensor(d, "kv", PS__ROWS_GROUP, 2 * t->k, b->m->dt);
+  t->o = ps__half_tokens(h, "attn_out", t->a);
+  t->lse = ps__def_tensor(d, "lse", PS__ROWS_TOKEN, b->m->cfg.n_heads, PS_F32);
+  t->dout = ps__half_tokens(h, "dattn_out", t->a);
+  t->dq = ps__half_tokens(h, "dq", t->a);
+  t->dkv = ps__def_tensor(d, "dkv", PS__ROWS_GROUP, 2 * t->k, PS_F32);
+  t->dqkv = ps__half_tokens(h, "dqkv", t->n_qkv);
+  t->qkv_p = ps__def_product(d, t->w_qkv, t->n_qkv, b->dim, b->fp8);
+  t->o_p = ps__def_product(d, t->w_o, b->dim, t->a, b->fp8);
+  t->o_x = ps__def_x(d, t->o, t->a, b->fp8);
+  t->qkv_dy = ps__def_dy(d, t->dqkv, t->n_qkv, b->fp8);
+  t->o_dy = ps__def_dy(d, h->dy, b->dim, b->fp8);
+}
+
+static void define_counted(ps__half *h, bool of_gradients) {
+  attention *t = h->own;
+  ps__layer_def *d = h->b->d;
+  if (of_gradients) {
+    t->qkv_dy.count = ps__def_counted(d, t->qkv_dy.qt, "the gradient of q, k and v");
+    t->o_dy.count = ps__def_counted(d, t->o_dy.qt, "the gradient of o's output");
+  } else {
+    h->x.count = ps__def_counted(d, h->x.qt, "the input of q, k and v");
+    t->o_x.count = ps__def_counted(d, t->o_x.qt, "the output of attention");
+  }
+}
+
+/* Without QK-norm q and kv come from one product, so that one without the other saves nothing; with
+ * it, they come from qkv, which the norms' backward passes read too. */
+static void define_saved(ps__half *h) {
+  const attention *t = h->own;
+  ps__layer_def *d = h->b->d;
+  if (h->b->m->cfg.qk_norm) {
+    ps__def_saved(d, t->qkv, "qkv", PS__RANK_QKV);
+  } else {
+    ps__def_saved(d, t->q, "q", PS__RANK_QKV);
+    ps__def_saved(d, t->kv, "kv", PS__RANK_QKV);
+  }
+  ps__def_saved(d, t->o, "attn_out", PS__RANK_ATTENTION);
+  ps__def_saved(d, t->lse, "attn_out", PS__RANK_ATTENTION);
+}
+
+/* ---- ops ------------------------------------------------------------------------------------- */
+
+/* The columns of q, k and v in @tensor. */
+static ps__shared qkv_parts(const ps__half *h, uint8_t tensor) {
+  const attention *t = h->own;
+  const ps__adapter *lora = h->b->lora;
+  return (ps__shared){tensor,
+                      t->n_qkv,
+                      4,
+                      {{&lora[PS__TARGET_Q], 0},
+                       {&lora[PS__TARGET_K], t->a},
+                       {&lora[PS__TARGET_V], t->a + t->k},
+                       {&lora[PS__TARGET_QKV], 0}}};
+}
+
+static void define_forward(ps__half *h) {
+  const attention *t = h->own;
+  const ps__block *b = h->b;
+  const ps_model_config *c = &b->m->cfg;
+  ps__layer_def *d = b->d;
+  const ps__shared parts = qkv_parts(h, t->qkv);
+  ps__half_input(h, false);
+  ps__product_forward(b->m, d, &t->qkv_p, h->x, t->qkv, 0, c->qkv_bias ? t->b_qkv : PS__NONE,
+                      PS__NONE);
+  ps__lora_forward_shared(b->m, d, h->x.stored, &parts);
+  PS__FWD(d, ps__k_qkv_split_fwd, t->split, PS__R(t->qkv), PS__B(PS__BATCH_POSITION), PS__W(t->q),
+          PS__W(t->kv), PS__SYM_IF(c->qk_norm, PS__P(t->w_qnorm)),
+          PS__SYM_IF(c->qk_norm, PS__P(t->w_knorm)));
+  PS__FWD(d, ps__k_attention_fwd, t->args, PS__R(t->q), PS__PRE_R(t->kv),
+          PS__B(PS__BATCH_DOC_START), PS__W(t->o), PS__W(t->lse));
+  if (b->fp8)
+    ps__quantize_x(b->m, d, t->o_x, t->a, false);
+  ps__half_project(h, &t->o_p, t->o_x, PS__TARGET_O);
+}
+
+/* From dy to dout. */
+static void define_o_backward(ps__half *h) {
+  const attention *t = h->own;
+  const ps__block *b = h->b;
+  ps__layer_def *d = b->d;
+  const float scale = b->m->cfg.residual_scale;
+  const ps__columns dy = ps__half_dy_columns(h);
+  const ps__adapter *lora = &b->lora[PS__TARGET_O];
+  if (b->fp8) {
+    ps__quantize_dy(b->m, d, t->o_dy, b->dim);
+    ps__quantize_x(b->m, d, t->o_x, t->a, true);
+  }
+  ps__product_dw(b->m, d, &t->o_p, t->o_dy, t->o_x, scale);
+  ps__product_dx(b->m, d, &t->o_p, t->o_dy, t->dout, scale, false);
+  ps__lora_input_grad(b->m, d, lora, dy, scale, t->dout);
+  ps__lora_weight_grads(b->m, d, lora, dy, scale, t->o);
+}
+
+static void define_backward(ps__half *h) {
+  const attention *t = h->own;
+  const ps__block *b = h->b;
+  const ps_model_config *c = &b->m->cfg;
+  ps__layer_def *d = b->d;
+  const ps__args_colsum bias = {.cols = t->n_qkv, .ld = t->n_qkv, .dt = b->m->dt};
+  const ps__shared parts = qkv_parts(h, t->dqkv);
+  define_o_backward(h);
+  PS__BWD(d, ps__k_attention_bwd, t->args, PS__R(t->q), PS__PRE_R(t->kv),
+          PS__B(PS__BATCH_DOC_START), PS__R(t->o), PS__R(t->lse), PS__R(t->dout), PS__W(t->dq),
+          PS__PRE_W(t->dkv));
+  if (c->qk_norm)
+    PS__BWD(d, ps__k_qkv_split_bwd, t->split, PS__R(t->dq), PS__R(t->dkv),
+            PS__B(PS__BATCH_POSITION), PS__W(t->dqkv), PS__R(t->qkv), PS__P(t->w_qnorm),
+            PS__P(t->w_knorm), PS__G(t->w_qnorm), PS__G(t->w_knorm));
+  else
+    PS__BWD(d, ps__k_qkv_split_bwd, t->split, PS__R(t->dq), PS__R(t->dkv),
+            PS__B(PS__BATCH_POSITION), PS__W(t->dqkv));
+  if (c->qkv_bias)
+    PS__BWD(d, ps__k_colsum, bias, PS__R(t->dqkv), PS__G(t->b_qkv));
+  if (b->fp8)
+    ps__quantize_dy(b->m, d, t->qkv_dy, t->n_qkv);
+  ps__half_input(h, true);
+  ps__product_dw(b->m, d, &t->qkv_p, t->qkv_dy, h->x, 0);
+  ps__product_dx(b->m, d, &t->qkv_p, t->qkv_dy, h->dx, 0, h->adds_dx);
+  ps__lora_backward_shared(b->m, d, h->x.stored, &parts, h->dx);
+}
+
+const ps__half_kind ps__attention = {.norm = "attention norm",
+                                     .post_norm = "attention post norm",
+                                     .out = "attn_proj",
+                                     .out_rank = PS__RANK_ATTENTION_OUT,
+                                     .own_bytes = sizeof(attention),
+                                     .begin = begin,
+                                     .params = define_params,
+                                     .sites = define_sites,
+                                     .tensors = define_tensors,
+                                     .counted = define_counted,
+                                     .saved = define_saved,
+                                     .forward = define_forward,
+                                     .backward = define_backward};

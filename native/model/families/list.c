@@ -1,0 +1,29 @@
+/* list.c - the families of models that can be trained. ps_model_config.family is an index. */
+#include "model/family.h"
+
+#define FAMILIES(X)                                                                                \
+  X(llama)                                                                                         \
+  X(qwen2)                                                                                         \
+  X(qwen3)                                                                                         \
+  X(mistral)                                                                                       \
+  X(ministral)                                                                                     \
+  X(phi3)                                                                                          \
+  X(olmo2)                                                                                         \
+  X(gemma2)                                                                                        \
+  X(gemma3)                                                                                        \
+  X(granite)                                                                                       \
+  X(smollm3)
+#define DECLARE(name) extern const ps__family ps__family_##name;
+#define ENTRY(name)   &ps__family_##name,
+
+FAMILIES(DECLARE)
+static const ps__family *const families[] = {FAMILIES(ENTRY)};
+
+const ps__family *ps__family_at(uint32_t idx) {
+  return idx < sizeof families / sizeof *families ? families[idx] : NULL;
+}
+
+const char *ps_model_family_name(uint32_t family) {
+  const ps__family *f = ps__family_at(family);
+  return f ? f->model_type : NULL;
+}

@@ -1,0 +1,214 @@
+/* mlp.c - the gated MLP as a half of a block.
+ *
+ *   g|u = x W_gate|up,  s = act(g) u,  y = s W_down */
+#include "model/mlp.h"
+#include "model/block.h"
+
+/* T tokens, F ffn dim. */
+typedef struct mlp {
+  uint32_t f;
+  bool down_fp8, mx; /* mx: there is a gu_mx, which the backward pass reads */
+  uint8_t gu;        /* [T,2F] gate and up; the backward pass overwrites it with its gradient */
+  uint8_t gu_mx, gu_mx_scale; /* the same as an MX tensor, which is saved in the place of gu */
+  uint8_t s;                  /* [T,F]  gated product; with down_fp8 none */
+  uint8_t ds;                 /* [T,F]  gradient of s, then overwritten with s */
+  uint16_t w_gu, w_down;
+  ps__product gu_p, down_p;
+  ps__operand down_x, gu_dy, down_dy;
+} mlp;
+
+const ps__mlp_names ps__mlp_usual = {
+    .gate = "mlp.gate_proj.weight", .up = "mlp.up_proj.weight", .down = "mlp.down_proj.weight"};
+
+static ps_status begin(ps__half *h) {
+  mlp *t = h->own;
+  const ps__fp8 *fp8 = &h->b->m->fp8;
+  t->f = h->b->m->cfg.ffn_dim;
+  t->down_fp8 = h->b->fp8 && !fp8->bf16_down;
+  t->mx = h->b->fp8 && fp8->saved_gate_up;
+  return PS_OK;
+}
+
+/* ---- what there is --------------------------------------------------------------------------- */
+
+static void define_params(ps__half *h) {
+  mlp *t = h->own;
+  const ps__mlp_names *n = h->use->names;
+  const uint32_t dim = h->b->dim;
+  ps__layer_def *d = h->b->d;
+  t->w_gu = ps__def_param(d, n->gate, PS_PARAM_MATRIX, n->up ? t->f : 2 * t->f, dim);
+  ps__def_what(d, "gate_up");
+  if (n->up)
+    ps__def_param_after(d, n->up, PS_PARAM_MATRIX, t->f, dim);
+  t->w_down = ps__half_residual(h, n->down, "down", t->f);
+}
+
+/* Phi-3 has gate and up as one target. */
+static void define_sites(ps__half *h) {
+  const mlp *t = h->own;
+  const ps__mlp_names *n = h->use->names;
+  const uint32_t dim = h->b->dim;
+  if (n->up) {
+    ps__half_site(h, PS__TARGET_GATE, t->f, dim);
+    ps__half_site(h, PS__TARGET_UP, t->f, dim);
+  } else {
+    ps__half_site(h, PS__TARGET_GATE_UP, 2 * t->f, dim);
+  }
+  ps__half_site(h, PS__TARGET_DOWN, dim, t->f);
+}
+
+static void define_tensors(ps__half *h) {
+  mlp *t = h->own;
+  const ps__block *b = h->b;
+  ps__layer_def *d = b->d;
+  t->gu = ps__half_tokens(h, "gate_up", 2 * t->f);
+  if (t->mx) {
+    t->gu_mx = ps__def_tensor(d, "gate_up_mx", PS__ROWS_TOKEN, 2 * t->f, PS__E4M3);
+    t->gu_mx_scale =
+        ps__def_tensor(d, "gate_up_mx_scale", PS__ROWS_TOKEN, 2 * t->f / PS__MX_VALUES, PS__E8M0);
+  }
+  t->s = t->down_fp8 ? 0 : ps__half_tokens(h, "glu", t->f);
+  t->ds = ps__half_tokens(h, "dglu", t->f);
+  t->gu_p = ps__def_product(d, t->w_gu, 2 * t->f, b->dim, b->fp8);
+  t->down_p = ps__def_product(d, t->w_down, b->dim, t->f, t->down_fp8);
+  t->down_x = ps__def_x(d, t->s, t->f, t->down_fp8);
+  t->gu_dy = ps__def_dy(d, t->gu, 2 * t->f, b->fp8);
+  t->down_dy = ps__def_dy(d, h->dy, b->dim, t->down_fp8);
+}
+
+/* The op that makes gu's gradient and s together counts the second one after the first. */
+static void define_counted(ps__half *h, bool of_gradients) {
+  mlp *t = h->own;
+  ps__layer_def *d = h->b->d;
+  if (!of_gradients) {
+    h->x.count = ps__def_counted(d, h->x.qt, "the input of gate and up");
+    t->gu_dy.count = ps__def_counted(d, t->gu_dy.qt, "the gradient of gate and up");
+    if (t->down_fp8)
+      t->down_x.count = ps__def_counted(d, t->down_x.qt, "the gated product");
+  } else if (t->down_fp8) {
+    t->down_dy.count = ps__def_counted(d, t->down_dy.qt, "the gradient of down's output");
+  }
+}
+
+static void define_saved(ps__half *h) {
+  const mlp *t = h->own;
+  ps__layer_def *d = h->b->d;
+  if (t->mx) {
+    ps__def_saved(d, t->gu_mx, "gate_up", PS__RANK_GATE_UP_MX);
+    ps__def_saved(d, t->gu_mx_scale, "gate_up", PS__RANK_GATE_UP_MX);
+  } else {
+    ps__def_saved(d, t->gu, "gate_up", PS__RANK_GATE_UP);
+  }
+}
+
+/* ---- ops ------------------------------------------------------------------------------------- */
+
+/* The columns of gate and up in gu. */
+static ps__shared gate_up_parts(const ps__half *h) {
+  const mlp *t = h->own;
+  const ps__adapter *lora = h->b->lora;
+  return (ps__shared){
+      t->gu,
+      2 * t->f,
+      3,
+      {{&lora[PS__TARGET_GATE], 0}, {&lora[PS__TARGET_UP], t->f}, {&lora[PS__TARGET_GATE_UP], 0}}};
+}
+
+/* The forward pass reads gu itself. So its values are those without an MX tensor, and gu_mx is made
+ * where it is saved or recomputed; where it is saved, by the op that reads gu anyhow. The backward
+ * pass takes both the gradient and s from gu_mx, wherever that was: bits depend on no policy. */
+static void define_gate(const ps__half *h) {
+  const mlp *t = h->own;
+  const ps_model *m = h->b->m;
+  ps__layer_def *d = h->b->d;
+  const ps__args_glu glu = {.ffn_dim = t->f, .dt = m->dt, .activation = m->cfg.activation};
+  const ps__args_glu_quantize q = {.ffn_dim = glu.ffn_dim,
+                                   .dt = glu.dt,
+                                   .activation = glu.activation,
+                                   .dt_q = PS__E4M3,
+                                   .forms = PS_FORM_ROWS};
+  const ps__args_quantize_mx mx = {.cols = 2 * t->f, .dt = m->dt};
+  ps__args_glu_quantize both = q;
+  both.mx = true;
+  if (t->mx)
+    PS__FWD(d, ps__k_quantize_mx, mx, PS__R(t->gu), PS__W(t->gu_mx), PS__W(t->gu_mx_scale));
+  if (t->down_fp8)
+    PS__FWD(d, ps__k_glu_quantize, q, PS__R(t->gu), PS__W(t->down_x.scale), PS__W(t->down_x.q));
+  else
+    PS__FWD(d, ps__k_glu_fwd, glu, PS__R(t->gu), PS__W(t->s));
+  if (t->mx)
+    PS__JOINT(d, 2, ps__k_glu_quantize, both, PS__R(t->gu), PS__W(t->gu_mx), PS__W(t->gu_mx_scale),
+              PS__W(t->down_x.scale), PS__W(t->down_x.q));
+}
+
+static void define_forward(ps__half *h) {
+  const mlp *t = h->own;
+  const ps__block *b = h->b;
+  const ps__shared parts = gate_up_parts(h);
+  ps__half_input(h, false);
+  ps__product_forward(b->m, b->d, &t->gu_p, h->x, t->gu, 0, PS__NONE, PS__NONE);
+  ps__lora_forward_shared(b->m, b->d, h->x.stored, &parts);
+  define_gate(h);
+  ps__half_project(h, &t->down_p, t->down_x, PS__TARGET_DOWN);
+}
+
+/* From ds and gu to gu's gradient, and s anew: in place, or quantized. */
+static void define_gate_backward(const ps__half *h) {
+  const mlp *t = h->own;
+  const ps_model *m = h->b->m;
+  ps__layer_def *d = h->b->d;
+  const ps__args_glu glu = {.ffn_dim = t->f, .dt = m->dt, .activation = m->cfg.activation};
+  const ps__args_glu_quantize q = {.ffn_dim = glu.ffn_dim,
+                                   .dt = glu.dt,
+                                   .activation = glu.activation,
+                                   .dt_q = PS__E5M2,
+                                   .count = t->gu_dy.count,
+                                   .mx = t->mx};
+  if (t->down_fp8) {
+    PS__BWD(d, ps__k_glu_bwd_quantize, q, PS__R(t->ds), PS__R(t->mx ? t->gu_mx : t->gu),
+            PS__SYM_IF(t->mx, PS__R(t->gu_mx_scale)), PS__W(t->gu_dy.scale), PS__W(t->gu_dy.q),
+            PS__W(t->gu_dy.qt), PS__W(t->down_x.scale_t), PS__W(t->down_x.qt),
+            PS__SYM_IF(q.count, PS__FLUSHED));
+    return;
+  }
+  PS__BWD(d, ps__k_glu_bwd, glu, PS__RW(t->ds), PS__RW(t->gu)); /* leaves s in ds */
+  if (h->b->fp8)
+    ps__quantize_dy(m, d, t->gu_dy, 2 * t->f);
+}
+
+static void define_backward(ps__half *h) {
+  const mlp *t = h->own;
+  const ps__block *b = h->b;
+  ps__layer_def *d = b->d;
+  const float scale = b->m->cfg.residual_scale;
+  const ps__columns dy = ps__half_dy_columns(h);
+  const ps__adapter *lora = &b->lora[PS__TARGET_DOWN];
+  const ps__shared parts = gate_up_parts(h);
+  ps__operand s = t->down_x;
+  s.stored = t->ds;
+  if (t->down_fp8)
+    ps__quantize_dy(b->m, d, t->down_dy, b->dim);
+  ps__product_dx(b->m, d, &t->down_p, t->down_dy, t->ds, scale, false);
+  ps__lora_input_grad(b->m, d, lora, dy, scale, t->ds);
+  define_gate_backward(h);
+  ps__lora_weight_grads_late(b->m, d, lora, dy, scale, t->ds);
+  ps__product_dw(b->m, d, &t->down_p, t->down_dy, s, scale);
+  ps__half_input(h, true);
+  ps__product_dw(b->m, d, &t->gu_p, t->gu_dy, h->x, 0);
+  ps__product_dx(b->m, d, &t->gu_p, t->gu_dy, h->dx, 0, h->adds_dx);
+  ps__lora_backward_shared(b->m, d, h->x.stored, &parts, h->dx);
+}
+
+const ps__half_kind ps__mlp = {.norm = "mlp norm",
+                               .post_norm = "mlp post norm",
+                               .out = "mlp_out",
+                               .out_rank = PS__RANK_MLP_OUT,
+                               .own_bytes = sizeof(mlp),
+                               .begin = begin,
+                               .params = define_params,
+                               .sites = define_sites,
+                               .tensors = define_tensors,
+                               .counted = define_counted,
+                               .saved = define_saved,
+                               .forward = define_forward,
+                               .backward = define_backward};
