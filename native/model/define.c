@@ -225,12 +225,20 @@ void ps__def_joint(ps__layer_def *d, uint32_t n, const ps_kernel *kernel, const 
 
 /* ---- derived --------------------------------------------------------------------------------- */
 
-static ps__set accessed(const ps__op_def *op, uint32_t mode) {
-  ps__set set = 0;
+/* Adds the tensors that @op accesses in @mode. */
+static void add_accessed(ps__set *set, const ps__op_def *op, uint32_t mode) {
   for (uint32_t i = 0; i < op->n_syms; i++)
     if (ps__sym_is_tensor(op->sym[i]) && (op->sym[i].mode & mode))
-      set |= ps__only(op->sym[i].id);
-  return set;
+      ps__put(set, op->sym[i].id);
+}
+
+/* Whether the op writes a tensor of the set. */
+static bool writes_any(const ps__op_def *op, const ps__set *set) {
+  for (uint32_t i = 0; i < op->n_syms; i++)
+    if (ps__sym_is_tensor(op->sym[i]) && (op->sym[i].mode & PS_WRITE) &&
+        ps__in(*set, op->sym[i].id))
+      return true;
+  return false;
 }
 
 /* Sets are numbered by rank. */
@@ -257,40 +265,47 @@ static ps_status number_sets(ps__layer_def *d) {
   return PS_OK;
 }
 
+/* Sets by the tensors' rows. */
+static void derive_rows(ps__layer_def *d, ps__set written, ps__set grads) {
+  for (uint32_t t = 0; t < d->n_tensors; t++) {
+    const uint32_t rows = d->tensor[t].rows;
+    if (rows == PS__ROWS_GROUP && ps__in(written, t))
+      ps__put(&d->group, t);
+    else if (rows == PS__ROWS_GROUP && ps__in(grads, t))
+      ps__put(&d->grad_group, t);
+    else if (rows == PS__ROWS_PASS)
+      ps__put(&d->of_pass, t);
+    else if (rows == PS__ROWS_STEP)
+      ps__put(&d->of_step, t);
+  }
+  d->group_sources = d->group;
+  for (uint32_t i = d->n_fwd; i-- > 0;)
+    if (writes_any(&d->fwd[i], &d->group_sources))
+      add_accessed(&d->group_sources, &d->fwd[i], PS_READ);
+  d->group_sources = ps__without(d->group_sources, d->group);
+}
+
 ps_status ps__def_finish(ps__layer_def *d) {
-  ps__set written = 0, read = 0, grads = 0;
+  ps__set written = {{0}}, used = {{0}}, read = {{0}}, grads = {{0}};
   if (d->status != PS_OK)
     return d->status;
   PS_TRY(number_sets(d));
-  for (uint32_t i = 0; i < d->n_fwd; i++)
-    written |= accessed(&d->fwd[i], PS_WRITE);
-  d->for_backward = written;
-  for (uint32_t i = 0; i < d->n_fwd; i++)
-    d->for_backward &= ~accessed(&d->fwd[i], PS_READ);
-  if (d->output != PS__NONE)
-    d->for_backward &= ~ps__only((uint32_t)d->output);
-  for (uint32_t i = 0; i < d->n_bwd; i++) {
-    read |= accessed(&d->bwd[i], PS_READ);
-    grads |= accessed(&d->bwd[i], PS_WRITE);
+  for (uint32_t i = 0; i < d->n_fwd; i++) {
+    add_accessed(&written, &d->fwd[i], PS_WRITE);
+    add_accessed(&used, &d->fwd[i], PS_READ);
   }
-  d->made = written | (d->input == PS__NONE ? 0 : ps__only((uint32_t)d->input));
-  d->needs = read & d->made;
-  d->for_backward &= d->needs;
-  for (uint32_t t = 0; t < d->n_tensors; t++)
-    if (d->tensor[t].rows == PS__ROWS_GROUP) {
-      d->group |= ps__only(t) & written;
-      d->grad_group |= ps__only(t) & grads & ~written;
-    }
-  for (uint32_t t = 0; t < d->n_tensors; t++)
-    if (d->tensor[t].rows == PS__ROWS_PASS)
-      d->of_pass |= ps__only(t);
-    else if (d->tensor[t].rows == PS__ROWS_STEP)
-      d->of_step |= ps__only(t);
-  d->group_sources = d->group;
-  for (uint32_t i = d->n_fwd; i-- > 0;)
-    if (accessed(&d->fwd[i], PS_WRITE) & d->group_sources)
-      d->group_sources |= accessed(&d->fwd[i], PS_READ);
-  d->group_sources &= ~d->group;
+  for (uint32_t i = 0; i < d->n_bwd; i++) {
+    add_accessed(&read, &d->bwd[i], PS_READ);
+    add_accessed(&grads, &d->bwd[i], PS_WRITE);
+  }
+  d->made = written;
+  if (d->input != PS__NONE)
+    ps__put(&d->made, (uint32_t)d->input);
+  if (d->output != PS__NONE)
+    ps__put(&used, (uint32_t)d->output);
+  d->needs = ps__common(read, d->made);
+  d->for_backward = ps__without(ps__common(written, d->needs), used);
+  derive_rows(d, written, grads);
   return PS_OK;
 }
 
@@ -313,25 +328,32 @@ void ps__op_args(const ps__op_def *op, const ps__chunk_shape *c, void *args) {
 }
 
 bool ps__op_of_pass(const ps__layer_def *d, const ps__op_def *op) {
-  return accessed(op, PS_WRITE) & (d->of_pass | d->of_step);
+  return writes_any(op, &d->of_pass) || writes_any(op, &d->of_step);
 }
 
 bool ps__op_for_backward(const ps__layer_def *d, const ps__op_def *op) {
-  const ps__set writes = accessed(op, PS_WRITE);
-  for (uint32_t i = 0; i < op->n_syms; i++)
-    if (!ps__sym_is_tensor(op->sym[i]) && (op->sym[i].mode & PS_WRITE))
+  bool writes = false;
+  for (uint32_t i = 0; i < op->n_syms; i++) {
+    const ps__sym y = op->sym[i];
+    if (!(y.mode & PS_WRITE))
+      continue;
+    if (!ps__sym_is_tensor(y) || !ps__in(d->for_backward, y.id) || ps__in(d->group, y.id) ||
+        ps__in(d->of_pass, y.id) || ps__in(d->of_step, y.id))
       return false;
-  return writes && !(writes & ~(d->for_backward & ~(d->group | d->of_pass | d->of_step)));
+    writes = true;
+  }
+  return writes;
 }
 
 ps__set ps__recompute(const ps__layer_def *d, ps__set need, ps__set have) {
-  ps__set ops = 0;
-  need &= ~have;
+  ps__set ops = {{0}};
+  need = ps__without(need, have);
   for (uint32_t i = d->n_fwd; i-- > 0;) {
-    if (!(accessed(&d->fwd[i], PS_WRITE) & need))
+    if (!writes_any(&d->fwd[i], &need))
       continue;
-    ops |= ps__only(i);
-    need |= accessed(&d->fwd[i], PS_READ) & ~have;
+    ps__put(&ops, i);
+    add_accessed(&need, &d->fwd[i], PS_READ);
+    need = ps__without(need, have);
   }
   return ops;
 }

@@ -13,11 +13,47 @@
 #include "kernels/ops.h"
 #include <stdbool.h>
 
-/* A set of tensors or of forward ops of one definition, by index. */
-typedef uint64_t ps__set;
-enum { PS__SET_BITS = 64, PS__MAX_SAVED = 16, PS__MAX_SAVED_SETS = 8 };
-static inline bool ps__in(ps__set set, uint32_t i) { return set >> i & 1; }
-static inline ps__set ps__only(uint32_t i) { return (ps__set)1 << i; }
+/* A definition has at most so many tensors, whose indices are bytes, and ops of a pass. */
+enum { PS__SET_BITS = 256, PS__MAX_SAVED = 16, PS__MAX_SAVED_SETS = 8 };
+/* A set of tensors or of forward ops of one definition, by index. {{0}} is the empty set. */
+enum { PS__SET_WORDS = PS__SET_BITS / 64 };
+typedef struct ps__set {
+  uint64_t word[PS__SET_WORDS];
+} ps__set;
+static inline bool ps__in(ps__set set, uint32_t i) { return set.word[i / 64] >> i % 64 & 1; }
+static inline void ps__put(ps__set *set, uint32_t i) { set->word[i / 64] |= (uint64_t)1 << i % 64; }
+static inline ps__set ps__only(uint32_t i) {
+  ps__set set = {{0}};
+  ps__put(&set, i);
+  return set;
+}
+static inline ps__set ps__union(const ps__set *list, size_t n) {
+  ps__set all = {{0}};
+  for (size_t k = 0; k < n; k++)
+    for (uint32_t w = 0; w < PS__SET_WORDS; w++)
+      all.word[w] |= list[k].word[w];
+  return all;
+}
+#define PS__UNION(...)                                                                             \
+  ps__union((const ps__set[]){__VA_ARGS__},                                                        \
+            sizeof((const ps__set[]){__VA_ARGS__}) / sizeof(ps__set))
+/* ps__common() - what is in both. ps__without() - what is in @a alone. */
+static inline ps__set ps__common(ps__set a, ps__set b) {
+  for (uint32_t w = 0; w < PS__SET_WORDS; w++)
+    a.word[w] &= b.word[w];
+  return a;
+}
+static inline ps__set ps__without(ps__set a, ps__set b) {
+  for (uint32_t w = 0; w < PS__SET_WORDS; w++)
+    a.word[w] &= ~b.word[w];
+  return a;
+}
+static inline bool ps__is_empty(ps__set set) {
+  uint64_t any = 0;
+  for (uint32_t w = 0; w < PS__SET_WORDS; w++)
+    any |= set.word[w];
+  return !any;
+}
 
 /* How many rows a tensor has. One with several rows a token, such as what a router sends to each
  * of a token's experts, has rows of TOKEN and that many times the columns. */

@@ -103,7 +103,7 @@ static ps_status add_unit(ps_model *m, const ps__layer_def *def, const ps__unit_
 
 ps_status ps__model_add_layer(ps_model *m, ps__layer_def *def, const char *prefix) {
   uint32_t idx = 0;
-  if (!def->made)
+  if (ps__is_empty(def->made))
     PS_TRY(ps__def_finish(def));
   if (!ps__grow((void **)&m->layer, m->n_layers, &m->cap_layers, sizeof *m->layer))
     return ps__fail(PS_ENOMEM, "out of memory for the model's layers");

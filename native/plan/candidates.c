@@ -212,10 +212,10 @@ typedef struct recompute_table {
 } recompute_table;
 
 static ps__set tensors_of(const ps__layer_def *d, uint32_t mask) {
-  ps__set have = 0;
+  ps__set have = {{0}};
   for (uint32_t t = 0; t < d->n_tensors; t++)
     if (d->tensor[t].saved != PS__NONE && (mask >> d->saved[d->tensor[t].saved].set & 1))
-      have |= ps__only(t);
+      ps__put(&have, t);
   return have;
 }
 
@@ -237,13 +237,13 @@ static void fill_recompute(const ps__search_space *sp, const ps__layer_def *d, c
   }
   const uint32_t n_masks = 1u << d->n_sets;
   const ps__set x = ps__only((uint32_t)d->input),
-                always = ps__recompute(d, d->needs, tensors_of(d, n_masks - 1) | x);
+                always = ps__recompute(d, d->needs, PS__UNION(tensors_of(d, n_masks - 1), x));
   for (uint32_t mask = 0; mask < n_masks; mask++) {
-    const ps__set ops = ps__recompute(d, d->needs, tensors_of(d, mask) | x);
+    const ps__set ops = ps__recompute(d, d->needs, PS__UNION(tensors_of(d, mask), x));
     out->ns[mask] = 0;
     for (uint32_t i = 0; i < d->n_fwd; i++)
       /* what every mask recomputes, such as norms, is in the base already */
-      if (ps__in(ops & ~always, i))
+      if (ps__in(ops, i) && !ps__in(always, i))
         out->ns[mask] += op_ns[i];
   }
 }

@@ -13,7 +13,7 @@ static bool needlessly_small(const ps__search_space *sp, uint64_t chunk_tokens) 
   const ps__layer_def *block = ps__layer_of(sp->plan->model, 1);
   uint64_t row = 0, unit = 0;
   for (uint32_t t = 0; t < block->n_tensors; t++)
-    if (!ps__in(block->of_pass | block->of_step, t))
+    if (!ps__in(block->of_pass, t) && !ps__in(block->of_step, t))
       row += block->tensor[t].row_bytes;
   for (uint32_t u = 0; u < sp->plan->model->n_units; u++)
     if (ps__unit_bytes(sp, u) > unit)

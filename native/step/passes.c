@@ -328,7 +328,7 @@ static chunk_pass begin_chunk_pass(ps__builder *b, uint32_t layer, uint32_t c) {
       .first_grad = ps__contribution_begins(b, c),
       .first_dkv = k - b->s->layout->chunk == g->first_chunk + g->n_chunks - 1,
       .document_rows = b->s->spec->one_document ? (uint32_t)b->s->layout->seq_len : 0};
-  for (uint32_t t = 0; t < PS__SET_BITS; t++)
+  for (uint32_t t = 0; t < p.d->n_tensors; t++)
     p.bound[t] = ps__in(p.d->of_step, t) ? *of_step(b, layer, t) : b->on->of_pass[t];
   return p;
 }
@@ -358,7 +358,7 @@ void ps__end_rounds(ps__builder *b) {
 }
 
 void ps__end_layer_pass(ps__builder *b) {
-  for (uint32_t t = 0; t < PS__SET_BITS; t++) {
+  for (uint32_t t = 0; t < b->s->model->max_tensors; t++) {
     ps__vt_free(b, b->on->of_pass[t]);
     b->on->of_pass[t] = PS__NO_VT;
   }
@@ -412,11 +412,11 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
     ps__send_input(b, layer, c);
   bind_group(b, &p, d->group);
   p.bound[input] = b->in->x[c];
-  ps__set saved = 0;
+  ps__set saved = {{0}};
   for (uint32_t t = 0; t < d->n_tensors; t++)
     if (policy_of(b, layer, c, t) == PS_POLICY_DEVICE)
-      saved |= ps__only(t);
-  p.keep = saved | d->group | d->of_pass | d->of_step | ps__only(input) | ps__only(output);
+      ps__put(&saved, t);
+  p.keep = PS__UNION(saved, d->group, d->of_pass, d->of_step, ps__only(input), ps__only(output));
   listed list[PS__SET_BITS];
   uint32_t n = 0;
   for (uint32_t i = 0; i < d->n_fwd; i++)
@@ -428,14 +428,14 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   keep_of_pass(b, &p);
 
   for (uint32_t t = 0; t < d->n_tensors; t++)
-    if (ps__in(saved & ~d->group, t) && t != input)
+    if (ps__in(saved, t) && !ps__in(d->group, t) && t != input)
       *ps__saved_entry(b, b->in->kept, layer, c, t) = p.bound[t];
   if (ps__in(saved, input))
     *ps__saved_entry(b, b->in->kept, layer, c, input) = b->in->x[c];
   else
     ps__vt_free_late(b, b->in->x[c], b->s->spec->saved_lag);
   for (uint32_t t = 0; t < d->n_tensors && last_of_group(b, c); t++) {
-    if (!ps__in(d->group & ~saved, t))
+    if (!ps__in(d->group, t) || ps__in(saved, t))
       continue;
     const bool to_host = policy_of(b, layer, c, t) == PS_POLICY_HOST;
     uint32_t *entry = ps__saved_entry(b, b->in->kept, layer, group_first(b, c), t);
@@ -496,7 +496,7 @@ static void list_sources(const ps__layer_def *d, const ps__op_def *op, uint32_t 
     if (!ps__sym_is_tensor(y) || !(y.mode & PS_READ) || ps__in(*have, y.id))
       continue;
     for (uint32_t i = 0; i < end; i++) {
-      if (!ps__in(recompute & ~*done, i))
+      if (!ps__in(recompute, i) || ps__in(*done, i))
         continue;
       bool makes = false;
       for (uint32_t k = 0; k < d->fwd[i].n_syms; k++)
@@ -504,19 +504,19 @@ static void list_sources(const ps__layer_def *d, const ps__op_def *op, uint32_t 
                  (d->fwd[i].sym[k].mode & PS_WRITE);
       if (!makes)
         continue;
-      *done |= ps__only(i);
+      ps__put(done, i);
       list_sources(d, &d->fwd[i], i, recompute, done, have, list, n);
       list[(*n)++] = (listed){&d->fwd[i], true};
     }
-    *have |= ps__only(y.id);
+    ps__put(have, y.id);
   }
 }
 
 static ps__set tensors_at_hand(const chunk_pass *p) {
-  ps__set have = 0;
+  ps__set have = {{0}};
   for (uint32_t t = 0; t < p->d->n_tensors; t++)
     if (p->bound[t] != PS__NO_VT)
-      have |= ps__only(t);
+      ps__put(&have, t);
   return have;
 }
 
@@ -528,10 +528,10 @@ static void bind_kept(ps__builder *b, chunk_pass *p) {
 
 static ps__set missing_of_group(ps__builder *b, uint32_t layer, uint32_t first) {
   const ps__layer_def *d = layer_of(b, layer);
-  ps__set missing = 0;
+  ps__set missing = {{0}};
   for (uint32_t t = 0; t < d->n_tensors; t++)
     if (ps__in(d->group, t) && *ps__saved_entry(b, b->in->kept, layer, first, t) == PS__NO_VT)
-      missing |= ps__only(t);
+      ps__put(&missing, t);
   return missing;
 }
 
@@ -541,7 +541,7 @@ static void rebuild_group(ps__builder *b, uint32_t layer, uint32_t c) {
   const ps__layer_def *d = layer_of(b, layer);
   const uint32_t first = group_first(b, c), n = group_of(b, c)->n_chunks;
   const ps__set missing = missing_of_group(b, layer, first);
-  if (!missing)
+  if (ps__is_empty(missing))
     return;
   /* all of the group's copies are due now: it may be recomputed from them */
   for (uint32_t i = first; i < first + n; i++)
@@ -553,13 +553,13 @@ static void rebuild_group(ps__builder *b, uint32_t layer, uint32_t c) {
     bind_kept(b, &p);
     bind_group(b, &p, missing);
     const ps__set have = tensors_at_hand(&p),
-                  recompute = ps__recompute(d, missing, have & ~missing);
+                  recompute = ps__recompute(d, missing, ps__without(have, missing));
     listed list[PS__SET_BITS];
     uint32_t m = 0;
     for (uint32_t f = 0; f < d->n_fwd; f++)
       if (ps__in(recompute, f))
         list[m++] = (listed){&d->fwd[f], true};
-    p.keep = have | d->of_pass | d->of_step;
+    p.keep = PS__UNION(have, d->of_pass, d->of_step);
     emit_list(b, &p, list, m, PS__PHASE_RECOMPUTE, false);
     keep_of_pass(b, &p);
   }
@@ -568,19 +568,18 @@ static void rebuild_group(ps__builder *b, uint32_t layer, uint32_t c) {
 void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   const ps__layer_def *d = layer_of(b, layer);
   const uint32_t first = group_first(b, c);
-  const ps__set shared = d->group | d->grad_group;
   if (group_of(b, c)->n_chunks > 1 && last_of_group(b, c))
     rebuild_group(b, layer, c);
   chunk_pass p = begin_chunk_pass(b, layer, c);
   bind_kept(b, &p);
   p.bound[d->grad] = b->in->dy[c];
   bind_group(b, &p, d->grad_group);
-  p.keep = ps__only((uint32_t)d->grad) | d->of_pass | d->of_step;
+  p.keep = PS__UNION(ps__only((uint32_t)d->grad), d->of_pass, d->of_step);
   const bool group_over = ps__chunk_of(b, c)->row0 == 0;
   if (!group_over)
-    p.keep |= shared;
+    p.keep = PS__UNION(p.keep, d->group, d->grad_group);
 
-  ps__set have = tensors_at_hand(&p), done = 0;
+  ps__set have = tensors_at_hand(&p), done = {{0}};
   uint32_t n = 0;
   const ps__set recompute = ps__recompute(d, d->needs, have);
   listed list[2 * PS__SET_BITS];
@@ -746,7 +745,7 @@ void ps__head_chunk(ps__builder *b, uint32_t c) {
     b->in->head_norm = false;
   }
   for (uint32_t t = 0; t < d->n_tensors; t++)
-    if ((int)t != d->grad && (int)t != d->loss && !ps__in(d->of_pass | d->of_step, t))
+    if ((int)t != d->grad && (int)t != d->loss && !ps__in(d->of_pass, t) && !ps__in(d->of_step, t))
       ps__vt_free(b, p.bound[t]);
   ps__vt_free_late(b, row_loss, s->spec->saved_lag);
   hand_back(b, head, c, PS__PHASE_HEAD);

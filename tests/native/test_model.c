@@ -2,7 +2,9 @@
  * compares: constants, shared definitions, what a fresh model draws. */
 #include "check.h"
 #include "kernels/ops.h"
+#include "model/attention.h"
 #include "model/family.h"
+#include "model/mlp.h"
 #include "model/model.h"
 #include <math.h>
 #include <stdio.h>
@@ -132,12 +134,74 @@ static void test_a_fresh_norm_multiplies_by_one(void) {
   printf("ok a fresh norm multiplies by one\n");
 }
 
+static bool has(const ps_model *m, uint32_t layer, const char *name) {
+  char whole[64];
+  snprintf(whole, sizeof whole, "model.layers.%u.%s", layer, name);
+  return ps_model_find(m, whole) != UINT32_MAX;
+}
+
+/* Layers with the flags of a list's first entry have that half, the others the last one. */
+static void test_a_layer_has_the_halves_of_its_flags(void) {
+  static const ps__mlp_names fused = {.gate = "fused", .down = "fused_down"};
+  static const ps__half_use attention = {.kind = &ps__attention,
+                                         .names = &ps__attention_usual,
+                                         .norm = "norm1"},
+                            mlp[] = {{PS_LAYER_WINDOW | PS_LAYER_NO_ROPE, &ps__mlp, &fused, NULL,
+                                      "post"},
+                                     {0, &ps__mlp, &ps__mlp_usual, "norm2", NULL}};
+  static const ps__decoder decoder = {.half = {&attention, mlp}};
+  ps_model *m, *of = create("llama", PS_BF16, 0, 0);
+  ps_model_config c = of->cfg;
+  c.layer_flags[1] = PS_LAYER_WINDOW;
+  c.layer_flags[2] = c.layer_flags[3] = PS_LAYER_WINDOW | PS_LAYER_NO_ROPE;
+  CHECK(ps__model_begin(&m, &c, PS_BF16, 64) == PS_OK);
+  CHECK(ps__describe_decoder(m, &decoder) == PS_OK && ps__model_finish(&m) == PS_OK);
+  for (uint32_t l = 0; l < LAYERS; l++) {
+    const bool first = l == 2 || l == 3;
+    CHECK(has(m, l, "norm1") && has(m, l, ps__attention_usual.o));
+    CHECK(has(m, l, "fused") == first && has(m, l, "post") == first);
+    CHECK(has(m, l, "norm2") == !first && has(m, l, ps__mlp_usual.up) == !first);
+  }
+  CHECK(ps__layer_of(m, 3) == ps__layer_of(m, 4) && m->n_defs == 5);
+  ps_model_destroy(m);
+  ps_model_destroy(of);
+  printf("ok a layer has the halves of its flags\n");
+}
+
+/* A chain of as many tensors as a definition may have. */
+static void test_sets_of_all_tensors_of_a_definition(void) {
+  const ps__args_glu args = {.ffn_dim = 8, .dt = PS_F32};
+  ps_model *m, *of = create("llama", PS_BF16, 0, 0);
+  ps__layer_def *d;
+  CHECK(ps__model_begin(&m, &of->cfg, PS_BF16, 64) == PS_OK);
+  CHECK(ps__model_add_def(m, &d) == PS_OK);
+  for (uint32_t t = 0; t < PS__SET_BITS; t++)
+    CHECK(ps__def_tensor(d, "t", PS__ROWS_TOKEN, 8, PS_F32) == t);
+  for (uint32_t t = 0; t + 1 < PS__SET_BITS; t++)
+    PS__FWD(d, ps__k_glu_fwd, args, PS__R((uint8_t)t), PS__W((uint8_t)(t + 1)));
+  PS__BWD(d, ps__k_glu_bwd, args, PS__R(200), PS__RW(255));
+  d->input = 0;
+  CHECK(ps__def_finish(d) == PS_OK);
+  for (uint32_t t = 0; t < PS__SET_BITS; t++)
+    CHECK(ps__in(d->needs, t) == (t == 200 || t == 255) && ps__in(d->made, t));
+  const ps__set ops = ps__recompute(d, ps__only(200), PS__UNION(ps__only(60), ps__only(201)));
+  for (uint32_t i = 0; i < PS__SET_BITS; i++)
+    CHECK(ps__in(ops, i) == (i >= 60 && i < 200));
+  ps__def_tensor(d, "t", PS__ROWS_TOKEN, 8, PS_F32);
+  CHECK(ps__def_finish(d) == PS_EINTERNAL && strstr(ps_last_error(), "more than 256 tensors"));
+  ps_model_destroy(m);
+  ps_model_destroy(of);
+  printf("ok sets hold all tensors and ops of a definition\n");
+}
+
 int main(void) {
   const int64_t before = ps__live_allocations();
   test_gemma_rounds_the_scale_of_the_embedding();
   test_fast_accumulation_reaches_the_forward_products();
   test_layers_that_are_alike_share_a_definition();
   test_a_fresh_norm_multiplies_by_one();
+  test_a_layer_has_the_halves_of_its_flags();
+  test_sets_of_all_tensors_of_a_definition();
   CHECK(ps__live_allocations() == before);
   return 0;
 }
