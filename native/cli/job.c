@@ -399,13 +399,30 @@ uint32_t cli_job_options(cli_job *j, cli_option *options, bool training) {
   return n;
 }
 
+/* Options of the Python command's train, eval and plan, which read text. */
+static bool is_of_text(const char *name) {
+  static const char *const of_text[] = {"eos",      "field",      "no-bos",
+                                        "skip-bad", "pack",       "targets",
+                                        "date",     "data-cache", "chat-template-kwargs",
+                                        "long",     "val-fraction"};
+  size_t i = 0;
+  while (i < sizeof of_text / sizeof *of_text && strcmp(name, of_text[i]) != 0)
+    i++;
+  return i < sizeof of_text / sizeof *of_text;
+}
+
 bool cli_job_hint(const cli_command *c, const char *typed, const char *name, char says[512]) {
   cli_job job;
   cli_option options[CLI_MAX_OPTIONS];
   cli_job_init(&job);
   cli_job_options(&job, options, true);
   const char *answer = c->job ? cli_answer(name) : NULL;
-  if (cli_find_option(options, name))
+  if (c->job && is_of_text(name))
+    snprintf(says, 512,
+             "--%s is an option of the Python command, which reads text and conversations: run the "
+             "penstock that make python installs, or penstock data",
+             name);
+  else if (cli_find_option(options, name))
     snprintf(says, 512,
              "--%s is an option of penstock train, not of penstock %.*s: leave "
              "it out",

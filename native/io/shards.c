@@ -63,6 +63,20 @@ static ps_status no_memory(const char *path) {
   return ps__fail(PS_ENOMEM, "%s: no memory left to open it", path);
 }
 
+static bool ends_in_bin(const char *path) {
+  const size_t k = strlen(path);
+  return k > 4 && !strcmp(path + k - 4, ".bin");
+}
+
+#define READS_TEXT                                                                                 \
+  "the command penstock of the Python package reads text and conversations, and penstock data "    \
+  "writes token shards of them"
+
+static ps_status no_shard(const char *path) {
+  return ps__fail(PS_EFORMAT, "%s: no format of token shards begins like this file: " READS_TEXT,
+                  path);
+}
+
 static uint32_t le32(const void *p) {
   const uint8_t *b = p;
   return b[0] | (uint32_t)b[1] << 8 | (uint32_t)b[2] << 16 | (uint32_t)b[3] << 24;
@@ -125,10 +139,7 @@ static ps_status parse_header(token_shard *s, const unsigned char raw[HEADER_BYT
                     "%s: is an llm.c evaluation file (HellaSwag, MMLU): token shards are needed",
                     s->file.path);
   } else {
-    return ps__fail(PS_EFORMAT,
-                    "%s: its magic number is %u, which no known token shard has: write shards with "
-                    "python -m penstock data",
-                    s->file.path, h[0]);
+    return no_shard(s->file.path);
   }
   if (s->n_tokens > INT32_MAX)
     return ps__fail(PS_EFORMAT,
@@ -256,6 +267,8 @@ static ps_status check_shard(const ps_dataset *ds, token_shard *s, const struct 
   unsigned char raw[HEADER_BYTES];
   masks m;
   keep_identity(&s->file, sb);
+  if (s->file.bytes < HEADER_BYTES && !ends_in_bin(s->file.path))
+    return no_shard(s->file.path);
   if (s->file.bytes < HEADER_BYTES)
     return ps__fail(PS_EFORMAT,
                     "%s: has %" PRIu64 " bytes: a token shard starts with a header of %d",
@@ -330,7 +343,7 @@ static ps_status add_mask(token_shard *s) {
   static const char suffix[] = ".mask";
   struct stat sb;
   const char *path = s->file.path;
-  const size_t k = strlen(path), stem = k > 4 && !strcmp(path + k - 4, ".bin") ? k - 4 : k;
+  const size_t k = strlen(path), stem = ends_in_bin(path) ? k - 4 : k;
   char *name = ps__calloc(stem + sizeof suffix, 1);
   if (!name)
     return no_memory(path);
@@ -395,8 +408,7 @@ static ps_status list_folder(const char *folder, char ***names, size_t *n) {
       st = ps__fail(PS_EIO, "%s: listing it failed: %s", folder, strerror(errno));
     if (!e)
       break;
-    size_t k = strlen(e->d_name);
-    if (k <= 4 || strcmp(e->d_name + k - 4, ".bin") || e->d_name[0] == '.')
+    if (!ends_in_bin(e->d_name) || e->d_name[0] == '.')
       continue;
     void *items = *names;
     bool grown = ps__grow(&items, *n, &cap, sizeof **names);
@@ -409,7 +421,8 @@ static ps_status list_folder(const char *folder, char ***names, size_t *n) {
   }
   closedir(d);
   if (st == PS_OK && *n == 0)
-    return ps__fail(PS_EINVAL, "%s: no token shard (*.bin) lies in this folder", folder);
+    return ps__fail(PS_EINVAL, "%s: no token shard (*.bin) lies in this folder: " READS_TEXT,
+                    folder);
   if (st == PS_OK)
     qsort(*names, *n, sizeof **names, by_text);
   return st;

@@ -438,8 +438,8 @@ ps_status ps__model_config_read(ps_model_config *out, const char *path, bool war
     return is_hub_id(path)
                ? ps__fail(PS_EIO,
                           "%s: cannot be opened: %s: where it is a model of the Hugging "
-                          "Face hub, download it (hf download NAME --local-dir DIR) and "
-                          "give DIR",
+                          "Face hub, run the Python command penstock, which opens it by this "
+                          "name, or download it (hf download NAME --local-dir DIR) and give DIR",
                           path, strerror(errno))
                : ps__fail_to_open(path, errno);
   PS_TRY(read_file(&c, path, S_ISDIR(st.st_mode), warn));
