@@ -25,6 +25,8 @@ for variable in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "BUILD", "VENV", "VENV_TEST
 for variable in ("CUDA", "CUDA_ARCH", "FLASH_ATTN"):
     os.environ.pop(variable, None)
 
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 # A shell that starts the tests in the background leaves them SIGINT ignored, which programs
 # inherit: the tests of Ctrl-C would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)

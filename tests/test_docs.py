@@ -12,8 +12,8 @@ from functools import partial
 import penstock
 import pytest
 from conftest import BUILD, ROOT
-from penstock import prompts
 from penstock.__main__ import IN_PYTHON, NAMES
+from penstock.words import SYNONYMS
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 PAGES = {p: p.read_text() for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
@@ -126,7 +126,8 @@ def test_the_names_of_other_trainers_are_those_of_the_program():
     names = [n for n, _ in synonyms + answers for n in n]
     assert len(names) > 100 and len({*names}) == len(names)
     assert not [n for n in names if "_" in n]
-    assert set(prompts.MODEL[1:]) == {f"--{n}" for ns, o in synonyms if o == "model" for n in ns}
+    for option, known in SYNONYMS.items():
+        assert {*known} == {f"--{n}" for ns, o in synonyms if "--" + o == option for n in ns}
 
 
 def test_every_option_that_a_page_names_is_in_a_help_text():
@@ -141,6 +142,7 @@ def test_every_option_that_a_page_names_is_in_a_help_text():
         for name in (
             "command",
             "data",
+            "inputs",
             "export",
             "import_gguf",
             "compare",

@@ -542,7 +542,10 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused(run_directory, tmp_path,
 
 REFUSED = {
     "--model": ("--model nowhere --to hf --out o", "--model nowhere: cannot be opened"),
-    "hub id": ("--model owner/name --to hf --out o", "hf download NAME --local-dir DIR"),
+    "hub id": (
+        "--model owner/name --to hf --out o",
+        "type hf download owner/name --local-dir name",
+    ),
     "no model": ("--model . --to hf --out o", "no model directory, no checkpoint"),
     "--to": ("--model M --to onnx --out o", "invalid choice: 'onnx'"),
     "no --out": ("--model M --to hf", "--out"),

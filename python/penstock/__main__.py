@@ -3,8 +3,11 @@ package's library, but for the commands that are written in Python."""
 
 import os
 import signal
+import subprocess
 import sys
 from importlib import import_module
+
+from . import inputs
 
 # each a module with main(argv), which returns the exit code
 IN_PYTHON = ("compare", "data", "export", "generate", "import", "log", "merge", "report", "watch")
@@ -24,13 +27,18 @@ def _with_dashes(word: str) -> str:
     return name.replace("_", "-") + equals + value if is_name else word
 
 
-def _may_have_prompts(words) -> bool:
-    """Prompts as text need the tokenizer. A run without them starts without Python's packages."""
-    if {"--help", "--help-all", "-h"} & {*words}:
-        return False
-    return any(
-        w.split("=")[0] in ("--sample-prompt", "--sample-prompts", "--config") for w in words
-    )
+def _help(program: os.PathLike, words: list[str]) -> int:
+    """The program's text, then that of the options which are Python's."""
+    code = subprocess.run([program, *words]).returncode
+    if code or words[0] not in inputs.DATA:
+        return code
+    from . import command
+
+    def told() -> int:
+        command.put("\n" + inputs.help_of_text(words[0]), end="")
+        return command.OK
+
+    return command.run("penstock", told)
 
 
 def main():
@@ -49,14 +57,16 @@ def main():
         program = program_path()
     except FileNotFoundError as missing:
         sys.exit(str(missing))
-    if words[:1] == ["train"] and _may_have_prompts(words):
-        from . import command, prompts
+    if {"--help", "--help-all", "-h"} & {*words[1:]}:
+        sys.exit(_help(program, words))
+    if words and inputs.needed(words[0], words[1:]):
+        from . import command
 
-        def encoded() -> int:
-            words[1:] = prompts.encode_options(words[1:])
+        def prepared() -> int:
+            words[1:] = inputs.prepare(words[0], words[1:])
             return command.OK
 
-        if code := command.run("penstock", encoded):
+        if code := command.run("penstock", prepared):
             sys.exit(code)
     os.execv(program, ["penstock", *words])
 

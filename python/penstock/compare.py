@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from . import hub
 from ._lib import lib, printed_warnings
 from .command import FAILED, OK, Parser, run
 from .dataset import Dataset
@@ -463,7 +464,9 @@ def _verdict(result: Comparison) -> str | None:
 
 
 def _compare(args) -> int:
-    folder, other = Path(args.model), Path(args.hf or args.model)
+    needs = hub.CONFIG, hub.WEIGHTS
+    folder = Path(hub.find("", args.model, needs))
+    other = Path(hub.find("--hf", args.hf, needs)) if args.hf else folder
     try:
         for option, path in (("", folder), ("--hf ", other)):
             if not path.is_dir():

@@ -51,6 +51,8 @@ from .chat import TARGETS, ChatTemplate, special_tokens, template_files
 from .command import OK, Parser, given, run
 from .documents import Piece, Reader, find_sources, first_record, is_rendered
 from .files import TOKENIZER_FILES, DataError
+from .hub import TOKENIZER
+from .hub import find as find_model
 from .packing import LONG, Packer
 from .shards import BEGINS_DOCUMENT, IS_TARGET, WRITABLE, ShardWriter, token_dtype
 from .terminal import raw
@@ -66,6 +68,8 @@ from .tokenizer import (
 
 BATCH_CHARS = 4 << 20  # of the pieces that are encoded at once
 DEFAULT_SHARD_TOKENS = 100_000_000
+
+OnBytes = Callable[[int], None]
 
 
 # ---- writing -------------------------------------------------------------------------------------
@@ -257,6 +261,7 @@ def write_shards(
             "eos_token": eos_token,
             "eos_token_id": eos_id,
             "documents": reader.n_documents,
+            "records": reader.n_records,
             "bad_records": dict(reader.bad.most_common()),
             **(template.about if template else {}),
             "tokens": sum(w.n_tokens for w in writers.values()),
@@ -418,34 +423,9 @@ def _move_into_place(work: Path, out: Path, old: list[Path]) -> None:
 # ---- command line --------------------------------------------------------------------------------
 
 
-def _parser() -> Parser:
-    p = Parser(
-        prog="penstock data",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Write token shards for `penstock train --data DIR` from text and conversations.",
-        epilog="example: penstock data --out data --train-tokenizer 8192 --val-fraction 0.01 "
-        "book.txt notes/ 'dump/*.jsonl'",
-    )
-    p.add_argument(
-        "files",
-        nargs="+",
-        metavar="FILE",
-        help="file of text, or of records (.jsonl, .json, .parquet), also .gz; folder, of which "
-        ".txt, .md, .py, .jsonl and .parquet are read; or pattern",
-    )
-    p.add_argument("--out", required=True, metavar="DIR", help="folder for the shards")
-    which = p.add_mutually_exclusive_group(required=True)
-    which.add_argument(
-        "--tokenizer",
-        metavar="FILE",
-        help="Hugging Face tokenizer.json, or its folder",
-    )
-    which.add_argument(
-        "--train-tokenizer",
-        type=int,
-        metavar="SIZE",
-        help="train a byte-level BPE tokenizer of SIZE entries on the text",
-    )
+def add_text_options(p: Parser, pack: str) -> None:
+    """How text becomes tokens: options of `penstock data`, and of the commands that take text as
+    --data. pack: the default of --pack, in words."""
     p.add_argument(
         "--eos",
         metavar="TOKEN",
@@ -477,12 +457,8 @@ def _parser() -> Parser:
     p.add_argument(
         "--pack",
         choices=("none", "best-fit"),
-        default="none",
-        help="none (default): documents follow one another, and sequences cut them; best-fit: whole "
-        "documents in rows of --seq-len tokens",
-    )
-    p.add_argument(
-        "--seq-len", type=int, metavar="N", help="tokens a row, as `penstock train` is given"
+        help="none: documents follow one another, and sequences cut them; best-fit: whole documents "
+        f"in rows of --seq-len tokens (default: {pack})",
     )
     p.add_argument(
         "--long",
@@ -491,18 +467,52 @@ def _parser() -> Parser:
         help="what --pack does with a document that is longer than a row (default: divide)",
     )
     p.add_argument(
+        "--val-fraction",
+        type=float,
+        default=0.0,
+        metavar="F",
+        help="fraction of the tokens for validation, in val of the shards' folder (default: 0)",
+    )
+
+
+def _parser() -> Parser:
+    p = Parser(
+        prog="penstock data",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Write token shards for `penstock train --data DIR` from text and conversations.",
+        epilog="example: penstock data --out data --train-tokenizer 8192 --val-fraction 0.01 "
+        "book.txt notes/ 'dump/*.jsonl'",
+    )
+    p.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="file of text, or of records (.jsonl, .json, .parquet), also .gz; folder, of which "
+        ".txt, .md, .py, .jsonl and .parquet are read; or pattern",
+    )
+    p.add_argument("--out", required=True, metavar="DIR", help="folder for the shards")
+    which = p.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "--tokenizer",
+        metavar="FILE",
+        help="Hugging Face tokenizer.json, or its folder, or ORG/NAME of a model on the hub",
+    )
+    which.add_argument(
+        "--train-tokenizer",
+        type=int,
+        metavar="SIZE",
+        help="train a byte-level BPE tokenizer of SIZE entries on the text",
+    )
+    add_text_options(p, "none")
+    p.add_argument(
+        "--seq-len", type=int, metavar="N", help="tokens a row, as `penstock train` is given"
+    )
+    p.add_argument(
         "--shard-tokens",
         type=int,
         default=DEFAULT_SHARD_TOKENS,
         metavar="N",
         help="tokens a shard (default: %(default)s)",
-    )
-    p.add_argument(
-        "--val-fraction",
-        type=float,
-        default=0.0,
-        metavar="F",
-        help="fraction of the tokens for validation, in DIR/val (default: 0)",
     )
     p.add_argument(
         "--format",
@@ -515,7 +525,55 @@ def _parser() -> Parser:
     return p
 
 
-def _run(args: argparse.Namespace) -> dict:
+@dataclass(frozen=True)
+class Encoding:
+    """A tokenizer with what its directory says, for write_shards()."""
+
+    tokenizer: object
+    eos: str | None
+    pad: str | None
+    template: ChatTemplate | None  # where a file has conversations
+    extra_files: dict[str, bytes]  # the tokenizer's other files, by name
+
+
+def read_encoding(option: str, path: Path, args: argparse.Namespace, firsts: list) -> Encoding:
+    """The tokenizer.json at `path`, which `option` gives, or the one in the folder `path`. firsts: the
+    first_record() of each file."""
+    tokenizer = given(option, load_tokenizer, path)
+    folder = path if path.is_dir() else path.parent
+    names = (*TOKENIZER_FILES, *template_files(folder))
+    special = special_tokens(folder)
+    template = None
+    if any(is_rendered(*first) for first in firsts):
+        template = ChatTemplate(folder, args.chat_template_kwargs, args.date)
+    return Encoding(
+        tokenizer,
+        args.eos or special.get("eos_token"),
+        special.get("pad_token"),
+        template,
+        {
+            name: (folder / name).read_bytes()
+            for name in names
+            if name != "tokenizer.json" and (folder / name).is_file()
+        },
+    )
+
+
+def text_settings(args: argparse.Namespace) -> dict:
+    """What of add_text_options() write_shards() takes by the same name."""
+    return {
+        "field": args.field,
+        "val_fraction": args.val_fraction,
+        "targets": args.targets,
+        "long": args.long,
+        "bos": not args.no_bos,
+        "skip_bad": args.skip_bad,
+    }
+
+
+@contextlib.contextmanager
+def progress(total: int, quiet: bool) -> Iterator[Callable[[str], OnBytes]]:
+    """bar(what) is a function that counts bytes of `total` in a new bar on a terminal's stderr."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -526,22 +584,7 @@ def _run(args: argparse.Namespace) -> dict:
         TransferSpeedColumn,
     )
 
-    if (args.pack == "none") != (args.seq_len is None):
-        raise DataError("--pack best-fit and --seq-len belong together: give both or neither")
-    if args.pack == "none" and args.long != "divide":
-        raise DataError(f"--long {args.long} is for --pack best-fit alone")
-    if _existing(Path(args.out)) and not args.force:  # checked before a tokenizer is trained
-        raise DataError(
-            f"{args.out} already has a data set: choose another folder, or replace it with --force"
-        )
-    total = sum(s.path.stat().st_size for s in find_sources(args.files))
-    parent = Path(args.out).parent
-    if not parent.exists() and not args.quiet:  # its name may be mistyped
-        print(
-            f"penstock data: --out {args.out}: its parent {parent} does not exist and will be made",
-            file=sys.stderr,
-        )
-    console = Console(file=raw(sys.stderr), quiet=args.quiet or not sys.stderr.isatty())
+    console = Console(file=raw(sys.stderr), quiet=quiet or not sys.stderr.isatty())
     columns = (
         TextColumn("{task.description:<20}"),
         BarColumn(),
@@ -549,63 +592,65 @@ def _run(args: argparse.Namespace) -> dict:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    extra, template, pad = {}, None, None
-    with Progress(*columns, console=console, disable=console.quiet) as progress:
+    with Progress(*columns, console=console, disable=console.quiet) as bars:
 
-        def counter(what: str) -> Callable[[int], None]:
-            task = progress.add_task(what, total=total)
-            return lambda n: progress.advance(task, n)
+        def counter(what: str) -> OnBytes:
+            task = bars.add_task(what, total=total)
+            return lambda n: bars.advance(task, n)
 
+        yield counter
+
+
+def _train_encoding(args: argparse.Namespace, on_bytes: OnBytes) -> Encoding:
+    """A tokenizer that is trained on the files."""
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": EOS_NAMES[0],
+        "clean_up_tokenization_spaces": False,
+        # what a model's forward() takes: transformers would add token_type_ids
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    tokenizer = train_tokenizer(
+        args.files, args.train_tokenizer, args.field, on_bytes=on_bytes, skip_bad=args.skip_bad
+    )
+    extra = {"tokenizer_config.json": (json.dumps(config, indent=1) + "\n").encode()}
+    return Encoding(tokenizer, args.eos or EOS_NAMES[0], None, None, extra)
+
+
+def _run(args: argparse.Namespace) -> dict:
+    if (args.pack == "best-fit") != (args.seq_len is not None):
+        raise DataError("--pack best-fit and --seq-len belong together: give both or neither")
+    if args.pack != "best-fit" and args.long != "divide":
+        raise DataError(f"--long {args.long} is for --pack best-fit alone")
+    if _existing(Path(args.out)) and not args.force:  # checked before a tokenizer is trained
+        raise DataError(
+            f"{args.out} already has a data set: choose another folder, or replace it with --force"
+        )
+    sources = find_sources(args.files)
+    parent = Path(args.out).parent
+    if not parent.exists() and not args.quiet:  # its name may be mistyped
+        print(
+            f"penstock data: --out {args.out}: its parent {parent} does not exist and will be made",
+            file=sys.stderr,
+        )
+    with progress(sum(s.path.stat().st_size for s in sources), args.quiet) as bar:
         if args.tokenizer:
-            path = Path(args.tokenizer)
-            tokenizer = given("--tokenizer", load_tokenizer, path)
-            folder = path if path.is_dir() else path.parent
-            eos = args.eos or special_tokens(folder).get("eos_token")
-            for name in (*TOKENIZER_FILES, *template_files(folder)):
-                if name != "tokenizer.json" and (folder / name).is_file():
-                    extra[name] = (folder / name).read_bytes()
-            pad = special_tokens(folder).get("pad_token")
-            sources = find_sources(args.files)
-            firsts = (first_record(s, args.field, args.skip_bad) for s in sources)
-            if any(is_rendered(*first) for first in firsts):
-                template = ChatTemplate(folder, args.chat_template_kwargs, args.date)
+            tokenizer = find_model("--tokenizer", args.tokenizer, [TOKENIZER], args.quiet)
+            firsts = [first_record(s, args.field, args.skip_bad) for s in sources]
+            encoding = read_encoding("--tokenizer", Path(tokenizer), args, firsts)
         else:
-            tokenizer = train_tokenizer(
-                args.files,
-                args.train_tokenizer,
-                args.field,
-                on_bytes=counter("training tokenizer"),
-                skip_bad=args.skip_bad,
-            )
-            eos = args.eos or EOS_NAMES[0]
-            config = {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "eos_token": EOS_NAMES[0],
-                "clean_up_tokenization_spaces": False,
-                # what a model's forward() takes: transformers would add token_type_ids
-                "model_input_names": ["input_ids", "attention_mask"],
-            }
-            extra["tokenizer_config.json"] = (json.dumps(config, indent=1) + "\n").encode()
+            encoding = _train_encoding(args, bar("training tokenizer"))
         return write_shards(
             args.files,
             args.out,
-            tokenizer,
-            eos=eos,
-            field=args.field,
+            **vars(encoding),
+            **text_settings(args),
             format=args.format,
             shard_tokens=args.shard_tokens,
-            val_fraction=args.val_fraction,
             force=args.force,
-            targets=args.targets,
-            template=template,
             seq_len=args.seq_len or 0,
-            long=args.long,
-            pad=pad,
-            extra_files=extra,
-            on_bytes=counter("writing shards"),
+            on_bytes=bar("writing shards"),
             processes=len(os.sched_getaffinity(0)),
-            bos=not args.no_bos,
-            skip_bad=args.skip_bad,
         )
 
 
@@ -613,7 +658,7 @@ def _count(n: int, what: str) -> str:
     return f"{n:,} {what} is" if n == 1 else f"{n:,} {what}s are"
 
 
-def _say_left_out(s: dict) -> None:
+def say_left_out(name: str, s: dict) -> None:
     """What was not read, on stderr."""
     ends = Counter(Path(p).suffix or "no suffix" for p in s["not_read"]).most_common(8)
     names = ", ".join(f"{name} {n:,}" for name, n in ends)
@@ -623,26 +668,31 @@ def _say_left_out(s: dict) -> None:
     ):
         if paths:
             line = f"{_count(len(paths), 'file')} {why}, the first {paths[0]}"
-            print(f"penstock data: {line}", file=sys.stderr)
+            print(f"{name}: {line}", file=sys.stderr)
     for reason, n in s["bad_records"].items():
-        print(f"penstock data: {_count(n, 'record')} left out: {reason}", file=sys.stderr)
+        print(f"{name}: {_count(n, 'record')} left out: {reason}", file=sys.stderr)
+
+
+def summary_line(s: dict) -> str:
+    """What write_shards() returns, in a line."""
+    val = f", {s['val']['tokens']:,} of them for validation" if s["val"]["tokens"] else ""
+    shards = len(s["train"]["shards"]) + len(s["val"]["shards"])
+    targets = s["train"]["targets"] + s["val"]["targets"]
+    long = f", {s['long_documents']:,} longer than a row" if s.get("long_documents") else ""
+    return (
+        f"{s['tokens']:,} tokens{val}, {s['documents']:,} documents{long}, "
+        f"vocabulary {s['vocab_size']:,}, "
+        f"{shards} shard{'s' if shards != 1 else ''}; "
+        f"{s.get('padding', 0) / s['tokens']:.1%} of the tokens are padding, "
+        f"{targets / s['tokens']:.1%} are targets"
+    )
 
 
 def _write(args: argparse.Namespace) -> int:
     s = _run(args)
     if not args.quiet:
-        _say_left_out(s)
-        val = f", {s['val']['tokens']:,} of them for validation" if s["val"]["tokens"] else ""
-        shards = len(s["train"]["shards"]) + len(s["val"]["shards"])
-        targets = s["train"]["targets"] + s["val"]["targets"]
-        long = f", {s['long_documents']:,} longer than a row" if s.get("long_documents") else ""
-        print(
-            f"{args.out}: {s['tokens']:,} tokens{val}, {s['documents']:,} documents{long}, "
-            f"vocabulary {s['vocab_size']:,}, "
-            f"{shards} shard{'s' if shards != 1 else ''}; "
-            f"{s.get('padding', 0) / s['tokens']:.1%} of the tokens are padding, "
-            f"{targets / s['tokens']:.1%} are targets"
-        )
+        say_left_out("penstock data", s)
+        print(f"{args.out}: {summary_line(s)}")
     return OK
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from .chat import ChatTemplate
 from .conversation import fields_of, is_conversation
-from .files import DataError, open_input
+from .files import COMPRESSED, TEXT_SUFFIXES, DataError, open_input
 from .rendering import render_all
 from .shards import READ_BYTES
 
@@ -36,9 +36,6 @@ PIECE_CHARS = 64 << 10  # a piece has at least so many characters, but for the l
 PIECE_MAX_CHARS = 1 << 20  # and at most so many, where it has no line end to be cut at
 MAX_RECORD_BYTES = 64 << 20  # of a line of .jsonl, and of a batch of Parquet rows
 MAX_WHOLE_CHARS = 16 << 20  # of a document that is encoded whole
-# of the files that are read from a folder
-TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lzma", ".lz4", ".br", ".zip", ".7z")
 BOM = codecs.BOM_UTF8
 
 
@@ -60,9 +57,9 @@ def find_sources(
         path = Path(item)
         if path.is_dir():
             every = sorted(p for p in path.rglob("*") if p.is_file())
-            inside = [p for p in every if _suffix(p) in TEXT_SUFFIXES]
+            inside = [p for p in every if text_suffix(p) in TEXT_SUFFIXES]
             if not_read is not None:
-                not_read += (p for p in every if _suffix(p) not in TEXT_SUFFIXES)
+                not_read += (p for p in every if text_suffix(p) not in TEXT_SUFFIXES)
             if not inside:
                 raise DataError(
                     f"{item}: the folder has no {', '.join(TEXT_SUFFIXES[:-1])} or "
@@ -111,7 +108,7 @@ def cut_pieces(chunks: Iterable[str]) -> Iterator[str]:
         yield text
 
 
-def _suffix(path: Path) -> str:
+def text_suffix(path: Path) -> str:
     """Of the file that a compressed file holds."""
     path = Path(path.name.lower())
     return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
@@ -277,7 +274,7 @@ def first_record(source: Source, field: str, skip_bad: bool = False) -> tuple[st
     """The first record of a file and its kind, which is the kind of all its records: a record that
     is read or, with skip_bad, the first one of a known kind. A file of text, or one without such a
     record, is ("text", None)."""
-    read = RECORD_READERS.get(_suffix(source.path))
+    read = RECORD_READERS.get(text_suffix(source.path))
     try:
         for _, record in read(source.path, lambda n: None) if read else ():
             kind = record_kind(record, field)
@@ -346,12 +343,13 @@ class Reader:
         self.sources, self.field, self.on_bytes = sources, field, on_bytes
         self.template, self.targets, self.processes = template, targets, processes
         self.skip_bad = skip_bad
-        self.n_documents = 0
+        self.n_documents = self.n_records = 0  # n_records: documents that are a file's records
         self.skipped: list[Path] = []
         self.bad: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[Piece]:
         self.n_documents, self.skipped, self.bad = 0, [], Counter()
+        self.n_records = 0
         for source in self.sources:
             try:
                 for pieces in self._documents(source):
@@ -360,6 +358,7 @@ class Reader:
                         empty = False
                         yield piece
                     self.n_documents += not empty
+                    self.n_records += not empty and text_suffix(source.path) in RECORD_READERS
             except OSError as e:
                 raise DataError(f"{source.path}: {e.strerror}") from e
 
@@ -374,7 +373,7 @@ class Reader:
         self.bad[reason if known else OTHER_REASONS] += 1
 
     def _documents(self, source: Source) -> Iterator[Iterable[Piece]]:
-        read = RECORD_READERS.get(_suffix(source.path))
+        read = RECORD_READERS.get(text_suffix(source.path))
         if read:
             records = self._good(read(source.path, self.on_bytes))
             kind, first = self._kind(records)

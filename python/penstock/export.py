@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from . import hub
 from ._lib import lib, printed_warnings, text
 from .checkpoint import Checkpoint
 from .command import OK, Parser, run
@@ -299,7 +300,7 @@ def _parser() -> Parser:
         required=True,
         metavar="DIR",
         help="model directory; or checkpoint; or run directory, whose newest whole checkpoint is "
-        "taken where it has no model",
+        f"taken where it has no model; {hub.OR}",
     )
     p.add_argument("--to", required=True, choices=("gguf", "hf"), help="what is written")
     p.add_argument("--out", required=True, metavar="PATH", help="the new file or directory")
@@ -333,11 +334,15 @@ def _prepare(args) -> tuple[Source, str, Callable, int, int, list[str]]:
     out = Path(os.path.abspath(args.out))
     gguf = import_gguf("--to gguf") if args.to == "gguf" else None
     check_out(out, 0)
-    source = open_source(args.model)
+    folder = hub.find("--model", args.model, [hub.CONFIG, hub.WEIGHTS], args.quiet)
+    source = open_source(folder)
+    name = source.folder.resolve().name
+    if folder != args.model:  # a snapshot, whose own name is a commit
+        name = hub.NAME.fullmatch(args.model)[2]
     dtype = args.dtype or source.dtype
     notes = list(source.notes)
     if gguf:
-        d = describe(gguf, source.model, source.folder, dtype, source.folder.resolve().name)
+        d = describe(gguf, source.model, source.folder, dtype, name)
         notes += d.notes
         n_bytes = sum(t.n_bytes for t in d.tensors)
         n_tensors = len(d.tensors)

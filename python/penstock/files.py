@@ -20,6 +20,10 @@ TOKENIZER_FILES = (  # those of native/io/model_files.c
     "added_tokens.json",
     "chat_template.jinja",
 )
+SHARD_MAGIC = (20261121, 20240520, 20240801, 20240522)  # or BIN.TOK: include/penstock/data.h
+# of the files that are read from a folder
+TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lzma", ".lz4", ".br", ".zip", ".7z")
 TEMPLATES = "additional_chat_templates"  # PS__TEMPLATES
 RECORD = "penstock.json"  # PS__RECORD
 

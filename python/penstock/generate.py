@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from . import command
+from . import command, hub
 from ._lib import lib, printed_warnings
 from .chat import ChatTemplate, read_config
 from .conversation import FIELDS, Conversation, read_conversation
@@ -156,7 +156,9 @@ def _parser() -> command.Parser:
         description="Prints the text that follows each prompt. Blocks that do not fit under "
         "--device-mem are streamed. The text of a prompt does not depend on the other prompts.",
     )
-    p.add_argument("--model", required=True, metavar="DIR", help="model directory with a tokenizer")
+    p.add_argument(
+        "--model", required=True, metavar="DIR", help=f"model directory with a tokenizer, {hub.OR}"
+    )
     p.add_argument("--adapter", metavar="DIR", help="a LoRA adapter of the model, in PEFT's layout")
     p.add_argument("--prompt", metavar="TEXT", help="a prompt; its text is printed as it comes")
     p.add_argument(
@@ -243,7 +245,6 @@ def _hardware(args) -> Hardware:
 
 
 def _generate(args) -> int:
-    folder = Path(args.model)
     if (args.prompt is None) == (args.prompts is None):
         raise DataError("give either --prompt TEXT or --prompts FILE")
     if args.prompt is not None and not args.chat:
@@ -254,6 +255,7 @@ def _generate(args) -> int:
     prompts = [args.prompt]
     if args.prompts is not None:
         prompts = command.given("--prompts", read_prompts, Path(args.prompts))
+    folder = Path(hub.find("--model", args.model, hub.ALL, args.quiet))
     if not folder.exists():
         raise DataError(
             f"--model {folder}: there is no such directory (as a path it is {folder.resolve()}): "

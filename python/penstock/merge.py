@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from . import hub
 from ._lib import check, encode_path, lib, printed_warnings
 from .command import OK, Parser, run
 from .errors import FormatError, InputOutputError
@@ -79,7 +80,8 @@ def _merge(args) -> int:
     try:
         check_out(out, 0)
         with warnings_as("penstock merge"):
-            source = open_merged(args.model, args.adapter)
+            model = hub.find("--model", args.model, [hub.CONFIG, hub.WEIGHTS], args.quiet)
+            source = open_merged(model, args.adapter)
         dtype = args.dtype or source.dtype
         n = sum(math.prod(p.shape) for p in source.model.params())
         n_bytes = n * {"fp32": 4, "bf16": 2}[dtype]
