@@ -20,6 +20,7 @@ CONFIG, TOKENIZER, WEIGHTS = "config.json", "tokenizer.json", "model.safetensors
 INDEX = "model.safetensors.index.json"
 SMALL = (CONFIG, "generation_config.json", *TOKENIZER_FILES, f"{TEMPLATES}/*")
 ALL = (CONFIG, TOKENIZER, WEIGHTS)
+UNREACHABLE = {"LocalEntryNotFoundError", "ConnectionError", "ConnectError"}  # exceptions
 OR = "or ORG/NAME of a model on the Hugging Face hub"  # in texts of --help
 LARGE = (WEIGHTS, "model-*.safetensors", INDEX)
 
@@ -79,9 +80,11 @@ def _download(repository: str, revision: str, needs: Iterable[str], quiet: bool)
         import huggingface_hub
     except ImportError as e:
         raise DataError("a download needs the package huggingface_hub") from e
-    if quiet:
-        huggingface_hub.utils.disable_progress_bars()
     try:
+        if quiet:
+            from huggingface_hub.utils import disable_progress_bars
+
+            disable_progress_bars()
         return Path(
             huggingface_hub.snapshot_download(
                 repository,
@@ -91,6 +94,8 @@ def _download(repository: str, revision: str, needs: Iterable[str], quiet: bool)
             )
         )
     except Exception as e:  # of the network, of the hub, of the disk
+        if {c.__name__ for c in type(e).__mro__} & UNREACHABLE:
+            raise DataError("the hub cannot be reached") from e
         raise DataError(f"the download fails: {sentence(e).rstrip('.')}") from e
 
 
