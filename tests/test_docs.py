@@ -2,9 +2,11 @@
 package; no path of one machine in any tracked file."""
 
 import itertools
+import json
 import re
 import shlex
 import subprocess
+import sys
 import textwrap
 import xml.etree.ElementTree
 from functools import partial
@@ -14,6 +16,9 @@ import pytest
 from conftest import BUILD, ROOT
 from penstock.__main__ import IN_PYTHON, NAMES
 from penstock.words import SYNONYMS
+
+sys.path.insert(0, str(ROOT / "bench"))
+import pages  # noqa: E402
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 PAGES = {p: p.read_text() for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
@@ -276,9 +281,10 @@ def test_prose_fits_100_columns():
 def test_every_link_of_the_bench_log_opens_and_every_entry_is_indexed():
     index, entries = ROOT / "bench/LOG.md", sorted((ROOT / "bench/log").glob("*.md"))
     target = re.compile(r"(?:\]\(|^\[[\w-]+\]: )([\w./-]+\.md)", re.M)
+    others = [ROOT / "bench/README.md", ROOT / "bench/ROWS.md"]
     links = {
         f: {(f.parent / to).resolve() for to in target.findall(f.read_text())}
-        for f in [index, *entries]
+        for f in [index, *entries, *others]
     }
     assert entries and not [
         (f.name, p.name) for f, to in links.items() for p in to if not p.exists()
@@ -286,6 +292,33 @@ def test_every_link_of_the_bench_log_opens_and_every_entry_is_indexed():
     assert not [f.name for f in entries if f.resolve() not in links[index]]
     names = set(re.findall(r"^\[([\w-]+)\]: ", index.read_text(), re.M))
     assert names == set(re.findall(r"\| \[([\w-]+)\] \|$", index.read_text(), re.M))
+
+
+def test_tables_of_the_pages_are_those_that_bench_pages_writes(tmp_path, monkeypatch):
+    assert [page.name for page in pages.differing()] == [], "run python3 bench/pages.py"
+    for name in pages.PAGES:
+        page = tmp_path / name
+        page.parent.mkdir(parents=True, exist_ok=True)
+        text = (ROOT / name).read_text()
+        assert "<!-- rows: " in text
+        page.write_text(re.sub(r"(<!-- rows: \S+ -->\n.*?\d)", r"\g<1>1", text, flags=re.S))
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    assert [str(p.relative_to(tmp_path)) for p in pages.differing()] == list(pages.PAGES)
+    assert len(PAGES[ROOT / "docs/performance.md"].splitlines()) <= 150
+
+
+def test_every_measured_row_has_a_machine_and_what_was_printed_its_entry(tmp_path):
+    machines = [r.get("name", r.get("kind")) for r in pages.lines(pages.RESULTS / "machines.jsonl")]
+    rows = pages.measured()
+    assert len(rows) > 200 and {r["machine_name"] for r in rows} <= {*machines}
+    printed = pages.lines(pages.RESULTS / "printed.jsonl")
+    entries = {r["source"]: (ROOT / r["source"]).read_text() for r in printed}
+    assert not [r for r in printed if f"{r['tokens_per_s']:,}" not in entries[r["source"]]]
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"a": 1, "machine_name": "h200-1"}\n{"a":  2}\n')
+    assert pages.name_rows("h200-2", file) == 1
+    assert file.read_text().splitlines()[0] == '{"a": 1, "machine_name": "h200-1"}'
+    assert json.loads(file.read_text().splitlines()[1]) == {"a": 2, "machine_name": "h200-2"}
 
 
 def test_the_engine_example_runs_as_it_stands(capsys):

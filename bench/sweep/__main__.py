@@ -5,7 +5,7 @@
     python3 bench/sweep --out DIR 8b:8192:24:84:131072          one measured case
 
 A CASE is MODEL:SEQ_LEN:DEVICE_GIB:HOST_GIB:TOKENS_PER_STEP[:MORE]. MORE are options such as
-recipe=fp32-master,steps=6,warm-up=1; a cap of 0 is none. docs/performance.md shows the keys of a
+recipe=fp32-master,steps=6,warm-up=1; a cap of 0 is none. bench/README.md shows the keys of a
 TOML file.
 
 Each case appends a line to DIR/rows.jsonl. A sweep that was stopped, in whatever way, goes on with

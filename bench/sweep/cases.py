@@ -347,7 +347,7 @@ def _tables(file: _File, content: dict, key: str) -> list:
 
 
 def read(path, binary) -> Sweep:
-    """The sweep of a TOML file. docs/performance.md and the files of bench/sweep show the keys."""
+    """The sweep of a TOML file. bench/README.md and the files of bench/sweep show the keys."""
     try:
         import tomllib
     except ImportError:

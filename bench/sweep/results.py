@@ -84,11 +84,11 @@ def read(path) -> list[dict]:
             raise SweepError(f"{path}: line {number} is not JSON: {exc}") from exc
         if not isinstance(row, dict) or not isinstance(row.get("case"), str):
             raise SweepError(f"{path}: line {number} is no row of a sweep: it has no case")
-        rows.append(row if "mode" in row else _upgraded(row, f"{path}: line {number}"))
+        rows.append(row if "mode" in row else upgraded(row, f"{path}: line {number}"))
     return rows
 
 
-def _upgraded(row: dict, where: str) -> dict:
+def upgraded(row: dict, where: str) -> dict:
     """A row of bench/rows.py: its case is MODEL:SEQ_LEN:DEVICE_GIB:HOST_GIB:TOKENS[:MORE]."""
     try:
         model, seq_len, device, host, tokens, *more = row["case"].split(":", 5)

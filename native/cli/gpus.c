@@ -269,7 +269,7 @@ static void print_notes(const table *t) {
          (unsigned long long)doubled(t, DOUBLINGS, 1));
   print_rings(t);
   if (t->job->hardware.backend == PS_BACKEND_CUDA)
-    puts("Rows of several GPUs are predictions. docs/performance.md has measurements of two and "
+    puts("Rows of several GPUs are predictions. docs/gpus.md has measurements of two and "
          "four.");
   find_advice(t, &a);
   cli_advice_print(&a);
