@@ -1,6 +1,6 @@
 /* interrupts.c - what a signal means while a run goes on. The first Ctrl-C lets the steps in flight
- * or the save finish; the second stops at once. SIGTERM counts as Ctrl-C. SIGHUP counts as the first
- * Ctrl-C alone, because a closed terminal may send it more than once. */
+ * or the save finish; the second stops at once. SIGTERM counts as Ctrl-C. SIGHUP counts as the
+ * first Ctrl-C alone, because a closed terminal may send it more than once. */
 #include "cli/cli.h"
 #include <signal.h>
 #include <stdatomic.h>

@@ -401,9 +401,9 @@ uint32_t cli_job_options(cli_job *j, cli_option *options, bool training) {
 
 /* Options of the Python command's train, eval and plan, which read text. */
 static bool is_of_text(const char *name) {
-  static const char *const of_text[] = {"eos",      "field",      "no-bos",
-                                        "skip-bad", "pack",       "targets",
-                                        "date",     "data-cache", "chat-template-kwargs",
+  static const char *const of_text[] = {"eos",      "field",       "no-bos",
+                                        "skip-bad", "pack",        "targets",
+                                        "date",     "data-cache",  "chat-template-kwargs",
                                         "long",     "val-fraction"};
   size_t i = 0;
   while (i < sizeof of_text / sizeof *of_text && strcmp(name, of_text[i]) != 0)

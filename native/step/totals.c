@@ -1,5 +1,5 @@
-/* totals.c - totals of gradients: additions to them, their sums of squares, and what follows a total
- * that is complete on the host. */
+/* totals.c - totals of gradients: additions to them, their sums of squares, and what follows a
+ * total that is complete on the host. */
 #include "step/emit.h"
 #include <assert.h>
 
