@@ -121,7 +121,10 @@ def test_masked_tokens_are_no_targets(tmp_path, n, seq_len, seed):
 BAD = {
     "empty": (b"", ["0 bytes", "1024"]),
     "no header": (b"x" * 1023, ["1023 bytes"]),
-    "raw nanoGPT": (np.arange(2000, dtype="<u2").tobytes(), ["magic", "penstock data"]),
+    "raw nanoGPT": (
+        np.arange(2000, dtype="<u2").tobytes(),
+        ["no format of token shards", "penstock data"],
+    ),
     "evaluation": (header(h0=20240522, h1=1), ["evaluation"]),
     "gpt2 version": (header(h0=20240520, h1=2), ["version 2", "version 1"]),
     "llama3 version": (header(h0=20240801, h1=1), ["version 1", "version 7"]),

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import BUILD, ROOT
 from penstock import data, hub, inputs
 from penstock.conversation import DataError
 from penstock.words import Words
@@ -151,6 +151,7 @@ def test_what_the_tokens_depend_on_is_in_the_hash(here, model, tmp_path):
     assert len({first, *others}) == 10
     for name, option in (("eval", "--data"), ("plan", "--data"), ("train", "--val")):
         assert entry(model, option, "chats.jsonl", command=name) == first
+    assert entry(model, "--val", "chats.jsonl", "--val-fraction", "0.2") == first
     text = entry(model, "--data", "book.txt")  # is not packed, and so of any length
     assert entry(model, "--data", "book.txt", seq_len=128) == text
     assert not list(text.glob("*.mask")) and list(first.glob("*.mask"))
@@ -299,6 +300,22 @@ def test_other_refusals_come_before_anything_is_written(here, model, tiny_model,
         assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert not (here / "run").exists()
     assert {p.name for p in here.glob("cache/penstock/data/*")} <= {".lock"}
+
+
+def test_the_program_alone_says_which_command_reads_text(here, model):
+    (here / "empty").mkdir()
+    shape = ["--model", model, "--seq-len", "64"]
+    for words, message in (
+        (["train", *shape, "--data", "chats.jsonl"], "the command penstock of the Python package"),
+        (["eval", *shape, "--data", "book.txt"], "the command penstock of the Python package"),
+        (["plan", *shape, "--data", "empty"], "the command penstock of the Python package"),
+        (["train", *shape], "--data is missing: give token shards, or text to the Python command"),
+        (["train", *shape, "--targets", "all"], "--targets is an option of the Python command"),
+        (["train", "--seq-len", "64", "--model", "org/none"], "run the Python command penstock"),
+    ):
+        done = subprocess.run([BUILD / "bin/penstock", *words], capture_output=True, text=True)
+        assert done.returncode == 2 and message in done.stderr, done.stderr
+        assert done.stderr.count("\n") == 1
 
 
 # ---- models by name ------------------------------------------------------------------------------

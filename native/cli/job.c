@@ -85,7 +85,8 @@ static const job_option job_options[] = {
            .help = "model directory in Hugging Face layout: config.json and safetensors"),
     OPTION(TRAINING, CLI_H_MODEL, data, .name = "data", .table = "data", .kind = CLI_TEXTS,
            .value = "SHARDS...",
-           .help = "token shards: .bin files, or folders of them; A:0.7,B:0.3 mixes by weight"),
+           .help = "token shards (.bin), or folders of them; with the Python command also text; "
+                   "A:0.7,B:0.3 mixes by weight"),
     OPTION(TRAINING, CLI_H_TRAINING, steps, .name = "steps", .kind = CLI_COUNT, .value = "N",
            .least = 1, .most = PS_MAX_STEPS,
            .help =

@@ -51,7 +51,7 @@ static bool is_finished(const cli_job *job) {
 int cli_open_data(cli_job *job, ps_dataset **out) {
   if (!job->data.n)
     return cli_fail(CLI_REFUSED,
-                    "--data is missing: give token shards (penstock data makes them from text)");
+                    "--data is missing: give token shards, or text to the Python command");
   ps_dataset *ds = NULL;
   ps_status st = ps_dataset_open(&ds, job->data.item, job->data.n, job->config.vocab_size);
   if (st != PS_OK)
