@@ -35,8 +35,13 @@ CUDA_ARCH_NOTE := $(if $(CUDA_HERE),,no GPU here: building for compute capabilit
   GPUs translate at first use (CUDA_ARCH="90 120" or CUDA_ARCH=all: for others; CUDA=0: for the \
   CPU alone))
 endif
+# flash-attn's machine code for 8.0 serves 8.x; a build for all leaves 9.0 and 10.0 to cuDNN, which
+# comes before flash-attn there: each takes minutes.
+FLASH_ARCH = $(CUDA_ARCH)
 ifeq ($(CUDA_ARCH),all)
 override CUDA_ARCH := $(filter $(CUDA_KNOWN),80 86 89 90 100 120)
+FLASH_ARCH := $(filter $(CUDA_KNOWN),80 120)
+FOR_ALL := 80 90
 endif
 
 # $(call codes,80 90): flags of nvcc for their machine code.
@@ -66,17 +71,19 @@ endif
 
 # ---- attention -----------------------------------------------------------------------------------
 
-# The library for the GPUs here, of those that this toolkit, processor and CUDA_ARCH allow.
+# The library for the GPUs here, or with CUDA_ARCH=all for any, of those that this toolkit,
+# processor and CUDA_ARCH allow.
 ifeq ($(FLASH_ATTN),auto)
-FLASH_ATTN_HERE := $(filter $(CUDA_ARCH),$(CUDA_HERE))
+FLASH_ATTN_HERE := $(or $(FOR_ALL),$(filter $(CUDA_ARCH),$(CUDA_HERE)))
 override FLASH_ATTN := $(if $(filter 80 86 87 89 12%,$(FLASH_ATTN_HERE)),1)
 ifneq ($(and $(filter 90,$(FLASH_ATTN_HERE)),$(filter x86_64,$(shell uname -m)),\
          $(CUDA_LOADS_LIBRARIES)),)
 override FLASH_ATTN += 4
 endif
 override FLASH_ATTN := $(or $(strip $(FLASH_ATTN)),0)
-FLASH_ATTN_NOTE := $(if $(FLASH_ATTN_HERE),attention for the GPU here (compute capability \
-  $(FLASH_ATTN_HERE)): FLASH_ATTN="$(FLASH_ATTN)"; another value chooses another library)
+FLASH_ATTN_FOR := $(if $(FOR_ALL),all GPUs,the GPU here (compute capability $(FLASH_ATTN_HERE)))
+FLASH_ATTN_NOTE := $(if $(FLASH_ATTN_HERE),attention for $(FLASH_ATTN_FOR): \
+  FLASH_ATTN="$(FLASH_ATTN)"; another value chooses another library)
 endif
 ifneq ($(filter-out 0 1 4,$(FLASH_ATTN)),)
 $(error FLASH_ATTN="$(FLASH_ATTN)": it is auto, 0, 1, 4 or "1 4")
@@ -96,14 +103,20 @@ PS_NVCCFLAGS += -DPS_CUDNN=1
 CU_OBJ += $(BUILD)/obj/native/kernels/cuda/attention_cudnn.o
 endif
 
-# flash-attn's kernels, one object for each direction and head dim.
+# flash-attn's kernels, one object for each direction and head dim. nvcc takes up to 6 GB for each:
+# as many at a time as the memory that is free now allows.
 ifneq ($(FLASH_ATTN_1),)
 FLASH_STAMP := $(BUILD)/flash-attn/LICENSE
 FLASH_FLAGS := -Inative/kernels/cuda/flash/standin -isystem $(BUILD)/flash-attn/src \
   -isystem $(BUILD)/flash-attn/cutlass \
   --expt-relaxed-constexpr --expt-extended-lambda --use_fast_math
+FLASH_CODE := $(call codes,$(FLASH_ARCH)) $(call newest,$(FLASH_ARCH))
 PS_NVCCFLAGS += -DPS_FLASH_ATTN=1
-FLASH_OBJ := $(patsubst %,$(BUILD)/obj/native/kernels/cuda/flash/%.o,fwd_64 fwd_128 bwd_64 bwd_128)
+FLASH_OBJ := $(patsubst %,$(BUILD)/obj/native/kernels/cuda/flash/%.o,bwd_128 bwd_64 fwd_128 fwd_64)
+ifeq ($(origin FLASH_JOBS),undefined)
+FLASH_JOBS := $(shell awk '/^MemAvailable:/ {n = int($$2 / 6e6); print n < 1 ? 1 : n}' \
+                /proc/meminfo)
+endif
 CU_OBJ += $(FLASH_OBJ)
 endif
 
@@ -125,7 +138,7 @@ endif
 
 # ---- rules ---------------------------------------------------------------------------------------
 
-CONFIG_cu := $(NVCC) $(PS_NVCCFLAGS) $(FLASH_FLAGS) $(NVCCFLAGS)
+CONFIG_cu := $(NVCC) $(PS_NVCCFLAGS) $(FLASH_FLAGS) $(FLASH_CODE) $(NVCCFLAGS)
 STAMP_cu := $(call stamp,cu)
 $(STAMP_cu):
 	$(new_stamp)
@@ -157,11 +170,20 @@ FLASH_SRC := native/kernels/cuda/flash/flash_
 FLASH_DIM = -DPS_FLASH_DIM=$(lastword $(subst _, ,$(basename $(@F))))
 $(filter %/fwd_64.o %/fwd_128.o,$(FLASH_OBJ)): $(FLASH_SRC)fwd.cu
 $(filter %/bwd_64.o %/bwd_128.o,$(FLASH_OBJ)): $(FLASH_SRC)bwd.cu
+$(FLASH_OBJ): PS_NVCCFLAGS := $(subst $(GENCODE),$(FLASH_CODE),$(PS_NVCCFLAGS))
 $(FLASH_OBJ): CU_FLAGS = $(FLASH_FLAGS) $(FLASH_DIM)
+# Each waits for the one that is FLASH_JOBS places before it.
+FLASH_WAIT_1 := 2:1 3:2 4:3
+FLASH_WAIT_2 := 3:1 4:2
+FLASH_WAIT_3 := 4:1
+flash_obj = $(word $1,$(FLASH_OBJ))
+flash_wait = $(call flash_obj,$(firstword $1)): | $(call flash_obj,$(lastword $1))
+$(foreach w,$(FLASH_WAIT_$(FLASH_JOBS)),$(eval $(call flash_wait,$(subst :, ,$(w)))))
 $(FLASH_OBJ):
 	@mkdir -p $(dir $@)
 	$(call run,NVCC,$@)$(COMPILE_CU) -c $(filter %.cu,$^) -o $@
-$(BUILD)/obj/native/kernels/cuda/attention_flash.o: CU_FLAGS = $(FLASH_FLAGS)
+$(BUILD)/obj/native/kernels/cuda/attention_flash.o: \
+  CU_FLAGS = $(FLASH_FLAGS) -DPS_FLASH_ARCH='"$(strip $(FLASH_ARCH))"'
 $(BUILD)/obj/native/kernels/cuda/attention_flash.o: | $(FLASH_STAMP)
 endif
 

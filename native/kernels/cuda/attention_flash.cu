@@ -20,6 +20,7 @@
 #include "kernels/cuda/flash/flash_launch.h"
 #include <math.h>
 #include <new>
+#include <stdlib.h>
 
 namespace {
 
@@ -30,9 +31,23 @@ struct plan {
   size_t documents, lse, sums, accum, accum_bytes, dk, dv; /* offsets in scratch */
 };
 
+/* Whether what was compiled for PS_FLASH_ARCH runs there: machine code of the same major version,
+ * or that of the last one, which the driver translates for newer GPUs. */
+bool compiled_for(int sm) {
+  int last = 0;
+  for (const char *at = PS_FLASH_ARCH; *at;) {
+    last = (int)strtol(at, (char **)&at, 10);
+    if (last / 10 == sm / 10 && last <= sm)
+      return true;
+  }
+  return last <= sm;
+}
+
 const char *refuses(const ps_att_shape *s) {
   if (s->sm < 80)
     return "needs compute capability 8.0";
+  if (!compiled_for(s->sm))
+    return "was compiled for compute capability " PS_FLASH_ARCH;
   if (ps_att_window(&s->args) || s->args.softcap > 0.0f)
     return "windows and soft caps are left to cuDNN";
   return s->args.head_dim == 64 || s->args.head_dim == 128 ? NULL : "head_dim is not 64 or 128";
