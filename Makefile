@@ -22,13 +22,17 @@
 #           that of $(VENV), which gets them)
 #   CUDNN_HOME  a cuDNN by itself, its include/ and lib/
 #   CUDNN_FRONTEND  the folder that has cudnn_frontend.h, where no wheel has it
-#   FLASH_ATTN  auto (for the GPUs here: 4 on 9.0, 1 on 8.x and 12.x, else none; default) | 0: none
+#   FLASH_ATTN  auto (for the GPUs here: 4 on 9.0, 1 on 8.x and 12.x, else none; with CUDA_ARCH=all
+#             "1 4"; default) | 0: none
 #           | 1: fetch flash-attn's source and compile its kernels: attention for GPUs before 9.0
-#             (minutes, 6 GB a job)
+#             (minutes)
 #           | 4: fetch flash-attn-4 and NVIDIA's compiler for it: faster attention for GPUs of 9.0
 #             (2 minutes; CUDA 12.8 or newer, x86-64)
 #           | "1 4": both
 #   NVCCFLAGS  yours, added behind the project's own
+#   FLASH_JOBS  flash-attn's kernels to compile at a time (default: one for each 6 GB that are free)
+#   PREFIX, DESTDIR  where make install puts the command, library and headers (default: /usr/local),
+#           and the folder below which it does so for a package of a distribution (default: none)
 #   V       0: a short line a file (default) | 1: the commands
 #   SAN     thread | address,undefined: build with sanitizers and asserts (use another BUILD)
 #   DEBUG   0 (default): without asserts | 1: with asserts, -O0 -g unless you give CFLAGS (use
@@ -48,6 +52,7 @@ CUDNN ?= 1
 FLASH_ATTN ?= auto
 V ?= 0
 DEBUG ?= 0
+PREFIX ?= /usr/local
 CFLAGS ?= $(if $(filter 1,$(DEBUG)),-O0 -g,-O2 -g)
 CXXFLAGS ?= -O1
 
@@ -75,7 +80,7 @@ $(foreach v,BUILD VENV VENV_TEST CUDA_HOME,$(if $(word 2,$($v)),$(error \
 .DELETE_ON_ERROR:
 .PHONY: FORCE all lib help format native-tests fuzz-programs bench-programs cuda-archs venv \
   venv-test python wheel lock demo demo-chat test test-long golden test-gpu test-sanitize clean \
-  venv-package
+  venv-package install uninstall
 FORCE:
 
 include native/build.mk
@@ -118,6 +123,14 @@ PACKAGE = PENSTOCK_INSTALL_BUILD="$(BUILD)" $(VENV)/bin/python -m \
   pip --quiet --disable-pip-version-check
 python: all venv-package ## install the Python package into $(VENV)
 	$(PACKAGE) install --no-build-isolation --no-deps --force-reinstall ./python
+INSTALL_LISTS := python/requirements-runtime.txt $(INSTALL_CUDA)
+install: all venv-package ## the command penstock, library and headers below PREFIX (and DESTDIR)
+	@rm -rf $(BUILD)/wheel/install
+	$(PACKAGE) wheel --no-build-isolation --no-deps --wheel-dir $(BUILD)/wheel/install ./python
+	@python/install.sh "$(PREFIX)" "$(DESTDIR)" $(BUILD)/wheel/install/*.whl "$(PYTHON)" \
+	 $(INSTALL_LISTS)
+uninstall: ## take away what make install wrote below PREFIX (and DESTDIR)
+	@python/install.sh --remove "$(PREFIX)" "$(DESTDIR)"
 wheel: all venv-package ## a wheel with the library in $(BUILD)/dist (CUDA_ARCH=all: any GPU)
 	@rm -rf $(BUILD)/dist $(BUILD)/wheel/dist; mkdir -p $(BUILD)/dist
 	$(PACKAGE) wheel --no-build-isolation --no-deps --wheel-dir $(BUILD)/wheel/dist ./python

@@ -54,6 +54,10 @@ $(BUILD)/cublas/cublasLt.h: python/find_cublas.py $(CUBLAS_LIST)
 	@"$(or $(CUBLAS_PYTHON),$(VENV)/bin/python)" $< $(CUDA_MAJOR) $(BUILD)/cublas $(BUILD)/lib
 	@touch $@
 
+# What an installed package opens at run time.
+INSTALL_CUDA := $(if $(filter 1,$(CUDNN)),cudnn,cuda)$(CUDA_MAJOR).txt
+INSTALL_CUDA := $(if $(filter 1,$(CUDA)),python/requirements-$(INSTALL_CUDA))
+
 # cuDNN, its frontend and nvrtc.h.
 CUDNN_FROM := $(or $(CUDNN_PYTHON),$(if $(CUDNN_HOME),$(PYTHON),$(VENV)/bin/python))
 CUDNN_LIST := $(if $(CUDNN_PYTHON)$(CUDNN_HOME),,$(lastword $(CUDA_LISTS)))

@@ -165,6 +165,7 @@ def test_every_option_that_a_page_names_is_in_a_help_text():
     texts += "--nnodes --node-rank --nproc-per-node --master-addr --no-python"
     texts += " --ntasks-per-node --ntasks"
     texts += " --local-dir"  # hf's own
+    texts += " --cflags --libs --rm --gpus --ulimit --build-arg --tag"  # pkg-config's, docker's
     named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", TEXT))
     assert named and not {o for o in named if f"--{o}" not in texts}
 

@@ -52,25 +52,17 @@ def environment(tmp_path_factory):
         # package
         "0"
     )
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            python,
-            "install",
-            "--no-build-isolation",
-            "--no-deps",
-            "--no-index",
-            folder / "source/python",
-        ],
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = ["--no-build-isolation", "--no-deps", "--no-index"]
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    run(*pip, "wheel", *options, "-w", folder / "dist", folder / "source/python", env=env)
+    run(*pip, "install", *options, *(folder / "dist").glob("*.whl"), env=env)
     return python, packages, env, folder
+
+
+def run(*command, **options):
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, **options)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
 
 
 def compiled(command, program):
@@ -217,6 +209,49 @@ def test_installing_leaves_nothing_generated_in_the_source_tree(environment):
     )
 
 
+def test_make_install_puts_one_command_on_path_and_uninstall_takes_it_away(environment, tmp_path):
+    _, packages, env, folder = environment
+    prefix, nothing, elsewhere = tmp_path / "pre fix", tmp_path / "none.txt", tmp_path / "else"
+    nothing.touch()
+    (elsewhere / "penstock").mkdir(parents=True)  # no package of this name in the folder counts
+    (elsewhere / "penstock/__init__.py").write_text("raise SystemExit('the wrong package')")
+    install = ["sh", ROOT / "python/install.sh"]
+    (file,) = (folder / "dist").glob("*.whl")
+    run(*install, prefix, "", file, sys.executable, nothing, env=env, cwd=ROOT)
+    (site_packages,) = (prefix / "lib/penstock/lib").glob("python3*/site-packages")
+    shutil.copy(packages / "outer.pth", site_packages)
+    env = env | {"PATH": f"{prefix}/bin:{env['PATH']}"}
+    for command, says in (("version", "penstock 0."), ("data", "--out"), ("train", "--model")):
+        assert says in run("penstock", command, "--help", env=env, cwd=elsewhere), command
+    flags = f"-I'{prefix}/include' -L'{prefix}/lib/penstock/native' -lpenstock"
+    flags += f" -Wl,-rpath,'{prefix}/lib/penstock/native'"
+    program = tmp_path / "add_one"
+    run("sh", "-c", f"cc '{ROOT}/docs/add_one.c' -o '{program}' {flags}", env=env)
+    assert run(program, env=env) == "10\n"
+    run(*install, "--remove", prefix, "", env=env)
+    assert not [p for p in prefix.rglob("*") if not p.is_dir()]
+
+
+@pytest.mark.parametrize("case", ["relative", "not ours"])
+def test_make_install_refuses_where_it_should_not_write(tmp_path, case):
+    prefix = tmp_path if case == "not ours" else "some/where"
+    (tmp_path / "lib/penstock").mkdir(parents=True)
+    (tmp_path / "lib/penstock/mine").touch()
+    done = make_with(tmp_path, "", "uninstall", f"PREFIX={prefix}", dry=False)
+    says = "is not what make install writes" if case == "not ours" else "is no whole path"
+    assert done.returncode == 2 and says in done.stderr, done.stderr
+    assert (tmp_path / "lib/penstock/mine").exists()
+
+
+def test_make_install_gives_the_environment_what_the_build_needs(tmp_path):
+    said = make_with(tmp_path, "9.0", "install", "PREFIX=/some where", "DESTDIR=/stage").stdout
+    line = said.replace("\\\n", "").split("python/install.sh ")[1].splitlines()[0]
+    assert line.startswith('"/some where" "/stage" ') and line.split()[-2:] == [
+        "python/requirements-runtime.txt",
+        "python/requirements-cudnn13.txt",
+    ]
+
+
 PYPROJECT = (ROOT / "python/pyproject.toml").read_text()
 
 
@@ -239,7 +274,7 @@ def locked(name):
     return pins
 
 
-def make_with(tmp_path, capability, *words):
+def make_with(tmp_path, capability, *words, dry=True):
     """`make -n` beside a toolkit and a driver that are scripts. capability: of the GPU, "": none."""
     gpu = f"echo {capability}" if capability else "exit 9"
     (tmp_path / "bin").mkdir(exist_ok=True)
@@ -254,7 +289,7 @@ esac"""
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{says}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     build, path = tmp_path / "build", f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    words = ["make", "-n", *words, f"BUILD={build}", f"VENV={build}/venv", "CUDA=auto"]
+    words = ["make", *["-n"] * dry, *words, f"BUILD={build}", f"VENV={build}/venv", "CUDA=auto"]
     words += [f"CUDA_HOME={tmp_path}"]
     return subprocess.run(
         words, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PATH": path}
@@ -282,6 +317,28 @@ def test_attention_is_built_for_the_gpu_that_is_here(tmp_path, capability, chose
     assert done.returncode == 0 and (said[1] if said else None) == chosen, done.stderr
     assert ("-DPS_FLASH4=1" in done.stdout) == (chosen == "4")
     assert ("-DPS_FLASH_ATTN=1" in done.stdout) == (chosen == "1")
+
+
+def test_a_build_for_all_gpus_has_attention_for_each(tmp_path):
+    """flash-attn has machine code for 8.x and 12.x, and leaves 9.0 and 10.0 to cuDNN."""
+    if platform.machine() != "x86_64":
+        pytest.skip("flash-attn-4 is compiled on x86-64 alone")
+    said = make_with(tmp_path, "", "lib", "CUDA_ARCH=all").stdout
+    assert 'attention for all GPUs: FLASH_ATTN="1 4"' in said and "-DPS_FLASH4=1" in said
+    (kernels,) = [
+        line for line in said.splitlines() if "-DPS_FLASH_DIM=64" in line and "fwd" in line
+    ]
+    assert re.findall(r"code=(\w+)", kernels) == ["sm_80", "sm_120", "compute_120"]
+    assert "-DPS_FLASH_ARCH='\"80 120\"'" in said
+
+
+@pytest.mark.parametrize("jobs, waiting", [(1, 3), (2, 2), (3, 1), (4, 0), (16, 0)])
+def test_as_many_of_flash_attns_kernels_compile_at_once_as_asked(tmp_path, jobs, waiting):
+    words = ["-p", "lib", "FLASH_ATTN=1", "CUDA_ARCH=80", f"FLASH_JOBS={jobs}"]
+    kernel = r"/flash/(?:fwd|bwd)_\d+\.o"
+    said = make_with(tmp_path, "", *words).stdout
+    rules = re.findall(rf"^\S+{kernel}: .*\|.*{kernel}", said, re.M)
+    assert len(re.findall(rf"^\S+{kernel}: .*\|", said, re.M)) == 4 and len(rules) == waiting
 
 
 @pytest.mark.parametrize(
@@ -346,12 +403,6 @@ def test_nothing_without_a_hash_is_installed(tmp_path):
 
 
 # ---- with the network: a wheel, and new environments ---------------------------------------------
-
-
-def run(*command, **options):
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, **options)
-    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
