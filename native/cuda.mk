@@ -111,7 +111,9 @@ FLASH_FLAGS := -Inative/kernels/cuda/flash/standin -isystem $(BUILD)/flash-attn/
   -isystem $(BUILD)/flash-attn/cutlass \
   --expt-relaxed-constexpr --expt-extended-lambda --use_fast_math
 FLASH_CODE := $(call codes,$(FLASH_ARCH)) $(call newest,$(FLASH_ARCH))
-PS_NVCCFLAGS += -DPS_FLASH_ATTN=1
+PS_FLASH_ARCH := -DPS_FLASH_ARCH='"$(strip $(FLASH_ARCH))"'
+PS_CPPFLAGS += $(PS_FLASH_ARCH)
+PS_NVCCFLAGS += -DPS_FLASH_ATTN=1 $(PS_FLASH_ARCH)
 FLASH_OBJ := $(patsubst %,$(BUILD)/obj/native/kernels/cuda/flash/%.o,bwd_128 bwd_64 fwd_128 fwd_64)
 ifeq ($(origin FLASH_JOBS),undefined)
 FLASH_JOBS := $(shell awk '/^MemAvailable:/ {n = int($$2 / 6e6); print n < 1 ? 1 : n}' \
@@ -182,8 +184,7 @@ $(foreach w,$(FLASH_WAIT_$(FLASH_JOBS)),$(eval $(call flash_wait,$(subst :, ,$(w
 $(FLASH_OBJ):
 	@mkdir -p $(dir $@)
 	$(call run,NVCC,$@)$(COMPILE_CU) -c $(filter %.cu,$^) -o $@
-$(BUILD)/obj/native/kernels/cuda/attention_flash.o: \
-  CU_FLAGS = $(FLASH_FLAGS) -DPS_FLASH_ARCH='"$(strip $(FLASH_ARCH))"'
+$(BUILD)/obj/native/kernels/cuda/attention_flash.o: CU_FLAGS = $(FLASH_FLAGS)
 $(BUILD)/obj/native/kernels/cuda/attention_flash.o: | $(FLASH_STAMP)
 endif
 

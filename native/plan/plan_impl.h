@@ -242,6 +242,12 @@ ps_status ps__find_smallest_in_layouts(ps_plan *p, const ps__memos *memos, ps__s
 ps_status ps__plan_refuse(ps_plan *p, const ps__memos *m, const ps__search_result *r);
 ps_status ps__plan_refuse_guests(ps_plan *p, const ps__search_result *r);
 ps_status ps__plan_least_host(ps_plan *p, const ps__memos *m, uint64_t *bytes);
+/* ---- documents.c ----------------------------------------------------------------------------- */
+/* ps__documents_lack() - NULL where attention of the plan's GPU takes the rows that it is made for,
+ * else what rows with several documents lack there, and what to do, in @text.
+ * @flash  compute capabilities that flash-attn is compiled for; NULL: those of this build */
+enum { PS__DOCUMENTS_TEXT = 256 };
+const char *ps__documents_lack(char text[PS__DOCUMENTS_TEXT], const ps_plan *p, const char *flash);
 /* ---- evaluate.c ------------------------------------------------------------------------------ */
 /* ps__step_costs() - what the step's ops cost, [n_op] in program order.
  * @again  @out has the costs for another number of threads for sums; only those that depend on that

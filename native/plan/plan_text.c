@@ -80,6 +80,13 @@ static void say_sampling(text *t, const ps_plan *p) {
       ps__format_bytes(cache, g->cache_bytes), ps__format_bytes(streamed, g->streamed_bytes));
 }
 
+static void say_documents(text *t, const ps_plan *p) {
+  char lack[PS__DOCUMENTS_TEXT];
+  const char *why = ps__documents_lack(lack, p, NULL);
+  if (why)
+    say(t, "                 %s\n", why);
+}
+
 static const char *where(uint64_t some, uint64_t all) {
   return some == all ? "resident" : some ? "partly resident" : "streamed";
 }
@@ -136,6 +143,7 @@ static void write_text(text *t, const ps_plan *p) {
   else if (r->first_round_chunks > r->chunks_per_round)
     say(t, ", the first of %u", r->first_round_chunks);
   say(t, "; head and loss in slices of %llu tokens\n", (unsigned long long)r->head_slice_tokens);
+  say_documents(t, p);
   if (ps__is_ring(p))
     say(t, "devices          %u in a ring of layers; activations go from one to the next%s\n",
         r->n_devices, p->spec.ring_by_host ? " through host memory" : "");

@@ -178,6 +178,10 @@ ps_status ps__trainer_check_config(const ps_plan *plan, const ps_train_config *c
     return ps__fail(PS_EINVAL,
                     "the data's masks say where documents begin, but the plan was made for one "
                     "document a sequence: plan without one_document");
+  char lack[PS__DOCUMENTS_TEXT];
+  const char *why = ps__documents_lack(lack, plan, NULL);
+  if (why)
+    return ps__fail(PS_EINVAL, "%s", why);
   if (c->dataset)
     PS_TRY(ps_dataset_check(c->dataset, plan->cfg.seq_len));
   return c->val_dataset ? ps__validation_check(plan, c->val_dataset) : PS_OK;

@@ -1,5 +1,6 @@
-/* test_caps.c - what plans are said to take: a candidate's bound of host memory is one and counts
- * what it can, and the caps hold for what runs in the place of the plan's step. */
+/* test_caps.c - what plans are said to take and to lack: a candidate's bound of host memory is one
+ * and counts what it can, the caps hold for what runs in the place of the plan's step, and a GPU
+ * without attention for rows with several documents is told. */
 #include "check.h"
 #include "plan/candidates.h"
 
@@ -120,6 +121,56 @@ static void test_beside(bool ramp, bool val) {
   CHECK(ps_plan_destroy(p) == PS_OK);
 }
 
+/* ---- documents ------------------------------------------------------------------------------- */
+
+static const struct documents_case {
+  uint32_t sm, head_dim, window;
+  float softcap;
+  const char *flash, *says; /* NULL: nothing is lacking */
+} documents[] = {
+    {.sm = 89, .head_dim = 128, .flash = "", .says = "build with FLASH_ATTN=1"},
+    {.sm = 89, .head_dim = 64, .flash = "120", .says = "on compute capability 8.9, and this build"},
+    {.sm = 80, .head_dim = 64, .flash = "86", .says = "on compute capability 8.0, and this build"},
+    {.sm = 89, .head_dim = 128, .flash = "80 120", .says = NULL},
+    {.sm = 86, .head_dim = 64, .flash = "80", .says = NULL},
+    {.sm = 120, .head_dim = 128, .flash = "80", .says = NULL}, /* translated */
+    {.sm = 120, .head_dim = 128, .flash = "", .says = "12.0, and this build lacks it"},
+    {.sm = 90, .head_dim = 256, .flash = "", .says = NULL},
+    {.sm = 100, .head_dim = 128, .flash = "", .says = NULL},
+    {.sm = 89, .head_dim = 256, .flash = "80", .says = "head_dim: train on one document"},
+    {.sm = 89, .head_dim = 64, .window = 8, .flash = "80", .says = "windows: train on one"},
+    {.sm = 89, .head_dim = 64, .window = SEQ_LEN, .flash = "80", .says = NULL}, /* hides nothing */
+    {.sm = 89, .head_dim = 64, .softcap = 50, .flash = "80", .says = "soft cap: train on one"},
+};
+
+static void test_documents(void) {
+  ps_plan_config cfg = config();
+  ps_hardware gpu = {.struct_bytes = sizeof gpu};
+  ps_plan *p;
+  CHECK(ps_hardware_of_gpu(&gpu, "rtx4090") == PS_OK);
+  CHECK(ps_plan_create(&p, &model, &cfg, &gpu) == PS_OK);
+  char lack[PS__DOCUMENTS_TEXT];
+  CHECK(ps__documents_lack(lack, p, NULL) && strstr(ps_plan_text(p), lack));
+  CHECK(ps_plan_destroy(p) == PS_OK);
+  for (size_t i = 0; i < sizeof documents / sizeof *documents; i++) {
+    const struct documents_case *c = &documents[i];
+    ps_model_config m = model;
+    m.head_dim = c->head_dim;
+    m.window = c->window;
+    m.layer_flags[1] = c->window ? PS_LAYER_WINDOW : 0;
+    m.attention_softcap = c->softcap;
+    gpu.compute_capability = c->sm;
+    for (cfg.one_document = 0; cfg.one_document < 2; cfg.one_document++) {
+      CHECK(ps__plan_new(&p, &m, &cfg, &gpu) == PS_OK);
+      const char *why = ps__documents_lack(lack, p, c->flash);
+      CHECK(c->says && !cfg.one_document ? why && strstr(why, c->says) : !why);
+      p->hw.backend = PS_BACKEND_CPU;
+      CHECK(!ps__documents_lack(lack, p, c->flash));
+      CHECK(ps_plan_destroy(p) == PS_OK);
+    }
+  }
+}
+
 int main(void) {
   hw.struct_bytes = sizeof hw;
   CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
@@ -132,6 +183,8 @@ int main(void) {
   printf("ok candidates take as much host memory as they are said to, or more\n");
   for (int i = 0; i < 4; i++)
     test_beside(i & 1, i & 2);
+  test_documents();
+  printf("ok rows with several documents that a GPU has no attention for are told\n");
   printf("ok the caps hold with a batch ramp and with validation\n");
   CHECK(ps__live_allocations() == before);
   return 0;

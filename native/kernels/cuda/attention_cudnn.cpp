@@ -20,6 +20,7 @@
  *         4096 594 / 494, soft cap 460 / 439, both 463 / 407 (test_cuda_attention time).
  * determinism  forward always; backward with exec->deterministic, else dQ is added with atomics.
  * reference    the cpu backend's, tests/native/test_cuda_attention.c */
+#include "kernels/attention_documents.h"
 #include "kernels/cuda/attention_cuda.h"
 #include <atomic>
 #include <dlfcn.h>
@@ -149,7 +150,7 @@ static const char *refuses(const ps_att_shape *s) {
     return "head_dim is no multiple of 8, or too large for this GPU";
   if (known_documents(a))
     return NULL;
-  if (s->sm / 10 != 9 && s->sm / 10 != 10)
+  if (!ps__cudnn_finds_documents((uint32_t)s->sm))
     return "documents that are found on the device need compute capability 9.0 or 10.0 (or set one "
            "document a sequence)";
   if ((a->row0 + a->n_tokens) * width > INT32_MAX)

@@ -16,11 +16,11 @@
  *         documents of 1024 235 / 186 (test_cuda_attention time).
  * determinism  forward always; backward with exec->deterministic, else dQ is added with atomics.
  * reference    the cpu backend's, tests/native/test_cuda_attention.c */
+#include "kernels/attention_documents.h"
 #include "kernels/cuda/attention_cuda.h"
 #include "kernels/cuda/flash/flash_launch.h"
 #include <math.h>
 #include <new>
-#include <stdlib.h>
 
 namespace {
 
@@ -31,26 +31,16 @@ struct plan {
   size_t documents, lse, sums, accum, accum_bytes, dk, dv; /* offsets in scratch */
 };
 
-/* Whether what was compiled for PS_FLASH_ARCH runs there: machine code of the same major version,
- * or that of the last one, which the driver translates for newer GPUs. */
-bool compiled_for(int sm) {
-  int last = 0;
-  for (const char *at = PS_FLASH_ARCH; *at;) {
-    last = (int)strtol(at, (char **)&at, 10);
-    if (last / 10 == sm / 10 && last <= sm)
-      return true;
-  }
-  return last <= sm;
-}
-
 const char *refuses(const ps_att_shape *s) {
   if (s->sm < 80)
     return "needs compute capability 8.0";
-  if (!compiled_for(s->sm))
+  if (!ps__flash_runs(PS_FLASH_ARCH, (uint32_t)s->sm))
     return "was compiled for compute capability " PS_FLASH_ARCH;
-  if (ps_att_window(&s->args) || s->args.softcap > 0.0f)
-    return "windows and soft caps are left to cuDNN";
-  return s->args.head_dim == 64 || s->args.head_dim == 128 ? NULL : "head_dim is not 64 or 128";
+  const bool window = ps_att_window(&s->args), softcap = s->args.softcap > 0.0f;
+  if (ps__flash_takes(s->args.head_dim, window, softcap))
+    return NULL;
+  return window || softcap ? "windows and soft caps are left to cuDNN"
+                           : "head_dim is not 64 or 128";
 }
 
 uint32_t batch(const plan *p) { return p->max_documents ? p->max_documents : 1; }
