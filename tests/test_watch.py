@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import xml.etree.ElementTree
 from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from io import StringIO
@@ -459,6 +460,30 @@ def test_a_report_is_one_escaped_page_with_all_its_parts(report, run):
     numbers = "".join(f'<td class="n">{n}</td>' for n in ("12.5", "12.5", "12.5", "48.5"))
     assert f"<td>copies to the device, GB/s</td>{numbers}" in text
     assert "<td>GPU power, W</td>" in text and 'alt="GPU power, W"' in text
+
+
+def test_pictures_of_a_run_are_svg_that_fetches_nothing(report, run, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    import run_pictures as pictures
+
+    directory = runs.RunDirectory(run)
+    directory.refresh()
+    shown = watch.frame(directory, pictures.WATCH, time.time())
+    screen = pictures.terminal(shown, pictures.WATCH, "penstock watch", "watch")
+    charts = pictures.charts(report.read_text())
+    for svg, words in ((screen, ["penstock", "tokens/s"]), (charts, [])):
+        root = xml.etree.ElementTree.fromstring(svg)
+        text = "".join(root.itertext()).replace("\xa0", " ")
+        ids = re.findall(r'\bid="([^"]+)"', svg)
+        used = set(re.findall(r'(?:url\(|href=")#([^")]+)', svg))
+        assert len(ids) == len({*ids}) and used <= {*ids} and all(w in text for w in words)
+        assert not re.findall(r'url\((?!#)|href="(?!#)', svg)
+    assert len(root.findall("{http://www.w3.org/2000/svg}svg")) == len(pictures.CHARTS)
+    log = ["x", "machine  A", "predicted 2 s", "9 candidates, of which 2", "step 1", ""]
+    log += ["step time   predicted 2 s  measured 3 s", "  run it anew", "device memory  measured 4"]
+    assert pictures.printed("\n".join(log)).splitlines() == [*log[1:4], "...", log[6], log[8]]
+    with pytest.raises(pictures.PictureError, match="0 of the charts"):
+        pictures.charts("")
 
 
 @pytest.mark.parametrize("width, height", [(80, 24), (40, 24), (100, 24), (80, 50), (200, 60)])
