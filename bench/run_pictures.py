@@ -31,7 +31,7 @@ from penstock.watch import frame  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.text import Text  # noqa: E402
 
-WATCH, PLAN = 100, 112  # columns of the terminals
+WATCH, PLAN = 100, 122  # columns of the terminals
 LARGEST = 60_000  # bytes of a picture
 CHARTS = ("loss", "tokens / s", "memory")
 # The fields are those of rich's export_svg(). No font is fetched.
@@ -97,7 +97,9 @@ def charts(page: str) -> str:
         svg = re.sub(r"\d+\.\d{2,}", lambda m: f"{float(m[0]):.1f}", svg)  # of 650 points
         mark = f"c{len(parts)}-"  # charts of one page share no id
         svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{mark}", svg)
-        parts.append(svg.replace("<svg ", f'<svg y="{top:g}" ', 1))
+        place = f'<svg y="{top:g}" width="{width:g}" height="{height:g}"'  # without the unit pt
+        svg = re.sub(r'<svg (.*?)width="[^"]+" height="[^"]+"', rf"{place} \1", svg, count=1)
+        parts.append(svg)
         top += height
     if len(parts) != len(CHARTS):
         raise PictureError(f"the page has {len(parts)} of the charts {', '.join(CHARTS)}")

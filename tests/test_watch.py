@@ -478,7 +478,10 @@ def test_pictures_of_a_run_are_svg_that_fetches_nothing(report, run, monkeypatch
         used = set(re.findall(r'(?:url\(|href=")#([^")]+)', svg))
         assert len(ids) == len({*ids}) and used <= {*ids} and all(w in text for w in words)
         assert not re.findall(r'url\((?!#)|href="(?!#)', svg)
-    assert len(root.findall("{http://www.w3.org/2000/svg}svg")) == len(pictures.CHARTS)
+    inner = root.findall("{http://www.w3.org/2000/svg}svg")
+    assert len(inner) == len(pictures.CHARTS)
+    ends = [float(svg.get("y")) + float(svg.get("height")) for svg in inner]  # in no unit
+    assert f"0 0 {inner[0].get('width')} {ends[-1]:g}" == root.get("viewBox")
     log = ["x", "machine  A", "predicted 2 s", "9 candidates, of which 2", "step 1", ""]
     log += ["step time   predicted 2 s  measured 3 s", "  run it anew", "device memory  measured 4"]
     assert pictures.printed("\n".join(log)).splitlines() == [*log[1:4], "...", log[6], log[8]]
