@@ -72,7 +72,7 @@ def test_the_build_page_has_every_target_and_variable_of_the_makefile():
 
 
 def test_every_line_of_a_plan_that_the_page_explains_is_printed():
-    table = (ROOT / "docs/usage.md").read_text().split("## Reading a plan")[1].split("\n## ")[0]
+    table = (ROOT / "docs/plan.md").read_text().split("line by line")[1].split("\n## ")[0]
     labels = re.findall(r"^\| `([a-z ]+)` \|", table, re.M)
     printed = set(
         re.findall(r'"([a-z]+(?: [a-z]+)?) {2,}', (ROOT / "native/plan/plan_text.c").read_text())
@@ -113,7 +113,7 @@ def rows_of(names, says):
 
 def test_the_names_of_other_trainers_are_those_of_the_program():
     synonyms, answers = names_elsewhere()
-    page = (ROOT / "docs/usage.md").read_text().split("## Coming from another trainer")[1]
+    page = (ROOT / "docs/coming-from.md").read_text().split("## Names")[1]
     wanted = [
         [
             "| elsewhere | Penstock |",
@@ -127,7 +127,7 @@ def test_the_names_of_other_trainers_are_those_of_the_program():
         ],
     ]
     for table in wanted:
-        assert "\n".join(table) in page, "docs/usage.md wants:\n" + "\n".join(table)
+        assert "\n".join(table) in page, "docs/coming-from.md wants:\n" + "\n".join(table)
     names = [n for n, _ in synonyms + answers for n in n]
     assert len(names) > 100 and len({*names}) == len(names)
     assert not [n for n in names if "_" in n]
@@ -164,8 +164,11 @@ def test_every_option_that_a_page_names_is_in_a_help_text():
     # torchrun's and srun's own
     texts += "--nnodes --node-rank --nproc-per-node --master-addr --no-python"
     texts += " --ntasks-per-node --ntasks"
-    texts += " --local-dir"  # hf's own
-    texts += " --cflags --libs --rm --gpus --ulimit --build-arg --tag"  # pkg-config's, docker's
+    texts += (
+        " --local-dir --exclude --port --enable-lora --lora-modules"  # hf's, llama.cpp's, vLLM's
+    )
+    texts += " --ulimit --rm --gpus --build-arg --tag --version"  # Docker's, nvcc's
+    texts += " --cflags --libs"  # pkg-config's
     named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", TEXT))
     assert named and not {o for o in named if f"--{o}" not in texts}
 

@@ -450,7 +450,7 @@ NOT_COMPUTED = [
     (dict(num_local_experts=8), ["num_local_experts", "8"]),
     (dict(quantization_config={"bits": 4}), ["quantization_config"]),
     (dict(vision_config={"hidden_size": 8}), ["vision_config", "random weights"]),
-    (dict(text_config={"hidden_size": 8}), ["text_config", "docs/usage.md"]),
+    (dict(text_config={"hidden_size": 8}), ["text_config", "docs/models.md"]),
     (dict(rope_scaling={"rope_type": "ntk", "factor": 2.0}), ["rope_type", "ntk"]),
     (dict(architectures=["LlamaForCausalLM"]), ["model_type", "LlamaForCausalLM"]),
 ]

@@ -61,7 +61,7 @@ static int check_sequences(const cli_job *job) {
 static const char about[] =
     "Searches for the fastest plan of a step under both caps and prints it: how the batch\n"
     "is cut, what stays on the device, what is streamed, what is recomputed, both memories,\n"
-    "the predicted step time and what limits it. docs/usage.md explains each line. Reads\n"
+    "the predicted step time and what limits it. docs/plan.md explains each line. Reads\n"
     "only the model's config.json. Caps that are too small are refused, and the message\n"
     "says what is missing. A --host-mem above the machine's memory is planned for too.";
 

@@ -204,7 +204,7 @@ static ps_status find_family(const ps__config_reader *r, uint32_t *out) {
       return ps__fail(PS_EFORMAT,
                       "%s: %s is set: multimodal models are not supported yet, and a text class "
                       "of transformers that is opened on the directory saves random weights: "
-                      "docs/usage.md says how the text model is saved alone",
+                      "docs/models.md says how the text model is saved alone",
                       r->path, parts[i]);
   if (!a && !t)
     return ps__fail(PS_EFORMAT,
