@@ -31,7 +31,7 @@ class Walk:
 
     def shell(self, block):
         done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", ". build/venv-test/bin/activate\n" + block],
+            ["bash", "-euo", "pipefail", "-c", ". build/venv/bin/activate\n" + block],
             cwd=self.folder,
             env=self.env,
             stdout=subprocess.PIPE,
@@ -64,9 +64,9 @@ def walk(tmp_path_factory):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-    programs = folder / "build/venv-test/bin"  # in place of what `make python` would install
+    programs = folder / "build/venv/bin"  # in place of what `make python` would install
     programs.mkdir(parents=True)
-    for name, module in (("python", ""), ("penstock", "-m penstock ")):
+    for name, module in (("python", ""), ("penstock", "-m penstock "), ("pip", "-c pass ")):
         (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module}"$@"\n')
         (programs / name).chmod(0o755)
     (programs / "activate").write_text(f'PATH="{programs}:$PATH"\n')

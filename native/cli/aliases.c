@@ -1,6 +1,7 @@
 /* aliases.c - names that other trainers have for options: Hugging Face's Trainer and TRL, axolotl,
  * LLaMA-Factory, torchtitan. An exact synonym is accepted. Another name is refused with a sentence
- * on what to give. docs/coming-from.md has the table, which tests/test_docs.py holds to this one. */
+ * on what to give. docs/coming-from.md has the table: tests/test_docs.py compares it with this
+ * one. */
 #include "cli/cli.h"
 #include <string.h>
 
