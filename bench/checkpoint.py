@@ -38,7 +38,7 @@ LINE = re.compile(r"checkpoint \S+: .* after ([\d.]+) s \(([\d.]+) GB/s\).*waite
 
 
 def command_of(args, model, steps, device_gib, more):
-    command = [str(args.binary), "train", "--model", str(model), "--data", *args.data]
+    command = [str(args.binary), "train", "--no-save", "--model", str(model), "--data", *args.data]
     options = {
         "seq-len": args.seq_len,
         "tokens-per-step": args.tokens,
@@ -46,6 +46,7 @@ def command_of(args, model, steps, device_gib, more):
         "recipe": args.recipe,
         "backend": args.backend,
         "lr": "1e-5",
+        "lr-schedule": "constant",
         "run-dir": args.folder,
     }
     if device_gib:

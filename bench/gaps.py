@@ -115,7 +115,8 @@ def experiment(build, options):
             + " ".join(f"{row[f'p{q}_us']:7.2f}" for q in (10, 50, 90, 99))
         )
     with tempfile.TemporaryDirectory() as run_dir:
-        words = ["--steps", str(STEPS), "--profile-steps", TRACED, "--run-dir", run_dir, "--quiet"]
+        words = ["--steps", str(STEPS), "--profile-steps", TRACED, "--run-dir", run_dir]
+        words += ["--no-save", "--quiet"]
         code = subprocess.run([build / "bin/penstock", "train", *options, *words]).returncode
         if code:
             return code

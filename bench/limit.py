@@ -236,7 +236,7 @@ def train(args, options, run_dir):
     run(
         [args.build / "bin/penstock", "train", *options, "--init-weights", "--data", *args.train]
         + ["--steps", args.steps, "--lr", "1e-5", "--trace-steps", "2", "--run-dir", run_dir]
-        + ["--quiet"]
+        + ["--quiet", "--no-save"]
     )
 
 

@@ -64,7 +64,7 @@ def main():
             run = Path(tmp) / f"run-{name}"
             words = ["train", "--model", model, "--data", Path(tmp) / name, "--init-weights"]
             words += ["--seq-len", a.seq_len, "--tokens-per-step", a.tokens, "--steps", a.steps]
-            words += ["--backend", a.backend, "--shuffle", "--quiet", "--run-dir", run]
+            words += ["--backend", a.backend, "--shuffle", "--quiet", "--no-save", "--run-dir", run]
             subprocess.run([ROOT / "build/bin/penstock", *map(str, words)], check=True)
             steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
             rate = np.median([s["tokens_per_s"] for s in steps[1:]])

@@ -339,10 +339,11 @@ def test_a_run_writes_metrics_plan_timeline_and_model(job, tmp_path):
     assert {s["name"] for s in summary["streams"]} >= {"compute", "h2d", "d2h", "host"}
 
 
-def test_without_out_no_model_is_saved_and_quiet_says_nothing(job, tmp_path):
+def test_with_no_save_no_model_is_saved_and_quiet_says_nothing(job, tmp_path):
     done = penstock(
         "train",
         *words(job | {"--quiet": None, "--trace-steps": 0, "--run-dir": tmp_path / "run"}),
+        "--no-save",
         cwd=tmp_path,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -112,9 +112,12 @@ def test_a_second_run_in_the_same_directory_is_refused_with_the_firsts_process_i
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(len(lines)))
     assert {p.name for p in (tmp_path / "run").iterdir()} == {
+        "checkpoints",
         "metrics.jsonl",
+        "model",
         "plan.json",
         "run.toml",
+        "saved-model.txt",
         "summary.json",
         "timeline.json",
     }
@@ -372,9 +375,9 @@ def test_a_model_that_the_disk_has_no_room_for_is_refused_first(words, tiny_mode
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
-def test_without_out_the_first_line_says_that_nothing_is_kept(words, tmp_path):
-    text = "the trained model will not be saved: --out was not given"
-    assert text in call(loud(words("--steps", 1)), tmp_path).stderr
+def test_with_no_save_the_first_line_says_that_nothing_is_kept(words, tmp_path):
+    text = "the trained model will not be saved: --no-save was given"
+    assert text in call(loud(words("--steps", 1, "--no-save")), tmp_path).stderr
     assert text not in call(loud(words("--steps", 1, "--out", "out")), tmp_path).stderr
 
 

@@ -149,7 +149,7 @@ def split(tmp_path_factory):
 
 
 CLI = ["--recipe", "fp32", "--save-dtype", "fp32", "--tokens-per-step", 512, "--lr", "1e-2"]
-CLI += ["--chunk-tokens", 128, "--chunks-per-round", 2]
+CLI += ["--chunk-tokens", 128, "--chunks-per-round", 2, "--lr-schedule", "constant"]
 
 
 def test_the_split_is_used_and_its_loss_is_evals_and_transformers(tiny_model, split, tmp_path):

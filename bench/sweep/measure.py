@@ -56,7 +56,8 @@ def validation(metrics: list[dict], step_s: float) -> dict:
 
 
 def command_of(case: Case, binary, data: list[str], model: Path, run_dir: Path) -> list[str]:
-    words = [str(binary), "train", "--model", str(model), "--init-weights", "--data", *data]
+    words = [str(binary), "train", "--no-save", "--model", str(model), "--init-weights"]
+    words += ["--data", *data]
     words += ["--seq-len", str(case.seq_len), "--tokens-per-step", str(case.tokens_per_step)]
     words += ["--recipe", case.recipe, "--steps", str(case.steps)]
     words += ["--gpus", str(case.gpus)] if case.gpus > 1 else []

@@ -45,6 +45,9 @@ typedef struct ps_tensor_info {
 PS_API ps_status ps_tensors_open(ps_tensor_file **out, const char *path);
 /* ps_tensors_close() - NULL is a no-op. */
 PS_API void ps_tensors_close(ps_tensor_file *f);
+/* ps_tensors_initialised() - 1: models/init_model.py wrote the files, so their weights are fresh on
+ * purpose. Files that a training saved say so no more. */
+PS_API int ps_tensors_initialised(const ps_tensor_file *f);
 PS_API uint64_t ps_tensors_count(const ps_tensor_file *f);
 /* ps_tensors_info() - describe tensor @idx, below ps_tensors_count(). Errors: PS_EINVAL. */
 PS_API ps_status ps_tensors_info(const ps_tensor_file *f, uint64_t idx, ps_tensor_info *out);

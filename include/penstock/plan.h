@@ -274,6 +274,15 @@ PS_API void ps_evaluations_destroy(ps_evaluations *shared);
 PS_API ps_status ps_plan_create_sharing(ps_plan **out, ps_evaluations *shared,
                                         const ps_model_config *model, const ps_plan_config *cfg,
                                         const ps_hardware *hw);
+/* ps_plan_enough_tokens() - the tokens of a step from which on a GPU runs near full speed.
+ * @cfg  as for ps_plan_create(), its tokens_per_step apart.
+ * @out  on PS_OK a power of two of sequences, at least 8 and one for each device of each host: the
+ *       one nearest to 1.5 times the tokens whose forward pass takes as long as the updates on the
+ *       host, and whose step as long as the copies of the weights for both passes, by @hw's rates.
+ *       On a CPU, and where model and optimizer state fit the devices, it is the least one.
+ * Blocks: no search, milliseconds. Errors: as ps_plan_create(), PS_EBUDGET apart. */
+PS_API ps_status ps_plan_enough_tokens(const ps_model_config *model, const ps_plan_config *cfg,
+                                       const ps_hardware *hw, uint64_t *out);
 /* ps_plan_destroy() - release a plan; NULL is a no-op.
  * Errors: PS_EBUSY while a trainer or a run of its schedule lives; the plan then lives on. */
 PS_API ps_status ps_plan_destroy(ps_plan *plan);

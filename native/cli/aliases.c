@@ -13,6 +13,7 @@ static const struct {
     {"model-name-or-path base-model", "model"},
     {"max-length max-seq-length max-seq-len cutoff-len sequence-len training.seq-len", "seq-len"},
     {"max-steps training.steps", "steps"},
+    {"num-train-epochs num-epochs", "epochs"},
     {"learning-rate optimizer.lr", "lr"},
     {"lr-scheduler-type lr-scheduler", "lr-schedule"},
     {"lr-scheduler.warmup-steps", "warmup-steps"},
@@ -46,10 +47,6 @@ static const struct {
      "give --tokens-per-step, which is --seq-len times the sequences of a step: those of a device, "
      "times accumulation steps, times devices"},
     {"per-device-eval-batch-size eval-batch-size", "leave it out, as the planner decides it"},
-    {"num-train-epochs num-epochs epochs",
-     "give --steps, which is epochs times the data's tokens, divided by --tokens-per-step; without "
-     "--steps it is one epoch"},
-    {"warmup-ratio", "give --warmup-steps, which is the ratio times --steps"},
     {"lr-scheduler.min-lr-factor min-lr-rate cosine-min-lr-ratio",
      "give --min-lr, which is the ratio times --lr"},
     {"optim optimizer.name", "give --optimizer adamw, lion or sgd"},
@@ -97,7 +94,7 @@ static const struct {
     {"do-train do-eval do-predict stage",
      "leave it out, as train learns the next token, and validates where there is validation data"},
     {"eval-strategy evaluation-strategy evals-per-epoch", "give --val-every, in steps"},
-    {"save-strategy saves-per-epoch", "give --checkpoint-every, in steps or as 30m"},
+    {"save-strategy saves-per-epoch", "give --checkpoint-every, in steps or as 30m; 0 writes none"},
     {"logging-steps logging-strategy logging-dir metrics.log-freq",
      "leave it out, as metrics.jsonl in --run-dir has every step"},
     {"report-to wandb-project use-wandb metrics.enable-wandb metrics.enable-tensorboard",

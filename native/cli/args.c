@@ -139,16 +139,16 @@ int cli_parse_size(const char *label, const char *text, uint64_t *out) {
   return CLI_OK;
 }
 
-/* 200, 30m, 1.5h. */
+/* 200, 30m, 1.5h; 0: never. */
 static bool parse_every(const cli_option *o, const char *text, cli_every *out) {
   const char *unit;
   double value;
-  if (!parse_number(text, &value, &unit) || !(value > 0))
+  if (!parse_number(text, &value, &unit) || !(value >= 0))
     return false;
   *out = (cli_every){0};
   if (strcmp(unit, "m") == 0 || strcmp(unit, "h") == 0)
     out->seconds = value * (*unit == 'm' ? 60 : 3600);
-  else if (*unit || value < 1 || value > o->most || value != floor(value))
+  else if (*unit || value > o->most || value != floor(value))
     return false;
   else
     out->steps = (uint64_t)value;
@@ -256,7 +256,7 @@ int cli_set_value(const cli_option *o, const char *label, const char *text) {
     return parse_every(o, text, o->out)
                ? CLI_OK
                : refuse_value(label, text,
-                              "a whole number from 1, of steps, or a time such as 30m or 2h");
+                              "a whole number of steps, a time such as 30m or 2h, or 0 for never");
   case CLI_CHOICE:
     for (uint32_t i = 0; o->choices[i]; i++)
       if (strcmp(text, o->choices[i]) == 0) {

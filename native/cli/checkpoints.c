@@ -108,9 +108,33 @@ static void begin(cli_job *job, ps_trainer *t, uint64_t step, const char *folder
   not_written(job, step, why);
 }
 
-void cli_checkpoint_none(const cli_job *job, cli_progress *p) {
-  if (!wanted(job) && (job->resume || job->keep != CLI_KEEP))
-    cli_progress_note(p, "this run writes no checkpoint: --checkpoint-every N says how often to");
+/* The disk has room for @n checkpoints of the whole model and for the model itself. Those of
+ * adapters are small. */
+static bool has_room(const cli_job *job, uint64_t n) {
+  const bool master = job->recipe != PS_RECIPE_BF16 && job->recipe != PS_RECIPE_FP8;
+  const uint64_t numbers = job->optimizer == PS_OPTIMIZER_ADAMW ? 3 : 2; /* weights and state */
+  uint64_t elements, room;
+  if (job->lora.rank)
+    return true;
+  return cli_disk_free(job->run_dir, &room) == CLI_OK &&
+         cli_model_elements(job, &elements) == CLI_OK &&
+         (n * numbers * (master ? 4 : 2) + 4) * elements <= room;
+}
+
+void cli_checkpoint_note(cli_job *job, cli_progress *p) {
+  if (job->checkpoint_chosen && !has_room(job, job->keep + 1)) {
+    cli_progress_note(p,
+                      "the disk of %s has no room for %llu checkpoints beside the model: the run "
+                      "writes none before it is stopped",
+                      job->run_dir, (unsigned long long)job->keep + 1);
+    job->checkpoint_every = (cli_every){0};
+    job->checkpoint_chosen = false;
+  } else if (job->checkpoint_chosen)
+    cli_progress_note(p, "a checkpoint every %.0f minutes: --checkpoint-every 0 writes none",
+                      job->checkpoint_every.seconds / 60);
+  else if (!wanted(job) && (job->resume || job->keep != CLI_KEEP))
+    cli_progress_note(p, "this run writes no checkpoint%s: --checkpoint-every N says how often to",
+                      job->checkpoint_given ? "" : " before it is stopped");
 }
 
 uint64_t cli_checkpoint_room(const cli_job *job, uint64_t step, uint64_t noted, uint64_t n) {
@@ -127,8 +151,13 @@ uint64_t cli_checkpoint_room(const cli_job *job, uint64_t step, uint64_t noted, 
 void cli_checkpoint_due(cli_job *job, ps_trainer *t, cli_progress *p, uint64_t step, bool now) {
   cli_checkpoints *c = &job->checkpoints;
   const cli_every *every = &job->checkpoint_every;
-  if (!wanted(job) || step == c->begun)
+  const bool chosen = !wanted(job) || job->checkpoint_chosen; /* not the user's wish */
+  if ((!wanted(job) && (!now || job->checkpoint_given)) || step == c->begun)
     return;
+  if (now && chosen && !has_room(job, 1)) {
+    not_written(job, step, "the disk has no room for it beside the model");
+    return;
+  }
   if (!now && every->steps && step % every->steps)
     return;
   /* an interval counts from the begin of the last checkpoint, but two do not run at once */

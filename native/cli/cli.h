@@ -218,6 +218,9 @@ int cli_file_replace(const char *path, const char *text, FILE **stays_open);
  * warning. */
 int cli_run_lock(const char *run_dir, bool make, int *fd);
 void cli_run_unlock(const char *run_dir, int fd); /* -1 is a no-op */
+/* cli_disk_free() - BYTES that are free on the file system of @path, or of its nearest parent that
+ * exists. UINT64_MAX: the file system does not say. CLI_FAILED after a message. */
+int cli_disk_free(const char *path, uint64_t *bytes);
 /* cli_path_join() - FOLDER/NAME. The caller frees it; NULL when memory ran out. */
 char *cli_path_join(const char *folder, const char *name);
 
@@ -313,6 +316,14 @@ struct cli_job {
       first_round_chunks, first_rounds, head_slice_tokens, frozen_layers;
   cli_device device;
   uint64_t warmup_steps, decay_steps, seed, trace_steps;
+  double epochs, warmup_ratio; /* NAN: not given */
+  bool lr_schedule_given, min_lr_given, warmup_given, shuffle_given, checkpoint_given,
+      no_save_given;
+  /* Set by cli_defaults_*(): the data's masks mark documents; --steps was not given; so was the
+   * interval of checkpoints, and is the default; what the default of --lr is for, or NULL. */
+  bool records, steps_chosen, checkpoint_chosen;
+  const char *lr_of;
+  char *default_out; /* the default of --out; NULL: it was given */
   cli_every checkpoint_every;
   uint64_t keep;             /* how many checkpoints stay; CLI_KEEP by default */
   const char *resume;        /* a checkpoint's directory, "latest" or "auto"; NULL: none */
@@ -337,7 +348,7 @@ struct cli_job {
   uint32_t chosen_transport; /* where there are hosts; set by cli_task_meet() */
   ps_hosts_task task;        /* its n_hosts is also of `penstock plan --hosts`; 0 counts as 1 */
   ps_hosts *hosts;           /* set by cli_task_meet(); NULL: this is the only host */
-  bool force, shuffle, json, quiet, smallest, deterministic, init_weights, forward_only;
+  bool force, no_save, shuffle, json, quiet, smallest, deterministic, init_weights, forward_only;
   /* of `penstock plan`, one of the two at most: the machine to plan for, or its GPU's name */
   const char *hardware_file, *gpu_model;
   bool other_machine; /* of `penstock plan`: --host-mem may exceed this machine's memory */
@@ -361,6 +372,8 @@ struct cli_job {
 
 /* cli_out_check() - check that the model can be saved into @path, whose disk has room. Exit code.
  * cli_out_check_empty() - check that @path has no model yet, or --force is given. Exit code. */
+/* cli_model_elements() - of --model. Exit code. */
+int cli_model_elements(const cli_job *job, uint64_t *n);
 int cli_out_check(const cli_job *job, const char *path);
 int cli_out_check_empty(const cli_job *job, const char *path);
 /* What is in --out (saved.c).
@@ -514,6 +527,26 @@ void cli_interrupts_written(void);
 void cli_interrupts_say(const char *words);
 void cli_interrupts_cancel(ps_trainer *t);
 
+/* ---- defaults of a training (defaults.c) ----------------------------------------------------- */
+/* In this order:
+ * cli_defaults_check() - refuse options that exclude one another.
+ * cli_defaults_out() - the run directory and where the model is saved.
+ * cli_defaults_read() - after the data is open: what the checkpoint @from has, or NULL; else the
+ * order of reading and the learning rate.
+ * cli_defaults_tokens() - the tokens of a step, by the machine's rates. @ds NULL: the run's length
+ * is no limit.
+ * cli_defaults_run() - after the plan: steps, warm-up, checkpoints.
+ * cli_defaults_note() - say what the run has.
+ * cli_expected_steps() - about how many steps the run has, before there is a plan.
+ * Those that return an int: exit codes. */
+int cli_defaults_check(const cli_job *job);
+int cli_defaults_out(cli_job *job);
+int cli_defaults_read(cli_job *job, const ps_checkpoint *from);
+int cli_defaults_tokens(cli_job *job, const ps_dataset *ds);
+int cli_defaults_run(cli_job *job, const ps_dataset *ds);
+void cli_defaults_note(const cli_job *job, cli_progress *p);
+uint64_t cli_expected_steps(const cli_job *job, const ps_dataset *ds);
+
 /* ---- checkpoints (checkpoints.c) ------------------------------------------------------------- */
 /* cli_resume_open() - open the checkpoint that --resume means, and take from it how the batch is
  * cut. *out is NULL where the run begins anew. The caller closes it. Exit code.
@@ -521,13 +554,14 @@ void cli_interrupts_cancel(ps_trainer *t);
  * checkpoint. The begin of that one ends the one that is written, which then gets its name. So 0
  * where that would come before metrics.jsonl has the steps of the latter; @noted: the last step
  * that it has.
- * cli_checkpoint_none() - say that the run writes no checkpoint, where its options are about some.
+ * cli_checkpoint_note() - say how often checkpoints are written by default, and that none is where
+ * the options are about some. Without room on the disk there is no default.
  * cli_checkpoint_due() - @step steps are submitted: begin a checkpoint where one is due, or where
- * @now. A failure is only printed, here and below.
+ * @now, as the run stops. A failure is only printed, here and below.
  * cli_checkpoint_end() - end a checkpoint that is written, and remove the oldest. Where @wait is
  * false, one that is not complete yet goes on. */
 int cli_resume_open(cli_job *job, ps_checkpoint **out);
-void cli_checkpoint_none(const cli_job *job, cli_progress *p);
+void cli_checkpoint_note(cli_job *job, cli_progress *p);
 uint64_t cli_checkpoint_room(const cli_job *job, uint64_t step, uint64_t noted, uint64_t n);
 void cli_checkpoint_due(cli_job *job, ps_trainer *t, cli_progress *p, uint64_t step, bool now);
 void cli_checkpoint_end(cli_job *job, ps_trainer *t, cli_progress *p, bool wait);
@@ -566,8 +600,9 @@ int cli_metrics_write(const cli_job *job, FILE *f, const char *path, const ps_st
 
 /* ---- validation (validation.c) --------------------------------------------------------------- */
 /* cli_val_open() - open the validation data of --val or, by default, what the data tool split off.
- * Fill in val_every and val_tokens. *out is NULL where there is no validation. The caller closes
- * it, after an error too. Exit code.
+ * *out is NULL where there is no validation. The caller closes it, after an error too. Exit code.
+ * cli_val_choose() - fill in val_every and val_tokens for a run of about @steps steps, once the
+ * tokens of a step are known.
  * cli_val_note() - say what is validated, and how often.
  * cli_val_next() - the next step after @step that validations follow; cli_val_due() - whether one
  * follows step @step, counted from 1.
@@ -575,6 +610,7 @@ int cli_metrics_write(const cli_job *job, FILE *f, const char *path, const ps_st
  * cli_val_metrics() - the fields of a line of metrics.jsonl. */
 typedef struct cli_run_result cli_run_result;
 int cli_val_open(cli_job *job, const ps_dataset *train, ps_dataset **out);
+void cli_val_choose(cli_job *job, uint64_t steps, const ps_dataset *val);
 void cli_val_free(cli_job *job);
 void cli_val_note(const cli_job *job, cli_progress *p);
 uint64_t cli_val_next(const cli_job *job, uint64_t step);

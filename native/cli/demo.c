@@ -53,6 +53,7 @@ int cli_demo(int argc, char **argv) {
   char *folder = NULL;
   cli_job_init(&job);
   job.steps = DEMO_STEPS;
+  job.no_save = true;
   cli_job_options(&job, options, true);
   size_t n = 0; /* four options are given by position instead */
   for (size_t i = 0; options[i].name; i++)

@@ -9,10 +9,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* all that a run writes into its directory, the checkpoints first */
+/* all that a run writes into its directory: the checkpoints first, last the default of --out */
 static const char *const files[] = {"checkpoints",     "metrics.jsonl", "samples.jsonl",
                                     "plan.json",       "run.toml",      "summary.json",
-                                    "saved-model.txt", "timeline.json"};
+                                    "saved-model.txt", "timeline.json", "model"};
 enum { N_FILES = sizeof files / sizeof *files, MAX_EARLIER = 100000 };
 
 /* *has: RUN_DIR/checkpoints has a checkpoint. Returns 0 or an errno. */
@@ -154,7 +154,8 @@ int cli_earlier_move(const cli_job *job, cli_progress *p) {
   char *earlier = make_earlier(job);
   if (!earlier)
     return CLI_FAILED;
-  for (int i = 0; i < N_FILES && code == CLI_OK; i++) {
+  const int n = job->default_out ? N_FILES : N_FILES - 1;
+  for (int i = 0; i < n && code == CLI_OK; i++) {
     char *from = cli_path_join(job->run_dir, files[i]), *to = cli_path_join(earlier, files[i]);
     if (!from || !to || (rename(from, to) != 0 && errno != ENOENT))
       code = cli_fail(CLI_FAILED, "%s/%s cannot be moved into %s: %s", job->run_dir, files[i],

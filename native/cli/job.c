@@ -36,6 +36,8 @@ void cli_job_init(cli_job *job) {
       .momentum = defaults.momentum,
       .clip_norm = defaults.clip_norm,
       .lora_alpha = NAN,
+      .epochs = NAN,
+      .warmup_ratio = NAN,
       .non_finite = defaults.non_finite,
       .max_skips = defaults.max_skips,
       .seed = defaults.seed,
@@ -62,6 +64,7 @@ void cli_job_free(cli_job *job) {
   free(job->sample_prompt.item);
   free(job->sample_ids.item);
   free(job->run_text);
+  free(job->default_out);
   cli_val_free(job);
 }
 
@@ -72,6 +75,10 @@ typedef struct job_option {
   cli_option option;
 } job_option;
 #define AT(field) offsetof(cli_job, field)
+#define GIVEN(when, under, field, was, ...)                                                        \
+  {                                                                                                \
+    when, AT(field), AT(was), { .heading = (under), __VA_ARGS__ }                                  \
+  }
 #define OPTION(when, under, field, ...)                                                            \
   {                                                                                                \
     when, AT(field), 0, { .heading = (under), __VA_ARGS__ }                                        \
@@ -89,9 +96,12 @@ static const job_option job_options[] = {
                    "A:0.7,B:0.3 mixes by weight"),
     OPTION(TRAINING, CLI_H_TRAINING, steps, .name = "steps", .kind = CLI_COUNT, .value = "N",
            .least = 1, .most = PS_MAX_STEPS,
-           .help =
-               "steps of the whole training, those before a resume included (default: once through "
-               "the data)"),
+           .help = "steps of the whole training, those before a resume included (default: by "
+                   "--epochs)"),
+    OPTION(TRAINING, CLI_H_TRAINING, epochs, .name = "epochs", .kind = CLI_NUMBER, .value = "N",
+           .least = 1e-6, .most = 1e6,
+           .help = "times through the data, in place of --steps; also a part, such as 0.5 (default "
+                   "3 where masks mark documents, as in conversations; 1 for a stream)"),
     OPTION(ALWAYS, CLI_H_MODEL, seq_len, .name = "seq-len", .table = "data", .kind = CLI_COUNT,
            .value = "N", .least = 1, .most = PS_MAX_ROWS, .help = "tokens in a sequence"),
     OPTION(ALWAYS, CLI_H_MEMORY, device_mem, .name = "device-mem", .table = "memory",
@@ -104,7 +114,9 @@ static const job_option job_options[] = {
             "cap of the process's host memory, such as 80GiB (default: what the machine allows)"),
     OPTION(ALWAYS, CLI_H_BATCH, tokens_per_step, .name = "tokens-per-step", .table = "data",
            .kind = CLI_COUNT, .value = "N", .least = 1, .most = PS_MAX_STEP_TOKENS,
-           .help = "tokens of a step, rounded down to whole sequences (default: 8 sequences)"),
+           .help =
+               "tokens of a step, rounded down to whole sequences (default: 8 sequences; on a GPU "
+               "that streams the model as many as hide updates and copies, if 100 steps are left)"),
     OPTION(ALWAYS, CLI_H_BATCH | CLI_RARE, batch_ramp, .name = "batch-ramp", .table = "schedule",
            .kind = CLI_TEXTS, .value = "TOKENS:STEPS...",
            .help = "the first STEPS steps have TOKENS tokens, stage after stage; all later ones "
@@ -300,15 +312,24 @@ static const job_option job_options[] = {
     OPTION(ALWAYS, CLI_H_OUTPUT, quiet, .name = "quiet", .table = "log", .kind = CLI_FLAG,
            .help = "print errors only, no progress and no summary"),
     OPTION(TRAINING, CLI_H_TRAINING, lr, .name = "lr", .table = "optimizer", .kind = CLI_NUMBER,
-           .value = "X", .help = "peak learning rate (default 3e-4; lion 1e-4, sgd 1e-3)"),
-    OPTION(TRAINING, CLI_H_TRAINING | CLI_RARE, min_lr, .name = "min-lr", .table = "schedule",
-           .kind = CLI_NUMBER, .value = "X", .help = "floor of the learning rate (default 0)"),
-    OPTION(TRAINING, CLI_H_TRAINING, lr_schedule, .name = "lr-schedule", .table = "schedule",
-           .kind = CLI_CHOICE, .value = "NAME", .choices = lr_schedules,
-           .help = "constant (default), cosine, linear or wsd (warmup-stable-decay)"),
-    OPTION(TRAINING, CLI_H_TRAINING, warmup_steps, .name = "warmup-steps", .table = "schedule",
-           .kind = CLI_COUNT, .value = "N", .most = PS_MAX_STEPS,
-           .help = "first steps, in which the learning rate rises linearly (default 0)"),
+           .value = "X",
+           .help = "peak learning rate (default: all weights 1e-5, LoRA 2e-4, fresh "
+                   "weights 3e-4; lion about a third of these, sgd 1e-3)"),
+    GIVEN(TRAINING, CLI_H_TRAINING | CLI_RARE, min_lr, min_lr_given, .name = "min-lr",
+          .table = "schedule", .kind = CLI_NUMBER, .value = "X",
+          .help = "floor of the learning rate (default 0)"),
+    GIVEN(TRAINING, CLI_H_TRAINING, lr_schedule, lr_schedule_given, .name = "lr-schedule",
+          .table = "schedule", .kind = CLI_CHOICE, .value = "NAME", .choices = lr_schedules,
+          .help = "cosine (default), constant, linear or wsd (warmup-stable-decay)"),
+    GIVEN(TRAINING, CLI_H_TRAINING, warmup_steps, warmup_given, .name = "warmup-steps",
+          .table = "schedule", .kind = CLI_COUNT, .value = "N", .most = PS_MAX_STEPS,
+          .help = "first steps, in which the learning rate rises linearly (default: by "
+                  "--warmup-ratio)"),
+    OPTION(TRAINING, CLI_H_TRAINING | CLI_RARE, warmup_ratio, .name = "warmup-ratio",
+           .table = "schedule", .kind = CLI_NUMBER, .value = "X", .most = 1,
+           .help =
+               "the same as a part of all steps, rounded up (default 0.03; 0 with --lr-schedule "
+               "constant)"),
     OPTION(TRAINING, CLI_H_TRAINING | CLI_RARE, decay_steps, .name = "decay-steps",
            .table = "schedule", .kind = CLI_COUNT, .value = "N", .most = PS_MAX_STEPS,
            .help = "last steps, in which wsd lowers the learning rate"),
@@ -337,8 +358,10 @@ static const job_option job_options[] = {
     OPTION(TRAINING, CLI_H_MODEL, init_weights, .name = "init-weights", .table = "model",
            .kind = CLI_FLAG,
            .help = "draw the weights from --seed; the model directory needs config.json alone"),
-    OPTION(TRAINING, CLI_H_MODEL, shuffle, .name = "shuffle", .table = "data", .kind = CLI_FLAG,
-           .help = "read the sequences in an order drawn from --seed"),
+    GIVEN(TRAINING, CLI_H_MODEL, shuffle, shuffle_given, .name = "shuffle", .table = "data",
+          .kind = CLI_FLAG,
+          .help = "read the sequences in an order drawn from --seed (default where masks mark "
+                  "documents; else --shuffle=false)"),
     OPTION(ALWAYS, CLI_H_MODEL, run_file, .name = "config", .table = "", .kind = CLI_TEXT,
            .value = "FILE",
            .help = "a TOML file with the options of a run, which the command line overrides"),
@@ -349,7 +372,9 @@ static const job_option job_options[] = {
            .table = "data", .kind = CLI_ID, .value = "ID",
            .help = "the token after this one begins a document"),
     OPTION(TRAINING, CLI_H_SAVING, out, .name = "out", .kind = CLI_TEXT, .value = "DIR",
-           .help = "save the trained model into this directory (default: it is not saved)"),
+           .help = "save the trained model into this directory (default: model in --run-dir)"),
+    GIVEN(TRAINING, CLI_H_SAVING | CLI_RARE, no_save, no_save_given, .name = "no-save",
+          .kind = CLI_FLAG, .help = "do not save the trained model"),
     OPTION(TRAINING, CLI_H_SAVING, force, .name = "force", .kind = CLI_FLAG,
            .help = "replace a model that --out already has, and begin anew in a run directory that "
                    "has another run, whose files move into its folder earlier-N"),
@@ -365,10 +390,11 @@ static const job_option job_options[] = {
       .value = "NAME",
       .choices = dtypes,
       .help = "dtype of the saved model: bf16 (default) or fp32 (default of adapters)"}},
-    OPTION(TRAINING, CLI_H_SAVING, checkpoint_every, .name = "checkpoint-every",
-           .table = "checkpoint", .kind = CLI_EVERY, .value = "N", .most = PS_MAX_STEPS,
-           .help = "write the complete state every N steps, or every 30m or 2h, and when the run "
-                   "is stopped, into checkpoints/ of the run directory (default: never)"),
+    GIVEN(TRAINING, CLI_H_SAVING, checkpoint_every, checkpoint_given, .name = "checkpoint-every",
+          .table = "checkpoint", .kind = CLI_EVERY, .value = "N", .most = PS_MAX_STEPS,
+          .help = "write the complete state every N steps, or every 30m or 2h, and when the run "
+                  "is stopped, into checkpoints/ of the run directory; 0: never (default: 30m in "
+                  "runs that are predicted to last longer)"),
     OPTION(TRAINING, CLI_H_SAVING | CLI_RARE, keep, .name = "keep", .table = "checkpoint",
            .kind = CLI_COUNT, .value = "K", .least = 1, .most = PS_MAX_STEPS,
            .help = "how many of the run's newest checkpoints stay (default 2)"),

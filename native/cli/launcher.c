@@ -13,14 +13,31 @@ int cli_task_read(ps_hosts_task *t) {
 /* ---- the meeting ----------------------------------------------------------------------------- */
 
 /* Options that may differ between hosts: where files are, caps, the machine, what is printed. */
-static const char *const of_one_host[] = {"config",      "model",       "data",
-                                          "device-mem",  "host-mem",    "backend",
-                                          "gpu",         "gpus",        "threads",
-                                          "peak-tflops", "val",         "adapter",
-                                          "json",        "quiet",       "out",
-                                          "force",       "save-wait",   "resume",
-                                          "run-dir",     "trace-steps", "sample-prompts",
-                                          "hosts-wait",  "layout",      "hosts-insecure",
+static const char *const of_one_host[] = {"config",
+                                          "model",
+                                          "data",
+                                          "device-mem",
+                                          "host-mem",
+                                          "backend",
+                                          "gpu",
+                                          "gpus",
+                                          "threads",
+                                          "peak-tflops",
+                                          "val",
+                                          "adapter",
+                                          "json",
+                                          "quiet",
+                                          "out",
+                                          "force",
+                                          "no-save",
+                                          "save-wait",
+                                          "resume",
+                                          "run-dir",
+                                          "trace-steps",
+                                          "sample-prompts",
+                                          "hosts-wait",
+                                          "layout",
+                                          "hosts-insecure",
                                           NULL};
 
 /* @user: whether it is --quiet, which drops no warnings. */
@@ -72,6 +89,7 @@ void cli_task_follow(cli_job *job) {
   job->sample_ids.n = job->sample_prompt.n = 0;
   job->sample_prompts = NULL;
   job->checkpoint_every = (cli_every){0};
+  job->checkpoint_given = true; /* no default */
   job->trace_steps = 0;
 }
 
@@ -116,11 +134,11 @@ int cli_task_measure(cli_job *job) {
 int cli_task_share_plan(cli_job *job, int code) {
   if (!job->hosts || code != CLI_OK)
     return code;
-  uint64_t cut[5] = {0};
+  uint64_t cut[6] = {0};
   if (job->task.rank == 0) {
     const ps_plan_report *r = &job->report;
-    const uint64_t mine[5] = {r->chunk_tokens, r->chunks_per_round, r->first_round_chunks,
-                              r->first_rounds, r->head_slice_tokens};
+    const uint64_t mine[6] = {r->chunk_tokens, r->chunks_per_round,  r->first_round_chunks,
+                              r->first_rounds, r->head_slice_tokens, r->tokens_per_step};
     memcpy(cut, mine, sizeof cut);
   }
   const ps_status st = ps_hosts_share(job->hosts, cut, sizeof cut);
@@ -131,6 +149,7 @@ int cli_task_share_plan(cli_job *job, int code) {
   job->first_round_chunks = cut[2];
   job->first_rounds = cut[3];
   job->head_slice_tokens = cut[4];
+  job->tokens_per_step = job->tokens_per_step ? job->tokens_per_step : cut[5];
   return CLI_OK;
 }
 

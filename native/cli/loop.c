@@ -182,6 +182,9 @@ int cli_run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics, c
   if (code == CLI_OK && r->interrupted && r->n_done)
     cli_checkpoint_due(job, t, p, job->first_step + r->n_done, true);
   cli_checkpoint_end(job, t, p, true);
+  if (r->interrupted && job->checkpoints.begun == job->first_step + r->n_done &&
+      job->checkpoints.newest)
+    cli_progress_note(p, "the same command with --resume auto goes on from there");
   cli_progress_end(p);
   /* The second Ctrl-C may come after the last step. It then skips what follows, the save too. */
   if (code == CLI_INTERRUPTED || (code == CLI_OK && cli_interrupts() > 1))

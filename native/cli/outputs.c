@@ -8,7 +8,25 @@
 #include <sys/file.h>
 #include <sys/random.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
+
+int cli_disk_free(const char *path, uint64_t *bytes) {
+  struct statvfs fs = {0};
+  char *place = strdup(path);
+  if (!place)
+    return cli_fail(CLI_FAILED, "out of memory");
+  while (statvfs(place, &fs) != 0 && (errno == ENOENT || errno == ENOTDIR)) {
+    char *slash = strrchr(place, '/');
+    if (slash > place)
+      *slash = 0;
+    else
+      strcpy(place, slash ? "/" : ".");
+  }
+  free(place);
+  *bytes = fs.f_blocks ? (uint64_t)fs.f_bavail * fs.f_frsize : UINT64_MAX;
+  return CLI_OK;
+}
 
 char *cli_path_join(const char *folder, const char *name) {
   size_t bytes = strlen(folder) + strlen(name) + 2;

@@ -38,7 +38,10 @@ static int print_smallest(cli_job *job) {
 /* What the plan needs of --data, and the share of targets. */
 static int read_data(cli_job *job, double *targets) {
   ps_dataset *ds = NULL;
-  const int code = cli_open_data(job, &ds);
+  int code = cli_open_data(job, &ds);
+  job->records = job->data_marks_documents;
+  if (code == CLI_OK)
+    code = cli_defaults_tokens(job, ds);
   const ps_status st = code == CLI_OK ? ps_dataset_targets(ds, targets) : PS_OK;
   const int failed = st == PS_OK ? code : cli_fail_status(st, true);
   ps_dataset_close(ds);
@@ -170,6 +173,8 @@ int cli_plan(int argc, char **argv) {
     code = cli_job_check(&job);
   if (code == CLI_OK && job.data.n)
     code = read_data(&job, &targets);
+  if (code == CLI_OK)
+    code = cli_defaults_tokens(&job, NULL);
   if (code == CLI_OK)
     code = other_table || n_rows > 1 ? cli_job_prepare(&job) : cli_job_plan(&job);
   if (code == CLI_OK && other_table)

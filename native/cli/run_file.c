@@ -117,10 +117,30 @@ static const char *run_file_of(int argc, char **argv) {
   return path;
 }
 
+/* Of two options that exclude each other, the command line's holds, and not the file's. */
+static void override(cli_job *now, const cli_job *then) {
+  if (then->steps && !isnan(now->epochs) && isnan(then->epochs))
+    now->steps = 0;
+  if (!isnan(then->epochs) && now->steps && !then->steps)
+    now->epochs = NAN;
+  if (then->warmup_given && !isnan(now->warmup_ratio) && isnan(then->warmup_ratio))
+    now->warmup_given = false;
+  if (!isnan(then->warmup_ratio) && now->warmup_given && !then->warmup_given)
+    now->warmup_ratio = NAN;
+  if (then->out && now->no_save && !then->no_save)
+    now->out = NULL;
+  if (then->no_save && now->out && !then->out)
+    now->no_save = now->no_save_given = false;
+}
+
 int cli_job_parse(const cli_command *c, int argc, char **argv) {
   const char *path = cli_help_asked(argc, argv) ? NULL : run_file_of(argc, argv);
-  const int code = path ? cli_run_file_read(c, path) : CLI_OK;
-  return code == CLI_OK ? cli_parse(c, argc, argv) : code;
+  int code = path ? cli_run_file_read(c, path) : CLI_OK;
+  const cli_job file = *c->job;
+  if (code == CLI_OK)
+    code = cli_parse(c, argc, argv);
+  override(c->job, &file);
+  return code;
 }
 
 /* ---- writing --------------------------------------------------------------------------------- */
@@ -173,12 +193,13 @@ static void put_number(FILE *f, double value) {
 /* Whether the option has a value: it was given, or its default is one. */
 static bool has_value(const cli_option *o) {
   switch (o->kind) {
+  case CLI_FLAG: return !o->given || *o->given;
   case CLI_TEXT: return *(const char **)o->out != NULL;
   case CLI_TEXTS: return ((const cli_texts *)o->out)->n > 0;
   case CLI_BYTES: return *(const uint64_t *)o->out > 0;
   case CLI_COUNT: return (double)*(const uint64_t *)o->out >= o->least && (!o->given || *o->given);
-  case CLI_NUMBER: return !isnan(*(const double *)o->out);
-  case CLI_EVERY: return ((const cli_every *)o->out)->steps || ((const cli_every *)o->out)->seconds;
+  case CLI_NUMBER: return !isnan(*(const double *)o->out) && (!o->given || *o->given);
+  case CLI_EVERY: return o->given && *o->given;
   case CLI_CHOICE: return !o->given || *o->given;
   default: return true;
   }
@@ -324,6 +345,10 @@ static void resolve(cli_job *job) {
   job->first_rounds = plan->first_rounds;
   job->head_slice_tokens = plan->head_slice_tokens;
   job->recipe_given = job->save_dtype_given = true;
+  job->lr_schedule_given = job->min_lr_given = job->warmup_given = job->shuffle_given = true;
+  job->no_save_given = job->no_save;
+  job->checkpoint_given |= job->checkpoint_chosen;
+  job->epochs = job->warmup_ratio = NAN; /* steps and warmup-steps have them */
   job->fp8_first_given = job->fp8_last_given =
       job->recipe == PS_RECIPE_FP8 || job->recipe == PS_RECIPE_FP8_MASTER;
   if (job->lora.rank) {

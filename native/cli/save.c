@@ -7,7 +7,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <sys/statvfs.h>
 #include <unistd.h>
 
 /* ---- before the run -------------------------------------------------------------------------- */
@@ -41,36 +40,32 @@ int cli_out_check_empty(const cli_job *job, const char *path) {
 
 /* ---- room ------------------------------------------------------------------------------------ */
 
-/* The file system of @path, or of the nearest parent that exists, has room for the model. */
-static int check_space(const cli_job *job, const char *path) {
-  struct statvfs fs = {0};
-  char a[32], b[32], *place = strdup(path);
-  if (!place)
-    return cli_fail(CLI_FAILED, "out of memory");
-  while (statvfs(place, &fs) != 0 && (errno == ENOENT || errno == ENOTDIR)) {
-    char *slash = strrchr(place, '/');
-    if (slash > place)
-      *slash = 0;
-    else
-      strcpy(place, slash ? "/" : ".");
-  }
-  free(place);
-  if (job->lora.rank) /* an adapter is small */
-    return CLI_OK;
+int cli_model_elements(const cli_job *job, uint64_t *n) {
   ps_model *m;
   const ps_status st = ps_model_create(&m, &job->config);
   if (st != PS_OK)
     return cli_fail_status(st, true);
-  const uint64_t need = ps_model_n_elements(m) * ps_dtype_bytes((ps_dtype)job->save_dtype),
-                 room = (uint64_t)fs.f_bavail * fs.f_frsize;
+  *n = ps_model_n_elements(m);
   ps_model_destroy(m);
-  if (fs.f_blocks == 0 || need <= room) /* some file systems do not say */
-    return CLI_OK;
+  return CLI_OK;
+}
+
+/* The disk of @path has room for the model. */
+static int check_space(const cli_job *job, const char *path) {
+  uint64_t room, n = 0;
+  char a[32], b[32];
+  int code = cli_disk_free(path, &room);
+  if (code != CLI_OK || job->lora.rank) /* an adapter is small */
+    return code;
+  code = cli_model_elements(job, &n);
+  const uint64_t need = n * ps_dtype_bytes((ps_dtype)job->save_dtype);
+  if (code != CLI_OK || need <= room)
+    return code;
   return cli_fail(
       CLI_REFUSED,
       "--out %s: the model takes %s and the disk has %s free: make room, or give another "
-      "directory",
-      path, cli_bytes(a, need), cli_bytes(b, room));
+      "directory%s",
+      path, cli_bytes(a, need), cli_bytes(b, room), job->default_out ? ", or --no-save" : "");
 }
 
 int cli_out_check(const cli_job *job, const char *path) {

@@ -140,8 +140,9 @@ static bool is_there(const char *dir, const char *line, size_t n) {
   return false;
 }
 
-/* Whether the paragraph is of the model in @dir. @run: it must name this run's directory. */
-static bool is_of(const char *part, size_t bytes, const char *dir, const char *run,
+/* Whether the paragraph is of the model in @dir. @run: it must name this run's directory. @moved:
+ * the model may have been saved elsewhere, and be here by now. */
+static bool is_of(const char *part, size_t bytes, const char *dir, const char *run, bool moved,
                   cli_saved_model *m) {
   bool path = false, file = false, own = !run;
   *m = (cli_saved_model){.step = UINT64_MAX};
@@ -154,7 +155,7 @@ static bool is_of(const char *part, size_t bytes, const char *dir, const char *r
         return false;
       file = true;
     } else if (*part == '/') {
-      path = n == strlen(dir) && memcmp(part, dir, n) == 0;
+      path = moved || (n == strlen(dir) && memcmp(part, dir, n) == 0);
       if (!path)
         return false;
     } else if (n > 4 && memcmp(part, "run ", 4) == 0)
@@ -173,7 +174,7 @@ int cli_out_is_other(const cli_job *job, const char *dir, bool *is) {
   *is = now && (!job->out_seen || strcmp(now, job->out_seen) != 0);
   /* a save that failed may have come so far that its model counts */
   if (*is && job->out_tried && (real = realpath(dir, NULL))) {
-    *is = !is_of(job->out_tried, strlen(job->out_tried), real, NULL, &m);
+    *is = !is_of(job->out_tried, strlen(job->out_tried), real, NULL, false, &m);
     free(real);
   }
   free(now);
@@ -181,11 +182,12 @@ int cli_out_is_other(const cli_job *job, const char *dir, bool *is) {
 }
 
 /* The first paragraph of @text that is of the model in @dir, with its line end; NULL: none. */
-static char *find_in(const char *text, const char *dir, const char *run, cli_saved_model *m) {
+static char *find_in(const char *text, const char *dir, const char *run, bool moved,
+                     cli_saved_model *m) {
   for (const char *part = text; part && *part;) {
     const char *end = strstr(part, "\n\n");
     const size_t n = end ? (size_t)(end - part) + 1 : strlen(part);
-    if (is_of(part, n, dir, run, m))
+    if (is_of(part, n, dir, run, moved, m))
       return strndup(part, n);
     part = end ? end + 2 : NULL;
   }
@@ -198,11 +200,12 @@ static char *find(const cli_job *job, const char *out, cli_saved_model *m) {
   static const char *const inside[] = {PENDING "/" OWN_NOTE, OWN_NOTE};
   char *dir = realpath(out, NULL), *run = realpath(job->run_dir, NULL);
   char *text = read_note(job->run_dir, "saved-model.txt");
-  char *found = dir ? find_in(text, dir, NULL, m) : NULL;
+  /* the default of --out is in the run directory, and moves with it */
+  char *found = dir ? find_in(text, dir, NULL, job->default_out != NULL, m) : NULL;
   for (size_t i = 0; i < sizeof inside / sizeof *inside && dir && run && !found; i++) {
     free(text);
     text = read_note(dir, inside[i]);
-    found = find_in(text, dir, run, m);
+    found = find_in(text, dir, run, false, m);
   }
   free(text);
   free(run);

@@ -19,8 +19,12 @@ static int check_outputs(const cli_job *job) {
   if (exists && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
     return cli_fail(CLI_REFUSED, "--out %s is the model directory itself: give another one",
                     job->out);
-  int code = job->out ? cli_out_check(job, job->out) : CLI_OK;
-  if (code == CLI_OK)
+  int code = CLI_OK;
+  if (job->default_out) /* below the run directory, which the user named */
+    code = cli_folder_check(job->run_dir, "run-dir");
+  if (code == CLI_OK && job->out)
+    code = cli_out_check(job, job->out);
+  if (code == CLI_OK && !job->default_out)
     code = cli_folder_check(job->run_dir, "run-dir");
   return code == CLI_OK ? cli_run_file_check(job) : code;
 }
@@ -205,18 +209,25 @@ static int save_alone(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_resu
   return code == CLI_OK && r->beside ? CLI_FAILED : code;
 }
 
+/* Another rank than 0 and --checkpoint-every 0 write none. */
+static bool writes_at_stop(const cli_job *job) {
+  return !job->checkpoint_given || job->checkpoint_every.steps || job->checkpoint_every.seconds > 0;
+}
+
 static int run_and_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r,
                         int *lock) {
   FILE *metrics = NULL;
   if (!job->out)
-    cli_progress_note(p, "the trained model will not be saved: --out was not given");
+    cli_progress_note(p, "the trained model will not be saved: --no-save was given");
   if (!job->quiet) {
     static char words[160]; /* static: the signal handler may read it at any time */
     char step[32];
-    snprintf(words, sizeof words,
-             "\npenstock: stopping after the steps in flight (%s a step predicted)%s; Ctrl-C again "
-             "stops at once\n",
-             cli_duration(step, job->report.step_s), job->out ? ", then saving" : "");
+    snprintf(
+        words, sizeof words,
+        "\npenstock: stopping after the steps in flight (%s a step predicted)%s%s; Ctrl-C again "
+        "stops at once\n",
+        cli_duration(step, job->report.step_s), writes_at_stop(job) ? ", then a checkpoint" : "",
+        job->out ? ", then saving" : "");
     cli_interrupts_say(words);
   }
   cli_interrupts_written();
@@ -265,7 +276,7 @@ static void show_plan(const cli_job *job, cli_progress *p) {
                       cli_duration(time, job->report.step_s),
                       job->report.n_sequences > 1 ? "tokens-per-step" : "seq-len",
                       (unsigned long long)job->report.tokens_per_step);
-  if (job->out)
+  if (job->out && !job->default_out)
     cli_folder_note(p, job->out, "out");
   if (!job->out || strcmp(job->out, job->run_dir) != 0)
     cli_folder_note(p, job->run_dir, "run-dir");
@@ -291,7 +302,11 @@ enum { FINISHED = -1 }; /* of train(): nothing is left to do */
 static int train(cli_job *job, ps_checkpoint **from, int *lock) {
   ps_dataset *ds = NULL, *val = NULL;
   ps_status st;
-  int code = cli_gpus_check(&job->device);
+  int code = cli_defaults_check(job);
+  if (code == CLI_OK)
+    code = cli_defaults_out(job);
+  if (code == CLI_OK)
+    code = cli_gpus_check(&job->device);
   if (code == CLI_OK)
     code = cli_task_meet(job);
   cli_task_follow(job);
@@ -312,8 +327,12 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     code = cli_resume_open(job, from);
     cli_warnings(false); /* the settings are checked twice, and their warnings printed once */
   }
+  if (code == CLI_OK)
+    code = cli_defaults_read(job, *from);
   if (code == CLI_OK && !job->hosts && is_finished(job))
     code = FINISHED;
+  if (code == CLI_OK && first && job->default_out) /* another run there says more */
+    code = cli_earlier_check(job);
   if (code == CLI_OK && first)
     code = check_out_model(job, *from);
   if (code == CLI_OK && first)
@@ -328,23 +347,20 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     code = cli_fail_status(st, true);
   if (code == CLI_OK)
     code = cli_task_measure(job);
+  if (code == CLI_OK && first)
+    code = cli_defaults_tokens(job, ds);
+  if (code == CLI_OK && val)
+    cli_val_choose(job, cli_expected_steps(job, ds), val);
   if (!first)
     code = cli_task_share_plan(job, code);
   if (code == CLI_OK)
     code = cli_job_plan(job);
   if (first)
     code = cli_task_share_plan(job, code);
-  if (code != CLI_OK) {
-    ps_dataset_close(ds);
-    ps_dataset_close(val);
-    return code;
-  }
-  if (!job->steps) {
-    (void)ps_plan_steps_of(job->plan, ps_dataset_n_sequences(ds, job->seq_len), &job->steps);
-    job->steps += !job->steps;
-    job->steps = job->steps < job->first_step ? job->first_step : job->steps;
-  }
-  code = !job->hosts && is_finished(job) ? FINISHED : cli_profile_check(job);
+  if (code == CLI_OK)
+    code = cli_defaults_run(job, ds);
+  if (code == CLI_OK)
+    code = !job->hosts && is_finished(job) ? FINISHED : cli_profile_check(job);
   if (code != CLI_OK) {
     ps_dataset_close(ds);
     ps_dataset_close(val);
@@ -356,6 +372,7 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
   char *run = cli_run_file_text(job); /* NULL, without memory: the manifests lack it */
   cfg.run = run;
   cfg.total_steps = job->steps;
+  cfg.warmup_steps = job->warmup_steps;
   cli_warnings(!job->quiet);
   if (job->follows_aloud) /* those lines name the task that they are of */
     cli_warnings_of("rank ");
@@ -376,7 +393,8 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     if (*from)
       cli_progress_note(&p, "goes on from %s, after step %llu", ps_checkpoint_dir(*from),
                         (unsigned long long)job->first_step);
-    cli_checkpoint_none(job, &p);
+    cli_defaults_note(job, &p);
+    cli_checkpoint_note(job, &p);
     if (job->max_skips != defaults.max_skips && job->non_finite != PS_NON_FINITE_SKIP)
       cli_progress_note(&p, "--max-skips counts nothing here: only --non-finite skip skips steps");
   }
@@ -404,14 +422,14 @@ static int end_finished(const cli_job *job, bool locked) {
 
 int cli_train_job(cli_job *job) {
   int lock = -1;
-  const char *run_dir = job->run_dir = job->run_dir ? job->run_dir : job->out ? job->out : ".";
   ps_checkpoint *from = NULL;
   int code = train(job, &from, &lock);
   if (code == FINISHED)
     code = end_finished(job, lock >= 0);
   code = cli_task_end(job, code);
   ps_checkpoint_close(from);
-  cli_run_unlock(run_dir, lock);
+  if (lock >= 0)
+    cli_run_unlock(job->run_dir, lock);
   return code;
 }
 
@@ -429,8 +447,8 @@ int cli_train(int argc, char **argv) {
           "timeline.json.\n"
           "Caps that are too small and bad input are refused before anything is written, with\n"
           "exit code 2.\n"
-          "The first Ctrl-C lets the steps in flight finish and saves the model if --out is\n"
-          "given. The second one stops at once. SIGTERM does the same, SIGHUP only the first.\n"
+          "The first Ctrl-C lets the steps in flight finish, writes a checkpoint and saves the\n"
+          "model. The second one stops at once. SIGTERM does the same, SIGHUP only the first.\n"
           "Where the model cannot be saved at the end, the terminal asks for another directory;\n"
           "without a terminal the save is tried again for --save-wait seconds. A failure to\n"
           "write progress or metrics never loses the model.",

@@ -71,13 +71,8 @@ static uint64_t between(uint64_t x, uint64_t least, uint64_t most) {
   return x < most ? x : most;
 }
 
-static void choose(cli_job *job, const ps_dataset *train, const ps_dataset *val) {
-  const uint64_t sequences = job->tokens_per_step ? job->tokens_per_step / job->seq_len : 8,
-                 step = sequences ? sequences : 1,
-                 once = ps_dataset_n_sequences(train, job->seq_len) / step,
-                 steps = job->steps ? job->steps
-                         : once     ? once
-                                    : 1,
+void cli_val_choose(cli_job *job, uint64_t steps, const ps_dataset *val) {
+  const uint64_t sequences = job->tokens_per_step / job->seq_len, step = sequences ? sequences : 1,
                  have = ps_dataset_n_sequences(val, job->seq_len) * job->seq_len;
   if (!job->val_every)
     job->val_every = between(between(steps / VALIDATIONS, LEAST_EVERY, MOST_EVERY), 1, steps);
@@ -101,7 +96,6 @@ int cli_val_open(cli_job *job, const ps_dataset *train, ps_dataset **out) {
   if (st != PS_OK)
     return cli_fail_given("validation:", st);
   job->data_marks_documents |= ps_dataset_marks_documents(*out) != 0;
-  choose(job, train, *out);
   return CLI_OK;
 }
 

@@ -678,7 +678,7 @@ const char *ps__tensors_path(const ps_tensor_file *f, uint64_t k) {
 
 uint64_t ps_tensors_count(const ps_tensor_file *f) { return f->n; }
 
-bool ps__tensors_initialised(const ps_tensor_file *f) { return f->initialised; }
+int ps_tensors_initialised(const ps_tensor_file *f) { return f && f->initialised; }
 
 ps_status ps_tensors_info(const ps_tensor_file *f, uint64_t idx, ps_tensor_info *out) {
   if (idx >= f->n)

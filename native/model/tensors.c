@@ -75,7 +75,7 @@ static ps_status is_fresh(ps_tensor_file *f, const ps_param_info *p, bool *fresh
 }
 
 ps_status ps__model_note_fresh(const ps_model *m, ps_tensor_file *f, const char *dir) {
-  bool fresh = !ps__tensors_initialised(f);
+  bool fresh = !ps_tensors_initialised(f);
   for (uint32_t i = 0; fresh && i < m->n_params; i++)
     if (m->param[i].role == PS_PARAM_NORM)
       PS_TRY(is_fresh(f, &m->param[i], &fresh));
