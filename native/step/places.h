@@ -5,6 +5,8 @@
 #include <penstock/engine.h>
 #include <stdbool.h>
 
+enum { PS__NO_STREAM = UINT32_MAX };
+
 /* One of a step's devices: its place, which is the number of its space too; its streams. A single
  * device lacks two of them: to_peers copies to the other devices, and sums adds what they send. On
  * a stream of its own a sum that waits for another device does not hold back the compute stream. */
@@ -23,7 +25,7 @@ typedef struct ps__places {
   /* who does what in a step */
   ps__device_at dev[PS_MAX_DEVICES];
   uint32_t host, host_ops, io; /* the host's place, and its streams */
-  uint32_t net;                /* a stream of the host that talks to other hosts; none: n_streams */
+  uint32_t net; /* a stream of the host that talks to other hosts, or PS__NO_STREAM */
 } ps__places;
 
 /* ps__places_of() - the host, @n_devices devices (1..PS_MAX_DEVICES), a bus between each of them
