@@ -154,30 +154,19 @@ static ps_status hook(void *ctx, ps__gen_hook what, uint32_t program, const ps_l
 static ps_status open_engine(ps_generator *g) {
   const ps__gen_plan *p = g->plan;
   const ps__places *at = p->at;
-  ps_engine_config e = {.struct_bytes = sizeof e,
-                        .n_places = at->n_places,
-                        .n_links = at->n_links,
-                        .n_spaces = at->n_places,
-                        .n_streams = at->n_streams,
-                        .deterministic = p->cfg.deterministic};
-  memcpy(e.link, at->link, sizeof e.link);
-  for (uint32_t i = 0; i < at->n_places; i++) {
-    const bool device = i == at->dev[0].place;
-    const uint64_t arena = ps__arena_round(device ? p->map.device.bytes : p->map.host.bytes),
-                   used = device ? p->report.device_used_bytes : p->report.host_used_bytes;
-    e.space[i] = (ps_space_config){.bytes = arena, .place = i};
-    e.place[i] = (ps_place){.kind = at->kind[i],
-                            .backend = device ? p->hw.backend : PS_BACKEND_CPU,
-                            .device = device ? p->hw.device : 0,
-                            .cap_bytes = device ? p->cfg.device_mem_bytes : p->cfg.host_mem_bytes,
-                            .overhead_bytes = used - arena};
-  }
-  for (uint32_t i = 0; i < at->n_streams; i++) {
-    e.stream[i] = (ps_stream_config){.place = at->stream[i].place,
-                                     .n_threads = ps__stream_threads(&p->hw, at, i),
-                                     .scratch_bytes = p->scratch_bytes[i]};
-    snprintf(e.stream[i].name, sizeof e.stream[i].name, "%s", at->stream[i].name);
-  }
+  const ps__gen_map *map = &p->map;
+  const ps_generate_report *r = &p->report;
+  const ps__caps cap = ps__caps_of(&p->hw, p->cfg.device_mem_bytes, p->cfg.host_mem_bytes);
+  const uint64_t device = map->device.bytes, host = map->host.bytes,
+                 beside[PS__N_MEMS] = {[PS__DEVICE_MEM] =
+                                           r->device_used_bytes - ps__arena_round(device),
+                                       [PS__HOST_MEM] = r->host_used_bytes - ps__arena_round(host)};
+  uint64_t arena[PS_MAX_PLACES] = {0};
+  ps_engine_config e;
+  arena[at->dev[0].place] = device;
+  arena[at->host] = host;
+  ps__engine_of(&e, &p->hw, at, arena, cap.given, beside, p->scratch_bytes);
+  e.deterministic = p->cfg.deterministic;
   PS_TRY(ps_engine_create(&g->engine, &e));
   g->host = ps_engine_space(g->engine, at->host);
   return PS_OK;

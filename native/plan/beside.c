@@ -21,8 +21,9 @@ static guests guests_of(const ps_plan *p) {
 
 ps_status ps__plan_beside_check(const ps_plan *p) {
   const ps_plan_report *r = &p->report;
-  const uint64_t given = p->cfg.device_mem_bytes, device = ps__device_cap(&p->hw, given),
-                 host = p->cfg.host_mem_bytes;
+  const ps__caps caps = ps__plan_caps(p);
+  const uint64_t given = caps.given[PS__DEVICE_MEM], device = caps.holds[PS__DEVICE_MEM],
+                 host = caps.holds[PS__HOST_MEM];
   const guests g = guests_of(p);
   char need[32], cap[32];
   if (!ps__plan_has_guests(p))

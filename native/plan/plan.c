@@ -11,35 +11,13 @@ const char *ps_plan_stream_name(const ps_plan *plan, uint32_t stream) {
 }
 
 void ps__plan_engine(const ps_plan *p, ps_engine_config *out) {
-  const ps__places *at = p->at;
   const ps_plan_report *r = &p->report;
-  *out = (ps_engine_config){.struct_bytes = sizeof *out,
-                            .n_places = at->n_places,
-                            .n_links = at->n_links,
-                            .n_spaces = at->n_places,
-                            .n_streams = at->n_streams,
-                            .deterministic = p->cfg.deterministic};
-  memcpy(out->link, at->link, sizeof out->link);
-  for (uint32_t i = 0; i < at->n_places; i++) {
-    const uint64_t arena = ps__arena_round(p->step.space_bytes[i]);
-    const bool device = i != at->host;
-    const uint64_t beside = device ? r->device_used_bytes - r->device_arena_bytes
-                                   : r->host_used_bytes - r->host_arena_bytes;
-    out->space[i] = (ps_space_config){.bytes = arena, .place = i};
-    out->place[i] =
-        (ps_place){.kind = at->kind[i],
-                   .backend = device ? p->hw.backend : PS_BACKEND_CPU,
-                   .device = device ? p->hw.device + i : 0,
-                   .cap_bytes = device ? p->cfg.device_mem_bytes : p->cfg.host_mem_bytes,
-                   .overhead_bytes = beside};
-  }
-  for (uint32_t i = 0; i < at->n_streams; i++) {
-    ps_stream_config *s = &out->stream[i];
-    *s = (ps_stream_config){.place = at->stream[i].place,
-                            .n_threads = ps__stream_threads(&p->hw, at, i),
-                            .scratch_bytes = p->step.scratch_bytes[i]};
-    snprintf(s->name, sizeof s->name, "%s", at->stream[i].name);
-  }
+  const ps__caps cap = ps__plan_caps(p);
+  const uint64_t beside[PS__N_MEMS] = {[PS__DEVICE_MEM] =
+                                           r->device_used_bytes - r->device_arena_bytes,
+                                       [PS__HOST_MEM] = r->host_used_bytes - r->host_arena_bytes};
+  ps__engine_of(out, &p->hw, p->at, p->step.space_bytes, cap.given, beside, p->step.scratch_bytes);
+  out->deterministic = p->cfg.deterministic;
 }
 
 /* Tokens whose logits take about 32 MiB, on a GPU 512 MiB: a power of two of at least 64. It

@@ -32,6 +32,9 @@ struct ps_plan {
   _Atomic uint32_t in_use; /* 1: a trainer has it */
 };
 
+static inline ps__caps ps__plan_caps(const ps_plan *p) {
+  return ps__caps_of(&p->hw, p->cfg.device_mem_bytes, p->cfg.host_mem_bytes);
+}
 /* ps__totals_on_host() - whether complete totals of gradients, and updates, are on the host: where
  * several devices or hosts train together. */
 static inline bool ps__totals_on_host(const ps_plan *p) {

@@ -138,8 +138,8 @@ static ps_status refuse_both(const ps_plan *p, const ps__search_result *r) {
 /* Whether raising the host's cap alone is the smaller step, in proportion, and the machine has that
  * much. */
 static bool host_is_nearer(const ps_plan *p, const ps__search_result *r) {
-  const double host = (double)p->cfg.host_mem_bytes,
-               device = (double)ps__device_cap(&p->hw, p->cfg.device_mem_bytes);
+  const ps__caps caps = ps__plan_caps(p);
+  const double host = (double)caps.holds[PS__HOST_MEM], device = (double)caps.holds[PS__DEVICE_MEM];
   const bool there =
       !p->hw.host_memory_bytes || r->smallest[PS__HOST_MEM] <= p->hw.host_memory_bytes;
   return r->smallest[PS__HOST_MEM] && there && host > 0 && device > 0 &&
@@ -149,8 +149,9 @@ static bool host_is_nearer(const ps_plan *p, const ps__search_result *r) {
 static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
   char host[32], need[32], cap[32], lower[128], ways[192];
   const ps_plan_config *c = &p->cfg;
-  const uint64_t given = c->device_mem_bytes, device = ps__device_cap(&p->hw, given);
-  const bool gpu = device != given;
+  const ps__caps caps = ps__plan_caps(p);
+  const uint64_t device = caps.holds[PS__DEVICE_MEM];
+  const bool gpu = device != caps.given[PS__DEVICE_MEM];
   const bool of_device = r->smallest[PS__DEVICE_MEM] && !host_is_nearer(p, r);
   const whose of = whose_memory(p);
   what_to_lower(lower, p);
@@ -206,8 +207,8 @@ ps_status ps__plan_least_host(ps_plan *p, const ps__memos *m, uint64_t *bytes) {
 
 /* Where no cap of host memory is given, the machine's memory may be what is short. */
 ps_status ps__plan_refuse(ps_plan *p, const ps__memos *m, const ps__search_result *r) {
-  const uint64_t device = ps__device_cap(&p->hw, p->cfg.device_mem_bytes),
-                 machine = p->hw.host_memory_bytes, need_device = r->smallest[PS__DEVICE_MEM];
+  const uint64_t device = ps__plan_caps(p).holds[PS__DEVICE_MEM], machine = p->hw.host_memory_bytes,
+                 need_device = r->smallest[PS__DEVICE_MEM];
   const whose of = whose_memory(p);
   uint64_t host = 0;
   char need[32], there[32], ways[192];

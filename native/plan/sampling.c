@@ -105,8 +105,8 @@ static ps_status refuse_device(const ps_plan *p, uint64_t cap) {
 
 ps_status ps__plan_sampling_check(const ps_plan *p) {
   const ps_plan_report *r = &p->report;
-  const uint64_t device = ps__device_cap(&p->hw, p->cfg.device_mem_bytes),
-                 host = p->cfg.host_mem_bytes;
+  const ps__caps caps = ps__plan_caps(p);
+  const uint64_t device = caps.holds[PS__DEVICE_MEM], host = caps.holds[PS__HOST_MEM];
   char need[32], cap[32], tables[32], drawn[32];
   if (!p->sampling)
     return PS_OK;

@@ -605,12 +605,11 @@ static ps_status search(ps_plan *plan, ps__memo *memo, bool sizes_only, double b
   ps__search_watch watch = {.fn = plan->cfg.progress, .user = plan->cfg.progress_user};
   pthread_mutex_init(&watch.lock, NULL);
   s->watch = &watch;
-  uint64_t *device = &s->cap[PS__DEVICE_MEM], *host = &s->cap[PS__HOST_MEM];
-  const uint64_t device_cap = ps__device_cap(hw, plan->cfg.device_mem_bytes);
-  *device = device_cap ? device_cap : UINT64_MAX;
-  *host = plan->cfg.host_mem_bytes ? plan->cfg.host_mem_bytes : UINT64_MAX;
+  const ps__caps caps = ps__plan_caps(plan);
+  for (uint32_t i = 0; i < PS__N_MEMS; i++)
+    s->cap[i] = caps.holds[i] ? caps.holds[i] : UINT64_MAX;
   s->machine = hw->host_memory_bytes ? hw->host_memory_bytes : UINT64_MAX;
-  const uint64_t there = *host < s->machine ? *host : s->machine;
+  const uint64_t host = s->cap[PS__HOST_MEM], there = host < s->machine ? host : s->machine;
   ps_status st = ps__search_space_init(&s->space, plan, sizes_only ? 0 : there, &plan->hooks);
   out->n_candidates = (uint32_t)s->space.n_candidates;
   s->prune = true;

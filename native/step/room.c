@@ -1,7 +1,21 @@
-/* room.c - what a program takes of both memories besides its arenas. */
+/* room.c - memories: their caps, what a program takes besides its arenas; its engine. */
 #include "step/room.h"
 #include "core/core.h"
 #include "kernels/cuda/scratch.h"
+#include <string.h>
+
+ps__caps ps__caps_of(const ps_hardware *hw, uint64_t device_mem_bytes, uint64_t host_mem_bytes) {
+  const uint64_t
+      given[PS__N_MEMS] = {[PS__DEVICE_MEM] = device_mem_bytes, [PS__HOST_MEM] = host_mem_bytes},
+      there[PS__N_MEMS] = {[PS__DEVICE_MEM] =
+                               hw->backend == PS_BACKEND_CUDA ? hw->device_memory_bytes : 0};
+  ps__caps c;
+  for (uint32_t i = 0; i < PS__N_MEMS; i++) {
+    c.given[i] = given[i];
+    c.holds[i] = there[i] && (!given[i] || there[i] < given[i]) ? there[i] : given[i];
+  }
+  return c;
+}
 
 uint32_t ps__stream_threads(const ps_hardware *hw, const ps__places *at, uint32_t stream) {
   if (stream == at->io)
@@ -50,4 +64,31 @@ uint64_t ps__host_scratch(const ps_hardware *hw, const ps__places *at,
     if (hw->backend == PS_BACKEND_CPU || ps__stream_on_host(at, i))
       bytes += (uint64_t)scratch_bytes[i] * ps__stream_threads(hw, at, i);
   return bytes;
+}
+
+void ps__engine_of(ps_engine_config *out, const ps_hardware *hw, const ps__places *at,
+                   const uint64_t arena[PS_MAX_PLACES], const uint64_t cap[PS__N_MEMS],
+                   const uint64_t beside[PS__N_MEMS], const size_t *scratch_bytes) {
+  *out = (ps_engine_config){.struct_bytes = sizeof *out,
+                            .n_places = at->n_places,
+                            .n_links = at->n_links,
+                            .n_spaces = at->n_places,
+                            .n_streams = at->n_streams};
+  memcpy(out->link, at->link, sizeof out->link);
+  for (uint32_t i = 0; i < at->n_places; i++) {
+    const bool device = at->kind[i] == PS_PLACE_DEVICE;
+    out->space[i] = (ps_space_config){.bytes = ps__arena_round(arena[i]), .place = i};
+    out->place[i] = (ps_place){.kind = at->kind[i],
+                               .backend = device ? hw->backend : PS_BACKEND_CPU,
+                               .device = device ? hw->device + i : 0,
+                               .cap_bytes = cap[ps__mem_of(at, i)],
+                               .overhead_bytes = beside[ps__mem_of(at, i)]};
+  }
+  for (uint32_t i = 0; i < at->n_streams; i++) {
+    ps_stream_config *s = &out->stream[i];
+    *s = (ps_stream_config){.place = at->stream[i].place,
+                            .n_threads = ps__stream_threads(hw, at, i),
+                            .scratch_bytes = scratch_bytes[i]};
+    memcpy(s->name, at->stream[i].name, sizeof s->name);
+  }
 }

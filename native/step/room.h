@@ -1,4 +1,5 @@
-/* room.h - what a program takes of both memories besides its arenas, and its streams' threads. */
+/* room.h - what a program may take of the memories and what it takes besides its arenas; its streams'
+ * threads; the engine that it runs on. */
 #ifndef PS_STEP_ROOM_H
 #define PS_STEP_ROOM_H
 #include "step/places.h"
@@ -7,6 +8,17 @@
 /* The memories that caps limit. Devices are alike, and what is counted is that of the device that
  * takes the most. */
 enum { PS__DEVICE_MEM, PS__HOST_MEM, PS__N_MEMS };
+/* ps__mem_of() - that of a place. */
+static inline uint32_t ps__mem_of(const ps__places *at, uint32_t place) {
+  return at->kind[place] == PS_PLACE_HOST ? PS__HOST_MEM : PS__DEVICE_MEM;
+}
+
+/* Caps in BYTES by memory; 0: none. given: the user's. holds: those that hold; a GPU's is the lesser
+ * of the user's and its memory that is free. */
+typedef struct ps__caps {
+  uint64_t given[PS__N_MEMS], holds[PS__N_MEMS];
+} ps__caps;
+ps__caps ps__caps_of(const ps_hardware *hw, uint64_t device_mem_bytes, uint64_t host_mem_bytes);
 
 /* ps__device_overhead() - BYTES that a program takes of a device besides its arena: CUDA's scratch
  * with the products' workspace (@scratch), and its overhead. @fp8: products have FP8 operands.
@@ -20,12 +32,14 @@ uint64_t ps__host_scratch(const ps_hardware *hw, const ps__places *at, const siz
 static inline uint64_t ps__arena_round(uint64_t bytes) {
   return (bytes + (2u << 20) - 1) >> 21 << 21;
 }
-/* BYTES: the device cap that holds, which is the lesser of the user's and the GPU's memory that is
- * free; 0: none. */
-static inline uint64_t ps__device_cap(const ps_hardware *hw, uint64_t given) {
-  const uint64_t there = hw->backend == PS_BACKEND_CUDA ? hw->device_memory_bytes : 0;
-  return there && (!given || there < given) ? there : given;
-}
 /* Threads that a stream's ops may use. */
 uint32_t ps__stream_threads(const ps_hardware *hw, const ps__places *at, uint32_t stream);
+
+/* ps__engine_of() - the engine of a program: its places and streams on this machine.
+ * @arena          BYTES that are in use of each place's space
+ * @cap, @beside   BYTES by memory: the place's cap, and what the program takes besides its arena
+ * @scratch_bytes  of each stream */
+void ps__engine_of(ps_engine_config *out, const ps_hardware *hw, const ps__places *at,
+                   const uint64_t arena[PS_MAX_PLACES], const uint64_t cap[PS__N_MEMS],
+                   const uint64_t beside[PS__N_MEMS], const size_t *scratch_bytes);
 #endif
