@@ -250,6 +250,24 @@ def test_every_link_of_a_page_opens():
         xml.etree.ElementTree.parse(picture)
 
 
+def test_every_section_that_a_link_names_exists():
+    """By GitHub's names of headings."""
+    headings = {
+        page: {
+            re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-")
+            for line in re.findall(r"^#+ (.*)", text, re.M)
+        }
+        for page, text in PAGES.items()
+    }
+    links = [
+        ((page.parent / to).resolve() if to else page, section)
+        for page, text in PAGES.items()
+        for to, section in re.findall(r"\]\(([^):#]*)#([\w-]+)\)", text)
+    ]
+    assert len(links) > 10
+    assert [(p.name, s) for p, s in links if p in PAGES and s not in headings[p]] == []
+
+
 def test_every_section_that_the_sources_name_exists():
     """As docs/design.md, "Metrics"."""
     named = re.findall(r'docs/(\w+\.md), "([^"]+)"', sources())
