@@ -96,20 +96,25 @@ static void define_params(ps__block *b, ps__half *half) {
   }
 }
 
-/* The adapters' unit, by target. */
-static ps_status define_adapters(ps__block *b, ps__half *half) {
+/* The LoRA targets that the block has. */
+static uint32_t find_sites(ps__block *b, ps__half *half) {
   uint32_t there = 0;
-  if (!b->m->lora.rank)
-    return PS_OK;
   for (ps__half *h = half; h < half + PS__HALVES; h++)
     h->use->kind->sites(h);
   for (uint32_t i = 0; i < PS_N_LORA_TARGETS; i++)
     there |= (uint32_t)(b->site[i].n_out > 0) << i;
-  PS_TRY(ps__lora_resolve(b->m, there));
+  return there;
+}
+
+/* The adapters' unit, by target. A block may lack targets that others have. */
+static void define_adapters(ps__block *b, ps__half *half) {
+  const uint32_t there = find_sites(b, half) & b->m->lora.targets;
+  if (!b->m->lora.rank || !there)
+    return;
   ps__def_adapter_unit(b->d, ps__is_frozen(b->m));
   for (uint32_t i = 0; i < PS_N_LORA_TARGETS; i++)
-    ps__lora_define(b->m, b->d, i, b->site[i].n_out, b->site[i].n_in, &b->lora[i]);
-  return PS_OK;
+    if (there >> i & 1)
+      ps__lora_define(b->m, b->d, i, b->site[i].n_out, b->site[i].n_in, &b->lora[i]);
 }
 
 /* A post norm's input has one gradient tensor for both halves: one is done before the other
@@ -181,7 +186,7 @@ static ps_status define(ps__block *b, ps__half *half) {
   PS_TRY(ps__model_add_def(b->m, &b->d));
   PS_TRY(begin(b, half));
   define_params(b, half);
-  PS_TRY(define_adapters(b, half));
+  define_adapters(b, half);
   define_tensors(b, half);
   define_counted(b, half);
   define_saved(b, half);
@@ -189,18 +194,37 @@ static ps_status define(ps__block *b, ps__half *half) {
   return PS_OK;
 }
 
-ps_status ps__describe_block(ps_model *m, const ps__decoder *decoder, uint32_t flags, bool fp8,
-                             ps__layer_def **out) {
-  ps__block b = {.m = m,
-                 .decoder = decoder,
-                 .dim = m->cfg.dim,
-                 .flags = flags,
-                 .fp8 = fp8,
-                 .norm = ps__norm_args(m, decoder)};
-  ps__half half[PS__HALVES] = {{0}};
-  const ps_status st = define(&b, half);
+static ps__block block_of(ps_model *m, const ps__decoder *decoder, uint32_t flags, bool fp8) {
+  return (ps__block){.m = m,
+                     .decoder = decoder,
+                     .dim = m->cfg.dim,
+                     .flags = flags,
+                     .fp8 = fp8,
+                     .norm = ps__norm_args(m, decoder)};
+}
+
+static void end(ps__half *half) {
   for (int i = 0; i < PS__HALVES; i++)
     ps__free(half[i].own);
+}
+
+ps_status ps__block_targets(ps_model *m, const ps__decoder *decoder, uint32_t flags,
+                            uint32_t *targets) {
+  ps__block b = block_of(m, decoder, flags, false);
+  ps__half half[PS__HALVES] = {{0}};
+  const ps_status st = begin(&b, half);
+  if (st == PS_OK)
+    *targets |= find_sites(&b, half);
+  end(half);
+  return st;
+}
+
+ps_status ps__describe_block(ps_model *m, const ps__decoder *decoder, uint32_t flags, bool fp8,
+                             ps__layer_def **out) {
+  ps__block b = block_of(m, decoder, flags, fp8);
+  ps__half half[PS__HALVES] = {{0}};
+  const ps_status st = define(&b, half);
+  end(half);
   if (st == PS_OK)
     *out = b.d;
   return st;

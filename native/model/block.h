@@ -85,8 +85,11 @@ struct ps__half_kind {
   void (*backward)(ps__half *h);
 };
 
-/* ps__describe_block() - the definition of a block of layers with @flags. Errors: PS_ENOMEM;
- * PS_EINVAL of the halves and of LoRA targets. */
+/* ps__block_targets() - adds the LoRA targets, by bit, that a block of layers with @flags has.
+ * ps__describe_block() - the definition of such a block. The model's targets are resolved.
+ * Errors: PS_ENOMEM; PS_EINVAL of the halves. */
+ps_status ps__block_targets(ps_model *m, const ps__decoder *decoder, uint32_t flags,
+                            uint32_t *targets);
 ps_status ps__describe_block(ps_model *m, const ps__decoder *decoder, uint32_t flags, bool fp8,
                              ps__layer_def **out);
 

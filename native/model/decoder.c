@@ -27,8 +27,23 @@ static ps_status describe_embedding(ps_model *m, const ps__decoder *decoder) {
   return ps__model_add_layer(m, d, "model.");
 }
 
+/* A target is there where a block has it. */
+static ps_status resolve_targets(ps_model *m, const ps__decoder *decoder) {
+  bool seen[PS_LAYER_FLAGS + 1] = {false};
+  uint32_t there = 0;
+  for (uint32_t l = 0; l < m->cfg.n_layers; l++) {
+    const uint32_t flags = m->cfg.layer_flags[l];
+    if (!seen[flags])
+      PS_TRY(ps__block_targets(m, decoder, flags, &there));
+    seen[flags] = true;
+  }
+  return ps__lora_resolve(m, there);
+}
+
 ps_status ps__describe_decoder(ps_model *m, const ps__decoder *decoder) {
   ps__layer_def *kind[2][2][PS_LAYER_FLAGS + 1] = {{{NULL}}}; /* frozen or not; FP8 or not */
+  if (m->lora.rank)
+    PS_TRY(resolve_targets(m, decoder));
   PS_TRY(describe_embedding(m, decoder));
   for (uint32_t l = 0; l < m->cfg.n_layers; l++) {
     const uint32_t flags = m->cfg.layer_flags[l];

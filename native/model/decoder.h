@@ -26,7 +26,8 @@ typedef struct ps__decoder {
 } ps__decoder;
 
 /* ps__describe_decoder() - the embedding, a definition for each kind of block that the config's
- * layer_flags ask for, the head. Errors: PS_ENOMEM; those of ps__describe_block(). */
+ * layer_flags ask for, the head. Errors: PS_ENOMEM; those of ps__describe_block(); PS_EINVAL names
+ * a LoRA target that no block has. */
 ps_status ps__describe_decoder(ps_model *m, const ps__decoder *decoder);
 /* ps__describe_head() - final norm, logits and loss, and their backward passes (head.c). */
 ps_status ps__describe_head(ps_model *m, const ps__decoder *decoder);

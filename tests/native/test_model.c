@@ -140,7 +140,8 @@ static bool has(const ps_model *m, uint32_t layer, const char *name) {
   return ps_model_find(m, whole) != UINT32_MAX;
 }
 
-/* Layers with the flags of a list's first entry have that half, the others the last one. */
+/* Layers with the flags of a list's first entry have that half, the others the last one; and the
+ * adapters of its targets. */
 static void test_a_layer_has_the_halves_of_its_flags(void) {
   static const ps__mlp_names fused = {.gate = "fused", .down = "fused_down"};
   static const ps__half_use attention = {.kind = &ps__attention,
@@ -155,11 +156,14 @@ static void test_a_layer_has_the_halves_of_its_flags(void) {
   c.layer_flags[1] = PS_LAYER_WINDOW;
   c.layer_flags[2] = c.layer_flags[3] = PS_LAYER_WINDOW | PS_LAYER_NO_ROPE;
   CHECK(ps__model_begin(&m, &c, PS_BF16, 64) == PS_OK);
+  m->lora = (ps_lora){.rank = 4, .alpha = 8, .targets = PS_LORA_ALL};
   CHECK(ps__describe_decoder(m, &decoder) == PS_OK && ps__model_finish(&m) == PS_OK);
   for (uint32_t l = 0; l < LAYERS; l++) {
     const bool first = l == 2 || l == 3;
     CHECK(has(m, l, "norm1") && has(m, l, ps__attention_usual.o));
     CHECK(has(m, l, "fused") == first && has(m, l, "post") == first);
+    CHECK(has(m, l, "mlp.gate_up_proj.lora_A.weight") == first);
+    CHECK(has(m, l, "mlp.gate_proj.lora_A.weight") == !first);
     CHECK(has(m, l, "norm2") == !first && has(m, l, ps__mlp_usual.up) == !first);
   }
   CHECK(ps__layer_of(m, 3) == ps__layer_of(m, 4) && m->n_defs == 5);
