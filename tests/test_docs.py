@@ -167,7 +167,7 @@ def test_every_option_that_a_page_names_is_in_a_help_text():
     texts += (
         " --local-dir --exclude --port --enable-lora --lora-modules"  # hf's, llama.cpp's, vLLM's
     )
-    texts += " --ulimit --rm --gpus --build-arg --tag --version"  # Docker's, nvcc's
+    texts += " --ulimit --user --rm --gpus --build-arg --tag --version"  # Docker's, nvcc's
     texts += " --cflags --libs"  # pkg-config's
     named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", TEXT))
     assert named and not {o for o in named if f"--{o}" not in texts}
@@ -194,6 +194,8 @@ def test_every_command_of_a_page_exists():
                 assert (ROOT / next(w for w in words[1:] if w[0] != "-")).exists(), line
             elif words[0].startswith("./stream_array"):
                 continue
+            elif words[0] == "docker":
+                assert all((ROOT / w).exists() for w in words if w.startswith("python/")), line
             else:
                 assert words[0].endswith("python"), line
                 script = words[1]

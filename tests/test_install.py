@@ -252,6 +252,23 @@ def test_make_install_gives_the_environment_what_the_build_needs(tmp_path):
     ]
 
 
+def test_the_dockerfile_copies_and_builds_what_is_there():
+    """It copies what an installed package is built from, and its command is one that make takes."""
+    text = (ROOT / "python/Dockerfile").read_text().replace("\\\n", "")
+    copied = [words.split()[:-1] for words in re.findall(r"^COPY (?!--)(.*)$", text, re.M)]
+    assert sorted(sum(copied, [])) == sorted(SOURCES)
+    (command,) = re.findall(r"^RUN make (.*)$", text, re.M)
+    variables = {word.split("=")[0] for word in command.split() if "=" in word}
+    help_text = run("make", "-s", "help", cwd=ROOT)
+    assert "make install " in help_text and all(
+        f"  {v}" in help_text for v in variables - {"PREFIX"}
+    )
+    assert f"COPY --from=build {re.search('PREFIX=([^ ]+)', command)[1]} " in text
+    assert "USER penstock" in text and not re.findall(
+        r"_IMAGE=\S+:latest|_IMAGE=[^:]*$", text, re.M
+    )
+
+
 PYPROJECT = (ROOT / "python/pyproject.toml").read_text()
 
 
