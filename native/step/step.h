@@ -272,7 +272,7 @@ enum { PS__NO_VT = UINT32_MAX };
  * After every step the host has the unit's state: the master copy where there is one, else the
  * weights; and the states that are on the host. The weights beside a master copy do not
  * follow it where the device's weights stay (ps__weights_stay()): readers take the master copy
- * (ps__master_at()). The prologue, which sends these weights, comes before the first update. */
+ * (PS__ARRAY_UPDATED). The prologue, which sends these weights, comes before the first update. */
 typedef struct ps__unit_host {
   uint32_t weights, master, grad, state[PS_MAX_STATES];
   uint32_t device_weights[PS_MAX_DEVICES], device_master;

@@ -95,8 +95,8 @@ static void hash_param(void *arg, int64_t task, uint32_t worker) {
   if (is_adapter(j->t, p))
     return;
   ps__sha256_begin(&h);
-  ps__sha256_add(&h, ps__master_at(j->t, p->unit, p->offset),
-                 p->n * ps_dtype_bytes(ps__master_dtype(j->t, p->unit)));
+  ps__sha256_add(&h, ps__array_at(j->t, p->unit, PS__ARRAY_UPDATED, p->offset),
+                 ps__array_bytes(j->t, p->unit, PS__ARRAY_UPDATED, p->n));
   ps__sha256_end(&h, j->hex[task]);
 }
 

@@ -34,7 +34,7 @@ static ps_status no_memory(const ps__output *o) {
 }
 
 static uint32_t part_of(const ps__array *a) {
-  return a->what == PS__WEIGHTS ? PS__PART_WEIGHTS : PS__PART_STATE;
+  return a->what == PS__ARRAY_UPDATED ? PS__PART_WEIGHTS : PS__PART_STATE;
 }
 
 /* ---- preparing ------------------------------------------------------------------------------- */
@@ -42,7 +42,7 @@ static uint32_t part_of(const ps__array *a) {
 /* Whether the array has the parameter. The weights of a model with adapters are theirs alone. */
 static bool is_in(const job *j, const ps__array *array, const ps_param_info *p) {
   const ps__unit *u = &j->t->plan->model->unit[p->unit];
-  if (array->what == PS__WEIGHTS)
+  if (array->what == PS__ARRAY_UPDATED)
     return u->adapter || !ps__has_adapters(j->t);
   return !u->frozen;
 }
@@ -51,7 +51,7 @@ static bool is_in(const job *j, const ps__array *array, const ps_param_info *p) 
 static ps_status create_writer(job *j, uint32_t a) {
   const ps_model *m = j->t->plan->model;
   const ps__array *array = &j->o->array[a];
-  const bool adapter = array->what == PS__WEIGHTS && ps__has_adapters(j->t);
+  const bool adapter = array->what == PS__ARRAY_UPDATED && ps__has_adapters(j->t);
   ps_tensor_spec *specs = ps__calloc(m->n_params, sizeof *specs);
   char (*name)[PS__PEFT_NAME_BYTES] = ps__calloc(adapter ? m->n_params : 1, sizeof *name);
   uint32_t n = 0;
@@ -141,27 +141,20 @@ static ps_status prepare(job *j, uint32_t n_threads) {
 
 /* ---- writing --------------------------------------------------------------------------------- */
 
-/* @bytes of the tensor in memory, from @offset on: where they lie, or in @buffer. */
-static ps_status fetch(const job *j, const ps__array *a, const ps_param_info *p, uint64_t offset,
-                       uint64_t bytes, void *buffer, const void **out) {
-  ps_trainer *t = j->t;
-  *out = buffer;
-  if (a->what == PS__WEIGHTS) {
-    *out = (const char *)ps__master_at(t, p->unit, p->offset) + offset;
+/* @n elements of the tensor, from @first on: where they lie, or in @buffer. */
+static ps_status fetch(const job *j, const ps__array *a, const ps_param_info *p, uint64_t first,
+                       uint64_t n, void *buffer, const void **out) {
+  *out = ps__array_at(j->t, p->unit, a->what, p->offset + first);
+  if (*out)
     return PS_OK;
-  }
-  const ps__vt *vt = &t->plan->step.vt[t->plan->step.unit_host[p->unit].state[a->what]];
-  const uint64_t at = vt->offset + p->offset * ps_dtype_bytes(a->dtype) + offset;
-  if (vt->space != t->plan->at->host)
-    return ps__engine_read(t->engine, vt->space, at, buffer, bytes);
-  *out = t->host + at;
-  return PS_OK;
+  *out = buffer;
+  return ps__array_read(j->t, p->unit, a->what, p->offset + first, n, buffer);
 }
 
 static ps_status write_tensor(job *j, ps__tensors_file *f, const ps__array *a,
                               const ps_param_info *p, void *buffer) {
-  const ps_dtype from = a->what == PS__WEIGHTS ? ps__master_dtype(j->t, p->unit) : a->dtype;
-  const uint64_t element = ps_dtype_bytes(from), piece = PIECE_BYTES / sizeof(float);
+  const ps_dtype from = ps__array_dtype(j->t, p->unit, a->what);
+  const uint64_t piece = PIECE_BYTES / sizeof(float);
   for (uint64_t first = 0; first < p->n; first += piece) {
     const uint64_t n = p->n - first < piece ? p->n - first : piece;
     const void *data;
@@ -169,7 +162,7 @@ static ps_status write_tensor(job *j, ps__tensors_file *f, const ps__array *a,
       return PS_ECANCELLED;
     if (j->o->held)
       PS_TRY(ps__hold_check(j->t->hold));
-    PS_TRY(fetch(j, a, p, first * element, n * element, buffer, &data));
+    PS_TRY(fetch(j, a, p, first, n, buffer, &data));
     if (a->dtype != from) {
       ps__convert(buffer, a->dtype, data, from, n);
       data = buffer;

@@ -5,11 +5,10 @@
 #include "io/io.h"
 #include "train/trainer.h"
 
-enum { PS__WEIGHTS = -1 };
 typedef struct ps__array {
   const char *stem; /* of its files' names */
   ps_dtype dtype;   /* in the files; of a state, that in memory */
-  int what;         /* PS__WEIGHTS: of all parameters; k: state[k] of the trained ones */
+  uint32_t what;    /* PS__ARRAY_UPDATED: of all parameters; PS__ARRAY_STATE + k: of trained ones */
 } ps__array;
 
 typedef struct ps__output {

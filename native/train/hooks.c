@@ -289,12 +289,12 @@ static ps__update_gate gate_of(const ps_trainer *t, uint32_t unit, uint64_t id, 
 
 ps__arrays ps__arrays_on_host(const ps_trainer *t, uint32_t unit) {
   const ps__unit_host *h = &t->plan->step.unit_host[unit];
-  const bool master = h->master != PS__NO_VT;
-  ps__arrays a = {.w = ps__host_at(t, master ? h->master : h->weights),
-                  .copy = master ? ps__host_at(t, h->weights) : NULL,
-                  .grad = ps__host_at(t, h->grad)};
+  ps__arrays a = {.w = ps__array_at(t, unit, PS__ARRAY_UPDATED, 0),
+                  .copy =
+                      h->master != PS__NO_VT ? ps__array_at(t, unit, PS__ARRAY_WEIGHTS, 0) : NULL,
+                  .grad = ps__array_at(t, unit, PS__ARRAY_GRAD, 0)};
   for (uint32_t k = 0; k < ps__optimizers[t->plan->spec.optimizer].n_states; k++)
-    a.state[k] = ps__host_at(t, h->state[k]);
+    a.state[k] = ps__array_at(t, unit, PS__ARRAY_STATE + k, 0);
   return a;
 }
 

@@ -195,20 +195,22 @@ ps_status ps__trainer_agree(ps_trainer *t) {
   return ps_hosts_agree(t->cfg.hosts, text);
 }
 
+static uint64_t hash_array(const ps_trainer *t, uint32_t unit, uint32_t what, uint64_t h) {
+  const void *data = ps__array_at(t, unit, what, 0);
+  return data ? ps__hash64(h, data, ps__array_bytes(t, unit, what, t->plan->step.unit_host[unit].n))
+              : h;
+}
+
 /* What updates work on: the master copy where there is one, else the weights; and the state. */
 ps_status ps__trainer_agree_weights(ps_trainer *t) {
-  const ps__step *s = &t->plan->step;
   char text[64];
   uint64_t h = 0;
   if (!t->cfg.hosts)
     return PS_OK;
   for (uint32_t u = 0; u < t->plan->spec.n_units; u++) {
-    const ps__unit_host *at = &s->unit_host[u];
-    const uint32_t weights = at->master == PS__NO_VT ? at->weights : at->master;
-    h = ps__hash64(h, ps__host_at(t, weights), s->vt[weights].bytes);
+    h = hash_array(t, u, PS__ARRAY_UPDATED, h);
     for (uint32_t k = 0; t->resumed && k < PS_MAX_STATES; k++)
-      if (at->state[k] != PS__NO_VT)
-        h = ps__hash64(h, ps__host_at(t, at->state[k]), s->vt[at->state[k]].bytes);
+      h = hash_array(t, u, PS__ARRAY_STATE + k, h);
   }
   snprintf(text, sizeof text, "%s = %016llx\n", t->resumed ? "weights and state" : "weights",
            (unsigned long long)h);

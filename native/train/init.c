@@ -24,9 +24,9 @@ static void init_part(void *arg, int64_t task, uint32_t worker) {
 
 static void zero_pad(const ps_trainer *t) {
   const ps__args_embed *a = ps__embed_args_of(t->plan->model);
-  const uint64_t row = (uint64_t)a->dim * ps_dtype_bytes(ps__master_dtype(t, 0));
+  const uint64_t row = ps__array_bytes(t, 0, PS__ARRAY_UPDATED, (uint64_t)a->dim);
   if (a->pad >= 0)
-    memset((char *)ps__master_at(t, 0, 0) + (uint64_t)a->pad * row, 0, row);
+    memset((char *)ps__array_at(t, 0, PS__ARRAY_UPDATED, 0) + (uint64_t)a->pad * row, 0, row);
 }
 
 ps_status ps__trainer_init(ps_trainer *t, bool adapters, ps_progress_fn progress,
@@ -47,10 +47,10 @@ ps_status ps__trainer_init(ps_trainer *t, bool adapters, ps_progress_fn progress
                            .mean = p->init_mean,
                            .std = p->init_std,
                            .uniform = p->init_uniform != 0},
-                  .dst = ps__master_at(t, p->unit, p->offset),
+                  .dst = ps__array_at(t, p->unit, PS__ARRAY_UPDATED, p->offset),
                   .n = p->n,
                   .element0 = first + done,
-                  .dtype = ps__master_dtype(t, p->unit)};
+                  .dtype = ps__array_dtype(t, p->unit, PS__ARRAY_UPDATED)};
     ps__pool_run(pool, (int64_t)((p->n + PART - 1) / PART), init_part, &j);
     if (p->unit == 0)
       zero_pad(t);

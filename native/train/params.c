@@ -5,24 +5,12 @@
 
 enum { PIECE = 1 << 24 }; /* elements read at a time */
 
-ps_dtype ps__master_dtype(const ps_trainer *t, uint32_t unit) {
-  const ps__recipe *r = t->plan->step.recipe;
-  return t->plan->model->unit[unit].frozen ? r->weights : r->updated;
-}
-
-void *ps__master_at(const ps_trainer *t, uint32_t unit, uint64_t offset) {
-  const ps__unit_host *h = &t->plan->step.unit_host[unit];
-  return (char *)ps__host_at(t, h->master != PS__NO_VT ? h->master : h->weights) +
-         offset * ps_dtype_bytes(ps__master_dtype(t, unit));
-}
-
 void ps__trainer_refresh_copy(const ps_trainer *t, const ps_param_info *p) {
-  const ps__unit_host *h = &t->plan->step.unit_host[p->unit];
-  if (h->master == PS__NO_VT)
-    return;
-  const ps__recipe *r = t->plan->step.recipe;
-  ps__convert((char *)ps__host_at(t, h->weights) + p->offset * ps_dtype_bytes(r->weights),
-              r->weights, ps__master_at(t, p->unit, p->offset), r->updated, p->n);
+  void *updated = ps__array_at(t, p->unit, PS__ARRAY_UPDATED, p->offset),
+       *weights = ps__array_at(t, p->unit, PS__ARRAY_WEIGHTS, p->offset);
+  if (weights != updated)
+    ps__convert(weights, ps__array_dtype(t, p->unit, PS__ARRAY_WEIGHTS), updated,
+                ps__array_dtype(t, p->unit, PS__ARRAY_UPDATED), p->n);
 }
 
 static ps_status check_param(const ps_trainer *t, uint32_t param, uint64_t n, const void *data,
@@ -40,7 +28,8 @@ ps_status ps_trainer_read_param(ps_trainer *t, uint32_t param, float *dst, uint6
   ps_param_info p;
   PS_TRY(check_param(t, param, n, dst, &p));
   PS_TRY(ps__trainer_idle(t));
-  ps__convert(dst, PS_F32, ps__master_at(t, p.unit, p.offset), ps__master_dtype(t, p.unit), n);
+  ps__convert(dst, PS_F32, ps__array_at(t, p.unit, PS__ARRAY_UPDATED, p.offset),
+              ps__array_dtype(t, p.unit, PS__ARRAY_UPDATED), n);
   return PS_OK;
 }
 
@@ -59,7 +48,8 @@ ps_status ps_trainer_write_param(ps_trainer *t, uint32_t param, const float *src
   t->base_hash[0] = 0;
   if (!t->plan->model->unit[p.unit].adapter)
     t->base_mark[0] = 0;
-  ps__convert(ps__master_at(t, p.unit, p.offset), ps__master_dtype(t, p.unit), src, PS_F32, n);
+  ps__convert(ps__array_at(t, p.unit, PS__ARRAY_UPDATED, p.offset),
+              ps__array_dtype(t, p.unit, PS__ARRAY_UPDATED), src, PS_F32, n);
   ps__trainer_refresh_copy(t, &p);
   return PS_OK;
 }
@@ -74,9 +64,8 @@ ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst, uint64
     return ps__fail(
         PS_ESTATE,
         "the gradient of %s stays on the device: make the plan with keep_grads to read it", p.name);
-  const char *grad = ps__host_at(t, t->plan->step.unit_host[p.unit].grad);
-  const ps_dtype dtype = t->plan->step.recipe->grad;
-  ps__convert(dst, PS_F32, grad + p.offset * ps_dtype_bytes(dtype), dtype, n);
+  ps__convert(dst, PS_F32, ps__array_at(t, p.unit, PS__ARRAY_GRAD, p.offset),
+              ps__array_dtype(t, p.unit, PS__ARRAY_GRAD), n);
   return PS_OK;
 }
 
@@ -84,8 +73,8 @@ ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst, uint64
 
 ps_status ps__trainer_load_param(ps_trainer *t, ps_tensor_file *f, uint64_t idx,
                                  const ps_param_info *p) {
-  const ps_dtype dtype = ps__master_dtype(t, p->unit);
-  char *dst = ps__master_at(t, p->unit, p->offset);
+  const ps_dtype dtype = ps__array_dtype(t, p->unit, PS__ARRAY_UPDATED);
+  char *dst = ps__array_at(t, p->unit, PS__ARRAY_UPDATED, p->offset);
   if (idx == UINT64_MAX)
     memset(dst, 0, p->n * ps_dtype_bytes(dtype));
   for (uint64_t first = 0; idx != UINT64_MAX && first < p->n; first += PIECE) {
@@ -130,13 +119,13 @@ ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_tensor_file *ada
   uint64_t total = 0;
   for (uint32_t i = 0; i < m->n_params; i++)
     if (!m->unit[m->param[i].unit].adapter)
-      total += m->param[i].n * ps_dtype_bytes(ps__master_dtype(t, m->param[i].unit));
+      total += ps__array_bytes(t, m->param[i].unit, PS__ARRAY_UPDATED, m->param[i].n);
   uint64_t done = 0;
   for (uint32_t i = 0; i < m->n_params; i++) {
     if (m->unit[m->param[i].unit].adapter)
       continue;
     PS_TRY(load_own(t, f, adapters, &m->param[i]));
-    done += m->param[i].n * ps_dtype_bytes(ps__master_dtype(t, m->param[i].unit));
+    done += ps__array_bytes(t, m->param[i].unit, PS__ARRAY_UPDATED, m->param[i].n);
     if (progress)
       progress(progress_user, "loading weights", done, total);
   }
@@ -164,8 +153,8 @@ static bool all_finite(const char *values, uint64_t n, ps_dtype dtype) {
 bool ps__trainer_find_nonfinite(const ps_trainer *t, ps_param_info *out) {
   for (uint32_t i = 0; i < t->plan->model->n_params; i++) {
     *out = t->plan->model->param[i];
-    if (!all_finite(ps__master_at(t, out->unit, out->offset), out->n,
-                    ps__master_dtype(t, out->unit)))
+    if (!all_finite(ps__array_at(t, out->unit, PS__ARRAY_UPDATED, out->offset), out->n,
+                    ps__array_dtype(t, out->unit, PS__ARRAY_UPDATED)))
       return true;
   }
   return false;

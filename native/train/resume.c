@@ -356,17 +356,15 @@ ps_status ps__resume_check(ps_trainer *t, const ps_checkpoint *c) {
 
 static ps_status load_state(ps_trainer *t, ps_tensor_file *f, const ps_param_info *p, uint32_t k,
                             char *buffer) {
-  const ps__vt *vt = &t->plan->step.vt[t->plan->step.unit_host[p->unit].state[k]];
-  const ps_dtype dtype = t->plan->step.recipe->state[k];
-  const uint64_t element = ps_dtype_bytes(dtype), piece = PIECE_BYTES / element,
-                 idx = ps_tensors_find(f, p->name), at = vt->offset + p->offset * element;
-  const bool on_host = vt->space == t->plan->at->host;
+  const uint32_t what = PS__ARRAY_STATE + k;
+  const ps_dtype dtype = ps__array_dtype(t, p->unit, what);
+  const uint64_t piece = PIECE_BYTES / ps_dtype_bytes(dtype), idx = ps_tensors_find(f, p->name);
   for (uint64_t first = 0; first < p->n; first += piece) {
     const uint64_t n = p->n - first < piece ? p->n - first : piece;
-    char *dst = on_host ? t->host + at + first * element : buffer;
-    PS_TRY(ps_tensors_read(f, idx, first, n, dtype, dst));
-    if (!on_host)
-      PS_TRY(ps__engine_write(t->engine, vt->space, at + first * element, buffer, n * element));
+    void *there = ps__array_at(t, p->unit, what, p->offset + first);
+    PS_TRY(ps_tensors_read(f, idx, first, n, dtype, there ? there : buffer));
+    if (!there)
+      PS_TRY(ps__array_write(t, p->unit, what, p->offset + first, n, buffer));
   }
   return PS_OK;
 }

@@ -53,7 +53,6 @@ ps_status ps__rows_create(ps__rows **out, const ps__args_embed *args) {
 void ps__rows_destroy(ps__rows *r) { ps__free(r); }
 
 static rows_job job_of(const ps_trainer *t, uint32_t id, const ps__update *u) {
-  const ps__unit_host *h = &t->plan->step.unit_host[0];
   rows_job j = {.rows = t->rows,
                 .id = id,
                 .simd = ps__simd_best(),
@@ -61,7 +60,7 @@ static rows_job job_of(const ps_trainer *t, uint32_t id, const ps__update *u) {
                 .a = ps__arrays_on_host(t, 0),
                 .decay = t->segments[t->first_segment[0]].decay,
                 .element0 = t->first_element[0],
-                .from = ps__host_at(t, h->weights)};
+                .from = ps__array_at(t, 0, PS__ARRAY_WEIGHTS, 0)};
   return j;
 }
 

@@ -171,7 +171,7 @@ static ps_status save(ps_trainer *t, const char *dir, ps_dtype dtype, uint64_t m
     return ps__fail(PS_EINVAL, "ps_trainer_save: trainer, dir and a known dtype must be given");
   PS_TRY(ps__trainer_idle(t));
   PS_TRY(ps__stage_open(&stage, dir));
-  const ps__array weights = {ps__weights_stem(t), dtype, PS__WEIGHTS};
+  const ps__array weights = {ps__weights_stem(t), dtype, PS__ARRAY_UPDATED};
   ps__output o = {.stage = stage,
                   .dir = dir,
                   .array = &weights,

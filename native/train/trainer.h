@@ -215,15 +215,20 @@ ps_status ps__trainer_init(ps_trainer *t, bool adapters, ps_progress_fn progress
                            void *progress_user);
 /* Round the master copy, where there is one, to the weights that are streamed (params.c). */
 void ps__trainer_refresh_copy(const ps_trainer *t, const ps_param_info *p);
-/* Element @offset of a unit's parameters in the array that the optimizer updates: the master copy
- * where there is one, else the weights (params.c). */
-void *ps__master_at(const ps_trainer *t, uint32_t unit, uint64_t offset);
-/* Its dtype. */
-ps_dtype ps__master_dtype(const ps_trainer *t, uint32_t unit);
-/* Tensor @vt of the step in the host space. */
-static inline void *ps__host_at(const ps_trainer *t, uint32_t vt) {
-  return t->host + t->plan->step.vt[vt].offset;
-}
+/* The arrays of a unit (unit_arrays.c). UPDATED: what the optimizer updates, the master copy where
+ * there is one, else the weights. STATE + k: its state k.
+ * ps__array_at() - element @first, in host memory. NULL: the array is elsewhere, or there is none.
+ * ps__array_read(), ps__array_write() - copy elements of an array that there is, wherever it is;
+ * block. Ops that run meanwhile touch other elements. PS_EDEVICE.
+ * ps__array_bytes() - BYTES of @n of its elements. */
+enum { PS__ARRAY_UPDATED, PS__ARRAY_WEIGHTS, PS__ARRAY_GRAD, PS__ARRAY_STATE };
+void *ps__array_at(const ps_trainer *t, uint32_t unit, uint32_t what, uint64_t first);
+ps_status ps__array_read(const ps_trainer *t, uint32_t unit, uint32_t what, uint64_t first,
+                         uint64_t n, void *dst);
+ps_status ps__array_write(const ps_trainer *t, uint32_t unit, uint32_t what, uint64_t first,
+                          uint64_t n, const void *src);
+ps_dtype ps__array_dtype(const ps_trainer *t, uint32_t unit, uint32_t what);
+uint64_t ps__array_bytes(const ps_trainer *t, uint32_t unit, uint32_t what, uint64_t n);
 /* The unit's arrays in host memory that an update works on (hooks.c). */
 ps__arrays ps__arrays_on_host(const ps_trainer *t, uint32_t unit);
 /* The rows of an embedding on the host (rows.c). Each keeps the id of its latest update.

@@ -128,7 +128,7 @@ static void poison(ps_trainer *t, bool first) {
           state_end[v->space] = v->offset + v->bytes;
       }
     if (h->grad != PS__NO_VT)
-      memset(ps__host_at(t, h->grad), 0xff, s->vt[h->grad].bytes);
+      memset(ps__array_at(t, u, PS__ARRAY_GRAD, 0), 0xff, s->vt[h->grad].bytes);
   }
   /* nothing is there yet: the prologue comes with the first step */
   for (uint32_t d = 0; first && d < t->plan->at->n_devices; d++)
