@@ -69,7 +69,7 @@ CIRCLES = {
         plan/plan plan/policy plan/ramp plan/refuse plan/search plan/validation
     """,
     "trainer": """
-        train/adapter train/arrays train/checkpoint train/config train/folder train/init
+        train/adapter train/checkpoint train/config train/folder train/init
         train/params train/resume train/save train/stages train/trainer train/validate
     """,
     "rows": """
