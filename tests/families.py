@@ -4,6 +4,7 @@ Each uses what its family has: windows shorter than a test's sequences, layers o
 grouped queries, scales and caps far from 1. A name is a family, or a family and what is special.
 """
 
+import copy
 import math
 
 OFFSET = ("gemma2", "gemma3_text")  # model types whose norms multiply by 1 + w
@@ -199,13 +200,27 @@ def wide(cfg):
     return {**cfg, **changes}
 
 
+def rope_of(config):
+    """RoPE's parameters of transformers' config, by transformers 5's names: of all layers, and of
+    those with windows where they have others."""
+    if not hasattr(config, "rope_parameters"):  # transformers 4
+        rope = dict(getattr(config, "rope_scaling", None) or {"rope_type": "default"})
+        rope = {"rope_type": rope.get("type"), "rope_theta": config.rope_theta} | rope
+        for key in ("partial_rotary_factor", "original_max_position_embeddings"):
+            if hasattr(config, key):
+                rope[key] = getattr(config, key)
+        return rope, {"rope_theta": getattr(config, "rope_local_base_freq", None)}
+    rope = config.rope_parameters
+    return rope.get("full_attention", rope), rope.get("sliding_attention")
+
+
 def random_model(cfg, seed=1):
     """transformers' model with weights that use every part: products of unit size, norm weights
     unlike each other, biases not zero."""
     import torch
     import transformers
 
-    config = transformers.AutoConfig.for_model(**cfg)
+    config = transformers.AutoConfig.for_model(**copy.deepcopy(cfg))  # which it writes into
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)

@@ -8,12 +8,14 @@ import math
 import os
 import subprocess
 
+import families
 import io_native as ps
 import pytest
 from conftest import BUILD
-from families import ALTERNATING, CONFIGS, FAMILIES, YARN, gemma3, longrope, phi3
+from families import ALTERNATING, CONFIGS, FAMILIES, YARN, gemma3, longrope, phi3, rope_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from penstock import ModelConfig
 from test_config import junk
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -107,23 +109,22 @@ def pad_of(t):
 
 
 def check_rope(c, t):
-    s = getattr(t, "rope_scaling", None) or {"rope_type": "default"}
-    kind = s.get("rope_type", s.get("type"))
-    assert (c.rope.theta, c.rope.kind) == (t.rope_theta, KINDS[kind])
-    partial = getattr(t, "partial_rotary_factor", 1.0)
+    s, local = rope_of(t)
+    kind, partial = s["rope_type"], s.get("partial_rotary_factor", 1.0)
+    assert (c.rope.theta, c.rope.kind) == (s["rope_theta"], KINDS[kind])
     assert (c.rope.rotary_dim or c.head_dim) == int(c.head_dim * partial)
     assert c.rope.factor == s.get("factor", 0)
     if kind == "longrope":
         n = len(s["short_factor"])
         assert list(c.rope.short_factor[:n]) == s["short_factor"]
         assert list(c.rope.long_factor[:n]) == s["long_factor"]
-        assert c.rope.original_positions == t.original_max_position_embeddings
+        assert c.rope.original_positions == s["original_max_position_embeddings"]
     if kind == "yarn":
         assert c.rope.original_positions == s.get("original_max_position_embeddings", 0)
         for key in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
             assert getattr(c.rope, key) == s.get(key, 0)
     if t.model_type == "gemma3_text":
-        assert c.local_rope_theta == t.rope_local_base_freq
+        assert c.local_rope_theta == local["rope_theta"]
 
 
 def check_alike(folder, cfg):
@@ -164,18 +165,20 @@ def check_alike(folder, cfg):
     return True
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_reads_as_transformers_reads_it(tmp_path, name):
     assert check_alike(tmp_path, CONFIGS[name])
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("full", [False, True], ids=["diff", "full"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_transformers_writes_reads_alike(tmp_path, name, full):
     from transformers import AutoConfig
 
     mine = bytes(ps.read_config(save(tmp_path, CONFIGS[name])))
-    t = AutoConfig.for_model(**CONFIGS[name])
+    t = AutoConfig.for_model(**copy.deepcopy(CONFIGS[name]))
     t.to_json_file(tmp_path / "config.json", use_diff=not full)
     assert bytes(ps.read_config(tmp_path)) == mine
 
@@ -184,7 +187,8 @@ def test_what_transformers_writes_reads_alike(tmp_path, name, full):
 def test_a_missing_field_is_transformers_default_or_named(tmp_path, name):
     cfg = dict(CONFIGS[name])
     if cfg["model_type"] not in ("phi3", "olmo2", "granite", "llama"):
-        cfg.update(num_attention_heads=32)  # a multiple of the default of num_key_value_heads
+        # multiples of the default of num_key_value_heads
+        cfg.update(num_attention_heads=32, hidden_size=64)
     alike = 0
     for key in cfg:
         if key in REQUIRED:
@@ -293,12 +297,77 @@ def test_yarn_in_full(tmp_path):
     ).rope.keep_fraction
 
 
+def as_5_writes(cfg):
+    """cfg in transformers 5's layout."""
+    rope = cfg.get("rope_scaling") or {"rope_type": "default"}
+    rope = {"rope_type": rope.get("type"), "rope_theta": cfg["rope_theta"]} | rope
+    for key in ("partial_rotary_factor", "original_max_position_embeddings"):
+        if key in cfg:
+            rope[key] = cfg[key]
+    if cfg["model_type"] == "gemma3_text":
+        local = {"rope_type": "default", "rope_theta": cfg["rope_local_base_freq"]}
+        rope = {"full_attention": rope, "sliding_attention": local}
+    old = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq")
+    return dict(without(cfg, *old), rope_parameters=rope)
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("layout", [copy.deepcopy, as_5_writes], ids=["4", "5"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_we_write_opens_in_transformers_4_and_5(tmp_path, name, layout):
+    written = rewrite(tmp_path, layout(CONFIGS[name]))
+    c, d = ps.read_config(tmp_path), ps.read_config(tmp_path / "out")
+    assert bytes(c) == bytes(d) and written["torch_dtype"] == "bfloat16"
+    check_rope(c, transformers_config(tmp_path / "out"))
+
+
+def rewrite(folder, cfg):
+    (folder / "out").mkdir(exist_ok=True)
+    out = folder / "out/config.json"
+    ModelConfig.read(save(folder, cfg)).write(folder, "bf16", out)
+    return json.loads(out.read_text())
+
+
+def transformers_config(folder):
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder)
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("layout", [copy.deepcopy, as_5_writes], ids=["4", "5"])
+@pytest.mark.parametrize("version, by", [("4.57.1", 8.0), ("5.24.0", 2.0)])
+def test_a_written_longrope_is_one_in_transformers_4_and_5(tmp_path, layout, version, by):
+    """They would take the ratio of the lengths, 8, and factor, 2."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = dict(longrope(8), factor=2.0, rope_type="longrope")
+    cfg = dict(families.llama(rope_scaling=scaling), max_position_embeddings=128)
+    cfg.update(transformers_version=version, original_max_position_embeddings=16)
+    written = rewrite(tmp_path, layout(cfg))
+    want = math.sqrt(1 + math.log(by) / math.log(16))
+    assert written["rope_scaling"]["attention_factor"] == pytest.approx(want, rel=1e-15)
+    theirs = transformers_config(tmp_path / "out")
+    assert ROPE_INIT_FUNCTIONS["longrope"](theirs, "cpu", 8)[1] == pytest.approx(want, rel=1e-15)
+    assert ps.read_config(tmp_path / "out").rope.attention_factor == pytest.approx(want, rel=1e-15)
+
+
+def test_both_layouts_in_one_file_agree_or_are_refused(tmp_path):
+    cfg = rewrite(tmp_path, as_5_writes(families.llama(rope_scaling=YARN)))
+    assert ps.read_config(tmp_path / "out").rope.factor == YARN["factor"]
+    cfg["rope_scaling"]["factor"] += 1
+    refused(tmp_path, cfg, "rope_scaling and rope_parameters", "disagree", "keep one")
+    cfg["rope_theta"] += 1
+    refused(tmp_path, cfg, "rope_theta is 5001", "5000")
+
+
+@pytest.mark.oldest
 def test_the_old_names_of_longrope(tmp_path):
+    """transformers 5.24 refuses them. What is written has the new one."""
     for old in ("su", "yarn"):
-        cfg = phi3(rope_scaling=dict(longrope(6), type=old))
-        assert (
-            check_alike(tmp_path, cfg) and ps.read_config(tmp_path).rope.kind == KINDS["longrope"]
-        )
+        rewrite(tmp_path, phi3(rope_scaling=dict(longrope(6), type=old)))
+        assert ps.read_config(tmp_path).rope.kind == KINDS["longrope"]
+        check_rope(ps.read_config(tmp_path), transformers_config(tmp_path / "out"))
 
 
 def test_a_mistral_with_layer_types_is_a_ministral(tmp_path):

@@ -131,6 +131,13 @@ typedef struct ps_model_config {
  * disagree, the version of transformers that wrote the file decides, with a warning.
  * Errors: PS_EIO; PS_EFORMAT names file, field, value and limit. */
 PS_API ps_status ps_model_config_read(ps_model_config *out, const char *path);
+/* ps_model_config_write() - config.json of @model_dir, from which @cfg was read, as the file @path
+ * beside weights of type @dtype. What changes is the dtype, tie_word_embeddings where
+ * cfg->tied_embeddings is 0, and RoPE: where the file has rope_parameters, as transformers 5 writes
+ * them, it gets the keys that transformers 4 reads too. Errors: PS_EINVAL, PS_EIO, PS_EFORMAT,
+ * PS_ENOMEM. */
+PS_API ps_status ps_model_config_write(const ps_model_config *cfg, const char *model_dir,
+                                       ps_dtype dtype, const char *path);
 /* ps_model_config_check() - whether all fields are in range. Errors: PS_EFORMAT, PS_EINVAL name
  * @name_for_messages, field, value and limit. */
 PS_API ps_status ps_model_config_check(const ps_model_config *cfg, const char *name_for_messages);

@@ -196,8 +196,8 @@ static ps_status read_in_either(const ps__config_reader *r, const ps__json *insi
   PS_TRY(ps__config_number(r, r->j, key, fallback, &outer));
   PS_TRY(ps__config_number(r, inside, key, outer, out));
   if (ps__config_field(r->j, key) && *out != outer)
-    return ps__fail(PS_EFORMAT, "%s: %s is %g, but %g in rope_parameters: they must agree", r->path,
-                    key, outer, *out);
+    return ps__fail(PS_EFORMAT, "%s: %s is %g, but %g in RoPE's parameters: they must agree",
+                    r->path, key, outer, *out);
   return PS_OK;
 }
 
@@ -219,6 +219,16 @@ static ps_status read_partial(const ps__config_reader *r, const ps__json *inside
   return PS_OK;
 }
 
+/* All of RoPE from @s, the parameters in either layout; NULL: theta alone. */
+static ps_status read_rope(const ps__config_reader *r, const ps__json *s, ps_model_config *c) {
+  const ps__family *family = ps__family_at(c->family);
+  PS_TRY(read_in_either(r, s, "rope_theta",
+                        family->default_rope_theta > 0 ? family->default_rope_theta : 10000.0,
+                        &c->rope.theta));
+  PS_TRY(read_partial(r, s, c));
+  return s ? read_scaling(r, s, c) : PS_OK;
+}
+
 /* NULL for {}, which says as much as null. */
 static const ps__json *not_empty(const ps__json *s) {
   return s && ps__json_type(s) == PS_JSON_OBJECT && !ps__json_length(s) ? NULL : s;
@@ -229,17 +239,21 @@ ps_status ps__config_rope(const ps__config_reader *r, ps_model_config *c) {
   const ps__json *scaling = not_empty(ps__config_field(r->j, "rope_scaling")),
                  *parameters = not_empty(ps__config_field(r->j, "rope_parameters"));
   const ps__json *s = parameters ? parameters : scaling;
-  if (scaling && parameters)
-    return ps__fail(PS_EFORMAT,
-                    "%s: rope_scaling and rope_parameters are both set: keep one of them", r->path);
   if (s && ps__json_type(s) != PS_JSON_OBJECT)
     return ps__fail(PS_EFORMAT, "%s: %s is %s: it must be an object", r->path,
                     parameters ? "rope_parameters" : "rope_scaling", ps__config_kind(s));
   if (family->has_local_rope && ps__config_field(parameters, "full_attention"))
     s = ps__config_field(parameters, "full_attention");
-  PS_TRY(read_in_either(r, parameters ? s : NULL, "rope_theta",
-                        family->default_rope_theta > 0 ? family->default_rope_theta : 10000.0,
-                        &c->rope.theta));
-  PS_TRY(read_partial(r, s, c));
-  return s ? read_scaling(r, s, c) : PS_OK;
+  ps_model_config old = *c;
+  PS_TRY(read_rope(r, s, c));
+  if (!scaling || !parameters)
+    return PS_OK;
+  if (ps__json_type(scaling) == PS_JSON_OBJECT)
+    PS_TRY(read_rope(&(ps__config_reader){.j = r->j, .path = r->path}, scaling, &old));
+  if (memcmp(&old.rope, &c->rope, sizeof old.rope) != 0)
+    return ps__fail(PS_EFORMAT,
+                    "%s: rope_scaling and rope_parameters are both set and disagree: keep one of "
+                    "them",
+                    r->path);
+  return PS_OK;
 }

@@ -46,6 +46,11 @@ ps_status ps__config_in_range(const char *name, const char *field, uint32_t valu
 /* ps__config_rope() - theta and scaling, from rope_theta and rope_scaling or, as transformers 5
  * writes them, from rope_parameters (config_rope.c). Goes by the family of @c. */
 ps_status ps__config_rope(const ps__config_reader *r, ps_model_config *c);
+/* ps__config_fill() - config.json of @model_dir, from which @c was read, as it is beside weights of
+ * type @dtype (config_write.c), into a writer that the caller frees. Errors: PS_EIO, PS_EFORMAT,
+ * PS_ENOMEM. */
+ps_status ps__config_fill(ps__jsonw **out, const ps_model_config *c, const char *model_dir,
+                          ps_dtype dtype);
 /* ps__config_full_attention() - PS_EFORMAT where layer_types names another kind of attention. */
 ps_status ps__config_full_attention(const ps__config_reader *r, ps_model_config *c);
 /* ps__config_layer_types() - layer_types, where it is there: a layer with "sliding_attention" gets
@@ -73,10 +78,11 @@ struct ps__family {
   bool tied_by_default;
   bool has_qkv_bias; /* whatever attention_bias says */
   bool has_partial_rope;
-  bool has_local_rope;               /* layers with sliding attention have RoPE of their own */
-  uint32_t qk_norm;                  /* as ps_model_config.qk_norm */
-  uint32_t activation;               /* ps_activation, the one that is computed */
-  const char *activation_key;        /* NULL: "hidden_act" */
+  bool has_local_rope;        /* layers with sliding attention have RoPE of their own */
+  uint32_t qk_norm;           /* as ps_model_config.qk_norm */
+  uint32_t activation;        /* ps_activation, the one that is computed */
+  const char *activation_key; /* NULL: "hidden_act" */
+  bool has_type_alone; /* transformers 4 refuses more in rope_scaling than type and the factors */
   const char *const *longrope_names; /* old ones, which transformers still reads; then NULL */
   const char *const *own_keys; /* which of config.c's keys of some families it reads; then NULL */
   /* reads the family's own keys into @c and refuses what would change the math; the keys that

@@ -1,6 +1,4 @@
-/* save.c - writes the model as a Hugging Face directory, as a whole or not at all (io/stage.c).
- * config.json gets the dtype of the saved tensors, because readers convert tensors to the dtype
- * that config.json names. */
+/* save.c - writes the model as a Hugging Face directory, as a whole or not at all (io/stage.c). */
 #include "train/adapter.h"
 #include "train/arrays.h"
 #include "io/io.h"
@@ -8,7 +6,6 @@
 #include <dirent.h>
 #include <errno.h>
 #include <limits.h>
-#include <math.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -26,75 +23,12 @@ static ps_status copy_bytes(int in, uint64_t size, const char *from, int out, co
   return ps__sync(out, to);
 }
 
-static void write_value(ps__jsonw *w, const char *key, const ps__json *j);
-
-static void write_children(ps__jsonw *w, const ps__json *j) {
-  for (size_t i = 0; i < ps__json_length(j); i++)
-    write_value(w, ps__json_type(j) == PS_JSON_OBJECT ? ps__json_key(j, i) : NULL,
-                ps__json_at(j, i));
-  ps__jsonw_end(w);
-}
-
-static void write_value(ps__jsonw *w, const char *key, const ps__json *j) {
-  switch (ps__json_type(j)) {
-  case PS_JSON_OBJECT:
-    ps__jsonw_object(w, key);
-    write_children(w, j);
-    break;
-  case PS_JSON_ARRAY:
-    ps__jsonw_array(w, key);
-    write_children(w, j);
-    break;
-  case PS_JSON_STRING: ps__jsonw_string(w, key, ps__json_string(j, NULL)); break;
-  case PS_JSON_BOOL: ps__jsonw_bool(w, key, ps__json_bool(j, false)); break;
-  case PS_JSON_NUMBER: ps__jsonw_number_text(w, key, ps__json_number_text(j)); break;
-  default: ps__jsonw_number(w, key, NAN); break; /* null */
-  }
-}
-
-static bool is_dtype_key(const char *key) {
-  return strcmp(key, "torch_dtype") == 0 || strcmp(key, "dtype") == 0;
-}
-
-/* config.json as the model has it, but for the dtype of the saved tensors, and for
- * tie_word_embeddings where a head of its own is saved: transformers 4 would not read it. */
-static void fill_config(ps__jsonw *w, const ps__json *config, const ps_model *m, ps_dtype dtype) {
-  const char *const name = ps__dtypes[dtype].torch_name, *const tie = "tie_word_embeddings";
-  bool named = false;
-  ps__jsonw_object(w, NULL);
-  for (size_t i = 0; i < ps__json_length(config); i++) {
-    const char *key = ps__json_key(config, i);
-    if (is_dtype_key(key))
-      ps__jsonw_string(w, key, name);
-    else if (!ps__tied(m) && strcmp(key, tie) == 0)
-      ps__jsonw_bool(w, key, false);
-    else
-      write_value(w, key, ps__json_at(config, i));
-    named |= is_dtype_key(key);
-  }
-  if (!named)
-    ps__jsonw_string(w, "torch_dtype", name);
-  if (!ps__tied(m) && !ps__json_get(config, tie) && ps__family_at(m->cfg.family)->tied_by_default)
-    ps__jsonw_bool(w, tie, false);
-  ps__jsonw_end(w);
-}
-
 static ps_status write_config(const ps_trainer *t, const ps__stage *stage, const char *dir,
                               ps_dtype dtype) {
-  ps__json *config = NULL;
-  ps__jsonw *w = NULL;
-  char *from;
-  PS_TRY(ps__model_path(&from, t->model_dir, "config.json"));
-  ps_status st = ps__json_read_file(&config, from, PS__MAX_CONFIG_BYTES);
-  if (st == PS_OK)
-    st = ps__jsonw_create(&w);
-  if (st == PS_OK) {
-    fill_config(w, config, t->plan->model, dtype);
-    st = ps__stage_write_json(stage, dir, "config.json", w);
-  }
+  ps__jsonw *w;
+  PS_TRY(ps__config_fill(&w, &t->plan->model->cfg, t->model_dir, dtype));
+  const ps_status st = ps__stage_write_json(stage, dir, "config.json", w);
   ps__jsonw_free(w);
-  ps__json_free(config);
-  ps__free(from);
   return st;
 }
 

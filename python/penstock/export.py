@@ -261,10 +261,6 @@ def write_hf(
     source: Source, dtype: str, out: Path, on_bytes: Callable, max_shard_bytes=MAX_SHARD_BYTES
 ) -> None:
     config = read_json(source.folder / "config.json")
-    key = "dtype" if "dtype" in config else "torch_dtype"
-    config[key] = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
-    if not source.model.tied_embeddings:  # the head has weights of its own
-        config["tie_word_embeddings"] = False
     tensors = [_as_is(p, dtype) for p in source.model.params()]
     with _work_folder(out) as work, _pool() as pool:
         folder = work / out.name
@@ -272,7 +268,7 @@ def write_hf(
         pieces = (p for t in tensors for p in Pieces(None, source, t, pool, on_bytes))
         specs = [(t.name, t.shape) for t in tensors]
         write_tensors(folder, specs, dtype, pieces, max_shard_bytes)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        source.model.write(source.folder, dtype, folder / "config.json")
         (folder / "generation_config.json").write_bytes(_generation_config(source, config))
         copy_tokenizer(source.folder, folder)
         write_record(folder, text(lib.ps_version()))

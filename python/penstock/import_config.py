@@ -194,7 +194,8 @@ def _scaling(keys: Keys, config: dict, turned: int) -> dict | None:
     if kind in ("none", "linear") and not keys.any("rope.scaling.factor"):
         return None
     if kind == "linear":
-        return {"rope_type": "linear", "factor": float(keys.number("rope.scaling.factor"))}
+        name = "type" if keys.arch == "olmo2" else "rope_type"  # all that transformers 4.57 takes
+        return {name: "linear", "factor": float(keys.number("rope.scaling.factor"))}
     if kind == "yarn":
         factor = float(keys.number("rope.scaling.factor"))
         scaling = {"rope_type": "yarn", "factor": factor}

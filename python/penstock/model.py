@@ -57,6 +57,12 @@ class ModelConfig:
         check(lib.ps_model_config_read(cfg, encode_path(path)))
         return cls(cfg)
 
+    def write(self, model_dir, dtype: str, path) -> None:
+        """Write config.json of model_dir, from which this was read, as the file path beside weights
+        of type dtype: "fp32" or "bf16"."""
+        where = encode_path(model_dir), DTYPES[dtype], encode_path(path)
+        check(lib.ps_model_config_write(self._ptr, *where))
+
     def __getattr__(self, name: str):
         if name.startswith("_"):
             raise AttributeError(name)

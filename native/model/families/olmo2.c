@@ -19,5 +19,6 @@ const ps__family ps__family_olmo2 = {.model_type = "olmo2",
                                      .default_pad = 1,
                                      .default_norm_eps = 1e-5,
                                      .qk_norm = 2,
+                                     .has_type_alone = true,
                                      .read = ps__config_full_attention,
                                      .decoder = &decoder};

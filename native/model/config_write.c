@@ -1,0 +1,199 @@
+/* config_write.c - config.json beside weights that are saved: as the model has it, but for
+ *  - the dtype of the saved tensors, because readers convert tensors to the dtype that it names;
+ *  - tie_word_embeddings where a head of its own is saved: transformers 4 would not read it;
+ *  - RoPE, by the names of transformers 4 beside rope_parameters, which it ignores. transformers 5
+ *    reads both;
+ *  - longrope's attention factor, where transformers 4 and 5 would take different ones. */
+#include "core/core.h"
+#include "core/dtype.h"
+#include "io/io.h"
+#include "model/family.h"
+#include "model/model.h"
+#include "model/rope.h"
+#include <math.h>
+#include <string.h>
+
+static const char THETA[] = "rope_theta", PARTIAL[] = "partial_rotary_factor",
+                  LOCAL[] = "rope_local_base_freq", ORIGINAL[] = "original_max_position_embeddings",
+                  SCALING[] = "rope_scaling", PARAMETERS[] = "rope_parameters",
+                  FACTOR[] = "attention_factor", TIE[] = "tie_word_embeddings";
+
+static void write_value(ps__jsonw *w, const char *key, const ps__json *j);
+
+static void write_children(ps__jsonw *w, const ps__json *j) {
+  for (size_t i = 0; i < ps__json_length(j); i++)
+    write_value(w, ps__json_type(j) == PS_JSON_OBJECT ? ps__json_key(j, i) : NULL,
+                ps__json_at(j, i));
+}
+
+static void write_value(ps__jsonw *w, const char *key, const ps__json *j) {
+  switch (ps__json_type(j)) {
+  case PS_JSON_OBJECT:
+    ps__jsonw_object(w, key);
+    write_children(w, j);
+    ps__jsonw_end(w);
+    break;
+  case PS_JSON_ARRAY:
+    ps__jsonw_array(w, key);
+    write_children(w, j);
+    ps__jsonw_end(w);
+    break;
+  case PS_JSON_STRING: ps__jsonw_string(w, key, ps__json_string(j, NULL)); break;
+  case PS_JSON_BOOL: ps__jsonw_bool(w, key, ps__json_bool(j, false)); break;
+  case PS_JSON_NUMBER: ps__jsonw_number_text(w, key, ps__json_number_text(j)); break;
+  default: ps__jsonw_number(w, key, NAN); break; /* null */
+  }
+}
+
+/* ---- RoPE ------------------------------------------------------------------------------------ */
+
+static bool is_longrope(const ps_model_config *c) { return c->rope.kind == PS_ROPE_LONGROPE; }
+
+/* How much longer than at first the context is; 0: unknown. */
+static double ratio_of(const ps_model_config *c) {
+  const uint32_t original = c->rope.original_positions;
+  return original ? (double)c->max_positions / original : 0;
+}
+
+/* The attention factor to write into RoPE's parameters @s; 0: none. */
+static double attention_factor(const ps_model_config *c, const ps__json *s) {
+  const double ratio = ratio_of(c);
+  if (!is_longrope(c) || ps__config_field(s, FACTOR))
+    return 0;
+  if (c->rope.attention_factor > 0)
+    return c->rope.attention_factor;
+  if (c->rope.factor == 0 || ratio == 0 || c->rope.factor == ratio)
+    return 0;
+  return ps__longrope_attention_factor(ratio, c->rope.original_positions);
+}
+
+static bool is_old_key(const ps_model_config *c, const char *key) {
+  return !strcmp(key, THETA) || !strcmp(key, SCALING) || !strcmp(key, PARTIAL) ||
+         !strcmp(key, LOCAL) || (is_longrope(c) && !strcmp(key, ORIGINAL));
+}
+
+static void write_parameters(ps__jsonw *w, const ps_model_config *c, const ps__json *s) {
+  const double by = ps__config_field(s, "full_attention") ? 0 : attention_factor(c, s);
+  ps__jsonw_object(w, PARAMETERS);
+  write_children(w, s);
+  if (by > 0)
+    ps__jsonw_number(w, FACTOR, by);
+  ps__jsonw_end(w);
+}
+
+/* rope_scaling from parameters of either layout. Where has_type_alone, transformers 4 takes "type"
+ * for "rope_type", and of a longrope three keys: it refuses what these cannot say. */
+static void write_scaling(ps__jsonw *w, const ps_model_config *c, const ps__json *s) {
+  const bool alone = ps__family_at(c->family)->has_type_alone,
+             three = alone && is_longrope(c) && !(c->rope.attention_factor > 0) &&
+                     (c->rope.factor == 0 || c->rope.factor == ratio_of(c));
+  const ps__json *new_type = ps__config_field(s, "rope_type"),
+                 *type = new_type ? new_type : ps__config_field(s, "type");
+  const double by = attention_factor(c, s);
+  ps__jsonw_object(w, SCALING);
+  if (alone)
+    ps__jsonw_string(w, "type", is_longrope(c) ? "longrope" : ps__json_string(type, NULL));
+  for (size_t i = 0; i < ps__json_length(s); i++) {
+    const char *key = ps__json_key(s, i);
+    const bool is_type = !strcmp(key, "type") || !strcmp(key, "rope_type"),
+               factors = !strcmp(key, "short_factor") || !strcmp(key, "long_factor");
+    if (!is_old_key(c, key) && !(alone && is_type) && (!three || factors))
+      write_value(w, key, ps__json_at(s, i));
+  }
+  if (by > 0)
+    ps__jsonw_number(w, FACTOR, by);
+  ps__jsonw_end(w);
+}
+
+/* The keys that transformers 4 has in place of @parameters. */
+static void write_old_keys(ps__jsonw *w, const ps_model_config *c, const ps__json *config,
+                           const ps__json *parameters) {
+  const ps__json *full = ps__config_field(parameters, "full_attention"),
+                 *s = full ? full : parameters;
+  const char *const either[] = {THETA, PARTIAL};
+  for (size_t i = 0; i < 2; i++) {
+    const ps__json *inner = ps__config_field(s, either[i]),
+                   *value = inner ? inner : ps__config_field(config, either[i]);
+    if (value)
+      write_value(w, either[i], value);
+  }
+  if (ps__family_at(c->family)->has_local_rope)
+    ps__jsonw_number(w, LOCAL, c->local_rope_theta);
+  if (is_longrope(c))
+    ps__jsonw_uint(w, ORIGINAL, c->rope.original_positions);
+  if (c->rope.kind == PS_ROPE_NONE)
+    ps__jsonw_number(w, SCALING, NAN); /* null */
+  else
+    write_scaling(w, c, s);
+}
+
+/* ---- the whole ------------------------------------------------------------------------------- */
+
+static bool is_dtype_key(const char *key) {
+  return strcmp(key, "torch_dtype") == 0 || strcmp(key, "dtype") == 0;
+}
+
+static void fill(ps__jsonw *w, const ps__json *config, const ps_model_config *c, ps_dtype dtype) {
+  const char *const name = ps__dtypes[dtype].torch_name;
+  const ps__json *parameters = ps__config_field(config, PARAMETERS);
+  bool named = false;
+  if (!ps__json_length(parameters))
+    parameters = NULL;
+  ps__jsonw_object(w, NULL);
+  for (size_t i = 0; i < ps__json_length(config); i++) {
+    const char *key = ps__json_key(config, i);
+    const ps__json *value = ps__json_at(config, i);
+    if (is_dtype_key(key))
+      ps__jsonw_string(w, key, name);
+    else if (!c->tied_embeddings && !strcmp(key, TIE))
+      ps__jsonw_bool(w, key, false);
+    else if (parameters && !strcmp(key, PARAMETERS))
+      write_parameters(w, c, parameters);
+    else if (!parameters && !strcmp(key, SCALING) && c->rope.kind != PS_ROPE_NONE)
+      write_scaling(w, c, value);
+    else if (!parameters || !is_old_key(c, key))
+      write_value(w, key, value);
+    named |= is_dtype_key(key);
+  }
+  if (parameters)
+    write_old_keys(w, c, config, parameters);
+  if (!named)
+    ps__jsonw_string(w, "torch_dtype", name);
+  if (!c->tied_embeddings && !ps__json_get(config, TIE) &&
+      ps__family_at(c->family)->tied_by_default)
+    ps__jsonw_bool(w, TIE, false);
+  ps__jsonw_end(w);
+}
+
+ps_status ps__config_fill(ps__jsonw **out, const ps_model_config *c, const char *model_dir,
+                          ps_dtype dtype) {
+  ps__json *config = NULL;
+  ps__jsonw *w = NULL;
+  char *from;
+  PS_TRY(ps__model_path(&from, model_dir, "config.json"));
+  ps_status st = ps__json_read_file(&config, from, PS__MAX_CONFIG_BYTES);
+  if (st == PS_OK)
+    st = ps__jsonw_create(&w);
+  if (st == PS_OK)
+    fill(w, config, c, dtype);
+  ps__json_free(config);
+  ps__free(from);
+  if (st == PS_OK)
+    *out = w;
+  return st;
+}
+
+ps_status ps_model_config_write(const ps_model_config *cfg, const char *model_dir, ps_dtype dtype,
+                                const char *path) {
+  ps__jsonw *w;
+  size_t bytes = 0;
+  if (!cfg || !model_dir || !path || ps_dtype_bytes(dtype) == 0)
+    return ps__fail(PS_EINVAL, "ps_model_config_write: cfg, model_dir, a known dtype and path must "
+                               "be given");
+  PS_TRY(ps_model_config_check(cfg, "ps_model_config_write"));
+  PS_TRY(ps__config_fill(&w, cfg, model_dir, dtype));
+  const char *text = ps__jsonw_text(w, &bytes);
+  const ps_status st = ps__replace_text(path, text, bytes);
+  ps__jsonw_free(w);
+  return st;
+}
