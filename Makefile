@@ -79,7 +79,7 @@ $(foreach v,BUILD VENV VENV_TEST CUDA_HOME,$(if $(word 2,$($v)),$(error \
 .DEFAULT_GOAL := all
 .DELETE_ON_ERROR:
 .PHONY: FORCE all lib help format native-tests fuzz-programs bench-programs cuda-archs venv \
-  venv-test python wheel lock demo demo-chat test test-long golden test-gpu test-sanitize clean \
+  venv-test python wheel lock demo demo-chat test test-long test-oldest golden test-gpu test-sanitize clean \
   venv-package install uninstall
 FORCE:
 
@@ -109,6 +109,9 @@ test: all native-tests venv-test ## all tests but the long ones (TESTS="files or
 	$(PYTEST) $(PYTEST_PARALLEL) $(or $(TESTS),tests)
 test-long: all native-tests venv-test ## the tests that take minutes (TESTS="...": some)
 	$(PYTEST) -m long $(or $(TESTS),tests)
+test-oldest: all native-tests $(BUILD)/oldest/.done ## tests with the oldest transformers that is read
+	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH="$(BUILD)/oldest:python" $(VENV_TEST)/bin/python -m pytest \
+	  -q -n auto --maxprocesses=4 -m oldest $(or $(TESTS),tests)
 golden: all native-tests venv-test ## write tests/golden anew, in a commit of its own that says why
 	$(PYTEST) -m "long or not long" --write-golden tests/test_golden.py
 GPU_TESTS := tests/test_native.py tests/test_cuda_bad_input.py tests/gpu

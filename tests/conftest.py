@@ -26,6 +26,7 @@ for variable in ("CUDA", "CUDA_ARCH", "FLASH_ATTN"):
     os.environ.pop(variable, None)
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # transformers', in what a test reads
 
 # A shell that starts the tests in the background leaves them SIGINT ignored, which programs
 # inherit: the tests of Ctrl-C would wait for ever.

@@ -22,6 +22,7 @@ from test_data_chat import (
     say,
 )
 
+pytestmark = pytest.mark.oldest
 assert folder  # the fixture
 
 

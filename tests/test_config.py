@@ -8,6 +8,7 @@ import os
 
 import io_native as ps
 import pytest
+from families import rope_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_calls import rope_table
@@ -79,6 +80,7 @@ def test_a_folder_and_the_file_itself_are_read_alike(tmp_path):
     )
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("cfg", [LLAMA, QWEN2, QWEN3], ids=["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize(
     "drop",
@@ -103,7 +105,7 @@ def test_defaults_are_those_of_transformers(tmp_path, cfg, drop):
         theirs.tie_word_embeddings,
     )
     assert (
-        c.rope.theta == theirs.rope_theta
+        c.rope.theta == rope_of(theirs)[0]["rope_theta"]
         and c.norm_eps == ctypes.c_float(theirs.rms_norm_eps).value
     )
     assert (c.qkv_bias, c.qk_norm) == (cfg["model_type"] == "qwen2", cfg["model_type"] == "qwen3")

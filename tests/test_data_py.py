@@ -95,6 +95,7 @@ def test_a_parent_that_will_be_made_is_named(corpus, tmp_path):
         assert (tmp_path / out / "dataset.json").exists()
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("format", ["penstock", "llmc-gpt2", "llmc-llama3"])
 def test_round_trip_over_several_shards(corpus, tokenizer, tmp_path, format):
     s = data.write_shards([corpus], tmp_path / "o", tokenizer, format=format, shard_tokens=10_000)
@@ -367,6 +368,7 @@ def with_bos(tokenizer):
     return t
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("bos", [True, False])
 def test_texts_begin_as_the_tokenizer_begins_them(corpus, with_bos, tmp_path, bos):
     """Once a document, also where it is in several pieces and in both splits."""

@@ -53,6 +53,7 @@ CONFIGS = {
     "gemma3-linear": gemma(families.gemma3, rope_scaling={"rope_type": "linear", "factor": 8.0}),
     "phi3": families.phi3(),
     "olmo2": families.olmo2(),
+    "olmo2-linear": families.CONFIGS["olmo2-linear"],
     "olmo2-tied": families.olmo2(tie_word_embeddings=True),
     "granite": families.granite(),
     "smollm3": families.smollm3(no_rope_layer_interval=4, num_hidden_layers=5),
@@ -168,6 +169,7 @@ def q8_0(x):
     return np.hstack([d.astype(np.float16).view(np.uint8), q.astype(np.int8).view(np.uint8)])
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "q8_0"])
 def test_gguf_has_the_weights_bit_for_bit(directory, tmp_path, name, dtype, monkeypatch):
@@ -197,6 +199,7 @@ def test_gguf_has_the_weights_bit_for_bit(directory, tmp_path, name, dtype, monk
             assert kind == "Q8_0" and got.data.tobytes() == q8_0(x).tobytes(), n
 
 
+@pytest.mark.oldest
 def test_gguf_has_the_tokenizer(directory, tmp_path):
     fields = to_gguf(directory("qwen3"), tmp_path / "m.gguf").fields
     value = {name.removeprefix("tokenizer."): f.contents() for name, f in fields.items()}
@@ -308,6 +311,7 @@ def sentencepiece_like():
     return t, content
 
 
+@pytest.mark.oldest
 def test_sentencepiece_vocabularies(directory, tmp_path):
     folder = write_model(tmp_path / "m", CONFIGS["llama"], model_of("llama"))
     t, content = sentencepiece_like()
@@ -336,6 +340,7 @@ def logits_of(model, ids=None):
         return model.eval()(ids).logits
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("name", families.CONFIGS)
 def test_a_directory_has_the_same_logits_in_transformers_both_ways(tmp_path, name):
     """Penstock -> transformers -> Penstock, for all that a config may say."""

@@ -157,6 +157,7 @@ def test_gradients_in_bf16(directory, name, recipe):
 # ---- directories ---------------------------------------------------------------------------------
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_trained_model_opens_in_transformers(directory, tmp_path, name):
     where = directory(name)

@@ -81,6 +81,7 @@ def comes_back(exported, tmp_path, name, dtype):
         assert after[key] == before[key], key
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("name", CONFIGS)
 def test_an_exported_file_comes_back_to_the_bit(exported, tmp_path, name):
     comes_back(exported, tmp_path, name, "fp32")
@@ -91,7 +92,8 @@ def test_so_does_one_in_bf16(exported, tmp_path, name):
     comes_back(exported, tmp_path, name, "bf16")
 
 
-@pytest.mark.parametrize("name", ["gemma3-linear", "phi3"])
+@pytest.mark.oldest
+@pytest.mark.parametrize("name", ["gemma3-linear", "olmo2-linear", "phi3"])
 def test_transformers_computes_the_same(exported, tmp_path, name):
     assert run(exported(name)[1], "--out", tmp_path / "back", "--quiet") == 0
     theirs, info = AutoModelForCausalLM.from_pretrained(
@@ -135,6 +137,7 @@ def rewritten(file, out, kinds=lambda name: None, change=None):
     return values
 
 
+@pytest.mark.oldest
 def test_quantized_tensors_are_what_the_package_gguf_makes_of_them(tmp_path, monkeypatch):
     """One type a tensor; rows of q and k are moved after dequantization."""
     cfg = families.llama(hidden_size=256, intermediate_size=256, num_hidden_layers=2)
@@ -168,6 +171,7 @@ def test_quantized_tensors_are_what_the_package_gguf_makes_of_them(tmp_path, mon
 # ---- tokenizers ----------------------------------------------------------------------------------
 
 
+@pytest.mark.oldest
 def test_the_tokenizer_and_the_template_come_back(exported, tmp_path):
     folder, file = exported("qwen3")
     assert run(file, "--out", tmp_path / "o", "--quiet") == 0
@@ -187,6 +191,7 @@ def test_the_tokenizer_and_the_template_come_back(exported, tmp_path):
             assert first[name].contents() == second[name].contents(), name
 
 
+@pytest.mark.oldest
 def test_a_sentencepiece_vocabulary_comes_back(tmp_path):
     cfg = CONFIGS["llama"]
     folder = write_model(tmp_path / "m", cfg, random_model(cfg))

@@ -51,6 +51,7 @@ def load(folder):
     return out
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("name", TINY)
 def test_the_directory_opens_in_transformers_without_missing_or_unexpected_keys(tmp_path, name):
     from transformers import AutoModelForCausalLM
@@ -179,6 +180,7 @@ def tokenizer_json(path, size=300):
     return path
 
 
+@pytest.mark.oldest
 def test_a_tokenizer_put_into_the_directory_opens_in_transformers(tmp_path):
     from transformers import AutoTokenizer
 

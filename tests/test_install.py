@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import BUILD, gpu_missing
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ["python", "include", "native", "Makefile", "LICENSE"]
@@ -363,6 +364,8 @@ def test_as_many_of_flash_attns_kernels_compile_at_once_as_asked(tmp_path, jobs,
     [
         ("dependencies", "runtime"),
         ("dependencies", "test"),
+        ("compare", "test"),
+        ("gguf", "export"),
         ("cuda13", "cudnn13"),
         ("cuda12", "cudnn12"),
     ],
@@ -371,6 +374,15 @@ def test_what_is_locked_lies_in_the_packages_ranges(name, lock):
     for requirement in listed(name):
         versions = locked(lock)[requirement.name]
         assert versions and all(requirement.specifier.contains(v) for v in versions), requirement
+
+
+def test_the_lower_ends_of_the_ranges_are_what_make_test_oldest_installs():
+    lowest = {r.name: s.version for name in ("dependencies", "compare", "gguf")
+              for r in listed(name) for s in r.specifier if s.operator == ">="}  # fmt: skip
+    oldest = locked("oldest")
+    checked = [name for name in lowest if name in oldest]
+    assert {*checked} == {"transformers", "tokenizers", "gguf", "jinja2"}
+    assert all(Version(lowest[name]) == Version(oldest[name][0]) for name in checked)
 
 
 def test_the_package_is_built_with_what_is_locked():

@@ -68,7 +68,7 @@ def make_plan(where, layout="packed", lora=LORA, recipe="fp32", **more):
 def adapters(name, lora=LORA):
     """{parameter: values} of an adapter that has been trained: B is not zero."""
     generator, out = np.random.default_rng(5), {}
-    cfg = transformers.AutoConfig.for_model(**ALL[name])
+    cfg = transformers.AutoConfig.for_model(**copy.deepcopy(ALL[name]))
     model = transformers.AutoModelForCausalLM.from_config(cfg)
     for key, p in model.named_parameters():
         if "_proj.weight" not in key:
@@ -323,6 +323,7 @@ def test_a_frozen_base_is_kept_once(directory):  # noqa: F811
 # ---- on disk -------------------------------------------------------------------------------------
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "phi3"])
 def test_a_saved_adapter_opens_in_peft(directory, tmp_path, name):  # noqa: F811
     where = directory(name)
@@ -341,6 +342,7 @@ def test_a_saved_adapter_opens_in_peft(directory, tmp_path, name):  # noqa: F811
     assert near(third.loss, loss_of(model.double(), *plain(2)).item())
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("name, dtype", [("qwen2", "fp32"), ("gemma2", "fp32"), ("llama", "bf16")])
 def test_a_merged_model_has_the_logits_of_peft(directory, tmp_path, name, dtype):  # noqa: F811
     """Both sums are made in fp32 and rounded once."""
@@ -482,6 +484,7 @@ def test_merge_refuses_an_adapter_of_another_model(directory, tmp_path, capsys):
     assert "of another model" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
+@pytest.mark.oldest
 def test_a_training_goes_on_from_a_saved_adapter(directory, tmp_path):  # noqa: F811
     """Also from one that PEFT wrote: it is the same file."""
     where = directory("qwen3")

@@ -571,6 +571,7 @@ HF = {
 }
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("name", list(HF))
 def test_a_directory_of_transformers_trains_as_it_is(tmp_path, name):
     make_config, make_model, more = HF[name]

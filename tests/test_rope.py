@@ -10,6 +10,8 @@ from kernel_calls import rope_table
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+pytestmark = pytest.mark.oldest
+
 
 class Base(float):
     """A rope_theta whose power by a tensor is rounded from fp64."""
