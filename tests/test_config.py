@@ -295,7 +295,10 @@ def test_a_size_that_is_missing_or_absurd_is_named(tmp_path, key, value):
             ["original_max_position_embeddings", "0"],
         ),
         (dict(rope_scaling={"type": "default", "mrope_section": [1, 2]}), ["mrope_section"]),
-        (dict(rope_scaling=LLAMA3, rope_parameters=LLAMA3), ["rope_scaling", "rope_parameters"]),
+        (
+            dict(rope_scaling=LLAMA3, rope_parameters=dict(LLAMA3, factor=4.0)),
+            ["rope_scaling", "rope_parameters"],
+        ),
         (
             dict(rope_parameters=dict(rope_type="default", rope_theta=1e6)),
             ["rope_theta", "500000", "1e+06"],
