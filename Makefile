@@ -79,8 +79,8 @@ $(foreach v,BUILD VENV VENV_TEST CUDA_HOME,$(if $(word 2,$($v)),$(error \
 .DEFAULT_GOAL := all
 .DELETE_ON_ERROR:
 .PHONY: FORCE all lib help format native-tests fuzz-programs bench-programs cuda-archs venv \
-  venv-test python wheel lock demo demo-chat test test-long test-oldest golden test-gpu test-sanitize clean \
-  venv-package install uninstall
+  venv-test python wheel lock demo demo-chat test test-long test-oldest golden test-gpu \
+  test-sanitize clean venv-package install uninstall
 FORCE:
 
 include native/build.mk
