@@ -29,7 +29,7 @@ PAGES = ("docs/performance.md", "docs/gpus.md", "bench/README.md", "bench/ROWS.m
 REGION = re.compile(r"(<!-- rows: (\S+) -->\n)(.*?)(<!-- end -->)", re.S)
 # Before e9f285c sums of gradients took the bandwidth of copies, and no median counts these.
 EARLY = {"h200", "h200-1", "h200-2", "h200-3"}
-# Before e8ba924 --recipe fp8 was what --fp8-fast-accumulation is now.
+# Before e8ba924 --recipe fp8 was what --fp8 fast-accumulation is now.
 FAST = {"256a4ac", "d8eeb2e", "8fb25c4"}
 SIDES = {
     "torch": "PyTorch, nothing offloaded",
@@ -317,8 +317,8 @@ def fp8_loss() -> str:
     gaps = json.loads((RESULTS / "fp8-seeds-h100.json").read_text())["gaps"]
     rows = [
         ("`--recipe fp8`", "fp8 - bf16"),
-        ("the same with `--fp8-saved-gate-up`", "fp8:saved - bf16"),
-        ("the same with `--fp8-fast-accumulation`", "fp8:fast - bf16"),
+        ("the same with gate and up saved in e4m3 (gone)", "fp8:saved - bf16"),
+        ("the same with `--fp8 fast-accumulation`", "fp8:fast - bf16"),
         ("bf16, another seed of its rounding", "bf16~2 - bf16"),
         ("FP8 broken on purpose, after a fifth of the steps", "fp8-broken - bf16"),
     ]

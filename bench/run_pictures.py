@@ -134,7 +134,7 @@ def prepared(folder: Path, binary: Path, steps: int) -> tuple[list[str], str]:
     more += ["--data", "data", "--document-end-token", str(about["eos_token_id"])]
     more += ["--val", "data/val", "--val-tokens", "4096", "--val-every", str(steps // 6)]
     more += ["--sample-every", str(steps // 3), "--sample-prompt", demo.PROMPTS[0]]
-    more += ["--sample-tokens", "24", "--sample-temperature", "0.6"]
+    more += ["--sample", "tokens=24,temperature=0.6"]
     shown = f"$ penstock train --model my_model --data my_data {' '.join(caps)} ..."
     return [*shape, "my_model", *caps, *more], shown
 

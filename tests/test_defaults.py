@@ -98,7 +98,7 @@ def test_the_model_is_saved_in_the_run_directory_and_moves_with_it(
 ):
     words = (tiny_model, tiny_shard, "--steps", 2, "--run-dir", "run")
     train(tmp_path, *words, "--checkpoint-every", 1)
-    assert run_of(tmp_path, "run")["out"] == "run/model"
+    assert "out" not in run_of(tmp_path, "run")  # so that a run of the file has its own
     model = tree(tmp_path / "run/model")
     assert "checkpoints of another run" in train(tmp_path, *words, code=2)
     train(tmp_path, *words, "--force")

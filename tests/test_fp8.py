@@ -244,7 +244,7 @@ def test_what_is_flushed_is_counted_and_warned_of(job, directory, tmp_path):  # 
 
     said, most = run(planted)
     assert said.count("of the gated product in block 1 became 0 in FP8") == 1 and most > 0.01
-    said, most = run(planted, "--fp8-bf16-down")
+    said, most = run(planted, "--fp8", "bf16-down")
     assert "the gated product" not in said
     said, most = run(directory)
     assert "became 0 in FP8" not in said and most < 1e-3
@@ -368,7 +368,7 @@ def test_weights_that_are_not_finite_stop_the_run(directory, tmp_path):
 def test_it_trains_validates_and_says_so(job, tmp_path):  # noqa: F811
     run = tmp_path / "run"
     options = {"--recipe": "fp8", "--steps": 20, "--lr": "5e-3", "--run-dir": run}
-    options |= {"--fp8-head": None, "--fp8-saved-gate-up": None}
+    options |= {"--fp8": "head,saved-gate-up"}
     options |= {"--val": job["--data"], "--val-every": 10, "--val-tokens": 128}
     done = penstock("train", *words(job | options))
     assert done.returncode == 0, done.stderr
@@ -390,23 +390,26 @@ A100 = {"device_name": "NVIDIA A100-SXM4-80GB", "compute_capability": 80}
         ({"--seq-len": 40}, "--seq-len is 40, no multiple of 16"),
         ({"--chunk-tokens": 40}, "--chunk-tokens is 40, no multiple of 16"),
         (
-            {"--fp8-bf16-first": 3},
+            {"--fp8": "bf16-first=3"},
             "first 3 and the last 1 blocks stay in bf16, and the model has 4",
         ),
         ({"--lora-rank": 4}, "LoRA with FP8 is not supported"),
-        ({"--recipe": "bf16", "--fp8-bf16-last": 2}, "recipe bf16 has no FP8"),
-        ({"--recipe": "bf16", "--fp8-bf16-down": None}, "recipe bf16 has no FP8"),
-        ({"--recipe": "bf16", "--fp8-head": None}, "recipe bf16 has no FP8"),
-        ({"--recipe": "bf16", "--fp8-fast-accumulation": None}, "recipe bf16 has no FP8"),
-        ({"--recipe": "bf16", "--fp8-saved-gate-up": None}, "recipe bf16 has no FP8"),
+        ({"--recipe": "bf16", "--fp8": "bf16-last=2"}, "recipe bf16 has no FP8"),
+        ({"--recipe": "bf16", "--fp8": "bf16-down"}, "recipe bf16 has no FP8"),
+        ({"--recipe": "bf16", "--fp8": "head"}, "recipe bf16 has no FP8"),
+        ({"--recipe": "bf16", "--fp8": "fast-accumulation"}, "recipe bf16 has no FP8"),
+        ({"--recipe": "bf16", "--fp8": "saved-gate-up"}, "recipe bf16 has no FP8"),
         (
-            {"--fp8-saved-gate-up": None, "--fp8-bf16-down": None},
-            "leave out --fp8-bf16-down or --fp8-saved-gate-up",
+            {"--fp8": "saved-gate-up,bf16-down"},
+            "leave out --fp8 bf16-down or --fp8 saved-gate-up",
         ),
         (
-            {"--fp8-head": None, "--head-slice-tokens": 40},
+            {"--fp8": "head", "--head-slice-tokens": 40},
             "--head-slice-tokens is 40, no multiple of 16",
         ),
+        ({"--fp8": "bf16-first"}, "--fp8 bf16-first needs a value: --fp8 bf16-first=N"),
+        ({"--fp8": "heads"}, "--fp8 has no key heads"),
+        ({"--fp8-head": None}, "there is no option --fp8-head: give --fp8 head$"),
         ({"--hardware": A100}, "A100-SXM4-80GB has compute capability 8.0, and FP8 needs 8.9"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
@@ -428,7 +431,9 @@ def test_a_size_that_is_no_multiple_of_16_is_refused(tiny_model, tmp_path):
     refused(done, "intermediate_size is 350, no multiple of 16.*give --recipe fp32-master")
     (other / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 514}))
     plain = ["plan", "--model", other, "--seq-len", 64, "--recipe", "fp8-master"]
-    refused(penstock(*plain, "--fp8-head"), "vocab_size is 514, no multiple.*leave out --fp8-head")
+    refused(
+        penstock(*plain, "--fp8", "head"), "vocab_size is 514, no multiple.*leave out --fp8 head"
+    )
     assert penstock(*plain).returncode == 0
 
 
@@ -440,8 +445,8 @@ def test_a_size_that_is_no_multiple_of_32_is_refused_where_gate_and_up_are_saved
     (other / "config.json").write_text(json.dumps(CONFIG | {"intermediate_size": 368}))
     plain = ["plan", "--model", other, "--seq-len", 64, "--recipe", "fp8"]
     refused(
-        penstock(*plain, "--fp8-saved-gate-up"),
-        "intermediate_size is 368, no multiple of 32.*leave out --fp8-saved-gate-up",
+        penstock(*plain, "--fp8=saved-gate-up"),
+        "intermediate_size is 368, no multiple of 32.*leave out --fp8 saved-gate-up",
     )
     assert penstock(*plain).returncode == 0
 
@@ -450,7 +455,7 @@ def test_gate_and_up_in_e4m3_recompute_less_under_24_gib(tmp_path):
     """8B on an H200 with 24 GiB, in chunks of 16,384 tokens."""
     (tmp_path / "config.json").write_text((ROOT / "models/8b.json").read_text())
     plans = []
-    for more in ([], ["--fp8-saved-gate-up"]):
+    for more in ([], ["--fp8", "saved-gate-up"]):
         args = ["--model", tmp_path, "--seq-len", 8192, "--tokens-per-step", 131072]
         args += ["--chunk-tokens", 16384, "--chunks-per-round", 1, "--first-round-chunks", 1]
         args += ["--hardware", ROOT / "docs/hardware-h200.json", "--recipe", "fp8"]
@@ -480,7 +485,7 @@ def test_rates_of_fp8_make_a_plan_for_a_gpu_faster(tiny_model, tmp_path):
         args = ["--model", tmp_path / "big", "--seq-len", 8192, "--recipe", recipe]
         args += ["--tokens-per-step", 8192, "--chunk-tokens", 8192, "--chunks-per-round", 1]
         args += ["--hardware", path, "--device-mem", "60GiB", "--json"]
-        args += ["--fp8-head"] if name == "head" else []
+        args += ["--fp8", "head"] if name == "head" else []
         step[name] = json.loads(penstock("plan", *args).stdout)["predicted_step_s"]
     assert 0.7 * step["bf16"] < step["fp8"] < 0.95 * step["bf16"]
     assert 0.8 * step["fp8"] < step["head"] < step["fp8"]
@@ -492,12 +497,12 @@ def test_validation_samples_and_export_of_a_training(job, tmp_path):  # noqa: F8
     programs compute in bf16, with the weights that an export has."""
     run, out = tmp_path / "run", tmp_path / "out"
     data = ["--data", job["--data"], "--seq-len", 64]
-    kept = ["--recipe", "fp8-master", "--fp8-head", "--fp8-bf16-first", 0]
-    kept += ["--fp8-fast-accumulation", "--fp8-saved-gate-up"]
+    kept = ["--recipe", "fp8-master", "--fp8", "head,bf16-first=0"]
+    kept += ["--fp8", "fast-accumulation,saved-gate-up"]
     done = penstock(
         *("train", "--model", job["--model"], *data, *kept, "--steps", 2, "--lr", "1e-3"),
         *("--run-dir", run, "--val", job["--data"], "--val-every", 2, "--val-tokens", 128),
-        *("--sample-every", 2, "--sample-ids", "5,6,7", "--sample-tokens", 6, "--out", out),
+        *("--sample-every", 2, "--sample-ids", "5,6,7", "--sample", "tokens=6", "--out", out),
     )
     assert done.returncode == 0, done.stderr
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])

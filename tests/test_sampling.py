@@ -209,7 +209,7 @@ def test_texts_of_the_command_come_every_n_steps_and_are_shown(
     with_tokenizer, tiny_shard, tmp_path
 ):
     prompts = ["the cat", 'a "hostile" <b>é\n prompt']
-    words = ["--sample-every", 2, "--sample-tokens", 6, "--sample-temperature", 1]
+    words = ["--sample-every", 2, "--sample", "tokens=6,temperature=1"]
     words += ["--sample-prompt", prompts[0], f"--sample-prompt={prompts[1]}"]
     run = tmp_path / "run"
     train(with_tokenizer, tiny_shard, *words, "--run-dir", run, "--checkpoint-every", 2)
@@ -250,7 +250,7 @@ def test_texts_of_the_command_come_every_n_steps_and_are_shown(
 def test_prompts_of_a_file_and_of_a_run_file(with_tokenizer, tiny_shard, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('"the cat"\n{"prompt": "on the mat"}\n')
-    words = ["--sample-every", 5, "--sample-tokens", 2]
+    words = ["--sample-every", 5, "--sample", "tokens=2"]
     words += ["--sample_prompts", file, "--base_model", with_tokenizer]  # names of other trainers
     train("nowhere", tiny_shard, *words, "--run-dir", tmp_path / "a")
     assert [r["prompt"] for r in rows(tmp_path / "a")] == ["the cat", "on the mat"]

@@ -266,6 +266,7 @@ int cli_set_value(const cli_option *o, const char *label, const char *text) {
     list_choices(o->choices, wanted, sizeof wanted);
     return refuse_value(label, text, wanted);
   case CLI_SET: return add_choices(o, label, text);
+  case CLI_GROUP: break; /* set_group() */
   }
   return CLI_OK;
 }
@@ -335,6 +336,37 @@ static int refuse_option(const cli_command *c, const char *typed, const char *na
   return cli_fail(CLI_REFUSED, "there is no option --%s (--help-all lists them)", typed);
 }
 
+/* The option of key @key of the group @o. */
+static const cli_option *find_key(const cli_command *c, const cli_option *o, const char *key) {
+  char name[128];
+  snprintf(name, sizeof name, "%s-%s", o->name, key);
+  cli_plain_name(name);
+  const cli_option *found = cli_find_option(c->options, name);
+  return found && found->grouped ? found : NULL;
+}
+
+/* "KEY=VALUE,KEY", the latter of a switch, which sets the text's memory to zeros at the commas. */
+static int set_group(const cli_command *c, const cli_option *o, char *text) {
+  int code = CLI_OK;
+  for (char *key = text, *next; key && code == CLI_OK; key = next) {
+    if ((next = strchr(key, ',')))
+      *next++ = 0;
+    char *value = strchr(key, '=');
+    if (value)
+      *value++ = 0;
+    const cli_option *of = find_key(c, o, key);
+    char label[128];
+    snprintf(label, sizeof label, "--%s %s", o->name, key);
+    if (!of)
+      code = cli_fail(CLI_REFUSED, "--%s has no key %s: give %s", o->name, key, o->value);
+    else if (!value && of->kind != CLI_FLAG)
+      code = cli_fail(CLI_REFUSED, "%s needs a value: %s=%s", label, label, of->value);
+    else
+      code = cli_set_value(of, label, value ? value : "true");
+  }
+  return code;
+}
+
 /* Parses the option at argv[*i], and moves *i to its last word. The first words of a list replace
  * those of a run's file. */
 static int parse_option(const cli_command *c, int argc, char **argv, int *i, bool *given) {
@@ -345,6 +377,15 @@ static int parse_option(const cli_command *c, int argc, char **argv, int *i, boo
   const cli_option *o = find_typed(c, typed, name);
   if (!o)
     return refuse_option(c, typed, name);
+  if (o->grouped) {
+    const cli_option *group = c->options;
+    while (group->name &&
+           !(group->kind == CLI_GROUP && find_key(c, group, name + strlen(group->name) + 1) == o))
+      group++;
+    return cli_fail(CLI_REFUSED, "there is no option --%s: give --%s %s%s%s", typed, group->name,
+                    name + strlen(group->name) + 1, o->kind == CLI_FLAG ? "" : "=",
+                    o->kind == CLI_FLAG ? "" : o->value);
+  }
   snprintf(label, sizeof label, "--%s", typed);
   if (o->kind == CLI_FLAG)
     return cli_set_value(o, label, equals ? equals + 1 : "true");
@@ -352,12 +393,13 @@ static int parse_option(const cli_command *c, int argc, char **argv, int *i, boo
     cli_clear_list(o);
   given[o - c->options] = true;
   if (equals)
-    return cli_set_value(o, label, equals + 1);
+    return o->kind == CLI_GROUP ? set_group(c, o, argv[*i] + (equals + 1 - argv[*i]))
+                                : cli_set_value(o, label, equals + 1);
   if (*i + 1 >= argc || strncmp(argv[*i + 1], "--", 2) == 0)
     return cli_fail(CLI_REFUSED, "--%s needs a value: --%s %s", typed, typed, o->value);
   int code = CLI_OK;
   do
-    code = cli_set_value(o, label, argv[++*i]);
+    code = o->kind == CLI_GROUP ? set_group(c, o, argv[++*i]) : cli_set_value(o, label, argv[++*i]);
   while (code == CLI_OK && is_list(o) && *i + 1 < argc && strncmp(argv[*i + 1], "--", 2) != 0);
   return code;
 }

@@ -48,7 +48,8 @@ typedef enum cli_kind {
   CLI_NUMBER, /* double, from .least to .most */
   CLI_EVERY,  /* cli_every: 200 steps, 30m, 2h */
   CLI_CHOICE, /* uint32_t: index into .choices, which NULL ends */
-  CLI_SET     /* uint32_t: bit i for .choices[i]; "a,b", "a b" or "none" */
+  CLI_SET,    /* uint32_t: bit i for .choices[i]; "a,b", "a b" or "none" */
+  CLI_GROUP   /* "KEY=VALUE,...": sets the options NAME-KEY that are .grouped */
 } cli_kind;
 
 typedef struct cli_texts {
@@ -119,6 +120,8 @@ typedef struct cli_option {
   double least, most;
   const char *const *choices;
   bool *given; /* may be NULL */
+  /* On the command line it is a key of a CLI_GROUP; in a run's file it has its own name. */
+  bool grouped;
   /* The table of a run's file in which the option is a key; "": the option is no key. */
   const char *table;
 } cli_option;

@@ -71,7 +71,7 @@ static unsigned put_heading(const cli_option *options, unsigned heading, bool al
   unsigned n = 0, left_out = 0;
   for (const cli_option *o = options; o->name; o++) {
     char left[80];
-    if (heading_of(o) != heading)
+    if (heading_of(o) != heading || o->grouped)
       continue;
     if (is_rare(o) && !all) {
       left_out++;

@@ -201,6 +201,7 @@ static bool has_value(const cli_option *o) {
   case CLI_NUMBER: return !isnan(*(const double *)o->out) && (!o->given || *o->given);
   case CLI_EVERY: return o->given && *o->given;
   case CLI_CHOICE: return !o->given || *o->given;
+  case CLI_GROUP: return false; /* its keys are options */
   default: return true;
   }
 }
@@ -347,6 +348,7 @@ static void resolve(cli_job *job) {
   job->recipe_given = job->save_dtype_given = true;
   job->lr_schedule_given = job->min_lr_given = job->warmup_given = job->shuffle_given = true;
   job->no_save_given = job->no_save;
+  job->out = job->default_out ? NULL : job->out; /* it follows --run-dir */
   job->checkpoint_given |= job->checkpoint_chosen;
   job->epochs = job->warmup_ratio = NAN; /* steps and warmup-steps have them */
   job->fp8_first_given = job->fp8_last_given =

@@ -85,19 +85,19 @@ static ps_status check_fp8(const ps_plan *p) {
     return c->fp8_bf16_first || c->fp8_bf16_last || c->fp8_bf16_down || c->fp8_head ||
                    c->fp8_fast_accumulation || c->fp8_saved_gate_up
                ? ps__fail(PS_EINVAL,
-                          "--fp8-bf16-*, --fp8-head, --fp8-fast-accumulation and "
-                          "--fp8-saved-gate-up say what FP8 computes and how, but the recipe %s "
+                          "--fp8 bf16-*, --fp8 head, --fp8 fast-accumulation and "
+                          "--fp8 saved-gate-up say what FP8 computes and how, but the recipe %s "
                           "has no FP8: give --recipe fp8 or fp8-master, or leave them out",
                           recipe)
                : PS_OK;
   if (c->fp8_saved_gate_up && c->fp8_bf16_down)
     return ps__fail(PS_EINVAL,
-                    "--fp8-saved-gate-up needs down projections that compute in FP8: leave "
-                    "out --fp8-bf16-down or --fp8-saved-gate-up");
+                    "--fp8 saved-gate-up needs down projections that compute in FP8: leave "
+                    "out --fp8 bf16-down or --fp8 saved-gate-up");
   if (c->fp8_saved_gate_up && m->ffn_dim % PS__MX_VALUES)
     return ps__fail(PS_EINVAL,
                     "intermediate_size is %u, no multiple of %d, which a gate-and-up product that "
-                    "is saved in e4m3 needs: leave out --fp8-saved-gate-up",
+                    "is saved in e4m3 needs: leave out --fp8 saved-gate-up",
                     m->ffn_dim, PS__MX_VALUES);
   if (c->fp8_head && (m->vocab_size % 16 || c->head_slice_tokens % 16))
     return ps__fail(PS_EINVAL,
@@ -105,7 +105,7 @@ static ps_status check_fp8(const ps_plan *p) {
                     "need: %s",
                     m->vocab_size % 16 ? "vocab_size" : "--head-slice-tokens",
                     (unsigned long long)(m->vocab_size % 16 ? m->vocab_size : c->head_slice_tokens),
-                    m->vocab_size % 16 ? "leave out --fp8-head" : "give a multiple of 16");
+                    m->vocab_size % 16 ? "leave out --fp8 head" : "give a multiple of 16");
   for (size_t i = 0; i < sizeof sixteens / sizeof *sixteens; i++)
     if (sixteens[i].value % 16)
       return ps__fail(PS_EINVAL,
@@ -117,7 +117,7 @@ static ps_status check_fp8(const ps_plan *p) {
   if ((uint64_t)c->fp8_bf16_first + c->fp8_bf16_last >= m->n_layers)
     return ps__fail(PS_EINVAL,
                     "the first %u and the last %u blocks stay in bf16, and the model has %u: none "
-                    "would compute in FP8; lower --fp8-bf16-first or --fp8-bf16-last",
+                    "would compute in FP8; lower --fp8 bf16-first or --fp8 bf16-last",
                     c->fp8_bf16_first, c->fp8_bf16_last, m->n_layers);
   if (c->lora.rank)
     return ps__fail(

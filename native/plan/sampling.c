@@ -94,7 +94,7 @@ static ps_status refuse_device(const ps_plan *p, uint64_t cap) {
       "with samples %s of device memory are needed, %s given: beside %s that training keeps there, "
       "%s for the head, %s for %llu blocks, %s for the KV cache of %llu x %llu tokens and %s for "
       "%u "
-      "rows: raise --device-mem, lower --sample-tokens, or give fewer or shorter prompts",
+      "rows: raise --device-mem, lower --sample tokens, or give fewer or shorter prompts",
       need, given, ps__format_bytes(stays, g->beside.used[p->at->dev[0].place]),
       ps__format_bytes(head, r->head_bytes), ps__format_bytes(blocks, n * r->block_bytes),
       (unsigned long long)n, ps__format_bytes(cache, r->cache_bytes),
