@@ -17,7 +17,7 @@ RECIPE~2       the same recipe with another seed of stochastic rounding; its dis
 fp8-broken     recipe fp8 of --broken-build, whose scales are 2^14 times too large: `make BUILD=DIR
                CPPFLAGS=-DPS_FP8_COARSER=14 NVCCFLAGS=-DPS_FP8_COARSER=14`. It may end after
                --broken-steps, as one that is broken shows it soon
-fp8:OPTIONS    some of first=N, last=N, down, head, fast and saved, as the options --fp8 bf16-first
+fp8:OPTIONS    some of first=N, last=N, down, head and fast, as the options --fp8 bf16-first
                and so on of `penstock train`: fp8:first=2,down
 torch-masters  PyTorch eager: fused AdamW on fp32 parameters, bf16 copies of them in the products
 torch-fp8      the same with FP8 operands and sums in fp32, of bench/torch_fp8.py; torch-fp8:x,w has

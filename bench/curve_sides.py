@@ -198,7 +198,6 @@ class Curve:
         "down": "fp8_bf16_down",
         "head": "fp8_head",
         "fast": "fp8_fast_accumulation",
-        "saved": "fp8_saved_gate_up",
     }
     OPERANDS = ("x", "w", "dy")
 

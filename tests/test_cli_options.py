@@ -236,7 +236,10 @@ PASSED_OVER = [
         {"lr_schedule": "wsd", "decay_steps": 4},
         r"--decay-steps 4 is more than the run's 3 steps",
     ),
-    ({"lr_schedule": "constant", "min_lr": 1e-5}, r"--min-lr 1e-05 is never reached by --lr-schedule constant"),
+    (
+        {"lr_schedule": "constant", "min_lr": 1e-5},
+        r"--min-lr 1e-05 is never reached by --lr-schedule constant",
+    ),
 ]
 
 

@@ -103,7 +103,6 @@ BLOCKS = {
     "all blocks": ({"fp8_bf16_first": 0, "fp8_bf16_last": 0}, {"fp8": (0, 1, 2, 3)}),
     "down in bf16": ({"fp8_bf16_down": True}, {"fp8": (1, 2), "down": False}),
     "head": ({"fp8_head": True, "head_slice_tokens": 32}, {"fp8": (1, 2), "head": True}),
-    "gate and up saved in e4m3": ({"fp8_saved_gate_up": True}, {"fp8": (1, 2), "saved": True}),
 }
 
 
@@ -131,28 +130,8 @@ def test_it_is_not_that_of_other_blocks(directory):
         assert near < 0.8 * far
 
 
-def test_gate_and_up_saved_in_e4m3_change_gradients_alone(directory):
-    """The forward pass and what the backward one makes before block 2's gate are the same bits.
-    There gate and up are each off by at most 2^-4 of their size, or 2^-10 of their scale. What
-    follows is rounded to FP8 anew, so it is as near as an FP8 step is to bf16."""
-    loss, grads = first_step(directory, "fp8")
-    saved_loss, saved = first_step(directory, "fp8", fp8_saved_gate_up=True)
-    same = {k for k, g in grads.items() if torch.equal(saved[k], g)}
-    assert saved_loss == loss
-    after = ("lm_head.", "model.norm.", "model.layers.3.")
-    assert same == {k for k in grads if k.startswith(after)}
-    off = {k: e for k, e in errors(saved, grads).items() if k not in same}
-    mlp = {k: e for k, e in off.items() if ".2.mlp" in k}
-    assert len(mlp) == 3 and 2.0**-7 < min(mlp.values()) <= max(mlp.values()) < 2 * 2.0**-4
-    assert max(off.values()) < GATE
-    _, oracle = Fp8Llama(CONFIG, WEIGHTS, fp8=(1, 2), saved=True).gradients(*batch(), A_CHUNK)
-    near, far = (np.mean([errors(g, oracle)[k] for k in mlp]) for g in (saved, grads))
-    assert near < 0.9 * far
-
-
-@pytest.mark.parametrize("saved", [False, True])
-def test_a_step_is_within_the_gate_of_bf16(directory, exact, saved):
-    found = first_step(directory, "fp8", fp8_saved_gate_up=saved)
+def test_a_step_is_within_the_gate_of_bf16(directory, exact):
+    found = first_step(directory, "fp8")
     assert passes(found, exact)
     # and it is no bf16 in disguise
     assert min(errors(found[1], exact[1]).values()) > 0.02
@@ -189,7 +168,6 @@ def test_a_frozen_layer_of_the_family_with_the_most_tensors(tmp_path):
     config = families.CONFIGS["gemma3"] | {"hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
     all_fp8 = {"fp8_bf16_first": 0, "fp8_bf16_last": 0, "fp8_head": True}
-    all_fp8 |= {"fp8_saved_gate_up": True}
     assert make_plan(tmp_path, forward_only=True, **all_fp8).report["n_ops"] > 0
     seen = []
     for frozen in (0, 2):  # the embedding and the first block
@@ -253,9 +231,8 @@ def test_what_is_flushed_is_counted_and_warned_of(job, directory, tmp_path):  # 
 # ---- around a step -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("saved", [False, True])
-def test_caps_change_no_bit(directory, saved):
-    options = {"fp8_bf16_first": 0, "fp8_head": True, "fp8_saved_gate_up": saved}
+def test_caps_change_no_bit(directory):
+    options = {"fp8_bf16_first": 0, "fp8_head": True}
     least, _ = Plan.smallest(
         ModelConfig.read(directory),
         seq_len=SEQ,
@@ -308,26 +285,20 @@ def test_a_resumed_run_has_the_same_bits(directory, tmp_path):
             Trainer.resume(checkpoint, directory, other, batch)
 
 
-def test_a_resumed_run_saves_gate_and_up_as_before(directory, tmp_path):
-    kw = {"lr": 1e-3, "clip_norm": 0}
-    plan, other = (make_plan(directory, fp8_saved_gate_up=saved) for saved in (True, False))
-    with Trainer(directory, plan, batch, **kw) as trainer:
+def test_a_checkpoint_of_what_was_taken_out_is_refused(directory, tmp_path):
+    plan = make_plan(directory)
+    with Trainer(directory, plan, batch, lr=1e-3, clip_norm=0) as trainer:
         list(trainer.steps(1))
         path = Path(trainer.checkpoint(tmp_path / "c"))
-        want = [m.loss for m in trainer.steps(1)]
-    with Checkpoint(path) as checkpoint:
-        assert checkpoint.plan_options["fp8_saved_gate_up"] == 1
-        with Trainer.resume(checkpoint, directory, plan, batch) as trainer:
-            assert [m.loss for m in trainer.steps(1)] == want
-        with pytest.raises(ps.InvalidError, match="fp8-saved-gate-up 1, and this run has 0"):
-            Trainer.resume(checkpoint, directory, other, batch)
     manifest = json.loads((path / "manifest.json").read_text())
-    assert (
-        manifest["batch"].pop("fp8_saved_gate_up") == 1
-    )  # as in one of before there was the option
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    with Checkpoint(path) as older:
-        Trainer.resume(older, directory, other, batch).close()
+    for value, bad in ((0, False), (1, True)):  # older ones have the key
+        manifest["batch"]["fp8_saved_gate_up"] = value
+        (path / "manifest.json").write_text(json.dumps(manifest))
+        if bad:
+            with pytest.raises(ps.FormatError, match="with fp8-saved-gate-up, which this version"):
+                Checkpoint(path)
+        else:
+            Checkpoint(path).close()
 
 
 @pytest.mark.parametrize("exact", [None, 0, 1])
@@ -368,7 +339,7 @@ def test_weights_that_are_not_finite_stop_the_run(directory, tmp_path):
 def test_it_trains_validates_and_says_so(job, tmp_path):  # noqa: F811
     run = tmp_path / "run"
     options = {"--recipe": "fp8", "--steps": 20, "--lr": "5e-3", "--run-dir": run}
-    options |= {"--fp8": "head,saved-gate-up"}
+    options |= {"--fp8": "head"}
     options |= {"--val": job["--data"], "--val-every": 10, "--val-tokens": 128}
     done = penstock("train", *words(job | options))
     assert done.returncode == 0, done.stderr
@@ -377,8 +348,7 @@ def test_it_trains_validates_and_says_so(job, tmp_path):  # noqa: F811
     assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
     assert "fp8-bf16-first = 1" in (run / "run.toml").read_text()
     plan = json.loads((run / "plan.json").read_text())
-    assert plan["fp8_bf16_first"] == 1 and plan["fp8_head"] is plan["fp8_saved_gate_up"] is True
-    assert "the saved gate and up in e4m3" in done.stderr + done.stdout
+    assert plan["fp8_bf16_first"] == 1 and plan["fp8_head"] is True
 
 
 A100 = {"device_name": "NVIDIA A100-SXM4-80GB", "compute_capability": 80}
@@ -398,11 +368,6 @@ A100 = {"device_name": "NVIDIA A100-SXM4-80GB", "compute_capability": 80}
         ({"--recipe": "bf16", "--fp8": "bf16-down"}, "recipe bf16 has no FP8"),
         ({"--recipe": "bf16", "--fp8": "head"}, "recipe bf16 has no FP8"),
         ({"--recipe": "bf16", "--fp8": "fast-accumulation"}, "recipe bf16 has no FP8"),
-        ({"--recipe": "bf16", "--fp8": "saved-gate-up"}, "recipe bf16 has no FP8"),
-        (
-            {"--fp8": "saved-gate-up,bf16-down"},
-            "leave out --fp8 bf16-down or --fp8 saved-gate-up",
-        ),
         (
             {"--fp8": "head", "--head-slice-tokens": 40},
             "--head-slice-tokens is 40, no multiple of 16",
@@ -437,36 +402,6 @@ def test_a_size_that_is_no_multiple_of_16_is_refused(tiny_model, tmp_path):
     assert penstock(*plain).returncode == 0
 
 
-def test_a_size_that_is_no_multiple_of_32_is_refused_where_gate_and_up_are_saved(
-    tiny_model, tmp_path
-):
-    other = tmp_path / "model"
-    shutil.copytree(tiny_model, other)
-    (other / "config.json").write_text(json.dumps(CONFIG | {"intermediate_size": 368}))
-    plain = ["plan", "--model", other, "--seq-len", 64, "--recipe", "fp8"]
-    refused(
-        penstock(*plain, "--fp8=saved-gate-up"),
-        "intermediate_size is 368, no multiple of 32.*leave out --fp8 saved-gate-up",
-    )
-    assert penstock(*plain).returncode == 0
-
-
-def test_gate_and_up_in_e4m3_recompute_less_under_24_gib(tmp_path):
-    """8B on an H200 with 24 GiB, in chunks of 16,384 tokens."""
-    (tmp_path / "config.json").write_text((ROOT / "models/8b.json").read_text())
-    plans = []
-    for more in ([], ["--fp8", "saved-gate-up"]):
-        args = ["--model", tmp_path, "--seq-len", 8192, "--tokens-per-step", 131072]
-        args += ["--chunk-tokens", 16384, "--chunks-per-round", 1, "--first-round-chunks", 1]
-        args += ["--hardware", ROOT / "docs/hardware-h200.json", "--recipe", "fp8"]
-        args += ["--device-mem", "24GiB", "--host-mem", "100GiB", "--json", *more]
-        plans.append(json.loads(penstock("plan", *args).stdout))
-    plain, saved = plans
-    assert "fp8_saved_gate_up" not in plain and saved["fp8_saved_gate_up"] is True
-    assert saved["predicted_step_s"] < 0.99 * plain["predicted_step_s"]
-    assert saved["recompute_flops"] < plain["recompute_flops"]
-
-
 def test_rates_of_fp8_make_a_plan_for_a_gpu_faster(tiny_model, tmp_path):
     """Where a file has no rates of FP8, plans take 1.75 times bf16's."""
     (tmp_path / "big").mkdir()
@@ -498,7 +433,7 @@ def test_validation_samples_and_export_of_a_training(job, tmp_path):  # noqa: F8
     run, out = tmp_path / "run", tmp_path / "out"
     data = ["--data", job["--data"], "--seq-len", 64]
     kept = ["--recipe", "fp8-master", "--fp8", "head,bf16-first=0"]
-    kept += ["--fp8", "fast-accumulation,saved-gate-up"]
+    kept += ["--fp8", "fast-accumulation"]
     done = penstock(
         *("train", "--model", job["--model"], *data, *kept, "--steps", 2, "--lr", "1e-3"),
         *("--run-dir", run, "--val", job["--data"], "--val-every", 2, "--val-tokens", 128),

@@ -193,7 +193,6 @@ PLANS = {
         ),
     ),
     "h200-1b-fp8": (H200, "1b", {}, FP8_1B),
-    "h200-1b-fp8-saved-gate-up": (H200, "1b", {}, FP8_1B | {"fp8_saved_gate_up": 1}),
     "h200-8b-rounds-bf16": (
         H200,
         "8b",

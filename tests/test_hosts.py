@@ -315,7 +315,11 @@ def test_a_rank_that_asked_to_stop_is_named(tiny_model, tiny_shard, tmp_path):
 def test_what_rank_0_cannot_write_is_an_error_of_all(lost, tiny_model, tiny_shard, tmp_path):
     """Rank 1 writes nothing, and would have ended before rank 0 saves."""
     metrics = lost == "metrics"
-    more = ("--steps", 100000) if metrics else ("--out", tmp_path / "out", "--save-wait", 0)
+    more = (
+        ("--steps", 100000, "--no-save")
+        if metrics
+        else ("--out", tmp_path / "out", "--save-wait", 0)
+    )
     limit = 20_000 if metrics else 50_000  # less than the metrics, than the model
     tasks = start(tiny_model, tiny_shard, tmp_path, *more, "--trace-steps", 0, limits={0: limit})
     codes, said = end(tasks)

@@ -148,15 +148,9 @@ typedef struct ps_plan_config {
    *                                  compute capability 9.0 it keeps 14 bits of a sum, and these
    *                                  products are about 6% faster. 0: in fp32, as backward products
    *                                  always do, and all products on the CPU backend
-   *   fp8_saved_gate_up              1: the product of gate and up is saved in e4m3, with a scale
-   *                                  for each 32 values: 33 bytes for 64 of bf16. The MLP's
-   *                                  gradients are computed from it, so all gradients below change
-   *                                  too; the forward pass does not. Not with fp8_bf16_down
    * FP8 needs sizes of the model, seq_len and chunk_tokens that are multiples of 16; fp8_head a
-   * vocabulary and head_slice_tokens that are; fp8_saved_gate_up an intermediate size that is a
-   * multiple of 32. */
-  uint32_t fp8_bf16_first, fp8_bf16_last, fp8_bf16_down, fp8_head, fp8_fast_accumulation,
-      fp8_saved_gate_up;
+   * vocabulary and head_slice_tokens that are. */
+  uint32_t fp8_bf16_first, fp8_bf16_last, fp8_bf16_down, fp8_head, fp8_fast_accumulation;
   /* Adapters. The model's own weights are frozen then, and n_frozen_layers must be 0. With
    * forward_only the adapters are frozen too, and count in the loss. */
   ps_lora lora;

@@ -40,8 +40,7 @@ typedef struct ps_checkpoint_info {
   double z_loss, label_smoothing;
   uint64_t data_mix; /* ps_dataset_mix() of the dataset */
   ps_lora lora;
-  uint32_t fp8_bf16_first, fp8_bf16_last, fp8_bf16_down, fp8_head, fp8_fast_accumulation,
-      fp8_saved_gate_up;
+  uint32_t fp8_bf16_first, fp8_bf16_last, fp8_bf16_down, fp8_head, fp8_fast_accumulation;
   uint32_t n_hosts; /* that trained; on others the training goes on with other bits */
 } ps_checkpoint_info;
 

@@ -362,7 +362,6 @@ struct cli_job {
   bool lora_rslora, recipe_given, save_dtype_given;
   uint64_t fp8_bf16_first, fp8_bf16_last; /* count with a recipe of FP8, or where given */
   bool fp8_first_given, fp8_last_given, fp8_bf16_down, fp8_head, fp8_fast_accumulation;
-  bool fp8_saved_gate_up;
 
   ps_model_config config; /* set by cli_job_check(), as is lora */
   ps_lora lora;

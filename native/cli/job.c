@@ -146,8 +146,7 @@ static const job_option job_options[] = {
           "with FP8, with commas: bf16-first=N, bf16-last=N, the first and last N blocks compute "
           "in bf16 (default 1 each); bf16-down, the down projections of all blocks do; head, the "
           "head's products have FP8 operands too; fast-accumulation, forward products use the "
-          "GPU's instead of sums in fp32: an H100 then keeps 14 bits of a sum; saved-gate-up, "
-          "the gate-and-up product is saved in e4m3, which changes gradients"}},
+          "GPU's instead of sums in fp32: an H100 then keeps 14 bits of a sum"}},
     {ALWAYS,
      AT(fp8_bf16_first),
      AT(fp8_first_given),
@@ -174,8 +173,6 @@ static const job_option job_options[] = {
            .kind = CLI_FLAG),
     OPTION(ALWAYS, CLI_H_FP8, fp8_fast_accumulation, .name = "fp8-fast-accumulation",
            .grouped = true, .table = "model", .kind = CLI_FLAG),
-    OPTION(ALWAYS, CLI_H_FP8, fp8_saved_gate_up, .name = "fp8-saved-gate-up", .grouped = true,
-           .table = "model", .kind = CLI_FLAG),
     OPTION(ALWAYS, CLI_H_TRAINING, optimizer, .name = "optimizer", .table = "optimizer",
            .kind = CLI_CHOICE, .value = "NAME", .choices = optimizers,
            .help = "adamw (default), lion or sgd; lion and sgd keep half of adamw's state"),
@@ -563,7 +560,6 @@ int cli_job_prepare(cli_job *j) {
       .fp8_bf16_down = j->fp8_bf16_down,
       .fp8_head = j->fp8_head,
       .fp8_fast_accumulation = j->fp8_fast_accumulation,
-      .fp8_saved_gate_up = j->fp8_saved_gate_up,
       .lora = j->lora,
       .n_threads = (uint32_t)j->device.threads,
       .n_devices = (uint32_t)j->device.n_gpus,

@@ -62,6 +62,15 @@ static int take_item(void *user, const cli_toml_item *item) {
   reading *r = user;
   char label[1024];
   const cli_option *o = cli_find_option(r->options, item->key);
+  if (strcmp(item->key, "fp8-saved-gate-up") == 0 && strcmp(item->table, "model") == 0) {
+    if (item->n && strcmp(item->value[0], "false") == 0) /* written by older versions */
+      return CLI_OK;
+    return r->code =
+               cli_fail(CLI_REFUSED,
+                        "%s:%u: fp8-saved-gate-up was taken out, as it raised the loss: leave "
+                        "it out",
+                        r->path, item->line);
+  }
   if (!o || strcmp(o->table, item->table) != 0)
     return r->code = refuse_key(r, item);
   if (!takes(o->kind, item))

@@ -16,13 +16,11 @@
 
 /* Ranks of saved activations, of all halves: ps__saved_def.rank. Attention costs the most time a
  * byte to recompute. What a post norm of the MLP norms comes next: 2F FLOPs an element. The
- * products of the others cost about the same a byte: the early ones come first. A gate-and-up
- * product that is saved as an MX tensor has half of the others' bytes. */
+ * products of the others cost about the same a byte: the early ones come first. */
 typedef enum ps__rank {
   PS__RANK_INPUT,
   PS__RANK_ATTENTION,
   PS__RANK_MLP_OUT,
-  PS__RANK_GATE_UP_MX,
   PS__RANK_QKV,
   PS__RANK_ATTENTION_OUT,
   PS__RANK_GATE_UP

@@ -7,11 +7,10 @@
 /* T tokens, F ffn dim. */
 typedef struct mlp {
   uint32_t f;
-  bool down_fp8, mx; /* mx: there is a gu_mx, which the backward pass reads */
-  uint8_t gu;        /* [T,2F] gate and up; the backward pass overwrites it with its gradient */
-  uint8_t gu_mx, gu_mx_scale; /* the same as an MX tensor, which is saved in the place of gu */
-  uint8_t s;                  /* [T,F]  gated product; with down_fp8 none */
-  uint8_t ds;                 /* [T,F]  gradient of s, then overwritten with s */
+  bool down_fp8;
+  uint8_t gu; /* [T,2F] gate and up; the backward pass overwrites it with its gradient */
+  uint8_t s;  /* [T,F]  gated product; with down_fp8 none */
+  uint8_t ds; /* [T,F]  gradient of s, then overwritten with s */
   uint16_t w_gu, w_down;
   ps__product gu_p, down_p;
   ps__operand down_x, gu_dy, down_dy;
@@ -25,7 +24,6 @@ static ps_status begin(ps__half *h) {
   const ps__fp8 *fp8 = &h->b->m->fp8;
   t->f = h->b->m->cfg.ffn_dim;
   t->down_fp8 = h->b->fp8 && !fp8->bf16_down;
-  t->mx = h->b->fp8 && fp8->saved_gate_up;
   return PS_OK;
 }
 
@@ -62,11 +60,6 @@ static void define_tensors(ps__half *h) {
   const ps__block *b = h->b;
   ps__layer_def *d = b->d;
   t->gu = ps__half_tokens(h, "gate_up", 2 * t->f);
-  if (t->mx) {
-    t->gu_mx = ps__def_tensor(d, "gate_up_mx", PS__ROWS_TOKEN, 2 * t->f, PS__E4M3);
-    t->gu_mx_scale =
-        ps__def_tensor(d, "gate_up_mx_scale", PS__ROWS_TOKEN, 2 * t->f / PS__MX_VALUES, PS__E8M0);
-  }
   t->s = t->down_fp8 ? 0 : ps__half_tokens(h, "glu", t->f);
   t->ds = ps__half_tokens(h, "dglu", t->f);
   t->gu_p = ps__def_product(d, t->w_gu, 2 * t->f, b->dim, b->fp8);
@@ -93,12 +86,7 @@ static void define_counted(ps__half *h, bool of_gradients) {
 static void define_saved(ps__half *h) {
   const mlp *t = h->own;
   ps__layer_def *d = h->b->d;
-  if (t->mx) {
-    ps__def_saved(d, t->gu_mx, "gate_up", PS__RANK_GATE_UP_MX);
-    ps__def_saved(d, t->gu_mx_scale, "gate_up", PS__RANK_GATE_UP_MX);
-  } else {
-    ps__def_saved(d, t->gu, "gate_up", PS__RANK_GATE_UP);
-  }
+  ps__def_saved(d, t->gu, "gate_up", PS__RANK_GATE_UP);
 }
 
 /* ---- ops ------------------------------------------------------------------------------------- */
@@ -114,9 +102,6 @@ static ps__shared gate_up_parts(const ps__half *h) {
       {{&lora[PS__TARGET_GATE], 0}, {&lora[PS__TARGET_UP], t->f}, {&lora[PS__TARGET_GATE_UP], 0}}};
 }
 
-/* The forward pass reads gu itself. So its values are those without an MX tensor, and gu_mx is made
- * where it is saved or recomputed; where it is saved, by the op that reads gu anyhow. The backward
- * pass takes both the gradient and s from gu_mx, wherever that was: bits depend on no policy. */
 static void define_gate(const ps__half *h) {
   const mlp *t = h->own;
   const ps_model *m = h->b->m;
@@ -127,18 +112,10 @@ static void define_gate(const ps__half *h) {
                                    .activation = glu.activation,
                                    .dt_q = PS__E4M3,
                                    .forms = PS_FORM_ROWS};
-  const ps__args_quantize_mx mx = {.cols = 2 * t->f, .dt = m->dt};
-  ps__args_glu_quantize both = q;
-  both.mx = true;
-  if (t->mx)
-    PS__FWD(d, ps__k_quantize_mx, mx, PS__R(t->gu), PS__W(t->gu_mx), PS__W(t->gu_mx_scale));
   if (t->down_fp8)
     PS__FWD(d, ps__k_glu_quantize, q, PS__R(t->gu), PS__W(t->down_x.scale), PS__W(t->down_x.q));
   else
     PS__FWD(d, ps__k_glu_fwd, glu, PS__R(t->gu), PS__W(t->s));
-  if (t->mx)
-    PS__JOINT(d, 2, ps__k_glu_quantize, both, PS__R(t->gu), PS__W(t->gu_mx), PS__W(t->gu_mx_scale),
-              PS__W(t->down_x.scale), PS__W(t->down_x.q));
 }
 
 static void define_forward(ps__half *h) {
@@ -162,12 +139,10 @@ static void define_gate_backward(const ps__half *h) {
                                    .dt = glu.dt,
                                    .activation = glu.activation,
                                    .dt_q = PS__E5M2,
-                                   .count = t->gu_dy.count,
-                                   .mx = t->mx};
+                                   .count = t->gu_dy.count};
   if (t->down_fp8) {
-    PS__BWD(d, ps__k_glu_bwd_quantize, q, PS__R(t->ds), PS__R(t->mx ? t->gu_mx : t->gu),
-            PS__SYM_IF(t->mx, PS__R(t->gu_mx_scale)), PS__W(t->gu_dy.scale), PS__W(t->gu_dy.q),
-            PS__W(t->gu_dy.qt), PS__W(t->down_x.scale_t), PS__W(t->down_x.qt),
+    PS__BWD(d, ps__k_glu_bwd_quantize, q, PS__R(t->ds), PS__R(t->gu), PS__W(t->gu_dy.scale),
+            PS__W(t->gu_dy.q), PS__W(t->gu_dy.qt), PS__W(t->down_x.scale_t), PS__W(t->down_x.qt),
             PS__SYM_IF(q.count, PS__FLUSHED));
     return;
   }

@@ -29,12 +29,11 @@ typedef struct ps__loss_terms {
 
 /* Which products multiply FP8 operands: those of all blocks, but for the first @bf16_first and the
  * last @bf16_last blocks and, with bf16_down, all down projections; with head, the head's too. With
- * fast, forward products sum with fast accumulation. With saved_gate_up, those blocks save their
- * gate-and-up product as an MX tensor; not beside bf16_down. */
+ * fast, forward products sum with fast accumulation. */
 typedef struct ps__fp8 {
   bool on;
   uint32_t bf16_first, bf16_last;
-  bool bf16_down, head, fast, saved_gate_up;
+  bool bf16_down, head, fast;
 } ps__fp8;
 static inline bool ps__fp8_block(const ps__fp8 *f, uint32_t block, uint32_t n_blocks) {
   return f->on && block >= f->bf16_first && (uint64_t)block + f->bf16_last < n_blocks;

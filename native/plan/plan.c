@@ -83,22 +83,12 @@ static ps_status check_fp8(const ps_plan *p) {
                   {"--chunk-tokens", c->chunk_tokens}};
   if (!ps__recipes[c->recipe].fp8)
     return c->fp8_bf16_first || c->fp8_bf16_last || c->fp8_bf16_down || c->fp8_head ||
-                   c->fp8_fast_accumulation || c->fp8_saved_gate_up
+                   c->fp8_fast_accumulation
                ? ps__fail(PS_EINVAL,
-                          "--fp8 bf16-*, --fp8 head, --fp8 fast-accumulation and "
-                          "--fp8 saved-gate-up say what FP8 computes and how, but the recipe %s "
-                          "has no FP8: give --recipe fp8 or fp8-master, or leave them out",
+                          "--fp8 says what FP8 computes and how, but the recipe %s "
+                          "has no FP8: give --recipe fp8 or fp8-master, or leave it out",
                           recipe)
                : PS_OK;
-  if (c->fp8_saved_gate_up && c->fp8_bf16_down)
-    return ps__fail(PS_EINVAL,
-                    "--fp8 saved-gate-up needs down projections that compute in FP8: leave "
-                    "out --fp8 bf16-down or --fp8 saved-gate-up");
-  if (c->fp8_saved_gate_up && m->ffn_dim % PS__MX_VALUES)
-    return ps__fail(PS_EINVAL,
-                    "intermediate_size is %u, no multiple of %d, which a gate-and-up product that "
-                    "is saved in e4m3 needs: leave out --fp8 saved-gate-up",
-                    m->ffn_dim, PS__MX_VALUES);
   if (c->fp8_head && (m->vocab_size % 16 || c->head_slice_tokens % 16))
     return ps__fail(PS_EINVAL,
                     "%s is %llu, no multiple of 16, which the head's products of FP8 operands "
@@ -167,8 +157,6 @@ static ps_status check_config(ps_plan *p) {
   if (c->fp8_fast_accumulation > 1)
     return ps__fail(PS_EINVAL, "fp8_fast_accumulation is %u: 0 or 1 is needed",
                     c->fp8_fast_accumulation);
-  if (c->fp8_saved_gate_up > 1)
-    return ps__fail(PS_EINVAL, "fp8_saved_gate_up is %u: 0 or 1 is needed", c->fp8_saved_gate_up);
   PS_TRY(check_fp8(p));
   if (c->optimizer >= PS_N_OPTIMIZERS)
     return ps__fail(PS_EINVAL, "optimizer %u is unknown: use " PS__OPTIMIZER_NAMES, c->optimizer);
@@ -300,10 +288,7 @@ ps_status ps__plan_new(ps_plan **out, const ps_model_config *model, const ps_pla
                        .bf16_last = cfg->fp8_bf16_last,
                        .bf16_down = cfg->fp8_bf16_down != 0,
                        .head = cfg->fp8_head != 0,
-                       .fast = cfg->fp8_fast_accumulation != 0,
-                       /* check_fp8() refuses what cannot have it */
-                       .saved_gate_up = cfg->fp8_saved_gate_up && !cfg->fp8_bf16_down &&
-                                        model->ffn_dim % PS__MX_VALUES == 0};
+                       .fast = cfg->fp8_fast_accumulation != 0};
   PS_TRY(ps__model_create(&m, model, dt, cfg->seq_len,
                           cfg->forward_only ? UINT32_MAX : cfg->n_frozen_layers, &loss, &fp8,
                           &cfg->lora));

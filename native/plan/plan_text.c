@@ -178,13 +178,12 @@ static void write_text(text *t, const ps_plan *p) {
   if (p->model->fp8.on)
     say(t,
         "FP8              products of %u of %u blocks%s%s%s; the first %u and the last %u in "
-        "bf16%s\n",
+        "bf16\n",
         p->model->cfg.n_layers - p->cfg.fp8_bf16_first - p->cfg.fp8_bf16_last,
         p->model->cfg.n_layers, p->model->fp8.bf16_down ? " but for the down projections" : "",
         p->model->fp8.head ? " and of the head" : "",
         p->model->fp8.fast ? ", with fast accumulation" : "", p->cfg.fp8_bf16_first,
-        p->cfg.fp8_bf16_last,
-        p->model->fp8.saved_gate_up ? ",\n                 the saved gate and up in e4m3" : "");
+        p->cfg.fp8_bf16_last);
   if (p->cfg.n_frozen_layers)
     say(t, "frozen           the first %u of %u layers, %.3g of %.3g billion parameters\n",
         p->cfg.n_frozen_layers, p->model->n_layers,
@@ -351,8 +350,6 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
     ps__jsonw_bool(w, "fp8_bf16_down", p->model->fp8.bf16_down);
     ps__jsonw_bool(w, "fp8_head", p->model->fp8.head);
     ps__jsonw_bool(w, "fp8_fast_accumulation", p->model->fp8.fast);
-    if (p->model->fp8.saved_gate_up)
-      ps__jsonw_bool(w, "fp8_saved_gate_up", true);
   }
   ps__jsonw_string(w, "optimizer", ps_optimizer_name(p->spec.optimizer));
   ps__jsonw_bool(w, "clip", p->cfg.clip != 0);

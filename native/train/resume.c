@@ -100,6 +100,12 @@ static ps_status read_manifest(ps_checkpoint *c, const ps__json *j, const char *
   c->info.first_rounds = 1;
   c->info.fp8_fast_accumulation =
       ps__recipes[c->info.recipe].fp8 && ps__json_number(ps__json_get(batch, "fp8_exact"), 0) != 1;
+  if (ps__json_number(ps__json_get(batch, "fp8_saved_gate_up"), 0) != 0)
+    return ps__fail(
+        PS_EFORMAT,
+        "%s was written with fp8-saved-gate-up, which this version has no more: begin a "
+        "new run with --model %s",
+        c->dir, c->dir);
   PS_TRY(read_settings(batch, path, ps__batch_settings, &c->info));
   PS_TRY(read_settings(ps__json_get(j, "training"), path, ps__train_settings, &c->train));
   PS_TRY(ps__data_read(c, j, path));

@@ -439,8 +439,6 @@ static void say_flushed(ps_trainer *t) {
           r->flushed_in->what, r->flushed_layer - 1,
           strcmp(r->flushed_in->what, "the gated product")
               ? "lower --lr, or give a recipe without FP8"
-          : t->plan->model->fp8.saved_gate_up
-              ? "in a new run --fp8 bf16-down without --fp8 saved-gate-up keeps its product in bf16"
               : "--fp8 bf16-down keeps its product in bf16");
 }
 

@@ -24,7 +24,6 @@ _FP8 = (
     "fp8_bf16_down",
     "fp8_head",
     "fp8_fast_accumulation",
-    "fp8_saved_gate_up",
 )
 
 

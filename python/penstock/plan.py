@@ -267,7 +267,6 @@ _FLAGS = (
     "fp8_bf16_down",
     "fp8_head",
     "fp8_fast_accumulation",
-    "fp8_saved_gate_up",
 )
 _SIZES = ("device_mem", "host_mem", "reserve")
 
@@ -341,8 +340,6 @@ class Plan(Owner):
     fp8_head               with FP8: the head's products have FP8 operands too
     fp8_fast_accumulation  with FP8: forward products sum with the GPU's fast accumulation, which
                            keeps 14 bits of a sum on an H100
-    fp8_saved_gate_up      with FP8: the gate-and-up product is saved in e4m3 for the backward pass,
-                           which takes half of the memory and changes gradients
     optimizer              "adamw", "lion" or "sgd"; a Trainer of the plan uses it
     chunk_tokens, chunks_per_round, first_round_chunks, first_rounds, head_slice_tokens
                            0: the planner chooses
@@ -419,7 +416,6 @@ class Plan(Owner):
         fp8_bf16_down: bool = False,
         fp8_head: bool = False,
         fp8_fast_accumulation: bool = False,
-        fp8_saved_gate_up: bool = False,
         reserve=None,
         hardware: Hardware | None = None,
         gpus: int = 1,

@@ -227,7 +227,6 @@ static void set_field(ps_plan_config *c, char *word) {
                {"n_frozen_layers", NULL, &c->n_frozen_layers},
                {"fp8_bf16_first", NULL, &c->fp8_bf16_first},
                {"fp8_bf16_last", NULL, &c->fp8_bf16_last},
-               {"fp8_saved_gate_up", NULL, &c->fp8_saved_gate_up},
                {"n_devices", NULL, &c->n_devices},
                {"layout", NULL, &c->layout}};
   char *value = strchr(word, '=');
