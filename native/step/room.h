@@ -1,5 +1,5 @@
-/* room.h - what a program may take of the memories and what it takes besides its arenas; its streams'
- * threads; the engine that it runs on. */
+/* room.h - what a program may take of the memories and what it takes besides its arenas; its
+ * streams' threads; the engine that it runs on. */
 #ifndef PS_STEP_ROOM_H
 #define PS_STEP_ROOM_H
 #include "step/places.h"
@@ -13,8 +13,8 @@ static inline uint32_t ps__mem_of(const ps__places *at, uint32_t place) {
   return at->kind[place] == PS_PLACE_HOST ? PS__HOST_MEM : PS__DEVICE_MEM;
 }
 
-/* Caps in BYTES by memory; 0: none. given: the user's. holds: those that hold; a GPU's is the lesser
- * of the user's and its memory that is free. */
+/* Caps in BYTES by memory; 0: none. given: the user's. holds: those that hold; a GPU's is the
+ * lesser of the user's and its memory that is free. */
 typedef struct ps__caps {
   uint64_t given[PS__N_MEMS], holds[PS__N_MEMS];
 } ps__caps;
