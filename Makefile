@@ -109,7 +109,7 @@ test: all native-tests venv-test ## all tests but the long ones (TESTS="files or
 	$(PYTEST) $(PYTEST_PARALLEL) $(or $(TESTS),tests)
 test-long: all native-tests venv-test ## the tests that take minutes (TESTS="...": some)
 	$(PYTEST) -m long $(or $(TESTS),tests)
-test-oldest: all native-tests $(BUILD)/oldest/.done ## tests with the oldest transformers that is read
+test-oldest: all native-tests $(BUILD)/oldest/.done ## tests with the oldest transformers
 	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH="$(BUILD)/oldest:python" $(VENV_TEST)/bin/python -m pytest \
 	  -q -n auto --maxprocesses=4 -m oldest $(or $(TESTS),tests)
 golden: all native-tests venv-test ## write tests/golden anew, in a commit of its own that says why
