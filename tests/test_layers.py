@@ -68,13 +68,6 @@ CIRCLES = {
         plan/beside plan/candidates plan/evaluate plan/layouts plan/local_search plan/microbatches
         plan/plan plan/policy plan/ramp plan/refuse plan/search plan/validation
     """,
-    "trainer": """
-        train/adapter train/checkpoint train/config train/folder train/init
-        train/params train/resume train/save train/stages train/trainer train/validate
-    """,
-    "rows": """
-        train/hooks train/hosts train/rows
-    """,
 }
 
 CUDA = re.compile(

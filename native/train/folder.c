@@ -46,12 +46,6 @@ static void free_list(found *list, size_t n) {
   ps__free(list);
 }
 
-uint64_t ps__manifest_run_id(const ps__json *manifest) {
-  const char *id = ps__json_string(ps__json_get(manifest, "run_id"), NULL);
-  return id && strlen(id) == 16 && strspn(id, "0123456789abcdef") == 16 ? strtoull(id, NULL, 16)
-                                                                        : 0;
-}
-
 /* Read what the manifest of checkpoint @dir says of its order. The serial is 0 where the manifest
  * is missing or damaged, or where the disk cannot read it. PS_ENOMEM. */
 static ps_status read_order(const char *dir, found *f) {

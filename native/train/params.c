@@ -1,17 +1,9 @@
-/* params.c - the host-resident parameters: loads, reads and writes them, and finds broken ones. */
+/* params.c - the host-resident parameters: loads, reads and writes them. */
 #include "model/adapter.h"
 #include "train/trainer.h"
 #include <string.h>
 
 enum { PIECE = 1 << 24 }; /* elements read at a time */
-
-void ps__trainer_refresh_copy(const ps_trainer *t, const ps_param_info *p) {
-  void *updated = ps__array_at(t, p->unit, PS__ARRAY_UPDATED, p->offset),
-       *weights = ps__array_at(t, p->unit, PS__ARRAY_WEIGHTS, p->offset);
-  if (weights != updated)
-    ps__convert(weights, ps__array_dtype(t, p->unit, PS__ARRAY_WEIGHTS), updated,
-                ps__array_dtype(t, p->unit, PS__ARRAY_UPDATED), p->n);
-}
 
 static ps_status check_param(const ps_trainer *t, uint32_t param, uint64_t n, const void *data,
                              ps_param_info *p) {
@@ -130,32 +122,4 @@ ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_tensor_file *ada
       progress(progress_user, "loading weights", done, total);
   }
   return PS_OK;
-}
-
-/* ---- looking for what is not finite ---------------------------------------------------------- */
-
-/* A float whose exponent bits are all set is not finite. */
-static bool all_finite(const char *values, uint64_t n, ps_dtype dtype) {
-  union {
-    float f[1024];
-    uint32_t bits[1024];
-  } piece;
-  bool ok = true;
-  for (uint64_t i = 0; ok && i < n; i += 1024) {
-    const uint64_t m = n - i < 1024 ? n - i : 1024;
-    ps__convert(piece.f, PS_F32, values + i * ps_dtype_bytes(dtype), dtype, m);
-    for (uint64_t j = 0; j < m; j++)
-      ok &= (piece.bits[j] & 0x7f800000u) != 0x7f800000u;
-  }
-  return ok;
-}
-
-bool ps__trainer_find_nonfinite(const ps_trainer *t, ps_param_info *out) {
-  for (uint32_t i = 0; i < t->plan->model->n_params; i++) {
-    *out = t->plan->model->param[i];
-    if (!all_finite(ps__array_at(t, out->unit, PS__ARRAY_UPDATED, out->offset), out->n,
-                    ps__array_dtype(t, out->unit, PS__ARRAY_UPDATED)))
-      return true;
-  }
-  return false;
 }

@@ -20,7 +20,8 @@ struct ps_checkpoint {
   uint64_t n_data;
 };
 
-/* The stem of an optimizer's state k: PyTorch's name for it. */
+/* What a manifest says of its run (settings.c).
+ * The stem of an optimizer's state k: PyTorch's name for it. */
 extern const char *const ps__state_names[PS_N_OPTIMIZERS][PS_MAX_STATES];
 /* What the manifest says of settings: a field of ps_train_config, of ps_checkpoint_info. */
 typedef struct ps__setting {
@@ -43,7 +44,7 @@ ps_status ps__checkpoints_next_serial(const char *folder, uint64_t after, uint64
 ps_status ps__data_write(ps_trainer *t, ps__jsonw *w);
 ps_status ps__data_read(ps_checkpoint *c, const ps__json *manifest, const char *path);
 ps_status ps__data_check(ps_trainer *t, const ps_checkpoint *c);
-/* The run that a manifest names; 0: it names none (folder.c). */
+/* The run that a manifest names; 0: it names none (settings.c). */
 uint64_t ps__manifest_run_id(const ps__json *manifest);
 /* Refuse a checkpoint in @dir that another run than @run_id wrote: PS_EINVAL (folder.c). */
 ps_status ps__checkpoint_check_owner(const char *dir, uint64_t run_id);

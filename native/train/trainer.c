@@ -203,51 +203,6 @@ static ps_status open_trainer(ps_trainer *t, const ps_checkpoint *from, ps_progr
   return st;
 }
 
-ps_run_config ps__trainer_run_config(const ps_trainer *t, const ps__step_size *size) {
-  const uint64_t begin = t->cfg.first_step + t->n_started, from = t->cfg.trace_from,
-                 to = t->cfg.trace_to ? t->cfg.trace_to : UINT64_MAX;
-  const bool traced = size->schedule == t->plan->schedule && to > begin;
-  return (ps_run_config){.struct_bytes = sizeof(ps_run_config),
-                         .trace_steps = traced ? t->cfg.trace_steps : 0,
-                         .trace_from = from > begin ? from - begin : 0,
-                         .trace_to = traced && t->cfg.trace_to ? to - begin : 0};
-}
-
-/* Run the prologue, if the plan has one, and create the run of steps. This happens at the first
- * submit, so that parameters written until then count. */
-static ps_status start_run(ps_trainer *t) {
-  ps_program *prologue = NULL;
-  ps_schedule *once = NULL;
-  ps_run *run = NULL;
-  const ps_run_config untraced = {.struct_bytes = sizeof untraced},
-                      cfg = ps__trainer_run_config(t, &t->size);
-  PS_TRY(ps__step_prologue(&t->plan->step, !t->resumed, &prologue));
-  ps_status st = PS_OK;
-  if (prologue) {
-    st = ps_schedule_compile(&once, prologue);
-    if (st == PS_OK)
-      st = ps__run_create(&run, t->engine, once, &untraced);
-    if (st == PS_OK)
-      st = ps_run_submit(run, 1);
-    if (st == PS_OK)
-      st = ps_run_wait(run, 1);
-    ps_run_destroy(run);
-    (void)ps_schedule_destroy(once);
-    ps_program_destroy(prologue);
-  }
-  if (st == PS_OK)
-    st = ps__run_create(&run, t->engine, t->size.schedule, &cfg);
-  if (st != PS_OK)
-    return st;
-  atomic_store(&t->run, run);
-  /* a cancel may have come before there was a run to stop */
-  if (atomic_load(&t->cancelled))
-    ps_run_cancel(run);
-  return PS_OK;
-}
-
-ps_status ps__trainer_go_on(ps_trainer *t) { return t->run ? ps__run_go_on(t->run) : start_run(t); }
-
 static ps_status create(ps_trainer **out, const char *model_dir, ps_plan *plan,
                         const ps_train_config *cfg, const ps_checkpoint *from,
                         ps_progress_fn progress, void *progress_user) {
@@ -350,72 +305,11 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
 
 /* ---- stepping -------------------------------------------------------------------------------- */
 
-/* Of a message: what is left for additions, and of that for the last one. */
-enum { ADDED_BYTES = 512, LAST_BYTES = 192 };
-
-/* What is known of weights that are not finite. @mixed: updates of the step that is reported next
- * have begun, and may be what broke them. */
-static const char *about_weights(const ps_trainer *t, bool mixed) {
-  if (t->plan->cfg.forward_only)
-    return "has weights that are not finite: this model is damaged, take another one";
-  if (mixed && !t->n_changed)
-    return "has weights that are not finite: the model was damaged before training, or this step's "
-           "updates broke it: look at the model, or lower --lr";
-  if (mixed)
-    return "has weights that are not finite: lower --lr, or add --warmup-steps";
-  if (!t->n_changed)
-    return "had weights that are not finite before training: this model is damaged, take another "
-           "one";
-  return "has weights that are not finite since the step before: lower --lr, or add --warmup-steps";
-}
-
-/* Says which weights are not finite, or adds where the first number came from that is not. */
-static void explain_nonfinite(ps_trainer *t, bool mixed) {
-  char *message = t->sticky_message;
-  const size_t bytes = sizeof t->sticky_message - LAST_BYTES, used = strlen(message);
-  ps_param_info p;
-  if (ps__trainer_find_nonfinite(t, &p)) {
-    snprintf(message, bytes, "step %llu: %s %s",
-             (unsigned long long)(t->cfg.first_step + t->n_reported + 1), p.name,
-             about_weights(t, mixed));
-  } else if (t->skips.stopped_at) {
-    (void)ps__run_pause(t->run); /* it has failed: the engine is free for another one */
-    ps__replay_say(t, t->skips.stopped_at - 1, 0, message + used, bytes - used);
-  }
-}
-
-/* Keeps the error that stops the trainer, and adds what it means for the weights. */
-static void keep_error(ps_trainer *t, ps_status st) {
-  char *message = t->sticky_message;
-  const size_t bytes = sizeof t->sticky_message;
-  t->sticky = st;
-  snprintf(message, bytes - ADDED_BYTES, "%s", ps_last_error());
-  if (t->val.run)
-    ps__run_rest(t->val.run);
-  if (t->run)
-    ps__run_rest(t->run); /* from here on weights may be read and saved */
-  ps__hold_stop(t->hold, false);
-  const bool mixed =
-      !t->plan->cfg.forward_only && atomic_load(&t->updating) > atomic_load(&t->ended);
-  if (st == PS_ENUMERIC)
-    explain_nonfinite(t, mixed);
-  if (mixed)
-    snprintf(message + strlen(message), LAST_BYTES,
-             "; this was during a step's updates: some weights, also in a model that is saved now, "
-             "may be one step ahead of the others");
-}
-
-ps_status ps__trainer_stop(ps_trainer *t, ps_status st) {
-  if (t->sticky == PS_OK)
-    keep_error(t, ps__trainer_hosts_failed(t, st));
-  return ps__fail(t->sticky, "%s", t->sticky_message);
-}
-
 /* Says why the step that is reported next was skipped. Steps in flight end first. */
 static ps_status say_skipped(ps_trainer *t) {
   const uint64_t step = t->n_reported;
   const ps__step_record *r = &t->ring[step % PS__RING];
-  char where[ADDED_BYTES] = "";
+  char where[PS__ADDED_BYTES] = "";
   /* where a step in flight fails, the wait for it says so */
   const bool paused = r->gradient_bad && ps__run_pause(t->run) == PS_OK;
   if (paused)
@@ -440,13 +334,6 @@ static void say_flushed(ps_trainer *t) {
           strcmp(r->flushed_in->what, "the gated product")
               ? "lower --lr, or give a recipe without FP8"
               : "--fp8 bf16-down keeps its product in bf16");
-}
-
-ps_status ps__trainer_outside_ops(const ps_trainer *t) {
-  return ps__engine_drives(t->engine)
-             ? ps__fail(PS_ESTATE, "a batch function cannot step its own trainer, which waits for "
-                                   "the batch: step the trainer on another thread")
-             : PS_OK;
 }
 
 ps_status ps_trainer_submit(ps_trainer *t, uint64_t n) {
@@ -611,13 +498,6 @@ void ps_trainer_where(const ps_trainer *t, char *text, uint64_t bytes) {
   for (int i = 0; i < N_RUNS && bytes && !text[0]; i++)
     if (run[i]) /* of a paused run there is nothing to say */
       ps_run_where(run[i], text, bytes);
-}
-
-ps_status ps__trainer_idle(ps_trainer *t) {
-  if (t->sticky == PS_OK && t->n_reported != t->n_submitted)
-    return ps__fail(PS_ESTATE, "%llu steps are in flight: wait for them first",
-                    (unsigned long long)(t->n_submitted - t->n_reported));
-  return PS_OK;
 }
 
 ps_status ps_trainer_profile(ps_trainer *t, int on) {

@@ -10,6 +10,7 @@
 enum { PS__RING = 64 }; /* steps that may be submitted and not yet reported */
 
 enum { PS__WHY_BYTES = 256 };
+enum { PS__ADDED_BYTES = 512 }; /* of a message: what is left for additions */
 typedef struct ps__step_record {
   double loss, z_loss, objective, norm, lr;
   uint64_t valid_tokens, submit_ns, end_ns, skipped, n_skipped;
@@ -124,20 +125,20 @@ ps_status ps__trainer_run_wait(ps_trainer *t, uint64_t n);
 /* The host ops of a step's program (hooks.c). */
 ps_status ps__trainer_hook(void *ctx, ps__hook what, uint32_t unit, const ps_launch *launch);
 /* Check the batch that t->tokens, targets and begins hold, and fill in the batch of step @s, but
- * its header. @what names the batch in messages. @valid: targets that are counted (hooks.c). */
+ * its header. @what names the batch in messages. @valid: targets that are counted (batch.c). */
 ps_status ps__batch_fill(const ps_trainer *t, const char *what, const ps__step *s, void *batch,
                          uint64_t *valid);
 /* ps__batch_read() - read and check the batch of step @run_step of this trainer, of layout @l, into
  * t->tokens, targets and begins. @valid: as above.
  * ps__batch_uncount() - no target of sequence @i of the batch counts.
  * ps__batch_fill_part() - fill in the batch of step @s from token @first of them on. @valid: of all
- * tokens (hooks.c). */
+ * tokens (batch.c). */
 ps_status ps__batch_read(ps_trainer *t, uint64_t run_step, const ps__layout *l, uint64_t *valid);
 void ps__batch_uncount(const ps_trainer *t, uint64_t i);
 void ps__batch_fill_part(const ps_trainer *t, const ps__step *s, uint64_t first, uint64_t valid,
                          void *batch);
 /* ps__batch_check_valid() - PS_ENUMERIC where the batch of a step has no valid target.
- * ps__batch_scale() - the chunks' scales: one over the step's valid targets (hooks.c). */
+ * ps__batch_scale() - the chunks' scales: one over the step's valid targets (batch.c). */
 ps_status ps__batch_check_valid(const ps_trainer *t, uint64_t run_step, uint64_t valid);
 void ps__batch_scale(const ps__step *s, uint64_t valid, void *batch);
 /* Among the trainers of other hosts (hosts.c); all are no-ops without other hosts.
@@ -188,7 +189,7 @@ void ps__replay_destroy(ps__replay *r);
 double ps__unit_sumsq(const ps_trainer *t, const double *slots, uint32_t unit);
 void ps__skips_mark(ps_trainer *t, uint64_t step);
 uint64_t ps__skips_before(const ps_trainer *t);
-/* The sum of a column of the tokens' losses, in their order (hooks.c). */
+/* The sum of a column of the tokens' losses, in their order (batch.c). */
 double ps__sum_rows(const float *row, uint64_t n, uint64_t n_columns);
 /* Check that a trainer of @plan may validate on @ds: PS_EINVAL (validate.c). */
 ps_status ps__validation_check(const ps_plan *plan, const ps_dataset *ds);
@@ -208,12 +209,12 @@ ps_status ps__trainer_load_param(ps_trainer *t, ps_tensor_file *f, uint64_t idx,
 ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_tensor_file *adapters,
                            ps_progress_fn progress, void *progress_user);
 /* Find the first parameter whose host-resident values are not all finite; false: there is none
- * (params.c). */
+ * (host.c). */
 bool ps__trainer_find_nonfinite(const ps_trainer *t, ps_param_info *out);
 /* Draw weights from the seed instead of reading them: adapters' alone, or all others (init.c). */
 ps_status ps__trainer_init(ps_trainer *t, bool adapters, ps_progress_fn progress,
                            void *progress_user);
-/* Round the master copy, where there is one, to the weights that are streamed (params.c). */
+/* Round the master copy, where there is one, to the weights that are streamed (host.c). */
 void ps__trainer_refresh_copy(const ps_trainer *t, const ps_param_info *p);
 /* The arrays of a unit (unit_arrays.c). UPDATED: what the optimizer updates, the master copy where
  * there is one, else the weights. STATE + k: its state k.
@@ -229,7 +230,7 @@ ps_status ps__array_write(const ps_trainer *t, uint32_t unit, uint32_t what, uin
                           uint64_t n, const void *src);
 ps_dtype ps__array_dtype(const ps_trainer *t, uint32_t unit, uint32_t what);
 uint64_t ps__array_bytes(const ps_trainer *t, uint32_t unit, uint32_t what, uint64_t n);
-/* The unit's arrays in host memory that an update works on (hooks.c). */
+/* The unit's arrays in host memory that an update works on (host.c). */
 ps__arrays ps__arrays_on_host(const ps_trainer *t, uint32_t unit);
 /* The rows of an embedding on the host (rows.c). Each keeps the id of its latest update.
  * @id is 1 + the run's step that update @u belongs to. A gather with @id 0 makes no update.
@@ -252,10 +253,10 @@ ps_status ps__trainer_write_config(ps_trainer *t, ps__stage *stage, const char *
 void ps__trainer_end_writing(ps_trainer *t);
 void ps__trainer_await_written_steps(ps_trainer *t);
 /* Create the run of steps, which takes parameters written until now to the device, or end its pause
- * (trainer.c). */
+ * (state.c). */
 ps_status ps__trainer_go_on(ps_trainer *t);
 /* How the steps of @size run. Those of the plan's own schedule are traced, because the plan counts
- * the memory of their trace alone (trainer.c). */
+ * the memory of their trace alone (state.c). */
 ps_run_config ps__trainer_run_config(const ps_trainer *t, const ps__step_size *size);
 /* ps__sensors_start() - the energy that later steps take counts from here on.
  * ps__sensors_read() - once a step: the sensors of the plan's GPUs into @m, which has step_s
@@ -263,11 +264,11 @@ ps_run_config ps__trainer_run_config(const ps_trainer *t, const ps__step_size *s
 void ps__sensors_start(ps_trainer *t);
 void ps__sensors_read(ps_trainer *t, ps_step_metrics *m);
 /* Stop the trainer with @st, unless an earlier error has stopped it. Returns the first error
- * (trainer.c). */
+ * (state.c). */
 ps_status ps__trainer_stop(ps_trainer *t, ps_status st);
-/* Refuse a call by a batch function of this trainer, which would wait for itself (trainer.c). */
+/* Refuse a call by a batch function of this trainer, which would wait for itself (state.c). */
 ps_status ps__trainer_outside_ops(const ps_trainer *t);
-/* PS_OK where no step is in flight, else PS_ESTATE. After an error no step is (trainer.c). */
+/* PS_OK where no step is in flight, else PS_ESTATE. After an error no step is (state.c). */
 ps_status ps__trainer_idle(ps_trainer *t);
 /* exported for tests */
 PS_API ps_status ps__trainer_save(ps_trainer *t, const char *dir, ps_dtype dtype,
