@@ -65,8 +65,8 @@ CIRCLES = {
         optim/update optim/update_avx2 optim/update_avx512
     """,
     "plan": """
-        plan/beside plan/candidates plan/evaluate plan/layouts plan/local_search plan/microbatches
-        plan/plan plan/policy plan/ramp plan/refuse plan/search plan/validation
+        plan/beside plan/evaluate plan/layouts plan/local_search plan/plan plan/refuse plan/search
+        plan/validation
     """,
 }
 

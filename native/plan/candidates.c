@@ -63,10 +63,6 @@ double ps__saved_part_bytes(const ps__search_space *sp, const ps__candidate *m) 
   return bytes / PS__SAVED_PARTS;
 }
 
-uint64_t ps__unit_bytes(const ps__search_space *sp, uint32_t unit) {
-  return sp->plan->model->unit[unit].n * ps_dtype_bytes(sp->plan->model->dt);
-}
-
 static uint64_t layer_bytes(const ps__search_space *sp, uint32_t layer) {
   return ps__layer_elements(sp->plan->model, layer) * ps_dtype_bytes(sp->plan->model->dt);
 }

@@ -133,7 +133,9 @@ static inline const ps__layout *ps__microbatch_layout(const ps__microbatch *mb) 
 ps_status ps__candidate_spec(const ps__search_space *sp, const ps__candidate *m,
                              const ps__layout *l, ps__spec *out);
 /* ps__unit_bytes() - BYTES of a unit's parameters. */
-uint64_t ps__unit_bytes(const ps__search_space *sp, uint32_t unit);
+static inline uint64_t ps__unit_bytes(const ps__search_space *sp, uint32_t unit) {
+  return sp->plan->model->unit[unit].n * ps_dtype_bytes(sp->plan->model->dt);
+}
 /* ps__saved_part_bytes() - BYTES of device memory of one part of the saved bytes;
  * ps__unit_part_bytes() - of one part of the units' parameters.
  * ps__total_part_bytes() - of one part of the units' totals, where these stay on the device. Of

@@ -1,131 +1,8 @@
-/* evaluate.c - a candidate's ops, memory and time; what a step takes besides its arenas. */
+/* evaluate.c - a candidate's ops, memory and time. */
 #include "engine/sim.h"
 #include "engine/schedule.h"
-#include "hardware/hardware_impl.h"
-#include "hosts/hosts.h"
-#include "hosts/net.h"
 #include "plan/evaluate.h"
-#include <assert.h>
 #include <string.h>
-
-uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch,
-                           uint64_t *trace) {
-  *scratch = ps__host_scratch(&plan->hw, s->at, s->scratch_bytes);
-  /* the trace, and what the program, the schedule and the run keep for each op */
-  *trace = s->n_op * ((uint64_t)plan->cfg.trace_steps * sizeof(ps_trace_event) + 512) +
-           (plan->val ? plan->val->step.n_op * 512 : 0);
-  for (uint32_t i = 0; i < plan->n_ramp; i++)
-    *trace += plan->ramp[i].step.n_op * 512;
-  *trace += ps__plan_sampling_ops(plan) * 512;
-  /* tokens and targets of a batch as the source fills them; and which rows of an embedding on the
-   * host are updated */
-  const uint64_t rows = s->spec->embed_on_host ? 4ull * plan->model->cfg.vocab_size : 0;
-  /* a token's logits in fp32 */
-  const uint64_t logits = plan->cfg.keep_logits ? 4ull * plan->model->cfg.vocab_size : 0;
-  const uint64_t net = ps__exchanges(s->spec) ? ps__hosts_staging_bytes(s->spec->n_hosts) : 0;
-  return *scratch + *trace + plan->cfg.reserve_bytes + 8 * s->layout->n_tokens + rows + logits +
-         net;
-}
-
-uint64_t ps__net_memory(const ps_plan *plan) {
-  return plan->cfg.n_hosts > 1 && plan->hw.backend == PS_BACKEND_CUDA &&
-                 plan->cfg.transport != PS_TRANSPORT_TCP
-             ? ps__net_device_bytes(plan->cfg.n_hosts)
-             : 0;
-}
-
-uint64_t ps__largest_device(const ps__places *at, const uint64_t space[PS_MAX_PLACES]) {
-  uint64_t most = 0;
-  for (uint32_t d = 0; d < at->n_devices; d++)
-    if (space[at->dev[d].place] > most)
-      most = space[at->dev[d].place];
-  return most;
-}
-
-void ps__used_bytes(const ps_plan *plan, const ps__step *s, const uint64_t arena[PS_MAX_PLACES],
-                    uint64_t out[PS__N_MEMS]) {
-  const uint64_t host = arena[s->at->host];
-  uint64_t scratch, trace;
-  out[PS__DEVICE_MEM] =
-      ps__arena_round(ps__largest_device(s->at, arena)) +
-      ps__device_overhead(&plan->hw, plan->model->fp8.on, s->at, s->scratch_bytes, &scratch) +
-      ps__net_memory(plan) + ps__page_table_bytes(&plan->hw, host);
-  out[PS__HOST_MEM] = ps__arena_round(host) + ps__host_overhead(plan, s, &scratch, &trace);
-}
-
-/* Whether an op costs what it did with another number of threads for sums. */
-static inline bool costs_as_before(ps__cost_model *m, const ps_op_view *op,
-                                   const ps_sim_cost *before) {
-  ps_sim_cost now;
-  ps__cost(m, op, &now);
-  return now.ns == before->ns && now.kind == before->kind && now.slower == before->slower &&
-         !memcmp(now.demand, before->demand, sizeof now.demand) &&
-         now.idle_gain == before->idle_gain && now.idle_most == before->idle_most;
-}
-
-void ps__step_costs(const ps__step *s, ps__cost_model *m, bool again, ps_sim_cost *out) {
-  m->over_nccl = s->spec->over_nccl && ps__exchanges(s->spec);
-  for (size_t i = 0; i < s->n_op; i++) {
-    const ps_op_view view = {.kernel = s->op[i].kernel,
-                             .args = s->args + s->op[i].args,
-                             .stream = s->op[i].stream,
-                             .work = s->op[i].work};
-    if (!again || ps__costs_by_threads(m, view.stream))
-      ps__cost(m, &view, &out[i]);
-    else
-      assert(costs_as_before(m, &view, &out[i]));
-  }
-  if (m->over_nccl)
-    ps__cost_exchanges(m, s, out);
-}
-
-/* ns of a step in the steady state, from the ends of the simulated steps. It is at least the work
- * of every stream, and of every shared resource: the first steps put off work that their ends do
- * not count. (Ops that idle_gain shortens count in full: it is at most 1, so that idle time costs
- * more than it gains.) */
-static double steady_ns(const ps__step *s, const ps_sim_cost *cost,
-                        const double end[PS__SIM_STEADY + 1]) {
-  double stream[PS_MAX_STREAMS] = {0}, resource[PS_SIM_RESOURCES] = {0},
-         most = end[PS__SIM_STEADY] - end[PS__SIM_STEADY - 1];
-  for (size_t i = 0; i < s->n_op; i++) {
-    stream[s->op[i].stream] += cost[i].ns;
-    for (int d = 0; d < PS_SIM_DEMANDS && cost[i].demand[d] > 0; d++)
-      resource[cost[i].resource[d]] += cost[i].ns * cost[i].demand[d];
-  }
-  for (uint32_t i = 0; i < s->at->n_streams; i++)
-    if (stream[i] > most)
-      most = stream[i];
-  for (int r = 0; r < PS_SIM_RESOURCES; r++)
-    if (resource[r] > most)
-      most = resource[r];
-  return most;
-}
-
-/* As many steps as steady_ns() needs. */
-static ps_status simulate(const ps__sim *sim, const ps__sim_told *told) {
-  return ps__sim_steps(sim, PS__SIM_STEADY + 1, PS__SIM_STEPS - PS__SIM_STEADY - 1, told);
-}
-
-ps_status ps__step_predict(const ps__step *s, const ps_schedule *schedule, ps__cost_model *m,
-                           ps_trace_event *events, double *out_ns) {
-  ps_sim_cost *cost = ps__malloc((s->n_op + 1) * sizeof *cost);
-  if (!cost)
-    return ps__fail(PS_ENOMEM, "out of memory for the costs of %zu ops", s->n_op);
-  double end[PS__SIM_STEADY + 1];
-  const ps__sim_told told = {.events = events, .step_end_ns = end};
-  ps__sim *sim = NULL;
-  ps__step_costs(s, m, false, cost);
-  ps_status st = ps__sim_create(&sim, schedule);
-  if (st == PS_OK)
-    st = ps__sim_set_costs(sim, cost, UINT64_MAX);
-  if (st == PS_OK)
-    st = simulate(sim, &told);
-  if (st == PS_OK)
-    *out_ns = steady_ns(s, cost, end);
-  ps__sim_destroy(sim);
-  ps__free(cost);
-  return st;
-}
 
 /* On the CPU backend the devices' arenas are host memory too. */
 uint64_t ps__host_taken(const ps__search *s, const uint64_t bytes[PS__N_MEMS]) {
@@ -232,10 +109,10 @@ static ps_status best_threads(const ps_hardware *hw, const ps__step *step, uint3
     ps__step_costs(step, &m, i > 0, r.cost);
     st = ps__sim_set_costs(r.sim, r.cost, i > 0 ? streams_by_threads(&m) : UINT64_MAX);
     if (st == PS_OK)
-      st = simulate(r.sim, &told);
+      st = ps__simulate_steady(r.sim, &told);
     if (st != PS_OK)
       break;
-    double ns = steady_ns(step, r.cost, end);
+    double ns = ps__steady_ns(step, r.cost, end);
     if (n_left_out)
       ns += n_left_out / step->at->n_devices * ((double)start[1].ns - (double)start[0].ns);
     if (i > 0 && ns >= *out_ns)

@@ -87,10 +87,14 @@ ps_status ps__plan_of_model(ps_plan **out, ps_model *m, const ps_plan_config *cf
                             const ps_hardware *hw);
 
 /* ps__plan_new() - a plan without decisions: its model, and the configuration with its defaults.
- * Errors: PS_EINVAL, PS_ENOMEM. ps__plan_predict() - fill in the report's times of a compiled plan.
+ * Errors: PS_EINVAL, PS_ENOMEM.
+ * ps__plan_new_of() - the same of model @m, which is the plan's from here on, also after an error
+ * (config.c). ps__plan_predict() - fill in the report's times of a compiled plan.
  * Errors: PS_ENOMEM. */
 ps_status ps__plan_new(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg,
                        const ps_hardware *hw);
+ps_status ps__plan_new_of(ps_plan **out, ps_model *m, const ps_plan_config *cfg,
+                          const ps_hardware *hw);
 ps_status ps__plan_predict(ps_plan *p);
 
 /* ps__plan_check_events() - whether @events are whole steps of the plan, in order, each step's in
@@ -190,10 +194,23 @@ bool ps__costs_by_threads(const ps__cost_model *m, uint32_t stream);
 double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t stream,
                    const void *args, ps_work work);
 
+/* ---- facts.c: of a configuration and a step -------------------------------------------------- */
+/* ps__head_slice() - tokens of a slice of the head and loss for chunks of @chunk_tokens: as the
+ * user gave. By default, on a GPU, a chunk has at most PS__MOST_ADDITIONS slices (of up to 4096
+ * tokens): then the lm_head's gradient leaves the device no more often than the blocks'. */
+uint64_t ps__head_slice(const ps_plan *plan, uint64_t chunk_tokens);
+/* ps__host_overhead() - host BYTES that a step takes besides its arena, and two parts of them.
+ * ps__net_memory() - device BYTES for NCCL between hosts, where it may be used. */
+uint64_t ps__net_memory(const ps_plan *plan);
+uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch,
+                           uint64_t *trace);
+/* ps__largest_device() - the most BYTES of a device's space.
+ * ps__used_bytes() - BYTES of both memories (PS__N_MEMS), of all that the caps count, of a step
+ * whose arenas take @arena. */
+uint64_t ps__largest_device(const ps__places *at, const uint64_t space[PS_MAX_PLACES]);
+void ps__used_bytes(const ps_plan *plan, const ps__step *s, const uint64_t arena[PS_MAX_PLACES],
+                    uint64_t out[PS__N_MEMS]);
 /* ---- search.c -------------------------------------------------------------------------------- */
-/* Steps simulated, and the one that is the steady state: it has a step before it and one after it.
- * The last step's updates run beside nothing. */
-enum { PS__SIM_STEPS = 3, PS__SIM_STEADY = 1 };
 typedef struct ps__search_result {
   /* BYTES by place: the smallest cap that a plan fits in under the other places' caps; 0: none is
    * enough */
@@ -202,10 +219,6 @@ typedef struct ps__search_result {
   uint32_t n_candidates, n_feasible;
   double step_ns; /* of the fastest plan; 0: none */
 } ps__search_result;
-/* ps__head_slice() - tokens of a slice of the head and loss for chunks of @chunk_tokens: as the
- * user gave. By default, on a GPU, a chunk has at most PS__MOST_ADDITIONS slices (of up to 4096
- * tokens): then the lm_head's gradient leaves the device no more often than the blocks'. */
-uint64_t ps__head_slice(const ps_plan *plan, uint64_t chunk_tokens);
 /* What is known of the candidates of a search space (memo.c). */
 typedef struct ps__memo ps__memo;
 ps_status ps__memo_create(ps__memo **out); /* PS_ENOMEM */
@@ -251,24 +264,23 @@ ps_status ps__plan_least_host(ps_plan *p, const ps__memos *m, uint64_t *bytes);
  * @flash  compute capabilities that flash-attn is compiled for; NULL: those of this build */
 enum { PS__DOCUMENTS_TEXT = 256 };
 const char *ps__documents_lack(char text[PS__DOCUMENTS_TEXT], const ps_plan *p, const char *flash);
-/* ---- evaluate.c ------------------------------------------------------------------------------ */
+/* ---- predict.c: how long a step takes --------------------------------------------------------- */
+/* Steps simulated, and the one that is the steady state: it has a step before it and one after it.
+ * The last step's updates run beside nothing. */
+enum { PS__SIM_STEPS = 3, PS__SIM_STEADY = 1 };
 /* ps__step_costs() - what the step's ops cost, [n_op] in program order.
  * @again  @out has the costs for another number of threads for sums; only those that depend on that
  *         number are set
  * ps__step_predict() - ns of a step in the steady state. @events: NULL, or room for the events of
- * the steps up to the steady one. Errors: PS_EINVAL, PS_ENOMEM. */
+ * the steps up to the steady one. Errors: PS_EINVAL, PS_ENOMEM.
+ * ps__simulate_steady() - as many steps as ps__steady_ns() needs, whose costs are set.
+ * ps__steady_ns() - the same ns from the ends of these steps. */
 void ps__step_costs(const ps__step *s, ps__cost_model *m, bool again, ps_sim_cost *out);
 ps_status ps__step_predict(const ps__step *s, const ps_schedule *schedule, ps__cost_model *m,
                            ps_trace_event *events, double *out_ns);
-/* ps__host_overhead() - host BYTES that a step takes besides its arena, and two parts of them.
- * ps__net_memory() - device BYTES for NCCL between hosts, where it may be used. */
-uint64_t ps__net_memory(const ps_plan *plan);
-uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch,
-                           uint64_t *trace);
-/* ps__largest_device() - the most BYTES of a device's space.
- * ps__used_bytes() - BYTES of both memories (PS__N_MEMS), of all that the caps count, of a step
- * whose arenas take @arena. */
-uint64_t ps__largest_device(const ps__places *at, const uint64_t space[PS_MAX_PLACES]);
-void ps__used_bytes(const ps_plan *plan, const ps__step *s, const uint64_t arena[PS_MAX_PLACES],
-                    uint64_t out[PS__N_MEMS]);
+struct ps__sim;
+struct ps__sim_told;
+ps_status ps__simulate_steady(const struct ps__sim *sim, const struct ps__sim_told *told);
+double ps__steady_ns(const ps__step *s, const ps_sim_cost *cost,
+                     const double end[PS__SIM_STEADY + 1]);
 #endif

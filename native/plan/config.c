@@ -1,0 +1,289 @@
+/* config.c - a plan without decisions: checks its configuration and fills in the defaults. */
+#include "engine/schedule.h"
+#include "hardware/hardware_impl.h"
+#include "hosts/hosts.h"
+#include "plan/plan_impl.h"
+
+/* Tokens whose logits take about 32 MiB, on a GPU 512 MiB: a power of two of at least 64. It
+ * follows from the vocabulary, never from a cap. A slice reads the lm_head twice and its gradient's
+ * sum once, so on a GPU it must have a few hundred FLOP for each byte of them. */
+static uint64_t default_head_slice(const ps_model_config *m, ps_dtype dt, uint32_t backend) {
+  const uint64_t bytes = backend == PS_BACKEND_CUDA ? 512u << 20 : 32u << 20;
+  uint64_t rows = 64;
+  while (rows < 4096 && rows * 2 * m->vocab_size * ps_dtype_bytes(dt) <= bytes)
+    rows *= 2;
+  return rows;
+}
+
+/* Within these ranges nothing that is kept in 32 bits can wrap. */
+static ps_status check_ranges(const ps_plan_config *c) {
+  const struct {
+    const char *name;
+    uint64_t value, most;
+  } field[] = {{"seq_len", c->seq_len, PS_MAX_ROWS},
+               {"tokens_per_step", c->tokens_per_step, PS_MAX_STEP_TOKENS},
+               {"chunk_tokens", c->chunk_tokens, PS_MAX_ROWS},
+               {"chunks_per_round", c->chunks_per_round, PS_MAX_CHUNKS},
+               {"first_round_chunks", c->first_round_chunks, PS_MAX_CHUNKS},
+               {"first_rounds", c->first_rounds, PS_MAX_CHUNKS},
+               {"head_slice_tokens", c->head_slice_tokens, PS_MAX_ROWS},
+               {"val_tokens", c->val_tokens, PS_MAX_STEP_TOKENS},
+               {"sample_sequences", c->sample_sequences, PS_MAX_SEQUENCES},
+               {"sample_context", c->sample_context, PS_MAX_ROWS},
+               {"n_threads", c->n_threads, PS_MAX_THREADS},
+               {"trace_steps", c->trace_steps, PS_MAX_TRACE_STEPS},
+               {"n_devices", c->n_devices, PS_MAX_DEVICES},
+               {"n_hosts", c->n_hosts, PS_MAX_HOSTS}};
+  for (size_t i = 0; i < sizeof field / sizeof *field; i++)
+    if (field[i].value > field[i].most)
+      return ps__fail(PS_EINVAL, "%s is %llu: at most %llu is possible", field[i].name,
+                      (unsigned long long)field[i].value, (unsigned long long)field[i].most);
+  return PS_OK;
+}
+
+/* What FP8 asks of the model, the batch and the GPU. */
+static ps_status check_fp8(const ps_plan *p) {
+  const ps_plan_config *c = &p->cfg;
+  const ps_model_config *m = &p->model->cfg;
+  const char *const recipe = ps__recipes[c->recipe].name;
+  const struct {
+    const char *name;
+    uint64_t value;
+  } sixteens[] = {{"hidden_size", m->dim},
+                  {"intermediate_size", m->ffn_dim},
+                  {"query heads times head_dim", (uint64_t)m->n_heads * m->head_dim},
+                  {"query, key and value heads times head_dim",
+                   ((uint64_t)m->n_heads + 2 * (uint64_t)m->n_kv_heads) * m->head_dim},
+                  {"--seq-len", c->seq_len},
+                  {"--chunk-tokens", c->chunk_tokens}};
+  if (!ps__recipes[c->recipe].fp8)
+    return c->fp8_bf16_first || c->fp8_bf16_last || c->fp8_bf16_down || c->fp8_head ||
+                   c->fp8_fast_accumulation
+               ? ps__fail(PS_EINVAL,
+                          "--fp8 says what FP8 computes and how, but the recipe %s "
+                          "has no FP8: give --recipe fp8 or fp8-master, or leave it out",
+                          recipe)
+               : PS_OK;
+  if (c->fp8_head && (m->vocab_size % 16 || c->head_slice_tokens % 16))
+    return ps__fail(PS_EINVAL,
+                    "%s is %llu, no multiple of 16, which the head's products of FP8 operands "
+                    "need: %s",
+                    m->vocab_size % 16 ? "vocab_size" : "--head-slice-tokens",
+                    (unsigned long long)(m->vocab_size % 16 ? m->vocab_size : c->head_slice_tokens),
+                    m->vocab_size % 16 ? "leave out --fp8 head" : "give a multiple of 16");
+  for (size_t i = 0; i < sizeof sixteens / sizeof *sixteens; i++)
+    if (sixteens[i].value % 16)
+      return ps__fail(PS_EINVAL,
+                      "%s is %llu, no multiple of 16, which products of FP8 operands need: give "
+                      "%s--recipe %s",
+                      sixteens[i].name, (unsigned long long)sixteens[i].value,
+                      sixteens[i].name[0] == '-' ? "a multiple of 16, or " : "",
+                      ps__recipes[ps__recipes[c->recipe].arrays].name);
+  if ((uint64_t)c->fp8_bf16_first + c->fp8_bf16_last >= m->n_layers)
+    return ps__fail(PS_EINVAL,
+                    "the first %u and the last %u blocks stay in bf16, and the model has %u: none "
+                    "would compute in FP8; lower --fp8 bf16-first or --fp8 bf16-last",
+                    c->fp8_bf16_first, c->fp8_bf16_last, m->n_layers);
+  if (c->lora.rank)
+    return ps__fail(
+        PS_EINVAL,
+        "LoRA with FP8 is not supported, because adapters read activations that FP8 does "
+        "not store: give --recipe %s",
+        ps__recipes[ps__recipes[c->recipe].arrays].name);
+  if (p->hw.backend == PS_BACKEND_CUDA && p->hw.compute_capability < 89)
+    return ps__fail(
+        PS_EINVAL,
+        "%s has compute capability %u.%u, and FP8 needs 8.9 (RTX 40, H100) or more: give "
+        "--recipe %s",
+        p->hw.device_name, p->hw.compute_capability / 10, p->hw.compute_capability % 10,
+        ps__recipes[ps__recipes[c->recipe].arrays].name);
+  return PS_OK;
+}
+
+static ps_status check_config(ps_plan *p) {
+  ps_plan_config *c = &p->cfg;
+  PS_TRY(check_ranges(c));
+  if (c->n_devices == 0)
+    c->n_devices = 1;
+  if (c->n_hosts == 0)
+    c->n_hosts = 1;
+  p->at = ps__places_of(c->n_devices, c->n_hosts);
+  if (c->transport >= PS_N_TRANSPORTS)
+    return ps__fail(PS_EINVAL, "transport %u is unknown: 0 is auto, 1 NCCL, 2 TCP", c->transport);
+  if (c->layout >= PS_N_LAYOUTS)
+    return ps__fail(PS_EINVAL, "layout %u is unknown: 0 is auto, 1 is data-parallel, 2 is ring",
+                    c->layout);
+  if (c->layout == PS_LAYOUT_AUTO && (c->n_devices == 1 || p->model->cfg.n_layers < c->n_devices))
+    c->layout = PS_LAYOUT_DATA_PARALLEL;
+  if (c->layout == PS_LAYOUT_RING && c->n_devices == 1)
+    return ps__fail(PS_EINVAL, "--layout ring deals layers to several GPUs, and --gpus is 1: raise "
+                               "--gpus, or leave --layout out");
+  if (c->layout == PS_LAYOUT_RING && p->model->cfg.n_layers < c->n_devices)
+    return ps__fail(PS_EINVAL,
+                    "--layout ring: %u blocks cannot be dealt to %u GPUs: lower --gpus, or leave "
+                    "--layout out",
+                    p->model->cfg.n_layers, c->n_devices);
+  if (c->recipe >= PS_N_RECIPES)
+    return ps__fail(PS_EINVAL, "recipe %u is unknown: use " PS__RECIPE_NAMES, c->recipe);
+  if (c->fp8_bf16_down > 1)
+    return ps__fail(PS_EINVAL, "fp8_bf16_down is %u: 0 or 1 is needed", c->fp8_bf16_down);
+  if (c->fp8_head > 1)
+    return ps__fail(PS_EINVAL, "fp8_head is %u: 0 or 1 is needed", c->fp8_head);
+  if (c->fp8_fast_accumulation > 1)
+    return ps__fail(PS_EINVAL, "fp8_fast_accumulation is %u: 0 or 1 is needed",
+                    c->fp8_fast_accumulation);
+  PS_TRY(check_fp8(p));
+  if (c->optimizer >= PS_N_OPTIMIZERS)
+    return ps__fail(PS_EINVAL, "optimizer %u is unknown: use " PS__OPTIMIZER_NAMES, c->optimizer);
+  if (!(c->z_loss >= 0 && c->z_loss <= PS_MAX_Z_LOSS))
+    return ps__fail(PS_EINVAL, "--z-loss %g: give a number from 0 to %g", c->z_loss, PS_MAX_Z_LOSS);
+  if (!(c->label_smoothing >= 0 && c->label_smoothing < 1))
+    return ps__fail(PS_EINVAL, "--label-smoothing %g: give a number from 0 to below 1",
+                    c->label_smoothing);
+  if (c->forward_only && (c->z_loss > 0 || c->label_smoothing > 0))
+    return ps__fail(PS_EINVAL,
+                    "z_loss is %g and label_smoothing %g: a plan that trains nothing "
+                    "has neither",
+                    c->z_loss, c->label_smoothing);
+  if (c->forward_only > 1)
+    return ps__fail(PS_EINVAL, "forward_only is %u: 0 or 1 is needed", c->forward_only);
+  if (c->keep_logits > 1)
+    return ps__fail(PS_EINVAL, "keep_logits is %u: 0 or 1 is needed", c->keep_logits);
+  if (c->keep_logits && c->tokens_per_step > UINT32_MAX)
+    return ps__fail(PS_EINVAL, "tokens per step are %llu: with keep_logits at most %u are possible",
+                    (unsigned long long)c->tokens_per_step, UINT32_MAX);
+  if (c->forward_only && c->val_tokens)
+    return ps__fail(PS_EINVAL, "val_tokens is %llu: a plan that trains nothing has no validation",
+                    (unsigned long long)c->val_tokens);
+  if (c->lora.rank && c->n_frozen_layers)
+    return ps__fail(PS_EINVAL,
+                    "%u layers would be frozen, but with LoRA all of the model is: give either "
+                    "frozen layers or a LoRA rank",
+                    c->n_frozen_layers);
+  if (!c->forward_only && p->model->cfg.dropout > 0)
+    return ps__fail(PS_EINVAL,
+                    "the model's config.json has a dropout of %g (attention_dropout, resid_pdrop "
+                    "or embd_pdrop): training has no dropout, set it to 0",
+                    (double)p->model->cfg.dropout);
+  if (c->forward_only)
+    c->clip = 0;
+  else if (p->model->n_trained == 0)
+    return ps__fail(PS_EINVAL,
+                    "%u layers would be frozen, but the model has %u with embedding and head: "
+                    "one at least must be trained",
+                    c->n_frozen_layers, p->model->n_layers);
+  if (c->seq_len == 0)
+    return ps__fail(PS_EINVAL, "the sequence length is 0: it must be at least 1 token");
+  if (p->model->cfg.max_positions && c->seq_len > p->model->cfg.max_positions)
+    return ps__fail(PS_EINVAL,
+                    "sequences of %llu tokens are longer than the model's max_position_embeddings "
+                    "%u: lower --seq-len, or raise that in config.json",
+                    (unsigned long long)c->seq_len, p->model->cfg.max_positions);
+  if (c->tokens_per_step == 0)
+    c->tokens_per_step = 8 * c->seq_len;
+  if (c->tokens_per_step < c->seq_len)
+    return ps__fail(PS_EINVAL,
+                    "%llu tokens per step are less than one sequence of %llu tokens: raise "
+                    "--tokens-per-step",
+                    (unsigned long long)c->tokens_per_step, (unsigned long long)c->seq_len);
+  if (c->tokens_per_step / c->seq_len < c->n_hosts)
+    return ps__fail(PS_EINVAL,
+                    "tokens per step %llu are %llu sequences of %llu tokens, for %u hosts: raise "
+                    "--tokens-per-step, as each host needs one at least",
+                    (unsigned long long)c->tokens_per_step,
+                    (unsigned long long)(c->tokens_per_step / c->seq_len),
+                    (unsigned long long)c->seq_len, c->n_hosts);
+  c->tokens_per_step = c->tokens_per_step / c->seq_len / c->n_hosts * c->seq_len; /* a host's */
+  /* without a ring each device takes whole sequences */
+  if (c->layout == PS_LAYOUT_AUTO && c->tokens_per_step / c->seq_len < c->n_devices)
+    c->layout = PS_LAYOUT_RING;
+  if (c->chunk_tokens >= c->seq_len && c->chunk_tokens % c->seq_len)
+    return ps__fail(PS_EINVAL,
+                    "--chunk-tokens %llu: give a multiple of the %llu tokens of a sequence, or "
+                    "fewer than these",
+                    (unsigned long long)c->chunk_tokens, (unsigned long long)c->seq_len);
+  const ps_hardware *hw = &p->hw;
+  const ps_dtype dt = ps__recipes[c->recipe].weights;
+  if (!(hw->gemm_flops_per_s[dt] > 0) || !(hw->attention_flops_per_s[dt] > 0) ||
+      !(hw->attention_bwd_flops_per_s[dt] > 0) || !(hw->elementwise_bytes_per_s > 0) ||
+      !(hw->h2d_bytes_per_s > 0) || !(hw->d2h_bytes_per_s > 0) || !(hw->duplex_bytes_per_s > 0) ||
+      !(hw->optimizer_bytes_per_s > 0) || hw->n_threads == 0 || hw->n_cpus == 0)
+    return ps__fail(PS_EINVAL, "the hardware description lacks a rate: fill it by "
+                               "ps_hardware_measure() or ps_hardware_estimate()");
+  if (c->n_threads)
+    p->hw.n_threads = c->n_threads;
+  p->head_slice_given = c->head_slice_tokens != 0;
+  if (!p->head_slice_given)
+    c->head_slice_tokens = default_head_slice(&p->model->cfg, dt, hw->backend);
+  if (c->reserve_bytes == 0)
+    c->reserve_bytes = ps__host_reserve(&p->hw);
+  return PS_OK;
+}
+
+ps_status ps__plan_new_of(ps_plan **out, ps_model *m, const ps_plan_config *cfg,
+                          const ps_hardware *hw) {
+  ps_plan *p = ps__calloc(1, sizeof *p);
+  if (!p) {
+    ps_model_destroy(m);
+    return ps__fail(PS_ENOMEM, "out of memory for a plan");
+  }
+  p->model = m;
+  p->cfg = *cfg;
+  p->hw = *hw;
+  ps__hardware_complete(&p->hw);
+  const ps_status st = check_config(p);
+  if (st != PS_OK) {
+    ps_plan_destroy(p);
+    return st;
+  }
+  *out = p;
+  return PS_OK;
+}
+
+ps_status ps__plan_new(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg,
+                       const ps_hardware *hw) {
+  if (!model || !cfg || !hw || model->struct_bytes != sizeof *model ||
+      cfg->struct_bytes != sizeof *cfg || hw->struct_bytes != sizeof *hw)
+    return ps__fail(PS_EINVAL,
+                    "ps_plan_create: model, cfg and hw must be given, each with struct_bytes set");
+  if (hw->backend >= PS_N_BACKENDS)
+    return ps__fail(PS_EINVAL,
+                    "ps_hardware.backend is %u: PS_BACKEND_CPU (0) or PS_BACKEND_CUDA (1)",
+                    hw->backend);
+  PS_TRY(ps_model_config_check(model, "model"));
+  ps_model *m;
+  /* check_config() names a recipe that there is not */
+  const ps_dtype dt = cfg->recipe < PS_N_RECIPES ? ps__recipes[cfg->recipe].weights : PS_F32;
+  const ps__loss_terms loss = {(float)cfg->z_loss, (float)cfg->label_smoothing};
+  /* check_fp8() refuses adapters beside it */
+  const bool has_fp8 = cfg->recipe < PS_N_RECIPES && ps__recipes[cfg->recipe].fp8;
+  const ps__fp8 fp8 = {.on = has_fp8 && !cfg->lora.rank,
+                       .bf16_first = cfg->fp8_bf16_first,
+                       .bf16_last = cfg->fp8_bf16_last,
+                       .bf16_down = cfg->fp8_bf16_down != 0,
+                       .head = cfg->fp8_head != 0,
+                       .fast = cfg->fp8_fast_accumulation != 0};
+  PS_TRY(ps__model_create(&m, model, dt, cfg->seq_len,
+                          cfg->forward_only ? UINT32_MAX : cfg->n_frozen_layers, &loss, &fp8,
+                          &cfg->lora));
+  return ps__plan_new_of(out, m, cfg, hw);
+}
+
+ps_status ps_plan_destroy(ps_plan *p) {
+  if (!p)
+    return PS_OK;
+  if (atomic_load(&p->in_use))
+    return ps__fail(PS_EBUSY, "plan: a trainer still uses it: destroy the trainer first");
+  PS_TRY(ps_schedule_destroy(p->schedule));
+  ps__plan_ramp_free(p);
+  (void)ps_plan_destroy(p->val);
+  ps__plan_sampling_free(p);
+  ps__step_free(&p->step);
+  ps__spec_free(&p->spec);
+  ps__layout_free(&p->layout);
+  ps_model_destroy(p->model);
+  ps__free(p->text);
+  ps__free(p->json);
+  ps__free(p);
+  return PS_OK;
+}
