@@ -64,10 +64,6 @@ CIRCLES = {
     "update": """
         optim/update optim/update_avx2 optim/update_avx512
     """,
-    "plan": """
-        plan/beside plan/evaluate plan/layouts plan/local_search plan/plan plan/refuse plan/search
-        plan/validation
-    """,
 }
 
 CUDA = re.compile(

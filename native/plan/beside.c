@@ -1,22 +1,20 @@
-/* beside.c - the memory of what runs in the place of the plan's step: the steps of a batch ramp,
- * and a validation. The search first leaves them out, so that a plan is the same with and without
+/* beside.c - the memory of a plan's guests: the steps of a batch ramp, and a validation. The search first leaves them out, so that a plan is the same with and without
  * them. Where that plan does not hold them, a second search counts them. */
 #include "plan/plan_impl.h"
-#include <string.h>
 
-/* What is beside the plan's step, and what to do where it needs too much. */
-typedef struct guests {
+/* What the guests are, and what to do where they need too much. */
+typedef struct named {
   const char *what, *less;
-} guests;
+} named;
 
-static guests guests_of(const ps_plan *p) {
+static named name_guests(const ps_plan *p) {
   static const char validation[] = "lower --val-tokens, or leave validation out (--val none)",
                     both[] = "give the ramp fewer stages, or leave validation out (--val none)";
   const bool ramp = p->cfg.n_ramp, val = p->cfg.val_tokens;
   if (ramp && val)
-    return (guests){"the batch ramp and validation", both};
-  return ramp ? (guests){"the batch ramp", "give the ramp fewer stages"}
-              : (guests){"validation", validation};
+    return (named){"the batch ramp and validation", both};
+  return ramp ? (named){"the batch ramp", "give the ramp fewer stages"}
+              : (named){"validation", validation};
 }
 
 ps_status ps__plan_beside_check(const ps_plan *p) {
@@ -24,7 +22,7 @@ ps_status ps__plan_beside_check(const ps_plan *p) {
   const ps__caps caps = ps__plan_caps(p);
   const uint64_t given = caps.given[PS__DEVICE_MEM], device = caps.holds[PS__DEVICE_MEM],
                  host = caps.holds[PS__HOST_MEM];
-  const guests g = guests_of(p);
+  const named g = name_guests(p);
   char need[32], cap[32];
   if (!ps__plan_has_guests(p))
     return PS_OK;
@@ -49,30 +47,21 @@ ps_status ps__plan_beside_check(const ps_plan *p) {
   return PS_OK;
 }
 
-/* A copy of the plan whose decisions these are. It borrows all but ramp and validation. */
-ps_status ps__plan_beside_bytes(const ps_plan *p, const ps__layout *layout, const ps__spec *spec,
-                                const ps__step *step, uint64_t bytes[PS__N_MEMS], uint64_t *n_ops) {
-  ps_plan *t = ps__malloc(sizeof *t);
-  if (!t)
-    return ps__fail(PS_ENOMEM, "out of memory for the size of a plan");
-  memcpy(t, p, sizeof *t);
-  t->layout = *layout;
-  t->spec = *spec;
-  t->step = *step;
-  t->ramp = NULL;
-  t->val = NULL;
-  t->n_ramp = 0;
-  ps_status st = ps__plan_ramp(t, false);
-  if (st == PS_OK && t->cfg.val_tokens)
-    st = ps__plan_validation(t, false);
+ps_status ps__plan_guests(const ps__over *o, ps__guests *out) {
+  PS_TRY(ps__plan_ramp(o, out));
+  return o->plan->cfg.val_tokens ? ps__plan_validation(o, out) : PS_OK;
+}
+
+ps_status ps__plan_beside_bytes(const ps__over *o, uint64_t bytes[PS__N_MEMS], uint64_t *n_ops) {
+  ps__step wide = *o->step; /* borrows all but its sizes */
+  ps__over over = *o;
+  ps__guests guests = {0};
+  over.step = &wide;
+  const ps_status st = ps__plan_guests(&over, &guests);
   if (st == PS_OK) {
-    ps__used_bytes(t, &t->step, t->step.space_bytes, bytes);
-    *n_ops = t->val ? t->val->step.n_op : 0;
-    for (uint32_t i = 0; i < t->n_ramp; i++)
-      *n_ops += t->ramp[i].step.n_op;
+    ps__used_bytes(o->plan, &wide, &guests, wide.space_bytes, bytes);
+    *n_ops = ps__guests_ops(&guests);
   }
-  ps__plan_ramp_free(t);
-  (void)ps_plan_destroy(t->val);
-  ps__free(t);
+  ps__guests_free(&guests);
   return st;
 }

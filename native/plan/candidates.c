@@ -165,7 +165,7 @@ static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bo
     base->device_bytes = ps__device_overhead(&sp->plan->hw, sp->plan->model->fp8.on, s.at,
                                              s.scratch_bytes, &scratch) +
                          ps__net_memory(sp->plan) + boundary;
-    base->host_bytes = ps__host_overhead(sp->plan, &s, &scratch, &trace);
+    base->host_bytes = ps__host_overhead(sp->plan, &s, &sp->plan->guests, &scratch, &trace);
     mb->n_ops = s.n_op;
     mb->coarse |=
         s.n_op > LARGE_STEP_OPS || (double)n_compute * sp->plan->hw.op_ns > base->compute_ns / 4;

@@ -240,6 +240,23 @@ ps_status ps__plan_new_of(ps_plan **out, ps_model *m, const ps_plan_config *cfg,
   return PS_OK;
 }
 
+ps_status ps__plan_model(ps_model **out, const ps_model_config *model, const ps_plan_config *cfg) {
+  /* check_config() names a recipe that there is not */
+  const ps_dtype dt = cfg->recipe < PS_N_RECIPES ? ps__recipes[cfg->recipe].weights : PS_F32;
+  const ps__loss_terms loss = {(float)cfg->z_loss, (float)cfg->label_smoothing};
+  /* check_fp8() refuses adapters beside it */
+  const bool has_fp8 = cfg->recipe < PS_N_RECIPES && ps__recipes[cfg->recipe].fp8;
+  const ps__fp8 fp8 = {.on = has_fp8 && !cfg->lora.rank,
+                       .bf16_first = cfg->fp8_bf16_first,
+                       .bf16_last = cfg->fp8_bf16_last,
+                       .bf16_down = cfg->fp8_bf16_down != 0,
+                       .head = cfg->fp8_head != 0,
+                       .fast = cfg->fp8_fast_accumulation != 0};
+  return ps__model_create(out, model, dt, cfg->seq_len,
+                          cfg->forward_only ? UINT32_MAX : cfg->n_frozen_layers, &loss, &fp8,
+                          &cfg->lora);
+}
+
 ps_status ps__plan_new(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg,
                        const ps_hardware *hw) {
   if (!model || !cfg || !hw || model->struct_bytes != sizeof *model ||
@@ -252,20 +269,7 @@ ps_status ps__plan_new(ps_plan **out, const ps_model_config *model, const ps_pla
                     hw->backend);
   PS_TRY(ps_model_config_check(model, "model"));
   ps_model *m;
-  /* check_config() names a recipe that there is not */
-  const ps_dtype dt = cfg->recipe < PS_N_RECIPES ? ps__recipes[cfg->recipe].weights : PS_F32;
-  const ps__loss_terms loss = {(float)cfg->z_loss, (float)cfg->label_smoothing};
-  /* check_fp8() refuses adapters beside it */
-  const bool has_fp8 = cfg->recipe < PS_N_RECIPES && ps__recipes[cfg->recipe].fp8;
-  const ps__fp8 fp8 = {.on = has_fp8 && !cfg->lora.rank,
-                       .bf16_first = cfg->fp8_bf16_first,
-                       .bf16_last = cfg->fp8_bf16_last,
-                       .bf16_down = cfg->fp8_bf16_down != 0,
-                       .head = cfg->fp8_head != 0,
-                       .fast = cfg->fp8_fast_accumulation != 0};
-  PS_TRY(ps__model_create(&m, model, dt, cfg->seq_len,
-                          cfg->forward_only ? UINT32_MAX : cfg->n_frozen_layers, &loss, &fp8,
-                          &cfg->lora));
+  PS_TRY(ps__plan_model(&m, model, cfg));
   return ps__plan_new_of(out, m, cfg, hw);
 }
 
@@ -275,8 +279,7 @@ ps_status ps_plan_destroy(ps_plan *p) {
   if (atomic_load(&p->in_use))
     return ps__fail(PS_EBUSY, "plan: a trainer still uses it: destroy the trainer first");
   PS_TRY(ps_schedule_destroy(p->schedule));
-  ps__plan_ramp_free(p);
-  (void)ps_plan_destroy(p->val);
+  ps__guests_free(&p->guests);
   ps__plan_sampling_free(p);
   ps__step_free(&p->step);
   ps__spec_free(&p->spec);

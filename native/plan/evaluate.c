@@ -189,7 +189,7 @@ static void remember(ps__search *s, const ps__evaluation *e) {
 /* The same of a candidate. */
 static void add_overhead(const ps__search *s, const ps__evaluation *e,
                          const uint64_t arena[PS_MAX_PLACES], uint64_t out[PS__N_MEMS]) {
-  ps__used_bytes(s->plan, &e->step, arena, out);
+  ps__used_bytes(s->plan, &e->step, &s->plan->guests, arena, out);
   out[PS__HOST_MEM] += e->missing;
 }
 
@@ -227,9 +227,9 @@ ps_status ps__evaluate_map(ps__search *s, ps__evaluation *e) {
   if (!e->known.mapped) {
     uint64_t n_ops = 0;
     PS_TRY(map_step(s, e));
+    const ps__over over = {s->plan, e->step.layout, &e->spec, &e->step, false};
     if (s->plan->counts_guests)
-      PS_TRY(ps__plan_beside_bytes(s->plan, e->step.layout, &e->spec, &e->step, e->known.bytes,
-                                   &n_ops));
+      PS_TRY(ps__plan_beside_bytes(&over, e->known.bytes, &n_ops));
     else
       add_overhead(s, e, e->step.space_bytes, e->known.bytes);
     s->n_ops += n_ops;

@@ -14,15 +14,12 @@ uint64_t ps__head_slice(const ps_plan *plan, uint64_t chunk_tokens) {
   return rows;
 }
 
-uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch,
-                           uint64_t *trace) {
+uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, const ps__guests *guests,
+                           uint64_t *scratch, uint64_t *trace) {
   *scratch = ps__host_scratch(&plan->hw, s->at, s->scratch_bytes);
   /* the trace, and what the program, the schedule and the run keep for each op */
   *trace = s->n_op * ((uint64_t)plan->cfg.trace_steps * sizeof(ps_trace_event) + 512) +
-           (plan->val ? plan->val->step.n_op * 512 : 0);
-  for (uint32_t i = 0; i < plan->n_ramp; i++)
-    *trace += plan->ramp[i].step.n_op * 512;
-  *trace += ps__plan_sampling_ops(plan) * 512;
+           (ps__guests_ops(guests) + ps__plan_sampling_ops(plan)) * 512;
   /* tokens and targets of a batch as the source fills them; and which rows of an embedding on the
    * host are updated */
   const uint64_t rows = s->spec->embed_on_host ? 4ull * plan->model->cfg.vocab_size : 0;
@@ -48,13 +45,13 @@ uint64_t ps__largest_device(const ps__places *at, const uint64_t space[PS_MAX_PL
   return most;
 }
 
-void ps__used_bytes(const ps_plan *plan, const ps__step *s, const uint64_t arena[PS_MAX_PLACES],
-                    uint64_t out[PS__N_MEMS]) {
+void ps__used_bytes(const ps_plan *plan, const ps__step *s, const ps__guests *guests,
+                    const uint64_t arena[PS_MAX_PLACES], uint64_t out[PS__N_MEMS]) {
   const uint64_t host = arena[s->at->host];
   uint64_t scratch, trace;
   out[PS__DEVICE_MEM] =
       ps__arena_round(ps__largest_device(s->at, arena)) +
       ps__device_overhead(&plan->hw, plan->model->fp8.on, s->at, s->scratch_bytes, &scratch) +
       ps__net_memory(plan) + ps__page_table_bytes(&plan->hw, host);
-  out[PS__HOST_MEM] = ps__arena_round(host) + ps__host_overhead(plan, s, &scratch, &trace);
+  out[PS__HOST_MEM] = ps__arena_round(host) + ps__host_overhead(plan, s, guests, &scratch, &trace);
 }

@@ -53,7 +53,7 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
   o->device_overhead_bytes = overhead - o->device_scratch_bytes;
   o->device_used_bytes = o->device_arena_bytes + overhead + o->device_tables_bytes;
   o->host_used_bytes =
-      o->host_arena_bytes + ps__host_overhead(p, s, &o->scratch_bytes, &o->trace_bytes);
+      o->host_arena_bytes + ps__host_overhead(p, s, &p->guests, &o->scratch_bytes, &o->trace_bytes);
   o->reserve_bytes = p->cfg.reserve_bytes;
   o->device_mem_bytes = p->cfg.device_mem_bytes;
   o->host_mem_bytes = p->cfg.host_mem_bytes;
@@ -80,11 +80,12 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
   o->n_waits = ps_schedule_n_waits(p->schedule);
   o->n_candidates = r->n_candidates;
   o->n_feasible = r->n_feasible;
-  if (!p->val)
+  const ps__val *v = p->guests.val;
+  if (!v)
     return;
-  o->val_tokens = p->val_sequences * p->cfg.seq_len;
-  o->val_step_tokens = p->val->layout.n_tokens;
-  o->val_s = (double)p->val_steps * p->val->report.step_s;
+  o->val_tokens = v->n_sequences * p->cfg.seq_len;
+  o->val_step_tokens = v->guest.layout.n_tokens;
+  o->val_s = (double)v->n_steps * v->guest.step_s;
 }
 
 /* The predicted step time, and how long each stream works in a steady step. */
@@ -122,10 +123,9 @@ static ps_status compile_plan(ps_plan *p, const ps__search_result *r) {
   ps_program_destroy(program);
   if (st == PS_OK)
     p->schedule->of_plan = true;
+  const ps__over over = {p, &p->layout, &p->spec, &p->step, true};
   if (st == PS_OK)
-    st = ps__plan_ramp(p, true);
-  if (st == PS_OK && p->cfg.val_tokens)
-    st = ps__plan_validation(p, true);
+    st = ps__plan_guests(&over, &p->guests);
   if (st == PS_OK && p->cfg.sample_sequences)
     st = ps__plan_sampling(p);
   PS_TRY(st);
@@ -138,11 +138,7 @@ static ps_status compile_plan(ps_plan *p, const ps__search_result *r) {
 static ps_status undo(ps_plan *p) {
   PS_TRY(ps_schedule_destroy(p->schedule));
   p->schedule = NULL;
-  ps__plan_ramp_free(p);
-  p->ramp = NULL;
-  p->n_ramp = 0;
-  (void)ps_plan_destroy(p->val);
-  p->val = NULL;
+  ps__guests_free(&p->guests);
   ps__plan_sampling_free(p);
   ps__step_free(&p->step);
   ps__spec_free(&p->spec);

@@ -1,6 +1,7 @@
 /* plan_impl.h - a plan from the inside, for the planner and the trainer. */
 #ifndef PS_PLAN_IMPL_H
 #define PS_PLAN_IMPL_H
+#include "plan/guest.h"
 #include "step/room.h"
 #include "step/step.h"
 #include <stdatomic.h>
@@ -17,17 +18,11 @@ struct ps_plan {
   ps__step step;
   ps_schedule *schedule;
   ps_plan_report report;
-  double hfu_flops; /* of a step: model FLOPs and all recomputation */
-  /* cfg.val_tokens: the validation's plan, whose step is mapped over this one's, and how many of
-   * its steps are a validation. NULL: none. The last step may have more sequences than are left of
-   * the validation's val_sequences: the others do not count. */
-  ps_plan *val;
-  uint64_t val_steps, val_sequences;
+  double hfu_flops;  /* of a step: model FLOPs and all recomputation */
+  ps__guests guests; /* cfg.ramp, cfg.val_tokens */
   /* cfg.sample_sequences: generation beside the training, which the trainer runs. NULL: none. */
   struct ps__gen_setup *sampling;
-  struct ps__ramp *ramp; /* [n_ramp]; stages whose build failed are half filled */
-  uint32_t n_ramp;
-  bool counts_guests; /* the search counts the memory of ramp and validation (beside.c) */
+  bool counts_guests; /* the search counts the memory of the guests (beside.c) */
   char *text, *json;
   _Atomic uint32_t in_use; /* 1: a trainer has it */
 };
@@ -49,15 +44,35 @@ static inline uint32_t ps__dealt_to(const ps_plan *p, uint32_t layer) {
   return ps__is_ring(p) && ps__is_block(p->model, layer) ? (layer - 1) % p->at->n_devices : 0;
 }
 
-/* ---- ramp.c: steps of a batch ramp ----------------------------------------------------------- */
-/* A stage: n_steps steps of n_sequences sequences a host, from first_step of the training on. */
-typedef struct ps__ramp {
-  uint64_t n_steps, n_sequences, first_step, first_sequence;
-  ps__layout layout;
-  ps__step step; /* mapped over the plan's */
-  ps_schedule *schedule;
-  double step_s; /* predicted */
-} ps__ramp;
+/* ---- the guests (guest.h) -------------------------------------------------------------------- */
+/* What guests are built over: decisions of the plan, and their step, which is mapped and has all
+ * its rounds. Arenas and scratch of the step widen where a guest needs more.
+ * @run  make schedules and predict times; else guests tell their memory alone */
+typedef struct ps__over {
+  ps_plan *plan;
+  const ps__layout *layout;
+  const ps__spec *spec;
+  ps__step *step;
+  bool run;
+} ps__over;
+/* ps__plan_ramp() - check and build the stages of the plan's cfg (ramp.c).
+ * ps__plan_validation() - build the validation that it asks for (validation.c).
+ * ps__plan_guests() - all that it asks for (beside.c).
+ * Errors: PS_EINVAL, PS_ENOMEM; what was built is left to ps__guests_free(). */
+ps_status ps__plan_ramp(const ps__over *o, ps__guests *out);
+ps_status ps__plan_validation(const ps__over *o, ps__guests *out);
+ps_status ps__plan_guests(const ps__over *o, ps__guests *out);
+/* ps__plan_beside_check() - PS_EBUDGET where the report of @p, which counts its guests, is past a
+ * cap or past what the GPU has (beside.c). */
+ps_status ps__plan_beside_check(const ps_plan *p);
+static inline bool ps__plan_has_guests(const ps_plan *p) {
+  return p->cfg.n_ramp || p->cfg.val_tokens;
+}
+/* ps__plan_beside_bytes() - BYTES by place, of all that the caps count, of a plan with the decisions
+ * @o, whose step stays as it is. *n_ops: of the guests. Any thread. Errors: PS_ENOMEM, PS_EINVAL
+ * (beside.c). */
+ps_status ps__plan_beside_bytes(const ps__over *o, uint64_t bytes[PS__N_MEMS], uint64_t *n_ops);
+
 /* What a step of the training is made of: a stage's, or after the ramp the plan's own. Steps
  * [first_step, end_step) are alike. first_sequence: sequences that a host has read before
  * first_step. */
@@ -69,11 +84,6 @@ typedef struct ps__step_size {
   double step_s;
 } ps__step_size;
 ps__step_size ps__step_size_at(const ps_plan *p, uint64_t step);
-/* ps__plan_ramp() - check and plan the stages of p->cfg over the step of @p, which is mapped; widen
- * its arenas where a stage needs more. @run: make their schedules and predict their times; else
- * they tell their memory alone. Errors: PS_EINVAL, PS_ENOMEM. */
-ps_status ps__plan_ramp(ps_plan *p, bool run);
-void ps__plan_ramp_free(ps_plan *p);
 
 /* ps__plan_from_spec() - a plan of given decisions, without a search and without caps. @spec is
  * copied; it must be of the layout that its chunk_tokens and chunks_per_round give.
@@ -95,30 +105,13 @@ ps_status ps__plan_new(ps_plan **out, const ps_model_config *model, const ps_pla
                        const ps_hardware *hw);
 ps_status ps__plan_new_of(ps_plan **out, ps_model *m, const ps_plan_config *cfg,
                           const ps_hardware *hw);
+/* The model of @cfg, whose recipe there is, owned by the caller. Errors: PS_EINVAL, PS_ENOMEM. */
+ps_status ps__plan_model(ps_model **out, const ps_model_config *model, const ps_plan_config *cfg);
 ps_status ps__plan_predict(ps_plan *p);
 
 /* ps__plan_check_events() - whether @events are whole steps of the plan, in order, each step's in
  * program order. Errors: PS_EINVAL names the event that is not (stalls.c). */
 ps_status ps__plan_check_events(const ps_plan *p, const ps_trace_event *events, uint64_t n);
-
-/* ---- validation.c: the validation beside a training ------------------------------------------ */
-/* ps__plan_validation() - plan the validation that p->cfg asks for, over the step of @p, which is
- * mapped; widen the arenas of @p where the validation needs more. @run: as of ps__plan_ramp().
- * Errors: PS_ENOMEM, PS_EINVAL. */
-ps_status ps__plan_validation(ps_plan *p, bool run);
-
-/* ---- beside.c: the caps, with a batch ramp and a validation ---------------------------------- */
-/* ps__plan_beside_check() - PS_EBUDGET where the report of @p, which counts both, is past a cap or
- * past what the GPU has. */
-ps_status ps__plan_beside_check(const ps_plan *p);
-static inline bool ps__plan_has_guests(const ps_plan *p) {
-  return p->cfg.n_ramp || p->cfg.val_tokens;
-}
-/* ps__plan_beside_bytes() - BYTES by place, of all that the caps count, of a plan with these
- * decisions, whose @step is mapped and has all its rounds. *n_ops: of ramp and validation. Any
- * thread. Errors: PS_ENOMEM, PS_EINVAL. */
-ps_status ps__plan_beside_bytes(const ps_plan *p, const ps__layout *layout, const ps__spec *spec,
-                                const ps__step *step, uint64_t bytes[PS__N_MEMS], uint64_t *n_ops);
 
 /* ---- sampling.c: text sampled beside a training ---------------------------------------------- */
 /* ps__plan_sampling() - plan the generation that p->cfg asks for, past the persistent tensors of
@@ -199,17 +192,18 @@ double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t st
  * user gave. By default, on a GPU, a chunk has at most PS__MOST_ADDITIONS slices (of up to 4096
  * tokens): then the lm_head's gradient leaves the device no more often than the blocks'. */
 uint64_t ps__head_slice(const ps_plan *plan, uint64_t chunk_tokens);
-/* ps__host_overhead() - host BYTES that a step takes besides its arena, and two parts of them.
+/* ps__host_overhead() - host BYTES that a step and its guests take besides its arena, and two parts
+ * of them.
  * ps__net_memory() - device BYTES for NCCL between hosts, where it may be used. */
 uint64_t ps__net_memory(const ps_plan *plan);
-uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, uint64_t *scratch,
-                           uint64_t *trace);
+uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, const ps__guests *guests,
+                           uint64_t *scratch, uint64_t *trace);
 /* ps__largest_device() - the most BYTES of a device's space.
  * ps__used_bytes() - BYTES of both memories (PS__N_MEMS), of all that the caps count, of a step
  * whose arenas take @arena. */
 uint64_t ps__largest_device(const ps__places *at, const uint64_t space[PS_MAX_PLACES]);
-void ps__used_bytes(const ps_plan *plan, const ps__step *s, const uint64_t arena[PS_MAX_PLACES],
-                    uint64_t out[PS__N_MEMS]);
+void ps__used_bytes(const ps_plan *plan, const ps__step *s, const ps__guests *guests,
+                    const uint64_t arena[PS_MAX_PLACES], uint64_t out[PS__N_MEMS]);
 /* ---- search.c -------------------------------------------------------------------------------- */
 typedef struct ps__search_result {
   /* BYTES by place: the smallest cap that a plan fits in under the other places' caps; 0: none is

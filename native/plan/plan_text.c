@@ -60,13 +60,13 @@ static void say_memory(text *t, const ps_plan_report *r) {
 
 static void say_validation(text *t, const ps_plan *p) {
   const ps_plan_report *r = &p->report;
-  if (p->val)
+  if (p->guests.val)
     say(t,
         "validation       %llu tokens in %llu step%s of %u round%s, in the same memory; predicted "
         "%.3f s\n",
-        (unsigned long long)r->val_tokens, (unsigned long long)p->val_steps,
-        p->val_steps == 1 ? "" : "s", p->val->layout.n_rounds,
-        p->val->layout.n_rounds == 1 ? "" : "s", r->val_s);
+        (unsigned long long)r->val_tokens, (unsigned long long)p->guests.val->n_steps,
+        p->guests.val->n_steps == 1 ? "" : "s", p->guests.val->guest.layout.n_rounds,
+        p->guests.val->guest.layout.n_rounds == 1 ? "" : "s", r->val_s);
 }
 
 static void say_sampling(text *t, const ps_plan *p) {
@@ -116,11 +116,12 @@ static void say_hosts(text *t, const ps_plan *p) {
 
 /* Stage @i of the batch ramp. Its steps may have fewer rounds, or chunks in a ring, than GPUs. */
 static void say_stage(text *t, const ps_plan *p, uint32_t i) {
-  const ps__layout *l = &p->ramp[i].layout;
+  const ps__layout *l = &p->guests.ramp[i].guest.layout;
   const uint32_t parts = p->report.layout == PS_LAYOUT_RING ? l->n_chunks : l->n_rounds;
   say(t, "batch ramp       %llu steps of %llu tokens: %u round%s; predicted %.3f s a step",
-      (unsigned long long)p->ramp[i].n_steps, (unsigned long long)(p->report.n_hosts * l->n_tokens),
-      l->n_rounds, l->n_rounds == 1 ? "" : "s", p->ramp[i].step_s);
+      (unsigned long long)p->guests.ramp[i].n_steps,
+      (unsigned long long)(p->report.n_hosts * l->n_tokens), l->n_rounds,
+      l->n_rounds == 1 ? "" : "s", p->guests.ramp[i].guest.step_s);
   if (parts < p->report.n_devices)
     say(t, ", with %u of %u GPUs idle", p->report.n_devices - parts, p->report.n_devices);
   say(t, "\n");
@@ -227,7 +228,7 @@ static void write_text(text *t, const ps_plan *p) {
   if (r->n_devices > 1)
     say(t, ", %s between devices", ps__format_bytes(a, p->step.copied_bytes[PS__TO_PEERS]));
   say(t, "\n");
-  for (uint32_t i = 0; i < p->n_ramp; i++)
+  for (uint32_t i = 0; i < p->guests.n_ramp; i++)
     say_stage(t, p, i);
   say_validation(t, p);
   say_sampling(t, p);
@@ -359,11 +360,11 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
   ps__jsonw_number(w, "predicted_step_s", r->step_s);
   ps__jsonw_number(w, "predicted_tokens_per_s",
                    r->step_s > 0 ? (double)r->tokens_per_step / r->step_s : 0);
-  if (p->val) {
+  if (p->guests.val) {
     ps__jsonw_uint(w, "val_tokens", r->val_tokens);
     ps__jsonw_uint(w, "val_step_tokens", r->val_step_tokens);
-    ps__jsonw_uint(w, "val_chunks_per_round", p->val->layout.chunks_per_round);
-    ps__jsonw_uint(w, "val_h2d_bytes", p->val->step.copied_bytes[0]);
+    ps__jsonw_uint(w, "val_chunks_per_round", p->guests.val->guest.layout.chunks_per_round);
+    ps__jsonw_uint(w, "val_h2d_bytes", p->guests.val->guest.step.copied_bytes[0]);
     ps__jsonw_number(w, "predicted_val_s", r->val_s);
   }
   if (p->sampling) {
@@ -373,14 +374,14 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
     ps__jsonw_uint(w, "sample_cache_bytes", g->cache_bytes);
     ps__jsonw_uint(w, "sample_streamed_bytes", g->streamed_bytes);
   }
-  if (p->n_ramp) {
+  if (p->guests.n_ramp) {
     ps__jsonw_array(w, "batch_ramp");
-    for (uint32_t i = 0; i < p->n_ramp; i++) {
+    for (uint32_t i = 0; i < p->guests.n_ramp; i++) {
       ps__jsonw_object(w, NULL);
-      ps__jsonw_uint(w, "steps", p->ramp[i].n_steps);
-      ps__jsonw_uint(w, "tokens_per_step", r->n_hosts * p->ramp[i].layout.n_tokens);
-      ps__jsonw_uint(w, "n_rounds", p->ramp[i].layout.n_rounds);
-      ps__jsonw_number(w, "predicted_step_s", p->ramp[i].step_s);
+      ps__jsonw_uint(w, "steps", p->guests.ramp[i].n_steps);
+      ps__jsonw_uint(w, "tokens_per_step", r->n_hosts * p->guests.ramp[i].guest.layout.n_tokens);
+      ps__jsonw_uint(w, "n_rounds", p->guests.ramp[i].guest.layout.n_rounds);
+      ps__jsonw_number(w, "predicted_step_s", p->guests.ramp[i].guest.step_s);
       ps__jsonw_end(w);
     }
     ps__jsonw_end(w);

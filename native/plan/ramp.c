@@ -40,73 +40,54 @@ static ps_status check(const ps_plan *p) {
   return PS_OK;
 }
 
-static ps_status build(ps_plan *p, ps__ramp *r, bool run) {
-  const ps__layout *l = &p->layout;
-  ps_program *program = NULL;
-  double step_ns;
-  PS_TRY(ps__layout_init(&r->layout, l->seq_len, r->n_sequences, l->chunk_tokens,
+static ps_status build(const ps__over *o, ps__ramp *r) {
+  const ps__layout *l = o->layout;
+  ps__guest *g = &r->guest;
+  PS_TRY(ps__layout_init(&g->layout, l->seq_len, r->n_sequences, l->chunk_tokens,
                          l->chunks_per_round, l->first_round_chunks, l->first_rounds));
-  PS_TRY(ps__step_emit(&r->step, p->model, &r->layout, &p->spec, &p->hooks));
-  PS_TRY(ps__step_map_over(&r->step, &p->step));
-  if (!run) {
-    ps__step_widen(&p->step, &r->step);
-    return PS_OK;
+  PS_TRY(ps__guest_place(g, o->plan->model, o->spec, &o->plan->hooks, o->step));
+  if (o->run) {
+    PS_TRY(ps__guest_compile(g));
+    PS_TRY(ps__guest_predict(g, &o->plan->hw));
   }
-  ps_status st = ps__step_program(&r->step, &program);
-  if (st == PS_OK)
-    st = ps_schedule_compile(&r->schedule, program);
-  ps_program_destroy(program);
-  PS_TRY(st);
-  ps__cost_model m =
-      ps__cost_model_of(&p->hw, p->model->fp8.on, p->at, p->hw.n_threads, p->spec.sum_threads);
-  PS_TRY(ps__step_predict(&r->step, r->schedule, &m, NULL, &step_ns));
-  r->step_s = step_ns * 1e-9;
-  ps__step_widen(&p->step, &r->step);
+  ps__step_widen(o->step, &g->step);
   return PS_OK;
 }
 
-ps_status ps__plan_ramp(ps_plan *p, bool run) {
+ps_status ps__plan_ramp(const ps__over *o, ps__guests *out) {
+  const ps_plan_config *c = &o->plan->cfg;
   uint64_t step = 0, sequence = 0;
-  PS_TRY(check(p));
-  if (!p->cfg.n_ramp)
+  PS_TRY(check(o->plan));
+  if (!c->n_ramp)
     return PS_OK;
-  p->ramp = ps__calloc(p->cfg.n_ramp, sizeof *p->ramp);
-  if (!p->ramp)
+  out->ramp = ps__calloc(c->n_ramp, sizeof *out->ramp);
+  if (!out->ramp)
     return ps__fail(PS_ENOMEM, "out of memory for the batch ramp");
-  for (uint32_t i = 0; i < p->cfg.n_ramp; i++) {
-    ps__ramp *r = &p->ramp[p->n_ramp++];
-    r->n_steps = p->cfg.ramp[i].n_steps;
-    r->n_sequences = sequences_of(&p->cfg, &p->cfg.ramp[i]);
+  for (uint32_t i = 0; i < c->n_ramp; i++) {
+    ps__ramp *r = &out->ramp[out->n_ramp++];
+    r->n_steps = c->ramp[i].n_steps;
+    r->n_sequences = sequences_of(c, &c->ramp[i]);
     r->first_step = step;
     r->first_sequence = sequence;
     step += r->n_steps;
     sequence += r->n_steps * r->n_sequences;
-    PS_TRY(build(p, r, run));
+    PS_TRY(build(o, r));
   }
   return PS_OK;
 }
 
-void ps__plan_ramp_free(ps_plan *p) {
-  for (uint32_t i = 0; i < p->n_ramp; i++) {
-    (void)ps_schedule_destroy(p->ramp[i].schedule);
-    ps__step_free(&p->ramp[i].step);
-    ps__layout_free(&p->ramp[i].layout);
-  }
-  ps__free(p->ramp);
-}
-
 ps__step_size ps__step_size_at(const ps_plan *p, uint64_t step) {
   uint64_t first = 0, sequence = 0;
-  for (uint32_t i = 0; i < p->n_ramp; i++) {
-    const ps__ramp *r = &p->ramp[i];
+  for (uint32_t i = 0; i < p->guests.n_ramp; i++) {
+    const ps__ramp *r = &p->guests.ramp[i];
     if (step < r->first_step + r->n_steps)
-      return (ps__step_size){.layout = &r->layout,
-                             .step = &r->step,
-                             .schedule = r->schedule,
+      return (ps__step_size){.layout = &r->guest.layout,
+                             .step = &r->guest.step,
+                             .schedule = r->guest.schedule,
                              .first_step = r->first_step,
                              .end_step = r->first_step + r->n_steps,
                              .first_sequence = r->first_sequence,
-                             .step_s = r->step_s};
+                             .step_s = r->guest.step_s};
     first = r->first_step + r->n_steps;
     sequence = r->first_sequence + r->n_steps * r->n_sequences;
   }

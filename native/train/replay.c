@@ -110,9 +110,9 @@ static uint64_t group_sequences(const ps_plan *p) {
   const ps__layout *l = &p->layout;
   const uint64_t a_chunk = l->chunk_tokens / l->seq_len ? l->chunk_tokens / l->seq_len : 1;
   uint64_t n = a_chunk < l->n_sequences ? a_chunk : l->n_sequences;
-  for (uint32_t i = 0; i < p->n_ramp; i++)
-    if (p->ramp[i].n_sequences < n)
-      n = p->ramp[i].n_sequences;
+  for (uint32_t i = 0; i < p->guests.n_ramp; i++)
+    if (p->guests.ramp[i].n_sequences < n)
+      n = p->guests.ramp[i].n_sequences;
   while (a_chunk % n)
     n--;
   return n;

@@ -139,10 +139,9 @@ static ps_status reserve_and_load(ps_trainer *t, ps_tensor_file *weights, ps_ten
                                                     : "preparing kernels",
              0, 0);
   PS_TRY(ps__engine_warm(t->engine, t->plan->schedule));
-  if (t->plan->val)
-    PS_TRY(ps__engine_warm(t->engine, t->plan->val->schedule));
-  for (uint32_t i = 0; i < t->plan->n_ramp; i++)
-    PS_TRY(ps__engine_warm(t->engine, t->plan->ramp[i].schedule));
+  const ps__guest *guest;
+  for (uint32_t i = 0; (guest = ps__guest_at(&t->plan->guests, i)); i++)
+    PS_TRY(ps__engine_warm(t->engine, guest->schedule));
   PS_TRY(open_sampler(t));
   PS_TRY(ps__trainer_open_net(t));
   PS_TRY(note_memory(t, true));
@@ -232,8 +231,8 @@ static ps_status create(ps_trainer **out, const char *model_dir, ps_plan *plan,
   ps__dataset_use(cfg->dataset);
   ps__dataset_use(cfg->val_dataset);
   plan->hooks = (ps__step_hooks){t, ps__trainer_hook};
-  if (plan->val)
-    plan->val->hooks = (ps__step_hooks){t, ps__validation_hook};
+  if (plan->guests.val)
+    plan->guests.val->guest.hooks = (ps__step_hooks){t, ps__validation_hook};
   t->model_dir = ps__strdup(model_dir);
   t->run_text = cfg->run ? ps__strdup(cfg->run) : NULL;
   const ps_status st = t->model_dir && !t->run_text == !cfg->run
@@ -282,8 +281,8 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
   if (t->cfg.hosts)
     atomic_store(&t->cfg.hosts->in_use, 0);
   t->plan->hooks = (ps__step_hooks){0};
-  if (t->plan->val)
-    t->plan->val->hooks = (ps__step_hooks){0};
+  if (t->plan->guests.val)
+    t->plan->guests.val->guest.hooks = (ps__step_hooks){0};
   atomic_store(&t->plan->in_use, 0);
   ps__dataset_leave(t->cfg.dataset);
   ps__dataset_leave(t->cfg.val_dataset);

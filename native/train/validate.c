@@ -10,7 +10,8 @@
 #include <string.h>
 
 ps_status ps__validation_check(const ps_plan *plan, const ps_dataset *ds) {
-  if (!plan->val)
+  const ps__val *v = plan->guests.val;
+  if (!v)
     return ps__fail(PS_EINVAL, "val_dataset is given, but the plan was made without val_tokens: "
                                "plan anew");
   if (plan->cfg.one_document && ps_dataset_marks_documents(ds))
@@ -18,7 +19,7 @@ ps_status ps__validation_check(const ps_plan *plan, const ps_dataset *ds) {
                     "the validation data's masks say where documents begin, but the plan was made "
                     "for one document a sequence: plan without one_document");
   PS_TRY(ps_dataset_check(ds, plan->cfg.seq_len));
-  const uint64_t have = ps_dataset_n_sequences(ds, plan->cfg.seq_len), need = plan->val_sequences;
+  const uint64_t have = ps_dataset_n_sequences(ds, plan->cfg.seq_len), need = v->n_sequences;
   return have >= need ? PS_OK
                       : ps__fail(PS_EINVAL,
                                  "a validation reads %llu sequences of %llu tokens, but its data "
@@ -30,19 +31,20 @@ ps_status ps__validation_check(const ps_plan *plan, const ps_dataset *ds) {
 /* The same sequences in each validation: the data's first, of a mix by weight. What the last step
  * lacks is read from the beginning again, and does not count. */
 static ps_status load(ps_trainer *t, const ps_launch *l) {
-  const ps_plan *v = t->plan->val;
-  const uint64_t s = v->cfg.seq_len, n = v->layout.n_sequences, step = l->step % t->plan->val_steps;
+  const ps__val *v = t->plan->guests.val;
+  const ps__layout *layout = &v->guest.layout;
+  const uint64_t s = layout->seq_len, n = layout->n_sequences, step = l->step % v->n_steps;
   uint64_t valid;
   for (uint64_t i = 0; i < n; i++) {
-    const uint64_t pos = step * n + i, all = t->plan->val_sequences;
+    const uint64_t pos = step * n + i, all = v->n_sequences;
     PS_TRY(ps_dataset_read(t->cfg.val_dataset, s,
                            ps_dataset_at(t->cfg.val_dataset, s, pos % all, 0, 0), t->tokens + i * s,
                            t->targets + i * s, t->begins + i * s));
     if (pos >= all)
       ps__batch_uncount(t, i);
   }
-  PS_TRY(ps__batch_fill(t, "validation", &v->step, l->ptr[0], &valid));
-  memset(t->begins, 0, v->layout.n_tokens); /* a batch function of training does not write it */
+  PS_TRY(ps__batch_fill(t, "validation", &v->guest.step, l->ptr[0], &valid));
+  memset(t->begins, 0, layout->n_tokens); /* a batch function of training does not write it */
   *(ps__batch_header *)l->ptr[0] = (ps__batch_header){.valid_tokens = valid};
   return PS_OK;
 }
@@ -53,7 +55,7 @@ static void add_loss(ps_trainer *t, const ps_launch *l) {
   const double n = (double)batch->valid_tokens;
   if (!batch->valid_tokens)
     return;
-  t->val.sum += ps__sum_rows(l->ptr[1], t->plan->val->layout.n_tokens, 1) / n * n;
+  t->val.sum += ps__sum_rows(l->ptr[1], t->plan->guests.val->guest.layout.n_tokens, 1) / n * n;
   t->val.n_valid += batch->valid_tokens;
 }
 
@@ -71,7 +73,7 @@ static ps_status begin(ps_trainer *t) {
   const ps_run_config cfg = {.struct_bytes = sizeof cfg};
   if (run)
     return ps__run_go_on(run);
-  PS_TRY(ps__run_create(&run, t->engine, t->plan->val->schedule, &cfg));
+  PS_TRY(ps__run_create(&run, t->engine, t->plan->guests.val->guest.schedule, &cfg));
   atomic_store(&t->val.run, run);
   /* a cancel may have come before there was a run to stop */
   if (atomic_load(&t->cancelled))
@@ -80,7 +82,7 @@ static ps_status begin(ps_trainer *t) {
 }
 
 static ps_status run_steps(ps_trainer *t) {
-  const uint64_t n = t->plan->val_steps;
+  const uint64_t n = t->plan->guests.val->n_steps;
   /* what stays on the device is there from the first step on */
   if (!t->run)
     PS_TRY(ps__trainer_go_on(t));

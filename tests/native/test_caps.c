@@ -47,7 +47,7 @@ static void check_candidate(const ps__search_space *sp, const ps__candidate *m, 
   uint64_t scratch, trace;
   CHECK(ps__candidate_spec(sp, m, l, &spec) == PS_OK);
   CHECK(ps__step_build(&s, p->model, l, &spec, &hooks) == PS_OK);
-  const uint64_t over = ps__host_overhead(p, &s, &scratch, &trace);
+  const uint64_t over = ps__host_overhead(p, &s, &p->guests, &scratch, &trace);
   /* what an arena is rounded up by is more than all gradients of so small a model */
   const uint64_t arena = s.space_bytes[host];
   CHECK(m->bytes[host] <= (m->keep.blocks ? arena : ps__arena_round(arena)) + over);
