@@ -171,7 +171,7 @@ static void beat(ps_hosts *h, const struct pollfd *of, bool was_stopped) {
 
 /* All have met: nobody else can come. */
 static void turn_away(ps_hosts *h, const struct pollfd *of) {
-  ps__guest g;
+  ps__stranger g;
   char why[200];
   if (!ps__door_look(h->door, of, &g))
     return;

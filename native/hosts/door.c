@@ -89,14 +89,14 @@ ps_status ps__door_listen(ps__door *d, const char *name, const struct addrinfo *
                   name);
 }
 
-/* ---- guests ---------------------------------------------------------------------------------- */
+/* ---- strangers ---------------------------------------------------------------------------------- */
 
-static void take_out(ps__door *d, uint32_t i, ps__guest *out) {
-  *out = d->guest[i];
-  memmove(&d->guest[i], &d->guest[i + 1], (--d->n_guests - i) * sizeof *out);
+static void take_out(ps__door *d, uint32_t i, ps__stranger *out) {
+  *out = d->stranger[i];
+  memmove(&d->stranger[i], &d->stranger[i + 1], (--d->n_strangers - i) * sizeof *out);
 }
 
-void ps__door_hang_up(ps__door *d, ps__guest *g, ps__reason reason, const char *why) {
+void ps__door_hang_up(ps__door *d, ps__stranger *g, ps__reason reason, const char *why) {
   char text[sizeof d->refused], from[64];
   const bool stranger = reason == PS__STRANGER || reason == PS__SLOW;
   ps__address_text(&g->from, from);
@@ -120,25 +120,25 @@ void ps__door_hang_up(ps__door *d, ps__guest *g, ps__reason reason, const char *
 }
 
 static void hang_up_on(ps__door *d, uint32_t i, ps__reason reason, const char *why) {
-  ps__guest g;
+  ps__stranger g;
   take_out(d, i, &g);
   ps__door_hang_up(d, &g, reason, why);
 }
 
 /* Where there are too many, the oldest is hung up on. */
 static void let_in(ps__door *d, int listener) {
-  ps__guest g = {.fd = -1, .until_s = ps__now_s() + ps__hosts_times.greeting_s};
+  ps__stranger g = {.fd = -1, .until_s = ps__now_s() + ps__hosts_times.greeting_s};
   socklen_t bytes = sizeof g.from;
   g.fd = accept4(listener, (struct sockaddr *)&g.from, &bytes, SOCK_CLOEXEC);
   if (g.fd < 0)
     return;
-  if (d->n_guests == PS__GUESTS)
+  if (d->n_strangers == PS__STRANGERS)
     hang_up_on(d, 0, PS__SLOW, "too many others connect");
-  d->guest[d->n_guests++] = g;
+  d->stranger[d->n_strangers++] = g;
 }
 
 /* Answers a greeting, and proves that this task knows the secret. */
-static bool challenge(const ps__door *d, ps__guest *g) {
+static bool challenge(const ps__door *d, ps__stranger *g) {
   ps__challenge *c = &g->asked;
   *c = (ps__challenge){.rank = d->rank, .has_secret = d->secret.bytes > 0};
   memcpy(c->magic, ps__magic, sizeof c->magic);
@@ -150,9 +150,9 @@ static bool challenge(const ps__door *d, ps__guest *g) {
 
 static const char no_greeting[] = "it says nothing that a task says";
 
-/* Reads what guest @i says. True: all is there, and *out is a task. */
-static bool hear(ps__door *d, uint32_t i, ps__guest *out) {
-  ps__guest *g = &d->guest[i];
+/* Reads what stranger @i says. True: all is there, and *out is a task. */
+static bool hear(ps__door *d, uint32_t i, ps__stranger *out) {
+  ps__stranger *g = &d->stranger[i];
   const size_t said = sizeof g->said, got = g->bytes;
   const bool proves = got >= said;
   void *to = proves ? (char *)g->proof + (got - said) : (char *)&g->said + got;
@@ -180,31 +180,31 @@ static bool hear(ps__door *d, uint32_t i, ps__guest *out) {
 }
 
 uint32_t ps__door_poll(const ps__door *d, struct pollfd of[PS__DOOR_FDS], double *until_s) {
-  for (uint32_t i = 0; i < d->n_guests; i++) {
-    of[i] = (struct pollfd){.fd = d->guest[i].fd, .events = POLLIN};
-    *until_s = ps__earlier(*until_s, d->guest[i].until_s);
+  for (uint32_t i = 0; i < d->n_strangers; i++) {
+    of[i] = (struct pollfd){.fd = d->stranger[i].fd, .events = POLLIN};
+    *until_s = ps__earlier(*until_s, d->stranger[i].until_s);
   }
   for (uint32_t i = 0; i < d->n_listeners; i++)
-    of[d->n_guests + i] = (struct pollfd){.fd = d->listener[i], .events = POLLIN};
-  return d->n_guests + d->n_listeners;
+    of[d->n_strangers + i] = (struct pollfd){.fd = d->listener[i], .events = POLLIN};
+  return d->n_strangers + d->n_listeners;
 }
 
-bool ps__door_look(ps__door *d, const struct pollfd *of, ps__guest *out) {
-  const uint32_t n = d->n_guests;
+bool ps__door_look(ps__door *d, const struct pollfd *of, ps__stranger *out) {
+  const uint32_t n = d->n_strangers;
   for (uint32_t i = 0; i < d->n_listeners; i++)
-    if (of[n + i].revents && d->n_guests == n) /* else the others' places have changed */
+    if (of[n + i].revents && d->n_strangers == n) /* else the others' places have changed */
       let_in(d, d->listener[i]);
-  for (uint32_t i = 0; i < n && i < d->n_guests; i++)
-    if (d->guest[i].fd == of[i].fd && of[i].revents)
+  for (uint32_t i = 0; i < n && i < d->n_strangers; i++)
+    if (d->stranger[i].fd == of[i].fd && of[i].revents)
       return hear(d, i, out);
-  while (d->n_guests && d->guest[0].until_s <= ps__now_s())
+  while (d->n_strangers && d->stranger[0].until_s <= ps__now_s())
     hang_up_on(d, 0, PS__SLOW, "its greeting was not complete in time");
   return false;
 }
 
 void ps__door_shut(ps__door *d) {
-  while (d->n_guests)
-    close(d->guest[--d->n_guests].fd);
+  while (d->n_strangers)
+    close(d->stranger[--d->n_strangers].fd);
   while (d->n_listeners)
     close(d->listener[--d->n_listeners]);
   explicit_bzero(&d->secret, sizeof d->secret);

@@ -77,13 +77,13 @@ const char *ps__address_text(const struct sockaddr_storage *a, char out[64]);
 
 /* ---- the door (door.c) ----------------------------------------------------------------------- */
 
-/* GUESTS: twice as many as all tasks' connections, so strangers who say nothing keep no task
+/* STRANGERS: twice as many as all tasks' connections, so those who say nothing keep no task
  * out. */
-enum { PS__LISTENERS = 8, PS__GUESTS = 2 * PS__KINDS * PS_MAX_HOSTS };
-enum { PS__DOOR_FDS = PS__LISTENERS + PS__GUESTS };
+enum { PS__LISTENERS = 8, PS__STRANGERS = 2 * PS__KINDS * PS_MAX_HOSTS };
+enum { PS__DOOR_FDS = PS__LISTENERS + PS__STRANGERS };
 
 /* Somebody who has connected, until the proof is there. */
-typedef struct ps__guest {
+typedef struct ps__stranger {
   int fd;
   size_t bytes; /* of said, then of proof */
   ps__hello said;
@@ -91,7 +91,7 @@ typedef struct ps__guest {
   uint8_t proof[PS__PROOF];
   double until_s;
   struct sockaddr_storage from;
-} ps__guest;
+} ps__stranger;
 
 /* Why somebody is hung up on. Each reason is logged once, those of strangers at PS_LOG_INFO. */
 typedef enum ps__reason { PS__STRANGER, PS__SLOW, PS__SECRET, PS__DIFFERS } ps__reason;
@@ -99,11 +99,11 @@ typedef enum ps__reason { PS__STRANGER, PS__SLOW, PS__SECRET, PS__DIFFERS } ps__
 typedef struct ps__door {
   uint32_t rank;
   ps__secret secret;
-  uint32_t n_listeners, n_guests;
+  uint32_t n_listeners, n_strangers;
   int listener[PS__LISTENERS];
-  uint32_t logged;             /* bits by ps__reason */
-  char refused[320];           /* the last task that was hung up on: a sentence, or "" */
-  ps__guest guest[PS__GUESTS]; /* the oldest first */
+  uint32_t logged;                      /* bits by ps__reason */
+  char refused[320];                    /* the last task that was hung up on: a sentence, or "" */
+  ps__stranger stranger[PS__STRANGERS]; /* the oldest first */
 } ps__door;
 
 /* ps__door_listen() - at the addresses of @name that are this host's. PS_EINVAL: none is.
@@ -115,11 +115,11 @@ ps_status ps__door_listen_at(ps__door *d, const struct sockaddr *at, socklen_t b
  * next call of ps__door_look(), where that is earlier.
  * ps__door_look() - after poll(). True: *out has proved that it knows the secret, and the caller
  * closes its socket. Others are hung up on where they are no tasks, or too slow.
- * ps__door_hang_up() - close the guest's socket; @why: a sentence. Rank 0 says it to the guest.
- * ps__door_shut() - stop to listen, and hang up on all guests. */
+ * ps__door_hang_up() - close the stranger's socket; @why: a sentence. Rank 0 says it to the stranger.
+ * ps__door_shut() - stop to listen, and hang up on all strangers. */
 uint32_t ps__door_poll(const ps__door *d, struct pollfd of[PS__DOOR_FDS], double *until_s);
-bool ps__door_look(ps__door *d, const struct pollfd *of, ps__guest *out);
-void ps__door_hang_up(ps__door *d, ps__guest *g, ps__reason reason, const char *why);
+bool ps__door_look(ps__door *d, const struct pollfd *of, ps__stranger *out);
+void ps__door_hang_up(ps__door *d, ps__stranger *g, ps__reason reason, const char *why);
 void ps__door_shut(ps__door *d);
 
 static inline double ps__now_s(void) { return 1e-9 * (double)ps__now_ns(); }

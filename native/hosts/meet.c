@@ -356,8 +356,8 @@ static judgement judge(const meeting *m, const ps__hello *w, char why[256]) {
   return WRONG;
 }
 
-/* The next guest who is a task; false: none comes in time. */
-static bool next_guest(meeting *m, ps__guest *out) {
+/* The next stranger who is a task; false: none comes in time. */
+static bool next_stranger(meeting *m, ps__stranger *out) {
   struct pollfd of[PS__DOOR_FDS];
   for (;;) {
     double until_s = ps__earlier(m->say_s, m->until_s);
@@ -388,10 +388,10 @@ static ps_status did_not_come(const meeting *m) {
 /* Accepts both connections of @n ranks. @at: their addresses by rank, for rank 0, else NULL.
  * @why: what is wrong with *refused, who ends all, and whose socket the caller closes. */
 static ps_status accept_all(meeting *m, uint32_t n, struct sockaddr_storage *at, char why[256],
-                            ps__guest *refused) {
+                            ps__stranger *refused) {
   for (uint32_t i = 0; i < PS__KINDS * n;) {
-    ps__guest g;
-    if (!next_guest(m, &g))
+    ps__stranger g;
+    if (!next_stranger(m, &g))
       return did_not_come(m);
     const judgement is = judge(m, &g.said, why);
     if (is == ENDS_ALL) {
@@ -421,10 +421,10 @@ static uint32_t n_came(const ps_hosts *h) {
   return n;
 }
 
-/* Tells guest @g and all others that come within REFUSED_S why they are refused. It ends once all
+/* Tells stranger @g and all others that come within REFUSED_S why they are refused. It ends once all
  * have come that any of them knows of. A socket that is closed with unread bytes resets its
  * connection, and the other side may lose the answer: so each is read to its end. */
-static void refuse(meeting *m, const ps__verdict *v, ps__guest g) {
+static void refuse(meeting *m, const ps__verdict *v, ps__stranger g) {
   int told[PS__KINDS * PS_MAX_HOSTS];
   uint32_t n_told = 0, came = n_came(m->h), tasks = m->h->n;
   const double until_s = ps__now_s() + REFUSED_S;
@@ -437,7 +437,7 @@ static void refuse(meeting *m, const ps__verdict *v, ps__guest g) {
     told[n_told++] = g.fd;
     came += g.said.kind == PS__CONTROL;
     tasks = g.said.n > tasks ? g.said.n : tasks;
-  } while (came + 1 < tasks && n_told < sizeof told / sizeof *told && next_guest(m, &g));
+  } while (came + 1 < tasks && n_told < sizeof told / sizeof *told && next_stranger(m, &g));
   for (uint32_t i = 0; i < n_told; i++) {
     while (left_ms(m) > 0 && receive(m, told[i], &rest, 1))
       ;
@@ -471,7 +471,7 @@ static ps_status lead(meeting *m) {
   ps_hosts *h = m->h;
   char why[256] = "";
   struct sockaddr_storage at[PS_MAX_HOSTS] = {0};
-  ps__guest refused = {.fd = -1};
+  ps__stranger refused = {.fd = -1};
   ps_status st = open_door(m);
   if (st == PS_OK)
     st = accept_all(m, h->n - 1, at, why, &refused);
@@ -509,7 +509,7 @@ static ps_status follow(meeting *m) {
   ps_hosts *h = m->h;
   char why[256] = "";
   struct sockaddr_storage at[PS_MAX_HOSTS];
-  ps__guest refused;
+  ps__stranger refused;
   for (uint32_t kind = 0; kind < PS__KINDS; kind++)
     PS_TRY(reach_first(m, kind));
   say_nothing_more(m); /* rank 0 says for whom all wait */

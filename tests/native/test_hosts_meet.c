@@ -1,5 +1,5 @@
 /* test_hosts_meet.c - how tasks greet each other, and what those may do who are let in: proofs, who
- * may reach an address, a door with a slow guest, a task that says nothing, one that says too
+ * may reach an address, a door with a slow stranger, a task that says nothing, one that says too
  * much. tests/test_hosts.py has whole meetings. */
 #include "hosts/greet.h"
 #include "hosts_ranks.h"
@@ -115,18 +115,18 @@ static int connected(uint32_t host, uint32_t port) {
   return -1;
 }
 
-/* Until the guest is hung up on. */
+/* Until the stranger is hung up on. */
 static void look_until_alone(ps__door *d) {
   struct pollfd of[PS__DOOR_FDS];
-  ps__guest g;
+  ps__stranger g;
   do {
     double until_s = ps__now_s() + 10;
     const uint32_t n = ps__door_poll(d, of, &until_s);
     CHECK(poll(of, n, ps__ms_until(until_s)) >= 0 && !ps__door_look(d, of, &g));
-  } while (d->n_guests);
+  } while (d->n_strangers);
 }
 
-/* A guest who says a part of a greeting is hung up on in time. A host's name that is the loopback
+/* A stranger who says a part of a greeting is hung up on in time. A host's name that is the loopback
  * has a door at all addresses. */
 static void test_door(void) {
   ps__door *d = calloc(1, sizeof *d);
