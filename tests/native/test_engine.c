@@ -1,6 +1,6 @@
 /* test_engine.c - the engine's contract: what is refused, what fails, how it stops, what it
  * leaves behind. */
-#include "engine/engine.h"
+#include "engine/turn.h"
 #include "random_program.h"
 #include <fcntl.h>
 #include <pthread.h>
@@ -543,6 +543,34 @@ static void test_pause(void) {
   CHECK(ps_schedule_destroy(sa) == PS_OK && ps_schedule_destroy(sb) == PS_OK);
 }
 
+/* Two runs take turns. A cancel ends a run that has the engine, one that is paused, and one that is
+ * created later. */
+static void test_turns(void) {
+  char text[256];
+  ps_schedule *s = folding(7, 0);
+  ps_run *a = NULL, *b = NULL, *c = NULL;
+  ps__turns turns = {.engine = open_engine(4)};
+  CHECK(ps__turns_at_rest(&turns));
+  for (int i = 0; i < 3; i++) {
+    CHECK(ps__turn_begin(&turns, &a, s, NULL) == PS_OK && ps__turn_steps(a, 2) == PS_OK);
+    CHECK_FAILS(ps__turn_begin(&turns, &b, s, NULL), PS_EBUSY, "a run already");
+    CHECK(ps__turn_end(a, PS_OK) == PS_OK);
+    CHECK(ps__turn_begin(&turns, &b, s, NULL) == PS_OK && ps__turn_steps(b, 1) == PS_OK);
+    CHECK_FAILS(ps__turn_end(b, ps__fail(PS_EIO, "its own")), PS_EIO, "its own");
+    ps__turns_where(&turns, text, sizeof text);
+    CHECK(turns.n == 2 && ps_run_steps_done(a) == 2 * (uint64_t)i + 2 && !text[0]);
+  }
+  CHECK(ps__turn_begin(&turns, &a, s, NULL) == PS_OK);
+  ps__turns_cancel(&turns);
+  CHECK_FAILS(ps__turn_end(a, ps__turn_steps(a, 1)), PS_ECANCELLED, "cancelled");
+  CHECK_FAILS(ps__turn_begin(&turns, &b, s, NULL), PS_ECANCELLED, "cancelled");
+  CHECK(ps__turn_begin(&turns, &c, s, NULL) == PS_OK);
+  CHECK_FAILS(ps__turn_end(c, ps__turn_steps(c, 1)), PS_ECANCELLED, "cancelled");
+  CHECK(ps__turns_at_rest(&turns) && ps_run_steps_done(a) == 6 && ps_run_steps_done(c) == 0);
+  CHECK(ps__turns_close(&turns) == PS_OK && ps_engine_close(turns.engine) == PS_OK);
+  CHECK(ps_schedule_destroy(s) == PS_OK);
+}
+
 /* ---- what a kernel asks of its stream -------------------------------------------------------- */
 
 enum { ASKED_TASKS = 64 };
@@ -622,6 +650,7 @@ int main(void) {
   test_life();
   for (int i = 0; i < 20; i++)
     test_pause();
+  test_turns();
   printf("ok runs take turns on an engine, each as if it had not stopped\n");
   printf("ok an op neither waits for its run nor closes it; where() and steps_done() beside "
          "submit() and wait()\n");

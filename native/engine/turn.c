@@ -1,0 +1,69 @@
+/* turn.c - runs that take turns on one engine. */
+#include "engine/turn.h"
+
+ps_status ps__turn_begin(ps__turns *all, ps_run **run, ps_schedule *schedule,
+                         const ps_run_config *cfg) {
+  const ps_run_config plain = {.struct_bytes = sizeof plain};
+  if (*run)
+    return ps__run_go_on(*run);
+  if (all->n == PS__MAX_TURNS)
+    return ps__fail(PS_EINTERNAL, "more than %d runs take turns on an engine", PS__MAX_TURNS);
+  PS_TRY(ps__run_create(run, all->engine, schedule, cfg ? cfg : &plain));
+  atomic_store(&all->run[all->n++], *run);
+  /* a cancel may have come before there was a run to stop */
+  if (atomic_load(&all->cancelled))
+    ps_run_cancel(*run);
+  return PS_OK;
+}
+
+ps_status ps__turn_steps(ps_run *run, uint64_t n_steps) {
+  PS_TRY(ps_run_submit(run, n_steps));
+  return ps_run_wait(run, ps__run_submitted(run));
+}
+
+ps_status ps__turn_end(ps_run *run, ps_status st) {
+  char message[1024];
+  snprintf(message, sizeof message, "%s", st == PS_OK ? "" : ps_last_error());
+  const ps_status paused = ps__run_pause(run);
+  return st == PS_OK ? paused : ps__fail(st, "%s", message);
+}
+
+void ps__turns_stop(ps__turns *all) {
+  for (uint32_t i = 0; i < PS__MAX_TURNS; i++) {
+    ps_run *run = atomic_load(&all->run[i]);
+    if (run)
+      ps_run_cancel(run);
+  }
+}
+
+void ps__turns_cancel(ps__turns *all) {
+  atomic_store(&all->cancelled, 1);
+  ps__turns_stop(all);
+}
+
+bool ps__turns_at_rest(const ps__turns *all) {
+  for (uint32_t i = 0; i < PS__MAX_TURNS; i++) {
+    const ps_run *run = atomic_load(&all->run[i]);
+    if (run && !ps_run_at_rest(run))
+      return false;
+  }
+  return true;
+}
+
+void ps__turns_where(const ps__turns *all, char *text, uint64_t bytes) {
+  if (bytes)
+    text[0] = 0;
+  for (uint32_t i = 0; i < PS__MAX_TURNS && bytes && !text[0]; i++) {
+    const ps_run *run = atomic_load(&all->run[i]);
+    if (run) /* of a paused run there is nothing to say */
+      ps_run_where(run, text, bytes);
+  }
+}
+
+ps_status ps__turns_close(ps__turns *all) {
+  for (; all->n; all->n--) {
+    PS_TRY(ps_run_destroy(atomic_load(&all->run[all->n - 1])));
+    atomic_store(&all->run[all->n - 1], NULL);
+  }
+  return PS_OK;
+}
