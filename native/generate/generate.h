@@ -8,7 +8,7 @@
  * A step gives logits for one row of each sequence, which batch.out names. */
 #ifndef PS_GENERATE_H
 #define PS_GENERATE_H
-#include "engine/engine.h"
+#include "engine/turn.h"
 #include "model/model.h"
 #include "step/room.h"
 #include <penstock/generate.h>
@@ -141,14 +141,10 @@ ps_status ps__gen_compile(ps__gen_setup *s);
 void ps__gen_setup_free(ps__gen_setup *s);
 
 /* ---- a generator beside a training (generator.c) --------------------------------------------- */
-/* ps__generator_beside() - a generator of @setup on the engine of a training. ps_generator_run()
- * needs the training's run to be paused. Both are borrowed until destroy. Errors: PS_ENOMEM.
- * ps__generator_cancel() - end all its steps for good. Threads: any, and signal handlers.
- * ps__generator_run() - the run of a program, paused while it has no steps; NULL before the first
- * ones. Threads: any. */
-ps_status ps__generator_beside(ps_generator **out, ps__gen_setup *setup, ps_engine *engine);
-void ps__generator_cancel(ps_generator *g);
-ps_run *ps__generator_run(const ps_generator *g, uint32_t program);
+/* ps__generator_beside() - a generator of @setup that takes turns with a training: ps_generator_run()
+ * needs the training's run to be paused. Both are borrowed until destroy, before which @turns close.
+ * Errors: PS_ENOMEM. */
+ps_status ps__generator_beside(ps_generator **out, ps__gen_setup *setup, ps__turns *turns);
 
 /* ---- drawing tokens (sample.c) --------------------------------------------------------------- */
 typedef struct ps__gen_candidate {

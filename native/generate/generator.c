@@ -28,13 +28,11 @@ struct ps_generator {
   const ps__gen_plan *plan; /* of the setup */
   ps_engine *engine;        /* the same */
   ps__gen_setup own;
-  char *host; /* the host space */
-  /* The runs of the programs, made at first use; a cancel may come at any time until destroy.
-   * n_steps: that were given to each. */
-  _Atomic(ps_run *) run[PS__GEN_PROGRAMS];
-  uint64_t n_steps[PS__GEN_PROGRAMS];
-  _Atomic uint32_t cancelled;
-  sequence *sequence; /* [n_sequences] */
+  char *host;       /* the host space */
+  ps__turns *turns; /* its own, or a training's */
+  ps__turns own_turns;
+  ps_run *run[PS__GEN_PROGRAMS]; /* of the programs, made at first use */
+  sequence *sequence;            /* [n_sequences] */
   /* in host memory of the arena: */
   _Atomic int32_t *token; /* [n_sequences][context]: what each drew, END, or NOT_YET */
   float *logits;          /* [threads][vocab] */
@@ -168,6 +166,8 @@ static ps_status open_engine(ps_generator *g) {
   ps__engine_of(&e, &p->hw, at, arena, cap.given, beside, p->scratch_bytes);
   e.deterministic = p->cfg.deterministic;
   PS_TRY(ps_engine_create(&g->engine, &e));
+  g->own_turns.engine = g->engine;
+  g->turns = &g->own_turns;
   g->host = ps_engine_space(g->engine, at->host);
   return PS_OK;
 }
@@ -327,13 +327,14 @@ ps_status ps_generator_create(ps_generator **out, const char *model_dir,
   return st;
 }
 
-ps_status ps__generator_beside(ps_generator **out, ps__gen_setup *setup, ps_engine *engine) {
+ps_status ps__generator_beside(ps_generator **out, ps__gen_setup *setup, ps__turns *turns) {
   ps_generator *g = ps__calloc(1, sizeof *g);
   if (!g)
     return ps__fail(PS_ENOMEM, "out of memory for a generator");
   g->setup = setup;
   g->plan = &setup->plan;
-  g->engine = engine;
+  g->turns = turns;
+  g->engine = turns->engine;
   const ps_status st = prepare(g);
   if (st != PS_OK)
     ps_generator_destroy(g);
@@ -342,24 +343,10 @@ ps_status ps__generator_beside(ps_generator **out, ps__gen_setup *setup, ps_engi
   return st;
 }
 
-void ps__generator_cancel(ps_generator *g) {
-  atomic_store(&g->cancelled, 1);
-  for (uint32_t i = 0; i < PS__GEN_PROGRAMS; i++) {
-    ps_run *run = atomic_load(&g->run[i]);
-    if (run)
-      ps_run_cancel(run);
-  }
-}
-
-ps_run *ps__generator_run(const ps_generator *g, uint32_t program) {
-  return atomic_load(&g->run[program]);
-}
-
 void ps_generator_destroy(ps_generator *g) {
   if (!g)
     return;
-  for (uint32_t i = 0; i < PS__GEN_PROGRAMS; i++)
-    (void)ps_run_destroy(g->run[i]);
+  (void)ps__turns_close(&g->own_turns);
   if (g->setup == &g->own || !g->setup)
     (void)ps_engine_close(g->engine);
   else
@@ -462,26 +449,8 @@ static ps_status deliver(const call *c, uint32_t *open) {
   return PS_OK;
 }
 
-/* Gives the engine to a program's run. */
 static ps_status begin(ps_generator *g, uint32_t program) {
-  const ps_run_config cfg = {.struct_bytes = sizeof cfg};
-  ps_run *run = atomic_load(&g->run[program]);
-  if (run)
-    return ps__run_go_on(run);
-  PS_TRY(ps_run_create(&run, g->engine, g->setup->schedule[program], &cfg));
-  atomic_store(&g->run[program], run);
-  /* a cancel may have come before there was a run to stop */
-  if (atomic_load(&g->cancelled))
-    ps_run_cancel(run);
-  return PS_OK;
-}
-
-/* Takes the engine from it. @st: how its steps went so far. */
-static ps_status end(ps_generator *g, uint32_t program, ps_status st) {
-  char message[1024];
-  snprintf(message, sizeof message, "%s", st == PS_OK ? "" : ps_last_error());
-  const ps_status paused = ps__run_pause(g->run[program]);
-  return st == PS_OK ? paused : ps__fail(st, "%s", message);
+  return ps__turn_begin(g->turns, &g->run[program], g->setup->schedule[program], NULL);
 }
 
 /* Run a program for at most @n_steps steps, until no sequence goes on. */
@@ -491,21 +460,21 @@ static ps_status run_program(const call *c, uint32_t program, uint64_t n_steps, 
   const uint64_t start = ps__now_ns();
   PS_TRY(begin(g, program));
   ps_run *run = g->run[program];
+  const uint64_t before = ps__run_submitted(run);
   ps_status st = PS_OK;
   while (st == PS_OK && *open && done < n_steps) {
     const uint64_t wanted = done + IN_FLIGHT < n_steps ? done + IN_FLIGHT : n_steps;
     st = ps_run_submit(run, wanted - submitted);
     submitted = wanted;
     if (st == PS_OK)
-      st = ps_run_wait(run, g->n_steps[program] + ++done);
+      st = ps_run_wait(run, before + ++done);
     if (st == PS_OK)
       st = deliver(c, open);
   }
   const double seconds = (double)(ps__now_ns() - start) * 1e-9;
   *(program == PREFILL ? &c->stats->prefill_s : &c->stats->decode_s) += seconds;
   *(program == PREFILL ? &c->stats->prefill_steps : &c->stats->decode_steps) += done;
-  g->n_steps[program] += submitted;
-  return end(g, program, st);
+  return ps__turn_end(run, st);
 }
 
 /* Beside a training: brings the weights that stay on the device for this call. */
@@ -514,8 +483,7 @@ static ps_status bring_weights(ps_generator *g) {
   if (!g->setup->schedule[load])
     return PS_OK;
   PS_TRY(begin(g, load));
-  const ps_status st = ps_run_submit(g->run[load], 1);
-  return end(g, load, st);
+  return ps__turn_end(g->run[load], ps__turn_steps(g->run[load], 1));
 }
 
 static ps_status run_group(const call *c, const ps_generate_request *requests, uint32_t n) {

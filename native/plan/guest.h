@@ -2,7 +2,7 @@
  *
  * A guest runs while no step of training is in flight. Its step is mapped over the training's: what
  * outlives a step lies where the training has it, and all else past that. The trainer goes from one
- * to the other and moves nothing. */
+ * to the other and moves nothing (engine/turn.h). */
 #ifndef PS_PLAN_GUEST_H
 #define PS_PLAN_GUEST_H
 #include "step/step.h"

@@ -208,7 +208,7 @@ ps_status ps_trainer_checkpoint_begin(ps_trainer *t, const char *dir) {
   if (t->writing)
     return ps__fail(PS_EBUSY, "%s is being written: end it with ps_trainer_checkpoint_end() first",
                     t->writing->dir);
-  if (t->sticky != PS_OK || atomic_load(&t->cancelled))
+  if (t->sticky != PS_OK || atomic_load(&t->turns.cancelled))
     return ps__fail(PS_ESTATE, "an error or a cancel has stopped the trainer: optimizer states may "
                                "be of two steps, and no checkpoint is written");
   if (t->cfg.first_step && t->n_updates + t->n_submitted == 0)
@@ -266,7 +266,7 @@ void ps__trainer_end_writing(ps_trainer *t) {
     return;
   ps__hold_seen(t->hold, t->writing->n_steps);
   ps__hold_stop(t->hold, false);
-  if (ps_trainer_checkpoint_end(t, NULL) != PS_OK && !atomic_load(&t->cancelled))
+  if (ps_trainer_checkpoint_end(t, NULL) != PS_OK && !atomic_load(&t->turns.cancelled))
     ps__log(PS_LOG_WARN, "the checkpoint that was being written is lost: %s", ps_last_error());
 }
 

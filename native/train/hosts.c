@@ -109,10 +109,7 @@ ps_status ps__sum_losses(ps_trainer *t, const ps_launch *l, double sum[3]) {
 /* Runs stop at once. A checkpoint of complete steps is written to its end. */
 static void on_failure(void *user) {
   ps_trainer *t = user;
-  ps_run *const run[2] = {atomic_load(&t->run), atomic_load(&t->val.run)};
-  for (int i = 0; i < 2; i++)
-    if (run[i])
-      ps_run_cancel(run[i]);
+  ps__turns_stop(&t->turns);
 }
 
 void ps__trainer_join_hosts(ps_trainer *t) {

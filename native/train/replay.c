@@ -12,13 +12,8 @@
 
 struct ps__replay {
   ps_trainer *t;
-  ps__step_hooks hooks;
-  ps__layout layout;
-  ps__spec spec;
-  ps__step step;
-  ps_schedule *schedule;
-  _Atomic(ps_run *) run; /* NULL before the first replay; paused between two */
-  uint64_t n_steps;      /* of the run so far */
+  ps__guest guest;
+  ps_run *run; /* NULL before the first replay */
   /* what is run again: step run_step of the trainer, which has this layout; its first group is step
    * first of the run */
   uint64_t run_step, first, valid;
@@ -32,7 +27,7 @@ struct ps__replay {
 
 /* The last group may reach back into the one before, so that all have one size. */
 static uint64_t first_sequence(const ps__replay *r, uint64_t group) {
-  const uint64_t n = r->layout.n_sequences, last = r->whole->n_sequences - n;
+  const uint64_t n = r->guest.layout.n_sequences, last = r->whole->n_sequences - n;
   return group * n < last ? group * n : last;
 }
 
@@ -40,14 +35,14 @@ static ps_status load(ps__replay *r, const ps_launch *l) {
   const uint64_t group = l->step - r->first;
   if (group == 0)
     PS_TRY(ps__batch_read(r->t, r->run_step, r->whole, &r->valid));
-  ps__batch_fill_part(r->t, &r->step, first_sequence(r, group) * r->layout.seq_len, r->valid,
-                      l->ptr[0]);
+  ps__batch_fill_part(r->t, &r->guest.step, first_sequence(r, group) * r->guest.layout.seq_len,
+                      r->valid, l->ptr[0]);
   return PS_OK;
 }
 
 static void look(ps__replay *r, const ps_launch *l) {
   const double *sum = l->ptr[0];
-  for (size_t i = 0; i < r->step.n_checks && !r->found; i++)
+  for (size_t i = 0; i < r->guest.step.n_checks && !r->found; i++)
     if (!isfinite(sum[i])) {
       r->found = true;
       r->check = i;
@@ -65,12 +60,6 @@ static ps_status hook(void *ctx, ps__hook what, uint32_t unit, const ps_launch *
 }
 
 /* ---- the step -------------------------------------------------------------------------------- */
-
-static void free_step(ps__replay *r) {
-  ps__step_free(&r->step);
-  ps__spec_free(&r->spec);
-  ps__layout_free(&r->layout);
-}
 
 /* Where saved activations are, which changes no bits: all recomputed but the blocks' inputs, which
  * are on the device, or on the host; or as in the plan's rounds. The first that fits is taken. */
@@ -91,8 +80,8 @@ static void choose_policies(ps__spec *s, const ps__spec *of, saved where) {
 static ps_status decide(ps__replay *r, saved where) {
   const ps_plan *p = r->t->plan;
   const ps__spec *of = &p->spec;
-  ps__spec *s = &r->spec;
-  PS_TRY(ps__spec_init_beside(s, p->model, &r->layout, of));
+  ps__spec *s = &r->guest.spec;
+  PS_TRY(ps__spec_init_beside(s, p->model, &r->guest.layout, of));
   s->clip = s->checked = true;
   memcpy(s->param_resident, of->param_resident, s->n_units);
   memcpy(s->update_resident, of->update_resident, s->n_units);
@@ -118,24 +107,24 @@ static uint64_t group_sequences(const ps_plan *p) {
   return n;
 }
 
-static ps_status emit(ps__replay *r, saved where) {
+static ps_status place(ps__replay *r, saved where) {
   const ps_plan *p = r->t->plan;
   const ps__layout *l = &p->layout;
-  const uint64_t n = group_sequences(p);
-  PS_TRY(ps__layout_init(&r->layout, l->seq_len, n, l->chunk_tokens, l->chunks_per_round, 0, 0));
-  ps_status st = decide(r, where);
-  if (st == PS_OK)
-    st = ps__step_emit(&r->step, p->model, &r->layout, &r->spec, &r->hooks);
-  return st == PS_OK ? ps__step_map_over(&r->step, &p->step) : st;
+  ps__guest *g = &r->guest;
+  PS_TRY(ps__layout_init(&g->layout, l->seq_len, group_sequences(p), l->chunk_tokens,
+                         l->chunks_per_round, 0, 0));
+  PS_TRY(decide(r, where));
+  return ps__guest_place(g, p->model, &g->spec, &g->hooks, &p->step);
 }
 
 /* PS_EBUDGET: it takes more than the training has. */
 static ps_status check_room(const ps__replay *r) {
   const ps_plan *p = r->t->plan;
-  const uint64_t tables = 512ull * r->step.n_op, cap = p->cfg.host_mem_bytes;
+  const uint64_t tables = 512ull * r->guest.step.n_op, cap = p->cfg.host_mem_bytes;
   char need[32], there[32];
   for (uint32_t i = 0; i < p->at->n_places; i++) {
-    const uint64_t bytes = r->step.space_bytes[i], arena = ps__arena_round(p->step.space_bytes[i]);
+    const uint64_t bytes = r->guest.step.space_bytes[i],
+                   arena = ps__arena_round(p->step.space_bytes[i]);
     if (bytes <= arena)
       continue;
     ps__format_bytes_apart(need, bytes, there, arena);
@@ -143,9 +132,9 @@ static ps_status check_room(const ps__replay *r) {
                     need, i == p->at->host ? "host" : "device", there);
   }
   for (uint32_t i = 0; i < p->at->n_streams; i++)
-    if (r->step.scratch_bytes[i] > p->step.scratch_bytes[i])
+    if (r->guest.step.scratch_bytes[i] > p->step.scratch_bytes[i])
       return ps__fail(PS_EBUDGET, "a check takes %zu bytes of scratch, the plan has %zu",
-                      r->step.scratch_bytes[i], p->step.scratch_bytes[i]);
+                      r->guest.step.scratch_bytes[i], p->step.scratch_bytes[i]);
   if (!cap || p->report.host_used_bytes + tables <= cap)
     return PS_OK;
   ps__format_bytes_apart(need, tables, there, cap - p->report.host_used_bytes);
@@ -154,51 +143,26 @@ static ps_status check_room(const ps__replay *r) {
 }
 
 static ps_status build(ps__replay *r) {
-  ps_program *program = NULL;
   ps_status st = PS_EBUDGET;
   for (saved where = INPUTS_HERE; where < N_SAVED && st == PS_EBUDGET; where++) {
-    free_step(r);
-    st = emit(r, where);
+    ps__guest_free(&r->guest);
+    st = place(r, where);
     if (st == PS_OK)
       st = check_room(r);
   }
-  if (st == PS_OK)
-    st = ps__step_program(&r->step, &program);
-  if (st == PS_OK)
-    st = ps_schedule_compile(&r->schedule, program);
-  ps_program_destroy(program);
-  return st;
+  return st == PS_OK ? ps__guest_compile(&r->guest) : st;
 }
 
 /* ---- running --------------------------------------------------------------------------------- */
 
-static ps_status begin(ps__replay *r) {
-  const ps_run_config cfg = {.struct_bytes = sizeof cfg};
-  ps_run *run = atomic_load(&r->run);
-  if (run)
-    return ps__run_go_on(run);
-  PS_TRY(ps__run_create(&run, r->t->engine, r->schedule, &cfg));
-  atomic_store(&r->run, run);
-  /* a cancel may have come before there was a run to stop */
-  if (atomic_load(&r->t->cancelled))
-    ps_run_cancel(run);
-  return PS_OK;
-}
-
 static ps_status run_groups(ps__replay *r) {
-  const uint64_t n = (r->whole->n_sequences + r->layout.n_sequences - 1) / r->layout.n_sequences;
-  char message[512];
+  const uint64_t of = r->guest.layout.n_sequences, n = (r->whole->n_sequences + of - 1) / of;
   ps_status st = PS_OK;
-  PS_TRY(begin(r));
-  r->first = r->n_steps;
-  for (uint64_t i = 0; i < n && st == PS_OK && !r->found; i++) {
-    st = ps_run_submit(r->run, 1);
-    if (st == PS_OK)
-      st = ps_run_wait(r->run, ++r->n_steps);
-  }
-  snprintf(message, sizeof message, "%s", st == PS_OK ? "" : ps_last_error());
-  const ps_status paused = ps__run_pause(r->run);
-  return st == PS_OK ? paused : ps__fail(st, "%s", message);
+  PS_TRY(ps__turn_begin(&r->t->turns, &r->run, r->guest.schedule, NULL));
+  r->first = ps__run_submitted(r->run);
+  for (uint64_t i = 0; i < n && st == PS_OK && !r->found; i++)
+    st = ps__turn_steps(r->run, 1);
+  return ps__turn_end(r->run, st);
 }
 
 static const char *pass_name(const ps_tag *tag) {
@@ -211,8 +175,8 @@ static const char *pass_name(const ps_tag *tag) {
 }
 
 static void say_found(const ps__replay *r, char *text, size_t room) {
-  const ps__check *c = &r->step.check[r->check];
-  const ps__layout *l = &r->layout;
+  const ps__check *c = &r->guest.step.check[r->check];
+  const ps__layout *l = &r->guest.layout;
   const uint64_t sequence = first_sequence(r, r->group);
   char where[96], layer[32];
   /* of a group's sequences the last are those that no group before it had */
@@ -235,18 +199,18 @@ static void say_found(const ps__replay *r, char *text, size_t room) {
 }
 
 static ps_status replay(ps_trainer *t, uint64_t run_step) {
-  ps__replay *r = atomic_load(&t->replay);
+  ps__replay *r = t->replay;
   const ps__layout *whole = ps__step_size_at(t->plan, t->cfg.first_step + run_step).layout;
   if (!r) {
     r = ps__calloc(1, sizeof *r);
     if (!r)
       return ps__fail(PS_ENOMEM, "out of memory");
     r->t = t;
-    r->hooks = (ps__step_hooks){r, hook};
+    r->guest.hooks = (ps__step_hooks){r, hook};
     r->whole = whole;
-    atomic_store(&t->replay, r);
+    t->replay = r;
   }
-  if (!r->schedule)
+  if (!r->guest.schedule)
     PS_TRY(build(r));
   r->run_step = run_step;
   r->whole = whole;
@@ -257,7 +221,7 @@ static ps_status replay(ps_trainer *t, uint64_t run_step) {
 void ps__replay_say(ps_trainer *t, uint64_t run_step, uint64_t n_later, char *text, size_t room) {
   char later[64] = "";
   text[0] = 0;
-  if (atomic_load(&t->cancelled))
+  if (atomic_load(&t->turns.cancelled))
     return;
   const ps_status st = replay(t, run_step);
   if (n_later)
@@ -274,19 +238,9 @@ void ps__replay_say(ps_trainer *t, uint64_t run_step, uint64_t n_later, char *te
              later);
 }
 
-void ps__replay_cancel(ps__replay *r) {
-  ps_run *run = r ? atomic_load(&r->run) : NULL;
-  if (run)
-    ps_run_cancel(run);
-}
-
-ps_run *ps__replay_run(const ps__replay *r) { return r ? atomic_load(&r->run) : NULL; }
-
 void ps__replay_destroy(ps__replay *r) {
   if (!r)
     return;
-  (void)ps_run_destroy(r->run);
-  (void)ps_schedule_destroy(r->schedule);
-  free_step(r);
+  ps__guest_free(&r->guest);
   ps__free(r);
 }

@@ -9,13 +9,10 @@
 static ps_status generate(ps_trainer *t, const ps_generate_request *requests, uint64_t n,
                           ps_token_fn fn, void *user, ps_generate_stats *stats) {
   char message[1024];
-  /* what stays on the device is there from the first step on */
-  if (!t->run)
-    PS_TRY(ps__trainer_go_on(t));
-  PS_TRY(ps__run_pause(t->run));
+  PS_TRY(ps__trainer_pause(t));
   const ps_status st = ps_generator_run(t->sampler, requests, n, fn, user, stats);
   const bool goes_on = st == PS_OK || st == PS_EINVAL || st == PS_ENUMERIC ||
-                       (st == PS_ECANCELLED && !atomic_load(&t->cancelled));
+                       (st == PS_ECANCELLED && !atomic_load(&t->turns.cancelled));
   if (!goes_on)
     return ps__trainer_stop(t, st);
   snprintf(message, sizeof message, "%s", st == PS_OK ? "" : ps_last_error());

@@ -9,20 +9,16 @@ static uint64_t end_of(const ps_trainer *t, uint64_t n) {
   return end == UINT64_MAX ? end : end - t->cfg.first_step;
 }
 
-/* The last run pauses for good: a cancel may reach it at any time until the trainer's end. */
+/* The last run is paused for good. */
 static ps_status next_run(ps_trainer *t) {
   const ps__step_size size = ps__step_size_at(t->plan, t->cfg.first_step + t->n_started);
   const ps_run_config cfg = ps__trainer_run_config(t, &size);
   ps_run *run = NULL;
-  PS_TRY(ps__run_pause(t->run));
-  PS_TRY(ps__run_create(&run, t->engine, size.schedule, &cfg));
+  PS_TRY(ps__turn_end(t->run, PS_OK));
+  PS_TRY(ps__turn_begin(&t->turns, &run, size.schedule, &cfg));
   t->size = size;
   t->run_first = t->n_started;
-  t->past_run[t->n_past_runs++] = t->run;
-  atomic_store(&t->run, run);
-  /* a cancel may have come before there was a run to stop */
-  if (atomic_load(&t->cancelled))
-    ps_run_cancel(run);
+  t->run = run;
   return PS_OK;
 }
 

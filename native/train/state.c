@@ -36,18 +36,16 @@ static ps_status start_run(ps_trainer *t) {
     (void)ps_schedule_destroy(once);
     ps_program_destroy(prologue);
   }
-  if (st == PS_OK)
-    st = ps__run_create(&run, t->engine, t->size.schedule, &cfg);
-  if (st != PS_OK)
-    return st;
-  atomic_store(&t->run, run);
-  /* a cancel may have come before there was a run to stop */
-  if (atomic_load(&t->cancelled))
-    ps_run_cancel(run);
-  return PS_OK;
+  return st == PS_OK ? ps__turn_begin(&t->turns, &t->run, t->size.schedule, &cfg) : st;
 }
 
 ps_status ps__trainer_go_on(ps_trainer *t) { return t->run ? ps__run_go_on(t->run) : start_run(t); }
+
+ps_status ps__trainer_pause(ps_trainer *t) {
+  if (!t->run)
+    PS_TRY(ps__trainer_go_on(t));
+  return ps__run_pause(t->run);
+}
 
 /* ---- may it be called? ---------------------------------------------------------------------- */
 
@@ -107,8 +105,6 @@ static void keep_error(ps_trainer *t, ps_status st) {
   const size_t bytes = sizeof t->sticky_message;
   t->sticky = st;
   snprintf(message, bytes - PS__ADDED_BYTES, "%s", ps_last_error());
-  if (t->val.run)
-    ps__run_rest(t->val.run);
   if (t->run)
     ps__run_rest(t->run); /* from here on weights may be read and saved */
   ps__hold_stop(t->hold, false);

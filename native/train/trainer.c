@@ -48,6 +48,7 @@ static ps_status open_engine(ps_trainer *t) {
   ps_engine_config e;
   ps__plan_engine(p, &e);
   PS_TRY(ps_engine_create(&t->engine, &e));
+  t->turns.engine = t->engine;
   t->host = ps_engine_space(t->engine, p->at->host);
   return PS_OK;
 }
@@ -112,13 +113,11 @@ static ps_status check_model(const ps_trainer *t) {
 
 static ps_status open_sampler(ps_trainer *t) {
   ps__gen_setup *s = t->plan->sampling;
-  ps_generator *g = NULL;
   for (uint32_t i = 0; s && i < PS__GEN_PROGRAMS; i++)
     if (s->schedule[i])
       PS_TRY(ps__engine_warm(t->engine, s->schedule[i]));
   if (s)
-    PS_TRY(ps__generator_beside(&g, s, t->engine));
-  atomic_store(&t->sampler, g);
+    PS_TRY(ps__generator_beside(&t->sampler, s, &t->turns));
   return PS_OK;
 }
 
@@ -268,12 +267,9 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
     ps_hosts_fail(t->cfg.hosts, PS_ECANCELLED, "its training was ended");
   if (t->run && !ps__engine_drives(t->engine))
     ps__trainer_await_written_steps(t);
-  PS_TRY(ps_run_destroy(t->run));
-  atomic_store(&t->run, NULL);
-  for (uint32_t i = 0; i < t->n_past_runs; i++)
-    (void)ps_run_destroy(t->past_run[i]);
+  PS_TRY(ps__turns_close(&t->turns));
+  t->run = NULL;
   ps__trainer_end_writing(t);
-  (void)ps_run_destroy(t->val.run);
   ps__replay_destroy(t->replay);
   ps_generator_destroy(t->sampler);
   ps__trainer_close_net(t);
@@ -452,51 +448,19 @@ void ps_trainer_ask_stop(ps_trainer *t) {
 void ps_trainer_cancel(ps_trainer *t) {
   if (!t)
     return;
-  atomic_store(&t->cancelled, 1);
-  ps_run *const run[2] = {atomic_load(&t->run), atomic_load(&t->val.run)};
-  for (int i = 0; i < 2; i++)
-    if (run[i])
-      ps_run_cancel(run[i]);
-  ps_generator *sampler = atomic_load(&t->sampler);
-  if (sampler)
-    ps__generator_cancel(sampler);
-  ps__replay_cancel(atomic_load(&t->replay));
+  ps__turns_cancel(&t->turns);
   ps__hold_stop(t->hold, true);
 }
 
 uint64_t ps_trainer_steps_done(const ps_trainer *t) { return t ? t->n_reported : 0; }
 
-/* Its runs that may have ops: at most one is not paused. Those before it in a ramp are. */
-enum { N_RUNS = 3 + PS__GEN_PROGRAMS };
-static void all_runs(const ps_trainer *t, ps_run *run[N_RUNS]) {
-  const ps_generator *sampler = t ? atomic_load(&t->sampler) : NULL;
-  memset(run, 0, N_RUNS * sizeof *run);
-  if (!t)
-    return;
-  run[0] = atomic_load(&t->run);
-  run[1] = atomic_load(&t->val.run);
-  run[2] = ps__replay_run(atomic_load(&t->replay));
-  for (uint32_t i = 0; sampler && i < PS__GEN_PROGRAMS; i++)
-    run[3 + i] = ps__generator_run(sampler, i);
-}
-
-int ps_trainer_at_rest(const ps_trainer *t) {
-  ps_run *run[N_RUNS];
-  all_runs(t, run);
-  for (int i = 0; i < N_RUNS; i++)
-    if (run[i] && !ps_run_at_rest(run[i]))
-      return 0;
-  return 1;
-}
+int ps_trainer_at_rest(const ps_trainer *t) { return !t || ps__turns_at_rest(&t->turns); }
 
 void ps_trainer_where(const ps_trainer *t, char *text, uint64_t bytes) {
-  ps_run *run[N_RUNS];
-  all_runs(t, run);
-  if (bytes)
+  if (t)
+    ps__turns_where(&t->turns, text, bytes);
+  else if (bytes)
     text[0] = 0;
-  for (int i = 0; i < N_RUNS && bytes && !text[0]; i++)
-    if (run[i]) /* of a paused run there is nothing to say */
-      ps_run_where(run[i], text, bytes);
 }
 
 ps_status ps_trainer_profile(ps_trainer *t, int on) {

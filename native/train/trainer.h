@@ -1,7 +1,7 @@
 /* trainer.h - the trainer's structure, shared by its files. Internal. */
 #ifndef PS_TRAIN_TRAINER_H
 #define PS_TRAIN_TRAINER_H
-#include "engine/engine.h"
+#include "engine/turn.h"
 #include "plan/plan_impl.h"
 #include "optim/optim.h"
 #include "train/hold.h"
@@ -37,9 +37,9 @@ typedef struct ps__skips {
 
 /* The validation that runs, and its run. */
 typedef struct ps__validation {
-  _Atomic(ps_run *) run; /* NULL before the first validation */
-  double sum;            /* of the losses of the tokens so far */
-  uint64_t n_valid, n_steps;
+  ps_run *run; /* NULL before the first validation */
+  double sum;  /* of the losses of the tokens so far */
+  uint64_t n_valid;
 } ps__validation;
 
 typedef struct ps__rows ps__rows;
@@ -53,10 +53,8 @@ struct ps_trainer {
   uint32_t rank;              /* among the hosts */
   char *model_dir, *run_text; /* run_text: ps_train_config.run, or NULL */
   ps_engine *engine;
-  /* NULL before the first submit. The run lives until destroy, also after an error, because a
-   * cancel may come at any time. */
-  _Atomic(ps_run *) run;
-  _Atomic uint32_t cancelled;
+  ps__turns turns;             /* of its runs and its guests' */
+  ps_run *run;                 /* of the steps of one size; NULL before the first submit */
   _Atomic uint64_t stop_asked; /* ps_trainer_ask_stop() */
   /* updating: 1 + the last step of the run whose updates may have begun. ended: 1 + the last step
    * whose report ran. Where the two differ, host-resident weights may be of two steps. */
@@ -91,19 +89,17 @@ struct ps_trainer {
   uint64_t n_updates; /* that made the optimizer's state before this run; 0: it begins at zero */
   bool resumed;       /* the optimizer's state was loaded, on the device too */
   ps__validation val;
-  _Atomic(struct ps_generator *) sampler; /* of the plan's samples; NULL: none */
-  _Atomic(ps__replay *) replay;           /* NULL before the first one */
-  char base_hash[65];                     /* ps__base_hash(); empty before its first call */
-  char base_mark[65];                     /* of the model that was read; "": none was */
-  struct ps__data_mark *data_marks;       /* of the dataset's shards; NULL before the first use */
+  struct ps_generator *sampler;     /* of the plan's samples; NULL: none */
+  ps__replay *replay;               /* NULL before the first one */
+  char base_hash[65];               /* ps__base_hash(); empty before its first call */
+  char base_mark[65];               /* of the model that was read; "": none was */
+  struct ps__data_mark *data_marks; /* of the dataset's shards; NULL before the first use */
   ps__skips skips;
   uint64_t n_submitted, last_end_ns;
   /* Of a batch ramp: what the steps of the run are made of, which step of the trainer is its first,
-   * and how many steps were given to runs. The runs of the sizes before are paused (stages.c). */
+   * and how many steps were given to runs (stages.c). */
   ps__step_size size;
   uint64_t run_first, n_started;
-  ps_run *past_run[PS_MAX_RAMP];
-  uint32_t n_past_runs;
   _Atomic uint64_t n_reported;
   uint64_t n_changed; /* reported steps that were not skipped */
   ps__step_record ring[PS__RING];
@@ -180,11 +176,8 @@ const char *ps__layer_name(const ps_trainer *t, uint32_t layer, char buf[32]);
 /* ps__replay_say() - run step @run_step of this trainer again. @text, which goes on a message, gets
  * in which chunk a value first was not finite, or why that is not known. The trainer's
  * run is paused, or has failed. @n_later: steps that have updated the weights since (replay.c).
- * ps__replay_cancel() - Threads: any, and signal handlers. NULL is a no-op, here and below.
- * ps__replay_run() - its run, paused between two replays; NULL before the first one. */
+ * ps__replay_destroy() - after its run. NULL is a no-op. */
 void ps__replay_say(ps_trainer *t, uint64_t run_step, uint64_t n_later, char *text, size_t room);
-void ps__replay_cancel(ps__replay *r);
-ps_run *ps__replay_run(const ps__replay *r);
 void ps__replay_destroy(ps__replay *r);
 double ps__unit_sumsq(const ps_trainer *t, const double *slots, uint32_t unit);
 void ps__skips_mark(ps_trainer *t, uint64_t step);
@@ -255,6 +248,9 @@ void ps__trainer_await_written_steps(ps_trainer *t);
 /* Create the run of steps, which takes parameters written until now to the device, or end its pause
  * (state.c). */
 ps_status ps__trainer_go_on(ps_trainer *t);
+/* Pause the run of steps, which is created where there is none: what stays on the device is there
+ * from the first step on. A guest may take its turn then (state.c). */
+ps_status ps__trainer_pause(ps_trainer *t);
 /* How the steps of @size run. Those of the plan's own schedule are traced, because the plan counts
  * the memory of their trace alone (state.c). */
 ps_run_config ps__trainer_run_config(const ps_trainer *t, const ps__step_size *size);

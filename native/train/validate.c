@@ -68,31 +68,11 @@ ps_status ps__validation_hook(void *ctx, ps__hook what, uint32_t unit, const ps_
   return PS_OK; /* the norm and the report of the last step of training stay */
 }
 
-static ps_status begin(ps_trainer *t) {
-  ps_run *run = t->val.run;
-  const ps_run_config cfg = {.struct_bytes = sizeof cfg};
-  if (run)
-    return ps__run_go_on(run);
-  PS_TRY(ps__run_create(&run, t->engine, t->plan->guests.val->guest.schedule, &cfg));
-  atomic_store(&t->val.run, run);
-  /* a cancel may have come before there was a run to stop */
-  if (atomic_load(&t->cancelled))
-    ps_run_cancel(run);
-  return PS_OK;
-}
-
 static ps_status run_steps(ps_trainer *t) {
-  const uint64_t n = t->plan->guests.val->n_steps;
-  /* what stays on the device is there from the first step on */
-  if (!t->run)
-    PS_TRY(ps__trainer_go_on(t));
-  PS_TRY(ps__run_pause(t->run));
-  PS_TRY(begin(t));
-  PS_TRY(ps_run_submit(t->val.run, n));
-  const ps_status st = ps_run_wait(t->val.run, t->val.n_steps + n);
-  t->val.n_steps += n;
-  PS_TRY(st);
-  PS_TRY(ps__run_pause(t->val.run));
+  const ps__val *v = t->plan->guests.val;
+  PS_TRY(ps__trainer_pause(t));
+  PS_TRY(ps__turn_begin(&t->turns, &t->val.run, v->guest.schedule, NULL));
+  PS_TRY(ps__turn_end(t->val.run, ps__turn_steps(t->val.run, v->n_steps)));
   return ps__trainer_go_on(t);
 }
 

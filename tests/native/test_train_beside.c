@@ -407,9 +407,9 @@ static void test_ramp(void) {
     remove_folder(path);
     t = make_trainer(plan, &c);
     train_steps(t, steps);
-    CHECK(t->n_past_runs == (steps > 4 ? 2u : 1u));
-    for (uint32_t i = 0; i < t->n_past_runs; i++)
-      CHECK(ps_run_trace(t->past_run[i], NULL, 0, &n) == PS_OK && n == 0);
+    CHECK(t->turns.n == (steps > 4 ? 3u : 2u) && t->turns.run[t->turns.n - 1] == t->run);
+    for (uint32_t i = 0; i + 1 < t->turns.n; i++)
+      CHECK(ps_run_trace(t->turns.run[i], NULL, 0, &n) == PS_OK && n == 0);
     CHECK(ps_run_trace(t->run, NULL, 0, &n) == PS_OK && (n > 0) == (steps > 4));
     CHECK(ps_trainer_destroy(t) == PS_OK);
     ps_plan_destroy(plan);
