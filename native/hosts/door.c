@@ -89,7 +89,7 @@ ps_status ps__door_listen(ps__door *d, const char *name, const struct addrinfo *
                   name);
 }
 
-/* ---- strangers ---------------------------------------------------------------------------------- */
+/* ---- strangers ------------------------------------------------------------------------------- */
 
 static void take_out(ps__door *d, uint32_t i, ps__stranger *out) {
   *out = d->stranger[i];

@@ -115,7 +115,7 @@ ps_status ps__door_listen_at(ps__door *d, const struct sockaddr *at, socklen_t b
  * next call of ps__door_look(), where that is earlier.
  * ps__door_look() - after poll(). True: *out has proved that it knows the secret, and the caller
  * closes its socket. Others are hung up on where they are no tasks, or too slow.
- * ps__door_hang_up() - close the stranger's socket; @why: a sentence. Rank 0 says it to the stranger.
+ * ps__door_hang_up() - close the stranger's socket; @why: a sentence, which rank 0 says to it.
  * ps__door_shut() - stop to listen, and hang up on all strangers. */
 uint32_t ps__door_poll(const ps__door *d, struct pollfd of[PS__DOOR_FDS], double *until_s);
 bool ps__door_look(ps__door *d, const struct pollfd *of, ps__stranger *out);

@@ -421,8 +421,8 @@ static uint32_t n_came(const ps_hosts *h) {
   return n;
 }
 
-/* Tells stranger @g and all others that come within REFUSED_S why they are refused. It ends once all
- * have come that any of them knows of. A socket that is closed with unread bytes resets its
+/* Tells stranger @g and all others that come within REFUSED_S why they are refused. It ends once
+ * all have come that any of them knows of. A socket that is closed with unread bytes resets its
  * connection, and the other side may lose the answer: so each is read to its end. */
 static void refuse(meeting *m, const ps__verdict *v, ps__stranger g) {
   int told[PS__KINDS * PS_MAX_HOSTS];

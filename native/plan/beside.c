@@ -1,5 +1,6 @@
-/* beside.c - the memory of a plan's guests: the steps of a batch ramp, and a validation. The search first leaves them out, so that a plan is the same with and without
- * them. Where that plan does not hold them, a second search counts them. */
+/* beside.c - the memory of a plan's guests: the steps of a batch ramp, and a validation. The search
+ * first leaves them out, so that a plan is the same with and without them. Where that plan does not
+ * hold them, a second search counts them. */
 #include "plan/plan_impl.h"
 
 /* What the guests are, and what to do where they need too much. */

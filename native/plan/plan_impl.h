@@ -68,7 +68,7 @@ ps_status ps__plan_beside_check(const ps_plan *p);
 static inline bool ps__plan_has_guests(const ps_plan *p) {
   return p->cfg.n_ramp || p->cfg.val_tokens;
 }
-/* ps__plan_beside_bytes() - BYTES by place, of all that the caps count, of a plan with the decisions
+/* ps__plan_beside_bytes() - BYTES by place, of all that the caps count, of a plan with decisions
  * @o, whose step stays as it is. *n_ops: of the guests. Any thread. Errors: PS_ENOMEM, PS_EINVAL
  * (beside.c). */
 ps_status ps__plan_beside_bytes(const ps__over *o, uint64_t bytes[PS__N_MEMS], uint64_t *n_ops);
@@ -258,7 +258,7 @@ ps_status ps__plan_least_host(ps_plan *p, const ps__memos *m, uint64_t *bytes);
  * @flash  compute capabilities that flash-attn is compiled for; NULL: those of this build */
 enum { PS__DOCUMENTS_TEXT = 256 };
 const char *ps__documents_lack(char text[PS__DOCUMENTS_TEXT], const ps_plan *p, const char *flash);
-/* ---- predict.c: how long a step takes --------------------------------------------------------- */
+/* ---- predict.c: how long a step takes -------------------------------------------------------- */
 /* Steps simulated, and the one that is the steady state: it has a step before it and one after it.
  * The last step's updates run beside nothing. */
 enum { PS__SIM_STEPS = 3, PS__SIM_STEADY = 1 };

@@ -1,4 +1,4 @@
-/* state.c - what a trainer does next: it starts or goes on, it is idle, or an error has stopped it. */
+/* state.c - what a trainer does next: it starts, goes on or is idle, or an error has stopped it. */
 #include "train/trainer.h"
 #include <string.h>
 

@@ -126,8 +126,8 @@ static void look_until_alone(ps__door *d) {
   } while (d->n_strangers);
 }
 
-/* A stranger who says a part of a greeting is hung up on in time. A host's name that is the loopback
- * has a door at all addresses. */
+/* A stranger who says a part of a greeting is hung up on in time. A host's name that is the
+ * loopback has a door at all addresses. */
 static void test_door(void) {
   ps__door *d = calloc(1, sizeof *d);
   struct sockaddr_in here = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
