@@ -1,5 +1,5 @@
 """The oracle of test_fp8.py: a Llama's loss and gradients in plain PyTorch, with products of FP8
-operands as docs/design.md ("FP8") says. Casts are torch's, sums are in fp64. Nothing of Penstock is
+operands as docs/design/fp8.md says. Casts are torch's, sums are in fp64. Nothing of Penstock is
 imported.
 
 A tensor that Penstock stores is rounded to bf16 where it is made, and so is its gradient: a value

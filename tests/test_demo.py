@@ -31,7 +31,9 @@ def demo(tmp_path, *args, module="demo"):
 
 
 def test_a_short_demo_leaves_everything_it_promises(tmp_path):
-    done = demo(tmp_path, "--steps", 4, "--text", ROOT / "docs/design.md", ROOT / "README.md")
+    done = demo(
+        tmp_path, "--steps", 4, "--text", ROOT / "docs/design/planner.md", ROOT / "README.md"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     out = tmp_path / "demo"
     assert {p.name for p in out.iterdir()} == {

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 import pages  # noqa: E402
 
 MAKEFILE = (ROOT / "Makefile").read_text()
-PAGES = {p: p.read_text() for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+PAGES = {p: p.read_text() for p in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}
 TEXT = "\n".join(PAGES.values())
 SHELL = [
     line.split("#")[0]
@@ -270,14 +270,26 @@ def test_every_section_that_a_link_names_exists():
     assert [(p.name, s) for p, s in links if p in PAGES and s not in headings[p]] == []
 
 
-def test_every_section_that_the_sources_name_exists():
-    """As docs/design.md, "Metrics"."""
-    named = re.findall(r'docs/(\w+\.md), "([^"]+)"', sources())
-    assert named and not [
+def test_every_page_and_section_that_the_sources_name_exists():
+    """As docs/design/training.md, "Metrics", also where a comment breaks the line between them."""
+    programs = [p for f in ("tests", "bench", "models", "python") for p in (ROOT / f).rglob("*.py")]
+    text = "\n".join([sources(), *(p.read_text() for p in programs)])
+    text = re.sub(r"\n[ ]*(?:\*|//|#)?[ ]*", " ", text)
+    named = {*re.findall(r'(docs/[\w/-]+\.md)(?:, "([^"]+)")?', text)}
+    assert len([s for _, s in named if s]) > 5 and not [
         (page, section)
         for page, section in named
-        if not re.search(rf"^#+ .*{section}", PAGES[ROOT / "docs" / page], re.M)
+        if not re.search(rf"^#+ .*{section}", PAGES.get(ROOT / page, ""), re.M)
     ]
+
+
+def test_the_design_has_pages_of_a_few_screens_and_its_overview_names_each():
+    overview = ROOT / "docs/design/README.md"
+    pages = {p: text for p, text in PAGES.items() if p.parent == overview.parent}
+    lines = {p.name: len(text.splitlines()) for p, text in pages.items()}
+    assert len(lines) > 10 and not {p: n for p, n in lines.items() if not 60 <= n <= 250}
+    named = re.findall(r"^\| \[[\w-]+\.md\]\(([\w-]+\.md)\)", PAGES[overview], re.M)
+    assert sorted([*named, overview.name]) == sorted(lines)
 
 
 def test_no_page_uses_a_word_that_the_glossary_replaced():

@@ -64,7 +64,9 @@ TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
 
 @functools.cache
 def tokenizer():
-    return data.train_tokenizer([ROOT / "docs/usage.md", ROOT / "docs/design.md"], 512)
+    return data.train_tokenizer(
+        [ROOT / "docs/usage.md", *sorted((ROOT / "docs/design").glob("*.md"))], 512
+    )
 
 
 @functools.cache

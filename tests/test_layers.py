@@ -1,4 +1,4 @@
-"""The layer order of docs/design.md, section 1, against the #include lines, and the files of native/
+"""The layer order of docs/design/README.md, "Layers", against the #include lines, and the files of native/
 that need each other in a circle, by their linker symbols."""
 
 import os

@@ -97,7 +97,7 @@ def test_a_training_of_the_plan_is_compared_with_the_sum(result):
 
 
 def test_recomputed_calls_are_told_apart(result):
-    """Outputs of norms before a product are never saved (docs/design.md, section 3)."""
+    """Norm outputs before a product are never saved (docs/design/block.md, "Saved activations")."""
     _, rows, found = result
     chunks = next(float(r["calls"]) for r in rows if r["family"] == "attention forward") / LAYERS
     for what in ("attention norm", "mlp norm"):

@@ -193,7 +193,7 @@ typedef struct ps_work {
   double flops; /* floating-point operations */
   /* bytes moved through the memory of the processor that runs it, reads plus writes */
   double bytes;
-  /* the part of flops that counts as model FLOPs (docs/design.md, "Metrics"); the rest is
+  /* the part of flops that counts as model FLOPs (docs/design/training.md, "Metrics"); the rest is
    * recomputation */
   double model_flops;
 } ps_work;

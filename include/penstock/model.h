@@ -24,7 +24,7 @@ PS_API size_t ps_dtype_bytes(ps_dtype dtype); /* 4, 2; 0 for an unknown one */
  *                    the weights; bf16 on the device
  *   BF16          8  all bf16; the optimizer's stores are rounded stochastically
  *   FP8           8  as BF16; the products of most blocks multiply e4m3 and e5m2 operands, each
- *                    tensor with a scale of its own (docs/design.md, "FP8")
+ *                    tensor with a scale of its own (docs/design/fp8.md)
  *   FP8_MASTER   16  as FP32_MASTER, with such products */
 typedef enum ps_recipe {
   PS_RECIPE_FP32 = 0,
@@ -221,7 +221,7 @@ typedef struct ps_lora {
 PS_API ps_status ps_lora_targets_parse(uint32_t *out, const char *names);
 PS_API ps_status ps_lora_targets_text(char *buf, uint64_t bytes, uint32_t targets);
 
-/* ---- model FLOPs (formulas: docs/design.md, "Metrics") --------------------------------------- */
+/* ---- model FLOPs (formulas: docs/design/training.md, "Metrics") ------------------------------ */
 /* FLOPs of one sequence:
  *   matmul              products with the blocks' parameters in a forward pass
  *   attn_fwd, attn_bwd  attention of all blocks in a forward pass, in a backward pass

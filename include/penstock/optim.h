@@ -1,7 +1,7 @@
 /* penstock/optim.h - the optimizers: what a plan counts of each, and what a trainer is told.
  *
- * An optimizer keeps state[k], k < n_states, of every parameter besides the weight: in
- * bf16 under recipe bf16, else in fp32. Formulas and bytes: docs/design.md, "Optimizers".
+ * An optimizer keeps state[k], k < n_states, of every parameter besides the weight: in bf16 under
+ * recipe bf16, else in fp32. Formulas and bytes: docs/design/optimizers.md, "Optimizers".
  *   ADAMW  two states. lr, beta1, beta2, eps, weight_decay (decoupled)
  *   LION   one state. lr, beta1, beta2, weight_decay (decoupled)
  *   SGD    with momentum, one state, as torch.optim.SGD with dampening 0. lr, momentum, nesterov,

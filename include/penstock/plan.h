@@ -2,8 +2,8 @@
  * model data is read and before any device memory is taken.
  *
  * A plan decides:
- *   - how a step's tokens are cut: into chunks, attention groups and rounds (docs/design.md,
- *     section 11).
+ *   - how a step's tokens are cut: into chunks, attention groups and rounds
+ *     (docs/design/step.md, "Cutting").
  *     In a round all chunks pass one unit before the first chunk goes on to the next unit;
  *   - which units keep their parameters, gradients and optimizer state on the device;
  *   - the activation policy of each saved activation of each (layer, chunk);

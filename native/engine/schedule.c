@@ -1,5 +1,5 @@
-/* schedule.c - derive the hazards of a program that is repeated step after step (docs/design.md,
- * section 2).
+/* schedule.c - derive the hazards of a program that is repeated step after step
+ * (docs/design/engine.md, "Hazards").
  *
  * The program is walked twice. A TIME is a value of a stream's counter in that double walk: op i of
  * a stream with n ops has time walk * n + i + 1. A CLOCK holds for each stream the latest time that

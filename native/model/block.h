@@ -1,4 +1,5 @@
-/* block.h - a block of the decoder: two halves on a residual stream (docs/design.md, "The block").
+/* block.h - a block of the decoder: two halves on a residual stream
+ * (docs/design/block.md, "The block").
  *
  *   h = x + scale post(f(norm(x)))   f: the first half, such as attention
  *   y = h + scale post(g(norm(h)))   g: the second half, such as an MLP

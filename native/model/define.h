@@ -59,7 +59,7 @@ static inline bool ps__is_empty(ps__set set) {
  * of a token's experts, has rows of TOKEN and that many times the columns. */
 typedef enum ps__row_kind {
   PS__ROWS_TOKEN, /* a row for each of the chunk's tokens */
-  PS__ROWS_GROUP, /* for each token of the chunk's attention group (docs/design.md, section 11) */
+  PS__ROWS_GROUP, /* for each token of the chunk's attention group (docs/design/step.md) */
   PS__ROWS_SLICE, /* for each token of a head slice: only in ops that run slice by slice */
   PS__ROWS_ONE,   /* one, for any chunk */
   PS__ROWS_PASS,  /* one, for all chunks of a layer pass: what an op makes of parameters alone, such

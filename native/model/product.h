@@ -1,5 +1,5 @@
 /* product.h - a block's matrix products as ops of its definition, in the dtype of activations or in
- * FP8 (docs/design.md, "FP8").
+ * FP8 (docs/design/fp8.md).
  *
  *   Y = alpha X W^T,  dX = alpha dY W,  dW = alpha dY^T X;  X [T, n_in], Y [T, n_out]
  *
