@@ -635,6 +635,7 @@ int main(int argc, char **argv) {
       .example = "limit --model my_8B_model --seq-len 8192 --device-mem 24GiB --host-mem 84GiB",
       .options = options,
       .job = &l.job,
+      .hint = cli_job_hint,
   };
   int code = cli_parse(&command, argc, argv);
   if (code == CLI_OK)
