@@ -141,8 +141,8 @@ ps_status ps__gen_compile(ps__gen_setup *s);
 void ps__gen_setup_free(ps__gen_setup *s);
 
 /* ---- a generator beside a training (generator.c) --------------------------------------------- */
-/* ps__generator_beside() - a generator of @setup that takes turns with a training: ps_generator_run()
- * needs the training's run to be paused. Both are borrowed until destroy, before which @turns close.
+/* ps__generator_beside() - a generator of @setup that takes turns with a training. It runs while
+ * the training's run is paused. Both are borrowed until destroy, before which @turns close.
  * Errors: PS_ENOMEM. */
 ps_status ps__generator_beside(ps_generator **out, ps__gen_setup *setup, ps__turns *turns);
 
