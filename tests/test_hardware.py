@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import BUILD, ROOT
 from penstock import BudgetError, FormatError, Hardware, ModelConfig, Plan
-from penstock._lib import as_dict, check, encode_path, ffi, lib, struct
-from penstock.errors import PenstockError, StateError
+from penstock._lib import check, encode_path, ffi, lib, struct
+from penstock.errors import StateError
 from test_plan import config, rates
 
 BINARY = BUILD / "bin/penstock"
@@ -140,43 +140,6 @@ def test_every_field_is_in_the_file(tmp_path):
             entry.threads, entry.host_bytes_per_s = 0, 0
     Hardware(hw).write(tmp_path / "a.json")
     assert Hardware.read(tmp_path / "a.json").as_dict() == Hardware(hw).as_dict()
-
-
-def test_fp8_is_measured_on_gpus_that_have_it_where_its_rates_are_missing():
-    hw = struct("ps_hardware", backend=lib.PS_BACKEND_CUDA, compute_capability=90, measured=1)
-    assert lib.ps_hardware_lacks_fp8(hw)
-    for name, value in (
-        ("backend", lib.PS_BACKEND_CPU),
-        ("compute_capability", 86),
-        ("measured", lib.PS_ESTIMATED),
-    ):
-        other = ffi.new("ps_hardware *", hw[0])
-        setattr(other, name, value)
-        assert not lib.ps_hardware_lacks_fp8(other), name
-    hw.gemm_fp8[0].rows = 256
-    before = as_dict(hw)
-    assert not lib.ps_hardware_lacks_fp8(hw)
-    check(lib.ps_hardware_fp8(hw, 0, 0))
-    assert as_dict(hw) == before
-
-
-def test_nothing_is_measured_beyond_a_cap_of_device_memory():
-    """On a machine without a GPU, what tries to measure fails."""
-    hw = struct("ps_hardware", backend=lib.PS_BACKEND_CUDA, compute_capability=90, measured=1)
-    takes = lib.ps_hardware_measure_bytes(hw)
-    assert lib.ps_hardware_measure_bytes(struct("ps_hardware")) == 0
-    if not takes:
-        pytest.skip("this build has no CUDA")
-    assert 4.5 * 2**30 < takes < 4.7 * 2**30
-    hw.device_overhead_bytes = 2**30 + 5
-    assert lib.ps_hardware_measure_bytes(hw) == takes + 5
-    hw.device_overhead_bytes = 0
-    before = as_dict(hw)
-    check(lib.ps_hardware_fp8(hw, takes - 1, 0))
-    assert as_dict(hw) == before
-    if not lib.ps_hardware_n_gpus():
-        with pytest.raises(PenstockError):
-            check(lib.ps_hardware_fp8(hw, takes, 0))
 
 
 def test_plans_in_fp8_count_what_its_kernels_take(tmp_path):

@@ -98,7 +98,7 @@ typedef struct ps_hardware {
   /* the same by shape */
   ps_gemm_rate gemm[PS_N_DTYPES][PS_MAX_GEMM_RATES];
   ps_attention_rate attention[PS_N_DTYPES][PS_MAX_ATTENTION_RATES];
-  /* Products of FP8 operands: a large one, and by shape. ps_hardware_fp8() and
+  /* Products of FP8 operands: a large one, and by shape. ps_hardware_get() and
    * ps_hardware_profile() measure them, on GPUs of compute capability 8.9 and later. An empty
    * table: the rates by shape are those of bf16 in proportion. 0: on the CPU backend, which
    * multiplies them in fp32, bf16's rate; on CUDA 1.75 times that, an estimate. All are rates
@@ -123,7 +123,7 @@ typedef struct ps_hardware {
   double h2d_bytes_per_s, d2h_bytes_per_s; /* a copy to the device, to the host */
   double duplex_bytes_per_s;               /* each of the two while both run */
   /* Copies from one device to others, one at a time. What a device receives from several at once is
-   * taken to be no limit. ps_hardware_peers() measures it. 0: not known, or devices cannot access
+   * taken to be no limit. ps_hardware_get() measures it. 0: not known, or devices cannot access
    * each other's memory: then each of several devices fetches all from the host. */
   double peer_bytes_per_s;
   /* What a host sends to the others, and as much it receives, while they add gradients. A file may
@@ -207,7 +207,7 @@ PS_API ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32
  * CUDA: the context is made, the libraries are loaded, and products' algorithms are chosen as a run
  * chooses them; device_overhead_bytes is what that took. The table leaves out attention that takes
  * more scratch than plans expect, and finding documents where no library does it. FP8's rates are
- * left to ps_hardware_fp8().
+ * left to ps_hardware_get().
  * Blocks. Errors: PS_EINVAL, PS_ENOMEM, PS_EDEVICE; PS_EBUDGET where less than 38 MB + 5 MB a
  * thread are left (on CUDA 1.6 GiB), or @device_mem_bytes is less than
  * ps_hardware_measure_bytes(). */
@@ -220,30 +220,11 @@ PS_API ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_
  * backend, and where the build has no CUDA. */
 PS_API uint64_t ps_hardware_measure_bytes(const ps_hardware *hw);
 
-/* ps_hardware_ample() - 1 where the machine of @hw has the memory that ps_hardware_measure() takes
- * in full under @host_mem_bytes. Rates that are PS_MEASURED_TIGHT may then be measured anew. */
-PS_API int ps_hardware_ample(const ps_hardware *hw, uint64_t host_mem_bytes);
-
 /* ps_hardware_profile() - ps_hardware_measure() in full: longer, and with the rates for people.
  * On CUDA also FP8's rates. @seconds 0: 5; on CUDA 125, which is 2.2 s a case. On CUDA the host's
  * cases use three quarters of the memory that is free. Arguments and errors otherwise as above. */
 PS_API ps_status ps_hardware_profile(ps_hardware *out, uint32_t backend, uint32_t device,
                                      uint32_t n_threads, uint64_t host_mem_bytes, double seconds);
-
-/* ps_hardware_fp8() - what a plan of a recipe with FP8 needs beside the rates in bf16:
- * gemm_fp8_flops_per_s, gemm_fp8, fp8_attention_speed and fp8_overhead_bytes of @hw. They are
- * measured where @hw lacks them. Where cuBLASLt has no such products, or the host has too little
- * memory, or the cap of device memory is too low, a line says so, @hw stays as it is, and the next
- * call tries again.
- * @device_mem_bytes, @host_mem_bytes  as of ps_hardware_measure().
- * Takes 256 MiB of host memory, 3.6 GiB of device memory, and 8 s; half a minute more where the
- * GPU's FP8 products were never timed. Blocks. Errors: PS_EINVAL, PS_ENOMEM, PS_EDEVICE;
- * @hw is untouched.
- * ps_hardware_lacks_fp8() - 1 where ps_hardware_fp8() would measure: @hw is of a GPU of compute
- * capability 8.9 or later, has measured rates, and has no gemm_fp8. */
-PS_API ps_status ps_hardware_fp8(ps_hardware *hw, uint64_t device_mem_bytes,
-                                 uint64_t host_mem_bytes);
-PS_API int ps_hardware_lacks_fp8(const ps_hardware *hw);
 
 /* ps_hardware_read(), ps_hardware_write() - rates as JSON. Reading takes the facts anew from the
  * machine. Errors: PS_EIO, PS_EFORMAT; PS_ESTATE where the file must be measured anew:
@@ -253,6 +234,61 @@ PS_API int ps_hardware_lacks_fp8(const ps_hardware *hw);
 PS_API ps_status ps_hardware_read(ps_hardware *out, const char *path, uint32_t backend,
                                   uint32_t device, uint32_t n_threads);
 PS_API ps_status ps_hardware_write(const ps_hardware *hw, const char *path);
+
+/* ---- this machine, from the cache ------------------------------------------------------------ */
+
+typedef enum ps_hardware_how {
+  PS_HARDWARE_ONCE = 0,    /* from the cache; what it lacks is measured, and kept there */
+  PS_HARDWARE_ANEW = 1,    /* ps_hardware_measure() now; the cache's file is replaced */
+  PS_HARDWARE_IN_FULL = 2, /* ps_hardware_profile() now; the cache's file is replaced */
+  PS_N_HARDWARE_HOWS = 3
+} ps_hardware_how;
+
+/* What ps_hardware_get() tells its caller in a line, without a name before it. */
+typedef enum ps_hardware_note {
+  PS_HARDWARE_MEASURES = 0,   /* measuring begins; how long it takes */
+  PS_HARDWARE_OTHER_WORK = 1, /* other_work_percent of what was measured is not 0 */
+  PS_HARDWARE_ESTIMATES = 2,  /* a cap leaves no room to measure: rates are estimates */
+  PS_HARDWARE_NOT_KEPT = 3    /* the cache cannot be written: the next call measures again */
+} ps_hardware_note;
+typedef void (*ps_hardware_note_fn)(void *user, ps_hardware_note note, const char *line);
+
+typedef struct ps_hardware_ask {
+  uint32_t struct_bytes; /* sizeof(ps_hardware_ask) */
+  uint32_t backend;      /* PS_BACKEND_* */
+  uint32_t device;       /* CUDA: which of the visible GPUs */
+  uint32_t n_threads;    /* 0: as of ps_hardware_measure() */
+  uint32_t n_devices;    /* CUDA: the rates of so many GPUs from @device on together, too; 0: 1 */
+  uint32_t fp8;          /* 1: the rates of FP8 products too, on a GPU that has them */
+  uint32_t how;          /* ps_hardware_how */
+  uint32_t reserved;
+  /* Caps of what measuring may take: of what each GPU loses to the process, and of the process's
+   * host memory; 0: none. PS_HARDWARE_IN_FULL has none of device memory. */
+  uint64_t device_mem_bytes, host_mem_bytes;
+  double seconds;           /* of measuring; 0: as of the function that measures */
+  ps_hardware_note_fn note; /* NULL: nothing is told */
+  void *user;
+} ps_hardware_ask;
+
+/* ps_hardware_get() - this machine's rates. A file of the user's cache (ps_hardware_cache_path())
+ * keeps them; it is measured anew where ps_hardware_read() says so, and where its rates are
+ * PS_MEASURED_TIGHT and there is more memory now. Where a cap leaves no room to measure, the file's
+ * rates count, else estimates. With ask->fp8 and with several GPUs, what the file lacks of them is
+ * measured and added. Where a cap leaves no room for that, a line of the log says so, and the rates
+ * stay as they are.
+ * @ask  borrowed for the call.
+ * Takes what ps_hardware_measure() takes; with CUDA also up to a minute for FP8's products and 15 s
+ * and 4.4 GiB a GPU for several GPUs.
+ * Threads: any; ask->note is called by this one. Of processes that measure at once each writes the
+ *         file as a whole. Blocks: as long as measuring takes.
+ * Errors: PS_EINVAL, PS_ENOMEM, PS_EDEVICE; several GPUs: as ps_hardware_gpus_check(). PS_EBUDGET
+ *         with PS_HARDWARE_ANEW and PS_HARDWARE_IN_FULL alone. @out is untouched.
+ *
+ * ps_hardware_cache_path() - the path of that file for the machine @hw, of which the names of CPU
+ * and GPU and the thread count matter. Machines that have one cache in common thus keep their rates
+ * apart. Errors: as ps_cache_path(). */
+PS_API ps_status ps_hardware_get(ps_hardware *out, const ps_hardware_ask *ask);
+PS_API ps_status ps_hardware_cache_path(char *out, uint64_t room, const ps_hardware *hw);
 
 /* ps_hardware_describe() - facts and rates of any machine from a file as ps_hardware_write() writes
  * it, to plan for that machine. The file may be written by hand: rates that are filled from others
@@ -291,23 +327,6 @@ PS_API uint32_t ps_hardware_n_gpus(void);
  * Errors: PS_EINVAL: @n is not in 1..PS_MAX_DEVICES, so many are not visible, or two of them are of
  * different models. PS_EDEVICE: there is no driver, or the build has no CUDA. */
 PS_API ps_status ps_hardware_gpus_check(uint32_t device, uint32_t n);
-
-/* ps_hardware_peers() - what a plan for @n GPUs from hw->device on needs beside the rates of one:
- * peer_bytes_per_s, n_gpus, gpus_contention and gpus_compute_speed of @hw. Fields that @hw has stay
- * as they are; the others are measured. Where two GPUs cannot access each other's memory,
- * peer_bytes_per_s becomes 0 and a line says which. With @n 1 and on the CPU backend nothing
- * happens.
- * @device_mem_bytes  cap of what each GPU loses to the process, 0: none. Where it is less than
- *                  ps_hardware_measure_bytes() and 256 MiB, a line says so, and n_gpus and its
- *                  rates stay as they are.
- * @host_mem_bytes  cap of the process's host memory, 0: none. Where it or the system leaves less
- *                  than 4.3 GiB and 1 GiB a GPU, a line says so and n_gpus stays as it is.
- * Takes on each GPU a context and 4.4 GiB of device memory. Where a GPU has less, a line says so,
- * gpus_compute_speed is 0, and the next call tries again. Takes 15 cases of 0.4 s, and 5 s of
- * products. Blocks.
- * Errors: as ps_hardware_gpus_check(); PS_ENOMEM. */
-PS_API ps_status ps_hardware_peers(ps_hardware *hw, uint32_t n, uint64_t device_mem_bytes,
-                                   uint64_t host_mem_bytes);
 
 /* ps_hardware_gpu_unused() - why a GPU cannot be used although a driver is installed: the driver is
  * too old, no GPU is visible, or the build has no CUDA. NULL where a GPU can be used, or where

@@ -139,7 +139,8 @@ PS_API ps_status ps_hosts_measure(ps_hosts *h, uint32_t device, uint64_t host_me
 enum { PS_HOSTS_ID_BYTES = 17 };
 PS_API ps_status ps_hosts_id(ps_hosts *h, char out[PS_HOSTS_ID_BYTES]);
 
-/* ps_hosts_rate_write() - replace the file at @path, as a whole, by one that has the rate. JSON:
+/* ps_hosts_rate_write() - replace the file at @path, as a whole, by one that has the rate, and make
+ * the folders that it lacks. JSON:
  * layout, a number that a version has of its own where it measures otherwise, and
  * network_bytes_per_s; for people also transport, n_hosts, and machine, the name of this task's.
  * ps_hosts_rate_read() - its network_bytes_per_s, for ps_hosts_measure(). The keys for people do

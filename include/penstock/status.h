@@ -65,6 +65,12 @@ typedef void (*ps_log_fn)(void *user, ps_log_level level, const char *message);
  * Threads: any thread may call @fn, one call at a time. */
 PS_API void ps_log_set(ps_log_fn fn, void *user);
 
+/* ps_cache_path() - the path of file @name of the user's cache: $XDG_CACHE_HOME/penstock/NAME, else
+ * ~/.cache/penstock/NAME. Nothing is made.
+ * @room  BYTES of @out, which is untouched on error.
+ * Errors: PS_ESTATE: neither XDG_CACHE_HOME nor HOME is set; PS_EINVAL: the path is longer. */
+PS_API ps_status ps_cache_path(char *out, uint64_t room, const char *name);
+
 /* ps_version() - "0.1.0"; static storage. */
 PS_API const char *ps_version(void);
 

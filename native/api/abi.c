@@ -47,6 +47,7 @@ static const struct {
     ENTRY(ps_thread_rate),
     ENTRY(ps_contention_rate),
     ENTRY(ps_hardware),
+    ENTRY(ps_hardware_ask),
     ENTRY(ps_gpu_state),
     ENTRY(ps_plan_config),
     ENTRY(ps_ramp_stage),

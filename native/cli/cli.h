@@ -246,11 +246,7 @@ typedef struct cli_device {
  * cache them, and say so on stderr unless @quiet. @device_bytes, @host_bytes: caps meanwhile, 0:
  * none. @fp8: those of FP8 products too.
  * cli_hardware_measure() - measure the rates now and cache them. @full: by ps_hardware_profile().
- * @seconds 0: as long as the device needs. *cached_at: the cache's file, freed by the caller, or
- * NULL.
- * cli_network_kept() - the network's rate that the cache has for these machines (ps_hosts_id()) and
- * this transport, BYTES per second; 0: none.
- * cli_network_keep() - write it to the cache. Where that fails a line says why.
+ * @seconds 0: as long as the device needs. *kept: whether the cache has them.
  * cli_bound_threads() - lower device->threads to @n_cpus, and say so. cli_hardware_get() and
  * cli_hardware_measure() call it.
  * cli_gpus_check() - whether a training or an evaluation can run on device->n_gpus. Exit code.
@@ -258,9 +254,7 @@ typedef struct cli_device {
 int cli_hardware_get(ps_hardware *out, cli_device *device, uint64_t device_bytes,
                      uint64_t host_bytes, bool fp8, bool quiet);
 int cli_hardware_measure(ps_hardware *out, cli_device *device, bool full, double seconds,
-                         char **cached_at);
-double cli_network_kept(const char *id, uint32_t transport);
-void cli_network_keep(const ps_hosts *h, const char *id, uint32_t transport, double bytes_per_s);
+                         bool *kept);
 void cli_bound_threads(cli_device *device, uint32_t n_cpus, bool quiet);
 bool cli_on_gpu(const cli_device *device);
 int cli_gpus_check(const cli_device *device);

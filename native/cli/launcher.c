@@ -1,6 +1,7 @@
 /* launcher.c - the tasks of several hosts, which a launcher started: they meet, agree on the run,
  * and end together. */
 #include "cli/cli.h"
+#include <limits.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -93,6 +94,39 @@ void cli_task_follow(cli_job *job) {
   job->trace_steps = 0;
 }
 
+/* ---- the network's rate ---------------------------------------------------------------------- */
+
+/* network-ID-TRANSPORT.json in the cache. */
+static ps_status network_file(char path[PATH_MAX], const char *id, uint32_t transport) {
+  char name[64];
+  snprintf(name, sizeof name, "network-%s-%s.json", id,
+           transport == PS_TRANSPORT_NCCL ? "nccl" : "tcp");
+  return ps_cache_path(path, PATH_MAX, name);
+}
+
+/* What the cache has for these machines and this transport, BYTES per second; 0: none. */
+static double network_kept(const char *id, uint32_t transport) {
+  char path[PATH_MAX];
+  double rate = 0;
+  if (network_file(path, id, transport) == PS_OK)
+    (void)ps_hosts_rate_read(&rate, path); /* a file that is broken or old is replaced later */
+  return rate;
+}
+
+/* Where it cannot be kept a line says why. */
+static void network_keep(const ps_hosts *h, const char *id, uint32_t transport, double rate) {
+  char path[PATH_MAX];
+  const bool cache = network_file(path, id, transport) == PS_OK;
+  if (!cache)
+    fprintf(stderr, "penstock: the network's rate is not cached: set XDG_CACHE_HOME to a folder "
+                    "for the cache\n");
+  else if (ps_hosts_rate_write(h, rate, path) != PS_OK)
+    fprintf(stderr,
+            "penstock: %s; the network's rate is not cached: set XDG_CACHE_HOME to a folder that "
+            "can be written\n",
+            ps_last_error());
+}
+
 /* Where no description states a rate, rank 0 gives the one that it has kept. Where it has none, it
  * keeps the one that is measured now. */
 static ps_status find_network_rate(cli_job *job) {
@@ -103,12 +137,12 @@ static ps_status find_network_rate(cli_job *job) {
   if (st == PS_OK)
     st = ps_hosts_id(job->hosts, id);
   if (st == PS_OK && first && !(*rate > 0))
-    *rate = cli_network_kept(id, job->chosen_transport);
+    *rate = network_kept(id, job->chosen_transport);
   const bool known = *rate > 0;
   if (st == PS_OK)
     st = ps_hosts_measure(job->hosts, job->hardware.device, job->host_mem, rate);
   if (st == PS_OK && first && !known)
-    cli_network_keep(job->hosts, id, job->chosen_transport, *rate);
+    network_keep(job->hosts, id, job->chosen_transport, *rate);
   return st;
 }
 

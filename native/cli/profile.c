@@ -1,6 +1,6 @@
 /* profile.c - `penstock profile`: measures this machine and caches the rates for plans. */
 #include "cli/cli.h"
-#include <stdlib.h>
+#include <limits.h>
 
 static const char about[] =
     "Measures this machine's rates under load: matrix products and attention in the shapes\n"
@@ -70,8 +70,9 @@ int cli_profile(int argc, char **argv) {
   if (code != CLI_OK)
     return code < 0 ? CLI_OK : code;
   ps_hardware hw;
-  char *cached_at = NULL;
-  code = cli_hardware_measure(&hw, &device, !quick, seconds, &cached_at);
+  char path[PATH_MAX];
+  bool kept;
+  code = cli_hardware_measure(&hw, &device, !quick, seconds, &kept);
   if (code != CLI_OK)
     return code;
   if (json) {
@@ -80,9 +81,8 @@ int cli_profile(int argc, char **argv) {
     putchar('\n');
   } else {
     cli_hardware_table(stdout, &hw);
-    if (cached_at)
-      printf("cached in %s\n", cached_at);
+    if (kept && ps_hardware_cache_path(path, sizeof path, &hw) == PS_OK)
+      printf("cached in %s\n", path);
   }
-  free(cached_at);
   return CLI_OK;
 }

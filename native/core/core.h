@@ -86,6 +86,10 @@ ps_status ps__model_path(char **out, const char *dir, const char *name);
 ps_status ps__replace_begin(int *fd, char **temporary, const char *path);
 ps_status ps__replace_end(int fd, char *temporary, const char *path, ps_status st);
 ps_status ps__replace_text(const char *path, const char *text, size_t bytes);
+/* ps__cache_write() - ps__replace_text() of a file of the cache (ps_cache_path()). Folders that are
+ * missing are made. */
+enum { PS__CACHE_PATH = 4096 };
+ps_status ps__cache_write(const char *path, const char *text, size_t bytes);
 
 /* ---- time ------------------------------------------------------------------------------------ */
 uint64_t ps__now_ns(void); /* CLOCK_MONOTONIC */

@@ -4,6 +4,7 @@
 #ifdef PS_CUDA
 #  include "backends/cuda/probe.h"
 #endif
+#include <stdarg.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -53,6 +54,17 @@ ps_status ps__hardware_facts(ps_hardware *hw, uint32_t backend, uint32_t device,
 #endif
 }
 
+void ps__hardware_note(const ps_hardware_ask *ask, ps_hardware_note note, const char *fmt, ...) {
+  char line[1024];
+  va_list ap;
+  if (!ask->note)
+    return;
+  va_start(ap, fmt);
+  vsnprintf(line, sizeof line, fmt, ap);
+  va_end(ap);
+  ask->note(ask->user, note, line);
+}
+
 ps_status ps_hardware_gpu_state(ps_gpu_state *out, uint32_t backend, uint32_t device) {
   if (!out)
     return ps__fail(PS_EINVAL, "ps_hardware_gpu_state: out is NULL");
@@ -87,43 +99,6 @@ ps_status ps_hardware_gpus_check(uint32_t device, uint32_t n) {
 #endif
 }
 
-#ifdef PS_CUDA
-/* Whether measuring several GPUs at once may take what it takes of each. */
-static bool gpus_fit(const ps_hardware *hw, uint32_t n, uint64_t device_mem_bytes) {
-  const uint64_t takes = ps_hardware_measure_bytes(hw) + 2ull * PS__COPY_BYTES;
-  char need[32], given[32];
-  if (ps__hardware_fits(takes, device_mem_bytes))
-    return true;
-  ps__log(PS_LOG_WARN,
-          "measuring %u GPUs at once takes %s of device memory on each, %s are given: plans take "
-          "what is known of one GPU; a larger --device-mem lets them be measured",
-          n, ps__format_bytes(need, takes), ps__format_bytes(given, device_mem_bytes));
-  return false;
-}
-#endif
-
-ps_status ps_hardware_peers(ps_hardware *hw, uint32_t n, uint64_t device_mem_bytes,
-                            uint64_t host_mem_bytes) {
-  if (!hw)
-    return ps__fail(PS_EINVAL, "ps_hardware_peers: hw is NULL");
-  if (n == 1 || hw->backend == PS_BACKEND_CPU)
-    return PS_OK;
-  PS_TRY(ps_hardware_gpus_check(hw->device, n));
-#ifdef PS_CUDA
-  bool access;
-  double rate = hw->peer_bytes_per_s;
-  PS_TRY(ps__cuda_peers(hw->device, n, &access));
-  if (access && !(rate > 0))
-    PS_TRY(ps__cuda_peer_rate(hw->device, n, &rate));
-  if ((hw->n_gpus != n || !(hw->gpus_compute_speed > 0)) && gpus_fit(hw, n, device_mem_bytes))
-    PS_TRY(ps__hardware_measure_gpus(hw, n, host_mem_bytes));
-  hw->peer_bytes_per_s = access ? rate : 0;
-#else
-  (void)device_mem_bytes, (void)host_mem_bytes;
-#endif
-  return PS_OK;
-}
-
 const char *ps_hardware_gpu_unused(void) {
   bool driver = access("/proc/driver/nvidia/version", F_OK) == 0;
 #ifdef PS_CUDA
@@ -143,30 +118,6 @@ static void estimate_cpu(ps_hardware *hw) {
   hw->elementwise_bytes_per_s = 0.7 * hw->memory_bytes_per_s;
   hw->h2d_bytes_per_s = hw->d2h_bytes_per_s = hw->duplex_bytes_per_s = 5e9;
   hw->op_ns = 3000;
-}
-
-void ps__hardware_complete(ps_hardware *hw) {
-  const double memory = hw->memory_bytes_per_s / 4;
-  if (hw->backend == PS_BACKEND_CPU && !(hw->peak_flops_per_s > 0))
-    hw->peak_flops_per_s = hw->gemm_flops_per_s[PS_F32];
-  if (!(hw->gemm_fp8_flops_per_s > 0)) /* of an H200's 1.73 to 1.84 times bf16's, by the sums */
-    hw->gemm_fp8_flops_per_s =
-        (hw->backend == PS_BACKEND_CPU ? 1 : 1.75) * hw->gemm_flops_per_s[PS_BF16];
-  if (!(hw->optimizer_weights_bytes_per_s > 0))
-    hw->optimizer_weights_bytes_per_s = hw->optimizer_bytes_per_s;
-  if (!(hw->optimizer_state_bytes_per_s > 0))
-    hw->optimizer_state_bytes_per_s = hw->optimizer_bytes_per_s;
-  if (!(hw->accumulate_bytes_per_s > 0))
-    hw->accumulate_bytes_per_s = hw->optimizer_bytes_per_s;
-  if (!(hw->accumulate_sumsq_bytes_per_s > 0))
-    hw->accumulate_sumsq_bytes_per_s = hw->accumulate_bytes_per_s;
-  if (!(hw->sumsq_bytes_per_s > 0))
-    hw->sumsq_bytes_per_s = hw->optimizer_bytes_per_s;
-  /* one thread moves a core's part, but no more than a core keeps in flight */
-  if (!(hw->gather_bytes_per_s > 0))
-    hw->gather_bytes_per_s = memory < 16e9 ? memory : 16e9;
-  if (hw->backend == PS_BACKEND_CPU && !(hw->peer_bytes_per_s > 0)) /* its devices are arenas */
-    hw->peer_bytes_per_s = hw->h2d_bytes_per_s;
 }
 
 ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32_t device,

@@ -377,15 +377,20 @@ static void write_fields(ps__jsonw *w, const char *base, const field *f) {
   }
 }
 
+ps_status ps__hardware_text(ps__jsonw **out, const ps_hardware *hw) {
+  PS_TRY(ps__jsonw_create(out));
+  ps__jsonw_object(*out, NULL);
+  ps__jsonw_uint(*out, "layout", LAYOUT);
+  write_fields(*out, (const char *)hw, fields);
+  ps__jsonw_end(*out);
+  return PS_OK;
+}
+
 ps_status ps_hardware_write(const ps_hardware *hw, const char *path) {
   if (!hw || !path)
     return ps__fail(PS_EINVAL, "ps_hardware_write: hw and path must be given");
   ps__jsonw *w = NULL;
-  PS_TRY(ps__jsonw_create(&w));
-  ps__jsonw_object(w, NULL);
-  ps__jsonw_uint(w, "layout", LAYOUT);
-  write_fields(w, (const char *)hw, fields);
-  ps__jsonw_end(w);
+  PS_TRY(ps__hardware_text(&w, hw));
   size_t n = 0;
   const char *text = ps__jsonw_text(w, &n);
   const ps_status st = ps__replace_text(path, text, n);

@@ -15,9 +15,43 @@ void ps__hardware_estimate_gpu(ps_hardware *hw);
 /* ps__hardware_complete() - fill the rates that may be missing from those that may not
  * (penstock/hardware.h). */
 void ps__hardware_complete(ps_hardware *hw);
-/* ps__hardware_measure_gpus() - n_gpus, gpus_contention and gpus_compute_speed of @hw, with CUDA;
- * nothing but a line where memory is short (ps_hardware_peers()). */
-ps_status ps__hardware_measure_gpus(ps_hardware *hw, uint32_t n, uint64_t host_mem_bytes);
+
+/* What ps_hardware_get() (cache.c) is made of. Each looks at the fields of @ask that it needs, and
+ * measures within its caps.
+ * ps__hardware_note() - give the caller a line, if it wants one.
+ * ps__hardware_measure() - ps_hardware_measure(), with PS_HARDWARE_IN_FULL ps_hardware_profile().
+ * ps__hardware_ample() - whether the machine has the memory that measuring takes in full. Rates
+ * that are PS_MEASURED_TIGHT may then be measured anew. */
+void ps__hardware_note(const ps_hardware_ask *ask, ps_hardware_note note, const char *fmt, ...)
+    __attribute__((format(printf, 3, 4)));
+ps_status ps__hardware_measure(ps_hardware *out, const ps_hardware_ask *ask);
+bool ps__hardware_ample(const ps_hardware *hw, uint64_t host_mem_bytes);
+/* ps__hardware_fp8() - what a plan of a recipe with FP8 needs beside the rates in bf16:
+ * gemm_fp8_flops_per_s, gemm_fp8, fp8_attention_speed and fp8_overhead_bytes. They are measured
+ * where @hw lacks them. Where cuBLASLt has no such products, or the host has too little memory, or
+ * the cap of device memory is too low, a line of the log says so, @hw stays as it is, and the next
+ * call tries again. Takes 256 MiB of host memory, 3.6 GiB of device memory, and 8 s; half a minute
+ * more where the GPU's FP8 products were never timed. On an error @hw is untouched.
+ * ps__hardware_lacks_fp8() - whether it would measure: @hw is of a GPU of compute capability 8.9 or
+ * later, has measured rates, and has no gemm_fp8. */
+ps_status ps__hardware_fp8(ps_hardware *hw, const ps_hardware_ask *ask);
+bool ps__hardware_lacks_fp8(const ps_hardware *hw);
+/* ps__hardware_peers() - what a plan for ask->n_devices GPUs from hw->device on needs beside the
+ * rates of one: peer_bytes_per_s, n_gpus, gpus_contention and gpus_compute_speed. Fields that @hw
+ * has stay as they are; the others are measured. With one GPU and on the CPU backend nothing
+ * happens. A line of the log tells of each of these:
+ *   - Two GPUs cannot access each other's memory: peer_bytes_per_s becomes 0.
+ *   - The cap of device memory is less than ps_hardware_measure_bytes() and 256 MiB, or less than
+ *     4.3 GiB and 1 GiB a GPU is left of the host's: n_gpus and its rates stay as they are.
+ *   - A GPU has less than a context and 4.4 GiB: gpus_compute_speed is 0, and the next call tries
+ *     again.
+ * Takes 15 cases of 0.4 s, and 5 s of products. Errors: as ps_hardware_gpus_check(); PS_ENOMEM.
+ * ps__hardware_measure_gpus() - n_gpus, gpus_contention and gpus_compute_speed of it, with CUDA. */
+ps_status ps__hardware_peers(ps_hardware *hw, const ps_hardware_ask *ask);
+ps_status ps__hardware_measure_gpus(ps_hardware *hw, const ps_hardware_ask *ask);
+/* ps__hardware_text() - @hw as the text of its file, into memory. The caller frees @out. */
+ps_status ps__hardware_text(ps__jsonw **out, const ps_hardware *hw);
+
 /* ps__hardware_room() - BYTES that measuring may take of @host_mem_bytes, the cap of the whole
  * process (0: none), and of what the system has. */
 uint64_t ps__hardware_room(uint64_t host_mem_bytes);

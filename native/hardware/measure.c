@@ -578,8 +578,8 @@ uint64_t ps__hardware_room(uint64_t host_mem_bytes) {
   return host_mem_bytes && within < free ? within : free;
 }
 
-int ps_hardware_ample(const ps_hardware *hw, uint64_t host_mem_bytes) {
-  return hw && in_full(hw, false) <= ps__hardware_room(host_mem_bytes);
+bool ps__hardware_ample(const ps_hardware *hw, uint64_t host_mem_bytes) {
+  return in_full(hw, false) <= ps__hardware_room(host_mem_bytes);
 }
 
 /* The full size where there is room, else what there is room for. */
@@ -625,18 +625,22 @@ static ps_status check_device(const ps_hardware *hw, uint64_t device_mem_bytes) 
                   ps__format_bytes(need, takes), ps__format_bytes(given, device_mem_bytes));
 }
 
-/* @profile has no cap of device memory. */
-static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32_t n_threads,
-                     uint64_t device_mem_bytes, uint64_t host_mem_bytes, double seconds,
-                     bool profile) {
+ps_status ps__hardware_measure(ps_hardware *out, const ps_hardware_ask *ask) {
+  const bool profile = ask->how == PS_HARDWARE_IN_FULL;
+  double seconds = ask->seconds;
   if (!out || !(seconds >= 0))
     return ps__fail(PS_EINVAL, "measuring a machine: out must be given and seconds not negative");
   ps_hardware hw;
   const ps__cpu_use before = ps__cpu_use_now();
-  PS_TRY(ps__hardware_facts(&hw, backend, device, n_threads));
-  bench b = {.beside_gpu = backend == PS_BACKEND_CUDA};
-  PS_TRY(check_device(&hw, device_mem_bytes));
-  PS_TRY(choose_buffer(&b.bytes, &hw, profile, host_mem_bytes));
+  PS_TRY(ps__hardware_facts(&hw, ask->backend, ask->device, ask->n_threads));
+  bench b = {.beside_gpu = ask->backend == PS_BACKEND_CUDA};
+  if (!profile)
+    PS_TRY(check_device(&hw, ask->device_mem_bytes));
+  PS_TRY(choose_buffer(&b.bytes, &hw, profile, ask->host_mem_bytes));
+  if (ask->how == PS_HARDWARE_ONCE)
+    ps__hardware_note(ask, PS_HARDWARE_MEASURES,
+                      "measuring this machine once, which takes %s; penstock profile measures more",
+                      b.beside_gpu ? "20 s to 2 minutes" : "a second or two");
   if (seconds == 0)
     seconds = b.beside_gpu ? (profile ? 125 : 16) : profile ? 5 : 1;
   b.seconds = seconds_a_case(seconds, b.beside_gpu, profile);
@@ -652,7 +656,7 @@ static ps_status run(ps_hardware *out, uint32_t backend, uint32_t device, uint32
   if (st == PS_OK && !b.beside_gpu)
     st = ps__cpu_blas_ready(hw.n_threads);
   if (st == PS_OK)
-    st = map_sets(&b, device, profile);
+    st = map_sets(&b, ask->device, profile);
   if (st == PS_OK)
     st = measure(&b, &hw, profile);
   hw.other_work_percent = ps__other_work_percent(&before);
@@ -682,9 +686,10 @@ static void fill_places(const bench *b, const ps__host_places *at) {
     memcpy(at->first + i * at->stride, at->first, at->stride);
 }
 
-ps_status ps__hardware_measure_gpus(ps_hardware *hw, uint32_t n, uint64_t host_mem_bytes) {
+ps_status ps__hardware_measure_gpus(ps_hardware *hw, const ps_hardware_ask *ask) {
+  const uint32_t n = ask->n_devices;
   ps__host_places at = {.stride = 2ull * PS__COPY_BYTES, .n = n * GPU_PLACES};
-  const uint64_t places = at.n * at.stride, have = ps__hardware_room(host_mem_bytes);
+  const uint64_t places = at.n * at.stride, have = ps__hardware_room(ask->host_mem_bytes);
   char need[32], there[32];
   if (in_full(hw, false) + places > have) {
     ps__log(PS_LOG_WARN,
@@ -693,6 +698,8 @@ ps_status ps__hardware_measure_gpus(ps_hardware *hw, uint32_t n, uint64_t host_m
             n, ps__format_bytes(need, in_full(hw, false) + places), ps__format_bytes(there, have));
     return PS_OK;
   }
+  ps__hardware_note(ask, PS_HARDWARE_MEASURES, "measuring %u GPUs at once, which takes up to 15 s",
+                    n);
   bench b = {.beside_gpu = true, .bytes = full_bytes(true), .seconds = SECONDS_OF_GPUS};
   host_loads l = {.n = 0};
   ps_status st = ps__pool_create(&b.exec.pool, hw->n_threads, "measure");
@@ -723,10 +730,21 @@ ps_status ps__hardware_measure_gpus(ps_hardware *hw, uint32_t n, uint64_t host_m
 ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_t device,
                               uint32_t n_threads, uint64_t device_mem_bytes,
                               uint64_t host_mem_bytes, double seconds) {
-  return run(out, backend, device, n_threads, device_mem_bytes, host_mem_bytes, seconds, false);
+  return ps__hardware_measure(out, &(ps_hardware_ask){.backend = backend,
+                                                      .device = device,
+                                                      .n_threads = n_threads,
+                                                      .how = PS_HARDWARE_ANEW,
+                                                      .device_mem_bytes = device_mem_bytes,
+                                                      .host_mem_bytes = host_mem_bytes,
+                                                      .seconds = seconds});
 }
 
 ps_status ps_hardware_profile(ps_hardware *out, uint32_t backend, uint32_t device,
                               uint32_t n_threads, uint64_t host_mem_bytes, double seconds) {
-  return run(out, backend, device, n_threads, 0, host_mem_bytes, seconds, true);
+  return ps__hardware_measure(out, &(ps_hardware_ask){.backend = backend,
+                                                      .device = device,
+                                                      .n_threads = n_threads,
+                                                      .how = PS_HARDWARE_IN_FULL,
+                                                      .host_mem_bytes = host_mem_bytes,
+                                                      .seconds = seconds});
 }

@@ -34,7 +34,7 @@ OnBytes = Callable[[int], None]
 
 
 def default_root() -> Path:
-    """$XDG_CACHE_HOME/penstock/data or ~/.cache/penstock/data, as native/cli/hardware.c has it."""
+    """$XDG_CACHE_HOME/penstock/data or ~/.cache/penstock/data, as native/core/cache.c has it."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) / "penstock" / "data"
 

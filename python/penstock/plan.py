@@ -13,7 +13,7 @@ import numpy as np
 from ._handle import Handle, Owner
 from ._lib import as_dict, callback, check, encode_path, error, ffi, lib, struct, text
 from .engine import TRACE_DTYPE, Schedule
-from .errors import BudgetError, FormatError, InputOutputError, InvalidError, StateError
+from .errors import InvalidError
 from .hosts import Hosts
 from .lora import Lora
 from .model import ModelConfig, Parameter, params_of
@@ -165,72 +165,39 @@ class Hardware:
 
         Two cases give a warning. The cache cannot be written: the next call measures again.
         host_mem or device_mem leaves no room to measure: the rates are estimated."""
-        path = cls.cache_path(threads, backend, gpu)
-        caps = _caps(device_mem, host_mem)
-        hw = cls._of_one(path, threads, backend, gpu, host_mem, device_mem)
-        before = hw.as_dict()
-        if fp8:
-            check(lib.ps_hardware_fp8(hw._ptr, *caps))
-        if gpus > 1:
-            check(lib.ps_hardware_peers(hw._ptr, gpus, *caps))
-        if path and hw.measured and before != hw.as_dict():
-            hw._keep(path)
-        return hw
+        hw, told = struct("ps_hardware"), []
 
-    @classmethod
-    def _of_one(cls, path, threads, backend, gpu, host_mem, device_mem) -> "Hardware":
-        """The rates of one GPU: those of the cache's file, or measured and kept there."""
-        hw = struct("ps_hardware")
-        if path:
-            try:
-                check(lib.ps_hardware_read(hw, encode_path(path), _backend(backend), gpu, threads))
-                device, host = _caps(device_mem, host_mem)
-                if (
-                    hw.measured != lib.PS_MEASURED_TIGHT
-                    or not lib.ps_hardware_ample(hw, host)
-                    or 0 < device < lib.ps_hardware_measure_bytes(hw)
-                ):
-                    return cls(hw)
-            except (StateError, InputOutputError, FormatError):
-                pass
-        try:
-            measured = cls.measure(threads, 0.0, backend, gpu, host_mem, device_mem)
-        except BudgetError as exc:
-            warnings.warn(
-                f"{exc}: rates are estimated; penstock profile measures them without a cap",
-                stacklevel=2,
-            )
-            return cls.estimate(threads, backend, gpu)
-        if path:
-            measured._keep(path)
-        return measured
+        @ffi.callback("ps_hardware_note_fn")
+        def note(_user, which, line):
+            if which in (lib.PS_HARDWARE_ESTIMATES, lib.PS_HARDWARE_NOT_KEPT):
+                told.append(text(line))
 
-    def _keep(self, path: Path) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.write(path)
-        except OSError as exc:
-            warnings.warn(
-                "this machine's rates are not cached: "
-                f"{exc if str(path) in str(exc) else f'{path}: {exc}'}",
-                stacklevel=4,
-            )
+        device_mem_bytes, host_mem_bytes = _caps(device_mem, host_mem)
+        ask = struct(
+            "ps_hardware_ask",
+            backend=_backend(backend),
+            device=gpu,
+            n_threads=threads,
+            n_devices=gpus,
+            fp8=int(fp8),
+            device_mem_bytes=device_mem_bytes,
+            host_mem_bytes=host_mem_bytes,
+            note=note,
+        )
+        check(lib.ps_hardware_get(hw, ask))
+        for line in told:
+            warnings.warn(line, stacklevel=2)
+        return cls(hw)
 
     @classmethod
     def cache_path(cls, threads: int = 0, backend: str = "auto", gpu: int = 0) -> Path | None:
         """The file of cached(); None where neither XDG_CACHE_HOME nor HOME is set."""
-        base = os.environ.get("XDG_CACHE_HOME") or (
-            os.environ.get("HOME") and os.environ["HOME"] + "/.cache"
-        )
-        if not base:
+        out, hw = ffi.new("char[]", 4096), cls.estimate(threads, backend, gpu)
+        status = lib.ps_hardware_cache_path(out, len(out), hw._ptr)
+        if status == lib.PS_ESTATE:
             return None
-        hw = cls.estimate(threads, backend, gpu)
-        machine = re.sub(
-            r"[^A-Za-z0-9]+",
-            "-",
-            " ".join(filter(None, (text(hw._ptr.name), text(hw._ptr.device_name)))),
-        )
-        return Path(base) / "penstock" / f"hardware-{machine}-{hw.n_threads}.json"
+        check(status)
+        return Path(os.fsdecode(ffi.string(out)))
 
     def __getattr__(self, name: str):
         if name.startswith("_"):

@@ -1,0 +1,127 @@
+/* cache.c - this machine's rates: measured once, and kept in the user's cache. */
+#include "hardware/hardware_impl.h"
+#include <ctype.h>
+#include <string.h>
+
+/* hardware-CPU[-GPU]-THREADS.json */
+ps_status ps_hardware_cache_path(char *out, uint64_t room, const ps_hardware *hw) {
+  if (!hw)
+    return ps__fail(PS_EINVAL, "ps_hardware_cache_path: hw is NULL");
+  char machine[sizeof hw->name + sizeof hw->device_name], name[192] = "hardware-";
+  size_t n = strlen(name);
+  snprintf(machine, sizeof machine, "%s%s%s", hw->name, hw->device_name[0] ? " " : "",
+           hw->device_name);
+  for (const char *c = machine; *c && n < 160; c++)
+    if (isalnum((unsigned char)*c))
+      name[n++] = *c;
+    else if (name[n - 1] != '-' || c == machine)
+      name[n++] = '-';
+  snprintf(name + n, sizeof name - n, "-%u.json", hw->n_threads);
+  return ps_cache_path(out, room, name);
+}
+
+typedef struct getting {
+  const ps_hardware_ask *ask;
+  ps_hardware hw;
+  char path[PS__CACHE_PATH]; /* "": there is no cache */
+  bool not_kept;             /* and the caller was told so */
+} getting;
+
+static ps_status write_file(const getting *g) {
+  ps__jsonw *w = NULL;
+  size_t n = 0;
+  PS_TRY(ps__hardware_text(&w, &g->hw));
+  const char *text = ps__jsonw_text(w, &n);
+  const ps_status st = ps__cache_write(g->path, text, n);
+  ps__jsonw_free(w);
+  return st;
+}
+
+/* Where the file cannot be written, the run goes on. */
+static void keep(getting *g) {
+  if (g->not_kept || (g->path[0] && write_file(g) == PS_OK))
+    return;
+  g->not_kept = true;
+  if (g->path[0])
+    ps__hardware_note(g->ask, PS_HARDWARE_NOT_KEPT,
+                      "%s; this machine's rates are not cached: set XDG_CACHE_HOME to a folder "
+                      "that can be written",
+                      ps_last_error());
+  else
+    ps__hardware_note(g->ask, PS_HARDWARE_NOT_KEPT,
+                      "this machine's rates are not cached: set XDG_CACHE_HOME to a folder for the "
+                      "cache");
+}
+
+/* Whether the rates are those of the file. */
+static bool read_file(getting *g) {
+  const ps_hardware_ask *ask = g->ask;
+  ps_hardware hw;
+  if (!g->path[0] || ask->how != PS_HARDWARE_ONCE ||
+      ps_hardware_read(&hw, g->path, ask->backend, ask->device, ask->n_threads) != PS_OK)
+    return false;
+  g->hw = hw;
+  return true;
+}
+
+/* PS_EBUDGET leaves the rates as they are: the file's, else estimates. */
+static ps_status measure(getting *g, bool from_file) {
+  ps_hardware hw;
+  const ps_status st = ps__hardware_measure(&hw, g->ask);
+  if (st == PS_EBUDGET && g->ask->how == PS_HARDWARE_ONCE) {
+    if (!from_file)
+      ps__hardware_note(g->ask, PS_HARDWARE_ESTIMATES,
+                        "%s: rates are estimated; penstock profile measures them without a cap",
+                        ps_last_error());
+    return PS_OK;
+  }
+  PS_TRY(st);
+  g->hw = hw;
+  if (hw.other_work_percent)
+    ps__hardware_note(
+        g->ask, PS_HARDWARE_OTHER_WORK,
+        "other work took %u%% of this machine's CPUs while it was measured: its rates "
+        "are too low, run penstock profile when it is idle",
+        hw.other_work_percent);
+  keep(g);
+  return PS_OK;
+}
+
+/* Rates that are measured when they are first needed: of FP8's products, of several GPUs. */
+static ps_status add(getting *g, ps_status (*more)(ps_hardware *, const ps_hardware_ask *)) {
+  const ps_hardware before = g->hw;
+  PS_TRY(more(&g->hw, g->ask));
+  if (g->hw.measured && memcmp(&before, &g->hw, sizeof before) != 0)
+    keep(g);
+  return PS_OK;
+}
+
+static ps_status get(getting *g) {
+  const ps_hardware_ask *ask = g->ask;
+  PS_TRY(ps_hardware_estimate(&g->hw, ask->backend, ask->device, ask->n_threads));
+  if (ps_hardware_cache_path(g->path, sizeof g->path, &g->hw) != PS_OK)
+    g->path[0] = 0;
+  const bool from_file = read_file(g);
+  if (!from_file ||
+      (g->hw.measured == PS_MEASURED_TIGHT && ps__hardware_ample(&g->hw, ask->host_mem_bytes)))
+    PS_TRY(measure(g, from_file));
+  if (ask->fp8)
+    PS_TRY(add(g, ps__hardware_fp8));
+  return add(g, ps__hardware_peers);
+}
+
+ps_status ps_hardware_get(ps_hardware *out, const ps_hardware_ask *ask) {
+  if (!out || !ask)
+    return ps__fail(PS_EINVAL, "ps_hardware_get: out and ask must be given");
+  if (ask->struct_bytes != sizeof *ask)
+    return ps__fail(PS_EINVAL, "ps_hardware_ask has %u bytes, this library's has %zu",
+                    ask->struct_bytes, sizeof *ask);
+  if (ask->how >= PS_N_HARDWARE_HOWS || !(ask->seconds >= 0))
+    return ps__fail(PS_EINVAL,
+                    "ps_hardware_get: how %u with %g s: give 0 to %d, and no less than 0", ask->how,
+                    ask->seconds, PS_N_HARDWARE_HOWS - 1);
+  getting g = {.ask = ask};
+  PS_TRY(get(&g));
+  *out = g.hw;
+  return PS_OK;
+}

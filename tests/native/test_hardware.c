@@ -1,0 +1,138 @@
+/* test_hardware.c - this machine's rates: kept in the user's cache, what is told of them, and what
+ * is measured when a plan first needs it. */
+#include "check.h"
+#include "hardware/hardware_impl.h"
+#include <stdlib.h>
+#include <unistd.h>
+
+typedef struct told {
+  uint32_t n[PS_HARDWARE_NOT_KEPT + 1];
+  char line[512]; /* the last */
+} told;
+
+static void tell(void *user, ps_hardware_note note, const char *line) {
+  told *t = user;
+  t->n[note]++;
+  snprintf(t->line, sizeof t->line, "%s", line);
+}
+
+static void rates_are_measured_once(void) {
+  char folder[] = "/tmp/penstock-hardware-XXXXXX", path[512];
+  ps_hardware first, again;
+  told t = {.line = ""};
+  ps_hardware_ask ask = {.struct_bytes = sizeof ask,
+                         .backend = PS_BACKEND_CPU,
+                         .n_threads = 1,
+                         .n_devices = 4, /* of the CPU backend: arenas, which have no rates */
+                         .fp8 = 1,
+                         .seconds = 0.05,
+                         .note = tell,
+                         .user = &t};
+  CHECK(mkdtemp(folder) && setenv("XDG_CACHE_HOME", folder, 1) == 0);
+  for (uint32_t i = 0; i < 2; i++) {
+    CHECK(ps_hardware_get(i ? &again : &first, &ask) == PS_OK);
+    CHECK(t.n[PS_HARDWARE_MEASURES] == 1 && t.n[PS_HARDWARE_NOT_KEPT] == 0);
+  }
+  CHECK(first.measured == PS_MEASURED && memcmp(&first, &again, sizeof first) == 0);
+  CHECK(ps_hardware_cache_path(path, sizeof path, &first) == PS_OK && unlink(path) == 0);
+  snprintf(path, sizeof path, "%s/penstock", folder);
+  CHECK(rmdir(path) == 0 && rmdir(folder) == 0);
+}
+
+/* Of a machine whose rates are nowhere, a cap of its memory leaves estimates. */
+static void a_cap_leaves_estimates(void) {
+  told t = {.line = ""};
+  ps_hardware hw;
+  ps_hardware_ask ask = {.struct_bytes = sizeof ask,
+                         .n_threads = 1,
+                         .host_mem_bytes = 1 << 20,
+                         .note = tell,
+                         .user = &t};
+  CHECK(ps_hardware_get(&hw, &ask) == PS_OK && hw.measured == PS_ESTIMATED);
+  CHECK(t.n[PS_HARDWARE_ESTIMATES] == 1 && t.n[PS_HARDWARE_MEASURES] == 0);
+  CHECK(strstr(t.line, "of host memory at least") && strstr(t.line, "rates are estimated"));
+  memset(&hw, 7, sizeof hw);
+  const ps_hardware before = hw;
+  ask.how = PS_HARDWARE_IN_FULL;
+  CHECK_FAILS(ps_hardware_get(&hw, &ask), PS_EBUDGET, "of host memory at least");
+  CHECK(memcmp(&before, &hw, sizeof hw) == 0);
+}
+
+/* Measuring that is asked for is not announced. */
+static void without_a_cache_the_run_goes_on(void) {
+  char path[64];
+  told t = {.line = ""};
+  ps_hardware hw;
+  const ps_hardware_ask ask = {.struct_bytes = sizeof ask,
+                               .n_threads = 1,
+                               .how = PS_HARDWARE_ANEW,
+                               .seconds = 0.05,
+                               .note = tell,
+                               .user = &t};
+  CHECK(unsetenv("XDG_CACHE_HOME") == 0 && unsetenv("HOME") == 0);
+  CHECK_FAILS(ps_cache_path(path, sizeof path, "a.json"), PS_ESTATE, "neither XDG_CACHE_HOME nor");
+  CHECK(ps_hardware_get(&hw, &ask) == PS_OK && hw.measured == PS_MEASURED);
+  CHECK(t.n[PS_HARDWARE_MEASURES] == 0 && t.n[PS_HARDWARE_NOT_KEPT] == 1 &&
+        strstr(t.line, "not cached: set XDG_CACHE_HOME"));
+  CHECK(setenv("HOME", "/h", 1) == 0 && ps_cache_path(path, sizeof path, "a.json") == PS_OK);
+  CHECK(strcmp(path, "/h/.cache/penstock/a.json") == 0);
+  CHECK_FAILS(ps_cache_path(path, 10, "b.json"), PS_EINVAL, "there is room for 9");
+}
+
+static void wrong_asks_are_refused(void) {
+  ps_hardware hw;
+  const ps_hardware_ask wrong[] = {{.struct_bytes = 8},
+                                   {.struct_bytes = sizeof *wrong, .how = PS_N_HARDWARE_HOWS},
+                                   {.struct_bytes = sizeof *wrong, .seconds = -1},
+                                   {.struct_bytes = sizeof *wrong, .backend = PS_N_BACKENDS}};
+  for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
+    CHECK_FAILS(ps_hardware_get(&hw, &wrong[i]), PS_EINVAL, "");
+}
+
+/* ---- what a GPU's plans need later ----------------------------------------------------------- */
+
+static void fp8_is_measured_where_a_gpu_has_it_and_its_rates_are_missing(void) {
+  const ps_hardware gpu = {
+      .backend = PS_BACKEND_CUDA, .compute_capability = 90, .measured = PS_MEASURED};
+  ps_hardware other[] = {gpu, gpu, gpu, gpu};
+  other[0].backend = PS_BACKEND_CPU;
+  other[1].compute_capability = 86;
+  other[2].measured = PS_ESTIMATED;
+  other[3].gemm_fp8[0].rows = 256;
+  CHECK(ps__hardware_lacks_fp8(&gpu));
+  for (size_t i = 0; i < sizeof other / sizeof *other; i++) {
+    const ps_hardware before = other[i];
+    CHECK(!ps__hardware_lacks_fp8(&other[i]));
+    CHECK(ps__hardware_fp8(&other[i], &(ps_hardware_ask){.fp8 = 1}) == PS_OK);
+    CHECK(memcmp(&before, &other[i], sizeof before) == 0);
+  }
+}
+
+/* On a machine without a GPU, what tries to measure fails. */
+static void nothing_is_measured_beyond_a_cap_of_device_memory(void) {
+  ps_hardware hw = {.backend = PS_BACKEND_CUDA, .compute_capability = 90, .measured = PS_MEASURED};
+  const ps_hardware before = hw;
+  const uint64_t takes = ps_hardware_measure_bytes(&hw);
+  CHECK(ps_hardware_measure_bytes(&(ps_hardware){.backend = PS_BACKEND_CPU}) == 0);
+  if (!takes) /* a build without CUDA */
+    return;
+  CHECK(takes > 4.5 * (1 << 30) && takes < 4.7 * (1 << 30));
+  hw.device_overhead_bytes = (1ull << 30) + 5;
+  CHECK(ps_hardware_measure_bytes(&hw) == takes + 5);
+  hw.device_overhead_bytes = 0;
+  CHECK(ps__hardware_fp8(&hw, &(ps_hardware_ask){.device_mem_bytes = takes - 1}) == PS_OK);
+  CHECK(memcmp(&before, &hw, sizeof hw) == 0);
+  if (!ps_hardware_n_gpus())
+    CHECK(ps__hardware_fp8(&hw, &(ps_hardware_ask){.device_mem_bytes = takes}) < 0);
+}
+
+int main(void) {
+  rates_are_measured_once();
+  a_cap_leaves_estimates();
+  without_a_cache_the_run_goes_on();
+  wrong_asks_are_refused();
+  fp8_is_measured_where_a_gpu_has_it_and_its_rates_are_missing();
+  nothing_is_measured_beyond_a_cap_of_device_memory();
+  printf("ok this machine's rates\n");
+  return 0;
+}
