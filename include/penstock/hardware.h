@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-enum { PS_MAX_GEMM_RATES = 6, PS_MAX_ATTENTION_RATES = 12, PS_MAX_THREAD_RATES = 6 };
+enum { PS_MAX_GEMM_RATES = 6, PS_MAX_ATTENTION_RATES = 12 };
 
 /* Products of a chunk's rows (tokens) with a model's weights. rows 0 ends a table. Between two
  * entries a rate is linear in log(rows); outside them it is the nearest entry's. */
@@ -39,11 +39,6 @@ typedef struct ps_attention_rate {
   uint32_t rows, kv_rows, packed, found;
   double forward_flops_per_s, backward_flops_per_s;
 } ps_attention_rate;
-
-typedef struct ps_thread_rate {
-  uint32_t threads, reserved; /* threads 0 ends a table */
-  double bytes_per_s;
-} ps_thread_rate;
 
 /* Contention: the rates that a host op and copies have when they use the host's memory at the same
  * time. */
@@ -177,13 +172,6 @@ typedef struct ps_hardware {
   /* Ceilings as the driver reports them; 0: unknown. */
   double device_peak_bytes_per_s; /* CUDA: device memory's clock times its width */
   double link_peak_bytes_per_s;   /* CUDA: of the PCIe link, each way, without encoding */
-  /* For people, from ps_hardware_profile() alone; 0: not measured. */
-  ps_thread_rate optimizer_by_threads[PS_MAX_THREAD_RATES];
-  double first_touch_bytes_per_s; /* fresh host memory, by all CPUs */
-  double pin_bytes_per_s;         /* CUDA: touched host memory pinned for the GPU */
-  double pageable_h2d_bytes_per_s, pageable_d2h_bytes_per_s; /* CUDA: host memory not pinned */
-  double loaded_h2d_bytes_per_s, loaded_d2h_bytes_per_s; /* CUDA: both at once beside products */
-  double loaded_gemm_flops_per_s;                        /* CUDA: those products */
 } ps_hardware;
 
 /* ps_hardware_estimate() - the facts that the system and the driver report, and rates from core
@@ -220,7 +208,7 @@ PS_API ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_
  * backend, and where the build has no CUDA. */
 PS_API uint64_t ps_hardware_measure_bytes(const ps_hardware *hw);
 
-/* ps_hardware_profile() - ps_hardware_measure() in full: longer, and with the rates for people.
+/* ps_hardware_profile() - ps_hardware_measure() in full: longer, and on CUDA in more memory.
  * On CUDA also FP8's rates. @seconds 0: 5; on CUDA 125, which is 2.2 s a case. On CUDA the host's
  * cases use three quarters of the memory that is free. Arguments and errors otherwise as above. */
 PS_API ps_status ps_hardware_profile(ps_hardware *out, uint32_t backend, uint32_t device,
@@ -290,9 +278,16 @@ typedef struct ps_hardware_ask {
 PS_API ps_status ps_hardware_get(ps_hardware *out, const ps_hardware_ask *ask);
 PS_API ps_status ps_hardware_cache_path(char *out, uint64_t room, const ps_hardware *hw);
 
+/* ps_hardware_json() - the same as a JSON object on one line, for people and programs: without the
+ * layout, the backend by its name, measured as true or false.
+ * @room  BYTES of @out, which is untouched on error; PS_HARDWARE_JSON_BYTES is always enough.
+ * Errors: PS_EINVAL, PS_ENOMEM. */
+enum { PS_HARDWARE_JSON_BYTES = 32768 };
+PS_API ps_status ps_hardware_json(char *out, uint64_t room, const ps_hardware *hw);
+
 /* ps_hardware_describe() - facts and rates of any machine from a file as ps_hardware_write() writes
  * it, to plan for that machine. The file may be written by hand: rates that are filled from others
- * and those for people may be missing. "measured": 0 marks estimates.
+ * may be missing. "measured": 0 marks estimates.
  * Errors: PS_EIO, PS_EFORMAT names the field. */
 PS_API ps_status ps_hardware_describe(ps_hardware *out, const char *path);
 

@@ -44,7 +44,6 @@ static const struct {
     ENTRY(ps_lora),
     ENTRY(ps_gemm_rate),
     ENTRY(ps_attention_rate),
-    ENTRY(ps_thread_rate),
     ENTRY(ps_contention_rate),
     ENTRY(ps_hardware),
     ENTRY(ps_hardware_ask),

@@ -190,6 +190,7 @@ void cli_json_text(cli_json *j, const char *key, const char *value);
 void cli_json_count(cli_json *j, const char *key, uint64_t value);
 /* A value that is not finite becomes null. */
 void cli_json_number(cli_json *j, const char *key, double value);
+void cli_json_raw(cli_json *j, const char *key, const char *json); /* a value as it is */
 void cli_json_bool(cli_json *j, const char *key, bool value);
 
 /* ---- output files (outputs.c) ---------------------------------------------------------------- */
@@ -261,7 +262,8 @@ int cli_gpus_check(const cli_device *device);
 void cli_hardware_print(FILE *out, const ps_hardware *hw); /* a few lines */
 /* every measured rate, and its fraction of the hardware's peak */
 void cli_hardware_table(FILE *out, const ps_hardware *hw);
-void cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw);
+/* as ps_hardware_json() has it; exit code */
+int cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw);
 
 /* What a run has of checkpoints (checkpoints.c). */
 typedef struct cli_checkpoints {

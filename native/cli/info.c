@@ -102,13 +102,13 @@ static int show_machine(cli_json *j) {
     return code;
   if (j) {
     cli_json_text(j, "version", ps_version());
-    cli_hardware_json(j, "hardware", &hw);
+    code = cli_hardware_json(j, "hardware", &hw);
   } else {
     printf("penstock %s, %s backend\n", ps_version(),
            hw.backend == PS_BACKEND_CUDA ? "CUDA" : "CPU");
     cli_hardware_print(stdout, &hw);
   }
-  return CLI_OK;
+  return code;
 }
 
 static int describe(const char *model, const cli_texts *data, uint64_t seq_len, bool as_json) {

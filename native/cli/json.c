@@ -63,6 +63,11 @@ void cli_json_number(cli_json *j, const char *key, double value) {
   fputs(isfinite(value) ? text : "null", j->out);
 }
 
+void cli_json_raw(cli_json *j, const char *key, const char *json) {
+  begin(j, key);
+  fputs(json, j->out);
+}
+
 void cli_json_bool(cli_json *j, const char *key, bool value) {
   begin(j, key);
   fputs(value ? "true" : "false", j->out);

@@ -4,9 +4,9 @@
 
 static const char about[] =
     "Measures this machine's rates under load: matrix products and attention in the shapes\n"
-    "of chunks, forward and backward; memory; copies each way, both ways, and beside\n"
-    "products; the optimizer by threads; host memory. Prints each rate beside the\n"
-    "hardware's peak, and keeps them in $XDG_CACHE_HOME/penstock (or ~/.cache/penstock).\n"
+    "of chunks, forward and backward; memory; copies each way, both ways, and beside host\n"
+    "ops; the optimizer. Prints each rate beside the hardware's peak, and keeps them in\n"
+    "$XDG_CACHE_HOME/penstock (or ~/.cache/penstock).\n"
     "plan and train read them there while machine, driver and libraries are the same.\n"
     "Beside a GPU this takes three quarters of the free host memory, since memory is not\n"
     "equally fast everywhere; with --quick it takes 4 GiB.";
@@ -77,12 +77,12 @@ int cli_profile(int argc, char **argv) {
     return code;
   if (json) {
     cli_json j = {.out = stdout};
-    cli_hardware_json(&j, NULL, &hw);
+    code = cli_hardware_json(&j, NULL, &hw);
     putchar('\n');
   } else {
     cli_hardware_table(stdout, &hw);
     if (kept && ps_hardware_cache_path(path, sizeof path, &hw) == PS_OK)
       printf("cached in %s\n", path);
   }
-  return CLI_OK;
+  return code;
 }

@@ -138,30 +138,16 @@ void cli_hardware_table(FILE *out, const ps_hardware *hw) {
   line(out, "copy to the device", hw->h2d_bytes_per_s, gb, "GB/s", link);
   line(out, "copy to the host", hw->d2h_bytes_per_s, gb, "GB/s", link);
   line(out, "copies both ways at once, each", hw->duplex_bytes_per_s, gb, "GB/s", link);
-  line(out, "    to the device, beside products", hw->loaded_h2d_bytes_per_s, gb, "GB/s", link);
-  line(out, "    to the host, beside products", hw->loaded_d2h_bytes_per_s, gb, "GB/s", link);
-  line(out, "    the products beside them", hw->loaded_gemm_flops_per_s, 1e9, "GFLOP/s", peak);
-  line(out, "copy to the device, not pinned", hw->pageable_h2d_bytes_per_s, gb, "GB/s", link);
-  line(out, "copy to the host, not pinned", hw->pageable_d2h_bytes_per_s, gb, "GB/s", link);
   line(out, gpu ? "host memory, copies beside sums" : "host memory, copied by all threads",
        hw->memory_bytes_per_s, gb, "GB/s", 0);
   contention_lines(out, hw);
-  for (uint32_t i = 0; i < PS_MAX_THREAD_RATES && hw->optimizer_by_threads[i].threads; i++) {
-    char what[64];
-    snprintf(what, sizeof what, "AdamW on %u thread%s", hw->optimizer_by_threads[i].threads,
-             hw->optimizer_by_threads[i].threads > 1 ? "s" : "");
-    line(out, what, hw->optimizer_by_threads[i].bytes_per_s, gb, "GB/s", 0);
-  }
-  if (!hw->optimizer_by_threads[0].threads)
-    line(out, "AdamW", hw->optimizer_bytes_per_s, gb, "GB/s", 0);
+  line(out, "AdamW", hw->optimizer_bytes_per_s, gb, "GB/s", 0);
   line(out, "    weights alone", hw->optimizer_weights_bytes_per_s, gb, "GB/s", 0);
   line(out, "    state alone", hw->optimizer_state_bytes_per_s, gb, "GB/s", 0);
   line(out, "sums of gradients", hw->accumulate_bytes_per_s, gb, "GB/s", 0);
   line(out, "    and their squares", hw->accumulate_sumsq_bytes_per_s, gb, "GB/s", 0);
   line(out, "sums of squares", hw->sumsq_bytes_per_s, gb, "GB/s", 0);
   line(out, "gather of the embedding's rows", hw->gather_bytes_per_s, gb, "GB/s", 0);
-  line(out, "first touch of host memory", hw->first_touch_bytes_per_s, gb, "GB/s", 0);
-  line(out, "pinning", hw->pin_bytes_per_s, 1 << 30, "GiB/s", 0);
   line(out, "an op's fixed cost", hw->op_ns, 1e3, "us", 0);
   if (hw->idle_gain > 0)
     line(out, "gain where the GPU is idle for 10%", 0.1 * hw->idle_gain, 0.01, "%", 0);
@@ -173,119 +159,11 @@ void cli_hardware_table(FILE *out, const ps_hardware *hw) {
 
 /* ---- as JSON --------------------------------------------------------------------------------- */
 
-static void products_json(cli_json *j, const char *name, const ps_gemm_rate *list) {
-  cli_json_open(j, name, '[');
-  for (const ps_gemm_rate *r = list; r < list + PS_MAX_GEMM_RATES && r->rows; r++) {
-    cli_json_open(j, NULL, '{');
-    cli_json_count(j, "rows", r->rows);
-    cli_json_number(j, "forward_flops_per_s", r->forward_flops_per_s);
-    cli_json_number(j, "dgrad_flops_per_s", r->dgrad_flops_per_s);
-    cli_json_number(j, "wgrad_flops_per_s", r->wgrad_flops_per_s);
-    cli_json_close(j, '}');
-  }
-  cli_json_close(j, ']');
-}
-
-static void tables_json(cli_json *j, const ps_hardware *hw) {
-  products_json(j, "gemm_bf16", hw->gemm[PS_BF16]);
-  products_json(j, "gemm_fp8", hw->gemm_fp8);
-  cli_json_open(j, "attention_bf16", '[');
-  for (uint32_t i = 0; i < PS_MAX_ATTENTION_RATES && hw->attention[PS_BF16][i].rows; i++) {
-    cli_json_open(j, NULL, '{');
-    cli_json_count(j, "rows", hw->attention[PS_BF16][i].rows);
-    cli_json_count(j, "kv_rows", hw->attention[PS_BF16][i].kv_rows);
-    cli_json_count(j, "packed", hw->attention[PS_BF16][i].packed);
-    cli_json_count(j, "found", hw->attention[PS_BF16][i].found);
-    cli_json_number(j, "forward_flops_per_s", hw->attention[PS_BF16][i].forward_flops_per_s);
-    cli_json_number(j, "backward_flops_per_s", hw->attention[PS_BF16][i].backward_flops_per_s);
-    cli_json_close(j, '}');
-  }
-  cli_json_close(j, ']');
-}
-
-static void contention_json(cli_json *j, const ps_hardware *hw) {
-  cli_json_open(j, "memory_shares", '[');
-  for (uint32_t i = 0; i < PS_MAX_CONTENTION_RATES && hw->contention[i].kinds; i++) {
-    cli_json_open(j, NULL, '{');
-    cli_json_count(j, "kinds", hw->contention[i].kinds);
-    cli_json_count(j, "threads", hw->contention[i].threads);
-    cli_json_number(j, "h2d_bytes_per_s", hw->contention[i].h2d_bytes_per_s);
-    cli_json_number(j, "d2h_bytes_per_s", hw->contention[i].d2h_bytes_per_s);
-    cli_json_number(j, "host_bytes_per_s", hw->contention[i].host_bytes_per_s);
-    cli_json_close(j, '}');
-  }
-  cli_json_close(j, ']');
-}
-
-static void for_people_json(cli_json *j, const ps_hardware *hw) {
-  cli_json_open(j, "optimizer_by_threads", '[');
-  for (uint32_t i = 0; i < PS_MAX_THREAD_RATES && hw->optimizer_by_threads[i].threads; i++) {
-    cli_json_open(j, NULL, '{');
-    cli_json_count(j, "threads", hw->optimizer_by_threads[i].threads);
-    cli_json_number(j, "bytes_per_s", hw->optimizer_by_threads[i].bytes_per_s);
-    cli_json_close(j, '}');
-  }
-  cli_json_close(j, ']');
-  cli_json_number(j, "first_touch_bytes_per_s", hw->first_touch_bytes_per_s);
-  cli_json_number(j, "pin_bytes_per_s", hw->pin_bytes_per_s);
-  cli_json_number(j, "pageable_h2d_bytes_per_s", hw->pageable_h2d_bytes_per_s);
-  cli_json_number(j, "pageable_d2h_bytes_per_s", hw->pageable_d2h_bytes_per_s);
-  cli_json_number(j, "loaded_h2d_bytes_per_s", hw->loaded_h2d_bytes_per_s);
-  cli_json_number(j, "loaded_d2h_bytes_per_s", hw->loaded_d2h_bytes_per_s);
-  cli_json_number(j, "loaded_gemm_flops_per_s", hw->loaded_gemm_flops_per_s);
-}
-
-void cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw) {
-  cli_json_open(j, key, '{');
-  cli_json_text(j, "backend", hw->backend == PS_BACKEND_CUDA ? "cuda" : "cpu");
-  cli_json_text(j, "name", hw->name);
-  cli_json_text(j, "device_name", hw->device_name);
-  cli_json_count(j, "n_threads", hw->n_threads);
-  cli_json_count(j, "n_cpus", hw->n_cpus);
-  cli_json_bool(j, "measured", hw->measured != 0);
-  cli_json_count(j, "other_work_percent", hw->other_work_percent);
-  cli_json_count(j, "host_memory_bytes", hw->host_memory_bytes);
-  cli_json_count(j, "device_memory_bytes", hw->device_memory_bytes);
-  cli_json_count(j, "device_overhead_bytes", hw->device_overhead_bytes);
-  cli_json_count(j, "fp8_overhead_bytes", hw->fp8_overhead_bytes);
-  cli_json_count(j, "compute_capability", hw->compute_capability);
-  cli_json_count(j, "n_sms", hw->n_sms);
-  cli_json_count(j, "cudnn_version", hw->cudnn_version);
-  cli_json_count(j, "driver_version", hw->driver_version);
-  cli_json_count(j, "cublaslt_version", hw->cublaslt_version);
-  cli_json_count(j, "flash4_version", hw->flash4_version);
-  cli_json_number(j, "gemm_fp32_flops_per_s", hw->gemm_flops_per_s[PS_F32]);
-  cli_json_number(j, "gemm_bf16_flops_per_s", hw->gemm_flops_per_s[PS_BF16]);
-  cli_json_number(j, "gemm_fp8_flops_per_s", hw->gemm_fp8_flops_per_s);
-  cli_json_number(j, "fp8_attention_speed", hw->fp8_attention_speed);
-  cli_json_number(j, "heads64_attention_speed", hw->heads64_attention_speed);
-  cli_json_number(j, "heads64_attention_bwd_speed", hw->heads64_attention_bwd_speed);
-  cli_json_number(j, "heads64_long_attention_speed", hw->heads64_long_attention_speed);
-  cli_json_number(j, "heads64_long_attention_bwd_speed", hw->heads64_long_attention_bwd_speed);
-  cli_json_number(j, "attention_fp32_flops_per_s", hw->attention_flops_per_s[PS_F32]);
-  cli_json_number(j, "attention_bf16_flops_per_s", hw->attention_flops_per_s[PS_BF16]);
-  cli_json_number(j, "attention_bwd_fp32_flops_per_s", hw->attention_bwd_flops_per_s[PS_F32]);
-  cli_json_number(j, "attention_bwd_bf16_flops_per_s", hw->attention_bwd_flops_per_s[PS_BF16]);
-  tables_json(j, hw);
-  cli_json_number(j, "elementwise_bytes_per_s", hw->elementwise_bytes_per_s);
-  cli_json_number(j, "h2d_bytes_per_s", hw->h2d_bytes_per_s);
-  cli_json_number(j, "d2h_bytes_per_s", hw->d2h_bytes_per_s);
-  cli_json_number(j, "duplex_bytes_per_s", hw->duplex_bytes_per_s);
-  cli_json_number(j, "optimizer_bytes_per_s", hw->optimizer_bytes_per_s);
-  cli_json_number(j, "optimizer_weights_bytes_per_s", hw->optimizer_weights_bytes_per_s);
-  cli_json_number(j, "optimizer_state_bytes_per_s", hw->optimizer_state_bytes_per_s);
-  cli_json_number(j, "accumulate_bytes_per_s", hw->accumulate_bytes_per_s);
-  cli_json_number(j, "accumulate_sumsq_bytes_per_s", hw->accumulate_sumsq_bytes_per_s);
-  cli_json_number(j, "sumsq_bytes_per_s", hw->sumsq_bytes_per_s);
-  cli_json_number(j, "gather_bytes_per_s", hw->gather_bytes_per_s);
-  cli_json_number(j, "idle_gain", hw->idle_gain);
-  cli_json_number(j, "idle_most", hw->idle_most);
-  cli_json_number(j, "memory_bytes_per_s", hw->memory_bytes_per_s);
-  contention_json(j, hw);
-  cli_json_number(j, "op_ns", hw->op_ns);
-  cli_json_number(j, "peak_flops_per_s", hw->peak_flops_per_s);
-  cli_json_number(j, "device_peak_bytes_per_s", hw->device_peak_bytes_per_s);
-  cli_json_number(j, "link_peak_bytes_per_s", hw->link_peak_bytes_per_s);
-  for_people_json(j, hw);
-  cli_json_close(j, '}');
+int cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw) {
+  char text[PS_HARDWARE_JSON_BYTES];
+  const ps_status st = ps_hardware_json(text, sizeof text, hw);
+  if (st != PS_OK)
+    return cli_fail_status(st, false);
+  cli_json_raw(j, key, text);
+  return CLI_OK;
 }

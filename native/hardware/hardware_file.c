@@ -20,6 +20,8 @@ enum {
   REQUIRED = 1, /* every file has it, a REAL is positive; else it may be missing, or 0 */
   MACHINE = 2,  /* ps_hardware_read() takes it from the machine, not from the file */
   SAME = 4,     /* ps_hardware_read() refuses a file whose value is not the machine's */
+  BACKEND = 8,  /* ps_hardware_json() has its name */
+  BOOL = 16,    /* ps_hardware_json() has true or false */
   FACT = MACHINE | REQUIRED,
   KEPT = MACHINE | SAME
 };
@@ -67,8 +69,6 @@ static const field gpus_contention_entry[] = {POSITIVE(ps_contention_rate, kinds
                                               RATE(ps_contention_rate, d2h_bytes_per_s),
                                               NUMBER(ps_contention_rate, host_bytes_per_s, 0),
                                               END};
-static const field thread_entry[] = {POSITIVE(ps_thread_rate, threads),
-                                     RATE(ps_thread_rate, bytes_per_s), END};
 
 #define AT(member) offsetof(ps_hardware, member)
 #define NAME(member, how)                                                                          \
@@ -92,7 +92,7 @@ static const field thread_entry[] = {POSITIVE(ps_thread_rate, threads),
 static const field fields[] = {
     NAME(name, KEPT),
     NAME(device_name, KEPT),
-    WHOLE(ps_hardware, backend, 0, PS_N_BACKENDS - 1, FACT),
+    WHOLE(ps_hardware, backend, 0, PS_N_BACKENDS - 1, FACT | BACKEND),
     COUNT(n_threads, FACT | SAME),
     COUNT(n_cpus, FACT | SAME),
     COUNT(compute_capability, FACT),
@@ -101,7 +101,7 @@ static const field fields[] = {
     COUNT(driver_version, KEPT),
     COUNT(cublaslt_version, KEPT),
     COUNT(flash4_version, KEPT),
-    WHOLE(ps_hardware, measured, PS_ESTIMATED, PS_MEASURED_TIGHT, 0),
+    WHOLE(ps_hardware, measured, PS_ESTIMATED, PS_MEASURED_TIGHT, BOOL),
     WHOLE(ps_hardware, other_work_percent, 0, 100, 0),
     BYTES(host_memory_bytes, FACT),
     BYTES(device_memory_bytes, FACT),
@@ -139,13 +139,6 @@ static const field fields[] = {
     REAL_OF(optimizer_state_bytes_per_s, 0),
     REAL_OF(idle_gain, 0),
     REAL_OF(idle_most, 0),
-    REAL_OF(first_touch_bytes_per_s, 0),
-    REAL_OF(pin_bytes_per_s, 0),
-    REAL_OF(pageable_h2d_bytes_per_s, 0),
-    REAL_OF(pageable_d2h_bytes_per_s, 0),
-    REAL_OF(loaded_h2d_bytes_per_s, 0),
-    REAL_OF(loaded_d2h_bytes_per_s, 0),
-    REAL_OF(loaded_gemm_flops_per_s, 0),
     LIST_OF("gemm_fp32", gemm[PS_F32], gemm_entry, PS_MAX_GEMM_RATES),
     LIST_OF("gemm_bf16", gemm[PS_BF16], gemm_entry, PS_MAX_GEMM_RATES),
     LIST_OF("gemm_fp8", gemm_fp8, gemm_entry, PS_MAX_GEMM_RATES),
@@ -156,7 +149,6 @@ static const field fields[] = {
     REAL_OF(gpus_compute_speed, 0),
     LIST_OF("memory_shares_of_gpus", gpus_contention, gpus_contention_entry,
             PS_MAX_CONTENTION_RATES),
-    LIST_OF("optimizer_by_threads", optimizer_by_threads, thread_entry, PS_MAX_THREAD_RATES),
     END};
 
 /* ---- reading --------------------------------------------------------------------------------- */
@@ -352,24 +344,34 @@ ps_status ps_hardware_read(ps_hardware *out, const char *path, uint32_t backend,
 
 /* ---- writing --------------------------------------------------------------------------------- */
 
-static void write_fields(ps__jsonw *w, const char *base, const field *f);
+static void write_fields(ps__jsonw *w, const char *base, const field *f, bool in_words);
 
 static void write_list(ps__jsonw *w, const char *at, const field *f) {
   ps__jsonw_array(w, f->key);
   for (uint64_t i = 0; i < f->max && u32_at(at + i * f->entry_bytes); i++) {
     ps__jsonw_object(w, NULL);
-    write_fields(w, at + i * f->entry_bytes, f->entry);
+    write_fields(w, at + i * f->entry_bytes, f->entry, false);
     ps__jsonw_end(w);
   }
   ps__jsonw_end(w);
 }
 
-static void write_fields(ps__jsonw *w, const char *base, const field *f) {
+static void write_u32(ps__jsonw *w, const field *f, uint32_t value, bool in_words) {
+  if (in_words && f->flags & BACKEND)
+    ps__jsonw_string(w, f->key, value == PS_BACKEND_CUDA ? "cuda" : "cpu");
+  else if (in_words && f->flags & BOOL)
+    ps__jsonw_bool(w, f->key, value != 0);
+  else
+    ps__jsonw_uint(w, f->key, value);
+}
+
+/* @in_words: as ps_hardware_json() has it. */
+static void write_fields(ps__jsonw *w, const char *base, const field *f, bool in_words) {
   for (; f->key; f++) {
     const char *at = base + f->offset;
     switch (f->type) {
     case TEXT: ps__jsonw_string(w, f->key, at); break;
-    case U32: ps__jsonw_uint(w, f->key, u32_at(at)); break;
+    case U32: write_u32(w, f, u32_at(at), in_words); break;
     case U64: ps__jsonw_uint(w, f->key, u64_at(at)); break;
     case REAL: ps__jsonw_number(w, f->key, real_at(at)); break;
     case LIST: write_list(w, at, f); break;
@@ -381,7 +383,7 @@ ps_status ps__hardware_text(ps__jsonw **out, const ps_hardware *hw) {
   PS_TRY(ps__jsonw_create(out));
   ps__jsonw_object(*out, NULL);
   ps__jsonw_uint(*out, "layout", LAYOUT);
-  write_fields(*out, (const char *)hw, fields);
+  write_fields(*out, (const char *)hw, fields, false);
   ps__jsonw_end(*out);
   return PS_OK;
 }
@@ -394,6 +396,28 @@ ps_status ps_hardware_write(const ps_hardware *hw, const char *path) {
   size_t n = 0;
   const char *text = ps__jsonw_text(w, &n);
   const ps_status st = ps__replace_text(path, text, n);
+  ps__jsonw_free(w);
+  return st;
+}
+
+ps_status ps_hardware_json(char *out, uint64_t room, const ps_hardware *hw) {
+  if (!hw || !out)
+    return ps__fail(PS_EINVAL, "ps_hardware_json: hw and out must be given");
+  ps__jsonw *w = NULL;
+  PS_TRY(ps__jsonw_create(&w));
+  ps__jsonw_object(w, NULL);
+  write_fields(w, (const char *)hw, fields, true);
+  ps__jsonw_end(w);
+  size_t n = 0;
+  const char *text = ps__jsonw_text(w, &n);
+  ps_status st = PS_OK;
+  if (!text)
+    st = ps__fail(PS_ENOMEM, "out of memory for a machine as JSON");
+  else if (n >= room)
+    st = ps__fail(PS_EINVAL, "a machine as JSON takes %zu bytes, there is room for %llu", n + 1,
+                  (unsigned long long)room);
+  else
+    memcpy(out, text, n + 1);
   ps__jsonw_free(w);
   return st;
 }

@@ -344,57 +344,6 @@ static ps_status measure_host(bench *b, ps_hardware *hw) {
   return PS_OK;
 }
 
-/* ---- for people ------------------------------------------------------------------------------ */
-
-static ps_status measure_threads(const bench *b, ps_hardware *hw) {
-  const uint32_t counts[] = {1, 2, 4, hw->n_threads / 2, hw->n_threads};
-  uint32_t n = 0;
-  for (uint32_t i = 0; i < sizeof counts / sizeof *counts; i++) {
-    if (counts[i] == 0 || counts[i] > hw->n_threads ||
-        (n && counts[i] <= hw->optimizer_by_threads[n - 1].threads))
-      continue;
-    bench some = *b;
-    some.seconds /= PS_MAX_THREAD_RATES;
-    some.n_sets = 1; /* one thread would take long for all sets */
-    PS_TRY(ps__pool_create(&some.exec.pool, counts[i], "measure"));
-    hw->optimizer_by_threads[n++] =
-        (ps_thread_rate){counts[i], 0, optimizer_rate(&some, PS_UPDATE_WHOLE)};
-    ps__pool_destroy(some.exec.pool);
-  }
-  return PS_OK;
-}
-
-enum { TOUCH_BYTES = 1 << 28, TOUCH_TASKS = 64 };
-
-typedef struct touch {
-  char *p;
-  uint64_t bytes;
-} touch;
-
-static void touch_task(void *arg, int64_t task, uint32_t worker) {
-  const touch *t = arg;
-  char *p = t->p + (uint64_t)task * (t->bytes / TOUCH_TASKS);
-  for (uint64_t at = 0; at < t->bytes / TOUCH_TASKS; at += 4096)
-    *(volatile char *)(p + at) = 0;
-}
-
-/* Pages are mapped and touched as the engine does it: huge ones where the kernel has them, by all
- * CPUs. */
-static ps_status measure_touch(uint64_t bytes, ps_hardware *hw) {
-  void *p = NULL;
-  ps__pool *pool;
-  PS_TRY(ps__pool_create(&pool, hw->n_cpus > TOUCH_TASKS ? TOUCH_TASKS : hw->n_cpus, "measure"));
-  const ps_status st = ps__map(&p, bytes, "measuring the machine");
-  if (st == PS_OK) {
-    const uint64_t t0 = ps__now_ns();
-    ps__pool_run(pool, TOUCH_TASKS, touch_task, &(touch){p, bytes});
-    hw->first_touch_bytes_per_s = (double)bytes / ((double)(ps__now_ns() - t0) * 1e-9);
-    ps__unmap(p, bytes);
-  }
-  ps__pool_destroy(pool);
-  return st;
-}
-
 /* ---- all of it ------------------------------------------------------------------------------- */
 
 /* Values as in a model, not zeros: like N(0, 0.02), from a small generator. A 32-bit word is a
@@ -408,7 +357,7 @@ static void fill(char *p, uint64_t bytes, uint32_t seed) {
 }
 
 /* Cases that divide the time: the host's; on the CPU backend, those of its compute; with CUDA, the
- * GPU's. The cases for people by numbers of threads count as one. */
+ * GPU's. */
 enum { HOST_CASES = 7, COMPUTE_CASES = 3 * N_GEMM + 1 + 2 * N_ATTENTION + 2 + 3 };
 
 /* numbers of threads on which sums are measured beside copies: all, a half, a quarter */
@@ -489,10 +438,6 @@ static ps_status measure(bench *b, ps_hardware *hw, bool profile) {
   if (!b->beside_gpu)
     measure_compute(b, hw);
   PS_TRY(measure_host(b, hw));
-  if (profile)
-    PS_TRY(measure_threads(b, hw));
-  if (profile)
-    PS_TRY(measure_touch(b->bytes < full_bytes(b->beside_gpu) ? b->bytes : TOUCH_BYTES, hw));
 #ifdef PS_CUDA
   if (b->beside_gpu)
     PS_TRY(measure_gpu(b, hw, profile));
@@ -502,7 +447,7 @@ static ps_status measure(bench *b, ps_hardware *hw, bool profile) {
 }
 
 static double seconds_a_case(double seconds, bool beside_gpu, bool profile) {
-  double cases = HOST_CASES + profile;
+  double cases = HOST_CASES;
 #ifdef PS_CUDA
   if (beside_gpu)
     cases += PS__CUDA_CASES + PS__CUDA_CASES_A_LOAD * (SUM_THREADS + 1) +
@@ -556,11 +501,13 @@ static ps_status map_sets(bench *b, uint32_t device, bool profile) {
   return PS_OK;
 }
 
-/* BYTES that measuring takes for @n buffers of @bytes each. Besides the buffers: packed panels and
+enum { N_BUFFERS = 4 };
+
+/* BYTES that measuring takes for buffers of @bytes each. Besides the buffers: packed panels and
  * the stack of each compute thread, and code that is touched first (7, 12 and 38 MB on 1, 2 and 8
  * threads). */
-static uint64_t taken(const ps_hardware *hw, uint32_t n, uint64_t bytes) {
-  uint64_t sum = n * bytes + (4 << 20) + hw->n_threads * (5ull << 20);
+static uint64_t taken(const ps_hardware *hw, uint64_t bytes) {
+  uint64_t sum = N_BUFFERS * bytes + (4 << 20) + hw->n_threads * (5ull << 20);
 #ifdef PS_CUDA
   if (hw->backend == PS_BACKEND_CUDA)
     sum += 2ull * PS__COPY_BYTES;
@@ -568,8 +515,8 @@ static uint64_t taken(const ps_hardware *hw, uint32_t n, uint64_t bytes) {
   return sum;
 }
 
-static uint64_t in_full(const ps_hardware *hw, bool profile) {
-  return taken(hw, 4, full_bytes(hw->backend == PS_BACKEND_CUDA)) + (profile ? TOUCH_BYTES : 0);
+static uint64_t in_full(const ps_hardware *hw) {
+  return taken(hw, full_bytes(hw->backend == PS_BACKEND_CUDA));
 }
 
 uint64_t ps__hardware_room(uint64_t host_mem_bytes) {
@@ -579,26 +526,24 @@ uint64_t ps__hardware_room(uint64_t host_mem_bytes) {
 }
 
 bool ps__hardware_ample(const ps_hardware *hw, uint64_t host_mem_bytes) {
-  return in_full(hw, false) <= ps__hardware_room(host_mem_bytes);
+  return in_full(hw) <= ps__hardware_room(host_mem_bytes);
 }
 
 /* The full size where there is room, else what there is room for. */
-static ps_status choose_buffer(uint64_t *bytes, const ps_hardware *hw, bool profile,
-                               uint64_t host_mem_bytes) {
+static ps_status choose_buffer(uint64_t *bytes, const ps_hardware *hw, uint64_t host_mem_bytes) {
   const bool gpu = hw->backend == PS_BACKEND_CUDA;
   const uint64_t have = ps__hardware_room(host_mem_bytes), mib = 1 << 20,
                  least = gpu ? LEAST_LARGE_BUFFER : LEAST_BUFFER;
-  const uint32_t n = profile ? 5 : 4; /* one more, for first touches */
   char need[32], there[32];
   *bytes = full_bytes(gpu);
-  if (in_full(hw, profile) <= have)
+  if (in_full(hw) <= have)
     return PS_OK;
-  if (taken(hw, n, least) > have)
+  if (taken(hw, least) > have)
     return ps__fail(PS_EBUDGET,
                     "measuring this machine takes %s of host memory at least, %s are left of what "
                     "is given or free",
-                    ps__format_bytes(need, taken(hw, n, least)), ps__format_bytes(there, have));
-  const uint64_t fits = (have - taken(hw, n, 0)) / n / mib * mib;
+                    ps__format_bytes(need, taken(hw, least)), ps__format_bytes(there, have));
+  const uint64_t fits = (have - taken(hw, 0)) / N_BUFFERS / mib * mib;
   if (fits < *bytes)
     *bytes = fits;
   /* there is no room for all that is besides the buffers */
@@ -636,7 +581,7 @@ ps_status ps__hardware_measure(ps_hardware *out, const ps_hardware_ask *ask) {
   bench b = {.beside_gpu = ask->backend == PS_BACKEND_CUDA};
   if (!profile)
     PS_TRY(check_device(&hw, ask->device_mem_bytes));
-  PS_TRY(choose_buffer(&b.bytes, &hw, profile, ask->host_mem_bytes));
+  PS_TRY(choose_buffer(&b.bytes, &hw, ask->host_mem_bytes));
   if (ask->how == PS_HARDWARE_ONCE)
     ps__hardware_note(ask, PS_HARDWARE_MEASURES,
                       "measuring this machine once, which takes %s; penstock profile measures more",
@@ -679,6 +624,20 @@ ps_status ps__hardware_measure(ps_hardware *out, const ps_hardware_ask *ask) {
 enum { GPU_PLACES = 4 };
 static const double SECONDS_OF_GPUS = 0.4; /* of a case */
 
+enum { TOUCH_TASKS = 64 };
+
+typedef struct touch {
+  char *p;
+  uint64_t bytes;
+} touch;
+
+static void touch_task(void *arg, int64_t task, uint32_t worker) {
+  const touch *t = arg;
+  char *p = t->p + (uint64_t)task * (t->bytes / TOUCH_TASKS);
+  for (uint64_t at = 0; at < t->bytes / TOUCH_TASKS; at += 4096)
+    *(volatile char *)(p + at) = 0;
+}
+
 static void fill_places(const bench *b, const ps__host_places *at) {
   ps__pool_run(b->exec.pool, TOUCH_TASKS, touch_task, &(touch){at->first, at->n * at->stride});
   fill(at->first, at->stride, 4);
@@ -691,11 +650,11 @@ ps_status ps__hardware_measure_gpus(ps_hardware *hw, const ps_hardware_ask *ask)
   ps__host_places at = {.stride = 2ull * PS__COPY_BYTES, .n = n * GPU_PLACES};
   const uint64_t places = at.n * at.stride, have = ps__hardware_room(ask->host_mem_bytes);
   char need[32], there[32];
-  if (in_full(hw, false) + places > have) {
+  if (in_full(hw) + places > have) {
     ps__log(PS_LOG_WARN,
             "measuring %u GPUs at once takes %s of host memory, %s are left of what "
             "is given or free: plans take what is known of one GPU",
-            n, ps__format_bytes(need, in_full(hw, false) + places), ps__format_bytes(there, have));
+            n, ps__format_bytes(need, in_full(hw) + places), ps__format_bytes(there, have));
     return PS_OK;
   }
   ps__hardware_note(ask, PS_HARDWARE_MEASURES, "measuring %u GPUs at once, which takes up to 15 s",

@@ -95,11 +95,6 @@ ps_status ps__bench_add_elapsed(const ps__bench *b, CUevent from, CUevent to, do
 
 /* ---- bench_compute.c ------------------------------------------------------------------------- */
 
-/* What runs between copies: a forward product over GEMM_USUAL rows of each weight of a block. */
-ps_status ps__bench_usual_forward(ps__bench *b);
-double ps__bench_usual_flops(void);                        /* of the above */
-double ps__bench_usual_flops_per_s(const ps_hardware *hw); /* as measured before */
-
 /* ps__bench_attention_scratch() - BYTES of scratch that attention of the shapes takes.
  * ps__bench_prepare() - plans for attention of the usual shape. Before all others.
  * ps__bench_tune_usual() - chooses the algorithms of the usual products.
@@ -159,12 +154,8 @@ ps_status ps__bench_copy(ps__bench *b, CUstream stream, void *dst, const void *s
 ps_status ps__bench_copy_both(ps__bench *b);
 ps_status ps__bench_fill_values(ps__bench *b);
 /* ps__bench_bandwidths() - norms, a small op, copies alone and both ways.
- * ps__bench_memory() - each load of the host alone and beside every set of copies.
- * ps__bench_loaded(), ps__bench_pageable() - figures that only people read: products beside copies,
- *     and memory that is not pinned. */
+ * ps__bench_memory() - each load of the host alone and beside every set of copies. */
 ps_status ps__bench_bandwidths(ps__bench *b, double seconds);
 ps_status ps__bench_memory(ps__bench *b, double seconds);
-ps_status ps__bench_loaded(ps__bench *b, double seconds);
-ps_status ps__bench_pageable(ps__bench *b, double seconds);
 
 #endif

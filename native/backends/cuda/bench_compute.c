@@ -451,16 +451,6 @@ ps_status ps__bench_idle(ps__bench *b, double seconds, double full) {
   return PS_OK;
 }
 
-/* ---- for the other measurements -------------------------------------------------------------- */
-
-ps_status ps__bench_usual_forward(ps__bench *b) {
-  return run_products(b, &gemm_rows[GEMM_USUAL], FORWARD);
-}
-double ps__bench_usual_flops(void) { return product_flops(gemm_rows[GEMM_USUAL]); }
-double ps__bench_usual_flops_per_s(const ps_hardware *hw) {
-  return hw->gemm[PS_BF16][GEMM_USUAL].forward_flops_per_s;
-}
-
 ps_status ps__bench_prepare(ps__bench *b) {
   bool fits;
   PS_TRY(prepare_attention(b, &attention_shapes[ATTENTION_USUAL], HEAD_DIM, &fits));

@@ -48,16 +48,13 @@ static ps_status measure(ps__bench *b, double seconds, bool profile) {
   if (profile)
     PS_TRY(measure_fp8(b, seconds));
   PS_TRY(ps__bench_bandwidths(b, seconds));
-  if (profile)
-    PS_TRY(ps__bench_loaded(b, seconds));
   PS_TRY(ps__cuda_memory_used(hw->device, &used));
   const uint64_t elsewhere = b->memory_bytes + hw->fp8_overhead_bytes +
                              ps__cuda_table_bytes((uint64_t)b->n_pinned * 2 * COPY);
   hw->device_overhead_bytes =
       ps_round_up((used > elsewhere ? used - elsewhere : 0) + MARGIN, 2u << 20);
   PS_TRY(ps__bench_attention(b, seconds));
-  PS_TRY(ps__bench_memory(b, seconds));
-  return profile ? ps__bench_pageable(b, seconds) : PS_OK;
+  return ps__bench_memory(b, seconds);
 }
 
 static ps_status measure_rates(ps__bench *b, double seconds) { return measure(b, seconds, false); }

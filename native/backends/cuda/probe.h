@@ -50,8 +50,8 @@ typedef struct ps__host_places {
 /* ps__cuda_driver_there() - whether there is a driver, usable or not. */
 bool ps__cuda_driver_there(void);
 
-/* ps__cuda_measure() - the GPU's rates and device_overhead_bytes into @hw; with @profile also the
- * figures that only people read.
+/* ps__cuda_measure() - the GPU's rates and device_overhead_bytes into @hw; with @profile also
+ * those of FP8 operands, on GPUs of compute capability 8.9 and later.
  * @seconds  of each of PS__CUDA_CASES cases (PS__CUDA_MORE_CASES more with @profile). The first
  *           two cases are load that is not counted, and last up to 5 s: a large GPU is bound by its
  *           power, and its clock falls only after some seconds. Of every other case the second half
@@ -61,10 +61,9 @@ bool ps__cuda_driver_there(void);
  *           bandwidth (contention). memory_bytes_per_s is the whole bandwidth beside the first
  *           load.
  * Products are measured with attention between them and attention with products between, as in a
- * step. With @profile those of FP8 operands are measured too, on GPUs of compute capability 8.9 and
- * later. Takes 3.6 GiB of device memory meanwhile and pins @host's places; with @profile 1 GiB more
- * of host memory. CUDA has no fp32 attention: its rate is bf16's. Errors: PS_EDEVICE, PS_ENOMEM. */
-enum { PS__CUDA_CASES = 26, PS__CUDA_CASES_A_LOAD = 4, PS__CUDA_MORE_CASES = 8 };
+ * step. Takes 3.6 GiB of device memory meanwhile and pins @host's places. CUDA has no fp32
+ * attention: its rate is bf16's. Errors: PS_EDEVICE, PS_ENOMEM. */
+enum { PS__CUDA_CASES = 26, PS__CUDA_CASES_A_LOAD = 4, PS__CUDA_MORE_CASES = 6 };
 typedef struct ps__host_work {
   ps__host_places places;
   const ps__host_load *load;
