@@ -128,8 +128,8 @@ static content of_update(const ps__operand_access *o, uint32_t i, ps_recipe reci
   if (operand == PS_OPERAND_GRAD)
     return GRADIENTS;
   if (operand >= PS_OPERAND_STATE && operand < PS_OPERAND_STATE + PS_MAX_STATES)
-    return ps__recipes[recipe].state[operand - PS_OPERAND_STATE] == PS_F32 ? POSITIVE_F32
-                                                                           : POSITIVE;
+    return ps__recipes[recipe].state[operand - PS_OPERAND_STATE].dtype == PS_F32 ? POSITIVE_F32
+                                                                                 : POSITIVE;
   return UNSET;
 }
 
@@ -260,7 +260,8 @@ static ps_status update_once(const ps_launch *launch, const call *c, uint32_t ba
   const ps__spec *s = &l.job.plan->spec;
   ps__operand_access operands[PS_N_OPERANDS];
   const uint32_t n = update_operands(operands);
-  const uint64_t elements = c->op.access[0].bytes / ps_dtype_bytes(ps__recipes[s->recipe].updated);
+  const uint64_t elements =
+      c->op.access[0].bytes / ps__dtypes[ps__recipes[s->recipe].updated.dtype].bytes;
   const ps__segment segment = {0, elements, 0.1f};
   const ps__arrays arrays = ps__arrays_of(operands, n, ptr);
   const ps__update_gate open = {0};

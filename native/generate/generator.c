@@ -193,32 +193,32 @@ static ps_tensor_file *find_param(const ps_generator *g, const tensor_files *f,
 /* Elements of @p from @layer on, through @piece where the layer is on the device. */
 static ps_status load_param(ps_generator *g, const tensor_files *files, const ps_param_info *p,
                             uint32_t layer, char *piece) {
-  const ps_dtype dt = g->plan->model->dt;
+  const ps__storage w = ps__weight_storage(g->plan->model);
   uint64_t idx;
   ps_tensor_file *f = find_param(g, files, p, &idx);
-  const uint64_t e = ps_dtype_bytes(dt);
   const bool streamed = ps__is_block(g->plan->model, layer) && g->plan->block[layer - 1].streamed;
   const ps__gen_at unit =
       streamed ? ps__gen_source(g->plan, layer, p->unit) : ps__gen_weights(g->plan, layer, p->unit);
-  const uint64_t at = unit.offset + p->offset * e;
   const bool host = unit.space == g->plan->at->host;
   for (uint64_t first = 0; first < p->n; first += PIECE) {
     const uint64_t n = p->n - first < PIECE ? p->n - first : PIECE;
-    char *dst = host ? g->host + at + first * e : piece;
+    const uint64_t at = unit.offset + ps__stored_at(w, p->offset + first),
+                   bytes = ps__stored_bytes(w, n);
+    char *dst = host ? g->host + at : piece;
     if (idx == UINT64_MAX)
-      memset(dst, 0, n * e);
+      memset(dst, 0, bytes);
     else
-      PS_TRY(ps_tensors_read(f, idx, first, n, dt, dst));
+      PS_TRY(ps_tensors_read(f, idx, first, n, g->plan->model->dt, dst));
     if (!host)
-      PS_TRY(ps__engine_write(g->engine, unit.space, at + first * e, piece, n * e));
+      PS_TRY(ps__engine_write(g->engine, unit.space, at, piece, bytes));
   }
   return PS_OK;
 }
 
 static ps_status load(ps_generator *g, const tensor_files *f, ps_progress_fn progress, void *user) {
   const ps_model *m = g->plan->model;
-  const uint64_t e = ps_dtype_bytes(m->dt);
-  char *piece = ps__malloc(PIECE * e);
+  const ps__storage w = ps__weight_storage(m);
+  char *piece = ps__malloc(ps__stored_bytes(w, PIECE));
   uint64_t done = 0;
   if (!piece)
     return ps__fail(PS_ENOMEM, "out of memory for a piece of the weights");
@@ -228,9 +228,9 @@ static ps_status load(ps_generator *g, const tensor_files *f, ps_progress_fn pro
     st = load_param(g, f, p, m->unit[p->unit].layer, piece);
     if (st == PS_OK && p->unit == 0 && ps__tied(m))
       st = load_param(g, f, p, ps__head_layer(m), piece);
-    done += p->n * e;
+    done += ps__stored_bytes(w, p->n);
     if (st == PS_OK && progress)
-      progress(user, "loading weights", done, m->n_elements * e);
+      progress(user, "loading weights", done, ps__stored_bytes(w, m->n_elements));
   }
   ps__free(piece);
   return st;

@@ -11,8 +11,9 @@ static uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
 /* BYTES that generation keeps of a unit: none where the unit is on the device anyway. */
 static uint64_t unit_bytes(const ps__gen_plan *p, uint32_t unit) {
-  return ps__gen_is_moved(p, unit) ? aligned(p->model->unit[unit].n * ps_dtype_bytes(p->model->dt))
-                                   : 0;
+  return ps__gen_is_moved(p, unit)
+             ? aligned(ps__stored_bytes(ps__weight_storage(p->model), p->model->unit[unit].n))
+             : 0;
 }
 
 /* From the layer's first byte on. A tied head has the embedding's unit after its own. */

@@ -70,7 +70,7 @@ static ps_status copy_unit(builder *b, uint32_t layer, uint32_t unit) {
     return PS_OK;
   const ps__gen_at from = ps__gen_source(p, layer, unit), to = ps__gen_weights(p, layer, unit);
   return add_copy(b, p->at->dev[0].to_device, from.space, from.offset, to.space, to.offset,
-                  p->model->unit[unit].n * ps_dtype_bytes(p->model->dt));
+                  ps__stored_bytes(ps__weight_storage(p->model), p->model->unit[unit].n));
 }
 
 static ps_status copy_layer(builder *b, uint32_t layer) {
@@ -90,10 +90,11 @@ static ps_status stream_next(builder *b) {
 
 static ps_access weights_of(const builder *b, const ps__span_def *span) {
   const ps__gen_plan *p = b->p;
-  const size_t e = ps_dtype_bytes(p->model->dt);
+  const ps__storage w = ps__weight_storage(p->model);
   const uint32_t unit = ps__unit_of_span(p->model, b->layer, span);
   const ps__gen_at at = ps__gen_weights(p, b->layer, unit);
-  return (ps_access){at.space, PS_READ, at.offset + span->offset * e, span->n * e};
+  return (ps_access){at.space, PS_READ, at.offset + ps__stored_at(w, span->offset),
+                     ps__stored_bytes(w, span->n)};
 }
 
 /* ---- a layer's ops --------------------------------------------------------------------------- */

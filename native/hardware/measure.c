@@ -191,7 +191,9 @@ static void case_memory(bench *b, const void *args) {
 static ps_recipe recipe_of(const bench *b) {
   return b->beside_gpu ? PS_RECIPE_BF16 : PS_RECIPE_FP32;
 }
-static ps_dtype dtype_of(const bench *b) { return ps__recipes[recipe_of(b)].weights; }
+static ps_dtype dtype_of(const bench *b) {
+  return (ps_dtype)ps__recipes[recipe_of(b)].weights.dtype;
+}
 
 static void optimizer_part(bench *b, ps__update_part part) {
   const ps__segment seg = {0, b->bytes / ps_dtype_bytes(dtype_of(b)), 0.1f};

@@ -4,12 +4,6 @@
 #include <math.h>
 #include <string.h>
 
-enum { ALIGN_ELEMENTS = 64 };
-
-static uint64_t round_up(uint64_t n) {
-  return (n + ALIGN_ELEMENTS - 1) / ALIGN_ELEMENTS * ALIGN_ELEMENTS;
-}
-
 static void note(ps__layer_def *d, ps_status st) {
   if (d->status == PS_OK)
     d->status = st;
@@ -131,7 +125,7 @@ uint16_t ps__def_param(ps__layer_def *d, const char *name, ps_param_role role, u
   add_param(d, name, role, rows, cols, u->n);
   u->n_spans++;
   u->n_params++;
-  u->n = round_up(u->n + n);
+  u->n = ps__span_round(u->n + n);
   return span;
 }
 
@@ -144,7 +138,7 @@ void ps__def_param_after(ps__layer_def *d, const char *name, ps_param_role role,
   add_param(d, name, role, rows, cols, s->offset + s->n);
   s->n += rows * (cols ? cols : 1);
   u->n_params++;
-  u->n = round_up(s->offset + s->n);
+  u->n = ps__span_round(s->offset + s->n);
 }
 
 uint16_t ps__def_tied(ps__layer_def *d, uint64_t n, bool frozen) {

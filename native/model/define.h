@@ -10,6 +10,7 @@
  * ps__model_add_layer() returns that error. So a description is a list of calls without checks. */
 #ifndef PS_MODEL_DEFINE_H
 #define PS_MODEL_DEFINE_H
+#include "core/storage.h"
 #include "kernels/ops.h"
 #include <stdbool.h>
 
@@ -98,7 +99,7 @@ typedef struct ps__param_def {
 } ps__param_def;
 
 /* A span: parameters of a unit that lie one after the other and are one operand. It starts at a
- * multiple of 64 elements (128 or 256 bytes), with zeros before it. In ELEMENTS. */
+ * multiple of PS__SPAN_ALIGN elements (128 or 256 bytes), with zeros before it. In ELEMENTS. */
 typedef struct ps__span_def {
   uint64_t offset, n;
   const char *what;  /* what its ops work on, for traces and reports; NULL: no name */
@@ -112,7 +113,7 @@ typedef struct ps__span_def {
  * frozen unit has no gradient, no optimizer state and no update. */
 typedef struct ps__unit_def {
   uint32_t first_span, n_spans, first_param, n_params;
-  uint64_t n; /* elements with padding, a multiple of 64 */
+  uint64_t n; /* elements with padding, a multiple of PS__SPAN_ALIGN */
   bool frozen;
   bool adapter; /* lies in an adapter's files, not in the model's (native/model/lora.h) */
 } ps__unit_def;

@@ -105,6 +105,8 @@ static inline bool ps__base_is_frozen(const ps_model *m) {
 static inline const ps__layer_def *ps__layer_of(const ps_model *m, uint32_t layer) {
   return m->layer[layer].def;
 }
+/* ps__weight_storage() - of weights where ops read them, and of their gradients. */
+static inline ps__storage ps__weight_storage(const ps_model *m) { return ps__plain(m->dt); }
 static inline uint32_t ps__head_layer(const ps_model *m) { return m->n_layers - 1; }
 static inline bool ps__is_block(const ps_model *m, uint32_t layer) {
   return layer > 0 && layer < ps__head_layer(m);

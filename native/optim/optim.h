@@ -68,9 +68,11 @@ typedef struct ps__optimizer {
 } ps__optimizer;
 extern const ps__optimizer ps__optimizers[PS_N_OPTIMIZERS];
 
-/* BYTES of state that a parameter has; BYTES of its master copy, 0 without one. */
-PS_API uint64_t ps__state_bytes(ps_optimizer optimizer, ps_recipe recipe);
-PS_API uint64_t ps__master_bytes(ps_recipe recipe);
+/* BYTES of the state that @n parameters have; BYTES of their master copy, 0 without one. */
+PS_API uint64_t ps__state_bytes(ps_optimizer optimizer, ps_recipe recipe, uint64_t n);
+PS_API uint64_t ps__master_bytes(ps_recipe recipe, uint64_t n);
+/* BYTES of state that one of many parameters has: a rate. */
+PS_API double ps__state_each(ps_optimizer optimizer, ps_recipe recipe);
 /* BYTES of memory that an element's update takes, read and written. With n states of e bytes:
  *                     whole            weights          state
  *   fp32, e = 4       12 + 8 n         12 + 4 n         4 + 8 n      w and grad of 4

@@ -98,25 +98,32 @@ const char *ps_optimizer_name(ps_optimizer optimizer) {
   return (unsigned)optimizer < PS_N_OPTIMIZERS ? ps__optimizers[optimizer].name : "unknown";
 }
 
-uint64_t ps__state_bytes(ps_optimizer optimizer, ps_recipe recipe) {
+uint64_t ps__state_bytes(ps_optimizer optimizer, ps_recipe recipe, uint64_t n) {
   uint64_t bytes = 0;
   for (uint32_t k = 0; k < ps__optimizers[optimizer].n_states; k++)
-    bytes += ps__dtypes[ps__recipes[recipe].state[k]].bytes;
+    bytes += ps__stored_bytes(ps__recipes[recipe].state[k], n);
   return bytes;
 }
 
-uint64_t ps__master_bytes(ps_recipe recipe) {
-  return ps__has_master(recipe) ? ps__dtypes[ps__recipes[recipe].updated].bytes : 0;
+uint64_t ps__master_bytes(ps_recipe recipe, uint64_t n) {
+  return ps__has_master(recipe) ? ps__stored_bytes(ps__recipes[recipe].updated, n) : 0;
+}
+
+double ps__state_each(ps_optimizer optimizer, ps_recipe recipe) {
+  double bytes = 0;
+  for (uint32_t k = 0; k < ps__optimizers[optimizer].n_states; k++)
+    bytes += ps__stored_each(ps__recipes[recipe].state[k]);
+  return bytes;
 }
 
 double ps__update_bytes(ps_optimizer optimizer, ps_recipe recipe, ps__update_part part) {
   const ps__recipe *r = &ps__recipes[recipe];
-  const uint64_t e = ps__dtypes[r->updated].bytes, state = ps__state_bytes(optimizer, recipe),
-                 grad = ps__dtypes[r->grad].bytes,
-                 copy = ps__has_master(recipe) ? ps__dtypes[r->weights].bytes : 0;
-  return (double)(part == PS_UPDATE_WHOLE     ? 2 * e + copy + 2 * state + grad
-                  : part == PS_UPDATE_WEIGHTS ? 2 * e + copy + state + grad
-                                              : 2 * state + grad);
+  const double w = ps__stored_each(r->updated), grad = ps__stored_each(r->grad),
+               copy = ps__has_master(recipe) ? ps__stored_each(r->weights) : 0,
+               state = ps__state_each(optimizer, recipe);
+  return part == PS_UPDATE_WHOLE     ? 2 * w + copy + 2 * state + grad
+         : part == PS_UPDATE_WEIGHTS ? 2 * w + copy + state + grad
+                                     : 2 * state + grad;
 }
 
 uint32_t ps__update_operands(ps_optimizer optimizer, ps_recipe recipe, ps__update_part part,

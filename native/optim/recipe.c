@@ -5,10 +5,10 @@
 
 #define ROW_OF(NAME, fp8_, name_, ARRAYS, weights_, updated_, grad_, state0, state1, rounding_)    \
   [PS_RECIPE_##NAME] = {.name = name_,                                                             \
-                        .weights = weights_,                                                       \
-                        .updated = updated_,                                                       \
-                        .grad = grad_,                                                             \
-                        .state = {state0, state1},                                                 \
+                        .weights = PS__STORED_##weights_,                                          \
+                        .updated = PS__STORED_##updated_,                                          \
+                        .grad = PS__STORED_##grad_,                                                \
+                        .state = {PS__STORED_##state0, PS__STORED_##state1},                       \
                         .rounding = rounding_,                                                     \
                         .arrays = PS_RECIPE_##ARRAYS,                                              \
                         .fp8 = fp8_},
@@ -17,7 +17,7 @@
 const ps__recipe ps__recipes[PS_N_RECIPES] = {PS__RECIPES(ROW) PS__FP8_RECIPES(FP8_ROW)};
 
 #define ONE_DTYPE(NAME, name, weights, updated, grad, state0, state1, rounding)                    \
-  _Static_assert((weights) == (grad), name ": an op of a layer has one dtype");
+  _Static_assert(PS_##weights == PS_##grad, name ": an op of a layer has one dtype");
 PS__RECIPES(ONE_DTYPE)
 
 _Static_assert((int)PS_RECIPE_FP8 == PS__N_UPDATE_RECIPES, "FP8's recipes are the last");

@@ -115,13 +115,13 @@ ps__update_k ps__update_constants(const ps__update *u, float decay, uint64_t ele
 
 ps__arrays ps__arrays_from(const ps__arrays *a, ps_recipe recipe, uint64_t first) {
   const ps__recipe *r = &ps__recipes[recipe];
-  ps__arrays from = {.w = a->w ? (char *)a->w + first * ps__dtypes[r->updated].bytes : NULL,
-                     .copy =
-                         a->copy ? (char *)a->copy + first * ps__dtypes[r->weights].bytes : NULL,
-                     .grad = (const char *)a->grad + first * ps__dtypes[r->grad].bytes};
+  ps__arrays from = {
+      .w = a->w ? (char *)a->w + ps__stored_at(r->updated, first) : NULL,
+      .copy = a->copy ? (char *)a->copy + ps__stored_at(r->weights, first) : NULL,
+      .grad = (const char *)a->grad + ps__stored_at(r->grad, first),
+  };
   for (int i = 0; i < PS_MAX_STATES; i++)
-    from.state[i] =
-        a->state[i] ? (char *)a->state[i] + first * ps__dtypes[r->state[i]].bytes : NULL;
+    from.state[i] = a->state[i] ? (char *)a->state[i] + ps__stored_at(r->state[i], first) : NULL;
   return from;
 }
 

@@ -38,20 +38,33 @@ PS__ANYWHERE static inline uint32_t ps__n_states(ps_optimizer optimizer) {
   }
 }
 
-/* The same as ps__recipes[]. */
+/* The same as ps__recipes[], always inlined: to its callers all of it is constant. */
 #define PS__RECIPE_CASE(NAME, name, weights, updated, grad, state0, state1, rounding)              \
 case PS_RECIPE_##NAME: {                                                                           \
-  const ps__recipe r = {name,     weights,          updated, grad, {state0, state1},               \
-                        rounding, PS_RECIPE_##NAME, false};                                        \
+  const ps__recipe r = {name,                                                                      \
+                        PS__STORED_##weights,                                                      \
+                        PS__STORED_##updated,                                                      \
+                        PS__STORED_##grad,                                                         \
+                        {PS__STORED_##state0, PS__STORED_##state1},                                \
+                        rounding,                                                                  \
+                        PS_RECIPE_##NAME,                                                          \
+                        false};                                                                    \
   return r;                                                                                        \
 }
-PS__ANYWHERE static inline ps__recipe ps__recipe_of(ps_recipe recipe) {
+PS__ANYWHERE static inline
+    __attribute__((always_inline)) ps__recipe ps__recipe_of(ps_recipe recipe) {
   switch (recipe) {
     PS__RECIPES(PS__RECIPE_CASE)
   default: break;
   }
-  const ps__recipe none = {
-      "", PS_F32, PS_F32, PS_F32, {PS_F32, PS_F32}, PS__TO_NEAREST, PS_RECIPE_FP32, false};
+  const ps__recipe none = {"",
+                           PS__STORED_F32,
+                           PS__STORED_F32,
+                           PS__STORED_F32,
+                           {PS__STORED_F32, PS__STORED_F32},
+                           PS__TO_NEAREST,
+                           PS_RECIPE_FP32,
+                           false};
   return none;
 }
 

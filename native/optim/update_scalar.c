@@ -26,7 +26,7 @@ static inline float canonical(float x) {
 
 /* Element i of weights or state. Stochastic rounding is for bf16: infinities and the one NaN have
  * 16 zero bits at the end, so that adding r < 2^16 leaves them. */
-PS__UPDATE_INLINE void store(void *p, ps_dtype dt, uint64_t i, float x, ps__rounding rounding,
+PS__UPDATE_INLINE void store(void *p, uint32_t dt, uint64_t i, float x, ps__rounding rounding,
                              uint64_t word, uint64_t element) {
   uint32_t bits;
   if (dt != PS_BF16 || rounding != PS__STOCHASTIC) {
@@ -50,17 +50,18 @@ PS__UPDATE_INLINE void update_as(ps_recipe recipe, uint64_t n, const ps__arrays 
     const uint64_t e = k->element + i;
     if (r.rounding == PS__STOCHASTIC && e % 4 == 0)
       ps__sr_words(word, k->sr_key, e);
-    float w = part == PS_UPDATE_STATE ? 0 : ps__load1_f32(a->w, r.updated, i),
+    float w = part == PS_UPDATE_STATE ? 0 : ps__load1_f32(a->w, r.updated.dtype, i),
           s[PS_MAX_STATES] = {0};
-    EACH_STATE(j, s[j] = ps__load1_f32(a->state[j], r.state[j], i));
-    step(optimizer, k, ps__load1_f32(a->grad, r.grad, i) * k->grad_scale, &w, s);
+    EACH_STATE(j, s[j] = ps__load1_f32(a->state[j], r.state[j].dtype, i));
+    step(optimizer, k, ps__load1_f32(a->grad, r.grad.dtype, i) * k->grad_scale, &w, s);
     w = canonical(w);
     if (part != PS_UPDATE_STATE)
-      store(a->w, r.updated, i, w, r.rounding, word[0], e);
-    if (part != PS_UPDATE_STATE && r.updated != r.weights)
-      ps__store1_f32(a->copy, r.weights, i, w);
+      store(a->w, r.updated.dtype, i, w, r.rounding, word[0], e);
+    if (part != PS_UPDATE_STATE && r.updated.dtype != r.weights.dtype)
+      ps__store1_f32(a->copy, r.weights.dtype, i, w);
     if (part != PS_UPDATE_WEIGHTS)
-      EACH_STATE(j, store(a->state[j], r.state[j], i, canonical(s[j]), r.rounding, word[1 + j], e));
+      EACH_STATE(
+          j, store(a->state[j], r.state[j].dtype, i, canonical(s[j]), r.rounding, word[1 + j], e));
   }
 }
 

@@ -76,7 +76,7 @@ TARGET PS__UPDATE_INLINE void update_wide(ps_recipe recipe, uint64_t n, const ps
                                           ps__update_part part) {
   const ps__recipe r = ps__recipe_of(recipe);
   const uint32_t n_states = ps__n_states(optimizer);
-  const uint64_t grad_bytes = ps__dtypes[r.grad].bytes;
+  const uint64_t grad_bytes = ps__dtypes[r.grad.dtype].bytes;
   const ps__arrays at = *a; /* registers: stores may change what a points to */
   const vector_k c = broadcast(k);
   uint64_t i = 0;
@@ -87,13 +87,13 @@ TARGET PS__UPDATE_INLINE void update_wide(ps_recipe recipe, uint64_t n, const ps
     elements x;
     EACH_STATE(j, x.s[j] = V(loadu_ps)((float *)at.state[j] + i));
     x.w = part == PS_UPDATE_STATE ? x.s[0] : V(loadu_ps)(w);
-    step(optimizer, &c, MUL(r.grad == PS_F32 ? V(loadu_ps)(g) : load_bf16(g), c.grad_scale), &x.w,
-         x.s);
+    step(optimizer, &c, MUL(r.grad.dtype == PS_F32 ? V(loadu_ps)(g) : load_bf16(g), c.grad_scale),
+         &x.w, x.s);
     if (__builtin_expect(found_nan(n_states, part, &x), 0))
       canonical_all(n_states, &x);
     if (part != PS_UPDATE_STATE)
       V(storeu_ps)(w, x.w);
-    if (part != PS_UPDATE_STATE && r.updated != r.weights)
+    if (part != PS_UPDATE_STATE && r.updated.dtype != r.weights.dtype)
       store_upper((uint16_t *)at.copy + i, x.w, nearest_even(x.w));
     if (part != PS_UPDATE_WEIGHTS)
       EACH_STATE(j, V(storeu_ps)((float *)at.state[j] + i, x.s[j]));
@@ -172,11 +172,12 @@ TARGET PS__UPDATE_INLINE void update_as(ps_recipe recipe, uint64_t n, const ps__
                                         const ps__update_k *k, ps_optimizer optimizer,
                                         ps__update_part part) {
   const ps__recipe r = ps__recipe_of(recipe);
-  const bool same = r.state[0] == r.updated && r.state[1] == r.updated;
-  if (same && r.updated == PS_F32 && (r.grad == PS_F32 || r.grad == PS_BF16) &&
-      (r.weights == PS_F32 || r.weights == PS_BF16))
+  const uint32_t w = r.updated.dtype, grad = r.grad.dtype, copy = r.weights.dtype;
+  const bool same = r.state[0].dtype == w && r.state[1].dtype == w;
+  if (same && w == PS_F32 && (grad == PS_F32 || grad == PS_BF16) &&
+      (copy == PS_F32 || copy == PS_BF16))
     update_wide(recipe, n, a, k, optimizer, part);
-  else if (same && r.updated == PS_BF16 && r.grad == PS_BF16 && r.weights == PS_BF16 &&
+  else if (same && w == PS_BF16 && grad == PS_BF16 && copy == PS_BF16 &&
            r.rounding == PS__STOCHASTIC)
     update_pairs(recipe, n, a, k, optimizer, part);
   else

@@ -64,7 +64,8 @@ double ps__saved_part_bytes(const ps__search_space *sp, const ps__candidate *m) 
 }
 
 static uint64_t layer_bytes(const ps__search_space *sp, uint32_t layer) {
-  return ps__layer_elements(sp->plan->model, layer) * ps_dtype_bytes(sp->plan->model->dt);
+  return ps__stored_bytes(ps__weight_storage(sp->plan->model),
+                          ps__layer_elements(sp->plan->model, layer));
 }
 
 double ps__unit_part_bytes(const ps__search_space *sp) {
@@ -82,7 +83,8 @@ double ps__total_part_bytes(const ps__search_space *sp, const ps__candidate *m) 
   const bool low = n > 2 && (ps__sum_mode(1, n, n, dt) & PS_LOW_WRITE);
   if (!ps__totals_may_stay(sp->plan))
     return ps__unit_part_bytes(sp);
-  return ps__unit_part_bytes(sp) * (1 + (low ? 1.0 / (double)ps_dtype_bytes(dt) : 0)) /
+  return ps__unit_part_bytes(sp) *
+         (1 + (low ? 1.0 / ps__stored_each(ps__weight_storage(sp->plan->model)) : 0)) /
          sp->plan->at->n_devices;
 }
 
@@ -368,18 +370,19 @@ typedef struct traffic {
   double blocks; /* parameters of the streamed blocks, once */
 } traffic;
 
-/* BYTES of optimizer state and master weights of a parameter. */
-static uint64_t state_bytes(const ps__search_space *sp) {
+/* BYTES of optimizer state and master weights of a unit. */
+static uint64_t state_bytes(const ps__search_space *sp, uint32_t unit) {
   const ps_recipe recipe = (ps_recipe)sp->plan->cfg.recipe;
-  return ps__state_bytes((ps_optimizer)sp->plan->cfg.optimizer, recipe) + ps__master_bytes(recipe);
+  const uint64_t n = sp->plan->model->unit[unit].n;
+  return ps__state_bytes((ps_optimizer)sp->plan->cfg.optimizer, recipe, n) +
+         ps__master_bytes(recipe, n);
 }
 
 static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
                             const ps__residency *r) {
   const ps_model *m = sp->plan->model;
   const double update = ps__update_bytes((ps_optimizer)sp->plan->cfg.optimizer,
-                                         (ps_recipe)sp->plan->cfg.recipe, PS_UPDATE_WHOLE),
-               e = ps_dtype_bytes(sp->plan->model->dt);
+                                         (ps_recipe)sp->plan->cfg.recipe, PS_UPDATE_WHOLE);
   const uint32_t n_units = m->n_units, first_trained = ps__first_trained(m),
                  rounds = device_rounds(sp, l);
   const double share = 1.0 / sp->plan->at->n_devices, /* of the step's tokens, at least */
@@ -394,20 +397,19 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
     t.to_device = rows * ps__lookup_bytes(sp, l);
     t.to_host = rows * 4.0 * (double)l->n_tokens;
     t.host_ops = 3 * ps__lookup_bytes(sp, l) + ps__table_bytes(sp);
-    t.updates = update * (double)ps__unit_bytes(sp, 0) / e;
+    t.updates = update * (double)m->unit[0].n;
   }
   for (uint32_t u = table_on_host; u < n_units; u++) {
     /* at least */
     const uint32_t layer = m->unit[u].layer;
-    const double bytes = (double)ps__unit_bytes(sp, u),
+    const double bytes = (double)ps__unit_bytes(sp, u), n = (double)m->unit[u].n,
                  passes =
                      layer < first_trained || layer == 0 || layer + 1 >= ps__head_layer(m) ? 1 : 2;
     const uint32_t contributions = ps__unit_contributions(m, &sums, u);
     const bool in_blocks = layer > 0 && layer <= ps__blocks_of(sp, r),
                grads = (ps__among(sp, u, r->grads) || in_blocks) && contributions > 1,
                frozen = m->unit[u].frozen, stays = ps__params_stay(sp, r, u);
-    const double added =
-        ps__sum_bytes(bytes / e, contributions, contributions, sp->plan->model->dt);
+    const double added = ps__sum_bytes(n, contributions, contributions, sp->plan->model->dt);
     /* in pieces the other devices bring the rest, and add the contributions */
     const bool pieces = ps__takes_pieces(sp->plan, u) && !ps__from_host_first(sp->plan);
     const double part = pieces ? share : 1;
@@ -417,7 +419,7 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
     const bool shared = ps__is_ring(sp->plan) && !dealt && l->n_rounds == 1;
     if (ps__dealt_to(sp->plan, layer) != 0 || shared) {
       t.host_ops += frozen ? 0 : added;
-      t.updates += frozen ? 0 : update * bytes / e;
+      t.updates += frozen ? 0 : update * n;
       continue;
     }
     if (!stays && (frozen || !r->state))
@@ -429,7 +431,7 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
     if (frozen)
       continue;
     const bool streamed = in_blocks && !r->state;
-    const double state = bytes / e * (double)state_bytes(sp);
+    const double state = (double)state_bytes(sp, u);
     if (streamed) {
       t.to_device += state;
       t.to_host += state;
@@ -445,9 +447,9 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
     else if (!r->state)
       t.host_ops += added;
     if (r->state || streamed)
-      t.device_updates += update * bytes / e;
+      t.device_updates += update * n;
     else
-      t.updates += update * bytes / e;
+      t.updates += update * n;
   }
   t.host_ops += t.updates;
   return t;
@@ -535,7 +537,6 @@ static double estimate_of(const ps__search_space *sp, const ps__microbatch_base 
 
 static uint64_t resident_bytes(const ps__search_space *sp, const ps__layout *l,
                                const ps__residency *r) {
-  const uint64_t state = state_bytes(sp), e = ps_dtype_bytes(sp->plan->model->dt);
   const ps__contributions sums = ps__contributions_of(l, ps__head_slice(sp->plan, l->chunk_tokens),
                                                       sp->plan->model->dt, false);
   uint64_t bytes = 0;
@@ -549,7 +550,7 @@ static uint64_t resident_bytes(const ps__search_space *sp, const ps__layout *l,
     if (ps__params_stay(sp, r, u))
       bytes += ps__unit_bytes(sp, u);
     if (r->state && !sp->plan->model->unit[u].frozen)
-      bytes += ps__unit_bytes(sp, u) / e * state;
+      bytes += state_bytes(sp, u);
     if (grads && several && l->n_rounds > 1)
       bytes += ps__unit_bytes(sp, u);
   }
@@ -561,15 +562,16 @@ static uint64_t host_state_bytes(const ps__search_space *sp, const ps__residency
   const ps_plan_config *c = &sp->plan->cfg;
   const ps_model *m = sp->plan->model;
   const ps_recipe recipe = (ps_recipe)c->recipe;
-  const uint64_t travels = ps_dtype_bytes(m->dt), master = ps__master_bytes(recipe),
-                 grads = !r->state || c->keep_grads ? travels : 0,
-                 states = r->state ? 0 : ps__state_bytes((ps_optimizer)c->optimizer, recipe);
+  const ps__storage w = ps__weight_storage(m);
+  const uint64_t n = m->n_trained, master = ps__master_bytes(recipe, n),
+                 grads = !r->state || c->keep_grads ? ps__stored_bytes(w, n) : 0,
+                 states = r->state ? 0 : ps__state_bytes((ps_optimizer)c->optimizer, recipe, n);
   uint64_t on_device = 0;
   for (uint32_t layer = 1; layer <= ps__blocks_of(sp, r); layer++)
     for (uint32_t u = m->layer[layer].first_unit;
          u < m->layer[layer].first_unit + m->layer[layer].n_units; u++)
       on_device += m->unit[u].frozen ? 0 : ps__unit_bytes(sp, u);
-  return m->n_elements * travels + m->n_trained * (master + grads + states) - on_device;
+  return ps__stored_bytes(w, m->n_elements) + master + grads + states - on_device;
 }
 
 /* ---- candidates ------------------------------------------------------------------------------ */

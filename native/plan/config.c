@@ -203,7 +203,7 @@ static ps_status check_config(ps_plan *p) {
                     "fewer than these",
                     (unsigned long long)c->chunk_tokens, (unsigned long long)c->seq_len);
   const ps_hardware *hw = &p->hw;
-  const ps_dtype dt = ps__recipes[c->recipe].weights;
+  const ps_dtype dt = (ps_dtype)ps__recipes[c->recipe].weights.dtype;
   if (!(hw->gemm_flops_per_s[dt] > 0) || !(hw->attention_flops_per_s[dt] > 0) ||
       !(hw->attention_bwd_flops_per_s[dt] > 0) || !(hw->elementwise_bytes_per_s > 0) ||
       !(hw->h2d_bytes_per_s > 0) || !(hw->d2h_bytes_per_s > 0) || !(hw->duplex_bytes_per_s > 0) ||
@@ -242,7 +242,8 @@ ps_status ps__plan_new_of(ps_plan **out, ps_model *m, const ps_plan_config *cfg,
 
 ps_status ps__plan_model(ps_model **out, const ps_model_config *model, const ps_plan_config *cfg) {
   /* check_config() names a recipe that there is not */
-  const ps_dtype dt = cfg->recipe < PS_N_RECIPES ? ps__recipes[cfg->recipe].weights : PS_F32;
+  const ps_dtype dt =
+      cfg->recipe < PS_N_RECIPES ? (ps_dtype)ps__recipes[cfg->recipe].weights.dtype : PS_F32;
   const ps__loss_terms loss = {(float)cfg->z_loss, (float)cfg->label_smoothing};
   /* check_fp8() refuses adapters beside it */
   const bool has_fp8 = cfg->recipe < PS_N_RECIPES && ps__recipes[cfg->recipe].fp8;

@@ -10,11 +10,13 @@
 enum { LEAST = 8 }; /* sequences */
 
 /* Whether weights, gradients and optimizer state leave a fifth of the device's memory. */
-static bool fits(const ps_plan *p, double state) {
+static bool fits(const ps_plan *p, uint64_t state) {
   const double given = (double)p->cfg.device_mem_bytes, has = (double)p->hw.device_memory_bytes,
-               room = p->at->n_devices * (given > 0 && (given < has || has == 0) ? given : has),
-               e = ps_dtype_bytes(p->model->dt);
-  return e * (double)p->model->n_elements + (state + e) * (double)p->model->n_trained <= 0.8 * room;
+               room = p->at->n_devices * (given > 0 && (given < has || has == 0) ? given : has);
+  const ps__storage w = ps__weight_storage(p->model);
+  const uint64_t bytes =
+      ps__stored_bytes(w, p->model->n_elements) + ps__stored_bytes(w, p->model->n_trained) + state;
+  return (double)bytes <= 0.8 * room;
 }
 
 /* The tokens whose forward pass hides the updates on the host, and whose step the copies of the
@@ -28,9 +30,9 @@ static double tokens_needed(const ps_plan *p) {
                token = 2 * all / hw->gemm_flops_per_s[m->dt] / (m->fp8.on ? 2 : 1),
                update = trained * ps__update_bytes(optimizer, recipe, PS_UPDATE_WHOLE) /
                         hw->optimizer_bytes_per_s,
-               copies = 2 * all * ps_dtype_bytes(m->dt) / hw->duplex_bytes_per_s;
-  if (hw->backend == PS_BACKEND_CPU ||
-      fits(p, (double)(ps__state_bytes(optimizer, recipe) + ps__master_bytes(recipe))))
+               copies = 2 * all * ps__stored_each(ps__weight_storage(m)) / hw->duplex_bytes_per_s;
+  if (hw->backend == PS_BACKEND_CPU || fits(p, ps__state_bytes(optimizer, recipe, m->n_trained) +
+                                                   ps__master_bytes(recipe, m->n_trained)))
     return 0;
   /* the updates hide beside the next forward pass, the copies beside both passes: twice a forward
    * pass at least */

@@ -196,11 +196,9 @@ static void write_text(text *t, const ps_plan *p) {
     say(t, "adapters         LoRA of rank %u, alpha %g, %.3g million parameters: %s\n",
         p->model->lora.rank, p->model->lora.alpha, 1e-6 * (double)p->model->n_trained, names);
   }
-  say(t, "optimizer        %s: %llu bytes of state a parameter, %s\n",
-      ps_optimizer_name(p->spec.optimizer),
-      (unsigned long long)ps__state_bytes(p->spec.optimizer, p->spec.recipe),
-      ps__format_bytes(a,
-                       ps__state_bytes(p->spec.optimizer, p->spec.recipe) * p->model->n_trained));
+  say(t, "optimizer        %s: %.3g bytes of state a parameter, %s\n",
+      ps_optimizer_name(p->spec.optimizer), ps__state_each(p->spec.optimizer, p->spec.recipe),
+      ps__format_bytes(a, ps__state_bytes(p->spec.optimizer, p->spec.recipe, p->model->n_trained)));
   if (p->spec.sum_threads && p->spec.sum_threads < p->hw.n_threads && p->layout.n_rounds > 1)
     say(t,
         "gradients        added on the host by %u of %u threads: copies get more of the host's "

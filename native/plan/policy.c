@@ -113,8 +113,8 @@ double ps__lookup_bytes(const ps__search_space *sp, const ps__layout *l) {
   return (double)l->n_tokens * sp->plan->model->cfg.dim * ps_dtype_bytes(sp->plan->model->dt);
 }
 double ps__table_bytes(const ps__search_space *sp) {
-  return (double)sp->plan->model->cfg.vocab_size * sp->plan->model->cfg.dim *
-         ps_dtype_bytes(sp->plan->model->dt);
+  const ps_model *m = sp->plan->model;
+  return (double)ps__stored_bytes(ps__weight_storage(m), m->cfg.vocab_size * m->cfg.dim);
 }
 
 bool ps__embed_on_host(const ps__search_space *sp, const ps__layout *l, const ps__residency *r) {
@@ -133,7 +133,6 @@ bool ps__at_boundary(const ps__search_space *sp, const ps__layout *l, uint32_t l
  * the blocks above it are gone; parameters take their place as long as there is room. */
 static uint32_t blocks_kept(const ps__search_space *sp, const ps__layout *layout,
                             const ps__spec *s) {
-  const uint64_t e = ps_dtype_bytes(sp->plan->model->dt);
   uint64_t room = 0, kept = 0;
   for (uint32_t l = ps__first_saving(sp->plan->model); l < s->n_layers; l++) {
     const ps__layer_def *d = ps__layer_of(sp->plan->model, l + 1);
@@ -147,7 +146,7 @@ static uint32_t blocks_kept(const ps__search_space *sp, const ps__layout *layout
     if (!ps__is_block(sp->plan->model, unit->layer))
       continue;
     if (!s->param_resident[u])
-      kept += unit->n * e;
+      kept += ps__unit_bytes(sp, u);
     if (kept > room)
       return unit->layer - 1;
   }

@@ -45,8 +45,8 @@ static uint64_t least_of_one_sequence(const ps_plan *p) {
   return r.smallest[PS__HOST_MEM];
 }
 
-/* BYTES of optimizer state and master copy of the layers that may be frozen: all but one. */
-static uint64_t freezable(const ps_plan *p, uint64_t a_parameter) {
+/* Parameters of the layers that may be frozen: all but one. */
+static uint64_t freezable(const ps_plan *p) {
   const ps_model *m = p->model;
   uint64_t sum = 0, most = 0;
   for (uint32_t u = 0; u < m->n_units; u++) {
@@ -56,13 +56,16 @@ static uint64_t freezable(const ps_plan *p, uint64_t a_parameter) {
     sum += unit->n;
     most = unit->n > most ? unit->n : most;
   }
-  return (sum - most) * a_parameter;
+  return sum - most;
 }
 
-/* BYTES of weights, master copy and optimizer state of a parameter. */
-static uint64_t of_parameter(const ps_plan_config *c, uint32_t recipe) {
-  return ps__dtypes[ps__recipes[recipe].weights].bytes + ps__master_bytes((ps_recipe)recipe) +
-         ps__state_bytes((ps_optimizer)c->optimizer, (ps_recipe)recipe);
+/* BYTES of master copy and optimizer state of @n parameters; of their weights too. */
+static uint64_t beside_weights(const ps_plan_config *c, uint32_t recipe, uint64_t n) {
+  return ps__master_bytes((ps_recipe)recipe, n) +
+         ps__state_bytes((ps_optimizer)c->optimizer, (ps_recipe)recipe, n);
+}
+static uint64_t with_weights(const ps_plan_config *c, uint32_t recipe, uint64_t n) {
+  return ps__stored_bytes(ps__recipes[recipe].weights, n) + beside_weights(c, recipe, n);
 }
 
 /* ", or give --optimizer lion, --lora-rank or ...": what alone brings the host memory of the
@@ -72,20 +75,19 @@ static const char *ways_out(char buf[192], const ps_plan *p, uint64_t need, uint
   const bool fp8 = ps__recipes[c->recipe].fp8;
   const uint32_t lean = fp8 ? PS_RECIPE_FP8 : PS_RECIPE_BF16;
   const uint64_t n = c->forward_only ? 0 : p->model->n_trained,
-                 over = need > there ? need - there : 1, all = of_parameter(c, c->recipe),
-                 leanest = of_parameter(c, lean),
-                 weights = ps__dtypes[ps__recipes[c->recipe].weights].bytes,
-                 state = ps__state_bytes((ps_optimizer)c->optimizer, (ps_recipe)c->recipe),
-                 lion = ps__state_bytes(PS_OPTIMIZER_LION, (ps_recipe)c->recipe);
+                 over = need > there ? need - there : 1, all = with_weights(c, c->recipe, n),
+                 leanest = with_weights(c, lean, n),
+                 state = ps__state_bytes((ps_optimizer)c->optimizer, (ps_recipe)c->recipe, n),
+                 lion = ps__state_bytes(PS_OPTIMIZER_LION, (ps_recipe)c->recipe, n);
   const bool whole = !fp8 && !p->model->lora.rank;
   const struct {
     const char *name;
     bool enough;
   } way[] = {
-      {"--optimizer lion", state > lion && n * (state - lion) >= over},
-      {fp8 ? "--recipe fp8" : "--recipe bf16", all > leanest && n * (all - leanest) >= over},
-      {"--lora-rank", whole && n * (all - weights) >= over},
-      {"--frozen-layers", whole && freezable(p, all - weights) >= over},
+      {"--optimizer lion", state > lion && state - lion >= over},
+      {fp8 ? "--recipe fp8" : "--recipe bf16", all > leanest && all - leanest >= over},
+      {"--lora-rank", whole && beside_weights(c, c->recipe, n) >= over},
+      {"--frozen-layers", whole && beside_weights(c, c->recipe, freezable(p)) >= over},
   };
   const uint64_t one = least_of_one_sequence(p);
   size_t at = 0;

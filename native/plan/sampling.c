@@ -46,7 +46,7 @@ static ps_status check(const ps_plan_config *c) {
 ps_status ps__plan_sampling(ps_plan *p) {
   const ps_plan_config *c = &p->cfg;
   const ps_generate_config cfg = {.struct_bytes = sizeof cfg,
-                                  .dtype = (uint32_t)ps__recipes[c->recipe].weights,
+                                  .dtype = ps__recipes[c->recipe].weights.dtype,
                                   .n_sequences = c->sample_sequences,
                                   .context = c->sample_context,
                                   .deterministic = c->deterministic,

@@ -15,8 +15,10 @@ static uint64_t row_bytes(const ps__builder *b) {
   const ps__layer_def *d = ps__layer_of(b->s->model, 0);
   return d->tensor[d->output].row_bytes;
 }
-static uint64_t table_bytes(const ps__builder *b) {
-  return ps__embed_args_of(b->s->model)->vocab * row_bytes(b);
+/* The whole table @vt of weights or gradients. */
+static ps__vaccess table(const ps__builder *b, uint32_t vt, uint32_t mode, ps__storage as) {
+  const ps__args_embed *a = ps__embed_args_of(b->s->model);
+  return ps__elements(vt, mode, as, 0, (uint64_t)a->vocab * a->dim);
 }
 
 static ps_tag embed_tag(uint32_t round, uint32_t chunk, int phase) {
@@ -61,7 +63,7 @@ void ps__gather_round(ps__builder *b, uint32_t round) {
     const uint32_t rows = ps__vt_new(b, b->s->at->host, n * row_bytes(b));
     const ps__vaccess access[3] = {
         ps__part(s->batch, PS_READ, s->batch_offset[i] + ps__batch_chunk_of(n).tokens, 4ull * n),
-        ps__part(s->unit_host[0].weights, PS_READ, 0, table_bytes(b)),
+        table(b, s->unit_host[0].weights, PS_READ, s->recipe->weights),
         ps__whole(b, rows, PS_WRITE)};
     if (round < ps__n_devices(b) && !s->model->unit[0].frozen && !s->spec->checked)
       gather_first(b, i, n, &access[0], rows, tag);
@@ -131,7 +133,7 @@ static void add_rows_on_host(ps__builder *b, const contribution_rows *r) {
   ps__vaccess access[4] = {
       ps__part(b->in->rows_host, PS_READ, 0, 4ull * r->n_tokens),
       ps__part(b->in->rows_host, PS_READ, r->ids_bytes, r->bytes - r->ids_bytes),
-      ps__part(s->unit_host[0].grad, i ? PS_READ_WRITE : PS_WRITE, 0, table_bytes(b))};
+      table(b, s->unit_host[0].grad, i ? PS_READ_WRITE : PS_WRITE, s->recipe->grad)};
   if (low)
     access[3] = ps__whole(b, u->low, mode & PS_LOW_READ ? PS_READ_WRITE : PS_WRITE);
   ps__emit(b, &ps__k_embed_bwd_host, b->s->at->host_ops, &a, sizeof a, access, low ? 4 : 3,

@@ -185,7 +185,7 @@ ps_tag ps__unit_tag(const ps__builder *b, uint32_t unit, int phase) {
 uint32_t ps__sum_mode_of(const ps__builder *b, uint32_t unit, uint32_t i) {
   return ps__sum_mode(i, ps__n_contributions(b, unit),
                       ps__unit_contributions(b->s->model, &b->s->of_step, unit),
-                      b->s->recipe->grad);
+                      (ps_dtype)b->s->recipe->grad.dtype);
 }
 
 bool ps__contribution_begins(const ps__builder *b, uint32_t c) {

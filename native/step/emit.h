@@ -198,6 +198,12 @@ static inline ps_tag ps__about(ps_tag tag, const char *what) {
 }
 ps__vaccess ps__whole(const ps__builder *b, uint32_t vt, uint32_t mode);
 ps__vaccess ps__part(uint32_t vt, uint32_t mode, uint64_t offset, uint64_t bytes);
+/* ps__elements() - elements [first, first + n) of a tensor that is stored as @as; a block begins
+ * with @first. */
+static inline ps__vaccess ps__elements(uint32_t vt, uint32_t mode, ps__storage as, uint64_t first,
+                                       uint64_t n) {
+  return ps__part(vt, mode, ps__stored_at(as, first), ps__stored_bytes(as, n));
+}
 /* ps__emit() - an op, whose description says its work. Memory that is out is noted in the step and
  * makes it a no-op. */
 void ps__emit(ps__builder *b, const ps_kernel *kernel, uint32_t stream, const void *args,
@@ -215,9 +221,9 @@ const ps__chunk *ps__chunk_of(const ps__builder *b, uint32_t c);
 /* ps__unit_tag() - the tag of an op that is about unit @unit: its layer; chunk -1 for the layer's
  * first unit, -2 for its second, and so on. */
 ps_tag ps__unit_tag(const ps__builder *b, uint32_t unit, int phase);
-/* ps__unit_bytes() - BYTES of the unit's elements in this type. */
-static inline uint64_t ps__unit_bytes(const ps__builder *b, uint32_t unit, ps_dtype dtype) {
-  return b->s->unit_host[unit].n * ps_dtype_bytes(dtype);
+/* ps__unit_bytes() - BYTES of the unit's elements where they are stored as @as. */
+static inline uint64_t ps__unit_bytes(const ps__builder *b, uint32_t unit, ps__storage as) {
+  return ps__stored_bytes(as, b->s->unit_host[unit].n);
 }
 /* ps__n_contributions() - that the unit's total has in the step. */
 static inline uint32_t ps__n_contributions(const ps__builder *b, uint32_t unit) {

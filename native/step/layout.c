@@ -139,7 +139,7 @@ uint32_t ps__sum_mode(uint32_t i, uint32_t n, uint32_t of_step, ps_dtype dt) {
 }
 
 double ps__sum_bytes(double elements, uint32_t n, uint32_t of_step, ps_dtype dt) {
-  const double plain = 3.0 * (double)ps_dtype_bytes(dt) * (n - 1.0);
+  const double plain = 3.0 * ps__stored_each(ps__plain(dt)) * (n - 1.0);
   const bool low = n > 2 && ps__sum_mode(1, n, of_step, dt) == PS_LOW_WRITE;
   /* the first addition writes low bytes, the last reads them, those between do both */
   return elements * (plain + (low ? 2.0 * (n - 2.0) : 0));

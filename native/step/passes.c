@@ -139,11 +139,11 @@ typedef struct listed {
 static ps__vaccess span_access(const ps__builder *b, const chunk_pass *p, ps__sym y) {
   const ps__span_def *span = &p->d->span[y.id];
   const ps__unit_copy *u = &b->on->unit[ps__unit_of_span(b->s->model, p->layer, span)];
-  const uint64_t e = ps_dtype_bytes(b->s->dt);
+  const ps__recipe *r = b->s->recipe;
   if (y.kind == PS__SYM_PARAM)
-    return ps__part(u->weights, y.mode, span->offset * e, span->n * e);
-  return ps__part(u->grad, p->shape.first_grad ? PS_WRITE : PS_READ_WRITE, span->offset * e,
-                  span->n * e);
+    return ps__elements(u->weights, y.mode, r->weights, span->offset, span->n);
+  return ps__elements(u->grad, p->shape.first_grad ? PS_WRITE : PS_READ_WRITE, r->grad,
+                      span->offset, span->n);
 }
 
 static ps__vaccess batch_access(const ps__builder *b, const chunk_pass *p, ps__sym y) {
@@ -624,16 +624,16 @@ void ps__add_rows(ps__builder *b, uint32_t c) {
 /* Sets to zero what the head's ops that run once a chunk, such as the final norm's, would have
  * written of a unit's gradient. */
 static void zero_chunk_grads(ps__builder *b, const chunk_pass *p, uint32_t unit) {
-  const uint64_t e = ps_dtype_bytes(b->s->dt);
   for (uint32_t i = 0; i < p->d->n_fwd; i++)
     for (uint32_t j = 0; j < p->d->fwd[i].n_syms; j++) {
       const ps__sym y = p->d->fwd[i].sym[j];
       if (p->d->fwd[i].sliced || y.kind != PS__SYM_GRAD ||
           ps__unit_of_span(b->s->model, p->layer, &p->d->span[y.id]) != unit)
         continue;
-      const ps__args_fill fill = {p->d->span[y.id].n * e};
+      const ps__span_def *span = &p->d->span[y.id];
       const ps__vaccess zero =
-          ps__part(b->on->unit[unit].grad, PS_WRITE, p->d->span[y.id].offset * e, fill.bytes);
+          ps__elements(b->on->unit[unit].grad, PS_WRITE, b->s->recipe->grad, span->offset, span->n);
+      const ps__args_fill fill = {zero.bytes};
       ps__emit(b, &ps__k_fill_zero, b->on->at.compute, &fill, sizeof fill, &zero, 1,
                ps__about(ps__unit_tag(b, unit, PS__PHASE_HEAD), "gradients"));
     }

@@ -25,26 +25,30 @@ typedef struct piece {
   uint64_t first, n;
 } piece;
 
-/* Piece @i of @of: multiples of 64 elements, the last ones smaller or empty. */
+/* Piece @i of @of: multiples of PS__SPAN_ALIGN elements, the last ones smaller or empty. */
 static piece piece_of(const ps__builder *b, uint32_t unit, uint32_t i, uint32_t of) {
-  const uint64_t n = b->s->unit_host[unit].n, each = ((n + of - 1) / of + 63) / 64 * 64;
+  const uint64_t n = b->s->unit_host[unit].n, each = ps__span_round((n + of - 1) / of);
   const uint64_t first = i * each < n ? i * each : n;
   return (piece){first, n - first < each ? n - first : each};
 }
 
-static ps__vaccess part_of(uint32_t vt, uint32_t mode, piece p, uint64_t element_bytes) {
-  return ps__part(vt, mode, p.first * element_bytes, p.n * element_bytes);
+static ps__vaccess part_of(uint32_t vt, uint32_t mode, piece p, ps__storage as) {
+  return ps__elements(vt, mode, as, p.first, p.n);
+}
+/* Of the low bytes beside a total: one an element. */
+static ps__vaccess low_of(uint32_t vt, uint32_t mode, piece p) {
+  return ps__part(vt, mode, p.first, p.n);
 }
 
 void ps__fetch_pieces(ps__builder *b, uint32_t unit, uint32_t n_running) {
-  const uint64_t e = ps_dtype_bytes(b->s->recipe->weights);
+  const ps__storage as = b->s->recipe->weights;
   const ps_tag tag = ps__about(ps__unit_tag(b, unit, PS__PHASE_FORWARD), "weights");
   for (uint32_t d = 0; d < n_running; d++) {
     const piece p = piece_of(b, unit, d, n_running);
     if (p.n)
       ps__emit_copy(b, b->dev[d].at.to_device,
-                    part_of(b->s->unit_host[unit].weights, PS_READ, p, e),
-                    part_of(b->dev[d].unit[unit].weights, PS_WRITE, p, e), tag);
+                    part_of(b->s->unit_host[unit].weights, PS_READ, p, as),
+                    part_of(b->dev[d].unit[unit].weights, PS_WRITE, p, as), tag);
   }
   /* in each turn every device sends to another one */
   for (uint32_t turn = 1; turn < n_running; turn++)
@@ -53,23 +57,21 @@ void ps__fetch_pieces(ps__builder *b, uint32_t unit, uint32_t n_running) {
       const ps__on_device *to = &b->dev[(d + turn) % n_running];
       if (p.n)
         ps__emit_copy(b, b->dev[d].at.to_peers,
-                      part_of(b->dev[d].unit[unit].weights, PS_READ, p, e),
-                      part_of(to->unit[unit].weights, PS_WRITE, p, e), tag);
+                      part_of(b->dev[d].unit[unit].weights, PS_READ, p, as),
+                      part_of(to->unit[unit].weights, PS_WRITE, p, as), tag);
     }
 }
 
-/* A new tensor on device @d, and the copy of elements @p of host tensor @host to it. */
-static uint32_t bring_piece(ps__builder *b, uint32_t d, uint32_t host, piece p, uint64_t e,
-                            ps_tag tag) {
-  const uint32_t vt = ps__vt_new(b, b->dev[d].at.place, p.n * e);
-  ps__emit_copy(b, b->dev[d].at.to_device, part_of(host, PS_READ, p, e), ps__whole(b, vt, PS_WRITE),
-                tag);
+/* A new tensor on device @d, and the copy of part @host of a host tensor to it. */
+static uint32_t bring_piece(ps__builder *b, uint32_t d, ps__vaccess host, ps_tag tag) {
+  const uint32_t vt = ps__vt_new(b, b->dev[d].at.place, host.bytes);
+  ps__emit_copy(b, b->dev[d].at.to_device, host, ps__whole(b, vt, PS_WRITE), tag);
   return vt;
 }
 
 void ps__begin_pieces(ps__builder *b, uint32_t unit) {
   ps__unit_progress *u = &b->unit[unit];
-  const uint64_t e = ps_dtype_bytes(b->s->recipe->grad);
+  const ps__storage as = b->s->recipe->grad;
   const ps_tag tag = ps__about(ps__unit_tag(b, unit, PS__PHASE_UPDATE), "gradients");
   if (u->contribution == 0 || u->piece[0] != PS__NO_VT)
     return;
@@ -77,9 +79,9 @@ void ps__begin_pieces(ps__builder *b, uint32_t unit) {
     const piece p = piece_of(b, unit, d, ps__n_devices(b));
     if (p.n == 0)
       continue;
-    u->piece[d] = bring_piece(b, d, b->s->unit_host[unit].grad, p, e, tag);
+    u->piece[d] = bring_piece(b, d, part_of(b->s->unit_host[unit].grad, PS_READ, p, as), tag);
     if (u->low != PS__NO_VT)
-      u->low_piece[d] = bring_piece(b, d, u->low, p, 1, tag);
+      u->low_piece[d] = bring_piece(b, d, low_of(u->low, PS_READ, p), tag);
   }
   ps__vt_free(b, u->low);
   u->low = PS__NO_VT;
@@ -89,12 +91,12 @@ void ps__begin_pieces(ps__builder *b, uint32_t unit) {
  * of its own, which the caller frees. */
 static ps__vaccess piece_there(ps__builder *b, uint32_t unit, uint32_t d, piece p, uint32_t *sent) {
   const uint32_t grad = b->on->unit[unit].grad;
-  const uint64_t e = ps_dtype_bytes(b->s->recipe->grad);
+  const ps__storage as = b->s->recipe->grad;
   *sent = PS__NO_VT;
   if (b->on == &b->dev[d])
-    return part_of(grad, PS_READ, p, e);
-  *sent = ps__vt_new(b, b->dev[d].at.place, p.n * e);
-  ps__emit_copy(b, b->on->at.to_peers, part_of(grad, PS_READ, p, e), ps__whole(b, *sent, PS_WRITE),
+    return part_of(grad, PS_READ, p, as);
+  *sent = ps__vt_new(b, b->dev[d].at.place, ps__stored_bytes(as, p.n));
+  ps__emit_copy(b, b->on->at.to_peers, part_of(grad, PS_READ, p, as), ps__whole(b, *sent, PS_WRITE),
                 ps__about(ps__unit_tag(b, unit, PS__PHASE_BACKWARD), "gradients"));
   return ps__whole(b, *sent, PS_READ);
 }
@@ -105,10 +107,9 @@ static void add_piece(ps__builder *b, uint32_t unit, uint32_t d, piece p, uint32
   const uint32_t mode = ps__sum_mode_of(b, unit, i);
   uint32_t sent, n = 2;
   const ps__args_accumulate a = {
-      .n = p.n, .first = p.first, .dt = b->s->recipe->grad, .mode = mode, .index = i};
-  ps__vaccess access[3] = {
-      piece_there(b, unit, d, p, &sent),
-      ps__part(u->piece[d], PS_READ_WRITE, 0, p.n * ps_dtype_bytes(b->s->recipe->grad))};
+      .n = p.n, .first = p.first, .dt = b->s->recipe->grad.dtype, .mode = mode, .index = i};
+  ps__vaccess access[3] = {piece_there(b, unit, d, p, &sent),
+                           ps__elements(u->piece[d], PS_READ_WRITE, b->s->recipe->grad, 0, p.n)};
   if ((mode & PS_LOW_WRITE) && u->low_piece[d] == PS__NO_VT)
     u->low_piece[d] = ps__vt_new(b, b->dev[d].at.place, p.n);
   if (u->low_piece[d] != PS__NO_VT)
@@ -156,7 +157,7 @@ static void first_pieces(ps__builder *b, uint32_t unit) {
 
 static void send_unit(ps__builder *b, uint32_t unit) {
   ps__unit_progress *u = &b->unit[unit];
-  const uint64_t e = ps_dtype_bytes(b->s->recipe->grad);
+  const ps__storage as = b->s->recipe->grad;
   const ps_tag tag = ps__about(ps__unit_tag(b, unit, PS__PHASE_BACKWARD), "gradients");
   for (uint32_t d = 0; d < ps__n_devices(b); d++) {
     const piece p = piece_of(b, unit, d, ps__n_devices(b));
@@ -164,13 +165,13 @@ static void send_unit(ps__builder *b, uint32_t unit) {
       continue;
     b->on = &b->dev[d];
     b->in = &b->flight[d];
-    ps__emit_copy(b, b->on->at.to_host, ps__part(u->piece[d], PS_READ, 0, p.n * e),
-                  part_of(b->s->unit_host[unit].grad, PS_WRITE, p, e), tag);
+    ps__emit_copy(b, b->on->at.to_host, ps__elements(u->piece[d], PS_READ, as, 0, p.n),
+                  part_of(b->s->unit_host[unit].grad, PS_WRITE, p, as), tag);
     if (u->low_piece[d] != PS__NO_VT) {
       if (u->low == PS__NO_VT)
         u->low = ps__vt_new(b, b->s->at->host, b->s->unit_host[unit].n);
       ps__emit_copy(b, b->on->at.to_host, ps__whole(b, u->low_piece[d], PS_READ),
-                    part_of(u->low, PS_WRITE, p, 1), tag);
+                    low_of(u->low, PS_WRITE, p), tag);
     }
     ps__vt_free_late(b, u->piece[d], b->s->spec->grad_lag);
     ps__vt_free_late(b, u->low_piece[d], b->s->spec->grad_lag);

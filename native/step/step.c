@@ -386,15 +386,15 @@ ps_status ps__step_emit_in(ps__step *s, ps__step_arrays *arrays, const ps_model 
   s->layout = layout;
   s->spec = spec;
   s->recipe = &ps__recipes[spec->recipe];
-  s->dt = s->recipe->weights;
+  s->dt = (ps_dtype)s->recipe->weights.dtype;
   ps_status st = check_spec(model, spec);
   if (st != PS_OK) {
     ps__step_free(s);
     return st;
   }
   s->at = ps__places_of(spec->n_devices, spec->n_hosts);
-  s->sums = ps__contributions_of(layout, spec->head_slice, s->recipe->grad, false);
-  s->of_step = ps__contributions_of(layout, spec->head_slice, s->recipe->grad, true);
+  s->sums = ps__contributions_of(layout, spec->head_slice, s->dt, false);
+  s->of_step = ps__contributions_of(layout, spec->head_slice, s->dt, true);
   ps__builder b = {.s = s,
                    .hooks = hooks,
                    .header = PS__NO_VT,

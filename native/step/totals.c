@@ -8,11 +8,11 @@ uint32_t ps__sumsq_on_device(ps__builder *b, uint32_t unit, uint32_t grad) {
   const ps__span_def *span = s->model->unit[unit].span;
   const uint32_t n = s->model->unit[unit].n_spans, slots = ps__norm_slots(s->model),
                  out = ps__vt_new(b, b->on->at.place, slots * 8);
-  const uint64_t e = ps_dtype_bytes(s->recipe->grad);
+  const ps__storage as = s->recipe->grad;
   const ps_tag tag = ps__about(ps__unit_tag(b, unit, PS__PHASE_UPDATE), "gradients");
   for (uint32_t i = 0; i < n; i++) {
-    const ps__args_sumsq a = {.n = span[i].n, .dt = s->recipe->grad};
-    const ps__vaccess access[2] = {ps__part(grad, PS_READ, span[i].offset * e, span[i].n * e),
+    const ps__args_sumsq a = {.n = span[i].n, .dt = as.dtype};
+    const ps__vaccess access[2] = {ps__elements(grad, PS_READ, as, span[i].offset, span[i].n),
                                    ps__part(out, PS_WRITE, i * 8, 8)};
     ps__emit(b, &ps__k_sumsq, b->on->at.compute, &a, sizeof a, access, 2, tag);
   }
@@ -31,7 +31,7 @@ static ps__args_accumulate addition(ps__builder *b, uint32_t unit, uint32_t i, u
   if ((mode & PS_LOW_WRITE) && u->low == PS__NO_VT)
     u->low = ps__vt_new(b, space, n);
   return (ps__args_accumulate){.n = n,
-                               .dt = b->s->recipe->grad,
+                               .dt = b->s->recipe->grad.dtype,
                                .n_threads = space == b->s->at->host ? b->s->spec->sum_threads : 0,
                                .mode = mode,
                                .index = i};
@@ -62,10 +62,11 @@ void ps__sumsq_on_host(ps__builder *b, uint32_t unit, uint32_t i, uint32_t stagi
   ps__step *s = b->s;
   const ps__span_def *span = s->model->unit[unit].span;
   const uint32_t n = s->model->unit[unit].n_spans, grad = s->unit_host[unit].grad;
-  const ps_dtype dt = s->recipe->grad;
-  const uint64_t e = ps_dtype_bytes(dt), at = (uint64_t)unit * ps__norm_slots(s->model) * 8;
+  const ps__storage as = s->recipe->grad;
+  const uint64_t at = (uint64_t)unit * ps__norm_slots(s->model) * 8;
   const bool add = staging != PS__NO_VT;
-  ps__args_accumulate whole = {.dt = dt, .n_threads = s->spec->sum_threads, .mode = PS_LOW_READ};
+  ps__args_accumulate whole = {
+      .dt = as.dtype, .n_threads = s->spec->sum_threads, .mode = PS_LOW_READ};
   if (add)
     whole = addition(b, unit, i, b->s->at->host);
   const bool low = b->unit[unit].low != PS__NO_VT;
@@ -74,15 +75,15 @@ void ps__sumsq_on_host(ps__builder *b, uint32_t unit, uint32_t i, uint32_t stagi
                                   : &ps__k_sumsq_host;
   for (uint32_t k = 0; k < n; k++) {
     ps__args_accumulate part = whole;
-    const ps__args_sumsq squares = {.n = span[k].n, .dt = dt, .n_threads = s->spec->sum_threads};
-    const uint64_t offset = span[k].offset * e, bytes = span[k].n * e;
+    const ps__args_sumsq squares = {
+        .n = span[k].n, .dt = as.dtype, .n_threads = s->spec->sum_threads};
     ps__vaccess access[4];
     uint32_t m = 0;
     part.n = span[k].n;
     part.first = span[k].offset;
     if (add)
-      access[m++] = ps__part(staging, PS_READ, offset, bytes);
-    access[m++] = ps__part(grad, add || low ? PS_READ_WRITE : PS_READ, offset, bytes);
+      access[m++] = ps__elements(staging, PS_READ, as, part.first, part.n);
+    access[m++] = ps__elements(grad, add || low ? PS_READ_WRITE : PS_READ, as, part.first, part.n);
     access[m++] = ps__part(s->norms, PS_WRITE, at + k * 8, 8);
     if (low)
       access[m++] = ps__part(b->unit[unit].low, PS_READ, span[k].offset, span[k].n);

@@ -45,7 +45,7 @@ ps_status ps__exchange_totals(ps_trainer *t, uint32_t unit, const ps_launch *l) 
            ps__layer_name(t, t->plan->model->unit[unit].layer, layer));
   name_call(t, l, of, what);
   return ps__hosts_sum(t->cfg.hosts, what, l->ptr[0], t->plan->model->unit[unit].n,
-                       t->plan->step.recipe->grad);
+                       (ps_dtype)t->plan->step.recipe->grad.dtype);
 }
 
 static ps_status open_net(ps_hosts *h, uint32_t backend, uint32_t device) {

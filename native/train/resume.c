@@ -159,11 +159,11 @@ static ps_status open_arrays(ps_checkpoint *c, const ps__json *manifest) {
   if (c->info.lora.rank)
     PS_TRY(check_listed(manifest, c->dir, "adapter_config.json"));
   PS_TRY(open_listed(&weights, c, manifest, c->info.lora.rank ? "adapter_model" : "model",
-                     r->updated));
+                     (ps_dtype)r->updated.dtype));
   ps_tensors_close(weights);
   for (uint32_t k = 0; k < ps__optimizers[c->info.optimizer].n_states; k++)
-    PS_TRY(
-        open_listed(&c->state[k], c, manifest, ps__state_names[c->info.optimizer][k], r->state[k]));
+    PS_TRY(open_listed(&c->state[k], c, manifest, ps__state_names[c->info.optimizer][k],
+                       (ps_dtype)r->state[k].dtype));
   return PS_OK;
 }
 
@@ -396,7 +396,7 @@ ps_status ps__resume_load(ps_trainer *t, const ps_checkpoint *c, ps_progress_fn 
   const ps_model *m = t->plan->model;
   const uint32_t n_states = ps__optimizers[c->info.optimizer].n_states;
   const uint64_t total =
-      m->n_trained * ps__state_bytes((ps_optimizer)c->info.optimizer, (ps_recipe)c->info.recipe);
+      ps__state_bytes((ps_optimizer)c->info.optimizer, (ps_recipe)c->info.recipe, m->n_trained);
   uint64_t done = 0;
   char *buffer = ps__malloc(PIECE_BYTES);
   ps_status st = buffer ? PS_OK : ps__fail(PS_ENOMEM, "%s: no memory left to read it", c->dir);
@@ -406,7 +406,7 @@ ps_status ps__resume_load(ps_trainer *t, const ps_checkpoint *c, ps_progress_fn 
       if (m->unit[p->unit].frozen)
         continue;
       st = load_state(t, c->state[k], p, k, buffer);
-      done += p->n * ps_dtype_bytes(t->plan->step.recipe->state[k]);
+      done += ps__stored_bytes(t->plan->step.recipe->state[k], p->n);
       if (progress)
         progress(progress_user, "loading optimizer state", done, total);
     }

@@ -113,7 +113,7 @@ static void gather_task(void *arg, int64_t task, uint32_t worker) {
   const uint64_t first = (uint64_t)task * GATHER_ROWS,
                  end = first + GATHER_ROWS < j->n_tokens ? first + GATHER_ROWS : j->n_tokens;
   const ps__rows *r = j->rows;
-  const size_t bytes = r->dim * ps_dtype_bytes((ps_dtype)r->dt);
+  const size_t bytes = ps__stored_bytes(ps__plain(r->dt), r->dim);
   for (uint64_t i = first; i < end; i++) {
     if (j->id)
       ensure_updated(j, (uint64_t)j->token[i]);

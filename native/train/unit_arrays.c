@@ -12,7 +12,7 @@ static uint32_t vt_of(const ps_trainer *t, uint32_t unit, uint32_t what) {
   }
 }
 
-ps_dtype ps__array_dtype(const ps_trainer *t, uint32_t unit, uint32_t what) {
+static ps__storage storage_of(const ps_trainer *t, uint32_t unit, uint32_t what) {
   const ps__recipe *r = t->plan->step.recipe;
   switch (what) {
   case PS__ARRAY_UPDATED: return t->plan->model->unit[unit].frozen ? r->weights : r->updated;
@@ -22,15 +22,24 @@ ps_dtype ps__array_dtype(const ps_trainer *t, uint32_t unit, uint32_t what) {
   }
 }
 
+ps_dtype ps__array_dtype(const ps_trainer *t, uint32_t unit, uint32_t what) {
+  return (ps_dtype)storage_of(t, unit, what).dtype;
+}
+
 uint64_t ps__array_bytes(const ps_trainer *t, uint32_t unit, uint32_t what, uint64_t n) {
-  return n * ps_dtype_bytes(ps__array_dtype(t, unit, what));
+  return ps__stored_bytes(storage_of(t, unit, what), n);
+}
+
+/* BYTES from the array's beginning to element @first, with which a block begins. */
+static uint64_t array_offset(const ps_trainer *t, uint32_t unit, uint32_t what, uint64_t first) {
+  return ps__stored_at(storage_of(t, unit, what), first);
 }
 
 void *ps__array_at(const ps_trainer *t, uint32_t unit, uint32_t what, uint64_t first) {
   const uint32_t vt = vt_of(t, unit, what);
   if (vt == PS__NO_VT || t->plan->step.vt[vt].space != t->plan->at->host)
     return NULL;
-  return t->host + t->plan->step.vt[vt].offset + ps__array_bytes(t, unit, what, first);
+  return t->host + t->plan->step.vt[vt].offset + array_offset(t, unit, what, first);
 }
 
 ps_status ps__array_read(const ps_trainer *t, uint32_t unit, uint32_t what, uint64_t first,
@@ -39,8 +48,8 @@ ps_status ps__array_read(const ps_trainer *t, uint32_t unit, uint32_t what, uint
   const void *src = ps__array_at(t, unit, what, first);
   const ps__vt *v = &t->plan->step.vt[vt_of(t, unit, what)];
   if (!src)
-    return ps__engine_read(t->engine, v->space, v->offset + ps__array_bytes(t, unit, what, first),
-                           dst, bytes);
+    return ps__engine_read(t->engine, v->space, v->offset + array_offset(t, unit, what, first), dst,
+                           bytes);
   memcpy(dst, src, bytes);
   return PS_OK;
 }
@@ -51,7 +60,7 @@ ps_status ps__array_write(const ps_trainer *t, uint32_t unit, uint32_t what, uin
   void *dst = ps__array_at(t, unit, what, first);
   const ps__vt *v = &t->plan->step.vt[vt_of(t, unit, what)];
   if (!dst)
-    return ps__engine_write(t->engine, v->space, v->offset + ps__array_bytes(t, unit, what, first),
+    return ps__engine_write(t->engine, v->space, v->offset + array_offset(t, unit, what, first),
                             src, bytes);
   memcpy(dst, src, bytes);
   return PS_OK;

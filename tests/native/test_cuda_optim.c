@@ -41,10 +41,11 @@ static void need(cudaError_t e, const char *what) {
 
 static size_t bytes_of(ps_recipe recipe, int array) {
   const ps__recipe *r = &ps__recipes[recipe];
-  return ps_dtype_bytes(array == COPY   ? r->weights
-                        : array == GRAD ? r->grad
-                        : array == W    ? r->updated
-                                        : r->state[array == V]);
+  const ps__storage as = array == COPY   ? r->weights
+                         : array == GRAD ? r->grad
+                         : array == W    ? r->updated
+                                         : r->state[array == V];
+  return ps__dtypes[as.dtype].bytes;
 }
 
 /* One value in @odd is a special one: zeros, denormals, the ends of the range, infinities, NaNs

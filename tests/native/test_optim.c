@@ -1,11 +1,14 @@
 /* test_optim.c - the host optimizer: same bits from every variant, any cut and any number of
- * threads; the random generator. */
+ * threads; the random generator; how arrays are stored. */
+#undef NDEBUG /* core/storage.h asserts */
 #include "core/core.h"
 #include "kernels/ops.h"
 #include "optim/optim.h"
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
 #if defined(__x86_64__)
 #  include <xmmintrin.h>
 #endif
@@ -110,10 +113,10 @@ static void fill_one(unsigned char *p, int is_bf16, int positive, uint32_t odd) 
 
 static void fill(ps_recipe recipe, uint32_t odd) {
   const ps__recipe *r = &ps__recipes[recipe];
-  fill_one(start.w, r->updated == PS_BF16, 0, odd);
-  fill_one(start.m, r->state[0] == PS_BF16, 0, odd);
-  fill_one(start.v, r->state[1] == PS_BF16, 1, odd);
-  fill_one(start.grad, r->grad == PS_BF16, 0, odd);
+  fill_one(start.w, r->updated.dtype == PS_BF16, 0, odd);
+  fill_one(start.m, r->state[0].dtype == PS_BF16, 0, odd);
+  fill_one(start.v, r->state[1].dtype == PS_BF16, 1, odd);
+  fill_one(start.grad, r->grad.dtype == PS_BF16, 0, odd);
   memset(start.copy, 0xa5, sizeof start.copy);
 }
 
@@ -434,7 +437,52 @@ static void test_rounding_is_unbiased(void) {
   printf("ok rounding_is_unbiased\n");
 }
 
+static bool aborts(ps__storage s, uint64_t first) {
+  int status = 0;
+  const pid_t child = fork();
+  if (child == 0) {
+    (void)!freopen("/dev/null", "w", stderr);
+    _exit((int)(ps__stored_at(s, first) & 1));
+  }
+  return waitpid(child, &status, 0) == child && WIFSIGNALED(status);
+}
+
+/* The slices of an array lie one after the other and are the whole of it, wherever it is cut at a
+ * block's border; a slice that begins elsewhere is a bug. */
+static void test_storage(void) {
+  static const struct {
+    ps__storage as;
+    uint64_t block_bytes, of_1000; /* BYTES */
+  } of[] = {{PS__STORED_F32, 4, 4000},
+            {PS__STORED_BF16, 2, 2000},
+            {{PS__E4M3, 128, 4}, 132, 8 * 132},
+            {{PS__E4M3, 32, 2}, 34, 32 * 34},
+            {{PS_BF16, 64, 4}, 132, 16 * 132}};
+  for (size_t i = 0; i < sizeof of / sizeof *of; i++) {
+    const ps__storage s = of[i].as;
+    CHECK(ps__stored_bytes(s, 0) == 0 && ps__stored_at(s, 0) == 0, "case %zu", i);
+    CHECK(ps__stored_bytes(s, 1) == of[i].block_bytes, "case %zu", i);
+    CHECK(ps__stored_bytes(s, s.block) == of[i].block_bytes, "case %zu", i);
+    CHECK(ps__stored_bytes(s, 1000) == of[i].of_1000, "case %zu", i);
+    CHECK(ps__stored_each(s) * s.block == (double)of[i].block_bytes, "case %zu", i);
+    for (uint64_t cut = 0; cut <= 1000; cut += s.block) {
+      CHECK(ps__stored_at(s, cut) == ps__stored_bytes(s, cut), "case %zu at %d", i, (int)cut);
+      CHECK(ps__stored_at(s, cut) + ps__stored_bytes(s, 1000 - cut) == of[i].of_1000,
+            "case %zu at %d", i, (int)cut);
+    }
+    CHECK(aborts(s, s.block + 1) == (s.block > 1) && !aborts(s, s.block), "case %zu", i);
+  }
+  for (int i = 0; i < PS_N_RECIPES; i++) {
+    const ps__recipe *r = &ps__recipes[i];
+    const ps__storage as[] = {r->weights, r->updated, r->grad, r->state[0], r->state[1]};
+    for (size_t k = 0; k < sizeof as / sizeof *as; k++)
+      CHECK(PS__SPAN_ALIGN % as[k].block == 0, "%s: spans begin inside blocks", r->name);
+  }
+  printf("ok slices of stored arrays add up\n");
+}
+
 int main(void) {
+  test_storage();
   test_simd_same_bits();
   test_parts_leave_the_same_bits();
   test_nan_is_canonical();

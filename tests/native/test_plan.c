@@ -364,8 +364,8 @@ static void resident_spec(ps__spec *spec, const model *m, const ps_plan_config *
 /* Every decision by itself; a bias of the draw (mostly one policy, or an even mix) reaches the
  * corners too. */
 static void randomize(ps__spec *spec, const model *m, const ps__layout *l, uint64_t *state) {
-  const ps__contributions sums =
-      ps__contributions_of(l, spec->head_slice, ps__recipes[spec->recipe].grad, false);
+  const ps__contributions sums = ps__contributions_of(
+      l, spec->head_slice, (ps_dtype)ps__recipes[spec->recipe].grad.dtype, false);
   const uint32_t favour = rnd_below(state, 4);
   const bool may_split = spec->clip && ps__optimizers[spec->optimizer].splits;
   spec->keep_grads = rnd_below(state, 2) != 0;
@@ -646,16 +646,16 @@ static void test_state_is_counted(void) {
     const ps_optimizer o = (ps_optimizer)(i / PS_N_RECIPES);
     const ps_recipe recipe = (ps_recipe)(i % PS_N_RECIPES);
     const uint64_t each =
-        (o == PS_OPTIMIZER_ADAMW ? 2u : 1u) * ps_dtype_bytes(ps__recipes[recipe].state[0]);
+        (o == PS_OPTIMIZER_ADAMW ? 2u : 1u) * ps__dtypes[ps__recipes[recipe].state[0].dtype].bytes;
     const counted host = count(m, o, recipe, false, false),
                   device = count(m, o, recipe, true, false),
                   streamed = count(m, o, recipe, false, true),
                   adamw = count(m, PS_OPTIMIZER_ADAMW, recipe, false, true);
-    CHECK(ps__state_bytes(o, recipe) == each);
+    CHECK(ps__state_bytes(o, recipe, n) == n * each);
     CHECK(host.host == n * each && host.device == 0);
     CHECK(device.host == 0 && device.device == n * each);
     CHECK(streamed.host == n * each && streamed.device == 0);
-    const uint64_t less = n * (ps__state_bytes(PS_OPTIMIZER_ADAMW, recipe) - each);
+    const uint64_t less = ps__state_bytes(PS_OPTIMIZER_ADAMW, recipe, n) - n * each;
     CHECK(adamw.in - streamed.in == less && adamw.out - streamed.out == less);
   }
   printf("ok every optimizer's state is counted, in memory and on the link\n");

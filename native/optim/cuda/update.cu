@@ -34,15 +34,15 @@ template <> struct storage<PS_BF16> {
 /* What a recipe stores, and how many elements a thread takes: 16 bytes of weights. */
 template <int RECIPE> struct types {
   static constexpr ps__recipe of = ps__recipe_of((ps_recipe)RECIPE);
-  static constexpr bool master = of.updated != of.weights;
-  using state = typename storage<of.updated>::type;
-  using grad = typename storage<of.grad>::type;
+  static constexpr bool master = of.updated.dtype != of.weights.dtype;
+  using state = typename storage<of.updated.dtype>::type;
+  using grad = typename storage<of.grad.dtype>::type;
   static constexpr int wide = 16 / sizeof(state);
-  static_assert(of.state[0] == of.updated && of.state[1] == of.updated,
+  static_assert(of.state[0].dtype == of.updated.dtype && of.state[1].dtype == of.updated.dtype,
                 "weights and states are read as one type");
-  static_assert((of.rounding == PS__STOCHASTIC) == (of.updated == PS_BF16),
+  static_assert((of.rounding == PS__STOCHASTIC) == (of.updated.dtype == PS_BF16),
                 "store_rounded() rounds bf16 stochastically");
-  static_assert(!master || of.weights == PS_BF16, "store_copy() makes bf16");
+  static_assert(!master || of.weights.dtype == PS_BF16, "store_copy() makes bf16");
 };
 
 struct segment {
@@ -247,8 +247,8 @@ extern "C" ps_status ps__cuda_update_unit(void *exec, const ps__update *u,
     return ps__fail(PS_EINVAL, "update: optimizer %u, recipe %u, part %u is not there",
                     (unsigned)u->optimizer, (unsigned)u->recipe, (unsigned)u->part);
   const char *const name = ps__optimizers[u->optimizer].name;
-  const size_t state = ps__dtypes[ps__recipes[u->recipe].updated].bytes,
-               grad = ps__dtypes[ps__recipes[u->recipe].grad].bytes;
+  const size_t state = ps__dtypes[ps__recipes[u->recipe].updated.dtype].bytes,
+               grad = ps__dtypes[ps__recipes[u->recipe].grad.dtype].bytes;
   const bool master = ps__has_master(u->recipe);
   bool good = a->w && a->grad && aligned(a->w, state) && aligned(a->grad, grad) &&
               (!master || (a->copy && aligned(a->copy, 2)));
