@@ -15,8 +15,6 @@
 #include <time.h>
 #include <unistd.h>
 
-ps__times ps__hosts_times = {.beat_s = 2, .silent_s = 10, .greeting_s = 10};
-
 enum { LEAVES = 1, FAILS = 2, LIVES = 3 };
 typedef struct frame {
   uint32_t kind;
