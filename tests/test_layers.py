@@ -55,9 +55,6 @@ CIRCLES = {
     "products of cpu": """
         kernels/cpu/matmul kernels/cpu/matmul_rows kernels/ops
     """,
-    "update": """
-        optim/update optim/update_avx2 optim/update_avx512
-    """,
 }
 
 CUDA = re.compile(

@@ -113,18 +113,6 @@ ps__update_k ps__update_constants(const ps__update *u, float decay, uint64_t ele
   return k;
 }
 
-ps__arrays ps__arrays_from(const ps__arrays *a, ps_recipe recipe, uint64_t first) {
-  const ps__recipe *r = &ps__recipes[recipe];
-  ps__arrays from = {
-      .w = a->w ? (char *)a->w + ps__stored_at(r->updated, first) : NULL,
-      .copy = a->copy ? (char *)a->copy + ps__stored_at(r->weights, first) : NULL,
-      .grad = (const char *)a->grad + ps__stored_at(r->grad, first),
-  };
-  for (int i = 0; i < PS_MAX_STATES; i++)
-    from.state[i] = a->state[i] ? (char *)a->state[i] + ps__stored_at(r->state[i], first) : NULL;
-  return from;
-}
-
 void ps__update_elements(ps__simd simd, const ps__update *u, uint64_t n, const ps__arrays *a,
                          float decay, uint64_t element0) {
   assert((int)u->recipe < PS__N_UPDATE_RECIPES);
