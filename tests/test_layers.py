@@ -49,9 +49,6 @@ CIRCLES = {
     "model files": """
         io/manifest io/model_files io/pending io/stage io/tree
     """,
-    "attention of cpu": """
-        kernels/cpu/attention kernels/cpu/attention_cached
-    """,
     "products of cpu": """
         kernels/cpu/matmul kernels/cpu/matmul_rows kernels/ops
     """,

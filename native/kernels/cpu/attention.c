@@ -45,20 +45,6 @@ static size_t scratch_attention_bwd(const void *args, const ps__scratch_target *
   return (9 * ATT_TILE * padded_dim(args) + 2 * ATT_TILE * ATT_TILE) * sizeof(float);
 }
 
-float ps__attention_scale(const ps__args_attention *a) {
-  return a->scale != 0.0f ? a->scale : (float)(1.0 / sqrt(a->head_dim));
-}
-
-ps_status ps__check_attention(const ps__args_attention *a, const char *op) {
-  if (!(a->scale >= 0.0f && a->scale < INFINITY))
-    return ps__fail(PS_EINVAL, "%s: scale is %g: it must be positive and finite, or 0", op,
-                    (double)a->scale);
-  if (!(a->softcap >= 0.0f && a->softcap < INFINITY))
-    return ps__fail(PS_EINVAL, "%s: softcap is %g: it must be positive and finite, or 0 for none",
-                    op, (double)a->softcap);
-  return PS_OK;
-}
-
 /* The shape, and doc_start: non-decreasing, within the group, at most the row itself. */
 static ps_status check(const ps__args_attention *a, const int32_t *doc_start, const char *name) {
   PS_TRY(ps__check_attention(a, name));
