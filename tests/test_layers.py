@@ -49,9 +49,6 @@ CIRCLES = {
     "model files": """
         io/manifest io/model_files io/pending io/stage io/tree
     """,
-    "products of cpu": """
-        kernels/cpu/matmul kernels/cpu/matmul_rows kernels/ops
-    """,
 }
 
 CUDA = re.compile(

@@ -13,18 +13,3 @@ const ps_kernel *ps__op_by_name(const char *name) {
     ;
   return k;
 }
-
-ps__args_gemm ps__gemm_args(uint32_t m, uint32_t n, uint32_t k, bool trans_a, bool trans_b,
-                            uint32_t dt) {
-  return (ps__args_gemm){.m = m,
-                         .n = n,
-                         .k = k,
-                         .lda = trans_a ? m : k,
-                         .ldb = trans_b ? k : n,
-                         .ldc = n,
-                         .trans_a = trans_a,
-                         .trans_b = trans_b,
-                         .dt_a = (uint8_t)dt,
-                         .dt_b = (uint8_t)dt,
-                         .dt_c = (uint8_t)dt};
-}

@@ -258,8 +258,9 @@ typedef struct ps__args_gemm {
 /* ps__gemm_args() - C[m,n] = op(A) op(B), without gaps between rows. */
 ps__args_gemm ps__gemm_args(uint32_t m, uint32_t n, uint32_t k, bool trans_a, bool trans_b,
                             uint32_t dt);
-/* PS_EINVAL names the field and its value (native/kernels/cpu/matmul.c). */
+/* PS_EINVAL names the field and its value (native/kernels/gemm.c). */
 ps_status ps__check_gemm(const ps__args_gemm *a);
+ps_work ps__work_gemm(const void *args);
 /* gemm_rows            gemm of trans_a 0, trans_b 1, dt_a = dt_b, for generation. On the CPU a row
  *                      of C does not depend on the other rows, nor on their number. On CUDA it is
  *                      gemm.  ptr: as gemm. */

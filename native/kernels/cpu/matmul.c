@@ -279,12 +279,6 @@ static void gemm_tile(void *arg, int64_t task, uint32_t worker) {
   }
 }
 
-ps_status ps__check_gemm(const ps__args_gemm *a) {
-  if (!(a->alpha > -INFINITY && a->alpha < INFINITY))
-    return ps__fail(PS_EINVAL, "gemm: alpha is %g: it must be finite", (double)a->alpha);
-  return PS_OK;
-}
-
 /* C = op(A) op(B) as gemm says, with this alpha.
  * @c  C, then the bias and the residual where there are such */
 static ps_status multiply(const ps__cpu_exec *exec, const ps__args_gemm *a, float alpha,
@@ -333,13 +327,6 @@ static void bind_gemm(void *args, const ps__chunk_shape *chunk) {
   if (g->trans_a)
     g->accumulate = !chunk->first_grad;
 }
-static ps_work work_gemm(const void *args) {
-  const ps__args_gemm *a = args;
-  const double flops = 2.0 * a->m * a->n * a->k;
-  const double bytes = (double)ps__dt_bytes(a->dt_a) *
-                       ((double)a->m * a->k + (double)a->n * a->k + (double)a->m * a->n);
-  return (ps_work){.flops = flops, .bytes = bytes, .model_flops = flops};
-}
 
 const ps_kernel ps__k_gemm = {
     .name = "gemm",
@@ -347,7 +334,7 @@ const ps_kernel ps__k_gemm = {
     .fn = {gemm, PS_CUDA_FN(gemm)},
     .info = &(const ps__op_info){.rate = PS__RATE_GEMM,
                                  .in_generation = &ps__k_gemm_rows,
-                                 .work = work_gemm,
+                                 .work = ps__work_gemm,
                                  .bind = bind_gemm,
                                  .scratch = {scratch_gemm, NULL},
                                  .blas = true,

@@ -125,14 +125,13 @@ static ps_status gemm_rows(const ps_launch *l) {
 static void bind_gemm_rows(void *args, const ps__chunk_shape *chunk) {
   ((ps__args_gemm *)args)->m = chunk->n_tokens;
 }
-static ps_work work_gemm_rows(const void *args) { return ps__k_gemm.info->work(args); }
 
 const ps_kernel ps__k_gemm_rows = {
     .name = "gemm_rows",
     .op_class = PS_CLASS_GEMM,
     .fn = {gemm_rows, PS_CUDA_FN(gemm)},
     .info = &(const ps__op_info){.rate = PS__RATE_GEMM,
-                                 .work = work_gemm_rows,
+                                 .work = ps__work_gemm,
                                  .bind = bind_gemm_rows,
                                  .tuned = PS_CUDA_FN(gemm_tuned),
                                  .tune = PS_CUDA_FN(tune_gemm)},
