@@ -137,19 +137,12 @@ static ps_status move_segment(ps_hosts *h, const sum *s, uint64_t k) {
   return transfer(h, t);
 }
 
-static ps_status sum_over_tcp(ps_hosts *h, void *data, uint64_t n, ps_dtype dt) {
+ps_status ps__hosts_sum_tcp(ps_hosts *h, void *data, uint64_t n, ps_dtype dt) {
   const sum s = {.data = data, .cut = ps__cut_of(h->n, n, dt, ps__hosts_slice_bytes(h->n))};
   for (uint64_t k = 0; k <= s.cut.n_segments; k++) {
     PS_TRY(move_segment(h, &s, k));
     if (k < s.cut.n_segments)
       add(h, &s, k);
   }
-  return PS_OK;
-}
-
-ps_status ps__hosts_sum(ps_hosts *h, const char *what, void *data, uint64_t n, ps_dtype dt) {
-  PS_TRY(ps__hosts_enter(h, what));
-  PS_TRY(h->net ? ps__net_sum(h->net, data, n, dt) : sum_over_tcp(h, data, n, dt));
-  ps__hosts_leave(h);
   return PS_OK;
 }

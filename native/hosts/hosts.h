@@ -51,6 +51,8 @@ ps_status ps__hosts_gather(ps_hosts *h, const char *what, const void *mine, void
  * elements of its slice and sends the sums to the others. So a task sends 2 (n - 1) / n times the
  * data's bytes, and receives as many. @dt: PS_F32 or PS_BF16. */
 ps_status ps__hosts_sum(ps_hosts *h, const char *what, void *data, uint64_t n, ps_dtype dt);
+/* the same over the data connections, inside a call on data (exchange.c) */
+ps_status ps__hosts_sum_tcp(ps_hosts *h, void *data, uint64_t n, ps_dtype dt);
 /* ps__hosts_slice_bytes() - the most of a slice that is under way at once.
  * ps__hosts_staging_bytes() - the memory that sums take beside their data. */
 static inline uint64_t ps__hosts_slice_bytes(uint32_t n_hosts) {
