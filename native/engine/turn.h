@@ -35,6 +35,6 @@ void ps__turns_cancel(ps__turns *all);
 void ps__turns_stop(ps__turns *all);
 bool ps__turns_at_rest(const ps__turns *all);
 void ps__turns_where(const ps__turns *all, char *text, uint64_t bytes);
-/* ps__turns_close() - destroy all runs. Errors: those of ps_run_destroy(), and none is then. */
+/* ps__turns_close() - destroy all runs. Errors: those of ps_run_destroy(); then all live on. */
 ps_status ps__turns_close(ps__turns *all);
 #endif
