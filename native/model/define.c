@@ -203,20 +203,6 @@ void ps__def_op(ps__layer_def *d, bool backward, bool sliced, const ps_kernel *k
   op->sliced = sliced;
 }
 
-void ps__def_joint(ps__layer_def *d, uint32_t n, const ps_kernel *kernel, const void *args,
-                   size_t args_bytes, const ps__sym *sym, size_t n_syms) {
-  if (d->status != PS_OK)
-    return;
-  if (d->n_joint || n < 2 || n > d->n_fwd || args_bytes > PS__ARGS_BYTES) {
-    note(d, ps__fail(PS_EINTERNAL, "op %s of a layer: a joint op in the place of %u of %u",
-                     kernel->name, n, d->n_fwd));
-    return;
-  }
-  d->joint = op_def(d, kernel, args, args_bytes, sym, n_syms);
-  d->first_joint = d->n_fwd - n;
-  d->n_joint = n;
-}
-
 /* ---- derived --------------------------------------------------------------------------------- */
 
 /* Adds the tensors that @op accesses in @mode. */
@@ -280,14 +266,12 @@ static void derive_rows(ps__layer_def *d, ps__set written, ps__set grads) {
 }
 
 ps_status ps__def_finish(ps__layer_def *d) {
-  ps__set written = {{0}}, used = {{0}}, read = {{0}}, grads = {{0}};
+  ps__set written = {{0}}, read = {{0}}, grads = {{0}};
   if (d->status != PS_OK)
     return d->status;
   PS_TRY(number_sets(d));
-  for (uint32_t i = 0; i < d->n_fwd; i++) {
+  for (uint32_t i = 0; i < d->n_fwd; i++)
     add_accessed(&written, &d->fwd[i], PS_WRITE);
-    add_accessed(&used, &d->fwd[i], PS_READ);
-  }
   for (uint32_t i = 0; i < d->n_bwd; i++) {
     add_accessed(&read, &d->bwd[i], PS_READ);
     add_accessed(&grads, &d->bwd[i], PS_WRITE);
@@ -295,10 +279,7 @@ ps_status ps__def_finish(ps__layer_def *d) {
   d->made = written;
   if (d->input != PS__NONE)
     ps__put(&d->made, (uint32_t)d->input);
-  if (d->output != PS__NONE)
-    ps__put(&used, (uint32_t)d->output);
   d->needs = ps__common(read, d->made);
-  d->for_backward = ps__without(ps__common(written, d->needs), used);
   derive_rows(d, written, grads);
   return PS_OK;
 }
@@ -323,20 +304,6 @@ void ps__op_args(const ps__op_def *op, const ps__chunk_shape *c, void *args) {
 
 bool ps__op_of_pass(const ps__layer_def *d, const ps__op_def *op) {
   return writes_any(op, &d->of_pass) || writes_any(op, &d->of_step);
-}
-
-bool ps__op_for_backward(const ps__layer_def *d, const ps__op_def *op) {
-  bool writes = false;
-  for (uint32_t i = 0; i < op->n_syms; i++) {
-    const ps__sym y = op->sym[i];
-    if (!(y.mode & PS_WRITE))
-      continue;
-    if (!ps__sym_is_tensor(y) || !ps__in(d->for_backward, y.id) || ps__in(d->group, y.id) ||
-        ps__in(d->of_pass, y.id) || ps__in(d->of_step, y.id))
-      return false;
-    writes = true;
-  }
-  return writes;
 }
 
 ps__set ps__recompute(const ps__layer_def *d, ps__set need, ps__set have) {

@@ -178,14 +178,12 @@ typedef struct ps__layer_def {
   ps__span_def *span;
   ps__unit_def *unit;
   ps__op_def *fwd, *bwd;
-  ps__op_def joint; /* does what fwd[first_joint], ..., n_joint of them, do, to their bits */
-  uint32_t n_params, n_spans, n_units, n_fwd, n_bwd, first_joint, n_joint; /* n_joint 0: no joint */
+  uint32_t n_params, n_spans, n_units, n_fwd, n_bwd;
   size_t cap_params, cap_spans, cap_units, cap_fwd, cap_bwd;
   /* derived: */
   ps_dtype dt;           /* of gradients of parameters, as kernels write them */
   ps__set made;          /* tensors that forward ops write, and the input */
   ps__set needs;         /* those of them that backward ops read */
-  ps__set for_backward;  /* those of them that forward ops write and do not read; not the output */
   ps__set group;         /* group tensors that forward ops write */
   ps__set group_sources; /* what these are made from, directly or not */
   ps__set grad_group;    /* group tensors that only backward ops write */
@@ -230,11 +228,6 @@ uint16_t ps__def_tied(ps__layer_def *d, uint64_t n, bool frozen);
  * writes something else, the frozen gradient goes to a tensor that no op reads. */
 void ps__def_op(ps__layer_def *d, bool backward, bool sliced, const ps_kernel *kernel,
                 const void *args, size_t args_bytes, const ps__sym *sym, size_t n_syms);
-/* ps__def_joint() - an op that does in one pass what the last @n forward ops do, to their bits. It
- * runs in their place where the forward pass runs all of them. Else, and in recomputation, they run
- * themselves. A layer has at most one. Use PS__JOINT(). */
-void ps__def_joint(ps__layer_def *d, uint32_t n, const ps_kernel *kernel, const void *args,
-                   size_t args_bytes, const ps__sym *sym, size_t n_syms);
 #define PS__DEF_OP(d, backward, sliced, kernel, args, ...)                                         \
   do {                                                                                             \
     const ps__sym s_[] = {__VA_ARGS__};                                                            \
@@ -243,11 +236,6 @@ void ps__def_joint(ps__layer_def *d, uint32_t n, const ps_kernel *kernel, const 
 #define PS__FWD(d, kernel, args, ...)   PS__DEF_OP(d, false, false, kernel, args, __VA_ARGS__)
 #define PS__BWD(d, kernel, args, ...)   PS__DEF_OP(d, true, false, kernel, args, __VA_ARGS__)
 #define PS__SLICE(d, kernel, args, ...) PS__DEF_OP(d, false, true, kernel, args, __VA_ARGS__)
-#define PS__JOINT(d, n, kernel, args, ...)                                                         \
-  do {                                                                                             \
-    const ps__sym s_[] = {__VA_ARGS__};                                                            \
-    ps__def_joint(d, n, &kernel, &args, sizeof args, s_, sizeof s_ / sizeof *s_);                  \
-  } while (0)
 /* Symbols. PS__SYM_IF(): @symbol where @condition holds, else none: ps__def_op() leaves it out. */
 #define PS__R(tensor)  ((ps__sym){PS__SYM_TENSOR, PS_READ, tensor, 0})
 #define PS__W(tensor)  ((ps__sym){PS__SYM_TENSOR, PS_WRITE, tensor, 0})
@@ -285,9 +273,6 @@ void ps__op_args(const ps__op_def *op, const ps__chunk_shape *c, void *args);
 /* ps__op_of_pass() - whether the op runs once a layer pass, or once a step: what it writes are such
  * tensors. */
 bool ps__op_of_pass(const ps__layer_def *d, const ps__op_def *op);
-/* ps__op_for_backward() - whether all that a forward op writes are tensors that the backward pass
- * alone reads: where none is saved, the op runs when it is recomputed, and not before. */
-bool ps__op_for_backward(const ps__layer_def *d, const ps__op_def *op);
 /* ps__recompute() - the forward ops that must run again so that all tensors of @need exist where
  * those of @have do. Goes back from what is needed to the ops that make it. */
 ps__set ps__recompute(const ps__layer_def *d, ps__set need, ps__set have);

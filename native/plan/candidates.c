@@ -225,10 +225,8 @@ static void fill_recompute(const ps__search_space *sp, const ps__layer_def *d, c
   for (uint32_t i = 0; i < d->n_fwd; i++) {
     _Alignas(16) char args[PS__ARGS_BYTES];
     ps__op_args(&d->fwd[i], &shape, args);
-    /* what runs once a layer pass is left out: the bound stays one. What is made for the backward
-     * pass alone runs in one of the passes. The base has it, where there is a joint op as that op's
-     * part, which takes less */
-    op_ns[i] = ps__op_of_pass(d, &d->fwd[i]) || ps__op_for_backward(d, &d->fwd[i])
+    /* what runs once a layer pass is left out: the bound stays one */
+    op_ns[i] = ps__op_of_pass(d, &d->fwd[i])
                    ? 0
                    : ps__cost_ns(&sp->cost, d->fwd[i].kernel, sp->plan->at->dev[0].compute, args,
                                  d->fwd[i].kernel->info->work(args));

@@ -383,27 +383,6 @@ static void bind_group(ps__builder *b, chunk_pass *p, ps__set set) {
   }
 }
 
-/* Whether the op makes what is recomputed anyhow. */
-static bool is_vain(const ps__builder *b, const chunk_pass *p, const ps__op_def *op) {
-  if (!ps__op_for_backward(p->d, op))
-    return false;
-  for (uint32_t i = 0; i < op->n_syms; i++)
-    if ((op->sym[i].mode & PS_WRITE) &&
-        policy_of(b, p->layer, p->c, op->sym[i].id) != PS_POLICY_RECOMPUTE)
-      return false;
-  return true;
-}
-
-/* Puts the joint op in the place of the ops at the list's end, where they are what it does. */
-static void join(const ps__layer_def *d, listed *list, uint32_t *n) {
-  const uint32_t k = d->n_joint;
-  const ps__op_def *first = &d->fwd[d->first_joint];
-  if (k && *n >= k && list[*n - k].op == first && list[*n - 1].op == first + k - 1) {
-    *n -= k - 1;
-    list[*n - 1] = (listed){&d->joint, false};
-  }
-}
-
 void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   chunk_pass p = begin_chunk_pass(b, layer, c);
   const ps__layer_def *d = p.d;
@@ -420,10 +399,8 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   listed list[PS__SET_BITS];
   uint32_t n = 0;
   for (uint32_t i = 0; i < d->n_fwd; i++)
-    if (!is_done(&p, &d->fwd[i]) && !is_vain(b, &p, &d->fwd[i])) {
+    if (!is_done(&p, &d->fwd[i]))
       list[n++] = (listed){&d->fwd[i], false};
-      join(d, list, &n);
-    }
   emit_list(b, &p, list, n, PS__PHASE_FORWARD, true);
   keep_of_pass(b, &p);
 
