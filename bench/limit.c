@@ -41,7 +41,6 @@ typedef enum content {
   SCALE,  /* one over some thousand tokens, or of a quantized tensor; fp32 */
   E4M3_VALUES,
   E5M2_VALUES, /* quantized */
-  E8M0_SCALES, /* of an MX tensor */
   BYTES,       /* of any bits */
   IDS,         /* token ids; the small ones are frequent */
   POSITIONS,
@@ -70,7 +69,6 @@ static const struct {
     {"glu_bwd", {GRADIENTS, VALUES}},
     {"fp8_scale", {VALUES, UNSET}},
     {"quantize", {VALUES, SCALE, UNSET, UNSET, UNSET}}, /* a given scale is read */
-    {"quantize_mx", {VALUES, UNSET, UNSET}},
     {"rmsnorm_quantize", {VALUES, VALUES, UNSET, UNSET, UNSET}},
     {"glu_quantize", {VALUES, UNSET, UNSET, UNSET, UNSET, UNSET}},
     {"glu_bwd_quantize", {GRADIENTS, VALUES, UNSET, UNSET, UNSET, UNSET, UNSET}},
@@ -159,11 +157,6 @@ static int choose_contents(call *c) {
   const ps__args_gemm_fp8 *product = c->op.args;
   if (c->op.kernel == &ps__k_gemm_fp8 && product->dt_a == PS__E5M2)
     c->operand[0] = E5M2_VALUES;
-  const ps__args_glu_quantize *glu = c->op.args;
-  if (c->op.kernel == &ps__k_glu_bwd_quantize && glu->mx) {
-    c->operand[1] = E4M3_VALUES;
-    c->operand[2] = E8M0_SCALES;
-  }
   return CLI_OK;
 }
 
@@ -223,8 +216,6 @@ static void fill_pattern(char *to, content what, uint64_t bytes) {
   if (what == BYTES)
     for (uint64_t i = 0; i < bytes; i++)
       to[i] = (char)(random_bits() >> 17);
-  else if (what == E8M0_SCALES)
-    memset(to, 120, bytes); /* 2^-7 */
   else if (what >= IDS)
     for (uint64_t i = 0; i < bytes / 4; i++)
       ((int32_t *)(void *)to)[i] = draw_int(what, i);

@@ -54,7 +54,6 @@ FAMILIES = {
     "glu_fwd": "swiglu",
     "glu_bwd": "swiglu",
     "quantize": "quantization",
-    "quantize_mx": "quantization",
     "fp8_scale": "quantization",
     "rmsnorm_quantize": "norms",
     "glu_quantize": "swiglu",

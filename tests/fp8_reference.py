@@ -58,49 +58,11 @@ class Fp8Product(torch.autograd.Function):
         return g @ w, g.T @ x, None, None
 
 
-def mx(x):
-    """@x, [rows, a multiple of 32], as e4m3 times the least power of two of each 32 values with
-    which none saturates."""
-    values = x.reshape(-1, 32)
-    fraction, exponent = torch.frexp(values.abs().amax(-1, keepdim=True) / 448)
-    scale = torch.exp2((exponent - (fraction == 0.5).int()).double()).clamp(min=2.0**-117)
-    return ((values / scale).float().to(torch.float8_e4m3fn).double() * scale).view_as(x)
-
-
-class SavedGateUp(torch.autograd.Function):
-    """down(silu(gate) * up), whose backward pass has gate and up as mx() alone: the gradient of
-    down's weights too."""
-
-    @staticmethod
-    def gated(gate_up):
-        gate, up = gate_up.chunk(2, -1)
-        return torch.nn.functional.silu(gate) * up
-
-    @staticmethod
-    def forward(ctx, gate_up, w):
-        x = SavedGateUp.gated(gate_up).bfloat16().double()
-        x, w = (quantized(t, torch.float8_e4m3fn) for t in (x, w))
-        ctx.save_for_backward(mx(gate_up), w)
-        return x @ w.T
-
-    @staticmethod
-    def backward(ctx, g):
-        gate_up, w = ctx.saved_tensors
-        g = quantized(g, torch.float8_e5m2)
-        with torch.enable_grad():
-            gate_up = gate_up.detach().requires_grad_()
-            x = SavedGateUp.gated(gate_up)
-            (dgu,) = torch.autograd.grad(x, gate_up, (g @ w).bfloat16().double())
-        x = quantized(x.detach().bfloat16().double(), torch.float8_e4m3fn)
-        return dgu, g.T @ x
-
-
 class Fp8Llama:
     """@fp8: the blocks whose products have FP8 operands; @down: their down projections too; @head:
-    the head's; @saved: their backward passes have gate and up in e4m3."""
+    the head's."""
 
-    def __init__(self, cfg, weights, fp8=(), down=True, head=False, wrong=1.0, saved=False):
-        self.saved = saved
+    def __init__(self, cfg, weights, fp8=(), down=True, head=False, wrong=1.0):
         self.cfg, self.fp8, self.down, self.head, self.wrong = cfg, fp8, down, head, wrong
         self.w = {k: v.detach().bfloat16().double().requires_grad_() for k, v in weights.items()}
 
@@ -137,8 +99,6 @@ class Fp8Llama:
         y = self.norm(h, p + "post_attention_layernorm.weight")
         names = [f"{p}mlp.{c}_proj.weight" for c in ("gate", "up")]
         gate_up = stored(self.product(y, names, fp8))
-        if fp8 and self.saved:
-            return stored(h + SavedGateUp.apply(gate_up, self.w[p + "mlp.down_proj.weight"]))
         gate, up = gate_up.chunk(2, -1)
         y = stored(torch.nn.functional.silu(gate) * up)
         return stored(h + self.product(y, [p + "mlp.down_proj.weight"], fp8 and self.down))

@@ -25,7 +25,7 @@ from op_runs import (  # noqa: E402
     struct,
 )
 
-E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CODE = {F32: 0, BF16: 1, E4M3: 3, E5M2: 4}  # ps_dtype, ps__other_dtype
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 ROWS, COLS = 1, 2
@@ -50,8 +50,7 @@ Norm = struct(
     ],
 )
 Glu = struct("Glu", [("I", "n_tokens ffn_dim dt activation")])
-GluQuantize = struct("GluQuantize", [("I", "n_tokens ffn_dim dt activation dt_q forms count mx")])
-QuantizeMx = struct("QuantizeMx", [("I", "rows cols dt")])
+GluQuantize = struct("GluQuantize", [("I", "n_tokens ffn_dim dt activation dt_q forms count")])
 Scale = struct("Scale", [("I", "rows cols dt dt_q"), ("f", "headroom")])
 
 
@@ -335,136 +334,6 @@ def test_the_gated_product_and_its_gradients_quantized(shape, activation, dt):
     )
     want = [*quantize(dgu, E5M2), *quantize(s_again, E4M3, COLS)]
     assert all(map(same_bits, got, want))
-
-
-# ---- MX tensors ----------------------------------------------------------------------------------
-
-
-def mx_scales(x):
-    """Of each row: the least power of two from 2^-117 on with which nothing is above 448."""
-    most = x.double().abs().amax(-1, keepdim=True)
-    fraction, exponent = torch.frexp(most / 448)
-    least = torch.exp2((exponent - (fraction == 0.5).int()).double())
-    return torch.where(most == 0, 0.0, least).clamp(min=2.0**-117)
-
-
-def quantize_mx(x):
-    rows, cols = x.shape
-    outputs = torch.empty(rows, cols, dtype=E4M3), torch.empty(rows, cols // 32, dtype=E8M0)
-    args = QuantizeMx(rows, cols, CODE[x.dtype])
-    return run("quantize_mx", args, [("r", x), *(("w", t) for t in outputs)])
-
-
-def of_mx(q, scales):
-    return (q.double().view(-1, 32) * scales.double().view(-1, 1)).view(q.shape)
-
-
-def sizes_of_every_kind(shape):
-    """Scales of values from 2^-130 to 2^100, and one of zeros."""
-    x = torch.randn(shape).view(-1, 32)
-    x *= torch.exp2(torch.linspace(-130, 100, len(x)).double())[:, None].float()
-    x[len(x) // 2] = 0
-    return x.view(shape)
-
-
-@STORED
-@pytest.mark.parametrize("shape", [(1, 32), (7, 320), (130, 64), (33, 544)])
-def test_an_mx_tensor_has_the_least_scales_that_saturate_nothing(shape, dt):
-    x = sizes_of_every_kind(shape).to(dt)
-    q, scales = quantize_mx(x)
-    want = mx_scales(x.view(-1, 32))
-    assert torch.equal(scales.double().view(-1, 1), want)
-    assert same_bits(q.view(-1, 32), (x.double().view(-1, 32) / want).float().to(E4M3))
-
-
-def test_amax_of_448_times_a_power_of_two_needs_no_larger_scale():
-    """The specification's scale is that of 2^8: what is above 448 of it saturates. Here it
-    doubles."""
-    x = torch.ones(3, 32)
-    x[0, 3], x[1, 5], x[2, 7] = 448.0, -450.0, 511.0
-    q, scales = quantize_mx(x.to(BF16))
-    assert scales.float().flatten().tolist() == [1.0, 2.0, 2.0]
-    assert [q.float()[0, 3], q.float()[1, 5]] == [448.0, -224.0]
-
-
-def test_an_mx_value_is_within_half_a_step_of_e4m3():
-    """2^-4 of the value, or half of the least subnormal code: 2^-10 of the scale."""
-    x = torch.randn(64, 512).to(BF16)
-    q, scales = quantize_mx(x)
-    step = scales.double().repeat_interleave(32, 1) * 2.0**-10
-    limit = torch.maximum(x.double().abs() * 2.0**-4, step)
-    assert ((of_mx(q, scales) - x.double()).abs() <= limit).all()
-
-
-@STORED
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, -math.nan])
-def test_values_beside_one_that_is_not_finite_are_nan_and_no_others(bad, dt):
-    x = torch.randn(4, 96)
-    x[2, 41] = bad
-    q, scales = quantize_mx(x.to(dt))
-    nan = of_mx(q, scales).isnan().view(-1, 32)
-    assert nan[7].all() and nan.sum() == 32
-    assert scales.view(torch.uint8)[2, 1] == 255
-
-
-@STORED
-@pytest.mark.parametrize("forms", [ROWS, COLS, ROWS | COLS])
-@pytest.mark.parametrize("shape", [(1, 32), (37, 288)])
-def test_packing_beside_the_gated_product_has_the_bits_of_both_ops(shape, forms, dt):
-    t, f = shape
-    gu = sizes_of_every_kind((t, 2 * f)).clamp(-50, 50).to(dt)
-    mx = torch.empty(t, 2 * f, dtype=E4M3), torch.empty(t, 2 * f // 32, dtype=E8M0)
-    args, outputs = (t, f, CODE[dt], 0, CODE[E4M3], forms, 2), forms_of(shape, E4M3, forms)
-    n, plain = counted("glu_quantize", GluQuantize(*args), [("r", gu), *outputs])
-    operands = [("r", gu), *(("w", x) for x in mx), *outputs]
-    n_packed, packed = counted("glu_quantize", GluQuantize(*args, 1), operands)
-    assert n == n_packed
-    assert all(map(same_bits, packed, [*quantize_mx(gu), *plain]))
-
-
-@STORED
-@pytest.mark.parametrize("activation", [0, 1])
-@pytest.mark.parametrize("shape", [(1, 32), (37, 288)])
-def test_gradients_of_an_mx_tensor_are_those_of_its_values(shape, activation, dt):
-    t, f = shape
-    gu, ds = (torch.randn(t, n * f).to(dt) for n in (2, 1))
-    gu[t // 2, 5] = 1e-37
-    q, scales = quantize_mx(gu)
-    values = of_mx(q, scales).to(dt)
-    assert torch.equal(values.double(), of_mx(q, scales))  # exact in bf16
-    outputs = [*forms_of((t, 2 * f), E5M2, ROWS | COLS), *forms_of(shape, E4M3, COLS)]
-    args = (t, f, CODE[dt], activation, CODE[E5M2], 0)
-    found = [
-        counted("glu_bwd_quantize", GluQuantize(*args, 1, mx), [("r", ds), *read, *outputs])
-        for mx, read in ((1, [("r", q), ("r", scales)]), (0, [("r", values)]))
-    ]
-    assert found[0][0] == found[1][0]
-    assert all(map(same_bits, found[0][1], found[1][1]))
-
-
-def test_gradients_of_nan_values_have_no_scale():
-    gu, ds = torch.randn(16, 64).to(BF16), torch.randn(16, 32).to(BF16)
-    gu[3, 7] = math.inf
-    outputs = [*forms_of((16, 64), E5M2, ROWS | COLS), *forms_of((16, 32), E4M3, COLS)]
-    operands = [("r", ds), *(("r", t) for t in quantize_mx(gu)), *outputs]
-    args = GluQuantize(16, 32, CODE[BF16], 0, CODE[E5M2], 0, 0, 1)
-    of_gu, _, _, of_s, _ = run("glu_bwd_quantize", args, operands)
-    assert of_gu[0].isnan() and of_s[0].isnan()
-
-
-@pytest.mark.parametrize(
-    "name,args,words",
-    [
-        ("quantize_mx", QuantizeMx(4, 48, 1), "cols is 48, no multiple of 32"),
-        ("quantize_mx", QuantizeMx(0, 32, 1), "0 x 32 elements"),
-        ("quantize_mx", QuantizeMx(4, 32, 3), "dt is 3: neither fp32 nor bf16"),
-        ("glu_quantize", GluQuantize(4, 16, 1, 0, 4, 1, 0, 1), "ffn_dim is 16, no multiple"),
-        ("glu_bwd_quantize", GluQuantize(4, 16, 1, 0, 4, 0, 0, 1), "ffn_dim is 16, no multiple"),
-    ],
-)
-def test_what_is_no_mx_tensor_is_refused(name, args, words):
-    status, _ = launch(LIB, name, args, [torch.zeros(64)] * 9, 1)
-    assert status == PS_EINVAL and words in LIB.ops_error().decode()
 
 
 # ---- products ------------------------------------------------------------------------------------

@@ -32,8 +32,6 @@ from test_fp8_ops import (  # noqa: E402
     ROWS,
     GluQuantize,
     NormQuantize,
-    QuantizeMx,
-    mx_scales,
 )
 from test_fp8_ops import Scale as Fp8Scale  # noqa: E402
 
@@ -58,10 +56,10 @@ class Attention(ctypes.Structure):
 
 READ, WRITE = 1, 2
 F32, BF16, I32, F64 = 0, 1, 10, 11
-E4M3, E5M2, E8M0 = 3, 4, 5
+E4M3, E5M2 = 3, 4
 TORCH = {F32: torch.float32, BF16: torch.bfloat16, I32: torch.int32, F64: torch.float64}
-TORCH |= {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2, E8M0: torch.float8_e8m0fnu}
-SIGNIFICAND = {F32: 24, BF16: 8, E4M3: 4, E5M2: 3, E8M0: 1, F64: 53}
+TORCH |= {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+SIGNIFICAND = {F32: 24, BF16: 8, E4M3: 4, E5M2: 3, F64: 53}
 SMALL, SEED = 0, 11
 
 
@@ -244,12 +242,6 @@ def fp8_scale(a, x, _):
     return [torch.tensor([scale, amax], dtype=torch.float64)]
 
 
-def quantize_mx(a, x, _q, _scales):
-    x = x.view(-1, 32)
-    scales = mx_scales(x)
-    return [(x / scales).float().to(TORCH[E4M3]).double().flatten(), scales.flatten()]
-
-
 def rmsnorm_quantize(a, x, w, _, *rest):
     out, flushed = codes(stored(rmsnorm(a, x, w, None)[0], a.dt), a.dt_q, a.forms)
     return [*out, counted(rest[-1], flushed)] if a.count else out
@@ -259,12 +251,10 @@ def glu_quantize(a, gu, _, *rest):
     out, flushed = codes(stored(glu(a, gu)[0], a.dt), a.dt_q, a.forms)
     if a.count:
         out.append(torch.cat([counted(rest[-1][:1], flushed), rest[-1][1:]]))
-    return [*(quantize_mx(a, gu, None, None) if a.mx else []), *out]
+    return out
 
 
 def glu_bwd_quantize(a, ds, gu, *rest):
-    if a.mx:
-        gu = (gu.view(-1, 32) * rest[0].view(-1, 1)).flatten()
     (dgu,) = derivative(glu, a, (gu,), [ds], (0,))
     dgu = stored(dgu.view(a.n_tokens, -1), a.dt)
     of_gu, n_gu = codes(dgu, a.dt_q, ROWS | COLS)
@@ -316,7 +306,6 @@ FORWARD = {
     "gemm": (Gemm, gemm),
     "gemm_rows": (Gemm, gemm),
     "quantize": (Quantize, quantize),
-    "quantize_mx": (QuantizeMx, quantize_mx),
     "fp8_scale": (Fp8Scale, fp8_scale),
     "rmsnorm_quantize": (NormQuantize, rmsnorm_quantize),
     "glu_quantize": (GluQuantize, glu_quantize),

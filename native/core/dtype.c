@@ -74,13 +74,6 @@ PS_CLONES static void dtype_f32_to_e5m2(void *dst, const float *src, size_t n) {
     ((uint8_t *)dst)[i] = (uint8_t)ps__fp8_encode(src[i], PS__E5M2);
 }
 
-static void e8m0_to_f32(float *dst, const void *src, size_t n) {
-  for (size_t i = 0; i < n; i++) {
-    const uint32_t e = ((const uint8_t *)src)[i];
-    dst[i] = ps__bits_float(e == 0xff ? 0x7fc00000u : e ? e << 23 : 0x00400000u);
-  }
-}
-
 /* Choosers of PS_CLONES have no constant address everywhere. */
 static void e4m3_to_f32(float *dst, const void *src, size_t n) { dtype_e4m3_to_f32(dst, src, n); }
 static void e4m3_from_f32(void *dst, const float *src, size_t n) { dtype_f32_to_e4m3(dst, src, n); }
@@ -118,10 +111,6 @@ const ps__dtype ps__dtypes[PS__N_DTYPES] = {
                   .bytes = 1,
                   .to_f32 = e5m2_to_f32,
                   .from_f32 = e5m2_from_f32},
-    [PS__E8M0] = {.name = "e8m0",
-                  .torch_name = "float8_e8m0fnu",
-                  .bytes = 1,
-                  .to_f32 = e8m0_to_f32},
 };
 
 size_t ps_dtype_bytes(ps_dtype dtype) {

@@ -1,5 +1,4 @@
-/* fp8.h - a number to FP8, for the CPU, for GPUs without an instruction for it, and for tests; and
- * the scales of MX tensors. */
+/* fp8.h - a number to FP8, for the CPU, for GPUs without an instruction for it, and for tests. */
 #ifndef PS_CORE_FP8_H
 #define PS_CORE_FP8_H
 #include "core/dtype.h"
@@ -39,24 +38,5 @@ PS__HD uint32_t ps__fp8_encode(float x, uint32_t dt) {
   uint32_t code = size < (128 - bias) << 23 ? subnormal : normal;
   code = size >= largest ? most : code;
   return size > 0x7f800000u ? 0x7f : code | sign;
-}
-
-/* The scale of values in e4m3 that share one of e8m0 (kernels/ops.h, "An MX tensor"), from the bits
- * of the largest |x| in fp32: the least power of two from 2^-117 on by which it is at most 448.
- * From there on all values but 0 are normal numbers of bf16; what is smaller than 2^-127 becomes
- * 0. */
-enum { PS__MX_LEAST = 10, PS__MX_NAN = 255 };
-PS__HD uint32_t ps__mx_scale(uint32_t amax_bits) {
-  const int32_t e = (int32_t)(amax_bits >> 23) - 8 + ((amax_bits & 0x7fffffu) > 0x600000u);
-  if (amax_bits >= 0x7f800000u)
-    return PS__MX_NAN;
-  return e < PS__MX_LEAST ? PS__MX_LEAST : (uint32_t)e;
-}
-/* Bits of such a scale in fp32, and of one over it. */
-PS__HD uint32_t ps__mx_scale_bits(uint32_t scale) {
-  return scale == PS__MX_NAN ? 0x7fc00000u : scale << 23;
-}
-PS__HD uint32_t ps__mx_inverse_bits(uint32_t scale) {
-  return scale == PS__MX_NAN ? 0x7fc00000u : (254 - scale) << 23;
 }
 #endif

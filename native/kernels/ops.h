@@ -38,7 +38,6 @@ extern "C" {
   X(gemm_fp8)                                                                                      \
   X(fp8_scale)                                                                                     \
   X(quantize)                                                                                      \
-  X(quantize_mx)                                                                                   \
   X(rmsnorm_quantize)                                                                              \
   X(qkv_split_fwd)                                                                                 \
   X(qkv_split_bwd)                                                                                 \
@@ -338,21 +337,6 @@ typedef struct ps__args_quantize {
 ps_status ps__check_forms(uint32_t dt, uint32_t dt_q, uint32_t forms, const char *op);
 ps_status ps__check_quantize(const ps__args_quantize *a, const char *op);
 
-/* An MX tensor: codes of PS__E4M3 [rows,cols], and a scale of PS__E8M0 for each PS__MX_VALUES of
- * them that follow each other in a row, [rows,cols/32] (OCP Microscaling Formats v1.0, MXFP8). It
- * stands for scale * code. Each scale is ps__mx_scale() (core/fp8.h) of the largest |x| that it is
- * for, so that nothing saturates. The specification has half of it where that |x| is above 1.75
- * times a power of two, and saturates. Where one x is not finite, its scale is NaN, and with it all
- * 32 values. An |x| from 1.9375 2^127 on, near the largest number of bf16, becomes infinite. */
-enum { PS__MX_VALUES = 32 };
-/* quantize_mx          ptr: R x[rows,cols] dt, W q u8[rows,cols], W scales u8[rows,cols/32]. cols
- *                      is a multiple of 32. rows 0 in a definition: the chunk's tokens.
- *                      bytes: x, codes and scales once.  deterministic: elementwise and maxima. */
-typedef struct ps__args_quantize_mx {
-  uint32_t rows, cols, dt;
-} ps__args_quantize_mx;
-/* PS_EINVAL names the field and its value (native/kernels/cpu/quantize.c). */
-ps_status ps__check_quantize_mx(const ps__args_quantize_mx *a);
 /* rmsnorm_quantize     y of rmsnorm_fwd (without a residual), rounded to norm.dt, quantized to
  *                      dt_q.
  *                      ptr: R x[rows,cols], R w[cols], W scale f32[2], then W q[rows,cols] if
@@ -367,22 +351,16 @@ ps_status ps__check_rmsnorm_quantize(const ps__args_rmsnorm_quantize *a, const c
 /* glu_quantize         s of glu_fwd, rounded to glu.dt, quantized to dt_q.
  *                      ptr: R gu[T,2F], W scale f32[2], then W q[T,F] if forms has ROWS, then W
  *                      qt[F,T] if it has COLS, then RW flushed u64[] if count.
- *                      mx: it also does what quantize_mx does to gu, two pointers after gu: W
- *                      codes[T,2F], W scales[T,2F/32]. F is a multiple of 32 then.
- *                      bytes: gu twice, each form once, and the MX tensor. */
+ *                      bytes: gu twice, each form once. */
 /* glu_bwd_quantize     What glu_bwd leaves, each rounded to dt and quantized with a scale of its
  *                      own: the gradient of gu to dt_q in both forms, s to PS__E4M3 in the form
  *                      COLS (what dW of down reads). Neither ds nor gu changes. forms says nothing.
  *                      ptr: R ds[T,F], R gu[T,2F], W scale_gu f32[2], W dgu[T,2F] u8, W
  *                      dgut[2F,T] u8, W scale_s f32[2], W st[F,T] u8, then RW flushed u64[] if
  *                      count: flushed[count - 1] counts the gradient, flushed[count] counts s.
- *                      mx: gu is an MX tensor, two pointers in the place of one: R codes[T,2F], R
- *                      scales[T,2F/32]. F is a multiple of 32 then. Its finite values are exact
- *                      in dt.
  *                      bytes: ds and gu twice, each result once. */
 typedef struct ps__args_glu_quantize {
   uint32_t n_tokens, ffn_dim, dt, activation, dt_q, forms, count; /* four as ps__args_glu */
-  uint32_t mx;                                                    /* there is an MX tensor of gu */
 } ps__args_glu_quantize;
 ps_status ps__check_glu_quantize(const ps__args_glu_quantize *a, uint32_t forms, const char *op);
 

@@ -17,7 +17,7 @@ float op_normal(void) {
 size_t op_dtype_bytes(uint32_t dt) {
   return dt == OP_F64 ? 8 : dt == OP_I32 ? 4 : ps__dtypes[dt].bytes;
 }
-static bool is_fp8(uint32_t dt) { return dt >= PS__E4M3 && dt <= PS__E8M0; }
+static bool is_fp8(uint32_t dt) { return dt >= PS__E4M3 && dt <= PS__E5M2; }
 static double fp8_value(const uint8_t *p, uint32_t dt, uint64_t i) {
   float x;
   ps__dtypes[dt].to_f32(&x, p + i, 1);
@@ -31,7 +31,7 @@ double op_value(const void *p, uint32_t dt, uint64_t i) {
 }
 double op_ulp(double v, uint32_t dt) {
   static const int significand[] = {
-      [PS_F32] = 24, [PS_BF16] = 8, [PS__E4M3] = 4, [PS__E5M2] = 3, [PS__E8M0] = 1, [OP_F64] = 53};
+      [PS_F32] = 24, [PS_BF16] = 8, [PS__E4M3] = 4, [PS__E5M2] = 3, [OP_F64] = 53};
   int e;
   frexp(v, &e);
   return ldexp(1.0, e - significand[dt]);
@@ -100,7 +100,6 @@ const op_entry op_table[] = {
     {.kernel = &ps__k_gemm, .cases = op_gemm},
     {.kernel = &ps__k_gemm_rows, .cases = op_gemm_rows},
     {.kernel = &ps__k_quantize, .cases = op_quantize, .same_bits = true},
-    {.kernel = &ps__k_quantize_mx, .cases = op_quantize_mx, .same_bits = true},
     {.kernel = &ps__k_fp8_scale, .cases = op_fp8_scale, .same_bits = true},
     {.kernel = &ps__k_rmsnorm_quantize, .cases = op_rmsnorm_quantize},
     {.kernel = &ps__k_glu_quantize, .cases = op_glu_quantize},

@@ -54,54 +54,6 @@ void op_quantize(visit *v, uint32_t dt) {
          ps__dtypes[a.dt_q].name);
   }
 }
-/* Scales of all sizes beside each other: the values of each fourth one are 2^-20 times the others',
- * those of some are 0, and those of some so small that theirs is the least. */
-static const uint32_t mx_test[][2] = {{16, 32},   {48, 288},  {16, 4096}, {1040, 64},
-                                      {208, 544}, {64, 8192}, {4112, 96}},
-                      mx_bench[][2] = {{8192, 4096}};
-static void mx_sizes(op_operand *x, uint64_t cols) {
-  for (uint64_t i = 0; i < x->n; i++) {
-    const uint64_t scale = i / PS__MX_VALUES;
-    const float by = i / cols % 3 == 1 && i % cols < PS__MX_VALUES ? 1e-37f
-                     : scale % 11 == 3                             ? 0
-                     : scale % 4 == 2                              ? 0x1p-20f
-                                                                   : 1;
-    set(x, i, ps__load1_f32(x->init, x->dt, i) * by);
-  }
-}
-void op_quantize_mx(visit *v, uint32_t dt) {
-  EACH(s, v, mx_test, mx_bench) {
-    const uint64_t n = (uint64_t)s[0] * s[1];
-    const ps__args_quantize_mx a = {s[0], s[1], dt};
-    if (!wanted(v, n))
-      continue;
-    op_operand o[] = {in(dt, n, quantize_size[s_i % 3]), out(PS__E4M3, n, exact),
-                      out(PS__E8M0, n / PS__MX_VALUES, exact)};
-    mx_sizes(&o[0], s[1]);
-    CASE(v, &a, 3, o, "%ux%u", s[0], s[1]);
-  }
-}
-/* An MX tensor of the values of @x, which is freed. */
-static void mx_of(op_operand *x, op_operand *q, op_operand *scales) {
-  *q = (op_operand){PS_READ, PS__E4M3, x->n, malloc(x->n), exact};
-  *scales =
-      (op_operand){PS_READ, PS__E8M0, x->n / PS__MX_VALUES, malloc(x->n / PS__MX_VALUES), exact};
-  for (uint64_t b = 0; b < scales->n; b++) {
-    float value[PS__MX_VALUES], most = 0;
-    for (int i = 0; i < PS__MX_VALUES; i++) {
-      value[i] = ps__load1_f32(x->init, x->dt, b * PS__MX_VALUES + (uint64_t)i);
-      most = fmaxf(most, fabsf(value[i]));
-    }
-    uint32_t bits;
-    memcpy(&bits, &most, 4);
-    const uint32_t scale = ps__mx_scale(bits);
-    for (int i = 0; i < PS__MX_VALUES; i++)
-      value[i] = ldexpf(value[i], 127 - (int)scale);
-    ps__dtypes[PS__E4M3].from_f32((uint8_t *)q->init + b * PS__MX_VALUES, value, PS__MX_VALUES);
-    ((uint8_t *)scales->init)[b] = (uint8_t)scale;
-  }
-  free(x->init);
-}
 /* one element: 1 / valid tokens */
 static const uint32_t fp8_scale_test[][2] = {{1, 1},     {16, 16},   {48, 272}, {16, 4096},
                                              {1040, 64}, {64, 8192}, {4112, 48}};
@@ -161,8 +113,6 @@ void op_rmsnorm_quantize(visit *v, uint32_t dt) {
   }
 }
 
-static const uint32_t glu_mx_test[][2] = {{16, 32},   {48, 288},  {16, 4096}, {1040, 64},
-                                          {208, 544}, {32, 8192}, {16, 12288}};
 /* The outlier: s = 16 * 20, its gradient by g is 8 * 20, that by u 8 * 16. */
 static void glu_outlier(op_operand *gu, const uint32_t *s) {
   const uint64_t at = (uint64_t)(s[0] / 2) * 2 * s[1] + 5;
@@ -173,31 +123,8 @@ static ps__args_glu_quantize glu_quantize_args(const uint32_t *s, size_t i, uint
                                                uint32_t dt_q, uint32_t forms, bool count) {
   return (ps__args_glu_quantize){
       s[0],  s[1],          dt, i % 2 ? PS_ACTIVATION_GELU_TANH : PS_ACTIVATION_SILU, dt_q,
-      forms, count ? 1 : 0, 0,
+      forms, count ? 1 : 0,
   };
-}
-/* It also packs gate and up: to quantize_mx's bits. */
-static void op_glu_quantize_mx(visit *v, uint32_t dt) {
-  EACH(s, v, glu_mx_test, glu_quantize_bench)
-  for (uint32_t forms = 1; forms <= (v->sizes == OP_BENCH ? 1 : 3); forms++) {
-    ps__args_glu_quantize a = glu_quantize_args(s, s_i, dt, PS__E4M3, forms, forms == 3);
-    const uint64_t n = (uint64_t)s[0] * s[1];
-    if (!wanted(v, 2 * n))
-      continue;
-    op_operand o[7] = {in(dt, 2 * n, 4), out(PS__E4M3, 2 * n, exact),
-                       out(PS__E8M0, 2 * n / PS__MX_VALUES, exact),
-                       out(PS_F32, 2, scale_tolerance(dt))};
-    uint32_t n_operands = 4;
-    mx_sizes(&o[0], 2 * (uint64_t)s[1]);
-    glu_outlier(&o[0], s);
-    for (uint32_t form = PS_FORM_ROWS; form <= PS_FORM_COLS; form++)
-      if (forms & form)
-        o[n_operands++] = out(PS__E4M3, n, quantized(glu_tolerance(dt, a.activation), PS__E4M3));
-    if (a.count)
-      o[n_operands++] = counters();
-    a.mx = 1;
-    CASE(v, &a, n_operands, o, "%ux%u forms %u mx", s[0], s[1], forms);
-  }
 }
 void op_glu_quantize(visit *v, uint32_t dt) {
   EACH(s, v, computed_test, glu_quantize_bench)
@@ -215,35 +142,6 @@ void op_glu_quantize(visit *v, uint32_t dt) {
     if (a.count)
       o[n_operands++] = counters();
     CASE(v, &a, n_operands, o, "%ux%u forms %u", s[0], s[1], forms);
-  }
-  op_glu_quantize_mx(v, dt);
-}
-/* The same with gate and up as an MX tensor. Both read the same values, so tolerances are those. */
-static void op_glu_bwd_quantize_mx(visit *v, uint32_t dt) {
-  EACH(s, v, glu_mx_test, glu_quantize_bench)
-  for (uint32_t count = 0; count < (v->sizes == OP_BENCH ? 1 : 2); count++) {
-    ps__args_glu_quantize a = glu_quantize_args(s, s_i, dt, PS__E5M2, 0, count);
-    const uint64_t n = (uint64_t)s[0] * s[1];
-    const op_tolerance t = glu_tolerance(dt, a.activation), of_gu = quantized(t, PS__E5M2);
-    if (!wanted(v, 2 * n))
-      continue;
-    op_operand gu = in(dt, 2 * n, 4);
-    op_operand o[] = {in(dt, n, 1),
-                      {0},
-                      {0},
-                      out(PS_F32, 2, scale_tolerance(dt)),
-                      out(PS__E5M2, 2 * n, of_gu),
-                      out(PS__E5M2, 2 * n, of_gu),
-                      out(PS_F32, 2, scale_tolerance(dt)),
-                      out(PS__E4M3, n, quantized(t, PS__E4M3)),
-                      counters()};
-    a.mx = 1;
-    glu_outlier(&gu, s);
-    mx_of(&gu, &o[1], &o[2]);
-    set(&o[0], (uint64_t)(s[0] / 2) * s[1] + 5, 8);
-    CASE(v, &a, 8 + count, o, "%ux%u count %u mx", s[0], s[1], count);
-    if (!count)
-      free(o[8].init);
   }
 }
 void op_glu_bwd_quantize(visit *v, uint32_t dt) {
@@ -268,7 +166,6 @@ void op_glu_bwd_quantize(visit *v, uint32_t dt) {
     if (!count)
       free(o[7].init);
   }
-  op_glu_bwd_quantize_mx(v, dt);
 }
 
 static const uint32_t fp8_test[][3] = {{16, 16, 16},

@@ -101,7 +101,6 @@ void op_gemm(visit *v, uint32_t dt);
 void op_gemm_rows(visit *v, uint32_t dt);
 /* op_cases_fp8.c */
 void op_quantize(visit *v, uint32_t dt);
-void op_quantize_mx(visit *v, uint32_t dt);
 void op_fp8_scale(visit *v, uint32_t dt);
 void op_rmsnorm_quantize(visit *v, uint32_t dt);
 void op_glu_quantize(visit *v, uint32_t dt);

@@ -341,8 +341,6 @@ static void speeds_fp8(void) {
   speed("quantize, both", ps__cuda_quantize, &a, AT(64, 8, 256, 512), 6 * x, 0);
   a.given = 1;
   speed("quantize, both, scale given", ps__cuda_quantize, &a, AT(64, 8, 256, 512), 4 * x, 0);
-  const ps__args_quantize_mx mx = {.rows = T, .cols = 2 * F, .dt = PS_BF16};
-  speed("quantize_mx", ps__cuda_quantize_mx, &mx, AT(64, 1024, 1280), 2 * s * (3 + 1 / 32.0), 0);
   const ps__args_fp8_scale scale = {.rows = T, .cols = D, .dt = PS_BF16, .dt_q = PS__E4M3};
   speed("fp8_scale", ps__cuda_fp8_scale, &scale, AT(64, 8), 2 * x, 0);
   ps__args_rmsnorm_quantize norm = {.norm = {.rows = T, .cols = D, .dt = PS_BF16, .eps = 1e-5f},
@@ -359,17 +357,10 @@ static void speeds_fp8(void) {
                                      .dt_q = PS__E4M3,
                                      .forms = PS_FORM_ROWS};
   speed("glu_quantize, rows", ps__cuda_glu_quantize, &glu, AT(64, 8, 1024), 9 * s, 0);
-  ps__args_glu_quantize packed = glu;
-  packed.mx = 1;
-  speed("glu_quantize, rows and mx", ps__cuda_glu_quantize, &packed, AT(64, 1280, 1792, 8, 1024),
-        s * (9 + 2 * 33 / 32.0), 0);
   ps__args_glu_quantize back = glu;
   back.dt_q = PS__E5M2;
   speed("glu_bwd_quantize", ps__cuda_glu_bwd_quantize, &back, AT(64, 512, 8, 1280, 1792, 9, 2304),
         17 * s, 0);
-  back.mx = 1;
-  speed("glu_bwd_quantize, mx", ps__cuda_glu_bwd_quantize, &back,
-        AT(64, 512, 768, 8, 1280, 1792, 9, 2304), s * (9 + 4 * 33 / 32.0), 0);
   static const uint32_t shape[][3] = {{T, 2 * F, D}, {T, D, 2 * F}, {2 * F, D, T}};
   for (uint32_t i = 0; i < 4 && g_capability >= 89; i++) {
     static const char *const name[] = {"gate/up fwd, FP8", "gate/up dgrad, FP8",

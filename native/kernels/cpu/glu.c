@@ -128,9 +128,7 @@ typedef struct glu_quantize_job {
   const ps__args_glu_quantize *a;
   const ps__cpu_exec *exec;
   const char *gu, *ds;
-  const uint8_t *scales;   /* backward with mx: those of gu, whose codes gu has */
-  uint8_t *mx, *mx_scales; /* forward with mx: what gu becomes */
-  ps__quantizer s, grad;   /* grad: of gu's gradient, backward alone */
+  ps__quantizer s, grad; /* grad: of gu's gradient, backward alone */
 } glu_quantize_job;
 
 /* Rows [first, end) of s in the worker's scratch; backward those of gu's gradient come before. */
@@ -144,13 +142,7 @@ static char *glu_block(const glu_quantize_job *j, int64_t first, int64_t end, ui
     return s;
   }
   part.gu = scratch;
-  if (j->a->mx) {
-    const size_t at = 2 * (size_t)first * j->a->ffn_dim;
-    ps__mx_decode(scratch, j->a->dt, (const uint8_t *)j->gu + at, j->scales + at / PS__MX_VALUES,
-                  2 * n * j->a->ffn_dim);
-  } else {
-    memcpy(scratch, j->gu + 2 * (size_t)first * bytes, 2 * n * bytes);
-  }
+  memcpy(scratch, j->gu + 2 * (size_t)first * bytes, 2 * n * bytes);
   memcpy(s, j->ds + (size_t)first * bytes, n * bytes);
   glu_bwd_run(&part, 0, end - first);
   return s;
@@ -161,11 +153,6 @@ static void glu_see_task(void *arg, int64_t first, int64_t end, uint32_t worker)
   const size_t n = (size_t)(end - first) * j->a->ffn_dim;
   const char *s = glu_block(j, first, end, worker);
   ps__quantizer_see(&j->s, s, n);
-  if (j->mx) {
-    const size_t at = 2 * (size_t)first * j->a->ffn_dim;
-    ps__mx_encode(ps__celem(j->gu, j->a->dt, at), j->a->dt, j->mx + at,
-                  j->mx_scales + at / PS__MX_VALUES, 2 * n);
-  }
   if (j->ds)
     ps__quantizer_see(&j->grad, ps__scratch(j->exec, worker), 2 * n);
 }
@@ -188,26 +175,19 @@ static void glu_quantize_run(glu_quantize_job *job) {
 ps_status ps__check_glu_quantize(const ps__args_glu_quantize *a, uint32_t forms, const char *op) {
   const ps__args_glu glu = {a->n_tokens, a->ffn_dim, a->dt, a->activation};
   PS_TRY(ps__check_glu(&glu, op));
-  if (a->mx && a->ffn_dim % PS__MX_VALUES)
-    return ps__fail(PS_EINVAL, "%s: ffn_dim is %u, no multiple of %d, which an MX tensor needs", op,
-                    a->ffn_dim, PS__MX_VALUES);
   return ps__check_forms(a->dt, a->dt_q, forms, op);
 }
 
 /* glu_quantize
- * math    q, qt = quantize(glu_fwd(gu)), to their bits; with mx also quantize_mx(gu)
+ * math    q, qt = quantize(glu_fwd(gu)), to their bits
  * shapes  gu [T,2F], q [T,F], qt [F,T]; no aliasing
- * bytes   4*T*F*sizeof(dt) + T*F a form, with mx 2*33/32*T*F more; scratch: 16 rows a worker
+ * bytes   4*T*F*sizeof(dt) + T*F a form; scratch: 16 rows a worker
  * determinism  as glu_fwd's */
 static ps_status glu_quantize(const ps_launch *l) {
   const ps__args_glu_quantize *a = l->args;
   PS_TRY(ps__check_glu_quantize(a, a->forms, "glu_quantize"));
   uint32_t next = 1;
   glu_quantize_job job = {.a = a, .exec = l->exec, .gu = l->ptr[0]};
-  if (a->mx) {
-    job.mx = l->ptr[next++];
-    job.mx_scales = l->ptr[next++];
-  }
   job.s = ps__quantizer_of(l, &next, a->n_tokens, a->ffn_dim, a->dt, a->dt_q, a->forms);
   job.s.flushed = ps__flushed_of(l, next, a->count);
   glu_quantize_run(&job);
@@ -217,15 +197,12 @@ static ps_status glu_quantize(const ps_launch *l) {
 /* glu_bwd_quantize
  * math    dgu, dgut = quantize(what glu_bwd leaves in gu); st = quantize(what it leaves in ds)
  * shapes  ds [T,F], gu and dgu [T,2F], dgut [2F,T], st [F,T]; no aliasing
- * bytes   6*T*F*sizeof(dt) + 5*T*F, with mx (2*sizeof(dt) + 4*33/32)*T*F + 5*T*F; scratch: 16 rows
- *         a worker.   determinism  as glu_bwd's */
+ * bytes   6*T*F*sizeof(dt) + 5*T*F; scratch: 16 rows a worker.   determinism  as glu_bwd's */
 static ps_status glu_bwd_quantize(const ps_launch *l) {
   const ps__args_glu_quantize *a = l->args;
   PS_TRY(ps__check_glu_quantize(a, PS_FORM_COLS, "glu_bwd_quantize"));
-  uint32_t next = a->mx ? 3 : 2;
+  uint32_t next = 2;
   glu_quantize_job job = {.a = a, .exec = l->exec, .ds = l->ptr[0], .gu = l->ptr[1]};
-  if (a->mx)
-    job.scales = l->ptr[2];
   job.grad = ps__quantizer_of(l, &next, a->n_tokens, 2 * a->ffn_dim, a->dt, a->dt_q,
                               PS_FORM_ROWS | PS_FORM_COLS);
   job.s = ps__quantizer_of(l, &next, a->n_tokens, a->ffn_dim, a->dt, PS__E4M3, PS_FORM_COLS);
@@ -250,13 +227,11 @@ static double glu_quantize_bytes(const ps__args_glu_quantize *a, double read, do
 }
 static ps_work work_glu_quantize(const void *args) {
   const ps__args_glu_quantize *a = args;
-  return ps__bytes_work(glu_quantize_bytes(
-      a, 2, ps__n_forms(a->forms) + (a->mx ? 2 * (1 + 1.0 / PS__MX_VALUES) : 0)));
+  return ps__bytes_work(glu_quantize_bytes(a, 2, ps__n_forms(a->forms)));
 }
 static ps_work work_glu_bwd_quantize(const void *args) {
   const ps__args_glu_quantize *a = args;
-  return ps__bytes_work(a->mx ? glu_quantize_bytes(a, 1, 5 + 4 * (1 + 1.0 / PS__MX_VALUES))
-                              : glu_quantize_bytes(a, 3, 5));
+  return ps__bytes_work(glu_quantize_bytes(a, 3, 5));
 }
 
 const ps_kernel ps__k_glu_quantize = {

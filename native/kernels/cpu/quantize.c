@@ -132,14 +132,6 @@ ps_status ps__check_fp8_scale(const ps__args_fp8_scale *a) {
   return check_size(a->rows, a->cols, "fp8_scale");
 }
 
-ps_status ps__check_quantize_mx(const ps__args_quantize_mx *a) {
-  PS_TRY(ps__check_forms(a->dt, PS__E4M3, PS_FORM_ROWS, "quantize_mx"));
-  if (a->cols % PS__MX_VALUES)
-    return ps__fail(PS_EINVAL, "quantize_mx: cols is %u, no multiple of %d", a->cols,
-                    PS__MX_VALUES);
-  return check_size(a->rows, a->cols, "quantize_mx");
-}
-
 /* fp8_scale
  * math    scale = {ps__fp8_scale_bits(headroom * amax), amax}
  * shapes  x [rows,cols].   bytes  rows*cols*sizeof(dt).   determinism  bitwise: a maximum
@@ -213,81 +205,4 @@ const ps_kernel ps__k_quantize = {
     .fn = {quantize, PS_CUDA_FN(quantize)},
     .info =
         &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_quantize, .bind = bind_quantize},
-};
-
-/* ---- quantize_mx ----------------------------------------------------------------------------- */
-
-void ps__mx_encode(const void *x, uint32_t dt, uint8_t *q, uint8_t *scales, size_t n) {
-  for (size_t at = 0; at < n; at += PS__MX_VALUES) {
-    float value[PS__MX_VALUES];
-    uint32_t most = 0;
-    ps__load_f32(value, ps__celem(x, dt, at), dt, PS__MX_VALUES);
-    for (int i = 0; i < PS__MX_VALUES; i++) {
-      const uint32_t size = ps__float_bits(value[i]) & 0x7fffffffu;
-      most = size > most ? size : most;
-    }
-    const uint32_t scale = ps__mx_scale(most);
-    const float inverse = ps__bits_float(ps__mx_inverse_bits(scale));
-    for (int i = 0; i < PS__MX_VALUES; i++)
-      value[i] *= inverse;
-    ps__store_f32(q + at, PS__E4M3, value, PS__MX_VALUES);
-    scales[at / PS__MX_VALUES] = (uint8_t)scale;
-  }
-}
-
-typedef struct mx_job {
-  const ps__args_quantize_mx *a;
-  const void *x;
-  uint8_t *q, *scales;
-} mx_job;
-
-static void mx_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
-  const mx_job *j = arg;
-  const size_t at = (size_t)first * j->a->cols;
-  ps__mx_encode(ps__celem(j->x, j->a->dt, at), j->a->dt, j->q + at, j->scales + at / PS__MX_VALUES,
-                (size_t)(end - first) * j->a->cols);
-}
-
-/* quantize_mx
- * math    scale = ps__mx_scale(amax of 32 values of a row); q = x / scale, rounded to nearest even
- * shapes  x, q [rows,cols], scales [rows,cols/32]; no aliasing
- * bytes   rows*cols*(sizeof(dt) + 33/32).   determinism  bitwise: elementwise, maxima
- * reference  tests/test_fp8_ops.py: torch.float8_e4m3fn */
-static ps_status quantize_mx(const ps_launch *l) {
-  const ps__args_quantize_mx *a = l->args;
-  PS_TRY(ps__check_quantize_mx(a));
-  mx_job job = {.a = a, .x = l->ptr[0], .q = l->ptr[1], .scales = l->ptr[2]};
-  ps__cpu_rows(l->exec, a->rows, PS__QUANTIZE_ROWS, mx_task, &job);
-  return PS_OK;
-}
-
-void ps__mx_decode(void *to, uint32_t dt, const uint8_t *q, const uint8_t *scales, size_t n) {
-  for (size_t i = 0; i < n; i += PS__MX_VALUES) {
-    float value[PS__MX_VALUES];
-    const float scale = ps__bits_float(ps__mx_scale_bits(scales[i / PS__MX_VALUES]));
-    ps__load_f32(value, q + i, PS__E4M3, PS__MX_VALUES);
-    for (int k = 0; k < PS__MX_VALUES; k++)
-      value[k] *= scale;
-    ps__store_f32(ps__elem(to, dt, i), dt, value, PS__MX_VALUES);
-  }
-}
-
-static void bind_quantize_mx(void *args, const ps__chunk_shape *chunk) {
-  ps__args_quantize_mx *a = args;
-  if (!a->rows)
-    a->rows = chunk->n_tokens;
-}
-static ps_work work_quantize_mx(const void *args) {
-  const ps__args_quantize_mx *a = args;
-  return ps__bytes_work((double)a->rows * a->cols *
-                        ((double)ps__dt_bytes(a->dt) + 1 + 1.0 / PS__MX_VALUES));
-}
-
-const ps_kernel ps__k_quantize_mx = {
-    .name = "quantize_mx",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {quantize_mx, PS_CUDA_FN(quantize_mx)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
-                                 .work = work_quantize_mx,
-                                 .bind = bind_quantize_mx},
 };

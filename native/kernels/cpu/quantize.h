@@ -30,13 +30,6 @@ void ps__quantizer_ready(ps__quantizer *z, float headroom);
 /* Second pass: rows [@first, @first + @n) are written, n at most PS__QUANTIZE_ROWS. */
 void ps__quantizer_put(const ps__quantizer *z, const void *x, int64_t first, int64_t n);
 
-/* ps__mx_encode() - @n values of @dt become an MX tensor, as quantize_mx makes it; @n: a multiple
- * of PS__MX_VALUES. */
-void ps__mx_encode(const void *x, uint32_t dt, uint8_t *q, uint8_t *scales, size_t n);
-/* ps__mx_decode() - @n values of an MX tensor in @dt, exactly; @n: a multiple of
- * PS__MX_VALUES. */
-void ps__mx_decode(void *to, uint32_t dt, const uint8_t *q, const uint8_t *scales, size_t n);
-
 /* How many forms. */
 static inline double ps__n_forms(uint32_t forms) { return (forms & 1) + (forms >> 1 & 1); }
 #endif

@@ -156,29 +156,6 @@ template <typename T, bool GELU> struct gated_product {
   }
 };
 
-/* The same for a first pass that also packs gate and up: value() writes the row's part of an MX
- * tensor. */
-template <typename T, bool GELU> struct packed_product : gated_product<T, GELU> {
-  using base = gated_product<T, GELU>;
-  struct part {
-    typename base::part in;
-    size_t at; /* of the first row's gate */
-  };
-  ps_mx_out to;
-  __device__ __forceinline__ void load(part &p, uint32_t row, uint32_t col) const {
-    base::load(p.in, row, col);
-    p.at = (size_t)row * 2 * this->f + col;
-  }
-  __device__ __forceinline__ ps_eight<T> value(const part &p, int i) const {
-    /* F is a multiple of a scale's values, so all four of its threads are here or none */
-    const uint32_t lanes = 0xfu << (threadIdx.x % 32 & ~3u);
-    const size_t at = p.at + (size_t)i * 2 * this->f;
-    ps_put_mx8(to, at, p.in.g[i], ps_mx_most(p.in.g[i], lanes));
-    ps_put_mx8(to, at + this->f, p.in.u[i], ps_mx_most(p.in.u[i], lanes));
-    return base::value(p.in, i);
-  }
-};
-
 /* Of a launch's gu. */
 template <typename T, bool GELU>
 static cudaError_t quantize_product(const ps_launch *l, const ps_quantized &z,
@@ -186,10 +163,7 @@ static cudaError_t quantize_product(const ps_launch *l, const ps_quantized &z,
   const ps__args_glu_quantize *a = (const ps__args_glu_quantize *)l->args;
   const gated_product<T, GELU> src = {(const T *)l->ptr[0], a->ffn_dim};
   cudaError_t e = ps_clear_amax(z.scale, stream);
-  if (e == cudaSuccess && a->mx)
-    e = ps_see(packed_product<T, GELU>{src, {(uint8_t *)l->ptr[1], (uint8_t *)l->ptr[2]}}, z,
-               stream);
-  else if (e == cudaSuccess)
+  if (e == cudaSuccess)
     e = ps_see(src, z, stream);
   return e == cudaSuccess ? ps_put_tiles(src, z, a->dt_q, stream) : e;
 }
@@ -198,12 +172,10 @@ static cudaError_t quantize_product(const ps_launch *l, const ps_quantized &z,
  * math    s = glu_fwd(gu), rounded to dt; scale = {ps__fp8_scale_bits(amax of s), amax of s};
  *         q[r,c] = qt[c,r] = s[r,c] / scale[0], rounded to nearest even. s has glu_fwd's bits on
  *         CUDA
- *         With mx gu's MX tensor has the bits of quantize_mx
- * shapes  gu [T,2F], q [T,F], qt [F,T], multiples of 16, with mx F of 32; no aliasing
+ * shapes  gu [T,2F], q [T,F], qt [F,T], multiples of 16; no aliasing
  * bytes   an element of s: 4 of bf16 for amax, 4 for its code, 1 a form. 8192 x 14336 bf16 in one
  *         form: 1.06 GB, 220 us at an H200's 4.8 TB/s, less what the second pass finds in L2;
- *         measured 245 us there (bench/log/2026-11-24-fp8-h200.md). With mx 2 + 1/16 more: 1.30 GB,
- *         271 us; measured 323 us, beside 242 us without and 167 us of quantize_mx by itself
+ *         measured 245 us there (bench/log/2026-11-24-fp8-h200.md)
  * determinism  bitwise: elementwise, and a maximum of whole numbers
  * reference    the cpu backend's; exp differs, so s may be a neighbour in bf16, and so may amax and
  *              codes; the scale differs where amax/1.75 is a power of two or just beyond one */
@@ -211,12 +183,12 @@ extern "C" ps_status ps__cuda_glu_quantize(const ps_launch *l) {
   const ps__args_glu_quantize *a = (const ps__args_glu_quantize *)l->args;
   ps_status st = ps__check_glu_quantize(a, a->forms, "glu_quantize");
   if (st == PS_OK)
-    st = ps_check_fp8(l, "glu_quantize", 2 + 2 * (a->mx != 0) + ps_n_outputs(a->forms, a->count),
-                      a->mx ? 1u << 3 : 1u << 1, a->count != 0, a->n_tokens, a->ffn_dim, a->dt, 0);
+    st = ps_check_fp8(l, "glu_quantize", 2 + ps_n_outputs(a->forms, a->count), 1u << 1,
+                      a->count != 0, a->n_tokens, a->ffn_dim, a->dt, 0);
   if (st != PS_OK)
     return st;
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
-  uint32_t next = a->mx ? 3 : 1;
+  uint32_t next = 1;
   ps_quantized z = ps_quantized_of(l, &next, a->n_tokens, a->ffn_dim, a->forms);
   z.flushed = ps_flushed_of(l, next, a->count);
   cudaError_t e = cudaSuccess;
@@ -226,40 +198,23 @@ extern "C" ps_status ps__cuda_glu_quantize(const ps_launch *l) {
   return ps_launched("glu_quantize", e);
 }
 
-/* Where gate and up come from: eight columns of a row, and how they become numbers. @scales: with
- * MX, for each PS__MX_VALUES codes of gu. */
-template <typename T, bool MX> struct gate_up {
-  using eight = ps_eight<T>;
-  const T *gu;
-  const uint8_t *scales;
-  __device__ __forceinline__ eight load(size_t at) const { return ps_load8(gu + at); }
-};
-template <typename T> struct gate_up<T, true> {
-  using eight = ps_mx8;
-  const uint8_t *gu, *scales;
-  __device__ __forceinline__ eight load(size_t at) const { return ps_load_mx8(gu, scales, at); }
-};
-
 /* What the backward pass reads for a part, and what it makes of a row. */
-template <typename T, bool GELU, bool MX> struct gated_gradient {
+template <typename T, bool GELU> struct gated_gradient {
   struct part {
-    ps_eight<T> d[PS__PART_ROWS];
-    typename gate_up<T, MX>::eight g[PS__PART_ROWS], u[PS__PART_ROWS];
+    ps_eight<T> d[PS__PART_ROWS], g[PS__PART_ROWS], u[PS__PART_ROWS];
   };
   struct made {
     ps_eight<T> s, dg, du;
   };
-  const T *ds;
-  gate_up<T, MX> in;
+  const T *ds, *gu;
   uint32_t f;
   __device__ __forceinline__ void load(part &p, uint32_t row, uint32_t col) const {
-    const T *of_s = ds + (size_t)row * f + col;
-    const size_t at = (size_t)row * 2 * f + col;
+    const T *of_s = ds + (size_t)row * f + col, *at = gu + (size_t)row * 2 * f + col;
 #pragma unroll
     for (int i = 0; i < PS__PART_ROWS; i++) {
       p.d[i] = ps_load8(of_s + (size_t)i * f);
-      p.g[i] = in.load(at + (size_t)i * 2 * f);
-      p.u[i] = in.load(at + (size_t)i * 2 * f + f);
+      p.g[i] = ps_load8(at + (size_t)i * 2 * f);
+      p.u[i] = ps_load8(at + (size_t)i * 2 * f + f);
     }
   }
   /* Of row @i. */
@@ -275,9 +230,9 @@ template <typename T, bool GELU, bool MX> struct gated_gradient {
   }
 };
 
-template <typename T, bool GELU, bool MX>
+template <typename T, bool GELU>
 __global__ void __launch_bounds__(PS__TILE_THREADS)
-    glu_bwd_see_k(gated_gradient<T, GELU, MX> src, uint32_t rows, uint32_t n_tiles, uint32_t *of_s,
+    glu_bwd_see_k(gated_gradient<T, GELU> src, uint32_t rows, uint32_t n_tiles, uint32_t *of_s,
                   uint32_t *of_gu) {
   const uint32_t across = (src.f + PS__TILE - 1) / PS__TILE;
   uint32_t s = 0, gu = 0;
@@ -286,13 +241,13 @@ __global__ void __launch_bounds__(PS__TILE_THREADS)
     for (int i = 0; i < PS__TILE_PARTS; i++) {
       const uint32_t row = n / across * PS__TILE + ps__part_row(threadIdx.x, i),
                      col = n % across * PS__TILE + ps__part_col(threadIdx.x);
-      typename gated_gradient<T, GELU, MX>::part p;
+      typename gated_gradient<T, GELU>::part p;
       if (row >= rows || col >= src.f)
         continue;
       src.load(p, row, col);
 #pragma unroll
       for (int k = 0; k < PS__PART_ROWS; k++) {
-        const typename gated_gradient<T, GELU, MX>::made m = src.work(p, k);
+        const typename gated_gradient<T, GELU>::made m = src.work(p, k);
         ps_see8<T>(&s, m.s);
         ps_see8<T>(&gu, m.dg);
         ps_see8<T>(&gu, m.du);
@@ -305,14 +260,14 @@ __global__ void __launch_bounds__(PS__TILE_THREADS)
 
 /* Three tiles in shared memory: of s, of dg and of du. @gu: of 2F columns, both forms; @s: the form
  * COLS. */
-template <typename T, bool GELU, bool MX, uint32_t Q>
+template <typename T, bool GELU, uint32_t Q>
 __global__ void __launch_bounds__(PS__TILE_THREADS, 2)
-    glu_bwd_put_k(gated_gradient<T, GELU, MX> src, ps_quantized gu, ps_quantized s) {
+    glu_bwd_put_k(gated_gradient<T, GELU> src, ps_quantized gu, ps_quantized s) {
   __shared__ uint4 tile[3][PS__TILE_WORDS / 4];
   const uint32_t f = src.f, across = (f + PS__TILE - 1) / PS__TILE, n = gridDim.x - 1 - blockIdx.x,
                  row0 = n / across * PS__TILE, col0 = n % across * PS__TILE,
                  part_col = ps__part_col(threadIdx.x), col = col0 + part_col;
-  typename gated_gradient<T, GELU, MX>::part p;
+  typename gated_gradient<T, GELU>::part p;
   uint32_t flushed[2] = {0, 0};
   auto fetch = [&](int i) {
     const uint32_t row = row0 + ps__part_row(threadIdx.x, i);
@@ -331,7 +286,7 @@ __global__ void __launch_bounds__(PS__TILE_THREADS, 2)
       fetch(i);
 #pragma unroll
     for (int k = 0; k < PS__PART_ROWS; k++) {
-      const typename gated_gradient<T, GELU, MX>::made m = src.work(p, k);
+      const typename gated_gradient<T, GELU>::made m = src.work(p, k);
       ps_codes8<PS__E4M3>(code[0], k, m.s, of_s);
       ps_codes8<Q>(code[1], k, m.dg, of_gu);
       ps_codes8<Q>(code[2], k, m.du, of_gu);
@@ -357,8 +312,8 @@ __global__ void __launch_bounds__(PS__TILE_THREADS, 2)
   ps_put_runs(gu.qt + (size_t)f * s.rows, (const uint32_t *)tile[2], s.rows, f, row0, col0);
 }
 
-template <typename T, bool GELU, bool MX>
-static cudaError_t quantize_gradient(const gated_gradient<T, GELU, MX> &src, const ps_quantized &gu,
+template <typename T, bool GELU>
+static cudaError_t quantize_gradient(const gated_gradient<T, GELU> &src, const ps_quantized &gu,
                                      const ps_quantized &s, uint32_t dt_q, cudaStream_t stream) {
   const uint32_t n = ps_tiles(s.rows, s.cols);
   cudaError_t e = ps_clear_amax(gu.scale, stream);
@@ -368,7 +323,7 @@ static cudaError_t quantize_gradient(const gated_gradient<T, GELU, MX> &src, con
     return e;
   glu_bwd_see_k<<<ps_see_blocks(n), PS__TILE_THREADS, 0, stream>>>(
       src, s.rows, n, (uint32_t *)s.scale + 1, (uint32_t *)gu.scale + 1);
-  PS_BY_FP8(dt_q, glu_bwd_put_k<T, GELU, MX, Q><<<n, PS__TILE_THREADS, 0, stream>>>(src, gu, s));
+  PS_BY_FP8(dt_q, glu_bwd_put_k<T, GELU, Q><<<n, PS__TILE_THREADS, 0, stream>>>(src, gu, s));
   return cudaGetLastError();
 }
 
@@ -377,15 +332,9 @@ template <typename T, bool GELU>
 static cudaError_t quantize_gradient_of(const ps_launch *l, const ps_quantized &gu,
                                         const ps_quantized &s, cudaStream_t stream) {
   const ps__args_glu_quantize *a = (const ps__args_glu_quantize *)l->args;
-  const T *ds = (const T *)l->ptr[0];
-  if (a->mx)
-    return quantize_gradient(
-        gated_gradient<T, GELU, true>{
-            ds, {(const uint8_t *)l->ptr[1], (const uint8_t *)l->ptr[2]}, a->ffn_dim},
-        gu, s, a->dt_q, stream);
   return quantize_gradient(
-      gated_gradient<T, GELU, false>{ds, {(const T *)l->ptr[1], NULL}, a->ffn_dim}, gu, s, a->dt_q,
-      stream);
+      gated_gradient<T, GELU>{(const T *)l->ptr[0], (const T *)l->ptr[1], a->ffn_dim}, gu, s,
+      a->dt_q, stream);
 }
 
 /* glu_bwd_quantize
@@ -395,21 +344,19 @@ static cudaError_t quantize_gradient_of(const ps_launch *l, const ps_quantized &
  * shapes  ds [T,F], gu, dgu [T,2F], dgut [2F,T], st [F,T], multiples of 16; no aliasing
  * bytes   an element of s: 6 of bf16 for the two amax, 6 for the codes, 5 of codes. 8192 x 14336
  *         bf16: 2.00 GB, 416 us at an H200's 4.8 TB/s, less what the second pass finds in L2;
- *         measured 526 us there (bench/log/2026-11-24-fp8-h200.md). With mx an element of gu is
- *         1 + 1/32 of the 2 bytes: 1.54 GB, 321 us; measured 438 us, where bf16 took 518
+ *         measured 526 us there (bench/log/2026-11-24-fp8-h200.md)
  * determinism  bitwise: elementwise, maxima and sums of whole numbers
  * reference    as glu_quantize's */
 extern "C" ps_status ps__cuda_glu_bwd_quantize(const ps_launch *l) {
   const ps__args_glu_quantize *a = (const ps__args_glu_quantize *)l->args;
   ps_status st = ps__check_glu_quantize(a, PS_FORM_COLS, "glu_bwd_quantize");
   if (st == PS_OK)
-    st = ps_check_fp8(l, "glu_bwd_quantize", 7 + (a->mx != 0) + (a->count != 0),
-                      a->mx ? 1u << 3 | 1u << 6 : 1u << 2 | 1u << 5, a->count != 0, a->n_tokens,
-                      a->ffn_dim, a->dt, 0);
+    st = ps_check_fp8(l, "glu_bwd_quantize", 7 + (a->count != 0), 1u << 2 | 1u << 5, a->count != 0,
+                      a->n_tokens, a->ffn_dim, a->dt, 0);
   if (st != PS_OK)
     return st;
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
-  uint32_t next = a->mx ? 3 : 2;
+  uint32_t next = 2;
   ps_quantized gu = ps_quantized_of(l, &next, a->n_tokens, 2 * a->ffn_dim,
                                     PS_FORM_ROWS | PS_FORM_COLS),
                s = ps_quantized_of(l, &next, a->n_tokens, a->ffn_dim, PS_FORM_COLS);

@@ -99,52 +99,6 @@ extern "C" ps_status ps__cuda_quantize(const ps_launch *l) {
   return ps_launched("quantize", e);
 }
 
-/* ---- MX -------------------------------------------------------------------------------------- */
-
-/* A thread takes eight values at a time, MX_EIGHTS times. All of its loads are on their way before
- * it needs one. */
-enum { MX_THREADS = 256, MX_EIGHTS = 4 };
-template <typename T>
-__global__ void __launch_bounds__(MX_THREADS)
-    quantize_mx_k(const T *x, ps_mx_out to, uint64_t n_eights) {
-  const uint64_t first = (uint64_t)blockIdx.x * (MX_THREADS * MX_EIGHTS) + threadIdx.x;
-  ps_eight<T> v[MX_EIGHTS] = {};
-#pragma unroll
-  for (int i = 0; i < MX_EIGHTS; i++)
-    if (first + i * MX_THREADS < n_eights)
-      v[i] = ps_load8(x + (first + i * MX_THREADS) * PS__PART_COLS);
-#pragma unroll
-  for (int i = 0; i < MX_EIGHTS; i++) {
-    const uint64_t eight = first + i * MX_THREADS;
-    const uint32_t most = ps_mx_most(v[i], 0xffffffffu);
-    if (eight < n_eights)
-      ps_put_mx8(to, eight * PS__PART_COLS, v[i], most);
-  }
-}
-
-/* quantize_mx
- * math    scale = ps__mx_scale(amax of 32 values of a row); q = x / scale, rounded to nearest even
- * shapes  x, q [rows,cols], scales [rows,cols/32], multiples of 16 and of 32; no aliasing
- * bytes   an element: 2 of bf16, 1 + 1/32 of code and scale. 8192 x 28672 bf16: 712 MB, 148 us at
- *         an H200's 4.8 TB/s; measured 167 us there, as fast as a copy
- *         (bench/log/2026-11-24-fp8-h200.md)
- * determinism  bitwise: elementwise, and maxima of whole numbers
- * reference    the cpu backend's, the same bits */
-extern "C" ps_status ps__cuda_quantize_mx(const ps_launch *l) {
-  const ps__args_quantize_mx *a = (const ps__args_quantize_mx *)l->args;
-  ps_status st = ps__check_quantize_mx(a);
-  if (st == PS_OK)
-    st = ps_check_fp8(l, "quantize_mx", 3, 0, false, a->rows, a->cols, a->dt, 0);
-  if (st != PS_OK)
-    return st;
-  cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
-  const uint64_t n = (uint64_t)a->rows * a->cols / PS__PART_COLS;
-  PS_BY_TYPE(a->dt, quantize_mx_k<T>
-             <<<ps_ceil_div(n, (uint64_t)MX_THREADS * MX_EIGHTS), MX_THREADS, 0, stream>>>(
-                 (const T *)l->ptr[0], ps_mx_out{(uint8_t *)l->ptr[1], (uint8_t *)l->ptr[2]}, n));
-  return ps_launched("quantize_mx", cudaGetLastError());
-}
-
 /* ---- for timing products --------------------------------------------------------------------- */
 
 /* An element's code: of a sum of four bytes of a hash, about N(0, 1) and at most 3.5 away. Of @size

@@ -57,28 +57,6 @@ __device__ __forceinline__ ps_eight<T> ps_round8(const float (&x)[PS__PART_COLS]
   return to.x;
 }
 
-/* Of an MX tensor: the codes as they lie in memory, and the code of their scale. */
-typedef struct ps_mx8 {
-  ps_vec<uint32_t, 2> code;
-  uint32_t scale;
-} ps_mx8;
-/* @at: of the first code, a multiple of 8. */
-__device__ __forceinline__ ps_mx8 ps_load_mx8(const uint8_t *q, const uint8_t *scales, size_t at) {
-  return {ps_load<uint32_t, 2>((const uint32_t *)(q + at)), scales[at / PS__MX_VALUES]};
-}
-/* E4M3 is exact in fp16. */
-__device__ __forceinline__ void ps_unpack8(float (&to)[PS__PART_COLS], const ps_mx8 &x) {
-  const float scale = __uint_as_float(ps__mx_scale_bits(x.scale));
-#pragma unroll
-  for (int i = 0; i < PS__PART_COLS; i += 2) {
-    const uint32_t two = x.code.e[i / 4] >> (i % 4 * 8);
-    const float2 f =
-        __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)two, __NV_E4M3)));
-    to[i] = f.x * scale;
-    to[i + 1] = f.y * scale;
-  }
-}
-
 /* ---- amax ------------------------------------------------------------------------------------ */
 
 /* The largest |x| so far, by its bits: of bf16 each half of the word for itself. */
@@ -187,31 +165,6 @@ template <uint32_t Q> __device__ __forceinline__ float ps_inverse(const ps_quant
 /* A row of a part in the form ROWS. */
 __device__ __forceinline__ void ps_put_row(uint8_t *at, const uint32_t (&code)[8], int i) {
   ps_put<uint32_t, 2>((uint32_t *)at, ps_vec<uint32_t, 2>{{code[i], code[4 + i]}});
-}
-
-/* An MX tensor, of which four threads have the values of a scale: lanes 4i to 4i + 3, eight values
- * each, the first of them at @at in the tensor. */
-typedef struct ps_mx_out {
-  uint8_t *q, *scales;
-} ps_mx_out;
-/* The largest |x| of the values of a scale. @lanes: who calls it, all four of a scale or none. */
-template <typename T>
-__device__ __forceinline__ uint32_t ps_mx_most(const ps_eight<T> &x, uint32_t lanes) {
-  uint32_t most = 0;
-  ps_see8<T>(&most, x);
-  most = ps_amax_bits<T>(most);
-  most = max(most, __shfl_xor_sync(lanes, most, 1));
-  return max(most, __shfl_xor_sync(lanes, most, 2));
-}
-template <typename T>
-__device__ __forceinline__ void ps_put_mx8(const ps_mx_out &to, size_t at, const ps_eight<T> &x,
-                                           uint32_t most) {
-  const uint32_t scale = ps__mx_scale(most);
-  uint32_t code[8];
-  ps_codes8<PS__E4M3>(code, 0, x, __uint_as_float(ps__mx_inverse_bits(scale)));
-  ps_put_row(to.q + at, code, 0);
-  if (threadIdx.x % 4 == 0)
-    to.scales[at / PS__MX_VALUES] = (uint8_t)scale;
 }
 
 /* The tile of rows from @row0 and columns from @col0, which parts left in shared memory, in the
