@@ -474,7 +474,7 @@ def test_an_adapter_of_another_base_is_told(directory, tmp_path, capsys):  # noq
     weights = adapter / "adapter_model.safetensors"
     save_file(load_file(weights), weights)  # as PEFT's, without the hash
     code, said = merged(other, "c")
-    assert code == 0 and said.count("warning: ") == 1 and f"names the model {where}" in said
+    assert code == 0 and said.count(f"names the model {where}") == 1
 
 
 def test_merge_refuses_an_adapter_of_another_model(directory, tmp_path, capsys):  # noqa: F811

@@ -116,10 +116,13 @@ def callback(kind: str, function, failures: list, error: int = 0):
     )
 
 
+_shown = [ffi.NULL]  # where the library's messages go, the innermost context's last
+
+
 @contextlib.contextmanager
 def printed_warnings(name: str, quiet: bool = False):
     """A context in which the library's warnings go to stderr, each once, after the command's
-    name."""
+    name. After a context within another one they go where they went before."""
     seen = set()
 
     @ffi.callback("ps_log_fn")
@@ -129,11 +132,13 @@ def printed_warnings(name: str, quiet: bool = False):
             seen.add(line)
             print(f"{name}: {line}", file=sys.stderr)
 
-    lib.ps_log_set(ffi.NULL if quiet else show, ffi.NULL)
+    _shown.append(ffi.NULL if quiet else show)
+    lib.ps_log_set(_shown[-1], ffi.NULL)
     try:
         yield
     finally:
-        lib.ps_log_set(ffi.NULL, ffi.NULL)
+        _shown.pop()
+        lib.ps_log_set(_shown[-1], ffi.NULL)
 
 
 def progress_callback(progress, failures: list):

@@ -1,6 +1,6 @@
 """`penstock generate` on text: the tokenizer is the model directory's own.
 
-python -m penstock generate --model DIR --prompt TEXT [OPTIONS]
+penstock generate --model DIR --prompt TEXT [OPTIONS]
 """
 
 import json
@@ -16,7 +16,6 @@ from .data import load_tokenizer
 from .errors import DeviceError, InputOutputError, OutOfMemoryError
 from .files import DataError, open_input
 from .generator import Generator
-from .lora import warnings_as
 from .plan import Hardware
 
 MAX_GPU = 1023  # as the binary has it
@@ -290,7 +289,7 @@ def _generate(args) -> int:
 
     ends = stop_tokens(folder)
     try:
-        with warnings_as("penstock"):
+        with printed_warnings("penstock generate"):  # with --quiet too: of an adapter
             generator = Generator(
                 folder,
                 batch=min(args.batch, len(ids)),
@@ -305,7 +304,7 @@ def _generate(args) -> int:
             )
     except (DeviceError, InputOutputError, OutOfMemoryError, ValueError) as e:  # nothing is printed
         raise DataError(str(e)) from e
-    with generator, printed_warnings("penstock generate", args.quiet):
+    with generator:
         tokens = generator.run(
             ids,
             max_new_tokens=args.max_new_tokens,

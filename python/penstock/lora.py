@@ -1,7 +1,5 @@
 """LoRA adapters: what a plan is made with, read from an adapter, merged into a model."""
 
-import contextlib
-import sys
 from dataclasses import dataclass
 
 from ._lib import check, encode_path, ffi, lib, struct, text
@@ -44,19 +42,3 @@ class Lora:
         check(lib.ps_lora_targets_parse(targets, names.encode()))
         out.rank, out.targets, out.rslora = self.rank, targets[0], self.rslora
         out.alpha = 2 * self.rank if self.alpha is None else self.alpha
-
-
-@contextlib.contextmanager
-def warnings_as(name: str):
-    """Print the library's warnings on stderr, as of command `name`."""
-
-    @ffi.callback("ps_log_fn")
-    def write(_, level, message):
-        if level >= lib.PS_LOG_WARN:
-            print(f"{name}: warning: {text(message)}", file=sys.stderr)
-
-    lib.ps_log_set(write, ffi.NULL)
-    try:
-        yield
-    finally:
-        lib.ps_log_set(ffi.NULL, ffi.NULL)

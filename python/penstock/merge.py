@@ -1,6 +1,6 @@
 """`penstock merge`: a model with its LoRA adapter added to the weights, as a Hugging Face directory.
 
-python -m penstock merge --model DIR --adapter DIR --out DIR [--dtype fp32|bf16]
+penstock merge --model DIR --adapter DIR --out DIR [--dtype fp32|bf16]
 
 A projection becomes W + s B A, made in fp32 and rounded once. Tensors are read, added to and written
 in pieces, so that memory does not grow with the model.
@@ -22,7 +22,7 @@ from .command import OK, Parser, run
 from .errors import FormatError, InputOutputError
 from .export import Source, check_out, open_source, write_hf
 from .files import DataError
-from .lora import Lora, warnings_as
+from .lora import Lora
 from .model import TensorFile, bf16_bits
 
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -79,8 +79,8 @@ def _merge(args) -> int:
     out = Path(os.path.abspath(args.out))
     try:
         check_out(out, 0)
-        with warnings_as("penstock merge"):
-            model = hub.find("--model", args.model, [hub.CONFIG, hub.WEIGHTS], args.quiet)
+        model = hub.find("--model", args.model, [hub.CONFIG, hub.WEIGHTS], args.quiet)
+        with printed_warnings("penstock merge"):  # with --quiet too: of another model's adapter
             source = open_merged(model, args.adapter)
         dtype = args.dtype or source.dtype
         n = sum(math.prod(p.shape) for p in source.model.params())
