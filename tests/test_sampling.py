@@ -268,7 +268,11 @@ def test_prompts_of_a_file_and_of_a_run_file(with_tokenizer, tiny_shard, tmp_pat
     [
         (False, ["--sample-every", 2], "without a prompt"),
         (False, ["--sample-ids", "1,2"], "without --sample-every N"),
-        (False, ["--sample-every", 2, "--sample-prompt", "a"], "python -m penstock train"),
+        (
+            False,
+            ["--sample-every", 2, "--sample-prompt", "a"],
+            "the Python package's penstock train",
+        ),
         (False, ["--sample-every", 2, "--sample-ids", "1,512"], "token 512 is not in the voc"),
         (False, ["--sample-every", 2, "--sample-ids", "a"], "'a' is no token id"),
         (False, ["--sample-every", 2, "--sample-ids", ","], "has no token"),

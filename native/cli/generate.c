@@ -1,5 +1,5 @@
-/* generate.c - `penstock generate` on token ids. Text is Python's part: python -m penstock generate
- * reads the tokenizer, and calls the same library. */
+/* generate.c - `penstock generate` on token ids. Text is Python's part: the package's
+ * penstock generate reads the tokenizer, and calls the same library. */
 #include "cli/cli.h"
 #include <errno.h>
 #include <penstock/generate.h>

@@ -1,7 +1,7 @@
 /* samples.c - text of `penstock train`: its prompts, how often it comes, samples.jsonl.
  *
- * The binary knows no tokenizer. Prompts come as token ids, from python -m penstock train, and the
- * ids of the texts are written. Their prompts' texts are only copied. */
+ * The binary knows no tokenizer. Prompts come as token ids, from the Python package's `penstock
+ * train`, and the ids of the texts are written. Their prompts' texts are only copied. */
 #include "cli/cli.h"
 #include <errno.h>
 #include <inttypes.h>
@@ -36,10 +36,11 @@ static uint64_t longest(const struct cli_samples *s) {
 static int check_options(const cli_job *job) {
   const uint32_t ids = job->sample_ids.n, texts = job->sample_prompt.n;
   if (!ids && (texts || job->sample_prompts))
-    return cli_fail(CLI_REFUSED,
-                    "--sample-prompt%s is text, and this program knows no tokenizer: run python -m "
-                    "penstock train, or give token ids by --sample-ids",
-                    texts ? "" : "s");
+    return cli_fail(
+        CLI_REFUSED,
+        "--sample-prompt%s is text, and this program knows no tokenizer: run the Python "
+        "package's penstock train, or give token ids by --sample-ids",
+        texts ? "" : "s");
   if (ids && !job->sample_every)
     return cli_fail(CLI_REFUSED,
                     "prompts are given without --sample-every N: say after how many steps");

@@ -3,7 +3,7 @@
 
     PYTHONPATH=python python python/examples/train_model.py MODEL_DIR SHARDS OUT [STEPS]
 
-models/init_model.py makes MODEL_DIR, python -m penstock data makes SHARDS.
+models/init_model.py makes MODEL_DIR, penstock data makes SHARDS.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """`penstock compare`: a model in Penstock against the same model in transformers.
 
-python -m penstock compare DIR --hf [DIR]
+penstock compare DIR --hf [DIR]
 
 Both get the same tokens. Compared are the logits of all tokens, the loss, the loss of each
 sequence, and every parameter's weights and gradient. Logits are those of the training step whose

@@ -1,6 +1,6 @@
 """Writes token shards from text.
 
-python -m penstock.data --out DIR (--tokenizer FILE | --train-tokenizer SIZE) FILE...
+penstock data --out DIR (--tokenizer FILE | --train-tokenizer SIZE) FILE...
 
 Reads files of text, and of records: .jsonl, .json and .parquet. Encodes them with a Hugging Face
 tokenizer.json, or with a byte-level BPE tokenizer that it first trains on the same text. Writes

@@ -1,6 +1,6 @@
 """`penstock export`: a model or a checkpoint as a GGUF file or as a Hugging Face directory.
 
-python -m penstock export --model DIR --to gguf|hf --out PATH [--dtype fp32|bf16|q8_0]
+penstock export --model DIR --to gguf|hf --out PATH [--dtype fp32|bf16|q8_0]
 
 Tensors are read, converted and written in pieces, so that memory does not grow with the model. What
 is written has a temporary name until it is complete and on the disk. GGUF needs the package gguf.

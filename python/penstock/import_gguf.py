@@ -1,6 +1,6 @@
 """`penstock import`: the model in a GGUF file as a Hugging Face directory.
 
-python -m penstock import FILE.gguf --out DIR [--dtype fp32|bf16] [--no-tokenizer]
+penstock import FILE.gguf --out DIR [--dtype fp32|bf16] [--no-tokenizer]
 
 Tensors are read, dequantized and written in pieces, so that memory does not grow with the model. The
 directory has a temporary name until it is complete and on the disk. Needs the package gguf."""
