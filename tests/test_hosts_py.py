@@ -22,7 +22,7 @@ from penstock import (
 )
 from penstock._lib import check, ffi, lib, struct, text
 from penstock.checkpoint import _CUT
-from test_hosts import SEQ, STEPS, end, environment, free_port, result, start
+from test_hosts import LAUNCHERS, SEQ, STEPS, end, environment, free_port, result, start
 
 SCRIPT = f"""
 import json, sys
@@ -111,6 +111,16 @@ def test_what_is_refused(monkeypatch):
     what = "type torchrun --nproc-per-node 1 SCRIPT ..., with gpus=2 in its Plan$"
     with pytest.raises(InvalidError, match="torchrun started 2 tasks on this host, .*" + what):
         Hosts.from_launcher()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_variables_of_launchers(launcher, monkeypatch):
+    for name, value in environment(launcher, rank=1, n=3, port=29501).items():
+        monkeypatch.setenv(name, value)
+    task = struct("ps_hosts_task")
+    check(lib.ps_hosts_task_find(task))
+    found = (text(task.address), task.rank, task.n_hosts, task.port)
+    assert found == ("127.0.0.1", 1, 3, 29501)
 
 
 @pytest.mark.parametrize(
