@@ -1,5 +1,4 @@
 /* manifest.c - the files of a directory with their bytes and SHA-256s: written, and checked. */
-#include "core/sha256.h"
 #include "io/stage.h"
 #include <errno.h>
 #include <limits.h>
@@ -7,7 +6,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { PIECE = 1 << 20, MAX_FILES = 100000, MAX_RECORD_BYTES = 64 << 20 };
+enum { MAX_FILES = 100000 };
 
 /* A file to be read, and what came of it. */
 typedef struct entry {
@@ -50,27 +49,12 @@ static ps_status add(entries *e, const char *dir, char *path, const char *name, 
   return PS_OK;
 }
 
-/* Hash the open file of e->bytes. */
-static ps_status hash_open(entry *e, int fd, char *buffer) {
-  ps__sha256 h;
-  ps__sha256_begin(&h);
-  ps_status st = PS_OK;
-  for (uint64_t at = 0; st == PS_OK && at < e->bytes; at += PIECE) {
-    const uint64_t n = e->bytes - at < PIECE ? e->bytes - at : PIECE;
-    st = ps__pread_all(fd, e->path, buffer, n, at);
-    if (st == PS_OK)
-      ps__sha256_add(&h, buffer, n);
-  }
-  ps__sha256_end(&h, e->hex);
-  return st;
-}
-
 static ps_status hash_file(entry *e, char *buffer) {
   struct stat sb;
   int fd;
   PS_TRY(ps__open_input(&fd, &sb, e->path));
   e->bytes = (uint64_t)sb.st_size;
-  const ps_status st = hash_open(e, fd, buffer);
+  const ps_status st = ps__hash_open(fd, e->path, e->bytes, buffer, e->hex);
   close(fd);
   return st;
 }
@@ -79,7 +63,7 @@ static void hash_task(void *arg, int64_t task, uint32_t worker) {
   entry *e = &((entries *)arg)->item[task];
   if (e->known)
     return;
-  char *buffer = ps__malloc(PIECE);
+  char *buffer = ps__malloc(PS__HASH_PIECE);
   e->st = buffer ? hash_file(e, buffer) : no_memory(e->path);
   if (e->st != PS_OK)
     snprintf(e->message, sizeof e->message, "%s", ps_last_error());
@@ -254,78 +238,4 @@ ps_status ps__manifest_check(const ps__json *manifest, const char *path, const c
     *bytes += e.item[i].bytes;
   free_entries(&e);
   return st;
-}
-
-/* ---- what a save has written ----------------------------------------------------------------- */
-
-/* Open file @name of @dir. 0: there is no such file; -1: the disk does not say. */
-static int open_in(int *fd, struct stat *sb, int dir, const char *name) {
-  *fd = openat(dir, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
-  if (*fd < 0)
-    return errno == ENOENT || errno == ELOOP || errno == ENOTDIR ? 0 : -1;
-  const int is = fstat(*fd, sb) != 0 ? -1 : S_ISREG(sb->st_mode);
-  if (is != 1)
-    close(*fd);
-  return is;
-}
-
-/* *out: JSON file @name of @dir; NULL where it is missing or no JSON. False: the disk cannot read
- * it. */
-static bool read_in(ps__json **out, int dir, const char *name) {
-  struct stat sb;
-  int fd;
-  *out = NULL;
-  const int is = open_in(&fd, &sb, dir, name);
-  if (is != 1)
-    return is == 0;
-  const bool small = sb.st_size <= MAX_RECORD_BYTES;
-  char *text = small ? ps__malloc((size_t)sb.st_size) : NULL;
-  const bool read = text && ps__pread_all(fd, name, text, (size_t)sb.st_size, 0) == PS_OK;
-  if (read && ps__json_parse(out, text, (size_t)sb.st_size, name) != PS_OK)
-    *out = NULL;
-  ps__free(text);
-  close(fd);
-  return read || !small;
-}
-
-static int is_unchanged(int dir, const char *name, uint64_t bytes, const char *hex) {
-  struct stat sb;
-  char path[] = "a recorded file";
-  entry e = {.path = path, .bytes = bytes};
-  int fd, is = open_in(&fd, &sb, dir, name);
-  if (is != 1)
-    return is;
-  char *buffer = ps__malloc(PIECE);
-  if ((uint64_t)sb.st_size != bytes)
-    is = 0;
-  else if (!buffer || hash_open(&e, fd, buffer) != PS_OK)
-    is = -1;
-  else
-    is = strcmp(e.hex, hex) == 0;
-  ps__free(buffer);
-  close(fd);
-  return is;
-}
-
-static int listed_unchanged(const ps__json *files, int dir, const char *name) {
-  for (size_t i = 0; files && i < ps__json_length(files); i++) {
-    const ps__json *file = ps__json_at(files, i), *bytes = ps__json_get(file, "bytes");
-    const char *has = ps__json_string(ps__json_get(file, "name"), NULL),
-               *hex = ps__json_string(ps__json_get(file, "sha256"), NULL);
-    uint64_t n;
-    if (has && hex && strcmp(has, name) == 0 && bytes && ps__json_uint64(bytes, &n))
-      return is_unchanged(dir, name, n, hex);
-  }
-  return 0;
-}
-
-int ps__recorded(int dir, const char *name) {
-  static const char *const records[] = {PS__RECORD, PS__MANIFEST};
-  int is = 0;
-  for (size_t k = 0; is == 0 && k < sizeof records / sizeof *records; k++) {
-    ps__json *j;
-    is = read_in(&j, dir, records[k]) ? listed_unchanged(ps__json_get(j, "files"), dir, name) : -1;
-    ps__json_free(j);
-  }
-  return is;
 }

@@ -34,8 +34,12 @@ int ps__replaced(int dir, int fresh, const char *name);
 /* Warn of each file of a tokenizer that stays though @fresh brings a tokenizer without it. */
 ps_status ps__warn_kept(int dir, int fresh, const char *path);
 /* Whether a save has written file @name of @dir, and nobody has changed it since: its record or its
- * manifest says so (manifest.c). 1, 0 or -1, as ps__exists_in(). */
+ * manifest says so (record.c). 1, 0 or -1, as ps__exists_in(). */
 int ps__recorded(int dir, const char *name);
+/* ps__hash_open() - SHA-256 of the first @bytes of the open file @path (record.c).
+ * @buffer  PS__HASH_PIECE BYTES. @hex gets the sum, terminator included. PS_EIO. */
+enum { PS__HASH_PIECE = 1 << 20 };
+ps_status ps__hash_open(int fd, const char *path, uint64_t bytes, char *buffer, char hex[65]);
 
 /* ---- directories (tree.c) -------------------------------------------------------------------- */
 DIR *ps__list(int dir);
@@ -55,6 +59,7 @@ void ps__free_names(ps__names *names);
 bool ps__make_folder_of(int dir, const char *name);
 /* @fd is open on the file that @path names, relative to @at. */
 bool ps__is_at(int fd, int at, const char *path);
+bool ps__same_file(const struct stat *a, const struct stat *b);
 /* flock() that is not ended by signals */
 bool ps__lock(int fd, int how);
 bool ps__remove_tree(int at, const char *name);
@@ -65,7 +70,8 @@ bool ps__carry_tree(int from, int to, const char *name);
 /* Empty @from, whose place @to has taken. Files that @to does not know move there. @top: the two
  * are model directories, not folders in them. @fresh: @to took the place just now, so that a file
  * which differs here was changed after it was carried. Where it is false, @from may also be a stage
- * that never took its place, and its model is dropped. False: something stays in @from. */
+ * that never took its place, and its model is dropped. False: something stays in @from
+ * (retire.c). */
 bool ps__retire(int from, int to, bool top, bool fresh);
 
 /* ---- DIR/.penstock-new moves up into DIR (pending.c) ----------------------------------------- */

@@ -5,7 +5,7 @@
 
 /* Of the tokens with which a forward pass takes as long as what it hides. Plans of an 8B model say
  * why: with the tokens a step that follow, which are 32,768 on an RTX 4090 and 65,536 on an H200,
- * both have 97% of the speed of twice as many, and with half as many 92 and 95%. */
+ * both have 97% of the speed of twice as many, and half as many have 92 and 95% of theirs. */
 #define FACTOR 1.5
 enum { LEAST = 8 }; /* sequences */
 

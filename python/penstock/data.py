@@ -677,10 +677,11 @@ def summary_line(s: dict) -> str:
     """What write_shards() returns, in a line."""
     val = f", {s['val']['tokens']:,} of them for validation" if s["val"]["tokens"] else ""
     shards = len(s["train"]["shards"]) + len(s["val"]["shards"])
+    documents = f"{s['documents']:,} document{'s' if s['documents'] != 1 else ''}"
     targets = s["train"]["targets"] + s["val"]["targets"]
     long = f", {s['long_documents']:,} longer than a row" if s.get("long_documents") else ""
     return (
-        f"{s['tokens']:,} tokens{val}, {s['documents']:,} documents{long}, "
+        f"{s['tokens']:,} tokens{val}, {documents}{long}, "
         f"vocabulary {s['vocab_size']:,}, "
         f"{shards} shard{'s' if shards != 1 else ''}; "
         f"{s.get('padding', 0) / s['tokens']:.1%} of the tokens are padding, "
