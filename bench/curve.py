@@ -137,6 +137,8 @@ def check_curves(a):
             curve = Curve(text)
         except ValueError as e:
             raise Refused(f"--curves {text}: {e}") from e
+        if curve.GONE in curve.options:
+            raise Refused(f"--curves {text}: the option {curve.GONE} was taken out")
         if curve.name == BROKEN and not a.broken_build:
             raise Refused(f"--curves {text}: give its --broken-build too")
 

@@ -199,6 +199,7 @@ class Curve:
         "head": "fp8_head",
         "fast": "fp8_fast_accumulation",
     }
+    GONE = "saved"  # of results before 2026-11-27: no curve can have it anew
     OPERANDS = ("x", "w", "dy")
 
     def __init__(self, text):
@@ -228,6 +229,8 @@ class Curve:
                 raise ValueError("give each option once")
 
     def _option(self, text):
+        if text == self.GONE:
+            return text, True
         name, equals, number = text.partition("=")
         counted = name in ("first", "last")
         if name not in self.OPTIONS or counted != bool(equals) or counted != number.isdecimal():

@@ -144,7 +144,7 @@ def test_options_of_fp8_and_its_control_in_pytorch(tiny_shard, tmp_path):
     with three seeds the cosine of the two moves was 0.92 to 0.99. That of the second move and of
     what lies between the two sides without FP8 was 0.49."""
     names = ["bf16", "fp8", "fp8:first=1,last=1", "fp8:fast", "fp32-master", "fp8-master"]
-    names += ["fp8:first=2", "fp8:last=2", "fp8:down", "fp8:head", "fp8:saved", "fp8:down~2"]
+    names += ["fp8:first=2", "fp8:last=2", "fp8:down", "fp8:head", "fp8:down~2"]
     names += ["torch-masters", "torch-fp8", "torch-fp8:x", "torch-fp8:w", "torch-fp8:dy"]
     run(tmp_path / "o", tiny_shard, "--end-after", 6, "--jobs", 2, "--curves", *names)
     result = json.loads((tmp_path / "o.json").read_text())

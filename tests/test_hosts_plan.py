@@ -189,7 +189,7 @@ def test_a_stated_rate_with_other_caps_on_each_host(
 
 def test_a_run_resumes_with_another_rate(measured, tiny_model, tiny_shard, tmp_path):
     """The bits are those of a run in one piece."""
-    more = ("--recipe", "fp32-master", "--checkpoint-every", STEPS)
+    more = ("--recipe", "fp32-master", "--checkpoint-every", STEPS, "--lr-schedule", "constant")
     caches = stating(measured, tmp_path, (1e10, 1e10, 1e6, 1e6))
     codes, said = end(start(tiny_model, tiny_shard, tmp_path, *more, caches=caches[:2]))
     assert codes == [0, 0] and planned_rate(tmp_path) == 1e10, said

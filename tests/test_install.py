@@ -226,9 +226,9 @@ def test_make_install_puts_one_command_on_path_and_uninstall_takes_it_away(envir
         assert says in run("penstock", command, "--help", env=env, cwd=elsewhere), command
     flags = f"-I'{prefix}/include' -L'{prefix}/lib/penstock/native' -lpenstock"
     flags += f" -Wl,-rpath,'{prefix}/lib/penstock/native'"
-    program = tmp_path / "add_one"
-    run("sh", "-c", f"cc '{ROOT}/docs/add_one.c' -o '{program}' {flags}", env=env)
-    assert run(program, env=env) == "10\n"
+    program = tmp_path / "stream_array"
+    run("sh", "-c", f"cc '{ROOT}/docs/stream_array.c' -o '{program}' {flags}", env=env)
+    assert run(program, env=env) == "10 steps, 0 elements wrong\n"
     run(*install, "--remove", prefix, "", env=env)
     assert not [p for p in prefix.rglob("*") if not p.is_dir()]
 

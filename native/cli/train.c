@@ -17,7 +17,11 @@ static int check_outputs(const cli_job *job) {
   if (job->out && !exists && errno != ENOENT && errno != ENOTDIR)
     return cli_fail(CLI_REFUSED, "--out %s cannot be read: %s", job->out, strerror(errno));
   if (exists && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
-    return cli_fail(CLI_REFUSED, "--out %s is the model directory itself: give another one",
+    return cli_fail(CLI_REFUSED,
+                    job->default_out
+                        ? "the trained model would be saved in %s, which is the model directory "
+                          "itself: give --out DIR or another --run-dir, or --no-save"
+                        : "--out %s is the model directory itself: give another one",
                     job->out);
   int code = CLI_OK;
   if (job->default_out) /* below the run directory, which the user named */
