@@ -1,104 +1,147 @@
-/* penstock/checkpoint.h - tensors on disk: safetensors files in Hugging Face's directory layout.
+/* penstock/checkpoint.h - checkpoints: the complete state of a trainer on disk, and trainers that go
+ * on from one.
  *
- * A directory DIR holds its tensors in model.safetensors, or in several files
- * model-0000i-of-0000n.safetensors with model.safetensors.index.json. A tensor may lie in any file.
- * Reading takes F32, BF16 and F16 and converts them. Checkpoints, with optimizer state, are in
- * penstock/resume.h.
+ * A checkpoint is a directory:
+ *   config.json, tokenizer files      as in a model directory
+ *   model*.safetensors                the weights; of a recipe with a master copy, the master
+ *   adapter_*                         with LoRA instead of these: the adapters, in PEFT's layout.
+ *                                     The manifest names the frozen weights by their SHA-256
+ *   STATE*.safetensors                the optimizer's states, under their parameters' names. STATE
+ *                                     is exp_avg and exp_avg_sq (adamw), exp_avg (lion),
+ *                                     momentum_buffer (sgd)
+ *   manifest.json                     step, settings, the run, the data's paths and hashes, serial,
+ *                                     and bytes and SHA-256 of every other file
+ * So it is a model directory too. State is kept by parameter: a trainer resumes with another plan,
+ * under other caps and on another backend. With the batch cut as before (ps_checkpoint_info), k + k
+ * steps give the bits of 2k steps. docs/checkpoints.md is the user's page.
  *
- * A model in a directory is replaced as a whole, whatever ends a save:
- *   1. The new model is written into a directory of its own beside DIR, and brought to the disk.
- *   2. That directory and DIR change places in one system call.
- * Some places do not allow step 2: the file system has no RENAME_EXCHANGE, DIR is a mount point or
- * the working directory, or DIR's parent cannot be written. There the new model becomes
- * DIR/.penstock-new in one call, and its files then move up into DIR, config.json last.
- *
- * While DIR/.penstock-new exists it counts: all of Penstock looks for each file there before DIR.
- * Other programs find a whole model or, for a moment, no config.json. The next save into DIR
- * completes a move that was cut off. It also removes what a save that was killed has left, which is
- * named .DIR.penstock-* or DIR/.penstock-*. */
+ * Names of checkpoints in a folder are step-00000100 and alike. */
 #ifndef PENSTOCK_CHECKPOINT_H
 #define PENSTOCK_CHECKPOINT_H
-#include "model.h"
+#include "train.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* one safetensors file, or all of a directory */
-typedef struct ps_tensor_file ps_tensor_file;
+typedef struct ps_checkpoint ps_checkpoint; /* one that was opened, and checked */
 
-typedef struct ps_tensor_info {
-  const char *name; /* valid until ps_tensors_close() */
-  char dtype[12];   /* as in the file's header: "BF16" */
-  uint32_t n_dims;  /* at most 8 */
-  uint64_t shape[8];
-  uint64_t n, bytes; /* elements; BYTES in the file */
-} ps_tensor_info;
+typedef struct ps_checkpoint_info {
+  uint32_t struct_bytes; /* sizeof(ps_checkpoint_info) */
+  uint32_t recipe, optimizer, n_frozen_layers;
+  uint64_t step;      /* steps that were trained: the next step's number */
+  uint64_t n_updates; /* that made the optimizer's state; skipped steps count */
+  uint64_t n_skipped; /* steps that were skipped (ps_non_finite) */
+  uint64_t bytes;     /* BYTES of its files, the manifest apart */
+  /* The batch and its cut, as in ps_plan_config. */
+  uint64_t seq_len, tokens_per_step;
+  uint64_t chunk_tokens, chunks_per_round, first_round_chunks, first_rounds, head_slice_tokens;
+  uint64_t n_sequences; /* of the dataset, at seq_len; 0: the data came from a batch function */
+  double z_loss, label_smoothing;
+  uint64_t data_mix; /* ps_dataset_mix() of the dataset */
+  ps_lora lora;
+  uint32_t fp8_bf16_first, fp8_bf16_last, fp8_bf16_down, fp8_head, fp8_fast_accumulation;
+  uint32_t n_hosts; /* that trained; on others the training goes on with other bits */
+} ps_checkpoint_info;
 
-/* ps_tensors_open() - open @path, a .safetensors file or a model directory, and check all headers:
- * lengths, dtypes, shapes against byte ranges, order, holes, overlaps, duplicate names, the index
- * against the files. No tensor's data is read.
- * @out    owned by the caller, released by ps_tensors_close().
- * Limits: 131,072 tensors, 100,000,000 bytes a header, 1 MiB a metadata value. A tensor takes about
- *         200 bytes of memory.
- * Errors: PS_EIO. PS_EFORMAT names the file, the tensor, the value and the limit. PS_ENOMEM. */
-PS_API ps_status ps_tensors_open(ps_tensor_file **out, const char *path);
-/* ps_tensors_close() - NULL is a no-op. */
-PS_API void ps_tensors_close(ps_tensor_file *f);
-/* ps_tensors_initialised() - 1: models/init_model.py wrote the files, so their weights are fresh on
- * purpose. Files that a training saved say so no more. */
-PS_API int ps_tensors_initialised(const ps_tensor_file *f);
-PS_API uint64_t ps_tensors_count(const ps_tensor_file *f);
-/* ps_tensors_info() - describe tensor @idx, below ps_tensors_count(). Errors: PS_EINVAL. */
-PS_API ps_status ps_tensors_info(const ps_tensor_file *f, uint64_t idx, ps_tensor_info *out);
-/* ps_tensors_find() - the index of the tensor of that name; UINT64_MAX where there is none. */
-PS_API uint64_t ps_tensors_find(const ps_tensor_file *f, const char *name);
+/* What writing a checkpoint took. Seconds count from ps_trainer_checkpoint_begin(). */
+typedef struct ps_checkpoint_report {
+  uint32_t struct_bytes; /* sizeof(ps_checkpoint_report) */
+  uint32_t reserved;
+  uint64_t step, bytes; /* as in ps_checkpoint_info */
+  uint64_t serial;      /* the newest checkpoint of a folder has the highest */
+  double held_s;        /* until the state was read, and updates waited for nothing any more */
+  double durable_s;     /* until the checkpoint was on the disk under its name */
+  double waited_s;      /* for which updates waited; added up over the streams that run them */
+} ps_checkpoint_report;
 
-/* ps_tensors_read() - read elements [first, first+n) of tensor @idx into @dst, converted to @dtype,
- * rounded to nearest even. The file is read by pread and never mapped.
- * Errors: PS_EINVAL: @idx or the range. PS_EIO: reading failed, or the file is truncated; the
- *         message names it. PS_EFORMAT: the tensor's dtype cannot be converted. */
-PS_API ps_status ps_tensors_read(ps_tensor_file *f, uint64_t idx, uint64_t first, uint64_t n,
-                                 ps_dtype dtype, void *dst);
+/* ps_trainer_checkpoint_begin() - begin to write the state after all steps that are submitted so
+ * far as directory @dir, whose parent must exist. An older checkpoint of this run in @dir is
+ * replaced.
+ *
+ * Threads of the library write while these steps end and further ones run. There is no second copy
+ * of the state. Each unit of the model is written between its updates of two steps. An update that
+ * comes to a unit before the writers waits.
+ *
+ * Whatever ends the write, @dir is a whole checkpoint or is as it was; penstock/tensors.h says
+ * how. The checkpoint gets its name after the caller has come back for a further step or for the
+ * end, so that what the caller writes about a step is older than its checkpoint. A failure of the
+ * write stops no step. An error of a later step leaves the checkpoint alone. A cancel, or an error
+ * of one of its steps, gives it up. ps_trainer_destroy() completes it.
+ * Blocks: no. In a run without clipping whose plan updates units on the device, the next
+ *         ps_trainer_submit() blocks until these units are written.
+ * Errors: PS_EBUSY: the checkpoint before was not ended. PS_EINVAL: @dir is a checkpoint of another
+ *         run. PS_ESTATE: an error has stopped the trainer. PS_ENOMEM, PS_EDEVICE: no thread could
+ *         be started. */
+PS_API ps_status ps_trainer_checkpoint_begin(ps_trainer *t, const char *dir);
+/* ps_trainer_checkpoints_check() - whether no other run than @t's has written checkpoints into
+ * @folder, which need not exist. A run that goes on from a checkpoint is the run that wrote it.
+ * Errors: PS_EINVAL names one of another run. PS_ENOMEM. */
+PS_API ps_status ps_trainer_checkpoints_check(const ps_trainer *t, const char *folder);
+/* ps_trainer_checkpoint_running() - 1 while ps_trainer_checkpoint_end() would block. */
+PS_API int ps_trainer_checkpoint_running(const ps_trainer *t);
+/* ps_trainer_checkpoint_end() - wait until the checkpoint that was begun is on the disk.
+ * @out    NULL, or a report that is filled in on PS_OK.
+ * Blocks: the steps that it is of must have been submitted, and need not have been waited for.
+ * Errors: PS_EIO: what could not be written, and why. PS_ENOMEM. PS_EDEVICE. PS_ECANCELLED.
+ *         PS_ESTATE: none was begun; an error stopped the run before the checkpoint's last step
+ *         ended; or a batch function called. */
+PS_API ps_status ps_trainer_checkpoint_end(ps_trainer *t, ps_checkpoint_report *out);
+/* ps_trainer_checkpoint() - begin and end, with no step in flight: the state after
+ * ps_trainer_steps_done() steps.
+ * Errors: those of both. PS_ESTATE: steps are in flight. */
+PS_API ps_status ps_trainer_checkpoint(ps_trainer *t, const char *dir);
+/* ps_trainer_steps_submitted() - how many steps were submitted since create. */
+PS_API uint64_t ps_trainer_steps_submitted(const ps_trainer *t);
 
-/* ps_model_check_tensors() - whether the tensors of @f are the weights of @m: each of them, in a
- * dtype that is converted and with its shape, and no other. Passed over are rotary tables, and the
- * head of a model that ties it. Errors: PS_EFORMAT names @name and the tensor. */
-PS_API ps_status ps_model_check_tensors(const ps_model *m, const ps_tensor_file *f,
-                                        const char *name);
+/* ps_checkpoint_open() - open @dir and check all its files against the manifest. Several threads
+ * read them.
+ * @out    owned by the caller, released by ps_checkpoint_close().
+ * Errors: PS_EFORMAT names the file that is damaged, cut off, missing or not in the manifest, or
+ *         the tensor whose dtype is not the recipe's. PS_EIO, PS_ENOMEM. */
+PS_API ps_status ps_checkpoint_open(ps_checkpoint **out, const char *dir);
+/* ps_checkpoint_latest() - open the newest whole checkpoint in @folder: that with the highest
+ * serial, which is the one written last, whatever its step. One that is damaged gets a
+ * warning in the log. *out is NULL where @folder has none at all, or does not exist.
+ * Errors: PS_EFORMAT: there are checkpoints, and none is whole. PS_EIO, PS_ENOMEM. */
+PS_API ps_status ps_checkpoint_latest(ps_checkpoint **out, const char *folder);
+PS_API void ps_checkpoint_close(ps_checkpoint *c);            /* NULL is a no-op */
+PS_API const char *ps_checkpoint_dir(const ps_checkpoint *c); /* valid until close */
+PS_API ps_status ps_checkpoint_get_info(const ps_checkpoint *c, ps_checkpoint_info *out);
+/* ps_checkpoint_config() - set @cfg to the checkpoint's settings: schedule, hyperparameters, seed,
+ * document tokens, shuffle. Data is not among them, nor trace_steps. */
+PS_API ps_status ps_checkpoint_config(const ps_checkpoint *c, ps_train_config *cfg);
 
-typedef struct ps_tensor_writer ps_tensor_writer;
+/* ps_checkpoint_path() - FOLDER/step-00000100, for a step. PS_EINVAL: @bytes are too few. */
+PS_API ps_status ps_checkpoint_path(char *path, uint64_t bytes, const char *folder, uint64_t step);
+/* ps_checkpoints_prune() - remove all but the @keep newest checkpoints of the run that wrote the
+ * newest one in @folder, and what calls that were cut off have left. Those of other runs stay, and
+ * so do those whose manifest cannot be read. Errors: PS_EIO. */
+PS_API ps_status ps_checkpoints_prune(const char *folder, uint64_t keep);
 
-/* A tensor to be written. Its data is appended later, in the order of the specs. */
-typedef struct ps_tensor_spec {
-  const char *name; /* borrowed for the call */
-  uint32_t dtype;   /* ps_dtype */
-  uint32_t n_dims;
-  uint64_t shape[8];
-} ps_tensor_spec;
-
-/* ps_tensors_create() - begin to write @n tensors into @dir, which is made when it is missing. What
- * @dir holds stays as it is until ps_tensors_finish().
- * @out   owned by the caller, ended by ps_tensors_finish() or ps_tensors_abort().
- * @stem  "model" gives model.safetensors, or files of at most @max_shard_bytes with an index.
- *        @max_shard_bytes 0: one file.
- * @meta  @n_meta pairs of strings, key and value, for the files' metadata beside {"format":"pt"}.
- * Errors: PS_EINVAL: a name, a shape, or an order that would not be aligned. PS_EIO: @dir cannot be
- *         written, or its disk is too small. PS_ENOMEM. */
-PS_API ps_status ps_tensors_create(ps_tensor_writer **out, const char *dir, const char *stem,
-                                   const ps_tensor_spec *specs, uint64_t n,
-                                   uint64_t max_shard_bytes, const char *const *meta,
-                                   uint32_t n_meta);
-/* ps_tensors_append() - write the next @bytes of data, in the order of the specs. A call may carry
- * any number of bytes. Errors: PS_EIO. PS_ESTATE: more data than the specs have. */
-PS_API ps_status ps_tensors_append(ps_tensor_writer *w, const void *data, uint64_t bytes);
-/* ps_tensors_finish() - replace @dir's files of the same stem by what was written, all at once, and
- * free the writer. Other files in @dir stay.
- * Errors: PS_ESTATE: data is missing. PS_EIO. On an error the old files stay, unless the message
- *         says that the new tensors count. */
-PS_API ps_status ps_tensors_finish(ps_tensor_writer *w);
-/* ps_tensors_abort() - remove what was written, and free the writer. NULL is a no-op. */
-PS_API void ps_tensors_abort(ps_tensor_writer *w);
+/* ps_trainer_resume() - as ps_trainer_create(), but weights, state and step are @c's. The model
+ * directory gives config.json and the tokenizer alone, and with adapters the frozen weights.
+ * @c    borrowed for the call.
+ * @cfg  first_step must be 0, and init_weights too unless the plan has adapters. Where one of these
+ *       settings differs from the checkpoint's, the log gets a warning: the training goes on, with
+ *       other bits.
+ *         - learning rate, its floor, schedule, warmup and decay; total_steps, unless the schedule
+ *           is constant;
+ *         - beta1, beta2, eps, momentum, nesterov, weight_decay, no_decay, each where the optimizer
+ *           has it;
+ *         - clip_norm, non_finite, max_skips; the plan's z-loss and label smoothing;
+ *         - the plan's cut of the batch; the number of hosts.
+ * Errors: those of ps_trainer_create(). PS_EINVAL where one of these differs from the checkpoint's;
+ *         the message says which:
+ *         - the model, recipe, optimizer, frozen layers, LoRA's rank, alpha, targets and rslora,
+ *           and what computes in FP8;
+ *         - with adapters, the frozen weights (by their SHA-256);
+ *         - seq_len, tokens_per_step, the batch ramp as far as it was run;
+ *         - seed, shuffle, document tokens, the weights of a mix, and the data: each shard's bytes,
+ *           in order. Of large data samples are compared. */
+PS_API ps_status ps_trainer_resume(ps_trainer **out, const char *model_dir, ps_plan *plan,
+                                   const ps_train_config *cfg, const ps_checkpoint *c,
+                                   ps_progress_fn progress, void *progress_user);
 
 #ifdef __cplusplus
 }

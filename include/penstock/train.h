@@ -21,7 +21,7 @@
  * ps_trainer_steps_done(), ps_trainer_at_rest() and ps_trainer_where(). */
 #ifndef PENSTOCK_TRAIN_H
 #define PENSTOCK_TRAIN_H
-#include "checkpoint.h"
+#include "tensors.h"
 #include "data.h"
 #include "hosts.h"
 #include "plan.h"
@@ -99,7 +99,7 @@ typedef struct ps_train_config {
   uint64_t seed; /* of stochastic rounding, of shuffling and of weights that are drawn */
   /* Steps that were trained before. Schedule, data order and random bits go on from there. With
    * ps_trainer_create() the optimizer's state begins at zero, and its bias correction counts the
-   * updates of this run. penstock/resume.h goes on with the state of a checkpoint. */
+   * updates of this run. penstock/checkpoint.h goes on with the state of a checkpoint. */
   uint64_t first_step;
   /* Documents inside a sequence: attention does not cross their borders, and positions begin at 0
    * in each. Either the token that begins a document is given, or the token that ends one (such as
@@ -312,7 +312,7 @@ PS_API ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst,
  *       files in @dir stay, and so do its mode and owner. Its tokenizer stays where the model
  *       directory has none.
  * Whatever ends a save (a kill, a power cut, a full disk), @dir holds the whole old model or the
- * whole new one; penstock/checkpoint.h says how. On PS_OK the new model is on the disk. Until then
+ * whole new one; penstock/tensors.h says how. On PS_OK the new model is on the disk. Until then
  * the disk holds both models. Of several saves into one @dir at a time each is whole, and the last
  * to end counts.
  * Errors: PS_EIO: what could not be written, and why. @dir holds the old model, unless the message

@@ -1,6 +1,6 @@
 /* abi.c - sizes of the public structs by name, for callers in other languages. */
 #include <penstock/adapter.h>
-#include <penstock/checkpoint.h>
+#include <penstock/tensors.h>
 #include <penstock/data.h>
 #include <penstock/engine.h>
 #include <penstock/generate.h>
@@ -8,7 +8,7 @@
 #include <penstock/hosts.h>
 #include <penstock/model.h>
 #include <penstock/plan.h>
-#include <penstock/resume.h>
+#include <penstock/checkpoint.h>
 #include <penstock/status.h>
 #include <penstock/train.h>
 #include <string.h>

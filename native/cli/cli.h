@@ -11,7 +11,7 @@
 #include <penstock/adapter.h>
 #include <penstock/generate.h>
 #include <penstock/hosts.h>
-#include <penstock/resume.h>
+#include <penstock/checkpoint.h>
 #include <stdbool.h>
 #include <stdio.h>
 

@@ -3,7 +3,7 @@
 #define PS_IO_H
 #include "core/core.h"
 #include "core/sha256.h"
-#include <penstock/checkpoint.h>
+#include <penstock/tensors.h>
 #include <penstock/data.h>
 
 #define PS__MANIFEST "manifest.json"

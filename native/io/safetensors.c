@@ -8,7 +8,7 @@
  * Headers and indexes are read as events, in pieces. A table of the tensors stays in memory, about
  * 200 bytes each. This reader is stricter than the safetensors library: it refuses duplicate
  * tensors and more than 8 dimensions, and has the limits below. */
-#include <penstock/checkpoint.h>
+#include <penstock/tensors.h>
 
 #include "core/dtype.h"
 #include "io/io.h"

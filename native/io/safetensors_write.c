@@ -4,7 +4,7 @@
  * it, piece by piece: by appending to one file after the other, or by several threads, each of
  * which writes a file. The files lie in a stage (stage.c), which replaces those of an earlier
  * save. */
-#include <penstock/checkpoint.h>
+#include <penstock/tensors.h>
 
 #include "core/dtype.h"
 #include "io/io.h"

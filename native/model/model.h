@@ -2,7 +2,7 @@
 #ifndef PS_MODEL_MODEL_H
 #define PS_MODEL_MODEL_H
 #include "model/define.h"
-#include <penstock/checkpoint.h>
+#include <penstock/tensors.h>
 
 /* A layer: the embedding is layer 0, the blocks are 1..L, the head is L+1. */
 typedef struct ps__layer {

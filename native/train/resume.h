@@ -3,7 +3,7 @@
 #define PS_TRAIN_RESUME_H
 #include "io/io.h"
 #include "train/trainer.h"
-#include <penstock/resume.h>
+#include <penstock/checkpoint.h>
 
 enum { PS__MAX_MANIFEST_BYTES = 64 << 20 };
 

@@ -5,7 +5,7 @@
 #include "plan/plan_impl.h"
 #include "optim/optim.h"
 #include "train/hold.h"
-#include <penstock/resume.h>
+#include <penstock/checkpoint.h>
 
 enum { PS__RING = 64 }; /* steps that may be submitted and not yet reported */
 

@@ -97,7 +97,7 @@ def open_source(path: str | os.PathLike) -> Source:
         except (FormatError, InputOutputError) as e:
             raise DataError(f"--model {e}") from e
         raise DataError(f"--model {path}: is a file: give the model's directory")
-    if (path / ".penstock-new").exists():  # include/penstock/checkpoint.h
+    if (path / ".penstock-new").exists():  # include/penstock/tensors.h
         raise DataError(
             f"--model {path}: a save into it was cut off: move the files of its .penstock-new into "
             "it, config.json last"

@@ -1,7 +1,7 @@
 /* fuzz_safetensors.c - a safetensors file: every tensor that is listed can be found and its ends
  * read, as fp32. */
 #include "fuzz.h"
-#include <penstock/checkpoint.h>
+#include <penstock/tensors.h>
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
   ps_tensor_file *f = NULL;

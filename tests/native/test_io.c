@@ -3,7 +3,7 @@
  * file left under a final or a temporary name. */
 #include "folder.h"
 #include <fcntl.h>
-#include <penstock/checkpoint.h>
+#include <penstock/tensors.h>
 #include <penstock/data.h>
 #include <sys/stat.h>
 #include <unistd.h>

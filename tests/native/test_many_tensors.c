@@ -3,7 +3,7 @@
 #include "check.h"
 #include "plan/plan_impl.h"
 #include <math.h>
-#include <penstock/checkpoint.h>
+#include <penstock/tensors.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

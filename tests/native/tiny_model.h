@@ -3,7 +3,7 @@
 #ifndef PS_TESTS_TINY_MODEL_H
 #define PS_TESTS_TINY_MODEL_H
 #include "folder.h"
-#include <penstock/checkpoint.h>
+#include <penstock/tensors.h>
 #include <sys/stat.h>
 #include <unistd.h>
 

@@ -7,7 +7,7 @@
 #include "train/trainer.h"
 #include <math.h>
 #include <penstock/generate.h>
-#include <penstock/resume.h>
+#include <penstock/checkpoint.h>
 #include <penstock/train.h>
 #include <signal.h>
 #include <sys/syscall.h>
