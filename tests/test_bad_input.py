@@ -295,14 +295,14 @@ def test_a_full_disk_cuts_no_line_of_metrics_and_no_plan(tiny_model, tiny_shard,
         0,
         "--run-dir",
         "run",
+        "--no-save",
         cwd=tmp_path,
         file_limit=4000,
     )
     one_sentence(done, 1, "metrics.jsonl cannot be written: File too large")
     text = (tmp_path / "run/metrics.jsonl").read_text()
     assert text.endswith("}\n") and len(metrics(tmp_path / "run")) > 3
-    done = train(
-        tiny_model, tiny_shard, "--steps", 2, "--run-dir", "other", cwd=tmp_path, file_limit=1000
-    )
+    more = ("--steps", 2, "--run-dir", "other", "--no-save")
+    done = train(tiny_model, tiny_shard, *more, cwd=tmp_path, file_limit=1000)
     one_sentence(done, 1, "plan.json cannot be written: File too large")
     assert list((tmp_path / "other").iterdir()) == []

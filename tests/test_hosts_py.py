@@ -72,7 +72,8 @@ def test_a_script_gives_the_bits_of_the_command(n, tiny_model, tiny_shard, tmp_p
     lines = done[0][0].splitlines()
     assert len(lines) == 2, done
     command = tmp_path / "command"
-    more = ("--recipe", "bf16", "--lr", 3e-4, "--out", command / "out")
+    more = ("--recipe", "bf16", "--lr", 3e-4, "--lr-schedule", "constant")
+    more += ("--out", command / "out")
     codes, said = end(start(tiny_model, tiny_shard, command, *more, n=n))
     assert codes == [0] * n, said
     tokens, (losses, norms, digest) = result(command)

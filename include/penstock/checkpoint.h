@@ -1,5 +1,5 @@
-/* penstock/checkpoint.h - checkpoints: the complete state of a trainer on disk, and trainers that go
- * on from one.
+/* penstock/checkpoint.h - checkpoints: the complete state of a trainer on disk, and trainers that
+ * go on from one.
  *
  * A checkpoint is a directory:
  *   config.json, tokenizer files      as in a model directory
