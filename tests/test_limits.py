@@ -53,9 +53,8 @@ def test_commands_that_multiply_nothing_need_no_blas(tmp_path):
 def test_memory_that_is_refused_ends_a_run_before_its_first_step(
     tiny_model, tiny_shard, tmp_path, kind
 ):
-    job = words_of_training(
-        tiny_model, tiny_shard, "--steps", 2, "--threads", 2, "--run-dir", "run"
-    )
+    more = ("--steps", 2, "--threads", 2, "--run-dir", "run", "--no-save")
+    job = words_of_training(tiny_model, tiny_shard, *more)
     codes = []
     for mib in (40, 70, 100, 130, 150, 170, 190, 210, 230, 260, 1000):
         codes.append(done_or_refused(limited(job, kind, mib * MIB, tmp_path)))
