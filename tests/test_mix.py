@@ -145,7 +145,7 @@ def test_training_reports_the_shares_and_resumes_the_mix(tiny_model, tmp_path):
         for k, c in enumerate("ab")
     ]
     words = ["train", "--model", tiny_model, "--seq-len", 16, "--tokens-per-step", 64, "--shuffle"]
-    words += ["--recipe", "fp32", "--device-mem", "16MiB"]
+    words += ["--recipe", "fp32", "--device-mem", "16MiB", "--lr-schedule", "constant"]
     mix = f"{parts[0]}:3,{parts[1]}:1"
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     code, _, shown = penstock(*words, "--data", mix, "--steps", 6, "--run-dir", whole)
