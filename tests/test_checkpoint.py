@@ -608,7 +608,7 @@ def test_checkpoints_by_time(whole, tiny_model, tiny_shard, tmp_path):
     more = ("--steps", 12, "--keep", 99, "--checkpoint-every")
     train(tiny_model, tiny_shard, out, *more, "0.0005m")
     paths = sorted((out / "checkpoints").iterdir())
-    assert 2 <= len(paths) <= 12
+    assert 1 <= len(paths) <= 12  # none begins while one is written, which a slow disk makes longer
     assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     manifest = json.loads((paths[0] / "manifest.json").read_text())
     assert manifest["data"] == [str(tiny_shard)]

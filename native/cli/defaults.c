@@ -177,7 +177,7 @@ void cli_defaults_note(const cli_job *job, cli_progress *p) {
                       "--epochs, for a training that learns more",
                       (unsigned long long)job->steps, job->steps == 1 ? "" : "s",
                       (unsigned long long)job->report.tokens_per_step);
-  else if (job->steps < LEAST_STEPS && job->lr_of == words[ALL_WEIGHTS])
+  else if (job->steps_chosen && job->steps < LEAST_STEPS && job->lr_of == words[ALL_WEIGHTS])
     cli_progress_note(p,
                       "%llu steps at this learning rate change a model little: for a small set of "
                       "examples raise --lr (%g, say), or --epochs",
