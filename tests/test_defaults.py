@@ -93,6 +93,13 @@ def test_steps_warm_up_and_order_follow_the_data(
     assert f"step {steps}/{steps} " in said
 
 
+def test_few_steps_of_a_trained_model_at_the_default_rate_are_told(trained, records, tmp_path):
+    says = "14 steps at this learning rate change a model little"
+    for given, told in (((), True), (("--lr", 1e-4), False), (LORA, False)):
+        said = train(tmp_path, trained, records, "--no-save", "--force", *given)
+        assert (says in said) == told
+
+
 def test_the_model_is_saved_in_the_run_directory_and_moves_with_it(
     tiny_model, tiny_shard, tmp_path
 ):
