@@ -14,7 +14,8 @@ void ps__peft_name(char out[PS__PEFT_NAME_BYTES], const char *name);
  * the config says that not all layers have the same modules, tensors of a parameter may be missing
  * in pairs: that parameter is zero. The others are LoRA's, or take the place of the model's own
  * (PEFT's modules_to_save): under the name that ps__peft_name() gives.
- * @base, @base_dir  the model's own tensors, for ps__adapter_check_base(); or NULL
+ * @base, @base_dir  the model's own tensors, whose ps__base_mark() is compared with the one that
+ *                   the adapter has; NULL: they are not compared
  * @what             what the caller may have to say of it
  * Errors: those of ps_adapter_read(); PS_EINVAL: the adapter is of another model. */
 typedef struct ps__adapter_info {

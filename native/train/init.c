@@ -26,7 +26,7 @@ static void zero_pad(const ps_trainer *t) {
   const ps__args_embed *a = ps__embed_args_of(t->plan->model);
   const uint64_t row = ps__array_bytes(t, 0, PS__ARRAY_UPDATED, (uint64_t)a->dim);
   if (a->pad >= 0)
-    memset((char *)ps__array_at(t, 0, PS__ARRAY_UPDATED, 0) + (uint64_t)a->pad * row, 0, row);
+    memset(ps__array_at(t, 0, PS__ARRAY_UPDATED, (uint64_t)a->pad * a->dim), 0, row);
 }
 
 ps_status ps__trainer_init(ps_trainer *t, bool adapters, ps_progress_fn progress,

@@ -66,12 +66,13 @@ ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst, uint64
 ps_status ps__trainer_load_param(ps_trainer *t, ps_tensor_file *f, uint64_t idx,
                                  const ps_param_info *p) {
   const ps_dtype dtype = ps__array_dtype(t, p->unit, PS__ARRAY_UPDATED);
-  char *dst = ps__array_at(t, p->unit, PS__ARRAY_UPDATED, p->offset);
   if (idx == UINT64_MAX)
-    memset(dst, 0, p->n * ps_dtype_bytes(dtype));
+    memset(ps__array_at(t, p->unit, PS__ARRAY_UPDATED, p->offset), 0,
+           ps__array_bytes(t, p->unit, PS__ARRAY_UPDATED, p->n));
   for (uint64_t first = 0; idx != UINT64_MAX && first < p->n; first += PIECE) {
     const uint64_t n = p->n - first < PIECE ? p->n - first : PIECE;
-    PS_TRY(ps_tensors_read(f, idx, first, n, dtype, dst + first * ps_dtype_bytes(dtype)));
+    PS_TRY(ps_tensors_read(f, idx, first, n, dtype,
+                           ps__array_at(t, p->unit, PS__ARRAY_UPDATED, p->offset + first)));
   }
   ps__trainer_refresh_copy(t, p);
   return PS_OK;

@@ -364,7 +364,7 @@ static ps_status load_state(ps_trainer *t, ps_tensor_file *f, const ps_param_inf
                             char *buffer) {
   const uint32_t what = PS__ARRAY_STATE + k;
   const ps_dtype dtype = ps__array_dtype(t, p->unit, what);
-  const uint64_t piece = PIECE_BYTES / ps_dtype_bytes(dtype), idx = ps_tensors_find(f, p->name);
+  const uint64_t piece = PIECE_BYTES / sizeof(float), idx = ps_tensors_find(f, p->name);
   for (uint64_t first = 0; first < p->n; first += piece) {
     const uint64_t n = p->n - first < piece ? p->n - first : piece;
     void *there = ps__array_at(t, p->unit, what, p->offset + first);
