@@ -48,7 +48,7 @@ BENCH_LDLIBS := $(shell pkg-config --libs openblas 2>/dev/null || echo -lopenbla
 endif
 
 LIB_SRC := $(wildcard $(patsubst %,native/%/*.c,core api engine backends backends/* kernels \
-  kernels/cpu optim model model/families hardware step plan generate train io hosts))
+  kernels/ops kernels/cpu optim model model/families hardware step plan generate train io hosts))
 LIB_SRC := $(sort $(LIB_SRC) native/kernels/cuda/gemm_cache.c)
 
 include native/cuda.mk

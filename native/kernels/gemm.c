@@ -1,8 +1,5 @@
-/* gemm.c - what the arguments of gemm mean and may be, and its work, on every backend. */
+/* gemm.c - the arguments of products. */
 #include "kernels/ops.h"
-#include "core/core.h"
-#include "core/dtype.h"
-#include <math.h>
 
 ps__args_gemm ps__gemm_args(uint32_t m, uint32_t n, uint32_t k, bool trans_a, bool trans_b,
                             uint32_t dt) {
@@ -19,16 +16,12 @@ ps__args_gemm ps__gemm_args(uint32_t m, uint32_t n, uint32_t k, bool trans_a, bo
                          .dt_c = (uint8_t)dt};
 }
 
-ps_status ps__check_gemm(const ps__args_gemm *a) {
-  if (!(a->alpha > -INFINITY && a->alpha < INFINITY))
-    return ps__fail(PS_EINVAL, "gemm: alpha is %g: it must be finite", (double)a->alpha);
-  return PS_OK;
-}
-
-ps_work ps__work_gemm(const void *args) {
-  const ps__args_gemm *a = args;
-  const double flops = 2.0 * a->m * a->n * a->k;
-  const double bytes = (double)ps__dtypes[a->dt_a].bytes *
-                       ((double)a->m * a->k + (double)a->n * a->k + (double)a->m * a->n);
-  return (ps_work){.flops = flops, .bytes = bytes, .model_flops = flops};
+ps__args_gemm ps__gemm_of_fp8(const ps__args_gemm_fp8 *a) {
+  ps__args_gemm g = ps__gemm_args(a->m, a->n, a->k, false, true, a->dt_a);
+  g.accumulate = a->accumulate;
+  g.has_bias = a->has_bias;
+  g.has_residual = a->has_residual;
+  g.dt_b = a->dt_b;
+  g.dt_c = a->dt_c;
+  return g;
 }

@@ -1,8 +1,9 @@
 /* ops.h - the op table: every kernel of the model with its arguments, the order of its accesses and
  * its math; and how an op describes itself.
  *
- * Each op is one const ps_kernel, ps__k_<op>. Its CPU function and its description stand in
- * native/kernels/cpu/<family>.c, its CUDA function in native/kernels/cuda/<family>.cu.
+ * Each op is one const ps_kernel, ps__k_<op>, in a row of native/kernels/ops/<family>.c: the check
+ * of its arguments, its description and both functions. The arithmetic is ps__cpu_<op> in
+ * native/kernels/cpu/ and ps__cuda_<op> in native/kernels/cuda/.
  *   - Argument blocks are plain structs of shapes without padding: equal ops have equal bytes.
  *   - Addresses arrive in ps_launch.ptr in the order listed after "ptr:". R: the op reads, W: it
  *     writes, RW: both. W|RW: RW where the op accumulates, else W.
@@ -16,6 +17,7 @@
 #define PS_KERNELS_OPS_H
 #include "core/dtype.h"
 #include <penstock/engine.h>
+#include <math.h>
 #include <stdbool.h>
 
 #ifdef __cplusplus
@@ -58,6 +60,13 @@ extern "C" {
 #define PS__DECLARE_OP(op) extern const ps_kernel ps__k_##op;
 PS__OPS(PS__DECLARE_OP)
 #undef PS__DECLARE_OP
+
+/* A CUDA function, for the entry of PS_BACKEND_CUDA; NULL in a build without CUDA. */
+#ifdef PS_CUDA
+#  define PS_CUDA_FN(op) ps__cuda_##op
+#else
+#  define PS_CUDA_FN(op) NULL
+#endif
 
 /* ---- how an op describes itself -----------------------------------------------------------------
  * ps_kernel.info of every op in this header. A reader asks the kernel and compares no kernels. */
@@ -190,8 +199,6 @@ typedef struct ps__args_embed {
   float scale; /* 0 stands for 1. Of dt's precision where transformers rounds it (Gemma) */
   int32_t pad; /* backward: tokens of this id add nothing; -1: no such id */
 } ps__args_embed;
-/* PS_EINVAL names @op, the field and its value (native/kernels/cpu/embedding.c). */
-ps_status ps__check_embed(const ps__args_embed *a, const char *op);
 static inline float ps__embed_scale(const ps__args_embed *a) {
   return a->scale == 0.0f ? 1.0f : a->scale;
 }
@@ -232,8 +239,6 @@ typedef struct ps__args_rmsnorm {
   float eps, weight_offset; /* weight_offset: what is added to w, in fp32 (Gemma: 1) */
   uint32_t has_residual;    /* forward */
 } ps__args_rmsnorm;
-/* PS_EINVAL names @op, the field and its value (native/kernels/cpu/rmsnorm.c). */
-ps_status ps__check_rmsnorm(const ps__args_rmsnorm *a, const char *op);
 /* rmsnorm_fwd          y = x * rstd * (w + weight_offset) (+ residual), rstd =
  *                      1/sqrt(mean(x^2)+eps).  ptr: R x[rows,cols], R w[cols], W y[rows,cols],
  *                      then R residual[rows,cols] if has_residual. */
@@ -257,9 +262,6 @@ typedef struct ps__args_gemm {
 /* ps__gemm_args() - C[m,n] = op(A) op(B), without gaps between rows. */
 ps__args_gemm ps__gemm_args(uint32_t m, uint32_t n, uint32_t k, bool trans_a, bool trans_b,
                             uint32_t dt);
-/* PS_EINVAL names the field and its value (native/kernels/gemm.c). */
-ps_status ps__check_gemm(const ps__args_gemm *a);
-ps_work ps__work_gemm(const void *args);
 /* gemm_rows            gemm of trans_a 0, trans_b 1, dt_a = dt_b, for generation. On the CPU a row
  *                      of C does not depend on the other rows, nor on their number. On CUDA it is
  *                      gemm.  ptr: as gemm. */
@@ -320,8 +322,6 @@ typedef struct ps__args_fp8_scale {
   uint32_t rows, cols, dt, dt_q;
   float headroom; /* a power of two; 0 stands for 1 */
 } ps__args_fp8_scale;
-/* PS_EINVAL names the field and its value (native/kernels/cpu/quantize.c). */
-ps_status ps__check_fp8_scale(const ps__args_fp8_scale *a);
 /* quantize             ptr: R x[rows,cols] dt, W scale f32[2] (R with given), then W q[rows,cols]
  *                      if forms has ROWS, then W qt[cols,rows] if it has COLS (both u8, of dt_q),
  *                      then RW flushed u64[] if count.
@@ -332,10 +332,6 @@ ps_status ps__check_fp8_scale(const ps__args_fp8_scale *a);
 typedef struct ps__args_quantize {
   uint32_t rows, cols, dt, dt_q, forms, given, count;
 } ps__args_quantize;
-/* PS_EINVAL names @op and what is no form, no dtype or no shape (native/kernels/cpu/quantize.c,
- * rmsnorm.c, glu.c). @forms: those of the args, or PS_FORM_COLS for glu_bwd_quantize. */
-ps_status ps__check_forms(uint32_t dt, uint32_t dt_q, uint32_t forms, const char *op);
-ps_status ps__check_quantize(const ps__args_quantize *a, const char *op);
 
 /* rmsnorm_quantize     y of rmsnorm_fwd (without a residual), rounded to norm.dt, quantized to
  *                      dt_q.
@@ -347,7 +343,6 @@ typedef struct ps__args_rmsnorm_quantize {
   ps__args_rmsnorm norm;
   uint32_t dt_q, forms, count;
 } ps__args_rmsnorm_quantize;
-ps_status ps__check_rmsnorm_quantize(const ps__args_rmsnorm_quantize *a, const char *op);
 /* glu_quantize         s of glu_fwd, rounded to glu.dt, quantized to dt_q.
  *                      ptr: R gu[T,2F], W scale f32[2], then W q[T,F] if forms has ROWS, then W
  *                      qt[F,T] if it has COLS, then RW flushed u64[] if count.
@@ -362,7 +357,6 @@ ps_status ps__check_rmsnorm_quantize(const ps__args_rmsnorm_quantize *a, const c
 typedef struct ps__args_glu_quantize {
   uint32_t n_tokens, ffn_dim, dt, activation, dt_q, forms, count; /* four as ps__args_glu */
 } ps__args_glu_quantize;
-ps_status ps__check_glu_quantize(const ps__args_glu_quantize *a, uint32_t forms, const char *op);
 
 /* gemm_fp8             C[M,N] = (C +) alpha sA sB A B^T (+ bias[N]) (+ residual[M,N]), added in
  *                      this order in fp32, with one rounding. A[M,K] and B[N,K] are quantized
@@ -385,8 +379,6 @@ typedef struct ps__args_gemm_fp8 {
   uint8_t role, accumulate, has_bias, has_residual, dt_a, dt_b, dt_c, fast;
   float alpha; /* 0 stands for 1 */
 } ps__args_gemm_fp8;
-/* PS_EINVAL names the field and its value (native/kernels/cpu/matmul.c). */
-ps_status ps__check_gemm_fp8(const ps__args_gemm_fp8 *a);
 /* The product of the same operands as gemm describes it, but for alpha. */
 ps__args_gemm ps__gemm_of_fp8(const ps__args_gemm_fp8 *a);
 
@@ -409,9 +401,6 @@ typedef struct ps__args_qkv {
   float norm_offset;             /* what is added to the norms' weights, in fp32 (Gemma: 1) */
   float inv_freq[PS_ROPE_PAIRS]; /* rotary_dim/2 of them, then zeros */
 } ps__args_qkv;
-/* The fields, on every backend: PS_EINVAL names @op, the field and its value
- * (native/kernels/cpu/qkv.c). */
-ps_status ps__check_qkv(const ps__args_qkv *a, const char *op);
 /* qkv_split_fwd        qkv[T,A+2K] -> q[T,A] and kv[T,2K] (row: K heads then V heads), q and k
  *                      after optional RMSNorm (one rounding after norm, then RoPE, one rounding)
  *                      and RoPE at pos[t].
@@ -441,9 +430,9 @@ typedef struct ps__args_attention {
   uint32_t window;      /* keys; 0: no window */
   float scale, softcap; /* scale 0: 1/sqrt(head_dim); softcap 0: none */
 } ps__args_attention;
-/* PS_EINVAL names @op, the field and its value (native/kernels/cpu/attention.c). */
-ps_status ps__check_attention(const ps__args_attention *a, const char *op);
-float ps__attention_scale(const ps__args_attention *a);
+static inline float ps__attention_scale(const ps__args_attention *a) {
+  return a->scale != 0.0f ? a->scale : (float)(1.0 / sqrt((double)a->head_dim));
+}
 /* What document_rows says: documents of n_tokens / n rows each that the rows of the chunk are in
  * (with n > 1, row0 is 0); 0: doc_start alone says it. */
 static inline uint32_t ps__attention_documents(const ps__args_attention *a) {
@@ -467,15 +456,12 @@ static inline uint32_t ps__attention_documents(const ps__args_attention *a) {
  *                      have the same place. row0, document_rows and accumulate_dkv say nothing.
  *                      ptr: R q[T,A], R kv[T,2K], R sequence i32[T], W o[T,A], W lse
  *                      f32[T,n_heads], R pos i32[T], RW cache[sequences,sequence_rows,2K]. */
-/* PS_EINVAL names the shape (native/kernels/cpu/attention_cached.c). */
-ps_status ps__check_attention_cached(const ps__args_attention *a);
+enum { PS_CACHED_GROUP = 64 }; /* most heads that share a kv head */
 
 /* activation: ps_activation. SwiGLU has silu, GeGLU gelu in torch's approximate="tanh" (Gemma). */
 typedef struct ps__args_glu {
   uint32_t n_tokens, ffn_dim, dt, activation;
 } ps__args_glu;
-/* PS_EINVAL names @op, the field and its value (native/kernels/cpu/glu.c). */
-ps_status ps__check_glu(const ps__args_glu *a, const char *op);
 /* glu_fwd              s = act(g)*u, gu[T,2F]: g = gu[:, :F], u = gu[:, F:].  ptr: R gu[T,2F],
  *                      W s[T,F]. */
 /* glu_bwd              ptr: RW ds[T,F], RW gu[T,2F]: gu is replaced by its gradient, and then ds
@@ -496,8 +482,6 @@ typedef struct ps__args_cross_entropy {
 static inline uint32_t ps__loss_columns(float z_loss, float label_smoothing) {
   return z_loss > 0 || label_smoothing > 0 ? 3 : 1;
 }
-/* PS_EINVAL names the field and its value (native/kernels/cpu/cross_entropy.c). */
-ps_status ps__check_cross_entropy(const ps__args_cross_entropy *a);
 /* cross_entropy        loss[r] = logsumexp(y[r]) - y[r,target]; y = z, or softcap * tanh(z /
  *                      softcap); z becomes dz = (softmax(y) - onehot)*inv_valid, with a cap times
  *                      1 - (y / softcap)^2. A z of -inf stays -inf. target -1: loss 0, dz 0.

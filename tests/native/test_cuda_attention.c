@@ -361,7 +361,7 @@ static void refusals(void) {
   CHECK_FAILS(ps__cuda_prepare_attention_fwd(&a, &gpu, &bytes), PS_EINVAL, "needs bf16");
   a.dt = PS_BF16;
   a.n_heads = 3;
-  CHECK_FAILS(ps__cuda_prepare_attention_fwd(&a, &gpu, &bytes), PS_EINVAL, "no valid shape");
+  CHECK_FAILS(ps__k_attention_fwd.info->prepare(&a, &gpu, &bytes), PS_EINVAL, "no valid shape");
   a = (ps__args_attention){77, 5, 4, 2, 64, PS_BF16, 0, 0, 0, 0, 0, 0};
   CHECK_FAILS(ps__cuda_attention_fwd(&(ps_launch){.args = &a, .exec = &gpu}), PS_EINVAL,
               "not prepared");

@@ -11,7 +11,6 @@
  * determinism  bitwise; a row is a function of its own operands and its sequence's cache alone
  * reference    tests/test_op_cases.py */
 #include "kernels/cpu/cpu.h"
-#include "kernels/cuda/scratch.h"
 #include "core/vec.h"
 #include <math.h>
 
@@ -31,7 +30,7 @@ static size_t padded(const ps__args_attention *a) { return ps__round_up(a->head_
 static uint32_t group_of(const ps__args_attention *a) { return a->n_heads / a->n_kv_heads; }
 
 /* q and o of a group's heads, a row of keys or values, the scores of a block */
-static size_t scratch_attention_cached(const void *args, const ps__scratch_target *target) {
+size_t ps__cpu_scratch_attention_cached(const void *args, const ps__scratch_target *target) {
   const ps__args_attention *a = args;
   if (!a->n_kv_heads)
     return 0; /* the launch refuses it */
@@ -112,8 +111,6 @@ static void cached_block(const cached_job *j, int32_t sequence, int64_t first, s
   }
 }
 
-enum { CACHED_GROUP = 64 }; /* most heads that share a kv head */
-
 static void cached_task(void *arg, int64_t task, uint32_t worker) {
   const cached_job *j = arg;
   const ps__args_attention *a = &j->a;
@@ -122,7 +119,7 @@ static void cached_task(void *arg, int64_t task, uint32_t worker) {
   const int64_t pos = j->pos[i], end = pos + 1,
                 from = a->window && end > a->window ? end - a->window : 0;
   float *q = ps__scratch(j->exec, worker), *o = q + g * hp, *row = o + g * hp, *s = row + hp;
-  float top[CACHED_GROUP], sum[CACHED_GROUP];
+  float top[PS_CACHED_GROUP], sum[PS_CACHED_GROUP];
   memset(q, 0, (2 * g + 1) * hp * sizeof *q); /* columns past head_dim stay 0 */
   for (uint32_t h = 0; h < g; h++) {
     top[h] = -3.0e38f, sum[h] = 0.0f;
@@ -140,21 +137,8 @@ static void cached_task(void *arg, int64_t task, uint32_t worker) {
   }
 }
 
-ps_status ps__check_attention_cached(const ps__args_attention *a) {
-  PS_TRY(ps__check_attention(a, "attention_cached"));
-  if (!a->n_tokens || !a->head_dim || !a->n_kv_heads || !a->n_heads || a->n_heads % a->n_kv_heads ||
-      a->n_heads / a->n_kv_heads > CACHED_GROUP || !a->sequence_rows ||
-      a->sequence_rows > INT32_MAX || a->dt >= PS_N_DTYPES)
-    return ps__fail(PS_EINVAL,
-                    "attention_cached: %u rows, %u heads, %u kv heads, head_dim %u, dtype %u, %u "
-                    "rows of cache is no valid shape",
-                    a->n_tokens, a->n_heads, a->n_kv_heads, a->head_dim, a->dt, a->sequence_rows);
-  return PS_OK;
-}
-
-static ps_status attention_cached(const ps_launch *l) {
+ps_status ps__cpu_attention_cached(const ps_launch *l) {
   const ps__args_attention *a = l->args;
-  PS_TRY(ps__check_attention_cached(a));
   cached_job j = {.a = *a,
                   .exec = l->exec,
                   .q = l->ptr[0],
@@ -175,28 +159,3 @@ static ps_status attention_cached(const ps_launch *l) {
   ps__pool_run(j.exec->pool, (int64_t)a->n_tokens * a->n_kv_heads, cached_task, &j);
   return PS_OK;
 }
-
-static void bind_attention_cached(void *args, const ps__chunk_shape *chunk) {
-  ((ps__args_attention *)args)->n_tokens = chunk->n_tokens;
-}
-/* A row sees half of the cache, on average over a sequence. */
-static ps_work work_attention_cached(const void *args) {
-  const ps__args_attention *a = args;
-  const double keys =
-                   a->window && a->window < a->sequence_rows ? a->window : a->sequence_rows / 2.0,
-               pairs = a->n_tokens * keys, flops = 4.0 * pairs * a->n_heads * a->head_dim;
-  return (ps_work){.flops = flops,
-                   .bytes = 2.0 * pairs * a->n_kv_heads * a->head_dim * (double)ps__dt_bytes(a->dt),
-                   .model_flops = flops};
-}
-
-const ps_kernel ps__k_attention_cached = {
-    .name = "attention_cached",
-    .op_class = PS_CLASS_ATTENTION,
-    .fn = {attention_cached, PS_CUDA_FN(attention_cached)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
-                                 .work = work_attention_cached,
-                                 .bind = bind_attention_cached,
-                                 .scratch = {scratch_attention_cached, ps_scratch_attention_cached},
-                                 .caches = true},
-};

@@ -9,13 +9,13 @@
 #include "core/dtype.h"
 #include "kernels/ops.h"
 
-/* A CUDA function of an op, for the entry of PS_BACKEND_CUDA; NULL in a build without CUDA. */
-#ifdef PS_CUDA
-#  include "kernels/cuda/cuda_ops.h"
-#  define PS_CUDA_FN(op) ps__cuda_##op
-#else
-#  define PS_CUDA_FN(op) NULL
-#endif
+/* The CPU functions of the op table, and the scratch of those that take any
+ * (ps__op_info.scratch). */
+#define PS__DECLARE_CPU(op)                                                                        \
+  ps_status ps__cpu_##op(const ps_launch *l);                                                      \
+  size_t ps__cpu_scratch_##op(const void *args, const ps__scratch_target *target);
+PS__OPS(PS__DECLARE_CPU)
+#undef PS__DECLARE_CPU
 
 static inline size_t ps__round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 static inline size_t ps__dt_bytes(uint32_t dt) { return ps__dtypes[dt].bytes; }

@@ -160,22 +160,6 @@ static void ce_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
   ce_run(arg, first, end);
 }
 
-ps_status ps__check_cross_entropy(const ps__args_cross_entropy *a) {
-  if (!(a->softcap >= 0.0f && a->softcap < INFINITY))
-    return ps__fail(PS_EINVAL,
-                    "cross_entropy: softcap is %g: it must be positive and finite, or 0 for none",
-                    (double)a->softcap);
-  if (!(a->z_loss >= 0.0f && a->z_loss < INFINITY))
-    return ps__fail(PS_EINVAL, "cross_entropy: z_loss is %g: it must be finite and 0 or more",
-                    (double)a->z_loss);
-  if (!(a->label_smoothing >= 0.0f && a->label_smoothing <= 1.0f))
-    return ps__fail(PS_EINVAL, "cross_entropy: label_smoothing is %g: it must be from 0 to 1",
-                    (double)a->label_smoothing);
-  if (a->dt >= PS_N_DTYPES)
-    return ps__fail(PS_EINVAL, "cross_entropy: dt is %u: neither fp32 nor bf16", a->dt);
-  return PS_OK;
-}
-
 /* cross_entropy
  * math    y = z, or softcap * tanh(z / softcap); loss[r] = log(sum_v exp(y[r,v] - max)) + max -
  *         y[r,t];
@@ -189,10 +173,9 @@ ps_status ps__check_cross_entropy(const ps__args_cross_entropy *a) {
  * determinism  bitwise: one thread has a row; sums in 64 lanes and a fixed tree
  * errors  PS_EFORMAT: a target that is neither -1 nor an id, with its row. Nothing is written
  *         then. */
-static ps_status cross_entropy(const ps_launch *l) {
+ps_status ps__cpu_cross_entropy(const ps_launch *l) {
   const ps__args_cross_entropy *a = l->args;
   const int32_t *target = l->ptr[1];
-  PS_TRY(ps__check_cross_entropy(a));
   for (uint32_t r = 0; r < a->rows; r++)
     if (target[r] < -1 || target[r] >= (int64_t)a->vocab)
       return ps__fail(PS_EFORMAT,
@@ -211,20 +194,3 @@ static ps_status cross_entropy(const ps_launch *l) {
   ps__cpu_rows(l->exec, a->rows, ps__block_rows(a->vocab), ce_task, &job);
   return PS_OK;
 }
-
-static void bind_cross_entropy(void *args, const ps__chunk_shape *chunk) {
-  ((ps__args_cross_entropy *)args)->rows = chunk->n_tokens;
-}
-static ps_work work_cross_entropy(const void *args) {
-  const ps__args_cross_entropy *a = args;
-  return ps__bytes_work(3.0 * a->rows * a->vocab * (double)ps__dt_bytes(a->dt));
-}
-
-const ps_kernel ps__k_cross_entropy = {
-    .name = "cross_entropy",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {cross_entropy, PS_CUDA_FN(cross_entropy)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
-                                 .work = work_cross_entropy,
-                                 .bind = bind_cross_entropy},
-};

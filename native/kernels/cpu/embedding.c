@@ -1,7 +1,6 @@
 /* embedding.c - rows of the table by token, and their gradient. */
 #include "kernels/cpu/total.h"
 #include <math.h>
-#include "kernels/cuda/scratch.h"
 
 typedef struct emb_job {
   const ps__args_embed *a;
@@ -23,18 +22,6 @@ static ps_status emb_check(const ps__args_embed *a, const int32_t *id) {
                       "id %d of token %u is not in the vocabulary of %u: tokenize the data with "
                       "the model's own tokenizer",
                       (int)id[t], t, a->vocab);
-  return PS_OK;
-}
-
-ps_status ps__check_embed(const ps__args_embed *a, const char *op) {
-  if (!(a->scale >= 0.0f && a->scale < INFINITY))
-    return ps__fail(PS_EINVAL, "%s: scale is %g: it must be positive and finite, or 0 for none", op,
-                    (double)a->scale);
-  if (a->dt >= PS_N_DTYPES)
-    return ps__fail(PS_EINVAL, "%s: dt is %u: neither fp32 nor bf16", op, a->dt);
-  if (a->pad < -1 || a->pad >= (int64_t)a->vocab)
-    return ps__fail(PS_EINVAL, "%s: pad is %d: it must be below vocab, %u, or -1 for none", op,
-                    (int)a->pad, a->vocab);
   return PS_OK;
 }
 
@@ -67,9 +54,8 @@ static void emb_fwd_task(void *arg, int64_t first, int64_t end, uint32_t worker)
  * shapes  id i32 [T], table [V,D], out [T,D] of dt
  * bytes   2*T*D*sizeof(dt).   errors  PS_EFORMAT: an id out of range, with its token; nothing is
  *         written then */
-static ps_status embed_fwd(const ps_launch *l) {
+ps_status ps__cpu_embed_fwd(const ps_launch *l) {
   const ps__args_embed *a = l->args;
-  PS_TRY(ps__check_embed(a, "embed_fwd"));
   PS_TRY(emb_check(a, l->ptr[0]));
   emb_job job = {.a = a, .id = l->ptr[0], .in = l->ptr[1], .out = l->ptr[2]};
   ps__cpu_rows(l->exec, a->n_tokens, ps__block_rows(a->dim), emb_fwd_task, &job);
@@ -232,7 +218,7 @@ static void emb_bwd_task(void *arg, int64_t task, uint32_t worker) {
   }
 }
 
-static size_t scratch_embed_bwd(const void *args, const ps__scratch_target *target) {
+size_t ps__cpu_scratch_embed_bwd(const void *args, const ps__scratch_target *target) {
   const ps__args_embed *a = args;
   return ps__round_up((2 * (size_t)a->n_tokens + 2048) * sizeof(uint32_t), 64);
 }
@@ -240,7 +226,6 @@ static size_t scratch_embed_bwd(const void *args, const ps__scratch_target *targ
 static ps_status emb_add(const ps_launch *l, const ps__args_embed *a,
                          const ps__args_embed_host *host) {
   const ps__cpu_exec *exec = l->exec;
-  PS_TRY(ps__check_embed(a, host ? "embed_bwd_host" : "embed_bwd"));
   PS_TRY(emb_check(a, l->ptr[0]));
   emb_job job = {.a = a,
                  .host = host,
@@ -264,7 +249,7 @@ static ps_status emb_add(const ps_launch *l, const ps__args_embed *a,
  *         token are not touched
  * determinism  bitwise: tokens are sorted (stable) and one thread sums each element
  * errors  PS_EFORMAT: an id out of range, with its token. Nothing is written then. */
-static ps_status embed_bwd(const ps_launch *l) { return emb_add(l, l->args, NULL); }
+ps_status ps__cpu_embed_bwd(const ps_launch *l) { return emb_add(l, l->args, NULL); }
 
 /* embed_bwd_host
  * math    each row with a token, but for that of pad:
@@ -278,59 +263,7 @@ static ps_status embed_bwd(const ps_launch *l) { return emb_add(l, l->args, NULL
  * determinism  bitwise: as embed_bwd
  * reference    embed_bwd and accumulate, the same bits (tests/test_ops_layers.py)
  * errors  PS_EFORMAT: an id out of range, with its token. Nothing is written then. */
-static ps_status embed_bwd_host(const ps_launch *l) {
+ps_status ps__cpu_embed_bwd_host(const ps_launch *l) {
   const ps__args_embed_host *host = l->args;
   return emb_add(l, &host->rows, host);
 }
-
-static double row_bytes(const ps__args_embed *a) {
-  return (double)a->n_tokens * a->dim * (double)ps__dt_bytes(a->dt);
-}
-static double table_bytes(const ps__args_embed *a) {
-  return (double)a->vocab * a->dim * (double)ps__dt_bytes(a->dt);
-}
-static void bind_embed(void *args, const ps__chunk_shape *chunk) {
-  ps__args_embed *a = args;
-  a->n_tokens = chunk->n_tokens;
-  a->accumulate = !chunk->first_grad;
-}
-static ps_work work_embed_fwd(const void *args) { return ps__bytes_work(2.0 * row_bytes(args)); }
-static ps_work work_embed_bwd(const void *args) {
-  const ps__args_embed *a = args;
-  return ps__bytes_work(3.0 * row_bytes(a) + (a->accumulate ? 0 : table_bytes(a)));
-}
-/* Where every row is written or its low bytes are made, rows without a token count too. */
-static ps_work work_embed_bwd_host(const void *args) {
-  const ps__args_embed_host *a = args;
-  const ps__args_embed *r = &a->rows;
-  const bool low = a->mode & (PS_LOW_READ | PS_LOW_WRITE);
-  const double once = !r->accumulate            ? table_bytes(r)
-                      : a->mode == PS_LOW_WRITE ? (double)r->vocab * r->dim
-                                                : 0;
-  return ps__bytes_work(3.0 * row_bytes(r) + (low ? 2.0 * r->n_tokens * r->dim : 0) + once);
-}
-
-const ps_kernel ps__k_embed_fwd = {
-    .name = "embed_fwd",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {embed_fwd, PS_CUDA_FN(embed_fwd)},
-    .info =
-        &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_embed_fwd, .bind = bind_embed},
-};
-const ps_kernel ps__k_embed_bwd = {
-    .name = "embed_bwd",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {embed_bwd, PS_CUDA_FN(embed_bwd)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
-                                 .work = work_embed_bwd,
-                                 .bind = bind_embed,
-                                 .scratch = {scratch_embed_bwd, ps_scratch_embed_bwd}},
-};
-const ps_kernel ps__k_embed_bwd_host = {
-    .name = "embed_bwd_host",
-    .op_class = PS_CLASS_OPTIMIZER,
-    .fn = {embed_bwd_host, NULL},
-    .info = &(const ps__op_info){.rate = PS__RATE_ACCUMULATE,
-                                 .work = work_embed_bwd_host,
-                                 .scratch = {scratch_embed_bwd, NULL}},
-};

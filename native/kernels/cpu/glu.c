@@ -80,15 +80,6 @@ static void glu_bwd_task(void *arg, int64_t first, int64_t end, uint32_t worker)
   glu_bwd_run(arg, first, end);
 }
 
-ps_status ps__check_glu(const ps__args_glu *a, const char *op) {
-  if (a->activation > PS_ACTIVATION_GELU_TANH)
-    return ps__fail(PS_EINVAL, "%s: activation is %u: neither silu nor gelu_tanh", op,
-                    a->activation);
-  if (a->dt >= PS_N_DTYPES)
-    return ps__fail(PS_EINVAL, "%s: dt is %u: neither fp32 nor bf16", op, a->dt);
-  return PS_OK;
-}
-
 static glu_job job_of(const ps_launch *l, void *gu, void *s) {
   const ps__args_glu *a = l->args;
   return (glu_job){.ffn = a->ffn_dim, .dt = a->dt, .activation = a->activation, .gu = gu, .s = s};
@@ -101,9 +92,8 @@ static glu_job job_of(const ps_launch *l, void *gu, void *s) {
  * shapes  gu [T,2F], s [T,F] of dt, no aliasing
  * bytes   3*T*F*sizeof(dt).   determinism  bitwise: elementwise
  * reference    tests/test_ops_layers.py: torch's silu and gelu(approximate="tanh") in fp64 */
-static ps_status glu_fwd(const ps_launch *l) {
+ps_status ps__cpu_glu_fwd(const ps_launch *l) {
   const ps__args_glu *a = l->args;
-  PS_TRY(ps__check_glu(a, "glu_fwd"));
   glu_job job = job_of(l, l->ptr[0], l->ptr[1]);
   ps__cpu_rows(l->exec, a->n_tokens, ps__block_rows(2 * (size_t)a->ffn_dim), glu_fwd_task, &job);
   return PS_OK;
@@ -114,9 +104,8 @@ static ps_status glu_fwd(const ps_launch *l) {
  *         to the bits of glu_fwd's, over ds
  * shapes  ds [T,F], gu [T,2F] of dt
  * bytes   6*T*F*sizeof(dt).   determinism  bitwise: elementwise.   reference  as the forward's */
-static ps_status glu_bwd(const ps_launch *l) {
+ps_status ps__cpu_glu_bwd(const ps_launch *l) {
   const ps__args_glu *a = l->args;
-  PS_TRY(ps__check_glu(a, "glu_bwd"));
   glu_job job = job_of(l, l->ptr[1], l->ptr[0]);
   ps__cpu_rows(l->exec, a->n_tokens, ps__block_rows(2 * (size_t)a->ffn_dim), glu_bwd_task, &job);
   return PS_OK;
@@ -172,20 +161,13 @@ static void glu_quantize_run(glu_quantize_job *job) {
   ps__cpu_rows(job->exec, job->a->n_tokens, PS__QUANTIZE_ROWS, glu_put_task, job);
 }
 
-ps_status ps__check_glu_quantize(const ps__args_glu_quantize *a, uint32_t forms, const char *op) {
-  const ps__args_glu glu = {a->n_tokens, a->ffn_dim, a->dt, a->activation};
-  PS_TRY(ps__check_glu(&glu, op));
-  return ps__check_forms(a->dt, a->dt_q, forms, op);
-}
-
 /* glu_quantize
  * math    q, qt = quantize(glu_fwd(gu)), to their bits
  * shapes  gu [T,2F], q [T,F], qt [F,T]; no aliasing
  * bytes   4*T*F*sizeof(dt) + T*F a form; scratch: 16 rows a worker
  * determinism  as glu_fwd's */
-static ps_status glu_quantize(const ps_launch *l) {
+ps_status ps__cpu_glu_quantize(const ps_launch *l) {
   const ps__args_glu_quantize *a = l->args;
-  PS_TRY(ps__check_glu_quantize(a, a->forms, "glu_quantize"));
   uint32_t next = 1;
   glu_quantize_job job = {.a = a, .exec = l->exec, .gu = l->ptr[0]};
   job.s = ps__quantizer_of(l, &next, a->n_tokens, a->ffn_dim, a->dt, a->dt_q, a->forms);
@@ -198,9 +180,8 @@ static ps_status glu_quantize(const ps_launch *l) {
  * math    dgu, dgut = quantize(what glu_bwd leaves in gu); st = quantize(what it leaves in ds)
  * shapes  ds [T,F], gu and dgu [T,2F], dgut [2F,T], st [F,T]; no aliasing
  * bytes   6*T*F*sizeof(dt) + 5*T*F; scratch: 16 rows a worker.   determinism  as glu_bwd's */
-static ps_status glu_bwd_quantize(const ps_launch *l) {
+ps_status ps__cpu_glu_bwd_quantize(const ps_launch *l) {
   const ps__args_glu_quantize *a = l->args;
-  PS_TRY(ps__check_glu_quantize(a, PS_FORM_COLS, "glu_bwd_quantize"));
   uint32_t next = 2;
   glu_quantize_job job = {.a = a, .exec = l->exec, .ds = l->ptr[0], .gu = l->ptr[1]};
   job.grad = ps__quantizer_of(l, &next, a->n_tokens, 2 * a->ffn_dim, a->dt, a->dt_q,
@@ -212,69 +193,10 @@ static ps_status glu_bwd_quantize(const ps_launch *l) {
   return PS_OK;
 }
 
-static size_t scratch_glu_quantize(const void *args, const ps__scratch_target *target) {
+size_t ps__cpu_scratch_glu_quantize(const void *args, const ps__scratch_target *target) {
   const ps__args_glu_quantize *a = args;
   return ps__round_up(PS__QUANTIZE_ROWS * (size_t)a->ffn_dim * ps__dt_bytes(a->dt), 64);
 }
-static size_t scratch_glu_bwd_quantize(const void *args, const ps__scratch_target *target) {
-  return 3 * scratch_glu_quantize(args, target);
+size_t ps__cpu_scratch_glu_bwd_quantize(const void *args, const ps__scratch_target *target) {
+  return 3 * ps__cpu_scratch_glu_quantize(args, target);
 }
-static void bind_glu_quantize(void *args, const ps__chunk_shape *chunk) {
-  ((ps__args_glu_quantize *)args)->n_tokens = chunk->n_tokens;
-}
-static double glu_quantize_bytes(const ps__args_glu_quantize *a, double read, double written) {
-  return (double)a->n_tokens * a->ffn_dim * (2.0 * read * (double)ps__dt_bytes(a->dt) + written);
-}
-static ps_work work_glu_quantize(const void *args) {
-  const ps__args_glu_quantize *a = args;
-  return ps__bytes_work(glu_quantize_bytes(a, 2, ps__n_forms(a->forms)));
-}
-static ps_work work_glu_bwd_quantize(const void *args) {
-  const ps__args_glu_quantize *a = args;
-  return ps__bytes_work(glu_quantize_bytes(a, 3, 5));
-}
-
-const ps_kernel ps__k_glu_quantize = {
-    .name = "glu_quantize",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {glu_quantize, PS_CUDA_FN(glu_quantize)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
-                                 .work = work_glu_quantize,
-                                 .bind = bind_glu_quantize,
-                                 .scratch = {scratch_glu_quantize, NULL}},
-};
-const ps_kernel ps__k_glu_bwd_quantize = {
-    .name = "glu_bwd_quantize",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {glu_bwd_quantize, PS_CUDA_FN(glu_bwd_quantize)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
-                                 .work = work_glu_bwd_quantize,
-                                 .bind = bind_glu_quantize,
-                                 .scratch = {scratch_glu_bwd_quantize, NULL}},
-};
-
-/* ---- descriptions ---------------------------------------------------------------------------- */
-
-static void bind_glu(void *args, const ps__chunk_shape *chunk) {
-  ((ps__args_glu *)args)->n_tokens = chunk->n_tokens;
-}
-static ps_work work_glu_fwd(const void *args) {
-  const ps__args_glu *a = args;
-  return ps__bytes_work(3.0 * a->n_tokens * a->ffn_dim * (double)ps__dt_bytes(a->dt));
-}
-static ps_work work_glu_bwd(const void *args) {
-  return ps__bytes_work(2.0 * work_glu_fwd(args).bytes);
-}
-
-const ps_kernel ps__k_glu_fwd = {
-    .name = "glu_fwd",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {glu_fwd, PS_CUDA_FN(glu_fwd)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_glu_fwd, .bind = bind_glu},
-};
-const ps_kernel ps__k_glu_bwd = {
-    .name = "glu_bwd",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {glu_bwd, PS_CUDA_FN(glu_bwd)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_glu_bwd, .bind = bind_glu},
-};

@@ -189,7 +189,7 @@ static tiling tile_product(const ps__args_gemm *a) {
   return t;
 }
 
-static size_t scratch_gemm(const void *args, const ps__scratch_target *target) {
+size_t ps__cpu_scratch_gemm(const void *args, const ps__scratch_target *target) {
   const ps__args_gemm *a = args;
   if (!a->m || !a->n || !a->k)
     return 0; /* the launch refuses it */
@@ -314,64 +314,14 @@ static ps_status multiply(const ps__cpu_exec *exec, const ps__args_gemm *a, floa
  * determinism  bitwise: tiles and blocks of K follow from the shape, and each tile is one
  *              single-threaded OpenBLAS product. Other OpenBLAS builds or other CPUs may round
  *              differently: OpenBLAS picks its kernel when it is loaded. */
-static ps_status gemm(const ps_launch *l) {
+ps_status ps__cpu_gemm(const ps_launch *l) {
   const ps__args_gemm *a = l->args;
-  PS_TRY(ps__check_gemm(a));
   return multiply(l->exec, a, ps__gemm_alpha(a), l->ptr[0], l->ptr[1], l->ptr + 2);
 }
 
-/* The rows of a weight gradient's operands are summed over. */
-static void bind_gemm(void *args, const ps__chunk_shape *chunk) {
-  ps__args_gemm *g = args;
-  *(g->trans_a ? &g->k : &g->m) = chunk->n_tokens;
-  if (g->trans_a)
-    g->accumulate = !chunk->first_grad;
-}
-
-const ps_kernel ps__k_gemm = {
-    .name = "gemm",
-    .op_class = PS_CLASS_GEMM,
-    .fn = {gemm, PS_CUDA_FN(gemm)},
-    .info = &(const ps__op_info){.rate = PS__RATE_GEMM,
-                                 .in_generation = &ps__k_gemm_rows,
-                                 .work = ps__work_gemm,
-                                 .bind = bind_gemm,
-                                 .scratch = {scratch_gemm, NULL},
-                                 .blas = true,
-                                 .tuned = PS_CUDA_FN(gemm_tuned),
-                                 .tune = PS_CUDA_FN(tune_gemm)},
-};
-
-/* ---- FP8 ------------------------------------------------------------------------------------- */
-
-ps_status ps__check_gemm_fp8(const ps__args_gemm_fp8 *a) {
-  if (!(a->alpha > -INFINITY && a->alpha < INFINITY))
-    return ps__fail(PS_EINVAL, "gemm_fp8: alpha is %g: it must be finite", (double)a->alpha);
-  if (a->role > PS_GEMM_WGRAD)
-    return ps__fail(PS_EINVAL, "gemm_fp8: role is %u: 0 (forward), 1 (dX) or 2 (dW)", a->role);
-  if ((a->dt_a != PS__E4M3 && a->dt_a != PS__E5M2) || a->dt_b != PS__E4M3 || a->dt_c >= PS_N_DTYPES)
-    return ps__fail(PS_EINVAL,
-                    "gemm_fp8: dtypes %u x %u -> %u are no product: e4m3 or e5m2 x e4m3 -> bf16 or "
-                    "fp32 is",
-                    a->dt_a, a->dt_b, a->dt_c);
-  if (a->accumulate && a->has_residual)
-    return ps__fail(PS_EINVAL, "gemm_fp8: accumulate and a residual at once: one addend a product");
-  return PS_OK;
-}
-
-ps__args_gemm ps__gemm_of_fp8(const ps__args_gemm_fp8 *a) {
-  ps__args_gemm g = ps__gemm_args(a->m, a->n, a->k, false, true, a->dt_a);
-  g.accumulate = a->accumulate;
-  g.has_bias = a->has_bias;
-  g.has_residual = a->has_residual;
-  g.dt_b = a->dt_b;
-  g.dt_c = a->dt_c;
-  return g;
-}
-
-static size_t scratch_gemm_fp8(const void *args, const ps__scratch_target *target) {
+size_t ps__cpu_scratch_gemm_fp8(const void *args, const ps__scratch_target *target) {
   const ps__args_gemm g = ps__gemm_of_fp8(args);
-  return scratch_gemm(&g, target);
+  return ps__cpu_scratch_gemm(&g, target);
 }
 
 /* gemm_fp8
@@ -380,39 +330,10 @@ static size_t scratch_gemm_fp8(const void *args, const ps__scratch_target *targe
  * shapes  A [M,K] u8, B [N,K] u8, C and residual [M,N] and bias [N] of dt_c, no gaps, no aliasing
  * bytes   A + B + C*dt_c.   determinism  as gemm's
  * reference  tests/test_fp8.py: the same product in fp64 */
-static ps_status gemm_fp8(const ps_launch *l) {
+ps_status ps__cpu_gemm_fp8(const ps_launch *l) {
   const ps__args_gemm_fp8 *a = l->args;
-  PS_TRY(ps__check_gemm_fp8(a));
   const ps__args_gemm g = ps__gemm_of_fp8(a);
   const float *scale_a = l->ptr[1], *scale_b = l->ptr[3];
   return multiply(l->exec, &g, (a->alpha == 0.0f ? 1.0f : a->alpha) * scale_a[0] * scale_b[0],
                   l->ptr[0], l->ptr[2], l->ptr + 4);
 }
-
-static void bind_gemm_fp8(void *args, const ps__chunk_shape *chunk) {
-  ps__args_gemm_fp8 *g = args;
-  const bool sums_rows = g->role == PS_GEMM_WGRAD;
-  *(sums_rows ? &g->k : &g->m) = chunk->n_tokens;
-  if (sums_rows)
-    g->accumulate = !chunk->first_grad;
-}
-static ps_work work_gemm_fp8(const void *args) {
-  const ps__args_gemm_fp8 *a = args;
-  const double flops = 2.0 * a->m * a->n * a->k;
-  const double bytes =
-      (double)a->m * a->k + (double)a->n * a->k + (double)ps__dt_bytes(a->dt_c) * a->m * a->n;
-  return (ps_work){.flops = flops, .bytes = bytes, .model_flops = flops};
-}
-
-const ps_kernel ps__k_gemm_fp8 = {
-    .name = "gemm_fp8",
-    .op_class = PS_CLASS_GEMM,
-    .fn = {gemm_fp8, PS_CUDA_FN(gemm_fp8)},
-    .info = &(const ps__op_info){.rate = PS__RATE_GEMM_FP8,
-                                 .work = work_gemm_fp8,
-                                 .bind = bind_gemm_fp8,
-                                 .scratch = {scratch_gemm_fp8, NULL},
-                                 .blas = true,
-                                 .tuned = PS_CUDA_FN(gemm_fp8_tuned),
-                                 .tune = PS_CUDA_FN(tune_gemm_fp8)},
-};

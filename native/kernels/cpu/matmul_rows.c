@@ -102,9 +102,8 @@ static void rows_task(void *arg, int64_t task, uint32_t worker) {
  *         and of C, alone
  * bytes   B once while m <= 4, else once for each 4 rows from the cache: a task's 16 rows of B
  * determinism  bitwise, and for any m.   reference  gemm's */
-static ps_status gemm_rows(const ps_launch *l) {
+ps_status ps__cpu_gemm_rows(const ps_launch *l) {
   const ps__args_gemm *a = l->args;
-  PS_TRY(ps__check_gemm(a));
   if (!a->m || !a->n || !a->k || a->lda < a->k || a->ldb < a->k || a->ldc < a->n || a->trans_a ||
       !a->trans_b || a->dt_a != a->dt_b)
     return ps__fail(PS_EINVAL,
@@ -121,18 +120,3 @@ static ps_status gemm_rows(const ps_launch *l) {
                &p);
   return PS_OK;
 }
-
-static void bind_gemm_rows(void *args, const ps__chunk_shape *chunk) {
-  ((ps__args_gemm *)args)->m = chunk->n_tokens;
-}
-
-const ps_kernel ps__k_gemm_rows = {
-    .name = "gemm_rows",
-    .op_class = PS_CLASS_GEMM,
-    .fn = {gemm_rows, PS_CUDA_FN(gemm)},
-    .info = &(const ps__op_info){.rate = PS__RATE_GEMM,
-                                 .work = ps__work_gemm,
-                                 .bind = bind_gemm_rows,
-                                 .tuned = PS_CUDA_FN(gemm_tuned),
-                                 .tune = PS_CUDA_FN(tune_gemm)},
-};

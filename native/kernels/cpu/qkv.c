@@ -17,7 +17,6 @@
  *              added in order.
  * reference    tests/test_qkv.py: PyTorch in fp64, transformers' LlamaRotaryEmbedding */
 #include "kernels/cpu/cpu.h"
-#include "kernels/cuda/scratch.h"
 #include "core/vec.h"
 #include <math.h>
 
@@ -51,11 +50,11 @@ static size_t scratch_floats(const ps__args_qkv *a) {
   return 2 * ROPE_ROWS * half_padded(a) + 4 * at_once(a);
 }
 
-static size_t scratch_qkv_split_fwd(const void *args, const ps__scratch_target *target) {
+size_t ps__cpu_scratch_qkv_split_fwd(const void *args, const ps__scratch_target *target) {
   return ps__round_up(scratch_floats(args) * sizeof(float), 64);
 }
 
-static size_t scratch_qkv_split_bwd(const void *args, const ps__scratch_target *target) {
+size_t ps__cpu_scratch_qkv_split_bwd(const void *args, const ps__scratch_target *target) {
   const ps__args_qkv *a = args;
   const size_t weights = (size_t)ps__q_norm_elements(a) + ps__k_norm_elements(a),
                partial = a->qk_norm ? (size_t)ps__n_row_tiles(a->n_tokens) * weights : 0;
@@ -253,33 +252,8 @@ static void bwd_rows(void *arg, int64_t first, int64_t end, uint32_t worker) {
   }
 }
 
-ps_status ps__check_qkv(const ps__args_qkv *a, const char *op) {
-  if (!a->n_heads || !a->n_kv_heads)
-    return ps__fail(PS_EINVAL, "%s: n_heads is %u, n_kv_heads %u: at least 1 each", op, a->n_heads,
-                    a->n_kv_heads);
-  if (!a->head_dim || a->head_dim % 2)
-    return ps__fail(PS_EINVAL, "%s: head_dim is %u: it must be even and positive", op, a->head_dim);
-  if (a->rotary_dim % 2 || a->rotary_dim > a->head_dim || a->rotary_dim > 2 * PS_ROPE_PAIRS)
-    return ps__fail(PS_EINVAL, "%s: rotary_dim is %u: it must be even and at most %u", op,
-                    a->rotary_dim,
-                    a->head_dim < 2 * PS_ROPE_PAIRS ? a->head_dim : 2 * PS_ROPE_PAIRS);
-  if (a->rotary_dim && !(a->attention_factor > 0.0f && a->attention_factor < INFINITY))
-    return ps__fail(PS_EINVAL, "%s: attention_factor is %g: it must be positive and finite", op,
-                    (double)a->attention_factor);
-  if (a->qk_norm > PS_QK_NORM_ROW)
-    return ps__fail(PS_EINVAL, "%s: qk_norm is %u: at most %d", op, a->qk_norm, PS_QK_NORM_ROW);
-  if (!(a->norm_offset > -INFINITY && a->norm_offset < INFINITY))
-    return ps__fail(PS_EINVAL, "%s: norm_offset is %g: it must be finite", op,
-                    (double)a->norm_offset);
-  if (a->dt >= PS_N_DTYPES)
-    return ps__fail(PS_EINVAL, "%s: dt is %u: neither fp32 nor bf16", op, a->dt);
-  return PS_OK;
-}
-
-static ps_status start(qkv_job *j, const ps_launch *l, const char *name, const void *wq,
-                       const void *wk) {
+static void start(qkv_job *j, const ps_launch *l, const void *wq, const void *wk) {
   const ps__args_qkv *a = l->args;
-  PS_TRY(ps__check_qkv(a, name));
   j->a = *a;
   j->exec = l->exec;
   qkv_scratch s = scratch_of(j, 0);
@@ -291,25 +265,22 @@ static ps_status start(qkv_job *j, const ps_launch *l, const char *name, const v
     for (size_t i = 0; i < w_q + w_k && a->norm_offset != 0.0f; i++)
       j->w[i] += a->norm_offset;
   }
-  return PS_OK;
 }
 
-static ps_status qkv_split_fwd(const ps_launch *l) {
+ps_status ps__cpu_qkv_split_fwd(const ps_launch *l) {
   const ps__args_qkv *a = l->args;
   qkv_job j = {.qkv = l->ptr[0], .pos = l->ptr[1], .q = l->ptr[2], .kv = l->ptr[3]};
-  PS_TRY(
-      start(&j, l, "qkv_split_fwd", a->qk_norm ? l->ptr[4] : NULL, a->qk_norm ? l->ptr[5] : NULL));
+  start(&j, l, a->qk_norm ? l->ptr[4] : NULL, a->qk_norm ? l->ptr[5] : NULL);
   ps__cpu_rows(j.exec, a->n_tokens, ROPE_ROWS, fwd_rows, &j);
   return PS_OK;
 }
 
-static ps_status qkv_split_bwd(const ps_launch *l) {
+ps_status ps__cpu_qkv_split_bwd(const ps_launch *l) {
   const ps__args_qkv *a = l->args;
   qkv_job j = {.dq = l->ptr[0], .dkv = l->ptr[1], .pos = l->ptr[2], .dqkv = l->ptr[3]};
   if (a->qk_norm)
     j.qkv = l->ptr[4];
-  PS_TRY(
-      start(&j, l, "qkv_split_bwd", a->qk_norm ? l->ptr[5] : NULL, a->qk_norm ? l->ptr[6] : NULL));
+  start(&j, l, a->qk_norm ? l->ptr[5] : NULL, a->qk_norm ? l->ptr[6] : NULL);
   ps__cpu_rows(j.exec, a->n_tokens, ps__row_tile_rows(a->n_tokens), bwd_rows, &j);
   if (a->qk_norm) {
     qkv_scratch s = scratch_of(&j, 0);
@@ -321,41 +292,3 @@ static ps_status qkv_split_bwd(const ps_launch *l) {
   }
   return PS_OK;
 }
-
-/* Bytes of the rows of qkv, once. */
-static double row_bytes(const ps__args_qkv *a) {
-  return (double)a->n_tokens * (a->n_heads + 2.0 * a->n_kv_heads) * a->head_dim *
-         (double)ps__dt_bytes(a->dt);
-}
-static void bind_qkv_split_fwd(void *args, const ps__chunk_shape *chunk) {
-  ((ps__args_qkv *)args)->n_tokens = chunk->n_tokens;
-}
-static void bind_qkv_split_bwd(void *args, const ps__chunk_shape *chunk) {
-  bind_qkv_split_fwd(args, chunk);
-  ((ps__args_qkv *)args)->accumulate_dw = !chunk->first_grad;
-}
-static ps_work work_qkv_split_fwd(const void *args) {
-  return ps__bytes_work(2.0 * row_bytes(args));
-}
-static ps_work work_qkv_split_bwd(const void *args) {
-  return ps__bytes_work(3.0 * row_bytes(args));
-}
-
-const ps_kernel ps__k_qkv_split_fwd = {
-    .name = "qkv_split_fwd",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {qkv_split_fwd, PS_CUDA_FN(qkv_split_fwd)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
-                                 .work = work_qkv_split_fwd,
-                                 .bind = bind_qkv_split_fwd,
-                                 .scratch = {scratch_qkv_split_fwd, NULL}},
-};
-const ps_kernel ps__k_qkv_split_bwd = {
-    .name = "qkv_split_bwd",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {qkv_split_bwd, PS_CUDA_FN(qkv_split_bwd)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
-                                 .work = work_qkv_split_bwd,
-                                 .bind = bind_qkv_split_bwd,
-                                 .scratch = {scratch_qkv_split_bwd, ps_scratch_qkv_split_bwd}},
-};

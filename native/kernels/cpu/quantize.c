@@ -85,17 +85,6 @@ void ps__quantizer_put(const ps__quantizer *z, const void *x, int64_t first, int
     atomic_fetch_add(z->flushed, flushed);
 }
 
-ps_status ps__check_forms(uint32_t dt, uint32_t dt_q, uint32_t forms, const char *op) {
-  if (dt >= PS_N_DTYPES)
-    return ps__fail(PS_EINVAL, "%s: dt is %u: neither fp32 nor bf16", op, dt);
-  if (dt_q != PS__E4M3 && dt_q != PS__E5M2)
-    return ps__fail(PS_EINVAL, "%s: dt_q is %u: neither e4m3 nor e5m2", op, dt_q);
-  if (!forms || forms & ~(uint32_t)(PS_FORM_ROWS | PS_FORM_COLS))
-    return ps__fail(PS_EINVAL, "%s: forms is %u: PS_FORM_ROWS (1), PS_FORM_COLS (2) or both", op,
-                    forms);
-  return PS_OK;
-}
-
 /* ---- quantize -------------------------------------------------------------------------------- */
 
 typedef struct quantize_job {
@@ -115,30 +104,12 @@ static void put_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
   ps__quantizer_put(&j->z, row(j, first), first, end - first);
 }
 
-static ps_status check_size(uint32_t rows, uint32_t cols, const char *op) {
-  return rows && cols
-             ? PS_OK
-             : ps__fail(PS_EINVAL, "%s: %u x %u elements: at least one is needed", op, rows, cols);
-}
-ps_status ps__check_quantize(const ps__args_quantize *a, const char *op) {
-  PS_TRY(ps__check_forms(a->dt, a->dt_q, a->forms, op));
-  return check_size(a->rows, a->cols, op);
-}
-ps_status ps__check_fp8_scale(const ps__args_fp8_scale *a) {
-  PS_TRY(ps__check_forms(a->dt, a->dt_q, PS_FORM_ROWS, "fp8_scale"));
-  if (!(a->headroom >= 0 && a->headroom < INFINITY))
-    return ps__fail(PS_EINVAL, "fp8_scale: headroom is %g: a power of two is needed",
-                    (double)a->headroom);
-  return check_size(a->rows, a->cols, "fp8_scale");
-}
-
 /* fp8_scale
  * math    scale = {ps__fp8_scale_bits(headroom * amax), amax}
  * shapes  x [rows,cols].   bytes  rows*cols*sizeof(dt).   determinism  bitwise: a maximum
  * reference  tests/test_fp8_ops.py */
-static ps_status fp8_scale(const ps_launch *l) {
+ps_status ps__cpu_fp8_scale(const ps_launch *l) {
   const ps__args_fp8_scale *a = l->args;
-  PS_TRY(ps__check_fp8_scale(a));
   quantize_job job = {.x = l->ptr[0]};
   job.z = (ps__quantizer){
       .rows = a->rows, .cols = a->cols, .dt = a->dt, .dt_q = a->dt_q, .scale = l->ptr[1]};
@@ -147,24 +118,6 @@ static ps_status fp8_scale(const ps_launch *l) {
   return PS_OK;
 }
 
-static void bind_fp8_scale(void *args, const ps__chunk_shape *chunk) {
-  ps__args_fp8_scale *a = args;
-  if (!a->rows)
-    a->rows = chunk->n_tokens;
-}
-static ps_work work_fp8_scale(const void *args) {
-  const ps__args_fp8_scale *a = args;
-  return ps__bytes_work((double)a->rows * a->cols * (double)ps__dt_bytes(a->dt));
-}
-
-const ps_kernel ps__k_fp8_scale = {
-    .name = "fp8_scale",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {fp8_scale, PS_CUDA_FN(fp8_scale)},
-    .info = &(
-        const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_fp8_scale, .bind = bind_fp8_scale},
-};
-
 /* quantize
  * math    scale = {ps__fp8_scale_bits(amax), amax}, or given; q[r,c] = qt[c,r] = x[r,c] / scale[0],
  *         rounded and saturated
@@ -172,9 +125,8 @@ const ps_kernel ps__k_fp8_scale = {
  * bytes   2*rows*cols*sizeof(dt) + rows*cols a form; with a given scale x is read once
  * determinism  bitwise: elementwise, a maximum, sums of integers
  * reference  tests/test_fp8_ops.py: torch.float8_e4m3fn and torch.float8_e5m2 */
-static ps_status quantize(const ps_launch *l) {
+ps_status ps__cpu_quantize(const ps_launch *l) {
   const ps__args_quantize *a = l->args;
-  PS_TRY(ps__check_quantize(a, "quantize"));
   uint32_t next = 1;
   quantize_job job = {.x = l->ptr[0]};
   job.z = ps__quantizer_of(l, &next, a->rows, a->cols, a->dt, a->dt_q, a->forms);
@@ -186,23 +138,3 @@ static ps_status quantize(const ps_launch *l) {
   ps__cpu_rows(l->exec, a->rows, PS__QUANTIZE_ROWS, put_task, &job);
   return PS_OK;
 }
-
-static void bind_quantize(void *args, const ps__chunk_shape *chunk) {
-  ps__args_quantize *a = args;
-  if (!a->rows)
-    a->rows = chunk->n_tokens;
-}
-static ps_work work_quantize(const void *args) {
-  const ps__args_quantize *a = args;
-  return ps__bytes_work(
-      (double)a->rows * a->cols *
-      ((a->given ? 1.0 : 2.0) * (double)ps__dt_bytes(a->dt) + ps__n_forms(a->forms)));
-}
-
-const ps_kernel ps__k_quantize = {
-    .name = "quantize",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {quantize, PS_CUDA_FN(quantize)},
-    .info =
-        &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_quantize, .bind = bind_quantize},
-};

@@ -30,6 +30,4 @@ void ps__quantizer_ready(ps__quantizer *z, float headroom);
 /* Second pass: rows [@first, @first + @n) are written, n at most PS__QUANTIZE_ROWS. */
 void ps__quantizer_put(const ps__quantizer *z, const void *x, int64_t first, int64_t n);
 
-/* How many forms. */
-static inline double ps__n_forms(uint32_t forms) { return (forms & 1) + (forms >> 1 & 1); }
 #endif

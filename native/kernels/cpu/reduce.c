@@ -1,6 +1,5 @@
 /* reduce.c - sums: gradients into totals, columns, squares; zero fill; and a copy. */
 #include "kernels/cpu/total.h"
-#include "kernels/cuda/scratch.h"
 #if defined(__x86_64__)
 #  include <immintrin.h>
 #endif
@@ -12,7 +11,7 @@ static void fill_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
 }
 
 /* fill_zero: dst[0..bytes) = 0. */
-static ps_status fill_zero(const ps_launch *l) {
+ps_status ps__cpu_fill_zero(const ps_launch *l) {
   const ps__args_fill *a = l->args;
   ps__cpu_rows(l->exec, (int64_t)a->bytes, 1 << 20, fill_task, l->ptr[0]);
   return PS_OK;
@@ -29,7 +28,7 @@ static void copy_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
 }
 
 /* copy_bytes: dst[0..bytes) = src[0..bytes). */
-static ps_status copy_bytes(const ps_launch *l) {
+ps_status ps__cpu_copy_bytes(const ps_launch *l) {
   const ps__args_fill *a = l->args;
   copied c = {l->ptr[1], l->ptr[0]};
   ps__cpu_rows(l->exec, (int64_t)a->bytes, 1 << 20, copy_task, &c);
@@ -57,7 +56,7 @@ static ps__cpu_exec with_threads(const ps__cpu_exec *exec, uint32_t n_threads) {
  *         ops.h says
  * bytes   3*n*sizeof(dt), and n for each of reading and writing low.   determinism  bitwise:
  *         elementwise */
-static ps_status accumulate(const ps_launch *l) {
+ps_status ps__cpu_accumulate(const ps_launch *l) {
   const ps__args_accumulate *a = l->args;
   const ps__cpu_exec exec = with_threads(l->exec, a->n_threads);
   ps__total t = ps__total_of(a, l->ptr[0], l->ptr[1], l->n_ptr > 2 ? l->ptr[2] : NULL);
@@ -92,7 +91,7 @@ static void col_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
   reduce_cols(j, first, end, sum);
 }
 
-static size_t scratch_colsum(const void *args, const ps__scratch_target *target) {
+size_t ps__cpu_scratch_colsum(const void *args, const ps__scratch_target *target) {
   const ps__args_colsum *a = args;
   return ps__round_up((size_t)ps__n_row_tiles(a->rows) * a->cols * sizeof(float), 64);
 }
@@ -102,7 +101,7 @@ static size_t scratch_colsum(const void *args, const ps__scratch_target *target)
  *         tiles in order, fp32
  * shapes  dy [rows, ld] of dt, the first cols of each row; db [cols] of dt
  * bytes   rows*cols*sizeof(dt); scratch: at most 64 tiles * cols fp32 */
-static ps_status colsum(const ps_launch *l) {
+ps_status ps__cpu_colsum(const ps_launch *l) {
   const ps__args_colsum *a = l->args;
   const ps__cpu_exec *exec = l->exec;
   col_job job = {a, l->ptr[0], ps__scratch(exec, 0)};
@@ -288,7 +287,7 @@ static ps_status sum_squares(const ps_launch *l, const ps__total *t, bool change
  * shapes  g [n] of dt, out f64 [1]
  * bytes   n*sizeof(dt).   determinism  bitwise: tiles are cut by n only and each is one thread's;
  *         products of two fp32 are exact in fp64, so that FMA changes nothing */
-static ps_status sumsq(const ps_launch *l) {
+ps_status ps__cpu_sumsq(const ps_launch *l) {
   const ps__args_sumsq *a = l->args;
   return sum_squares(l, &(ps__total){.total = l->ptr[0], .dt = a->dt}, false, a->n, a->n_threads,
                      l->ptr[1]);
@@ -299,7 +298,7 @@ static ps_status sumsq(const ps_launch *l) {
  * shapes  g, total [n] of dt, out f64 [1], low u8 [n]
  * bytes   3*n*sizeof(dt), and n with low: what was added is squared while it is in the cache.
  *         determinism  bitwise: as the two */
-static ps_status accumulate_sumsq(const ps_launch *l) {
+ps_status ps__cpu_accumulate_sumsq_host(const ps_launch *l) {
   const ps__args_accumulate *a = l->args;
   const ps__total t = ps__total_of(a, l->ptr[0], l->ptr[1], l->n_ptr > 3 ? l->ptr[3] : NULL);
   return sum_squares(l, &t, true, a->n, a->n_threads, l->ptr[2]);
@@ -309,100 +308,8 @@ static ps_status accumulate_sumsq(const ps_launch *l) {
  * math    total[i] = round(the number that total[i] and low[i] are), then sumsq of it
  * shapes  total bf16 [n], out f64 [1], low u8 [n].   bytes  5*n.   determinism  bitwise: as
  *         sumsq */
-static ps_status round_sumsq(const ps_launch *l) {
+ps_status ps__cpu_round_sumsq_host(const ps_launch *l) {
   const ps__args_accumulate *a = l->args;
   const ps__total t = ps__total_of(a, NULL, l->ptr[0], l->ptr[2]);
   return sum_squares(l, &t, true, a->n, a->n_threads, l->ptr[1]);
 }
-
-static ps_work work_fill_zero(const void *args) {
-  return ps__bytes_work((double)((const ps__args_fill *)args)->bytes);
-}
-static ps_work work_copy_bytes(const void *args) {
-  return ps__bytes_work(2 * (double)((const ps__args_fill *)args)->bytes);
-}
-/* Bytes of an element's low byte, read and written. */
-static double low_bytes(const ps__args_accumulate *a) {
-  return (a->mode & PS_LOW_READ ? 1 : 0) + (a->mode & PS_LOW_WRITE ? 1 : 0);
-}
-static ps_work work_accumulate(const void *args) {
-  const ps__args_accumulate *a = args;
-  return ps__bytes_work((3.0 * (double)ps__dt_bytes(a->dt) + low_bytes(a)) * (double)a->n);
-}
-static ps_work work_round_sumsq(const void *args) {
-  const ps__args_accumulate *a = args;
-  return ps__bytes_work((2.0 * (double)ps__dt_bytes(a->dt) + low_bytes(a)) * (double)a->n);
-}
-static ps_work work_sumsq(const void *args) {
-  const ps__args_sumsq *a = args;
-  return ps__bytes_work((double)ps__dt_bytes(a->dt) * (double)a->n);
-}
-static void bind_colsum(void *args, const ps__chunk_shape *chunk) {
-  ps__args_colsum *a = args;
-  a->rows = chunk->n_tokens;
-  a->accumulate = !chunk->first_grad;
-}
-static ps_work work_colsum(const void *args) {
-  const ps__args_colsum *a = args;
-  return ps__bytes_work((double)a->rows * a->cols * (double)ps__dt_bytes(a->dt));
-}
-
-const ps_kernel ps__k_fill_zero = {
-    .name = "fill_zero",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {fill_zero, PS_CUDA_FN(fill_zero)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_fill_zero},
-};
-const ps_kernel ps__k_copy_bytes = {
-    .name = "copy_bytes",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {copy_bytes, PS_CUDA_FN(copy_bytes)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_copy_bytes},
-};
-const ps_kernel ps__k_accumulate = {
-    .name = "accumulate",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {accumulate, PS_CUDA_FN(accumulate)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_accumulate},
-};
-const ps_kernel ps__k_accumulate_host = {
-    .name = "accumulate_host",
-    .op_class = PS_CLASS_OPTIMIZER,
-    .fn = {accumulate, NULL},
-    .info = &(const ps__op_info){.rate = PS__RATE_ACCUMULATE, .work = work_accumulate},
-};
-const ps_kernel ps__k_colsum = {
-    .name = "colsum",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {colsum, PS_CUDA_FN(colsum)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
-                                 .work = work_colsum,
-                                 .bind = bind_colsum,
-                                 .scratch = {scratch_colsum, ps_scratch_colsum}},
-};
-const ps_kernel ps__k_sumsq = {
-    .name = "sumsq",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {sumsq, PS_CUDA_FN(sumsq)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
-                                 .work = work_sumsq,
-                                 .scratch = {NULL, ps_scratch_sumsq}},
-};
-const ps_kernel ps__k_sumsq_host = {
-    .name = "sumsq_host",
-    .op_class = PS_CLASS_OPTIMIZER,
-    .fn = {sumsq, NULL},
-    .info = &(const ps__op_info){.rate = PS__RATE_SUMSQ, .work = work_sumsq},
-};
-const ps_kernel ps__k_accumulate_sumsq_host = {
-    .name = "accumulate_sumsq_host",
-    .op_class = PS_CLASS_OPTIMIZER,
-    .fn = {accumulate_sumsq, NULL},
-    .info = &(const ps__op_info){.rate = PS__RATE_ACCUMULATE_SUMSQ, .work = work_accumulate},
-};
-const ps_kernel ps__k_round_sumsq_host = {
-    .name = "round_sumsq_host",
-    .op_class = PS_CLASS_OPTIMIZER,
-    .fn = {round_sumsq, NULL},
-    .info = &(const ps__op_info){.rate = PS__RATE_SUMSQ, .work = work_round_sumsq},
-};

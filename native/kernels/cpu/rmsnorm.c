@@ -1,6 +1,5 @@
 /* rmsnorm.c - RMSNorm over rows, forward and backward (Zhang & Sennrich 2019, arXiv 1910.07467). */
 #include "kernels/cpu/quantize.h"
-#include "kernels/cuda/scratch.h"
 #include "core/vec.h"
 #include <math.h>
 
@@ -76,15 +75,6 @@ static void norm_fwd_task(void *arg, int64_t first, int64_t end, uint32_t worker
     norm_fwd_more(j, first, end);
 }
 
-ps_status ps__check_rmsnorm(const ps__args_rmsnorm *a, const char *op) {
-  if (!(a->weight_offset > -INFINITY && a->weight_offset < INFINITY))
-    return ps__fail(PS_EINVAL, "%s: weight_offset is %g: it must be finite", op,
-                    (double)a->weight_offset);
-  if (a->dt >= PS_N_DTYPES)
-    return ps__fail(PS_EINVAL, "%s: dt is %u: neither fp32 nor bf16", op, a->dt);
-  return PS_OK;
-}
-
 /* rmsnorm_fwd
  * math    y[r,c] = x[r,c] * rstd[r] * (w[c] + weight_offset) (+ residual[r,c]), rstd[r] =
  *         1/sqrt(mean_c(x^2) + eps); fp32 inside, one rounding at the store
@@ -93,9 +83,8 @@ ps_status ps__check_rmsnorm(const ps__args_rmsnorm *a, const char *op) {
  *         cache
  * determinism  bitwise: a row's sum has 64 lanes and a fixed tree, whatever thread and
  *              instruction set runs it */
-static ps_status rmsnorm_fwd(const ps_launch *l) {
+ps_status ps__cpu_rmsnorm_fwd(const ps_launch *l) {
   const ps__args_rmsnorm *a = l->args;
-  PS_TRY(ps__check_rmsnorm(a, "rmsnorm_fwd"));
   norm_job job = {.a = a,
                   .x = l->ptr[0],
                   .w = l->ptr[1],
@@ -149,7 +138,7 @@ static void norm_bwd_task(void *arg, int64_t first, int64_t end, uint32_t worker
 }
 
 /* Partial sums of all tiles lie in worker 0's scratch. */
-static size_t scratch_rmsnorm_bwd(const void *args, const ps__scratch_target *target) {
+size_t ps__cpu_scratch_rmsnorm_bwd(const void *args, const ps__scratch_target *target) {
   const ps__args_rmsnorm *a = args;
   return ps__round_up((size_t)ps__n_row_tiles(a->rows) * a->cols * sizeof(float), 64);
 }
@@ -161,10 +150,9 @@ static size_t scratch_rmsnorm_bwd(const void *args, const ps__scratch_target *ta
  * bytes   3 or 4 (add_dx) * rows*cols*sizeof(dt) of memory; scratch: at most 64 tiles * cols fp32
  * determinism  bitwise: rows are cut in tiles by shape (cpu.h), dw adds rows in order in a
  *              tile, then tiles in order */
-static ps_status rmsnorm_bwd(const ps_launch *l) {
+ps_status ps__cpu_rmsnorm_bwd(const ps_launch *l) {
   const ps__args_rmsnorm *a = l->args;
   const ps__cpu_exec *exec = l->exec;
-  PS_TRY(ps__check_rmsnorm(a, "rmsnorm_bwd"));
   norm_job job = {.a = a,
                   .x = l->ptr[0],
                   .w = l->ptr[1],
@@ -204,14 +192,9 @@ static void norm_put_task(void *arg, int64_t first, int64_t end, uint32_t worker
   ps__quantizer_put(&j->z, norm_block(j, first, end, worker), first, end - first);
 }
 
-static size_t scratch_rmsnorm_quantize(const void *args, const ps__scratch_target *target) {
+size_t ps__cpu_scratch_rmsnorm_quantize(const void *args, const ps__scratch_target *target) {
   const ps__args_rmsnorm_quantize *a = args;
   return ps__round_up(PS__QUANTIZE_ROWS * (size_t)a->norm.cols * ps__dt_bytes(a->norm.dt), 64);
-}
-
-ps_status ps__check_rmsnorm_quantize(const ps__args_rmsnorm_quantize *a, const char *op) {
-  PS_TRY(ps__check_rmsnorm(&a->norm, op));
-  return ps__check_forms(a->norm.dt, a->dt_q, a->forms, op);
 }
 
 /* rmsnorm_quantize
@@ -219,9 +202,8 @@ ps_status ps__check_rmsnorm_quantize(const ps__args_rmsnorm_quantize *a, const c
  * shapes  x, q [rows,cols], qt [cols,rows], w [cols]; no aliasing
  * bytes   2*rows*cols*sizeof(dt) + rows*cols a form; scratch: 16 rows a worker
  * determinism  as rmsnorm_fwd's and quantize's */
-static ps_status rmsnorm_quantize(const ps_launch *l) {
+ps_status ps__cpu_rmsnorm_quantize(const ps_launch *l) {
   const ps__args_rmsnorm_quantize *a = l->args;
-  PS_TRY(ps__check_rmsnorm_quantize(a, "rmsnorm_quantize"));
   uint32_t next = 2;
   norm_quantize_job job = {.norm = {.a = &a->norm, .x = l->ptr[0], .w = l->ptr[1]},
                            .exec = l->exec};
@@ -232,56 +214,3 @@ static ps_status rmsnorm_quantize(const ps_launch *l) {
   ps__cpu_rows(l->exec, a->norm.rows, PS__QUANTIZE_ROWS, norm_put_task, &job);
   return PS_OK;
 }
-
-static void bind_rmsnorm_fwd(void *args, const ps__chunk_shape *chunk) {
-  ((ps__args_rmsnorm *)args)->rows = chunk->n_tokens;
-}
-static void bind_rmsnorm_bwd(void *args, const ps__chunk_shape *chunk) {
-  bind_rmsnorm_fwd(args, chunk);
-  ((ps__args_rmsnorm *)args)->accumulate_dw = !chunk->first_grad;
-}
-static ps_work work_rmsnorm_fwd(const void *args) {
-  const ps__args_rmsnorm *a = args;
-  return ps__bytes_work((a->has_residual ? 3.0 : 2.0) * a->rows * a->cols *
-                        (double)ps__dt_bytes(a->dt));
-}
-static ps_work work_rmsnorm_bwd(const void *args) {
-  const ps__args_rmsnorm *a = args;
-  return ps__bytes_work(4.0 * a->rows * a->cols * (double)ps__dt_bytes(a->dt));
-}
-static void bind_rmsnorm_quantize(void *args, const ps__chunk_shape *chunk) {
-  bind_rmsnorm_fwd(&((ps__args_rmsnorm_quantize *)args)->norm, chunk);
-}
-static ps_work work_rmsnorm_quantize(const void *args) {
-  const ps__args_rmsnorm_quantize *a = args;
-  return ps__bytes_work((double)a->norm.rows * a->norm.cols *
-                        (2.0 * (double)ps__dt_bytes(a->norm.dt) + ps__n_forms(a->forms)));
-}
-
-const ps_kernel ps__k_rmsnorm_quantize = {
-    .name = "rmsnorm_quantize",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {rmsnorm_quantize, PS_CUDA_FN(rmsnorm_quantize)},
-    .info =
-        &(const ps__op_info){.rate = PS__RATE_MEMORY,
-                             .work = work_rmsnorm_quantize,
-                             .bind = bind_rmsnorm_quantize,
-                             .scratch = {scratch_rmsnorm_quantize, ps_scratch_rmsnorm_quantize}},
-};
-const ps_kernel ps__k_rmsnorm_fwd = {
-    .name = "rmsnorm_fwd",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {rmsnorm_fwd, PS_CUDA_FN(rmsnorm_fwd)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
-                                 .work = work_rmsnorm_fwd,
-                                 .bind = bind_rmsnorm_fwd},
-};
-const ps_kernel ps__k_rmsnorm_bwd = {
-    .name = "rmsnorm_bwd",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {rmsnorm_bwd, PS_CUDA_FN(rmsnorm_bwd)},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY,
-                                 .work = work_rmsnorm_bwd,
-                                 .bind = bind_rmsnorm_bwd,
-                                 .scratch = {scratch_rmsnorm_bwd, ps_scratch_rmsnorm_bwd}},
-};

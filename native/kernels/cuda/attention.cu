@@ -438,17 +438,10 @@ static const entry *find(const ps__args_attention *a, bool backward, bool determ
   return NULL;
 }
 
+/* What no provider has. */
 static ps_status check_shape(const ps__args_attention *a, const char *op) {
-  const ps_status st = ps__check_attention(a, op);
-  if (st != PS_OK)
-    return st;
-  if (!a->n_tokens || !a->head_dim || !a->n_kv_heads || !a->n_heads || a->n_heads % a->n_kv_heads ||
-      a->head_dim % 8)
-    return ps__fail(PS_EINVAL, "%s: %u rows, %u heads, %u kv heads, head_dim %u is no valid shape",
-                    op, a->n_tokens, a->n_heads, a->n_kv_heads, a->head_dim);
-  if ((uint64_t)a->row0 + a->n_tokens > INT32_MAX)
-    return ps__fail(PS_EINVAL, "%s: a group of %llu rows is too long", op,
-                    (unsigned long long)a->row0 + a->n_tokens);
+  if (a->head_dim % 8)
+    return ps__fail(PS_EINVAL, "%s: head_dim is %u: a multiple of 8 on CUDA", op, a->head_dim);
   if (a->dt != PS_BF16)
     return ps__fail(PS_EINVAL, "%s: attention on CUDA needs bf16 storage: choose a bf16 recipe",
                     op);

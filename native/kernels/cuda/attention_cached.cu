@@ -221,12 +221,11 @@ static void by_heads(cudaStream_t stream, const ps_launch *l, const cached &c) {
 extern "C" ps_status ps__cuda_attention_cached(const ps_launch *l) {
   const ps__args_attention *a = (const ps__args_attention *)l->args;
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
-  ps_status st = ps__check_attention_cached(a);
-  if (st == PS_OK && a->head_dim > 32 * EACH)
-    st = ps__fail(PS_EINVAL, "attention_cached: head_dim is %u: at most %d on CUDA", a->head_dim,
-                  32 * EACH);
-  if (st == PS_OK)
-    st = ps_check(l, "attention_cached", 7, a->dt, ps_scratch_attention_cached(a, nullptr));
+  if (a->head_dim > 32 * EACH)
+    return ps__fail(PS_EINVAL, "attention_cached: head_dim is %u: at most %d on CUDA", a->head_dim,
+                    32 * EACH);
+  const ps_status st =
+      ps_check(l, "attention_cached", 7, a->dt, ps_scratch_attention_cached(a, nullptr));
   if (st != PS_OK)
     return st;
   cached c = {(const int32_t *)l->ptr[2],

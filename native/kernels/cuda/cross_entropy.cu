@@ -279,9 +279,7 @@ __global__ void __launch_bounds__(THREADS, 1)
  *              within 4e-6 of scale */
 extern "C" ps_status ps__cuda_cross_entropy(const ps_launch *l) {
   const ps__args_cross_entropy *a = (const ps__args_cross_entropy *)l->args;
-  ps_status st = ps__check_cross_entropy(a);
-  if (st == PS_OK)
-    st = ps_check(l, "cross_entropy", 4, a->dt, 0);
+  const ps_status st = ps_check(l, "cross_entropy", 4, a->dt, 0);
   if (st != PS_OK || !a->rows || !a->vocab)
     return st;
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;

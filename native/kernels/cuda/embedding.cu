@@ -38,9 +38,7 @@ __global__ void __launch_bounds__(THREADS) embed_fwd_k(const int32_t *id, const 
  * determinism  bitwise: elementwise.   reference  the cpu backend's, the same bits */
 extern "C" ps_status ps__cuda_embed_fwd(const ps_launch *l) {
   const ps__args_embed *a = (const ps__args_embed *)l->args;
-  ps_status st = ps__check_embed(a, "embed_fwd");
-  if (st == PS_OK)
-    st = ps_check(l, "embed_fwd", 3, a->dt, 0);
+  const ps_status st = ps_check(l, "embed_fwd", 3, a->dt, 0);
   if (st != PS_OK || !a->n_tokens || !a->dim)
     return st;
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
@@ -164,9 +162,7 @@ __global__ void __launch_bounds__(THREADS)
 extern "C" ps_status ps__cuda_embed_bwd(const ps_launch *l) {
   const ps__args_embed *a = (const ps__args_embed *)l->args;
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
-  ps_status st = ps__check_embed(a, "embed_bwd");
-  if (st == PS_OK)
-    st = ps_check(l, "embed_bwd", 3, a->dt, ps_scratch_embed_bwd(a, NULL));
+  const ps_status st = ps_check(l, "embed_bwd", 3, a->dt, ps_scratch_embed_bwd(a, NULL));
   if (st != PS_OK || !a->vocab || !a->dim)
     return st;
   const int32_t *id = (const int32_t *)l->ptr[0];

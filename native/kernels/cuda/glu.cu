@@ -87,9 +87,7 @@ static dim3 grid_of(uint32_t n_tokens, uint32_t ffn, uint32_t v) {
  * determinism  bitwise: elementwise.   reference  the cpu backend's, 1 ulp of bf16; fp32 8 ulp */
 extern "C" ps_status ps__cuda_glu_fwd(const ps_launch *l) {
   const ps__args_glu *a = (const ps__args_glu *)l->args;
-  ps_status st = ps__check_glu(a, "glu_fwd");
-  if (st == PS_OK)
-    st = ps_check(l, "glu_fwd", 2, a->dt, 0);
+  const ps_status st = ps_check(l, "glu_fwd", 2, a->dt, 0);
   if (st != PS_OK || !a->n_tokens || !a->ffn_dim)
     return st;
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
@@ -112,9 +110,7 @@ extern "C" ps_status ps__cuda_glu_fwd(const ps_launch *l) {
  *              cancels in 1 + g*(1 - sig) */
 extern "C" ps_status ps__cuda_glu_bwd(const ps_launch *l) {
   const ps__args_glu *a = (const ps__args_glu *)l->args;
-  ps_status st = ps__check_glu(a, "glu_bwd");
-  if (st == PS_OK)
-    st = ps_check(l, "glu_bwd", 2, a->dt, 0);
+  const ps_status st = ps_check(l, "glu_bwd", 2, a->dt, 0);
   if (st != PS_OK || !a->n_tokens || !a->ffn_dim)
     return st;
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
@@ -181,10 +177,8 @@ static cudaError_t quantize_product(const ps_launch *l, const ps_quantized &z,
  *              codes; the scale differs where amax/1.75 is a power of two or just beyond one */
 extern "C" ps_status ps__cuda_glu_quantize(const ps_launch *l) {
   const ps__args_glu_quantize *a = (const ps__args_glu_quantize *)l->args;
-  ps_status st = ps__check_glu_quantize(a, a->forms, "glu_quantize");
-  if (st == PS_OK)
-    st = ps_check_fp8(l, "glu_quantize", 2 + ps_n_outputs(a->forms, a->count), 1u << 1,
-                      a->count != 0, a->n_tokens, a->ffn_dim, a->dt, 0);
+  const ps_status st = ps_check_fp8(l, "glu_quantize", 2 + ps_n_outputs(a->forms, a->count),
+                                    1u << 1, a->count != 0, a->n_tokens, a->ffn_dim, a->dt, 0);
   if (st != PS_OK)
     return st;
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
@@ -349,10 +343,8 @@ static cudaError_t quantize_gradient_of(const ps_launch *l, const ps_quantized &
  * reference    as glu_quantize's */
 extern "C" ps_status ps__cuda_glu_bwd_quantize(const ps_launch *l) {
   const ps__args_glu_quantize *a = (const ps__args_glu_quantize *)l->args;
-  ps_status st = ps__check_glu_quantize(a, PS_FORM_COLS, "glu_bwd_quantize");
-  if (st == PS_OK)
-    st = ps_check_fp8(l, "glu_bwd_quantize", 7 + (a->count != 0), 1u << 2 | 1u << 5, a->count != 0,
-                      a->n_tokens, a->ffn_dim, a->dt, 0);
+  const ps_status st = ps_check_fp8(l, "glu_bwd_quantize", 7 + (a->count != 0), 1u << 2 | 1u << 5,
+                                    a->count != 0, a->n_tokens, a->ffn_dim, a->dt, 0);
   if (st != PS_OK)
     return st;
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;

@@ -111,10 +111,8 @@ static uint32_t alignment(const void *p) {
   return !at ? 0 : at % 256 == 0 ? 256 : (uint32_t)(at & (~at + 1));
 }
 
+/* What cuBLASLt has of gemm. */
 static ps_status check_args(const ps__args_gemm *a) {
-  const ps_status st = ps__check_gemm(a);
-  if (st != PS_OK)
-    return st;
   if (a->dt_a >= PS_N_DTYPES || a->dt_b != a->dt_a || a->dt_c >= PS_N_DTYPES ||
       (a->dt_a == PS_F32 && a->dt_c != PS_F32))
     return ps__fail(PS_EINVAL,
@@ -134,9 +132,6 @@ static ps_status check_args(const ps__args_gemm *a) {
 
 /* What cuBLASLt has of gemm_fp8. */
 static ps_status check_args_fp8(const ps__args_gemm_fp8 *a) {
-  const ps_status st = ps__check_gemm_fp8(a);
-  if (st != PS_OK)
-    return st;
   if (a->m % 16 || a->n % 16 || a->k % 16 || !a->k)
     return ps__fail(PS_EINVAL, "gemm_fp8: %u x %u x %u: on CUDA all three are multiples of 16",
                     a->m, a->n, a->k);
@@ -542,6 +537,9 @@ static ps_status multiply(product_fn of, const ps_launch *l, const char *op) {
  *              exec->deterministic is set.
  * reference    fp64 on the host: K * 2^-24 * sum |a*b| and half an ulp of bf16 */
 extern "C" ps_status ps__cuda_gemm(const ps_launch *l) { return multiply(product_of, l, "gemm"); }
+extern "C" ps_status ps__cuda_gemm_rows(const ps_launch *l) {
+  return multiply(product_of, l, "gemm_rows");
+}
 
 /* gemm_fp8
  * math    C = round(alpha sA sB A B^T + addend + bias): products of FP8 numbers, which are exact in

@@ -109,9 +109,6 @@ struct row_pair {
 static inline ps_status check_shape(const ps_launch *l, const char *op, uint32_t n_ptr,
                                     size_t scratch) {
   const ps__args_qkv *a = (const ps__args_qkv *)l->args;
-  const ps_status st = ps__check_qkv(a, op);
-  if (st != PS_OK)
-    return st;
   if (a->head_dim > 2 * MAX_HALF)
     return ps__fail(PS_EINVAL, "%s: head_dim is %u: at most %d on a GPU", op, a->head_dim,
                     2 * MAX_HALF);

@@ -49,9 +49,8 @@ extern "C" ps_status ps__cuda_fp8_scale(const ps_launch *l) {
   const float headroom = a->headroom == 0.0f ? 1.0f : a->headroom;
   const bool one = a->rows == 1 && a->cols == 1;
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
-  ps_status st = ps__check_fp8_scale(a);
-  if (st == PS_OK && !one)
-    st = ps_check_fp8(l, "fp8_scale", 2, 1u << 1, false, a->rows, a->cols, a->dt, 0);
+  const ps_status st =
+      one ? PS_OK : ps_check_fp8(l, "fp8_scale", 2, 1u << 1, false, a->rows, a->cols, a->dt, 0);
   if (st != PS_OK)
     return st;
   if (one) {
@@ -79,10 +78,8 @@ extern "C" ps_status ps__cuda_fp8_scale(const ps_launch *l) {
  * reference    the cpu backend's, the same bits */
 extern "C" ps_status ps__cuda_quantize(const ps_launch *l) {
   const ps__args_quantize *a = (const ps__args_quantize *)l->args;
-  ps_status st = ps__check_quantize(a, "quantize");
-  if (st == PS_OK)
-    st = ps_check_fp8(l, "quantize", 2 + ps_n_outputs(a->forms, a->count), 1u << 1, a->count != 0,
-                      a->rows, a->cols, a->dt, 0);
+  const ps_status st = ps_check_fp8(l, "quantize", 2 + ps_n_outputs(a->forms, a->count), 1u << 1,
+                                    a->count != 0, a->rows, a->cols, a->dt, 0);
   if (st != PS_OK)
     return st;
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;

@@ -87,9 +87,7 @@ __global__ void __launch_bounds__(FWD_THREADS)
 extern "C" ps_status ps__cuda_rmsnorm_fwd(const ps_launch *l) {
   const ps__args_rmsnorm *a = (const ps__args_rmsnorm *)l->args;
   const uint32_t n_ptr = a->has_residual ? 4 : 3;
-  ps_status st = ps__check_rmsnorm(a, "rmsnorm_fwd");
-  if (st == PS_OK)
-    st = ps_check(l, "rmsnorm_fwd", n_ptr, a->dt, 0);
+  const ps_status st = ps_check(l, "rmsnorm_fwd", n_ptr, a->dt, 0);
   if (st != PS_OK || !a->rows || !a->cols)
     return st;
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
@@ -196,11 +194,9 @@ static cudaError_t norm_quantize(const ps_launch *l, const ps__args_rmsnorm_quan
  *              just beyond one */
 extern "C" ps_status ps__cuda_rmsnorm_quantize(const ps_launch *l) {
   const ps__args_rmsnorm_quantize *a = (const ps__args_rmsnorm_quantize *)l->args;
-  ps_status st = ps__check_rmsnorm_quantize(a, "rmsnorm_quantize");
-  if (st == PS_OK)
-    st = ps_check_fp8(l, "rmsnorm_quantize", 3 + ps_n_outputs(a->forms, a->count), 1u << 2,
-                      a->count != 0, a->norm.rows, a->norm.cols, a->norm.dt,
-                      ps_scratch_rmsnorm_quantize(a, NULL));
+  const ps_status st = ps_check_fp8(l, "rmsnorm_quantize", 3 + ps_n_outputs(a->forms, a->count),
+                                    1u << 2, a->count != 0, a->norm.rows, a->norm.cols, a->norm.dt,
+                                    ps_scratch_rmsnorm_quantize(a, NULL));
   if (st != PS_OK)
     return st;
   uint32_t next = 2;
@@ -414,9 +410,7 @@ static cudaError_t rmsnorm_bwd_of(const ps_launch *l, const ps__args_rmsnorm *a,
 extern "C" ps_status ps__cuda_rmsnorm_bwd(const ps_launch *l) {
   const ps__args_rmsnorm *a = (const ps__args_rmsnorm *)l->args;
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
-  ps_status st = ps__check_rmsnorm(a, "rmsnorm_bwd");
-  if (st == PS_OK)
-    st = ps_check(l, "rmsnorm_bwd", 5, a->dt, ps_scratch_rmsnorm_bwd(a, NULL));
+  const ps_status st = ps_check(l, "rmsnorm_bwd", 5, a->dt, ps_scratch_rmsnorm_bwd(a, NULL));
   if (st != PS_OK || !a->cols)
     return st;
   bool whole = ps_whole(a->dt, a->cols);

@@ -1,0 +1,59 @@
+/* glu.c - rows of the gated activation. */
+#include "kernels/ops/row.h"
+
+static ps_status check_glu(const void *args, const char *op) {
+  const ps__args_glu *a = args;
+  if (a->activation > PS_ACTIVATION_GELU_TANH)
+    return ps__fail(PS_EINVAL, "%s: activation is %u: neither silu nor gelu_tanh", op,
+                    a->activation);
+  return ps__check_dt(a->dt, op);
+}
+static void bind_glu(void *args, const ps__chunk_shape *chunk) {
+  ((ps__args_glu *)args)->n_tokens = chunk->n_tokens;
+}
+static ps_work work_glu_fwd(const void *args) {
+  const ps__args_glu *a = args;
+  return ps__bytes_work(3.0 * a->n_tokens * a->ffn_dim * (double)ps__dt_bytes(a->dt));
+}
+static ps_work work_glu_bwd(const void *args) {
+  return ps__bytes_work(2.0 * work_glu_fwd(args).bytes);
+}
+
+PS__OP(glu_fwd, PS_CLASS_ELEMENTWISE, check_glu, .rate = PS__RATE_MEMORY, .work = work_glu_fwd,
+       .bind = bind_glu);
+PS__OP(glu_bwd, PS_CLASS_ELEMENTWISE, check_glu, .rate = PS__RATE_MEMORY, .work = work_glu_bwd,
+       .bind = bind_glu);
+
+/* ---- quantized ------------------------------------------------------------------------------- */
+
+static ps_status check_forms(const ps__args_glu_quantize *a, uint32_t forms, const char *op) {
+  const ps__args_glu glu = {a->n_tokens, a->ffn_dim, a->dt, a->activation};
+  PS_TRY(check_glu(&glu, op));
+  return ps__check_forms(a->dt, a->dt_q, forms, op);
+}
+static ps_status check_glu_quantize(const void *args, const char *op) {
+  return check_forms(args, ((const ps__args_glu_quantize *)args)->forms, op);
+}
+static ps_status check_glu_bwd_quantize(const void *args, const char *op) {
+  return check_forms(args, PS_FORM_COLS, op);
+}
+static void bind_glu_quantize(void *args, const ps__chunk_shape *chunk) {
+  ((ps__args_glu_quantize *)args)->n_tokens = chunk->n_tokens;
+}
+static double glu_quantize_bytes(const ps__args_glu_quantize *a, double read, double written) {
+  return (double)a->n_tokens * a->ffn_dim * (2.0 * read * (double)ps__dt_bytes(a->dt) + written);
+}
+static ps_work work_glu_quantize(const void *args) {
+  const ps__args_glu_quantize *a = args;
+  return ps__bytes_work(glu_quantize_bytes(a, 2, ps__n_forms(a->forms)));
+}
+static ps_work work_glu_bwd_quantize(const void *args) {
+  return ps__bytes_work(glu_quantize_bytes(args, 3, 5));
+}
+
+PS__OP(glu_quantize, PS_CLASS_ELEMENTWISE, check_glu_quantize, .rate = PS__RATE_MEMORY,
+       .work = work_glu_quantize, .bind = bind_glu_quantize,
+       .scratch = {ps__cpu_scratch_glu_quantize, NULL});
+PS__OP(glu_bwd_quantize, PS_CLASS_ELEMENTWISE, check_glu_bwd_quantize, .rate = PS__RATE_MEMORY,
+       .work = work_glu_bwd_quantize, .bind = bind_glu_quantize,
+       .scratch = {ps__cpu_scratch_glu_bwd_quantize, NULL});
