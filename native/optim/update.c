@@ -15,9 +15,6 @@
 #include "optim/update_impl.h"
 #include "core/core.h"
 #include "kernels/cpu/cpu.h"
-#ifdef PS_CUDA
-#  include "optim/cuda_update.h"
-#endif
 #include <assert.h>
 #include <math.h>
 #if defined(__x86_64__)
@@ -169,9 +166,9 @@ bool ps__gate_open(const ps__update_gate *gate) {
   return true;
 }
 
-static ps_status update_unit(void *exec, const ps__update *u, const ps__segment *segments,
-                             uint32_t n_segments, const ps__arrays *a, uint64_t unit_element0,
-                             const ps__update_gate *gate) {
+ps_status ps__cpu_update_unit(void *exec, const ps__update *u, const ps__segment *segments,
+                              uint32_t n_segments, const ps__arrays *a, uint64_t unit_element0,
+                              const ps__update_gate *gate) {
   const ps__cpu_exec *cpu = exec;
   ps__update scaled = *u;
   if (!ps__gate_open(gate))
@@ -181,6 +178,3 @@ static ps_status update_unit(void *exec, const ps__update *u, const ps__segment 
   ps__update_on_pool(cpu->pool, &scaled, segments, n_segments, a, unit_element0);
   return PS_OK;
 }
-
-const ps__update_unit_fn ps__update_unit[PS_N_BACKENDS] = {
-    [PS_BACKEND_CPU] = update_unit, [PS_BACKEND_CUDA] = PS_CUDA_FN(update_unit)};

@@ -27,6 +27,10 @@ typedef struct ps__update_k {
 /* The constants of elements with @decay, the first of which is @element0; whatever the calling
  * thread's floating-point mode. */
 ps__update_k ps__update_constants(const ps__update *u, float decay, uint64_t element0);
+/* The CPU's ps__update_unit_fn. */
+ps_status ps__cpu_update_unit(void *exec, const ps__update *u, const ps__segment *segments,
+                              uint32_t n_segments, const ps__arrays *a, uint64_t unit_element0,
+                              const ps__update_gate *gate);
 
 /* For PS__OPTIMIZERS (optim.h): what the compiler must know. */
 #define PS__N_STATES_CASE(NAME, name, n_states, parts, state_op)                                   \

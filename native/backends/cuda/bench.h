@@ -148,9 +148,12 @@ ps_status ps__bench_share(const ps__cuda_driver *cu, double seconds, const ps__h
 ps_contention_rate ps__bench_rates(const ps_hardware *hw, uint32_t kinds, const ps__host_load *load,
                                    const ps__flow *flow, uint32_t n, double host_bytes_per_s);
 
-/* ps__bench_copy() - COPY bytes; ps__bench_copy_both() - one each way on their streams.
+/* ps__bench_copy() - COPY bytes; ps__bench_copy_in(), _out(), _both() - to the device, to the host,
+ * and one each way, on their streams.
  * ps__bench_fill_values() - the device's values, from the first place. */
 ps_status ps__bench_copy(ps__bench *b, CUstream stream, void *dst, const void *src);
+ps_status ps__bench_copy_in(ps__bench *b);
+ps_status ps__bench_copy_out(ps__bench *b);
 ps_status ps__bench_copy_both(ps__bench *b);
 ps_status ps__bench_fill_values(ps__bench *b);
 /* ps__bench_bandwidths() - norms, a small op, copies alone and both ways.

@@ -24,25 +24,10 @@ static ps_status case_small(ps__bench *b) {
   return PS_OK;
 }
 
-ps_status ps__bench_copy(ps__bench *b, CUstream stream, void *dst, const void *src) {
-  PS__CUDA_TRY(b->cu,
-               MemcpyAsync((CUdeviceptr)(uintptr_t)dst, (CUdeviceptr)(uintptr_t)src, COPY, stream));
-  return PS_OK;
-}
 ps_status ps__bench_fill_values(ps__bench *b) {
   for (uint64_t at = 0; at < VALUES; at += COPY)
     PS_TRY(ps__bench_copy(b, b->exec.stream, b->values + at, place(b, 0)));
   return ps__bench_settle(b);
-}
-static ps_status case_h2d(ps__bench *b) {
-  return ps__bench_copy(b, b->in, value(b, COPIED), place(b, b->n_copied[0]++));
-}
-static ps_status case_d2h(ps__bench *b) {
-  return ps__bench_copy(b, b->out, place(b, b->n_copied[1]++) + COPY, value(b, Y));
-}
-ps_status ps__bench_copy_both(ps__bench *b) {
-  PS_TRY(case_h2d(b));
-  return case_d2h(b);
 }
 
 ps_status ps__bench_bandwidths(ps__bench *b, double seconds) {
@@ -52,9 +37,9 @@ ps_status ps__bench_bandwidths(ps__bench *b, double seconds) {
   hw->elementwise_bytes_per_s = NORMS_BYTES / s[0];
   PS_TRY(ps__bench_time_case(b, case_small, seconds / 2, s));
   hw->op_ns = s[0] * 1e7;
-  PS_TRY(ps__bench_time_case(b, case_h2d, seconds, s));
+  PS_TRY(ps__bench_time_case(b, ps__bench_copy_in, seconds, s));
   hw->h2d_bytes_per_s = (double)COPY / s[0];
-  PS_TRY(ps__bench_time_case(b, case_d2h, seconds, s));
+  PS_TRY(ps__bench_time_case(b, ps__bench_copy_out, seconds, s));
   hw->d2h_bytes_per_s = (double)COPY / s[0];
   PS_TRY(ps__bench_time_case(b, ps__bench_copy_both, seconds, s));
   hw->duplex_bytes_per_s = (double)COPY / s[0];

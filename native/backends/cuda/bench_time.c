@@ -16,6 +16,22 @@ ps_status ps__bench_settle(ps__bench *b) {
   return r == CUDA_SUCCESS ? PS_OK : ps__cuda_fail(b->cu, r, "cuStreamSynchronize");
 }
 
+ps_status ps__bench_copy(ps__bench *b, CUstream stream, void *dst, const void *src) {
+  PS__CUDA_TRY(b->cu,
+               MemcpyAsync((CUdeviceptr)(uintptr_t)dst, (CUdeviceptr)(uintptr_t)src, COPY, stream));
+  return PS_OK;
+}
+ps_status ps__bench_copy_in(ps__bench *b) {
+  return ps__bench_copy(b, b->in, value(b, COPIED), place(b, b->n_copied[0]++));
+}
+ps_status ps__bench_copy_out(ps__bench *b) {
+  return ps__bench_copy(b, b->out, place(b, b->n_copied[1]++) + COPY, value(b, Y));
+}
+ps_status ps__bench_copy_both(ps__bench *b) {
+  PS_TRY(ps__bench_copy_in(b));
+  return ps__bench_copy_out(b);
+}
+
 ps_status ps__bench_time_case(ps__bench *b, ps__bench_fn fn, double seconds, double *out) {
   uint64_t n = 0, half = 0;
   PS_TRY(fn(b));

@@ -171,31 +171,6 @@ static void cuda_wake(ps__device *dev) { /* a thread that polls words reads its 
 
 /* ---- failures -------------------------------------------------------------------------------- */
 
-/* What a GPU's streams say of it: a failed kernel or copy makes every later call fail, a query
- * too. */
-static CUresult ask(const ps__device *dev, const ps__cuda_gpu *gpu) {
-  for (uint32_t i = 0; i < dev->cfg.n_streams; i++) {
-    const ps__cuda_stream *s = &dev->stream[i];
-    const CUresult r = s->gpu == gpu && s->stream ? dev->cu->StreamQuery(s->stream) : CUDA_SUCCESS;
-    if (r != CUDA_SUCCESS && r != CUDA_ERROR_NOT_READY)
-      return r;
-  }
-  return CUDA_SUCCESS;
-}
-
-void ps__cuda_note_error(ps__device *dev, const ps__cuda_gpu *gpu, CUresult r, const char *call) {
-  int none = CUDA_SUCCESS;
-  const char *nobody = NULL;
-  const ps__cuda_gpu *no_gpu = NULL;
-  /* a call for one GPU may return what another one's failure is */
-  for (uint32_t i = 0; dev->n_gpus > 1 && i < dev->n_gpus && ask(dev, gpu) == CUDA_SUCCESS; i++)
-    if (ask(dev, &dev->gpu[i]) != CUDA_SUCCESS)
-      gpu = &dev->gpu[i];
-  atomic_compare_exchange_strong(&dev->failed_gpu, &no_gpu, gpu);
-  atomic_compare_exchange_strong(&dev->failed_call, &nobody, call);
-  atomic_compare_exchange_strong(&dev->error, &none, (int)r);
-}
-
 static uint32_t cuda_failed(ps__device *dev) {
   const ps__cuda_gpu *gpu = atomic_load(&dev->failed_gpu);
   return gpu ? gpu->place : dev->gpu[0].place;
@@ -205,7 +180,7 @@ static ps_status cuda_health(ps__device *dev) {
   if (atomic_load(&dev->error) == CUDA_SUCCESS && ps__cuda_push(dev, &dev->gpu[0]) == PS_OK) {
     for (uint32_t i = 0; i < dev->n_gpus; i++) {
       ps__cuda_turn_to(dev, &dev->gpu[i]);
-      const CUresult r = ask(dev, &dev->gpu[i]);
+      const CUresult r = ps__cuda_ask(dev, &dev->gpu[i]);
       if (r != CUDA_SUCCESS) {
         ps__cuda_note_error(dev, &dev->gpu[i], r, "a kernel or a copy before cuStreamQuery");
         break;

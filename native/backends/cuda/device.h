@@ -170,8 +170,11 @@ void ps__cuda_name_stream(CUstream stream, const char *name);
 /* net.c */
 ps_status ps__cuda_net(uint32_t number, struct ps__net_device *out);
 ps_status ps__cuda_use_net(ps__device *dev, const struct ps__net_device *lanes);
-/* cuda.c */
-/* health() will say so. @gpu: that of the stream that the call was for. */
+/* gpus.c */
+/* ps__cuda_ask() - what a GPU's streams say of it: a failed kernel or copy makes every later call
+ * fail, a query too. ps__cuda_note_error() - health() will say so. @gpu: that of the stream that
+ * the call was for. */
+CUresult ps__cuda_ask(const ps__device *dev, const ps__cuda_gpu *gpu);
 void ps__cuda_note_error(ps__device *dev, const ps__cuda_gpu *gpu, CUresult r, const char *call);
 /* for tests: engines opened from now on do without, as if the device could not */
 void ps__cuda_without_mem_ops(bool without);

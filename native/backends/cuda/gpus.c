@@ -37,6 +37,30 @@ const ps__cuda_gpu *ps__cuda_gpu_at(const ps__device *dev, uint32_t place) {
   return &dev->gpu[0];
 }
 
+CUresult ps__cuda_ask(const ps__device *dev, const ps__cuda_gpu *gpu) {
+  for (uint32_t i = 0; i < dev->cfg.n_streams; i++) {
+    const ps__cuda_stream *s = &dev->stream[i];
+    const CUresult r = s->gpu == gpu && s->stream ? dev->cu->StreamQuery(s->stream) : CUDA_SUCCESS;
+    if (r != CUDA_SUCCESS && r != CUDA_ERROR_NOT_READY)
+      return r;
+  }
+  return CUDA_SUCCESS;
+}
+
+void ps__cuda_note_error(ps__device *dev, const ps__cuda_gpu *gpu, CUresult r, const char *call) {
+  int none = CUDA_SUCCESS;
+  const char *nobody = NULL;
+  const ps__cuda_gpu *no_gpu = NULL;
+  /* a call for one GPU may return what another one's failure is */
+  for (uint32_t i = 0; dev->n_gpus > 1 && i < dev->n_gpus && ps__cuda_ask(dev, gpu) == CUDA_SUCCESS;
+       i++)
+    if (ps__cuda_ask(dev, &dev->gpu[i]) != CUDA_SUCCESS)
+      gpu = &dev->gpu[i];
+  atomic_compare_exchange_strong(&dev->failed_gpu, &no_gpu, gpu);
+  atomic_compare_exchange_strong(&dev->failed_call, &nobody, call);
+  atomic_compare_exchange_strong(&dev->error, &none, (int)r);
+}
+
 int ps__cuda_attribute(const ps__device *dev, const ps__cuda_gpu *gpu, CUdevice_attribute what) {
   int value = 0;
   return dev->cu->DeviceGetAttribute(&value, what, gpu->dev) == CUDA_SUCCESS ? value : 0;

@@ -1,5 +1,5 @@
 /* attention_cuda.h - attention on CUDA: the providers of one op, and what they share
- * (attention.cu). Host code, C and C++; no device code.
+ * (attention_plain.cu). Host code, C and C++; no device code.
  *
  * A provider is a kept library, or our own plain kernels. Each says which shapes it takes, builds a
  * plan for a shape before the first step, and then launches without waiting or allocating.
