@@ -100,9 +100,7 @@ static ps_status check_attention_cached(const void *args, const char *op) {
                     a->sequence_rows);
   return PS_OK;
 }
-static void bind_attention_cached(void *args, const ps__chunk_shape *chunk) {
-  ((ps__args_attention *)args)->n_tokens = chunk->n_tokens;
-}
+PS__BIND_ROWS(bind_attention_cached, ps__args_attention, n_tokens)
 /* A row sees half of the cache, on average over a sequence. */
 static ps_work work_attention_cached(const void *args) {
   const ps__args_attention *a = args;

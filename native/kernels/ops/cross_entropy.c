@@ -15,9 +15,7 @@ static ps_status check_cross_entropy(const void *args, const char *op) {
                     (double)a->label_smoothing);
   return ps__check_dt(a->dt, op);
 }
-static void bind_cross_entropy(void *args, const ps__chunk_shape *chunk) {
-  ((ps__args_cross_entropy *)args)->rows = chunk->n_tokens;
-}
+PS__BIND_ROWS(bind_cross_entropy, ps__args_cross_entropy, rows)
 static ps_work work_cross_entropy(const void *args) {
   const ps__args_cross_entropy *a = args;
   return ps__bytes_work(3.0 * a->rows * a->vocab * (double)ps__dt_bytes(a->dt));

@@ -21,11 +21,7 @@ static double row_bytes(const ps__args_embed *a) {
 static double table_bytes(const ps__args_embed *a) {
   return (double)a->vocab * a->dim * (double)ps__dt_bytes(a->dt);
 }
-static void bind_embed(void *args, const ps__chunk_shape *chunk) {
-  ps__args_embed *a = args;
-  a->n_tokens = chunk->n_tokens;
-  a->accumulate = !chunk->first_grad;
-}
+PS__BIND_GRADIENT(bind_embed, ps__args_embed, n_tokens, accumulate)
 static ps_work work_embed_fwd(const void *args) { return ps__bytes_work(2.0 * row_bytes(args)); }
 static ps_work work_embed_bwd(const void *args) {
   const ps__args_embed *a = args;

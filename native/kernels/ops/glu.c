@@ -8,9 +8,7 @@ static ps_status check_glu(const void *args, const char *op) {
                     a->activation);
   return ps__check_dt(a->dt, op);
 }
-static void bind_glu(void *args, const ps__chunk_shape *chunk) {
-  ((ps__args_glu *)args)->n_tokens = chunk->n_tokens;
-}
+PS__BIND_ROWS(bind_glu, ps__args_glu, n_tokens)
 static ps_work work_glu_fwd(const void *args) {
   const ps__args_glu *a = args;
   return ps__bytes_work(3.0 * a->n_tokens * a->ffn_dim * (double)ps__dt_bytes(a->dt));
@@ -37,9 +35,7 @@ static ps_status check_glu_quantize(const void *args, const char *op) {
 static ps_status check_glu_bwd_quantize(const void *args, const char *op) {
   return check_forms(args, PS_FORM_COLS, op);
 }
-static void bind_glu_quantize(void *args, const ps__chunk_shape *chunk) {
-  ((ps__args_glu_quantize *)args)->n_tokens = chunk->n_tokens;
-}
+PS__BIND_ROWS(bind_glu_quantize, ps__args_glu_quantize, n_tokens)
 static double glu_quantize_bytes(const ps__args_glu_quantize *a, double read, double written) {
   return (double)a->n_tokens * a->ffn_dim * (2.0 * read * (double)ps__dt_bytes(a->dt) + written);
 }

@@ -15,9 +15,7 @@ static void bind_gemm(void *args, const ps__chunk_shape *chunk) {
   if (g->trans_a)
     g->accumulate = !chunk->first_grad;
 }
-static void bind_gemm_rows(void *args, const ps__chunk_shape *chunk) {
-  ((ps__args_gemm *)args)->m = chunk->n_tokens;
-}
+PS__BIND_ROWS(bind_gemm_rows, ps__args_gemm, m)
 static ps_work work_gemm(const void *args) {
   const ps__args_gemm *a = args;
   const double flops = 2.0 * a->m * a->n * a->k;

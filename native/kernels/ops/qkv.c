@@ -29,9 +29,7 @@ static double row_bytes(const ps__args_qkv *a) {
   return (double)a->n_tokens * (a->n_heads + 2.0 * a->n_kv_heads) * a->head_dim *
          (double)ps__dt_bytes(a->dt);
 }
-static void bind_qkv_split_fwd(void *args, const ps__chunk_shape *chunk) {
-  ((ps__args_qkv *)args)->n_tokens = chunk->n_tokens;
-}
+PS__BIND_ROWS(bind_qkv_split_fwd, ps__args_qkv, n_tokens)
 static ps_work work_qkv_split_fwd(const void *args) {
   return ps__bytes_work(2.0 * row_bytes(args));
 }
@@ -39,10 +37,7 @@ PS__OP(qkv_split_fwd, PS_CLASS_ELEMENTWISE, check_qkv, .rate = PS__RATE_MEMORY,
        .work = work_qkv_split_fwd, .bind = bind_qkv_split_fwd,
        .scratch = {ps__cpu_scratch_qkv_split_fwd, NULL});
 
-static void bind_qkv_split_bwd(void *args, const ps__chunk_shape *chunk) {
-  bind_qkv_split_fwd(args, chunk);
-  ((ps__args_qkv *)args)->accumulate_dw = !chunk->first_grad;
-}
+PS__BIND_GRADIENT(bind_qkv_split_bwd, ps__args_qkv, n_tokens, accumulate_dw)
 static ps_work work_qkv_split_bwd(const void *args) {
   return ps__bytes_work(3.0 * row_bytes(args));
 }

@@ -25,11 +25,7 @@ PS__ROW(accumulate, PS_CLASS_ELEMENTWISE, ps__cpu_accumulate, PS_CUDA_FN(accumul
 PS__ROW(accumulate_host, PS_CLASS_OPTIMIZER, ps__cpu_accumulate, NULL, .rate = PS__RATE_ACCUMULATE,
         .work = work_accumulate);
 
-static void bind_colsum(void *args, const ps__chunk_shape *chunk) {
-  ps__args_colsum *a = args;
-  a->rows = chunk->n_tokens;
-  a->accumulate = !chunk->first_grad;
-}
+PS__BIND_GRADIENT(bind_colsum, ps__args_colsum, rows, accumulate)
 static ps_work work_colsum(const void *args) {
   const ps__args_colsum *a = args;
   return ps__bytes_work((double)a->rows * a->cols * (double)ps__dt_bytes(a->dt));

@@ -10,9 +10,7 @@ static ps_status check_rmsnorm(const void *args, const char *op) {
   return ps__check_dt(a->dt, op);
 }
 
-static void bind_rmsnorm_fwd(void *args, const ps__chunk_shape *chunk) {
-  ((ps__args_rmsnorm *)args)->rows = chunk->n_tokens;
-}
+PS__BIND_ROWS(bind_rmsnorm_fwd, ps__args_rmsnorm, rows)
 static ps_work work_rmsnorm_fwd(const void *args) {
   const ps__args_rmsnorm *a = args;
   return ps__bytes_work((a->has_residual ? 3.0 : 2.0) * a->rows * a->cols *
@@ -21,10 +19,7 @@ static ps_work work_rmsnorm_fwd(const void *args) {
 PS__OP(rmsnorm_fwd, PS_CLASS_ELEMENTWISE, check_rmsnorm, .rate = PS__RATE_MEMORY,
        .work = work_rmsnorm_fwd, .bind = bind_rmsnorm_fwd);
 
-static void bind_rmsnorm_bwd(void *args, const ps__chunk_shape *chunk) {
-  bind_rmsnorm_fwd(args, chunk);
-  ((ps__args_rmsnorm *)args)->accumulate_dw = !chunk->first_grad;
-}
+PS__BIND_GRADIENT(bind_rmsnorm_bwd, ps__args_rmsnorm, rows, accumulate_dw)
 static ps_work work_rmsnorm_bwd(const void *args) {
   const ps__args_rmsnorm *a = args;
   return ps__bytes_work(4.0 * a->rows * a->cols * (double)ps__dt_bytes(a->dt));
@@ -38,9 +33,7 @@ static ps_status check_rmsnorm_quantize(const void *args, const char *op) {
   PS_TRY(check_rmsnorm(&a->norm, op));
   return ps__check_forms(a->norm.dt, a->dt_q, a->forms, op);
 }
-static void bind_rmsnorm_quantize(void *args, const ps__chunk_shape *chunk) {
-  bind_rmsnorm_fwd(&((ps__args_rmsnorm_quantize *)args)->norm, chunk);
-}
+PS__BIND_ROWS(bind_rmsnorm_quantize, ps__args_rmsnorm_quantize, norm.rows)
 static ps_work work_rmsnorm_quantize(const void *args) {
   const ps__args_rmsnorm_quantize *a = args;
   return ps__bytes_work((double)a->norm.rows * a->norm.cols *

@@ -43,6 +43,18 @@
   PS__CHECKED(cpu, op, check)                                                                      \
   PS__ROW(op, PS_CLASS_OPTIMIZER, cpu_##op, NULL, __VA_ARGS__)
 
+/* PS__BIND_ROWS() - a bind() by which @field of the arguments is the chunk's rows.
+ * PS__BIND_GRADIENT() - with @accumulate, set but in the first chunk that writes a gradient. */
+#define PS__BIND_ROWS(bind, type, field)                                                           \
+  static void bind(void *args, const ps__chunk_shape *chunk) {                                     \
+    ((type *)args)->field = chunk->n_tokens;                                                       \
+  }
+#define PS__BIND_GRADIENT(bind, type, field, accumulate)                                           \
+  static void bind(void *args, const ps__chunk_shape *chunk) {                                     \
+    ((type *)args)->field = chunk->n_tokens;                                                       \
+    ((type *)args)->accumulate = !chunk->first_grad;                                               \
+  }
+
 /* A dtype of storage. */
 static inline ps_status ps__check_dt(uint32_t dt, const char *op) {
   return dt < PS_N_DTYPES ? PS_OK
