@@ -263,15 +263,18 @@ static ps_status run_sum(ps__net *n, char *data, uint64_t count, ps_dtype dt) {
   return c.n_segments ? await(n, PS__MARK_OUT + (c.n_segments - 1) % PS__NET_BUFFERS) : PS_OK;
 }
 
-static ps_status sum_entered(ps__net *n, void *data, uint64_t count, ps_dtype dt) {
-  const ps_status st = run_sum(n, data, count, dt);
-  if (st == PS_OK)
-    return PS_OK;
+/* After a failed call: gives the communicator up, and says why the call failed. */
+static ps_status ended(ps__net *n, ps_status st) {
   char why[PS__HOSTS_MESSAGE];
   snprintf(why, sizeof why, "%s", ps_last_error());
   give_up(n);
   ps__fail(st, "%s", why);
   return explained(n, st);
+}
+
+static ps_status sum_entered(ps__net *n, void *data, uint64_t count, ps_dtype dt) {
+  const ps_status st = run_sum(n, data, count, dt);
+  return st == PS_OK ? st : ended(n, st);
 }
 
 ps_status ps__net_sum(ps__net *n, void *data, uint64_t count, ps_dtype dt) {
@@ -329,13 +332,7 @@ static ps_status connect_all(ps__net *n) {
   const int begun =
       n->lib->CommInitRankConfig(&n->comm, (int)n->h->n, id, (int)n->h->rank, &config);
   const ps_status st = settled(n, begun, "ncclCommInitRankConfig");
-  if (st == PS_OK)
-    return check_sums(n);
-  char why[PS__HOSTS_MESSAGE];
-  snprintf(why, sizeof why, "%s", ps_last_error());
-  give_up(n);
-  ps__fail(st, "%s", why);
-  return explained(n, st);
+  return st == PS_OK ? check_sums(n) : ended(n, st);
 }
 
 static ps_status open_entered(ps__net *n) {
