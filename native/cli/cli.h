@@ -259,7 +259,6 @@ int cli_hardware_measure(ps_hardware *out, cli_device *device, bool full, double
 void cli_bound_threads(cli_device *device, uint32_t n_cpus, bool quiet);
 bool cli_on_gpu(const cli_device *device);
 int cli_gpus_check(const cli_device *device);
-void cli_hardware_print(FILE *out, const ps_hardware *hw); /* a few lines */
 /* every measured rate, and its fraction of the hardware's peak */
 void cli_hardware_table(FILE *out, const ps_hardware *hw);
 /* as ps_hardware_json() has it; exit code */

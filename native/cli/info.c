@@ -106,7 +106,7 @@ static int show_machine(cli_json *j) {
   } else {
     printf("penstock %s, %s backend\n", ps_version(),
            hw.backend == PS_BACKEND_CUDA ? "CUDA" : "CPU");
-    cli_hardware_print(stdout, &hw);
+    cli_hardware_table(stdout, &hw);
   }
   return code;
 }

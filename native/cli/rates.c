@@ -1,4 +1,4 @@
-/* rates.c - prints a machine's rates: a few lines, the table of a profile, or JSON. */
+/* rates.c - a machine's rates, as a table or as JSON. */
 #include "cli/cli.h"
 
 static void print_machine(FILE *out, const ps_hardware *hw) {
@@ -21,33 +21,6 @@ static void print_machine(FILE *out, const ps_hardware *hw) {
             "run penstock profile when the machine is idle\n",
             hw->other_work_percent);
 }
-
-void cli_hardware_print(FILE *out, const ps_hardware *hw) {
-  const bool gpu = hw->backend == PS_BACKEND_CUDA;
-  print_machine(out, hw);
-  fprintf(out, "  GEMM          %8.1f GFLOP/s fp32  %8.1f bf16\n",
-          hw->gemm_flops_per_s[PS_F32] / 1e9, hw->gemm_flops_per_s[PS_BF16] / 1e9);
-  fprintf(out, "  attention     %8.1f GFLOP/s forward, %8.1f backward in bf16\n",
-          hw->attention_flops_per_s[PS_BF16] / 1e9, hw->attention_bwd_flops_per_s[PS_BF16] / 1e9);
-  fprintf(out,
-          "  elementwise   %8.1f GB/s\n  copies        %8.1f GB/s to the device, %.1f to the host, "
-          "%.1f each way at once\n",
-          hw->elementwise_bytes_per_s / 1e9, hw->h2d_bytes_per_s / 1e9, hw->d2h_bytes_per_s / 1e9,
-          hw->duplex_bytes_per_s / 1e9);
-  fprintf(out,
-          "  optimizer     %8.1f GB/s\n  memory        %8.1f GB/s of the host, shared by copies "
-          "and host ops\n",
-          hw->optimizer_bytes_per_s / 1e9, hw->memory_bytes_per_s / 1e9);
-  fprintf(out, "  cost of an op %8.1f us\n", hw->op_ns / 1e3);
-  if (gpu && hw->peak_flops_per_s > 0)
-    fprintf(out, "  peak          %8.1f TFLOP/s dense bf16, for MFU\n",
-            hw->peak_flops_per_s / 1e12);
-  else if (gpu)
-    fprintf(out,
-            "  peak          unknown for this GPU: train reports MFU if --peak-tflops says it\n");
-}
-
-/* ---- the table of a profile ------------------------------------------------------------------ */
 
 /* A line of the table: a case, its rate in units of @unit, and the percentage of the hardware's
  * @ceiling. A rate above that ceiling comes from a cache, and gets no percentage. */
@@ -149,6 +122,7 @@ void cli_hardware_table(FILE *out, const ps_hardware *hw) {
   line(out, "sums of squares", hw->sumsq_bytes_per_s, gb, "GB/s", 0);
   line(out, "gather of the embedding's rows", hw->gather_bytes_per_s, gb, "GB/s", 0);
   line(out, "an op's fixed cost", hw->op_ns, 1e3, "us", 0);
+  line(out, "peak of matrix products, for MFU", peak, 1e9, "GFLOP/s", 0);
   if (hw->idle_gain > 0)
     line(out, "gain where the GPU is idle for 10%", 0.1 * hw->idle_gain, 0.01, "%", 0);
   if (hw->idle_most > 0)
@@ -156,8 +130,6 @@ void cli_hardware_table(FILE *out, const ps_hardware *hw) {
   if (gpu && !(peak > 0))
     fprintf(out, "  the peak of this GPU is unknown: train reports MFU if --peak-tflops says it\n");
 }
-
-/* ---- as JSON --------------------------------------------------------------------------------- */
 
 int cli_hardware_json(cli_json *j, const char *key, const ps_hardware *hw) {
   char text[PS_HARDWARE_JSON_BYTES];
