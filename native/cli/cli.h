@@ -126,6 +126,8 @@ typedef struct cli_option {
   const char *table;
 } cli_option;
 enum { CLI_MAX_OPTIONS = 96 }; /* of a command */
+/* An option under a heading, whose value goes to @to; then its other fields. */
+#define CLI_OPTION(under, to, ...) {.heading = (under), .out = (to), __VA_ARGS__}
 
 /* cli_set_value() - set an option to @text. A message begins with @label: "--lr", or the file, the
  * line and the key. The text is borrowed while the option's value is used. CLI_OK or CLI_REFUSED.

@@ -2,6 +2,7 @@
 #include "cli/cli.h"
 #include <inttypes.h>
 #include <stdlib.h>
+#include <string.h>
 
 /* "least --device-mem under --host-mem 20.0 GiB: ..."; @bytes 0: no plan fits. */
 static void print_least(const char *option, uint64_t bytes, const char *other, uint64_t cap) {
@@ -74,81 +75,44 @@ int cli_plan(int argc, char **argv) {
   cli_job_init(&job);
   job.other_machine = true;
   const uint32_t n = cli_job_options(&job, options, false);
-  options[n] = (cli_option){.name = "smallest",
-                            .heading = CLI_H_TABLES,
-                            .kind = CLI_FLAG,
-                            .out = &job.smallest,
-                            .help = "print the least --device-mem that a plan fits in under "
-                                    "--host-mem, and the least --host-mem under --device-mem"};
-  options[n + 1] = (cli_option){.name = "hardware",
-                                .heading = CLI_H_MACHINE,
-                                .kind = CLI_TEXT,
-                                .out = &job.hardware_file,
-                                .value = "FILE",
-                                .help = "plan for the machine that this file describes, such as "
-                                        "docs/hardware-h200.json; penstock profile writes such "
-                                        "files"};
-  cli_texts devices = {0}, hosts = {0};
-  options[n + 2] = (cli_option){.name = "grid-device",
-                                .heading = CLI_H_TABLES,
-                                .kind = CLI_TEXTS,
-                                .out = &devices,
-                                .value = "SIZE...",
-                                .help = "print a table of predicted tokens/s, with a column for "
-                                        "each of these --device-mem; a cell shows the fastest plan "
-                                        "found under its caps or smaller caps of the table"};
-  options[n + 3] = (cli_option){.name = "grid-host",
-                                .heading = CLI_H_TABLES,
-                                .kind = CLI_TEXTS,
-                                .out = &hosts,
-                                .value = "SIZE...",
-                                .help = "the --host-mem of the table's rows"};
-  options[n + 4] = (cli_option){.name = "data",
-                                .heading = CLI_H_MODEL,
-                                .kind = CLI_TEXTS,
-                                .out = &job.data,
-                                .value = "SHARDS...",
-                                .help = "plan for these token shards: whether masks mark documents "
-                                        "in them; and print how many of the tokens are targets"};
-  cli_texts pairs = {0};
-  options[n + 5] = (cli_option){.name = "pairs",
-                                .heading = CLI_H_TABLES,
-                                .kind = CLI_TEXTS,
-                                .out = &pairs,
-                                .value = "DEVICE:HOST...",
-                                .help = "print the plan under each pair of caps, such as "
-                                        "24GiB:84GiB or none:84GiB, as one line of JSON each"};
-  cli_texts gpus = {0};
-  options[n + 6] = (cli_option){.name = "gpus",
-                                .heading = CLI_H_HARDWARE,
-                                .table = "run",
-                                .kind = CLI_TEXTS,
-                                .out = &gpus,
-                                .value = "N...",
-                                .help = "plan for N GPUs (default 1); of several numbers, such as "
-                                        "1,2,4,8, print a table: tokens/s, what binds, memory, and "
-                                        "the tokens a step that N GPUs need"};
+  cli_texts devices = {0}, hosts = {0}, pairs = {0}, gpus = {0};
   uint64_t n_hosts = 1;
-  options[n + 7] = (cli_option){.name = "hosts",
-                                .heading = CLI_H_MACHINE,
-                                .kind = CLI_COUNT,
-                                .out = &n_hosts,
-                                .value = "M",
-                                .least = 1,
-                                .most = PS_MAX_HOSTS,
-                                .help = "plan for M hosts like this one, a task on each (default "
-                                        "1)"};
-  options[n + 8] =
-      (cli_option){.name = "gpu-model",
-                   .heading = CLI_H_MACHINE,
-                   .kind = CLI_TEXT,
-                   .out = &job.gpu_model,
-                   .value = "NAME",
-                   .help = "plan for a GPU that is not here: rtx3090, rtx4090, "
-                           "rtx5090, a100, h100 or h200, by estimated rates; a GeForce "
-                           "is in a desktop with two channels of DDR5, the others in a "
-                           "server"};
-  options[n + 9] = (cli_option){.name = NULL};
+  const cli_option own[] = {
+      CLI_OPTION(CLI_H_TABLES, &job.smallest, .name = "smallest", .kind = CLI_FLAG,
+                 .help = "print the least --device-mem that a plan fits in under --host-mem, and "
+                         "the least --host-mem under --device-mem"),
+      CLI_OPTION(CLI_H_MACHINE, &job.hardware_file, .name = "hardware", .kind = CLI_TEXT,
+                 .value = "FILE",
+                 .help = "plan for the machine that this file describes, such as "
+                         "docs/hardware-h200.json; penstock profile writes such files"),
+      CLI_OPTION(
+          CLI_H_TABLES, &devices, .name = "grid-device", .kind = CLI_TEXTS, .value = "SIZE...",
+          .help =
+              "print a table of predicted tokens/s, with a column for each of these --device-mem; "
+              "a cell shows the fastest plan found under its caps or smaller caps of the table"),
+      CLI_OPTION(CLI_H_TABLES, &hosts, .name = "grid-host", .kind = CLI_TEXTS, .value = "SIZE...",
+                 .help = "the --host-mem of the table's rows"),
+      CLI_OPTION(CLI_H_MODEL, &job.data, .name = "data", .kind = CLI_TEXTS, .value = "SHARDS...",
+                 .help = "plan for these token shards: whether masks mark documents in them; and "
+                         "print how many of the tokens are targets"),
+      CLI_OPTION(CLI_H_TABLES, &pairs, .name = "pairs", .kind = CLI_TEXTS,
+                 .value = "DEVICE:HOST...",
+                 .help = "print the plan under each pair of caps, such as 24GiB:84GiB or "
+                         "none:84GiB, as one line of JSON each"),
+      CLI_OPTION(
+          CLI_H_HARDWARE, &gpus, .name = "gpus", .table = "run", .kind = CLI_TEXTS, .value = "N...",
+          .help = "plan for N GPUs (default 1); of several numbers, such as 1,2,4,8, print a "
+                  "table: tokens/s, what binds, memory, and the tokens a step that N GPUs need"),
+      CLI_OPTION(CLI_H_MACHINE, &n_hosts, .name = "hosts", .kind = CLI_COUNT, .value = "M",
+                 .least = 1, .most = PS_MAX_HOSTS,
+                 .help = "plan for M hosts like this one, a task on each (default 1)"),
+      CLI_OPTION(CLI_H_MACHINE, &job.gpu_model, .name = "gpu-model", .kind = CLI_TEXT,
+                 .value = "NAME",
+                 .help = "plan for a GPU that is not here: rtx3090, rtx4090, rtx5090, a100, h100 "
+                         "or h200, by estimated rates; a GeForce is in a desktop with two channels "
+                         "of DDR5, the others in a server"),
+      {.name = NULL}};
+  memcpy(options + n, own, sizeof own);
   const cli_command command = {
       .usage = "plan --model DIR --seq-len N [--device-mem SIZE] [--host-mem SIZE] [OPTIONS]",
       .about = about,
