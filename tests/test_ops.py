@@ -1,5 +1,5 @@
-"""Conversions, exp, fills and sums: the cpu kernels against fp64 references. op_runs.py says how a
-case runs, and what its tolerance is."""
+"""Conversions, exp and sums: the bits that the cpu kernels promise beside their formulas
+(test_op_cases.py). op_runs.py says how a case runs."""
 
 import ctypes
 import math
@@ -19,11 +19,7 @@ from op_runs import (  # noqa: E402
     LOW_READ,
     LOW_WRITE,
     Accumulate,
-    Colsum,
-    Fill,
     Sumsq,
-    U,
-    assert_within,
     launch,
     run,
     same_bits,
@@ -143,19 +139,6 @@ def test_exp_of_special_values_and_the_inline_form():
 # ---- fill, accumulate, sums ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [1, 3, 4096, (1 << 20) + 5])
-def test_fill_zero(n):
-    (out,) = run("fill_zero", Fill(n), [("rw", torch.full((n,), 7, dtype=torch.uint8))])
-    assert not out.any()
-
-
-@pytest.mark.parametrize("n", [1, 3, 4096, (1 << 20) + 5])
-def test_copy_bytes(n):
-    of = torch.arange(n).to(torch.uint8)
-    (out,) = run("copy_bytes", Fill(n), [("r", of), ("w", torch.zeros_like(of))])
-    assert (out == of).all()
-
-
 @DTYPES
 @pytest.mark.parametrize("name", ["accumulate", "accumulate_host"])
 @pytest.mark.parametrize("n", [1, 15, 17, 65536, 200003])
@@ -209,7 +192,7 @@ def test_accumulate_sumsq_leaves_the_bits_of_both(n, dt):
         [("r", expected), ("w", torch.zeros(1, dtype=torch.float64))],
     )
     assert same_bits(added, expected) and squares.item() == sums.item()
-    for n_threads in (1, 2, 100):
+    for n_threads in (1, 2, 100) if n < 1 << 24 else ():
         again, as_before = run(
             "accumulate_sumsq_host",
             Accumulate(n, 0, CODE[dt], n_threads),
@@ -289,7 +272,7 @@ def test_the_last_addition_to_a_total_with_low_bytes_and_its_squares(n, first):
     assert same_bits(rounded, expected) and squares.item() == sums.item()
 
 
-@pytest.mark.parametrize("additions", [64, 256, 1024, 4096])
+@pytest.mark.parametrize("additions", [64, 1024])
 @pytest.mark.parametrize("equal", [True, False], ids=["equal", "random"])
 def test_the_error_of_a_total_does_not_grow_with_additions(additions, equal):
     """A total of 24 bits: 16 of significand. Each addition's error is at most 2^-15 of the total
@@ -319,26 +302,3 @@ def test_the_error_of_a_total_does_not_grow_with_additions(additions, equal):
         else 2.0**-15 * math.sqrt(additions / 6) * (size.norm() / exact.norm()).item()
     )
     assert error < math.hypot(2.0**-7 / math.sqrt(12), of_24_bits)
-
-
-@DTYPES
-@pytest.mark.parametrize("accumulate", [0, 1])
-@pytest.mark.parametrize(
-    "rows,cols,ld",
-    [(1, 1, 1), (3, 17, 20), (64, 100, 100), (65, 33, 48), (1000, 515, 515), (5000, 40, 64)],
-)
-def test_colsum(rows, cols, ld, accumulate, dt):
-    dy, db = torch.randn(rows, ld).to(dt), torch.randn(cols).to(dt)
-    (out,) = run(
-        "colsum",
-        Colsum(rows, cols, ld, CODE[dt], accumulate),
-        [("r", dy), ("rw" if accumulate else "w", db)],
-    )
-    used = dy[:, :cols].double()
-    ref, size = used.sum(0), used.abs().sum(0)
-    if accumulate:
-        ref, size = ref + db.double(), size + db.double().abs()
-    depth = (
-        min(rows, 64 if rows <= 4096 else -(-rows // 64)) + 65
-    )  # rows of a group in order, then at most 64 groups, then db
-    assert_within(out, ref, depth * U * size)

@@ -1,5 +1,5 @@
-"""Cross-entropy and matrix products: the cpu kernels against fp64 references. op_runs.py says how a
-case runs, and what its tolerance is."""
+"""Cross-entropy and matrix products: what the cpu kernels do beside their formulas
+(test_op_cases.py). op_runs.py says how a case runs, and what its tolerance is."""
 
 import math
 import os
@@ -13,7 +13,6 @@ torch = pytest.importorskip("torch")
 from op_runs import (  # noqa: E402
     BF16,
     CODE,
-    DTYPES,
     F32,
     LIB,
     PS_EFORMAT,
@@ -36,44 +35,6 @@ def seeded():
 
 
 # ---- cross-entropy -------------------------------------------------------------------------------
-
-
-@DTYPES
-@pytest.mark.parametrize(
-    "rows,vocab,spread",
-    [(1, 1, 1), (3, 15, 1), (64, 64, 5), (33, 1000, 10), (5, 50257, 3), (2, 256000, 30)],
-)
-@pytest.mark.parametrize("cap", [0.0, 30.0, 1.5])
-def test_cross_entropy_against_autograd(rows, vocab, spread, cap, dt):
-    z, target = (
-        (torch.randn(rows, vocab) * spread).to(dt),
-        torch.randint(vocab, (rows,), dtype=torch.int32),
-    )
-    if rows > 2:
-        target[1] = -1
-    scale = torch.tensor([1 / 37], dtype=F32)
-    dz, loss = run(
-        "cross_entropy",
-        CrossEntropy(rows, vocab, CODE[dt], cap),
-        [("rw", z), ("r", target), ("r", scale), ("w", torch.empty(rows))],
-    )
-    Z = z.double().requires_grad_()
-    Y = cap * torch.tanh(Z / cap) if cap else Z
-    ref = torch.nn.functional.cross_entropy(Y, target.long(), ignore_index=-1, reduction="none")
-    (ref.sum() * scale.double()).backward()
-    y = Y.detach()
-    # y - max is rounded before exp: u*reach relative; a capped y is 5u of itself off
-    reach = (y.amax(1) - y.amin(1)).clamp(max=104) + (10 * y.abs().amax(1) if cap else 0)
-    rel = (vocab / 64 + 7 + 8 + reach)[:, None] * U
-    # 1 - t^2 is off by 12u absolute, and never more than 1
-    slope = 1 - (y / cap) ** 2 + 12 * U / rel if cap else 1.0
-    assert_within(loss, ref.detach(), rel[:, 0] + U * ref.detach().abs())
-    p = torch.softmax(y, 1) * scale.double()
-    hot = torch.zeros_like(p)
-    valid = target >= 0
-    hot[valid, target[valid].long()] = scale.double()
-    assert_within(dz, Z.grad, rel * (p + hot) * slope * valid[:, None] + 1e-37)
-    assert not dz[~valid].any() and not loss[~valid].any()
 
 
 def test_cross_entropy_of_huge_and_infinite_logits():
@@ -110,9 +71,7 @@ def test_a_target_out_of_range_is_refused_and_nothing_is_written(bad):
 # ---- gemm ----------------------------------------------------------------------------------------
 
 
-def gemm_case(
-    m, n, k, ta=0, tb=0, acc=0, bias=0, residual=0, dts=(F32, F32, F32), pad=0, alpha=0.0
-):
+def gemm_case(m, n, k, ta=0, tb=0, acc=0, bias=0, residual=0, dts=(F32, F32, F32), pad=0):
     dt_a, dt_b, dt_c = dts
     a = torch.randn((k if ta else m), (m if ta else k) + pad).to(dt_a)
     b = torch.randn((n if tb else k), (k if tb else n) + 2 * pad).to(dt_b)
@@ -133,7 +92,6 @@ def gemm_case(
         CODE[dt_a],
         CODE[dt_b],
         CODE[dt_c],
-        alpha,
     )
     operands = (
         [("r", a), ("r", b), ("rw" if acc else "w", c)]
@@ -143,30 +101,20 @@ def gemm_case(
     (out,) = run("gemm", args, operands)
     x, y = a[:, : m if ta else k].double(), b[:, : k if tb else n].double()
     x, y = (x.T if ta else x), (y.T if tb else y)
-    factor = np.float32(alpha or 1.0).item()
-    ref, size = factor * (x @ y), abs(factor) * (x.abs() @ y.abs())
+    ref, size = x @ y, x.abs() @ y.abs()
     for wanted, term in [(acc, c[:, :n]), (bias, row), (residual, add[:, :n])]:
         if wanted:
             ref, size = ref + term.double(), size + term.double().abs()
-    assert_within(out[:, :n], ref, (k + 3 + (alpha != 0)) * U * size)
+    assert_within(out[:, :n], ref, (k + 3) * U * size)
     gap = out[:, n:]
     assert same_bits(gap, c[:, n:]) if acc else torch.isnan(gap).all(), (
         "gemm wrote between the rows of C"
     )
 
 
-@pytest.mark.parametrize("ta,tb", [(0, 0), (0, 1), (1, 0), (1, 1)])
-@pytest.mark.parametrize(
-    "m,n,k", [(1, 1, 1), (1, 200, 77), (200, 1, 77), (17, 33, 5), (64, 96, 128), (130, 257, 31)]
-)
-def test_gemm_transposes_and_shapes(m, n, k, ta, tb):
-    gemm_case(m, n, k, ta, tb)
-    gemm_case(m, n, k, ta, tb, pad=3)
-
-
 @pytest.mark.parametrize(
     "dts",
-    [(a, b, c) for a in (F32, BF16) for b in (F32, BF16) for c in (F32, BF16)],
+    [(F32, BF16, BF16), (BF16, F32, F32), (F32, F32, BF16), (BF16, BF16, F32)],
     ids=lambda d: "".join("fb"[t is BF16] for t in d),
 )
 @pytest.mark.parametrize(
@@ -177,29 +125,7 @@ def test_gemm_dtypes_and_what_is_added(acc, bias, residual, dts):
     gemm_case(70, 90, 1030, 1, 0, acc, bias, residual, dts, pad=1)  # three blocks of K
 
 
-@pytest.mark.parametrize("alpha", [0.22, -3.0])
 @pytest.mark.parametrize("dts", [(F32, F32, F32), (BF16, BF16, BF16)], ids=["f32", "bf16"])
-@pytest.mark.parametrize("acc,bias,residual", [(0, 0, 0), (1, 0, 0), (0, 1, 1)])
-def test_gemm_times_alpha(acc, bias, residual, dts, alpha):
-    """alpha multiplies the product and nothing that is added to it."""
-    gemm_case(37, 65, 50, 0, 1, acc, bias, residual, dts, alpha=alpha)
-    gemm_case(70, 90, 1030, 1, 0, acc, bias, residual, dts, pad=1, alpha=alpha)
-
-
-def test_gemm_alpha_of_0_stands_for_1():
-    a, b, c = torch.randn(70, 300), torch.randn(300, 90), torch.empty(70, 90)
-    outs = [
-        run("gemm", Gemm(70, 90, 300, 300, 90, 90, alpha=x), [("r", a), ("r", b), ("w", c)])[0]
-        for x in (0.0, 1.0)
-    ]
-    assert same_bits(*outs)
-
-
-@pytest.mark.parametrize(
-    "dts",
-    [(F32, F32, F32), (BF16, BF16, BF16), (BF16, BF16, F32)],
-    ids=["f32", "bf16", "bf16-to-f32"],
-)
 @pytest.mark.parametrize(
     "m,n,k",
     [
