@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import time
@@ -24,8 +23,6 @@ from test_hosts import await_steps, end, environment, free_port, result
 pytestmark = pytest.mark.gpu
 SEQ = 256
 TINY = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
-# 0.5 B parameters: an exchange of 1 GB a step
-LARGER = {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632}
 
 
 def find_nccl():
@@ -198,29 +195,3 @@ def test_nccl_that_is_not_there(measured, tiny, shard, tmp_path):
         assert "rank 0 cannot use NCCL: NCCL is not there" in text and "PENSTOCK_NCCL" in text
     codes, said = end(start("/nowhere/libnccl.so.2", tiny, shard, folder, *more, "auto"), 120)
     assert codes == [0, 0] and "gradients go over TCP, as rank 0 cannot use NCCL" in said[0], said
-
-
-def step_times(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return statistics.median(m["step_s"] for m in lines[2:])
-
-
-def test_step_times(measured, nccl, shard, tmp_path):
-    """Prints; asserts bits alone. Two tasks that share a GPU are no faster than one."""
-    model = model_of(tmp_path / "model", LARGER, 8)
-    cut = ("--chunk-tokens", 4 * SEQ, "--tokens-per-step", 32 * SEQ, "--steps", 6)
-    more = (*cut, "--device-mem", "30GiB", "--host-mem", "30GiB", "--recipe", "bf16")
-    one = tmp_path / "one"
-    done = subprocess.run(words(model, shard, one, *more), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    print(f"\none task: {step_times(one):.3f} s a step of {32 * SEQ} tokens")
-    seen = {}
-    for name in ("tcp", "nccl"):
-        folder = tmp_path / name
-        also = (*more, "--hosts-transport", name, "--out", folder / "out")
-        codes, said = end(start(nccl, model, shard, folder, *also), 400)
-        assert codes == [0, 0], said
-        seen[name] = result(folder)
-        lines = re.findall("(?:gradients go over|NCCL|.*GB a step each way).*", said[0])
-        print(f"two tasks, {name}: {step_times(folder):.3f} s a step; {'; '.join(lines)}")
-    assert seen["nccl"] == seen["tcp"]

@@ -11,7 +11,7 @@
  * absolute. A key wrongly seen or left out among n changes B by about 1/n, so mistakes at a
  * document's begin, where rows see few keys, are far outside. The backward pass of both starts
  * from the cpu's o and lse. All of it with each library that is built in. test_cuda_attention
- * time: only the timings; short: only our own kernels that use shared memory, for a sanitizer. */
+ * short: only our own kernels that use shared memory, for a sanitizer. */
 #include "check.h"
 #include "kernels/cpu/cpu.h"
 #include <math.h>
@@ -370,105 +370,6 @@ static void refusals(void) {
   printf("ok refusals\n");
 }
 
-/* ---- timings --------------------------------------------------------------------------------- */
-
-static void time_library(const char *name, sample *s, double pairs) {
-  enum { WARM = 5, TIMES = 20 };
-  double ms[2];
-  size_t scratch[2];
-  for (int b = 0; b < 2; b++) {
-    const ps_kernel *k = b ? &ps__k_attention_bwd : &ps__k_attention_fwd;
-    /* not for this library */
-    if (k->info->prepare(&s->a, &gpu, &scratch[b]) != PS_OK)
-      return;
-    gpu.scratch = device(NULL, scratch[b] + GUARD);
-    gpu.scratch_bytes = scratch[b];
-    const ps_launch l = {.args = &s->a, .ptr = s->dev, .n_ptr = b ? 8 : 5, .exec = &gpu};
-    cudaEvent_t at[2];
-    CU(cudaEventCreate(&at[0]));
-    CU(cudaEventCreate(&at[1]));
-    for (int i = 0; i < WARM + TIMES; i++) {
-      if (i == WARM)
-        CU(cudaEventRecord(at[0], gpu.stream));
-      CHECK((b ? ps__cuda_attention_bwd(&l) : ps__cuda_attention_fwd(&l)) == PS_OK);
-    }
-    CU(cudaEventRecord(at[1], gpu.stream));
-    CU(cudaEventSynchronize(at[1]));
-    float t;
-    CU(cudaEventElapsedTime(&t, at[0], at[1]));
-    ms[b] = t / TIMES;
-    cudaFree(gpu.scratch);
-  }
-  const double f = pairs * 32 * 128 * 4;
-  printf("time %-12s %-40s fwd %7.3f ms %6.1f TFLOP/s %6.1f MiB   bwd %7.3f ms %6.1f TFLOP/s %6.1f "
-         "MiB\n",
-         library, name, ms[0], f / ms[0] / 1e9, (double)scratch[0] / 0x1p20, ms[1],
-         2.5 * f / ms[1] / 1e9, (double)scratch[1] / 0x1p20);
-}
-
-/* Library after library, so that they meet the same clock. */
-static void time_args(const char *name, ps__args_attention a, const int *lengths) {
-  sample s = make(a, lengths, 3);
-  upload(&s);
-  double pairs = 0;
-  for (uint32_t i = 0; i < a.n_tokens; i++) {
-    const uint32_t keys = a.row0 + i + 1 - (uint32_t)s.doc_start[i];
-    pairs += a.window && a.window < keys ? a.window : keys;
-  }
-  for (size_t i = 0; i < N_LIBRARIES; i++)
-    if (use(libraries[i]))
-      time_library(name, &s, pairs);
-  drop(&s);
-}
-static void time_case(const char *name, uint32_t n_tokens, uint32_t row0, const int *lengths,
-                      uint32_t document_rows) {
-  time_args(name,
-            (ps__args_attention){n_tokens, row0, 32, 8, 128, PS_BF16, 0, document_rows, 0, 0, 0, 0},
-            lengths);
-}
-
-static void timings(void) {
-  static const int uneven[] = {3000, 200, 1500, 57, 900, 1900, 635, 0}, many[] = {130, 0},
-                   tiny[] = {40, 0};
-  static const struct {
-    uint32_t n, d;
-    const char *known, *found;
-  } packed[] = {{2, 8192, "2 documents of 8192", "2 documents of 8192, found"},
-                {8, 1024, "8 documents of 1024", "8 documents of 1024, found"},
-                {16, 512, "16 documents of 512", "16 documents of 512, found"}};
-  time_case("8192 one document", 8192, 0, NULL, ONE);
-  time_case("8192 one document, found on the device", 8192, 0, NULL, FOUND);
-  time_case("8192 on 16384, one document", 8192, 8192, NULL, ONE);
-  time_case("8192 on 16384, found on the device", 8192, 8192, NULL, FOUND);
-  time_case("8192 on 32768, one document", 8192, 24576, NULL, ONE);
-  time_case("8192 on 65536, one document", 8192, 57344, NULL, ONE);
-  time_case("16384 one document", 16384, 0, NULL, ONE);
-  for (size_t i = 0; i < sizeof packed / sizeof *packed; i++) {
-    time_case(packed[i].known, packed[i].n * packed[i].d, 0, NULL, packed[i].d);
-    time_case(packed[i].found, packed[i].n * packed[i].d, 0, (const int[]){(int)packed[i].d, 0},
-              FOUND);
-  }
-  time_case("uneven documents in 8192", 8192, 0, uneven, FOUND);
-  time_case("documents of 130", 8192, 0, many, FOUND);
-  time_case("documents of 40 (most in the plain kernels)", 8192, 0, tiny, FOUND);
-  time_case("2048 one document", 2048, 0, NULL, ONE);
-  time_case("2048 found on the device", 2048, 0, NULL, FOUND);
-  gpu.deterministic = true;
-  time_case("8192 one document, deterministic", 8192, 0, NULL, ONE);
-  time_case("8 documents of 1024, deterministic", 8192, 0, NULL, 1024);
-  time_case("8192 found, deterministic", 8192, 0, NULL, FOUND);
-  gpu.deterministic = false;
-  for (int i = 1; i < 4; i++) {
-    const uint32_t window = i & 1 ? 4096 : 0;
-    const float softcap = i & 2 ? 50 : 0;
-    char name[64];
-    snprintf(name, sizeof name, "8192 one document, window %u, soft cap %g", window,
-             (double)softcap);
-    ps__args_attention a = {8192, 0, 32, 8, 128, PS_BF16, 0, ONE, 0, window, 0, softcap};
-    time_args(name, a, NULL);
-  }
-}
-
 /* ---- our own kernels, counted by hand -------------------------------------------------------- */
 
 /* Documents as attention_cuda.h says they are, in rows: of each document its query rows and its
@@ -579,8 +480,6 @@ int main(int argc, char **argv) {
   }
   if (!n_used)
     printf("ok skipped: built without a library for this GPU\n");
-  else if (argc > 1 && strcmp(argv[1], "short") != 0)
-    timings();
   ps__pool_destroy(cpu.pool);
   return failed ? 1 : 0;
 }

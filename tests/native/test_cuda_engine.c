@@ -1,6 +1,6 @@
 /* test_cuda_engine.c - the CUDA backend against the oracle of random_program.h; how it fails and
- * stops; what it costs. Usage: test_cuda_engine [programs, default 2000] [seed]. Without a GPU
- * it says why and skips. */
+ * stops. Usage: test_cuda_engine [programs, default 2000] [seed]. Without a GPU it says why and
+ * skips. */
 #ifndef PS_CUDA
 #  include "check.h"
 #  include <penstock/engine.h>
@@ -370,52 +370,6 @@ static void test_trace(void) {
   printf("ok the trace of GPU and host ops agrees with their order and lengths\n");
 }
 
-/* ---- what it costs --------------------------------------------------------------------------- */
-
-/* Steps of @s, the time of one in ns. */
-static double time_steps(ps_engine *e, ps_schedule *s, uint64_t n) {
-  ps_run *r = start(e, s, 0);
-  CHECK(ps_run_submit(r, 1) == PS_OK && ps_run_wait(r, 1) == PS_OK);
-  uint64_t begin = ps__now_ns();
-  CHECK(ps_run_submit(r, n) == PS_OK && ps_run_wait(r, n + 1) == PS_OK);
-  uint64_t end = ps__now_ns();
-  ps_run_destroy(r);
-  CHECK(ps_schedule_destroy(s) == PS_OK);
-  return (double)(end - begin) / (double)n;
-}
-
-static void measure(const char *how, uint64_t bytes) {
-  ps_engine *e = open_engine(4 * bytes);
-  ps_program *p = program();
-  for (int i = 0; i < 1000; i++) /* nobody awaits these */
-    add(p, &k_work, COMPUTE, 0, DEVICE, PS_READ_WRITE, 0);
-  printf("figure %s: an op on one stream, submitted and run: %.0f ns\n", how,
-         time_steps(e, compiled(p), 20) / 1000);
-  p = program();
-  for (int i = 0; i < 1000; i++)
-    add(p, &k_work, i % 2 ? H2D : COMPUTE, 0, DEVICE, PS_READ_WRITE, 0);
-  printf("figure %s: an op behind an event of another stream: %.0f ns\n", how,
-         time_steps(e, compiled(p), 20) / 1000);
-  p = program();
-  for (int i = 0; i < 200; i++)
-    add(p, &k_work, i % 2 ? HOST_A : COMPUTE, 0, HOST, PS_READ_WRITE, 0);
-  printf("figure %s: host op -> GPU op -> host op, a round trip: %.0f ns\n", how,
-         time_steps(e, compiled(p), 20) / 100);
-  for (int which = 1; which <= 3; which++) {
-    p = program();
-    if (which & 1)
-      add_copy(p, H2D, HOST, 0, DEVICE, 0, bytes);
-    if (which & 2)
-      add_copy(p, D2H, DEVICE, bytes, HOST, 2 * bytes, bytes);
-    printf("figure %s: copies %s: %.1f GB/s each way\n", how,
-           which == 1   ? "in"
-           : which == 2 ? "out"
-                        : "in and out at once",
-           (double)bytes / time_steps(e, compiled(p), 8));
-  }
-  CHECK(ps_engine_close(e) == PS_OK);
-}
-
 int main(int argc, char **argv) {
   bool child = argc > 1 && strcmp(argv[1], "--stray") == 0;
   uint64_t n = argc > 1 && !child ? strtoull(argv[1], NULL, 10) : 2000,
@@ -447,12 +401,10 @@ int main(int argc, char **argv) {
   test_host_error();
   test_cancel();
   test_trace();
-  measure("with stream memory operations", (uint64_t)1 << 30);
   ps__cuda_without_mem_ops(true);
   test_random("without them", n / 4, seed);
   test_host_error();
   test_cancel();
-  measure("without them", (uint64_t)1 << 28);
   CHECK(ps__live_allocations() == before);
   return 0;
 }

@@ -1,6 +1,6 @@
 /* test_cuda_optim.c - every optimizer on the device against ps__update_on_pool on the host, bit
- * for bit; its gate; then, with "time", its speed. Usage: test_cuda_optim [short | time [seed]],
- * short for a sanitizer. Without a GPU it says why and skips. */
+ * for bit; its gate. Usage: test_cuda_optim [short | all [seed]], short for a sanitizer. Without a
+ * GPU it says why and skips. */
 #include "check.h"
 #ifndef PS_CUDA
 int main(void) {
@@ -15,7 +15,7 @@ int main(void) {
 #  include <time.h>
 
 enum { W, M, V, GRAD, COPY, N_ARRAYS }; /* M, V: state[0], state[1] */
-enum { ROOM = 64, MOST = 70000, LAYER = 218112000 };
+enum { ROOM = 64, MOST = 70000 };
 typedef struct state {
   unsigned char a[N_ARRAYS][(MOST + 2 * ROOM) * 4];
 } state;
@@ -24,7 +24,7 @@ static ps__cuda_exec exec;
 static ps__pool *pool;
 static uint64_t seed;
 static state start, want, got;
-static char *device[N_ARRAYS]; /* 256-byte aligned, room for a layer */
+static char *device[N_ARRAYS]; /* 256-byte aligned */
 static struct {
   uint64_t step;
   float scale;
@@ -286,90 +286,7 @@ static void test_refused(void) {
   printf("ok what is wrong with the arguments is said\n");
 }
 
-/* ---- speed ----------------------------------------------------------------------------------- */
-
-static float ms_of(cudaEvent_t from, cudaEvent_t to) {
-  float ms;
-  need(cudaEventRecord(to, exec.stream), "event");
-  need(cudaEventSynchronize(to), "timing");
-  need(cudaEventElapsedTime(&ms, from, to), "timing");
-  return ms;
-}
-
-static void time_case(ps_optimizer optimizer, ps_recipe recipe, double copy, cudaEvent_t from,
-                      cudaEvent_t to) {
-  static const char *const name[] = {"fp32", "fp32-master", "bf16"};
-  ps__segment segments[9]; /* as a block's: seven matrices and two norms */
-  for (uint32_t i = 0; i < 9; i++)
-    segments[i] = (ps__segment){i < 7 ? i * (LAYER / 7 / 64 * 64) : LAYER - (9 - i) * 4096,
-                                i < 7 ? LAYER / 7 / 64 * 64 - 8192 : 4096, 0.1f};
-  update u = {.segments = segments,
-              .n_segments = 9,
-              .s = {.optimizer = optimizer,
-                    .recipe = recipe,
-                    .lr = 1e-4f,
-                    .beta1 = 0.9f,
-                    .beta2 = 0.95f,
-                    .eps = 1e-8f,
-                    .seed = 1}};
-  const ps__update_gate g = {.step = &device_gate->step,
-                             .expected = gate.step,
-                             .scale = &device_gate->scale,
-                             .sumsq = device_gate->sumsq,
-                             .n_sumsq = 9};
-  uint64_t n = 0;
-  for (uint32_t i = 0; i < 9; i++)
-    n += segments[i].n;
-  const double bytes = ps__update_bytes(optimizer, recipe, PS_UPDATE_WHOLE) * (double)n;
-  fill(W, bytes_of(recipe, W), 0, 118, 6); /* about 0.02, 1e-4, 1e-8, 1e-3 */
-  fill(M, bytes_of(recipe, M), 0, 112, 4);
-  fill(V, bytes_of(recipe, V), 0, 98, 6);
-  fill(GRAD, bytes_of(recipe, GRAD), 0, 115, 4);
-  for (int a = 0; a < N_ARRAYS; a++) {
-    const size_t piece = MOST * bytes_of(recipe, a), all = LAYER * bytes_of(recipe, a);
-    need(cudaMemcpy(device[a], start.a[a], piece, cudaMemcpyHostToDevice), "fill");
-    for (size_t at = piece; at < all; at += at)
-      need(cudaMemcpy(device[a] + at, device[a], at < all - at ? at : all - at,
-                      cudaMemcpyDeviceToDevice),
-           "fill");
-  }
-  need(cudaDeviceSynchronize(), "fill");
-  for (int i = 0; i < 13; i++) {
-    if (i == 3)
-      need(cudaEventRecord(from, exec.stream), "event");
-    u.s.step++;
-    ps__update_correct(&u.s, u.s.step);
-    CHECK(on_device(&u, &g) == PS_OK);
-  }
-  const double ms = ms_of(from, to) / 10, rate = bytes / ms * 1e-6;
-  printf("%-6s %-12s %llu elements %8.1f us %6.0f GB/s  %3.0f%% of copy\n",
-         ps_optimizer_name(optimizer), name[recipe], (unsigned long long)n, ms * 1e3, rate,
-         100 * rate / copy);
-}
-
-static void speeds(void) {
-  cudaEvent_t from, to;
-  need(cudaEventCreate(&from), "event");
-  need(cudaEventCreate(&to), "event");
-  const size_t bytes = (size_t)LAYER * 4;
-  for (int i = 0; i < 13; i++) {
-    if (i == 3)
-      need(cudaEventRecord(from, exec.stream), "event");
-    need(cudaMemcpyAsync(device[W], device[M], bytes, cudaMemcpyDeviceToDevice, exec.stream),
-         "copy");
-  }
-  const double copy = 2.0 * (double)bytes * 10 / ms_of(from, to) * 1e-6;
-  printf("copy, device to device: %.0f GB/s, read and written\n", copy);
-  gate.step = 5;
-  gate.scale = 0.5f;
-  need(cudaMemcpy(device_gate, &gate, sizeof gate, cudaMemcpyHostToDevice), "gate");
-  for (int i = 0; i < PS_N_OPTIMIZERS * PS__N_UPDATE_RECIPES; i++)
-    time_case((ps_optimizer)(i / PS__N_UPDATE_RECIPES), (ps_recipe)(i % PS__N_UPDATE_RECIPES), copy,
-              from, to);
-}
-
 int main(int argc, char **argv) {
-  const bool timed = argc > 1 && strcmp(argv[1], "time") == 0;
   int n = 0;
   const cudaError_t e = cudaGetDeviceCount(&n);
   if (e != cudaSuccess || n == 0) {
@@ -383,7 +300,7 @@ int main(int argc, char **argv) {
   seed = argc > 2 ? strtoull(argv[2], NULL, 0) : (uint64_t)time(NULL);
   printf("seed %llu\n", (unsigned long long)seed);
   for (int a = 0; a < N_ARRAYS; a++)
-    need(cudaMalloc((void **)&device[a], timed ? (size_t)LAYER * 4 : sizeof start.a[a]), "memory");
+    need(cudaMalloc((void **)&device[a], sizeof start.a[a]), "memory");
   need(cudaMalloc((void **)&device_gate, sizeof gate), "memory");
   for (uint32_t k = 0; k < 16; k++)
     gate.sumsq[k] = 1.0;
@@ -392,8 +309,6 @@ int main(int argc, char **argv) {
   test_same_bits(argc > 1 && strcmp(argv[1], "short") == 0 ? 16 : 1);
   test_gate();
   test_refused();
-  if (timed)
-    speeds();
   ps__pool_destroy(pool);
   return 0;
 }

@@ -17,7 +17,7 @@
  * time    H200, cuDNN 9.19, 32/8 heads of 128, TFLOP/s forward / backward: 8192 rows 618 / 502
  *         (deterministic 617 / 445), found on the device 563 / 466, after a prefix of 8192 627 /
  *         392, 2 x 8192 632 / 500 (found 594 / 461), 8 x 1024 448 / 278 (found 355 / 240), window
- *         4096 594 / 494, soft cap 460 / 439, both 463 / 407 (test_cuda_attention time).
+ *         4096 594 / 494, soft cap 460 / 439, both 463 / 407 (the log of 2026-11-21).
  * determinism  forward always; backward with exec->deterministic, else dQ is added with atomics.
  * reference    the cpu backend's, tests/native/test_cuda_attention.c */
 #include "kernels/attention_documents.h"

@@ -15,7 +15,7 @@
  *         dK and dV.
  * time    H200, 32/8 heads of 128, TFLOP/s forward / backward: 8192 rows 686 / 525 (deterministic
  *         500), 2 x 8192 667 / 546, 8192 behind 8192 702 / 586, behind 57344 659 / 590
- *         (test_cuda_attention time, beside cuDNN's).
+ *         (the log of 2026-11-21, beside cuDNN's).
  * determinism  forward always; backward with exec->deterministic: blocks take turns in adding to
  *              dQ, dK and dV. Else they add as they come.
  * reference    the cpu backend's, tests/native/test_cuda_attention.c */
