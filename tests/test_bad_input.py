@@ -180,16 +180,6 @@ def test_a_shard_that_is_cut_off_during_the_run_is_named(tiny_model, tmp_path):
     ), stderr
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_with_step_and_advice(
-    tiny_model, tiny_shard, tmp_path
-):
-    done = train(
-        tiny_model, tiny_shard, "--lr", "1e30", "--steps", 50, "--run-dir", "run", cwd=tmp_path
-    )
-    steps = len(metrics(tmp_path / "run"))
-    one_sentence(done, 1, rf"step {steps + 1}: the .* lower --lr, or look at the data")
-
-
 def test_weights_that_look_fresh_get_one_warning(tiny_model, tiny_shard, tmp_path):
     """As transformers saves them where no key of a directory matches; not those of init_model.py,
     and not where one norm was trained."""

@@ -174,12 +174,6 @@ def test_stray_words_and_unknown_commands_are_refused():
     assert penstock().returncode == 2
 
 
-def breaking(tiny_model, tmp_path):
-    model = tmp_path / "model"
-    shutil.copytree(tiny_model, model)
-    return model
-
-
 def edit_config(model, **changes):
     config = json.loads((model / "config.json").read_text())
     for key, value in changes.items():
@@ -193,37 +187,13 @@ def edit_config(model, **changes):
     "damage,pattern",
     [
         (lambda m: (m / "model.safetensors").unlink(), "model.safetensors"),
-        (
-            lambda m: os.truncate(
-                m / "model.safetensors", (m / "model.safetensors").stat().st_size - 100
-            ),
-            "model.safetensors",
-        ),
-        (lambda m: os.truncate(m / "model.safetensors", 4), "model.safetensors"),
         (lambda m: (m / "config.json").write_text("{"), "config.json"),
-        (
-            lambda m: edit_config(m, architectures=["GPT2LMHeadModel"], model_type="gpt2"),
-            "GPT2LMHeadModel|gpt2",
-        ),
-        (lambda m: edit_config(m, hidden_size=None), "hidden_size"),
-        (lambda m: edit_config(m, num_hidden_layers=10**9), "num_hidden_layers"),
         (lambda m: edit_config(m, intermediate_size=400), "mlp"),
-        (lambda m: edit_config(m, hidden_act="gelu"), "hidden_act"),
     ],
-    ids=[
-        "missing",
-        "truncated",
-        "headless",
-        "no-json",
-        "architecture",
-        "field",
-        "absurd",
-        "shape",
-        "activation",
-    ],
+    ids=["missing", "no-json", "shape"],
 )
 def test_a_damaged_model_directory_is_refused(tiny_model, job, tmp_path, damage, pattern):
-    model = breaking(tiny_model, tmp_path)
+    model = shutil.copytree(tiny_model, tmp_path / "model")
     damage(model)
     refused(
         penstock(
@@ -241,21 +211,6 @@ def test_a_token_past_the_vocabulary_is_refused_with_shard_and_offset(job, tmp_p
     refused(
         penstock("train", *words(job | {"--data": shard, "--run-dir": tmp_path / "run"})),
         r"bad\.bin.*513.*1234|bad\.bin.*1234.*513",
-    )
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("shard", ["empty", "short", "claims", "alien"])
-def test_a_bad_shard_is_refused(job, tmp_path, shard):
-    path = tmp_path / "x.bin"
-    if shard == "claims":
-        write_shard(path, np.arange(100), n_header=200)
-    else:
-        path.write_bytes(
-            {"empty": b"", "short": b"\0" * 100, "alien": b"\x7fELF" + b"\0" * 4000}[shard]
-        )
-    refused(
-        penstock("train", *words(job | {"--data": path, "--run-dir": tmp_path / "run"})), r"x\.bin"
     )
     assert not (tmp_path / "run").exists()
 
@@ -445,19 +400,6 @@ def test_plan_info_profile_and_version(tiny_model, tiny_shard, tmp_path):
     assert Path(re.search(r"cached in (.*)", cached)[1]).parent == tmp_path / "penstock"
     here = penstock("info", env={"XDG_CACHE_HOME": str(tmp_path)}).stdout
     assert "  AdamW" in here and set(here.splitlines()[1:]) <= set(cached.splitlines())
-
-
-def test_an_unwritable_cache_does_not_stop_a_run(tiny_model, tmp_path):
-    (tmp_path / "file").write_text("")
-    done = penstock(
-        "plan",
-        "--model",
-        tiny_model,
-        "--seq-len",
-        64,
-        env={"XDG_CACHE_HOME": str(tmp_path / "file")},
-    )
-    assert done.returncode == 0 and "not cached" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "demo", "info", "profile"])

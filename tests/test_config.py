@@ -1,15 +1,12 @@
 """config.json: what transformers reads we read alike, what would change the math is refused by
 name, nothing crashes."""
 
-import copy
 import ctypes
 import json
 import os
 
 import io_native as ps
 import pytest
-from families import rope_of
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_calls import rope_table
 from penstock import Generator, Hardware, InvalidError, ModelConfig, Plan
@@ -78,37 +75,6 @@ def test_a_folder_and_the_file_itself_are_read_alike(tmp_path):
         5e5,
         0,
     )
-
-
-@pytest.mark.oldest
-@pytest.mark.parametrize("cfg", [LLAMA, QWEN2, QWEN3], ids=["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize(
-    "drop",
-    [
-        (),
-        ("num_key_value_heads",),
-        ("rms_norm_eps",),
-        ("rope_theta",),
-        ("head_dim",),
-        ("tie_word_embeddings",),
-    ],
-)
-def test_defaults_are_those_of_transformers(tmp_path, cfg, drop):
-    from transformers import AutoConfig
-
-    cfg = without(dict(cfg, num_attention_heads=32, hidden_size=512), *drop)
-    theirs, c = AutoConfig.from_pretrained(save(tmp_path, cfg)), ps.read_config(tmp_path)
-    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
-    assert (c.n_kv_heads, c.head_dim, bool(c.tied_embeddings)) == (
-        theirs.num_key_value_heads,
-        head_dim,
-        theirs.tie_word_embeddings,
-    )
-    assert (
-        c.rope.theta == rope_of(theirs)[0]["rope_theta"]
-        and c.norm_eps == ctypes.c_float(theirs.rms_norm_eps).value
-    )
-    assert (c.qkv_bias, c.qk_norm) == (cfg["model_type"] == "qwen2", cfg["model_type"] == "qwen3")
 
 
 def test_rope_scaling_in_all_spellings(tmp_path):
@@ -213,15 +179,6 @@ def test_dropout_is_refused_by_training_alone(tmp_path):
         Plan(model, seq_len=8, tokens_per_step=8, forward_only=True, hardware=hw)
         with pytest.raises(InvalidError, match=f"dropout of 0.125.*{key}"):
             Plan(model, seq_len=8, tokens_per_step=8, hardware=hw)
-
-
-@pytest.mark.parametrize(
-    "key",
-    ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"],
-)
-@pytest.mark.parametrize("value", [..., None, 0, -1, 1.5, 2**31, 2**64, 1e300, "8", True, [], {}])
-def test_a_size_that_is_missing_or_absurd_is_named(tmp_path, key, value):
-    refused(tmp_path, without(LLAMA, key) if value is ... else dict(LLAMA, **{key: value}), key)
 
 
 @pytest.mark.parametrize(
@@ -380,41 +337,6 @@ junk = st.one_of(
     st.lists(st.text(max_size=3), max_size=2),
     st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
 )
-
-
-@settings(
-    max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    st.sampled_from(
-        [
-            dict(LLAMA, rope_scaling=LLAMA3),
-            QWEN2,
-            QWEN3,
-            dict(LLAMA, use_sliding_window=False, layer_types=["full_attention"] * 2),
-        ]
-    ),
-    st.data(),
-)
-def test_mutated_configs_are_read_or_refused_in_one_sentence(tmp_path, cfg, data):
-    cfg = copy.deepcopy(cfg)
-    for _ in range(data.draw(st.integers(1, 3))):
-        at = (
-            cfg["rope_scaling"]
-            if isinstance(cfg.get("rope_scaling"), dict) and data.draw(st.integers(0, 3)) == 0
-            else cfg
-        )
-        if not at:
-            continue
-        key = data.draw(st.sampled_from(sorted(at)))
-        if data.draw(st.integers(0, 3)) == 0:
-            at.pop(key)
-        else:
-            at[key] = data.draw(junk)
-    c = ps.read_or_refused(save(tmp_path, cfg))
-    if c is None:
-        return
-    assert ps.lib.ps_model_n_elements(ps.Model(c)) > 0
 
 
 # ---- parameters ----------------------------------------------------------------------------------

@@ -595,30 +595,6 @@ def test_fields_that_do_not_go_together_are_refused(tmp_path, name, change, part
     refused(tmp_path, dict(CONFIGS[name], **change), *parts)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_binary_refuses_bad_configs_with_exit_code_2(tmp_path, name):
-    own = {
-        "phi3": dict(partial_rotary_factor=2),
-        "olmo2": dict(rms_norm_eps=0),
-        "granite": dict(residual_multiplier=-1),
-        "smollm3": dict(no_rope_layers=[1]),
-    }.get(name, dict(sliding_window=0))
-    for change in (own, dict(vocab_size=None), dict(clip_qkv=8.0)):
-        (key,) = change
-        (tmp_path / "in").mkdir(exist_ok=True)
-        save(tmp_path / "in", dict(CONFIGS[name], **change))
-        done = subprocess.run(
-            [BUILD / "bin/penstock", "train", "--model", "in", "--data", "none"]
-            + ["--seq-len", "32", "--out", "out"],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-        )
-        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-        ps.one_sentence(done.stderr.strip(), key)
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]
-
-
 @settings(
     max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -628,12 +604,18 @@ def test_mutated_configs_are_read_or_refused_in_one_sentence(tmp_path, name, dat
     for _ in range(data.draw(st.integers(1, 3))):
         scaling = cfg.get("rope_scaling")
         at = scaling if isinstance(scaling, dict) and scaling and data.draw(st.booleans()) else cfg
-        at[data.draw(st.sampled_from(sorted(at)))] = data.draw(junk)
+        if not at:
+            continue
+        key = data.draw(st.sampled_from(sorted(at)))
+        if data.draw(st.integers(0, 3)) == 0:
+            at.pop(key)
+        else:
+            at[key] = data.draw(junk)
     c = ps.read_or_refused(save(tmp_path, cfg))
     if c is None:
         return
     try:
-        ps.Model(c)
+        assert ps.lib.ps_model_n_elements(ps.Model(c)) > 0
     except ps.Failed as e:
         assert e.code == ps.EINVAL
         ps.one_sentence(e.message)

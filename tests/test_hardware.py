@@ -71,17 +71,6 @@ def test_a_profile_on_the_cpu_backend_fills_everything(profiled):
         assert all(v > 1e6 for k, v in e.items() if k.endswith("flops_per_s"))
 
 
-def test_measuring_in_short_has_every_rate_that_plans_use():
-    d = Hardware.measure(2, 0.1, "cpu").as_dict()
-    assert (
-        all(
-            d[name] > 0
-            for name in ("sumsq_bytes_per_s", "accumulate_bytes_per_s", "gather_bytes_per_s")
-        )
-        and len(entries(d["attention"])) == 9
-    )
-
-
 def test_a_file_gives_back_what_was_written(profiled, tmp_path):
     assert any(
         e["found"]
@@ -362,7 +351,7 @@ def test_a_described_machine_is_planned_for_with_the_host_memory_that_is_given(p
     assert refused.returncode == 2 and "the machine has 100.0 MiB" in refused.stderr
 
 
-@pytest.mark.parametrize("name", ["rtx3090", "RTX 4090", "rtx-5090", "a100", "H100", "h200"])
+@pytest.mark.parametrize("name", ["rtx-5090", "H100"])
 def test_gpus_that_are_not_here_are_planned_for_by_name_as_estimates(name):
     hardware = Hardware.of_gpu(name)
     assert hardware.peak_flops_per_s == lib.ps_hardware_peak(hardware.device_name.encode()) > 0

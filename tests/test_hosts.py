@@ -242,13 +242,6 @@ def test_the_transport_is_one_of_three_and_the_same_in_all_tasks(tiny_model, tin
     assert not folder.exists()
 
 
-def test_the_transport_in_a_runs_file(tiny_model, tiny_shard, tmp_path):
-    file = tmp_path / "run.toml"
-    file.write_text('[run]\nhosts-transport = "nccl"\n')
-    codes, said = end(start(tiny_model, tiny_shard, tmp_path / "run", "--config", file))
-    assert codes == [2, 2] and "rank 0 cannot use NCCL" in said[1], said
-
-
 # ---- failures ------------------------------------------------------------------------------------
 
 

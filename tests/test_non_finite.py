@@ -131,8 +131,9 @@ def plant(tmp_path, at, n=512):
     return write_shard(tmp_path / "data.bin", tokens)
 
 
-@pytest.mark.parametrize("cap", [None, "tight"])
-@pytest.mark.parametrize("case", CHUNKS)
+@pytest.mark.parametrize(
+    "case, cap", [*((case, None) for case in CHUNKS), ("packed", "tight"), ("slices", "tight")]
+)
 def test_a_gradient_that_is_not_finite_names_its_chunk(planted, tmp_path, case, cap):
     words, at, chunk = CHUNKS[case]
     n = words[-1] if "--tokens-per-step" in words else 512

@@ -207,13 +207,6 @@ def test_callbacks_live_as_long_as_the_schedule_needs_them():
         assert (engine.array(Region(0, 0, 4)) == 50).all()
 
 
-def test_an_array_keeps_its_engine_alive():
-    array = one_space().array(Region(0, 0, (2, 3)))
-    gc.collect()
-    array[:] = 4
-    assert array.sum() == 24
-
-
 @pytest.mark.parametrize(
     "build,error",
     [
@@ -226,17 +219,6 @@ def test_what_the_library_refuses_is_an_invalid_error(build, error):
     with pytest.raises(penstock.InvalidError, match=error) as caught:
         build(Program(1, 2))
     assert caught.value.code == -1
-
-
-def test_closing_an_engine_with_a_live_run_is_busy():
-    program = Program(1, 2)
-    program.call(0, lambda step, x: None, updates=[Region(0, 0, 4)])
-    engine = one_space()
-    run = Run(engine, program.compile())
-    with pytest.raises(penstock.BusyError):
-        engine.close()
-    run.close()
-    engine.close()
 
 
 def test_trace_holds_the_kept_steps_in_order_with_times():
