@@ -3,12 +3,15 @@ data."""
 
 import ctypes
 import gc
+import inspect
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -196,6 +199,19 @@ def tiny_shard(tmp_path_factory):
     rng = np.random.default_rng(0)
     tokens = (np.arange(20000) + np.repeat(rng.integers(0, 200, 200), 100)) % 200
     return write_shard(tmp_path_factory.mktemp("shards") / "a.bin", tokens)
+
+
+def called(main, *args, columns=140):
+    """A program's main() in this process: what it would print and return."""
+    out, err, words = StringIO(), StringIO(), [str(a) for a in args]
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setenv("COLUMNS", str(columns))
+        patch.setattr(sys, "argv", ["penstock", *words])
+        try:
+            code = main(words) if inspect.signature(main).parameters else main()
+        except SystemExit as refusal:
+            code = refusal.code
+    return subprocess.CompletedProcess(words, code or 0, out.getvalue(), err.getvalue())
 
 
 def words_of_training(model, data, *more):

@@ -99,14 +99,10 @@ def test_a_name_that_is_no_curve_is_answered(tiny_shard, tmp_path):
     for name, said in {
         "fp8-broken": "give its --broken-build too",
         "bf16~": "give fp32, ",
-        "bf16~1": "give fp32, ",
         "torch-fp32~2": "give fp32, ",
         "fp9": "give fp32, ",
         "bf16:down": "only curves of FP8 have options",
-        "torch-masters:x": "only curves of FP8 have options",
         "fp8:first": "after the colon give first=N, last=N, down, head, fast",
-        "fp8:": "after the colon give first=N, last=N, down, head, fast",
-        "fp8:down=1": "after the colon give first=N, last=N, down, head, fast",
         "fp8:first=1,first=2": "give each option once",
         "torch-fp8:x,z": "after the colon give some of x, w, dy",
     }.items():
@@ -138,6 +134,7 @@ def test_a_product_of_the_control_by_hand():
     assert of["dy",] == [[plain], [448, 1.0625], [448, 17.5]]
 
 
+@pytest.mark.long
 def test_options_of_fp8_and_its_control_in_pytorch(tiny_shard, tmp_path):
     """One block at each end in bf16 is the default, and the CPU backend's sums are exact. PyTorch's
     operands are rounded as ours, so FP8 moves both losses alike, step by step: on one machine and
@@ -232,7 +229,6 @@ def test_the_table_and_the_picture_are_there(curves):
 @pytest.mark.parametrize(
     "more,says",
     [
-        (["--curves", "bf17"], "--curves bf17: give fp32, fp32-master, bf16, "),
         (["--steps", 1000], "the data has 624 sequences of 32 tokens, 1000 steps need 8000"),
         (["--config", "none.json"], "none.json cannot be read: No such file or directory"),
         (["--config", ROOT / "README.md"], "README.md is not JSON: "),
@@ -275,21 +271,3 @@ def test_the_shipped_result_can_be_drawn():
     gaps = {pair: {**gap, "steps": result["steps"]} for pair, gap in result["gaps"].items()}
     assert curve.gaps_of(result) == gaps
     assert result["lr"] == pytest.approx(curve.curve_sides.schedule(6e-4, 200))
-
-
-def test_torch_nearest_rounds_to_nearest_even():
-    """One step of the optimizer that the curve torch-nearest has, by its formula in fp64."""
-    import torch
-
-    g = torch.Generator().manual_seed(1)
-    w = torch.randn(1000, generator=g).bfloat16()
-    grad = torch.randn(1000, generator=g).bfloat16()
-    p = torch.nn.Parameter(w.clone())
-    p.grad = grad.clone()
-    torch.optim.AdamW(
-        [p], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True
-    ).step()
-    exact = w.double() * (1 - 1e-3) - 1e-2 * grad.double().sign()
-    near = exact.float().bfloat16()
-    # elements within fp32's error of a tie may go either way
-    assert (p.detach() != near).float().mean() < 1e-2

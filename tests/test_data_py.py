@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import HANGS_S
+from conftest import HANGS_S, called
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
@@ -25,13 +25,7 @@ UNICODE = "Grüße, 世界! 🚀\n\ttabs  and   spaces \r\nnaïve — Ελλην
 
 
 def run(*args, code=0):
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
-    r = subprocess.run(
-        [sys.executable, "-m", "penstock.data", *map(str, args)],
-        capture_output=True,
-        text=True,
-        env=env,
-    )
+    r = called(data.main, *args)
     assert r.returncode == code, r.stderr
     if code == 2:
         assert r.stderr.count("\n") == 1 and "Traceback" not in r.stderr, r.stderr

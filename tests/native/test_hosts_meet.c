@@ -1,6 +1,6 @@
 /* test_hosts_meet.c - how tasks greet each other, and what those may do who are let in: proofs, who
  * may reach an address, a door with a slow stranger, a task that says nothing, one that says too
- * much. tests/test_hosts.py has whole meetings. */
+ * much. tests/test_hosts_meet.py has whole meetings. */
 #include "hosts/greet.h"
 #include "hosts_ranks.h"
 #include <netinet/in.h>
