@@ -4,61 +4,30 @@ Buffers lie between guard bytes; outputs start as NaN (0xff bytes) unless given;
 back unchanged."""
 
 import ctypes
-import os
-import pathlib
 
 import numpy as np
+import op_runs
 import torch
 
-BUILD = pathlib.Path(os.environ.get("PENSTOCK_BUILD", "build"))
-if not BUILD.is_absolute():
-    BUILD = pathlib.Path(__file__).resolve().parent.parent / BUILD
-GUARD = 64
 U = 2.0**-24  # unit roundoff of fp32
 EINVAL = -1
 F32, BF16 = 0, 1
 TORCH_DTYPE = {F32: torch.float32, BF16: torch.bfloat16}
-_lib = None
 
 
 def library():
-    global _lib
-    if _lib is None:
-        _lib = ctypes.CDLL(str(BUILD / "tests" / "libops_shim.so"))
-        _lib.ops_error.restype = ctypes.c_char_p
-    return _lib
+    return op_runs.LIB
 
 
-class Buffer:
-    """Bytes of a tensor between guards, at an address that is a multiple of 64 plus `shift`."""
+class Buffer(op_runs.Buffer):
+    """At an address that is a multiple of 64 plus @shift, which is one of 16."""
 
     def __init__(self, tensor, shift=0):
-        self.dtype, self.shape = tensor.dtype, tensor.shape
-        raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-        self.memory = np.full(raw.size + 2 * GUARD + 128, 0xA5, np.uint8)
-        self.first = (-self.memory.ctypes.data) % 64 + GUARD + shift
-        self.n = raw.size
-        self.memory[self.first : self.first + self.n] = raw
-        self.before = raw.copy()
-
-    @property
-    def address(self):
-        return self.memory.ctypes.data + self.first
-
-    def guards_hold(self):
-        return (self.memory[: self.first] == 0xA5).all() and (
-            self.memory[self.first + self.n :] == 0xA5
-        ).all()
+        super().__init__(tensor, shift // 16)
+        self.before = self.raw.copy()
 
     def unchanged(self):
-        return (self.memory[self.first : self.first + self.n] == self.before).all()
-
-    def tensor(self):
-        return (
-            torch.from_numpy(self.memory[self.first : self.first + self.n].copy())
-            .view(self.dtype)
-            .reshape(self.shape)
-        )
+        return (self.raw == self.before).all()
 
 
 def poison(shape, dtype):
@@ -80,7 +49,8 @@ def run(name, args, inputs, outputs, n_threads=2, shift=0):
     buffers = {i: Buffer(t, shift) for i, t in inputs + outputs}
     status = call(name, args, [buffers[i] for i in range(len(buffers))], n_threads)
     assert status == 0, f"{name} returned {status}"
-    assert all(b.guards_hold() for b in buffers.values()), f"{name} wrote outside a buffer"
+    for b in buffers.values():
+        b.check_guards(name)
     assert all(buffers[i].unchanged() for i, _ in inputs), f"{name} changed an input"
     return [buffers[i].tensor() for i, _ in outputs]
 

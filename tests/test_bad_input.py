@@ -94,10 +94,7 @@ def test_parents_of_out_and_of_the_run_directory_are_made_and_named(
         tiny_model,
         "--data",
         tiny_shard,
-        "--seq-len",
-        "64",
-        "--steps",
-        "1",
+        *"--seq-len 64 --steps 1".split(),
     ]
     for places, notes in (
         (["--run-dir", "run", "--out", "a/b/c/"], ["--out a/b/c/: its parent a/b"]),
@@ -124,17 +121,7 @@ def test_a_token_past_the_vocabulary_deep_in_a_shard_ends_the_run_and_the_comple
     done = train(
         tiny_model,
         shard,
-        "--shuffle",
-        "--seed",
-        3,
-        "--tokens-per-step",
-        64,
-        "--steps",
-        500,
-        "--run-dir",
-        "run",
-        "--out",
-        "out",
+        *"--shuffle --seed 3 --tokens-per-step 64 --steps 500 --run-dir run --out out".split(),
         cwd=tmp_path,
     )
     one_sentence(
@@ -158,10 +145,7 @@ def test_a_shard_that_is_cut_off_during_the_run_is_named(tiny_model, tmp_path):
             tiny_model,
             "--data",
             shard,
-            "--seq-len",
-            "64",
-            "--quiet",
-            "--run-dir",
+            *"--seq-len 64 --quiet --run-dir".split(),
             tmp_path / "run",
             "--steps",
             "1000000",
@@ -240,12 +224,7 @@ def test_a_full_disk_leaves_no_half_written_model(tiny_model, tiny_shard, tmp_pa
             train(
                 tiny_model,
                 tiny_shard,
-                "--steps",
-                1,
-                "--run-dir",
-                "run",
-                "--out",
-                "out",
+                *"--steps 1 --run-dir run --out out".split(),
                 cwd=tmp_path,
             ).returncode
             == 0
@@ -254,15 +233,7 @@ def test_a_full_disk_leaves_no_half_written_model(tiny_model, tiny_shard, tmp_pa
     done = train(
         tiny_model,
         tiny_shard,
-        "--steps",
-        2,
-        "--run-dir",
-        "run",
-        "--out",
-        "out",
-        "--force",
-        "--save-wait",
-        0,
+        *"--steps 2 --run-dir run --out out --force --save-wait 0".split(),
         cwd=tmp_path,
         file_limit=200_000,
     )
@@ -279,13 +250,7 @@ def test_a_full_disk_cuts_no_line_of_metrics_and_no_plan(tiny_model, tiny_shard,
     done = train(
         tiny_model,
         tiny_shard,
-        "--steps",
-        50,
-        "--trace-steps",
-        0,
-        "--run-dir",
-        "run",
-        "--no-save",
+        *"--steps 50 --trace-steps 0 --run-dir run --no-save".split(),
         cwd=tmp_path,
         file_limit=4000,
     )

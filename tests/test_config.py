@@ -77,39 +77,6 @@ def test_a_folder_and_the_file_itself_are_read_alike(tmp_path):
     )
 
 
-def test_rope_scaling_in_all_spellings(tmp_path):
-    c = ps.read_config(save(tmp_path, dict(LLAMA, rope_scaling=LLAMA3)))
-    assert (
-        c.rope.kind,
-        c.rope.factor,
-        c.rope.low_freq_factor,
-        c.rope.high_freq_factor,
-        c.rope.original_positions,
-    ) == (2, 8, 1, 4, 8192)
-    c = ps.read_config(save(tmp_path, dict(LLAMA, rope_scaling={"type": "linear", "factor": 4})))
-    assert (c.rope.kind, c.rope.factor) == (1, 4)
-    assert (
-        ps.read_config(save(tmp_path, dict(LLAMA, rope_scaling={"rope_type": "default"}))).rope.kind
-        == 0
-    )
-    assert (
-        ps.read_config(
-            save(
-                tmp_path,
-                dict(LLAMA, rope_scaling={"rope_type": "linear", "type": "linear", "factor": 4}),
-            )
-        ).rope.kind
-        == 1
-    )
-    c = ps.read_config(
-        save(
-            tmp_path,
-            dict(without(LLAMA, "rope_theta"), rope_parameters=dict(LLAMA3, rope_theta=7e5)),
-        )
-    )
-    assert (c.rope.kind, c.rope.theta) == (2, 7e5)
-
-
 LONGROPE = dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8)
 PHI3 = dict(
     without(LLAMA, "rope_theta"), architectures=["Phi3ForCausalLM"], model_type="phi3",

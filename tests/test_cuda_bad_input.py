@@ -72,14 +72,7 @@ def train(model, shard, cwd, env, *more, quiet=True):
         model,
         "--data",
         shard,
-        "--seq-len",
-        64,
-        "--steps",
-        1,
-        "--backend",
-        "cuda",
-        "--threads",
-        2,
+        *"--seq-len 64 --steps 1 --backend cuda --threads 2".split(),
         *(["--quiet"] if quiet else []),
         "--run-dir",
         "run",
@@ -213,10 +206,7 @@ def test_the_cpu_is_not_taken_in_silence(standin, tiny_model):
         "plan",
         "--model",
         tiny_model,
-        "--seq-len",
-        "64",
-        "--threads",
-        "2",
+        *"--seq-len 64 --threads 2".split(),
     ]
     env = environment(*standin, STANDIN_VERSION=11080)
     said, silent = (
@@ -308,16 +298,7 @@ def test_neither_cudnn_nor_flash_attn(tiny_model, tiny_shard, tmp_path):
     if re.search(rb"flash-attn(-4)?\0", LIBRARY.read_bytes()):
         pytest.skip("built with FLASH_ATTN")
     subprocess.run(
-        [
-            BUILD / "bin/penstock",
-            "profile",
-            "--backend",
-            "cuda",
-            "--threads",
-            "2",
-            "--seconds",
-            "1",
-        ],
+        [BUILD / "bin/penstock", *"profile --backend cuda --threads 2 --seconds 1".split()],
         check=True,
         capture_output=True,
     )

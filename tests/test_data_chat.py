@@ -158,15 +158,6 @@ def test_the_last_answer_or_all_may_be_learned(folder, template):
     assert t.render_targets(chat, first=2) == (text, spans[1:])
 
 
-def test_a_template_that_rewrites_older_answers_is_refused(folder, tmp_path):
-    configure(folder, FORGETFUL)
-    source = jsonl(tmp_path / "c.jsonl", [{"messages": c} for c in CONVERSATIONS])
-    r = run("--out", tmp_path / "o", "--tokenizer", folder, source, code=2)
-    assert "line 1: the chat template writes message 2 in another way" in r.stderr
-    assert not (tmp_path / "o").exists()
-    run("--out", tmp_path / "o", "--tokenizer", folder, "--targets", "last", source)
-
-
 def test_pairs_learn_the_completion(folder, tmp_path):
     from tokenizers import Tokenizer
 
@@ -194,20 +185,6 @@ def test_pairs_learn_the_completion(folder, tmp_path):
         targets = "answers" if name == "a" else "last"
         source = jsonl(tmp_path / f"{name}.jsonl", [record])
         run("--out", tmp_path / name, "--tokenizer", folder, "--targets", targets, source)
-    for file in ("train-00000.bin", "train-00000.mask"):
-        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
-
-
-def test_conversations_of_sharegpt_are_messages(folder, tmp_path):
-    configure(folder, CHATML)
-    names = {"user": "human", "assistant": "gpt", "system": "system"}
-    turns = [[{"from": names[m["role"]], "value": m["content"]} for m in c] for c in CONVERSATIONS]
-    for name, records in (
-        ("a", [{"messages": c} for c in CONVERSATIONS]),
-        ("b", [{"id": 1, "conversations": t} for t in turns]),
-    ):
-        source = jsonl(tmp_path / f"{name}.jsonl", records)
-        run("--out", tmp_path / name, "--tokenizer", folder, source)
     for file in ("train-00000.bin", "train-00000.mask"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 

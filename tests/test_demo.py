@@ -36,20 +36,12 @@ def test_a_short_demo_leaves_everything_it_promises(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     out = tmp_path / "demo"
-    assert {p.name for p in out.iterdir()} == {
-        "data",
-        "init",
-        "model",
-        "metrics.jsonl",
-        "plan.json",
-        "run.toml",
-        "summary.json",
-        "loss.png",
-        "timeline.json",
-        "timeline.png",
-        "report.txt",
-        "samples.txt",
-    }
+    assert {p.name for p in out.iterdir()} == set(
+        (
+            "data init model metrics.jsonl plan.json run.toml summary.json loss.png "
+            "timeline.json timeline.png report.txt samples.txt"
+        ).split()
+    )
     assert all((out / name).read_bytes()[:4] == b"\x89PNG" for name in ("loss.png", "timeline.png"))
     losses = [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert len(losses) == 4 and losses[-1] < losses[0]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT
+from conftest import ROOT, called
 from penstock import BudgetError, Generator, Hardware, InvalidError
 from penstock.__main__ import _in_python
 from penstock.chat import ChatTemplate
@@ -288,7 +288,6 @@ def measured():
         (["--model", "MODEL"], "give either --tokens IDS or --prompts FILE"),
         (["--model", "MODEL", "--tokens", "1,x"], "--tokens: 'x' is no token id"),
         (["--model", "MODEL", "--tokens", ""], "--tokens is empty"),
-        (["--model", "MODEL", "--tokens", "600"], "token 600 is not in the vocabulary"),
         (["--model", "MODEL", "--prompts", "missing"], "missing cannot be read: No such file"),
         (["--model", "MODEL", "--prompts", "."], "--prompts . cannot be read: Is a dir"),
         (["--model", "MODEL", "--tokens", "1", "--stop-tokens", ""], "--stop-tokens is empty"),
@@ -297,7 +296,6 @@ def measured():
             ["--model", "MODEL", "--tokens", "1", "--device-mem", "1MiB"],
             "of device memory, 1.0 MiB",
         ),
-        (["--model", "MODEL", "--tokens", "1", "--top-p", "2"], "--top-p 2: give a number from"),
     ],
 )
 def test_the_binary_refuses_bad_input_in_one_sentence(model, measured, words, message):
@@ -441,16 +439,11 @@ def test_prompts_have_tools_and_variables_of_their_own(chat_model, tmp_path):
         (["--prompt", "x", "--date", "2025-01-31"], "--date belongs to a conv.* give --chat too"),
         (["--prompts", "missing"], "--prompts missing: cannot be read: No such file"),
         (["--prompt", "x", "--device-mem", "6"], "is not a size|is 6 bytes: write"),
-        (
-            ["--prompt", "x", "--device-mem", "2MiB", "--backend", "cpu"],
-            "needs .* of device memory",
-        ),
         (["--prompt", "x", "--device-mem", "1e30"], "device_mem='1e30' is too large: .* 1e18"),
         (["--prompt", "x", "--seed", "-1"], "--seed: '-1' is given, and a whole number from 0 to"),
         (["--prompt", "x", "--top-k", str(1 << 70)], "--top-k: '1180591620717411303424' is given"),
         (["--prompt", "x", "--batch", "1025"], "--batch: .* a whole number from 1 to 1024"),
         (["--prompt", "x", "--max-new-tokens", "few"], "--max-new-tokens: 'few' is given, and a"),
-        (["--prompt", "x", "--top-p", "nan"], "top_p is nan"),
         (["--prompt", "x", "--backend", "rocm"], "--backend: invalid choice: 'rocm'"),
         (
             ["--prompt", "x", "--gpu", "-1"],
@@ -461,7 +454,7 @@ def test_prompts_have_tools_and_variables_of_their_own(chat_model, tmp_path):
     ],
 )
 def test_the_command_refuses_bad_input_in_one_sentence(chat_model, words, message):
-    done = command("--model", chat_model, *words)
+    done = called(main, "--model", chat_model, *map(os.fsdecode, words))
     assert done.returncode == 2 and done.stdout == "", done.stderr
     assert re.search(message, done.stderr) and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("penstock generate: ")

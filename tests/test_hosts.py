@@ -277,24 +277,16 @@ def test_an_op_that_fails_ends_all_with_its_name(tiny_model, tiny_shard, tmp_pat
     assert "load_batch" in said[0] and "own.bin" in said[0] and "own.bin" in said[1]
 
 
-def test_ctrl_c_of_one_rank_stops_all_after_the_same_step(tiny_model, tiny_shard, tmp_path):
-    out = tmp_path / "out"
-    tasks = start(tiny_model, tiny_shard, tmp_path, "--steps", 100000, "--out", out)
-    await_steps(tmp_path)
-    tasks[1].send_signal(signal.SIGINT)
-    codes, said = end(tasks, 30)
-    assert codes == [130, 130] and (out / "config.json").exists(), said
-
-
-def test_a_rank_that_asked_to_stop_is_named(tiny_model, tiny_shard, tmp_path):
-    loud = {0: ("--quiet=false",)}
-    tasks = start(tiny_model, tiny_shard, tmp_path, "--steps", 100000, each=loud, n=3)
+def test_a_rank_that_asks_to_stop_stops_all_after_the_same_step(tiny_model, tiny_shard, tmp_path):
+    loud, more = {0: ("--quiet=false",)}, ("--steps", 100000, "--out", tmp_path / "out")
+    tasks = start(tiny_model, tiny_shard, tmp_path, *more, each=loud, n=3)
     await_steps(tmp_path)
     tasks[2].send_signal(signal.SIGTERM)
     codes, said = end(tasks)
     steps = (tmp_path / "metrics.jsonl").read_text().count("\n")
     assert codes == [130] * 3 and said[1:] == ["", ""], said
     assert f"penstock: rank 2 asked to stop: the last step is {steps}\n" in said[0]
+    assert (tmp_path / "out/config.json").exists()
 
 
 @pytest.mark.parametrize("lost", ["metrics", "model"])

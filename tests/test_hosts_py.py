@@ -207,16 +207,6 @@ def test_all_tasks_plan_with_one_rate(tiny_model, tmp_path):
     assert rates[0][0] == rates[0][1] > 1e6 and rates[0][2:] == [1e9, 2e9]
 
 
-def test_a_task_that_fails_ends_the_measurement(tiny_model, tmp_path):
-    """It fails once the others measure: before, they would be told elsewhere."""
-    (tmp_path / "out").mkdir()
-    tasks = run_script(tiny_model, "-", tmp_path, 3, fails="1", script=RATE_SCRIPT)
-    codes, said = end(tasks)
-    assert codes == [1, 1, 1], said
-    for rank in (0, 2):
-        assert "rank 1 failed: IndexError" in said[rank] and "in _measure" in said[rank], said[rank]
-
-
 def test_a_cap_that_rank_0s_cut_exceeds(tiny_model):
     """Rank 1 names the cut, which its script has not given; rank 0's words are the planner's."""
     model, seen = ModelConfig.read(tiny_model), []

@@ -14,34 +14,14 @@ ENV = os.environ | {"PYTHONPATH": str(ROOT / "python")}
 
 
 def commands(model, data, out):
-    plan = [
-        PENSTOCK,
-        "plan",
-        "--backend",
-        "cpu",
-        "--threads",
-        "1",
-        "--model",
-        model,
-        "--seq-len",
-        "64",
-    ]
+    plan = [PENSTOCK, *"plan --backend cpu --threads 1 --model".split(), model, "--seq-len", "64"]
     train = [
         PENSTOCK,
-        "train",
-        "--backend",
-        "cpu",
-        "--threads",
-        "1",
-        "--model",
+        *"train --backend cpu --threads 1 --model".split(),
         model,
         "--data",
         data,
-        "--seq-len",
-        "64",
-        "--steps",
-        "1",
-        "--run-dir",
+        *"--seq-len 64 --steps 1 --run-dir".split(),
         out,
     ]
     info = [PENSTOCK, "info", "--model", model, "--data", data]
@@ -96,9 +76,7 @@ def test_a_pipe_in_the_place_of_a_machine_is_refused_at_once(model, tmp_path):
             "plan",
             "--model",
             model,
-            "--seq-len",
-            "64",
-            "--hardware",
+            *"--seq-len 64 --hardware".split(),
             tmp_path / "machine.json",
         ],
         tmp_path / "machine.json",

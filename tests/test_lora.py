@@ -477,13 +477,6 @@ def test_an_adapter_of_another_base_is_told(directory, tmp_path, capsys):  # noq
     assert code == 0 and said.count(f"names the model {where}") == 1
 
 
-def test_merge_refuses_an_adapter_of_another_model(directory, tmp_path, capsys):  # noqa: F811
-    peft_model("qwen3", adapters("qwen3")).save_pretrained(tmp_path / "adapter")
-    words = ["--model", directory("llama"), "--adapter", tmp_path / "adapter"]
-    assert merge.main([str(w) for w in (*words, "--out", tmp_path / "out")]) == 2
-    assert "of another model" in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
 @pytest.mark.oldest
 def test_a_training_goes_on_from_a_saved_adapter(directory, tmp_path):  # noqa: F811
     """Also from one that PEFT wrote: it is the same file."""
@@ -645,9 +638,3 @@ def test_all_linear_is_not_what_an_adapter_of_fewer_projections_has(
         assert train(f"{name}-all", *again, "all-linear").returncode == code
     done = train("no", "--adapter", tmp_path / "few", "--lora-targets", "all-linear")
     assert "--lora-targets all-linear differs from the adapter" in done.stderr
-
-
-def test_an_adapter_of_another_model_is_refused(adapter, directory, tiny_shard, tmp_path):  # noqa: F811
-    out = tmp_path / "out"
-    done = command(directory("qwen3"), tiny_shard, "--steps", 1, "--adapter", adapter, "--out", out)
-    assert done.returncode == 2 and "is of another model" in done.stderr and not out.exists()

@@ -23,8 +23,6 @@ from op_runs import (  # noqa: E402
     EmbedHost,
     Glu,
     Rmsnorm,
-    U,
-    assert_within,
     launch,
     run,
     same_bits,
@@ -67,10 +65,6 @@ def test_embed_bwd_adds_rows_in_order(tokens, vocab, dim, skew, scale, pad, accu
         seen[ids.long()] = True
         want = torch.where(seen[:, None], old.float() + want, old.float())
     assert same_bits(out + 0.0, want.to(dt) + 0.0)  # + 0.0: -0 counts as 0
-    sums = lambda x: torch.zeros(vocab, dim, dtype=torch.float64).index_add_(0, ids.long(), x)
-    ref = scale * sums(dx.double()) + (old.double() if accumulate else 0)
-    size = scale * sums(dx.double().abs()) + old.double().abs()
-    assert_within(out, ref, (int(torch.bincount(ids, minlength=1).max()) + 3) * U * size)
 
 
 @DTYPES

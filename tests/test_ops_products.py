@@ -77,22 +77,8 @@ def gemm_case(m, n, k, ta=0, tb=0, acc=0, bias=0, residual=0, dts=(F32, F32, F32
     b = torch.randn((n if tb else k), (k if tb else n) + 2 * pad).to(dt_b)
     c, add = torch.randn(m, n + 3 * pad).to(dt_c), torch.randn(m, n + 3 * pad).to(dt_c)
     row = torch.randn(n).to(dt_c)
-    args = Gemm(
-        m,
-        n,
-        k,
-        a.shape[1],
-        b.shape[1],
-        c.shape[1],
-        ta,
-        tb,
-        acc,
-        bias,
-        residual,
-        CODE[dt_a],
-        CODE[dt_b],
-        CODE[dt_c],
-    )
+    rows, flags = (a.shape[1], b.shape[1], c.shape[1]), (ta, tb, acc, bias, residual)
+    args = Gemm(m, n, k, *rows, *flags, *(CODE[dt] for dt in dts))
     operands = (
         [("r", a), ("r", b), ("rw" if acc else "w", c)]
         + ([("r", row)] if bias else [])

@@ -217,12 +217,7 @@ def test_a_grid_says_of_what_it_is(tiny_model, tmp_path):
         64,
         "--hardware",
         described,
-        "--grid-device",
-        "2GiB",
-        "--grid-host",
-        "2GiB",
-        "4GiB",
-        "--json",
+        *"--grid-device 2GiB --grid-host 2GiB 4GiB --json".split(),
     )
     grid = json.loads(done.stdout)
     assert (grid["model"], grid["machine"], grid["seq_len"]) == (

@@ -340,16 +340,7 @@ def test_a_training_of_a_hub_model_on_chats_resumes_with_the_same_data(here, mod
     snapshot = put(here / "hf/hub", model)
     words = ["train", "--model", "org/tiny", "--data", "chats.jsonl", "--quiet", "--seq-len", "64"]
     words += [
-        "--data-cache",
-        "shards",
-        "--run-dir",
-        "run",
-        "--recipe",
-        "fp32",
-        "--checkpoint-every",
-        "2",
-        "--keep",
-        "9",
+        *"--data-cache shards --run-dir run --recipe fp32 --checkpoint-every 2 --keep 9".split(),
     ]
     env = {"HF_HOME": str(here / "hf")}
     penstock(*words, "--steps", 2, **env)

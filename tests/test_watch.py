@@ -535,56 +535,6 @@ def test_a_report_of_a_run_that_trains_a_part_says_so(run, tiny_model):
         assert "<td>-</td><td>-</td><td>-</td></tr>" in (run / "report.html").read_text()
 
 
-BROWSER = next((p for n in ("chromium", "google-chrome") if (p := shutil.which(n))), None)
-ERRORS = (
-    "<script>var seen = []; addEventListener('error', e => seen.push(String(e)), true)</script>"
-)
-MEASURE = """<script>addEventListener('load', () => {
-  let out = {errors: seen, title: document.title, sections: [], images: [],
-             loaded: performance.getEntriesByType('resource').map(e => e.name)};
-  for (let s of document.querySelectorAll('section')) {
-    let box = s.getBoundingClientRect();
-    out.sections.push([s.id, s.checkVisibility() && box.width > 300 ? box.height : 0]); }
-  for (let i of document.images)
-    out.images.push([i.alt, i.complete ? i.naturalWidth : 0, i.getBoundingClientRect().height]);
-  let pre = document.createElement('pre');
-  pre.id = 'measured'; pre.textContent = JSON.stringify(out);
-  document.body.appendChild(pre); })</script>"""
-
-
-@pytest.mark.skipif(not BROWSER, reason="no chromium or google-chrome on PATH")
-def test_a_browser_shows_every_section_and_curve_without_an_error(report, tmp_path):
-    """A script that the test adds measures the page after it was laid out."""
-    page = tmp_path / "measured.html"
-    text = report.read_text().replace("<head>", "<head>" + ERRORS, 1)
-    page.write_text(text.replace("</body>", MEASURE + "</body>"))
-    done = subprocess.run(
-        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-        + ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path / 'profile'}"]
-        + ["--virtual-time-budget=10000", "--window-size=1000,800", "--dump-dom", page.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=HANGS_S,
-    )
-    found = re.search(r'<pre id="measured">(.*?)</pre>', done.stdout, re.S)
-    assert found, done.stderr[-2000:]
-    seen = json.loads(html.unescape(found[1]))
-    assert ":CONSOLE" not in done.stderr and seen["errors"] == [], (seen, done.stderr[-2000:])
-    assert seen["title"] == "run" and [name for name, _ in seen["sections"]] == list(SECTIONS)
-    assert all(height > 40 for _, height in seen["sections"]), seen
-    names = (
-        "loss and validation loss",
-        "gradient norm",
-        "learning rate",
-        "tokens / s",
-        "GPU power, W",
-        "memory",
-    )
-    assert tuple(name for name, _, _ in seen["images"]) == names
-    assert all(width > 400 and height > 100 for _, width, height in seen["images"]), seen
-    assert all(name.startswith("data:") for name in seen["loaded"]), seen
-
-
 # ---- samples -------------------------------------------------------------------------------------
 
 SAMPLES = (

@@ -417,20 +417,6 @@ static void state(rank *r, ps_hosts *h) {
   atomic_store(&h->in_use, 0);
 }
 
-/* The least of all tasks; a rate that was measured does not count. */
-static void compare_stated(rank *r, ps_hosts *h) {
-  double rate = r->rank == 1 ? 3e9 : r->rank == 2 ? 2e9 : 0;
-  h->network_bytes_per_s = 1e9;
-  CHECK(ps_hosts_stated(h, &rate) == PS_OK && rate == 2e9);
-  rate = 0;
-  CHECK(ps_hosts_stated(h, &rate) == PS_OK && rate == 0);
-  const double bad[] = {-1, (double)NAN, (double)INFINITY};
-  for (int i = 0; i < 3; i++) {
-    rate = bad[i];
-    CHECK_FAILS(ps_hosts_stated(h, &rate), PS_EINVAL, "bytes_per_s");
-  }
-}
-
 /* ---- whose network it is --------------------------------------------------------------------- */
 
 /* In the C library's place: each rank is on a machine of its own. NULL: the system does not say. */
@@ -620,7 +606,6 @@ int main(void) {
   run_ranks(2, measure, PS_F32, 1);
   run_ranks(5, measure, PS_F32, 1);
   run_ranks(3, state, PS_F32, 1);
-  run_ranks(3, compare_stated, PS_F32, 1);
   test_ids();
   run_ranks(2, keep_rate, PS_F32, 1);
   test_failures();

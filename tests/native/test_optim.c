@@ -260,49 +260,6 @@ static void test_formula_bf16(void) {
   printf("ok formula_bf16\n");
 }
 
-/* Lion and SGD in fp32 against arithmetic written out here, one rounding an operation. */
-static void expect_lion(const ps__update *u, float decay, float grad, float *w, float *m) {
-  volatile float g = grad * u->grad_scale, cb = u->beta1 * *m, cg = (1.0f - u->beta1) * g,
-                 c = cb + cg, mb = u->beta2 * *m, mg = (1.0f - u->beta2) * g;
-  volatile float ld = u->lr * decay, wd = ld * *w, kept = *w - wd;
-  *w = c > 0 ? kept - u->lr : c < 0 ? kept + u->lr : kept;
-  *m = mb + mg;
-}
-static void expect_sgd(const ps__update *u, float decay, float grad, float *w, float *m) {
-  volatile float g = grad * u->grad_scale, dw = decay * *w, d = g + dw, mm = u->momentum * *m,
-                 next = mm + d, again = u->momentum * next, ahead = d + again,
-                 step = u->lr * (u->nesterov ? ahead : next);
-  *w = *w - step;
-  *m = next;
-}
-static void test_formulas_fp32(void) {
-  EACH_CASE(u) {
-    if (u.recipe != PS_RECIPE_FP32 || u.optimizer == PS_OPTIMIZER_ADAMW)
-      continue;
-    fill(PS_RECIPE_FP32, 0);
-    for (int i = 0; i < 10; i++) { /* a gradient and a state of zero have no sign */
-      memset(start.grad + 4 * i, 0, 4);
-      memset(start.m + 4 * i, 0, 4);
-    }
-    got = start;
-    update(&got, ps__simd_best(), &u, 0, 5000, 0.25f, 0);
-    for (size_t i = 0; i < 5000; i++) {
-      float w, m, grad, w1, m1;
-      memcpy(&w, start.w + 4 * i, 4);
-      memcpy(&m, start.m + 4 * i, 4);
-      memcpy(&grad, start.grad + 4 * i, 4);
-      memcpy(&w1, got.w + 4 * i, 4);
-      memcpy(&m1, got.m + 4 * i, 4);
-      (u.optimizer == PS_OPTIMIZER_LION ? expect_lion : expect_sgd)(&u, 0.25f, grad, &w, &m);
-      CHECK(bits_of(w) == bits_of(w1) && bits_of(m) == bits_of(m1),
-            "%s nesterov %d element %d: w %g, expected %g; state %g, expected %g", name_of(&u),
-            u.nesterov, (int)i, w1, w, m1, m);
-    }
-    CHECK(!memcmp(got.v, start.v, sizeof got.v), "%s touched a second state", name_of(&u));
-  }
-  printf("ok formulas_fp32\n");
-}
-
 static void test_threads_and_cuts(void) {
   static const ps__segment segments[] = {
       {3, 20001, 0.1f}, {20004, 64, 0.0f}, {20068, 0, 0.5f}, {20068, 19000, 0.1f}};
@@ -487,7 +444,6 @@ int main(void) {
   test_parts_leave_the_same_bits();
   test_nan_is_canonical();
   test_formula_bf16();
-  test_formulas_fp32();
   test_threads_and_cuts();
   test_denormals_kept_in_any_mode();
   test_generator_uniform();
