@@ -356,25 +356,14 @@ def test_demo_takes_the_reference_systems_positions(tiny_model, tiny_shard, tmp_
 
 
 def test_plan_info_profile_and_version(tiny_model, tiny_shard, tmp_path):
-    plan = json.loads(penstock("plan", "--model", tiny_model, "--seq-len", 64, "--json").stdout)
+    ask = ("plan", "--model", tiny_model, "--seq-len", 64)
+    plan = json.loads(penstock(*ask, "--json").stdout)
     assert plan["predicted_step_s"] > 0 and plan["tokens_per_step"] == 512
-    smallest = json.loads(
-        penstock("plan", "--model", tiny_model, "--seq-len", 64, "--smallest", "--json").stdout
-    )["smallest_device_bytes"]
-    assert (
-        penstock(
-            "plan", "--model", tiny_model, "--seq-len", 64, f"--device-mem={smallest}"
-        ).returncode
-        == 0
-    )
-    refused(
-        penstock("plan", "--model", tiny_model, "--seq-len", 64, f"--device-mem={smallest - 1}"),
-        "device memory",
-    )
+    smallest = json.loads(penstock(*ask, "--smallest", "--json").stdout)["smallest_device_bytes"]
+    assert penstock(*ask, f"--device-mem={smallest}").returncode == 0
+    refused(penstock(*ask, f"--device-mem={smallest - 1}"), "device memory")
     said = [
-        penstock(
-            "plan", "--model", tiny_model, "--seq-len", 64, "--smallest", "--device-mem", cap
-        ).stdout.splitlines()
+        penstock(*ask, "--smallest", "--device-mem", cap).stdout.splitlines()
         for cap in ("1MiB", "3MiB")
     ]
     assert said[0] == [

@@ -130,41 +130,11 @@ def test_documents_read_and_write_back_the_same(shim, data):
 
 
 INSERTS = [
-    b'"',
-    b"\\",
-    b"{",
-    b"}",
-    b"[",
-    b"]",
-    b",",
-    b":",
-    b"0",
-    b"-",
-    b".",
-    b"e",
-    b"E+",
-    b" ",
-    b"\n",
-    b"\0",
-    b"\xff",
-    b"\xc0\x80",
-    b"\\u",
-    b"\\ud800",
-    b"\\udc00",
-    b"\\u0000",
-    b"NaN",
-    b"Infinity",
-    b"true",
-    b"null",
-    b"/*",
-    b"\xef\xbb\xbf",
-    b"\xed\xa0\x80",
-    b"1e999",
-    b"\x1f",
-    b"\x7f",
-    b"'",
+    b'"', b"\\", b"{", b"}", b"[", b"]", b",", b":", b"0", b"-", b".", b"e", b"E+", b" ", b"\n",
+    b"\0", b"\xff", b"\xc0\x80", b"\\u", b"\\ud800", b"\\udc00", b"\\u0000", b"NaN", b"Infinity",
+    b"true", b"null", b"/*", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"1e999", b"\x1f", b"\x7f", b"'",
     b"\xe2\x80\xa8",
-]
+]  # fmt: skip
 
 
 @settings(max_examples=2000, **FIX)

@@ -1,7 +1,8 @@
-"""Programs of bench that are meant for a GPU and have no test of their own, on the CPU, small: they
-run, and what they write has its figures, machine and commit."""
+"""Programs of bench that are meant for GPUs and have no test of their own, on the CPU, small: they
+run, and what they write has its figures, machine and commit; what they refuse."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -11,15 +12,20 @@ from conftest import BUILD, HANGS_S, ROOT
 NOTE = {"machine", "versions", "commit", "date"}
 
 
-def bench(name, *words):
+def ended(*words, code=0, **env):
     done = subprocess.run(
-        [str(w) for w in (sys.executable, ROOT / "bench" / name, *words)],
+        list(map(str, words)),
         capture_output=True,
         text=True,
         timeout=HANGS_S,
+        env=os.environ | env,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def bench(name, *words, **how):
+    return ended(sys.executable, ROOT / "bench" / name, *words, **how).stdout
 
 
 def test_what_a_checkpoint_costs(tmp_path):
@@ -48,3 +54,35 @@ def test_generation_beside_its_limits(tmp_path):
     assert NOTE <= set(one) and (one["batch"], two["batch"]) == (1, 2)
     assert (one["new_tokens"], two["new_tokens"], two["prompt_tokens"]) == (4, 8, 24)
     assert one["decode_tokens_per_s"] == sorted(one["decode_runs"])[1]
+
+
+def test_two_tasks_of_hosts_train_and_leave_a_row(tmp_path):
+    case = "tiny-llama:64:0.05:2:512:steps=3,warm-up=1"
+    more = ("--backend", "cpu", "--transport", "tcp", "--out", tmp_path)
+    said = bench("hosts.py", case, *more)
+    row = json.loads((tmp_path / "row.json").read_text())
+    assert round(row["tokens_per_s"] * row["step_s"]) == 512 and len(row["loss"]) == 3
+    assert said.startswith("gradients go over TCP, as asked for\n2 tasks over tcp: ")
+
+
+def test_what_hosts_refuses_is_a_sentence(tmp_path):
+    cpu = ("--backend", "cpu", "--transport", "tcp")
+    for words, says in (
+        (["none:64:1:2:512"], "model 'none' is none of"),
+        (["tiny-llama:64:0.05:2:512", "--tasks", 1], "--tasks is 1: at least 2"),
+        (["tiny-llama:64:0.0001:2:512", *cpu], "rank 0 ended with 2 and said: penstock: "),
+    ):
+        done = ended(sys.executable, ROOT / "bench/hosts.py", *words, "--out", tmp_path, code=2)
+        assert says in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_gpus_without_gpus_says_why_and_exits_with_77():
+    done = ended(BUILD / "bench/gpus", code=77, CUDA_VISIBLE_DEVICES="")
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("gpus: ") and "CUDA" in line and not done.stderr
+
+
+def test_what_gpus_cannot_do_is_refused():
+    for words in ("9", "0", "two", "2 0", "2 nan", "2 1 more"):
+        done = ended(BUILD / "bench/gpus", *words.split(), code=2)
+        assert "usage: gpus [N" in done.stderr and not done.stdout

@@ -179,17 +179,6 @@ def drop(words, option):
     return words[:at] + words[at + 2 :]
 
 
-def test_a_skipped_step_names_its_chunk_and_training_goes_on(planted, tmp_path):
-    words = ["--tokens-per-step", 512, "--lr", 0, *PACKED, "--steps", 3]
-    data = plant(tmp_path, 5 * 64 + 9)
-    run = train((planted, data), *words, "--non-finite", "skip", "--run-dir", tmp_path / "r")
-    says = (
-        rf"step 2 is skipped: the gradient of layer {LAYER} is not finite, first in \S+; run again"
-    )
-    assert re.search(says + r" .* of chunk 2 \(sequences 4 to 5\).*; 1 skipped so far", run.stderr)
-    assert [m["n_skipped"] for m in metrics(tmp_path / "r")] == [0, 1, 1]
-
-
 # ---- in a batch ramp -----------------------------------------------------------------------------
 
 # two steps of one sequence, two of six, then eight sequences a step; chunks of two sequences

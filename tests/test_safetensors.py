@@ -374,25 +374,9 @@ def accepted_by_library(path):
 
 
 TOKENS = [
-    b"{",
-    b"}",
-    b"[",
-    b"]",
-    b",",
-    b'"',
-    b"0",
-    b"1",
-    b"4",
-    b"-1",
-    b"18446744073709551616",
-    b"F32",
-    b"BF16",
-    b"data_offsets",
-    b"\xff",
-    b"\n",
-    b"null",
-    b"1e3",
-]
+    b"{", b"}", b"[", b"]", b",", b'"', b"0", b"1", b"4", b"-1", b"18446744073709551616", b"F32",
+    b"BF16", b"data_offsets", b"\xff", b"\n", b"null", b"1e3",
+]  # fmt: skip
 
 
 @settings(max_examples=1500, **FIX)

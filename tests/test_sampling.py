@@ -263,46 +263,29 @@ def test_prompts_of_a_file_and_of_a_run_file(with_tokenizer, tiny_shard, tmp_pat
     assert "sample-ids = [" in (tmp_path / "b/run.toml").read_text()
 
 
-@pytest.mark.parametrize(
-    "package, words, says",
-    [
-        (False, ["--sample-every", 2], "without a prompt"),
-        (False, ["--sample-ids", "1,2"], "without --sample-every N"),
-        (
-            False,
-            ["--sample-every", 2, "--sample-prompt", "a"],
-            "the Python package's penstock train",
-        ),
-        (False, ["--sample-every", 2, "--sample-ids", "1,512"], "token 512 is not in the voc"),
-        (False, ["--sample-every", 2, "--sample-ids", "a"], "'a' is no token id"),
-        (False, ["--sample-every", 2, "--sample-ids", ","], "has no token"),
-        (
-            False,
-            ["--sample-every", 2, "--sample-ids", "1", "--sample-prompt", "a", "b"],
-            "--sample-prompt has 2 texts, --sample-ids 1",
-        ),
-        (True, ["--sample-every", 2, "--sample-prompt", ""], "no token"),
-        (
-            True,
-            ["--sample-prompts", "/nothing", "--sample-every", 2],
-            "--sample-prompts /nothing: cannot be read",
-        ),
-        (
-            True,
-            ["--sample-prompt", "a", "--sample-prompts", "b"],
-            "give either --sample-prompt TEXT or --sample-prompts FILE",
-        ),
-        (
-            True,
-            ["--sample-prompt", "a", "--sample-every", 1, "--device-mem", "1MiB"],
-            "device memory",
-        ),
-    ],
-)
-def test_bad_options_are_refused(with_tokenizer, tiny_shard, tmp_path, package, words, says):
-    words = [*words, "--run-dir", tmp_path / "r"]
-    run = train(with_tokenizer, tiny_shard, *words, code=2, package=package)
-    assert says in run.stderr and run.stderr.count("\n") == 1, run.stderr
+# of the program alone
+BAD_IDS = {
+    "--sample-every 2": "without a prompt",
+    "--sample-ids 1,2": "without --sample-every N",
+    "--sample-every 2 --sample-prompt a": "the Python package's penstock train",
+    "--sample-every 2 --sample-ids 1,512": "token 512 is not in the voc",
+    "--sample-every 2 --sample-ids a": "'a' is no token id",
+    "--sample-every 2 --sample-ids ,": "has no token",
+    "--sample-every 2 --sample-ids 1 --sample-prompt a b": "--sample-prompt has 2 texts, --sample-ids 1",
+}  # fmt: skip
+BAD_TEXTS = {
+    "--sample-every 2 --sample-prompt=": "no token",
+    "--sample-prompts /nothing --sample-every 2": "--sample-prompts /nothing: cannot be read",
+    "--sample-prompt a --sample-prompts b": "give either --sample-prompt TEXT or --sample-prompts FILE",
+    "--sample-prompt a --sample-every 1 --device-mem 1MiB": "device memory",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [*BAD_IDS, *BAD_TEXTS])
+def test_bad_options_are_refused(with_tokenizer, tiny_shard, tmp_path, words):
+    given = [*words.split(), "--run-dir", tmp_path / "r"]
+    run = train(with_tokenizer, tiny_shard, *given, code=2, package=words in BAD_TEXTS)
+    assert (BAD_IDS | BAD_TEXTS)[words] in run.stderr and run.stderr.count("\n") == 1, run.stderr
     assert not (tmp_path / "r").exists()
 
 
