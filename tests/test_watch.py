@@ -358,6 +358,7 @@ def running(run):
 def test_a_run_that_hangs_is_seen(running):
     run = running
     rows = rows_of(run)
+    put(run, rows[:3] + [rows[3] | {"time_s": time.time()}])
     assert re.search(r"state +running *│", command("watch", run, "--once").stdout)
     put(run, rows[:3] + [rows[3] | {"time_s": time.time() - 500}])
     shown = command("watch", run, "--once").stdout

@@ -1,5 +1,5 @@
-/* cuda_trainings.h - a tiny training on the GPU whose plan a test decides, and what it leaves; with the
- * argument "cpu" on the CPU backend, which shows that the test holds. */
+/* cuda_trainings.h - a tiny training on the GPU whose plan a test decides, and what it leaves; with
+ * the argument "cpu" on the CPU backend, which shows that the test holds. */
 #ifndef PS_TESTS_CUDA_TRAININGS_H
 #define PS_TESTS_CUDA_TRAININGS_H
 #include "tiny_model.h"
