@@ -104,7 +104,8 @@ def fill(struct_of, numbers):
 
 
 def test_every_field_is_in_the_file(tmp_path):
-    """Of all fields but the GPU's number, which is the reader's, not the machine's."""
+    """Of all fields but the GPU's number, which is the reader's, not the machine's, and the ends of
+    links. Both ways at once have one rate."""
     hw = struct("ps_hardware")
     fill(hw[0], itertools.count(1000))
     hw.backend, hw.measured, hw.device = 1, 2, 0
@@ -118,6 +119,10 @@ def test_every_field_is_in_the_file(tmp_path):
         entry.kinds = (1, 2, 3, 5, 6, 7, 9, 10, 11)[i % 9]
         if entry.kinds < 4:
             entry.threads, entry.host_bytes_per_s = 0, 0
+    both = hw.link[lib.PS_LINK_H2D].duplex_bytes_per_s
+    for link, of in zip(hw.link, Hardware.estimate(1, "cpu").link, strict=True):
+        setattr(link, "from", of["from"])
+        link.to, link.duplex_bytes_per_s = of["to"], both if of["from"] != of["to"] else 0
     Hardware(hw).write(tmp_path / "a.json")
     assert Hardware.read(tmp_path / "a.json").as_dict() == Hardware(hw).as_dict()
 

@@ -168,6 +168,8 @@ RATE_SCRIPT = f"""
 import sys, time
 from pathlib import Path
 from penstock import Hardware, Hosts, ModelConfig, Plan
+from penstock._lib import lib
+NETWORK = lib.PS_LINK_NETWORK
 model, _, folder, fails = sys.argv[1:5]
 def tell_and(measure):
     def told(*given):
@@ -181,18 +183,18 @@ def fail_last(*_):
 with Hosts.from_launcher(wait=60) as hosts:
     def plan(stated=0):
         hardware = Hardware.estimate(1, "cpu")
-        hardware._ptr.network_bytes_per_s = stated
+        hardware._ptr.link[NETWORK].bytes_per_s = stated
         made = Plan(
             ModelConfig.read(model), seq_len={SEQ}, tokens_per_step=6 * {SEQ}, hardware=hardware,
             hosts=hosts,
         )
-        assert hardware.network_bytes_per_s == stated
+        assert hardware.link[NETWORK]["bytes_per_s"] == stated
         return made
     if fails != "-":
         hosts._measure = fail_last if fails == str(hosts.rank) else tell_and(hosts._measure)
     plans = plan(), plan(), plan(hosts.rank * 1e9), plan(2e9)
     rates = [p.json()["network_bytes_per_s"] for p in plans]
-    assert rates == [p.hardware.network_bytes_per_s for p in plans]
+    assert rates == [p.hardware.link[NETWORK]["bytes_per_s"] for p in plans]
     print(*rates)
 """
 
@@ -266,7 +268,7 @@ def test_exchanges_have_one_order_whatever_the_plan(recipe, clip, tiny_model):
 
     def plan(rate, device_mem, gpus, layout, **cut):
         hardware = Hardware.estimate(2, "cpu")
-        hardware._ptr.network_bytes_per_s = rate
+        hardware._ptr.link[lib.PS_LINK_NETWORK].bytes_per_s = rate
         return Plan(
             model, seq_len=SEQ, tokens_per_step=32 * SEQ, recipe=recipe, clip=clip, hosts=hosts,
             hardware=hardware, device_mem=device_mem, gpus=gpus, layout=layout, **cut,

@@ -42,11 +42,10 @@ def config(folder, **change):
 def rates(**change):
     hardware = Hardware.estimate(2, "cpu")
     if "copy" in change:  # both ways, also at once
-        change.update(
-            dict.fromkeys(
-                ("h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_bytes_per_s"), change.pop("copy")
-            )
-        )
+        rate = change.pop("copy")
+        for kind in (lib.PS_LINK_H2D, lib.PS_LINK_D2H):
+            link = hardware._ptr.link[kind]
+            link.bytes_per_s = link.duplex_bytes_per_s = rate
     for name, value in change.items():
         setattr(hardware._ptr, name, value)
     return hardware

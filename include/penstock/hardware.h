@@ -58,6 +58,30 @@ typedef struct ps_contention_rate {
   double h2d_bytes_per_s, d2h_bytes_per_s, host_bytes_per_s;
 } ps_contention_rate;
 
+/* What moves bytes from one memory to another: the rows of ps_hardware.link.
+ *   H2D, D2H  a copy to a device, to its host
+ *   PEER      copies from one device to others, one at a time. What a device receives from several
+ *             at once is taken to be no limit. ps_hardware_get() measures it. Rate 0: not known, or
+ *             devices cannot access each other's memory: then each of several devices fetches all
+ *             from the host.
+ *   NETWORK   what a host sends to the others, and as much it receives, while they add gradients. A
+ *             file may state it. Else tasks that train together measure it before they plan
+ *             (ps_hosts_measure() in hosts.h). It depends on the other machines, so this machine's
+ *             file does not keep it; a file of its own may (ps_hosts_rate_write()). Rate 0: not
+ *             known, and plans take no time for exchanges. */
+typedef enum ps_link_kind {
+  PS_LINK_H2D = 0,
+  PS_LINK_D2H = 1,
+  PS_LINK_PEER = 2,
+  PS_LINK_NETWORK = 3,
+  PS_N_LINKS = 4
+} ps_link_kind;
+typedef struct ps_link_rate {
+  uint32_t from, to;         /* ps_place_kind; of PEER two devices, of NETWORK two hosts */
+  double bytes_per_s;        /* of one copy alone */
+  double duplex_bytes_per_s; /* of each while the link back copies too; PEER, NETWORK: 0 */
+} ps_link_rate;
+
 /* Where rates come from. PS_MEASURED_TIGHT: measured in less memory than ps_hardware_measure()
  * takes in full. */
 typedef enum ps_measured { PS_ESTIMATED = 0, PS_MEASURED = 1, PS_MEASURED_TIGHT = 2 } ps_measured;
@@ -114,19 +138,9 @@ typedef struct ps_hardware {
    * pair the first holds for all lengths; without the first the speed is 1. */
   double heads64_attention_speed, heads64_attention_bwd_speed;
   double heads64_long_attention_speed, heads64_long_attention_bwd_speed;
-  double elementwise_bytes_per_s;          /* norms and the like, through device memory */
-  double h2d_bytes_per_s, d2h_bytes_per_s; /* a copy to the device, to the host */
-  double duplex_bytes_per_s;               /* each of the two while both run */
-  /* Copies from one device to others, one at a time. What a device receives from several at once is
-   * taken to be no limit. ps_hardware_get() measures it. 0: not known, or devices cannot access
-   * each other's memory: then each of several devices fetches all from the host. */
-  double peer_bytes_per_s;
-  /* What a host sends to the others, and as much it receives, while they add gradients. A file may
-   * state it. Else tasks that train together measure it before they plan (ps_hosts_measure() in
-   * hosts.h). It depends on the other machines, so this machine's file does not keep it; a file of
-   * its own may (ps_hosts_rate_write()). 0: not known, and plans take no time for exchanges. */
-  double network_bytes_per_s;
-  double optimizer_bytes_per_s; /* AdamW on the host, all threads */
+  double elementwise_bytes_per_s; /* norms and the like, through device memory */
+  ps_link_rate link[PS_N_LINKS];  /* ps_link_kind */
+  double optimizer_bytes_per_s;   /* AdamW on the host, all threads */
   /* Of an update in two parts, each measured alone and over the bytes that it moves. Reads take
    * more time than writes, and the weights' part mostly reads. 0: the whole update's rate. */
   double optimizer_weights_bytes_per_s, optimizer_state_bytes_per_s;

@@ -108,7 +108,7 @@ PS_API const char *ps_hosts_transport_text(const ps_hosts *h);
  * Errors: as above; PS_EINVAL. */
 PS_API ps_status ps_hosts_stated(ps_hosts *h, double *bytes_per_s);
 
-/* ps_hosts_measure() - the network's rate for plans: ps_hardware.network_bytes_per_s. A call that
+/* ps_hosts_measure() - the network's rate for plans: ps_hardware.link[PS_LINK_NETWORK]. A call that
  * all tasks make, like those above, after ps_hosts_choose() and before they plan. Sums of gradients
  * take the way that steps use, NCCL or TCP. The rate is what a task sends in one of them, 2 (n - 1)
  * / n times its bytes with n hosts, over the time of the slowest task.

@@ -110,7 +110,7 @@ static double block_parameters(const ps_model_config *m) {
 /* The time in which N GPUs would send for a token of a block, over that of the block's products. */
 static double tensor_parallel(const ps_model_config *m, const ps_hardware *hw, uint32_t n) {
   const double sent = 4 * 2 * 2.0 * m->dim * (n - 1) / n, flops = 6 * block_parameters(m) / n;
-  return sent / hw->peer_bytes_per_s / (flops / hw->gemm_flops_per_s[PS_BF16]);
+  return sent / hw->link[PS_LINK_PEER].bytes_per_s / (flops / hw->gemm_flops_per_s[PS_BF16]);
 }
 
 static void advise_layout(cli_advice *a, const ps_model_config *m, const ps_hardware *hw,
@@ -132,7 +132,7 @@ static void advise_layout(cli_advice *a, const ps_model_config *m, const ps_hard
         "a step has %u round%s for %u GPUs: raise --tokens-per-step, or lower --chunk-tokens or "
         "--chunks-per-round",
         r->n_rounds, r->n_rounds == 1 ? "" : "s", n);
-  if (!ring && few && hw->peer_bytes_per_s > 0)
+  if (!ring && few && hw->link[PS_LINK_PEER].bytes_per_s > 0)
     add(a,
         "tensor parallel over %u GPUs, which Penstock does not have, would add %.0f%% of the "
         "products' time for sending",

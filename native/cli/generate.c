@@ -112,7 +112,7 @@ static double memory_limit(const generation *g, const ps_generate_report *r) {
   return g->hw.device_peak_bytes_per_s / (double)r->weights_bytes;
 }
 static double link_limit(const generation *g, const ps_generate_report *r) {
-  return r->streamed_bytes ? g->hw.h2d_bytes_per_s / (double)r->streamed_bytes : 0;
+  return r->streamed_bytes ? g->hw.link[PS_LINK_H2D].bytes_per_s / (double)r->streamed_bytes : 0;
 }
 
 /* The bounds of a decode step's time: what the link and the device's memory take for its bytes. */
@@ -129,7 +129,8 @@ static void show_plan(FILE *out, const generation *g, const ps_generate_report *
     fprintf(out, " (at most %.0f steps/s by the device's memory)", memory_limit(g, r));
   if (r->streamed_bytes)
     fprintf(out, ", %s of them over the link (at most %.2f steps/s at %.1f GB/s)",
-            cli_bytes(streamed, r->streamed_bytes), link_limit(g, r), g->hw.h2d_bytes_per_s * 1e-9);
+            cli_bytes(streamed, r->streamed_bytes), link_limit(g, r),
+            g->hw.link[PS_LINK_H2D].bytes_per_s * 1e-9);
   fputc('\n', out);
 }
 

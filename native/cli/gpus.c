@@ -149,7 +149,7 @@ static double busy_of(const ps_plan *plan, const ps_plan_report *r, const char *
 /* Copies take longer than the link alone would, as they share the host's memory. */
 static bool memory_shared(const ps_plan *plan, const ps_plan_report *r, const ps_hardware *hw) {
   const double to_device = busy_of(plan, r, "h2d"), to_host = busy_of(plan, r, "d2h");
-  const double rate = hw->duplex_bytes_per_s;
+  const double rate = hw->link[PS_LINK_H2D].duplex_bytes_per_s;
   return (to_device > 0 && (double)r->h2d_bytes / to_device < SLOWED * rate) ||
          (to_host > 0 && (double)r->d2h_bytes / to_host < SLOWED * rate);
 }
@@ -199,9 +199,9 @@ static void print_head(const table *t) {
   const uint32_t hosts = t->job->plan_config.n_hosts;
   printf("%llu tokens a step, sequences of %llu\n", (unsigned long long)t->tokens,
          (unsigned long long)t->job->seq_len);
-  if (hosts > 1 && t->job->hardware.network_bytes_per_s > 0)
+  if (hosts > 1 && t->job->hardware.link[PS_LINK_NETWORK].bytes_per_s > 0)
     printf("%u hosts with so many GPUs each, which exchange gradients at %.3g GB/s\n", hosts,
-           t->job->hardware.network_bytes_per_s * 1e-9);
+           t->job->hardware.link[PS_LINK_NETWORK].bytes_per_s * 1e-9);
   else if (hosts > 1)
     printf("%u hosts with so many GPUs each; the exchange of gradients takes no time here:\n"
            "network_bytes_per_s, in the file of --hardware, states its rate\n",

@@ -130,7 +130,7 @@ static void network_keep(const ps_hosts *h, const char *id, uint32_t transport, 
 /* Where no description states a rate, rank 0 gives the one that it has kept. Where it has none, it
  * keeps the one that is measured now. */
 static ps_status find_network_rate(cli_job *job) {
-  double *rate = &job->hardware.network_bytes_per_s;
+  double *rate = &job->hardware.link[PS_LINK_NETWORK].bytes_per_s;
   const bool first = job->task.rank == 0;
   char id[PS_HOSTS_ID_BYTES];
   ps_status st = ps_hosts_stated(job->hosts, rate);

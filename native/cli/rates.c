@@ -108,9 +108,10 @@ void cli_hardware_table(FILE *out, const ps_hardware *hw) {
   attention_lines(out, hw, peak);
   line(out, "norms and SwiGLU, read and written", hw->elementwise_bytes_per_s, gb, "GB/s",
        hw->device_peak_bytes_per_s);
-  line(out, "copy to the device", hw->h2d_bytes_per_s, gb, "GB/s", link);
-  line(out, "copy to the host", hw->d2h_bytes_per_s, gb, "GB/s", link);
-  line(out, "copies both ways at once, each", hw->duplex_bytes_per_s, gb, "GB/s", link);
+  line(out, "copy to the device", hw->link[PS_LINK_H2D].bytes_per_s, gb, "GB/s", link);
+  line(out, "copy to the host", hw->link[PS_LINK_D2H].bytes_per_s, gb, "GB/s", link);
+  line(out, "copies both ways at once, each", hw->link[PS_LINK_H2D].duplex_bytes_per_s, gb, "GB/s",
+       link);
   line(out, gpu ? "host memory, copies beside sums" : "host memory, copied by all threads",
        hw->memory_bytes_per_s, gb, "GB/s", 0);
   contention_lines(out, hw);

@@ -1,7 +1,15 @@
 /* complete.c - the rates that may be missing, from those that may not. */
 #include "hardware/hardware_impl.h"
 
+static const ps_link_rate ends[PS_N_LINKS] = {
+    [PS_LINK_H2D] = {.from = PS_PLACE_HOST, .to = PS_PLACE_DEVICE},
+    [PS_LINK_D2H] = {.from = PS_PLACE_DEVICE, .to = PS_PLACE_HOST},
+    [PS_LINK_PEER] = {.from = PS_PLACE_DEVICE, .to = PS_PLACE_DEVICE},
+    [PS_LINK_NETWORK] = {.from = PS_PLACE_HOST, .to = PS_PLACE_HOST},
+};
+
 void ps__hardware_complete(ps_hardware *hw) {
+  ps_link_rate *link = hw->link;
   const double memory = hw->memory_bytes_per_s / 4;
   if (hw->backend == PS_BACKEND_CPU && !(hw->peak_flops_per_s > 0))
     hw->peak_flops_per_s = hw->gemm_flops_per_s[PS_F32];
@@ -21,6 +29,11 @@ void ps__hardware_complete(ps_hardware *hw) {
   /* one thread moves a core's part, but no more than a core keeps in flight */
   if (!(hw->gather_bytes_per_s > 0))
     hw->gather_bytes_per_s = memory < 16e9 ? memory : 16e9;
-  if (hw->backend == PS_BACKEND_CPU && !(hw->peer_bytes_per_s > 0)) /* its devices are arenas */
-    hw->peer_bytes_per_s = hw->h2d_bytes_per_s;
+  for (int i = 0; i < PS_N_LINKS; i++) {
+    link[i].from = ends[i].from;
+    link[i].to = ends[i].to;
+  }
+  link[PS_LINK_D2H].duplex_bytes_per_s = link[PS_LINK_H2D].duplex_bytes_per_s;
+  if (hw->backend == PS_BACKEND_CPU && !(link[PS_LINK_PEER].bytes_per_s > 0))
+    link[PS_LINK_PEER].bytes_per_s = link[PS_LINK_H2D].bytes_per_s; /* its devices are arenas */
 }

@@ -179,10 +179,11 @@ void ps__hardware_estimate_gpu(ps_hardware *hw) {
   hw->elementwise_bytes_per_s = 8e9 * hw->n_sms * (hw->compute_capability == 90 ? 3 : 1);
   if (hw->device_peak_bytes_per_s > 0)
     hw->elementwise_bytes_per_s = 0.65 * hw->device_peak_bytes_per_s;
-  hw->h2d_bytes_per_s = hw->d2h_bytes_per_s = hw->compute_capability >= 90 ? 50e9 : 24e9;
-  if (hw->link_peak_bytes_per_s > 0)
-    hw->h2d_bytes_per_s = hw->d2h_bytes_per_s = 0.87 * hw->link_peak_bytes_per_s;
-  hw->duplex_bytes_per_s = 0.9 * hw->h2d_bytes_per_s;
+  const double link = hw->link_peak_bytes_per_s > 0  ? 0.87 * hw->link_peak_bytes_per_s
+                      : hw->compute_capability >= 90 ? 50e9
+                                                     : 24e9;
+  hw->link[PS_LINK_H2D].bytes_per_s = hw->link[PS_LINK_D2H].bytes_per_s = link;
+  hw->link[PS_LINK_H2D].duplex_bytes_per_s = 0.9 * link;
   hw->op_ns = 4000;
   hw->device_overhead_bytes = 1ull << 30;
 }

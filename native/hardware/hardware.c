@@ -116,7 +116,8 @@ static void estimate_cpu(ps_hardware *hw) {
   hw->attention_flops_per_s[PS_F32] = hw->attention_bwd_flops_per_s[PS_F32] = 25e9 * t;
   hw->attention_flops_per_s[PS_BF16] = hw->attention_bwd_flops_per_s[PS_BF16] = 20e9 * t;
   hw->elementwise_bytes_per_s = 0.7 * hw->memory_bytes_per_s;
-  hw->h2d_bytes_per_s = hw->d2h_bytes_per_s = hw->duplex_bytes_per_s = 5e9;
+  hw->link[PS_LINK_H2D].bytes_per_s = hw->link[PS_LINK_D2H].bytes_per_s =
+      hw->link[PS_LINK_H2D].duplex_bytes_per_s = 5e9;
   hw->op_ns = 3000;
 }
 

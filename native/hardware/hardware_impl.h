@@ -37,10 +37,10 @@ bool ps__hardware_ample(const ps_hardware *hw, uint64_t host_mem_bytes);
 ps_status ps__hardware_fp8(ps_hardware *hw, const ps_hardware_ask *ask);
 bool ps__hardware_lacks_fp8(const ps_hardware *hw);
 /* ps__hardware_peers() - what a plan for ask->n_devices GPUs from hw->device on needs beside the
- * rates of one: peer_bytes_per_s, n_gpus, gpus_contention and gpus_compute_speed. Fields that @hw
+ * rates of one: link[PS_LINK_PEER], n_gpus, gpus_contention and gpus_compute_speed. Fields that @hw
  * has stay as they are; the others are measured. With one GPU and on the CPU backend nothing
  * happens. A line of the log tells of each of these:
- *   - Two GPUs cannot access each other's memory: peer_bytes_per_s becomes 0.
+ *   - Two GPUs cannot access each other's memory: the rate of PS_LINK_PEER becomes 0.
  *   - The cap of device memory is less than ps_hardware_measure_bytes() and 256 MiB, or less than
  *     4.3 GiB and 1 GiB a GPU is left of the host's: n_gpus and its rates stay as they are.
  *   - A GPU has less than a context and 4.4 GiB: gpus_compute_speed is 0, and the next call tries

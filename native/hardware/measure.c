@@ -171,8 +171,8 @@ static void measure_compute(bench *b, ps_hardware *hw) {
   hw->attention_flops_per_s[PS_BF16] = attention[1].forward_flops_per_s;
   hw->attention_bwd_flops_per_s[PS_BF16] = attention[1].backward_flops_per_s;
   hw->elementwise_bytes_per_s = 8.0 * NORM_ROWS * NORM_COLS / time_case(b, case_elementwise, &norm);
-  hw->h2d_bytes_per_s = hw->d2h_bytes_per_s = hw->duplex_bytes_per_s =
-      (double)b->bytes / time_case(b, case_copy, NULL);
+  hw->link[PS_LINK_H2D].bytes_per_s = hw->link[PS_LINK_D2H].bytes_per_s =
+      hw->link[PS_LINK_H2D].duplex_bytes_per_s = (double)b->bytes / time_case(b, case_copy, NULL);
   hw->op_ns = 3000;
 }
 

@@ -26,13 +26,13 @@ ps_status ps__hardware_peers(ps_hardware *hw, const ps_hardware_ask *ask) {
   PS_TRY(ps_hardware_gpus_check(hw->device, n));
 #ifdef PS_CUDA
   bool access;
-  double rate = hw->peer_bytes_per_s;
+  double rate = hw->link[PS_LINK_PEER].bytes_per_s;
   PS_TRY(ps__cuda_peers(hw->device, n, &access));
   if (access && !(rate > 0))
     PS_TRY(ps__cuda_peer_rate(hw->device, n, &rate));
   if ((hw->n_gpus != n || !(hw->gpus_compute_speed > 0)) && gpus_fit(hw, n, ask->device_mem_bytes))
     PS_TRY(ps__hardware_measure_gpus(hw, ask));
-  hw->peer_bytes_per_s = access ? rate : 0;
+  hw->link[PS_LINK_PEER].bytes_per_s = access ? rate : 0;
 #endif
   return PS_OK;
 }

@@ -469,6 +469,9 @@ static traffic with_kept_parameters(const ps__search_space *sp, const traffic *o
 static double bound_of(const ps__search_space *sp, const ps__microbatch_base *base,
                        const ps__saved_sums *s, const traffic *t) {
   const ps_hardware *hw = sp->cost.hw;
+  const double in_rate = hw->link[PS_LINK_H2D].bytes_per_s,
+               out_rate = hw->link[PS_LINK_D2H].bytes_per_s,
+               both_rate = 2 * hw->link[PS_LINK_H2D].duplex_bytes_per_s;
   const double h2d_bytes = t->to_device + s->offloaded_bytes + (double)base->batch_bytes,
                d2h_bytes = t->to_host + s->offloaded_bytes;
   const double device_rate =
@@ -476,8 +479,7 @@ static double bound_of(const ps__search_space *sp, const ps__microbatch_base *ba
   const double compute =
       base->compute_ns + s->recompute_ns +
       (t->device_sums / hw->elementwise_bytes_per_s + t->device_updates / device_rate) * 1e9;
-  const double h2d = h2d_bytes / hw->h2d_bytes_per_s * 1e9,
-               d2h = d2h_bytes / hw->d2h_bytes_per_s * 1e9;
+  const double h2d = h2d_bytes / in_rate * 1e9, d2h = d2h_bytes / out_rate * 1e9;
   double sums_rate = larger(hw->accumulate_bytes_per_s, hw->accumulate_sumsq_bytes_per_s);
   for (uint32_t i = 1; ps__sum_threads(hw, i); i++)
     sums_rate = larger(sums_rate, sums_rate * ps__sum_speed(hw, ps__sum_threads(hw, i)));
@@ -490,7 +492,7 @@ static double bound_of(const ps__search_space *sp, const ps__microbatch_base *ba
                  one = 1.0 / hw->n_cpus;
     bound = larger(bound, (compute + host) * all + (h2d + d2h) * one);
   } else {
-    bound = larger(bound, (h2d_bytes + d2h_bytes) / (2 * hw->duplex_bytes_per_s) * 1e9);
+    bound = larger(bound, (h2d_bytes + d2h_bytes) / both_rate * 1e9);
   }
   return bound;
 }
@@ -502,16 +504,17 @@ static double bound_of(const ps__search_space *sp, const ps__microbatch_base *ba
 static double estimate_of(const ps__search_space *sp, const ps__microbatch_base *base,
                           const ps__saved_sums *s, const traffic *t, uint32_t ahead) {
   const ps_hardware *hw = sp->cost.hw;
+  const double in_rate = hw->link[PS_LINK_H2D].bytes_per_s,
+               out_rate = hw->link[PS_LINK_D2H].bytes_per_s,
+               both_rate = 2 * hw->link[PS_LINK_H2D].duplex_bytes_per_s;
   const double ns = 1e9, fetched = t->to_device / 2, offloaded = s->offloaded_bytes,
                sums = t->host_ops - t->updates, n = sp->plan->at->n_devices;
   const double forward = base->forward_ns[0],
                backward = base->compute_ns - forward + s->recompute_ns;
-  const double f_h2d = fetched / hw->h2d_bytes_per_s * ns,
-               f_d2h = offloaded / hw->d2h_bytes_per_s * ns;
-  const double b_h2d = (fetched + offloaded) / hw->h2d_bytes_per_s * ns,
-               b_d2h = t->to_host / hw->d2h_bytes_per_s * ns;
-  const double f_both = (fetched + offloaded) / (2 * hw->duplex_bytes_per_s) * ns,
-               b_both = (fetched + offloaded + t->to_host) / (2 * hw->duplex_bytes_per_s) * ns;
+  const double f_h2d = fetched / in_rate * ns, f_d2h = offloaded / out_rate * ns;
+  const double b_h2d = (fetched + offloaded) / in_rate * ns, b_d2h = t->to_host / out_rate * ns;
+  const double f_both = (fetched + offloaded) / both_rate * ns,
+               b_both = (fetched + offloaded + t->to_host) / both_rate * ns;
   double b_memory = (n * (fetched + offloaded + t->to_host) + sums) / hw->memory_bytes_per_s * ns,
          f_memory = n > 1 ? n * (fetched + offloaded) / hw->memory_bytes_per_s * ns : 0;
   const ps_contention_rate *gpus = ps__gpus_copies(hw, sp->plan->at->n_devices);

@@ -189,7 +189,7 @@ double ps__table_bytes(const ps__search_space *sp);
 bool ps__embed_on_host(const ps__search_space *sp, const ps__layout *l, const ps__residency *r);
 /* ps__may_take_pieces() - several devices can copy to each other. */
 static inline bool ps__may_take_pieces(const ps_plan *plan) {
-  return plan->at->n_devices > 1 && plan->hw.peer_bytes_per_s > 0;
+  return plan->at->n_devices > 1 && plan->hw.link[PS_LINK_PEER].bytes_per_s > 0;
 }
 /* Whether several devices take the unit in pieces, unless it is an embedding on the host: they can
  * copy to each other. The embedding of a tied model has contributions of the head, too. */

@@ -100,6 +100,11 @@ static ps_status check_fp8(const ps_plan *p) {
   return PS_OK;
 }
 
+static bool link_known(const ps_hardware *hw, ps_link_kind kind, uint32_t from, uint32_t to) {
+  const ps_link_rate *r = &hw->link[kind];
+  return r->from == from && r->to == to && r->bytes_per_s > 0 && r->duplex_bytes_per_s > 0;
+}
+
 static ps_status check_config(ps_plan *p) {
   ps_plan_config *c = &p->cfg;
   PS_TRY(check_ranges(c));
@@ -206,7 +211,8 @@ static ps_status check_config(ps_plan *p) {
   const ps_dtype dt = (ps_dtype)ps__recipes[c->recipe].weights.dtype;
   if (!(hw->gemm_flops_per_s[dt] > 0) || !(hw->attention_flops_per_s[dt] > 0) ||
       !(hw->attention_bwd_flops_per_s[dt] > 0) || !(hw->elementwise_bytes_per_s > 0) ||
-      !(hw->h2d_bytes_per_s > 0) || !(hw->d2h_bytes_per_s > 0) || !(hw->duplex_bytes_per_s > 0) ||
+      !link_known(hw, PS_LINK_H2D, PS_PLACE_HOST, PS_PLACE_DEVICE) ||
+      !link_known(hw, PS_LINK_D2H, PS_PLACE_DEVICE, PS_PLACE_HOST) ||
       !(hw->optimizer_bytes_per_s > 0) || hw->n_threads == 0 || hw->n_cpus == 0)
     return ps__fail(PS_EINVAL, "the hardware description lacks a rate: fill it by "
                                "ps_hardware_measure() or ps_hardware_estimate()");

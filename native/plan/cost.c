@@ -192,7 +192,7 @@ double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t st
   if (m->copy[stream].copies)
     return hw->op_ns + rate_ns(work.bytes, m->copy[stream].bytes_per_s);
   if (stream == at->net)
-    return hw->op_ns + rate_ns(work.bytes, hw->network_bytes_per_s);
+    return hw->op_ns + rate_ns(work.bytes, hw->link[PS_LINK_NETWORK].bytes_per_s);
   if (stream == at->io)
     return hw->op_ns + rate_ns(work.bytes, hw->gather_bytes_per_s);
   if (ps__stream_on_host(at, stream))
@@ -269,21 +269,27 @@ static double slowdown(const ps_hardware *hw, bool gpus, int kind, uint32_t kind
                                kind >= SUMS ? contention_of(hw, 1u << kind, sum_threads) : NULL;
   if (!(kinds >> kind & 1) || !beside || (kind >= SUMS && !alone))
     return 1;
-  return larger(1, (kind == H2D   ? hw->h2d_bytes_per_s
-                    : kind == D2H ? hw->d2h_bytes_per_s
-                                  : alone->host_bytes_per_s) /
-                       rate_in(beside, kind));
+  const double rate = kind >= SUMS ? alone->host_bytes_per_s
+                                   : hw->link[kind == H2D ? PS_LINK_H2D : PS_LINK_D2H].bytes_per_s;
+  return larger(1, rate / rate_in(beside, kind));
+}
+
+static double link_rate(const ps_hardware *hw, uint32_t from, uint32_t to) {
+  for (const ps_link_rate *r = hw->link; r < hw->link + PS_N_LINKS; r++)
+    if (r->from == from && r->to == to)
+      return r->bytes_per_s;
+  return 0;
 }
 
 /* Copies from a host read its memory, copies to one write it. Those between devices do neither. */
 static ps__copy_rate copy_rate(const ps_hardware *hw, const ps__places *at, const ps_link *link) {
-  const bool read = at->kind[link->from] == PS_PLACE_HOST;
-  if (!read && at->kind[link->to] != PS_PLACE_HOST)
-    return (ps__copy_rate){.copies = true, .peers = true, .bytes_per_s = hw->peer_bytes_per_s};
+  const uint32_t from = at->kind[link->from], to = at->kind[link->to];
+  const bool peers = from == to;
   return (ps__copy_rate){.copies = true,
-                         .kind = read ? H2D : D2H,
-                         .bus = ps__bus_of(at, link->resource),
-                         .bytes_per_s = read ? hw->h2d_bytes_per_s : hw->d2h_bytes_per_s};
+                         .peers = peers,
+                         .kind = from == PS_PLACE_HOST ? H2D : D2H,
+                         .bus = peers ? 0 : ps__bus_of(at, link->resource),
+                         .bytes_per_s = link_rate(hw, from, to)};
 }
 
 ps__cost_model ps__cost_model_of(const ps_hardware *hw, bool fp8, const ps__places *at,
@@ -345,7 +351,8 @@ static void copy_demands(const ps__cost_model *m, const ps__copy_rate *copy, ps_
   if (cpu)
     add_demand(out, ps__cpus_of(m->host), fraction(1, hw->n_cpus));
   else
-    add_demand(out, copy->bus, fraction(copy->bytes_per_s, 2 * hw->duplex_bytes_per_s));
+    add_demand(out, copy->bus,
+               fraction(copy->bytes_per_s, 2 * hw->link[PS_LINK_H2D].duplex_bytes_per_s));
 }
 
 static void host_op_demands(const ps__cost_model *m, const ps_op_view *op, ps_sim_cost *out) {
@@ -438,7 +445,7 @@ static double beside_copies(const ps__cost_model *m, uint32_t kinds) {
 void ps__cost_exchanges(ps__cost_model *m, const ps__step *s, ps_sim_cost *out) {
   const double wait_ns = mean_product_ns(s, out);
   double waits = 0, alone = 0;
-  if (!(m->hw->network_bytes_per_s > 0))
+  if (!(m->hw->link[PS_LINK_NETWORK].bytes_per_s > 0))
     return;
   for (size_t i = 0; i < s->n_op; i++)
     if (is_exchange(s, &s->op[i])) {
@@ -453,9 +460,9 @@ void ps__cost_exchanges(ps__cost_model *m, const ps__step *s, ps_sim_cost *out) 
       continue;
     out[i].kind = 1u << H2D | 1u << D2H;
     out[i].slower = m->exchange_slower;
-    add_demand(
-        &out[i], m->copy[m->at->dev[0].to_host].bus,
-        fraction(copied_bytes(s, &s->op[i]) / (out[i].ns * 1e-9), m->hw->duplex_bytes_per_s));
+    add_demand(&out[i], m->copy[m->at->dev[0].to_host].bus,
+               fraction(copied_bytes(s, &s->op[i]) / (out[i].ns * 1e-9),
+                        m->hw->link[PS_LINK_H2D].duplex_bytes_per_s));
   }
 }
 

@@ -97,9 +97,10 @@ static void say_hosts(text *t, const ps_plan *p) {
   say(t, "hosts            %u, each with %llu of the step's %llu tokens; ", r->n_hosts,
       (unsigned long long)(r->tokens_per_step / r->n_hosts),
       (unsigned long long)r->tokens_per_step);
-  if (p->hw.network_bytes_per_s > 0)
+  if (p->hw.link[PS_LINK_NETWORK].bytes_per_s > 0)
     say(t, "%.3f GB a step each way at %.3g GB/s: %.3f s\n", r->exchange_bytes * 1e-9,
-        p->hw.network_bytes_per_s * 1e-9, r->exchange_bytes / p->hw.network_bytes_per_s);
+        p->hw.link[PS_LINK_NETWORK].bytes_per_s * 1e-9,
+        r->exchange_bytes / p->hw.link[PS_LINK_NETWORK].bytes_per_s);
   else
     say(t,
         "%.3f GB a step each way, for which no time is taken\n"
@@ -336,7 +337,7 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
   if (r->n_hosts > 1) {
     ps__jsonw_uint(w, "n_hosts", r->n_hosts);
     ps__jsonw_number(w, "exchange_bytes", r->exchange_bytes);
-    ps__jsonw_number(w, "network_bytes_per_s", p->hw.network_bytes_per_s);
+    ps__jsonw_number(w, "network_bytes_per_s", p->hw.link[PS_LINK_NETWORK].bytes_per_s);
   }
   if (r->first_rounds > 1)
     ps__jsonw_uint(w, "first_rounds", r->first_rounds);

@@ -17,7 +17,9 @@ bool ps__takes_pieces(const ps_plan *plan, uint32_t unit) {
 }
 
 uint8_t ps__from_host_first(const ps_plan *plan) {
-  return plan->hw.peer_bytes_per_s < plan->hw.h2d_bytes_per_s ? PS__UNIT_PARTS : 0;
+  return plan->hw.link[PS_LINK_PEER].bytes_per_s < plan->hw.link[PS_LINK_H2D].bytes_per_s
+             ? PS__UNIT_PARTS
+             : 0;
 }
 
 bool ps__params_stay(const ps__search_space *sp, const ps__residency *r, uint32_t unit) {
@@ -168,7 +170,7 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
   spec->n_hosts = plan->cfg.n_hosts;
   spec->over_nccl = ps__net_memory(plan) > 0;
   spec->ring_blocks = ps__is_ring(plan);
-  spec->ring_by_host = ps__is_ring(plan) && !(plan->hw.peer_bytes_per_s > 0);
+  spec->ring_by_host = ps__is_ring(plan) && !(plan->hw.link[PS_LINK_PEER].bytes_per_s > 0);
   spec->chunk_tokens = layout->chunk_tokens;
   spec->chunks_per_round = layout->chunks_per_round;
   spec->first_round_chunks = layout->first_round_chunks;

@@ -120,9 +120,10 @@ class Hosts(Owner):
                 setattr(config, name, tokens)
 
     def _measure(self, config, hardware) -> None:
-        rate = ffi.new("double *", hardware.network_bytes_per_s)
+        link = hardware.link[lib.PS_LINK_NETWORK]
+        rate = ffi.new("double *", link.bytes_per_s)
         check(lib.ps_hosts_measure(self._handle.ptr, hardware.device, config.host_mem_bytes, rate))
-        hardware.network_bytes_per_s = rate[0]
+        link.bytes_per_s = rate[0]
 
     def _refused(self, config, why: BudgetError) -> BudgetError:
         """No plan fits under the caps of this task. On all but rank 0 its cut is rank 0's."""

@@ -333,7 +333,7 @@ class Plan(Owner):
                            which takes the one that is predicted to be faster
     hosts                  Hosts that train together: tokens_per_step is of all. They take the cut
                            into chunks and rounds that rank 0 finds. The first Plan measures the
-                           network between them, unless a Hardware states network_bytes_per_s. That
+                           network between them, unless a Hardware states its rate. That
                            rate is not kept: state one to have the same plan at each start
     reserve                host memory of the process beside the plan's, in bytes or as "1GiB";
                            None: what the process held when it first asked for a Hardware or a Plan

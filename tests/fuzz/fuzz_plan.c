@@ -26,7 +26,8 @@ static void describe(ps_hardware *hw, bytes *b) {
   for (int d = 0; d < PS_N_DTYPES; d++)
     hw->gemm_flops_per_s[d] = hw->attention_flops_per_s[d] = hw->attention_bwd_flops_per_s[d] =
         1e12 / slow;
-  hw->h2d_bytes_per_s = hw->d2h_bytes_per_s = hw->duplex_bytes_per_s = 1e10 / link;
+  hw->link[PS_LINK_H2D] = (ps_link_rate){PS_PLACE_HOST, PS_PLACE_DEVICE, 1e10 / link, 1e10 / link};
+  hw->link[PS_LINK_D2H] = (ps_link_rate){PS_PLACE_DEVICE, PS_PLACE_HOST, 1e10 / link, 1e10 / link};
   hw->elementwise_bytes_per_s = hw->memory_bytes_per_s = hw->optimizer_bytes_per_s =
       hw->accumulate_bytes_per_s = 2e10;
   hw->accumulate_sumsq_bytes_per_s = hw->sumsq_bytes_per_s = hw->gather_bytes_per_s = 2e10;

@@ -247,7 +247,8 @@ static void memory_is_divided_as_measured(const ps_hardware *of) {
                                    {adamw | h2d | d2h, 4, 25e9, 60e9, 30e9}};
   memcpy(hw.contention, is, sizeof is);
   hw.backend = PS_BACKEND_CUDA;
-  hw.h2d_bytes_per_s = hw.d2h_bytes_per_s = 50e9;
+  hw.link[PS_LINK_H2D] = (ps_link_rate){PS_PLACE_HOST, PS_PLACE_DEVICE, 50e9, 0};
+  hw.link[PS_LINK_D2H] = (ps_link_rate){PS_PLACE_DEVICE, PS_PLACE_HOST, 50e9, 0};
   CHECK(ps__sum_threads(&hw, 0) == 4 && ps__sum_threads(&hw, 1) == 2 &&
         ps__sum_threads(&hw, 2) == 0 && ps__sum_threads(of, 0) == 0);
   CHECK(same(ps__sum_speed(&hw, 4), 1) && same(ps__sum_speed(&hw, 2), 0.6) &&
@@ -296,7 +297,8 @@ static void gpus_have_the_rates_measured_together(const ps_hardware *of) {
   ps_hardware hw = *of;
   const uint32_t h2d = PS_CONTENTION_H2D, d2h = PS_CONTENTION_D2H, adamw = PS_CONTENTION_OPTIMIZER;
   hw.backend = PS_BACKEND_CUDA;
-  hw.h2d_bytes_per_s = hw.d2h_bytes_per_s = 50e9;
+  hw.link[PS_LINK_H2D] = (ps_link_rate){PS_PLACE_HOST, PS_PLACE_DEVICE, 50e9, 0};
+  hw.link[PS_LINK_D2H] = (ps_link_rate){PS_PLACE_DEVICE, PS_PLACE_HOST, 50e9, 0};
   const ps_contention_rate one[] = {{adamw, 4, 50e9, 50e9, 90e9},
                                     {adamw | h2d | d2h, 4, 40e9, 45e9, 60e9}},
                            two[] = {{h2d | d2h, 0, 25e9, 40e9, 0},
@@ -324,8 +326,8 @@ static void gpus_have_the_rates_measured_together(const ps_hardware *of) {
 static double two_copies(const ps_hardware *of, uint32_t bus_0, uint32_t bus_1) {
   ps_hardware hw = *of;
   hw.backend = PS_BACKEND_CUDA;
-  hw.h2d_bytes_per_s = hw.d2h_bytes_per_s = 50e9;
-  hw.duplex_bytes_per_s = 25e9; /* one copy takes all of a bus */
+  /* one copy takes all of a bus */
+  hw.link[PS_LINK_H2D] = (ps_link_rate){PS_PLACE_HOST, PS_PLACE_DEVICE, 50e9, 25e9};
   hw.memory_bytes_per_s = 200e9;
   enum { HOST, DEVICE_0, DEVICE_1, N_STREAMS = 2 };
   const ps__places at = {

@@ -38,11 +38,11 @@ ps_status ps__bench_bandwidths(ps__bench *b, double seconds) {
   PS_TRY(ps__bench_time_case(b, case_small, seconds / 2, s));
   hw->op_ns = s[0] * 1e7;
   PS_TRY(ps__bench_time_case(b, ps__bench_copy_in, seconds, s));
-  hw->h2d_bytes_per_s = (double)COPY / s[0];
+  hw->link[PS_LINK_H2D].bytes_per_s = (double)COPY / s[0];
   PS_TRY(ps__bench_time_case(b, ps__bench_copy_out, seconds, s));
-  hw->d2h_bytes_per_s = (double)COPY / s[0];
+  hw->link[PS_LINK_D2H].bytes_per_s = (double)COPY / s[0];
   PS_TRY(ps__bench_time_case(b, ps__bench_copy_both, seconds, s));
-  hw->duplex_bytes_per_s = (double)COPY / s[0];
+  hw->link[PS_LINK_H2D].duplex_bytes_per_s = (double)COPY / s[0];
   return PS_OK;
 }
 
@@ -136,8 +136,8 @@ ps_contention_rate ps__bench_rates(const ps_hardware *hw, uint32_t kinds, const 
   return (ps_contention_rate){
       .kinds = kinds,
       .threads = load ? load->threads : 0,
-      .h2d_bytes_per_s = flows[0] > 0 ? rate[0] / flows[0] : hw->h2d_bytes_per_s,
-      .d2h_bytes_per_s = flows[1] > 0 ? rate[1] / flows[1] : hw->d2h_bytes_per_s,
+      .h2d_bytes_per_s = flows[0] > 0 ? rate[0] / flows[0] : hw->link[PS_LINK_H2D].bytes_per_s,
+      .d2h_bytes_per_s = flows[1] > 0 ? rate[1] / flows[1] : hw->link[PS_LINK_D2H].bytes_per_s,
       .host_bytes_per_s = host_bytes_per_s};
 }
 
