@@ -86,3 +86,31 @@ def test_what_gpus_cannot_do_is_refused():
     for words in ("9", "0", "two", "2 0", "2 nan", "2 1 more"):
         done = ended(BUILD / "bench/gpus", *words.split(), code=2)
         assert "usage: gpus [N" in done.stderr and not done.stdout
+
+
+def arena(*words):
+    return subprocess.run(
+        [BUILD / "bench/arena", "--backend", "cpu", "--threads", "1", *words],
+        capture_output=True,
+        text=True,
+        timeout=HANGS_S,
+    )
+
+
+def test_an_arena_is_measured_by_place():
+    done = arena("--gib", "0.0625", "--places", "2", "--seconds", "0.02", "--json", "-")
+    said = json.loads(done.stdout)
+    assert said["arena_bytes"] == 64 << 20 and said["n_threads"] == 1
+    assert [p["phase"] for p in said["phases"]] == ["round 1", "round 2"]
+    for place, first in zip(said["phases"][1]["places"], (0, 32 << 20), strict=True):
+        assert place["first_byte"] == first
+        assert [r["kinds"] for r in place["rates"]] == [4, 8]  # sums, AdamW
+        assert all(1e8 < r["host_bytes_per_s"] < 1e13 for r in place["rates"]), place
+    done = arena("--gib", "0.01", "--places", "1", "--seconds", "0.02")
+    assert done.returncode == 1 and "takes 16.0 MiB" in done.stderr
+
+
+def test_an_arena_with_wrong_words_is_refused():
+    for words in (["--gib"], ["--places", "0"], ["--gib", "x"], ["--backend", "tpu"], ["now", "1"]):
+        done = arena(*words)
+        assert done.returncode == 2 and "usage: arena" in done.stderr and not done.stdout

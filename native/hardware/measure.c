@@ -1,28 +1,11 @@
 /* measure.c - the host's rates, timed with the kernels themselves on realistic values. The GPU's
  * are timed by native/backends/cuda/measure.c. */
 #include "hardware/hardware_impl.h"
-#include "kernels/cpu/cpu.h"
-#include "optim/optim.h"
-#ifdef PS_CUDA
-#  include "backends/cuda/probe.h"
-#endif
-#include <sched.h>
-#include <stdatomic.h>
+#include "hardware/loads.h"
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct bench {
-  ps__cpu_exec exec;
-  ps__pool *io;        /* the io stream's threads */
-  char *a, *b, *c, *d; /* four buffers: those of one of the sets */
-  uint64_t bytes;      /* of each */
-  char *memory;        /* n_sets sets: four buffers and, beside a GPU, what copies read and write */
-  uint64_t set_bytes;
-  uint32_t n_sets;
-  const int32_t *ids;
-  double seconds; /* for each case */
-  bool beside_gpu;
-} bench;
+typedef ps__host_bench bench;
 
 /* Beside a GPU the host's ops are measured on buffers that no cache holds. A profile uses many sets
  * of them in turn: a machine's memory is not equally fast everywhere, and a run takes most of it.
@@ -34,19 +17,12 @@ enum { LEAST_BUFFER = 8 << 20, LEAST_LARGE_BUFFER = 256 << 20 };
 
 static uint64_t full_bytes(bool beside_gpu) { return beside_gpu ? LARGE_BUFFER : BUFFER; }
 
-static void use_set(bench *b, uint64_t i) {
-  b->a = b->memory + i % b->n_sets * b->set_bytes;
-  b->b = b->a + b->bytes;
-  b->c = b->b + b->bytes;
-  b->d = b->c + b->bytes;
-}
-
 static int by_value(const void *a, const void *b) {
   const double x = *(const double *)a, y = *(const double *)b;
   return x < y ? -1 : x > y;
 }
 
-typedef void (*case_fn)(bench *b, const void *args);
+typedef ps__host_case_fn case_fn;
 
 /* Seconds of a call. After one call to warm up, the sets are used in turn: as many calls as fit in
  * the time, at least three, and as many of each set. Of one set the median; of several, whose
@@ -57,21 +33,15 @@ static double time_case(bench *b, case_fn fn, const void *args) {
   fn(b, args);
   const uint64_t begin = ps__now_ns();
   while (n < 64 && (n < 3 || n % b->n_sets || (double)(ps__now_ns() - begin) < b->seconds * 1e9)) {
-    use_set(b, n);
+    ps__host_use_set(b, n);
     const uint64_t t0 = ps__now_ns();
     fn(b, args);
     t[n] = (double)(ps__now_ns() - t0) * 1e-9;
     sum += t[n++];
   }
-  use_set(b, 0);
+  ps__host_use_set(b, 0);
   qsort(t, n, sizeof *t, by_value);
   return b->n_sets > 1 ? sum / n : t[n / 2];
-}
-
-static void launch(const ps__cpu_exec *exec, const ps_kernel *k, const void *args, void *const *ptr,
-                   uint32_t n) {
-  const ps_launch l = {.args = args, .ptr = ptr, .n_ptr = n, .exec = (void *)exec};
-  (void)k->fn[PS_BACKEND_CPU](&l);
 }
 
 /* ---- the CPU backend's compute --------------------------------------------------------------- */
@@ -97,7 +67,7 @@ enum {
 
 static void case_gemm(bench *b, const void *args) {
   void *ptr[3] = {b->a, b->b, b->c};
-  launch(&b->exec, &ps__k_gemm, args, ptr, 3);
+  ps__host_launch(&b->exec, &ps__k_gemm, args, ptr, 3);
 }
 
 static double gemm_rate(bench *b, uint32_t m, uint32_t n, uint32_t k, bool trans_a, bool trans_b,
@@ -110,7 +80,7 @@ static double gemm_rate(bench *b, uint32_t m, uint32_t n, uint32_t k, bool trans
  * second halves of a and b. */
 static void case_attention_fwd(bench *b, const void *args) {
   void *ptr[5] = {b->a, b->b, b->d, b->c, b->c + b->bytes / 2};
-  launch(&b->exec, &ps__k_attention_fwd, args, ptr, 5);
+  ps__host_launch(&b->exec, &ps__k_attention_fwd, args, ptr, 5);
 }
 static void case_attention_bwd(bench *b, const void *args) {
   void *ptr[8] = {b->a,
@@ -121,7 +91,7 @@ static void case_attention_bwd(bench *b, const void *args) {
                   b->d + b->bytes / 2,
                   b->a + b->bytes / 2,
                   b->b + b->bytes / 2};
-  launch(&b->exec, &ps__k_attention_bwd, args, ptr, 8);
+  ps__host_launch(&b->exec, &ps__k_attention_bwd, args, ptr, 8);
 }
 
 static void measure_attention(bench *b, ps_attention_rate *r, uint32_t dt) {
@@ -142,7 +112,7 @@ static void measure_attention(bench *b, ps_attention_rate *r, uint32_t dt) {
 
 static void case_elementwise(bench *b, const void *args) {
   void *ptr[3] = {b->a, b->b, b->c};
-  launch(&b->exec, &ps__k_rmsnorm_fwd, args, ptr, 3);
+  ps__host_launch(&b->exec, &ps__k_rmsnorm_fwd, args, ptr, 3);
 }
 
 static void case_copy(bench *b, const void *args) { memcpy(b->c, b->a, b->bytes); }
@@ -187,118 +157,37 @@ static void case_memory(bench *b, const void *args) {
   ps__pool_run(b->exec.pool, 64, copy_slice, b);
 }
 
-/* What usually trains there. */
-static ps_recipe recipe_of(const bench *b) {
-  return b->beside_gpu ? PS_RECIPE_BF16 : PS_RECIPE_FP32;
-}
-static ps_dtype dtype_of(const bench *b) {
-  return (ps_dtype)ps__recipes[recipe_of(b)].weights.dtype;
-}
-
-static void optimizer_part(bench *b, ps__update_part part) {
-  const ps__segment seg = {0, b->bytes / ps_dtype_bytes(dtype_of(b)), 0.1f};
-  const ps__update u = {.optimizer = PS_OPTIMIZER_ADAMW,
-                        .recipe = recipe_of(b),
-                        .part = part,
-                        .lr = 1e-4f,
-                        .beta1 = 0.9f,
-                        .beta2 = 0.95f,
-                        .eps = 1e-8f,
-                        .grad_scale = 1,
-                        .c1 = 1,
-                        .c2 = 1,
-                        .seed = 1};
-  const ps__arrays a = {.w = b->a, .grad = b->b, .state = {b->c, b->d}};
-  ps__update_on_pool(b->exec.pool, &u, &seg, 1, &a, 0);
-}
-static void case_optimizer(bench *b, const void *args) { optimizer_part(b, PS_UPDATE_WHOLE); }
-static void case_weights(bench *b, const void *args) { optimizer_part(b, PS_UPDATE_WEIGHTS); }
-static void case_state(bench *b, const void *args) { optimizer_part(b, PS_UPDATE_STATE); }
+static void case_optimizer(bench *b, const void *args) { ps__host_update(b, PS_UPDATE_WHOLE); }
+static void case_weights(bench *b, const void *args) { ps__host_update(b, PS_UPDATE_WEIGHTS); }
+static void case_state(bench *b, const void *args) { ps__host_update(b, PS_UPDATE_STATE); }
 static double optimizer_rate(bench *b, ps__update_part part) {
   static const case_fn of[PS_N_UPDATE_PARTS] = {case_optimizer, case_weights, case_state};
-  const uint64_t n = b->bytes / ps_dtype_bytes(dtype_of(b));
-  return ps__update_bytes(PS_OPTIMIZER_ADAMW, recipe_of(b), part) * (double)n /
+  const uint64_t n = b->bytes / ps_dtype_bytes(ps__host_dtype(b));
+  return ps__update_bytes(PS_OPTIMIZER_ADAMW, ps__host_recipe(b), part) * (double)n /
          time_case(b, of[part], NULL);
 }
 
-static void case_accumulate(bench *b, const void *args) {
-  void *ptr[2] = {b->b, b->a};
-  launch(&b->exec, &ps__k_accumulate_host, args, ptr, 2);
-}
 static void case_accumulate_sumsq(bench *b, const void *args) {
   void *ptr[3] = {b->b, b->a, b->c};
-  launch(&b->exec, &ps__k_accumulate_sumsq_host, args, ptr, 3);
+  ps__host_launch(&b->exec, &ps__k_accumulate_sumsq_host, args, ptr, 3);
 }
 static void case_sumsq(bench *b, const void *args) {
   void *ptr[2] = {b->b, b->c};
-  launch(&b->exec, &ps__k_sumsq_host, args, ptr, 2);
+  ps__host_launch(&b->exec, &ps__k_sumsq_host, args, ptr, 2);
 }
-/* ---- a load ---------------------------------------------------------------------------------- */
-
-/* A load: the optimizer, or sums of gradients, in a loop on a thread of its own. It works on a
- * sixteenth of a buffer at a time: long enough to keep all threads busy, short enough to be
- * counted. It takes one after the other in the buffers' second halves, in all sets in turn, so that
- * no cache holds them. */
-enum { LOAD_PARTS = 16, LOAD_TURNS = LOAD_PARTS / 2 };
-typedef struct load {
-  bench whole;
-  case_fn run;
-  const void *args;
-  double bytes_a_run;
-  ps__thread *thread;
-  _Atomic uint32_t stop;
-  _Atomic uint64_t n;
-} load;
-
-static void load_main(void *arg) {
-  load *l = arg;
-  for (uint64_t n = 0; !atomic_load(&l->stop); n++) {
-    bench part = l->whole;
-    const uint64_t at = part.bytes / 2 + n / part.n_sets % LOAD_TURNS * (part.bytes / LOAD_PARTS);
-    use_set(&part, n);
-    part.a += at, part.b += at, part.c += at, part.d += at;
-    part.bytes /= LOAD_PARTS;
-    l->run(&part, l->args);
-    atomic_fetch_add(&l->n, 1);
-  }
-}
-
-static ps_status load_start(void *arg) {
-  load *l = arg;
-  atomic_store(&l->stop, 0);
-  atomic_store(&l->n, 0);
-  PS_TRY(ps__thread_start(&l->thread, load_main, l, "ps-load"));
-  while (!atomic_load(&l->n))
-    sched_yield(); /* until its threads are at work */
-  return PS_OK;
-}
-
-static void load_stop(void *arg) {
-  load *l = arg;
-  atomic_store(&l->stop, 1);
-  ps__thread_join(l->thread);
-}
-
-#ifdef PS_CUDA
-static double load_bytes(void *arg) {
-  load *l = arg;
-  return l->bytes_a_run * (double)atomic_load(&l->n);
-}
-#endif
-
 /* ---- rows gathered --------------------------------------------------------------------------- */
 
 static void case_gather(bench *b, const void *args) {
   const ps__cpu_exec exec = {.pool = b->io};
   void *ptr[3] = {(void *)(uintptr_t)b->ids, b->a, b->c};
-  launch(&exec, &ps__k_embed_fwd, args, ptr, 3);
+  ps__host_launch(&exec, &ps__k_embed_fwd, args, ptr, 3);
 }
 
 /* Random rows of a table that fills half a buffer. Beside a GPU the optimizer runs meanwhile, as it
  * does when the next step's rows are gathered, and its threads help. On the CPU backend the
  * simulator divides the CPUs. */
 static ps_status measure_gather(bench *b, ps_hardware *hw) {
-  const uint32_t dim = b->beside_gpu ? 4096 : 512, dt = dtype_of(b);
+  const uint32_t dim = b->beside_gpu ? 4096 : 512, dt = ps__host_dtype(b);
   const uint64_t row = dim * ps_dtype_bytes((ps_dtype)dt);
   const ps__args_embed a = {.n_tokens = b->beside_gpu ? 8192 : 4096,
                             .vocab = (uint32_t)(b->bytes / 2 / row),
@@ -312,22 +201,22 @@ static ps_status measure_gather(bench *b, ps_hardware *hw) {
     id[i] = (int32_t)((x >> 33) % a.vocab);
   }
   b->ids = id;
-  load l = {.whole = *b, .run = case_optimizer};
+  ps__load_loop l = {.whole = *b, .run = case_optimizer};
   if (b->beside_gpu) {
     ps__pool_share(b->io);
     ps__pool_help_first(b->exec.pool, b->io);
-    PS_TRY(load_start(&l));
+    PS_TRY(ps__load_start(&l));
   }
   hw->gather_bytes_per_s = 2.0 * a.n_tokens * (double)row / time_case(b, case_gather, &a);
   if (b->beside_gpu) {
-    load_stop(&l);
+    ps__load_stop(&l);
     ps__pool_help_first(b->exec.pool, NULL);
   }
   return PS_OK;
 }
 
 static ps_status measure_host(bench *b, ps_hardware *hw) {
-  const uint32_t dt = dtype_of(b);
+  const uint32_t dt = ps__host_dtype(b);
   const uint64_t n = b->bytes / ps_dtype_bytes((ps_dtype)dt);
   const ps__args_accumulate sum = {.n = n, .dt = dt};
   const ps__args_sumsq squares = {.n = n, .dt = dt};
@@ -335,7 +224,7 @@ static ps_status measure_host(bench *b, ps_hardware *hw) {
     hw->memory_bytes_per_s = 2.0 * (double)b->bytes / time_case(b, case_memory, NULL);
   PS_TRY(measure_gather(b, hw));
   hw->sumsq_bytes_per_s = (double)b->bytes / time_case(b, case_sumsq, &squares);
-  hw->accumulate_bytes_per_s = 3.0 * (double)b->bytes / time_case(b, case_accumulate, &sum);
+  hw->accumulate_bytes_per_s = 3.0 * (double)b->bytes / time_case(b, ps__host_accumulate, &sum);
   hw->accumulate_sumsq_bytes_per_s =
       3.0 * (double)b->bytes / time_case(b, case_accumulate_sumsq, &sum);
   memset(b->c, 0, b->bytes); /* moments */
@@ -362,52 +251,7 @@ static void fill(char *p, uint64_t bytes, uint32_t seed) {
  * GPU's. */
 enum { HOST_CASES = 7, COMPUTE_CASES = 3 * N_GEMM + 1 + 2 * N_ATTENTION + 2 + 3 };
 
-/* numbers of threads on which sums are measured beside copies: all, a half, a quarter */
-enum { SUM_THREADS = 3 };
-
 #ifdef PS_CUDA
-/* The host's work that runs beside copies: sums on several numbers of threads, and the
- * optimizer. */
-typedef struct host_loads {
-  ps__args_accumulate sum;
-  load at_work[SUM_THREADS + 1];
-  ps__host_load load[SUM_THREADS + 1];
-  ps__pool *pool[SUM_THREADS]; /* the first is the bench's */
-  uint32_t n;
-} host_loads;
-
-static ps_status host_loads_create(host_loads *l, const bench *b, const ps_hardware *hw) {
-  ps_status st = PS_OK;
-  uint32_t n = 0;
-  *l = (host_loads){.sum = {.n = b->bytes / LOAD_PARTS / 2, .dt = PS_BF16}, .pool = {b->exec.pool}};
-  for (uint32_t i = 0; st == PS_OK && i < SUM_THREADS; i++) {
-    const uint32_t threads = (hw->n_threads + (1u << i) - 1) >> i;
-    if (n && threads == l->load[n - 1].threads)
-      break;
-    if (i)
-      st = ps__pool_create(&l->pool[i], threads, "measure");
-    l->at_work[n] = (load){.whole = *b,
-                           .run = case_accumulate,
-                           .args = &l->sum,
-                           .bytes_a_run = 3.0 * (double)b->bytes / LOAD_PARTS};
-    l->at_work[n].whole.exec.pool = l->pool[i];
-    l->load[n] = (ps__host_load){&l->at_work[n], PS_CONTENTION_SUMS, threads,
-                                 load_start,     load_bytes,         load_stop};
-    n++;
-  }
-  l->at_work[n] = (load){
-      .whole = *b, .run = case_optimizer, .bytes_a_run = 7.0 * (double)b->bytes / LOAD_PARTS};
-  l->load[n] = (ps__host_load){
-      &l->at_work[n], PS_CONTENTION_OPTIMIZER, hw->n_threads, load_start, load_bytes, load_stop};
-  l->n = n + 1;
-  return st;
-}
-
-static void host_loads_destroy(const host_loads *l) {
-  for (uint32_t i = 1; i < SUM_THREADS; i++)
-    ps__pool_destroy(l->pool[i]);
-}
-
 /* Plans divide by what is left of the load's rate beside copies (cost.c), so the optimizer's rate
  * is that of the load alone. In two profiles of one machine the rate by itself was 6% below it and
  * 8% above it. */
@@ -424,12 +268,12 @@ static void optimizer_under_load(ps_hardware *hw) {
 
 /* The GPU's rates; and contention: what copies get of the host's memory beside each load. */
 static ps_status measure_gpu(bench *b, ps_hardware *hw, bool profile) {
-  host_loads l;
-  ps_status st = host_loads_create(&l, b, hw);
+  ps__host_loads l;
+  ps_status st = ps__host_loads_create(&l, b, hw->n_threads, PS__SUM_THREADS);
   const ps__host_work work = {{b->memory + 4 * b->bytes, b->set_bytes, b->n_sets}, l.load, l.n};
   if (st == PS_OK)
     st = ps__cuda_measure(hw, b->seconds, profile, &work);
-  host_loads_destroy(&l);
+  ps__host_loads_destroy(&l);
   if (st == PS_OK)
     optimizer_under_load(hw);
   return st;
@@ -452,7 +296,7 @@ static double seconds_a_case(double seconds, bool beside_gpu, bool profile) {
   double cases = HOST_CASES;
 #ifdef PS_CUDA
   if (beside_gpu)
-    cases += PS__CUDA_CASES + PS__CUDA_CASES_A_LOAD * (SUM_THREADS + 1) +
+    cases += PS__CUDA_CASES + PS__CUDA_CASES_A_LOAD * (PS__SUM_THREADS + 1) +
              (profile ? PS__CUDA_MORE_CASES : 0);
 #endif
   return seconds / (beside_gpu ? cases : cases + COMPUTE_CASES);
@@ -495,7 +339,7 @@ static ps_status map_sets(bench *b, uint32_t device, bool profile) {
 #else
   (void)device;
 #endif
-  use_set(b, 0);
+  ps__host_use_set(b, 0);
   fill(b->a, b->bytes, 1);
   fill(b->b, b->bytes, 2);
   fill(b->d, b->bytes < BUFFER ? b->bytes : BUFFER, 3);
@@ -662,7 +506,7 @@ ps_status ps__hardware_measure_gpus(ps_hardware *hw, const ps_hardware_ask *ask)
   ps__hardware_note(ask, PS_HARDWARE_MEASURES, "measuring %u GPUs at once, which takes up to 15 s",
                     n);
   bench b = {.beside_gpu = true, .bytes = full_bytes(true), .seconds = SECONDS_OF_GPUS};
-  host_loads l = {.n = 0};
+  ps__host_loads l = {.n = 0};
   ps_status st = ps__pool_create(&b.exec.pool, hw->n_threads, "measure");
   if (st == PS_OK)
     st = map_sets(&b, hw->device, false);
@@ -673,12 +517,12 @@ ps_status ps__hardware_measure_gpus(ps_hardware *hw, const ps_hardware_ask *ask)
     fill_places(&b, &at);
   }
   if (st == PS_OK)
-    st = host_loads_create(&l, &b, hw);
+    st = ps__host_loads_create(&l, &b, hw->n_threads, PS__SUM_THREADS);
   const ps__host_work work = {at, l.load, l.n};
   if (st == PS_OK)
     st = ps__cuda_measure_gpus(hw, n, b.seconds, &work);
   if (l.n)
-    host_loads_destroy(&l);
+    ps__host_loads_destroy(&l);
   if (at.first)
     ps__unmap(at.first, places);
   if (b.memory)

@@ -1,7 +1,9 @@
 /* test_hardware.c - this machine's rates: kept in the user's cache, what is told of them, and what
  * is measured when a plan first needs it. */
 #include "check.h"
+#include "hardware/arena.h"
 #include "hardware/hardware_impl.h"
+#include <math.h>
 #include <stdlib.h>
 #include <unistd.h>
 
@@ -89,6 +91,76 @@ static void wrong_asks_are_refused(void) {
     CHECK_FAILS(ps_hardware_get(&hw, &wrong[i]), PS_EINVAL, "");
 }
 
+/* ---- the memory of an arena ------------------------------------------------------------------ */
+
+static bool near(double a, double b) { return fabs(a - b) <= 1e-9 * fabs(b); }
+
+/* What was measured takes the place of what was known, and what was not follows: sums on fewer
+ * threads, and both parts of an update. */
+static void rates_of_an_arena_replace_those_known(void) {
+  const uint32_t sums = PS_CONTENTION_SUMS, adamw = PS_CONTENTION_OPTIMIZER,
+                 both = PS_CONTENTION_H2D | PS_CONTENTION_D2H;
+  ps_hardware hw = {
+      .optimizer_bytes_per_s = 90e9,
+      .optimizer_state_bytes_per_s = 80e9,
+      .accumulate_bytes_per_s = 110e9,
+      .sumsq_bytes_per_s = 60e9,
+      .gather_bytes_per_s = 10e9,
+      .link = {[PS_LINK_H2D] = {0, 1, 50e9, 40e9}, [PS_LINK_D2H] = {1, 0, 55e9, 40e9}},
+      .contention = {{sums, 4, 50e9, 55e9, 100e9},
+                     {sums | both, 4, 30e9, 35e9, 50e9},
+                     {sums | both, 2, 40e9, 45e9, 30e9},
+                     {adamw, 4, 50e9, 55e9, 90e9}},
+      .gpus_contention = {{sums | both, 4, 20e9, 20e9, 40e9}}};
+  const ps_contention_rate seen[] = {{sums, 4, 0, 0, 99e9},
+                                     {adamw, 4, 0, 0, 72e9},
+                                     {PS_CONTENTION_H2D, 0, 49e9, 0, 0},
+                                     {both, 0, 38e9, 36e9, 0},
+                                     {sums | both, 4, 30e9, 28e9, 60e9},
+                                     {adamw | both, 4, 1e9, 1e9, 1e9}};
+  enum { N = sizeof seen / sizeof *seen };
+  ps__arena_difference most;
+  CHECK(ps__arena_differs(&hw, seen, 1, &most) < 0.0101);
+  CHECK(near(ps__arena_differs(&hw, seen, N, &most), 0.2) && most.known > 0);
+  ps__arena_adopt(&hw, seen, N);
+  CHECK(near(hw.contention[0].host_bytes_per_s, 99e9) && near(hw.accumulate_bytes_per_s, 108.9e9));
+  CHECK(near(hw.contention[1].d2h_bytes_per_s, 28e9) &&
+        near(hw.contention[1].host_bytes_per_s, 60e9));
+  CHECK(near(hw.contention[2].d2h_bytes_per_s, 36e9) &&
+        near(hw.contention[2].host_bytes_per_s, 36e9) &&
+        near(hw.contention[2].h2d_bytes_per_s, 40e9));
+  CHECK(near(hw.optimizer_bytes_per_s, 72e9) && near(hw.optimizer_state_bytes_per_s, 64e9) &&
+        near(hw.gather_bytes_per_s, 8e9) && near(hw.sumsq_bytes_per_s, 59.4e9));
+  CHECK(near(hw.link[PS_LINK_H2D].bytes_per_s, 49e9) &&
+        near(hw.link[PS_LINK_D2H].bytes_per_s, 55e9) &&
+        near(hw.link[PS_LINK_H2D].duplex_bytes_per_s, 36e9));
+  CHECK(near(hw.gpus_contention[0].host_bytes_per_s, 48e9));
+  CHECK(ps__arena_differs(&hw, seen, 3, &most) < 1e-9);
+}
+
+static void an_arena_that_is_measured_stays_zero(void) {
+  enum { BYTES = 33 << 20 };
+  ps_hardware hw;
+  ps_contention_rate seen[PS__ARENA_CASES];
+  char *arena;
+  uint32_t n = 9;
+  CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
+  CHECK(ps__map((void **)&arena, BYTES, "an arena") == PS_OK);
+  const ps__arena a = {.hw = &hw, .host = arena, .host_bytes = BYTES, .n_places = 2};
+  CHECK(ps__arena_measure(&a, 0.02, seen, &n) == PS_OK && n == 2);
+  for (uint32_t i = 0; i < n; i++)
+    CHECK(seen[i].kinds == ps__arena_case[i] && seen[i].threads == 2 &&
+          seen[i].host_bytes_per_s > 1e8 && seen[i].h2d_bytes_per_s == 0);
+  for (size_t i = 0; i < BYTES; i++)
+    if (arena[i]) {
+      CHECK(!"a byte is not zero");
+      break;
+    }
+  const ps__arena small = {.hw = &hw, .host = arena, .host_bytes = BYTES, .n_places = 3};
+  CHECK_FAILS(ps__arena_measure(&small, 0.02, seen, &n), PS_EBUDGET, "in 3 places takes 48.0 MiB");
+  ps__unmap(arena, BYTES);
+}
+
 /* ---- what a GPU's plans need later ----------------------------------------------------------- */
 
 static void fp8_is_measured_where_a_gpu_has_it_and_its_rates_are_missing(void) {
@@ -133,6 +205,8 @@ int main(void) {
   wrong_asks_are_refused();
   fp8_is_measured_where_a_gpu_has_it_and_its_rates_are_missing();
   nothing_is_measured_beyond_a_cap_of_device_memory();
+  rates_of_an_arena_replace_those_known();
+  an_arena_that_is_measured_stays_zero();
   printf("ok this machine's rates\n");
   return 0;
 }

@@ -93,6 +93,14 @@ ps_status ps__cuda_measure_fp8(ps_hardware *hw, double seconds, const ps__host_w
 ps_status ps__cuda_measure_gpus(ps_hardware *hw, uint32_t n, double seconds,
                                 const ps__host_work *host);
 
+/* ps__cuda_measure_arena() - a row of @out for each of the @n @kinds: what copies to and from
+ * @host's places, and its load of that kind, get while they run; @seconds a row, of which the
+ * second half counts. The places are pinned and hold zeros, and still do afterwards.
+ * @device  256 MiB of GPU hw->device, which become zeros. Errors: PS_EDEVICE. */
+ps_status ps__cuda_measure_arena(const ps_hardware *hw, void *device, const ps__host_work *host,
+                                 const uint32_t *kinds, uint32_t n, double seconds,
+                                 ps_contention_rate *out);
+
 /* ps__cuda_memory_used() - BYTES that GPU @device has lost to this process: what the whole GPU
  * has in use now, less what it had in use before the first context, as nvidia-smi's memory.used
  * shows it. That is more than the process's entry in the driver's list, which lacks page tables.
