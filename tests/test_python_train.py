@@ -49,6 +49,32 @@ def test_config_and_parameters_are_those_of_the_directory(model, tiny_model):
         on_disk.read("no.such.tensor")
 
 
+def test_host_memory_is_measured_in_place(tiny_model, tmp_path):
+    """Where the arena is larger than caches; the plan takes sums to be a thousand times as fast."""
+    text = json.loads(Path(tiny_model, "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(text | {"vocab_size": 80000}))
+    machine = Hardware.estimate(2, "cpu")
+    machine._ptr.accumulate_bytes_per_s *= 1000
+    plan = Plan(
+        ModelConfig.read(tmp_path), seq_len=SEQ, tokens_per_step=SEQ, recipe="fp32",
+        hardware=machine,
+    )  # fmt: skip
+    assert plan.report["host_arena_bytes"] >= 256 << 20
+
+    def arena(**kw):
+        tokens = np.zeros(SEQ, np.int32)
+        with Trainer(tmp_path, plan, lambda _: (tokens, tokens), init_weights=True, **kw) as t:
+            return t.arena()
+
+    rates, most = arena()
+    assert (most["kinds"], most["kind"]) == (4, 4) and 0.9 < most["part"] < 1
+    assert most["seen_bytes_per_s"] == pytest.approx((1 - most["part"]) * most["known_bytes_per_s"])
+    assert rates.accumulate_bytes_per_s == most["seen_bytes_per_s"]
+    assert rates.optimizer_bytes_per_s != machine.optimizer_bytes_per_s
+    trusted, most = arena(trust_rates=True)
+    assert most["kind"] == 0 and trusted.as_dict() == plan.hardware.as_dict()
+
+
 def test_sizes_are_read_as_people_write_them():
     from penstock.plan import parse_bytes
 

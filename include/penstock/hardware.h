@@ -82,6 +82,14 @@ typedef struct ps_link_rate {
   double duplex_bytes_per_s; /* of each while the link back copies too; PEER, NETWORK: 0 */
 } ps_link_rate;
 
+/* A rate that was seen beside the one that is known for the same work. */
+typedef struct ps_rate_difference {
+  uint32_t kinds; /* PS_CONTENTION_*: what ran at once */
+  uint32_t kind;  /* one of them: whose rate it is; 0: nothing was compared */
+  double part;    /* |seen / known - 1| */
+  double seen_bytes_per_s, known_bytes_per_s;
+} ps_rate_difference;
+
 /* Where rates come from. PS_MEASURED_TIGHT: measured in less memory than ps_hardware_measure()
  * takes in full. */
 typedef enum ps_measured { PS_ESTIMATED = 0, PS_MEASURED = 1, PS_MEASURED_TIGHT = 2 } ps_measured;

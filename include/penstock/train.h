@@ -118,8 +118,11 @@ typedef struct ps_train_config {
    * (penstock/adapter.h), borrowed for the call. NULL: fresh ones, whose A is drawn from seed and
    * whose B is zero. */
   const char *adapter_dir;
-  uint64_t max_skips; /* with PS_NON_FINITE_SKIP: so many steps in a row may be skipped */
-  uint32_t non_finite, reserved; /* ps_non_finite */
+  uint64_t max_skips;  /* with PS_NON_FINITE_SKIP: so many steps in a row may be skipped */
+  uint32_t non_finite; /* ps_non_finite */
+  /* 1: the plan's rates of host memory are taken as they are. 0: they are measured on the arena
+   * before weights are loaded, for 2 s at most (ps_trainer_arena()). Bits do not depend on it. */
+  uint32_t trust_rates;
   /* Exactly one of dataset and batch_fn is given. Both are borrowed until destroy. With a plan that
    * is forward_only, a pass over a dataset without weights begins with a step and counts each
    * sequence once: the last step's other sequences do not count, and a step may have no target. */
@@ -271,6 +274,17 @@ typedef struct ps_validation {
  * Errors that do not: PS_ESTATE: steps are in flight, or the call is made inside the trainer's own
  *         batch function. PS_EINVAL: there is no val_dataset, or no target in it is counted. */
 PS_API ps_status ps_trainer_validate(ps_trainer *t, ps_validation *out);
+/* ps_trainer_arena() - what this trainer's own host memory does beside what its plan takes it to do,
+ * as measured when the trainer was created. Memory is not equally fast everywhere, and a machine is
+ * not the same every day.
+ * @rates  the plan's machine with the measured rates in their place, for ps_plan_again(); NULL: not
+ *         asked for
+ * @most   the rate that differs most; its kind is 0, and @rates the plan's machine, where nothing
+ *         was measured: with trust_rates, and in an arena of less than 4 GiB (CPU backend: 256 MiB),
+ *         where caches would be measured.
+ * Errors: PS_EINVAL. */
+PS_API ps_status ps_trainer_arena(const ps_trainer *t, ps_hardware *rates,
+                                  ps_rate_difference *most);
 /* ps_trainer_cancel() - stop every step that is not complete, for good: no further op starts. The
  * wait for the first of these steps returns PS_ECANCELLED. A step is complete once all its weights
  * are in host memory. NULL is a no-op.

@@ -46,6 +46,7 @@ static const struct {
     ENTRY(ps_attention_rate),
     ENTRY(ps_contention_rate),
     ENTRY(ps_link_rate),
+    ENTRY(ps_rate_difference),
     ENTRY(ps_hardware),
     ENTRY(ps_hardware_ask),
     ENTRY(ps_gpu_state),

@@ -42,6 +42,14 @@ static ps_status alone(const ps__host_load *l, double seconds, ps_contention_rat
   return PS_OK;
 }
 
+/* Pages get memory when they are first written: before anything is timed. */
+static void touch_set(void *arg, int64_t set, uint32_t worker) {
+  const ps__host_bench *b = arg;
+  (void)worker;
+  for (uint64_t at = 0; at < b->set_bytes; at += 4096)
+    *(volatile char *)(b->memory + (uint64_t)set * b->set_bytes + at) = 0;
+}
+
 static ps_status run_cases(const ps__arena *a, const ps__host_work *work, double seconds,
                            ps_contention_rate out[PS__ARENA_CASES], uint32_t *n) {
 #ifdef PS_CUDA
@@ -77,6 +85,8 @@ ps_status ps__arena_measure(const ps__arena *a, double seconds,
   }
   ps__host_loads l = {.n = 0};
   ps_status st = ps__pool_create(&b.exec.pool, a->hw->n_threads, "arena");
+  if (st == PS_OK && a->hw->backend == PS_BACKEND_CPU)
+    ps__pool_run(b.exec.pool, b.n_sets, touch_set, &b);
   if (st == PS_OK)
     st = ps__host_loads_create(&l, &b, a->hw->n_threads, 1);
   const ps__host_work work = {at, l.load, l.n};
@@ -123,21 +133,18 @@ static double ratio(const ps_hardware *hw, const ps_contention_rate *seen, uint3
   return known > 0 && *rate_at(&row, kind) > 0 ? *rate_at(&row, kind) / known : 0;
 }
 
-double ps__arena_differs(const ps_hardware *hw, const ps_contention_rate *seen, uint32_t n,
-                         ps__arena_difference *most) {
-  double largest = 0;
-  *most = (ps__arena_difference){0};
+ps_rate_difference ps__arena_differs(const ps_hardware *hw, const ps_contention_rate *seen,
+                                     uint32_t n) {
+  ps_rate_difference most = {0};
   for (uint32_t i = 0; i < n; i++)
     for (uint32_t kind = IN; kind <= ADAMW; kind *= 2) {
       const double r = ratio(hw, &seen[i], kind);
       ps_contention_rate row = seen[i];
-      if (!(r > 0) || fabs(r - 1) <= largest)
-        continue;
-      largest = fabs(r - 1);
-      *most =
-          (ps__arena_difference){row.kinds, kind, *rate_at(&row, kind), *rate_at(&row, kind) / r};
+      if (r > 0 && (!most.kind || fabs(r - 1) > most.part))
+        most = (ps_rate_difference){row.kinds, kind, fabs(r - 1), *rate_at(&row, kind),
+                                    *rate_at(&row, kind) / r};
     }
-  return largest;
+  return most;
 }
 
 static void scale(double *rate, double by) { *rate *= by > 0 ? by : 1; }

@@ -31,17 +31,12 @@ uint64_t ps__arena_least_bytes(const ps__arena *a);
 
 /* ps__arena_known() - the rate that @hw has for work of @kind, one PS_CONTENTION_*, in a row of
  * @kinds, BYTES per second; 0: unknown.
- * ps__arena_differs() - how far the rates of @seen are from those that @hw has for the same work:
- * the largest |seen / known - 1|. @which gets that row of @seen and @known its rate in @hw, BYTES
- * per second; a rate that @hw does not know does not count.
+ * ps__arena_differs() - the rate of @seen that is furthest from what @hw has for the same work. A
+ * rate that @hw does not know does not count.
  * ps__arena_adopt() - the rates of @hw with those of @seen in their place. Rates of the same ops
  * that were not measured are scaled alike. */
-typedef struct ps__arena_difference {
-  uint32_t kinds, kind; /* of the row, and which of its rates: one PS_CONTENTION_* */
-  double seen, known;
-} ps__arena_difference;
 double ps__arena_known(const ps_hardware *hw, uint32_t kinds, uint32_t kind);
-double ps__arena_differs(const ps_hardware *hw, const ps_contention_rate *seen, uint32_t n,
-                         ps__arena_difference *most);
+ps_rate_difference ps__arena_differs(const ps_hardware *hw, const ps_contention_rate *seen,
+                                     uint32_t n);
 void ps__arena_adopt(ps_hardware *hw, const ps_contention_rate *seen, uint32_t n);
 #endif

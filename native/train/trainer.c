@@ -132,6 +132,7 @@ static ps_status reserve_and_load(ps_trainer *t, ps_tensor_file *weights, ps_ten
   if (progress)
     progress(progress_user, "reserving memory", 0, bytes);
   PS_TRY(open_engine(t));
+  ps__trainer_measure_arena(t);
   if (progress)
     progress(progress_user,
              t->plan->hw.backend == PS_BACKEND_CUDA ? "preparing and timing kernels"
@@ -294,6 +295,7 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
   ps__free(t->first_element);
   ps__rows_destroy(t->rows);
   ps__hold_destroy(t->hold);
+  ps__free(t->arena_rates);
   ps__free(t);
   return PS_OK;
 }

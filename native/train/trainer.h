@@ -85,6 +85,8 @@ struct ps_trainer {
   uint64_t serial;      /* of the newest checkpoint that this run began from or wrote; 0: none */
   /* Random, and that of the checkpoint which the run began from; 0: that one says none. */
   uint64_t run_id;
+  ps_contention_rate *arena_rates; /* [n_arena_rates], of the host's arena: arena.c */
+  uint32_t n_arena_rates;          /* 0: they were not measured */
   ps__lr_schedule lr;
   uint64_t n_updates; /* that made the optimizer's state before this run; 0: it begins at zero */
   bool resumed;       /* the optimizer's state was loaded, on the device too */
@@ -105,6 +107,9 @@ struct ps_trainer {
   ps__step_record ring[PS__RING];
 };
 
+/* ps__trainer_measure_arena() - the rates of the host's arena, which is zeros and stays so. Where
+ * they cannot be measured, a line of the log says why, and the training goes on (arena.c). */
+void ps__trainer_measure_arena(ps_trainer *t);
 /* config.c
  * ps__trainer_check_config() - whether the configuration is one, and fits the plan. PS_EINVAL and
  * the errors of ps_dataset_check() say what is wrong.

@@ -10,14 +10,14 @@ import numpy as np
 
 from . import run_file
 from ._handle import ActiveHandle, Owner
-from ._lib import callback, check, encode_path, error, ffi, lib, progress_callback, struct
+from ._lib import as_dict, callback, check, encode_path, error, ffi, lib, progress_callback, struct
 from .checkpoint import Checkpoint, CheckpointReport, Checkpoints
 from .dataset import Dataset
 from .engine import read_trace, read_where
 from .errors import StateError
 from .generator import generate
 from .model import DTYPES, Parameter
-from .plan import Plan
+from .plan import Hardware, Plan
 
 LR_SCHEDULES = {"constant": 0, "cosine": 1, "linear": 2, "wsd": 3}
 NON_FINITE = {"stop": lib.PS_NON_FINITE_STOP, "skip": lib.PS_NON_FINITE_SKIP}
@@ -218,6 +218,7 @@ class Trainer(Owner):
                           of each token of a step, in any order, before the step's metrics. token
                           counts the step's tokens; logits is a float32 array of the vocabulary's
                           size, valid during the call
+    trust_rates           True: host memory is not measured in place, see arena()
     progress              progress(what, done_bytes, total_bytes) is called while weights are loaded
                           and before it; total_bytes is 0 in a stage that is not counted in bytes
 
@@ -260,6 +261,7 @@ class Trainer(Owner):
         val=None,
         adapter=None,
         on_logits=None,
+        trust_rates: bool = False,
         progress=None,
     ):
         cfg = struct("ps_train_config")
@@ -290,6 +292,7 @@ class Trainer(Owner):
             "init_weights": init_weights,
         }
         _set(cfg, {name: value for name, value in settings.items() if value is not None})
+        cfg.trust_rates = int(trust_rates)
         held = ffi.new("char[]", encode_path(adapter)) if adapter is not None else ffi.NULL
         cfg.adapter_dir = held
         self._open(model_dir, plan, data, cfg, progress, val=val, on_logits=on_logits)
@@ -458,6 +461,15 @@ class Trainer(Owner):
         with self._handle.turn():
             self._check(lib.ps_trainer_validate(self._handle.ptr, out))
         return Validation(**_fields(Validation, out))
+
+    def arena(self) -> tuple[Hardware, dict]:
+        """What this trainer's own host memory does, as measured before weights were loaded: the
+        plan's Hardware with these rates in place, and the rate that differs most from the plan's, a
+        ps_rate_difference. Its kind is 0 where nothing was measured: with trust_rates, and in less
+        than 4 GiB (CPU backend: 256 MiB)."""
+        rates, most = struct("ps_hardware"), ffi.new("ps_rate_difference *")
+        self._check(lib.ps_trainer_arena(self._handle.ptr, rates, most))
+        return Hardware(rates), as_dict(most)
 
     def sample(self, prompts, *, max_new_tokens: int = 64, **options) -> list[list[int]]:
         """The token ids that follow each of `prompts`, lists of token ids, with the weights as they

@@ -119,9 +119,10 @@ static void rates_of_an_arena_replace_those_known(void) {
                                      {sums | both, 4, 30e9, 28e9, 60e9},
                                      {adamw | both, 4, 1e9, 1e9, 1e9}};
   enum { N = sizeof seen / sizeof *seen };
-  ps__arena_difference most;
-  CHECK(ps__arena_differs(&hw, seen, 1, &most) < 0.0101);
-  CHECK(near(ps__arena_differs(&hw, seen, N, &most), 0.2) && most.known > 0);
+  CHECK(near(ps__arena_differs(&hw, seen, 1).part, 0.01));
+  const ps_rate_difference most = ps__arena_differs(&hw, seen, N);
+  CHECK(near(most.part, 0.2) && most.kinds == adamw && most.kind == adamw &&
+        near(most.seen_bytes_per_s, 72e9) && near(most.known_bytes_per_s, 90e9));
   ps__arena_adopt(&hw, seen, N);
   CHECK(near(hw.contention[0].host_bytes_per_s, 99e9) && near(hw.accumulate_bytes_per_s, 108.9e9));
   CHECK(near(hw.contention[1].d2h_bytes_per_s, 28e9) &&
@@ -135,7 +136,7 @@ static void rates_of_an_arena_replace_those_known(void) {
         near(hw.link[PS_LINK_D2H].bytes_per_s, 55e9) &&
         near(hw.link[PS_LINK_H2D].duplex_bytes_per_s, 36e9));
   CHECK(near(hw.gpus_contention[0].host_bytes_per_s, 48e9));
-  CHECK(ps__arena_differs(&hw, seen, 3, &most) < 1e-9);
+  CHECK(ps__arena_differs(&hw, seen, 3).part < 1e-9 && !ps__arena_differs(&hw, seen, 0).kind);
 }
 
 static void an_arena_that_is_measured_stays_zero(void) {

@@ -1,0 +1,41 @@
+/* arena.c - a training's own host memory beside what its plan takes it to do. */
+#include "cli/cli.h"
+
+/* From here on a rate is told. */
+static const double TOLD = 0.05;
+
+static const char *work_of(uint32_t kind) {
+  switch (kind) {
+  case PS_CONTENTION_H2D: return "copies to the device";
+  case PS_CONTENTION_D2H: return "copies to the host";
+  case PS_CONTENTION_SUMS: return "sums of gradients";
+  default: return "updates";
+  }
+}
+
+static const char *beside(uint32_t kinds) {
+  static const uint32_t both = PS_CONTENTION_H2D | PS_CONTENTION_D2H;
+  if ((kinds & both) == both)
+    return " beside copies both ways";
+  switch (kinds) {
+  case 0: return "";
+  case PS_CONTENTION_H2D: return " beside copies to the device";
+  case PS_CONTENTION_D2H: return " beside copies to the host";
+  case PS_CONTENTION_SUMS: return " beside sums of gradients";
+  case PS_CONTENTION_OPTIMIZER: return " beside updates";
+  default:
+    return kinds & PS_CONTENTION_SUMS ? " beside a copy and sums of gradients"
+                                      : " beside a copy and updates";
+  }
+}
+
+void cli_arena_note(ps_trainer *t, cli_progress *p) {
+  ps_rate_difference most;
+  if (ps_trainer_arena(t, NULL, &most) != PS_OK || !most.kind || most.part <= TOLD)
+    return;
+  cli_progress_note(p,
+                    "host memory is not as it was measured: %s%s run at %.1f GB/s in this run's "
+                    "memory, the plan takes %.1f",
+                    work_of(most.kind), beside(most.kinds & ~most.kind),
+                    most.seen_bytes_per_s * 1e-9, most.known_bytes_per_s * 1e-9);
+}
