@@ -249,8 +249,8 @@ PS_API ps_status ps_hardware_write(const ps_hardware *hw, const char *path);
 
 typedef enum ps_hardware_how {
   PS_HARDWARE_ONCE = 0,    /* from the cache; what it lacks is measured, and kept there */
-  PS_HARDWARE_ANEW = 1,    /* ps_hardware_measure() now; the cache's file is replaced */
-  PS_HARDWARE_IN_FULL = 2, /* ps_hardware_profile() now; the cache's file is replaced */
+  PS_HARDWARE_ANEW = 1,    /* ps_hardware_measure() now; added to the cache's file */
+  PS_HARDWARE_IN_FULL = 2, /* ps_hardware_profile() now; added to the cache's file */
   PS_N_HARDWARE_HOWS = 3
 } ps_hardware_how;
 
@@ -299,6 +299,26 @@ typedef struct ps_hardware_ask {
  * apart. Errors: as ps_cache_path(). */
 PS_API ps_status ps_hardware_get(ps_hardware *out, const ps_hardware_ask *ask);
 PS_API ps_status ps_hardware_cache_path(char *out, uint64_t room, const ps_hardware *hw);
+
+/* How rates came to be known. */
+typedef enum ps_rates_of {
+  PS_RATES_QUIET = 0, /* measured while nothing else ran: ps_hardware_measure(), profile() */
+  PS_RATES_ARENA =
+      1,            /* measured on the memory of a training before it began (ps_trainer_arena()) */
+  PS_RATES_RUN = 2, /* seen in the steps of a training */
+  PS_N_RATES_OF = 3
+} ps_rates_of;
+
+/* ps_hardware_remember() - add rates that a training measured or had to this machine's file of the
+ * cache, which keeps the last 16 measurements with their dates. From the next ps_hardware_get() on
+ * a rate is the median of the last five of one kind: of a training's if any is newer than the last
+ * that ps_hardware_get() made, else of those on a training's memory, else of its own. A median, so
+ * that plans follow no single lucky or unlucky measurement.
+ * @rates  of this machine, such as the plan's with what was seen in its place. The rate of the
+ *         network is not kept.
+ * Nothing happens where the file is missing or of another machine, and where @rates are estimates.
+ * Threads: as ps_hardware_get(). Errors: PS_EINVAL, PS_ENOMEM, PS_EIO. */
+PS_API ps_status ps_hardware_remember(const ps_hardware *rates, ps_rates_of of);
 
 /* ps_hardware_json() - the same as a JSON object on one line, for people and programs: without the
  * layout, the backend by its name, measured as true or false.

@@ -274,14 +274,13 @@ typedef struct ps_validation {
  * Errors that do not: PS_ESTATE: steps are in flight, or the call is made inside the trainer's own
  *         batch function. PS_EINVAL: there is no val_dataset, or no target in it is counted. */
 PS_API ps_status ps_trainer_validate(ps_trainer *t, ps_validation *out);
-/* ps_trainer_arena() - what this trainer's own host memory does beside what its plan takes it to do,
- * as measured when the trainer was created. Memory is not equally fast everywhere, and a machine is
- * not the same every day.
- * @rates  the plan's machine with the measured rates in their place, for ps_plan_again(); NULL: not
- *         asked for
- * @most   the rate that differs most; its kind is 0, and @rates the plan's machine, where nothing
- *         was measured: with trust_rates, and in an arena of less than 4 GiB (CPU backend: 256 MiB),
- *         where caches would be measured.
+/* ps_trainer_arena() - what this trainer's own host memory does beside what its plan takes it to
+ * do, as measured when the trainer was created. Memory is not equally fast everywhere, nor a
+ * machine the same every day.
+ * @rates  the plan's machine with the measured rates in their place; NULL: not asked for
+ * @most   the rate that differs most. Its kind is 0, and @rates the plan's machine, where nothing
+ *         was measured: with trust_rates, and where caches would be measured, in an arena of less
+ *         than 4 GiB (CPU backend: 256 MiB).
  * Errors: PS_EINVAL. */
 PS_API ps_status ps_trainer_arena(const ps_trainer *t, ps_hardware *rates,
                                   ps_rate_difference *most);

@@ -31,7 +31,11 @@ static const char *beside(uint32_t kinds) {
 
 void cli_arena_note(ps_trainer *t, cli_progress *p) {
   ps_rate_difference most;
-  if (ps_trainer_arena(t, NULL, &most) != PS_OK || !most.kind || most.part <= TOLD)
+  ps_hardware rates;
+  if (ps_trainer_arena(t, &rates, &most) != PS_OK || !most.kind)
+    return;
+  (void)ps_hardware_remember(&rates, PS_RATES_ARENA); /* the next run's plan begins with them */
+  if (most.part <= TOLD)
     return;
   cli_progress_note(p,
                     "host memory is not as it was measured: %s%s run at %.1f GB/s in this run's "

@@ -27,19 +27,33 @@ typedef struct getting {
   bool not_kept;             /* and the caller was told so */
 } getting;
 
-static ps_status write_file(const getting *g) {
+/* With the measurements of before, and with this one where @measured. */
+static ps_status write_file(const getting *g, bool measured) {
   ps__jsonw *w = NULL;
   size_t n = 0;
-  PS_TRY(ps__hardware_text(&w, &g->hw));
-  const char *text = ps__jsonw_text(w, &n);
-  const ps_status st = ps__cache_write(g->path, text, n);
+  ps_hardware hw = g->hw, before;
+  ps__kept *k = ps__calloc(1, sizeof *k);
+  if (!k)
+    return ps__fail(PS_ENOMEM, "out of memory for this machine's measurements");
+  if (ps_hardware_read(&before, g->path, hw.backend, hw.device, hw.n_threads) == PS_OK)
+    ps__kept_read(k, g->path, &before);
+  if (measured && hw.measured == PS_MEASURED) {
+    ps__kept_add(k, &hw, PS_RATES_QUIET);
+    ps__kept_rates(k, &hw);
+  }
+  ps_status st = ps__hardware_text(&w, &hw, k);
+  if (st == PS_OK) {
+    const char *text = ps__jsonw_text(w, &n);
+    st = ps__cache_write(g->path, text, n);
+  }
   ps__jsonw_free(w);
+  ps__free(k);
   return st;
 }
 
 /* Where the file cannot be written, the run goes on. */
-static void keep(getting *g) {
-  if (g->not_kept || (g->path[0] && write_file(g) == PS_OK))
+static void keep(getting *g, bool measured) {
+  if (g->not_kept || (g->path[0] && write_file(g, measured) == PS_OK))
     return;
   g->not_kept = true;
   if (g->path[0])
@@ -83,7 +97,7 @@ static ps_status measure(getting *g, bool from_file) {
         "other work took %u%% of this machine's CPUs while it was measured: its rates "
         "are too low, run penstock profile when it is idle",
         hw.other_work_percent);
-  keep(g);
+  keep(g, true);
   return PS_OK;
 }
 
@@ -92,7 +106,7 @@ static ps_status add(getting *g, ps_status (*more)(ps_hardware *, const ps_hardw
   const ps_hardware before = g->hw;
   PS_TRY(more(&g->hw, g->ask));
   if (g->hw.measured && memcmp(&before, &g->hw, sizeof before) != 0)
-    keep(g);
+    keep(g, false);
   return PS_OK;
 }
 

@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stddef.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -22,6 +23,7 @@ enum {
   SAME = 4,     /* ps_hardware_read() refuses a file whose value is not the machine's */
   BACKEND = 8,  /* ps_hardware_json() has its name */
   BOOL = 16,    /* ps_hardware_json() has true or false */
+  OTHERS = 32,  /* depends on other machines, and is not kept with measurements */
   FACT = MACHINE | REQUIRED,
   KEPT = MACHINE | SAME
 };
@@ -121,7 +123,7 @@ static const field fields[] = {
     REAL_AS("d2h_bytes_per_s", link[PS_LINK_D2H].bytes_per_s, REQUIRED),
     REAL_AS("duplex_bytes_per_s", link[PS_LINK_H2D].duplex_bytes_per_s, REQUIRED),
     REAL_AS("peer_bytes_per_s", link[PS_LINK_PEER].bytes_per_s, 0),
-    REAL_AS("network_bytes_per_s", link[PS_LINK_NETWORK].bytes_per_s, 0),
+    REAL_AS("network_bytes_per_s", link[PS_LINK_NETWORK].bytes_per_s, OTHERS),
     REAL_OF(optimizer_bytes_per_s, REQUIRED),
     REAL_OF(memory_bytes_per_s, REQUIRED),
     REAL_OF(op_ns, REQUIRED),
@@ -151,12 +153,20 @@ static const field fields[] = {
             PS_MAX_CONTENTION_RATES),
     END};
 
+static const char *const rates_of[PS_N_RATES_OF] = {"quiet", "arena", "run"};
+
 /* ---- reading --------------------------------------------------------------------------------- */
 
 typedef struct source {
   const char *path;
   uint32_t without; /* fields with one of these flags are left as they are */
+  bool rates;       /* rates alone, as a measurement has them: any may be missing */
 } source;
+
+/* What a measurement measures. */
+static bool is_rate(const field *f) {
+  return (f->type == REAL || f->type == LIST) && !(f->flags & (MACHINE | OTHERS));
+}
 
 static uint32_t u32_at(const char *at) {
   uint32_t value;
@@ -232,6 +242,8 @@ static ps_status read_fields(char *base, const field *f, const ps__json *j, cons
                              const char *entry) {
   for (; f->key; f++) {
     const ps__json *value = ps__json_get(j, f->key);
+    if (s->rates && !entry[0] && (!value || !is_rate(f)))
+      continue;
     if (!(f->flags & s->without) && (value || f->flags & REQUIRED))
       PS_TRY(read_value(base + f->offset, f, value, s, entry));
   }
@@ -281,7 +293,7 @@ static ps_status check_attention(const ps_attention_rate *list, const char *dtyp
 /* The fields of @j but for those with one of the flags @without. */
 static ps_status read_machine(ps_hardware *hw, const ps__json *j, const char *path,
                               uint32_t without) {
-  const source s = {path, without};
+  const source s = {.path = path, .without = without};
   PS_TRY(read_fields((char *)hw, fields, j, &s, ""));
   PS_TRY(check_contention(hw, path));
   PS_TRY(check_attention(hw->attention[PS_F32], "fp32", path));
@@ -342,6 +354,85 @@ ps_status ps_hardware_read(ps_hardware *out, const char *path, uint32_t backend,
   return st;
 }
 
+/* ---- measurements ---------------------------------------------------------------------------- */
+
+static bool read_measurement(ps__measurement *m, const ps__json *j, const char *path) {
+  const source s = {.path = path, .rates = true};
+  const char *of = ps__json_string(ps__json_get(j, "of"), NULL);
+  *m = (ps__measurement){.of = PS_N_RATES_OF};
+  for (int i = 0; i < PS_N_RATES_OF; i++)
+    if (of && strcmp(of, rates_of[i]) == 0)
+      m->of = (ps_rates_of)i;
+  return m->of < PS_N_RATES_OF && ps__json_uint64(ps__json_get(j, "unix_s"), &m->unix_s) &&
+         read_fields((char *)&m->hw, fields, j, &s, "") == PS_OK;
+}
+
+uint32_t ps__hardware_kept(ps__kept *out, const char *path) {
+  ps__json *j = NULL;
+  out->n = 0;
+  if (ps__json_read_file(&j, path, 1 << 20) != PS_OK)
+    return 0;
+  const ps__json *list = ps__json_get(j, "measurements");
+  const bool fits =
+      list && ps__json_type(list) == PS_JSON_ARRAY && ps__json_length(list) <= PS__KEPT;
+  for (size_t i = 0; fits && i < ps__json_length(list); i++)
+    out->n += read_measurement(&out->entry[out->n], ps__json_at(list, i), path);
+  ps__json_free(j);
+  return out->n;
+}
+
+static int by_rate(const void *a, const void *b) {
+  const double x = *(const double *)a, y = *(const double *)b;
+  return x < y ? -1 : x > y;
+}
+
+/* The rate at @offset of all measurements that know it; else as it is. */
+static void median_at(ps_hardware *hw, const ps_hardware *const *of, uint32_t n, size_t offset) {
+  double known[PS__KEPT], median;
+  uint32_t m = 0;
+  for (uint32_t i = 0; i < n && m < PS__KEPT; i++)
+    if (real_at((const char *)of[i] + offset) > 0)
+      known[m++] = real_at((const char *)of[i] + offset);
+  if (!m)
+    return;
+  qsort(known, m, sizeof *known, by_rate);
+  median = 0.5 * (known[(m - 1) / 2] + known[m / 2]);
+  memcpy((char *)hw + offset, &median, sizeof median);
+}
+
+/* Whether two tables have the same shapes: equal but for their rates. */
+static bool same_shapes(const char *a, const char *b, const field *list) {
+  for (uint64_t i = 0; i < list->max; i++)
+    for (const field *f = list->entry; f->key; f++) {
+      const size_t at = i * list->entry_bytes + f->offset;
+      if (f->type == U32 && u32_at(a + at) != u32_at(b + at))
+        return false;
+    }
+  return true;
+}
+
+static void median_of_list(ps_hardware *hw, const ps_hardware *const *of, uint32_t n,
+                           const field *list) {
+  const ps_hardware *alike[PS__KEPT];
+  uint32_t m = 0;
+  for (uint32_t i = 0; i < n && m < PS__KEPT; i++)
+    if (same_shapes((const char *)hw + list->offset, (const char *)of[i] + list->offset, list))
+      alike[m++] = of[i];
+  for (uint64_t i = 0; i < list->max; i++)
+    for (const field *f = list->entry; f->key; f++)
+      if (f->type == REAL)
+        median_at(hw, alike, m, list->offset + i * list->entry_bytes + f->offset);
+}
+
+void ps__hardware_median(ps_hardware *hw, const ps_hardware *const *of, uint32_t n) {
+  for (const field *f = fields; f->key; f++)
+    if (is_rate(f) && f->type == LIST)
+      median_of_list(hw, of, n, f);
+    else if (is_rate(f))
+      median_at(hw, of, n, f->offset);
+  ps__hardware_complete(hw);
+}
+
 /* ---- writing --------------------------------------------------------------------------------- */
 
 static void write_fields(ps__jsonw *w, const char *base, const field *f, bool in_words);
@@ -366,24 +457,41 @@ static void write_u32(ps__jsonw *w, const field *f, uint32_t value, bool in_word
 }
 
 /* @in_words: as ps_hardware_json() has it. */
-static void write_fields(ps__jsonw *w, const char *base, const field *f, bool in_words) {
-  for (; f->key; f++) {
-    const char *at = base + f->offset;
-    switch (f->type) {
-    case TEXT: ps__jsonw_string(w, f->key, at); break;
-    case U32: write_u32(w, f, u32_at(at), in_words); break;
-    case U64: ps__jsonw_uint(w, f->key, u64_at(at)); break;
-    case REAL: ps__jsonw_number(w, f->key, real_at(at)); break;
-    case LIST: write_list(w, at, f); break;
-    }
+static void write_field(ps__jsonw *w, const char *at, const field *f, bool in_words) {
+  switch (f->type) {
+  case TEXT: ps__jsonw_string(w, f->key, at); break;
+  case U32: write_u32(w, f, u32_at(at), in_words); break;
+  case U64: ps__jsonw_uint(w, f->key, u64_at(at)); break;
+  case REAL: ps__jsonw_number(w, f->key, real_at(at)); break;
+  case LIST: write_list(w, at, f); break;
   }
 }
+static void write_fields(ps__jsonw *w, const char *base, const field *f, bool in_words) {
+  for (; f->key; f++)
+    write_field(w, base + f->offset, f, in_words);
+}
 
-ps_status ps__hardware_text(ps__jsonw **out, const ps_hardware *hw) {
+static void write_kept(ps__jsonw *w, const ps__kept *k) {
+  ps__jsonw_array(w, "measurements");
+  for (uint32_t i = 0; i < k->n; i++) {
+    ps__jsonw_object(w, NULL);
+    ps__jsonw_uint(w, "unix_s", k->entry[i].unix_s);
+    ps__jsonw_string(w, "of", rates_of[k->entry[i].of]);
+    for (const field *f = fields; f->key; f++)
+      if (is_rate(f))
+        write_field(w, (const char *)&k->entry[i].hw + f->offset, f, false);
+    ps__jsonw_end(w);
+  }
+  ps__jsonw_end(w);
+}
+
+ps_status ps__hardware_text(ps__jsonw **out, const ps_hardware *hw, const ps__kept *kept) {
   PS_TRY(ps__jsonw_create(out));
   ps__jsonw_object(*out, NULL);
   ps__jsonw_uint(*out, "layout", LAYOUT);
   write_fields(*out, (const char *)hw, fields, false);
+  if (kept && kept->n)
+    write_kept(*out, kept);
   ps__jsonw_end(*out);
   return PS_OK;
 }
@@ -392,7 +500,7 @@ ps_status ps_hardware_write(const ps_hardware *hw, const char *path) {
   if (!hw || !path)
     return ps__fail(PS_EINVAL, "ps_hardware_write: hw and path must be given");
   ps__jsonw *w = NULL;
-  PS_TRY(ps__hardware_text(&w, hw));
+  PS_TRY(ps__hardware_text(&w, hw, NULL));
   size_t n = 0;
   const char *text = ps__jsonw_text(w, &n);
   const ps_status st = ps__replace_text(path, text, n);

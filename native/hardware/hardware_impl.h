@@ -49,8 +49,34 @@ bool ps__hardware_lacks_fp8(const ps_hardware *hw);
  * ps__hardware_measure_gpus() - n_gpus, gpus_contention and gpus_compute_speed of it, with CUDA. */
 ps_status ps__hardware_peers(ps_hardware *hw, const ps_hardware_ask *ask);
 ps_status ps__hardware_measure_gpus(ps_hardware *hw, const ps_hardware_ask *ask);
-/* ps__hardware_text() - @hw as the text of its file, into memory. The caller frees @out. */
-ps_status ps__hardware_text(ps__jsonw **out, const ps_hardware *hw);
+/* Measurements that a machine's file keeps, the oldest first (kept.c). */
+enum { PS__KEPT = 16 };
+typedef struct ps__measurement {
+  uint64_t unix_s; /* when it was made */
+  ps_rates_of of;
+  ps_hardware hw; /* its rates alone count */
+} ps__measurement;
+typedef struct ps__kept {
+  uint32_t n;
+  ps__measurement entry[PS__KEPT];
+} ps__kept;
+/* ps__kept_read() - what the file at @path keeps. A file of before has one measurement: its rates,
+ *     of @hw. 0 where there is none.
+ * ps__kept_add() - @hw, made now; the oldest goes.
+ * ps__kept_rates() - the rates of @hw by the measurements (penstock/hardware.h). */
+void ps__kept_read(ps__kept *out, const char *path, const ps_hardware *hw);
+void ps__kept_add(ps__kept *k, const ps_hardware *hw, ps_rates_of of);
+void ps__kept_rates(const ps__kept *k, ps_hardware *hw);
+
+/* ps__hardware_text() - @hw as the text of its file, into memory, with the measurements that it
+ * keeps, or NULL. The caller frees @out.
+ * ps__hardware_kept() - the measurements in the file at @path; 0 where it has none, or others than
+ * this version's.
+ * ps__hardware_median() - each rate of @hw becomes the median of those that @n measurements know;
+ * one that none knows stays. A table that has other shapes than that of @hw is left out. */
+ps_status ps__hardware_text(ps__jsonw **out, const ps_hardware *hw, const ps__kept *kept);
+uint32_t ps__hardware_kept(ps__kept *out, const char *path);
+void ps__hardware_median(ps_hardware *hw, const ps_hardware *const *of, uint32_t n);
 
 /* ps__hardware_room() - BYTES that measuring may take of @host_mem_bytes, the cap of the whole
  * process (0: none), and of what the system has. */

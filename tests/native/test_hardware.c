@@ -41,6 +41,62 @@ static void rates_are_measured_once(void) {
   CHECK(rmdir(path) == 0 && rmdir(folder) == 0);
 }
 
+static double sums_now(ps_hardware_ask *ask, ps_hardware_how how) {
+  ps_hardware hw;
+  ask->how = how;
+  CHECK(ps_hardware_get(&hw, ask) == PS_OK);
+  ask->how = PS_HARDWARE_ONCE;
+  return hw.accumulate_bytes_per_s;
+}
+
+/* A run's rates count before those measured, until the machine is measured anew; of several the
+ * median. The file of before, without measurements, is one. */
+static void what_trainings_saw_is_remembered(void) {
+  char folder[] = "/tmp/penstock-hardware-XXXXXX", path[512];
+  ps_hardware first, hw;
+  ps_hardware_ask ask = {
+      .struct_bytes = sizeof ask, .backend = PS_BACKEND_CPU, .n_threads = 1, .seconds = 0.05};
+  CHECK(mkdtemp(folder) && setenv("XDG_CACHE_HOME", folder, 1) == 0);
+  CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 1) == PS_OK);
+  CHECK(ps_hardware_cache_path(path, sizeof path, &hw) == PS_OK);
+  hw.measured = PS_MEASURED;
+  CHECK(ps_hardware_remember(&hw, PS_RATES_RUN) == PS_OK && access(path, F_OK) != 0);
+  CHECK(ps_hardware_get(&first, &ask) == PS_OK && ps_hardware_write(&first, path) == PS_OK);
+  const double sums = first.accumulate_bytes_per_s;
+  static const struct {
+    ps_rates_of of;
+    double saw, then; /* over what was measured */
+  } step[] = {{PS_RATES_ARENA, 0.7, 0.7},
+              {PS_RATES_RUN, 0.25, 0.25},
+              {PS_RATES_RUN, 0.5, 0.375},
+              {PS_RATES_RUN, 0.4, 0.4},
+              {PS_RATES_ARENA, 0.9, 0.4}};
+  for (size_t i = 0; i < sizeof step / sizeof *step; i++) {
+    hw = first;
+    hw.accumulate_bytes_per_s = step[i].saw * sums;
+    CHECK(ps_hardware_remember(&hw, step[i].of) == PS_OK);
+    CHECK(fabs(sums_now(&ask, PS_HARDWARE_ONCE) / sums - step[i].then) < 1e-9);
+  }
+  hw.measured = PS_ESTIMATED;
+  hw.accumulate_bytes_per_s = 1;
+  CHECK(ps_hardware_remember(&hw, PS_RATES_RUN) == PS_OK);
+  CHECK(fabs(sums_now(&ask, PS_HARDWARE_ONCE) / sums - 0.4) < 1e-9);
+  CHECK(ps_hardware_get(&hw, &ask) == PS_OK &&
+        hw.optimizer_bytes_per_s == first.optimizer_bytes_per_s);
+  const double anew = sums_now(&ask, PS_HARDWARE_ANEW), now = sums_now(&ask, PS_HARDWARE_ONCE);
+  CHECK(fabs(now / (0.5 * (anew + sums)) - 1) < 1e-9);
+  ps__kept *k = malloc(sizeof *k);
+  for (uint32_t i = 0; i < PS__KEPT; i++)
+    CHECK(ps_hardware_remember(&first, PS_RATES_RUN) == PS_OK);
+  CHECK(k && ps__hardware_kept(k, path) == PS__KEPT && k->entry[0].of == PS_RATES_RUN &&
+        k->entry[0].unix_s > 1700000000);
+  free(k);
+  CHECK_FAILS(ps_hardware_remember(NULL, PS_RATES_RUN), PS_EINVAL, "must be given");
+  CHECK(unlink(path) == 0);
+  snprintf(path, sizeof path, "%s/penstock", folder);
+  CHECK(rmdir(path) == 0 && rmdir(folder) == 0);
+}
+
 /* Of a machine whose rates are nowhere, a cap of its memory leaves estimates. */
 static void a_cap_leaves_estimates(void) {
   told t = {.line = ""};
@@ -201,6 +257,7 @@ static void nothing_is_measured_beyond_a_cap_of_device_memory(void) {
 
 int main(void) {
   rates_are_measured_once();
+  what_trainings_saw_is_remembered();
   a_cap_leaves_estimates();
   without_a_cache_the_run_goes_on();
   wrong_asks_are_refused();
