@@ -26,11 +26,16 @@ def test_native(name):
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name, much",
-    [("test_engine_hazards", "200000"), ("test_plan", "all"), ("test_device_faults", "all")],
+    [
+        ("test_engine_hazards", "200000"),
+        ("test_plan", "all"),
+        ("test_device_faults", "all"),
+        ("test_switch", "all"),
+    ],
 )
 def test_many_random_programs(name, much):
-    """Twenty times the random programs that `make test` runs, every case of random plans, and a
-    fault in every op of three devices."""
+    """Twenty times the random programs that `make test` runs, every case of random plans, a fault
+    in every op of three devices, and hundreds of switches from plan to plan."""
     run_program(name, much)
 
 

@@ -284,6 +284,21 @@ PS_API ps_status ps_trainer_validate(ps_trainer *t, ps_validation *out);
  * Errors: PS_EINVAL. */
 PS_API ps_status ps_trainer_arena(const ps_trainer *t, ps_hardware *rates,
                                   ps_rate_difference *most);
+/* ps_trainer_switch() - from the next step on train by @plan, of the same model and configuration.
+ * Weights and optimizer state move to its places inside the arenas that are reserved. Losses,
+ * weights and state are the bits of a training that did not switch, where chunks and rounds are the
+ * same (ps_plan_again()).
+ * @plan  on PS_OK the trainer owns it, and ps_trainer_plan() names it. The plan before, if the
+ *        caller's, may be destroyed.
+ * Blocks: while what moves is copied. It is not felt by ps_trainer_cancel() meanwhile.
+ * Errors that stop the trainer: PS_EDEVICE; PS_ENOMEM after the copies. Where a copy failed,
+ *         nothing can be read or saved any more.
+ * Errors that leave all as it was: PS_EINVAL: @plan is of another training. PS_EBUSY: another
+ *         trainer has it, or a checkpoint is being written. PS_EBUDGET: the reserved memory is too
+ *         small for it. PS_ENOMEM. PS_ESTATE: as of ps_trainer_validate().
+ * ps_trainer_plan() - the plan of the next step. */
+PS_API ps_status ps_trainer_switch(ps_trainer *t, ps_plan *plan);
+PS_API const ps_plan *ps_trainer_plan(const ps_trainer *t);
 /* ps_trainer_cancel() - stop every step that is not complete, for good: no further op starts. The
  * wait for the first of these steps returns PS_ECANCELLED. A step is complete once all its weights
  * are in host memory. NULL is a no-op.

@@ -6,13 +6,14 @@
 
 enum { PS__MAX_TURNS = 80 };
 
-/* Runs live until ps__turns_close(), because a cancel may come at any time. All zero but for the
- * engine: there is none. */
+/* Runs live until ps__turns_close(), because a cancel may come at any time: it waits for those that
+ * look at them. All zero but for the engine: there is none. */
 typedef struct ps__turns {
   ps_engine *engine;
   _Atomic uint32_t cancelled; /* no run takes a step any more */
   uint32_t n;
   _Atomic(ps_run *) run[PS__MAX_TURNS]; /* [n], in the order of their first turns */
+  _Atomic uint32_t n_looking;           /* threads that look at runs now */
 } ps__turns;
 
 /* ps__turn_begin() - give the engine, which no run has, to *@run. The first time *@run is NULL, and
@@ -33,8 +34,9 @@ ps_status ps__turn_end(ps_run *run, ps_status st);
  * Threads: any, and signal handlers; ps__turns_where() no signal handler. */
 void ps__turns_cancel(ps__turns *all);
 void ps__turns_stop(ps__turns *all);
-bool ps__turns_at_rest(const ps__turns *all);
-void ps__turns_where(const ps__turns *all, char *text, uint64_t bytes);
-/* ps__turns_close() - destroy all runs. Errors: those of ps_run_destroy(); then all live on. */
+bool ps__turns_at_rest(ps__turns *all);
+void ps__turns_where(ps__turns *all, char *text, uint64_t bytes);
+/* ps__turns_close() - destroy all runs; others may take turns after that. A cancel, and a look, may
+ * come meanwhile. Errors: those of ps_run_destroy(); then all live on. */
 ps_status ps__turns_close(ps__turns *all);
 #endif

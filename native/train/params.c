@@ -52,6 +52,10 @@ ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst, uint64
   PS_TRY(ps__trainer_idle(t));
   if (t->plan->model->unit[p.unit].frozen)
     return ps__fail(PS_ESTATE, "%s is frozen: it has no gradient", p.name);
+  if (t->n_switches && t->n_reported == t->switched_at && !t->plan->spec.keep_grads)
+    return ps__fail(PS_ESTATE,
+                    "the plan changed after the last step, whose gradients are gone: read them "
+                    "after the next step, or make the plan with keep_grads");
   if (ps__updated_on_device(&t->plan->spec, p.unit) && !t->plan->spec.keep_grads)
     return ps__fail(
         PS_ESTATE,

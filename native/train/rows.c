@@ -36,13 +36,15 @@ typedef struct rows_job {
   uint64_t n_tokens;
 } rows_job;
 
-ps_status ps__rows_create(ps__rows **out, const ps__args_embed *args) {
+ps_status ps__rows_create(ps__rows **out, const ps__args_embed *args, uint32_t id) {
   const uint64_t n_rows = args->vocab;
   ps__rows *r = ps__calloc(1, sizeof *r + n_rows * sizeof *r->done);
   if (!r)
     return ps__fail(PS_ENOMEM, "out of memory for a table of %llu rows",
                     (unsigned long long)n_rows);
   r->n = n_rows;
+  for (uint64_t i = 0; i < n_rows && id; i++)
+    atomic_init(&r->done[i], id);
   r->dim = args->dim;
   r->dt = args->dt;
   r->scale = ps__embed_scale(args);

@@ -57,6 +57,9 @@ ps_status ps__trainer_outside_ops(const ps_trainer *t) {
 }
 
 ps_status ps__trainer_idle(ps_trainer *t) {
+  if (t->torn)
+    return ps__fail(PS_ESTATE, "an error came while weights moved to the places of another plan: "
+                               "go on from the last checkpoint");
   if (t->sticky == PS_OK && t->n_reported != t->n_submitted)
     return ps__fail(PS_ESTATE, "%llu steps are in flight: wait for them first",
                     (unsigned long long)(t->n_submitted - t->n_reported));

@@ -40,7 +40,7 @@ static ps_status make_segments(ps_trainer *t) {
     }
   }
   t->first_segment[n_units] = n;
-  return t->plan->spec.embed_on_host ? ps__rows_create(&t->rows, ps__embed_args_of(m)) : PS_OK;
+  return t->plan->spec.embed_on_host ? ps__rows_create(&t->rows, ps__embed_args_of(m), 0) : PS_OK;
 }
 
 static ps_status open_engine(ps_trainer *t) {
@@ -202,6 +202,23 @@ static ps_status open_trainer(ps_trainer *t, const ps_checkpoint *from, ps_progr
   return st;
 }
 
+void ps__trainer_join_plan(ps_trainer *t) {
+  ps_plan *p = t->plan;
+  p->hooks = (ps__step_hooks){t, ps__trainer_hook};
+  if (p->guests.val)
+    p->guests.val->guest.hooks = (ps__step_hooks){t, ps__validation_hook};
+}
+
+void ps__trainer_leave_plan(ps_trainer *t) {
+  ps_plan *p = t->plan;
+  p->hooks = (ps__step_hooks){0};
+  if (p->guests.val)
+    p->guests.val->guest.hooks = (ps__step_hooks){0};
+  atomic_store(&p->in_use, 0);
+  if (t->owns_plan)
+    (void)ps_plan_destroy(p);
+}
+
 static ps_status create(ps_trainer **out, const char *model_dir, ps_plan *plan,
                         const ps_train_config *cfg, const ps_checkpoint *from,
                         ps_progress_fn progress, void *progress_user) {
@@ -230,9 +247,7 @@ static ps_status create(ps_trainer **out, const char *model_dir, ps_plan *plan,
   ps__trainer_join_hosts(t);
   ps__dataset_use(cfg->dataset);
   ps__dataset_use(cfg->val_dataset);
-  plan->hooks = (ps__step_hooks){t, ps__trainer_hook};
-  if (plan->guests.val)
-    plan->guests.val->guest.hooks = (ps__step_hooks){t, ps__validation_hook};
+  ps__trainer_join_plan(t);
   t->model_dir = ps__strdup(model_dir);
   t->run_text = cfg->run ? ps__strdup(cfg->run) : NULL;
   const ps_status st = t->model_dir && !t->run_text == !cfg->run
@@ -277,10 +292,7 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
   (void)ps_engine_close(t->engine);
   if (t->cfg.hosts)
     atomic_store(&t->cfg.hosts->in_use, 0);
-  t->plan->hooks = (ps__step_hooks){0};
-  if (t->plan->guests.val)
-    t->plan->guests.val->guest.hooks = (ps__step_hooks){0};
-  atomic_store(&t->plan->in_use, 0);
+  ps__trainer_leave_plan(t);
   ps__dataset_leave(t->cfg.dataset);
   ps__dataset_leave(t->cfg.val_dataset);
   ps__free(t->model_dir);
@@ -456,11 +468,13 @@ void ps_trainer_cancel(ps_trainer *t) {
 
 uint64_t ps_trainer_steps_done(const ps_trainer *t) { return t ? t->n_reported : 0; }
 
-int ps_trainer_at_rest(const ps_trainer *t) { return !t || ps__turns_at_rest(&t->turns); }
+int ps_trainer_at_rest(const ps_trainer *t) {
+  return !t || ps__turns_at_rest((ps__turns *)&t->turns);
+}
 
 void ps_trainer_where(const ps_trainer *t, char *text, uint64_t bytes) {
   if (t)
-    ps__turns_where(&t->turns, text, bytes);
+    ps__turns_where((ps__turns *)&t->turns, text, bytes);
   else if (bytes)
     text[0] = 0;
 }

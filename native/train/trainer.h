@@ -49,6 +49,11 @@ typedef struct ps__writing ps__writing; /* checkpoint.c */
 
 struct ps_trainer {
   ps_plan *plan;
+  bool owns_plan; /* plan came by a switch (switch.c) */
+  /* a switch has failed between its first copy and its last: weights are in neither place */
+  bool torn;
+  uint64_t n_switches, switched_at; /* the last one: after so many steps */
+  double switch_s;                  /* SECONDS of switches since the step that was reported last */
   ps_train_config cfg;
   uint32_t rank;              /* among the hosts */
   char *model_dir, *run_text; /* run_text: ps_train_config.run, or NULL */
@@ -231,10 +236,11 @@ uint64_t ps__array_bytes(const ps_trainer *t, uint32_t unit, uint32_t what, uint
 /* The unit's arrays in host memory that an update works on (host.c). */
 ps__arrays ps__arrays_on_host(const ps_trainer *t, uint32_t unit);
 /* The rows of an embedding on the host (rows.c). Each keeps the id of its latest update.
- * @id is 1 + the run's step that update @u belongs to. A gather with @id 0 makes no update.
+ * @id is 1 + the run's step that update @u belongs to. A gather with @id 0 makes no update. At
+ * creation it is that of the update which all rows have.
  * @args: the lookup's. Update and gather may run at once with the same id. The calls of one id end
  * before those of the next id begin. Errors of create: PS_ENOMEM. */
-ps_status ps__rows_create(ps__rows **out, const ps__args_embed *args);
+ps_status ps__rows_create(ps__rows **out, const ps__args_embed *args, uint32_t id);
 void ps__rows_destroy(ps__rows *r); /* NULL is a no-op */
 void ps__rows_update(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__update *u);
 /* Copy the rows of token[n_tokens] to @out, each after its update. */
@@ -259,6 +265,10 @@ ps_status ps__trainer_pause(ps_trainer *t);
 /* How the steps of @size run. Those of the plan's own schedule are traced, because the plan counts
  * the memory of their trace alone (state.c). */
 ps_run_config ps__trainer_run_config(const ps_trainer *t, const ps__step_size *size);
+/* The trainer becomes what the hooks of its plan call; or they call nobody, and another trainer may
+ * have the plan (trainer.c). */
+void ps__trainer_join_plan(ps_trainer *t);
+void ps__trainer_leave_plan(ps_trainer *t);
 /* ps__sensors_start() - the energy that later steps take counts from here on.
  * ps__sensors_read() - once a step: the sensors of the plan's GPUs into @m, which has step_s
  * (sensors.c). */
@@ -269,7 +279,8 @@ void ps__sensors_read(ps_trainer *t, ps_step_metrics *m);
 ps_status ps__trainer_stop(ps_trainer *t, ps_status st);
 /* Refuse a call by a batch function of this trainer, which would wait for itself (state.c). */
 ps_status ps__trainer_outside_ops(const ps_trainer *t);
-/* PS_OK where no step is in flight, else PS_ESTATE. After an error no step is (state.c). */
+/* PS_OK where no step is in flight, else PS_ESTATE. After an error no step is, but a switch may
+ * have left the weights in no place (state.c). */
 ps_status ps__trainer_idle(ps_trainer *t);
 /* exported for tests */
 PS_API ps_status ps__trainer_save(ps_trainer *t, const char *dir, ps_dtype dtype,
