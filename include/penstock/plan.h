@@ -268,6 +268,22 @@ PS_API void ps_evaluations_destroy(ps_evaluations *shared);
 PS_API ps_status ps_plan_create_sharing(ps_plan **out, ps_evaluations *shared,
                                         const ps_model_config *model, const ps_plan_config *cfg,
                                         const ps_hardware *hw);
+/* ps_plan_again() - the fastest plan for a training that goes on, at other rates: of the same
+ * configuration, in the arenas and scratch that @plan reserves. Its steps are cut as those of @plan,
+ * so that a training that goes on with it (ps_trainer_switch()) has the same bits.
+ * @plan       may be in use, and stays as it is.
+ * @rates      of the same machine: its memory, threads and overheads count as in @plan
+ * @other_cut  1: steps may be cut otherwise, as far as the configuration of @plan left that to the
+ *             planner. The bits change with the cut.
+ * @out        as of ps_plan_create().
+ * Blocks: as ps_plan_create(), on at most two threads.
+ * Errors: as ps_plan_create(); PS_EBUDGET: no plan was found that fits.
+ * ps_plan_step_at() - SECONDS of a step of @plan at such rates, predicted. Errors: PS_EINVAL,
+ * PS_ENOMEM.
+ * Threads: any, also while a trainer runs @plan, until it is destroyed. */
+PS_API ps_status ps_plan_again(ps_plan **out, const ps_plan *plan, const ps_hardware *rates,
+                               uint32_t other_cut);
+PS_API ps_status ps_plan_step_at(const ps_plan *plan, const ps_hardware *rates, double *step_s);
 /* ps_plan_enough_tokens() - the tokens of a step from which on a GPU runs near full speed.
  * @cfg  as for ps_plan_create(), its tokens_per_step apart.
  * @out  on PS_OK a power of two of sequences, at least 8 and one for each device of each host: the

@@ -91,7 +91,7 @@ double ps__total_part_bytes(const ps__search_space *sp, const ps__candidate *m) 
 enum { OPS_BESIDE = 1 << 20 }; /* of steps that are evaluated at once; about 1.3 KB each */
 
 uint32_t ps__search_space_workers(const ps__search_space *sp, uint32_t n) {
-  const uint32_t n_cpus = ps__n_cpus();
+  const uint32_t n_cpus = sp->plan->most_workers ? sp->plan->most_workers : ps__n_cpus();
   size_t most = 1;
   for (uint32_t i = 0; i < sp->n_microbatches; i++)
     if (sp->microbatch[i].n_ops > most)

@@ -236,6 +236,8 @@ ps_status ps__plan_new_of(ps_plan **out, ps_model *m, const ps_plan_config *cfg,
   p->model = m;
   p->cfg = *cfg;
   p->hw = *hw;
+  p->asked = (ps__asked_cut){cfg->chunk_tokens, cfg->chunks_per_round, cfg->first_round_chunks,
+                             cfg->first_rounds, cfg->head_slice_tokens};
   ps__hardware_complete(&p->hw);
   const ps_status st = check_config(p);
   if (st != PS_OK) {

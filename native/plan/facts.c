@@ -54,4 +54,6 @@ void ps__used_bytes(const ps_plan *plan, const ps__step *s, const ps__guests *gu
       ps__device_overhead(&plan->hw, plan->model->fp8.on, s->at, s->scratch_bytes, &scratch) +
       ps__net_memory(plan) + ps__page_table_bytes(&plan->hw, host);
   out[PS__HOST_MEM] = ps__arena_round(host) + ps__host_overhead(plan, s, guests, &scratch, &trace);
+  if (plan->room.given)
+    ps__room_used(plan, s, arena, out);
 }

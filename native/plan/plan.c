@@ -44,11 +44,14 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
   o->tokens_per_step = o->n_hosts * l->n_tokens;
   o->n_sequences = o->n_hosts * l->n_sequences;
   o->head_slice_tokens = p->spec.head_slice;
-  o->device_arena_bytes = ps__arena_round(ps__largest_device(s->at, s->space_bytes));
+  uint64_t arena[PS_MAX_PLACES] = {0};
+  for (uint32_t i = 0; i < s->at->n_places; i++)
+    arena[i] = ps__plan_reserved(p, i);
+  o->device_arena_bytes = ps__largest_device(s->at, arena);
   const uint64_t overhead = ps__device_overhead(&p->hw, p->model->fp8.on, s->at, s->scratch_bytes,
                                                 &o->device_scratch_bytes) +
                             ps__net_memory(p);
-  o->host_arena_bytes = ps__arena_round(s->space_bytes[s->at->host]);
+  o->host_arena_bytes = arena[s->at->host];
   o->device_tables_bytes = ps__page_table_bytes(&p->hw, o->host_arena_bytes);
   o->device_overhead_bytes = overhead - o->device_scratch_bytes;
   o->device_used_bytes = o->device_arena_bytes + overhead + o->device_tables_bytes;
@@ -113,8 +116,7 @@ ps_status ps__plan_predict(ps_plan *p) {
   return st;
 }
 
-/* From a decided layout and spec to a plan that can run. */
-static ps_status compile_plan(ps_plan *p, const ps__search_result *r) {
+ps_status ps__plan_compile(ps_plan *p, const ps__search_result *r) {
   PS_TRY(ps__step_build(&p->step, p->model, &p->layout, &p->spec, &p->hooks));
   ps_program *program = NULL;
   ps_status st = ps__step_program(&p->step, &program);
@@ -134,8 +136,7 @@ static ps_status compile_plan(ps_plan *p, const ps__search_result *r) {
   return ps__plan_predict(p);
 }
 
-/* Back to a plan without decisions. */
-static ps_status undo(ps_plan *p) {
+ps_status ps__plan_undo(ps_plan *p) {
   PS_TRY(ps_schedule_destroy(p->schedule));
   p->schedule = NULL;
   ps__guests_free(&p->guests);
@@ -157,7 +158,7 @@ static ps_status plan_with_guests(ps_plan *p, bool alone) {
   if (st == PS_OK && r.step_ns == 0)
     st = ps__find_smallest_in_layouts(p, &m, &r);
   if (st == PS_OK && r.step_ns > 0) {
-    st = compile_plan(p, &r);
+    st = ps__plan_compile(p, &r);
     if (st == PS_OK)
       st = ps__plan_beside_check(p);
   } else if (st == PS_OK) {
@@ -174,16 +175,16 @@ static ps_status make_plan(ps_plan *p, const ps__memos *m) {
   PS_TRY(ps__find_in_layouts(p, m, &r));
   const bool alone = r.step_ns > 0;
   if (alone) {
-    PS_TRY(compile_plan(p, &r));
+    PS_TRY(ps__plan_compile(p, &r));
     if (ps__plan_beside_check(p) == PS_OK)
       return PS_OK;
-    PS_TRY(undo(p));
+    PS_TRY(ps__plan_undo(p));
   }
   p->cfg.layout = given;
   if (ps__plan_has_guests(p))
     return plan_with_guests(p, alone);
   PS_TRY(ps__find_smallest_in_layouts(p, m, &r));
-  return r.step_ns > 0 ? compile_plan(p, &r) : ps__plan_refuse(p, m, &r);
+  return r.step_ns > 0 ? ps__plan_compile(p, &r) : ps__plan_refuse(p, m, &r);
 }
 
 /* ---- evaluations that plans share ------------------------------------------------------------ */
@@ -298,7 +299,7 @@ ps_status ps__plan_from_spec(ps_plan **out, const ps_model_config *model, const 
   if (st == PS_OK)
     st = ps__spec_copy(&p->spec, spec);
   if (st == PS_OK)
-    st = compile_plan(p, &r);
+    st = ps__plan_compile(p, &r);
   p->cfg.ramp = NULL; /* the caller's */
   if (st != PS_OK)
     ps_plan_destroy(p);

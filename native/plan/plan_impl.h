@@ -6,6 +6,23 @@
 #include "step/step.h"
 #include <stdatomic.h>
 
+/* The cut of the batch as the user gave it; 0: the planner's choice. */
+typedef struct ps__asked_cut {
+  uint64_t chunk_tokens, chunks_per_round, first_round_chunks, first_rounds, head_slice_tokens;
+} ps__asked_cut;
+
+/* The arenas of a plan that is made again (again.c): those that another plan has reserved. All zero:
+ * arenas are as large as the plan needs.
+ *   bytes, scratch  BYTES of each place's space, and of each stream's scratch
+ *   used            BYTES by memory, of all that the caps count, of the plan that reserved them
+ *   beside          host BYTES of that plan besides its arena
+ *   spare           host BYTES that the cap leaves */
+typedef struct ps__room {
+  uint64_t bytes[PS_MAX_PLACES], scratch[PS_MAX_STREAMS];
+  uint64_t used[PS__N_MEMS], beside, spare;
+  bool given;
+} ps__room;
+
 struct ps_plan {
   ps_model *model;
   ps_plan_config cfg;    /* as given, defaults filled in */
@@ -23,6 +40,9 @@ struct ps_plan {
   /* cfg.sample_sequences: generation beside the training, which the trainer runs. NULL: none. */
   struct ps__gen_setup *sampling;
   bool counts_guests; /* the search counts the memory of the guests (beside.c) */
+  ps__asked_cut asked;
+  ps__room room;
+  uint32_t most_workers; /* threads of a search; 0: one a CPU */
   char *text, *json;
   _Atomic uint32_t in_use; /* 1: a trainer has it */
 };
@@ -85,6 +105,18 @@ typedef struct ps__step_size {
 } ps__step_size;
 ps__step_size ps__step_size_at(const ps_plan *p, uint64_t step);
 
+/* ps__same_cut() - whether both cut a step alike: their trainings have the same bits (again.c). */
+bool ps__same_cut(const ps_plan *a, const ps_plan *b);
+/* ps__plan_reserved() - BYTES of a place's arena: of the room, where the plan is made again, else
+ * those that its step takes. */
+static inline uint64_t ps__plan_reserved(const ps_plan *p, uint32_t place) {
+  return ps__arena_round(p->room.given ? p->room.bytes[place] : p->step.space_bytes[place]);
+}
+/* ps__room_used() - what @bytes, of all that the caps count, are in the room of the plan: they fit
+ * under room.used where arenas and scratch of the step fit (again.c). */
+void ps__room_used(const ps_plan *p, const ps__step *s, const uint64_t arena[PS_MAX_PLACES],
+                   uint64_t bytes[PS__N_MEMS]);
+
 /* ps__plan_from_spec() - a plan of given decisions, without a search and without caps. @spec is
  * copied; it must be of the layout that its chunk_tokens and chunks_per_round give.
  * Errors: as ps_plan_create(), without PS_EBUDGET. */
@@ -108,6 +140,11 @@ ps_status ps__plan_new_of(ps_plan **out, ps_model *m, const ps_plan_config *cfg,
 /* The model of @cfg, whose recipe there is, owned by the caller. Errors: PS_EINVAL, PS_ENOMEM. */
 ps_status ps__plan_model(ps_model **out, const ps_model_config *model, const ps_plan_config *cfg);
 ps_status ps__plan_predict(ps_plan *p);
+/* ps__plan_compile() - from a decided layout and spec to a plan that can run. @r: of the search.
+ * ps__plan_undo() - back to a plan without decisions. Errors: PS_EBUSY. */
+struct ps__search_result;
+ps_status ps__plan_compile(ps_plan *p, const struct ps__search_result *r);
+ps_status ps__plan_undo(ps_plan *p);
 
 /* ps__plan_check_events() - whether @events are whole steps of the plan, in order, each step's in
  * program order. Errors: PS_EINVAL names the event that is not (stalls.c). */

@@ -24,7 +24,7 @@ static ps_status find_weights(const ps_plan *p, ps__gen_beside *b) {
   }
   for (uint32_t i = 0; i < p->at->n_places; i++) {
     b->used[i] = ps__step_persistent_bytes(&p->step, i);
-    b->arena[i] = p->step.space_bytes[i];
+    b->arena[i] = p->room.given ? p->room.bytes[i] : p->step.space_bytes[i];
   }
   return PS_OK;
 }

@@ -570,7 +570,8 @@ static ps_status find_on_ladder(ps__search *s) {
   for (uint32_t i = 0; i < PS__N_MEMS && st == PS_OK && s->large; i++)
     st = add_ladder_search(s, r, &n, i);
   if (st == PS_OK)
-    st = ps__pool_create(&pool, ps__search_space_workers(&s->space, n), "ladder");
+    st = ps__pool_create(&pool, s->plan->most_workers ? 1 : ps__search_space_workers(&s->space, n),
+                         "ladder");
   if (st == PS_OK) {
     ps__pool_run(pool, n, ladder_search_task, r);
     ps__pool_destroy(pool);
@@ -607,7 +608,7 @@ static ps_status search(ps_plan *plan, ps__memo *memo, bool sizes_only, double b
   s->watch = &watch;
   const ps__caps caps = ps__plan_caps(plan);
   for (uint32_t i = 0; i < PS__N_MEMS; i++)
-    s->cap[i] = caps.holds[i] ? caps.holds[i] : UINT64_MAX;
+    s->cap[i] = plan->room.given ? plan->room.used[i] : caps.holds[i] ? caps.holds[i] : UINT64_MAX;
   s->machine = hw->host_memory_bytes ? hw->host_memory_bytes : UINT64_MAX;
   const uint64_t host = s->cap[PS__HOST_MEM], there = host < s->machine ? host : s->machine;
   ps_status st = ps__search_space_init(&s->space, plan, sizes_only ? 0 : there, &plan->hooks);

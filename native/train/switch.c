@@ -23,6 +23,11 @@ static bool same_ramp(const ps__guests *a, const ps__guests *b) {
   return same;
 }
 
+static bool same_lora(const ps_lora *a, const ps_lora *b) {
+  return a->rank == b->rank && a->targets == b->targets && a->rslora == b->rslora &&
+         a->alpha == b->alpha;
+}
+
 /* Both are plans of one training: what a user asked for is the same. */
 static ps_status check_same(const ps_plan *a, const ps_plan *b) {
   const ps_plan_config *x = &a->cfg, *y = &b->cfg;
@@ -31,9 +36,11 @@ static ps_status check_same(const ps_plan *a, const ps_plan *b) {
     bool same;
   } each[] = {
       {"the model", memcmp(&a->model->cfg, &b->model->cfg, sizeof a->model->cfg) == 0 &&
-                        memcmp(&a->model->lora, &b->model->lora, sizeof a->model->lora) == 0 &&
-                        memcmp(&a->model->fp8, &b->model->fp8, sizeof a->model->fp8) == 0 &&
                         a->model->n_frozen == b->model->n_frozen},
+      {"adapters", same_lora(&a->model->lora, &b->model->lora)},
+      {"fp8", x->fp8_bf16_first == y->fp8_bf16_first && x->fp8_bf16_last == y->fp8_bf16_last &&
+                  x->fp8_bf16_down == y->fp8_bf16_down && x->fp8_head == y->fp8_head &&
+                  x->fp8_fast_accumulation == y->fp8_fast_accumulation},
       {"recipe", x->recipe == y->recipe},
       {"optimizer", x->optimizer == y->optimizer},
       {"clip", x->clip == y->clip},

@@ -6,6 +6,7 @@
  * Usage: test_switch [all: 200 switches more, of every case] */
 #include "random_specs.h"
 #include "step/moves.h"
+#include <math.h>
 
 #ifdef PS_SANITIZED
 enum { CASE_STRIDE = 4, N_MAPS = 300 };
@@ -270,6 +271,119 @@ static void test_switches(int n_trainings) {
   printf("ok %u switches to random plans at random steps: the bits of trainings without\n", n);
 }
 
+/* ---- plans for other rates ------------------------------------------------------------------- */
+
+/* The machine with other rates: each up to 16 times slower, or 4 times faster. */
+static ps_hardware other_rates(const ps_hardware *hw, uint64_t *state) {
+  ps_hardware o = *hw;
+  double *const rate[] = {&o.h2d_bytes_per_s,        &o.d2h_bytes_per_s,
+                          &o.duplex_bytes_per_s,     &o.optimizer_bytes_per_s,
+                          &o.accumulate_bytes_per_s, &o.memory_bytes_per_s};
+  for (size_t i = 0; i < sizeof rate / sizeof *rate; i++)
+    *rate[i] *= exp2((double)rnd_below(state, 600) / 100 - 4);
+  return o;
+}
+
+/* A plan under caps between the smallest and what is enough for all. */
+static ps_plan *plan_under_caps(const model *m, ps_plan_config cfg, const ps_hardware *hw) {
+  uint64_t least, host;
+  ps_plan *plan;
+  CHECK(ps_plan_create(&plan, &m->cfg, &cfg, hw) == PS_OK);
+  const uint64_t enough = plan->report.device_used_bytes;
+  ps_plan_destroy(plan);
+  CHECK(ps_plan_smallest(&m->cfg, &cfg, hw, &least, &host) == PS_OK && least);
+  cfg.device_mem_bytes = least < enough ? (least + enough) / 2 : least;
+  CHECK(ps_plan_create(&plan, &m->cfg, &cfg, hw) == PS_OK);
+  return plan;
+}
+
+static uint64_t decisions(const ps_plan *p) {
+  uint64_t h = p->spec.param_lead | (uint64_t)p->spec.sum_lag << 8;
+  for (uint32_t u = 0; u < p->spec.n_units; u++)
+    h = mix64(h ^ (uint64_t)(p->spec.param_resident[u] | p->spec.update_resident[u] << 1 |
+                             p->spec.in_pieces[u] << 2));
+  for (size_t i = 0; i < (size_t)p->spec.n_layers * p->spec.n_chunks * p->spec.n_saved; i++)
+    h = mix64(h ^ p->spec.policy[i]);
+  return h;
+}
+
+/* The plan for other rates: cut alike, in the same arenas, and no slower than the one there is. */
+static ps_plan *plan_for(const ps_plan *plan, const ps_hardware *rates) {
+  ps_plan *next;
+  double now = 0;
+  CHECK(ps_plan_again(&next, plan, rates, 0) == PS_OK);
+  CHECK(ps_plan_step_at(plan, rates, &now) == PS_OK && now > 0);
+  CHECK(ps__same_cut(plan, next) && next->report.step_s <= now * 1.0001);
+  CHECK(next->report.device_used_bytes == plan->report.device_used_bytes &&
+        next->report.host_arena_bytes == plan->report.host_arena_bytes);
+  for (uint32_t i = 0; i < plan->at->n_places; i++)
+    CHECK(next->step.space_bytes[i] <= ps__plan_reserved(plan, i));
+  return next;
+}
+
+/* With @state a plan for other rates before every second step. */
+static outcome train_again(const switching *s, uint64_t *state, uint32_t *n_other) {
+  const ps_train_config c = train_config(s);
+  outcome o = {.state = 0};
+  ps_plan *plan = plan_under_caps(s->m, s->cfg, &s->hw);
+  ps_trainer *t;
+  CHECK(ps_trainer_create(&t, s->m->dir, plan, &c, NULL, NULL) == PS_OK);
+  poison(t, true);
+  for (int i = 0; i < N_STEPS; i++) {
+    if (state && i % 2) {
+      const ps_hardware rates = other_rates(&s->hw, state);
+      const uint64_t before = decisions(t->plan);
+      CHECK(ps_trainer_switch(t, plan_for(t->plan, &rates)) == PS_OK);
+      poison(t, false);
+      *n_other += decisions(t->plan) != before;
+    }
+    CHECK(ps_trainer_submit(t, 1) == PS_OK);
+    step_once(t, i, &o);
+  }
+  o.state = hash_state(t);
+  CHECK(ps_trainer_destroy(t) == PS_OK);
+  ps_plan_destroy(plan);
+  return o;
+}
+
+static void test_again(void) {
+  static const struct {
+    uint32_t recipe, n_devices, layout, model;
+  } cases[] = {{PS_RECIPE_BF16, 1, 0, 0},
+               {PS_RECIPE_FP32_MASTER, 1, 0, 1},
+               {PS_RECIPE_FP8_MASTER, 1, 0, 3},
+               {PS_RECIPE_BF16, 1, 0, 6},
+               {PS_RECIPE_BF16, 2, PS_LAYOUT_DATA_PARALLEL, 0},
+               {PS_RECIPE_BF16, 2, PS_LAYOUT_RING, 4}};
+  const ps_ramp_stage stage = {32, 2};
+  uint64_t state = 5;
+  uint32_t n_other = 0;
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    switching s = {.m = &models[cases[i].model], .hw = {.struct_bytes = sizeof s.hw}};
+    CHECK(ps_hardware_estimate(&s.hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
+    s.cfg = (ps_plan_config){.struct_bytes = sizeof s.cfg,
+                             .recipe = cases[i].recipe,
+                             .seq_len = 16,
+                             .tokens_per_step = 16 * 6,
+                             .chunk_tokens = 16,
+                             .chunks_per_round = 2,
+                             .clip = 1,
+                             .ramp = &stage,
+                             .n_ramp = 1,
+                             .n_devices = cases[i].n_devices,
+                             .layout = cases[i].layout,
+                             .lora = s.m->lora,
+                             .n_threads = 2};
+    const outcome want = train_again(&s, NULL, NULL), got = train_again(&s, &state, &n_other);
+    for (int k = 0; k < N_STEPS; k++)
+      CHECK(got.loss[k] == want.loss[k] && got.norm[k] == want.norm[k]);
+    CHECK(got.state == want.state);
+  }
+  CHECK(n_other > 3);
+  printf("ok plans for other rates are cut alike and fit: %u differ, and train to the same bits\n",
+         n_other);
+}
+
 int main(int argc, char **argv) {
   const bool all = argc > 1 && !strcmp(argv[1], "all");
   const char *tmp = getenv("TMPDIR");
@@ -284,6 +398,7 @@ int main(int argc, char **argv) {
                            &models[i].lora) == PS_OK);
   const int64_t before = ps__live_allocations();
   test_switches(all ? 8 : 1);
+  test_again();
   CHECK(ps__live_allocations() == before);
   for (uint32_t i = 0; i < N_MODELS; i++)
     remove_folder(models[i].dir);
