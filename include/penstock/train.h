@@ -80,6 +80,19 @@ typedef enum ps_non_finite {
   PS_NON_FINITE_SKIP = 1
 } ps_non_finite;
 
+/* Whether a trainer plans again where its steps take another time than planned, while it goes on,
+ * and switches between two steps (ps_trainer_switch()). */
+typedef enum ps_replan {
+  PS_REPLAN_OFF = 0,
+  /* by plans that cut a step as the first one does: the bits are those of a training that does not
+   * switch */
+  PS_REPLAN_AUTO = 1,
+  /* also by plans that cut it otherwise, where these are faster: sums then have another order, and
+   * the bits change */
+  PS_REPLAN_CUT = 2,
+  PS_N_REPLANS = 3
+} ps_replan;
+
 enum { PS_MAX_STEPS = 1000000000 }; /* limit of every count of steps; more is PS_EINVAL */
 
 typedef struct ps_train_config {
@@ -123,6 +136,7 @@ typedef struct ps_train_config {
   /* 1: the plan's rates of host memory are taken as they are. 0: they are measured on the arena
    * before weights are loaded, for 2 s at most (ps_trainer_arena()). Bits do not depend on it. */
   uint32_t trust_rates;
+  uint32_t replan;     /* ps_replan */
   /* Exactly one of dataset and batch_fn is given. Both are borrowed until destroy. With a plan that
    * is forward_only, a pass over a dataset without weights begins with a step and counts each
    * sequence once: the last step's other sequences do not count, and a step may have no target. */
@@ -168,6 +182,10 @@ typedef struct ps_step_metrics {
    * weights are in host memory. */
   double step_s;
   double predicted_step_s; /* the plan's prediction */
+  /* Switches to another plan so far, and the seconds that those before this step took, which step_s
+   * has too. */
+  uint64_t n_switches;
+  double switch_s;
   double tokens_per_s;
   /* Fractions of ps_hardware.peak_flops_per_s; 0 where that is unknown. mfu counts the model's
    * FLOPs, hfu also those of recomputation. */
@@ -296,9 +314,10 @@ PS_API ps_status ps_trainer_arena(const ps_trainer *t, ps_hardware *rates,
  * Errors that leave all as it was: PS_EINVAL: @plan is of another training. PS_EBUSY: another
  *         trainer has it, or a checkpoint is being written. PS_EBUDGET: the reserved memory is too
  *         small for it. PS_ENOMEM. PS_ESTATE: as of ps_trainer_validate().
- * ps_trainer_plan() - the plan of the next step. */
+ * ps_trainer_plan() - the plan of the step that is reported next; with ps_train_config.replan it
+ * changes in ps_trainer_submit() and in ps_trainer_wait(). Borrowed until then. */
 PS_API ps_status ps_trainer_switch(ps_trainer *t, ps_plan *plan);
-PS_API const ps_plan *ps_trainer_plan(const ps_trainer *t);
+PS_API ps_plan *ps_trainer_plan(const ps_trainer *t);
 /* ps_trainer_cancel() - stop every step that is not complete, for good: no further op starts. The
  * wait for the first of these steps returns PS_ECANCELLED. A step is complete once all its weights
  * are in host memory. NULL is a no-op.

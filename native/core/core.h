@@ -100,6 +100,8 @@ typedef struct ps__thread ps__thread;
  * what is tried for OpenBLAS afterwards. PS_EDEVICE when refused. */
 ps_status ps__thread_start(ps__thread **out, void (*fn)(void *), void *arg, const char *name);
 void ps__thread_join(ps__thread *t); /* NULL is a no-op; frees t */
+/* From now on the calling thread, and those that it starts, run where others leave time. */
+void ps__thread_background(void);
 /* True: no more threads are awake than there are CPUs, and spinning briefly takes no one's time. */
 bool ps__cores_idle(void);
 

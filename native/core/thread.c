@@ -8,6 +8,7 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -92,6 +93,13 @@ void ps__thread_join(ps__thread *t) {
   pthread_join(t->id, NULL);
   ps__live_add(-1);
   ps__free(t);
+}
+
+/* Linux keeps this for each thread, and a thread inherits it from the one that starts it. Where it
+ * is refused, the thread runs as others do. */
+void ps__thread_background(void) {
+  enum { LOWEST = 19 };
+  (void)setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), LOWEST);
 }
 
 bool ps__cores_idle(void) {

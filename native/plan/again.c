@@ -120,11 +120,8 @@ static ps_status find(ps_plan *p) {
   return st;
 }
 
-ps_status ps_plan_again(ps_plan **out, const ps_plan *plan, const ps_hardware *rates,
-                        uint32_t other_cut) {
-  if (!out || !plan || !rates || rates->struct_bytes != sizeof *rates)
-    return ps__fail(PS_EINVAL, "ps_plan_again: out, plan and rates must be given, rates with its "
-                               "struct_bytes set");
+ps_status ps__plan_again(ps_plan **out, const ps_plan *plan, const ps_hardware *rates,
+                         bool other_cut, const _Atomic uint32_t *abandon) {
   ps_ramp_stage stage[PS_MAX_RAMP];
   ps_plan *p = NULL;
   const ps_plan_config cfg = config_of(plan, other_cut, stage);
@@ -133,13 +130,23 @@ ps_status ps_plan_again(ps_plan **out, const ps_plan *plan, const ps_hardware *r
   p->asked = plan->asked;
   p->room = room_of(plan);
   p->most_workers = WORKERS;
+  p->abandon = abandon;
   const ps_status st = find(p);
-  p->cfg.ramp = NULL; /* this call's */
+  p->cfg.ramp = NULL; /* this call's, as is the next */
+  p->abandon = NULL;
   if (st != PS_OK)
     ps_plan_destroy(p);
   else
     *out = p;
   return st;
+}
+
+ps_status ps_plan_again(ps_plan **out, const ps_plan *plan, const ps_hardware *rates,
+                        uint32_t other_cut) {
+  if (!out || !plan || !rates || rates->struct_bytes != sizeof *rates)
+    return ps__fail(PS_EINVAL, "ps_plan_again: out, plan and rates must be given, rates with its "
+                               "struct_bytes set");
+  return ps__plan_again(out, plan, rates, other_cut != 0, NULL);
 }
 
 ps_status ps_plan_step_at(const ps_plan *p, const ps_hardware *rates, double *step_s) {

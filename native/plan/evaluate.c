@@ -195,6 +195,8 @@ static void add_overhead(const ps__search *s, const ps__evaluation *e,
 
 ps_status ps__evaluate_begin(ps__search *s, const ps__candidate *m, ps__evaluation *e) {
   *e = (ps__evaluation){.candidate = *m, .known = ps__memo_get(s->memo, m, all_rounds(s, m))};
+  if (s->plan->abandon && atomic_load(s->plan->abandon))
+    return ps__fail(PS_ECANCELLED, "the search was ended");
   if (!e->known.n_op) {
     uint64_t alive[PS_MAX_PLACES];
     PS_TRY(emit(s, e));

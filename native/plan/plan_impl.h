@@ -11,8 +11,8 @@ typedef struct ps__asked_cut {
   uint64_t chunk_tokens, chunks_per_round, first_round_chunks, first_rounds, head_slice_tokens;
 } ps__asked_cut;
 
-/* The arenas of a plan that is made again (again.c): those that another plan has reserved. All zero:
- * arenas are as large as the plan needs.
+/* The arenas of a plan that is made again (again.c): those that another plan has reserved. All
+ * zero: arenas are as large as the plan needs.
  *   bytes, scratch  BYTES of each place's space, and of each stream's scratch
  *   used            BYTES by memory, of all that the caps count, of the plan that reserved them
  *   beside          host BYTES of that plan besides its arena
@@ -43,6 +43,8 @@ struct ps_plan {
   ps__asked_cut asked;
   ps__room room;
   uint32_t most_workers; /* threads of a search; 0: one a CPU */
+  /* of a search that another thread may end: it is not 0 any more. NULL: none may */
+  const _Atomic uint32_t *abandon;
   char *text, *json;
   _Atomic uint32_t in_use; /* 1: a trainer has it */
 };
@@ -112,6 +114,9 @@ bool ps__same_cut(const ps_plan *a, const ps_plan *b);
 static inline uint64_t ps__plan_reserved(const ps_plan *p, uint32_t place) {
   return ps__arena_round(p->room.given ? p->room.bytes[place] : p->step.space_bytes[place]);
 }
+/* ps__plan_again() - ps_plan_again(), which ends with PS_ECANCELLED once *@abandon is not 0. */
+ps_status ps__plan_again(ps_plan **out, const ps_plan *plan, const ps_hardware *rates,
+                         bool other_cut, const _Atomic uint32_t *abandon);
 /* ps__room_used() - what @bytes, of all that the caps count, are in the room of the plan: they fit
  * under room.used where arenas and scratch of the step fit (again.c). */
 void ps__room_used(const ps_plan *p, const ps__step *s, const uint64_t arena[PS_MAX_PLACES],

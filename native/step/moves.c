@@ -421,6 +421,7 @@ ps_status ps__moves_program(const ps__moves *copies, const ps__places *at, ps_pr
     const ps_op op = {.stream = stream_of(at, m),
                       .access = access,
                       .n_access = 2,
+                      .work = ps__bytes_work((double)m->bytes),
                       .tag = {.layer = -1, .round = -1, .chunk = -1, .phase = PS__PHASE_UPDATE}};
     st = ps_program_add(p, &op, NULL);
   }

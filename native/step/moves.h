@@ -17,6 +17,9 @@ typedef struct ps__moves {
 } ps__moves;
 void ps__moves_free(ps__moves *m);
 
+/* BYTES of a copy, at most: all threads of a host have their part of it. */
+#define PS__PIECE_BYTES ((uint64_t)32 << 20)
+
 /* ps__moves_order() - copies, one after the other, that carry out all of @all at once. Source and
  * destination of a copy do not overlap, and a copy has at most @piece BYTES.
  * @all    destinations are apart from each other, sources need not be. One whose source is its

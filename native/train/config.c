@@ -100,6 +100,8 @@ static ps_status resolve_config(ps_train_config *c, const ps_model_config *model
         PS_EINVAL,
         "--lr %g and --min-lr %g must be finite and not negative, and --min-lr not above --lr",
         c->lr, c->min_lr);
+  if (c->replan >= PS_N_REPLANS)
+    return ps__fail(PS_EINVAL, "replan is %u: ps_replan ends at %d", c->replan, PS_N_REPLANS - 1);
   if (c->non_finite > PS_NON_FINITE_SKIP)
     return ps__fail(PS_EINVAL, "non_finite is %u: ps_non_finite ends at %d", c->non_finite,
                     PS_NON_FINITE_SKIP);

@@ -7,11 +7,9 @@
  * turns, because a cancel half-way would leave weights in neither place. */
 #include "generate/generate.h"
 #include "step/moves.h"
-#include "train/trainer.h"
+#include "train/observed.h"
+#include "train/replan.h"
 #include <string.h>
-
-/* BYTES of a copy, at most. */
-static const uint64_t PIECE_BYTES = (uint64_t)32 << 20;
 
 /* ---- may it be? ------------------------------------------------------------------------------ */
 
@@ -91,10 +89,6 @@ static ps_status check_room(const ps_trainer *t, const ps_plan *p) {
 }
 
 static ps_status may_switch(ps_trainer *t, const ps_plan *p) {
-  PS_TRY(ps__trainer_outside_ops(t));
-  if (t->sticky != PS_OK)
-    return ps__trainer_stop(t, t->sticky);
-  PS_TRY(ps__trainer_idle(t));
   if (ps_trainer_checkpoint_running(t))
     return ps__fail(PS_EBUSY, "a checkpoint is being written: end it first");
   PS_TRY(check_same(t->plan, p));
@@ -134,7 +128,7 @@ static ps_status plan_moves(const ps_trainer *t, const ps_plan *p, change *c) {
   for (uint32_t i = 0; i < p->at->n_places; i++)
     space[i] = ps_engine_space_bytes(t->engine, i);
   PS_TRY(ps__step_moves(&t->plan->step, &p->step, &all));
-  ps_status st = ps__moves_order(&all, p->at, space, PIECE_BYTES, &copies);
+  ps_status st = ps__moves_order(&all, p->at, space, PS__PIECE_BYTES, &copies);
   ps__moves_free(&all);
   PS_TRY(st);
   st = compile_moves(&copies, p->at, c);
@@ -182,6 +176,8 @@ static ps_status take_plan(ps_trainer *t, ps_plan *p, change *c) {
     t->rows = c->rows;
     c->rows = NULL;
   }
+  ps__observer_destroy(t->observer); /* what it knows is of the old plan */
+  t->observer = NULL;
   ps__trainer_leave_plan(t);
   t->plan = p;
   t->owns_plan = true;
@@ -191,6 +187,7 @@ static ps_status take_plan(ps_trainer *t, ps_plan *p, change *c) {
   t->size = ps__step_size_at(p, t->cfg.first_step + t->n_started);
   t->run_first = t->n_started;
   const ps_run_config cfg = ps__trainer_run_config(t, &t->size);
+  PS_TRY(ps__observer_create(&t->observer, t));
   return ps__turn_begin(&t->turns, &t->run, t->size.schedule, &cfg);
 }
 
@@ -207,9 +204,7 @@ static ps_status carry_out(ps_trainer *t, ps_plan *p, change *c) {
   return st == PS_OK ? PS_OK : ps__trainer_stop(t, st);
 }
 
-ps_status ps_trainer_switch(ps_trainer *t, ps_plan *plan) {
-  if (!t || !plan)
-    return ps__fail(PS_EINVAL, "ps_trainer_switch: trainer and plan must be given");
+ps_status ps__trainer_switch(ps_trainer *t, ps_plan *plan) {
   change c = {0};
   uint32_t unused = 0;
   PS_TRY(may_switch(t, plan));
@@ -226,4 +221,15 @@ ps_status ps_trainer_switch(ps_trainer *t, ps_plan *plan) {
   return st;
 }
 
-const ps_plan *ps_trainer_plan(const ps_trainer *t) { return t ? t->plan : NULL; }
+ps_status ps_trainer_switch(ps_trainer *t, ps_plan *plan) {
+  if (!t || !plan)
+    return ps__fail(PS_EINVAL, "ps_trainer_switch: trainer and plan must be given");
+  PS_TRY(ps__trainer_outside_ops(t));
+  if (t->sticky != PS_OK)
+    return ps__trainer_stop(t, t->sticky);
+  PS_TRY(ps__trainer_idle(t));
+  ps__replan_forget(t);
+  return ps__trainer_switch(t, plan);
+}
+
+ps_plan *ps_trainer_plan(const ps_trainer *t) { return t ? t->plan : NULL; }

@@ -4,6 +4,8 @@
 #include "hosts/hosts.h"
 #include "io/io.h"
 #include "train/adapter.h"
+#include "train/observed.h"
+#include "train/replan.h"
 #include "train/resume.h"
 #include <errno.h>
 #include <string.h>
@@ -150,7 +152,9 @@ static ps_status reserve_and_load(ps_trainer *t, ps_tensor_file *weights, ps_ten
   if (ps__has_adapters(t))
     PS_TRY(adapters ? ps__adapter_load(t, adapters)
                     : ps__trainer_init(t, true, progress, progress_user));
-  return c ? ps__resume_load(t, c, progress, progress_user) : PS_OK;
+  if (c)
+    PS_TRY(ps__resume_load(t, c, progress, progress_user));
+  return ps__replan_create(t);
 }
 
 /* Errors of the model directory and of the checkpoint are found before any memory is reserved. */
@@ -285,6 +289,8 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
     ps__trainer_await_written_steps(t);
   PS_TRY(ps__turns_close(&t->turns));
   t->run = NULL;
+  ps__replan_destroy(t->replan);
+  ps__observer_destroy(t->observer);
   ps__trainer_end_writing(t);
   ps__replay_destroy(t->replay);
   ps_generator_destroy(t->sampler);
@@ -394,7 +400,9 @@ static void fill_metrics(ps_trainer *t, ps_step_metrics *m) {
                          .fp8_flushed = r->flushed,
                          .fp8_flushed_most = r->flushed_most,
                          .lr = r->lr,
-                         .predicted_step_s = size.step_s};
+                         .predicted_step_s = size.step_s,
+                         .n_switches = t->n_switches,
+                         .switch_s = t->switch_s};
   m->step_s = (double)(r->end_ns - begin) * 1e-9;
   m->tokens_per_s = (double)m->tokens / m->step_s;
   const double peak_flops = p->at->n_devices * p->hw.peak_flops_per_s;
@@ -451,6 +459,8 @@ ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out) {
   t->last_end_ns = t->ring[t->n_reported % PS__RING].end_ns;
   t->n_changed += !out->skipped;
   t->n_reported++;
+  t->switch_s = 0;
+  ps__replan_step(t);
   return PS_OK;
 }
 

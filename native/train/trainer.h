@@ -43,9 +43,11 @@ typedef struct ps__validation {
 } ps__validation;
 
 typedef struct ps__rows ps__rows;
-typedef struct ps__replay ps__replay;   /* replay.c */
-typedef struct ps__stage ps__stage;     /* io/io.h */
-typedef struct ps__writing ps__writing; /* checkpoint.c */
+typedef struct ps__replay ps__replay;     /* replay.c */
+typedef struct ps__stage ps__stage;       /* io/io.h */
+typedef struct ps__writing ps__writing;   /* checkpoint.c */
+typedef struct ps__observer ps__observer; /* observed.h */
+typedef struct ps__replan ps__replan;     /* replan.c */
 
 struct ps_trainer {
   ps_plan *plan;
@@ -98,6 +100,8 @@ struct ps_trainer {
   ps__validation val;
   struct ps_generator *sampler;     /* of the plan's samples; NULL: none */
   ps__replay *replay;               /* NULL before the first one */
+  ps__observer *observer;           /* of the plan that runs */
+  ps__replan *replan;               /* NULL: the trainer does not plan again */
   char base_hash[65];               /* ps__base_hash(); empty before its first call */
   char base_mark[65];               /* of the model that was read; "": none was */
   struct ps__data_mark *data_marks; /* of the dataset's shards; NULL before the first use */
@@ -269,6 +273,9 @@ ps_run_config ps__trainer_run_config(const ps_trainer *t, const ps__step_size *s
  * have the plan (trainer.c). */
 void ps__trainer_join_plan(ps_trainer *t);
 void ps__trainer_leave_plan(ps_trainer *t);
+/* ps__trainer_switch() - ps_trainer_switch(), where steps that are submitted may not have begun. No
+ * step that has is not reported (switch.c). */
+ps_status ps__trainer_switch(ps_trainer *t, ps_plan *plan);
 /* ps__sensors_start() - the energy that later steps take counts from here on.
  * ps__sensors_read() - once a step: the sensors of the plan's GPUs into @m, which has step_s
  * (sensors.c). */
