@@ -87,6 +87,9 @@ typedef struct ps__backend {
   void (*stamp)(ps__device *dev, uint32_t stream, int what, ps_trace_event *ev);
   /* the run is at rest; @events is its ring of trace_steps x n_ops */
   void (*settle)(ps__device *dev, ps_trace_event *events);
+  /* @events is a copy of the events of one step, whose ops have all ended, while others run: its
+   * times are put in. NULL where stamp() has done so. Blocks for some us. PS_EDEVICE. */
+  ps_status (*marks)(ps__device *dev, ps_trace_event *events);
   /* PS_EDEVICE when the device failed: sticky, with the driver's words */
   ps_status (*health)(ps__device *dev);
   /* The place of the device that failed, after health() said that one did; NULL where none can. */

@@ -1,5 +1,5 @@
 /* drive.c - the drivers' side of a run: replay a schedule step after step, and stop. */
-#include "engine/engine.h"
+#include "engine/pace.h"
 #include "engine/ranges.h"
 #include <sched.h>
 #include <string.h>
@@ -196,7 +196,9 @@ static bool run_op(ps_run *r, const ps__resolved *s, uint64_t step, const _Atomi
   /* awaited work may have run on only because a stream gave up: it is nothing to go by */
   if (s->n_wait && atomic_load(leave))
     return false;
-  if (ev)
+  if (r->paced)
+    ps__paced_op(r, s, step, since, ev);
+  else if (ev)
     e->backend->stamp(e->device, s->stream, PS__STAMP_START, ev);
   ps_status st = launch(r, s, step, ranges);
   if (st < 0) {
@@ -206,7 +208,7 @@ static bool run_op(ps_run *r, const ps__resolved *s, uint64_t step, const _Atomi
       fail_op(r, s, step, st);
     return false;
   }
-  if (ev)
+  if (ev && !r->paced)
     e->backend->stamp(e->device, s->stream, PS__STAMP_END, ev);
   e->backend->signal(e->device, s->stream,
                      since * r->schedule->list.stream_n_ops[s->stream] + s->position + 1);

@@ -25,6 +25,11 @@ struct ps_engine {
   _Atomic uint32_t stop;
   uint32_t n_drivers;
   ps__driver driver[PS_MAX_STREAMS];
+  /* of a paced engine (pace.h): until when each stream's op runs, and what time it is for the
+   * caller. NULL: times are the system's. */
+  const struct ps__pace *pace;
+  _Atomic uint64_t stream_ns[PS_MAX_STREAMS];
+  uint64_t caller_ns;
 };
 
 /* An op as a driver sees it: everything resolved. */
@@ -63,6 +68,7 @@ struct ps_run {
   size_t driver_first[PS_MAX_STREAMS + 1];
   /* trace_steps x n_ops, absolute times; end_ns 0: never executed */
   ps_trace_event *events;
+  struct ps__paced *paced; /* of a paced engine */
 };
 
 /* ps__engine_create() - ps_engine_create() with these backends (backends/list.c). */
@@ -77,6 +83,10 @@ bool ps__engine_drives(const ps_engine *engine);
 /* ps__engine_memory() - BYTES of device memory that the GPU at @place has lost to this process; 0
  * where a device has no memory of its own. Any time. */
 ps_status ps__engine_memory(ps_engine *engine, uint32_t place, uint64_t *out_bytes);
+
+/* ps__engine_now() - the clock of the engine's traces, ns: ps__now_ns(), but for a paced engine.
+ * @stream  whose op the calling thread runs, or PS__CALLER */
+uint64_t ps__engine_now(const ps_engine *engine, uint32_t stream);
 
 /* ps__engine_net() - backend.h's use_net(), with lanes of the engine's backend, before any run. */
 ps_status ps__engine_net(ps_engine *engine, const struct ps__net_device *lanes);
@@ -103,6 +113,12 @@ ps_status ps__run_create(ps_run **out, ps_engine *engine, ps_schedule *schedule,
 PS_API ps_status ps__run_pause(ps_run *run);
 PS_API ps_status ps__run_go_on(ps_run *run);
 void ps__run_rest(ps_run *run); /* wait until nobody executes anything; no step can follow */
+
+/* ps__run_marks() - copy the events of step @step into @events, [n_ops] in program order, with
+ * times as ps_run_trace() gives them. All ops of the step have ended; later steps may run. On the
+ * thread that submits steps. PS_ESTATE: the step is not traced, or its place in the trace is a
+ * later step's by now. PS_EDEVICE. @events is overwritten also on errors. */
+ps_status ps__run_marks(ps_run *run, uint64_t step, ps_trace_event *events);
 
 /* ---- the drivers' side (drive.c) ------------------------------------------------------------- */
 void ps__run_drive(ps_run *run, uint32_t driver); /* on the driver's thread: until the run leaves */

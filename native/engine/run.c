@@ -1,5 +1,5 @@
 /* run.c - runs from their caller's side: a schedule bound to an engine, its steps, its end. */
-#include "engine/engine.h"
+#include "engine/pace.h"
 #include <string.h>
 
 /* ---- binding --------------------------------------------------------------------------------- */
@@ -104,6 +104,7 @@ static void release(ps_run *r) {
   ps__free(r->steps);
   ps__free(r->ptrs);
   ps__free(r->events);
+  ps__paced_destroy(r);
   ps__unmap(r, sizeof *r);
 }
 
@@ -119,6 +120,8 @@ static ps_status begin(ps_run *r) {
   atomic_store(&r->idle, 0);
   if (atomic_load(&r->stop))
     atomic_store(&r->idle, 1);
+  if (r->paced)
+    ps__paced_begin(r);
   e->run = r;
   ps__counter_signal(&e->started, ++e->n_runs);
   return PS_OK;
@@ -148,8 +151,10 @@ ps_status ps__run_create(ps_run **out, ps_engine *engine, ps_schedule *schedule,
                     cfg->trace_steps);
   }
   resolve(r);
-  r->start_ns = ps__now_ns();
-  const ps_status st = begin(r);
+  r->start_ns = ps__engine_now(engine, PS__CALLER);
+  ps_status st = engine->pace ? ps__paced_create(r) : PS_OK;
+  if (st == PS_OK)
+    st = begin(r);
   if (st != PS_OK) {
     release(r);
     return st;
@@ -178,6 +183,8 @@ ps_status ps_run_submit(ps_run *r, uint64_t n_steps) {
                  before = ps__run_submitted(r);
   if (n_steps > UINT64_MAX / n_ops - 1 - before)
     return ps__fail(PS_EINVAL, "run: %llu more steps are too many", (unsigned long long)n_steps);
+  if (r->paced)
+    ps__paced_submit(r, before, before + n_steps);
   ps__counter_signal(&r->allowed, before + n_steps);
   return PS_OK;
 }
@@ -224,6 +231,8 @@ ps_status ps_run_wait(ps_run *r, uint64_t n_steps) {
   if (n_steps > allowed)
     return ps__fail(PS_EINVAL, "run: %llu steps awaited, %llu submitted",
                     (unsigned long long)n_steps, (unsigned long long)allowed);
+  if (r->paced)
+    ps__paced_waited(r, n_steps);
   return PS_OK;
 }
 

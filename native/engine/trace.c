@@ -42,6 +42,24 @@ ps_status ps_run_trace(const ps_run *r, ps_trace_event *events, uint64_t room, u
   return PS_OK;
 }
 
+ps_status ps__run_marks(ps_run *r, uint64_t step, ps_trace_event *events) {
+  const uint64_t n_ops = r->schedule->list.n_ops;
+  if (!r->trace_steps || step < r->trace_from || step >= r->trace_to ||
+      ps__run_submitted(r) > step + r->trace_steps)
+    return ps__fail(PS_ESTATE, "trace: step %llu is not kept", (unsigned long long)step);
+  memcpy(events, r->events + step % r->trace_steps * n_ops, n_ops * sizeof *events);
+  if (!atomic_load(&r->paused) && r->engine->backend->marks)
+    PS_TRY(r->engine->backend->marks(r->engine->device, events));
+  for (uint64_t i = 0; i < n_ops; i++) {
+    if (events[i].step != step || !events[i].end_ns)
+      return ps__fail(PS_ESTATE, "trace: step %llu lacks ops", (unsigned long long)step);
+    events[i].queued_ns = after_start(r, events[i].queued_ns);
+    events[i].start_ns = after_start(r, events[i].start_ns);
+    events[i].end_ns = after_start(r, events[i].end_ns);
+  }
+  return PS_OK;
+}
+
 /* ---- JSON ------------------------------------------------------------------------------------ */
 
 static void put_string(FILE *f, const char *s) {

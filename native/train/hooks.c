@@ -242,7 +242,7 @@ static ps_status report(ps_trainer *t, const ps_launch *l) {
   r->n_skipped = atomic_load(&t->skips.n);
   if (ps__counts_flushed(t->plan->model))
     report_flushed(t, l->ptr[1], r);
-  r->end_ns = ps__now_ns();
+  r->end_ns = ps__engine_now(t->engine, l->stream);
   atomic_store(&t->ended, l->step + 1);
   for (uint32_t u = 0; u < t->plan->spec.n_units; u++)
     for (uint32_t p = 0; ps__updated_on_device(&t->plan->spec, u) && p < PS__N_PARTS; p++)

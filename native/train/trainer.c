@@ -6,6 +6,7 @@
 #include "train/adapter.h"
 #include "train/observed.h"
 #include "train/replan.h"
+#include "train/pace.h"
 #include "train/resume.h"
 #include <errno.h>
 #include <string.h>
@@ -50,6 +51,7 @@ static ps_status open_engine(ps_trainer *t) {
   ps_engine_config e;
   ps__plan_engine(p, &e);
   PS_TRY(ps_engine_create(&t->engine, &e));
+  PS_TRY(ps__pace_attach(t));
   t->turns.engine = t->engine;
   t->host = ps_engine_space(t->engine, p->at->host);
   return PS_OK;
@@ -296,6 +298,7 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
   ps_generator_destroy(t->sampler);
   ps__trainer_close_net(t);
   (void)ps_engine_close(t->engine);
+  ps__pace_free(t);
   if (t->cfg.hosts)
     atomic_store(&t->cfg.hosts->in_use, 0);
   ps__trainer_leave_plan(t);
@@ -369,7 +372,7 @@ ps_status ps_trainer_submit(ps_trainer *t, uint64_t n) {
     ps__sensors_start(t);
   ps_status st = ps__trainer_go_on(t);
   for (uint64_t i = 0; i < n; i++)
-    t->ring[(t->n_submitted + i) % PS__RING].submit_ns = ps__now_ns();
+    t->ring[(t->n_submitted + i) % PS__RING].submit_ns = ps__engine_now(t->engine, PS__CALLER);
   t->n_submitted += n;
   if (st == PS_OK)
     st = ps__trainer_start_steps(t);

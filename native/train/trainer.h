@@ -68,7 +68,8 @@ struct ps_trainer {
   _Atomic uint64_t updating, ended;
   ps_status sticky; /* the error that stopped the trainer */
   char sticky_message[1024];
-  char *host; /* the host space */
+  struct ps__machine *machine; /* of a paced trainer (pace.h); else NULL */
+  char *host;                  /* the host space */
   /* BYTES: the most device memory that the GPU has lost to the process; 0 on the CPU backend */
   uint64_t device_peak;
   bool warned; /* the user was told that device_peak is past the cap */

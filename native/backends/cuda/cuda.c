@@ -357,6 +357,7 @@ const ps__backend ps__backend_cuda = {
     .counter = cuda_counter,
     .stamp = ps__cuda_stamp,
     .settle = ps__cuda_settle,
+    .marks = ps__cuda_marks,
     .health = cuda_health,
     .failed = cuda_failed,
     .profile = ps__cuda_profile,

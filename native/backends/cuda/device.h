@@ -64,6 +64,8 @@ typedef struct ps__cuda_gpu {
   CUcontext ctx; /* the primary one */
   CUevent base;  /* a trace's, and where it stands on the host's clock */
   uint64_t base_ns;
+  CUstream side; /* of a trace: idle but for now, which places marks while ops run */
+  CUevent now;
 } ps__cuda_gpu;
 
 typedef struct ps__cuda_stream {
@@ -161,6 +163,7 @@ ps_status ps__cuda_trace_prepare(ps__device *dev, const ps_schedule *schedule);
 void ps__cuda_trace_finish(ps__device *dev);
 void ps__cuda_stamp(ps__device *dev, uint32_t stream, int what, ps_trace_event *ev);
 void ps__cuda_settle(ps__device *dev, ps_trace_event *events);
+ps_status ps__cuda_marks(ps__device *dev, ps_trace_event *events);
 /* ranges.c */
 ps_status ps__cuda_profile(ps__device *dev, bool on);
 bool ps__cuda_profiled(void);

@@ -8,6 +8,7 @@
  * earliest event of the trace, where they are short, and the distance of the earliest event to the
  * second base places all of them. A run of 1 s or more also gives the ratio of the two clocks. Each
  * GPU has a clock, and base events, of its own.
+ * While ops run, the second base event is recorded on a stream of its own.
  * queued is the time when the stream was free for the op and the op was submitted. */
 #include "backends/cuda/device.h"
 #include <string.h>
@@ -63,6 +64,8 @@ ps_status ps__cuda_trace_prepare(ps__device *dev, const ps_schedule *s) {
     if (!stream)
       continue;
     ps__cuda_turn_to(dev, gpu);
+    PS__CUDA_TRY(dev->cu, StreamCreate(&gpu->side, CU_STREAM_NON_BLOCKING));
+    PS__CUDA_TRY(dev->cu, EventCreate(&gpu->now, CU_EVENT_DEFAULT));
     PS__CUDA_TRY(dev->cu, EventCreate(&gpu->base, CU_EVENT_DEFAULT));
     PS_TRY(set_base(dev, stream, gpu->base, &gpu->base_ns));
   }
@@ -74,9 +77,15 @@ void ps__cuda_trace_finish(ps__device *dev) {
     if (dev->timing[i])
       dev->cu->EventDestroy(dev->timing[i]);
   for (uint32_t i = 0; i < dev->n_gpus; i++) {
-    if (dev->gpu[i].base)
-      dev->cu->EventDestroy(dev->gpu[i].base);
-    dev->gpu[i].base = NULL;
+    ps__cuda_gpu *gpu = &dev->gpu[i];
+    if (gpu->base)
+      dev->cu->EventDestroy(gpu->base);
+    if (gpu->now)
+      dev->cu->EventDestroy(gpu->now);
+    if (gpu->side)
+      dev->cu->StreamDestroy(gpu->side);
+    gpu->base = gpu->now = NULL;
+    gpu->side = NULL;
   }
   ps__free(dev->timing);
   dev->timing = NULL;
@@ -113,19 +122,24 @@ typedef struct clock_of_gpu {
   double scale;
 } clock_of_gpu;
 
+/* The start and the end of an op that @e is of. */
+static const CUevent *timing_of(const ps__device *dev, const ps_trace_event *e) {
+  return &dev->timing[2 * (e->step % dev->trace_steps * dev->n_ops + e->op)];
+}
+
 static bool pending_on(const ps__device *dev, const ps_trace_event *e, const ps__cuda_gpu *gpu) {
   return e->end_ns == PENDING && dev->stream[e->stream].gpu == gpu;
 }
 
 /* The earliest start of a pending event of the GPU, and its host time by @c->now. */
 static void place(const ps__device *dev, const ps__cuda_gpu *gpu, const ps_trace_event *events,
-                  clock_of_gpu *c) {
+                  uint64_t n, clock_of_gpu *c) {
   double most = -1, ms, run_ms;
-  for (uint64_t i = 0; i < dev->n_timing / 2; i++)
-    if (pending_on(dev, &events[i], gpu) && elapsed(dev, dev->timing[2 * i], c->now, &ms) &&
-        ms > most) {
+  for (uint64_t i = 0; i < n; i++)
+    if (pending_on(dev, &events[i], gpu) &&
+        elapsed(dev, timing_of(dev, &events[i])[0], c->now, &ms) && ms > most) {
       most = ms;
-      c->first = dev->timing[2 * i];
+      c->first = timing_of(dev, &events[i])[0];
     }
   c->scale = 1;
   if (elapsed(dev, gpu->base, c->now, &run_ms) && run_ms >= 1000)
@@ -133,30 +147,35 @@ static void place(const ps__device *dev, const ps__cuda_gpu *gpu, const ps_trace
   c->first_ns = c->first ? c->now_ns - (uint64_t)(most * 1e6 * c->scale) : c->now_ns;
 }
 
-static void settle(ps__device *dev, ps_trace_event *events, const clock_of_gpu *clocks) {
+/* @last_end: of the op before on the event's stream; gets that of this one. */
+static void settle_event(const ps__device *dev, ps_trace_event *e, const clock_of_gpu *clocks,
+                         uint64_t *last_end) {
+  if (e->end_ns == PENDING) {
+    const clock_of_gpu *c = &clocks[dev->stream[e->stream].gpu - dev->gpu];
+    double from, to;
+    const bool known = c->first && elapsed(dev, c->first, timing_of(dev, e)[0], &from) &&
+                       elapsed(dev, c->first, timing_of(dev, e)[1], &to);
+    e->start_ns = known ? c->first_ns + (uint64_t)(from * 1e6 * c->scale) : 0;
+    e->end_ns = known ? c->first_ns + (uint64_t)(to * 1e6 * c->scale) : 0; /* 0: never ran */
+    if (!known)
+      return;
+    e->end_ns = e->end_ns < e->start_ns ? e->start_ns : e->end_ns;
+    e->queued_ns = e->queued_ns < *last_end ? *last_end : e->queued_ns;
+    e->queued_ns = e->queued_ns > e->start_ns ? e->start_ns : e->queued_ns;
+  }
+  if (e->end_ns)
+    *last_end = e->end_ns;
+}
+
+static void settle(const ps__device *dev, ps_trace_event *events, const clock_of_gpu *clocks) {
   uint64_t last_end[PS_MAX_STREAMS] = {0}, oldest = UINT64_MAX;
-  double from, to;
   for (uint64_t i = 0; i < dev->n_timing / 2; i++)
     if (events[i].end_ns && events[i].step < oldest)
       oldest = events[i].step;
   for (uint64_t k = 0; oldest != UINT64_MAX && k < dev->trace_steps; k++)
     for (uint64_t op = 0; op < dev->n_ops; op++) {
-      uint64_t at = (oldest + k) % dev->trace_steps * dev->n_ops + op;
-      ps_trace_event *e = &events[at];
-      if (e->end_ns == PENDING) {
-        const clock_of_gpu *c = &clocks[dev->stream[e->stream].gpu - dev->gpu];
-        bool known = c->first && elapsed(dev, c->first, dev->timing[2 * at], &from) &&
-                     elapsed(dev, c->first, dev->timing[2 * at + 1], &to);
-        e->start_ns = known ? c->first_ns + (uint64_t)(from * 1e6 * c->scale) : 0;
-        e->end_ns = known ? c->first_ns + (uint64_t)(to * 1e6 * c->scale) : 0; /* 0: never ran */
-        if (!known)
-          continue;
-        e->end_ns = e->end_ns < e->start_ns ? e->start_ns : e->end_ns;
-        e->queued_ns = e->queued_ns < last_end[e->stream] ? last_end[e->stream] : e->queued_ns;
-        e->queued_ns = e->queued_ns > e->start_ns ? e->start_ns : e->queued_ns;
-      }
-      if (e->end_ns)
-        last_end[e->stream] = e->end_ns;
+      ps_trace_event *e = &events[(oldest + k) % dev->trace_steps * dev->n_ops + op];
+      settle_event(dev, e, clocks, &last_end[e->stream]);
     }
 }
 
@@ -173,7 +192,7 @@ void ps__cuda_settle(ps__device *dev, ps_trace_event *events) {
     /* a failed device tells no times */
     if (stream && dev->cu->EventCreate(&c->now, CU_EVENT_DEFAULT) == CUDA_SUCCESS &&
         set_base(dev, stream, c->now, &c->now_ns) == PS_OK)
-      place(dev, gpu, events, c);
+      place(dev, gpu, events, dev->n_timing / 2, c);
   }
   settle(dev, events, clocks);
   for (uint32_t i = 0; i < dev->n_gpus; i++)
@@ -181,4 +200,30 @@ void ps__cuda_settle(ps__device *dev, ps_trace_event *events) {
       dev->cu->EventDestroy(clocks[i].now);
   if (pushed)
     ps__cuda_pop(dev);
+}
+
+static ps_status marks(ps__device *dev, ps_trace_event *events) {
+  clock_of_gpu clocks[PS_MAX_DEVICES] = {{.now = NULL}};
+  uint64_t last_end[PS_MAX_STREAMS] = {0};
+  for (uint32_t i = 0; i < dev->n_gpus; i++) {
+    const ps__cuda_gpu *gpu = &dev->gpu[i];
+    if (!gpu->side)
+      continue;
+    PS__CUDA_TRY(dev->cu, CtxSetCurrent(gpu->ctx));
+    clocks[i].now = gpu->now;
+    PS_TRY(set_base(dev, gpu->side, gpu->now, &clocks[i].now_ns));
+    place(dev, gpu, events, dev->n_ops, &clocks[i]);
+  }
+  for (uint64_t op = 0; op < dev->n_ops; op++)
+    settle_event(dev, &events[op], clocks, &last_end[events[op].stream]);
+  return PS_OK;
+}
+
+ps_status ps__cuda_marks(ps__device *dev, ps_trace_event *events) {
+  if (!dev->n_timing)
+    return PS_OK;
+  PS_TRY(ps__cuda_push(dev, &dev->gpu[0]));
+  const ps_status st = marks(dev, events);
+  ps__cuda_pop(dev);
+  return st;
 }

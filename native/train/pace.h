@@ -1,0 +1,24 @@
+/* pace.h - trainers whose steps take the time that their plan's description says, on a clock of
+ * their own, on a machine that becomes slower and fast again: for tests alone. */
+#ifndef PS_TRAIN_PACE_H
+#define PS_TRAIN_PACE_H
+#include "train/trainer.h"
+
+/* How many times longer ops take in steps [from, to) of the training, which count from 0. */
+typedef struct ps__slow {
+  double h2d, d2h; /* copies */
+  double host;     /* sums of gradients, and updates, on the host */
+  uint64_t from, to;
+} ps__slow;
+
+/* ps__trainer_pace() - trainers created from now on are paced; NULL: no more. On the CPU backend
+ * alone. Ops that run together do not slow each other: give the planner a description with more
+ * memory bandwidth and CPUs than they ask for, and it plans the times that are measured. */
+PS_API void ps__trainer_pace(const ps__slow *slow);
+
+/* ps__pace_attach() - pace the trainer's engine, which has had no run, if that was asked for. The
+ * machine is that of the plan which the trainer was created with. PS_ENOMEM.
+ * ps__pace_free() - after the engine. */
+ps_status ps__pace_attach(ps_trainer *t);
+void ps__pace_free(ps_trainer *t);
+#endif
