@@ -1,6 +1,8 @@
 /* test_observed.c - what a run tells of its machine: how long its steps take beside the plan, and
  * its rates. Trainings are paced (train/pace.h), so that times are exact. */
 #include "train_pieces.h"
+#include "engine/sim.h"
+#include "plan/speeds.h"
 #include "train/observed.h"
 #include "train/pace.h"
 
@@ -60,6 +62,134 @@ static void test_paced(void) {
   printf("ok a paced step takes the time that is planned, and more on a slower machine\n");
 }
 
-static void tests(void) { test_paced(); }
+/* ---- speeds ---------------------------------------------------------------------------------- */
+
+/* 1B in bf16 on an H200 whose caps let parameters, activations and updates travel. */
+static ps_plan *plan_on_gpu(const ps_hardware *gpu) {
+  ps_model_config m = {.struct_bytes = sizeof m};
+  const ps_plan_config c = {.struct_bytes = sizeof c,
+                            .recipe = PS_RECIPE_BF16,
+                            .seq_len = 4096,
+                            .tokens_per_step = 16 * 4096,
+                            .chunk_tokens = 4096,
+                            .chunks_per_round = 4,
+                            .device_mem_bytes = 3ull << 30,
+                            .clip = 1};
+  ps_plan *plan;
+  CHECK(ps_model_config_read(&m, "models/1b.json") == PS_OK);
+  m.n_layers = 6;
+  CHECK(ps_plan_create(&plan, &m, &c, gpu) == PS_OK);
+  return plan;
+}
+
+/* Three steps of the plan in a row on a machine @is; returns the steady step's ns. */
+static double simulate(const ps_plan *plan, const ps_hardware *is, ps_trace_event *events) {
+  const size_t n = plan->step.n_op;
+  double end[4];
+  ps__cost_model m =
+      ps__cost_model_of(is, plan->model->fp8.on, plan->at, is->n_threads, plan->spec.sum_threads);
+  ps_sim_cost *cost = calloc(n, sizeof *cost);
+  ps_trace_event *all = calloc(4 * n, sizeof *all);
+  ps__step_costs(&plan->step, &m, false, cost);
+  CHECK(ps__sim_run(plan->schedule, cost, 4, 0, all, end) == PS_OK);
+  memcpy(events, all + n, 3 * n * sizeof *events);
+  free(all);
+  free(cost);
+  return end[2] - end[1];
+}
+
+/* A machine whose memory and clock are slower: by other factors for what runs alone and together.
+ */
+static ps_hardware slower(const ps_hardware *gpu) {
+  ps_hardware h = *gpu;
+  h.h2d_bytes_per_s *= 0.7;
+  h.d2h_bytes_per_s *= 0.85;
+  h.duplex_bytes_per_s *= 0.75;
+  h.optimizer_bytes_per_s *= 0.8;
+  h.optimizer_weights_bytes_per_s *= 0.8;
+  h.optimizer_state_bytes_per_s *= 0.8;
+  h.accumulate_bytes_per_s *= 0.75;
+  h.accumulate_sumsq_bytes_per_s *= 0.75;
+  h.sumsq_bytes_per_s *= 0.75;
+  for (ps_contention_rate *e = h.contention; e->kinds; e++) {
+    e->h2d_bytes_per_s *= 0.65;
+    e->d2h_bytes_per_s *= 0.8;
+    e->host_bytes_per_s *= e->kinds & PS_CONTENTION_SUMS ? 0.75 : 0.8;
+  }
+  for (int i = 0; i < PS_MAX_GEMM_RATES; i++) {
+    h.gemm[PS_BF16][i].forward_flops_per_s *= 0.93;
+    h.gemm[PS_BF16][i].dgrad_flops_per_s *= 0.93;
+    h.gemm[PS_BF16][i].wgrad_flops_per_s *= 0.93;
+  }
+  for (int i = 0; i < PS_MAX_ATTENTION_RATES; i++) {
+    h.attention[PS_BF16][i].forward_flops_per_s *= 0.95;
+    h.attention[PS_BF16][i].backward_flops_per_s *= 0.95;
+  }
+  return h;
+}
+
+/* The rates that the step used are found again; the description that comes out gives its time. */
+static void test_speeds(void) {
+  ps_hardware gpu = {.struct_bytes = sizeof gpu};
+  CHECK(ps_hardware_describe(&gpu, "docs/hardware-h200.json") == PS_OK);
+  ps_plan *plan = plan_on_gpu(&gpu);
+  const ps_hardware is = slower(&gpu);
+  ps_trace_event *events = calloc(3 * plan->step.n_op, sizeof *events);
+  ps__speeds speeds[3], all;
+  ps_hardware seen = gpu;
+  const double as_described = simulate(plan, &gpu, events);
+  CHECK(ps__speeds_measure(&speeds[1], plan, &gpu, events) == PS_OK);
+  for (int r = 0; r < PS__N_SPEEDS; r++)
+    for (int k = 0; k < PS__SPEED_SETS; k++)
+      CHECK(speeds[1].of[r][k].ns == 0 || off(speeds[1].of[r][k].speed, 1) < 1e-3);
+  const double ns = simulate(plan, &is, events);
+  CHECK(ns > 1.05 * as_described);
+  CHECK(ps__speeds_measure(&speeds[0], plan, &gpu, events) == PS_OK);
+  speeds[2] = speeds[0];
+  ps__speeds_median(&all, speeds, 3); /* of which one is of a quiet machine */
+  ps__speeds_apply(&seen, &all);
+  const struct {
+    double seen, is, was;
+    int resource;
+  } rates[] = {
+#define RATE(field, resource) {seen.field, is.field, gpu.field, resource}
+      RATE(h2d_bytes_per_s, PS__SPEED_H2D),
+      RATE(d2h_bytes_per_s, PS__SPEED_D2H),
+      RATE(optimizer_bytes_per_s, PS__SPEED_UPDATES),
+      RATE(optimizer_weights_bytes_per_s, PS__SPEED_UPDATES_WEIGHTS),
+      RATE(optimizer_state_bytes_per_s, PS__SPEED_UPDATES_STATE),
+      RATE(accumulate_bytes_per_s, PS__SPEED_ACCUMULATE),
+      RATE(accumulate_sumsq_bytes_per_s, PS__SPEED_ACCUMULATE_SUMSQ),
+      RATE(gemm[PS_BF16][2].wgrad_flops_per_s, PS__SPEED_GEMM),
+      RATE(attention[PS_BF16][1].backward_flops_per_s, PS__SPEED_ATTENTION_BWD),
+      RATE(elementwise_bytes_per_s, PS__SPEED_ELEMENTWISE),
+      RATE(peer_bytes_per_s, PS__SPEED_PEERS),
+      RATE(gemm_fp8_flops_per_s, PS__SPEED_GEMM_FP8)};
+#undef RATE
+  int n_ran = 0;
+  for (size_t i = 0; i < sizeof rates / sizeof *rates; i++) {
+    bool ran = false;
+    for (int k = 0; k < PS__SPEED_SETS; k++)
+      ran |= all.of[rates[i].resource][k].ns > 0;
+    n_ran += ran;
+    CHECK(ran ? off(rates[i].seen, rates[i].is) < 0.02 : rates[i].seen == rates[i].was);
+  }
+  CHECK(n_ran >= 8); /* the plan has no second device, no FP8, and whole updates or parts */
+  for (int i = 0; is.contention[i].kinds; i++) { /* copies beside sums, and beside updates */
+    const ps_contention_rate *a = &seen.contention[i], *b = &is.contention[i];
+    CHECK(all.of[PS__SPEED_H2D][a->kinds].ns < 5e7 ||
+          off(a->h2d_bytes_per_s, b->h2d_bytes_per_s) < 0.02);
+    CHECK(off(a->host_bytes_per_s, b->host_bytes_per_s) < 0.02);
+  }
+  CHECK(off(simulate(plan, &seen, events), ns) < 0.01);
+  free(events);
+  CHECK(ps_plan_destroy(plan) == PS_OK);
+  printf("ok rates are found from the marks of a step, and tell its time\n");
+}
+
+static void tests(void) {
+  test_paced();
+  test_speeds();
+}
 
 int main(void) { return run_trainings(tests); }
