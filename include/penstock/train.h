@@ -218,6 +218,10 @@ typedef struct ps_step_metrics {
   /* GPUs that gpu_clock_mhz to gpu_energy_j are of: all of this host's that the plan uses. 0: none
    * of the four is known. */
   uint64_t n_gpus_read;
+  /* Seconds that a step of the plan takes by the rates that this run has now, simulated. They are
+   * read from the trace of some steps, now and then. 0: none were read yet, or the trace keeps less
+   * than two steps. */
+  double expected_step_s;
 } ps_step_metrics;
 #define PS_FLUSHED_WARNS 0.01
 

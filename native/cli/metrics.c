@@ -70,6 +70,8 @@ int cli_metrics_write(const cli_job *job, FILE *f, const char *path, const ps_st
   cli_json_count(&j, "valid_tokens", m->valid_tokens);
   cli_json_number(&j, "step_s", m->step_s);
   cli_json_number(&j, "predicted_step_s", m->predicted_step_s);
+  if (m->expected_step_s > 0)
+    cli_json_number(&j, "expected_step_s", m->expected_step_s);
   cli_json_number(&j, "tokens_per_s", m->tokens_per_s);
   cli_json_count(&j, "device_peak_bytes", m->device_peak_bytes);
   cli_json_count(&j, "host_peak_bytes", m->host_peak_bytes);

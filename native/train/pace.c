@@ -52,7 +52,8 @@ static uint64_t op_ns(void *user, const ps_run *run, uint64_t op, uint64_t step)
   ps_sim_cost cost = {0};
   (void)ps_schedule_op(run->schedule, op, &view);
   ps__cost(&m->model, &view, &cost);
-  return (uint64_t)(cost.ns * slower(m, &view, step_of(m->t, run, step)) + 0.5);
+  const double work_ns = cost.ns > m->hw.op_ns ? cost.ns - m->hw.op_ns : 0;
+  return (uint64_t)(cost.ns + work_ns * (slower(m, &view, step_of(m->t, run, step)) - 1) + 0.5);
 }
 
 ps_status ps__pace_attach(ps_trainer *t) {

@@ -203,6 +203,8 @@ static ps_status open_trainer(ps_trainer *t, const ps_checkpoint *from, ps_progr
     st = reserve_and_load(t, weights, adapters, from, progress, progress_user);
   if (st == PS_OK)
     st = ps__trainer_agree_weights(t);
+  if (st == PS_OK)
+    st = ps__observer_create(&t->observer, t);
   ps_tensors_close(weights);
   ps_tensors_close(adapters);
   return st;
@@ -299,6 +301,7 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
   ps__trainer_close_net(t);
   (void)ps_engine_close(t->engine);
   ps__pace_free(t);
+  ps__observer_destroy(t->observer);
   if (t->cfg.hosts)
     atomic_store(&t->cfg.hosts->in_use, 0);
   ps__trainer_leave_plan(t);
@@ -432,6 +435,9 @@ static void fill_metrics(ps_trainer *t, ps_step_metrics *m) {
   m->host_peak_bytes = peak > arena ? peak - arena : 0;
   if (t->device_peak)
     m->device_peak_bytes = t->device_peak;
+  ps__observer_step(t, m->step_s);
+  if (size.schedule == p->schedule)
+    m->expected_step_s = ps__observed_expected_s(t);
 }
 
 ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out) {

@@ -8,11 +8,20 @@
 
 /* ---- paced trainings ------------------------------------------------------------------------- */
 
-/* A machine whose ops do not slow each other. */
+/* A machine whose ops do not slow each other, and take time for their work alone. */
 static ps_hardware roomy(void) {
   ps_hardware h = hw;
   h.n_cpus = 1 << 20;
   h.memory_bytes_per_s = 1e18;
+  h.op_ns = 20;
+  h.h2d_bytes_per_s = h.d2h_bytes_per_s = h.duplex_bytes_per_s = 4e9;
+  h.optimizer_bytes_per_s = h.optimizer_weights_bytes_per_s = h.optimizer_state_bytes_per_s = 8e9;
+  h.accumulate_bytes_per_s = h.accumulate_sumsq_bytes_per_s = h.sumsq_bytes_per_s = 8e9;
+  h.elementwise_bytes_per_s = h.gather_bytes_per_s = 8e9;
+  for (int dt = 0; dt < PS_N_DTYPES; dt++) {
+    h.gemm[dt][0].rows = h.attention[dt][0].rows = 0; /* no tables */
+    h.gemm_flops_per_s[dt] = h.attention_flops_per_s[dt] = h.attention_bwd_flops_per_s[dt] = 4e10;
+  }
   return h;
 }
 
@@ -187,9 +196,79 @@ static void test_speeds(void) {
   printf("ok rates are found from the marks of a step, and tell its time\n");
 }
 
+/* ---- what is said ---------------------------------------------------------------------------- */
+
+static char lines[8][512];
+static int n_lines;
+
+static void keep_line(void *user, ps_log_level level, const char *line) {
+  if (level >= PS_LOG_WARN && n_lines < 8)
+    snprintf(lines[n_lines++], sizeof *lines, "%s", line);
+}
+
+typedef struct noticed {
+  const char *name;
+  placement where;
+  ps__slow slow;
+  const char *says[2]; /* parts of the first line */
+} noticed;
+
+/* Slow from step 6 on, as people count, and fast again from step 31. */
+static const noticed cases[] = {
+    {"a link", STREAMED, {4, 1, 1, 5, 30}, {"37% longer than", "for optimizer state"}},
+    {"host memory", IN_PARTS, {1, 1, 6, 5, 30}, {"128% longer than", "for parameters"}},
+    {"nothing", STREAMED, {1, 1, 1, 5, 30}, {NULL, NULL}}};
+
+static void test_notice(const noticed *c, uint32_t trace_steps) {
+  ps_dataset *ds = open_shard();
+  ps_plan *plan = paced_plan(c->where, trace_steps);
+  ps_trainer *t = paced_trainer(plan, ds, &c->slow);
+  ps_step_metrics m;
+  ps__notice n;
+  ps_hardware seen = {0};
+  n_lines = 0;
+  ps_log_set(keep_line, NULL);
+  CHECK(!ps__observed_notice(t, &n) && ps__observed_hardware(t, &seen) == PS_ESTATE);
+  for (int i = 0; i < 60; i++) {
+    next_step(t, &m);
+    const bool marked = trace_steps > 1, slow = i >= 15 && i < 30, fast = i >= 40;
+    if (marked && (slow || fast)) /* what is expected is what is measured */
+      CHECK(off(m.expected_step_s, m.step_s) < 0.02);
+    CHECK(marked || m.expected_step_s == 0);
+    if (i == 25 && c->says[0]) {
+      CHECK(ps__observed_notice(t, &n) && n.replan == marked && n.since == 5);
+      CHECK(off(n.measured_s, m.step_s) < 0.01 && off(n.planned_s, m.predicted_step_s) < 1e-9);
+    }
+    if (i == 25 && marked) {
+      CHECK(ps__observed_hardware(t, &seen) == PS_OK);
+      CHECK(off(seen.h2d_bytes_per_s, plan->hw.h2d_bytes_per_s / c->slow.h2d) < 0.02);
+      CHECK(off(seen.d2h_bytes_per_s, plan->hw.d2h_bytes_per_s / c->slow.d2h) < 0.02);
+    }
+  }
+  ps_log_set(NULL, NULL);
+  CHECK(n_lines == (c->says[0] ? 2 : 0));
+  CHECK(!n_lines || strstr(lines[0], "since step 6"));
+  for (int i = 0; i < 2 && c->says[i]; i++)
+    CHECK(strstr(lines[0], c->says[i]) || trace_steps < 2);
+  CHECK(!n_lines || strstr(lines[1], "as planned, since step 31"));
+  CHECK(ps__observed_notice(t, &n) && !n.replan);
+  CHECK(ps_trainer_destroy(t) == PS_OK && ps_plan_destroy(plan) == PS_OK);
+  CHECK(ps_dataset_close(ds) == PS_OK);
+}
+
+static void test_notices(void) {
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    test_notice(&cases[i], 2);
+    printf("ok what is noticed once, and its end, where this becomes slow: %s\n", cases[i].name);
+  }
+  test_notice(&cases[0], 0);
+  printf("ok without a trace it is noticed without a cause\n");
+}
+
 static void tests(void) {
   test_paced();
   test_speeds();
+  test_notices();
 }
 
 int main(void) { return run_trainings(tests); }
