@@ -30,6 +30,7 @@ NAMES = {
     "val_perplexity": "eval/perplexity",
     "step_s": "perf/step_s",
     "predicted_step_s": "perf/predicted_step_s",
+    "expected_step_s": "perf/expected_step_s",
     "tokens_per_s": "perf/tokens_per_s",
     "gpus": "perf/gpus",
     "hosts": "perf/hosts",

@@ -192,9 +192,15 @@ def _predicted(run: RunDirectory) -> str:
         used, peak = plan.get(f"{name}_used_bytes", 0), rows[-1].get(f"{name}_peak_bytes", 0)
         unit, bytes_ = _unit(max(used, peak))
         pairs.append((f"{name} memory, {unit}", used / bytes_, peak / bytes_))
-    body = [(n, p, m, m / p if p else "-") for n, p, m in pairs if p is not None]
-    note = "<p>Times are medians of the steps after the first two; memory is the peak.</p>"
-    return _table(body, ("", "predicted", "measured", "ratio")) + note
+    expected = {"step, seconds": rows[-1].get("expected_step_s", "-")}
+    body = [
+        (n, p, expected.get(n, "-"), m, m / p if p else "-") for n, p, m in pairs if p is not None
+    ]
+    note = (
+        "<p>Times are medians of the steps after the first two; memory is the peak. What is "
+        "expected is simulated with the rates that the run had at its end.</p>"
+    )
+    return _table(body, ("", "predicted", "expected", "measured", "ratio")) + note
 
 
 def _live(run: RunDirectory) -> str:

@@ -169,13 +169,16 @@ def _numbers(run: RunDirectory, rows: list[dict], short: bool, width: int) -> Ta
         grid.add_row("TFLOP/s", f"{several(row)}{median(r.get('tflops', 0) for r in recent):.4g}")
     if row.get("mfu"):
         grid.add_row("MFU", f"{100 * median(r.get('mfu', 0) for r in recent):.1f}%")
-    measured, predicted = median(r["step_s"] for r in recent), run.plan.get("predicted_step_s")
+    measured = median(r["step_s"] for r in recent)
+    predicted = row.get("predicted_step_s") or run.plan.get("predicted_step_s")
     text = f"{measured:.3f} s"
     if predicted:
         ratio = f"{measured / predicted:.2f}"
         narrow = short and width < 50
         text += f", {ratio}x predicted" if narrow else f", predicted {predicted:.3f} s ({ratio}x)"
     grid.add_row("step time", text)
+    if not short and (expected := row.get("expected_step_s")):
+        grid.add_row("", f"{expected:.3f} s expected by the rates of this run")
     if why := other_work(run.plan):
         grid.add_row("rates", f"too low: {why}")
     for what, _, unit, values in [] if short else live(recent):
