@@ -200,7 +200,10 @@ def test_metrics_are_read_as_they_grow_and_as_a_resumed_run_replaces_them(run):
 
 def test_a_frame_shows_the_numbers_of_a_finished_run(run):
     rows = rows_of(run)
-    put(run, rows[:-1] + [rows[-1] | {"val_loss": 4.3219, "n_skipped": 2}])
+    put(
+        run,
+        rows[:-1] + [rows[-1] | {"val_loss": 4.3219, "n_skipped": 2, "expected_step_s": 0.1234}],
+    )
     shown = command("watch", run, "--once").stdout
     for text in (
         r"state +finished: the last step ended at \d{4}-",
@@ -212,6 +215,7 @@ def test_a_frame_shows_the_numbers_of_a_finished_run(run):
         r"validation +4.3219 at step 6, least 4.3219",
         r"skipped +2 steps that were not finite",
         r"step time +[\d.]+ s, predicted [\d.]+ s \([\d.]+x\)",
+        r"0.123 s expected by the rates of this run",
         r"device .* [\d.]+ MiB of 5.0 MiB \(cap\)",
         r"host .* MiB \(plan\)",
         r"compute +\d+%",
@@ -413,7 +417,13 @@ def report(run):
     """A report whose run has validation losses, stalls and a hostile run.toml."""
     rows = rows_of(run)
     rows[2] |= {"loss": None, "n_skipped": 1}  # a skipped step
-    put(run, [row | LINKS | GPU | {"val_loss": 5.0 - i / 10} for i, row in enumerate(rows)])
+    put(
+        run,
+        [
+            row | LINKS | GPU | {"val_loss": 5.0 - i / 10, "expected_step_s": 0.75}
+            for i, row in enumerate(rows)
+        ],
+    )
     (run / "run.toml").write_text(f"# {HOSTILE}\n")
     stall = {"stream": "compute", "for": HOSTILE, "from": "h2d", "seconds": 0.25}
     summary = {
@@ -441,7 +451,7 @@ def test_a_report_is_one_escaped_page_with_all_its_parts(report, run):
     assert sources and all(source.startswith("data:") for source in sources)
     assert re.findall(r'<section id="([^"]*)"', text) == list(SECTIONS)
     step = f"{plan['predicted_step_s']:,.4g}"
-    assert f'<td>step, seconds</td><td class="n">{step}</td>' in text
+    assert f'<td>step, seconds</td><td class="n">{step}</td><td class="n">0.75</td>' in text
     assert '<td class="n">0.5</td><td class="n">0.25</td>' in text  # the stall
     assert f"{plan['units'][-1]['elements']:,}" in text and "5.0 MiB" in text
     assert "4.5000 after step 6" in text
