@@ -111,6 +111,8 @@ const ps__dtype ps__dtypes[PS__N_DTYPES] = {
                   .bytes = 1,
                   .to_f32 = e5m2_to_f32,
                   .from_f32 = e5m2_from_f32},
+    [PS__UINT16] = {.name = "u16", .torch_name = "uint16", .bytes = 2},
+    [PS__INT32] = {.name = "i32", .torch_name = "int32", .bytes = 4},
 };
 
 size_t ps_dtype_bytes(ps_dtype dtype) {

@@ -11,12 +11,15 @@ extern "C" {
 /* Beside those of weights and activations (ps_dtype): dtypes of files, which are converted when
  * they are read; and dtypes of quantized tensors (kernels/ops.h, "FP8").
  *   PS__E4M3  torch.float8_e4m3fn: 448 is the largest number, no infinity, one NaN
- *   PS__E5M2  torch.float8_e5m2: 57344 is the largest number; infinities as IEEE has them */
+ *   PS__E5M2  torch.float8_e5m2: 57344 is the largest number; infinities as IEEE has them
+ * and integers, of tensors that say where rows lie: they have a size, and no conversions. */
 typedef enum ps__other_dtype {
   PS__F16 = PS_N_DTYPES,
   PS__N_FILE_DTYPES,
   PS__E4M3 = PS__N_FILE_DTYPES,
   PS__E5M2,
+  PS__UINT16,
+  PS__INT32,
   PS__N_DTYPES
 } ps__other_dtype;
 
@@ -31,7 +34,7 @@ typedef struct ps__dtype {
   /* n elements to fp32, exactly; and from fp32, rounded to nearest even, a NaN staying one. What
    * is larger than the largest number of E4M3 or E5M2 becomes that number, infinity too. No
    * overlap. Bandwidth-bound, single-threaded: callers split.
-   * from_f32 is NULL for dtypes of files alone. */
+   * from_f32 is NULL for dtypes of files alone, both for integers. */
   void (*to_f32)(float *dst, const void *src, size_t n);
   void (*from_f32)(void *dst, const float *src, size_t n);
 } ps__dtype;

@@ -50,6 +50,15 @@ extern "C" {
   X(glu_bwd)                                                                                       \
   X(glu_quantize)                                                                                  \
   X(glu_bwd_quantize)                                                                              \
+  X(moe_route)                                                                                     \
+  X(moe_route_bwd)                                                                                 \
+  X(moe_index)                                                                                     \
+  X(moe_gather)                                                                                    \
+  X(gemm_grouped)                                                                                  \
+  X(gemm_grouped_rows)                                                                             \
+  X(moe_glu)                                                                                       \
+  X(moe_glu_bwd)                                                                                   \
+  X(moe_combine)                                                                                   \
   X(colsum)                                                                                        \
   X(cross_entropy)                                                                                 \
   X(sumsq)                                                                                         \
@@ -76,6 +85,7 @@ typedef enum ps__rate {
   PS__RATE_MEMORY = 0,    /* bytes through the memory of the unit that runs it */
   PS__RATE_GEMM,          /* FLOPs, by role and rows; arguments: ps__args_gemm */
   PS__RATE_GEMM_FP8,      /* the same of fp8 operands; arguments: ps__args_gemm_fp8 */
+  PS__RATE_GEMM_GROUPED,  /* FLOPs, by role and rows an expert; ps__args_gemm_grouped */
   PS__RATE_ATTENTION_FWD, /* FLOPs, by rows, keys and documents; arguments: ps__args_attention */
   PS__RATE_ATTENTION_BWD,
   /* on host threads; on a GPU all of these are priced as PS__RATE_MEMORY */
@@ -99,6 +109,7 @@ typedef struct ps__chunk_shape {
   bool first_grad;         /* the first that writes a contribution to the unit's gradient */
   bool first_dkv;          /* first chunk of the attention group in backward order */
   uint32_t document_rows;  /* as in ps__args_attention */
+  uint32_t step_tokens;    /* of the whole step, on all devices and hosts; 0 outside training */
 } ps__chunk_shape;
 
 typedef struct ps__op_info {
@@ -466,6 +477,112 @@ typedef struct ps__args_glu {
  *                      W s[T,F]. */
 /* glu_bwd              ptr: RW ds[T,F], RW gu[T,2F]: gu is replaced by its gradient, and then ds
  *                      by s. */
+
+/* ---- experts ------------------------------------------------------------------------------------
+ * A router chooses k of E experts for each token; every token is computed by all k (dropless).
+ * T tokens, I an expert's ffn dim. R = k T routed rows: token t's choice j is row slot[t,j] of
+ * tensors [R,..], sorted by (expert, token), and row r is of token[r]. Expert e has the rows
+ * [offsets[e], offsets[e+1]); offsets[0] is 0 and offsets[E] is R, whatever the router says. Sizes
+ * are static: offsets alone depend on data, kernels read them, and the host never does.
+ *   - On CUDA a row's bits depend on the row and its expert's weights alone. On the CPU they depend
+ *     on how many rows the expert has, too.
+ *   - 1 <= k <= PS_MAX_EXPERTS_USED, k <= E <= PS_MAX_EXPERTS, R < 2^31. ids u16, all other integers
+ *     i32.
+ *   - n_experts is E, n_used is k, expert_dim is I. */
+enum { PS_MAX_EXPERTS = 512, PS_MAX_EXPERTS_USED = 16 };
+
+typedef struct ps__args_moe_route {
+  uint32_t n_tokens, n_experts, n_used;
+  uint32_t renorm; /* the weights of a token are divided by their sum */
+} ps__args_moe_route;
+/* PS_EINVAL names @op, the field and its value (native/kernels/moe.c), as do the others. */
+ps_status ps__check_moe(uint32_t n_tokens, uint32_t n_experts, uint32_t n_used, const char *op);
+/* moe_route            p = softmax(logits[t,:]), with the largest logit subtracted. ids[t,:]: the k
+ *                      largest logits, largest first; of equal ones the lower index first. A NaN
+ *                      counts as smaller than -inf. weights[t,j] = p[ids[t,j]], or with renorm that
+ *                      over the sum over j. Where a logit is NaN or +inf, the row's weights are NaN
+ *                      and its ids are still k different experts.
+ *                      ptr: R logits f32[T,E], W ids u16[T,k], W weights f32[T,k].
+ *                      In generation the positions are not asked: a row without a token is routed
+ *                      like any other, and nothing reads what comes of it. */
+/* moe_route_bwd        Gradient of the logits, from dweights and the terms of the loss that are the
+ *                      router's. p and lse = logsumexp(logits[t,:]) are computed again.
+ *                        dp[t,e]      = aux n[e] / (n_tokens step_tokens), with renorm 0 also +
+ *                                       dweights[t,j] where e is ids[t,j]; n[e] = offsets[e+1] -
+ *                                       offsets[e]
+ *                        dlogits[t,e] = p[t,e] (dp[t,e] - sum_i p[t,i] dp[t,i] + 2 z_loss lse /
+ *                                       step_tokens), with renorm 1 also + weights[t,j] (dweights[t,j]
+ *                                       - sum_i weights[t,i] dweights[t,i]) where e is ids[t,j]
+ *                      aux: alpha E / blocks, of aux = alpha E sum_e f_e P_e with f_e = n[e] /
+ *                      n_tokens constant and P_e the mean of p over the chunk, each chunk weighted
+ *                      by its part of the step's tokens. z_loss: beta / blocks, of beta mean lse^2.
+ *                      With 0 a term is left out, whatever lse is. count: n[e] is added to
+ *                      counts[e].
+ *                      ptr: R logits f32[T,E], R ids u16[T,k], R weights f32[T,k], R dweights
+ *                      f32[T,k], R offsets i32[E+1], W dlogits[T,E] of dt, then RW counts u64[E] if
+ *                      count. */
+typedef struct ps__args_moe_route_bwd {
+  uint32_t n_tokens, n_experts, n_used, renorm; /* as ps__args_moe_route */
+  uint32_t dt, count;
+  float aux, z_loss;
+  uint32_t step_tokens; /* of all chunks, devices and hosts: ps__chunk_shape.step_tokens */
+} ps__args_moe_route_bwd;
+ps_status ps__check_moe_route_bwd(const ps__args_moe_route_bwd *a, const char *op);
+
+/* moe_index            offsets, slot and token as above, a counting sort of ids, stable by (expert,
+ *                      token).
+ *                      ptr: R ids u16[T,k], W offsets i32[E+1], W slot i32[T,k], W token i32[R]. An
+ *                      id of E or more counts as 0. */
+typedef struct ps__args_moe_index {
+  uint32_t n_tokens, n_experts, n_used;
+} ps__args_moe_index;
+
+/* moe_gather           xr[r,:] = x[token[r],:].  ptr: R x[T,D], R token i32[R], W xr[R,D].
+ *                      The input of experts, and in the backward pass the gradient of their
+ *                      output.
+ * moe_combine          y[t,:] = (accumulate ? y[t,:] : 0) + sum over j, in order, of
+ *                      z[slot[t,j],:] (+ residual[t,:]), added in this order in fp32, with one
+ *                      rounding.
+ *                      ptr: R z[R,D], R slot i32[T,k], W|RW y[T,D], then R residual[T,D] if
+ *                      has_residual.
+ *                      Forward it makes the output; backward, of the rows' gradients, that of the
+ *                      experts' input. accumulate and has_residual exclude each other. */
+typedef struct ps__args_moe_rows {
+  uint32_t n_tokens, n_used, dim, dt;
+  uint32_t accumulate, has_residual; /* moe_combine alone */
+} ps__args_moe_rows;
+ps_status ps__check_moe_rows(const ps__args_moe_rows *a, const char *op);
+
+/* gemm_grouped         A product an expert: R = n_tokens * n_used rows, cut by offsets. N = n_out,
+ *                      K = n_in. W[E,N,K], all operands row-major without gaps, of dt; fp32 inside,
+ *                      one rounding at the store. role (PS_GEMM_*), for the rows r of expert e:
+ *                        FORWARD  y[r,:]  = W[e] x[r,:]
+ *                        DGRAD    dx[r,:] = dy[r,:] W[e]
+ *                        WGRAD    dW[e]   = (dW[e] +) sum_r dy[r,:]^T x[r,:], with accumulate added
+ *                                 to dW. Every element is written: an expert without rows gets 0,
+ *                                 or with accumulate keeps what it has.
+ *                      ptr:
+ *                        FORWARD  R x[R,K],  R W[E,N,K], R offsets i32[E+1], W y[R,N]
+ *                        DGRAD    R dy[R,N], R W[E,N,K], R offsets i32[E+1], W dx[R,K]
+ *                        WGRAD    R dy[R,N], R x[R,K],   R offsets i32[E+1], W|RW dW[E,N,K]
+ * gemm_grouped_rows    FORWARD for generation. On the CPU a row of y depends on no other row, nor
+ *                      on their number. On CUDA it is gemm_grouped. */
+typedef struct ps__args_gemm_grouped {
+  uint32_t n_tokens, n_used, n_out, n_in, n_experts, dt, role, accumulate;
+} ps__args_gemm_grouped;
+ps_status ps__check_gemm_grouped(const ps__args_gemm_grouped *a, const char *op);
+
+/* moe_glu              s[r,:] = w act(g) u, gu[R,2I]: g = gu[:, :I], u = gu[:, I:]; w =
+ *                      weights[t,j] of the row's token and choice, r = slot[t,j]; one rounding.
+ *                      ptr: R gu[R,2I], R weights f32[T,k], R slot i32[T,k], W s[R,I].
+ * moe_glu_bwd          dweights[t,j] = sum_i ds[r,i] act(g) u; gu is replaced by its gradient, that
+ *                      of w act(g) u, and then ds by s, with the bits of moe_glu's.
+ *                      ptr: RW ds[R,I], RW gu[R,2I], R weights f32[T,k], R slot i32[T,k], W dweights
+ *                      f32[T,k]. */
+typedef struct ps__args_moe_glu {
+  uint32_t n_tokens, n_used, expert_dim, dt, activation; /* activation: as ps__args_glu */
+} ps__args_moe_glu;
+ps_status ps__check_moe_glu(const ps__args_moe_glu *a, const char *op);
 
 typedef struct ps__args_colsum {
   uint32_t rows, cols, ld, dt, accumulate;

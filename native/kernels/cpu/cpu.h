@@ -66,6 +66,17 @@ void ps__add_partials(const ps__cpu_exec *exec, void *out, uint32_t dt, const fl
  * OpenBLAS is held to one thread. */
 void ps__cpu_sgemm(bool trans_a, bool trans_b, int m, int n, int k, float alpha, const float *a,
                    int lda, const float *b, int ldb, float beta, float *c, int ldc);
+/* A product C = op(A) op(B) (+ C) in tiles, for an op of many products: how many tiles @a has, by
+ * its shape alone, and the one of them. A tile takes at most ps__cpu_gemm_tile_bytes() of the
+ * worker's scratch. ps__cpu_blas_ready() comes first. */
+int64_t ps__cpu_gemm_tiles(const ps__args_gemm *a);
+void ps__cpu_gemm_tile(const ps__cpu_exec *exec, const ps__args_gemm *a, const void *x,
+                       const void *y, void *c, int64_t tile, uint32_t worker);
+static inline size_t ps__cpu_gemm_tile_bytes(uint32_t dt) {
+  return dt == PS_F32 ? 0 : 3 * 512 * 512 * sizeof(float);
+}
+/* A row of gemm_rows: y[0..n) = x[0..k) W^T, W[n,k], all of @dt. */
+void ps__cpu_gemm_row(void *y, const void *x, const void *w, uint32_t n, uint32_t k, uint32_t dt);
 /* Opens OpenBLAS, limits it to one thread, and makes the buffers that @n_threads threads in
  * products hold, so that no product asks the system for memory. A second call costs nothing.
  * ps__cpu_sgemm() may be called only after this function; the gemm kernel calls it itself. Errors:

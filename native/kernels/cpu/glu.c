@@ -1,7 +1,7 @@
 /* glu.c - the gated activation of the feed-forward layer (Shazeer 2020, arXiv 2002.05202),
  * forward and backward. */
+#include "kernels/cpu/glu.h"
 #include "kernels/cpu/quantize.h"
-#include "core/vec.h"
 
 typedef struct glu_job {
   size_t ffn;
@@ -9,19 +9,6 @@ typedef struct glu_job {
   char *gu; /* [T,2F] */
   char *s;  /* [T,F]; backward: ds, then s */
 } glu_job;
-
-/* 1 + exp(-k(x)): both activations are x * sigmoid(k(x)), silu with k = x, and gelu_tanh, which is
- * x/2 (1 + tanh(y)), with k = 2y = 2 sqrt(2/pi) (x + 0.044715 x^3). */
-#define GELU_A 1.5957691216057308f
-#define GELU_B 0.044715f
-PS_VEC void glu_below(ps__v *below, const ps__v *x, uint32_t activation) {
-  const ps__v k = activation == PS_ACTIVATION_SILU ? *x : (*x * *x * GELU_B + 1.0f) * *x * GELU_A;
-  *below = 1.0f + ps__v_exp(-k);
-}
-/* x times the derivative of k. */
-PS_VEC void glu_slope(ps__v *slope, const ps__v *x, uint32_t activation) {
-  *slope = activation == PS_ACTIVATION_SILU ? *x : (*x * *x * (3.0f * GELU_B) + 1.0f) * *x * GELU_A;
-}
 
 PS_VEC void glu_fwd_rows(const glu_job *j, int64_t first, int64_t end, uint32_t dt,
                          uint32_t activation) {
@@ -55,15 +42,6 @@ PS_VEC void glu_bwd_rows(const glu_job *j, int64_t first, int64_t end, uint32_t 
     }
   }
 }
-
-/* Of a job's dtype and activation, each a constant. */
-#define GLU_ROWS(rows, j, first, end)                                                              \
-  do {                                                                                             \
-    if ((j)->activation == PS_ACTIVATION_SILU)                                                     \
-      PS__BY_DTYPE((j)->dt, DT, rows(j, first, end, DT, PS_ACTIVATION_SILU));                      \
-    else                                                                                           \
-      PS__BY_DTYPE((j)->dt, DT, rows(j, first, end, DT, PS_ACTIVATION_GELU_TANH));                 \
-  } while (0)
 
 PS_CLONES static void glu_fwd_run(const glu_job *j, int64_t first, int64_t end) {
   GLU_ROWS(glu_fwd_rows, j, first, end);

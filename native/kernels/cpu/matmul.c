@@ -279,6 +279,17 @@ static void gemm_tile(void *arg, int64_t task, uint32_t worker) {
   }
 }
 
+int64_t ps__cpu_gemm_tiles(const ps__args_gemm *a) {
+  const tiling t = tile_product(a);
+  return (int64_t)t.parts_m * t.parts_n;
+}
+void ps__cpu_gemm_tile(const ps__cpu_exec *exec, const ps__args_gemm *a, const void *x,
+                       const void *y, void *c, int64_t tile, uint32_t worker) {
+  const gemm_job job = {
+      .a = a, .alpha = 1, .exec = exec, .t = tile_product(a), .pa = x, .pb = y, .pc = c};
+  gemm_tile((void *)&job, tile, worker);
+}
+
 /* C = op(A) op(B) as gemm says, with this alpha.
  * @c  C, then the bias and the residual where there are such */
 static ps_status multiply(const ps__cpu_exec *exec, const ps__args_gemm *a, float alpha,

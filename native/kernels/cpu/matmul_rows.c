@@ -88,6 +88,13 @@ static void rows_tile(const rows_product *p, uint32_t i0, uint32_t j0) {
     }
 }
 
+void ps__cpu_gemm_row(void *y, const void *x, const void *w, uint32_t n, uint32_t k, uint32_t dt) {
+  const ps__args_gemm a = ps__gemm_args(1, n, k, false, true, dt);
+  const rows_product p = {.a = &a, .x = x, .w = w, .y = y};
+  for (uint32_t j = 0; j < n; j += ROWS_N)
+    rows_tile(&p, 0, j);
+}
+
 static void rows_task(void *arg, int64_t task, uint32_t worker) {
   const rows_product *p = arg;
   const uint32_t first = (uint32_t)task * ROWS_TASK,
