@@ -108,7 +108,8 @@ $(BIN): $(CLI_OBJ) $(LIB) $(STAMP_link)
 TEST_BIN := $(TEST_SRC:tests/native/%.c=$(BUILD)/tests/%)
 FUZZ_BIN := $(patsubst tests/fuzz/%.c,$(BUILD)/fuzz/%,$(sort $(wildcard tests/fuzz/fuzz_*.c)))
 BENCH_BIN := $(BENCH_SRC:bench/%.c=$(BUILD)/bench/%)
-OP_CASES := $(patsubst %,tests/native/%.c,op_cases op_cases_layers op_cases_products op_cases_fp8)
+OP_CASES := $(patsubst %,tests/native/%.c,op_cases op_cases_layers op_cases_products \
+  op_cases_fp8 op_cases_moe)
 DRAW_SETS := $(patsubst %,$(BUILD)/obj/tests/native/draw_set_%.o,sse2 avx2 avx512f)
 STANDIN := $(BUILD)/obj/tests/native/attention_standin.o
 AVX2_LIB := $(BUILD)/tests/avx2/lib/libpenstock.so
@@ -152,7 +153,7 @@ $(BUILD)/tests/libops_shim.so: $(BUILD)/obj/tests/native/ops_shim.o $(ARCHIVE) $
 	@mkdir -p $(dir $@)
 	$(call run,LINK,$@)$(LINK_SHARED) $(IN_BUILD) -o $@ $(filter %.o,$^) $(ARCHIVE) $(LIBS)
 BASE_KERNELS := cross_entropy embedding matmul matmul_rows attention_cached reduce rmsnorm glu \
-  quantize
+  quantize moe
 OPS_BASE_SRC := tests/native/ops_shim.c $(OP_CASES) native/core/dtype.c \
   $(BASE_KERNELS:%=native/kernels/cpu/%.c)
 $(BUILD)/tests/libops_shim_base.so: $(OPS_BASE_SRC) $(ARCHIVE) $(STAMP_link)

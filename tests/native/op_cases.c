@@ -15,7 +15,7 @@ float op_normal(void) {
   return (float)((op_uniform() + op_uniform() + op_uniform() + op_uniform() - 2.0) * 1.7320508);
 }
 size_t op_dtype_bytes(uint32_t dt) {
-  return dt == OP_F64 ? 8 : dt == OP_I32 ? 4 : ps__dtypes[dt].bytes;
+  return dt == OP_F64 ? 8 : dt == OP_I32 ? 4 : dt == OP_U16 ? 2 : ps__dtypes[dt].bytes;
 }
 static bool is_fp8(uint32_t dt) { return dt >= PS__E4M3 && dt <= PS__E5M2; }
 static double fp8_value(const uint8_t *p, uint32_t dt, uint64_t i) {
@@ -27,6 +27,7 @@ double op_value(const void *p, uint32_t dt, uint64_t i) {
   return is_fp8(dt)     ? fp8_value(p, dt, i)
          : dt == OP_F64 ? ((const double *)p)[i]
          : dt == OP_I32 ? ((const int32_t *)p)[i]
+         : dt == OP_U16 ? ((const uint16_t *)p)[i]
                         : ps__load1_f32(p, dt, i);
 }
 double op_ulp(double v, uint32_t dt) {
@@ -105,6 +106,15 @@ const op_entry op_table[] = {
     {.kernel = &ps__k_glu_quantize, .cases = op_glu_quantize},
     {.kernel = &ps__k_glu_bwd_quantize, .cases = op_glu_bwd_quantize},
     {.kernel = &ps__k_gemm_fp8, .cases = op_gemm_fp8},
+    {.kernel = &ps__k_moe_route, .cases = op_moe_route},
+    {.kernel = &ps__k_moe_route_bwd, .cases = op_moe_route_bwd},
+    {.kernel = &ps__k_moe_index, .cases = op_moe_index, .same_bits = true},
+    {.kernel = &ps__k_moe_gather, .cases = op_moe_gather, .same_bits = true},
+    {.kernel = &ps__k_moe_combine, .cases = op_moe_combine, .same_bits = true},
+    {.kernel = &ps__k_gemm_grouped, .cases = op_gemm_grouped},
+    {.kernel = &ps__k_gemm_grouped_rows, .cases = op_gemm_grouped_rows},
+    {.kernel = &ps__k_moe_glu, .cases = op_moe_glu},
+    {.kernel = &ps__k_moe_glu_bwd, .cases = op_moe_glu_bwd},
     {.kernel = &ps__k_attention_cached, .cases = op_attention_cached},
 };
 const uint32_t n_op_table = sizeof op_table / sizeof *op_table;

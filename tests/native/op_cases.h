@@ -7,7 +7,7 @@
 #define PS_TESTS_OP_CASES_H
 #include "kernels/ops.h"
 
-enum { OP_I32 = 10, OP_F64 = 11 };                  /* dtypes of operands besides ps_dtype's */
+enum { OP_I32 = 10, OP_F64 = 11, OP_U16 = 12 };     /* dtypes of operands besides ps_dtype's */
 enum { OP_MAX_OPERANDS = 10, OP_ARGS_BYTES = 640 }; /* of a case */
 
 /* Besides the one rounding at the store:
@@ -20,7 +20,7 @@ typedef struct op_tolerance {
 
 typedef struct op_operand {
   uint32_t mode; /* ps_access_mode; what is written alone is poisoned before */
-  uint32_t dt;   /* ps_dtype, OP_I32 or OP_F64 */
+  uint32_t dt;   /* ps_dtype, OP_I32, OP_F64 or OP_U16 */
   uint64_t n;    /* elements */
   void *init;    /* its values before the launch; NULL: PS_WRITE */
   op_tolerance tolerance;

@@ -1,5 +1,5 @@
 /* op_families.h - for the files that make the cases of op_cases.c's table, each of a family of ops:
- * op_cases_layers.c, op_cases_products.c and op_cases_fp8.c. */
+ * op_cases_layers.c, op_cases_products.c, op_cases_fp8.c and op_cases_moe.c. */
 #ifndef PS_TESTS_OP_FAMILIES_H
 #define PS_TESTS_OP_FAMILIES_H
 #include "op_cases.h"
@@ -99,6 +99,16 @@ void op_copy_bytes(visit *v, uint32_t dt);
 void op_colsum(visit *v, uint32_t dt);
 void op_gemm(visit *v, uint32_t dt);
 void op_gemm_rows(visit *v, uint32_t dt);
+/* op_cases_moe.c */
+void op_moe_route(visit *v, uint32_t dt);
+void op_moe_route_bwd(visit *v, uint32_t dt);
+void op_moe_index(visit *v, uint32_t dt);
+void op_moe_gather(visit *v, uint32_t dt);
+void op_moe_combine(visit *v, uint32_t dt);
+void op_gemm_grouped(visit *v, uint32_t dt);
+void op_gemm_grouped_rows(visit *v, uint32_t dt);
+void op_moe_glu(visit *v, uint32_t dt);
+void op_moe_glu_bwd(visit *v, uint32_t dt);
 /* op_cases_fp8.c */
 void op_quantize(visit *v, uint32_t dt);
 void op_fp8_scale(visit *v, uint32_t dt);

@@ -1,0 +1,105 @@
+"""The formulas of the ops of experts (native/kernels/ops.h), for test_op_cases.py: arguments and
+operands, in fp64 where they are numbers, to the written operands in order."""
+
+import torch
+from op_runs import struct
+
+Route = struct("Route", [("I", "n_tokens n_experts n_used renorm")])
+RouteBwd = struct(
+    "RouteBwd",
+    [
+        ("I", "n_tokens n_experts n_used renorm dt count"),
+        ("f", "aux z_loss"),
+        ("I", "step_tokens"),
+    ],
+)
+Index = struct("Index", [("I", "n_tokens n_experts n_used")])
+Rows = struct("Rows", [("I", "n_tokens n_used dim dt accumulate has_residual")])
+Grouped = struct("Grouped", [("I", "n_tokens n_used n_out n_in n_experts dt role accumulate")])
+MoeGlu = struct("MoeGlu", [("I", "n_tokens n_used expert_dim dt activation")])
+FORWARD, DGRAD, WGRAD = 0, 1, 2
+
+
+def chosen(p, ids, renorm):
+    w = p.gather(1, ids)
+    return w / w.sum(1, keepdim=True) if renorm else w
+
+
+def route(a, logits, _ids, _weights):
+    """Equal logits in the order of their indices; -inf before NaN."""
+    x = logits.view(a.n_tokens, a.n_experts)
+    order = torch.where(x.isnan(), -2e300, x.clamp(-1e300, 1e300))
+    ids = order.sort(dim=1, descending=True, stable=True).indices[:, : a.n_used]
+    return [ids, chosen(x.softmax(1), ids, a.renorm)]
+
+
+def route_bwd(a, logits, ids, _weights, dweights, offsets, _dlogits, counts=None):
+    x = logits.view(a.n_tokens, a.n_experts).requires_grad_()
+    ids, n = ids.view(a.n_tokens, a.n_used).long(), offsets.diff().double()
+    loss = (chosen(x.softmax(1), ids, a.renorm) * dweights.view_as(ids)).sum()
+    loss = loss + a.aux * ((n / a.n_tokens) * x.softmax(1).sum(0) / a.step_tokens).sum()
+    loss = loss + a.z_loss * (x.logsumexp(1) ** 2).sum() / a.step_tokens
+    out = [torch.autograd.grad(loss, x)[0]]
+    if a.count:
+        out.append((counts.view(torch.int64) + n.long()).view(torch.float64))
+    return out
+
+
+def index(a, ids, *_):
+    ids = torch.where(ids < a.n_experts, ids, 0).long()
+    order = ids.sort(stable=True).indices
+    offsets = torch.cat([torch.zeros(1), ids.bincount(minlength=a.n_experts).cumsum(0)])
+    slot = torch.empty_like(order)
+    slot[order] = torch.arange(len(order))
+    return [offsets.double(), slot.double(), (order // a.n_used).double()]
+
+
+def gather(a, x, token, _):
+    return [x.view(a.n_tokens, a.dim)[token.long()]]
+
+
+def combine(a, z, slot, y, residual=None):
+    rows = z.view(-1, a.dim)[slot.long()].view(a.n_tokens, a.n_used, a.dim).sum(1)
+    return [rows + (y if a.accumulate else residual if a.has_residual else 0 * y).view_as(rows)]
+
+
+def grouped(a, x, w, offsets, y):
+    out = []
+    bounds = offsets.tolist()
+    x = x.view(-1, a.n_in if a.role == FORWARD else a.n_out)
+    w = w.view(-1, a.n_in) if a.role == WGRAD else w.view(a.n_experts, a.n_out, a.n_in)
+    for e, (first, end) in enumerate(zip(bounds, bounds[1:])):
+        rows = x[first:end]
+        if a.role == WGRAD:
+            out.append((rows.T @ w[first:end])[None])
+        else:
+            out.append(rows @ (w[e].T if a.role == FORWARD else w[e]))
+    out = torch.cat(out)
+    return [out + y.view_as(out) if a.accumulate else out]
+
+
+def gate(a, gu, weights, slot, *_):
+    g, u = gu.view(-1, 2 * a.expert_dim).split(a.expert_dim, 1)
+    act = torch.nn.functional
+    s = (act.gelu(g, approximate="tanh") if a.activation else act.silu(g)) * u
+    of_row = torch.zeros(len(s), dtype=s.dtype).index_put((slot.long(),), weights)
+    return [s * of_row[:, None]]
+
+
+def gate_bwd(a, ds, gu, weights, slot, _):
+    gu, weights = gu.requires_grad_(), weights.requires_grad_()
+    (s,) = gate(a, gu, weights, slot)
+    return [s.detach(), *torch.autograd.grad((s * ds.view_as(s)).sum(), [gu, weights])]
+
+
+FORMULAS = {
+    "moe_route": (Route, route),
+    "moe_route_bwd": (RouteBwd, route_bwd),
+    "moe_index": (Index, index),
+    "moe_gather": (Rows, gather),
+    "moe_combine": (Rows, combine),
+    "gemm_grouped": (Grouped, grouped),
+    "gemm_grouped_rows": (Grouped, grouped),
+    "moe_glu": (MoeGlu, gate),
+    "moe_glu_bwd": (MoeGlu, gate_bwd),
+}
