@@ -141,6 +141,33 @@ def smollm3(**changes):
     return dict(family("smollm3", "SmolLM3ForCausalLM"), **dict(smol, **changes))
 
 
+SPARSE = dict(hidden_act="silu", num_experts_per_tok=2, router_aux_loss_coef=0.02)
+
+
+def olmoe(**changes):
+    sparse = dict(SPARSE, num_experts=16, clip_qkv=None, norm_topk_prob=False)
+    return family("olmoe", "OlmoeForCausalLM", **dict(sparse, **changes))
+
+
+def qwen3_moe(**changes):
+    """Sparse, dense, sparse."""
+    sparse = dict(
+        SPARSE,
+        head_dim=24,
+        num_experts=16,
+        moe_intermediate_size=40,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        decoder_sparse_step=1,
+    )
+    return family("qwen3_moe", "Qwen3MoeForCausalLM", **dict(sparse, **changes))
+
+
+def mixtral(**changes):
+    sparse = dict(SPARSE, num_local_experts=4, sliding_window=9)
+    return family("mixtral", "MixtralForCausalLM", **dict(sparse, **changes))
+
+
 # One of each family.
 FAMILIES = {
     "mistral": mistral(),
@@ -152,6 +179,8 @@ FAMILIES = {
     "granite": granite(),
     "smollm3": smollm3(),
 }
+# Families with experts.
+EXPERTS = {"olmoe": olmoe(), "qwen3_moe": qwen3_moe(), "mixtral": mixtral()}
 # What else a config of a family may say.
 VARIANTS = {
     "llama-yarn": llama(rope_scaling=YARN),
@@ -186,7 +215,7 @@ def deep(cfg):
 
 
 DEEP = {f"{name}-deep": deep(cfg) for name, cfg in FAMILIES.items()}
-ALL = {**CONFIGS, **DEEP}
+ALL = {**CONFIGS, **DEEP, **EXPERTS}
 
 
 def wide(cfg):
@@ -221,7 +250,7 @@ def random_model(cfg, seed=1):
     import transformers
 
     config = transformers.AutoConfig.for_model(**copy.deepcopy(cfg))  # which it writes into
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -234,6 +263,31 @@ def random_model(cfg, seed=1):
             elif "embed" in key:
                 x = 0.1 * x
             else:
-                x = x / math.sqrt(p.shape[1])
+                x = x / math.sqrt(p.shape[-1])
             p.copy_(x)
+            if key.endswith("gate.weight") and len(x) > 8:
+                p[5] *= 1e-3  # an expert that no token of a test's batch chooses
     return model
+
+
+def as_on_disk(named, model_type):
+    """{name: tensor} of a model in memory, where transformers 5 has a layer's experts as two
+    tensors, under the names of files."""
+    out = {}
+    for key, x in named.items():
+        if model_type == "mixtral":
+            key = key.replace(".mlp.", ".block_sparse_moe.")
+        gate, up, down = (
+            ("w1", "w3", "w2") if model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+        )
+        if key.endswith("experts.gate_up_proj"):
+            for e, w in enumerate(x):
+                g, u = w.chunk(2)
+                out[key.replace("gate_up_proj", f"{e}.{gate}.weight")] = g
+                out[key.replace("gate_up_proj", f"{e}.{up}.weight")] = u
+        elif key.endswith("experts.down_proj"):
+            for e, w in enumerate(x):
+                out[key.replace("down_proj", f"{e}.{down}.weight")] = w
+        else:
+            out[key] = x
+    return out

@@ -37,7 +37,8 @@ class ModelConfig(c.Structure):
             (n, f32)
             for n in "norm_eps attention_scale attention_softcap logit_softcap embedding_scale residual_scale logit_scale dropout".split()
         ]
-        + [("reserved", u32)]
+        + [(n, u32) for n in "n_experts n_experts_used expert_dim norm_topk_prob".split()]
+        + [("router_aux_loss", f32), ("reserved", u32)]
         + [("local_rope_theta", c.c_double), ("rope", Rope), ("layer_flags", c.c_uint8 * 4096)]
     )
 

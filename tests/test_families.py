@@ -17,7 +17,17 @@ import pytest
 import reference as ref
 import tolerance
 import torch
-from families import ALL, CONFIGS, DEEP, FAMILIES, OFFSET, VARIANTS, random_model
+from families import (
+    ALL,
+    CONFIGS,
+    DEEP,
+    EXPERTS,
+    FAMILIES,
+    OFFSET,
+    VARIANTS,
+    as_on_disk,
+    random_model,
+)
 from penstock import Generator
 from penstock.model import ModelConfig
 from test_parity import (
@@ -98,7 +108,13 @@ def gradients(name, documents, rounded=False):
     for hook in hooks:
         hook.remove()
     grads = {key: p.grad for key, p in model.named_parameters()}
-    return loss.item(), grads, {key: math.sqrt(x) for key, x in spread.items()}
+    grads, spread = (as_on_disk(x, ALL[name]["model_type"]) for x in (grads, spread))
+    # of experts the terms are not known: that of what they add up to serves
+    spread = {
+        key: math.sqrt(spread[key]) if key in spread else g.norm().item()
+        for key, g in grads.items()
+    }
+    return loss.item(), grads, spread
 
 
 # ---- loss and gradients --------------------------------------------------------------------------
@@ -106,6 +122,7 @@ def gradients(name, documents, rounded=False):
 LAYOUTS_OF_FAMILIES = ("one-a-chunk", "packed", "sliced-4", "uneven-slices")
 CASES = [(n, layout, True) for n in FAMILIES for layout in LAYOUTS_OF_FAMILIES]
 CASES += [(n, layout, False) for n in FAMILIES for layout in ("packed", "sliced-4")]
+CASES += [(n, layout, True) for n in EXPERTS for layout in ("packed", "uneven-slices")]
 CASES += [(n, "uneven-slices", True) for n in VARIANTS] + [(n, "packed", False) for n in VARIANTS]
 
 
@@ -128,6 +145,13 @@ def test_gradients_of_every_tensor(directory, name, layout, documents):
     check(name, layout, documents, where=directory(name))
 
 
+@pytest.mark.parametrize("name", ["olmoe", "qwen3_moe"])
+def test_an_expert_without_a_row_is_among_those_compared(name):
+    grads = gradients(name, True)[1]
+    assert {bool(g.any()) for key, g in grads.items() if ".experts.5." in key} == {False}
+    assert all(g.any() for key, g in grads.items() if ".experts." in key and ".5." not in key)
+
+
 def test_the_batches_reach_past_windows_and_lengths():
     """Documents longer than the windows, and than Phi-3's length before scaling."""
     tokens, _ = batch(0, True)
@@ -138,7 +162,7 @@ def test_the_batches_reach_past_windows_and_lengths():
     assert any(0 < n < longest for n in originals) and any(n > tokens.shape[1] for n in originals)
 
 
-@pytest.mark.parametrize("name", [*DEEP, "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", [*DEEP, "gemma2", "gemma3", *EXPERTS])
 def test_gradients_in_the_smallest_device(directory, name):
     """Units are streamed, activations fetched or made again: by the right forward ops."""
     where = directory(name)
@@ -157,8 +181,9 @@ def test_gradients_in_bf16(directory, name, recipe):
 # ---- directories ---------------------------------------------------------------------------------
 
 
-@pytest.mark.oldest
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.oldest) for n in CONFIGS), *EXPERTS]
+)
 def test_a_trained_model_opens_in_transformers(directory, tmp_path, name):
     where = directory(name)
     with open_trainer(where, "packed", data=plain) as trainer:
@@ -239,7 +264,7 @@ def greedy(model, ids, n):
 END_OF_TEXT = 2  # COMMON's eos_token_id, where transformers stops
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *EXPERTS])
 def test_greedy_tokens_are_those_of_transformers(directory, name):
     """Prompts of several lengths at once, whose steps cut them. They are longer than longrope's
     original context, so that both sides have its long factors throughout."""
@@ -247,7 +272,7 @@ def test_greedy_tokens_are_those_of_transformers(directory, name):
     # both in fp32, and logits of up to about 4: a relative error of delta each, twice
     bound = 2 * 4 * delta(name, "fp32", "one-a-chunk")
     while len(prompts) < 3:
-        ids = rng.integers(3, CONFIGS[name]["vocab_size"], 34 + 3 * len(prompts)).tolist()
+        ids = rng.integers(3, ALL[name]["vocab_size"], 34 + 3 * len(prompts)).tolist()
         tokens, gap = greedy(model, ids, 8)
         if gap > bound:
             prompts.append(ids)

@@ -38,7 +38,8 @@ typedef struct ps_checkpoint_info {
   uint64_t chunk_tokens, chunks_per_round, first_round_chunks, first_rounds, head_slice_tokens;
   uint64_t n_sequences; /* of the dataset, at seq_len; 0: the data came from a batch function */
   double z_loss, label_smoothing;
-  uint64_t data_mix; /* ps_dataset_mix() of the dataset */
+  double router_aux_loss, router_z_loss; /* as they were in force */
+  uint64_t data_mix;                     /* ps_dataset_mix() of the dataset */
   ps_lora lora;
   uint32_t fp8_bf16_first, fp8_bf16_last, fp8_bf16_down, fp8_head, fp8_fast_accumulation;
   uint32_t n_hosts; /* that trained; on others the training goes on with other bits */

@@ -58,6 +58,9 @@ typedef enum ps_rope_scaling {
 
 enum { PS_ROPE_PAIRS = 128, PS_MAX_LAYERS = 4096 };
 
+/* The largest coefficient of a router's terms of the loss. */
+#define PS_MAX_ROUTER_LOSS 1.0
+
 /* Fields have config.json's names; a kind reads those that it names. A number that config.json may
  * lack is 0 where it does, and then transformers' default counts. */
 typedef struct ps_rope {
@@ -78,13 +81,14 @@ typedef enum ps_activation {
   PS_ACTIVATION_GELU_TANH = 1 /* GELU's tanh approximation */
 } ps_activation;
 
-/* What sets one layer's attention apart, a bit set. 0: it sees all of the document's earlier
- * tokens and has RoPE. */
+/* What sets one layer apart, a bit set. 0: its attention sees all of the document's earlier tokens
+ * and has RoPE, and its second half is an MLP. */
 enum {
   PS_LAYER_WINDOW = 1,     /* sees ps_model_config.window tokens, its own among them */
   PS_LAYER_NO_ROPE = 2,    /* SmolLM3 */
   PS_LAYER_LOCAL_ROPE = 4, /* RoPE with local_rope_theta and no scaling (Gemma 3) */
-  PS_LAYER_FLAGS = 7
+  PS_LAYER_EXPERTS = 8,    /* experts and their router in the MLP's place */
+  PS_LAYER_FLAGS = 15
 };
 
 /* The fields mean what Hugging Face's names mean. ps_model_config_check() checks them. A scale or
@@ -115,7 +119,14 @@ typedef struct ps_model_config {
   float residual_scale;    /* of what a layer adds to the residual stream (Granite) */
   float logit_scale;       /* of the logits, before the cap (Granite: 1 / logits_scaling) */
   float dropout;           /* the largest in config.json: a plan of training refuses it */
-  uint32_t reserved;       /* 0 */
+  /* Layers with PS_LAYER_EXPERTS; 0 in models without such layers:
+   *   n_experts, n_experts_used  in all, at most 512; of each token, at most 16
+   *   expert_dim                 as ffn_dim, of an expert
+   *   norm_topk_prob             1: the weights of a token's experts are divided by their sum
+   *   router_aux_loss            router_aux_loss_coef; what training takes unless told otherwise */
+  uint32_t n_experts, n_experts_used, expert_dim, norm_topk_prob;
+  float router_aux_loss;
+  uint32_t reserved; /* 0 */
   double local_rope_theta;
   ps_rope rope;
   uint8_t layer_flags[PS_MAX_LAYERS]; /* PS_LAYER_*, by block from 0 */

@@ -139,6 +139,15 @@ typedef struct ps_plan_config {
    *   label_smoothing  of the target's distribution this part is uniform over the vocabulary, as in
    *                    torch.nn.CrossEntropyLoss; below 1 */
   double z_loss, label_smoothing;
+  /* Terms of the routers, in models with experts; each is a mean over the blocks that have them, at
+   * most PS_MAX_ROUTER_LOSS. Both are 0 with forward_only, and where no block has experts. Neither
+   * is in the loss that is reported.
+   *   router_aux_loss  router_aux_loss E sum_e f_e P_e: f_e is the mean number of a chunk's tokens
+   *                    that chose expert e, so that its sum is n_experts_used, and P_e the mean of
+   *                    the softmax. A chunk counts by its part of the step's tokens. Below 0: the
+   *                    model's own, ps_model_config.router_aux_loss, and with adapters 0
+   *   router_z_loss    router_z_loss times the mean of logsumexp(router logits)^2 */
+  double router_aux_loss, router_z_loss;
   /* With a recipe of FP8; 0 with other recipes:
    *   fp8_bf16_first, fp8_bf16_last  how many of the first and of the last blocks compute in bf16;
    *                                  at least one block must be left

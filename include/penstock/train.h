@@ -212,6 +212,11 @@ typedef struct ps_step_metrics {
    * not 0 and became 0 when it was quantized; then the largest such part of one tensor of a layer.
    * From PS_FLUSHED_WARNS on a warning names that tensor. */
   double fp8_flushed, fp8_flushed_most;
+  /* With experts, of the step's tokens on this host: the largest over the blocks of the most tokens
+   * of an expert over their mean; the entropy of the experts' parts over its maximum, the mean of
+   * the blocks; experts without a token, of all blocks. Warnings name the worst. */
+  double expert_load, expert_entropy;
+  uint64_t experts_unused;
   /* 1 + the first rank whose task asked to stop before this step was computed; 0: none did
    * (ps_trainer_ask_stop()). */
   uint64_t stop;

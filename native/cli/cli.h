@@ -334,7 +334,8 @@ struct cli_job {
   /* NAN: the optimizer's default */
   double lr, weight_decay, beta1, beta2, eps, momentum;
   double min_lr, clip_norm, z_loss, label_smoothing;
-  uint64_t max_skips; /* in a row, where non_finite is PS_NON_FINITE_SKIP */
+  double router_aux_loss, router_z_loss; /* router_aux_loss below 0: not given */
+  uint64_t max_skips;                    /* in a row, where non_finite is PS_NON_FINITE_SKIP */
   uint32_t non_finite;
   bool nesterov;
   uint32_t recipe, optimizer, lr_schedule, save_dtype, no_decay;

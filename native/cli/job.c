@@ -35,6 +35,7 @@ void cli_job_init(cli_job *job) {
       .eps = defaults.eps,
       .momentum = defaults.momentum,
       .clip_norm = defaults.clip_norm,
+      .router_aux_loss = -1,
       .lora_alpha = NAN,
       .epochs = NAN,
       .warmup_ratio = NAN,
@@ -220,6 +221,13 @@ static const job_option job_options[] = {
            .table = "optimizer", .kind = CLI_NUMBER, .value = "X", .most = 0.999,
            .help = "spreads this part of each target, from 0 to 0.999, over the whole vocabulary "
                    "(default 0)"),
+    OPTION(ALWAYS, CLI_H_OPTIMIZER, router_aux_loss, .name = "router-aux-loss",
+           .table = "optimizer", .kind = CLI_NUMBER, .value = "X", .most = PS_MAX_ROUTER_LOSS,
+           .help = "coefficient of the experts' auxiliary loss (default: that of config.json, 0 "
+                   "with LoRA)"),
+    OPTION(ALWAYS, CLI_H_OPTIMIZER | CLI_RARE, router_z_loss, .name = "router-z-loss",
+           .table = "optimizer", .kind = CLI_NUMBER, .value = "X", .most = PS_MAX_ROUTER_LOSS,
+           .help = "adds X times the mean of logsumexp(router logits)^2 to the loss (default 0)"),
     OPTION(ALWAYS, CLI_H_OPTIMIZER, non_finite, .name = "non-finite", .table = "optimizer",
            .kind = CLI_CHOICE, .value = "NAME", .choices = non_finite,
            .help = "where a loss or gradient is not finite: stop (default), or skip the step's "
@@ -553,6 +561,8 @@ int cli_job_prepare(cli_job *j) {
       .clip = j->clip_norm > 0 || j->non_finite == PS_NON_FINITE_SKIP,
       .z_loss = j->forward_only ? 0 : j->z_loss,
       .label_smoothing = j->forward_only ? 0 : j->label_smoothing,
+      .router_aux_loss = j->forward_only ? 0 : j->router_aux_loss,
+      .router_z_loss = j->forward_only ? 0 : j->router_z_loss,
       .forward_only = j->forward_only,
       /* without FP8 the plan refuses what was given */
       .fp8_bf16_first = fp8 || j->fp8_first_given ? (uint32_t)j->fp8_bf16_first : 0,

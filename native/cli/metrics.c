@@ -88,6 +88,11 @@ int cli_metrics_write(const cli_job *job, FILE *f, const char *path, const ps_st
     cli_json_number(&j, "fp8_flushed", m->fp8_flushed);
     cli_json_number(&j, "fp8_flushed_most", m->fp8_flushed_most);
   }
+  if (m->expert_load > 0) {
+    cli_json_number(&j, "expert_load", m->expert_load);
+    cli_json_number(&j, "expert_entropy", m->expert_entropy);
+    cli_json_count(&j, "experts_unused", m->experts_unused);
+  }
   gpu_json(&j, m);
   step_json(&j, s);
   if (v)

@@ -121,6 +121,27 @@ static ps_status check_rope(const ps_model_config *c, const char *name) {
                              r->original_positions, 1, MAX_POSITIONS);
 }
 
+static ps_status check_experts(const ps_model_config *c, const char *name) {
+  if (!ps__n_sparse(c) && !c->n_experts)
+    return PS_OK;
+  PS_TRY(ps__config_in_range(name, "num_experts", c->n_experts, 1, PS_MAX_EXPERTS));
+  PS_TRY(
+      ps__config_in_range(name, "num_experts_per_tok", c->n_experts_used, 1, PS_MAX_EXPERTS_USED));
+  PS_TRY(ps__config_in_range(name, "the experts' intermediate size", c->expert_dim, 1, MAX_FFN));
+  PS_TRY(ps__config_in_range(name, "norm_topk_prob", c->norm_topk_prob, 0, 1));
+  if (c->n_experts_used > c->n_experts)
+    return ps__fail(PS_EFORMAT, "%s: num_experts_per_tok is %u: it must be at most num_experts, %u",
+                    name, c->n_experts_used, c->n_experts);
+  if ((double)c->n_experts * c->expert_dim * c->dim > 0x1p40)
+    return ps__fail(PS_EFORMAT,
+                    "%s: %u experts of %u x %u are too large: at most 2^40 elements a matrix", name,
+                    c->n_experts, c->expert_dim, c->dim);
+  if (!(c->router_aux_loss >= 0 && c->router_aux_loss <= (float)PS_MAX_ROUTER_LOSS))
+    return ps__fail(PS_EFORMAT, "%s: router_aux_loss_coef is %g: it must be 0 to %g", name,
+                    (double)c->router_aux_loss, PS_MAX_ROUTER_LOSS);
+  return PS_OK;
+}
+
 static bool scale_ok(float x) { return x >= 0.0f && x <= 1e6f; }
 
 static ps_status check_layers(const ps_model_config *c, const char *name) {
@@ -177,6 +198,7 @@ ps_status ps_model_config_check(const ps_model_config *c, const char *name) {
     return ps__fail(PS_EFORMAT, "%s: dropout is %g: it must be 0 to 1", name, (double)c->dropout);
   PS_TRY(ps__config_in_range(name, "reserved", c->reserved, 0, 0));
   PS_TRY(check_layers(c, name));
+  PS_TRY(check_experts(c, name));
   return check_rope(c, name);
 }
 
@@ -291,12 +313,12 @@ static ps_status refuse_foreign(const ps__config_reader *r, const ps__family *fa
           PS_EFORMAT,
           "%s: %s is set: quantized weights cannot be trained, use the unquantized model", r->path,
           objects[i]);
-  for (size_t i = 0; i < 4; i++) {
+  for (size_t i = 0; i < 4 && !family->has_experts; i++) {
     PS_TRY(ps__config_uint(r, r->j, counts[i], 0, &n));
     if (n)
       return ps__fail(PS_EFORMAT,
-                      "%s: %s is %u: mixtures of experts are not supported, use a dense model",
-                      r->path, counts[i], n);
+                      "%s: %s is %u: model_type \"%s\" has no experts, name the model's own family",
+                      r->path, counts[i], n, family->model_type);
   }
   PS_TRY(ps__config_bool(r, r->j, "attention_bias", false, &bias));
   PS_TRY(ps__config_bool(r, r->j, "mlp_bias", false, &mlp_bias));

@@ -2,6 +2,7 @@
 #include "model/define.h"
 #include "core/core.h"
 #include <math.h>
+#include <stdio.h>
 #include <string.h>
 
 static void note(ps__layer_def *d, ps_status st) {
@@ -70,6 +71,19 @@ static void add_param(ps__layer_def *d, const char *name, ps_param_role role, ui
                                             .offset = offset,
                                             .init_mean = role == PS_PARAM_NORM ? 1.0f : 0.0f,
                                             .init_std = role == PS_PARAM_MATRIX ? 0.02f : 0.0f};
+}
+
+const char *ps__def_name(ps__layer_def *d, const char *format, uint32_t i) {
+  char name[PS_PARAM_NAME_BYTES];
+  snprintf(name, sizeof name, format, i);
+  if (!grow(d, (void **)&d->name, d->n_names, &d->cap_names, sizeof *d->name))
+    return "";
+  char *own = ps__strdup(name);
+  if (!own) {
+    note(d, ps__fail(PS_ENOMEM, "out of memory for a layer's definition"));
+    return "";
+  }
+  return d->name[d->n_names++] = own;
 }
 
 void ps__def_what(ps__layer_def *d, const char *what) {
@@ -201,6 +215,8 @@ void ps__def_op(ps__layer_def *d, bool backward, bool sliced, const ps_kernel *k
   ps__op_def *op = &(*list)[(*n)++];
   *op = op_def(d, kernel, args, args_bytes, sym, n_syms);
   op->sliced = sliced;
+  for (size_t i = 0; i < n_syms; i++)
+    d->counts_routed |= sym[i].mode && sym[i].kind == PS__SYM_ROUTED;
 }
 
 /* ---- derived --------------------------------------------------------------------------------- */
@@ -287,6 +303,9 @@ ps_status ps__def_finish(ps__layer_def *d) {
 void ps__def_free(ps__layer_def *d) {
   if (!d)
     return;
+  for (uint32_t i = 0; i < d->n_names; i++)
+    ps__free(d->name[i]);
+  ps__free(d->name);
   ps__free(d->param);
   ps__free(d->span);
   ps__free(d->unit);

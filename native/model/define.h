@@ -125,7 +125,8 @@ typedef enum ps__sym_kind {
   PS__SYM_PARAM,  /* a span of parameters */
   PS__SYM_GRAD,   /* its gradient: a contribution's first chunk writes it, later chunks add to it */
   PS__SYM_BATCH,  /* a field of the chunk's batch, ps__batch_field */
-  PS__SYM_FLUSHED /* the layer's counters of flushed values: u64[PS__MAX_COUNTED] */
+  PS__SYM_FLUSHED, /* the layer's counters of flushed values: u64[PS__MAX_COUNTED] */
+  PS__SYM_ROUTED   /* the layer's counts of tokens by expert: u64[n_experts] */
 } ps__sym_kind;
 typedef enum ps__batch_field {
   PS__BATCH_TOKENS,    /* int32[T] */
@@ -174,12 +175,14 @@ typedef struct ps__layer_def {
   ps__counted counted[PS__MAX_COUNTED];
   uint32_t n_tensors, n_saved, n_sets, n_counted;
   int input, output, grad, loss, logits;
+  bool counts_routed; /* an op has PS__ROUTED */
   ps__param_def *param;
   ps__span_def *span;
   ps__unit_def *unit;
   ps__op_def *fwd, *bwd;
-  uint32_t n_params, n_spans, n_units, n_fwd, n_bwd;
-  size_t cap_params, cap_spans, cap_units, cap_fwd, cap_bwd;
+  char **name; /* names that the definition owns */
+  uint32_t n_params, n_spans, n_units, n_fwd, n_bwd, n_names;
+  size_t cap_params, cap_spans, cap_units, cap_fwd, cap_bwd, cap_names;
   /* derived: */
   ps_dtype dt;           /* of gradients of parameters, as kernels write them */
   ps__set made;          /* tensors that forward ops write, and the input */
@@ -213,6 +216,8 @@ uint16_t ps__def_param(ps__layer_def *d, const char *name, ps_param_role role, u
                        uint64_t cols);
 void ps__def_param_after(ps__layer_def *d, const char *name, ps_param_role role, uint64_t rows,
                          uint64_t cols);
+/* ps__def_name() - a name that the definition owns, of @format with @i in it; "" after an error. */
+const char *ps__def_name(ps__layer_def *d, const char *format, uint32_t i);
 /* ps__def_what() - the ops of the last span work on @what, as ps_tag.what. Borrowed like names. */
 void ps__def_what(ps__layer_def *d, const char *what);
 /* ps__def_init() - what the last parameter is drawn from, where that is not the usual: N(0, 0.02)
@@ -249,6 +254,7 @@ void ps__def_op(ps__layer_def *d, bool backward, bool sliced, const ps_kernel *k
 #define PS__G(span)                   ((ps__sym){PS__SYM_GRAD, PS_WRITE, span, 0})
 #define PS__B(field)                  ((ps__sym){PS__SYM_BATCH, PS_READ, field, 0})
 #define PS__FLUSHED                   ((ps__sym){PS__SYM_FLUSHED, PS_READ_WRITE, 0, 0})
+#define PS__ROUTED                    ((ps__sym){PS__SYM_ROUTED, PS_READ_WRITE, 0, 0})
 #define PS__SYM_IF(condition, symbol) ((condition) ? (symbol) : (ps__sym){PS__SYM_BATCH, 0, 0, 0})
 
 /* ps__def_finish() - derive what is derived. Errors: the first one noted; PS_EINTERNAL names what

@@ -65,6 +65,18 @@ ps_status ps__config_window(const ps__config_reader *r, uint32_t fallback, uint3
 ps_status ps__config_needs_window(const ps__config_reader *r, const ps_model_config *c,
                                   uint32_t sliding, const char *why);
 
+/* ps__config_experts() - n_experts, n_experts_used, expert_dim, norm_topk_prob and router_aux_loss; the
+ * family says which layers have experts. Refuses shared experts, groups, capacity and jitter. */
+typedef struct ps__experts_defaults { /* of absent keys */
+  uint32_t n_experts, n_used;
+  bool always_renorm;  /* norm_topk_prob is no key of the family: true */
+  const char *dim_key; /* of expert_dim, which is @dim without it; NULL: it is ffn_dim */
+  uint32_t dim;
+  double aux_loss;
+} ps__experts_defaults;
+ps_status ps__config_experts(const ps__config_reader *r, const ps__experts_defaults *d,
+                             ps_model_config *c);
+
 /* ---- a family -------------------------------------------------------------------------------- */
 
 struct ps__family {
@@ -76,6 +88,7 @@ struct ps__family {
   bool has_default_pad; /* where pad_token_id is absent: default_pad. Else there is none then */
   uint32_t default_pad;
   bool tied_by_default;
+  bool has_experts;
   bool has_qkv_bias; /* whatever attention_bias says */
   bool has_partial_rope;
   bool has_local_rope;        /* layers with sliding attention have RoPE of their own */

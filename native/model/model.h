@@ -22,9 +22,11 @@ typedef struct ps__unit {
   bool by_chunk, by_slice;
 } ps__unit;
 
-/* Terms of the loss beside the cross-entropy: coefficients, 0: none (ops.h). */
+/* Terms of the loss beside the cross-entropy: coefficients, 0: none (ops.h). Those of routers are the
+ * mean over the blocks that have one. */
 typedef struct ps__loss_terms {
   float z_loss, label_smoothing;
+  float router_aux, router_z;
 } ps__loss_terms;
 
 /* Which products multiply FP8 operands: those of all blocks, but for the first @bf16_first and the
@@ -131,6 +133,13 @@ static inline bool ps__tied(const ps_model *m) {
     if (d->span[i].of_embedding)
       return true;
   return false;
+}
+/* ps__n_sparse() - blocks with experts. */
+static inline uint32_t ps__n_sparse(const ps_model_config *c) {
+  uint32_t n = 0;
+  for (uint32_t i = 0; i < c->n_layers; i++)
+    n += (c->layer_flags[i] & PS_LAYER_EXPERTS) != 0;
+  return n;
 }
 /* ps__first_trained() - the first layer with a unit that is not frozen: the backward pass ends
  * there. */

@@ -145,6 +145,21 @@ static ps_status check_config(ps_plan *p) {
   if (!(c->label_smoothing >= 0 && c->label_smoothing < 1))
     return ps__fail(PS_EINVAL, "--label-smoothing %g: give a number from 0 to below 1",
                     c->label_smoothing);
+  if (!(c->router_aux_loss <= PS_MAX_ROUTER_LOSS))
+    return ps__fail(PS_EINVAL, "--router-aux-loss %g: give a number from 0 to %g",
+                    c->router_aux_loss, PS_MAX_ROUTER_LOSS);
+  if (!(c->router_z_loss >= 0 && c->router_z_loss <= PS_MAX_ROUTER_LOSS))
+    return ps__fail(PS_EINVAL, "--router-z-loss %g: give a number from 0 to %g", c->router_z_loss,
+                    PS_MAX_ROUTER_LOSS);
+  if ((c->router_aux_loss > 0 || c->router_z_loss > 0) && !p->model->cfg.n_experts)
+    return ps__fail(PS_EINVAL,
+                    "router_aux_loss is %g and router_z_loss %g: the model has no experts",
+                    c->router_aux_loss, c->router_z_loss);
+  if (c->forward_only && (c->router_aux_loss > 0 || c->router_z_loss > 0))
+    return ps__fail(PS_EINVAL,
+                    "router_aux_loss is %g and router_z_loss %g: a plan that trains nothing has "
+                    "neither",
+                    c->router_aux_loss, c->router_z_loss);
   if (c->forward_only && (c->z_loss > 0 || c->label_smoothing > 0))
     return ps__fail(PS_EINVAL,
                     "z_loss is %g and label_smoothing %g: a plan that trains nothing "
@@ -252,7 +267,12 @@ ps_status ps__plan_model(ps_model **out, const ps_model_config *model, const ps_
   /* check_config() names a recipe that there is not */
   const ps_dtype dt =
       cfg->recipe < PS_N_RECIPES ? (ps_dtype)ps__recipes[cfg->recipe].weights.dtype : PS_F32;
-  const ps__loss_terms loss = {(float)cfg->z_loss, (float)cfg->label_smoothing};
+  const double own = cfg->lora.rank || cfg->forward_only ? 0 : (double)model->router_aux_loss;
+  const ps__loss_terms loss = {.z_loss = (float)cfg->z_loss,
+                               .label_smoothing = (float)cfg->label_smoothing,
+                               .router_aux =
+                                   (float)(cfg->router_aux_loss < 0 ? own : cfg->router_aux_loss),
+                               .router_z = (float)cfg->router_z_loss};
   /* check_fp8() refuses adapters beside it */
   const bool has_fp8 = cfg->recipe < PS_N_RECIPES && ps__recipes[cfg->recipe].fp8;
   const ps__fp8 fp8 = {.on = has_fp8 && !cfg->lora.rank,

@@ -64,6 +64,15 @@ static double gemm_fp8_rate(const ps_hardware *hw, const ps__args_gemm_fp8 *g) {
   return product_rate(hw->gemm[PS_BF16], g->role, rows, bf16) * all / bf16;
 }
 
+/* As a product of the same rows an expert, less half a tile of 128 rows that each expert's last one
+ * lacks; the rate is that of gemm until it is measured. */
+static double grouped_rate(const ps_hardware *hw, const ps__args_gemm_grouped *a) {
+  const double rows = (double)a->n_tokens * a->n_used, lost = 64.0 * a->n_experts;
+  const ps_dtype dt = (ps_dtype)a->dt;
+  return product_rate(hw->gemm[dt], a->role, rows / a->n_experts, hw->gemm_flops_per_s[dt]) *
+         (hw->backend == PS_BACKEND_CPU ? 1 : rows / (rows + lost));
+}
+
 static bool is_slice(const ps_attention_rate *r) { return r->kv_rows > r->rows; }
 static double rate_of(const ps_attention_rate *r, bool backward) {
   return backward ? r->backward_flops_per_s : r->forward_flops_per_s;
@@ -157,6 +166,8 @@ static double device_ns(const ps__cost_model *m, const ps_kernel *kernel, const 
   switch (rate) {
   case PS__RATE_GEMM_FP8:
     return larger(rate_ns(work.flops, m->compute_speed * gemm_fp8_rate(hw, args)), bytes_ns);
+  case PS__RATE_GEMM_GROUPED:
+    return larger(rate_ns(work.flops, m->compute_speed * grouped_rate(hw, args)), bytes_ns);
   case PS__RATE_GEMM:
     return larger(rate_ns(work.flops, m->compute_speed * gemm_rate(hw, args)), bytes_ns);
   case PS__RATE_ATTENTION_FWD:

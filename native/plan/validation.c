@@ -64,6 +64,7 @@ static uint64_t cut(const ps__over *o, ps__val *v) {
 ps_status ps__plan_validation(const ps__over *o, ps__guests *out) {
   ps_plan_config cfg = o->plan->cfg;
   cfg.forward_only = 1;
+  cfg.router_aux_loss = cfg.router_z_loss = 0;
   cfg.z_loss = cfg.label_smoothing = 0; /* the cross-entropy alone, as penstock eval */
   ps__val *v = out->val = ps__calloc(1, sizeof *v);
   if (!v)

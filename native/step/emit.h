@@ -79,7 +79,7 @@ typedef struct ps__on_device {
   ps__late_free *late;
   size_t n_late, cap_late;
   uint32_t *batch;                /* [chunks of the step]: parts of the batch, device tensors */
-  uint32_t flushed;               /* the counters of flushed values, a device tensor */
+  uint32_t counters;              /* ps__n_counters() of each layer, a device tensor */
   uint32_t *of_step;              /* [the model's layers][max_tensors]: tensors of the step */
   uint32_t of_pass[PS__SET_BITS]; /* tensors of the running layer pass; PS__NO_VT: not made yet */
 } ps__on_device;
@@ -354,10 +354,10 @@ void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c);
 /* ps__fetch_saved() - issue the copies for the round's backward chunk pass number @pass_idx. */
 void ps__fetch_saved(ps__builder *b, uint32_t pass_idx);
 void ps__head_chunk(ps__builder *b, uint32_t c);
-/* ps__flushed_begin() - the counters of flushed values, 0 on all devices; with FP8 alone.
- * ps__flushed_end() - they go to the host, to ps__step.flushed; a checked step's are dropped. */
-void ps__flushed_begin(ps__builder *b);
-void ps__flushed_end(ps__builder *b);
+/* ps__counts_begin() - the counters of all layers, 0 on all devices; none where nothing is counted.
+ * ps__counts_end() - they go to the host, to ps__step.counters; a checked step's are dropped. */
+void ps__counts_begin(ps__builder *b);
+void ps__counts_end(ps__builder *b);
 /* ps__end_layer_pass() - free the layer pass's tensors (PS__ROWS_PASS).
  * ps__end_rounds() - free the step's on all devices (PS__ROWS_STEP). */
 void ps__end_layer_pass(ps__builder *b);

@@ -55,7 +55,7 @@ ps_status ps__step_map_over(ps__step *s, const ps__step *t) {
   fits = fits && lie_over(s, s->batch, t, t->batch, block) &&
          lie_over(s, s->row_loss, t, t->row_loss, block) &&
          lie_over(s, s->norms, t, t->norms, block) && lie_over(s, s->stats, t, t->stats, block) &&
-         (s->flushed == PS__NO_VT || lie_over(s, s->flushed, t, t->flushed, block));
+         (s->counters == PS__NO_VT || lie_over(s, s->counters, t, t->counters, block));
   for (uint32_t i = 0; fits && i < block; i++)
     fits = !s->vt[i].persistent || s->vt[i].alias_of;
   return fits ? ps__step_map(s)

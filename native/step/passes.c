@@ -159,44 +159,49 @@ static ps__vaccess batch_access(const ps__builder *b, const chunk_pass *p, ps__s
                   4ull * p->shape.n_tokens);
 }
 
-static uint64_t flushed_bytes(const ps_model *m) { return 8ull * PS__MAX_COUNTED * m->n_layers; }
+static bool is_counter(ps__sym y) { return y.kind == PS__SYM_FLUSHED || y.kind == PS__SYM_ROUTED; }
+static uint64_t counter_bytes(const ps_model *m) { return 8ull * ps__n_counters(m) * m->n_layers; }
 
-static ps__vaccess flushed_access(const ps__builder *b, const chunk_pass *p) {
-  const uint64_t each = 8ull * PS__MAX_COUNTED;
-  return ps__part(b->on->flushed, PS_READ_WRITE, each * p->layer, each);
+static ps__vaccess counter_access(const ps__builder *b, const chunk_pass *p, ps__sym y) {
+  const ps_model *m = b->s->model;
+  const uint64_t first = 8ull * ps__n_counters(m) * p->layer, routed = 8ull * ps__routed_at(m);
+  return y.kind == PS__SYM_FLUSHED
+             ? ps__part(b->on->counters, PS_READ_WRITE, first, 8ull * PS__MAX_COUNTED)
+             : ps__part(b->on->counters, PS_READ_WRITE, first + routed, 8ull * m->cfg.n_experts);
 }
 
 /* On the host the counters have memory of their own. The report reads them after the updates: what
  * had the same memory in the next step, such as its first embedding rows, would wait for it. */
-void ps__flushed_begin(ps__builder *b) {
-  const ps__args_fill fill = {flushed_bytes(b->s->model)};
-  b->s->flushed = PS__NO_VT;
-  if (!ps__counts_flushed(b->s->model))
+void ps__counts_begin(ps__builder *b) {
+  const ps__args_fill fill = {counter_bytes(b->s->model)};
+  b->s->counters = PS__NO_VT;
+  if (!ps__n_counters(b->s->model))
     return;
-  b->s->flushed = ps__vt_persistent(b, b->s->at->host, fill.bytes * ps__n_devices(b));
+  b->s->counters = ps__vt_persistent(b, b->s->at->host, fill.bytes * ps__n_devices(b));
   for (uint32_t d = 0; d < ps__n_devices(b); d++) {
     b->on = &b->dev[d];
-    b->on->flushed = ps__vt_new(b, b->on->at.place, fill.bytes);
-    const ps__vaccess zero = ps__whole(b, b->on->flushed, PS_WRITE);
+    b->on->counters = ps__vt_new(b, b->on->at.place, fill.bytes);
+    const ps__vaccess zero = ps__whole(b, b->on->counters, PS_WRITE);
     ps__emit(b, &ps__k_fill_zero, b->on->at.compute, &fill, sizeof fill, &zero, 1,
              (ps_tag){.layer = -1, .round = -1, .chunk = -1, .phase = PS__PHASE_FORWARD});
   }
   b->on = b->dev;
 }
 
-void ps__flushed_end(ps__builder *b) {
-  const uint64_t bytes = flushed_bytes(b->s->model);
-  for (uint32_t d = 0; b->s->flushed != PS__NO_VT && d < ps__n_devices(b); d++) {
+void ps__counts_end(ps__builder *b) {
+  const uint64_t bytes = counter_bytes(b->s->model);
+  for (uint32_t d = 0; b->s->counters != PS__NO_VT && d < ps__n_devices(b); d++) {
     b->on = &b->dev[d];
     if (!b->s->spec->checked)
-      ps__emit_copy(b, b->on->at.to_host, ps__whole(b, b->on->flushed, PS_READ),
-                    ps__part(b->s->flushed, PS_WRITE, bytes * d, bytes),
+      ps__emit_copy(b, b->on->at.to_host, ps__whole(b, b->on->counters, PS_READ),
+                    ps__part(b->s->counters, PS_WRITE, bytes * d, bytes),
                     (ps_tag){.layer = -1,
                              .round = -1,
                              .chunk = -1,
                              .phase = PS__PHASE_UPDATE,
-                             .what = "counts of flushed values"});
-    ps__vt_free(b, b->on->flushed);
+                             .what = ps__counts_flushed(b->s->model) ? "counts of flushed values"
+                                                                     : "counts of routed tokens"});
+    ps__vt_free(b, b->on->counters);
   }
   b->on = b->dev;
 }
@@ -244,7 +249,7 @@ static void check_results(ps__builder *b, const chunk_pass *p, const ps__op_def 
     const bool unread =
         ps__sym_is_tensor(y) && op->has_unread && strcmp(p->d->tensor[y.id].name, "unread") == 0;
     const bool wide = !ps__sym_is_tensor(y) || p->d->tensor[y.id].dt < PS_N_DTYPES;
-    if ((access[i].mode & PS_WRITE) && !unread && wide && y.kind != PS__SYM_FLUSHED)
+    if ((access[i].mode & PS_WRITE) && !unread && wide && !is_counter(y))
       check_result(b, p, op, y, &access[i], phase);
   }
 }
@@ -254,10 +259,10 @@ static void emit_op(ps__builder *b, const chunk_pass *p, const ps__op_def *op, i
   _Alignas(16) char args[PS__ARGS_BYTES];
   for (uint32_t i = 0; i < op->n_syms; i++) {
     const ps__sym y = op->sym[i];
-    access[i] = y.kind == PS__SYM_BATCH     ? batch_access(b, p, y)
-                : y.kind == PS__SYM_FLUSHED ? flushed_access(b, p)
-                : ps__sym_is_tensor(y)      ? tensor_access(b, p, y, op->sliced)
-                                            : span_access(b, p, y);
+    access[i] = y.kind == PS__SYM_BATCH ? batch_access(b, p, y)
+                : is_counter(y)         ? counter_access(b, p, y)
+                : ps__sym_is_tensor(y)  ? tensor_access(b, p, y, op->sliced)
+                                        : span_access(b, p, y);
   }
   ps__chunk_shape shape = p->shape;
   shape.first_grad |= op->has_unread;
@@ -327,7 +332,8 @@ static chunk_pass begin_chunk_pass(ps__builder *b, uint32_t layer, uint32_t c) {
       .row0 = k->row0,
       .first_grad = ps__contribution_begins(b, c),
       .first_dkv = k - b->s->layout->chunk == g->first_chunk + g->n_chunks - 1,
-      .document_rows = b->s->spec->one_document ? (uint32_t)b->s->layout->seq_len : 0};
+      .document_rows = b->s->spec->one_document ? (uint32_t)b->s->layout->seq_len : 0,
+      .step_tokens = (uint32_t)(b->s->layout->n_tokens * b->s->spec->n_hosts)};
   for (uint32_t t = 0; t < p.d->n_tensors; t++)
     p.bound[t] = ps__in(p.d->of_step, t) ? *of_step(b, layer, t) : b->on->of_pass[t];
   return p;

@@ -223,7 +223,7 @@ static void run_pass(ps__builder *b, ps__in_flight *in) {
 static void emit_rounds(ps__builder *b) {
   const uint32_t n = ps__n_devices(b);
   uint32_t n_left = 0, n_done = 0;
-  ps__flushed_begin(b);
+  ps__counts_begin(b);
   for (uint32_t i = 0; i < n; i++)
     n_left += b->flight[i].n_passes;
   for (uint32_t slot = 0; n_done < n_left && !b->s->out_of_memory; slot++) {
@@ -246,7 +246,7 @@ static void emit_rounds(ps__builder *b) {
   ps__end_rounds(b);
   ps__flush_late(b);
   ps__exchanges_end(b);
-  ps__flushed_end(b);
+  ps__counts_end(b);
   ps__emit_updates(b);
 }
 

@@ -131,6 +131,19 @@ static inline bool ps__exchanges(const ps__spec *s) {
 static inline bool ps__counts_flushed(const ps_model *m) {
   return m->fp8.on && m->n_frozen < m->n_layers;
 }
+/* ps__counts_routed() - whether it counts the tokens of each expert, likewise.
+ * ps__n_counters() - counters of a layer, u64: PS__MAX_COUNTED of flushed values, where they are
+ * counted, then one for each expert.
+ * ps__routed_at() - the first of those. */
+static inline bool ps__counts_routed(const ps_model *m) {
+  return m->cfg.n_experts && m->n_frozen < m->n_layers;
+}
+static inline uint32_t ps__routed_at(const ps_model *m) {
+  return ps__counts_flushed(m) ? PS__MAX_COUNTED : 0;
+}
+static inline uint32_t ps__n_counters(const ps_model *m) {
+  return ps__routed_at(m) + (ps__counts_routed(m) ? m->cfg.n_experts : 0);
+}
 /* ps__first_saving() - the first block, from 0, that saves activations. */
 static inline uint32_t ps__first_saving(const ps_model *m) {
   const uint32_t first = ps__first_trained(m);
@@ -176,7 +189,7 @@ void ps__spec_free(ps__spec *s);
  *           time: the trainer orders the two row by row (train/rows.c). That UPDATE ends before
  *           this step's next op on the table or its gradient, which comes after the chunk's
  *           backward pass.
- *   REPORT  R stats; where FP8 counts what it flushes (ps__counts_flushed()), R the counters
+ *   REPORT  R stats; where something is counted (ps__n_counters()), R the counters
  *           u64[n_devices][n_layers][PS__MAX_COUNTED] of the model's layers; where units are
  *           updated on the device, R what is copied to the host last. Of a checked step: R
  *           f64[n_checks], a sum of squares for each check */
@@ -306,8 +319,8 @@ typedef struct ps__step {
   ps__unit_host *unit_host; /* [n_units] */
   uint64_t *batch_offset;   /* [n_chunks] BYTES from the batch's start */
   uint32_t batch, row_loss, norms, stats;
-  uint32_t flushed; /* the counters of REPORT, or PS__NO_VT */
-  ps__check *check; /* [n_checks] of a checked step, in its order */
+  uint32_t counters; /* the counters of REPORT, or PS__NO_VT */
+  ps__check *check;  /* [n_checks] of a checked step, in its order */
   size_t n_checks, cap_checks;
   /* results */
   uint64_t space_bytes[PS_MAX_PLACES];     /* the memory map's peaks */

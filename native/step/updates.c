@@ -222,8 +222,8 @@ void ps__emit_updates(ps__builder *b) {
    * after the last copy of state to the host by reading it, as that stream is in order. */
   ps__vaccess report[3] = {ps__whole(b, s->stats, PS_READ)};
   uint32_t n_read = 1;
-  if (s->flushed != PS__NO_VT)
-    report[n_read++] = ps__whole(b, s->flushed, PS_READ);
+  if (s->counters != PS__NO_VT)
+    report[n_read++] = ps__whole(b, s->counters, PS_READ);
   if (any_on_device)
     report[n_read++] = ps__whole(b, b->last_sent, PS_READ);
   ps__emit_hook(b, PS__HOOK_REPORT, 0, b->s->at->host_ops, report, n_read, (ps_work){0}, tag);

@@ -1,6 +1,6 @@
 /* hooks.c - the host ops of a step: its batch, its loss, the gradient norm, the updates, the
  * report. */
-#include "train/trainer.h"
+#include "train/routing.h"
 #include <math.h>
 #include <string.h>
 
@@ -217,7 +217,7 @@ static void report_flushed(const ps_trainer *t, const uint64_t *counter, ps__ste
                        (double)t->size.layout->n_tokens;
       double here = 0;
       for (uint32_t d = 0; d < n_devices; d++)
-        here += (double)counter[((size_t)d * m->n_layers + l) * PS__MAX_COUNTED + k];
+        here += (double)counter[((size_t)d * m->n_layers + l) * ps__n_counters(m) + k];
       flushed += here;
       counted += n;
       if (here / n > r->flushed_most) {
@@ -242,6 +242,8 @@ static ps_status report(ps_trainer *t, const ps_launch *l) {
   r->n_skipped = atomic_load(&t->skips.n);
   if (ps__counts_flushed(t->plan->model))
     report_flushed(t, l->ptr[1], r);
+  if (ps__counts_routed(t->plan->model))
+    ps__routing_report(t, l->ptr[1], r);
   r->end_ns = ps__engine_now(t->engine, l->stream);
   atomic_store(&t->ended, l->step + 1);
   for (uint32_t u = 0; u < t->plan->spec.n_units; u++)

@@ -71,6 +71,8 @@ const ps__setting ps__batch_settings[] = {
     {"n_hosts", "number of hosts", PS__U32, offsetof(ps_checkpoint_info, n_hosts), false, true},
     NEWER(ps_checkpoint_info, z_loss, "z-loss", PS__F64),
     NEWER(ps_checkpoint_info, label_smoothing, "label-smoothing", PS__F64),
+    NEWER(ps_checkpoint_info, router_aux_loss, "router-aux-loss", PS__F64),
+    NEWER(ps_checkpoint_info, router_z_loss, "router-z-loss", PS__F64),
     {.key = NULL},
 };
 
@@ -100,6 +102,8 @@ void ps__checkpoint_info_of(const ps_trainer *t, uint64_t n_steps, ps_checkpoint
       .n_hosts = c->n_hosts,
       .z_loss = c->z_loss,
       .label_smoothing = c->label_smoothing,
+      .router_aux_loss = (double)t->plan->model->loss.router_aux,
+      .router_z_loss = c->router_z_loss,
       .n_sequences = t->cfg.dataset ? ps_dataset_n_sequences(t->cfg.dataset, c->seq_len) : 0,
       .data_mix = t->cfg.dataset ? ps_dataset_mix(t->cfg.dataset) : 0,
   };

@@ -8,6 +8,7 @@
 #include "train/replan.h"
 #include "train/pace.h"
 #include "train/resume.h"
+#include "train/routing.h"
 #include <errno.h>
 #include <string.h>
 #include <sys/random.h>
@@ -176,6 +177,7 @@ static ps_status open_trainer(ps_trainer *t, const ps_checkpoint *from, ps_progr
     t->logits = ps__calloc(t->plan->model->cfg.vocab_size, sizeof *t->logits);
   if (!t->tokens || !t->targets || !t->begins || (c->logits_fn && !t->logits))
     return ps__fail(PS_ENOMEM, "out of memory for a batch");
+  PS_TRY(ps__routing_create(t));
   PS_TRY(check_model(t));
   PS_TRY(make_segments(t));
   ps_tensor_file *weights = NULL, *adapters = NULL;
@@ -314,6 +316,7 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
   ps__free(t->targets);
   ps__free(t->begins);
   ps__free(t->logits);
+  ps__free(t->unused);
   ps__free(t->segments);
   ps__free(t->first_segment);
   ps__free(t->first_element);
@@ -405,6 +408,9 @@ static void fill_metrics(ps_trainer *t, ps_step_metrics *m) {
                          .n_skipped = r->n_skipped,
                          .fp8_flushed = r->flushed,
                          .fp8_flushed_most = r->flushed_most,
+                         .expert_load = r->routing.load,
+                         .expert_entropy = r->routing.entropy,
+                         .experts_unused = r->routing.n_unused,
                          .lr = r->lr,
                          .predicted_step_s = size.step_s,
                          .n_switches = t->n_switches,
@@ -464,6 +470,7 @@ ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out) {
       return ps__trainer_stop(t, said);
   }
   say_flushed(t);
+  ps__routing_say(t, &t->ring[t->n_reported % PS__RING]);
   fill_metrics(t, out);
   t->last_end_ns = t->ring[t->n_reported % PS__RING].end_ns;
   t->n_changed += !out->skipped;

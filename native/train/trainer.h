@@ -11,6 +11,16 @@ enum { PS__RING = 64 }; /* steps that may be submitted and not yet reported */
 
 enum { PS__WHY_BYTES = 256 };
 enum { PS__ADDED_BYTES = 512 }; /* of a message: what is left for additions */
+/* How the step's tokens were spread over experts. A row is a token with one of its experts.
+ *   load, entropy, n_unused  as in ps_step_metrics
+ *   unused_steps             the most steps in a row that an expert, the named one, got no token
+ *   most                     the largest part of a block's rows that an expert, the named one, got */
+typedef struct ps__routing {
+  double load, entropy, most;
+  uint64_t n_unused, unused_steps;
+  uint32_t unused_layer, unused_expert, most_layer, most_expert;
+} ps__routing;
+
 typedef struct ps__step_record {
   double loss, z_loss, objective, norm, lr;
   uint64_t valid_tokens, submit_ns, end_ns, skipped, n_skipped;
@@ -18,6 +28,7 @@ typedef struct ps__step_record {
   double flushed, flushed_most;
   const ps__counted *flushed_in; /* the tensor that flushed_most is of, and its layer */
   uint32_t flushed_layer;
+  ps__routing routing;
   bool gradient_bad;       /* of a skipped step: the gradient is not finite, and the loss is */
   char why[PS__WHY_BYTES]; /* it was skipped */
 } ps__step_record;
@@ -77,6 +88,9 @@ struct ps_trainer {
    * the mean power before that */
   double energy_j, mean_w;
   uint64_t energy_ns;
+  uint64_t *unused; /* [n_layers][n_experts]: steps in a row without a token; NULL: no experts */
+  uint64_t unused_said;      /* ps__routing.unused_steps of the last warning */
+  bool most_said;            /* the user was told that an expert gets most rows */
   double flushed_said;       /* ps_step_metrics.fp8_flushed_most of the last warning */
   int32_t *tokens, *targets; /* a step's batch as the data source fills it */
   uint8_t *begins;           /* 1: the dataset's mask begins a document here; else 0 */

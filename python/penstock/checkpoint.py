@@ -17,7 +17,7 @@ _CUT = (
     "first_rounds",
     "head_slice_tokens",
 )
-_TERMS = ("z_loss", "label_smoothing")
+_TERMS = ("z_loss", "label_smoothing", "router_aux_loss", "router_z_loss")
 _FP8 = (
     "fp8_bf16_first",
     "fp8_bf16_last",

@@ -220,6 +220,8 @@ _NUMBERS = (
     "trace_steps",
     "z_loss",
     "label_smoothing",
+    "router_aux_loss",
+    "router_z_loss",
     "val_tokens",
     "sample_sequences",
     "sample_context",
@@ -321,6 +323,9 @@ class Plan(Owner):
                            tokens, stage after stage
     z_loss                 adds z_loss * logsumexp(logits)^2 to the loss that is trained
     label_smoothing        this part of a target is spread over the vocabulary
+    router_aux_loss        coefficient of the experts' auxiliary loss; below 0 that of config.json,
+                           with LoRA 0
+    router_z_loss          adds router_z_loss times the mean of logsumexp(router logits)^2
     val_tokens             tokens of a validation beside training (Trainer.validate()); 0: none. The
                            plan is the same without, unless only another plan holds it
     sample_sequences,      prompts that Trainer.sample() computes at once, and the tokens that a
@@ -374,6 +379,8 @@ class Plan(Owner):
         batch_ramp=(),
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
+        router_aux_loss: float = -1.0,
+        router_z_loss: float = 0.0,
         val_tokens: int = 0,
         sample_sequences: int = 0,
         sample_context: int = 0,

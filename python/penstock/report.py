@@ -172,6 +172,11 @@ def _summary(run: RunDirectory) -> str:
     if "fp8_flushed_most" in last:
         most, all_ = (f"{100 * last[k]:.3g}%" for k in ("fp8_flushed_most", "fp8_flushed"))
         out.append(("FP8", f"{all_} of the values became 0, of one tensor {most}"))
+    if "expert_load" in last:
+        spread = f"load {last['expert_load']:.2f} of the mean in the worst block"
+        out.append(
+            ("experts", f"{spread}, {last['experts_unused']:,} without a token in the last step")
+        )
     return _table(out)
 
 

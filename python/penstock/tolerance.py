@@ -82,13 +82,16 @@ def note_spread(model, spread):
 
     def on_forward(key, module, inputs, out):
         x = inputs[0].detach()
+        routes = isinstance(out, tuple)  # logits first: a router of transformers 5
+        if routes:
+            x, out = x.reshape(-1, x.shape[-1]), out[0]
 
         def on_grad(g):
             if isinstance(module, torch.nn.Embedding):
                 add(key, (g * getattr(module, "embed_scale", 1.0)).square())
-            elif isinstance(module, torch.nn.Linear):
+            elif isinstance(module, torch.nn.Linear) or routes:
                 add(key, g.square().sum(-1) * x.square().sum(-1))
-                if module.bias is not None:
+                if getattr(module, "bias", None) is not None:
                     add(key.replace("weight", "bias"), g.square())
             else:
                 eps = getattr(module, "eps", None) or module.variance_epsilon

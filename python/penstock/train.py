@@ -74,6 +74,9 @@ class StepMetrics:
     fp8_flushed: float
     fp8_flushed_most: float
     expected_step_s: float  # simulated with the rates that the run has now; 0: not known yet
+    expert_load: float
+    expert_entropy: float
+    experts_unused: int
     # after the step, where steps() was asked for them
     validation: Validation | None = None
     samples: list[list[int]] | None = None  # the token ids that follow each prompt

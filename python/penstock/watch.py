@@ -162,6 +162,9 @@ def _numbers(run: RunDirectory, rows: list[dict], short: bool, width: int) -> Ta
         least = "" if short and width < 50 else f", least {min(values):.4f}"
         grid.add_row("validation", f"{values[-1]:.4f} at step {steps[-1]}{least}")
     grid.add_row("grad norm", f"{row['grad_norm']:.4g}")
+    if "expert_load" in row:
+        unused = row["experts_unused"]
+        grid.add_row("experts", f"load {row['expert_load']:.2f} of the mean, {unused:,} unused")
     if row.get("n_skipped"):
         grid.add_row("skipped", f"{row['n_skipped']:,} steps that were not finite")
     grid.add_row("tokens/s", f"{median(r['tokens_per_s'] for r in recent):,.0f}")

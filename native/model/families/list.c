@@ -12,7 +12,10 @@
   X(gemma2)                                                                                        \
   X(gemma3)                                                                                        \
   X(granite)                                                                                       \
-  X(smollm3)
+  X(smollm3)                                                                                       \
+  X(olmoe)                                                                                         \
+  X(qwen3_moe)                                                                                     \
+  X(mixtral)
 #define DECLARE(name) extern const ps__family ps__family_##name;
 #define ENTRY(name)   &ps__family_##name,
 

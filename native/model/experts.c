@@ -1,0 +1,250 @@
+/* experts.c - a router and its experts as a half of a block: mixture of experts, dropless.
+ *
+ *   p = softmax(x W_router),  the k largest of a token choose its experts and are their weights w
+ *   g|u = x W_gate|up of each,  s = w act(g) u,  y = the sum of the k rows s W_down
+ *
+ * The weight stands before W_down: then what an expert gives is neither saved nor made again, and
+ * the router's gradient does not read it. Rows of the experts are sorted by expert: k times the
+ * columns of a tensor with rows of tokens. The choice is saved with the block's input and never made
+ * again. */
+#include "model/experts.h"
+#include "core/core.h"
+#include "model/block.h"
+#include <math.h>
+
+/* T tokens, E experts, k of a token, R = kT rows, I expert dim, D dim. */
+typedef struct experts {
+  uint32_t e, k, n_expert; /* n_expert: I */
+  uint8_t logits;          /* [T,E]   fp32 */
+  uint8_t ids, weights;    /* [T,k]   u16, fp32: the choice */
+  uint8_t offsets;         /* [E+1]   the experts' first rows */
+  uint8_t slot, token;     /* [T,k], [R] where rows lie */
+  uint8_t xr;              /* [R,D]   the rows' input */
+  uint8_t gu;              /* [R,2I]  gate and up; then its gradient */
+  uint8_t s;               /* [R,I]   weighted gated product */
+  uint8_t z;               /* [R,D]   what the experts give */
+  uint8_t dz;              /* [R,D]   gradient of z */
+  uint8_t ds;              /* [R,I]   gradient of s; then s */
+  uint8_t dxr;             /* [R,D]   gradient of xr */
+  uint8_t dweights;        /* [T,k]   fp32 */
+  uint8_t dlogits;         /* [T,E] */
+  uint16_t w_router, w_gu, w_down;
+  ps__product router_p;
+} experts;
+
+const ps__experts_names ps__experts_usual = {.router = "mlp.gate.weight",
+                                             .gate = "mlp.experts.%u.gate_proj.weight",
+                                             .up = "mlp.experts.%u.up_proj.weight",
+                                             .down = "mlp.experts.%u.down_proj.weight"};
+
+static ps_status begin(ps__half *h) {
+  experts *t = h->own;
+  const ps_model_config *c = &h->b->m->cfg;
+  const float scale = c->residual_scale;
+  t->e = c->n_experts;
+  t->k = c->n_experts_used;
+  t->n_expert = c->expert_dim;
+  if (h->b->fp8)
+    return ps__fail(PS_EINVAL, "experts have no FP8 products yet: give --recipe bf16 or "
+                               "fp32-master");
+  if (scale != 0.0f && scale != 1.0f)
+    return ps__fail(PS_EINVAL, "experts in a model with a residual_multiplier of %g: it must be 1",
+                    (double)scale);
+  return ps__check_moe(1, t->e, t->k, "experts");
+}
+
+/* ---- what there is --------------------------------------------------------------------------- */
+
+/* The experts are a unit of their own. All of gate and up is one span, and so is all of down: each
+ * is one operand of a product. */
+static void define_params(ps__half *h) {
+  experts *t = h->own;
+  const ps__experts_names *n = h->use->names;
+  const uint32_t dim = h->b->dim;
+  const double out = 0.02 / sqrt(2.0 * h->b->m->cfg.n_layers); /* as ps__half_residual() */
+  ps__layer_def *d = h->b->d;
+  t->w_router = ps__def_param(d, n->router, PS_PARAM_MATRIX, t->e, dim);
+  ps__def_what(d, "router");
+  ps__def_unit(d, ps__base_is_frozen(h->b->m));
+  for (uint32_t e = 0; e < t->e; e++) {
+    const char *gate = ps__def_name(d, n->gate, e), *up = ps__def_name(d, n->up, e);
+    if (e == 0)
+      t->w_gu = ps__def_param(d, gate, PS_PARAM_MATRIX, t->n_expert, dim);
+    else
+      ps__def_param_after(d, gate, PS_PARAM_MATRIX, t->n_expert, dim);
+    ps__def_param_after(d, up, PS_PARAM_MATRIX, t->n_expert, dim);
+  }
+  ps__def_what(d, "experts' gate_up");
+  for (uint32_t e = 0; e < t->e; e++) {
+    const char *down = ps__def_name(d, n->down, e);
+    if (e == 0)
+      t->w_down = ps__def_param(d, down, PS_PARAM_MATRIX, dim, t->n_expert);
+    else
+      ps__def_param_after(d, down, PS_PARAM_MATRIX, dim, t->n_expert);
+    ps__def_init(d, 0, out);
+  }
+  ps__def_what(d, "experts' down");
+}
+
+static void define_sites(ps__half *h) { (void)h; }
+
+static uint8_t tokens_of(const ps__half *h, const char *name, uint64_t cols, uint32_t dt) {
+  return ps__def_tensor(h->b->d, name, PS__ROWS_TOKEN, cols, dt);
+}
+
+static void define_tensors(ps__half *h) {
+  experts *t = h->own;
+  const ps__block *b = h->b;
+  ps__layer_def *d = b->d;
+  const uint64_t k = t->k;
+  t->logits = tokens_of(h, "router_logits", t->e, PS_F32);
+  t->ids = tokens_of(h, "expert_ids", k, PS__UINT16);
+  t->weights = tokens_of(h, "expert_weights", k, PS_F32);
+  t->offsets = ps__def_tensor(d, "expert_offsets", PS__ROWS_ONE, (uint64_t)t->e + 1, PS__INT32);
+  t->slot = tokens_of(h, "expert_slots", k, PS__INT32);
+  t->token = tokens_of(h, "expert_tokens", k, PS__INT32);
+  t->xr = ps__half_tokens(h, "expert_x", k * b->dim);
+  t->gu = ps__half_tokens(h, "gate_up", k * 2 * t->n_expert);
+  t->s = ps__half_tokens(h, "glu", k * t->n_expert);
+  t->z = ps__half_tokens(h, "expert_y", k * b->dim);
+  t->dz = ps__half_tokens(h, "dexpert_y", k * b->dim);
+  t->ds = ps__half_tokens(h, "dglu", k * t->n_expert);
+  t->dxr = ps__half_tokens(h, "dexpert_x", k * b->dim);
+  t->dweights = tokens_of(h, "dexpert_weights", k, PS_F32);
+  t->dlogits = ps__half_tokens(h, "drouter_logits", t->e);
+  t->router_p = ps__def_product(d, t->w_router, t->e, b->dim, false);
+}
+
+static void define_counted(ps__half *h, bool of_gradients) { (void)h, (void)of_gradients; }
+
+/* The choice is saved with the block's input: under its name, so with its policy. */
+static void define_saved(ps__half *h) {
+  const experts *t = h->own;
+  ps__layer_def *d = h->b->d;
+  ps__def_saved(d, t->ids, "x", PS__RANK_INPUT);
+  ps__def_saved(d, t->weights, "x", PS__RANK_INPUT);
+  ps__def_saved(d, t->gu, "gate_up", PS__RANK_GATE_UP);
+}
+
+/* ---- ops ------------------------------------------------------------------------------------- */
+
+static ps__args_gemm_grouped product(const ps__half *h, uint32_t role, uint32_t n_out,
+                                     uint32_t n_in) {
+  const experts *t = h->own;
+  return (ps__args_gemm_grouped){.n_used = t->k,
+                                 .n_out = n_out,
+                                 .n_in = n_in,
+                                 .n_experts = t->e,
+                                 .dt = h->b->m->dt,
+                                 .role = role};
+}
+static ps__args_moe_rows rows_of(const ps__half *h) {
+  const experts *t = h->own;
+  return (ps__args_moe_rows){.n_used = t->k, .dim = h->b->dim, .dt = h->b->m->dt};
+}
+static ps__args_moe_glu gate_of(const ps__half *h) {
+  const experts *t = h->own;
+  const ps_model *m = h->b->m;
+  return (ps__args_moe_glu){
+      .n_used = t->k, .expert_dim = t->n_expert, .dt = m->dt, .activation = m->cfg.activation};
+}
+
+static void define_route(const ps__half *h) {
+  const experts *t = h->own;
+  const ps_model *m = h->b->m;
+  ps__layer_def *d = h->b->d;
+  ps__args_gemm logits = ps__gemm_args(0, t->e, h->b->dim, false, true, m->dt);
+  logits.dt_c = PS_F32; /* a near-tie of bf16 logits would be one that rounding decides */
+  const ps__args_moe_route route = {
+      .n_experts = t->e, .n_used = t->k, .renorm = m->cfg.norm_topk_prob};
+  const ps__args_moe_index index = {.n_experts = t->e, .n_used = t->k};
+  PS__FWD(d, ps__k_gemm, logits, PS__R(h->x.stored), PS__P(t->w_router), PS__W(t->logits));
+  PS__FWD(d, ps__k_moe_route, route, PS__R(t->logits), PS__W(t->ids), PS__W(t->weights));
+  PS__FWD(d, ps__k_moe_index, index, PS__R(t->ids), PS__W(t->offsets), PS__W(t->slot),
+          PS__W(t->token));
+}
+
+static void define_forward(ps__half *h) {
+  const experts *t = h->own;
+  ps__layer_def *d = h->b->d;
+  const uint32_t dim = h->b->dim, n = t->n_expert;
+  const ps__args_gemm_grouped gate_up = product(h, PS_GEMM_FORWARD, 2 * n, dim),
+                              down = product(h, PS_GEMM_FORWARD, dim, n);
+  const ps__args_moe_rows gather = rows_of(h);
+  const ps__args_moe_glu gate = gate_of(h);
+  ps__args_moe_rows combine = gather;
+  combine.has_residual = h->residual != PS__NONE;
+  ps__half_input(h, false);
+  define_route(h);
+  PS__FWD(d, ps__k_moe_gather, gather, PS__R(h->x.stored), PS__R(t->token), PS__W(t->xr));
+  PS__FWD(d, ps__k_gemm_grouped, gate_up, PS__R(t->xr), PS__P(t->w_gu), PS__R(t->offsets),
+          PS__W(t->gu));
+  PS__FWD(d, ps__k_moe_glu, gate, PS__R(t->gu), PS__R(t->weights), PS__R(t->slot), PS__W(t->s));
+  PS__FWD(d, ps__k_gemm_grouped, down, PS__R(t->s), PS__P(t->w_down), PS__R(t->offsets),
+          PS__W(t->z));
+  PS__FWD(d, ps__k_moe_combine, combine, PS__R(t->z), PS__R(t->slot), PS__W(h->y),
+          PS__SYM_IF(combine.has_residual, PS__R((uint8_t)h->residual)));
+}
+
+/* From the gradients of weights to those of the router and, on top of the experts', of x. */
+static void define_route_backward(const ps__half *h) {
+  const experts *t = h->own;
+  const ps_model *m = h->b->m;
+  ps__layer_def *d = h->b->d;
+  const float blocks = (float)ps__n_sparse(&m->cfg);
+  const ps__args_moe_route_bwd route = {.n_experts = t->e,
+                                        .n_used = t->k,
+                                        .renorm = m->cfg.norm_topk_prob,
+                                        .dt = m->dt,
+                                        .count = 1,
+                                        .aux = m->loss.router_aux * (float)t->e / blocks,
+                                        .z_loss = m->loss.router_z / blocks};
+  const ps__operand dlogits = {.stored = t->dlogits};
+  PS__BWD(d, ps__k_moe_route_bwd, route, PS__R(t->logits), PS__R(t->ids), PS__R(t->weights),
+          PS__R(t->dweights), PS__R(t->offsets), PS__W(t->dlogits), PS__ROUTED);
+  ps__product_dw(m, d, &t->router_p, dlogits, h->x, 0);
+  ps__product_dx(m, d, &t->router_p, dlogits, h->dx, 0, true);
+}
+
+static void define_backward(ps__half *h) {
+  const experts *t = h->own;
+  ps__layer_def *d = h->b->d;
+  const uint32_t dim = h->b->dim, n = t->n_expert;
+  const ps__args_gemm_grouped down_dx = product(h, PS_GEMM_DGRAD, dim, n),
+                              down_dw = product(h, PS_GEMM_WGRAD, dim, n),
+                              gate_up_dx = product(h, PS_GEMM_DGRAD, 2 * n, dim),
+                              gate_up_dw = product(h, PS_GEMM_WGRAD, 2 * n, dim);
+  const ps__args_moe_rows gather = rows_of(h);
+  const ps__args_moe_glu gate = gate_of(h);
+  ps__args_moe_rows combine = gather;
+  combine.accumulate = h->adds_dx;
+  PS__BWD(d, ps__k_moe_gather, gather, PS__R(h->dy), PS__R(t->token), PS__W(t->dz));
+  PS__BWD(d, ps__k_gemm_grouped, down_dx, PS__R(t->dz), PS__P(t->w_down), PS__R(t->offsets),
+          PS__W(t->ds));
+  PS__BWD(d, ps__k_moe_glu_bwd, gate, PS__RW(t->ds), PS__RW(t->gu), PS__R(t->weights),
+          PS__R(t->slot), PS__W(t->dweights)); /* leaves s in ds */
+  PS__BWD(d, ps__k_gemm_grouped, down_dw, PS__R(t->dz), PS__R(t->ds), PS__R(t->offsets),
+          PS__G(t->w_down));
+  ps__half_input(h, true);
+  PS__BWD(d, ps__k_gemm_grouped, gate_up_dw, PS__R(t->gu), PS__R(t->xr), PS__R(t->offsets),
+          PS__G(t->w_gu));
+  PS__BWD(d, ps__k_gemm_grouped, gate_up_dx, PS__R(t->gu), PS__P(t->w_gu), PS__R(t->offsets),
+          PS__W(t->dxr));
+  PS__BWD(d, ps__k_moe_combine, combine, PS__R(t->dxr), PS__R(t->slot),
+          h->adds_dx ? PS__RW(h->dx) : PS__W(h->dx));
+  define_route_backward(h);
+}
+
+const ps__half_kind ps__experts = {.norm = "experts' norm",
+                                   .post_norm = "experts' post norm",
+                                   .out = "experts_out",
+                                   .out_rank = PS__RANK_MLP_OUT,
+                                   .own_bytes = sizeof(experts),
+                                   .begin = begin,
+                                   .params = define_params,
+                                   .sites = define_sites,
+                                   .tensors = define_tensors,
+                                   .counted = define_counted,
+                                   .saved = define_saved,
+                                   .forward = define_forward,
+                                   .backward = define_backward};

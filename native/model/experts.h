@@ -1,0 +1,13 @@
+/* experts.h - a router and its experts as a half of a block (docs/design/experts.md). */
+#ifndef PS_MODEL_EXPERTS_H
+#define PS_MODEL_EXPERTS_H
+#include "model/decoder.h"
+
+/* Those of experts have the expert's number in the place of "%u". */
+typedef struct ps__experts_names {
+  const char *router, *gate, *up, *down;
+} ps__experts_names;
+
+extern const ps__half_kind ps__experts;
+extern const ps__experts_names ps__experts_usual; /* as most families have them */
+#endif

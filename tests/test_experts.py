@@ -1,0 +1,267 @@
+"""Experts beside what tests/test_families.py compares with transformers: the router's terms of the
+loss, counts, the same bits under every plan, and what is refused."""
+
+import functools
+import hashlib
+import json
+
+import numpy as np
+import pytest
+import torch
+from families import EXPERTS, as_on_disk, random_model
+from penstock import Checkpoint, FormatError, Hardware, InvalidError, ModelConfig, Plan, Trainer
+from penstock.tolerance import delta
+from safetensors.torch import load_file, save_file
+from test_parity import N_SEQ, SEQ, plain
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TOKENS = N_SEQ * SEQ
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    @functools.cache
+    def make(name, layers=3):
+        where = tmp_path_factory.mktemp("experts") / f"{name}{layers}"
+        cfg = dict(EXPERTS[name], num_hidden_layers=layers)
+        if layers > 3:  # so that the smallest arena does not hold everything
+            cfg |= dict(moe_intermediate_size=120)
+        random_model(cfg).save_pretrained(where)
+        (where / "config.json").write_text(json.dumps(cfg))
+        return where, cfg
+
+    return make
+
+
+def make_plan(where, chunk=TOKENS, recipe="fp32", **more):
+    more = {"chunks_per_round": 1, "threads": 2, "router_aux_loss": 0.0, "clip": False} | more
+    return Plan(
+        ModelConfig.read(where),
+        seq_len=SEQ,
+        tokens_per_step=TOKENS,
+        recipe=recipe,
+        chunk_tokens=chunk,
+        hardware=Hardware.estimate(2, "cpu"),
+        **more,
+    )
+
+
+def terms_of(logits, n_used, chunk, alpha, beta):
+    """The routers' terms of the loss: means over the blocks of each chunk's, by its tokens."""
+    total = 0.0
+    for z in logits:
+        n = z.shape[1]
+        for rows in z.split(chunk):
+            part = len(rows) / len(z) / len(logits)
+            chosen = rows.topk(n_used).indices
+            f = torch.nn.functional.one_hot(chosen, n).sum(1).double().mean(0)
+            aux = n * (f * rows.softmax(1).mean(0)).sum()
+            total = total + part * (alpha * aux + beta * rows.logsumexp(1).square().mean())
+    return total
+
+
+def oracle(cfg, alpha, beta, chunk, of_transformers=False):
+    model = random_model(cfg).double()
+    tokens, targets = (torch.as_tensor(x).long() for x in plain(0))
+    out = model(tokens, output_router_logits=True, use_cache=False)
+    loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), targets.flatten())
+    n_used = cfg["num_experts_per_tok"]
+    n = cfg.get("num_experts") or cfg["num_local_experts"]
+    if of_transformers:
+        extra = alpha * load_balancing_loss_func(out.router_logits, n, n_used)
+    else:
+        extra = terms_of(out.router_logits, n_used, chunk, alpha, beta)
+    (loss + extra).backward()
+    return loss.item(), as_on_disk(
+        {k: p.grad for k, p in model.named_parameters()}, cfg["model_type"]
+    )
+
+
+@pytest.mark.parametrize(
+    "name, layers, alpha, beta, chunk",
+    [
+        ("olmoe", 1, 0.5, 0.0, TOKENS),  # transformers' own formula, of one block and one chunk
+        ("olmoe", 3, 0.5, 0.0, 80),
+        ("qwen3_moe", 3, 0.5, 0.2, 80),  # its dense block counts for nothing
+        ("mixtral", 3, 0.0, 0.3, 20),
+    ],
+)
+def test_the_terms_of_the_router(directory, name, layers, alpha, beta, chunk):
+    where, cfg = directory(name, layers)
+    loss, grads = oracle(cfg, alpha, beta, chunk, layers == 1)
+    _, without = oracle(cfg, 0.0, 0.0, chunk)
+    plan = make_plan(where, chunk, router_aux_loss=alpha, router_z_loss=beta)
+    bound = 2 * delta("fp32", layers, TOKENS // chunk, 512)
+    with Trainer(where, plan, plain, lr=0.0, clip_norm=0) as trainer:
+        (first,) = trainer.steps(1)
+        for key, g in grads.items():
+            error = np.linalg.norm(trainer.grad(key) - g.numpy())
+            assert error <= bound * max(g.norm().item(), 1e-3), key
+            if "gate.weight" in key:
+                assert (g - without[key]).norm() > 100 * bound * g.norm(), key
+    assert abs(first.loss - loss) < 1e-5  # it is the cross-entropy alone
+
+
+def state_of(trainer):
+    weights = [trainer.read(name).tobytes() for name in trainer.params]
+    return hashlib.sha256(b"".join(weights)).hexdigest()
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+def test_the_same_bits_under_every_plan(directory, recipe, tmp_path):
+    """Caps, so placements and what is made again; threads; two devices; a resume. Each chunk is of
+    two sequences, but the last."""
+    where, _ = directory("qwen3_moe", 6)
+    train = dict(lr=1e-2, clip_norm=1.0, seed=1)
+    how = dict(clip=True, chunk=2 * SEQ, recipe=recipe, router_aux_loss=-1.0, router_z_loss=1e-3)
+    least, _ = Plan.smallest(
+        ModelConfig.read(where),
+        seq_len=SEQ,
+        tokens_per_step=TOKENS,
+        recipe=recipe,
+        chunk_tokens=2 * SEQ,
+        chunks_per_round=1,
+        threads=2,
+        hardware=Hardware.estimate(2, "cpu"),
+    )
+    plans = [dict(device_mem=least + (i << 21)) for i in range(2)]
+    plans += [{}, dict(threads=1), dict(gpus=2)]
+    bits, kept = set(), set()
+    for more in plans:
+        plan = make_plan(where, **(how | more))
+        kept.add((plan.report["saved_recompute_bytes"], plan.report["resident_param_units"]))
+        with Trainer(where, plan, plain, **train) as trainer:
+            m = list(trainer.steps(2))
+            counts = [(x.expert_load, x.expert_entropy, x.experts_unused) for x in m]
+            bits.add((state_of(trainer), m[1].loss, str(counts)))
+    assert len(bits) == 1 and len(kept) > 1
+    with Trainer(where, make_plan(where, **how), plain, **train) as trainer:
+        list(trainer.steps(1))
+        trainer.checkpoint(tmp_path / "c")
+    checkpoint = Checkpoint(tmp_path / "c")
+    assert abs(checkpoint.plan_options["router_aux_loss"] - 0.02) < 1e-8
+    with Trainer.resume(checkpoint, where, make_plan(where, **how, device_mem=least), plain) as t:
+        list(t.steps(1))
+        assert {state_of(t)} == {b[0] for b in bits}
+
+
+def changed(where, out, change):
+    """The directory with other weights."""
+    out.mkdir()
+    tensors = load_file(where / "model.safetensors")
+    change(tensors)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_bytes((where / "config.json").read_bytes())
+    return out
+
+
+def set_routers(value):
+    def change(tensors):
+        for key, x in tensors.items():
+            if key.endswith("gate.weight"):
+                x.fill_(value)
+
+    return change
+
+
+def test_equal_logits_choose_the_first_experts(directory, tmp_path):
+    where, cfg = directory("olmoe")
+    tied = changed(where, tmp_path / "tied", set_routers(0.0))
+    n, k = cfg["num_experts"], cfg["num_experts_per_tok"]
+    with Trainer(tied, make_plan(tied, 80), plain, lr=0.0, clip_norm=0) as trainer:
+        (m,) = trainer.steps(1)
+        for e in (0, k - 1, k):
+            grad = trainer.grad(f"model.layers.1.mlp.experts.{e}.down_proj.weight")
+            assert grad.any() == (e < k)
+    assert m.expert_load == n / k
+    assert m.experts_unused == (n - k) * cfg["num_hidden_layers"]
+    assert abs(m.expert_entropy - np.log(k) / np.log(n)) < 1e-12
+
+
+def test_a_router_that_is_not_finite_stops_the_run(directory, tmp_path):
+    where, _ = directory("olmoe")
+    broken = changed(where, tmp_path / "broken", set_routers(float("inf")))
+    with Trainer(broken, make_plan(broken, 80), plain, lr=0.0, clip_norm=0) as trainer:
+        with pytest.raises(Exception, match="not finite|NaN|nan"):
+            list(trainer.steps(2))
+
+
+@pytest.mark.parametrize(
+    "name, changes, words",
+    [
+        ("olmoe", dict(num_experts=0), ["num_experts", "0"]),
+        ("olmoe", dict(num_experts=513), ["num_experts", "513", "512"]),
+        ("olmoe", dict(num_experts_per_tok=17), ["num_experts_per_tok", "17"]),
+        ("olmoe", dict(num_experts=4, num_experts_per_tok=5), ["num_experts_per_tok", "5", "4"]),
+        ("olmoe", dict(clip_qkv=8.0), ["clip_qkv", "8"]),
+        ("olmoe", dict(num_local_experts=8), ["num_local_experts", "16", "8"]),
+        ("olmoe", dict(quantization_config={"quant_method": "x"}), ["quantization_config"]),
+        ("olmoe", dict(router_aux_loss_coef=-1), ["router_aux_loss_coef", "-1"]),
+        ("mixtral", dict(router_jitter_noise=0.1), ["router_jitter_noise", "0.1"]),
+        ("mixtral", dict(capacity_factor=1.25), ["capacity_factor", "1.25"]),
+        ("mixtral", dict(clip_qkv=8.0), ["clip_qkv", "8"]),
+        ("qwen3_moe", dict(n_shared_experts=1), ["n_shared_experts", "1"]),
+        ("qwen3_moe", dict(n_group=4), ["n_group", "4"]),
+        ("qwen3_moe", dict(mlp_only_layers=[3]), ["mlp_only_layers[0]", "3"]),
+        ("qwen3_moe", dict(mlp_only_layers=[0, 1, 2]), ["no layer has experts"]),
+        ("qwen3_moe", dict(decoder_sparse_step=0), ["decoder_sparse_step", "0"]),
+        ("qwen3_moe", dict(norm_topk_prob=2), ["norm_topk_prob"]),
+    ],
+    ids=str,
+)
+def test_what_a_config_may_not_say(name, changes, words, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**EXPERTS[name], **changes}))
+    with pytest.raises(FormatError) as e:
+        ModelConfig.read(tmp_path)
+    assert all(w in str(e.value) for w in words), e.value
+
+
+def test_what_is_refused_of_experts(directory, tmp_path):
+    from penstock import Lora
+
+    where, _ = directory("olmoe")
+    for words, how in [
+        ("experts have no FP8 products", dict(recipe="fp8")),
+        ("LoRA of experts", dict(lora=Lora(rank=2, targets="gate_proj"), recipe="fp32")),
+        ("--router-aux-loss 2", dict(router_aux_loss=2.0)),
+    ]:
+        with pytest.raises(InvalidError, match=words):
+            make_plan(where, **how)
+    missing = "model.layers.1.mlp.experts.3.up_proj.weight"
+    for change, words in [
+        (lambda t: t.pop(missing), missing),
+        (lambda t: t.update({missing: t[missing][1:].clone()}), missing),
+        (lambda t: t.update({missing.replace(".3.", ".16."): t[missing].clone()}), r"\.16\."),
+    ]:
+        out = tmp_path / str(len(list(tmp_path.iterdir())))
+        other = changed(where, out, change)
+        with pytest.raises(FormatError, match=words):
+            Trainer(other, make_plan(other, 80), plain, clip_norm=0)
+
+
+def test_adapters_of_attention(directory, tmp_path):
+    """The router and the experts stay as they are, and gradients go through them: those of the
+    first block's adapter are transformers' of the merged product."""
+    from penstock import Lora
+
+    where, cfg = directory("qwen3_moe")
+    lora = Lora(rank=2, alpha=2, targets="q_proj,o_proj")
+    plan = make_plan(where, 80, lora=lora, router_aux_loss=-1.0)
+    with Trainer(where, plan, plain, lr=0.0, clip_norm=0) as trainer:
+        list(trainer.steps(1))
+        (b,) = [n for n in trainer.params if "layers.0." in n and "q_proj" in n and "lora_B" in n]
+        (a,) = [n for n in trainer.params if "layers.0." in n and "q_proj" in n and "lora_A" in n]
+        got, factor = trainer.grad(b), trainer.read(a)
+    _, grads = oracle(cfg, 0.0, 0.0, 80)  # with adapters there is no auxiliary loss
+    want = grads["model.layers.0.self_attn.q_proj.weight"].numpy() @ factor.T * (2 / 2)
+    assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
+
+
+def test_a_forward_pass_alone_has_no_router_terms(directory):
+    where, _ = directory("olmoe")
+    losses = []
+    for more in (dict(router_aux_loss=0.5), dict(router_aux_loss=-1.0, forward_only=True)):
+        with Trainer(where, make_plan(where, 80, **more), plain, lr=0.0, clip_norm=0) as trainer:
+            losses += [m.loss for m in trainer.steps(1)]
+    assert losses[0] == losses[1]
