@@ -138,8 +138,7 @@ def test_the_same_bits_under_every_plan(directory, recipe, tmp_path):
     assert len(bits) == 1 and len(kept) > 1
     with Trainer(where, make_plan(where, **how), plain, **train) as trainer:
         list(trainer.steps(1))
-        trainer.checkpoint(tmp_path / "c")
-    checkpoint = Checkpoint(tmp_path / "c")
+        checkpoint = Checkpoint(trainer.checkpoint(tmp_path / "c"))
     assert abs(checkpoint.plan_options["router_aux_loss"] - 0.02) < 1e-8
     with Trainer.resume(checkpoint, where, make_plan(where, **how, device_mem=least), plain) as t:
         list(t.steps(1))

@@ -12,6 +12,7 @@ import math
 import pytest
 
 torch = pytest.importorskip("torch")
+from moe_formulas import FORMULAS as OF_EXPERTS  # noqa: E402
 from op_runs import (  # noqa: E402
     LIB,
     Accumulate,
@@ -27,7 +28,6 @@ from op_runs import (  # noqa: E402
     Sumsq,
     run,
 )
-from moe_formulas import FORMULAS as OF_EXPERTS  # noqa: E402
 from test_fp8_ops import (  # noqa: E402
     COLS,
     ROWS,
