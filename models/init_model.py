@@ -60,18 +60,28 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": "gemma3_text",
     "GraniteForCausalLM": "granite",
     "SmolLM3ForCausalLM": "smollm3",
+    "OlmoeForCausalLM": "olmoe",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
 }
 GEMMA = ("gemma2", "gemma3_text")
 # what transformers takes for absent keys
 KV_HEADS = dict(qwen2=32, qwen3=32, mistral=8, ministral=8, gemma2=4, gemma3_text=4, smollm3=4)
+KV_HEADS |= dict(qwen3_moe=4, mixtral=8)
 HEAD_DIM = dict(qwen3=128, gemma2=256, gemma3_text=256)
-PAD = dict(phi3=32000, olmo2=1, gemma2=0, gemma3_text=0, smollm3=128004)
+PAD = dict(phi3=32000, olmo2=1, gemma2=0, gemma3_text=0, smollm3=128004, olmoe=1)
 TIED = (*GEMMA, "smollm3")
 # a block's norms, before and after o_proj in the file
 BEFORE = {"olmo2": ()}
 AFTER = {
     "olmo2": ("post_attention", "post_feedforward"),
     **dict.fromkeys(GEMMA, ("post_attention", "pre_feedforward", "post_feedforward")),
+}
+# experts: how many, and an expert's parameters: the router's name, then gate, up and down
+EXPERTS = dict(olmoe=64, qwen3_moe=128, mixtral=8)
+OF_EXPERTS = {
+    **dict.fromkeys(("olmoe", "qwen3_moe"), ("mlp", ("gate_proj", "up_proj", "down_proj"))),
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
 }
 DTYPES = {"bf16": ("BF16", 2, "bfloat16"), "fp32": ("F32", 4, "float32")}
 
@@ -187,7 +197,26 @@ def read_sizes(path, cfg, kind):
             f"{path}: tie_word_embeddings is {json.dumps(s.tied)}: true or false is needed"
         )
     s.pad = read_pad(path, cfg, s)
+    s.experts, s.sparse = 0, ()
+    if kind in EXPERTS:
+        key = "num_local_experts" if cfg.get("num_local_experts") else "num_experts"
+        s.experts = size(key, EXPERTS[kind], limit=512)
+        s.expert = size("moe_intermediate_size", 768) if kind == "qwen3_moe" else s.ffn
+        s.sparse = sparse_layers(path, cfg, s)
     return s
+
+
+def sparse_layers(path, cfg, s):
+    """The layers with experts; native/model/families/qwen3_moe.c says more of what is wrong."""
+    if s.kind != "qwen3_moe":
+        return range(s.layers)
+    every, dense = cfg.get("decoder_sparse_step", 1), cfg.get("mlp_only_layers") or []
+    if not isinstance(every, int) or every < 1 or not isinstance(dense, list):
+        raise BadInput(
+            f"{path}: decoder_sparse_step is {json.dumps(every)} and mlp_only_layers "
+            f"{json.dumps(dense)}: a positive whole number and a list are needed"
+        )
+    return [i for i in range(s.layers) if (i + 1) % every == 0 and i not in dense]
 
 
 def read_pad(path, cfg, s):
@@ -222,13 +251,21 @@ def list_tensors(cfg, s):
         if s.kind == "qwen2":
             for name, rows in (("q", q), ("k", kv), ("v", kv)):
                 yield Tensor(f"{p}self_attn.{name}_proj.bias", (rows,), "zeros")
-        if s.kind in ("qwen3", "gemma3_text", "olmo2"):
+        if s.kind in ("qwen3", "gemma3_text", "olmo2", "olmoe", "qwen3_moe"):
             for name, n in (("q", q), ("k", kv)):
-                n = n if s.kind == "olmo2" else s.head_dim
+                n = n if s.kind in ("olmo2", "olmoe") else s.head_dim
                 yield Tensor(f"{p}self_attn.{name}_norm.weight", (n,), one)
         yield Tensor(p + "self_attn.o_proj.weight", (s.dim, q), out)
         for name in AFTER.get(s.kind, ("post_attention",)):
             yield Tensor(f"{p}{name}_layernorm.weight", (s.dim,), one)
+        if i in s.sparse:
+            half, names = OF_EXPERTS[s.kind]
+            yield Tensor(f"{p}{half}.gate.weight", (s.experts, s.dim), std)
+            for e in range(s.experts):
+                for name in names[:2]:
+                    yield Tensor(f"{p}{half}.experts.{e}.{name}.weight", (s.expert, s.dim), std)
+                yield Tensor(f"{p}{half}.experts.{e}.{names[2]}.weight", (s.dim, s.expert), out)
+            continue
         for name, n in [("gate_up", 2)] if fused else (("gate", 1), ("up", 1)):
             yield Tensor(f"{p}mlp.{name}_proj.weight", (n * s.ffn, s.dim), std)
         yield Tensor(p + "mlp.down_proj.weight", (s.dim, s.ffn), out)
@@ -420,7 +457,7 @@ def parse_args(argv):
         description="Write a freshly initialised model directory in Hugging Face layout."
     )
     p.add_argument(
-        "config", help="config.json of a Llama, Qwen2 or Qwen3 model, such as models/8b.json"
+        "config", help="config.json of a family of docs/models.md, such as models/8b.json"
     )
     p.add_argument("out", help="directory to make")
     p.add_argument("--seed", type=int, default=0, help="seed of the values (default: 0)")

@@ -212,11 +212,11 @@ def test_a_model_saved_in_bf16_opens_in_transformers(directory, tmp_path, name):
     assert abs(after.loss - loss) < loss_noise(bound, after.valid_tokens)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *EXPERTS])
 def test_a_fresh_model_opens_in_transformers(tmp_path, name):
     """models/init_model.py and init_weights: every parameter is there, norms multiply by 1, the pad
     token's row is zero as nn.Embedding's, and all is trained."""
-    cfg = {k: v for k, v in FAMILIES[name].items() if k != "tie_word_embeddings"}  # the default
+    cfg = {k: v for k, v in ALL[name].items() if k != "tie_word_embeddings"}  # the default
     (tmp_path / "c.json").write_text(json.dumps(cfg))
     words = [sys.executable, ROOT / "models/init_model.py", tmp_path / "c.json", tmp_path / "m"]
     subprocess.run([*words, "--dtype", "fp32"], check=True, capture_output=True)
