@@ -57,8 +57,11 @@ CONFIGS = {
     "olmo2-tied": families.olmo2(tie_word_embeddings=True),
     "granite": families.granite(),
     "smollm3": families.smollm3(no_rope_layer_interval=4, num_hidden_layers=5),
+    "olmoe": families.olmoe(),
+    "qwen3_moe": families.qwen3_moe(mlp_only_layers=[], moe_intermediate_size=32),
+    "mixtral": families.mixtral() | {"sliding_window": None},
 }
-TURNED = ("llama", "mistral", "ministral", "granite", "smollm3")  # the rows of q and k
+TURNED = ("llama", "mistral", "ministral", "granite", "smollm3", "mixtral")  # the rows of q and k
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
 
 
@@ -130,6 +133,14 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "block_sparse_moe.experts.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.w3": "ffn_up_exps",
+    "block_sparse_moe.experts.w2": "ffn_down_exps",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
@@ -161,6 +172,18 @@ def expected_values(name, x, cfg):
     return x
 
 
+def stacked(source):
+    """The tensors of a file, those of experts as one, in the order of the experts."""
+    out, experts = {}, {}
+    for name, x in source.items():
+        key = re.sub(r"experts\.\d+\.", "experts.", name)
+        if key == name:
+            out[name] = x
+        else:
+            experts.setdefault(key, {})[int(re.search(r"experts\.(\d+)", name)[1])] = x
+    return out | {key: torch.stack([x[e] for e in range(len(x))]) for key, x in experts.items()}
+
+
 def q8_0(x):
     """Blocks of 32: a scale d = max|x| / 127 in fp16, and 32 signed bytes, x / d rounded."""
     blocks = x.reshape(-1, 32).numpy()
@@ -175,7 +198,8 @@ def q8_0(x):
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "q8_0"])
 def test_gguf_has_the_weights_bit_for_bit(directory, tmp_path, name, dtype, monkeypatch):
-    cfg, source = CONFIGS[name], load_file(directory(name) / "model.safetensors")
+    cfg = CONFIGS[name]
+    source = stacked(load_file(directory(name) / "model.safetensors"))
     monkeypatch.setattr(export, "PIECE_ELEMENTS", 700)  # several pieces a tensor
     found = {
         t.name: t for t in to_gguf(directory(name), tmp_path / "m.gguf", "--dtype", dtype).tensors
@@ -192,7 +216,8 @@ def test_gguf_has_the_weights_bit_for_bit(directory, tmp_path, name, dtype, monk
     for n, x in wanted.items():
         got, kind = found[n], found[n].tensor_type.name
         assert [*got.shape] == [*x.shape][::-1]
-        if dtype == "fp32" or x.dim() == 1 or (dtype == "q8_0" and x.shape[1] % 32):
+        wide = x.dim() == 1 or "gate_inp" in n or (dtype == "q8_0" and x.shape[-1] % 32)
+        if dtype == "fp32" or wide:
             assert kind == "F32" and got.data.tobytes() == x.numpy().tobytes(), n
         elif dtype == "bf16":
             assert kind == "BF16"
@@ -590,6 +615,12 @@ INEXPRESSIBLE = {
     "gemma3 yarn": (gemma(families.gemma3, rope_scaling=families.YARN), "rope_type yarn"),
     "smollm3": (families.smollm3(), "leaves layers [1] without RoPE"),
     "yarn": (families.llama(rope_scaling=families.YARN | {"beta_fast": 16}), "beta_fast 16"),
+    "qwen3_moe dense": (families.qwen3_moe(), "layers [1] have no experts"),
+    "qwen3_moe sum": (
+        families.qwen3_moe(mlp_only_layers=[], norm_topk_prob=False),
+        "norm_topk_prob is False",
+    ),
+    "olmoe sum": (families.olmoe(norm_topk_prob=True), "norm_topk_prob is True"),
     "olmo2": (families.olmo2(head_dim=24), "4 heads of 24 elements are not hidden_size 64"),
 }
 

@@ -147,15 +147,15 @@ class Pieces:
         self.pool, self.on_bytes, self.nbytes = pool, on_bytes, tensor.n_bytes
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        rows = self.tensor.shape[0] if len(self.tensor.shape) == 2 else 1
-        step, waiting = _rows_at_once(self.tensor), deque()
-        for first in range(0, rows, step):
-            n = min(step, rows - first)
-            waiting.append(
-                self.pool.submit(_convert, self.gguf, self.source, self.tensor, first, n)
-            )
-            if len(waiting) > self.pool._max_workers:
-                yield self._next(waiting)
+        waiting: deque = deque()
+        for tensor in self.tensor.each():
+            rows = tensor.shape[0] if len(tensor.shape) == 2 else 1
+            step = _rows_at_once(tensor)
+            for first in range(0, rows, step):
+                n = min(step, rows - first)
+                waiting.append(self.pool.submit(_convert, self.gguf, self.source, tensor, first, n))
+                if len(waiting) > self.pool._max_workers:
+                    yield self._next(waiting)
         while waiting:
             yield self._next(waiting)
 

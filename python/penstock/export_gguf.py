@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,9 @@ ARCHITECTURES = {
     "olmo2": "OLMO2",
     "granite": "GRANITE",
     "smollm3": "SMOLLM3",
+    "olmoe": "OLMOE",
+    "qwen3_moe": "QWEN3MOE",
+    "mixtral": "LLAMA",
 }
 GEMMA = ("GEMMA2", "GEMMA3")
 # RoPE turns neighbours there, (2i, 2i + 1), and not (i, i + head_dim/2) as Hugging Face's layout.
@@ -49,6 +52,8 @@ SCALINGS = {
     "QWEN3": {"linear", "yarn"},
     "OLMO2": {"linear", "yarn"},
     "SMOLLM3": {"linear", "yarn"},
+    "OLMOE": {"linear", "yarn"},
+    "QWEN3MOE": {"linear", "yarn"},
     "GEMMA2": {"linear", "yarn"},
     "GEMMA3": {"linear"},  # the layers with windows would be scaled too
 }
@@ -58,6 +63,8 @@ SCALING_NAMES = {
     lib.PS_ROPE_YARN: "yarn",
     lib.PS_ROPE_LONGROPE: "longrope",
 }
+ROUTER = ".ffn_gate_inp.weight"  # F32, as llama.cpp's converter has it
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
 Q8_0_BLOCK = 32  # elements that share a scale
 KINDS = {"fp32": "F32", "bf16": "BF16", "q8_0": "Q8_0"}  # GGUF's names of a --dtype
 
@@ -73,6 +80,7 @@ class Tensor:
     heads: int = 0  # rows are reordered within each of so many heads; 0: as they are
     offset: float = 0.0  # added to each element
     values: np.ndarray | None = None
+    parts: tuple = ()  # the parameters' names, one an expert, in the place of source
 
     @property
     def columns(self) -> int:
@@ -82,6 +90,12 @@ class Tensor:
     def n_bytes(self) -> int:
         n = math.prod(self.shape)
         return {"F32": 4 * n, "BF16": 2 * n, "Q8_0": n // Q8_0_BLOCK * 34}[self.kind]
+
+    def each(self) -> list[Tensor]:
+        """The tensors of two dimensions that it is made of, one after the other."""
+        return [replace(self, shape=self.shape[1:], source=p, parts=()) for p in self.parts] or [
+            self
+        ]
 
 
 @dataclass
@@ -107,7 +121,8 @@ def describe(gguf, model: ModelConfig, folder: Path, dtype: str, name: str) -> D
     notes += _special_ids(folder, config, model.vocab_size)
     tokenizer = _tokenizer(gguf, folder, model.vocab_size, notes)
     tensors = parameters(gguf, model, arch, dtype) + factors
-    whole = [t.name for t in tensors if len(t.shape) == 2 and t.kind == "F32"]
+    whole = [t.name for t in tensors if len(t.shape) > 1 and t.kind == "F32"]
+    whole = [name for name in whole if not name.endswith(ROUTER)]
     if dtype == "q8_0" and whole:
         notes.append(
             f"{len(whole)} matrices stay F32, because their rows are no multiple of {Q8_0_BLOCK} "
@@ -174,11 +189,25 @@ def _check_shape(folder: Path, model: ModelConfig, arch: str) -> None:
                 f"{folder}: lm_head.weight is not the embedding: llama.cpp takes Gemma 2's embedding "
                 "as its lm_head"
             )
+    _check_experts(folder, model, arch)
     without = [i for i in range(model.n_layers) if model.layer_flags[i] & lib.PS_LAYER_NO_ROPE]
     if arch == "SMOLLM3" and without != [*range(3, model.n_layers, NO_ROPE_EVERY)]:
         raise DataError(
             f"{folder}: no_rope_layers leaves layers {without} without RoPE: llama.cpp does so "
             f"with every {NO_ROPE_EVERY}th layer"
+        )
+
+
+def _check_experts(folder: Path, model: ModelConfig, arch: str) -> None:
+    dense = [i for i in range(model.n_layers) if not model.layer_flags[i] & lib.PS_LAYER_EXPERTS]
+    if arch == "QWEN3MOE" and dense:
+        raise DataError(
+            f"{folder}: layers {dense} have no experts: llama.cpp's {arch.lower()} has them in all"
+        )
+    if arch in ("QWEN3MOE", "OLMOE") and bool(model.norm_topk_prob) != (arch == "QWEN3MOE"):
+        raise DataError(
+            f"{folder}: norm_topk_prob is {bool(model.norm_topk_prob)}: llama.cpp's "
+            f"{arch.lower()} has {arch == 'QWEN3MOE'}"
         )
 
 
@@ -211,6 +240,10 @@ def _write_sizes(writer, model: ModelConfig, arch: str, context: int, config: di
     writer.add_key_length(model.head_dim)
     writer.add_value_length(model.head_dim)
     writer.add_layer_norm_rms_eps(model.norm_eps)
+    if model.n_experts:
+        writer.add_expert_count(model.n_experts)
+        writer.add_expert_used_count(model.n_experts_used)
+        writer.add_expert_feed_forward_length(model.expert_dim)
     if arch in HAS_WINDOWS and any(_windowed(model)):
         writer.add_sliding_window(model.window)
         writer.add_sliding_window_pattern(_windowed(model))
@@ -231,7 +264,11 @@ def parameters(gguf, model: ModelConfig, arch: str, dtype: str) -> list[Tensor]:
     """The model's own tensors as the file has them."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch], model.n_layers)
     out = []
+    experts: dict[str, list] = {}  # the parameters of each kind in each layer, by expert
     for p in model.params():
+        if EXPERT.search(p.name):
+            experts.setdefault(EXPERT.sub(".experts.", p.name), []).append(p)
+            continue
         name = names.get_name(p.name, try_suffixes=(".weight", ".bias"))
         if name is None:
             raise DataError(f"GGUF has no name for the tensor {p.name}")
@@ -240,18 +277,33 @@ def parameters(gguf, model: ModelConfig, arch: str, dtype: str) -> list[Tensor]:
             kind = KINDS[dtype]
             if kind == "Q8_0" and p.shape[1] % Q8_0_BLOCK:
                 kind = "F32"
+            if name.endswith(ROUTER):
+                kind = "F32"
             if arch in TURNS_NEIGHBOURS and ".self_attn.q_proj." in p.name:
                 heads = model.n_heads
             if arch in TURNS_NEIGHBOURS and ".self_attn.k_proj." in p.name:
                 heads = model.n_kv_heads
         offset = float(arch in GEMMA and p.role == "norm")
         out.append(Tensor(name, p.shape, kind, p.name, heads, offset))
+    for key, parts in experts.items():
+        name = names.get_name(_name_of_experts(key), try_suffixes=(".weight",))
+        kind = KINDS[dtype]
+        if kind == "Q8_0" and parts[0].shape[1] % Q8_0_BLOCK:
+            kind = "F32"
+        parts.sort(key=lambda p: int(EXPERT.search(p.name)[1]))
+        shape = (len(parts), *parts[0].shape)
+        out.append(Tensor(name, shape, kind, parts=tuple(p.name for p in parts)))
     if arch == "OLMO2" and model.tied_embeddings:  # llama.cpp reads its lm_head always
         embedding = next(t for t in out if t.name == "token_embd.weight")
         out.append(
             Tensor("output.weight", embedding.shape, embedding.kind, "model.embed_tokens.weight")
         )
     return out
+
+
+def _name_of_experts(key: str) -> str:
+    """gguf knows Mixtral's experts by the names of its converter."""
+    return re.sub(r"model\.layers\.(\d+)\.block_sparse_moe", r"layers.\1.feed_forward", key)
 
 
 # ---- RoPE ----------------------------------------------------------------------------------------
