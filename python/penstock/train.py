@@ -73,10 +73,10 @@ class StepMetrics:
     n_gpus_read: int  # GPUs that these four are of; 0: none is known
     fp8_flushed: float
     fp8_flushed_most: float
-    expected_step_s: float  # simulated with the rates that the run has now; 0: not known yet
     expert_load: float
     expert_entropy: float
     experts_unused: int
+    expected_step_s: float  # simulated with the rates that the run has now; 0: not known yet
     # after the step, where steps() was asked for them
     validation: Validation | None = None
     samples: list[list[int]] | None = None  # the token ids that follow each prompt
