@@ -79,6 +79,7 @@ def penstock_side(recipe, options, a, where, batches, lrs, seed):
         device_mem=a.device_mem,
         hardware=hardware,
         threads=hardware.n_threads,
+        clip_norm=CLIP,
         one_document=True,
         keep_grads=False,
         trace_steps=0,
@@ -98,7 +99,6 @@ def penstock_side(recipe, options, a, where, batches, lrs, seed):
         beta2=BETAS[1],
         eps=EPS,
         weight_decay=DECAY,
-        clip_norm=CLIP,
         seed=seed,
     ) as trainer:
         metrics = list(trainer.steps(len(lrs)))

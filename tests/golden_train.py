@@ -61,16 +61,16 @@ def sha256(arrays):
 
 def train(folder, case):
     model = write_model(folder, case["config"])
-    plan = Plan(model, hardware=Hardware.read(case["hardware"]), **case["ask"])
+    plan = Plan(
+        model, hardware=Hardware.read(case["hardware"]), document_end_token=END, **case["ask"]
+    )
     report = plan.report
     options = {
         "lr": 1e-2,
         "min_lr": 1e-3,
         "lr_schedule": "cosine",
         "total_steps": 4,
-        "clip_norm": 1.0 if case["ask"]["clip"] else 0.0,
         "seed": 5,
-        "document_end_token": END,
     }
     with Trainer(
         folder, plan, batches(model.vocab_size, report["tokens_per_step"]), **options

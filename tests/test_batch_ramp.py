@@ -23,7 +23,7 @@ PLANS = {
     "rounds": {"recipe": "bf16", "chunk_tokens": 2 * SEQ, "chunks_per_round": 2},
     "slices": {"recipe": "fp32-master", "chunk_tokens": SEQ // 4, "chunks_per_round": 8},
     "small": {"recipe": "bf16", "chunk_tokens": 2 * SEQ, "device_mem": "3MiB"},
-    "no-clip": {"recipe": "bf16", "chunk_tokens": 2 * SEQ, "clip": False, "keep_grads": False},
+    "no-clip": {"recipe": "bf16", "chunk_tokens": 2 * SEQ, "clip_norm": 0.0, "keep_grads": False},
 }
 
 
@@ -49,10 +49,6 @@ def figures(metrics):
     return [(m.step, m.tokens, m.loss, m.grad_norm, m.lr) for m in metrics]
 
 
-def clip_of(options):
-    return {} if options.get("clip", True) else {"clip_norm": 0.0}
-
-
 @pytest.fixture(scope="module")
 def ramps(tiny_model, tiny_shard):
     """name -> (the plan's options, figures, weights) of a run over the ramp, made once."""
@@ -62,7 +58,7 @@ def ramps(tiny_model, tiny_shard):
         if name not in made:
             options = PLANS[name]
             plan = make_plan(tiny_model, batch_ramp=RAMP, **options)
-            settings = SETTINGS | clip_of(options)
+            settings = SETTINGS
             with Trainer(tiny_model, plan, str(tiny_shard), shuffle=True, **settings) as trainer:
                 made[name] = plan.report, figures(trainer.steps(STEPS)), weights(trainer)
         return made[name]
@@ -102,7 +98,7 @@ def test_each_step_has_the_bits_of_a_run_of_its_size(name, ramps, tiny_model, ti
     cut += ("head_slice_tokens",)
     options = {k: v for k, v in PLANS[name].items() if k != "device_mem"}
     options |= {k: report[k] for k in cut}
-    settings, expected, path = SETTINGS | clip_of(options), [], None
+    settings, expected, path = SETTINGS, [], None
     for tokens, n in [*RAMP, (8 * SEQ, STEPS - 5)]:
         plan = make_plan(tiny_model, tokens, **options)
         if path:
@@ -125,7 +121,7 @@ def test_a_run_resumed_within_and_across_stages_has_the_same_bits(
     _, found, last = ramps(name)
     data, options = str(tiny_shard), PLANS[name]
     plan = make_plan(tiny_model, batch_ramp=RAMP, **options)
-    with Trainer(tiny_model, plan, data, shuffle=True, **SETTINGS | clip_of(options)) as trainer:
+    with Trainer(tiny_model, plan, data, shuffle=True, **SETTINGS) as trainer:
         list(trainer.steps(at))
         path = trainer.checkpoint(tmp_path)
     checkpoint = Checkpoint(path)

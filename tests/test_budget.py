@@ -134,15 +134,13 @@ def batch_of(plan):
     return batch
 
 
-def run(folder, plan, clip, steps=STEPS):
+def run(folder, plan, steps=STEPS):
     with Trainer(
         folder,
         plan,
         batch_of(plan),
         lr=3e-3,
-        clip_norm=1.0 if clip else 0.0,
         seed=11,
-        document_token=7,
     ) as trainer:
         metrics = list(trainer.steps(steps))
         weights = {name: trainer.read(name).tobytes() for name in trainer.params}
@@ -189,7 +187,7 @@ def test_every_budget_gives_the_same_bits(case, model_dir, hardware):
     name, recipe, clip, cut = CASES[case]
     folder = model_dir(name)
     model = ModelConfig.read(folder)
-    kw = {"recipe": recipe, "clip": clip, "threads": 2} | cut
+    kw = {"recipe": recipe, "clip_norm": float(clip), "document_token": 7, "threads": 2} | cut
     plans = different_plans(model, hardware, kw)
     reports = [p.report for p in plans]
     assert (
@@ -206,7 +204,7 @@ def test_every_budget_gives_the_same_bits(case, model_dir, hardware):
         {round(i * (len(plans) - 1) / 6) for i in range(7)}
     ):  # seven of them, both ends among them
         plan = plans[i]
-        metrics, weights = run(folder, plan, clip)
+        metrics, weights = run(folder, plan)
         seen = [(m.loss, m.grad_norm) for m in metrics], weights
         expected = expected or seen
         assert seen[0] == expected[0]

@@ -44,13 +44,11 @@ CASES = {
 }
 
 
-def make_plan(model_dir, recipe="bf16", optimizer="adamw", clip=True, **more):
+def make_plan(model_dir, recipe="bf16", optimizer="adamw", **more):
     model = ModelConfig.read(model_dir)
     hardware = Hardware.read(ROOT / "tests/golden/hardware-cpu.json")
     more = CUT | more
-    return Plan(
-        model, hardware=hardware, recipe=recipe, optimizer=optimizer, clip=clip, threads=2, **more
-    )
+    return Plan(model, hardware=hardware, recipe=recipe, optimizer=optimizer, threads=2, **more)
 
 
 def state_of(path):
@@ -87,12 +85,11 @@ def test_sha256_is_hashlibs():
 @pytest.mark.parametrize("case", CASES)
 def test_k_and_k_steps_are_the_bits_of_2k(case, tiny_model, tiny_shard, tmp_path):
     recipe, optimizer, clip, before, after = CASES[case]
-    how = {"recipe": recipe, "optimizer": optimizer, "clip": clip}
+    how = {"recipe": recipe, "optimizer": optimizer, "clip_norm": float(clip)}
     training = {
         "lr": 1e-3,
         "seed": 3,
         "shuffle": True,
-        "clip_norm": float(clip),
         "lr_schedule": "cosine",
         "total_steps": 2 * K,
     }
@@ -120,8 +117,8 @@ def test_k_and_k_steps_are_the_bits_of_2k(case, tiny_model, tiny_shard, tmp_path
 def test_any_tool_reads_a_checkpoint(tiny_model, tiny_shard, tmp_path):
     """Weights and moments under the parameters' names; AdamW's first moment after one step is
     (1 - beta1) times the clipped gradient."""
-    plan = make_plan(tiny_model, recipe="fp32", keep_grads=True)
-    with Trainer(tiny_model, plan, tiny_shard, lr=1e-3, beta1=0.5, clip_norm=1e9) as trainer:
+    plan = make_plan(tiny_model, recipe="fp32", clip_norm=1e9)
+    with Trainer(tiny_model, plan, tiny_shard, lr=1e-3, beta1=0.5) as trainer:
         run(trainer, 1)
         path = Path(trainer.checkpoint(tmp_path))
         weights, moments = (
@@ -402,7 +399,7 @@ def test_what_a_run_cannot_go_on_from_is_refused(tiny_model, tiny_shard, tmp_pat
         (
             make_plan(tiny_model, optimizer="lion"),
             {},
-            "optimizer is adamw, but the plan was made for lion",
+            "optimizer adamw, and this run has lion",
         ),
         (make_plan(tiny_model, tokens_per_step=128), {}, "tokens-per-step 256, and this run has"),
         (same, {"seed": 2}, "seed 1, and this run has 2"),

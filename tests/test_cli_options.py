@@ -208,9 +208,14 @@ def test_the_api_refuses_what_the_command_refuses(tiny_model, field, value):
         )
 
 
+def make_plan(folder, **options):
+    hardware = Hardware.estimate(2, "cpu")
+    return Plan(ModelConfig.read(folder), seq_len=64, hardware=hardware, **options)
+
+
 @pytest.fixture(scope="module")
 def plan(tiny_model):
-    return Plan(ModelConfig.read(tiny_model), seq_len=64, hardware=Hardware.estimate(2, "cpu"))
+    return make_plan(tiny_model)
 
 
 # ---- options that were passed over ---------------------------------------------------------------
@@ -250,7 +255,9 @@ def test_an_option_that_would_be_passed_over_is_refused_by_the_command_and_by_th
     given = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
     refused(penstock("train", *words(job | given | {"--run-dir": "run"}), cwd=tmp_path), pattern)
     assert list(tmp_path.iterdir()) == []
+    of_plan = {k: v for k, v in options.items() if k.startswith("document")}
     with pytest.raises(ps.InvalidError, match=pattern):
+        plan = make_plan(tiny_model, **of_plan) if of_plan else plan
         Trainer(tiny_model, plan, str(tiny_shard), **({"total_steps": 3} | options))
 
 

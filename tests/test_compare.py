@@ -76,7 +76,7 @@ def test_bf16_recipes(directory, capsys, name, recipe):
 
 
 def test_under_the_least_device_memory_it_is_the_same(llama, capsys):
-    options = dict(seq_len=40, tokens_per_step=80, recipe="fp32", clip=False)
+    options = dict(seq_len=40, tokens_per_step=80, recipe="fp32", clip_norm=0)
     hardware = Hardware.estimate(backend="cpu")
     least, _ = Plan.smallest(ModelConfig.read(llama), hardware=hardware, **options)
     roomy, tight = (run(capsys, llama, "--hf", *more) for more in ((), ("--device-mem", least)))

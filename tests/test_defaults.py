@@ -194,6 +194,7 @@ ENOUGH = [  # model, GPU or None, seq_len, cap in GiB, more of the plan's config
 def test_a_gpu_that_streams_the_model_gets_larger_steps(model, gpu, seq_len, gib, more, want):
     hw = Hardware.of_gpu(gpu) if gpu else Hardware.estimate(backend="cpu")
     cfg = struct("ps_plan_config")
+    lib.ps_plan_config_init(cfg)
     cfg.recipe, cfg.seq_len, cfg.device_mem_bytes = lib.PS_RECIPE_BF16, seq_len, gib << 30
     for key, value in more.items():
         setattr(cfg, key, value)

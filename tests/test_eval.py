@@ -20,7 +20,7 @@ def hardware():
 
 
 def losses(folder, plan, n):
-    with Trainer(folder, plan, batch_of(plan), lr=1e-3, clip_norm=0.0, seed=5) as t:
+    with Trainer(folder, plan, batch_of(plan), lr=1e-3, seed=5) as t:
         before = {name: t.read(name).tobytes() for name in t.params}
         out = [m.loss for m in t.steps(n)]
         return out, all(t.read(name).tobytes() == before[name] for name in t.params)
@@ -34,7 +34,7 @@ def losses(folder, plan, n):
 def test_the_loss_is_the_trainings_first_under_any_cap(name, cut, recipe, model_dir, hardware):  # noqa: F811
     folder = model_dir(name)
     model = ModelConfig.read(folder)
-    kw = {"recipe": recipe, "clip": False, "threads": 2, "hardware": hardware} | cut
+    kw = {"recipe": recipe, "clip_norm": 0, "threads": 2, "hardware": hardware} | cut
     full = Plan(model, **kw)
     want, _ = losses(folder, full, 1)
     plan = Plan(model, forward_only=True, **kw)
@@ -137,15 +137,12 @@ def test_a_trainer_counts_what_is_left_for_the_last_step(tiny_model, tmp_path, g
         seq_len=64,
         tokens_per_step=8 * 64,
         forward_only=True,
-        clip=False,
         recipe="fp32",
         gpus=gpus,
         hardware=Hardware.estimate(2, "cpu"),
     )
     for shuffle in (False, True):
-        with Trainer(
-            tiny_model, plan, tmp_path / "d.bin", clip_norm=0.0, shuffle=shuffle
-        ) as trainer:
+        with Trainer(tiny_model, plan, tmp_path / "d.bin", shuffle=shuffle) as trainer:
             steps = [(m.loss, m.valid_tokens) for m in trainer.steps(4)]
         assert [v for _, v in steps] == [8 * 64, 5 * 64] * 2
         for one in (steps[:2], steps[2:]):

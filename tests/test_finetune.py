@@ -88,8 +88,8 @@ def test_a_hundred_steps_are_those_of_transformers(tiny_model, shards):
     torch.set_num_threads(1)
     figures = theirs(tiny_model, batches)
     torch.set_num_threads(threads)
-    plan = Plan(model, seq_len=SEQ, tokens_per_step=SEQ * N_SEQ, recipe="fp32")
-    options = {"beta1": 0.9, "beta2": 0.95, "eps": EPS, "weight_decay": 0, "clip_norm": CLIP}
+    plan = Plan(model, seq_len=SEQ, tokens_per_step=SEQ * N_SEQ, recipe="fp32", clip_norm=CLIP)
+    options = {"beta1": 0.9, "beta2": 0.95, "eps": EPS, "weight_decay": 0}
     with Trainer(tiny_model, plan, shards, lr=LR, shuffle=True, seed=SEED, **options) as trainer:
         steps = list(trainer.steps(STEPS))
     assert [m.valid_tokens for m in steps] == [int((t >= 0).sum()) for _, t, _ in batches]

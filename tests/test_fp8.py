@@ -50,7 +50,7 @@ def batch(step=0):
 
 
 def make_plan(directory, recipe="fp8", **more):
-    options = {"chunk_tokens": A_CHUNK * SEQ, "chunks_per_round": 2, "clip": False} | more
+    options = {"chunk_tokens": A_CHUNK * SEQ, "chunks_per_round": 2, "clip_norm": 0} | more
     return Plan(
         ModelConfig.read(directory),
         seq_len=SEQ,
@@ -65,7 +65,7 @@ def make_plan(directory, recipe="fp8", **more):
 def first_step(directory, recipe, **more):
     """(loss, {name: gradient})"""
     plan = make_plan(directory, recipe, **more)
-    with Trainer(directory, plan, batch, lr=0.0, clip_norm=0) as trainer:
+    with Trainer(directory, plan, batch, lr=0.0) as trainer:
         (m,) = trainer.steps(1)
         return m.loss, {k: torch.as_tensor(trainer.grad(k)).double() for k in trainer.params}
 
@@ -154,7 +154,7 @@ def test_blocks_of_every_kind(tmp_path, name):
     all_fp8 = {"fp8_bf16_first": 0, "fp8_bf16_last": 0, "fp8_head": True}
     for recipe, options in {"bf16": {}, "fp8": all_fp8}.items():
         plan = make_plan(tmp_path, recipe, z_loss=1e-3, label_smoothing=0.1, **options)
-        with Trainer(tmp_path, plan, batch, lr=0.0, clip_norm=0, init_weights=True) as trainer:
+        with Trainer(tmp_path, plan, batch, lr=0.0, init_weights=True) as trainer:
             list(trainer.steps(1))
             grads[recipe] = {k: torch.as_tensor(trainer.grad(k)).double() for k in trainer.params}
     off = errors(grads["fp8"], grads["bf16"])
@@ -172,7 +172,7 @@ def test_a_frozen_layer_of_the_family_with_the_most_tensors(tmp_path):
     seen = []
     for frozen in (0, 2):  # the embedding and the first block
         plan = make_plan(tmp_path, frozen_layers=frozen, **all_fp8)
-        with Trainer(tmp_path, plan, batch, lr=0.0, clip_norm=0, init_weights=True) as trainer:
+        with Trainer(tmp_path, plan, batch, lr=0.0, init_weights=True) as trainer:
             (m,) = trainer.steps(1)
             last = [trainer.grad(k).tobytes() for k in trainer.params if ".layers.2." in k]
         seen.append((m.loss, last))
@@ -206,7 +206,7 @@ def test_what_is_flushed_is_counted_and_warned_of(job, directory, tmp_path):  # 
     seen = []
     for cap in (None, 3 << 20):
         plan = make_plan(planted, device_mem=cap)
-        with Trainer(planted, plan, batch, lr=0.0, clip_norm=0) as trainer:
+        with Trainer(planted, plan, batch, lr=0.0) as trainer:
             (m,) = trainer.steps(1)
             seen.append((m.fp8_flushed, m.fp8_flushed_most))
     assert want > 0.01 and abs(seen[0][1] - want) < 0.05 * want
@@ -246,7 +246,7 @@ def test_fast_accumulation_is_an_option_of_gpus_and_in_the_plan(directory):
 def test_a_resumed_run_has_the_same_bits(directory, tmp_path):
     options = {"fp8_bf16_last": 0, "fp8_bf16_down": True, "fp8_head": True}
     options |= {"fp8_fast_accumulation": True}
-    kw = {"lr": 1e-3, "clip_norm": 0}
+    kw = {"lr": 1e-3}
     with Trainer(directory, make_plan(directory, **options), batch, **kw) as trainer:
         list(trainer.steps(2))
         path = trainer.checkpoint(tmp_path / "c")
@@ -266,7 +266,7 @@ def test_a_resumed_run_has_the_same_bits(directory, tmp_path):
 
 def test_a_checkpoint_of_what_was_taken_out_is_refused(directory, tmp_path):
     plan = make_plan(directory)
-    with Trainer(directory, plan, batch, lr=1e-3, clip_norm=0) as trainer:
+    with Trainer(directory, plan, batch, lr=1e-3) as trainer:
         list(trainer.steps(1))
         path = Path(trainer.checkpoint(tmp_path / "c"))
     manifest = json.loads((path / "manifest.json").read_text())
@@ -284,7 +284,7 @@ def test_a_checkpoint_of_what_was_taken_out_is_refused(directory, tmp_path):
 def test_older_checkpoints_have_fast_accumulation(directory, tmp_path, exact):
     """All trainings in FP8 had it before it was an option, but for those with fp8_exact, which was
     the option for a day."""
-    with Trainer(directory, make_plan(directory), batch, lr=1e-3, clip_norm=0) as trainer:
+    with Trainer(directory, make_plan(directory), batch, lr=1e-3) as trainer:
         list(trainer.steps(1))
         path = Path(trainer.checkpoint(tmp_path / "c"))
     manifest = json.loads((path / "manifest.json").read_text())
@@ -305,7 +305,7 @@ def test_weights_that_are_not_finite_stop_the_run(directory, tmp_path):
     weights = {k: v.clone() for k, v in WEIGHTS.items()}
     weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.inf
     bad = ref.write_directory(tmp_path / "bad", CONFIG, weights)
-    with Trainer(bad, make_plan(bad, clip=True), batch, lr=1e-3) as trainer:
+    with Trainer(bad, make_plan(bad, clip_norm=1), batch, lr=1e-3) as trainer:
         with pytest.raises(
             ps.NumericError, match="step 1: .*up_proj.weight had weights that are not"
         ):

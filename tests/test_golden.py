@@ -78,20 +78,22 @@ FP8_1B = dict(
     host_mem_bytes=40 * GIB,
     fp8_bf16_first=1,
     fp8_bf16_last=1,
-    clip=1,
+    clip_norm=1,
 )
 PLANS = {
     "cpu-2-layers-fp32": (
         CPU,
         "tiny-llama",
         {"num_hidden_layers": 2},
-        dict(recipe="fp32", seq_len=64, clip=0),
+        dict(recipe="fp32", seq_len=64, clip_norm=0),
     ),
     "cpu-tied-bias-bf16": (
         CPU,
         "tiny-qwen2",
         {},
-        dict(recipe="bf16", seq_len=128, tokens_per_step=2048, device_mem_bytes=4 * MIB, clip=1),
+        dict(
+            recipe="bf16", seq_len=128, tokens_per_step=2048, device_mem_bytes=4 * MIB, clip_norm=1
+        ),
     ),
     "cpu-qk-norm-slices-master": (
         CPU,
@@ -103,7 +105,7 @@ PLANS = {
             tokens_per_step=4096,
             chunk_tokens=500,
             device_mem_bytes=16 * MIB,
-            clip=1,
+            clip_norm=1,
         ),
     ),
     "cpu-host-cap-bf16": (
@@ -111,7 +113,11 @@ PLANS = {
         "demo",
         {},
         dict(
-            recipe="bf16", seq_len=256, device_mem_bytes=48 * MIB, host_mem_bytes=380 * MIB, clip=1
+            recipe="bf16",
+            seq_len=256,
+            device_mem_bytes=48 * MIB,
+            host_mem_bytes=380 * MIB,
+            clip_norm=1,
         ),
     ),
     "cpu-2-devices-tied-bf16": (
@@ -123,7 +129,7 @@ PLANS = {
             seq_len=128,
             tokens_per_step=2048,
             device_mem_bytes=4 * MIB,
-            clip=1,
+            clip_norm=1,
             n_devices=2,
         ),
     ),
@@ -136,7 +142,7 @@ PLANS = {
             seq_len=128,
             tokens_per_step=2048,
             device_mem_bytes=4 * MIB,
-            clip=1,
+            clip_norm=1,
             n_devices=3,
             layout=2,
         ),
@@ -151,7 +157,7 @@ PLANS = {
             tokens_per_step=262144,
             device_mem_bytes=8 * GIB,
             host_mem_bytes=64 * GIB,
-            clip=1,
+            clip_norm=1,
             n_devices=4,
             layout=2,
         ),
@@ -166,7 +172,7 @@ PLANS = {
             tokens_per_step=262144,
             device_mem_bytes=16 * GIB,
             host_mem_bytes=64 * GIB,
-            clip=1,
+            clip_norm=1,
             n_devices=4,
         ),
     ),
@@ -174,7 +180,7 @@ PLANS = {
         H200,
         "1b",
         {},
-        dict(recipe="bf16", seq_len=4096, tokens_per_step=16384, clip=1),
+        dict(recipe="bf16", seq_len=4096, tokens_per_step=16384, clip_norm=1),
     ),
     "h200-1b-deterministic-fp32": (
         H200,
@@ -187,7 +193,7 @@ PLANS = {
             chunk_tokens=4096,
             device_mem_bytes=20 * GIB,
             host_mem_bytes=60 * GIB,
-            clip=1,
+            clip_norm=1,
             deterministic=1,
             keep_grads=1,
         ),
@@ -205,7 +211,7 @@ PLANS = {
             chunks_per_round=2,
             device_mem_bytes=24 * GIB,
             host_mem_bytes=84 * GIB,
-            clip=1,
+            clip_norm=1,
             one_document=1,
         ),
     ),
@@ -220,7 +226,7 @@ PLANS = {
             chunk_tokens=4096,
             device_mem_bytes=6 * GIB,
             host_mem_bytes=24 * GIB,
-            clip=0,
+            clip_norm=0,
         ),
     ),
     "rtx4090-1b-no-clip-bf16": (
@@ -233,7 +239,7 @@ PLANS = {
             tokens_per_step=16384,
             device_mem_bytes=6 * GIB,
             host_mem_bytes=16 * GIB,
-            clip=0,
+            clip_norm=0,
         ),
     ),
     "rtx4090-qk-norm-long-bf16": (
@@ -247,7 +253,7 @@ PLANS = {
             chunk_tokens=8192,
             device_mem_bytes=4 * GIB,
             host_mem_bytes=16 * GIB,
-            clip=1,
+            clip_norm=1,
         ),
     ),
     "rtx5090-64-layers-rounds-master": (
@@ -262,7 +268,7 @@ PLANS = {
             chunks_per_round=1,
             device_mem_bytes=4 * GIB,
             host_mem_bytes=40 * GIB,
-            clip=1,
+            clip_norm=1,
         ),
     ),
     "rtx5090-64-layers-split-master": (
@@ -275,7 +281,7 @@ PLANS = {
             tokens_per_step=8192,
             device_mem_bytes=6 * GIB,
             host_mem_bytes=40 * GIB,
-            clip=1,
+            clip_norm=1,
         ),
     ),
     "rtx5090-windows-post-norms-frozen-bf16": (
@@ -289,7 +295,7 @@ PLANS = {
             chunk_tokens=4096,
             device_mem_bytes=5 * GIB,
             host_mem_bytes=24 * GIB,
-            clip=1,
+            clip_norm=1,
             n_frozen_layers=3,
         ),
     ),
@@ -305,7 +311,7 @@ LONG_PLANS = {
             tokens_per_step=65536,
             device_mem_bytes=24 * GIB,
             host_mem_bytes=84 * GIB,
-            clip=1,
+            clip_norm=1,
         ),
     ),
     "h200-8b-90-84-bf16": (
@@ -318,7 +324,7 @@ LONG_PLANS = {
             tokens_per_step=65536,
             device_mem_bytes=90 * GIB,
             host_mem_bytes=84 * GIB,
-            clip=1,
+            clip_norm=1,
         ),
     ),
     "rtx5090-64-layers-master": (
@@ -331,7 +337,7 @@ LONG_PLANS = {
             tokens_per_step=16384,
             device_mem_bytes=6 * GIB,
             host_mem_bytes=40 * GIB,
-            clip=1,
+            clip_norm=1,
         ),
     ),
 }
@@ -344,27 +350,27 @@ SLICES = dict(
     chunk_tokens=24,
     chunks_per_round=6,
     device_mem=3 * MIB,
-    clip=True,
+    clip_norm=1,
 )
 WEIGHTS = {
-    "train-fp32": ("tiny-llama", {}, dict(recipe="fp32", seq_len=64, clip=True)),
-    "train-master": ("tiny-llama", {}, dict(recipe="fp32-master", seq_len=64, clip=True)),
-    "train-bf16-no-clip": ("tiny-llama", {}, dict(recipe="bf16", seq_len=64, clip=False)),
+    "train-fp32": ("tiny-llama", {}, dict(recipe="fp32", seq_len=64, clip_norm=1)),
+    "train-master": ("tiny-llama", {}, dict(recipe="fp32-master", seq_len=64, clip_norm=1)),
+    "train-bf16-no-clip": ("tiny-llama", {}, dict(recipe="bf16", seq_len=64, clip_norm=0)),
     "train-lion-bf16": (
         "tiny-llama",
         {},
-        dict(recipe="bf16", optimizer="lion", seq_len=64, clip=True),
+        dict(recipe="bf16", optimizer="lion", seq_len=64, clip_norm=1),
     ),
     "train-sgd-master": (
         "tiny-llama",
         {},
-        dict(recipe="fp32-master", optimizer="sgd", seq_len=64, clip=False),
+        dict(recipe="fp32-master", optimizer="sgd", seq_len=64, clip_norm=0),
     ),
-    "train-tied-bias-bf16": ("tiny-qwen2", {}, dict(recipe="bf16", seq_len=64, clip=True)),
+    "train-tied-bias-bf16": ("tiny-qwen2", {}, dict(recipe="bf16", seq_len=64, clip_norm=1)),
     "train-tied-qk-norm-master": (
         "tiny-qwen3",
         {"tie_word_embeddings": True},
-        dict(recipe="fp32-master", seq_len=64, clip=True),
+        dict(recipe="fp32-master", seq_len=64, clip_norm=1),
     ),
     "train-rounds-of-slices-fp32": (
         "tiny-qwen3",
@@ -376,7 +382,7 @@ WEIGHTS = {
             chunk_tokens=64,
             chunks_per_round=3,
             device_mem=4 * MIB,
-            clip=True,
+            clip_norm=1,
         ),
     ),
     "train-embedding-on-host-master": (
@@ -389,7 +395,7 @@ WEIGHTS = {
             chunk_tokens=64,
             chunks_per_round=2,
             device_mem=6 * MIB,
-            clip=True,
+            clip_norm=1,
         ),
     ),
     "train-embedding-on-host-bf16": (
@@ -402,7 +408,7 @@ WEIGHTS = {
             chunk_tokens=64,
             chunks_per_round=4,
             device_mem=6 * MIB,
-            clip=True,
+            clip_norm=1,
         ),
     ),
     "train-soft-caps-windows-bf16": ("gemma2-deep", {}, dict(recipe="bf16") | SLICES),
@@ -411,7 +417,7 @@ WEIGHTS = {
     "train-multipliers-frozen-bf16": (
         "granite-untied",
         {},
-        dict(recipe="bf16", seq_len=64, clip=False, frozen_layers=2),
+        dict(recipe="bf16", seq_len=64, clip_norm=0, frozen_layers=2),
     ),
 }
 OPENBLAS = BUILD / "lib/libscipy_openblas.so"

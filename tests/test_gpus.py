@@ -36,21 +36,21 @@ FIRSTS = ROUNDS | {"first_round_chunks": 2, "first_rounds": 2}
 # a round of one sequence, whose head the GPUs of a ring share: 2 chunks have 8 slices of it
 SHARED = {"chunk_tokens": 8, "chunks_per_round": 8, "head_slice_tokens": 2, "tokens_per_step": SEQ}
 VAL = {"val_tokens": 3 * SEQ, "sample_sequences": 1, "sample_context": 12}
-# what the plan has beside the batch, and the trainer
+# what the plan has beside the batch
 CASES = {
-    "untied": (ROUNDS | {"recipe": "bf16"}, {}),
-    "tied-slices": (SLICES | {"recipe": "fp32-master"}, {}),
-    "tied": (ROUNDS | {"recipe": "bf16", "clip": False}, {"clip_norm": 0.0}),
-    "first-round": (FIRST | {"recipe": "fp32", "optimizer": "lion"}, {}),
-    "first-rounds": (FIRSTS | {"recipe": "bf16"}, {}),
-    "lora": (ROUNDS | {"lora": Lora(4, 8)}, {}),
-    "ramp": (ROUNDS | {"recipe": "bf16", "batch_ramp": [(SEQ, 1), (3 * SEQ, 1)]}, {}),
-    "beside": (ROUNDS | VAL | {"recipe": "bf16"}, {}),
-    "skip": (ROUNDS | {"recipe": "fp32"}, {"non_finite": "skip"}),
-    "one-sequence": (SLICES | {"recipe": "bf16", "tokens_per_step": SEQ}, {}),
-    "one-sequence-shared-head": (SHARED | {"recipe": "bf16"}, {}),
-    "beside-shared-head": (SHARED | VAL | {"recipe": "bf16"}, {}),
-    "one-sequence-fp8": (SLICES | {"recipe": "fp8", "tokens_per_step": SEQ}, {}),
+    "untied": ROUNDS | {"recipe": "bf16"},
+    "tied-slices": SLICES | {"recipe": "fp32-master"},
+    "tied": ROUNDS | {"recipe": "bf16", "clip_norm": 0.0},
+    "first-round": FIRST | {"recipe": "fp32", "optimizer": "lion"},
+    "first-rounds": FIRSTS | {"recipe": "bf16"},
+    "lora": ROUNDS | {"lora": Lora(4, 8)},
+    "ramp": ROUNDS | {"recipe": "bf16", "batch_ramp": [(SEQ, 1), (3 * SEQ, 1)]},
+    "beside": ROUNDS | VAL | {"recipe": "bf16"},
+    "skip": ROUNDS | {"recipe": "fp32", "non_finite": "skip"},
+    "one-sequence": SLICES | {"recipe": "bf16", "tokens_per_step": SEQ},
+    "one-sequence-shared-head": SHARED | {"recipe": "bf16"},
+    "beside-shared-head": SHARED | VAL | {"recipe": "bf16"},
+    "one-sequence-fp8": SLICES | {"recipe": "fp8", "tokens_per_step": SEQ},
 }
 SEVERAL = ("untied", "one-sequence-shared-head")
 CUT = ("--tokens-per-step", 7 * SEQ, "--chunk-tokens", SEQ, "--chunks-per-round", 1)
@@ -195,7 +195,7 @@ def figures(m):
 
 def run_case(name, gpus, model, shard, folder, layout="data-parallel"):
     """Figures of each step, and the SHA-256 of the checkpoint's files: weights and state."""
-    planned, settings = CASES[name]
+    planned, settings = CASES[name], {}
     plan = Plan(
         ModelConfig.read(model),
         seq_len=SEQ,
@@ -206,7 +206,7 @@ def run_case(name, gpus, model, shard, folder, layout="data-parallel"):
     )
     beside = {}
     if name.startswith("beside"):
-        settings = settings | {"val": str(shard)}
+        settings = {"val": str(shard)}
         prompts = {"prompts": [[1, 2, 3]], "max_new_tokens": 5}
         beside = {"validate_every": 2, "sample_every": 2, "samples": prompts}
     with Trainer(model, plan, str(shard), lr=1e-3, total_steps=STEPS, **settings) as trainer:

@@ -264,13 +264,15 @@ def exchanges(plan):
 def test_exchanges_have_one_order_whatever_the_plan(recipe, clip, tiny_model):
     """Under other caps, rates and numbers of devices, with the cut of one plan."""
     model, seen = ModelConfig.read(tiny_model), set()
-    hosts = SimpleNamespace(n=2, _join=lambda *_: None, _found=lambda *_: None)
+    hosts = SimpleNamespace(
+        n=2, _join=lambda config, _: setattr(config, "n_hosts", 2), _found=lambda *_: None
+    )
 
     def plan(rate, device_mem, gpus, layout, **cut):
         hardware = Hardware.estimate(2, "cpu")
         hardware._ptr.link[lib.PS_LINK_NETWORK].bytes_per_s = rate
         return Plan(
-            model, seq_len=SEQ, tokens_per_step=32 * SEQ, recipe=recipe, clip=clip, hosts=hosts,
+            model, seq_len=SEQ, tokens_per_step=32 * SEQ, recipe=recipe, clip_norm=float(clip), hosts=hosts,
             hardware=hardware, device_mem=device_mem, gpus=gpus, layout=layout, **cut,
         )  # fmt: skip
 

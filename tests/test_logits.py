@@ -30,13 +30,13 @@ def model(tmp_path_factory):
 
 
 def plan_of(where, **options):
-    given = {"recipe": "fp32", "clip": False, "keep_logits": True, "tokens_per_step": N * SEQ}
+    given = {"recipe": "fp32", "clip_norm": 0, "tokens_per_step": N * SEQ}
     hardware = Hardware.estimate(backend="cpu")
     return Plan(ModelConfig.read(where), seq_len=SEQ, hardware=hardware, **(given | options))
 
 
-def logits_of(model, plan, steps=1):
-    """Of the last step; each token's logits must come once."""
+def logits_of(model, steps=1, **options):
+    """Of the last step; each token's logits must come once. And the losses, and the plan."""
     where, tokens, targets, expected = model
     found = np.full_like(expected, np.nan)
 
@@ -47,9 +47,10 @@ def logits_of(model, plan, steps=1):
     def batch(_):
         return tokens, targets
 
-    with Trainer(where, plan, batch, lr=0.0, clip_norm=0.0, on_logits=note) as trainer:
+    plan = plan_of(where, on_logits=note, **options)
+    with Trainer(where, plan, batch, lr=0.0) as trainer:
         losses = [m.loss for m in trainer.steps(steps)]
-    return found, losses
+    return found, losses, plan
 
 
 CUTS = {
@@ -63,8 +64,7 @@ CUTS = {
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_logits_are_those_of_transformers(model, cut):
-    plan = plan_of(model[0], **CUTS[cut])
-    found, _ = logits_of(model, plan)
+    found, _, plan = logits_of(model, **CUTS[cut])
     tolerance = derive_logit_tolerance(plan.model, plan, "fp32").value
     error = np.linalg.norm(found - model[3]) / np.linalg.norm(model[3])
     assert 0 < error < tolerance
@@ -73,29 +73,27 @@ def test_logits_are_those_of_transformers(model, cut):
 def test_no_tensor_of_all_logits(model):
     """Under the least device memory the logits are the same bits, and less than all of them."""
     options = {"chunk_tokens": SEQ, "head_slice_tokens": 8}
-    roomy = plan_of(model[0], **options)
     least, _ = Plan.smallest(
-        roomy.model,
+        ModelConfig.read(model[0]),
         seq_len=SEQ,
         recipe="fp32",
-        clip=False,
-        keep_logits=True,
+        clip_norm=0,
+        on_logits=print,
         tokens_per_step=N * SEQ,
         hardware=Hardware.estimate(backend="cpu"),
         **options,
     )
     assert least < model[3].nbytes
-    tight = plan_of(model[0], device_mem=least, **options)
-    assert np.array_equal(*(logits_of(model, plan)[0] for plan in (roomy, tight)))
+    assert np.array_equal(*(logits_of(model, device_mem=m, **options)[0] for m in (None, least)))
 
 
 def test_nothing_else_of_a_step_changes(model):
     """The same losses with and without."""
     where, tokens, targets, _ = model
     options = {"chunk_tokens": SEQ, "head_slice_tokens": 8}
-    _, with_logits = logits_of(model, plan_of(where, **options), steps=2)
-    plan = plan_of(where, keep_logits=False, **options)
-    with Trainer(where, plan, lambda _: (tokens, targets), lr=0.0, clip_norm=0.0) as trainer:
+    _, with_logits, _ = logits_of(model, steps=2, **options)
+    plan = plan_of(where, **options)
+    with Trainer(where, plan, lambda _: (tokens, targets), lr=0.0) as trainer:
         assert [m.loss for m in trainer.steps(2)] == with_logits
 
 
@@ -105,24 +103,14 @@ def test_an_error_of_on_logits_stops_the_run(model):
     def fail(_step, token, _logits):
         raise ZeroDivisionError(f"token {token}")
 
-    plan = plan_of(where)
+    plan = plan_of(where, on_logits=fail)
     with (
-        Trainer(where, plan, lambda _: (tokens, targets), clip_norm=0.0, on_logits=fail) as trainer,
+        Trainer(where, plan, lambda _: (tokens, targets)) as trainer,
         pytest.raises(ZeroDivisionError, match="token"),
     ):
         list(trainer.steps(1))
 
 
-def test_a_plan_and_a_trainer_must_agree(model):
-    where, tokens, targets, _ = model
-
-    def batch(_):
-        return tokens, targets
-
-    with pytest.raises(InvalidError, match="logits_fn is missing, but the plan was made with"):
-        Trainer(where, plan_of(where), batch, clip_norm=0.0)
-    plan = plan_of(where, keep_logits=False)
-    with pytest.raises(InvalidError, match="logits_fn is given, but the plan was made without"):
-        Trainer(where, plan, batch, clip_norm=0.0, on_logits=print)
-    with pytest.raises(InvalidError, match="with keep_logits at most 4294967295 are possible"):
-        plan_of(where, tokens_per_step=2**33)
+def test_a_step_has_fewer_tokens_than_a_kernel_counts(model):
+    with pytest.raises(InvalidError, match="with logits_fn at most 4294967295 are possible"):
+        plan_of(model[0], on_logits=print, tokens_per_step=2**33)

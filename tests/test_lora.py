@@ -395,7 +395,7 @@ def test_an_adapter_of_some_layers_is_the_same_everywhere(directory, tmp_path, s
         assert tokens == g.run([[1, 2, 3]], max_new_tokens=12)
     evaluation = make_plan(where, lora=lora, forward_only=True)
     for model_dir, plan, options in (
-        (where, evaluation, {"adapter": adapter, "clip_norm": 0}),
+        (where, evaluation, {"adapter": adapter}),
         (out, make_plan(out, lora=None), {}),
     ):
         with Trainer(model_dir, plan, plain, **options) as trainer:

@@ -258,8 +258,8 @@ def test_a_trainer_is_not_at_rest_while_a_step_runs_again(planted):
         return tokens[step, :, :-1], tokens[step, :, 1:]
 
     plan = Plan(ModelConfig.read(planted), seq_len=64, tokens_per_step=256, recipe="fp32",
-                chunk_tokens=128, hardware=Hardware.estimate(2, "cpu"))  # fmt: skip
-    with Trainer(planted, plan, batch, lr=0.0, non_finite="skip") as trainer:
+                chunk_tokens=128, non_finite="skip", hardware=Hardware.estimate(2, "cpu"))  # fmt: skip
+    with Trainer(planted, plan, batch, lr=0.0) as trainer:
         assert [m.skipped for m in trainer.steps(3)] == [False, True, False]
         assert sorted(calls) == [(step, 0, True) for step in (0, 1, 1, 2)]
         assert lib.ps_trainer_at_rest(trainer._handle.ptr)

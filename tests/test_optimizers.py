@@ -40,7 +40,7 @@ def model(tiny_model):
 
 
 def make_plan(model, optimizer, **kw):
-    kw = {"recipe": "fp32", "clip": False, "tokens_per_step": 128, "chunk_tokens": 64} | kw
+    kw = {"recipe": "fp32", "clip_norm": 0, "tokens_per_step": 128, "chunk_tokens": 64} | kw
     return Plan(model, seq_len=64, optimizer=optimizer, hardware=Hardware.estimate(2, "cpu"), **kw)
 
 
@@ -48,7 +48,7 @@ def follow(model, folder, shard, optimizer, step, **hypers):
     """Trains STEPS steps in fp32 and hands each parameter's gradients to step(state, gradient); the
     trained weights and the states, by name."""
     plan = make_plan(model, optimizer)
-    with Trainer(folder, plan, shard, lr=LR, clip_norm=0.0, seed=3, **hypers) as trainer:
+    with Trainer(folder, plan, shard, lr=LR, seed=3, **hypers) as trainer:
         decays = {name: len(p.shape) == 2 for name, p in trainer.params.items()}
         states = {name: step(None, trainer.read(name), decays[name]) for name in trainer.params}
         losses = []
@@ -164,7 +164,7 @@ def test_hyperparameters_of_another_optimizer_or_out_of_range_are_refused(
     model, tiny_model, tiny_shard, tmp_path, optimizer, hypers, words
 ):
     with pytest.raises(penstock.InvalidError, match=words):
-        Trainer(tiny_model, make_plan(model, optimizer), tiny_shard, clip_norm=0.0, **hypers)
+        Trainer(tiny_model, make_plan(model, optimizer), tiny_shard, **hypers)
     options = []
     for name, value in hypers.items():
         options += [f"--{name}"] if value is True else [f"--{name}", f"{value:.17g}"]

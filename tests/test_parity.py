@@ -127,7 +127,7 @@ def make_plan(where, layout="one-a-chunk", recipe="fp32", **more):
         chunks_per_round=a_round,
         threads=2,
         hardware=Hardware.estimate(2, "cpu"),
-        **{"router_aux_loss": 0.0, **more},
+        **{"clip_norm": CLIP, "document_end_token": END, "router_aux_loss": 0.0} | more,
     )
     assert (plan.report["n_rounds"], plan.report["n_chunks"]) == (n_rounds, n_chunks)
     return plan
@@ -164,11 +164,11 @@ def open_trainer(where, layout="one-a-chunk", recipe="fp32", data=documented, pl
         "lr_schedule": "cosine",
         "warmup_steps": WARMUP,
         "total_steps": STEPS,
-        "clip_norm": CLIP,
-        "document_end_token": END if data is documented else -1,
         **more,
     }
-    with Trainer(where, plan or make_plan(where, layout, recipe), data, **options) as trainer:
+    end = END if data is documented else -1
+    plan = plan or make_plan(where, layout, recipe, document_end_token=end)
+    with Trainer(where, plan, data, **options) as trainer:
         yield trainer
 
 
@@ -249,9 +249,9 @@ def test_gradients_in_the_smallest_device(directory, name, layout):
 @pytest.mark.parametrize("layout", ["packed", "uneven-slices"])
 def test_a_token_that_begins_documents(directory, layout):
     model = ref.Reference(config("llama"), weights("llama"), document_token=END)
-    with open_trainer(
-        directory("llama"), layout, document_end_token=-1, document_token=END
-    ) as trainer:
+    where = directory("llama")
+    plan = make_plan(where, layout, document_end_token=-1, document_token=END)
+    with open_trainer(where, plan=plan) as trainer:
         run(trainer, 1)
         check_gradients(
             gradients_of(trainer), model.gradients(*documented(0)), delta("fp32", layout)
@@ -429,7 +429,6 @@ def test_finite_differences(directory, name):
         lr=0.0,
         min_lr=0.0,
         weight_decay=0.0,
-        document_end_token=END,
     ) as trainer:
         run(trainer, 1)
         begun, grads = (

@@ -70,7 +70,7 @@ def questions(draw):
         "seq_len": seq_len,
         "tokens_per_step": seq_len * draw(st.integers(1, 6)),
         "recipe": draw(st.sampled_from(["fp32", "fp32-master", "bf16"])),
-        "clip": draw(st.booleans()),
+        "clip_norm": draw(st.sampled_from([0, 1])),
     }
     return (
         model,
@@ -94,7 +94,7 @@ def plan_or_none(model, hardware, ask, **caps):
 SMALL = (
     {"num_hidden_layers": 2, "hidden_size": 192, "vocab_size": 256, "intermediate_size": 64}
     | {"num_attention_heads": 2, "num_key_value_heads": 2},
-    {"seq_len": 64, "tokens_per_step": 256, "recipe": "fp32-master", "clip": False},
+    {"seq_len": 64, "tokens_per_step": 256, "recipe": "fp32-master", "clip_norm": 0},
     rates(copy=2e8, optimizer_bytes_per_s=1e9),
 )
 
@@ -195,7 +195,6 @@ def test_transfers_and_recomputation_are_those_counted_by_hand(tmp_path):
         "recipe": "fp32",
         "chunk_tokens": chunk,
         "chunks_per_round": 4,
-        "clip": True,
     }
     hardware = rates(copy=1e7)  # so slow a link that whatever can stay, stays
     plan = Plan(model, hardware=hardware, **ask)
@@ -253,7 +252,6 @@ def test_an_embedding_at_home_costs_its_rows_on_the_link(tmp_path):
         "recipe": "fp32",
         "chunk_tokens": chunk,
         "chunks_per_round": 1,
-        "clip": True,
     }
     hardware = rates(copy=1e7)
     least, _ = Plan.smallest(model, hardware=hardware, **ask)
@@ -404,7 +402,7 @@ def test_recomputing_costs_the_products_of_what_is_not_saved(tmp_path):
         "recipe": "fp32",
         "chunk_tokens": seq,
         "chunks_per_round": 1,
-        "clip": False,
+        "clip_norm": 0,
     }
     again = {
         "kv": 2 * tokens * dim * (width + 2 * kv),

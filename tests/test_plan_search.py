@@ -262,7 +262,7 @@ def test_what_the_next_forward_pass_waits_for_is_shortened_where_it_waits(tmp_pa
         ModelConfig.read(ROOT / "models/8b.json"),
         on_an_h200(tmp_path, 128, seq_len=8192, host_mem="84GiB") | {"device_mem": "24GiB"},
     )
-    plan, free = Plan(model, clip=True, **ask), Plan(model, clip=False, **ask)
+    plan, free = Plan(model, **ask), Plan(model, clip_norm=0, **ask)
     r = plan.report
     home = r["n_units"] - r["resident_update_units"] - r["streamed_update_units"]
     assert home > r["split_update_units"] > home / 2 and "in two parts" in str(

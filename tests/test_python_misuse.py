@@ -392,9 +392,7 @@ Trainer(MODEL_DIR, made, SHARD).close()
 for name in fields_of(made.config):
     setattr(made.config, name, 2**31 - 1)
 made.model._ptr.n_layers = model.n_layers
-refused(lambda: Trainer(MODEL_DIR, made, SHARD), "optimizer 2147483647 is unknown", penstock.InvalidError)
-made.config.optimizer = 0
-refused(lambda: Trainer(MODEL_DIR, made, SHARD), "trace_steps is 2147483647: the plan counted memory for at most 2", penstock.InvalidError)
+Trainer(MODEL_DIR, made, SHARD).close()  # a copy of what the plan has
 """,
     "regions that are none": """
 refused(lambda: Region(0, 0, 4, object), "dtype object holds Python objects", ValueError)

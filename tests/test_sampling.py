@@ -37,11 +37,11 @@ def weights(trainer):
     return {name: trainer.read(name).tobytes() for name in trainer.params}
 
 
-def trained(folder, plan, clip, samples, save=None):
+def trained(folder, plan, samples, save=None):
     """The texts after each step, and the weights after the last one."""
     texts = []
     every = {"sample_every": 1, "samples": {"prompts": PROMPTS} | HOW} if samples else {}
-    with Trainer(folder, plan, batch_of(plan), lr=1e-2, clip_norm=clip, seed=5) as t:
+    with Trainer(folder, plan, batch_of(plan), lr=1e-2, seed=5) as t:
         first = t.sample(PROMPTS, **HOW) if samples else None  # before any step
         for m in t.steps(STEPS, **every):
             texts.append(m.samples)
@@ -77,7 +77,7 @@ def test_texts_are_a_generators_under_every_cap_and_training_is_unchanged(
     name, recipe, clip, cut, more = CASES[case]
     folder = model_dir(name)
     model = ModelConfig.read(folder)
-    kw = {"recipe": recipe, "clip": clip > 0, "threads": 2, "hardware": hardware} | cut | more
+    kw = {"recipe": recipe, "clip_norm": clip, "threads": 2, "hardware": hardware} | cut | more
     room = {"sample_sequences": 2, "sample_context": CONTEXT}
     least, _ = Plan.smallest(model, **kw)
     dtype = "bf16" if recipe != "fp32" else "fp32"
@@ -100,8 +100,8 @@ def test_texts_are_a_generators_under_every_cap_and_training_is_unchanged(
         assert plan.report["step_s"] == without.report["step_s"]
         assert not cap or plan.report["device_used_bytes"] <= cap
         streamed.add(plan.json()["sample_streamed_bytes"])
-        got = trained(folder, plan, clip, True, None if want else (tmp_path / "saved", dtype))
-        assert got[1] == trained(folder, without, clip, False)[1]
+        got = trained(folder, plan, True, None if want else (tmp_path / "saved", dtype))
+        assert got[1] == trained(folder, without, False)[1]
         want = want or got
         assert got == want
     assert {len(t) for texts in want[0] for t in texts} == {NEW}

@@ -50,10 +50,10 @@ def weights(trainer):
     return {name: trainer.read(name).tobytes() for name in trainer.params}
 
 
-def trained(folder, plan, val, clip, save=None):
+def trained(folder, plan, val, save=None):
     """Validation losses after each step, training losses, and the weights."""
     out, losses = [], []
-    with Trainer(folder, plan, batch_of(plan), lr=1e-2, clip_norm=clip, seed=5, val=val) as t:
+    with Trainer(folder, plan, batch_of(plan), lr=1e-2, seed=5, val=val) as t:
         for m in t.steps(STEPS, validate_every=1 if val else 0):
             losses.append(m.loss)
             out.append(m.validation and (m.validation.loss, m.validation.valid_tokens))
@@ -81,7 +81,7 @@ def test_same_bits_under_every_cap_and_as_eval_and_training_unchanged(
     name, recipe, clip, cut, tokens = CASES[case]
     folder = model_dir(name)
     model = ModelConfig.read(folder)
-    kw = {"recipe": recipe, "clip": clip > 0, "threads": 2, "hardware": hardware} | cut
+    kw = {"recipe": recipe, "clip_norm": clip, "threads": 2, "hardware": hardware} | cut
     least, _ = Plan.smallest(model, **kw)
     dtype = "fp32" if recipe == "fp32" else "bf16"
     want = None
@@ -91,10 +91,10 @@ def test_same_bits_under_every_cap_and_as_eval_and_training_unchanged(
         for arena in ("device_arena_bytes", "host_arena_bytes"):
             assert plan.report[arena] == without.report[arena]
         val, losses, after = trained(
-            folder, plan, val_shard, clip, (tmp_path / "saved", dtype) if cap is None else None
+            folder, plan, val_shard, (tmp_path / "saved", dtype) if cap is None else None
         )
         if cap in (None, least):
-            assert (losses, after) == trained(folder, without, None, clip)[1:]
+            assert (losses, after) == trained(folder, without, None)[1:]
         want = want or (val, after)
         assert (val, after) == want
         assert len({loss for loss, _ in val}) == STEPS
@@ -102,9 +102,9 @@ def test_same_bits_under_every_cap_and_as_eval_and_training_unchanged(
     step, whole = plan.report["val_step_tokens"], tokens // cut["seq_len"] * cut["seq_len"]
     assert plan.report["val_tokens"] == whole
     cut = cut | {"tokens_per_step": step}
-    plan = Plan(model, forward_only=True, **(kw | cut | {"clip": False}))
+    plan = Plan(model, forward_only=True, **(kw | cut))
     split = write_val(tmp_path / "first.bin", whole + 1)
-    with Trainer(tmp_path / "saved", plan, split, clip_norm=0.0) as t:
+    with Trainer(tmp_path / "saved", plan, split) as t:
         steps = [(m.loss, m.valid_tokens) for m in t.steps(-(-whole // step))]
     total = sum(valid for _, valid in steps)
     nll = 0.0

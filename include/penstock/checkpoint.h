@@ -37,12 +37,14 @@ typedef struct ps_checkpoint_info {
   uint64_t seq_len, tokens_per_step;
   uint64_t chunk_tokens, chunks_per_round, first_round_chunks, first_rounds, head_slice_tokens;
   uint64_t n_sequences; /* of the dataset, at seq_len; 0: the data came from a batch function */
-  double z_loss, label_smoothing;
+  double z_loss, label_smoothing, clip_norm;
   double router_aux_loss, router_z_loss; /* as they were in force */
-  uint64_t data_mix;                     /* ps_dataset_mix() of the dataset */
+  int32_t document_token, document_end_token;
+  uint64_t data_mix; /* ps_dataset_mix() of the dataset */
   ps_lora lora;
   uint32_t fp8_bf16_first, fp8_bf16_last, fp8_bf16_down, fp8_head, fp8_fast_accumulation;
   uint32_t n_hosts; /* that trained; on others the training goes on with other bits */
+  uint32_t non_finite, reserved;
 } ps_checkpoint_info;
 
 /* What writing a checkpoint took. Seconds count from ps_trainer_checkpoint_begin(). */
@@ -110,7 +112,7 @@ PS_API void ps_checkpoint_close(ps_checkpoint *c);            /* NULL is a no-op
 PS_API const char *ps_checkpoint_dir(const ps_checkpoint *c); /* valid until close */
 PS_API ps_status ps_checkpoint_get_info(const ps_checkpoint *c, ps_checkpoint_info *out);
 /* ps_checkpoint_config() - set @cfg to the checkpoint's settings: schedule, hyperparameters, seed,
- * document tokens, shuffle. Data is not among them, nor trace_steps. */
+ * shuffle. Data is not among them. */
 PS_API ps_status ps_checkpoint_config(const ps_checkpoint *c, ps_train_config *cfg);
 
 /* ps_checkpoint_path() - FOLDER/step-00000100, for a step. PS_EINVAL: @bytes are too few. */

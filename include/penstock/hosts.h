@@ -93,7 +93,7 @@ PS_API ps_status ps_hosts_agree(ps_hosts *h, const char *text);
  * @wanted    ps_transport, the same in all tasks.
  * @on_gpu    whether this task trains on GPUs. NCCL is then opened: libnccl.so.2, or the file that
  *            the environment's PENSTOCK_NCCL names.
- * @out       PS_TRANSPORT_NCCL or PS_TRANSPORT_TCP, for ps_plan_config.transport.
+ * @out       PS_TRANSPORT_NCCL or PS_TRANSPORT_TCP.
  * Errors, the same in all tasks: PS_EINVAL: NCCL is wanted, and a task cannot have it. The message
  *            names the rank and the reason.
  * ps_hosts_transport_text() - a line that says what moves gradients and why, and once NCCL was

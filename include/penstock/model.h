@@ -222,9 +222,9 @@ enum {
 #define PS_MAX_LORA_RANK  65536
 typedef struct ps_lora {
   uint32_t rank;    /* 0: no adapters; the other fields are 0 then */
-  uint32_t targets; /* PS_LORA_*, a bit set */
+  uint32_t targets; /* PS_LORA_*, a bit set; 0 for a plan: PS_LORA_ALL */
   uint32_t rslora, reserved;
-  double alpha;
+  double alpha; /* NAN for a plan: twice the rank */
 } ps_lora;
 /* ps_lora_targets_parse() - targets from their names with commas, "q_proj,v_proj", or from
  * "all-linear", which is PS_LORA_ALL. Errors: PS_EINVAL names the unknown one.

@@ -13,6 +13,7 @@
 #ifndef PENSTOCK_PLAN_H
 #define PENSTOCK_PLAN_H
 #include "hardware.h"
+#include "hosts.h"
 #include "optim.h"
 
 #ifdef __cplusplus
@@ -63,10 +64,33 @@ PS_API const char *ps_layout_name(ps_plan_layout layout); /* "auto", "data-paral
 /* ps_layout_parse() - a layout by its name. Errors: PS_EINVAL names the value. */
 PS_API ps_status ps_layout_parse(ps_plan_layout *out, const char *name);
 
-/* What a plan is asked for. 0 leaves a choice to the planner where a field says so. */
+/* ps_logits_fn() - the caller's function that gets the logits of one token.
+ * @step      0-based, ps_train_config.first_step included.
+ * @token     of the step's tokens, sequence after sequence.
+ * @logits    [vocab_size], with the model's soft cap where it has one; valid during the call.
+ * Threads: a thread of the engine calls it, one call at a time: once for each token of a step, in
+ *          any order, before the step's metrics.
+ * Errors:  a negative return stops the run, and ps_trainer_wait() returns it. */
+typedef ps_status (*ps_logits_fn)(void *user, uint64_t step, uint64_t token, const float *logits,
+                                  uint64_t vocab_size);
+
+/* What a trainer does with a step whose loss or gradient is not finite. */
+typedef enum ps_non_finite {
+  PS_NON_FINITE_STOP = 0, /* stops; with clip_norm, before anything of the step is updated */
+  /* Leaves weights and state as they are, and goes on with the next step's data: updates wait for
+   * the norm, as with clip_norm. A skipped step counts in the schedule and in AdamW's bias
+   * correction; a warning is logged that says why it was skipped. */
+  PS_NON_FINITE_SKIP = 1
+} ps_non_finite;
+
+/* Of a uint32_t field that says so: its default, which other fields may decide. */
+#define PS_DEFAULT UINT32_MAX
+
+/* What a plan is asked for, and the trainer that runs it: each question is asked once. 0 leaves a
+ * choice to the planner where a field says so. */
 typedef struct ps_plan_config {
   uint32_t struct_bytes; /* sizeof(ps_plan_config) */
-  uint32_t recipe;       /* ps_recipe */
+  uint32_t recipe;       /* ps_recipe; PS_DEFAULT: PS_RECIPE_BF16, with adapters _FP32_MASTER */
   /* Cap of device memory, BYTES. On CUDA it bounds all that the GPU loses to the process: context,
    * libraries, scratch, arena and page tables. On the CPU backend it bounds the device arena.
    * 0: on CUDA the memory that the device has, on the CPU backend no cap. */
@@ -91,14 +115,22 @@ typedef struct ps_plan_config {
   /* Tokens of a slice of the head and loss. 0: from the vocabulary and, on a GPU, from the
    * chunk. */
   uint64_t head_slice_tokens;
-  uint32_t clip;        /* 1: exact global-norm clipping; the optimizer waits for the whole norm */
+  /* The limit of the gradient's global norm, which is exact: the optimizer waits for the whole
+   * norm. 0: gradients are not clipped. */
+  double clip_norm;
+  uint32_t non_finite;  /* ps_non_finite */
   uint32_t n_threads;   /* compute threads; 0: those of the hardware description */
   uint32_t trace_steps; /* steps that the trace keeps; they count as host memory */
   /* CUDA, 1: the same bits in every run, at some cost in speed. The CPU backend always gives the
    * same bits. */
   uint32_t deterministic;
-  /* 1: every sequence is one document, and the trainer refuses document tokens. Attention on CUDA
-   * is then faster, and it runs on GPUs for which no library finds documents. 0 is always right. */
+  /* Documents inside a sequence: attention does not cross their borders, and positions begin at 0
+   * in each. Either the token that begins a document is given, or the token that ends one (such as
+   * EOS); -1: none. Both together are PS_EINVAL. */
+  int32_t document_token, document_end_token;
+  /* 1: every sequence is one document. No document token is given then, and no mask of the data
+   * marks documents. Attention on CUDA is then faster, and it runs on GPUs for which no library
+   * finds documents. 0 is always right. */
   uint32_t one_document;
   /* 1: gradients are copied to the host even where the update runs on the device, so that
    * ps_trainer_read_grad() can read them. */
@@ -108,12 +140,13 @@ typedef struct ps_plan_config {
    * optimizer state and no update, and the backward pass ends above them. With tied embeddings the
    * lm_head is frozen with the embedding. 0: none. */
   uint32_t n_frozen_layers;
-  /* 1: no layer is trained, and a step computes the loss alone. n_frozen_layers, optimizer and clip
-   * do not count then. */
+  /* 1: no layer is trained, and a step computes the loss alone. n_frozen_layers, optimizer,
+   * clip_norm and non_finite do not count then. */
   uint32_t forward_only;
-  /* 1: a step gives its logits to ps_train_config.logits_fn. They are copied to the host, slice by
-   * slice of the head. No other op changes. */
-  uint32_t keep_logits;
+  /* NULL, or what a step gives its logits to. They are copied to the host, slice by slice of the
+   * head. No other op changes. Borrowed while a trainer of the plan lives. */
+  ps_logits_fn logits_fn;
+  void *logits_user;
   /* Batch ramp: the training's first steps have fewer tokens, stage after stage; tokens_per_step is
    * that of all steps after the ramp. The plan is made for those: its decisions and its cut of
    * chunks and rounds hold in every stage. Borrowed for the call. */
@@ -122,13 +155,15 @@ typedef struct ps_plan_config {
   /* Devices that train the model together, at most PS_MAX_DEVICES; 0 counts as 1. The bits do not
    * depend on it, where chunks and rounds are the same. device_mem_bytes is the cap of each. */
   uint32_t n_devices;
-  /* Hosts that train the model together, at most PS_MAX_HOSTS (penstock/hosts.h); 0 counts as 1.
-   * The plan is that of one of them, and tokens_per_step is of all. Each has an equal part of the
-   * step's sequences, so the step is rounded down to that. */
-  uint32_t n_hosts;
-  /* ps_transport: with several hosts and CUDA, device memory for NCCL is counted, unless it is
-   * PS_TRANSPORT_TCP. */
-  uint32_t transport;
+  /* The tasks of the hosts that train the model together, after ps_hosts_choose(); NULL: a trainer
+   * of the plan is alone. The plan is that of one host, and tokens_per_step is of all. Each has an
+   * equal part of the step's sequences, so the step is rounded down to that. What steps report is
+   * of all hosts. Borrowed while a trainer of the plan lives. */
+  ps_hosts *hosts;
+  /* Without hosts, to plan for some that are not here: how many, at most PS_MAX_HOSTS, 0 counts as
+   * 1; and ps_transport: with CUDA, device memory for NCCL is counted, unless it is
+   * PS_TRANSPORT_TCP. No trainer runs a plan for several that has no hosts. */
+  uint32_t n_hosts, transport;
   /* ps_plan_layout: how several devices share a step. A ring needs two devices at least, and a
    * block for each of them. The bits do not depend on it either, where chunks and rounds are the
    * same. */
@@ -150,7 +185,7 @@ typedef struct ps_plan_config {
   double router_aux_loss, router_z_loss;
   /* With a recipe of FP8; 0 with other recipes:
    *   fp8_bf16_first, fp8_bf16_last  how many of the first and of the last blocks compute in bf16;
-   *                                  at least one block must be left
+   *                                  at least one block must be left. PS_DEFAULT: 1 of each
    *   fp8_bf16_down                  1: so do the down projections of all blocks
    *   fp8_head                       1: the head's products have FP8 operands too
    *   fp8_fast_accumulation          1: forward products sum with the GPU's fast accumulation. On
@@ -180,6 +215,13 @@ typedef struct ps_plan_config {
   ps_plan_progress_fn progress; /* or NULL */
   void *progress_user;
 } ps_plan_config;
+
+/* ps_plan_config_init() - fill in the defaults: AdamW, clip_norm 1, no document tokens, 2 traced
+ * steps, PS_DEFAULT for the recipe and the ends of FP8, NAN for lora.alpha.
+ * ps_plan_config_resolve() - fill in what PS_DEFAULT, lora.targets 0 and a lora.alpha of NAN stand
+ * for. ps_plan_create() does the same with its own copy. */
+PS_API void ps_plan_config_init(ps_plan_config *cfg);
+PS_API void ps_plan_config_resolve(ps_plan_config *cfg);
 
 /* The policy of a saved activation, between the forward and the backward pass of its chunk:
  *   PS_POLICY_DEVICE            it stays in device memory.

@@ -53,16 +53,6 @@ typedef enum ps_lr_kind {
 typedef ps_status (*ps_batch_fn)(void *user, uint64_t step, int32_t *tokens, int32_t *targets,
                                  uint64_t n_tokens);
 
-/* ps_logits_fn() - the caller's function that gets the logits of one token.
- * @step      as in ps_batch_fn().
- * @token     of the step's tokens, sequence after sequence.
- * @logits    [vocab_size], with the model's soft cap where it has one; valid during the call.
- * Threads: a thread of the engine calls it, one call at a time: once for each token of a step, in
- *          any order, before the step's metrics.
- * Errors:  a negative return stops the run, and ps_trainer_wait() returns it. */
-typedef ps_status (*ps_logits_fn)(void *user, uint64_t step, uint64_t token, const float *logits,
-                                  uint64_t vocab_size);
-
 /* Parameters that get no weight decay, as bits. */
 enum {
   PS_NO_DECAY_NORM = 1,      /* weights of norms */
@@ -70,15 +60,6 @@ enum {
   PS_NO_DECAY_EMBEDDING = 4, /* the input embedding; with tied embeddings the lm_head with it */
   PS_NO_DECAY_ALL = 7        /* of the bits above */
 };
-
-/* What a trainer does with a step whose loss or gradient is not finite. */
-typedef enum ps_non_finite {
-  PS_NON_FINITE_STOP = 0, /* stops; with clip, before anything of the step is updated */
-  /* Leaves weights and state as they are, and goes on with the next step's data. The plan must be
-   * made with clip, because updates wait for the norm. A skipped step counts in the schedule and in
-   * AdamW's bias correction; a warning is logged that says why it was skipped. */
-  PS_NON_FINITE_SKIP = 1
-} ps_non_finite;
 
 /* Whether a trainer plans again where its steps take another time than planned, while it goes on,
  * and switches between two steps (ps_trainer_switch()). */
@@ -95,32 +76,24 @@ typedef enum ps_replan {
 
 enum { PS_MAX_STEPS = 1000000000 }; /* limit of every count of steps; more is PS_EINVAL */
 
+/* What a training is asked for beside its plan. What the plan counts on is asked there: optimizer,
+ * clipping, documents, traced steps, hosts, logits (ps_plan_config). */
 typedef struct ps_train_config {
   uint32_t struct_bytes; /* sizeof(ps_train_config) */
   uint32_t lr_kind;      /* ps_lr_kind */
-  uint32_t optimizer;    /* ps_optimizer; the plan must be made for the same */
-  uint32_t nesterov;     /* 1: SGD with Nesterov's momentum */
-  /* Hyperparameters of the optimizer (penstock/optim.h). NAN: its default. One that the optimizer
-   * does not know is PS_EINVAL. lr is the learning rate's peak. */
+  /* Hyperparameters of the plan's optimizer (penstock/optim.h). NAN: its default. One that the
+   * optimizer does not know is PS_EINVAL. lr is the learning rate's peak. */
   double lr, beta1, beta2, eps, momentum, weight_decay;
   double min_lr; /* the learning rate's floor */
   /* total_steps is the schedule's length, counted from step 0. decay_steps is for WSD alone. */
   uint64_t warmup_steps, total_steps, decay_steps;
-  /* The limit of the gradient's global norm; 0: gradients are not clipped. The plan must be made
-   * for the same choice (ps_plan_config.clip), and with PS_NON_FINITE_SKIP for clipping. */
-  double clip_norm;
   uint64_t seed; /* of stochastic rounding, of shuffling and of weights that are drawn */
   /* Steps that were trained before. Schedule, data order and random bits go on from there. With
    * ps_trainer_create() the optimizer's state begins at zero, and its bias correction counts the
    * updates of this run. penstock/checkpoint.h goes on with the state of a checkpoint. */
   uint64_t first_step;
-  /* Documents inside a sequence: attention does not cross their borders, and positions begin at 0
-   * in each. Either the token that begins a document is given, or the token that ends one (such as
-   * EOS); -1: none. Both together are PS_EINVAL. */
-  int32_t document_token;
-  int32_t document_end_token;
-  uint32_t shuffle;     /* 1: read the dataset's sequences in an order drawn from seed */
-  uint32_t trace_steps; /* the trace keeps the last so many steps; at most the plan's */
+  uint32_t nesterov; /* 1: SGD with Nesterov's momentum */
+  uint32_t shuffle;  /* 1: read the dataset's sequences in an order drawn from seed */
   /* Steps [trace_from, trace_to) of the training alone are traced, as first_step counts them;
    * trace_to 0: all from trace_from on. */
   uint64_t trace_from, trace_to;
@@ -131,13 +104,13 @@ typedef struct ps_train_config {
    * (penstock/adapter.h), borrowed for the call. NULL: fresh ones, whose A is drawn from seed and
    * whose B is zero. */
   const char *adapter_dir;
-  uint64_t max_skips;  /* with PS_NON_FINITE_SKIP: so many steps in a row may be skipped */
-  uint32_t non_finite; /* ps_non_finite */
-  /* 1: the plan's rates of host memory are taken as they are. 0: they are measured on the arena
+  uint64_t max_skips; /* with PS_NON_FINITE_SKIP: so many steps in a row may be skipped */
+    /* 1: the plan's rates of host memory are taken as they are. 0: they are measured on the arena
    * before weights are loaded, for 2 s at most (ps_trainer_arena()). Bits do not depend on it. */
   uint32_t trust_rates;
   uint32_t replan;     /* ps_replan */
-  /* Exactly one of dataset and batch_fn is given. Both are borrowed until destroy. With a plan that
+  /* Exactly one of dataset and batch_fn is given. Both are borrowed until destroy. Several hosts
+   * take a dataset, of which each trainer reads its part of every step. With a plan that
    * is forward_only, a pass over a dataset without weights begins with a step and counts each
    * sequence once: the last step's other sequences do not count, and a step may have no target. */
   ps_dataset *dataset;
@@ -149,24 +122,17 @@ typedef struct ps_train_config {
   /* What ps_trainer_validate() reads; NULL: nothing. The plan must be made with val_tokens.
    * Borrowed until destroy. */
   ps_dataset *val_dataset;
-  /* The other hosts' tasks, as many as the plan has hosts; NULL: the plan is of one host. Each
-   * trainer reads its part of every step's sequences, and batch_fn must be NULL. What steps report
-   * is of all hosts. Borrowed until destroy. */
-  ps_hosts *hosts;
-  /* Given with a plan that was made with keep_logits, else NULL. Borrowed until destroy. */
-  ps_logits_fn logits_fn;
-  void *logits_user;
 } ps_train_config;
 
-/* ps_train_config_init() - fill in the defaults: AdamW with its own hyperparameters (all NAN), a
- * constant learning rate, clip_norm 1, no document tokens, no decay of norms and biases. */
+/* ps_train_config_init() - fill in the defaults: the optimizer's own hyperparameters (all NAN), a
+ * constant learning rate, no decay of norms and biases, at most 10 skipped steps in a row. */
 PS_API void ps_train_config_init(ps_train_config *cfg);
 
-/* ps_train_config_check() - check @cfg for a model, without a plan and without data: ranges,
- * schedule, document tokens. ps_trainer_create() makes the same checks. A warmup longer than
- * total_steps is logged as a warning.
+/* ps_train_config_check() - check @cfg, for a plan with this optimizer, without data: ranges and
+ * schedule. ps_trainer_create() makes the same checks. A warmup longer than total_steps is logged
+ * as a warning.
  * Errors: PS_EINVAL names the field, its value and the limit. */
-PS_API ps_status ps_train_config_check(const ps_train_config *cfg, const ps_model_config *model);
+PS_API ps_status ps_train_config_check(const ps_train_config *cfg, ps_optimizer optimizer);
 
 /* What a step did and what it took. */
 typedef struct ps_step_metrics {
@@ -385,7 +351,7 @@ PS_API ps_status ps_trainer_save_when(ps_trainer *t, const char *dir, ps_dtype d
  * must. Errors: PS_EIO, PS_ENOMEM. PS_EINVAL: the path is too long. */
 PS_API ps_status ps_model_dir_tidy(const char *dir);
 
-/* ps_trainer_trace() - the ops of the last cfg.trace_steps steps, with their times; see
+/* ps_trainer_trace() - the ops of the last steps, as many as the plan's trace_steps; see
  * ps_run_trace(). During a batch ramp none: the plan's schedule is that of the steps after it.
  * Errors: PS_ESTATE: no step was submitted yet. */
 PS_API ps_status ps_trainer_trace(const ps_trainer *t, ps_trace_event *events, uint64_t room,

@@ -16,8 +16,10 @@ static const char *const decay_groups[] = {"norm", "bias", "embedding", NULL};
 static const char *const dtypes[] = {"fp32", "bf16", NULL};
 
 void cli_job_init(cli_job *job) {
-  ps_train_config defaults = {.struct_bytes = sizeof defaults};
+  ps_train_config defaults;
+  ps_plan_config plan;
   ps_train_config_init(&defaults);
+  ps_plan_config_init(&plan);
   *job = (cli_job){
       .model_option = "--model",
       .recipe = PS_RECIPE_BF16,
@@ -34,12 +36,11 @@ void cli_job_init(cli_job *job) {
       .beta2 = defaults.beta2,
       .eps = defaults.eps,
       .momentum = defaults.momentum,
-      .clip_norm = defaults.clip_norm,
+      .clip_norm = plan.clip_norm,
       .router_aux_loss = -1,
       .lora_alpha = NAN,
       .epochs = NAN,
       .warmup_ratio = NAN,
-      .non_finite = defaults.non_finite,
       .max_skips = defaults.max_skips,
       .seed = defaults.seed,
       .document_token = -1,
@@ -558,7 +559,8 @@ int cli_job_prepare(cli_job *j) {
       .first_rounds = j->first_rounds,
       .head_slice_tokens = j->head_slice_tokens,
       .n_frozen_layers = (uint32_t)j->frozen_layers,
-      .clip = j->clip_norm > 0 || j->non_finite == PS_NON_FINITE_SKIP,
+      .clip_norm = j->clip_norm,
+      .non_finite = j->non_finite,
       .z_loss = j->forward_only ? 0 : j->z_loss,
       .label_smoothing = j->forward_only ? 0 : j->label_smoothing,
       .router_aux_loss = j->forward_only ? 0 : j->router_aux_loss,
@@ -573,10 +575,13 @@ int cli_job_prepare(cli_job *j) {
       .lora = j->lora,
       .n_threads = (uint32_t)j->device.threads,
       .n_devices = (uint32_t)j->device.n_gpus,
+      .hosts = j->hosts,
       .n_hosts = j->task.n_hosts,
       .transport = j->hosts ? j->chosen_transport : j->transport,
       .layout = j->device.layout,
       .deterministic = j->deterministic,
+      .document_token = j->document_token,
+      .document_end_token = j->document_end_token,
       .one_document =
           j->document_token < 0 && j->document_end_token < 0 && !j->data_marks_documents,
       .trace_steps = (uint32_t)j->trace_steps,

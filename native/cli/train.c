@@ -89,24 +89,17 @@ ps_train_config cli_train_config(const cli_job *job, ps_dataset *ds, ps_dataset 
   cfg.eps = job->eps;
   cfg.momentum = job->momentum;
   cfg.nesterov = job->nesterov;
-  cfg.optimizer = job->optimizer;
   cfg.weight_decay = job->weight_decay;
   cfg.no_decay = job->no_decay;
-  cfg.clip_norm = job->clip_norm;
-  cfg.non_finite = job->non_finite;
   cfg.max_skips = job->max_skips;
   cfg.seed = job->seed;
-  cfg.document_token = job->document_token;
-  cfg.document_end_token = job->document_end_token;
   cfg.shuffle = job->shuffle;
-  cfg.trace_steps = (uint32_t)job->trace_steps;
   cfg.trace_from = job->profile_steps ? job->profile_first - 1 : 0;
   cfg.trace_to = job->profile_last;
   cfg.init_weights = job->init_weights && (!resumed || job->lora.rank);
   cfg.adapter_dir = resumed ? NULL : job->adapter;
   cfg.dataset = ds;
   cfg.val_dataset = val;
-  cfg.hosts = job->hosts;
   return cfg;
 }
 
@@ -347,7 +340,7 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     code = cli_samples_open(job);
   ps_train_config cfg = cli_train_config(job, ds, val, *from != NULL);
   /* checked before the search, which takes longer */
-  if (code == CLI_OK && (st = ps_train_config_check(&cfg, &job->config)) != PS_OK)
+  if (code == CLI_OK && (st = ps_train_config_check(&cfg, (ps_optimizer)job->optimizer)) != PS_OK)
     code = cli_fail_status(st, true);
   if (code == CLI_OK)
     code = cli_task_measure(job);

@@ -490,13 +490,13 @@ typedef struct ps__args_glu {
  *     i32.
  *   - n_experts is E, n_used is k, expert_dim is I. */
 enum { PS_MAX_EXPERTS = 512, PS_MAX_EXPERTS_USED = 16 };
+/* PS_EINVAL names @op, the number that is out of range and its value. */
+ps_status ps__check_experts(uint32_t n_tokens, uint32_t n_experts, uint32_t n_used, const char *op);
 
 typedef struct ps__args_moe_route {
   uint32_t n_tokens, n_experts, n_used;
   uint32_t renorm; /* the weights of a token are divided by their sum */
 } ps__args_moe_route;
-/* PS_EINVAL names @op, the field and its value (native/kernels/moe.c), as do the others. */
-ps_status ps__check_moe(uint32_t n_tokens, uint32_t n_experts, uint32_t n_used, const char *op);
 /* moe_route            p = softmax(logits[t,:]), with the largest logit subtracted. ids[t,:]: the k
  *                      largest logits, largest first; of equal ones the lower index first. A NaN
  *                      counts as smaller than -inf. weights[t,j] = p[ids[t,j]], or with renorm that
@@ -527,7 +527,6 @@ typedef struct ps__args_moe_route_bwd {
   float aux, z_loss;
   uint32_t step_tokens; /* of all chunks, devices and hosts: ps__chunk_shape.step_tokens */
 } ps__args_moe_route_bwd;
-ps_status ps__check_moe_route_bwd(const ps__args_moe_route_bwd *a, const char *op);
 
 /* moe_index            offsets, slot and token as above, a counting sort of ids, stable by (expert,
  *                      token).
@@ -551,7 +550,6 @@ typedef struct ps__args_moe_rows {
   uint32_t n_tokens, n_used, dim, dt;
   uint32_t accumulate, has_residual; /* moe_combine alone */
 } ps__args_moe_rows;
-ps_status ps__check_moe_rows(const ps__args_moe_rows *a, const char *op);
 
 /* gemm_grouped         A product an expert: R = n_tokens * n_used rows, cut by offsets. N = n_out,
  *                      K = n_in. W[E,N,K], all operands row-major without gaps, of dt; fp32 inside,
@@ -570,7 +568,6 @@ ps_status ps__check_moe_rows(const ps__args_moe_rows *a, const char *op);
 typedef struct ps__args_gemm_grouped {
   uint32_t n_tokens, n_used, n_out, n_in, n_experts, dt, role, accumulate;
 } ps__args_gemm_grouped;
-ps_status ps__check_gemm_grouped(const ps__args_gemm_grouped *a, const char *op);
 
 /* moe_glu              s[r,:] = w act(g) u, gu[R,2I]: g = gu[:, :I], u = gu[:, I:]; w =
  *                      weights[t,j] of the row's token and choice, r = slot[t,j]; one rounding.
@@ -582,7 +579,6 @@ ps_status ps__check_gemm_grouped(const ps__args_gemm_grouped *a, const char *op)
 typedef struct ps__args_moe_glu {
   uint32_t n_tokens, n_used, expert_dim, dt, activation; /* activation: as ps__args_glu */
 } ps__args_moe_glu;
-ps_status ps__check_moe_glu(const ps__args_moe_glu *a, const char *op);
 
 typedef struct ps__args_colsum {
   uint32_t rows, cols, ld, dt, accumulate;

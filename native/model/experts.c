@@ -50,7 +50,7 @@ static ps_status begin(ps__half *h) {
   if (scale != 0.0f && scale != 1.0f)
     return ps__fail(PS_EINVAL, "experts in a model with a residual_multiplier of %g: it must be 1",
                     (double)scale);
-  return ps__check_moe(1, t->e, t->k, "experts");
+  return ps__check_experts(1, t->e, t->k, "experts");
 }
 
 /* ---- what there is --------------------------------------------------------------------------- */

@@ -532,7 +532,7 @@ static double estimate_of(const ps__search_space *sp, const ps__microbatch_base 
       larger(larger(larger(backward, b_both), larger(b_h2d, b_d2h)), larger(b_memory, b_sums));
   if (ahead == 0)
     passes = forward + backward + f_h2d + f_d2h + b_h2d + b_d2h;
-  const double hidden = sp->plan->cfg.clip ? base->forward_ns[1] : backward * first_round;
+  const double hidden = ps__waits_for_norm(sp->plan) ? base->forward_ns[1] : backward * first_round;
   return passes + (updates > hidden ? updates - hidden : 0);
 }
 

@@ -1,8 +1,36 @@
-/* config.c - a plan without decisions: checks its configuration and fills in the defaults. */
+/* config.c - a plan without decisions: the defaults of its configuration, and what it may not
+ * be. */
 #include "engine/schedule.h"
 #include "hardware/hardware_impl.h"
 #include "hosts/hosts.h"
+#include "hosts/net.h"
 #include "plan/plan_impl.h"
+#include <math.h>
+#include <string.h>
+
+void ps_plan_config_init(ps_plan_config *c) {
+  memset(c, 0, sizeof *c);
+  c->struct_bytes = sizeof *c;
+  c->recipe = c->fp8_bf16_first = c->fp8_bf16_last = PS_DEFAULT;
+  c->lora.alpha = NAN;
+  c->clip_norm = 1;
+  c->document_token = c->document_end_token = -1;
+  c->trace_steps = 2;
+}
+
+void ps_plan_config_resolve(ps_plan_config *c) {
+  if (c->recipe == PS_DEFAULT)
+    c->recipe = c->lora.rank ? PS_RECIPE_FP32_MASTER : PS_RECIPE_BF16;
+  const uint32_t ends = c->recipe < PS_N_RECIPES && ps__recipes[c->recipe].fp8 ? 1 : 0;
+  if (c->fp8_bf16_first == PS_DEFAULT)
+    c->fp8_bf16_first = ends;
+  if (c->fp8_bf16_last == PS_DEFAULT)
+    c->fp8_bf16_last = ends;
+  if (isnan(c->lora.alpha))
+    c->lora.alpha = 2.0 * c->lora.rank;
+  if (c->lora.rank && !c->lora.targets)
+    c->lora.targets = PS_LORA_ALL;
+}
 
 /* Tokens whose logits take about 32 MiB, on a GPU 512 MiB: a power of two of at least 64. It
  * follows from the vocabulary, never from a cap. A slice reads the lm_head twice and its gradient's
@@ -41,10 +69,24 @@ static ps_status check_ranges(const ps_plan_config *c) {
   return PS_OK;
 }
 
+/* Fields that are a switch. */
+static ps_status check_switches(const ps_plan_config *c) {
+  const struct {
+    const char *name;
+    uint32_t value;
+  } field[] = {{"fp8_bf16_down", c->fp8_bf16_down},
+               {"fp8_head", c->fp8_head},
+               {"fp8_fast_accumulation", c->fp8_fast_accumulation},
+               {"forward_only", c->forward_only}};
+  for (size_t i = 0; i < sizeof field / sizeof *field; i++)
+    if (field[i].value > 1)
+      return ps__fail(PS_EINVAL, "%s is %u: 0 or 1 is needed", field[i].name, field[i].value);
+  return PS_OK;
+}
+
 /* What FP8 asks of the model, the batch and the GPU. */
-static ps_status check_fp8(const ps_plan *p) {
+static ps_status check_fp8(const ps_plan *p, const ps_model_config *m) {
   const ps_plan_config *c = &p->cfg;
-  const ps_model_config *m = &p->model->cfg;
   const char *const recipe = ps__recipes[c->recipe].name;
   const struct {
     const char *name;
@@ -105,11 +147,15 @@ static bool link_known(const ps_hardware *hw, ps_link_kind kind, uint32_t from, 
   return r->from == from && r->to == to && r->bytes_per_s > 0 && r->duplex_bytes_per_s > 0;
 }
 
-static ps_status check_config(ps_plan *p) {
+/* Hosts, devices, and how these share a step. */
+static ps_status check_places(ps_plan *p, const ps_model_config *m) {
   ps_plan_config *c = &p->cfg;
-  PS_TRY(check_ranges(c));
   if (c->n_devices == 0)
     c->n_devices = 1;
+  if (c->hosts) {
+    c->n_hosts = c->hosts->n;
+    c->transport = ps__hosts_wants_net(c->hosts) ? PS_TRANSPORT_NCCL : PS_TRANSPORT_TCP;
+  }
   if (c->n_hosts == 0)
     c->n_hosts = 1;
   p->at = ps__places_of(c->n_devices, c->n_hosts);
@@ -118,28 +164,50 @@ static ps_status check_config(ps_plan *p) {
   if (c->layout >= PS_N_LAYOUTS)
     return ps__fail(PS_EINVAL, "layout %u is unknown: 0 is auto, 1 is data-parallel, 2 is ring",
                     c->layout);
-  if (c->layout == PS_LAYOUT_AUTO && (c->n_devices == 1 || p->model->cfg.n_layers < c->n_devices))
+  if (c->layout == PS_LAYOUT_AUTO && (c->n_devices == 1 || m->n_layers < c->n_devices))
     c->layout = PS_LAYOUT_DATA_PARALLEL;
   if (c->layout == PS_LAYOUT_RING && c->n_devices == 1)
     return ps__fail(PS_EINVAL, "--layout ring deals layers to several GPUs, and --gpus is 1: raise "
                                "--gpus, or leave --layout out");
-  if (c->layout == PS_LAYOUT_RING && p->model->cfg.n_layers < c->n_devices)
+  if (c->layout == PS_LAYOUT_RING && m->n_layers < c->n_devices)
     return ps__fail(PS_EINVAL,
                     "--layout ring: %u blocks cannot be dealt to %u GPUs: lower --gpus, or leave "
                     "--layout out",
-                    p->model->cfg.n_layers, c->n_devices);
-  if (c->recipe >= PS_N_RECIPES)
-    return ps__fail(PS_EINVAL, "recipe %u is unknown: use " PS__RECIPE_NAMES, c->recipe);
-  if (c->fp8_bf16_down > 1)
-    return ps__fail(PS_EINVAL, "fp8_bf16_down is %u: 0 or 1 is needed", c->fp8_bf16_down);
-  if (c->fp8_head > 1)
-    return ps__fail(PS_EINVAL, "fp8_head is %u: 0 or 1 is needed", c->fp8_head);
-  if (c->fp8_fast_accumulation > 1)
-    return ps__fail(PS_EINVAL, "fp8_fast_accumulation is %u: 0 or 1 is needed",
-                    c->fp8_fast_accumulation);
-  PS_TRY(check_fp8(p));
+                    m->n_layers, c->n_devices);
+  return PS_OK;
+}
+
+static ps_status check_documents(const ps_plan_config *c, uint32_t vocab_size) {
+  const int32_t begins = c->document_token, ends = c->document_end_token,
+                larger = begins > ends ? begins : ends;
+  if (begins >= 0 && ends >= 0)
+    return ps__fail(PS_EINVAL,
+                    "--document-token %d and --document-end-token %d exclude each other: give the "
+                    "first if the token begins documents, the second if it ends them",
+                    begins, ends);
+  if (larger >= 0 && (uint32_t)larger >= vocab_size)
+    return ps__fail(PS_EINVAL,
+                    "--document-%s %d is past the model's vocabulary of %u: give the id that its "
+                    "tokenizer has for it",
+                    begins >= 0 ? "token" : "end-token", larger, vocab_size);
+  if (larger >= 0 && c->one_document)
+    return ps__fail(PS_EINVAL,
+                    "one_document says that a sequence is one document, and document token %d that "
+                    "it has several: leave one of the two out",
+                    larger);
+  return PS_OK;
+}
+
+/* The loss, what is trained, and the clipping. */
+static ps_status check_training(ps_plan_config *c, const ps_model_config *m) {
   if (c->optimizer >= PS_N_OPTIMIZERS)
     return ps__fail(PS_EINVAL, "optimizer %u is unknown: use " PS__OPTIMIZER_NAMES, c->optimizer);
+  if (c->non_finite > PS_NON_FINITE_SKIP)
+    return ps__fail(PS_EINVAL, "non_finite is %u: ps_non_finite ends at %d", c->non_finite,
+                    PS_NON_FINITE_SKIP);
+  if (!(c->clip_norm >= 0))
+    return ps__fail(PS_EINVAL, "clip_norm %g must not be negative; 0 means no clipping",
+                    c->clip_norm);
   if (!(c->z_loss >= 0 && c->z_loss <= PS_MAX_Z_LOSS))
     return ps__fail(PS_EINVAL, "--z-loss %g: give a number from 0 to %g", c->z_loss, PS_MAX_Z_LOSS);
   if (!(c->label_smoothing >= 0 && c->label_smoothing < 1))
@@ -151,7 +219,7 @@ static ps_status check_config(ps_plan *p) {
   if (!(c->router_z_loss >= 0 && c->router_z_loss <= PS_MAX_ROUTER_LOSS))
     return ps__fail(PS_EINVAL, "--router-z-loss %g: give a number from 0 to %g", c->router_z_loss,
                     PS_MAX_ROUTER_LOSS);
-  if ((c->router_aux_loss > 0 || c->router_z_loss > 0) && !p->model->cfg.n_experts)
+  if ((c->router_aux_loss > 0 || c->router_z_loss > 0) && !m->n_experts)
     return ps__fail(PS_EINVAL,
                     "router_aux_loss is %g and router_z_loss %g: the model has no experts",
                     c->router_aux_loss, c->router_z_loss);
@@ -160,47 +228,45 @@ static ps_status check_config(ps_plan *p) {
                     "router_aux_loss is %g and router_z_loss %g: a plan that trains nothing has "
                     "neither",
                     c->router_aux_loss, c->router_z_loss);
-  if (c->forward_only && (c->z_loss > 0 || c->label_smoothing > 0))
-    return ps__fail(PS_EINVAL,
-                    "z_loss is %g and label_smoothing %g: a plan that trains nothing "
-                    "has neither",
-                    c->z_loss, c->label_smoothing);
-  if (c->forward_only > 1)
-    return ps__fail(PS_EINVAL, "forward_only is %u: 0 or 1 is needed", c->forward_only);
-  if (c->keep_logits > 1)
-    return ps__fail(PS_EINVAL, "keep_logits is %u: 0 or 1 is needed", c->keep_logits);
-  if (c->keep_logits && c->tokens_per_step > UINT32_MAX)
-    return ps__fail(PS_EINVAL, "tokens per step are %llu: with keep_logits at most %u are possible",
-                    (unsigned long long)c->tokens_per_step, UINT32_MAX);
-  if (c->forward_only && c->val_tokens)
-    return ps__fail(PS_EINVAL, "val_tokens is %llu: a plan that trains nothing has no validation",
-                    (unsigned long long)c->val_tokens);
   if (c->lora.rank && c->n_frozen_layers)
     return ps__fail(PS_EINVAL,
                     "%u layers would be frozen, but with LoRA all of the model is: give either "
                     "frozen layers or a LoRA rank",
                     c->n_frozen_layers);
-  if (!c->forward_only && p->model->cfg.dropout > 0)
+  if (!c->forward_only)
+    return m->dropout > 0
+               ? ps__fail(PS_EINVAL,
+                          "the model's config.json has a dropout of %g (attention_dropout, "
+                          "resid_pdrop or embd_pdrop): training has no dropout, set it to 0",
+                          (double)m->dropout)
+               : PS_OK;
+  if (c->z_loss > 0 || c->label_smoothing > 0)
     return ps__fail(PS_EINVAL,
-                    "the model's config.json has a dropout of %g (attention_dropout, resid_pdrop "
-                    "or embd_pdrop): training has no dropout, set it to 0",
-                    (double)p->model->cfg.dropout);
-  if (c->forward_only)
-    c->clip = 0;
-  else if (p->model->n_trained == 0)
-    return ps__fail(PS_EINVAL,
-                    "%u layers would be frozen, but the model has %u with embedding and head: "
-                    "one at least must be trained",
-                    c->n_frozen_layers, p->model->n_layers);
+                    "z_loss is %g and label_smoothing %g: a plan that trains nothing "
+                    "has neither",
+                    c->z_loss, c->label_smoothing);
+  if (c->val_tokens)
+    return ps__fail(PS_EINVAL, "val_tokens is %llu: a plan that trains nothing has no validation",
+                    (unsigned long long)c->val_tokens);
+  c->clip_norm = 0;
+  c->non_finite = PS_NON_FINITE_STOP;
+  return PS_OK;
+}
+
+/* Sequences, and how a step is cut. */
+static ps_status check_batch(ps_plan_config *c, const ps_model_config *m) {
   if (c->seq_len == 0)
     return ps__fail(PS_EINVAL, "the sequence length is 0: it must be at least 1 token");
-  if (p->model->cfg.max_positions && c->seq_len > p->model->cfg.max_positions)
+  if (m->max_positions && c->seq_len > m->max_positions)
     return ps__fail(PS_EINVAL,
                     "sequences of %llu tokens are longer than the model's max_position_embeddings "
                     "%u: lower --seq-len, or raise that in config.json",
-                    (unsigned long long)c->seq_len, p->model->cfg.max_positions);
+                    (unsigned long long)c->seq_len, m->max_positions);
   if (c->tokens_per_step == 0)
     c->tokens_per_step = 8 * c->seq_len;
+  if (c->logits_fn && c->tokens_per_step > UINT32_MAX)
+    return ps__fail(PS_EINVAL, "tokens per step are %llu: with logits_fn at most %u are possible",
+                    (unsigned long long)c->tokens_per_step, UINT32_MAX);
   if (c->tokens_per_step < c->seq_len)
     return ps__fail(PS_EINVAL,
                     "%llu tokens per step are less than one sequence of %llu tokens: raise "
@@ -222,6 +288,23 @@ static ps_status check_config(ps_plan *p) {
                     "--chunk-tokens %llu: give a multiple of the %llu tokens of a sequence, or "
                     "fewer than these",
                     (unsigned long long)c->chunk_tokens, (unsigned long long)c->seq_len);
+  return PS_OK;
+}
+
+/* All that needs no model but its configuration @m: a model is only made of what may be one. Fills
+ * in defaults. */
+static ps_status check_config(ps_plan *p, const ps_model_config *m) {
+  ps_plan_config *c = &p->cfg;
+  ps_plan_config_resolve(c);
+  PS_TRY(check_ranges(c));
+  PS_TRY(check_switches(c));
+  if (c->recipe >= PS_N_RECIPES)
+    return ps__fail(PS_EINVAL, "recipe %u is unknown: use " PS__RECIPE_NAMES, c->recipe);
+  PS_TRY(check_places(p, m));
+  PS_TRY(check_fp8(p, m));
+  PS_TRY(check_documents(c, m->vocab_size));
+  PS_TRY(check_training(c, m));
+  PS_TRY(check_batch(c, m));
   const ps_hardware *hw = &p->hw;
   const ps_dtype dt = (ps_dtype)ps__recipes[c->recipe].weights.dtype;
   if (!(hw->gemm_flops_per_s[dt] > 0) || !(hw->attention_flops_per_s[dt] > 0) ||
@@ -235,59 +318,65 @@ static ps_status check_config(ps_plan *p) {
     p->hw.n_threads = c->n_threads;
   p->head_slice_given = c->head_slice_tokens != 0;
   if (!p->head_slice_given)
-    c->head_slice_tokens = default_head_slice(&p->model->cfg, dt, hw->backend);
+    c->head_slice_tokens = default_head_slice(m, dt, hw->backend);
   if (c->reserve_bytes == 0)
     c->reserve_bytes = ps__host_reserve(&p->hw);
   return PS_OK;
 }
 
-ps_status ps__plan_new_of(ps_plan **out, ps_model *m, const ps_plan_config *cfg,
-                          const ps_hardware *hw) {
+/* A plan without a model. */
+static ps_status begin(ps_plan **out, const ps_model_config *m, const ps_plan_config *cfg,
+                       const ps_hardware *hw) {
   ps_plan *p = ps__calloc(1, sizeof *p);
-  if (!p) {
-    ps_model_destroy(m);
+  if (!p)
     return ps__fail(PS_ENOMEM, "out of memory for a plan");
-  }
-  p->model = m;
   p->cfg = *cfg;
   p->hw = *hw;
   p->asked = (ps__asked_cut){cfg->chunk_tokens, cfg->chunks_per_round, cfg->first_round_chunks,
                              cfg->first_rounds, cfg->head_slice_tokens};
   ps__hardware_complete(&p->hw);
-  const ps_status st = check_config(p);
-  if (st != PS_OK) {
-    ps_plan_destroy(p);
-    return st;
+  const ps_status st = check_config(p, m);
+  if (st == PS_OK)
+    *out = p;
+  else
+    ps__free(p);
+  return st;
+}
+
+ps_status ps__plan_new_of(ps_plan **out, ps_model *m, const ps_plan_config *cfg,
+                          const ps_hardware *hw) {
+  ps_plan *p;
+  const ps_status st = begin(&p, &m->cfg, cfg, hw);
+  if (st == PS_OK) {
+    p->model = m;
+    *out = p;
+  } else {
+    ps_model_destroy(m);
   }
-  *out = p;
-  return PS_OK;
+  return st;
 }
 
 ps_status ps__plan_model(ps_model **out, const ps_model_config *model, const ps_plan_config *cfg) {
-  /* check_config() names a recipe that there is not */
-  const ps_dtype dt =
-      cfg->recipe < PS_N_RECIPES ? (ps_dtype)ps__recipes[cfg->recipe].weights.dtype : PS_F32;
   const double own = cfg->lora.rank || cfg->forward_only ? 0 : (double)model->router_aux_loss;
   const ps__loss_terms loss = {.z_loss = (float)cfg->z_loss,
                                .label_smoothing = (float)cfg->label_smoothing,
                                .router_aux =
                                    (float)(cfg->router_aux_loss < 0 ? own : cfg->router_aux_loss),
                                .router_z = (float)cfg->router_z_loss};
-  /* check_fp8() refuses adapters beside it */
-  const bool has_fp8 = cfg->recipe < PS_N_RECIPES && ps__recipes[cfg->recipe].fp8;
-  const ps__fp8 fp8 = {.on = has_fp8 && !cfg->lora.rank,
+  const ps__fp8 fp8 = {.on = ps__recipes[cfg->recipe].fp8,
                        .bf16_first = cfg->fp8_bf16_first,
                        .bf16_last = cfg->fp8_bf16_last,
                        .bf16_down = cfg->fp8_bf16_down != 0,
                        .head = cfg->fp8_head != 0,
                        .fast = cfg->fp8_fast_accumulation != 0};
-  return ps__model_create(out, model, dt, cfg->seq_len,
-                          cfg->forward_only ? UINT32_MAX : cfg->n_frozen_layers, &loss, &fp8,
-                          &cfg->lora);
+  return ps__model_create(out, model, (ps_dtype)ps__recipes[cfg->recipe].weights.dtype,
+                          cfg->seq_len, cfg->forward_only ? UINT32_MAX : cfg->n_frozen_layers,
+                          &loss, &fp8, &cfg->lora);
 }
 
 ps_status ps__plan_new(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg,
                        const ps_hardware *hw) {
+  ps_plan *p;
   if (!model || !cfg || !hw || model->struct_bytes != sizeof *model ||
       cfg->struct_bytes != sizeof *cfg || hw->struct_bytes != sizeof *hw)
     return ps__fail(PS_EINVAL,
@@ -297,9 +386,18 @@ ps_status ps__plan_new(ps_plan **out, const ps_model_config *model, const ps_pla
                     "ps_hardware.backend is %u: PS_BACKEND_CPU (0) or PS_BACKEND_CUDA (1)",
                     hw->backend);
   PS_TRY(ps_model_config_check(model, "model"));
-  ps_model *m;
-  PS_TRY(ps__plan_model(&m, model, cfg));
-  return ps__plan_new_of(out, m, cfg, hw);
+  PS_TRY(begin(&p, model, cfg, hw));
+  ps_status st = ps__plan_model(&p->model, model, &p->cfg);
+  if (st == PS_OK && !p->cfg.forward_only && p->model->n_trained == 0)
+    st = ps__fail(PS_EINVAL,
+                  "%u layers would be frozen, but the model has %u with embedding and head: "
+                  "one at least must be trained",
+                  p->cfg.n_frozen_layers, p->model->n_layers);
+  if (st == PS_OK)
+    *out = p;
+  else
+    ps_plan_destroy(p);
+  return st;
 }
 
 ps_status ps_plan_destroy(ps_plan *p) {

@@ -24,7 +24,7 @@ uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, const ps__gue
    * host are updated */
   const uint64_t rows = s->spec->embed_on_host ? 4ull * plan->model->cfg.vocab_size : 0;
   /* a token's logits in fp32 */
-  const uint64_t logits = plan->cfg.keep_logits ? 4ull * plan->model->cfg.vocab_size : 0;
+  const uint64_t logits = plan->cfg.logits_fn ? 4ull * plan->model->cfg.vocab_size : 0;
   const uint64_t net = ps__exchanges(s->spec) ? ps__hosts_staging_bytes(s->spec->n_hosts) : 0;
   return *scratch + *trace + plan->cfg.reserve_bytes + 8 * s->layout->n_tokens + rows + logits +
          net;

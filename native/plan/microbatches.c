@@ -120,7 +120,7 @@ static bool worth_larger(const ps__search_space *sp, uint64_t chunk_tokens, uint
                          uint64_t times) {
   const ps_plan_config *cfg = &sp->plan->cfg;
   const uint64_t all = (cfg->tokens_per_step + chunk_tokens - 1) / chunk_tokens;
-  return sp->plan->hw.backend == PS_BACKEND_CUDA && cfg->clip &&
+  return sp->plan->hw.backend == PS_BACKEND_CUDA && ps__waits_for_norm(sp->plan) &&
          n_first_rounds(sp) * times * a_round < all &&
          (sp->plan->at->n_devices == 1 || !hides_updates(sp, (times - 1) * a_round * chunk_tokens));
 }

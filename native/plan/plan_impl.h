@@ -52,6 +52,10 @@ struct ps_plan {
 static inline ps__caps ps__plan_caps(const ps_plan *p) {
   return ps__caps_of(&p->hw, p->cfg.device_mem_bytes, p->cfg.host_mem_bytes);
 }
+/* ps__waits_for_norm() - whether updates wait for the norm of the whole gradient. */
+static inline bool ps__waits_for_norm(const ps_plan *p) {
+  return p->cfg.clip_norm > 0 || p->cfg.non_finite == PS_NON_FINITE_SKIP;
+}
 /* ps__totals_on_host() - whether complete totals of gradients, and updates, are on the host: where
  * several devices or hosts train together. */
 static inline bool ps__totals_on_host(const ps_plan *p) {
@@ -261,7 +265,7 @@ ps_status ps__memo_create(ps__memo **out); /* PS_ENOMEM */
 void ps__memo_destroy(ps__memo *memo);     /* NULL is a no-op */
 /* Whether updates of the plan's optimizer may be made in two parts (ps__spec.update_split). */
 static inline bool ps__may_split(const ps_plan *plan) {
-  return plan->cfg.clip && ps__optimizers[plan->cfg.optimizer].splits;
+  return ps__waits_for_norm(plan) && ps__optimizers[plan->cfg.optimizer].splits;
 }
 /* ps__find_plan() - the fastest plan under the caps, of plan->cfg.layout, which is not
  * PS_LAYOUT_AUTO. Needs plan->model, cfg and hw. Where out->step_ns > 0, plan->layout and

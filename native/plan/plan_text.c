@@ -352,7 +352,7 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
     ps__jsonw_bool(w, "fp8_fast_accumulation", p->model->fp8.fast);
   }
   ps__jsonw_string(w, "optimizer", ps_optimizer_name(p->spec.optimizer));
-  ps__jsonw_bool(w, "clip", p->cfg.clip != 0);
+  ps__jsonw_bool(w, "clip", ps__waits_for_norm(p));
   ps__jsonw_bool(w, "embed_on_host", p->spec.embed_on_host);
   ps__jsonw_number(w, "model_flops", r->model_flops);
   ps__jsonw_number(w, "recompute_flops", r->recompute_flops);

@@ -176,12 +176,12 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
   spec->first_round_chunks = layout->first_round_chunks;
   spec->first_rounds = layout->first_rounds;
   spec->head_slice = ps__head_slice(plan, layout->chunk_tokens);
-  spec->clip = plan->cfg.clip != 0;
+  spec->clip = ps__waits_for_norm(plan);
   spec->param_lead = spec->saved_lead = spec->saved_lag = spec->grad_lag = m->ahead;
   spec->sum_lag = m->ahead + m->sums;
   spec->sum_threads = ps__sum_threads(&plan->hw, m->threads);
   spec->keep_grads = plan->cfg.keep_grads != 0;
-  spec->keep_logits = plan->cfg.keep_logits != 0;
+  spec->keep_logits = plan->cfg.logits_fn != NULL;
   spec->embed_on_host = embed_on_host;
   const ps__contributions sums =
       ps__contributions_of(layout, spec->head_slice, sp->plan->model->dt, false);

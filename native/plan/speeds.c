@@ -421,8 +421,8 @@ void ps__speeds_apply(ps_hardware *hw, const ps__speeds *s) {
     double *rate;
     int resource, set;
   } rates[] = {
-      {&hw->h2d_bytes_per_s, PS__SPEED_H2D, PS_CONTENTION_H2D},
-      {&hw->d2h_bytes_per_s, PS__SPEED_D2H, PS_CONTENTION_D2H},
+      {&hw->link[PS_LINK_H2D].bytes_per_s, PS__SPEED_H2D, PS_CONTENTION_H2D},
+      {&hw->link[PS_LINK_D2H].bytes_per_s, PS__SPEED_D2H, PS_CONTENTION_D2H},
       {&hw->optimizer_bytes_per_s, PS__SPEED_UPDATES, PS_CONTENTION_OPTIMIZER},
       {&hw->optimizer_weights_bytes_per_s, PS__SPEED_UPDATES_WEIGHTS, PS_CONTENTION_OPTIMIZER},
       {&hw->optimizer_state_bytes_per_s, PS__SPEED_UPDATES_STATE, PS_CONTENTION_OPTIMIZER},
@@ -430,12 +430,12 @@ void ps__speeds_apply(ps_hardware *hw, const ps__speeds *s) {
       {&hw->sumsq_bytes_per_s, PS__SPEED_SUMSQ, PS_CONTENTION_SUMS},
       {&hw->accumulate_sumsq_bytes_per_s, PS__SPEED_ACCUMULATE_SUMSQ, PS_CONTENTION_SUMS},
       {&hw->gather_bytes_per_s, PS__SPEED_GATHER, ANY_SET},
-      {&hw->peer_bytes_per_s, PS__SPEED_PEERS, ANY_SET},
+      {&hw->link[PS_LINK_PEER].bytes_per_s, PS__SPEED_PEERS, ANY_SET},
       {&hw->elementwise_bytes_per_s, PS__SPEED_ELEMENTWISE, ANY_SET},
   };
   for (size_t i = 0; i < sizeof rates / sizeof *rates; i++)
     *rates[i].rate *= factor(s, rates[i].resource, rates[i].resource, rates[i].set);
-  hw->duplex_bytes_per_s *=
+  hw->link[PS_LINK_H2D].duplex_bytes_per_s *=
       factor(s, PS__SPEED_H2D, PS__SPEED_D2H, PS_CONTENTION_H2D | PS_CONTENTION_D2H);
   hw->memory_bytes_per_s *= factor(s, PS__SPEED_H2D, PS__SPEED_ACCUMULATE_SUMSQ, ANY_SET);
   apply_contention(hw->contention, s);

@@ -68,8 +68,9 @@ static ps_status check_batch(const ps_trainer *t, const char *what, uint64_t n, 
 /* A document begins at token @i of the batch: at its sequence's start, where a mask says so, at a
  * document token, and after a document end token. */
 static bool document_begins(const ps_trainer *t, uint64_t i) {
-  return i % t->plan->cfg.seq_len == 0 || t->begins[i] || t->tokens[i] == t->cfg.document_token ||
-         t->tokens[i - 1] == t->cfg.document_end_token;
+  return i % t->plan->cfg.seq_len == 0 || t->begins[i] ||
+         t->tokens[i] == t->plan->cfg.document_token ||
+         t->tokens[i - 1] == t->plan->cfg.document_end_token;
 }
 
 /* Where each token's document begins, in rows of its group. */

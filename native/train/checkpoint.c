@@ -55,10 +55,9 @@ static void write_data(ps__jsonw *w, const ps_dataset *ds) {
 static ps_status fill_manifest(ps__writing *c, const ps__stage *stage, const ps__output *o,
                                ps__jsonw *w) {
   const ps_trainer *t = c->t;
-  ps_checkpoint_info info;
-  const ps_train_config settings = ps__checkpoint_settings(t);
-  ps__checkpoint_info_of(t, c->n_steps, &info);
-  info.n_skipped = ps__skips_before(t);
+  ps__settings now = ps__settings_of(t, c->n_steps);
+  const ps_checkpoint_info *const info = &now.info;
+  now.info.n_skipped = ps__skips_before(t);
   ps__jsonw_object(w, NULL);
   ps__jsonw_string(w, "format", "penstock checkpoint");
   ps__jsonw_uint(w, "version", 1);
@@ -69,12 +68,12 @@ static ps_status fill_manifest(ps__writing *c, const ps__stage *stage, const ps_
     snprintf(id, sizeof id, "%016llx", (unsigned long long)t->run_id);
     ps__jsonw_string(w, "run_id", id);
   }
-  ps__jsonw_uint(w, "step", info.step);
-  ps__jsonw_uint(w, "n_updates", info.n_updates);
-  ps__jsonw_uint(w, "n_skipped", info.n_skipped);
-  ps__jsonw_uint(w, "sequences_read", ps_plan_sequences_before(t->plan, info.step));
-  ps__jsonw_string(w, "recipe", ps__recipes[info.recipe].name);
-  ps__jsonw_string(w, "optimizer", ps_optimizer_name((ps_optimizer)info.optimizer));
+  ps__jsonw_uint(w, "step", info->step);
+  ps__jsonw_uint(w, "n_updates", info->n_updates);
+  ps__jsonw_uint(w, "n_skipped", info->n_skipped);
+  ps__jsonw_uint(w, "sequences_read", ps_plan_sequences_before(t->plan, info->step));
+  ps__jsonw_string(w, "recipe", ps__recipes[info->recipe].name);
+  ps__jsonw_string(w, "optimizer", ps_optimizer_name((ps_optimizer)info->optimizer));
   if (t->run_text)
     ps__jsonw_string(w, "run", t->run_text);
   if (ps__has_adapters(t)) {
@@ -84,8 +83,8 @@ static ps_status fill_manifest(ps__writing *c, const ps__stage *stage, const ps_
   }
   write_data(w, t->cfg.dataset);
   PS_TRY(ps__data_write(c->t, w));
-  write_settings(w, "batch", ps__batch_settings, &info);
-  write_settings(w, "training", ps__train_settings, &settings);
+  write_settings(w, "batch", ps__batch_settings, &now);
+  write_settings(w, "training", ps__train_settings, &now);
   PS_TRY(ps__manifest_files(w, stage, o->hashed, o->n_hashed, &c->report.bytes));
   ps__jsonw_end(w);
   return PS_OK;

@@ -77,7 +77,7 @@ static bool same(const ps__data_mark *a, const ps__data_mark *b) {
 
 static ps_status refuse(const ps_trainer *t, const ps_checkpoint *c, uint64_t i) {
   const char *shard = ps__dataset_path(t->cfg.dataset, i),
-             *with = c->info.lora.rank ? "adapter" : "model";
+             *with = c->of.info.lora.rank ? "adapter" : "model";
   for (uint64_t k = 0; k < c->n_data; k++)
     if (same(&c->data[k], &t->data_marks[i]))
       return ps__fail(PS_EINVAL,
@@ -106,7 +106,7 @@ ps_status ps__data_check(ps_trainer *t, const ps_checkpoint *c) {
                     "%s was written with %llu shards, and this run has %llu: give the "
                     "checkpoint's data, or begin a new run with --%s %s",
                     c->dir, (unsigned long long)c->n_data, (unsigned long long)n,
-                    c->info.lora.rank ? "adapter" : "model", c->dir);
+                    c->of.info.lora.rank ? "adapter" : "model", c->dir);
   PS_TRY(make_marks(t));
   for (uint64_t i = 0; i < n; i++)
     if (!same(&t->data_marks[i], &c->data[i]))

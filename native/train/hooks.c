@@ -10,11 +10,11 @@ static ps_status load_batch(ps_trainer *t, const ps_launch *l) {
   uint64_t valid;
   PS_TRY(ps__batch_read(t, l->step, t->size.layout, &valid));
   ps__batch_fill_part(t, t->size.step, 0, valid, l->ptr[0]);
-  if (!t->cfg.hosts)
+  if (!t->plan->cfg.hosts)
     PS_TRY(ps__batch_check_valid(t, l->step, valid));
   *(ps__batch_header *)l->ptr[0] = (ps__batch_header){.valid_tokens = valid, .step = l->step + 1};
   /* units are updated while the step goes on */
-  if (!t->plan->cfg.clip)
+  if (!ps__waits_for_norm(t->plan))
     atomic_store(&t->updating, l->step + 1);
   return PS_OK;
 }
@@ -36,8 +36,8 @@ static ps_status give_logits(ps_trainer *t, uint64_t first, const ps_launch *l) 
   const char *row = l->ptr[0];
   for (uint32_t i = 0; i < n; i++) {
     ps__logits_of(m, t->logits, row + (size_t)i * v * ps_dtype_bytes(m->dt));
-    PS_TRY(
-        t->cfg.logits_fn(t->cfg.logits_user, t->cfg.first_step + l->step, first + i, t->logits, v));
+    PS_TRY(t->plan->cfg.logits_fn(t->plan->cfg.logits_user, t->cfg.first_step + l->step, first + i,
+                                  t->logits, v));
   }
   return PS_OK;
 }
@@ -82,14 +82,14 @@ static ps_status grad_norm(ps_trainer *t, const ps_launch *l) {
   const bool bad = ps__step_is_bad(t, l->step, slots, sum, &st);
   PS_TRY(st);
   /* as torch.nn.utils.clip_grad_norm_ */
-  const double norm = sqrt(sum), scale = t->cfg.clip_norm / (norm + 1e-6);
+  const double norm = sqrt(sum), scale = t->plan->cfg.clip_norm / (norm + 1e-6);
   ps__step_stats *half = stats_of(l->ptr[1]);
   half->norm = norm;
   /* the gates of this step's updates stay closed: half->step is an earlier step's */
   if (bad)
     return PS_OK;
-  half->clip_scale = t->cfg.clip_norm > 0 && scale < 1 ? (float)scale : 1.0f;
-  if (t->plan->cfg.clip)
+  half->clip_scale = t->plan->cfg.clip_norm > 0 && scale < 1 ? (float)scale : 1.0f;
+  if (ps__waits_for_norm(t->plan))
     atomic_store(&t->updating, l->step + 1);
   half->step = l->step + 1;
   return PS_OK;
@@ -120,7 +120,7 @@ static ps__update update_of(const ps_trainer *t, uint64_t run_step) {
  * clipping the unit's norms; @header: NULL where there is none. On a GPU both are on the device. */
 static ps__update_gate gate_of(const ps_trainer *t, uint32_t unit, uint64_t id, void *gate,
                                const ps__batch_header *header) {
-  if (t->plan->cfg.clip)
+  if (ps__waits_for_norm(t->plan))
     return (ps__update_gate){
         .step = &stats_of(gate)->step, .expected = id, .scale = &stats_of(gate)->clip_scale};
   return (ps__update_gate){.step = header ? &header->step : NULL,
@@ -161,8 +161,8 @@ static ps_status update_unit(ps_trainer *t, uint32_t unit, ps__update_part part,
   ps__update u = update_of(t, l->step);
   u.part = part;
   ps__operand_access operand[PS_N_OPERANDS];
-  const uint32_t n_operands =
-      ps__update_operands(u.optimizer, u.recipe, part, on_device && !p->cfg.clip, operand);
+  const uint32_t n_operands = ps__update_operands(u.optimizer, u.recipe, part,
+                                                  on_device && !ps__waits_for_norm(p), operand);
   const ps__arrays a = ps__arrays_of(operand, n_operands, l->ptr);
   const ps__update_gate gate =
       gate_of(t, unit, l->step + 1, ps__operand_ptr(operand, n_operands, PS_OPERAND_GATE, l->ptr),

@@ -24,9 +24,9 @@ ps_status ps__count_targets(ps_trainer *t, const ps_launch *l) {
   const uint64_t mine[3] = {batch->valid_tokens, atomic_load(&t->stop_asked), ps__replan_say(t)};
   uint64_t all[PS_MAX_HOSTS][3], replan[PS_MAX_HOSTS], valid = 0, stop = 0;
   char what[PS__HOSTS_WHAT];
-  ps__hosts_begin(t->cfg.hosts);
+  ps__hosts_begin(t->plan->cfg.hosts);
   name_call(t, l, "counting the targets", what);
-  PS_TRY(ps__hosts_gather(t->cfg.hosts, what, mine, all, sizeof mine));
+  PS_TRY(ps__hosts_gather(t->plan->cfg.hosts, what, mine, all, sizeof mine));
   for (uint32_t r = 0; r < t->plan->cfg.n_hosts; r++) {
     valid += all[r][0];
     if (all[r][1] && !stop)
@@ -46,7 +46,7 @@ ps_status ps__exchange_totals(ps_trainer *t, uint32_t unit, const ps_launch *l) 
   snprintf(of, sizeof of, "adding the gradients of %s",
            ps__layer_name(t, t->plan->model->unit[unit].layer, layer));
   name_call(t, l, of, what);
-  return ps__hosts_sum(t->cfg.hosts, what, l->ptr[0], t->plan->model->unit[unit].n,
+  return ps__hosts_sum(t->plan->cfg.hosts, what, l->ptr[0], t->plan->model->unit[unit].n,
                        (ps_dtype)t->plan->step.recipe->grad.dtype);
 }
 
@@ -80,24 +80,24 @@ ps_status ps_hosts_measure(ps_hosts *h, uint32_t device, uint64_t host_mem_bytes
 
 ps_status ps__trainer_open_net(ps_trainer *t) {
   const ps_hardware *hw = &t->plan->hw;
-  if (!ps__hosts_wants_net(t->cfg.hosts) || !ps__exchanges(&t->plan->spec))
+  if (!ps__hosts_wants_net(t->plan->cfg.hosts) || !ps__exchanges(&t->plan->spec))
     return PS_OK;
-  PS_TRY(open_net(t->cfg.hosts, hw->backend, hw->device));
-  return ps__engine_net(t->engine, ps__hosts_net(t->cfg.hosts));
+  PS_TRY(open_net(t->plan->cfg.hosts, hw->backend, hw->device));
+  return ps__engine_net(t->engine, ps__hosts_net(t->plan->cfg.hosts));
 }
 
 void ps__trainer_close_net(ps_trainer *t) {
-  if (t->cfg.hosts)
-    ps__hosts_close_net(t->cfg.hosts);
+  if (t->plan->cfg.hosts)
+    ps__hosts_close_net(t->plan->cfg.hosts);
 }
 
 ps_status ps__sum_losses(ps_trainer *t, const ps_launch *l, double sum[3]) {
   double all[PS_MAX_HOSTS][3];
   char what[PS__HOSTS_WHAT];
-  if (!t->cfg.hosts)
+  if (!t->plan->cfg.hosts)
     return PS_OK;
   name_call(t, l, "adding the losses", what);
-  PS_TRY(ps__hosts_gather(t->cfg.hosts, what, sum, all, sizeof all[0]));
+  PS_TRY(ps__hosts_gather(t->plan->cfg.hosts, what, sum, all, sizeof all[0]));
   for (int c = 0; c < 3; c++) {
     sum[c] = 0;
     for (uint32_t r = 0; r < t->plan->cfg.n_hosts; r++)
@@ -115,24 +115,24 @@ static void on_failure(void *user) {
 }
 
 void ps__trainer_join_hosts(ps_trainer *t) {
-  if (t->cfg.hosts)
-    ps__hosts_watch(t->cfg.hosts, on_failure, t);
+  if (t->plan->cfg.hosts)
+    ps__hosts_watch(t->plan->cfg.hosts, on_failure, t);
 }
 
 void ps__trainer_leave_hosts(ps_trainer *t) {
-  if (t->cfg.hosts)
-    ps__hosts_watch(t->cfg.hosts, NULL, NULL);
+  if (t->plan->cfg.hosts)
+    ps__hosts_watch(t->plan->cfg.hosts, NULL, NULL);
 }
 
 ps_status ps__trainer_hosts_failed(ps_trainer *t, ps_status st) {
   char own[PS__HOSTS_MESSAGE];
-  if (!t->cfg.hosts || st == PS_OK)
+  if (!t->plan->cfg.hosts || st == PS_OK)
     return st;
   snprintf(own, sizeof own, "%s", ps_last_error());
-  const ps_status other = ps__hosts_failure(t->cfg.hosts);
+  const ps_status other = ps__hosts_failure(t->plan->cfg.hosts);
   if (other != PS_OK)
     return other;
-  ps_hosts_fail(t->cfg.hosts, st, own);
+  ps_hosts_fail(t->plan->cfg.hosts, st, own);
   return ps__fail(st, "%s", own);
 }
 
@@ -167,7 +167,7 @@ ps_status ps__trainer_agree(ps_trainer *t) {
   const ps_plan *p = t->plan;
   char text[TEXT_BYTES], model[65], exchanges[65];
   uint64_t data, data_bytes;
-  if (!t->cfg.hosts)
+  if (!t->plan->cfg.hosts)
     return PS_OK;
   PS_TRY(ps__dataset_hash(t->cfg.dataset, &data, &data_bytes));
   hash_text(&p->model->cfg, sizeof p->model->cfg, model);
@@ -188,10 +188,10 @@ ps_status ps__trainer_agree(ps_trainer *t) {
       (unsigned long long)p->report.chunks_per_round,
       (unsigned long long)p->report.first_round_chunks, p->report.first_rounds,
       (unsigned long long)p->report.head_slice_tokens, ps_recipe_name((ps_recipe)p->cfg.recipe),
-      ps_optimizer_name((ps_optimizer)p->cfg.optimizer), p->cfg.clip != 0, exchanges,
+      ps_optimizer_name((ps_optimizer)p->cfg.optimizer), ps__waits_for_norm(p), exchanges,
       (unsigned long long)t->cfg.first_step, (unsigned long long)t->n_updates, t->cfg.lr,
       (unsigned long long)t->cfg.seed);
-  return ps_hosts_agree(t->cfg.hosts, text);
+  return ps_hosts_agree(t->plan->cfg.hosts, text);
 }
 
 static uint64_t hash_array(const ps_trainer *t, uint32_t unit, uint32_t what, uint64_t h) {
@@ -204,7 +204,7 @@ static uint64_t hash_array(const ps_trainer *t, uint32_t unit, uint32_t what, ui
 ps_status ps__trainer_agree_weights(ps_trainer *t) {
   char text[64];
   uint64_t h = 0;
-  if (!t->cfg.hosts)
+  if (!t->plan->cfg.hosts)
     return PS_OK;
   for (uint32_t u = 0; u < t->plan->spec.n_units; u++) {
     h = hash_array(t, u, PS__ARRAY_UPDATED, h);
@@ -213,5 +213,5 @@ ps_status ps__trainer_agree_weights(ps_trainer *t) {
   }
   snprintf(text, sizeof text, "%s = %016llx\n", t->resumed ? "weights and state" : "weights",
            (unsigned long long)h);
-  return ps_hosts_agree(t->cfg.hosts, text);
+  return ps_hosts_agree(t->plan->cfg.hosts, text);
 }

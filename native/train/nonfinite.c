@@ -37,7 +37,7 @@ double ps__unit_sumsq(const ps_trainer *t, const double *slots, uint32_t unit) {
   return sum;
 }
 
-static bool skips(const ps_trainer *t) { return t->cfg.non_finite == PS_NON_FINITE_SKIP; }
+static bool skips(const ps_trainer *t) { return t->plan->cfg.non_finite == PS_NON_FINITE_SKIP; }
 
 /* " after 10 steps in a row that were skipped" */
 static const char *after_skips(const ps_trainer *t, char buf[64]) {
@@ -102,8 +102,8 @@ ps_status ps__unit_is_bad(ps_trainer *t, uint64_t run_step, uint32_t unit, const
   return ps__fail(PS_ENUMERIC, "step %llu: %s%s; %s: lower --lr, or look at the data",
                   (unsigned long long)(t->cfg.first_step + run_step + 1), why,
                   after_skips(t, after),
-                  t->plan->cfg.clip ? "nothing was updated in this step"
-                                    : "the units above it are updated, the others not");
+                  ps__waits_for_norm(t->plan) ? "nothing was updated in this step"
+                                              : "the units above it are updated, the others not");
 }
 
 /* The unit whose gradient is not finite, from above, as gradients flow: where it began. */

@@ -63,7 +63,7 @@ ps_status ps__observer_create(ps__observer **out, const ps_trainer *t) {
   o->rest = FIRST_REST;
   o->first_marked = t->n_reported + WARMUP;
   ps_status st = PS_OK;
-  if (t->cfg.trace_steps >= 2 && !t->cfg.trace_to) {
+  if (t->plan->cfg.trace_steps >= 2 && !t->cfg.trace_to) {
     o->events = ps__calloc(MARKED * o->n_ops, sizeof *o->events);
     st = o->events ? note_plan(o, t->plan)
                    : ps__fail(PS_ENOMEM, "out of memory for marks of %llu ops",

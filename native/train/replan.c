@@ -259,7 +259,7 @@ static void end_search(ps_trainer *t) {
     go_on_as_before(t);
     return;
   }
-  if (t->cfg.hosts)
+  if (t->plan->cfg.hosts)
     atomic_store(&r->state, PS__REPLAN_FOUND);
   else
     set_border(t);
@@ -274,7 +274,7 @@ void ps__replan_step(ps_trainer *t) {
       end_search(t);
   } else if (!r->next)
     begin_search(t);
-  else if (!t->cfg.hosts && atomic_load(&r->border) == UINT64_MAX)
+  else if (!t->plan->cfg.hosts && atomic_load(&r->border) == UINT64_MAX)
     set_border(t); /* it was put off */
 }
 
@@ -372,13 +372,13 @@ ps_status ps__replan_create(ps_trainer *t) {
     ps__log(PS_LOG_INFO, "steps are profiled: the plan stays, whatever steps take");
     return PS_OK;
   }
-  if (cut && c->hosts)
+  if (cut && t->plan->cfg.hosts)
     ps__log(PS_LOG_WARN, "--replan cut: of several hosts all would need the same cut, so it stays; "
                          "plans that do not change it are taken, as by --replan auto");
   t->replan = ps__calloc(1, sizeof *t->replan);
   if (!t->replan)
     return ps__fail(PS_ENOMEM, "out of memory for a second plan");
-  t->replan->cut = cut && !c->hosts;
+  t->replan->cut = cut && !t->plan->cfg.hosts;
   t->replan->wait = FIRST_WAIT;
   atomic_init(&t->replan->border, UINT64_MAX);
   return PS_OK;

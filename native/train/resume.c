@@ -57,15 +57,15 @@ static ps_status read_names(ps_checkpoint *c, const ps__json *j, const char *pat
   const char *recipe = ps__json_string(ps__json_get(j, "recipe"), NULL),
              *optimizer = ps__json_string(ps__json_get(j, "optimizer"), NULL);
   ps_optimizer o;
-  c->info.recipe = 0;
-  while (recipe && c->info.recipe < PS_N_RECIPES &&
-         strcmp(ps__recipes[c->info.recipe].name, recipe) != 0)
-    c->info.recipe++;
-  if (!recipe || c->info.recipe == PS_N_RECIPES)
+  c->of.info.recipe = 0;
+  while (recipe && c->of.info.recipe < PS_N_RECIPES &&
+         strcmp(ps__recipes[c->of.info.recipe].name, recipe) != 0)
+    c->of.info.recipe++;
+  if (!recipe || c->of.info.recipe == PS_N_RECIPES)
     return bad_entry(path, "recipe");
   if (!optimizer || ps_optimizer_parse(&o, optimizer) != PS_OK)
     return bad_entry(path, "optimizer");
-  c->info.optimizer = c->train.optimizer = o;
+  c->of.info.optimizer = o;
   return PS_OK;
 }
 
@@ -82,34 +82,34 @@ static ps_status read_manifest(ps_checkpoint *c, const ps__json *j, const char *
                     path, (unsigned long long)version);
   PS_TRY(read_count(j, path, "serial", &c->serial));
   c->run_id = ps__manifest_run_id(j);
-  PS_TRY(read_count(j, path, "step", &c->info.step));
-  PS_TRY(read_count(j, path, "n_updates", &c->info.n_updates));
-  if (c->info.n_updates > c->info.step || (c->info.step && !c->info.n_updates))
+  PS_TRY(read_count(j, path, "step", &c->of.info.step));
+  PS_TRY(read_count(j, path, "n_updates", &c->of.info.n_updates));
+  if (c->of.info.n_updates > c->of.info.step || (c->of.info.step && !c->of.info.n_updates))
     return ps__fail(PS_EFORMAT,
                     "%s: \"n_updates\" is %llu after %llu steps: the manifest is damaged", path,
-                    (unsigned long long)c->info.n_updates, (unsigned long long)c->info.step);
+                    (unsigned long long)c->of.info.n_updates, (unsigned long long)c->of.info.step);
   const char *base = ps__json_string(ps__json_get(j, "base_sha256"), NULL);
   snprintf(c->base_hash, sizeof c->base_hash, "%s", base ? base : "");
   if (ps__json_get(j, "n_skipped")) /* older checkpoints count none */
-    PS_TRY(read_count(j, path, "n_skipped", &c->info.n_skipped));
+    PS_TRY(read_count(j, path, "n_skipped", &c->of.info.n_skipped));
   PS_TRY(read_count(j, path, "sequences_read", &c->sequences_read));
   PS_TRY(read_names(c, j, path));
   const ps__json *batch = ps__json_get(j, "batch");
   /* Older checkpoints have no first_rounds: only the first round was larger. They have no
    * fp8_fast_accumulation either: all trainings in FP8 had it, but for those with fp8_exact. */
-  c->info.first_rounds = 1;
-  c->info.fp8_fast_accumulation =
-      ps__recipes[c->info.recipe].fp8 && ps__json_number(ps__json_get(batch, "fp8_exact"), 0) != 1;
+  c->of.info.first_rounds = 1;
+  c->of.info.fp8_fast_accumulation = ps__recipes[c->of.info.recipe].fp8 &&
+                                     ps__json_number(ps__json_get(batch, "fp8_exact"), 0) != 1;
   if (ps__json_number(ps__json_get(batch, "fp8_saved_gate_up"), 0) != 0)
     return ps__fail(
         PS_EFORMAT,
         "%s was written with fp8-saved-gate-up, which this version has no more: begin a "
         "new run with --model %s",
         c->dir, c->dir);
-  PS_TRY(read_settings(batch, path, ps__batch_settings, &c->info));
-  PS_TRY(read_settings(ps__json_get(j, "training"), path, ps__train_settings, &c->train));
+  PS_TRY(read_settings(batch, path, ps__batch_settings, &c->of));
+  PS_TRY(read_settings(ps__json_get(j, "training"), path, ps__train_settings, &c->of));
   PS_TRY(ps__data_read(c, j, path));
-  return ps__manifest_check(j, path, c->dir, &c->info.bytes);
+  return ps__manifest_check(j, path, c->dir, &c->of.info.bytes);
 }
 
 static ps_status check_listed(const ps__json *manifest, const char *dir, const char *name) {
@@ -141,9 +141,9 @@ static ps_status open_listed(ps_tensor_file **out, const ps_checkpoint *c, const
   for (uint64_t i = 0; st == PS_OK && i < ps_tensors_count(f); i++) {
     st = ps_tensors_info(f, i, &info);
     if (st == PS_OK && strcmp(info.dtype, needed) != 0)
-      st = ps__fail(PS_EFORMAT,
-                    "%s: tensor %.200s of %s is %s, and a checkpoint of recipe %s has %s there",
-                    c->dir, info.name, stem, info.dtype, ps__recipes[c->info.recipe].name, needed);
+      st = ps__fail(
+          PS_EFORMAT, "%s: tensor %.200s of %s is %s, and a checkpoint of recipe %s has %s there",
+          c->dir, info.name, stem, info.dtype, ps__recipes[c->of.info.recipe].name, needed);
   }
   if (st == PS_OK)
     *out = f;
@@ -153,16 +153,16 @@ static ps_status open_listed(ps_tensor_file **out, const ps_checkpoint *c, const
 }
 
 static ps_status open_arrays(ps_checkpoint *c, const ps__json *manifest) {
-  const ps__recipe *r = &ps__recipes[c->info.recipe];
+  const ps__recipe *r = &ps__recipes[c->of.info.recipe];
   ps_tensor_file *weights;
   PS_TRY(check_listed(manifest, c->dir, "config.json"));
-  if (c->info.lora.rank)
+  if (c->of.info.lora.rank)
     PS_TRY(check_listed(manifest, c->dir, "adapter_config.json"));
-  PS_TRY(open_listed(&weights, c, manifest, c->info.lora.rank ? "adapter_model" : "model",
+  PS_TRY(open_listed(&weights, c, manifest, c->of.info.lora.rank ? "adapter_model" : "model",
                      (ps_dtype)r->updated.dtype));
   ps_tensors_close(weights);
-  for (uint32_t k = 0; k < ps__optimizers[c->info.optimizer].n_states; k++)
-    PS_TRY(open_listed(&c->state[k], c, manifest, ps__state_names[c->info.optimizer][k],
+  for (uint32_t k = 0; k < ps__optimizers[c->of.info.optimizer].n_states; k++)
+    PS_TRY(open_listed(&c->state[k], c, manifest, ps__state_names[c->of.info.optimizer][k],
                        (ps_dtype)r->state[k].dtype));
   return PS_OK;
 }
@@ -199,9 +199,9 @@ ps_status ps_checkpoint_open(ps_checkpoint **out, const char *dir) {
     ps__free(c);
     return ps__fail(PS_ENOMEM, "%s: no memory left to open it", dir);
   }
-  c->info.struct_bytes = sizeof c->info;
-  c->info.n_hosts = 1; /* of older ones, whose manifests do not say it */
-  ps_train_config_init(&c->train);
+  c->of.info.struct_bytes = sizeof c->of.info;
+  c->of.info.n_hosts = 1; /* of older ones, whose manifests do not say it */
+  ps_train_config_init(&c->of.train);
   const ps_status st = open_checked(c);
   if (st == PS_OK)
     *out = c;
@@ -226,14 +226,14 @@ ps_status ps_checkpoint_get_info(const ps_checkpoint *c, ps_checkpoint_info *out
   if (!c || !out || out->struct_bytes != sizeof *out)
     return ps__fail(PS_EINVAL, "ps_checkpoint_get_info: checkpoint and out with its struct_bytes "
                                "must be given");
-  *out = c->info;
+  *out = c->of.info;
   return PS_OK;
 }
 
 ps_status ps_checkpoint_config(const ps_checkpoint *c, ps_train_config *cfg) {
   if (!c || !cfg)
     return ps__fail(PS_EINVAL, "ps_checkpoint_config: checkpoint and cfg must be given");
-  *cfg = c->train;
+  *cfg = c->of.train;
   return PS_OK;
 }
 
@@ -259,7 +259,7 @@ static bool same_value(const ps__setting *s, const void *a, const void *b) {
 
 /* The option with which a new run begins from the checkpoint's weights. */
 static const char *begin_with(const ps_checkpoint *c) {
-  return c->info.lora.rank ? "adapter" : "model";
+  return c->of.info.lora.rank ? "adapter" : "model";
 }
 
 /* Refuse what differs and must not. */
@@ -277,7 +277,7 @@ static ps_status check_fixed(const ps_checkpoint *c, const ps__setting *s, const
 
 /* Refuse hosts that cannot train all sequences of the checkpoint's steps: each has equally many. */
 static ps_status check_hosts(const ps_checkpoint *c, const ps_checkpoint_info *now) {
-  const ps_checkpoint_info *then = &c->info;
+  const ps_checkpoint_info *then = &c->of.info;
   const uint64_t n = now->seq_len ? then->tokens_per_step / now->seq_len : 0;
   if (now->seq_len != then->seq_len || now->tokens_per_step == then->tokens_per_step ||
       n % now->n_hosts == 0)
@@ -299,11 +299,26 @@ static void report_changes(const ps_checkpoint *c, const ps__setting *s, const v
               c->dir, s->option, value_of(s, then), value_of(s, now));
 }
 
+ps_status ps__resume_check_names(const ps_plan *plan, const ps_checkpoint *c) {
+  const ps_plan_config *cfg = &plan->cfg;
+  if (cfg->recipe != c->of.info.recipe)
+    return ps__fail(PS_EINVAL,
+                    "%s was written with recipe %s, and this run has %s: give the checkpoint's, or "
+                    "begin a new run with --%s %s",
+                    c->dir, ps__recipes[c->of.info.recipe].name, ps__recipes[cfg->recipe].name,
+                    begin_with(c), c->dir);
+  if (cfg->optimizer != c->of.info.optimizer)
+    return ps__fail(PS_EINVAL,
+                    "%s was written with optimizer %s, and this run has %s: give the checkpoint's, "
+                    "or begin a new run with --%s %s",
+                    c->dir, ps_optimizer_name((ps_optimizer)c->of.info.optimizer),
+                    ps_optimizer_name((ps_optimizer)cfg->optimizer), begin_with(c), c->dir);
+  return PS_OK;
+}
+
 ps_status ps__resume_check(ps_trainer *t, const ps_checkpoint *c) {
-  ps_checkpoint_info now;
   ps_model_config m;
-  ps_train_config settings = ps__checkpoint_settings(t);
-  ps__checkpoint_info_of(t, 0, &now);
+  ps__settings now = ps__settings_of(t, 0);
   PS_TRY(ps__model_config_read(&m, c->dir, false));
   if (m.tied_embeddings != t->plan->model->cfg.tied_embeddings)
     return ps__fail(PS_EINVAL,
@@ -314,47 +329,35 @@ ps_status ps__resume_check(ps_trainer *t, const ps_checkpoint *c) {
   if (memcmp(&m, &t->plan->model->cfg, sizeof m) != 0)
     return ps__fail(PS_EINVAL, "%s is of another model than %s: give its own model directory",
                     c->dir, t->model_dir);
-  if (now.recipe != c->info.recipe)
-    return ps__fail(PS_EINVAL,
-                    "%s was written with recipe %s, and this run has %s: give the checkpoint's, or "
-                    "begin a new run with --%s %s",
-                    c->dir, ps__recipes[c->info.recipe].name, ps__recipes[now.recipe].name,
-                    begin_with(c), c->dir);
-  if (now.optimizer != c->info.optimizer)
-    return ps__fail(PS_EINVAL,
-                    "%s was written with optimizer %s, and this run has %s: give the checkpoint's, "
-                    "or begin a new run with --%s %s",
-                    c->dir, ps_optimizer_name((ps_optimizer)c->info.optimizer),
-                    ps_optimizer_name((ps_optimizer)now.optimizer), begin_with(c), c->dir);
   /* beside adapters, init_weights draws the frozen weights, which the checkpoint lacks */
   if (t->cfg.first_step || (t->cfg.init_weights && !ps__has_adapters(t)))
     return ps__fail(PS_EINVAL,
                     "%s says at which step and with which weights the run goes on: "
                     "first_step %llu and init_weights %u must be 0",
                     c->dir, (unsigned long long)t->cfg.first_step, t->cfg.init_weights);
-  PS_TRY(check_hosts(c, &now));
-  PS_TRY(check_fixed(c, ps__batch_settings, &now, &c->info));
-  PS_TRY(check_fixed(c, ps__train_settings, &settings, &c->train));
-  const uint64_t read = ps_plan_sequences_before(t->plan, c->info.step);
+  PS_TRY(check_hosts(c, &now.info));
+  PS_TRY(check_fixed(c, ps__batch_settings, &now, &c->of));
+  PS_TRY(check_fixed(c, ps__train_settings, &now, &c->of));
+  const uint64_t read = ps_plan_sequences_before(t->plan, c->of.info.step);
   if (read != c->sequences_read)
     return ps__fail(PS_EINVAL,
                     "%s was written after %llu sequences, and with this run's batch ramp step %llu "
                     "ends after %llu: give the checkpoint's --batch-ramp%s",
-                    c->dir, (unsigned long long)c->sequences_read, (unsigned long long)c->info.step,
-                    (unsigned long long)read,
-                    now.n_hosts == c->info.n_hosts ? "" : " or number of hosts");
+                    c->dir, (unsigned long long)c->sequences_read,
+                    (unsigned long long)c->of.info.step, (unsigned long long)read,
+                    now.info.n_hosts == c->of.info.n_hosts ? "" : " or number of hosts");
   PS_TRY(ps__data_check(t, c));
-  for (uint32_t k = 0; k < ps__optimizers[c->info.optimizer].n_states; k++)
+  for (uint32_t k = 0; k < ps__optimizers[c->of.info.optimizer].n_states; k++)
     PS_TRY(ps__trainer_check_tensors(t, c->state[k], c->dir, false));
-  if (settings.lr_kind == PS_LR_KIND_CONSTANT) /* the schedule's length changes nothing */
-    settings.total_steps = c->train.total_steps;
+  if (now.train.lr_kind == PS_LR_KIND_CONSTANT) /* the schedule's length changes nothing */
+    now.train.total_steps = c->of.train.total_steps;
   if (!c->run_id && t->plan->model->cfg.pad_token_id >= 0 && !ps__has_adapters(t))
     ps__log(PS_LOG_WARN,
             "%s is of an older version, which trained the embedding's row of pad_token_id %d from "
             "the input too: the run goes on with other bits",
             c->dir, (int)t->plan->model->cfg.pad_token_id);
-  report_changes(c, ps__batch_settings, &now, &c->info);
-  report_changes(c, ps__train_settings, &settings, &c->train);
+  report_changes(c, ps__batch_settings, &now, &c->of);
+  report_changes(c, ps__train_settings, &now, &c->of);
   return PS_OK;
 }
 
@@ -394,9 +397,9 @@ ps_status ps__resume_load(ps_trainer *t, const ps_checkpoint *c, ps_progress_fn 
                           void *progress_user) {
   PS_TRY(check_base(t, c));
   const ps_model *m = t->plan->model;
-  const uint32_t n_states = ps__optimizers[c->info.optimizer].n_states;
-  const uint64_t total =
-      ps__state_bytes((ps_optimizer)c->info.optimizer, (ps_recipe)c->info.recipe, m->n_trained);
+  const uint32_t n_states = ps__optimizers[c->of.info.optimizer].n_states;
+  const uint64_t total = ps__state_bytes((ps_optimizer)c->of.info.optimizer,
+                                         (ps_recipe)c->of.info.recipe, m->n_trained);
   uint64_t done = 0;
   char *buffer = ps__malloc(PIECE_BYTES);
   ps_status st = buffer ? PS_OK : ps__fail(PS_ENOMEM, "%s: no memory left to read it", c->dir);

@@ -7,13 +7,18 @@
 
 enum { PS__MAX_MANIFEST_BYTES = 64 << 20 };
 
+/* What a checkpoint says of its run, and what one of a running trainer would. */
+typedef struct ps__settings {
+  ps_checkpoint_info info;
+  ps_train_config train; /* the settings alone */
+} ps__settings;
+
 struct ps_checkpoint {
   char *dir;
   uint64_t serial; /* 0: of a manifest that has none */
   uint64_t run_id; /* of the run that wrote it; 0: an older version did */
-  ps_checkpoint_info info;
-  uint64_t sequences_read; /* by the steps before info.step */
-  ps_train_config train;   /* the settings alone */
+  ps__settings of;
+  uint64_t sequences_read; /* by the steps before of.info.step */
   char base_hash[65]; /* of the weights that an adapter's checkpoint lacks; "": it lacks none */
   ps_tensor_file *state[PS_MAX_STATES];
   ps__data_mark *data; /* [n_data] of the shards that its run read; NULL: it does not say */
@@ -23,7 +28,7 @@ struct ps_checkpoint {
 /* What a manifest says of its run (settings.c).
  * The stem of an optimizer's state k: PyTorch's name for it. */
 extern const char *const ps__state_names[PS_N_OPTIMIZERS][PS_MAX_STATES];
-/* What the manifest says of settings: a field of ps_train_config, of ps_checkpoint_info. */
+/* What the manifest says of a setting: a field of ps__settings. */
 typedef struct ps__setting {
   const char *key, *option; /* option: the user's name for it */
   enum { PS__U32, PS__I32, PS__U64, PS__F64 } kind;
@@ -32,10 +37,9 @@ typedef struct ps__setting {
   bool newer; /* a manifest without it was written before there was a choice: it has the default */
 } ps__setting;
 extern const ps__setting ps__train_settings[], ps__batch_settings[]; /* a NULL key ends them */
-/* The settings of a trainer's own run after @n_steps of its steps. */
-void ps__checkpoint_info_of(const ps_trainer *t, uint64_t n_steps, ps_checkpoint_info *out);
-/* Its configuration; NAN for what its optimizer does not know. */
-ps_train_config ps__checkpoint_settings(const ps_trainer *t);
+/* The settings of a trainer's own run after @n_steps of its steps; NAN for what its optimizer does
+ * not know. */
+ps__settings ps__settings_of(const ps_trainer *t, uint64_t n_steps);
 /* The serial of @folder's next checkpoint, which is above @after too (folder.c). PS_EIO,
  * PS_ENOMEM. */
 ps_status ps__checkpoints_next_serial(const char *folder, uint64_t after, uint64_t *out);
@@ -49,6 +53,9 @@ uint64_t ps__manifest_run_id(const ps__json *manifest);
 /* Refuse a checkpoint in @dir that another run than @run_id wrote: PS_EINVAL (folder.c). */
 ps_status ps__checkpoint_check_owner(const char *dir, uint64_t run_id);
 ps_status ps__checkpoints_check_owner(const char *folder, uint64_t run_id); /* all of @folder */
+/* Check that a trainer of @plan may, by recipe and optimizer, before its settings are checked, which
+ * are the optimizer's. PS_EINVAL. */
+ps_status ps__resume_check_names(const ps_plan *plan, const ps_checkpoint *c);
 /* Check that trainer @t may go on from @c; report what differs and is allowed. PS_EINVAL. */
 ps_status ps__resume_check(ps_trainer *t, const ps_checkpoint *c);
 /* Read the optimizer's state from @c. The device spaces are warm. */

@@ -9,7 +9,7 @@ ps_run_config ps__trainer_run_config(const ps_trainer *t, const ps__step_size *s
                  to = t->cfg.trace_to ? t->cfg.trace_to : UINT64_MAX;
   const bool traced = size->schedule == t->plan->schedule && to > begin;
   return (ps_run_config){.struct_bytes = sizeof(ps_run_config),
-                         .trace_steps = traced ? t->cfg.trace_steps : 0,
+                         .trace_steps = traced ? t->plan->cfg.trace_steps : 0,
                          .trace_from = from > begin ? from - begin : 0,
                          .trace_to = traced && t->cfg.trace_to ? to - begin : 0};
 }

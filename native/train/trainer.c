@@ -173,9 +173,10 @@ static ps_status open_trainer(ps_trainer *t, const ps_checkpoint *from, ps_progr
   t->tokens = ps__calloc(t->plan->layout.n_tokens, sizeof *t->tokens);
   t->targets = ps__calloc(t->plan->layout.n_tokens, sizeof *t->targets);
   t->begins = ps__calloc(t->plan->layout.n_tokens, 1);
-  if (c->logits_fn)
+  const bool logits = t->plan->cfg.logits_fn != NULL;
+  if (logits)
     t->logits = ps__calloc(t->plan->model->cfg.vocab_size, sizeof *t->logits);
-  if (!t->tokens || !t->targets || !t->begins || (c->logits_fn && !t->logits))
+  if (!t->tokens || !t->targets || !t->begins || (logits && !t->logits))
     return ps__fail(PS_ENOMEM, "out of memory for a batch");
   PS_TRY(ps__routing_create(t));
   PS_TRY(check_model(t));
@@ -187,9 +188,9 @@ static ps_status open_trainer(ps_trainer *t, const ps_checkpoint *from, ps_progr
   if (from) {
     PS_TRY(ps__resume_check(t, from));
     t->resumed = true;
-    t->cfg.first_step = from->info.step;
-    t->n_updates = from->info.n_updates;
-    atomic_store(&t->skips.n, from->info.n_skipped);
+    t->cfg.first_step = from->of.info.step;
+    t->n_updates = from->of.info.n_updates;
+    atomic_store(&t->skips.n, from->of.info.n_skipped);
     t->serial = from->serial;
     t->run_id = from->run_id;
   }
@@ -244,7 +245,8 @@ static ps_status create(ps_trainer **out, const char *model_dir, ps_plan *plan,
     return ps__fail(PS_EBUSY, "ps_trainer_create: another trainer runs this plan: destroy that "
                               "trainer, or make another plan");
   }
-  if (cfg->hosts && atomic_exchange(&cfg->hosts->in_use, 1)) {
+  ps_hosts *const hosts = plan->cfg.hosts;
+  if (hosts && atomic_exchange(&hosts->in_use, 1)) {
     atomic_store(&plan->in_use, 0);
     ps__free(t);
     return ps__fail(PS_EBUSY, "ps_trainer_create: another trainer uses these hosts: destroy that "
@@ -252,8 +254,8 @@ static ps_status create(ps_trainer **out, const char *model_dir, ps_plan *plan,
   }
   t->plan = plan;
   t->cfg = *cfg;
-  (void)ps__trainer_resolve_hypers(&t->cfg); /* checked above */
-  t->rank = cfg->hosts ? cfg->hosts->rank : 0;
+  (void)ps__trainer_resolve_hypers(&t->cfg, plan->cfg.optimizer); /* checked above */
+  t->rank = hosts ? hosts->rank : 0;
   ps__trainer_join_hosts(t);
   ps__dataset_use(cfg->dataset);
   ps__dataset_use(cfg->val_dataset);
@@ -282,6 +284,8 @@ ps_status ps_trainer_resume(ps_trainer **out, const char *model_dir, ps_plan *pl
                             ps_progress_fn progress, void *progress_user) {
   if (!c)
     return ps__fail(PS_EINVAL, "ps_trainer_resume: a checkpoint must be given");
+  if (plan)
+    PS_TRY(ps__resume_check_names(plan, c));
   return create(out, model_dir, plan, cfg, c, progress, progress_user);
 }
 
@@ -290,7 +294,7 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
     return PS_OK;
   ps__trainer_leave_hosts(t);
   if (t->n_submitted != t->n_reported) /* steps in flight, which wait for other hosts */
-    ps_hosts_fail(t->cfg.hosts, PS_ECANCELLED, "its training was ended");
+    ps_hosts_fail(t->plan->cfg.hosts, PS_ECANCELLED, "its training was ended");
   if (t->run && !ps__engine_drives(t->engine))
     ps__trainer_await_written_steps(t);
   PS_TRY(ps__turns_close(&t->turns));
@@ -304,8 +308,8 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
   (void)ps_engine_close(t->engine);
   ps__pace_free(t);
   ps__observer_destroy(t->observer);
-  if (t->cfg.hosts)
-    atomic_store(&t->cfg.hosts->in_use, 0);
+  if (t->plan->cfg.hosts)
+    atomic_store(&t->plan->cfg.hosts->in_use, 0);
   ps__trainer_leave_plan(t);
   ps__dataset_leave(t->cfg.dataset);
   ps__dataset_leave(t->cfg.val_dataset);

@@ -140,7 +140,7 @@ void ps__trainer_measure_arena(ps_trainer *t);
  * ps__trainer_resolve_hypers() - the optimizer's defaults for what is NAN. PS_EINVAL: one that
  * is given is out of range. */
 ps_status ps__trainer_check_config(const ps_plan *plan, const ps_train_config *c);
-ps_status ps__trainer_resolve_hypers(ps_train_config *c);
+ps_status ps__trainer_resolve_hypers(ps_train_config *c, uint32_t optimizer);
 
 /* Give submitted steps to the run, and to the run of the next size once the steps of the last one
  * are reported (stages.c). Errors: those of ps__run_create() and ps_run_submit().

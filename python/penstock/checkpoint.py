@@ -17,7 +17,15 @@ _CUT = (
     "first_rounds",
     "head_slice_tokens",
 )
-_TERMS = ("z_loss", "label_smoothing", "router_aux_loss", "router_z_loss")
+_TERMS = (
+    "z_loss",
+    "label_smoothing",
+    "router_aux_loss",
+    "router_z_loss",
+    "clip_norm",
+    "document_token",
+    "document_end_token",
+)
 _FP8 = (
     "fp8_bf16_first",
     "fp8_bf16_last",
@@ -137,16 +145,14 @@ class Checkpoint(Owner):
     @property
     def plan_options(self) -> dict:
         """Options of Plan with which a resumed run gives the same bits: recipe, optimizer, batch,
-        how the batch is cut, terms of the loss."""
-        cfg = struct("ps_train_config")
-        check(lib.ps_checkpoint_config(self._handle.ptr, cfg))
+        how the batch is cut, terms of the loss, clipping, documents."""
         return {
             name: getattr(self._info, name)
             for name in ("seq_len", "tokens_per_step", *_CUT, *_TERMS, *_FP8)
         } | {
             "recipe": text(lib.ps_recipe_name(self._info.recipe)),
             "optimizer": text(lib.ps_optimizer_name(self._info.optimizer)),
-            "clip": cfg.clip_norm > 0 or cfg.non_finite == lib.PS_NON_FINITE_SKIP,
+            "non_finite": ("stop", "skip")[self._info.non_finite],
             "lora": Lora.of(self._info.lora),
         }
 

@@ -215,7 +215,7 @@ def reference(
 
 
 class LogitErrors:
-    """A Trainer's on_logits, which compares each token's logits with those of transformers. So
+    """A Plan's on_logits, which compares each token's logits with those of transformers. So
     Penstock's side never has the logits of all tokens."""
 
     def __init__(self, expected: np.ndarray):
@@ -254,7 +254,7 @@ def logit_size(logits: np.ndarray) -> float:
 
 
 def _losses_of_sequences(folder: Path, plan: Plan, tokens, targets) -> list[float]:
-    with Trainer(folder, plan, lambda i: (tokens[i], targets[i]), clip_norm=0.0) as trainer:
+    with Trainer(folder, plan, lambda i: (tokens[i], targets[i])) as trainer:
         return [m.loss for m in trainer.steps(len(tokens))]
 
 
@@ -284,12 +284,11 @@ def compare(
     options = {
         "seq_len": seq_len,
         "recipe": recipe,
-        "clip": False,
+        "clip_norm": 0.0,
         "device_mem": device_mem,
         "host_mem": host_mem,
         "hardware": hardware,
     }
-    whole = Plan(model, tokens_per_step=n * seq_len, keep_logits=True, **options)
     single = Plan(model, tokens_per_step=seq_len, forward_only=True, **options)
     # what another directory calls its pad token is no difference between the models
     pad = None if other == folder else model.pad_token_id
@@ -302,11 +301,10 @@ def compare(
             f"{where}: has no tensor {name}, unlike {folder if where == other else other}"
         )
     losses = _losses_of_sequences(folder, single, tokens, targets)
-    tolerance = derive_tolerance(model, whole, recipe, n * seq_len)
     tensors, errors = [], LogitErrors(expected.logits)
-    with Trainer(
-        folder, whole, lambda _: (tokens, targets), clip_norm=0.0, lr=0.0, on_logits=errors
-    ) as trainer:
+    whole = Plan(model, tokens_per_step=n * seq_len, on_logits=errors, **options)
+    tolerance = derive_tolerance(model, whole, recipe, n * seq_len)
+    with Trainer(folder, whole, lambda _: (tokens, targets), lr=0.0) as trainer:
         weights = {p: trainer.read(p) for p in trainer.params}
         (metrics,) = trainer.steps(1)
         for name in trainer.params:

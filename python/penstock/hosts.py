@@ -113,7 +113,7 @@ class Hosts(Owner):
             out, on_gpu = ffi.new("uint32_t *"), hardware.backend == lib.PS_BACKEND_CUDA
             check(lib.ps_hosts_choose(self._handle.ptr, self._wanted, int(on_gpu), out))
             self._chosen = out[0]
-        config.transport = self._chosen
+        config.hosts = self._handle.ptr
         self._measure(config, hardware)
         if self.rank:
             for name, tokens in zip(_CUT, self._share((0,) * len(_CUT)), strict=True):

@@ -11,13 +11,13 @@ class Lora:
     of the model's own weights are frozen. There is no dropout.
 
     alpha    s = alpha / rank; None: twice the rank
-    targets  "all-linear", or names such as "q_proj,v_proj" or ["q_proj", "v_proj"]
+    targets  "all-linear", or names such as "q_proj,v_proj" or ["q_proj", "v_proj"]; None: all
     rslora   s = alpha / sqrt(rank)
     """
 
     rank: int
     alpha: float | None = None
-    targets: str | list | tuple = "all-linear"
+    targets: str | list | tuple | None = None
     rslora: bool = False
 
     @classmethod
@@ -36,9 +36,12 @@ class Lora:
         return cls(lora.rank, lora.alpha, text(names), bool(lora.rslora)) if lora.rank else None
 
     def fill(self, out) -> None:
-        """Set a ps_lora."""
-        names = self.targets if isinstance(self.targets, str) else ",".join(self.targets)
-        targets = ffi.new("uint32_t *")
-        check(lib.ps_lora_targets_parse(targets, names.encode()))
-        out.rank, out.targets, out.rslora = self.rank, targets[0], self.rslora
-        out.alpha = 2 * self.rank if self.alpha is None else self.alpha
+        """Set a ps_lora, whose defaults stay where alpha or targets is None."""
+        out.rank, out.rslora = self.rank, self.rslora
+        if self.targets is not None:
+            names = self.targets if isinstance(self.targets, str) else ",".join(self.targets)
+            targets = ffi.new("uint32_t *")
+            check(lib.ps_lora_targets_parse(targets, names.encode()))
+            out.targets = targets[0]
+        if self.alpha is not None:
+            out.alpha = self.alpha

@@ -20,6 +20,7 @@ from .model import ModelConfig, Parameter, params_of
 
 RECIPES = tuple(text(lib.ps_recipe_name(i)) for i in range(lib.PS_N_RECIPES))
 OPTIMIZERS = tuple(text(lib.ps_optimizer_name(i)) for i in range(lib.PS_N_OPTIMIZERS))
+NON_FINITE = {"stop": lib.PS_NON_FINITE_STOP, "skip": lib.PS_NON_FINITE_SKIP}
 _UNITS = {
     "": 1,
     "b": 1,
@@ -208,9 +209,12 @@ class Hardware:
         return as_dict(self._ptr)
 
 
-# The arguments of Plan() that are fields of ps_plan_config under the same name.
+# The arguments of Plan() that are fields of ps_plan_config under the same name. None: its default.
 _NUMBERS = (
     "seq_len",
+    "clip_norm",
+    "document_token",
+    "document_end_token",
     "tokens_per_step",
     "chunk_tokens",
     "chunks_per_round",
@@ -225,11 +229,11 @@ _NUMBERS = (
     "val_tokens",
     "sample_sequences",
     "sample_context",
+    "fp8_bf16_first",
+    "fp8_bf16_last",
 )
 _FLAGS = (
-    "clip",
     "keep_grads",
-    "keep_logits",
     "one_document",
     "deterministic",
     "forward_only",
@@ -240,49 +244,67 @@ _FLAGS = (
 _SIZES = ("device_mem", "host_mem", "reserve")
 
 
+def _named(kind: str, parse, name: str | None) -> dict:
+    """The field `kind` of a choice by its name; none where that is None."""
+    if name is None:
+        return {}
+    out = ffi.new("ps_plan_layout *" if kind == "layout" else f"ps_{kind} *")
+    check(parse(out, name.encode()))
+    return {kind: out[0]}
+
+
 def _configure(given: dict) -> tuple:
     """ps_plan_config and the Hardware of Plan's arguments, and the array of the batch ramp, which
     must live as long as the library reads the config."""
     lora, hardware, gpus = given["lora"], given["hardware"], given["gpus"]
     if not 1 <= gpus <= lib.PS_MAX_DEVICES:
         raise InvalidError(f"gpus is {gpus}: give 1 to {lib.PS_MAX_DEVICES}")
-    recipe = given["recipe"] or ("fp32-master" if lora else "bf16")
-    hardware = hardware or Hardware.cached(
-        given["threads"],
-        host_mem=given["host_mem"] if given["reserve"] is None else None,
-        gpus=gpus,
-        fp8=recipe.startswith("fp8"),
-        device_mem=given["device_mem"],
-    )
-    which, optimizer = ffi.new("ps_recipe *"), ffi.new("ps_optimizer *")
-    check(lib.ps_recipe_parse(which, recipe.encode()))
-    check(lib.ps_optimizer_parse(optimizer, given["optimizer"].encode()))
-    layout = ffi.new("ps_plan_layout *")
-    check(lib.ps_layout_parse(layout, given["layout"].encode()))
-    ends = {name: given[name] for name in ("fp8_bf16_first", "fp8_bf16_last")}
-    default = int(recipe.startswith("fp8"))
-    config = struct(
-        "ps_plan_config",
-        recipe=which[0],
-        optimizer=optimizer[0],
-        n_threads=given["threads"],
-        n_frozen_layers=given["frozen_layers"],
-        n_devices=gpus,
-        n_hosts=given["hosts"].n if given["hosts"] else 1,
-        layout=layout[0],
+    non_finite = given["non_finite"]
+    if non_finite is not None and non_finite not in NON_FINITE:
+        raise ValueError(f"non_finite {non_finite!r}: one of {', '.join(NON_FINITE)}")
+    fields = {
+        "n_threads": given["threads"],
+        "n_frozen_layers": given["frozen_layers"],
+        "n_devices": gpus,
+        "non_finite": NON_FINITE.get(non_finite),
+        **_named("recipe", lib.ps_recipe_parse, given["recipe"]),
+        **_named("optimizer", lib.ps_optimizer_parse, given["optimizer"]),
+        **_named("layout", lib.ps_layout_parse, given["layout"]),
         **{name: given[name] for name in _NUMBERS},
         **{name: int(given[name]) for name in _FLAGS},
         **{f"{name}_bytes": parse_bytes(given[name], name) for name in _SIZES},
-        **{name: default if n is None else n for name, n in ends.items()},
-    )
+    }
+    config = struct("ps_plan_config")
+    lib.ps_plan_config_init(config)
+    for name, value in fields.items():
+        if value is not None:
+            setattr(config, name, value)
     if lora:
         lora.fill(config.lora)
+    lib.ps_plan_config_resolve(config)
     stages = [
         {"tokens_per_step": tokens, "n_steps": steps} for tokens, steps in given["batch_ramp"]
     ]
     ramp = ffi.new("ps_ramp_stage[]", stages)
     config.ramp, config.n_ramp = ramp, len(stages)
+    hardware = hardware or Hardware.cached(
+        given["threads"],
+        host_mem=given["host_mem"] if given["reserve"] is None else None,
+        gpus=gpus,
+        fp8=text(lib.ps_recipe_name(config.recipe)).startswith("fp8"),
+        device_mem=given["device_mem"],
+    )
     return config, hardware, ramp
+
+
+def _logits_callback(on_logits, failures: list):
+    """A ps_logits_fn for on_logits(step, token, logits). Its exceptions go to failures."""
+
+    def give(_user, step, token, logits, n):
+        on_logits(step, token, np.frombuffer(ffi.buffer(logits, 4 * n), np.float32))
+        return lib.PS_OK
+
+    return callback("ps_logits_fn", give, failures, lib.PS_EINVAL)
 
 
 def _events(trace, what: str) -> np.ndarray:
@@ -304,17 +326,20 @@ class Plan(Owner):
     recipe                 "fp32", "fp32-master", "bf16", "fp8" or "fp8-master"; None: "bf16", with
                            lora "fp32-master"
     fp8_bf16_first, fp8_bf16_last
-                           with FP8: so many first and last blocks compute in bf16; None: 1
+                           with FP8: so many first and last blocks compute in bf16; None: 1 each
     fp8_bf16_down          with FP8: all down projections compute in bf16
     fp8_head               with FP8: the head's products have FP8 operands too
     fp8_fast_accumulation  with FP8: forward products sum with the GPU's fast accumulation, which
                            keeps 14 bits of a sum on an H100
-    optimizer              "adamw", "lion" or "sgd"; a Trainer of the plan uses it
+    optimizer              "adamw", "lion" or "sgd"; None: adamw. A Trainer of the plan uses it
     chunk_tokens, chunks_per_round, first_round_chunks, first_rounds, head_slice_tokens
                            0: the planner chooses
-    clip                   the trainer will clip by the gradient's global norm
-    one_document           every sequence is one document: attention is faster on a GPU, and the
-                           trainer refuses document tokens
+    clip_norm              limit of the gradient's global norm; 0: no clipping; None: 1
+    non_finite             "stop", or "skip": a Trainer leaves weights and state as they are where a
+                           step's loss or gradient is not finite, of up to max_skips steps in a row
+    document_token         the token that begins a document; -1, None: none
+    document_end_token     the token that ends a document; -1, None: none
+    one_document           every sequence is one document: attention is faster on a GPU
     deterministic          every run gives the same bits, on a GPU too
     frozen_layers          the first so many layers are not trained: the embedding, then the blocks
     forward_only           nothing is trained: a step of a Trainer computes the loss alone. The last
@@ -335,7 +360,7 @@ class Plan(Owner):
     gpus                   GPUs that train together, 1 to 8; device_mem is the cap of each. With a
                            Hardware of the CPU backend they are arenas (docs/gpus.md)
     layout                 how they share a step: "data-parallel", "ring" of layers, or "auto",
-                           which takes the one that is predicted to be faster
+                           which takes the one that is predicted to be faster; None: auto
     hosts                  Hosts that train together: tokens_per_step is of all. They take the cut
                            into chunks and rounds that rank 0 finds. The first Plan measures the
                            network between them, unless a Hardware states its rate. That
@@ -344,7 +369,10 @@ class Plan(Owner):
                            None: what the process held when it first asked for a Hardware or a Plan
     keep_grads             gradients are copied to the host wherever the update runs, for
                            Trainer.grad()
-    keep_logits            a step gives its logits to the Trainer's on_logits
+    on_logits              on_logits(step, token, logits) gets the logits of each token of a step of
+                           a Trainer, in any order, before the step's metrics. token counts the
+                           step's tokens; logits is a float32 array of the vocabulary's size, valid
+                           during the call
     progress               progress(n_evaluated, best_step_s) is called while the search runs:
                            evaluations so far, and the predicted step of the fastest plan that fits
                            (0: none yet). What it raises is raised after the search
@@ -361,17 +389,19 @@ class Plan(Owner):
         host_mem=None,
         tokens_per_step: int = 0,
         recipe: str | None = None,
-        optimizer: str = "adamw",
+        optimizer: str | None = None,
         chunk_tokens: int = 0,
         chunks_per_round: int = 0,
         first_round_chunks: int = 0,
         first_rounds: int = 0,
         head_slice_tokens: int = 0,
-        clip: bool = True,
+        clip_norm: float | None = None,
+        non_finite: str | None = None,
         threads: int = 0,
-        trace_steps: int = 2,
+        trace_steps: int | None = None,
         keep_grads: bool = True,
-        keep_logits: bool = False,
+        document_token: int | None = None,
+        document_end_token: int | None = None,
         one_document: bool = False,
         deterministic: bool = False,
         frozen_layers: int = 0,
@@ -393,11 +423,15 @@ class Plan(Owner):
         reserve=None,
         hardware: Hardware | None = None,
         gpus: int = 1,
-        layout: str = "auto",
+        layout: str | None = None,
         hosts: Hosts | None = None,
+        on_logits=None,
         progress=None,
     ):
         self.config, self.hardware, ramp = _configure(locals())
+        self.failures: list = []  # what on_logits raised
+        if on_logits is not None:
+            self._on_logits = self.config.logits_fn = _logits_callback(on_logits, self.failures)
         self.model, self.hosts = model, hosts
         if hosts:
             self.hardware = Hardware(ffi.new("ps_hardware *", self.hardware._ptr[0]))

@@ -86,7 +86,6 @@ def prepare(path, changes: dict) -> tuple:
         fp8=(options.get("recipe") or "").startswith("fp8"),
     )
     chosen = {name: v for name, v in options.items() if name in of_plan}
-    chosen.setdefault("clip", options["clip_norm"] > 0 or options["non_finite"] == "skip")
     chosen.setdefault(
         "one_document",
         options["document_token"] < 0

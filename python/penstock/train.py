@@ -20,7 +20,6 @@ from .model import DTYPES, Parameter
 from .plan import Hardware, Plan
 
 LR_SCHEDULES = {"constant": 0, "cosine": 1, "linear": 2, "wsd": 3}
-NON_FINITE = {"stop": lib.PS_NON_FINITE_STOP, "skip": lib.PS_NON_FINITE_SKIP}
 NO_DECAY = {
     "norm": lib.PS_NO_DECAY_NORM,
     "bias": lib.PS_NO_DECAY_BIAS,
@@ -109,25 +108,17 @@ def _as_int32(values, what: str, n: int) -> np.ndarray:
 
 _HYPERS = {"lr", "beta1", "beta2", "eps", "momentum", "weight_decay"}
 _SETTINGS = _HYPERS | {
-    *(
-        "nesterov",
-        "no_decay",
-        "lr_schedule",
-        "min_lr",
-        "warmup_steps",
-        "total_steps",
-        "decay_steps",
-    ),
-    *(
-        "clip_norm",
-        "non_finite",
-        "max_skips",
-        "seed",
-        "first_step",
-        "document_token",
-        "document_end_token",
-        "shuffle",
-    ),
+    "nesterov",
+    "no_decay",
+    "lr_schedule",
+    "min_lr",
+    "warmup_steps",
+    "total_steps",
+    "decay_steps",
+    "max_skips",
+    "seed",
+    "first_step",
+    "shuffle",
 }
 
 
@@ -140,10 +131,6 @@ def _set(cfg, settings: dict) -> None:
             if value not in LR_SCHEDULES:
                 raise ValueError(f"lr_schedule {value!r}: one of {', '.join(LR_SCHEDULES)}")
             name, value = "lr_kind", LR_SCHEDULES[value]
-        if name == "non_finite":
-            if value not in NON_FINITE:
-                raise ValueError(f"non_finite {value!r}: one of {', '.join(NON_FINITE)}")
-            value = NON_FINITE[value]
         if name == "no_decay":
             unknown = sorted(set(value) - NO_DECAY.keys())
             if unknown or isinstance(value, str):
@@ -181,16 +168,6 @@ def _batch_callback(data, failures: list):
     return callback("ps_batch_fn", fill, failures, lib.PS_EINVAL)
 
 
-def _logits_callback(on_logits, failures: list):
-    """A ps_logits_fn for on_logits(step, token, logits). Its exceptions go to failures."""
-
-    def give(_user, step, token, logits, n):
-        on_logits(step, token, np.frombuffer(ffi.buffer(logits, 4 * n), np.float32))
-        return lib.PS_OK
-
-    return callback("ps_logits_fn", give, failures, lib.PS_EINVAL)
-
-
 class Trainer(Owner):
     """Trains the model directory `model_dir` by `plan`.
 
@@ -207,21 +184,12 @@ class Trainer(Owner):
     beta1, beta2, eps     adamw's; beta1 and beta2 are lion's too. None: the optimizer's default
     momentum, nesterov    sgd's
     no_decay              what gets no weight decay: some of "norm", "bias", "embedding"
-    lr_schedule           constant, cosine, linear or wsd, over total_steps
+    lr_schedule           constant (default), cosine, linear or wsd, over total_steps
     val                   validation data, as data but no function; the plan must have val_tokens
-    clip_norm             0: no clipping; the plan must then have clip=False
-    non_finite            "stop", or "skip": leave weights and state as they are where a step's loss
-                          or gradient is not finite, of up to max_skips steps in a row. The plan
-                          must have clip=True
-    document_token        the token that begins a document; -1: none
-    document_end_token    the token that ends a document; -1: none
+    max_skips             of a plan with non_finite "skip": more steps in a row stop the run
     init_weights          draw the weights from seed; model_dir then needs config.json alone
     adapter               of a plan with lora: the directory of an adapter to go on training, in
                           PEFT's layout; None: a fresh one, drawn from seed
-    on_logits             of a plan with keep_logits: on_logits(step, token, logits) gets the logits
-                          of each token of a step, in any order, before the step's metrics. token
-                          counts the step's tokens; logits is a float32 array of the vocabulary's
-                          size, valid during the call
     trust_rates           True: host memory is not measured in place, see arena()
     progress              progress(what, done_bytes, total_bytes) is called while weights are loaded
                           and before it; total_bytes is 0 in a stage that is not counted in bytes
@@ -241,70 +209,41 @@ class Trainer(Owner):
         data,
         *,
         lr: float | None = None,
-        min_lr: float = 0.0,
-        lr_schedule: str = "constant",
-        warmup_steps: int = 0,
-        total_steps: int = 0,
-        decay_steps: int = 0,
+        min_lr: float | None = None,
+        lr_schedule: str | None = None,
+        warmup_steps: int | None = None,
+        total_steps: int | None = None,
+        decay_steps: int | None = None,
         beta1: float | None = None,
         beta2: float | None = None,
         eps: float | None = None,
         momentum: float | None = None,
-        nesterov: bool = False,
+        nesterov: bool | None = None,
         weight_decay: float | None = None,
-        no_decay: tuple[str, ...] | list[str] = ("norm", "bias"),
-        clip_norm: float = 1.0,
-        non_finite: str = "stop",
-        max_skips: int = 10,
-        seed: int = 0,
-        first_step: int = 0,
-        document_token: int = -1,
-        document_end_token: int = -1,
-        shuffle: bool = False,
-        init_weights: bool = False,
+        no_decay: tuple[str, ...] | list[str] | None = None,
+        max_skips: int | None = None,
+        seed: int | None = None,
+        first_step: int | None = None,
+        shuffle: bool | None = None,
+        init_weights: bool | None = None,
         val=None,
         adapter=None,
-        on_logits=None,
-        trust_rates: bool = False,
+        trust_rates: bool | None = None,
         progress=None,
     ):
+        given = locals()
         cfg = struct("ps_train_config")
         lib.ps_train_config_init(cfg)
-        cfg.optimizer = plan.config.optimizer
-        settings = {
-            "lr": lr,
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": eps,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "no_decay": no_decay,
-            "nesterov": nesterov,
-            "lr_schedule": lr_schedule,
-            "min_lr": min_lr,
-            "warmup_steps": warmup_steps,
-            "total_steps": total_steps,
-            "decay_steps": decay_steps,
-            "clip_norm": clip_norm,
-            "non_finite": non_finite,
-            "max_skips": max_skips,
-            "seed": seed,
-            "first_step": first_step,
-            "document_token": document_token,
-            "document_end_token": document_end_token,
-            "shuffle": shuffle,
-            "init_weights": init_weights,
-        }
-        _set(cfg, {name: value for name, value in settings.items() if value is not None})
-        cfg.trust_rates = int(trust_rates)
+        names = _SETTINGS | {"init_weights", "trust_rates"}
+        _set(cfg, {name: given[name] for name in names if given[name] is not None})
         held = ffi.new("char[]", encode_path(adapter)) if adapter is not None else ffi.NULL
         cfg.adapter_dir = held
-        self._open(model_dir, plan, data, cfg, progress, val=val, on_logits=on_logits)
+        self._open(model_dir, plan, data, cfg, progress, val=val)
 
     @classmethod
     def resume(cls, checkpoint, model_dir, plan: Plan, data, *, val=None, progress=None, **changes):
         """A trainer that goes on from `checkpoint`: a Checkpoint, or the path of one. Schedule,
-        hyperparameters, seed and document tokens are the checkpoint's, unless `changes` has others
+        hyperparameters and seed are the checkpoint's, unless `changes` has others
         under the names of the constructor. With a plan made with checkpoint.plan_options, k + k
         steps give the bits of 2k steps. Raises what the constructor raises; InvalidError also
         where the run cannot go on from this checkpoint."""
@@ -329,26 +268,21 @@ class Trainer(Owner):
         model_dir, plan, data, settings = run_file.prepare(path, changes)
         return cls(model_dir, plan, data, progress=progress, **settings)
 
-    def _open(
-        self, model_dir, plan, data, cfg, progress, checkpoint=None, val=None, on_logits=None
-    ):
-        cfg.trace_steps = plan.config.trace_steps
+    def _open(self, model_dir, plan, data, cfg, progress, checkpoint=None, val=None):
         self.total_steps = cfg.total_steps
-        self.plan, self._failures, self._writing = plan, [], None
+        self.plan, self._failures, self._writing = plan, plan.failures, None
+        self._failures.clear()
         run = cfg.run = ffi.new("char[]", shlex.join(sys.orig_argv).encode())
         self._first_step = checkpoint.step if checkpoint else cfg.first_step
         self.params = {p.name: p for p in plan.params()}
         uses, source = self._bind_data(cfg, data)
         if plan.hosts and plan.hosts.n > 1:
-            cfg.hosts = plan.hosts._handle.ptr
             uses = (*uses, plan.hosts._handle)
         if val is not None:
             val = val if isinstance(val, Dataset) else Dataset(val, plan.model.vocab_size)
             cfg.val_dataset = val._handle.ptr
             uses, source = (*uses, val._handle), (source, val)
-        if on_logits is not None:
-            cfg.logits_fn = on_logits = _logits_callback(on_logits, self._failures)
-            source = (source, on_logits)
+        source = (source, plan)  # which holds on_logits
         report = progress_callback(progress, self._failures)
         out = ffi.new("ps_trainer **")
         plan._handle.wait_for_dropped()

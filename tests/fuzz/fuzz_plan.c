@@ -53,6 +53,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
   m.qkv_bias = m.family == 1;
   m.qk_norm = m.family == 2;
   ps_plan_config c = {.struct_bytes = sizeof c,
+                      .document_token = -1,
+                      .document_end_token = -1,
                       .recipe = (uint32_t)word(&b, 1) % PS_N_RECIPES,
                       .reserve_bytes = 1 << 20};
   c.seq_len = 1 + word(&b, 2) % 256;
@@ -68,7 +70,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
     c.first_round_chunks = 1 + word(&b, 1);
   if (pins & 128)
     c.first_rounds = 1 + word(&b, 1);
-  c.clip = pins >> 4 & 1, c.keep_grads = pins >> 5 & 1, c.one_document = pins >> 6 & 1;
+  c.clip_norm = pins >> 4 & 1, c.keep_grads = pins >> 5 & 1, c.one_document = pins >> 6 & 1;
   c.device_mem_bytes = word(&b, 4);
   c.host_mem_bytes = word(&b, 5);
   ps_hardware hw;

@@ -64,8 +64,8 @@ def on_cpu(where, recipe):
 
 
 def step(where, backend, recipe, layout):
-    plan = make_plan(where, backend, recipe, layout)
-    return first_step(where, plan, lambda s: batch(s, 50), document_token=BEGIN)
+    plan = make_plan(where, backend, recipe, layout, document_token=BEGIN)
+    return first_step(where, plan, lambda s: batch(s, 50))
 
 
 @pytest.mark.parametrize("backend, layout", RUNS)

@@ -118,6 +118,7 @@ def plan_options(backend, recipe, layout, **more):
         "recipe": recipe,
         "chunk_tokens": chunk,
         "chunks_per_round": a_round,
+        "clip_norm": CLIP,
         "threads": hardware(backend).n_threads,
         "hardware": hardware(backend),
         **more,
@@ -154,8 +155,8 @@ class First:
     n_chunks: int
 
 
-def first_step(where, plan, data=batch, **more):
-    with Trainer(where, plan, data, clip_norm=CLIP, **more) as trainer:
+def first_step(where, plan, data=batch):
+    with Trainer(where, plan, data) as trainer:
         (m,) = trainer.steps(1)
         return First(
             m.loss,
@@ -271,9 +272,16 @@ def test_packed_documents_are_as_separate_sequences(directory, backend, packing)
 
     packed = first_step(
         where,
-        make_plan(where, backend, recipe, layout, seq, one_document=known),
+        make_plan(
+            where,
+            backend,
+            recipe,
+            layout,
+            seq,
+            one_document=known,
+            document_token=BEGIN if begins else -1,
+        ),  # fmt: skip
         data,
-        document_token=BEGIN if begins else -1,
     )
     separate = first_step(
         where, make_plan(where, backend, recipe, (DOCUMENT, 4), DOCUMENT, **ONE_DOCUMENT), data
@@ -290,16 +298,16 @@ STEPS = 4
 BITS = {"bf16-clip": ("bf16", CLIP, WHOLE), "fp32-master-slices": ("fp32-master", 0.0, SLICED)}
 
 
-def trained(where, plan, clip, steps=STEPS):
+def trained(where, plan, steps=STEPS):
     """Losses, norms and the bytes of every weight after so many steps."""
-    with Trainer(where, plan, batch, lr=LR, clip_norm=clip, seed=5) as trainer:
+    with Trainer(where, plan, batch, lr=LR, seed=5) as trainer:
         figures = [(m.loss, m.grad_norm) for m in trainer.steps(steps)]
         return figures, {n: trainer.read(n).tobytes() for n in trainer.params}
 
 
 def budgets(where, backend, recipe, clip, layout):
     """Plans from everything resident down to the smallest device, each unlike the others."""
-    kw = {"recipe": recipe, "clip": clip > 0, "layout": layout, **SAME_BITS}
+    kw = {"recipe": recipe, "clip_norm": clip, "layout": layout, **SAME_BITS}
     plans = [make_plan(where, backend, **kw)]
     most, least = plans[0].report["device_used_bytes"], smallest(where, backend, **kw)
     seen = {decisions(plans[0])}
@@ -334,10 +342,10 @@ def test_every_budget_gives_the_same_bits(directory, backend, case):
     assert any(
         r["resident_update_units"] == 0 and r["resident_param_units"] <= 1 for r in reports
     )  # AdamW on the host, everything but perhaps the head streamed
-    expected = trained(where, plans[0], clip)
+    expected = trained(where, plans[0])
     assert len({loss for loss, _ in expected[0]}) == STEPS
     for plan in plans[1:] + plans[:1]:  # and the first once more: twice in a row
-        figures, bits = trained(where, plan, clip)
+        figures, bits = trained(where, plan)
         assert figures == expected[0], plan.report
         assert [n for n in bits if bits[n] != expected[1][n]] == [], plan.report
 
@@ -376,10 +384,8 @@ def test_an_error_leaves_the_last_complete_step(
     where = directory("llama", 64)
     kw = {"recipe": "bf16", "layout": WHOLE, **SAME_BITS}
     cap = {"device_mem": smallest(where, backend, **kw)} if least else {}
-    figures, bits = trained(where, make_plan(where, backend, **kw, **cap), CLIP, FAILS_AT)
-    with Trainer(
-        where, make_plan(where, backend, **kw, **cap), data, lr=LR, clip_norm=CLIP, seed=5
-    ) as trainer:
+    figures, bits = trained(where, make_plan(where, backend, **kw, **cap), FAILS_AT)
+    with Trainer(where, make_plan(where, backend, **kw, **cap), data, lr=LR, seed=5) as trainer:
         seen, sentences = [], []
         with pytest.raises(error) as raised:
             for m in trainer.steps(100):

@@ -16,6 +16,10 @@
   } while (0)
 #define CHECK_FAILS(call, code, text) CHECK((call) == (code) && strstr(ps_last_error(), text))
 
+/* The first fields of a ps_plan_config of zeros: no document tokens. */
+#define PLAN_DEFAULTS                                                                              \
+  .struct_bytes = sizeof(ps_plan_config), .document_token = -1, .document_end_token = -1
+
 /* splitmix64 */
 static inline uint64_t mix64(uint64_t x) { return ps__mix64(x + PS__MIX_GAMMA); }
 

@@ -44,7 +44,7 @@ static inline ps_plan *make_plan_of(ps_plan_config cfg, uint32_t sequences,
   s.first_round_chunks = layout.first_round_chunks;
   s.first_rounds = layout.first_rounds;
   s.head_slice = SEQ_LEN;
-  s.clip = cfg.clip != 0;
+  s.clip = cfg.clip_norm > 0;
   decide(&s, how);
   CHECK(ps__plan_from_spec(&plan, &model, &cfg, &hw, &s) == PS_OK);
   ps__spec_free(&s);
@@ -102,9 +102,7 @@ static inline outcome train(ps_plan *plan, uint64_t n, uint64_t more) {
   ps_trainer *t;
   ps_step_metrics m;
   ps_train_config_init(&c);
-  c.optimizer = plan->cfg.optimizer;
   c.lr = 1e-2;
-  c.clip_norm = plan->cfg.clip ? 0.5 : 0;
   c.batch_fn = fill_batch;
   c.batch_user = &fails_at;
   CHECK(ps_trainer_create(&t, model_dir, plan, &c, NULL, NULL) == PS_OK);

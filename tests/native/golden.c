@@ -215,7 +215,6 @@ static void set_field(ps_plan_config *c, char *word) {
                {"first_rounds", &c->first_rounds, NULL},
                {"head_slice_tokens", &c->head_slice_tokens, NULL},
                {"reserve_bytes", &c->reserve_bytes, NULL},
-               {"clip", NULL, &c->clip},
                {"n_threads", NULL, &c->n_threads},
                {"trace_steps", NULL, &c->trace_steps},
                {"deterministic", NULL, &c->deterministic},
@@ -229,6 +228,10 @@ static void set_field(ps_plan_config *c, char *word) {
   char *value = strchr(word, '=');
   CHECK(value);
   *value++ = 0;
+  if (strcmp(word, "clip_norm") == 0) {
+    c->clip_norm = strtod(value, NULL);
+    return;
+  }
   if (strcmp(word, "recipe") == 0) {
     ps_recipe recipe;
     CHECK(ps_recipe_parse(&recipe, value) == PS_OK);
@@ -251,7 +254,7 @@ static void set_field(ps_plan_config *c, char *word) {
 int main(int argc, char **argv) {
   ps_model_config model = {.struct_bytes = sizeof model};
   ps_hardware hw = {.struct_bytes = sizeof hw};
-  ps_plan_config cfg = {.struct_bytes = sizeof cfg};
+  ps_plan_config cfg = {PLAN_DEFAULTS};
   ps_plan *plan = NULL;
   if (argc < 3)
     return 2;

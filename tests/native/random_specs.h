@@ -153,7 +153,7 @@ static inline void resident_spec(ps__spec *spec, const model *m, const ps_plan_c
   spec->first_round_chunks = l->first_round_chunks;
   spec->first_rounds = l->first_rounds;
   spec->head_slice = cfg->head_slice_tokens;
-  spec->clip = cfg->clip != 0;
+  spec->clip = cfg->clip_norm > 0;
   memset(spec->param_resident, 1, spec->n_units);
   for (uint32_t u = 0; u < spec->n_units; u++)
     spec->grad_resident[u] = !m->made->unit[u].frozen;

@@ -23,14 +23,10 @@ static const ps_model_config model = {.struct_bytes = sizeof model,
 static ps_hardware hw;
 
 static ps_plan_config config(void) {
-  return (ps_plan_config){.struct_bytes = sizeof(ps_plan_config),
-                          .recipe = PS_RECIPE_BF16,
-                          .seq_len = SEQ_LEN,
-                          .tokens_per_step = SEQ_LEN * SEQUENCES,
-                          .chunk_tokens = SEQ_LEN,
-                          .clip = 1,
-                          .n_threads = 2,
-                          .reserve_bytes = 1 << 20};
+  return (ps_plan_config){PLAN_DEFAULTS,           .recipe = PS_RECIPE_BF16,
+                          .seq_len = SEQ_LEN,      .tokens_per_step = SEQ_LEN * SEQUENCES,
+                          .chunk_tokens = SEQ_LEN, .clip_norm = 1,
+                          .n_threads = 2,          .reserve_bytes = 1 << 20};
 }
 
 /* ---- bounds ---------------------------------------------------------------------------------- */

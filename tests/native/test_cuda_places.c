@@ -25,10 +25,9 @@ static void decide(ps__spec *s, const void *how_) {
 }
 
 static ps_plan *make_plan(how h) {
-  return make_plan_of(
-      (ps_plan_config){
-          .recipe = h.recipe, .chunks_per_round = 1, .clip = h.clip, .n_devices = h.n_devices},
-      SEQUENCES, decide, &h);
+  return make_plan_of((ps_plan_config){PLAN_DEFAULTS, .recipe = h.recipe, .chunks_per_round = 1,
+                                       .clip_norm = h.clip ? 0.5 : 0, .n_devices = h.n_devices},
+                      SEQUENCES, decide, &h);
 }
 
 static void say(how h, const char *what) {

@@ -53,8 +53,8 @@ static void decide(ps__spec *s, const void *how) {
 }
 
 static ps_plan *make_plan(ps_optimizer optimizer, uint32_t recipe, bool clip, variant which) {
-  const ps_plan_config cfg = {
-      .recipe = recipe, .optimizer = optimizer, .chunks_per_round = 2, .clip = clip};
+  const ps_plan_config cfg = {PLAN_DEFAULTS, .recipe = recipe, .optimizer = optimizer,
+                              .chunks_per_round = 2, .clip_norm = clip ? 0.5 : 0};
   return make_plan_of(cfg, SEQUENCES, decide, &which);
 }
 

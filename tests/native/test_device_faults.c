@@ -39,14 +39,14 @@ static const layout layouts[] = {{.name = "rounds on devices"},
 static ps_plan *make_plan(const layout *how, bool clip) {
   ps_hardware hw = {.struct_bytes = sizeof hw};
   CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
-  const ps_plan_config cfg = {.struct_bytes = sizeof cfg,
+  const ps_plan_config cfg = {PLAN_DEFAULTS,
                               .recipe = PS_RECIPE_FP32,
                               .seq_len = SEQ_LEN,
                               .tokens_per_step = SEQ_LEN * SEQUENCES,
                               .chunk_tokens = SEQ_LEN,
                               .chunks_per_round = 1,
                               .head_slice_tokens = SEQ_LEN,
-                              .clip = clip,
+                              .clip_norm = clip ? 0.5 : 0,
                               .n_threads = 2,
                               .n_devices = N_DEVICES,
                               .layout =
@@ -100,7 +100,6 @@ static double train(ps_plan *plan, ps_status *st) {
   ps_trainer *t;
   ps_step_metrics m;
   ps_train_config_init(&c);
-  c.clip_norm = plan->cfg.clip ? 0.5 : 0;
   c.batch_fn = fill_batch;
   CHECK(ps_trainer_create(&t, model_dir, plan, &c, NULL, NULL) == PS_OK);
   CHECK(ps_trainer_submit(t, 3) == PS_OK);

@@ -117,14 +117,14 @@ static void test_opening(ps_model *m) {
 }
 
 static double plan_s(ps_model *m) {
-  const ps_plan_config cfg = {.struct_bytes = sizeof cfg,
+  const ps_plan_config cfg = {PLAN_DEFAULTS,
                               .recipe = PS_RECIPE_BF16,
                               .device_mem_bytes = 24ull << 30,
                               .host_mem_bytes = 100ull << 30,
                               .seq_len = SEQ_LEN,
                               .tokens_per_step = 32 * SEQ_LEN,
                               .chunk_tokens = 8 * SEQ_LEN,
-                              .clip = 1,
+                              .clip_norm = 1,
                               .reserve_bytes = 1 << 28};
   ps_hardware hw = {.struct_bytes = sizeof hw};
   ps_plan *plan;

@@ -14,7 +14,8 @@ static ps_hardware roomy(void) {
   h.n_cpus = 1 << 20;
   h.memory_bytes_per_s = 1e18;
   h.op_ns = 20;
-  h.h2d_bytes_per_s = h.d2h_bytes_per_s = h.duplex_bytes_per_s = 4e9;
+  h.link[PS_LINK_H2D].bytes_per_s = h.link[PS_LINK_D2H].bytes_per_s =
+      h.link[PS_LINK_H2D].duplex_bytes_per_s = 4e9;
   h.optimizer_bytes_per_s = h.optimizer_weights_bytes_per_s = h.optimizer_state_bytes_per_s = 8e9;
   h.accumulate_bytes_per_s = h.accumulate_sumsq_bytes_per_s = h.sumsq_bytes_per_s = 8e9;
   h.elementwise_bytes_per_s = h.gather_bytes_per_s = 8e9;
@@ -36,8 +37,7 @@ static ps_plan *paced_plan(placement where, uint32_t trace_steps) {
 }
 
 static ps_trainer *paced_trainer(ps_plan *plan, ps_dataset *ds, const ps__slow *slow) {
-  ps_train_config c = train_config(ds, true);
-  c.trace_steps = plan->cfg.trace_steps;
+  ps_train_config c = train_config(ds);
   ps__trainer_pace(slow);
   ps_trainer *t = make_trainer(plan, &c);
   ps__trainer_pace(NULL);
@@ -76,14 +76,14 @@ static void test_paced(void) {
 /* 1B in bf16 on an H200 whose caps let parameters, activations and updates travel. */
 static ps_plan *plan_on_gpu(const ps_hardware *gpu) {
   ps_model_config m = {.struct_bytes = sizeof m};
-  const ps_plan_config c = {.struct_bytes = sizeof c,
+  const ps_plan_config c = {PLAN_DEFAULTS,
                             .recipe = PS_RECIPE_BF16,
                             .seq_len = 4096,
                             .tokens_per_step = 16 * 4096,
                             .chunk_tokens = 4096,
                             .chunks_per_round = 4,
                             .device_mem_bytes = 3ull << 30,
-                            .clip = 1};
+                            .clip_norm = 0.5};
   ps_plan *plan;
   CHECK(ps_model_config_read(&m, "models/1b.json") == PS_OK);
   m.n_layers = 6;
@@ -111,9 +111,9 @@ static double simulate(const ps_plan *plan, const ps_hardware *is, ps_trace_even
  */
 static ps_hardware slower(const ps_hardware *gpu) {
   ps_hardware h = *gpu;
-  h.h2d_bytes_per_s *= 0.7;
-  h.d2h_bytes_per_s *= 0.85;
-  h.duplex_bytes_per_s *= 0.75;
+  h.link[PS_LINK_H2D].bytes_per_s *= 0.7;
+  h.link[PS_LINK_D2H].bytes_per_s *= 0.85;
+  h.link[PS_LINK_H2D].duplex_bytes_per_s *= 0.75;
   h.optimizer_bytes_per_s *= 0.8;
   h.optimizer_weights_bytes_per_s *= 0.8;
   h.optimizer_state_bytes_per_s *= 0.8;
@@ -162,8 +162,8 @@ static void test_speeds(void) {
     int resource;
   } rates[] = {
 #define RATE(field, resource) {seen.field, is.field, gpu.field, resource}
-      RATE(h2d_bytes_per_s, PS__SPEED_H2D),
-      RATE(d2h_bytes_per_s, PS__SPEED_D2H),
+      RATE(link[PS_LINK_H2D].bytes_per_s, PS__SPEED_H2D),
+      RATE(link[PS_LINK_D2H].bytes_per_s, PS__SPEED_D2H),
       RATE(optimizer_bytes_per_s, PS__SPEED_UPDATES),
       RATE(optimizer_weights_bytes_per_s, PS__SPEED_UPDATES_WEIGHTS),
       RATE(optimizer_state_bytes_per_s, PS__SPEED_UPDATES_STATE),
@@ -172,7 +172,7 @@ static void test_speeds(void) {
       RATE(gemm[PS_BF16][2].wgrad_flops_per_s, PS__SPEED_GEMM),
       RATE(attention[PS_BF16][1].backward_flops_per_s, PS__SPEED_ATTENTION_BWD),
       RATE(elementwise_bytes_per_s, PS__SPEED_ELEMENTWISE),
-      RATE(peer_bytes_per_s, PS__SPEED_PEERS),
+      RATE(link[PS_LINK_PEER].bytes_per_s, PS__SPEED_PEERS),
       RATE(gemm_fp8_flops_per_s, PS__SPEED_GEMM_FP8)};
 #undef RATE
   int n_ran = 0;
@@ -241,8 +241,10 @@ static void test_notice(const noticed *c, uint32_t trace_steps) {
     }
     if (i == 25 && marked) {
       CHECK(ps__observed_hardware(t, &seen) == PS_OK);
-      CHECK(off(seen.h2d_bytes_per_s, plan->hw.h2d_bytes_per_s / c->slow.h2d) < 0.02);
-      CHECK(off(seen.d2h_bytes_per_s, plan->hw.d2h_bytes_per_s / c->slow.d2h) < 0.02);
+      CHECK(off(seen.link[PS_LINK_H2D].bytes_per_s,
+                plan->hw.link[PS_LINK_H2D].bytes_per_s / c->slow.h2d) < 0.02);
+      CHECK(off(seen.link[PS_LINK_D2H].bytes_per_s,
+                plan->hw.link[PS_LINK_D2H].bytes_per_s / c->slow.d2h) < 0.02);
     }
   }
   ps_log_set(NULL, NULL);

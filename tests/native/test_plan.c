@@ -38,11 +38,8 @@ static outcome train(const model *m, ps_plan *plan, bool one_by_one) {
   outcome o = {.state = 0};
   ps_train_config c = {0};
   ps_train_config_init(&c);
-  c.optimizer = plan->cfg.optimizer;
-  c.nesterov = c.optimizer == PS_OPTIMIZER_SGD && plan->cfg.clip;
+  c.nesterov = plan->cfg.optimizer == PS_OPTIMIZER_SGD && plan->cfg.clip_norm > 0;
   c.lr = 1e-2;
-  c.clip_norm = plan->cfg.clip ? 0.5 : 0;
-  c.document_token = 5;
   c.batch_fn = fill_batch;
   ps_trainer *t;
   CHECK(ps_trainer_create(&t, m->dir, plan, &c, NULL, NULL) == PS_OK);
@@ -217,7 +214,8 @@ static void describe(const model *m, const ps_plan_config *cfg, const ps__spec *
          "%d, leads %u %u "
          "lags %u %u\n",
          s->n_devices, s->ring_blocks, s->ring_by_host ? " by the host" : "", m->name,
-         ps_optimizer_name(s->optimizer), cfg->recipe, cfg->clip, (unsigned long long)cfg->seq_len,
+         ps_optimizer_name(s->optimizer), cfg->recipe, cfg->clip_norm > 0,
+         (unsigned long long)cfg->seq_len,
          (unsigned long long)(cfg->tokens_per_step / cfg->seq_len),
          (unsigned long long)cfg->chunk_tokens, (unsigned long long)cfg->chunks_per_round, which,
          s->param_lead, s->saved_lead, s->saved_lag, s->grad_lag);
@@ -326,10 +324,12 @@ static uint32_t run_case(uint32_t idx, int n_specs, uint64_t *state) {
   const model *m = &models[idx % N_MODELS];
   const shape *sh = &shapes[idx / N_MODELS % N_SHAPES];
   ps_plan_config cfg = {.struct_bytes = sizeof cfg,
+                        .document_end_token = -1,
                         .recipe = idx / (N_MODELS * N_SHAPES),
                         .head_slice_tokens = rnd_below(state, 4) ? 10 + rnd_below(state, 30)
                                                                  : 1 + rnd_below(state, 3),
-                        .clip = rnd_below(state, 2),
+                        .clip_norm = rnd_below(state, 2) ? 0.5 : 0,
+                        .document_token = 5,
                         .n_threads = 2,
                         .optimizer = (idx + idx / N_MODELS) % PS_N_OPTIMIZERS};
   if (idx >= N_PLAIN_CASES)
@@ -365,10 +365,12 @@ static void test_shared_head(int n_specs, uint64_t *state) {
     for (uint32_t k = 0; k < N_MODELS; k++) {
       const model *m = &models[k];
       const ps_plan_config cfg = {.struct_bytes = sizeof cfg,
+                                  .document_end_token = -1,
                                   .recipe = cases[i].recipe,
                                   .head_slice_tokens = cases[i].slice,
                                   .fp8_head = cases[i].fp8_head,
-                                  .clip = (i + k) % 2,
+                                  .clip_norm = (i + k) % 2 ? 0.5 : 0,
+                                  .document_token = 5,
                                   .n_threads = 2};
       if (cases[i].recipe >= PS_RECIPE_FP8 && m->lora.rank)
         continue;
@@ -389,16 +391,10 @@ typedef struct counted {
 
 static counted count(const model *m, ps_optimizer optimizer, ps_recipe recipe, bool resident,
                      bool streamed) {
-  const ps_plan_config cfg = {.struct_bytes = sizeof cfg,
-                              .recipe = recipe,
-                              .optimizer = optimizer,
-                              .seq_len = 32,
-                              .tokens_per_step = 128,
-                              .chunk_tokens = 32,
-                              .chunks_per_round = 4,
-                              .head_slice_tokens = 32,
-                              .clip = 1,
-                              .n_threads = 2};
+  const ps_plan_config cfg = {
+      PLAN_DEFAULTS,          .recipe = recipe,   .optimizer = optimizer, .seq_len = 32,
+      .tokens_per_step = 128, .chunk_tokens = 32, .chunks_per_round = 4,  .head_slice_tokens = 32,
+      .clip_norm = 1,         .n_threads = 2};
   ps_hardware hw = {.struct_bytes = sizeof hw};
   ps__layout layout;
   ps__spec spec;

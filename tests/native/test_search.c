@@ -43,10 +43,10 @@ static ps_model_config random_model(uint64_t *state) {
 
 static ps_plan_config random_config(uint64_t *state) {
   const uint64_t seq = ONE_OF(1, 3, 17, 64, 127, 512, 1025, 4096, 8191, 33000, 100001);
-  ps_plan_config c = {.struct_bytes = sizeof c,
+  ps_plan_config c = {PLAN_DEFAULTS,
                       .recipe = rnd_below(state, 3),
                       .seq_len = seq,
-                      .clip = rnd_below(state, 2),
+                      .clip_norm = rnd_below(state, 2),
                       .one_document = rnd_below(state, 2),
                       .trace_steps = 2,
                       .n_devices = ONE_OF(1, 1, 2, 3, 4, 8),
@@ -132,14 +132,10 @@ static void test_a_cap_far_beyond(const ps_hardware *cpu) {
                                  .pad_token_id = -1,
                                  .norm_eps = 1e-5f,
                                  .rope = {.theta = 1e4}};
-  ps_plan_config cfg = {.struct_bytes = sizeof cfg,
-                        .recipe = PS_RECIPE_BF16,
-                        .seq_len = 1,
-                        .tokens_per_step = SLOWER > 1 ? 16 : 64,
-                        .chunk_tokens = 1,
-                        .chunks_per_round = 4,
-                        .clip = 1,
-                        .reserve_bytes = 1 << 28};
+  ps_plan_config cfg = {PLAN_DEFAULTS,     .recipe = PS_RECIPE_BF16,
+                        .seq_len = 1,      .tokens_per_step = SLOWER > 1 ? 16 : 64,
+                        .chunk_tokens = 1, .chunks_per_round = 4,
+                        .clip_norm = 1,    .reserve_bytes = 1 << 28};
   ps_hardware hw = *cpu;
   ps_plan_report r[2];
   hw.backend = PS_BACKEND_CUDA;
@@ -175,8 +171,8 @@ static void test_shared_evaluations(const ps_hardware *hw) {
                              .pad_token_id = -1,
                              .norm_eps = 1e-5f,
                              .rope = {.theta = 1e4}};
-  ps_plan_config c = {
-      .struct_bytes = sizeof c, .seq_len = 256, .tokens_per_step = 2048, .reserve_bytes = 1 << 28};
+  ps_plan_config c = {PLAN_DEFAULTS, .seq_len = 256, .tokens_per_step = 2048,
+                      .reserve_bytes = 1 << 28};
   ps_plan_report all = {.struct_bytes = sizeof all}, r = all;
   ps_evaluations *shared;
   CHECK(ps_evaluations_create(&shared) == PS_OK);

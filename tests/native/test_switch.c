@@ -159,11 +159,8 @@ static ps_plan *plan_of(const switching *s, uint32_t i) {
 static ps_train_config train_config(const switching *s) {
   ps_train_config c = {0};
   ps_train_config_init(&c);
-  c.optimizer = s->cfg.optimizer;
-  c.nesterov = c.optimizer == PS_OPTIMIZER_SGD && s->cfg.clip;
+  c.nesterov = s->cfg.optimizer == PS_OPTIMIZER_SGD && s->cfg.clip_norm > 0;
   c.lr = 1e-2;
-  c.clip_norm = s->cfg.clip ? 0.5 : 0;
-  c.document_token = 5;
   c.batch_fn = fill_batch;
   return c;
 }
@@ -239,7 +236,9 @@ static uint32_t check_case(const model *m, uint32_t recipe, uint32_t optimizer, 
                            .chunk_tokens = 16,
                            .chunks_per_round = 2,
                            .head_slice_tokens = 16,
-                           .clip = rnd_below(state, 2),
+                           .clip_norm = rnd_below(state, 2) ? 0.5 : 0,
+                           .document_token = 5,
+                           .document_end_token = -1,
                            .lora = m->lora,
                            .n_threads = 2};
   CHECK(ps__layout_init(&s.layout, 16, 6, 16, 2, 0, 0) == PS_OK);
@@ -278,9 +277,12 @@ static void test_switches(int n_trainings) {
 /* The machine with other rates: each up to 16 times slower, or 4 times faster. */
 static ps_hardware other_rates(const ps_hardware *hw, uint64_t *state) {
   ps_hardware o = *hw;
-  double *const rate[] = {&o.h2d_bytes_per_s,        &o.d2h_bytes_per_s,
-                          &o.duplex_bytes_per_s,     &o.optimizer_bytes_per_s,
-                          &o.accumulate_bytes_per_s, &o.memory_bytes_per_s};
+  double *const rate[] = {&o.link[PS_LINK_H2D].bytes_per_s,
+                          &o.link[PS_LINK_D2H].bytes_per_s,
+                          &o.link[PS_LINK_H2D].duplex_bytes_per_s,
+                          &o.optimizer_bytes_per_s,
+                          &o.accumulate_bytes_per_s,
+                          &o.memory_bytes_per_s};
   for (size_t i = 0; i < sizeof rate / sizeof *rate; i++)
     *rate[i] *= exp2((double)rnd_below(state, 600) / 100 - 4);
   return o;
@@ -350,14 +352,14 @@ static void test_again(void) {
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     switching s = {.m = &models[cases[i].model], .hw = {.struct_bytes = sizeof s.hw}};
     CHECK(ps_hardware_estimate(&s.hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
-    s.cfg = (ps_plan_config){.struct_bytes = sizeof s.cfg,
+    s.cfg = (ps_plan_config){PLAN_DEFAULTS,
                              .recipe = cases[i].recipe,
                              .seq_len = 16,
                              .tokens_per_step = 16 * 4,
                              .chunk_tokens = 16,
                              .chunks_per_round = 2,
                              .head_slice_tokens = 16,
-                             .clip = 1,
+                             .clip_norm = 0.5,
                              .ramp = &stage,
                              .n_ramp = 1,
                              .n_devices = cases[i].n_devices,
@@ -391,7 +393,7 @@ static void test_room(void) {
                         .device_mem_bytes = 24 << 20,
                         .host_mem_bytes = 160 << 20,
                         .reserve_bytes = 16 << 20,
-                        .clip = 1,
+                        .clip_norm = 0.5,
                         .n_threads = 2};
   CHECK(ps_plan_create(&plan, &larger, &cfg, &hw) == PS_OK);
   for (int i = 0; i < 3; i++) {
@@ -412,16 +414,11 @@ enum { MOST_STEPS = 2000, STEPS_AFTER = 3 };
 static char shard[300];
 
 static ps_plan_config tiny_config(uint32_t n_hosts) {
-  return (ps_plan_config){.struct_bytes = sizeof(ps_plan_config),
-                          .recipe = PS_RECIPE_BF16,
-                          .seq_len = 16,
-                          .tokens_per_step = 16 * 4 * n_hosts,
-                          .chunk_tokens = 16,
-                          .chunks_per_round = 2,
-                          .head_slice_tokens = 16,
-                          .clip = 1,
-                          .n_hosts = n_hosts,
-                          .n_threads = 2};
+  return (ps_plan_config){PLAN_DEFAULTS,           .recipe = PS_RECIPE_BF16,
+                          .seq_len = 16,           .tokens_per_step = 16 * 4 * n_hosts,
+                          .chunk_tokens = 16,      .chunks_per_round = 2,
+                          .head_slice_tokens = 16, .clip_norm = 0.5,
+                          .n_hosts = n_hosts,      .n_threads = 2};
 }
 
 /* A plan that streams everything and fetches nothing ahead: others are faster. */
@@ -432,7 +429,7 @@ static ps_plan *slow_plan(uint32_t n_hosts) {
   ps__spec spec;
   ps_plan *plan;
   CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
-  hw.network_bytes_per_s = 1e12;
+  hw.link[PS_LINK_NETWORK].bytes_per_s = 1e12;
   CHECK(ps__layout_init(&layout, 16, 4, 16, 2, 0, 0) == PS_OK);
   resident_spec(&spec, &models[0], &cfg, &layout);
   memset(spec.param_resident, 0, spec.n_units);
@@ -468,7 +465,7 @@ static void train_until(const model *m, ps_plan *plan, ps_hosts *hosts, uint32_t
   ps_trainer *t;
   ps_train_config_init(&c);
   CHECK(ps_dataset_open(&c.dataset, paths, 1, 96) == PS_OK);
-  c.hosts = hosts;
+  plan->cfg.hosts = hosts;
   c.replan = replan;
   out->switched = 0;
   CHECK(ps_trainer_create(&t, m->dir, plan, &c, NULL, NULL) == PS_OK);

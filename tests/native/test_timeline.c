@@ -71,12 +71,9 @@ static void test_paths(void) {
 static ps_plan *planned(uint64_t device_mem) {
   ps_model_config model = {.struct_bytes = sizeof model};
   ps_hardware hw = {.struct_bytes = sizeof hw};
-  const ps_plan_config cfg = {.struct_bytes = sizeof cfg,
-                              .recipe = PS_RECIPE_BF16,
-                              .seq_len = 64,
-                              .tokens_per_step = 512,
-                              .device_mem_bytes = device_mem,
-                              .clip = 1};
+  const ps_plan_config cfg = {
+      PLAN_DEFAULTS,          .recipe = PS_RECIPE_BF16,       .seq_len = 64,
+      .tokens_per_step = 512, .device_mem_bytes = device_mem, .clip_norm = 1};
   ps_plan *p = NULL;
   CHECK(ps_model_config_read(&model, "models/tiny-llama.json") == PS_OK);
   CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);

@@ -22,7 +22,7 @@ static int take_token(void *user, uint64_t request, int32_t token) {
 
 static ps_status train_and_save(void) {
   ps_trainer *t = NULL;
-  ps_train_config c = train_config(data_opened, true);
+  ps_train_config c = train_config(data_opened);
   ps_step_metrics m;
   ps_validation v;
   c.val_dataset = data_opened;
@@ -143,7 +143,7 @@ static void test_fail_nth(void) {
  * the host and a save know of. */
 static void read_fails(ps_plan *plan, ps_dataset *ds, bool clip, uint64_t n,
                        const uint64_t *expected) {
-  const ps_train_config c = train_config(ds, clip);
+  const ps_train_config c = train_config(ds);
   ps_trainer *t = make_trainer(plan, &c);
   ps_step_metrics m;
   const uint64_t whole = (n - 1) / SEQUENCES;
@@ -166,7 +166,7 @@ static void test_read_fails(bool clip, placement where) {
   uint64_t expected[MOST + 1];
   ps_dataset *ds = open_shard();
   ps_plan *plan = make_plan(PS_RECIPE_BF16, clip, where);
-  const ps_train_config c = train_config(ds, clip);
+  const ps_train_config c = train_config(ds);
   for (uint64_t i = 0; i <= MOST; i++) {
     ps_trainer *t = make_trainer(plan, &c);
     train_steps(t, i);
@@ -193,7 +193,7 @@ static ps_status alien_batch(void *user, uint64_t step, int32_t *tokens, int32_t
 static void test_alien_token(void) {
   ps_plan *plan = make_plan(PS_RECIPE_FP32, true, RESIDENT);
   uint64_t when = 2;
-  ps_train_config c = train_config(NULL, true);
+  ps_train_config c = train_config(NULL);
   c.batch_fn = alien_batch;
   c.batch_user = &when;
   ps_trainer *t = make_trainer(plan, &c);
@@ -219,7 +219,7 @@ static ps_status sparse_batch(void *user, uint64_t step, int32_t *tokens, int32_
 static void test_targets_not_counted(void) {
   ps_plan *plan = make_plan(PS_RECIPE_FP32, true, RESIDENT);
   int32_t mark;
-  ps_train_config c = train_config(NULL, true);
+  ps_train_config c = train_config(NULL);
   ps_step_metrics m[2];
   uint64_t bits[2];
   c.batch_fn = sparse_batch;
@@ -272,7 +272,7 @@ static void fill_param(ps_trainer *t, const char *name, float value) {
 /* The loss becomes infinite or NaN; nothing of that step is updated. */
 static void test_bad_loss(ps_dataset *ds, uint32_t recipe, bool clip, placement where) {
   ps_plan *plan = make_plan(recipe, clip, where);
-  const ps_train_config c = train_config(ds, clip);
+  const ps_train_config c = train_config(ds);
   ps_trainer *t = make_trainer(plan, &c);
   ps_step_metrics m;
   fill_param(t, "lm_head.weight", 3e38f);
@@ -292,7 +292,7 @@ static void test_bad_loss(ps_dataset *ds, uint32_t recipe, bool clip, placement 
  * finite does not count. */
 static void test_bad_rate(ps_dataset *ds, placement where) {
   ps_plan *plan = make_plan(PS_RECIPE_FP32, true, where);
-  ps_train_config c = train_config(ds, true);
+  ps_train_config c = train_config(ds);
   c.lr = 1e36;
   c.weight_decay = 0;
   ps_trainer *t = make_trainer(plan, &c);
@@ -319,7 +319,7 @@ static void test_bad_rate(ps_dataset *ds, placement where) {
  * loss / d gate, which has the factor up * down, leaves fp32. */
 static void test_bad_gradient(ps_dataset *ds, int layer, placement where) {
   ps_plan *plan = make_plan(PS_RECIPE_FP32, true, where);
-  const ps_train_config c = train_config(ds, true);
+  const ps_train_config c = train_config(ds);
   ps_trainer *t = make_trainer(plan, &c);
   ps_step_metrics m;
   char name[64], text[128];

@@ -62,8 +62,7 @@ static uint64_t train_in_parts(const ps_plan_config *cfg, ps_plan *before, ps_pl
   enum { HALF = 3 };
   uint64_t beside = 0;
   ps_dataset *ds = open_shard();
-  ps_train_config c = train_config(ds, cfg->clip != 0);
-  c.optimizer = cfg->optimizer;
+  ps_train_config c = train_config(ds);
   c.lr_kind = PS_LR_KIND_COSINE;
   c.total_steps = 2 * HALF;
   c.warmup_steps = 2;
@@ -129,8 +128,7 @@ static ps_status spoiling_hook(void *ctx, ps__hook what, uint32_t unit, const ps
   return ps__trainer_hook(ctx, what, unit, launch);
 }
 
-static ps_trainer *make_spoiled(ps_plan *plan, ps_train_config *c) {
-  c->non_finite = PS_NON_FINITE_SKIP;
+static ps_trainer *make_spoiled(ps_plan *plan, const ps_train_config *c) {
   ps_trainer *t = make_trainer(plan, c);
   plan->hooks.fn = spoiling_hook;
   return t;
@@ -145,11 +143,10 @@ static void hear(void *user, ps_log_level level, const char *message) {
 }
 
 /* The state after @n steps. */
-static uint64_t train_spoiled(ps_plan *plan, uint32_t optimizer, uint64_t n, uint64_t n_skipped) {
+static uint64_t train_spoiled(ps_plan *plan, uint64_t n, uint64_t n_skipped) {
   ps_dataset *ds = open_shard();
-  ps_train_config c = train_config(ds, true);
+  ps_train_config c = train_config(ds);
   ps_step_metrics m;
-  c.optimizer = optimizer;
   ps_trainer *t = make_spoiled(plan, &c);
   CHECK(ps_trainer_submit(t, n) == PS_OK);
   for (uint64_t i = 0; i < n; i++) {
@@ -174,14 +171,15 @@ static void test_skipped(void) {
       ps_plan_config cfg = plan_config(recipe, true);
       uint64_t want[3], got[3];
       cfg.optimizer = o;
+      cfg.non_finite = PS_NON_FINITE_SKIP;
       for (placement p = 0; p <= STATE_STREAMED; p++) {
         bad_loss = 1 << 2;
         bad_gradient = 1 << 3;
         n_plans++;
         ps_plan *plan = make_plan_of(cfg, p);
-        got[0] = train_spoiled(plan, o, 2, 0);
-        got[1] = train_spoiled(plan, o, 4, 2);
-        got[2] = train_spoiled(plan, o, 5, 2);
+        got[0] = train_spoiled(plan, 2, 0);
+        got[1] = train_spoiled(plan, 4, 2);
+        got[2] = train_spoiled(plan, 5, 2);
         ps_plan_destroy(plan);
         CHECK(got[0] == got[1] && got[1] != got[2]);
         if (!p)
@@ -198,8 +196,10 @@ static void test_skipped(void) {
 /* The count goes through a checkpoint; too many skips in a row stop the trainer. */
 static void test_many_skipped(void) {
   ps_dataset *ds = open_shard();
-  ps_plan *plan = make_plan(PS_RECIPE_BF16, true, STREAMED);
-  ps_train_config c = train_config(ds, true);
+  ps_plan_config cfg = plan_config(PS_RECIPE_BF16, true);
+  cfg.non_finite = PS_NON_FINITE_SKIP;
+  ps_plan *plan = make_plan_of(cfg, STREAMED);
+  ps_train_config c = train_config(ds);
   ps_checkpoint *from;
   ps_checkpoint_info info = {.struct_bytes = sizeof info};
   ps_step_metrics m;
@@ -216,7 +216,6 @@ static void test_many_skipped(void) {
   CHECK(ps_checkpoint_get_info(from, &info) == PS_OK && info.step == 5 && info.n_skipped == 3);
   bad_loss = 0xf << 1;
   bad_gradient = 0;
-  c.non_finite = PS_NON_FINITE_SKIP;
   CHECK(ps_trainer_resume(&t, model_dir, plan, &c, from, NULL, NULL) == PS_OK);
   plan->hooks.fn = spoiling_hook;
   ps_checkpoint_close(from);
@@ -230,11 +229,8 @@ static void test_many_skipped(void) {
   CHECK(ps_trainer_destroy(t) == PS_OK);
   remove_folder(new_dir);
   ps_plan_destroy(plan);
-  plan = make_plan(PS_RECIPE_BF16, false, TIGHT);
-  c.clip_norm = 0;
-  CHECK_FAILS(ps_trainer_create(&t, model_dir, plan, &c, NULL, NULL), PS_EINVAL, "plan with clip");
-  ps_plan_destroy(plan);
-  plan = make_plan(PS_RECIPE_BF16, true, TIGHT); /* skipping without clipping */
+  cfg.clip_norm = 0; /* skipping without clipping */
+  plan = make_plan_of(cfg, TIGHT);
   bad_loss = 1 << 1;
   t = make_spoiled(plan, &c);
   CHECK(ps_trainer_submit(t, 3) == PS_OK);
@@ -252,13 +248,12 @@ static void test_many_skipped(void) {
 static uint64_t train_and_validate(ps_plan_config cfg, placement where, bool validates,
                                    double losses[2]) {
   ps_dataset *ds = open_shard();
-  ps_train_config c = train_config(ds, cfg.clip != 0);
+  ps_train_config c = train_config(ds);
   ps_validation v;
   ps_step_metrics m;
   cfg.val_tokens = validates ? VAL_TOKENS : 0;
   ps_plan *plan = make_plan_of(cfg, where);
   c.val_dataset = validates ? ds : NULL;
-  c.optimizer = cfg.optimizer;
   ps_trainer *t = make_trainer(plan, &c);
   for (uint64_t i = 0; i < 6; i++) {
     CHECK(ps_trainer_submit(t, 1) == PS_OK && ps_trainer_wait(t, &m) == PS_OK && m.step == i);
@@ -293,7 +288,7 @@ static void test_validation_fails(void) {
   ps_dataset *ds = open_shard();
   ps_plan_config cfg = plan_config(PS_RECIPE_BF16, true);
   cfg.val_tokens = VAL_TOKENS;
-  ps_train_config c = train_config(ds, true);
+  ps_train_config c = train_config(ds);
   c.val_dataset = ds;
   ps_plan *plan = make_plan_of(cfg, TIGHT);
   ps_validation v = {.tokens = 5};
@@ -337,7 +332,7 @@ static void test_checkpoint_faults(void) {
   int64_t places[2] = {0};
   ps_dataset *ds = open_shard();
   ps_plan *plan = make_plan(PS_RECIPE_BF16, true, RESIDENT);
-  const ps_train_config c = train_config(ds, true);
+  const ps_train_config c = train_config(ds);
   ps_trainer *t = make_trainer(plan, &c);
   CHECK(mkdir(new_dir, 0777) == 0);
   CHECK(ps_checkpoint_path(first, sizeof first, new_dir, 1) == PS_OK);
@@ -389,11 +384,11 @@ static void test_ramp(void) {
   const ps_ramp_stage stage[] = {{SEQ_LEN, 2}, {2 * SEQ_LEN, 2}};
   ps_dataset *ds = open_shard();
   ps_plan_config cfg = plan_config(PS_RECIPE_BF16, true);
-  ps_train_config c = train_config(ds, true);
+  ps_train_config c = train_config(ds);
   uint64_t n;
   cfg.ramp = stage;
   cfg.n_ramp = 2;
-  c.trace_steps = cfg.trace_steps = 2;
+  cfg.trace_steps = 2;
   CHECK(mkdir(new_dir, 0777) == 0);
   for (uint64_t steps = 3; steps <= 6; steps++) {
     ps_plan *plan = make_plan_of(cfg, RESIDENT);

@@ -93,7 +93,7 @@ static ps_status cancelling_hook(void *ctx, ps__hook what, uint32_t unit, const 
 static void test_cancel_behind_updates(ps_dataset *ds) {
   static const ps__hook in[] = {PS__HOOK_REPORT, PS__HOOK_UPDATE_STATE};
   ps_plan *plan = make_plan(PS_RECIPE_BF16, true, IN_PARTS);
-  const ps_train_config c = train_config(ds, true);
+  const ps_train_config c = train_config(ds);
   know_steps(plan, &c);
   for (int i = 0; i < 2; i++) {
     ps_trainer *t = make_trainer(plan, &c);
@@ -122,7 +122,7 @@ static void test_cancel(void) {
   for (int i = 0; i < 2 * N_PLACEMENTS; i++) {
     const bool clip = i & 1;
     ps_plan *plan = make_plan(PS_RECIPE_BF16, clip, (placement)(i / 2));
-    const ps_train_config c = train_config(ds, clip);
+    const ps_train_config c = train_config(ds);
     int amid = 0;
     know_steps(plan, &c);
     for (int k = 0; k < N_CANCELS; k++)
@@ -159,7 +159,7 @@ static ps_status misusing_batch(void *user, uint64_t step, int32_t *tokens, int3
 
 static void test_own_batch(void) {
   ps_plan *plan = make_plan(PS_RECIPE_FP32, true, RESIDENT);
-  ps_train_config c = train_config(NULL, true);
+  ps_train_config c = train_config(NULL);
   c.batch_fn = misusing_batch;
   stepped = make_trainer(plan, &c);
   CHECK(ps_trainer_at_rest(stepped) && !ps_op_engine());
@@ -176,7 +176,7 @@ typedef struct owned {
 
 static void create_one(void *arg) {
   owned *o = arg;
-  const ps_train_config c = train_config(o->ds, true);
+  const ps_train_config c = train_config(o->ds);
   if (ps_trainer_create(&o->t, model_dir, o->plan, &c, NULL, NULL) == PS_OK)
     atomic_fetch_add(&n_created, 1);
   else

@@ -35,22 +35,21 @@ static ps_hardware hw;
 /* ---- pieces ---------------------------------------------------------------------------------- */
 
 static inline ps_plan_config plan_config(uint32_t recipe, bool clip) {
-  return (ps_plan_config){.struct_bytes = sizeof(ps_plan_config),
+  return (ps_plan_config){PLAN_DEFAULTS,
                           .recipe = recipe,
                           .seq_len = SEQ_LEN,
                           .tokens_per_step = SEQ_LEN * SEQUENCES,
                           .chunk_tokens = SEQ_LEN,
                           .chunks_per_round = 2,
-                          .clip = clip,
+                          .clip_norm = clip ? 0.5 : 0,
                           .n_threads = 2,
                           .reserve_bytes = 1 << 20};
 }
 
-static inline ps_train_config train_config(ps_dataset *ds, bool clip) {
+static inline ps_train_config train_config(ps_dataset *ds) {
   ps_train_config c = {0};
   ps_train_config_init(&c);
   c.lr = 1e-2;
-  c.clip_norm = clip ? 0.5 : 0;
   c.dataset = ds;
   return c;
 }
@@ -83,7 +82,7 @@ static inline ps_plan *make_streamed_plan(const ps_plan_config *cfg, placement w
   spec.first_round_chunks = layout.first_round_chunks;
   spec.first_rounds = layout.first_rounds;
   spec.head_slice = SEQ_LEN;
-  spec.clip = cfg->clip != 0;
+  spec.clip = cfg->clip_norm > 0 || cfg->non_finite == PS_NON_FINITE_SKIP;
   spec.param_lead = spec.saved_lead = spec.saved_lag = spec.grad_lag = spec.sum_lag = 1;
   memset(spec.param_resident, where == STATE_STREAMED, spec.n_units);
   memset(spec.update_streamed, there, spec.n_units);

@@ -1,5 +1,5 @@
 /* moe.c - experts: the router, where its rows lie, their products, and the weighted gate. */
-#include "kernels/cpu/moe.h"
+#include "kernels/cpu/cpu.h"
 #include "kernels/cpu/glu.h"
 #include <math.h>
 
@@ -294,6 +294,10 @@ static void grouped_task(void *arg, int64_t task, uint32_t worker) {
     ps__cpu_gemm_tile(j->exec, &g, x, w, y, task - j->first[e], worker);
   else
     memset(y, 0, (size_t)a->n_out * a->n_in * ps__dt_bytes(a->dt));
+}
+
+size_t ps__cpu_scratch_gemm_grouped(const void *args, const ps__scratch_target *target) {
+  return ps__cpu_gemm_tile_bytes(((const ps__args_gemm_grouped *)args)->dt);
 }
 
 /* gemm_grouped

@@ -3,9 +3,7 @@
 
 static ps_status check_glu(const void *args, const char *op) {
   const ps__args_glu *a = args;
-  if (a->activation > PS_ACTIVATION_GELU_TANH)
-    return ps__fail(PS_EINVAL, "%s: activation is %u: neither silu nor gelu_tanh", op,
-                    a->activation);
+  PS_TRY(ps__check_activation(a->activation, op));
   return ps__check_dt(a->dt, op);
 }
 PS__BIND_ROWS(bind_glu, ps__args_glu, n_tokens)

@@ -1,30 +1,43 @@
-/* moe.c - the rows of the op table for experts: bind, work, scratch, functions (kernels/ops.h). */
-#include "kernels/cpu/moe.h"
+/* moe.c - rows of the ops of experts. */
+#include "kernels/ops/row.h"
+
+ps_status ps__check_experts(uint32_t n_tokens, uint32_t n_experts, uint32_t n_used,
+                            const char *op) {
+  if (n_experts < 1 || n_experts > PS_MAX_EXPERTS)
+    return ps__fail(PS_EINVAL, "%s: n_experts is %u: it must be 1 to %d", op, n_experts,
+                    PS_MAX_EXPERTS);
+  if (n_used < 1 || n_used > PS_MAX_EXPERTS_USED || n_used > n_experts)
+    return ps__fail(PS_EINVAL, "%s: n_used is %u: it must be 1 to %d, and at most n_experts, %u",
+                    op, n_used, PS_MAX_EXPERTS_USED, n_experts);
+  if ((uint64_t)n_tokens * n_used > INT32_MAX)
+    return ps__fail(PS_EINVAL, "%s: %u tokens with %u experts each: at most 2^31 - 1 rows", op,
+                    n_tokens, n_used);
+  return PS_OK;
+}
 
 /* ---- the router ------------------------------------------------------------------------------ */
 
-static ps_status moe_route(const ps_launch *l) {
-  const ps__args_moe_route *a = l->args;
-  PS_TRY(ps__check_moe(a->n_tokens, a->n_experts, a->n_used, "moe_route"));
-  return ps__cpu_moe_route(l);
+static ps_status check_route(const void *args, const char *op) {
+  const ps__args_moe_route *a = args;
+  return ps__check_experts(a->n_tokens, a->n_experts, a->n_used, op);
 }
-static void bind_route(void *args, const ps__chunk_shape *chunk) {
-  ((ps__args_moe_route *)args)->n_tokens = chunk->n_tokens;
-}
+PS__BIND_ROWS(bind_route, ps__args_moe_route, n_tokens)
 static ps_work work_route(const void *args) {
   const ps__args_moe_route *a = args;
   return ps__bytes_work(a->n_tokens * (4.0 * a->n_experts + 6.0 * a->n_used));
 }
-const ps_kernel ps__k_moe_route = {
-    .name = "moe_route",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {moe_route, NULL},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_route, .bind = bind_route},
-};
 
-static ps_status moe_route_bwd(const ps_launch *l) {
-  PS_TRY(ps__check_moe_route_bwd(l->args, "moe_route_bwd"));
-  return ps__cpu_moe_route_bwd(l);
+static ps_status check_route_bwd(const void *args, const char *op) {
+  const ps__args_moe_route_bwd *a = args;
+  PS_TRY(ps__check_experts(a->n_tokens, a->n_experts, a->n_used, op));
+  PS_TRY(ps__check_dt(a->dt, op));
+  if (!(a->aux >= 0 && a->aux < 1e9f && a->z_loss >= 0 && a->z_loss < 1e9f))
+    return ps__fail(PS_EINVAL, "%s: aux is %g and z_loss %g: they must be 0 to 1e9", op,
+                    (double)a->aux, (double)a->z_loss);
+  if ((a->aux > 0 || a->z_loss > 0) && a->step_tokens < a->n_tokens)
+    return ps__fail(PS_EINVAL, "%s: step_tokens is %u: at least the chunk's, %u", op,
+                    a->step_tokens, a->n_tokens);
+  return PS_OK;
 }
 static void bind_route_bwd(void *args, const ps__chunk_shape *chunk) {
   ps__args_moe_route_bwd *a = args;
@@ -36,46 +49,35 @@ static ps_work work_route_bwd(const void *args) {
   const double dt = (double)ps__dt_bytes(a->dt);
   return ps__bytes_work(a->n_tokens * ((4.0 + dt) * a->n_experts + 10.0 * a->n_used));
 }
-const ps_kernel ps__k_moe_route_bwd = {
-    .name = "moe_route_bwd",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {moe_route_bwd, NULL},
-    .info = &(
-        const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_route_bwd, .bind = bind_route_bwd},
-};
+
+PS__OP(moe_route, PS_CLASS_ELEMENTWISE, check_route, .rate = PS__RATE_MEMORY, .work = work_route,
+       .bind = bind_route);
+PS__OP(moe_route_bwd, PS_CLASS_ELEMENTWISE, check_route_bwd, .rate = PS__RATE_MEMORY,
+       .work = work_route_bwd, .bind = bind_route_bwd);
 
 /* ---- rows ------------------------------------------------------------------------------------ */
 
-static ps_status moe_index(const ps_launch *l) {
-  const ps__args_moe_index *a = l->args;
-  PS_TRY(ps__check_moe(a->n_tokens, a->n_experts, a->n_used, "moe_index"));
-  return ps__cpu_moe_index(l);
+static ps_status check_index(const void *args, const char *op) {
+  const ps__args_moe_index *a = args;
+  return ps__check_experts(a->n_tokens, a->n_experts, a->n_used, op);
 }
-static void bind_index(void *args, const ps__chunk_shape *chunk) {
-  ((ps__args_moe_index *)args)->n_tokens = chunk->n_tokens;
-}
+PS__BIND_ROWS(bind_index, ps__args_moe_index, n_tokens)
 static ps_work work_index(const void *args) {
   const ps__args_moe_index *a = args;
   return ps__bytes_work(12.0 * a->n_tokens * a->n_used + 4.0 * a->n_experts);
 }
-const ps_kernel ps__k_moe_index = {
-    .name = "moe_index",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {moe_index, NULL},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_index, .bind = bind_index},
-};
 
-static ps_status moe_gather(const ps_launch *l) {
-  PS_TRY(ps__check_moe_rows(l->args, "moe_gather"));
-  return ps__cpu_moe_gather(l);
+static ps_status check_rows(const void *args, const char *op) {
+  const ps__args_moe_rows *a = args;
+  PS_TRY(ps__check_experts(a->n_tokens, PS_MAX_EXPERTS, a->n_used, op));
+  PS_TRY(ps__check_dt(a->dt, op));
+  if (a->dim < 1)
+    return ps__fail(PS_EINVAL, "%s: dim is 0: it must be positive", op);
+  if (a->accumulate && a->has_residual)
+    return ps__fail(PS_EINVAL, "%s: accumulate and a residual at once: one addend a row", op);
+  return PS_OK;
 }
-static ps_status moe_combine(const ps_launch *l) {
-  PS_TRY(ps__check_moe_rows(l->args, "moe_combine"));
-  return ps__cpu_moe_combine(l);
-}
-static void bind_rows(void *args, const ps__chunk_shape *chunk) {
-  ((ps__args_moe_rows *)args)->n_tokens = chunk->n_tokens;
-}
+PS__BIND_ROWS(bind_rows, ps__args_moe_rows, n_tokens)
 static ps_work work_gather(const void *args) {
   const ps__args_moe_rows *a = args;
   return ps__bytes_work((double)a->n_tokens * a->dim * (1.0 + a->n_used) *
@@ -86,31 +88,36 @@ static ps_work work_combine(const void *args) {
   const double rows = 1.0 + a->n_used + (a->accumulate || a->has_residual);
   return ps__bytes_work((double)a->n_tokens * a->dim * rows * (double)ps__dt_bytes(a->dt));
 }
-const ps_kernel ps__k_moe_gather = {
-    .name = "moe_gather",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {moe_gather, NULL},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_gather, .bind = bind_rows},
-};
-const ps_kernel ps__k_moe_combine = {
-    .name = "moe_combine",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {moe_combine, NULL},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_combine, .bind = bind_rows},
-};
+
+PS__OP(moe_index, PS_CLASS_ELEMENTWISE, check_index, .rate = PS__RATE_MEMORY, .work = work_index,
+       .bind = bind_index);
+PS__OP(moe_gather, PS_CLASS_ELEMENTWISE, check_rows, .rate = PS__RATE_MEMORY, .work = work_gather,
+       .bind = bind_rows);
+PS__OP(moe_combine, PS_CLASS_ELEMENTWISE, check_rows, .rate = PS__RATE_MEMORY, .work = work_combine,
+       .bind = bind_rows);
 
 /* ---- products -------------------------------------------------------------------------------- */
 
-static ps_status gemm_grouped(const ps_launch *l) {
-  PS_TRY(ps__check_gemm_grouped(l->args, "gemm_grouped"));
-  return ps__cpu_gemm_grouped(l);
+static ps_status check_grouped(const void *args, const char *op) {
+  const ps__args_gemm_grouped *a = args;
+  PS_TRY(ps__check_experts(a->n_tokens, a->n_experts, a->n_used, op));
+  PS_TRY(ps__check_dt(a->dt, op));
+  if (a->n_out < 1 || a->n_in < 1)
+    return ps__fail(PS_EINVAL, "%s: a product of %u x %u: sizes must be positive", op, a->n_out,
+                    a->n_in);
+  if (a->role > PS_GEMM_WGRAD)
+    return ps__fail(PS_EINVAL, "%s: role is %u: 0 (forward), 1 (dX) or 2 (dW)", op, a->role);
+  if (a->accumulate && a->role != PS_GEMM_WGRAD)
+    return ps__fail(PS_EINVAL, "%s: accumulate is set with role %u: only dW is added to", op,
+                    a->role);
+  return PS_OK;
 }
-static ps_status gemm_grouped_rows(const ps_launch *l) {
-  const ps__args_gemm_grouped *a = l->args;
-  PS_TRY(ps__check_gemm_grouped(a, "gemm_grouped_rows"));
-  if (a->role != PS_GEMM_FORWARD)
-    return ps__fail(PS_EINVAL, "gemm_grouped_rows: role is %u: 0 (forward) alone", a->role);
-  return ps__cpu_gemm_grouped_rows(l);
+static ps_status check_grouped_rows(const void *args, const char *op) {
+  const ps__args_gemm_grouped *a = args;
+  PS_TRY(check_grouped(a, op));
+  return a->role == PS_GEMM_FORWARD
+             ? PS_OK
+             : ps__fail(PS_EINVAL, "%s: role is %u: 0 (forward) alone", op, a->role);
 }
 static void bind_grouped(void *args, const ps__chunk_shape *chunk) {
   ps__args_gemm_grouped *a = args;
@@ -125,42 +132,22 @@ static ps_work work_grouped(const void *args) {
       (double)ps__dt_bytes(a->dt) * (rows * (a->n_out + a->n_in) + a->n_experts * nk);
   return (ps_work){.flops = 2 * rows * nk, .bytes = bytes, .model_flops = 2 * rows * nk};
 }
-static size_t scratch_grouped(const void *args, const ps__scratch_target *target) {
-  return ps__cpu_gemm_tile_bytes(((const ps__args_gemm_grouped *)args)->dt);
-}
-const ps_kernel ps__k_gemm_grouped = {
-    .name = "gemm_grouped",
-    .op_class = PS_CLASS_GEMM,
-    .fn = {gemm_grouped, NULL},
-    .info = &(const ps__op_info){.rate = PS__RATE_GEMM_GROUPED,
-                                 .in_generation = &ps__k_gemm_grouped_rows,
-                                 .work = work_grouped,
-                                 .bind = bind_grouped,
-                                 .scratch = {scratch_grouped, NULL},
-                                 .blas = true},
-};
-const ps_kernel ps__k_gemm_grouped_rows = {
-    .name = "gemm_grouped_rows",
-    .op_class = PS_CLASS_GEMM,
-    .fn = {gemm_grouped_rows, NULL},
-    .info = &(const ps__op_info){.rate = PS__RATE_GEMM_GROUPED,
-                                 .work = work_grouped,
-                                 .bind = bind_grouped},
-};
+
+PS__OP(gemm_grouped, PS_CLASS_GEMM, check_grouped, .rate = PS__RATE_GEMM_GROUPED,
+       .in_generation = &ps__k_gemm_grouped_rows, .work = work_grouped, .bind = bind_grouped,
+       .scratch = {ps__cpu_scratch_gemm_grouped, NULL}, .blas = true);
+PS__OP(gemm_grouped_rows, PS_CLASS_GEMM, check_grouped_rows, .rate = PS__RATE_GEMM_GROUPED,
+       .work = work_grouped, .bind = bind_grouped);
 
 /* ---- the weighted gate ----------------------------------------------------------------------- */
 
-static ps_status moe_glu(const ps_launch *l) {
-  PS_TRY(ps__check_moe_glu(l->args, "moe_glu"));
-  return ps__cpu_moe_glu(l);
+static ps_status check_glu(const void *args, const char *op) {
+  const ps__args_moe_glu *a = args;
+  PS_TRY(ps__check_experts(a->n_tokens, PS_MAX_EXPERTS, a->n_used, op));
+  PS_TRY(ps__check_activation(a->activation, op));
+  return ps__check_dt(a->dt, op);
 }
-static ps_status moe_glu_bwd(const ps_launch *l) {
-  PS_TRY(ps__check_moe_glu(l->args, "moe_glu_bwd"));
-  return ps__cpu_moe_glu_bwd(l);
-}
-static void bind_glu(void *args, const ps__chunk_shape *chunk) {
-  ((ps__args_moe_glu *)args)->n_tokens = chunk->n_tokens;
-}
+PS__BIND_ROWS(bind_glu, ps__args_moe_glu, n_tokens)
 static ps_work work_glu(const void *args) {
   const ps__args_moe_glu *a = args;
   return ps__bytes_work((double)a->n_tokens * a->n_used *
@@ -171,15 +158,8 @@ static ps_work work_glu_bwd(const void *args) {
   return ps__bytes_work((double)a->n_tokens * a->n_used *
                         (6.0 * a->expert_dim * (double)ps__dt_bytes(a->dt) + 12));
 }
-const ps_kernel ps__k_moe_glu = {
-    .name = "moe_glu",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {moe_glu, NULL},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_glu, .bind = bind_glu},
-};
-const ps_kernel ps__k_moe_glu_bwd = {
-    .name = "moe_glu_bwd",
-    .op_class = PS_CLASS_ELEMENTWISE,
-    .fn = {moe_glu_bwd, NULL},
-    .info = &(const ps__op_info){.rate = PS__RATE_MEMORY, .work = work_glu_bwd, .bind = bind_glu},
-};
+
+PS__OP(moe_glu, PS_CLASS_ELEMENTWISE, check_glu, .rate = PS__RATE_MEMORY, .work = work_glu,
+       .bind = bind_glu);
+PS__OP(moe_glu_bwd, PS_CLASS_ELEMENTWISE, check_glu, .rate = PS__RATE_MEMORY, .work = work_glu_bwd,
+       .bind = bind_glu);

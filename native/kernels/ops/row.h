@@ -60,6 +60,13 @@ static inline ps_status ps__check_dt(uint32_t dt, const char *op) {
   return dt < PS_N_DTYPES ? PS_OK
                           : ps__fail(PS_EINVAL, "%s: dt is %u: neither fp32 nor bf16", op, dt);
 }
+/* An activation of a gate. */
+static inline ps_status ps__check_activation(uint32_t activation, const char *op) {
+  return activation <= PS_ACTIVATION_GELU_TANH
+             ? PS_OK
+             : ps__fail(PS_EINVAL, "%s: activation is %u: neither silu nor gelu_tanh", op,
+                        activation);
+}
 /* What is quantized from @dt to @dt_q, in @forms (quantize.c). */
 ps_status ps__check_forms(uint32_t dt, uint32_t dt_q, uint32_t forms, const char *op);
 
