@@ -205,6 +205,23 @@ static int add_choices(const cli_option *o, const char *label, const char *text)
   return CLI_OK;
 }
 
+/* @bytes: of the kind. */
+static void set_number(const cli_option *o, size_t bytes, uint64_t value) {
+  switch (o->bytes ? o->bytes : bytes) {
+  case sizeof(bool): *(bool *)o->out = value != 0; break;
+  case sizeof(uint32_t): *(uint32_t *)o->out = (uint32_t)value; break;
+  default: *(uint64_t *)o->out = value;
+  }
+}
+
+uint64_t cli_count_of(const cli_option *o) {
+  return o->bytes == sizeof(uint32_t) ? *(const uint32_t *)o->out : *(const uint64_t *)o->out;
+}
+
+bool cli_flag_of(const cli_option *o) {
+  return o->bytes == sizeof(uint32_t) ? *(const uint32_t *)o->out != 0 : *(const bool *)o->out;
+}
+
 int cli_set_value(const cli_option *o, const char *label, const char *text) {
   const bool whole = o->kind == CLI_COUNT;
   const double most = o->most > 0 ? o->most : whole ? 9007199254740992.0 : 1e30;
@@ -216,7 +233,7 @@ int cli_set_value(const cli_option *o, const char *label, const char *text) {
   case CLI_FLAG:
     if (strcmp(text, "true") != 0 && strcmp(text, "false") != 0)
       return refuse_value(label, text, "true or false");
-    *(bool *)o->out = text[0] == 't';
+    set_number(o, sizeof(bool), text[0] == 't');
     return CLI_OK;
   case CLI_TEXT:
     if (!text[0])
@@ -238,7 +255,7 @@ int cli_set_value(const cli_option *o, const char *label, const char *text) {
     snprintf(wanted, sizeof wanted, "a whole number from %.0f to %.0f", o->least, most);
     if (!in_range(text, o->least, most, whole, &value))
       return refuse_value(label, text, wanted);
-    *(uint64_t *)o->out = (uint64_t)value;
+    set_number(o, sizeof(uint64_t), (uint64_t)value);
     return CLI_OK;
   case CLI_ID:
     if (!in_range(text, -1, INT32_MAX, true, &value))

@@ -50,26 +50,27 @@ int cli_resume_open(cli_job *job, ps_checkpoint **out) {
       return cli_fail_given("--resume", st);
   }
   (void)ps_checkpoint_get_info(*out, &info);
-  if (job->steps && info.step > job->steps) {
+  if (job->train_config.total_steps && info.step > job->train_config.total_steps) {
     const int code = cli_fail(CLI_REFUSED,
                               "%s is of step %llu, past --steps %llu: raise --steps, or give an "
                               "older checkpoint",
                               ps_checkpoint_dir(*out), (unsigned long long)info.step,
-                              (unsigned long long)job->steps);
+                              (unsigned long long)job->train_config.total_steps);
     ps_checkpoint_close(*out);
     *out = NULL;
     return code;
   }
   job->first_step = info.step;
   job->checkpoints.newest = strdup(ps_checkpoint_dir(*out));
-  take(&job->tokens_per_step, info.tokens_per_step);
-  take(&job->chunk_tokens, info.chunk_tokens);
-  take(&job->chunks_per_round, info.chunks_per_round);
-  if (job->chunk_tokens == info.chunk_tokens && job->chunks_per_round == info.chunks_per_round)
-    take(&job->first_round_chunks, info.first_round_chunks);
-  if (job->first_round_chunks == info.first_round_chunks)
-    take(&job->first_rounds, info.first_rounds);
-  take(&job->head_slice_tokens, info.head_slice_tokens);
+  take(&job->plan_config.tokens_per_step, info.tokens_per_step);
+  take(&job->plan_config.chunk_tokens, info.chunk_tokens);
+  take(&job->plan_config.chunks_per_round, info.chunks_per_round);
+  if (job->plan_config.chunk_tokens == info.chunk_tokens &&
+      job->plan_config.chunks_per_round == info.chunks_per_round)
+    take(&job->plan_config.first_round_chunks, info.first_round_chunks);
+  if (job->plan_config.first_round_chunks == info.first_round_chunks)
+    take(&job->plan_config.first_rounds, info.first_rounds);
+  take(&job->plan_config.head_slice_tokens, info.head_slice_tokens);
   return CLI_OK;
 }
 
@@ -111,10 +112,12 @@ static void begin(cli_job *job, ps_trainer *t, uint64_t step, const char *folder
 /* The disk has room for @n checkpoints of the whole model and for the model itself. Those of
  * adapters are small. */
 static bool has_room(const cli_job *job, uint64_t n) {
-  const bool master = job->recipe != PS_RECIPE_BF16 && job->recipe != PS_RECIPE_FP8;
-  const uint64_t numbers = job->optimizer == PS_OPTIMIZER_ADAMW ? 3 : 2; /* weights and state */
+  const bool master =
+      job->plan_config.recipe != PS_RECIPE_BF16 && job->plan_config.recipe != PS_RECIPE_FP8;
+  const uint64_t numbers =
+      job->plan_config.optimizer == PS_OPTIMIZER_ADAMW ? 3 : 2; /* weights and state */
   uint64_t elements, room;
-  if (job->lora.rank)
+  if (job->plan_config.lora.rank)
     return true;
   return cli_disk_free(job->run_dir, &room) == CLI_OK &&
          cli_model_elements(job, &elements) == CLI_OK &&

@@ -39,15 +39,15 @@ const char *cli_duration(char buf[32], double seconds); /* "1h02m", "3m20s", "12
 /* ---- command lines (args.c) ------------------------------------------------------------------ */
 
 typedef enum cli_kind {
-  CLI_FLAG,   /* bool: --name, --name=false */
+  CLI_FLAG,   /* bool, or uint32_t: --name, --name=false */
   CLI_TEXT,   /* const char * */
   CLI_TEXTS,  /* cli_texts: one value or more, up to the next option; may be repeated */
-  CLI_COUNT,  /* uint64_t from .least to .most: 1000, 2e5 */
+  CLI_COUNT,  /* uint64_t, or uint32_t, from .least to .most: 1000, 2e5 */
   CLI_ID,     /* int32_t: a token id, or -1 */
   CLI_BYTES,  /* uint64_t: 20GiB, 512MiB, 2e9 */
   CLI_NUMBER, /* double, from .least to .most */
   CLI_EVERY,  /* cli_every: 200 steps, 30m, 2h */
-  CLI_CHOICE, /* uint32_t: index into .choices, which NULL ends */
+  CLI_CHOICE, /* uint32_t: index into .choices, which NULL ends; PS_DEFAULT: not given */
   CLI_SET,    /* uint32_t: bit i for .choices[i]; "a,b", "a b" or "none" */
   CLI_GROUP   /* "KEY=VALUE,...": sets the options NAME-KEY that are .grouped */
 } cli_kind;
@@ -114,6 +114,8 @@ typedef struct cli_option {
   unsigned heading; /* a cli_heading, and perhaps CLI_RARE */
   cli_kind kind;
   void *out; /* holds the default; written when the option is given */
+  /* Of a CLI_COUNT or CLI_FLAG: BYTES of *out, 4 for a uint32_t. 0: as the kind says. */
+  uint32_t bytes;
   const char *value, *help;
   /* The range of a number. most 0 stands for 2^53 (CLI_COUNT), which a double holds exactly, or for
    * 1e30 (CLI_NUMBER), which fp32 holds. */
@@ -131,10 +133,13 @@ enum { CLI_MAX_OPTIONS = 96 }; /* of a command */
 
 /* cli_set_value() - set an option to @text. A message begins with @label: "--lr", or the file, the
  * line and the key. The text is borrowed while the option's value is used. CLI_OK or CLI_REFUSED.
+ * cli_count_of(), cli_flag_of() - the value of a CLI_COUNT, of a CLI_FLAG.
  * cli_clear_list() - let the next value of a list or a set replace those before.
  * cli_find_option() - an option by its name; cli_nearest_option() - one whose name is similar.
  * NULL: there is none. */
 int cli_set_value(const cli_option *option, const char *label, const char *text);
+uint64_t cli_count_of(const cli_option *option);
+bool cli_flag_of(const cli_option *option);
 void cli_clear_list(const cli_option *option);
 const cli_option *cli_find_option(const cli_option *options, const char *name);
 const cli_option *cli_nearest_option(const cli_option *options, const char *name);
@@ -241,7 +246,6 @@ typedef struct cli_device {
   bool gpu_given;
   uint64_t gpu, threads;
   uint64_t n_gpus;    /* GPUs from gpu on; on the CPU backend arenas */
-  uint32_t layout;    /* ps_plan_layout */
   double peak_tflops; /* 0: from the library's table */
 } cli_device;
 
@@ -306,16 +310,13 @@ struct cli_job {
   ps_ramp_stage ramp[PS_MAX_RAMP]; /* of batch_ramp; set by cli_ramp_parse() */
   cli_texts val;                   /* validation data; "none" */
   bool val_found;                  /* val is what the data tool split off, and owns its items */
-  uint64_t val_every, val_tokens;  /* 0: by cli_val_open(); where there is no validation, 0 */
+  uint64_t val_every;              /* 0: by cli_val_open(), as val_tokens */
   struct cli_samples *samples;     /* set by cli_samples_open(); NULL: no texts are sampled */
   cli_texts sample_prompt, sample_ids;
   const char *sample_prompts; /* a file, which the Python package reads */
   uint64_t sample_every, sample_tokens, sample_top_k, sample_seed;
   double sample_temperature, sample_top_p;
-  uint64_t device_mem, host_mem, seq_len, tokens_per_step, steps, chunk_tokens, chunks_per_round,
-      first_round_chunks, first_rounds, head_slice_tokens, frozen_layers;
   cli_device device;
-  uint64_t warmup_steps, decay_steps, seed, trace_steps;
   double epochs, warmup_ratio; /* NAN: not given */
   bool lr_schedule_given, min_lr_given, warmup_given, shuffle_given, checkpoint_given,
       no_save_given;
@@ -331,43 +332,32 @@ struct cli_job {
   const char *profile_steps; /* "A:B", or NULL */
   uint64_t profile_first, profile_last; /* counted from 1; set by cli_profile_parse() */
   cli_checkpoints checkpoints;
-  /* NAN: the optimizer's default */
-  double lr, weight_decay, beta1, beta2, eps, momentum;
-  double min_lr, clip_norm, z_loss, label_smoothing;
-  double router_aux_loss, router_z_loss; /* router_aux_loss below 0: not given */
-  uint64_t max_skips;                    /* in a row, where non_finite is PS_NON_FINITE_SKIP */
-  uint32_t non_finite;
-  bool nesterov;
-  uint32_t recipe, optimizer, lr_schedule, save_dtype, no_decay;
-  int32_t document_token, document_end_token;
+  uint32_t save_dtype;       /* ps_dtype; PS_DEFAULT until cli_job_check(), where it is not given */
   bool data_marks_documents; /* masks of the data say where documents begin */
   double save_wait;          /* seconds for which a failing save is tried again */
   bool hosts_insecure;       /* they need no secret */
   bool follows_aloud;        /* not rank 0, without --quiet: prints warnings of other tasks alone */
   double hosts_wait;         /* seconds for which the tasks of other hosts are awaited */
-  uint32_t transport;        /* ps_transport, as given */
   uint32_t chosen_transport; /* where there are hosts; set by cli_task_meet() */
   ps_hosts_task task;        /* its n_hosts is also of `penstock plan --hosts`; 0 counts as 1 */
   ps_hosts *hosts;           /* set by cli_task_meet(); NULL: this is the only host */
-  bool force, no_save, shuffle, json, quiet, smallest, deterministic, init_weights, forward_only;
+  bool force, no_save, json, quiet, smallest;
   /* of `penstock plan`, one of the two at most: the machine to plan for, or its GPU's name */
   const char *hardware_file, *gpu_model;
   bool other_machine; /* of `penstock plan`: --host-mem may exceed this machine's memory */
 
-  uint64_t lora_rank;                 /* 0: not given */
-  double lora_alpha;                  /* NAN: not given */
-  const char *lora_targets, *adapter; /* NULL: not given */
-  bool lora_rslora, recipe_given, save_dtype_given;
-  uint64_t fp8_bf16_first, fp8_bf16_last; /* count with a recipe of FP8, or where given */
-  bool fp8_first_given, fp8_last_given, fp8_bf16_down, fp8_head, fp8_fast_accumulation;
+  const char *lora_targets; /* NULL: not given */
 
-  ps_model_config config; /* set by cli_job_check(), as is lora */
-  ps_lora lora;
-  ps_hardware hardware; /* set by cli_job_machine() */
+  /* What options say of the plan and of the training: the option table writes into them. Defaults
+   * that follow from other fields come by cli_job_check(), what follows from the machine, the data
+   * and the hosts by cli_job_prepare(). */
+  ps_plan_config plan_config;
+  ps_train_config train_config;
+  ps_model_config config; /* set by cli_job_check() */
+  ps_hardware hardware;   /* set by cli_job_machine() */
   bool knows_machine;
-  ps_plan_config plan_config; /* set by cli_job_prepare() */
-  ps_plan *plan;              /* set by cli_job_plan() */
-  ps_plan_report report;      /* set by cli_job_plan() */
+  ps_plan *plan;         /* set by cli_job_plan() */
+  ps_plan_report report; /* set by cli_job_plan() */
 };
 
 /* cli_out_check() - check that the model can be saved into @path, whose disk has room. Exit code.
@@ -406,12 +396,14 @@ uint32_t cli_job_options(cli_job *job, cli_option *options, bool training);
  * answer. */
 bool cli_job_hint(const cli_command *command, const char *typed, const char *name, char says[512]);
 
-/* cli_lora_resolve() - set job->lora from the options and the adapter, and with LoRA the defaults
- * that differ: recipe fp32-master, adapters saved in fp32 (lora.c). Exit code. */
+extern const char *const cli_lr_schedules[]; /* by ps_lr_kind; NULL ends the list */
+
+/* cli_lora_resolve() - set what the options and the adapter say of LoRA, and the defaults that follow
+ * from it: of the plan, and the dtype in which weights are saved (lora.c). Exit code. */
 int cli_lora_resolve(cli_job *job);
 /* cli_job_check() - check that required options are given, and read the model's configuration.
  * cli_job_machine() - get the machine's rates, once.
- * cli_job_prepare() - the same, and fill in the plan's configuration.
+ * cli_job_prepare() - the same, and complete the plan's configuration.
  * cli_job_plan() - prepare, and search a plan that gives each GPU work.
  * All return exit codes. */
 int cli_job_check(cli_job *job);

@@ -21,7 +21,7 @@ static const double rates[][PS_N_OPTIMIZERS] = {
 };
 
 int cli_defaults_check(const cli_job *job) {
-  if (job->steps && !isnan(job->epochs))
+  if (job->train_config.total_steps && !isnan(job->epochs))
     return cli_fail(CLI_REFUSED, "--steps and --epochs both say how long to train: leave one out");
   if (job->warmup_given && !isnan(job->warmup_ratio))
     return cli_fail(CLI_REFUSED, "--warmup-steps and --warmup-ratio both say how long the learning "
@@ -44,9 +44,9 @@ int cli_defaults_out(cli_job *job) {
 
 static trained what_is_trained(const cli_job *job) {
   ps_tensor_file *f = NULL;
-  if (job->lora.rank)
+  if (job->plan_config.lora.rank)
     return ADAPTERS;
-  if (job->init_weights)
+  if (job->train_config.init_weights)
     return FRESH_WEIGHTS;
   if (ps_tensors_open(&f, job->model) != PS_OK)
     return ALL_WEIGHTS; /* the trainer says what is wrong with the files */
@@ -58,18 +58,19 @@ static trained what_is_trained(const cli_job *job) {
 /* What the checkpoint's run has had, where the user says nothing. */
 static void take(cli_job *job, const ps_train_config *then) {
   if (!job->lr_schedule_given) {
-    job->lr_schedule = then->lr_kind;
-    job->decay_steps = job->decay_steps ? job->decay_steps : then->decay_steps;
-    job->min_lr = job->min_lr_given ? job->min_lr : then->min_lr;
+    job->train_config.lr_kind = then->lr_kind;
+    job->train_config.decay_steps =
+        job->train_config.decay_steps ? job->train_config.decay_steps : then->decay_steps;
+    job->train_config.min_lr = job->min_lr_given ? job->train_config.min_lr : then->min_lr;
   }
-  job->lr = isnan(job->lr) ? then->lr : job->lr;
+  job->train_config.lr = isnan(job->train_config.lr) ? then->lr : job->train_config.lr;
   if (!job->warmup_given && isnan(job->warmup_ratio)) {
-    job->warmup_steps = then->warmup_steps;
+    job->train_config.warmup_steps = then->warmup_steps;
     job->warmup_given = true;
   }
-  if (!job->steps && isnan(job->epochs))
-    job->steps = then->total_steps;
-  job->shuffle = job->shuffle_given ? job->shuffle : then->shuffle != 0;
+  if (!job->train_config.total_steps && isnan(job->epochs))
+    job->train_config.total_steps = then->total_steps;
+  job->train_config.shuffle = job->shuffle_given ? job->train_config.shuffle : then->shuffle != 0;
   job->lr_schedule_given = job->shuffle_given = true;
 }
 
@@ -83,14 +84,15 @@ int cli_defaults_read(cli_job *job, const ps_checkpoint *from) {
     take(job, &then);
   }
   if (!job->lr_schedule_given)
-    job->lr_schedule = PS_LR_KIND_COSINE;
+    job->train_config.lr_kind = PS_LR_KIND_COSINE;
   if (!job->shuffle_given)
-    job->shuffle = job->records;
-  if (isnan(job->lr)) {
+    job->train_config.shuffle = job->records;
+  if (isnan(job->train_config.lr)) {
     const trained what = what_is_trained(job);
-    job->lr = what == FRESH_WEIGHTS
-                  ? ps_optimizer_default((ps_optimizer)job->optimizer, PS_HYPER_LR)
-                  : rates[what][job->optimizer];
+    job->train_config.lr =
+        what == FRESH_WEIGHTS
+            ? ps_optimizer_default((ps_optimizer)job->plan_config.optimizer, PS_HYPER_LR)
+            : rates[what][job->plan_config.optimizer];
     job->lr_of = words[what];
   }
   return CLI_OK;
@@ -102,11 +104,11 @@ static double epochs_of(const cli_job *job) {
 
 /* The sequences of the run where --steps is not given. */
 static double sequences_of(const cli_job *job, const ps_dataset *ds) {
-  return epochs_of(job) * (double)ps_dataset_n_sequences(ds, job->seq_len);
+  return epochs_of(job) * (double)ps_dataset_n_sequences(ds, job->plan_config.seq_len);
 }
 
 int cli_defaults_tokens(cli_job *job, const ps_dataset *ds) {
-  if (job->tokens_per_step || job->forward_only)
+  if (job->plan_config.tokens_per_step || job->plan_config.forward_only)
     return CLI_OK;
   int code = cli_job_prepare(job);
   uint64_t tokens = 0;
@@ -117,17 +119,20 @@ int cli_defaults_tokens(cli_job *job, const ps_dataset *ds) {
     return code != CLI_OK ? code : cli_fail_status(st, true);
   /* down to the least of ps_plan_enough_tokens() while the run has too few steps */
   const uint64_t each = (uint64_t)job->device.n_gpus * (job->task.n_hosts ? job->task.n_hosts : 1);
-  while (ds && !job->steps && tokens / job->seq_len > 8 && tokens / job->seq_len / 2 >= each &&
-         sequences_of(job, ds) * (double)job->seq_len < (double)tokens * LEAST_STEPS)
+  while (ds && !job->train_config.total_steps && tokens / job->plan_config.seq_len > 8 &&
+         tokens / job->plan_config.seq_len / 2 >= each &&
+         sequences_of(job, ds) * (double)job->plan_config.seq_len < (double)tokens * LEAST_STEPS)
     tokens /= 2;
-  job->tokens_per_step = tokens;
+  job->plan_config.tokens_per_step = tokens;
   return CLI_OK;
 }
 
 uint64_t cli_expected_steps(const cli_job *job, const ps_dataset *ds) {
-  const uint64_t sequences = job->tokens_per_step / job->seq_len;
+  const uint64_t sequences = job->plan_config.tokens_per_step / job->plan_config.seq_len;
   const double steps = sequences_of(job, ds) / (double)(sequences ? sequences : 1);
-  return job->steps ? job->steps : steps < 1 ? 1 : (uint64_t)steps;
+  return job->train_config.total_steps ? job->train_config.total_steps
+         : steps < 1                   ? 1
+                                       : (uint64_t)steps;
 }
 
 /* ---- after the plan -------------------------------------------------------------------------- */
@@ -135,28 +140,35 @@ uint64_t cli_expected_steps(const cli_job *job, const ps_dataset *ds) {
 static void choose_steps(cli_job *job, const ps_dataset *ds) {
   const bool whole = !isnan(job->epochs) || job->records; /* all of them are read */
   const uint64_t n = (uint64_t)(sequences_of(job, ds) + 0.5);
-  (void)ps_plan_steps_of(job->plan, n, &job->steps);
-  job->steps += !job->steps || (whole && ps_plan_sequences_before(job->plan, job->steps) < n);
-  job->steps = job->steps < job->first_step ? job->first_step : job->steps;
+  (void)ps_plan_steps_of(job->plan, n, &job->train_config.total_steps);
+  job->train_config.total_steps +=
+      !job->train_config.total_steps ||
+      (whole && ps_plan_sequences_before(job->plan, job->train_config.total_steps) < n);
+  job->train_config.total_steps = job->train_config.total_steps < job->first_step
+                                      ? job->first_step
+                                      : job->train_config.total_steps;
 }
 
 static void choose_warmup(cli_job *job) {
-  const double ratio = !isnan(job->warmup_ratio)                 ? job->warmup_ratio
-                       : job->lr_schedule == PS_LR_KIND_CONSTANT ? 0
-                                                                 : warmup;
+  const double ratio = !isnan(job->warmup_ratio)                          ? job->warmup_ratio
+                       : job->train_config.lr_kind == PS_LR_KIND_CONSTANT ? 0
+                                                                          : warmup;
   if (!job->warmup_given)
-    job->warmup_steps = (uint64_t)ceil(ratio * (double)job->steps - 1e-9);
+    job->train_config.warmup_steps =
+        (uint64_t)ceil(ratio * (double)job->train_config.total_steps - 1e-9);
 }
 
 int cli_defaults_run(cli_job *job, const ps_dataset *ds) {
-  job->steps_chosen = !job->steps;
+  job->steps_chosen = !job->train_config.total_steps;
   if (job->steps_chosen)
     choose_steps(job, ds);
-  if (job->steps > PS_MAX_STEPS)
+  if (job->train_config.total_steps > PS_MAX_STEPS)
     return cli_fail(CLI_REFUSED, "--epochs %g are %llu steps: at most %d are possible",
-                    epochs_of(job), (unsigned long long)job->steps, PS_MAX_STEPS);
+                    epochs_of(job), (unsigned long long)job->train_config.total_steps,
+                    PS_MAX_STEPS);
   choose_warmup(job);
-  const double left_s = (double)(job->steps - job->first_step) * job->report.step_s;
+  const double left_s =
+      (double)(job->train_config.total_steps - job->first_step) * job->report.step_s;
   if (!job->checkpoint_given && left_s > checkpoint_s) {
     job->checkpoint_every.seconds = checkpoint_s;
     job->checkpoint_chosen = true;
@@ -165,21 +177,23 @@ int cli_defaults_run(cli_job *job, const ps_dataset *ds) {
 }
 
 void cli_defaults_note(const cli_job *job, cli_progress *p) {
-  static const char *const kinds[] = {"constant", "cosine", "linear", "wsd"};
   cli_progress_note(p, "%llu steps, lr %g%s%s, %s after %llu steps of warm-up, sequences %s",
-                    (unsigned long long)job->steps, job->lr, job->lr_of ? " for " : "",
-                    job->lr_of ? job->lr_of : "", kinds[job->lr_schedule],
-                    (unsigned long long)job->warmup_steps,
-                    job->shuffle ? "shuffled" : "in their order");
-  if (job->steps_chosen && job->steps < FEW_STEPS)
+                    (unsigned long long)job->train_config.total_steps, job->train_config.lr,
+                    job->lr_of ? " for " : "", job->lr_of ? job->lr_of : "",
+                    cli_lr_schedules[job->train_config.lr_kind],
+                    (unsigned long long)job->train_config.warmup_steps,
+                    job->train_config.shuffle ? "shuffled" : "in their order");
+  if (job->steps_chosen && job->train_config.total_steps < FEW_STEPS)
     cli_progress_note(p,
                       "the run has %llu step%s: lower --tokens-per-step (%llu now), or raise "
                       "--epochs, for a training that learns more",
-                      (unsigned long long)job->steps, job->steps == 1 ? "" : "s",
+                      (unsigned long long)job->train_config.total_steps,
+                      job->train_config.total_steps == 1 ? "" : "s",
                       (unsigned long long)job->report.tokens_per_step);
-  else if (job->steps_chosen && job->steps < LEAST_STEPS && job->lr_of == words[ALL_WEIGHTS])
+  else if (job->steps_chosen && job->train_config.total_steps < LEAST_STEPS &&
+           job->lr_of == words[ALL_WEIGHTS])
     cli_progress_note(p,
                       "%llu steps at this learning rate change a model little: for a small set of "
                       "examples raise --lr (%g, say), or --epochs",
-                      (unsigned long long)job->steps, 10 * job->lr);
+                      (unsigned long long)job->train_config.total_steps, 10 * job->train_config.lr);
 }

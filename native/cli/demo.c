@@ -52,7 +52,7 @@ int cli_demo(int argc, char **argv) {
   const char *positional[4] = {NULL};
   char *folder = NULL;
   cli_job_init(&job);
-  job.steps = DEMO_STEPS;
+  job.train_config.total_steps = DEMO_STEPS;
   job.no_save = true;
   cli_job_options(&job, options, true);
   size_t n = 0; /* four options are given by position instead */
@@ -82,11 +82,11 @@ int cli_demo(int argc, char **argv) {
   };
   int code = cli_job_parse(&command, argc, argv);
   if (code == CLI_OK)
-    code = parse_gib(positional[0], "HOST_GIB", &job.host_mem);
+    code = parse_gib(positional[0], "HOST_GIB", &job.plan_config.host_mem_bytes);
   if (code == CLI_OK)
-    code = parse_gib(positional[1], "DEV_GIB", &job.device_mem);
+    code = parse_gib(positional[1], "DEV_GIB", &job.plan_config.device_mem_bytes);
   if (code == CLI_OK)
-    code = parse_seq_len(positional[2], &job.seq_len);
+    code = parse_seq_len(positional[2], &job.plan_config.seq_len);
   job.model = positional[3];
   job.model_option = "MODEL_DIR";
   if (code == CLI_OK)

@@ -10,12 +10,13 @@ typedef struct result {
 
 /* Sequences of a pass over the data; 0: a mix, which has no end. */
 static uint64_t n_sequences(const cli_job *job, const ps_dataset *ds) {
-  return ps_dataset_n_weighted(ds) ? 0 : ps_dataset_n_sequences(ds, job->seq_len);
+  return ps_dataset_n_weighted(ds) ? 0 : ps_dataset_n_sequences(ds, job->plan_config.seq_len);
 }
 
 /* Every sequence once: the trainer does not count what the last step has more. */
 static uint64_t steps_of_pass(const cli_job *job, const ps_dataset *ds) {
-  const uint64_t n = job->report.n_sequences, all = ps_dataset_n_sequences(ds, job->seq_len),
+  const uint64_t n = job->report.n_sequences,
+                 all = ps_dataset_n_sequences(ds, job->plan_config.seq_len),
                  steps = (n_sequences(job, ds) ? all + n - 1 : all) / n;
   return steps ? steps : 1;
 }
@@ -24,22 +25,25 @@ static uint64_t steps_of_pass(const cli_job *job, const ps_dataset *ds) {
  * at the ends of shards, where they fill no sequence. The last token of a shard is a target
  * alone. */
 static void count_tokens(const cli_job *job, const ps_dataset *ds, result *r) {
-  const uint64_t all = n_sequences(job, ds), passes = job->steps / steps_of_pass(job, ds),
-                 rest = job->steps % steps_of_pass(job, ds) * job->report.n_sequences,
+  const uint64_t all = n_sequences(job, ds),
+                 passes = job->train_config.total_steps / steps_of_pass(job, ds),
+                 rest = job->train_config.total_steps % steps_of_pass(job, ds) *
+                        job->report.n_sequences,
                  targets = ps_dataset_n_tokens(ds) - ps_dataset_n_shards(ds);
   if (!all) {
-    r->tokens = job->steps * job->report.n_sequences * job->seq_len;
+    r->tokens = job->train_config.total_steps * job->report.n_sequences * job->plan_config.seq_len;
     return;
   }
-  r->tokens = (passes * all + rest) * job->seq_len;
-  const uint64_t read = (passes ? all : rest) * job->seq_len;
+  r->tokens = (passes * all + rest) * job->plan_config.seq_len;
+  const uint64_t read = (passes ? all : rest) * job->plan_config.seq_len;
   r->left_out = targets > read ? targets - read : 0;
 }
 
 /* Two steps are in flight: the second one's batch comes in while the first one computes. */
 static int run_steps(const cli_job *job, ps_trainer *t, result *r) {
-  ps_status st = ps_trainer_submit(t, job->steps < 2 ? job->steps : 2);
-  for (uint64_t i = 0; st == PS_OK && i < job->steps; i++) {
+  ps_status st =
+      ps_trainer_submit(t, job->train_config.total_steps < 2 ? job->train_config.total_steps : 2);
+  for (uint64_t i = 0; st == PS_OK && i < job->train_config.total_steps; i++) {
     ps_step_metrics m;
     st = ps_trainer_wait(t, &m);
     if (st != PS_OK)
@@ -47,14 +51,15 @@ static int run_steps(const cli_job *job, ps_trainer *t, result *r) {
     r->nll += m.valid_tokens ? m.loss * (double)m.valid_tokens : 0;
     r->counted += m.valid_tokens;
     r->seconds += m.step_s;
-    if (i + 2 < job->steps)
+    if (i + 2 < job->train_config.total_steps)
       st = ps_trainer_submit(t, 1);
   }
   if (st == PS_OK && !r->counted)
     return cli_fail(CLI_FAILED,
                     "the data has no target in %llu step%s: give other data, or more "
                     "--steps",
-                    (unsigned long long)job->steps, job->steps == 1 ? "" : "s");
+                    (unsigned long long)job->train_config.total_steps,
+                    job->train_config.total_steps == 1 ? "" : "s");
   return st == PS_OK ? CLI_OK : cli_fail_status(st, false);
 }
 
@@ -68,7 +73,7 @@ static void show(const cli_job *job, const result *r) {
     cli_json_count(&j, "tokens", r->tokens);
     cli_json_count(&j, "valid_tokens", r->counted);
     cli_json_count(&j, "left_out_tokens", r->left_out);
-    cli_json_count(&j, "steps", job->steps);
+    cli_json_count(&j, "steps", job->train_config.total_steps);
     cli_json_number(&j, "tokens_per_s", (double)r->tokens / r->seconds);
     cli_json_count(&j, "device_used_bytes", job->report.device_used_bytes);
     cli_json_count(&j, "host_used_bytes", job->report.host_used_bytes);
@@ -93,11 +98,11 @@ static int evaluate(cli_job *job) {
     code = cli_job_check(job);
   if (code == CLI_OK)
     code = cli_open_data(job, &ds);
-  job->forward_only = true;
+  job->plan_config.forward_only = true;
   if (code == CLI_OK)
     code = cli_job_plan(job);
-  if (code == CLI_OK && !job->steps)
-    job->steps = steps_of_pass(job, ds);
+  if (code == CLI_OK && !job->train_config.total_steps)
+    job->train_config.total_steps = steps_of_pass(job, ds);
   if (code == CLI_OK) {
     count_tokens(job, ds, &r);
     const ps_train_config cfg = cli_train_config(job, ds, NULL, false);
@@ -157,8 +162,8 @@ int cli_eval(int argc, char **argv) {
   cli_job job;
   cli_option options[CLI_MAX_OPTIONS];
   cli_job_init(&job);
-  job.clip_norm = 0;
-  job.trace_steps = 0;
+  job.plan_config.clip_norm = 0;
+  job.plan_config.trace_steps = 0;
   cli_job_options(&job, options, true);
   size_t n = 0;
   for (size_t i = 0; options[i].name; i++) {

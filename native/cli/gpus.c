@@ -83,7 +83,7 @@ static double speed_of(const ps_plan_report *r) {
 /* The tokens of a step after @doublings, in whole sequences. 0: fewer than @n_gpus sequences, which
  * would leave a GPU without work, or more than a step may have. */
 static uint64_t doubled(const table *t, int doublings, uint32_t n_gpus) {
-  const uint64_t seq_len = t->job->seq_len;
+  const uint64_t seq_len = t->job->plan_config.seq_len;
   uint64_t sequences = t->tokens / seq_len;
   if (doublings < 0)
     sequences >>= -doublings;
@@ -198,7 +198,7 @@ static int fill_row(table *t, row *r) {
 static void print_head(const table *t) {
   const uint32_t hosts = t->job->plan_config.n_hosts;
   printf("%llu tokens a step, sequences of %llu\n", (unsigned long long)t->tokens,
-         (unsigned long long)t->job->seq_len);
+         (unsigned long long)t->job->plan_config.seq_len);
   if (hosts > 1 && t->job->hardware.link[PS_LINK_NETWORK].bytes_per_s > 0)
     printf("%u hosts with so many GPUs each, which exchange gradients at %.3g GB/s\n", hosts,
            t->job->hardware.link[PS_LINK_NETWORK].bytes_per_s * 1e-9);
@@ -301,8 +301,8 @@ static void print_json(const table *t) {
   cli_json_open(&j, NULL, '{');
   cli_subject_json(&j, t->job);
   cli_json_count(&j, "tokens_per_step", t->tokens);
-  cli_json_count(&j, "device_mem_bytes", t->job->device_mem);
-  cli_json_count(&j, "host_mem_bytes", t->job->host_mem);
+  cli_json_count(&j, "device_mem_bytes", t->job->plan_config.device_mem_bytes);
+  cli_json_count(&j, "host_mem_bytes", t->job->plan_config.host_mem_bytes);
   cli_json_number(&j, "enough_share", ENOUGH);
   cli_json_open(&j, "rows", '[');
   for (uint32_t i = 0; i < t->n; i++)

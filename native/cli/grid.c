@@ -54,7 +54,7 @@ void cli_subject_json(cli_json *j, const cli_job *job) {
   cli_json_text(j, "model", slash && slash[1] ? slash + 1 : model);
   cli_json_text(j, "machine",
                 job->hardware.device_name[0] ? job->hardware.device_name : job->hardware.name);
-  cli_json_count(j, "seq_len", job->seq_len);
+  cli_json_count(j, "seq_len", job->plan_config.seq_len);
   if (job->plan_config.n_hosts > 1) {
     cli_json_count(j, "n_hosts", job->plan_config.n_hosts);
     cli_json_number(j, "network_bytes_per_s", job->hardware.link[PS_LINK_NETWORK].bytes_per_s);

@@ -6,52 +6,30 @@
 #include <string.h>
 #include <sys/stat.h>
 
-static const char *const recipes[] = {"fp32", "fp32-master", "bf16", "fp8", "fp8-master", NULL};
-static const char *const layouts[] = {"auto", "data-parallel", "ring", NULL};
+/* The library's names, filled in by cli_job_options(); NULL ends each. */
+static const char *recipes[PS_N_RECIPES + 1], *layouts[PS_N_LAYOUTS + 1],
+    *optimizers[PS_N_OPTIMIZERS + 1];
 static const char *const transports[] = {"auto", "nccl", "tcp", NULL};
-static const char *const optimizers[] = {"adamw", "lion", "sgd", NULL};
 static const char *const non_finite[] = {"stop", "skip", NULL};
-static const char *const lr_schedules[] = {"constant", "cosine", "linear", "wsd", NULL};
+const char *const cli_lr_schedules[] = {"constant", "cosine", "linear", "wsd", NULL};
 static const char *const decay_groups[] = {"norm", "bias", "embedding", NULL};
 static const char *const dtypes[] = {"fp32", "bf16", NULL};
 
 void cli_job_init(cli_job *job) {
-  ps_train_config defaults;
-  ps_plan_config plan;
-  ps_train_config_init(&defaults);
-  ps_plan_config_init(&plan);
   *job = (cli_job){
       .model_option = "--model",
-      .recipe = PS_RECIPE_BF16,
       .device = {.n_gpus = 1},
-      .fp8_bf16_first = 1,
-      .fp8_bf16_last = 1,
-      .save_dtype = PS_BF16,
-      .lr = defaults.lr,
-      .min_lr = defaults.min_lr,
-      .lr_schedule = defaults.lr_kind,
-      .weight_decay = defaults.weight_decay,
-      .no_decay = defaults.no_decay,
-      .beta1 = defaults.beta1,
-      .beta2 = defaults.beta2,
-      .eps = defaults.eps,
-      .momentum = defaults.momentum,
-      .clip_norm = plan.clip_norm,
-      .router_aux_loss = -1,
-      .lora_alpha = NAN,
+      .save_dtype = PS_DEFAULT,
       .epochs = NAN,
       .warmup_ratio = NAN,
-      .max_skips = defaults.max_skips,
-      .seed = defaults.seed,
-      .document_token = -1,
-      .document_end_token = -1,
-      .trace_steps = 2,
       .save_wait = 600,
       .hosts_wait = 300,
       .keep = CLI_KEEP,
       .sample_tokens = 64,
       .sample_top_p = 1,
   };
+  ps_plan_config_init(&job->plan_config);
+  ps_train_config_init(&job->train_config);
 }
 
 void cli_job_free(cli_job *job) {
@@ -76,14 +54,15 @@ typedef struct job_option {
   size_t at, given;               /* of the value; of whether it was given, 0: nobody asks */
   cli_option option;
 } job_option;
-#define AT(field) offsetof(cli_job, field)
+#define AT(field)    offsetof(cli_job, field)
+#define BYTES(field) sizeof(((cli_job *)NULL)->field)
 #define GIVEN(when, under, field, was, ...)                                                        \
   {                                                                                                \
-    when, AT(field), AT(was), { .heading = (under), __VA_ARGS__ }                                  \
+    when, AT(field), AT(was), { .heading = (under), .bytes = BYTES(field), __VA_ARGS__ }           \
   }
 #define OPTION(when, under, field, ...)                                                            \
   {                                                                                                \
-    when, AT(field), 0, { .heading = (under), __VA_ARGS__ }                                        \
+    when, AT(field), 0, { .heading = (under), .bytes = BYTES(field), __VA_ARGS__ }                 \
   }
 
 /* In the order of run.toml and, under each heading, of --help. .table: of a run's file, "run" where
@@ -96,26 +75,27 @@ static const job_option job_options[] = {
            .value = "SHARDS...",
            .help = "token shards (.bin), or folders of them; with the Python command also text; "
                    "A:0.7,B:0.3 mixes by weight"),
-    OPTION(TRAINING, CLI_H_TRAINING, steps, .name = "steps", .kind = CLI_COUNT, .value = "N",
-           .least = 1, .most = PS_MAX_STEPS,
+    OPTION(TRAINING, CLI_H_TRAINING, train_config.total_steps, .name = "steps", .kind = CLI_COUNT,
+           .value = "N", .least = 1, .most = PS_MAX_STEPS,
            .help = "steps of the whole training, those before a resume included (default: by "
                    "--epochs)"),
     OPTION(TRAINING, CLI_H_TRAINING, epochs, .name = "epochs", .kind = CLI_NUMBER, .value = "N",
            .least = 1e-6, .most = 1e6,
            .help = "times through the data, in place of --steps; also a part, such as 0.5 (default "
                    "3 where masks mark documents, as in conversations; 1 for a stream)"),
-    OPTION(ALWAYS, CLI_H_MODEL, seq_len, .name = "seq-len", .table = "data", .kind = CLI_COUNT,
-           .value = "N", .least = 1, .most = PS_MAX_ROWS, .help = "tokens in a sequence"),
-    OPTION(ALWAYS, CLI_H_MEMORY, device_mem, .name = "device-mem", .table = "memory",
-           .kind = CLI_BYTES, .value = "SIZE",
+    OPTION(ALWAYS, CLI_H_MODEL, plan_config.seq_len, .name = "seq-len", .table = "data",
+           .kind = CLI_COUNT, .value = "N", .least = 1, .most = PS_MAX_ROWS,
+           .help = "tokens in a sequence"),
+    OPTION(ALWAYS, CLI_H_MEMORY, plan_config.device_mem_bytes, .name = "device-mem",
+           .table = "memory", .kind = CLI_BYTES, .value = "SIZE",
            .help = "cap of the process's device memory, such as 20GiB (default: all there is)"),
     OPTION(
-        ALWAYS, CLI_H_MEMORY, host_mem, .name = "host-mem", .table = "memory", .kind = CLI_BYTES,
-        .value = "SIZE",
+        ALWAYS, CLI_H_MEMORY, plan_config.host_mem_bytes, .name = "host-mem", .table = "memory",
+        .kind = CLI_BYTES, .value = "SIZE",
         .help =
             "cap of the process's host memory, such as 80GiB (default: what the machine allows)"),
-    OPTION(ALWAYS, CLI_H_BATCH, tokens_per_step, .name = "tokens-per-step", .table = "data",
-           .kind = CLI_COUNT, .value = "N", .least = 1, .most = PS_MAX_STEP_TOKENS,
+    OPTION(ALWAYS, CLI_H_BATCH, plan_config.tokens_per_step, .name = "tokens-per-step",
+           .table = "data", .kind = CLI_COUNT, .value = "N", .least = 1, .most = PS_MAX_STEP_TOKENS,
            .help =
                "tokens of a step, rounded down to whole sequences (default: 8 sequences; on a GPU "
                "that streams the model as many as hide updates and copies, if 100 steps are left)"),
@@ -123,136 +103,106 @@ static const job_option job_options[] = {
            .kind = CLI_TEXTS, .value = "TOKENS:STEPS...",
            .help = "the first STEPS steps have TOKENS tokens, stage after stage; all later ones "
                    "--tokens-per-step"),
-    {ALWAYS,
-     AT(recipe),
-     AT(recipe_given),
-     {.name = "recipe",
-      .heading = CLI_H_MEMORY,
-      .table = "model",
-      .kind = CLI_CHOICE,
-      .value = "NAME",
-      .choices = recipes,
-      .help =
-          "dtypes: bf16 (8 bytes of host memory a parameter with AdamW; default), fp32-master (16; "
-          "default with LoRA), fp32 (16; on the CPU alone), or fp8 and fp8-master: as bf16 and "
-          "fp32-master, with FP8 products"}},
-    {ALWAYS,
-     AT(recipe),
-     0,
-     {.name = "fp8",
-      .heading = CLI_H_FP8,
-      .table = "",
-      .kind = CLI_GROUP,
-      .value = "KEY=N,KEY...",
-      .help =
-          "with FP8, with commas: bf16-first=N, bf16-last=N, the first and last N blocks compute "
-          "in bf16 (default 1 each); bf16-down, the down projections of all blocks do; head, the "
-          "head's products have FP8 operands too; fast-accumulation, forward products use the "
-          "GPU's instead of sums in fp32: an H100 then keeps 14 bits of a sum"}},
-    {ALWAYS,
-     AT(fp8_bf16_first),
-     AT(fp8_first_given),
-     {.name = "fp8-bf16-first",
-      .grouped = true,
-      .heading = CLI_H_FP8,
-      .table = "model",
-      .kind = CLI_COUNT,
-      .value = "N",
-      .most = PS_MAX_LAYERS}},
-    {ALWAYS,
-     AT(fp8_bf16_last),
-     AT(fp8_last_given),
-     {.name = "fp8-bf16-last",
-      .grouped = true,
-      .heading = CLI_H_FP8,
-      .table = "model",
-      .kind = CLI_COUNT,
-      .value = "N",
-      .most = PS_MAX_LAYERS}},
-    OPTION(ALWAYS, CLI_H_FP8, fp8_bf16_down, .name = "fp8-bf16-down", .grouped = true,
+    OPTION(
+        ALWAYS, CLI_H_MEMORY, plan_config.recipe, .name = "recipe", .table = "model",
+        .kind = CLI_CHOICE, .value = "NAME", .choices = recipes,
+        .help =
+            "dtypes: bf16 (8 bytes of host memory a parameter with AdamW; default), fp32-master "
+            "(16; "
+            "default with LoRA), fp32 (16; on the CPU alone), or fp8 and fp8-master: as bf16 and "
+            "fp32-master, with FP8 products"),
+    OPTION(
+        ALWAYS, CLI_H_FP8, plan_config.recipe, .name = "fp8", .table = "", .kind = CLI_GROUP,
+        .value = "KEY=N,KEY...",
+        .help =
+            "with FP8, with commas: bf16-first=N, bf16-last=N, the first and last N blocks compute "
+            "in bf16 (default 1 each); bf16-down, the down projections of all blocks do; head, the "
+            "head's products have FP8 operands too; fast-accumulation, forward products use the "
+            "GPU's instead of sums in fp32: an H100 then keeps 14 bits of a sum"),
+    OPTION(ALWAYS, CLI_H_FP8, plan_config.fp8_bf16_first, .name = "fp8-bf16-first", .grouped = true,
+           .table = "model", .kind = CLI_COUNT, .value = "N", .most = PS_MAX_LAYERS),
+    OPTION(ALWAYS, CLI_H_FP8, plan_config.fp8_bf16_last, .name = "fp8-bf16-last", .grouped = true,
+           .table = "model", .kind = CLI_COUNT, .value = "N", .most = PS_MAX_LAYERS),
+    OPTION(ALWAYS, CLI_H_FP8, plan_config.fp8_bf16_down, .name = "fp8-bf16-down", .grouped = true,
            .table = "model", .kind = CLI_FLAG),
-    OPTION(ALWAYS, CLI_H_FP8, fp8_head, .name = "fp8-head", .grouped = true, .table = "model",
-           .kind = CLI_FLAG),
-    OPTION(ALWAYS, CLI_H_FP8, fp8_fast_accumulation, .name = "fp8-fast-accumulation",
+    OPTION(ALWAYS, CLI_H_FP8, plan_config.fp8_head, .name = "fp8-head", .grouped = true,
+           .table = "model", .kind = CLI_FLAG),
+    OPTION(ALWAYS, CLI_H_FP8, plan_config.fp8_fast_accumulation, .name = "fp8-fast-accumulation",
            .grouped = true, .table = "model", .kind = CLI_FLAG),
-    OPTION(ALWAYS, CLI_H_TRAINING, optimizer, .name = "optimizer", .table = "optimizer",
+    OPTION(ALWAYS, CLI_H_TRAINING, plan_config.optimizer, .name = "optimizer", .table = "optimizer",
            .kind = CLI_CHOICE, .value = "NAME", .choices = optimizers,
            .help = "adamw (default), lion or sgd; lion and sgd keep half of adamw's state"),
-    OPTION(ALWAYS, CLI_H_FINE, chunk_tokens, .name = "chunk-tokens", .table = "memory",
+    OPTION(ALWAYS, CLI_H_FINE, plan_config.chunk_tokens, .name = "chunk-tokens", .table = "memory",
            .kind = CLI_COUNT, .value = "N", .least = 1, .most = PS_MAX_ROWS,
            .help =
                "tokens that one kernel call works on, a chunk: a multiple of --seq-len, or less "
                "than it (default: planned)"),
-    OPTION(ALWAYS, CLI_H_FINE, chunks_per_round, .name = "chunks-per-round", .table = "memory",
-           .kind = CLI_COUNT, .value = "N", .least = 1, .most = PS_MAX_CHUNKS,
+    OPTION(ALWAYS, CLI_H_FINE, plan_config.chunks_per_round, .name = "chunks-per-round",
+           .table = "memory", .kind = CLI_COUNT, .value = "N", .least = 1, .most = PS_MAX_CHUNKS,
            .help =
                "chunks in a round, the micro-batch of gradient accumulation (default: planned)"),
-    OPTION(ALWAYS, CLI_H_FINE, first_round_chunks, .name = "first-round-chunks", .table = "memory",
-           .kind = CLI_COUNT, .value = "N", .least = 1, .most = PS_MAX_CHUNKS,
+    OPTION(ALWAYS, CLI_H_FINE, plan_config.first_round_chunks, .name = "first-round-chunks",
+           .table = "memory", .kind = CLI_COUNT, .value = "N", .least = 1, .most = PS_MAX_CHUNKS,
            .help = "chunks of each of the first rounds, which may be larger (default: planned, or "
                    "--chunks-per-round)"),
-    OPTION(ALWAYS, CLI_H_FINE, first_rounds, .name = "first-rounds", .table = "memory",
+    OPTION(ALWAYS, CLI_H_FINE, plan_config.first_rounds, .name = "first-rounds", .table = "memory",
            .kind = CLI_COUNT, .value = "N", .least = 1, .most = PS_MAX_CHUNKS,
            .help = "rounds at the start of a step that have --first-round-chunks (default: 1 where "
                    "those are given, else --gpus)"),
-    OPTION(ALWAYS, CLI_H_FINE, head_slice_tokens, .name = "head-slice-tokens", .table = "memory",
-           .kind = CLI_COUNT, .value = "N", .least = 1, .most = PS_MAX_ROWS,
+    OPTION(ALWAYS, CLI_H_FINE, plan_config.head_slice_tokens, .name = "head-slice-tokens",
+           .table = "memory", .kind = CLI_COUNT, .value = "N", .least = 1, .most = PS_MAX_ROWS,
            .help =
                "tokens for which head and loss run at once (default: from the vocabulary's size)"),
-    OPTION(ALWAYS, CLI_H_TRAINING | CLI_RARE, frozen_layers, .name = "frozen-layers",
+    OPTION(ALWAYS, CLI_H_TRAINING | CLI_RARE, plan_config.n_frozen_layers, .name = "frozen-layers",
            .table = "model", .kind = CLI_COUNT, .value = "N", .most = PS_MAX_LAYERS + 1,
            .help = "train none of the first N layers: the embedding, then the blocks (default 0)"),
-    OPTION(ALWAYS, CLI_H_LORA, lora_rank, .name = "lora-rank", .table = "model", .kind = CLI_COUNT,
-           .value = "R", .least = 1, .most = 1 << 20,
+    OPTION(ALWAYS, CLI_H_LORA, plan_config.lora.rank, .name = "lora-rank", .table = "model",
+           .kind = CLI_COUNT, .value = "R", .least = 1, .most = 1 << 20,
            .help = "train LoRA adapters of rank R beside the frozen model, without dropout"),
-    OPTION(ALWAYS, CLI_H_LORA, lora_alpha, .name = "lora-alpha", .table = "model",
+    OPTION(ALWAYS, CLI_H_LORA, plan_config.lora.alpha, .name = "lora-alpha", .table = "model",
            .kind = CLI_NUMBER, .value = "A", .most = PS_MAX_LORA_ALPHA,
            .help = "an adapter's product is scaled by A / R (default: twice the rank)"),
     OPTION(ALWAYS, CLI_H_LORA, lora_targets, .name = "lora-targets", .table = "model",
            .kind = CLI_TEXT, .value = "NAMES",
            .help = "the adapted projections, such as q_proj,v_proj, or all-linear (default)"),
-    OPTION(ALWAYS, CLI_H_LORA | CLI_RARE, lora_rslora, .name = "lora-rslora", .table = "model",
-           .kind = CLI_FLAG, .help = "scale by A over the square root of R instead (rsLoRA)"),
-    OPTION(ALWAYS, CLI_H_LORA, adapter, .name = "adapter", .table = "model", .kind = CLI_TEXT,
-           .value = "DIR", .help = "a LoRA adapter in PEFT's layout, which train goes on training"),
-    OPTION(ALWAYS, CLI_H_OPTIMIZER, z_loss, .name = "z-loss", .table = "optimizer",
+    OPTION(ALWAYS, CLI_H_LORA | CLI_RARE, plan_config.lora.rslora, .name = "lora-rslora",
+           .table = "model", .kind = CLI_FLAG,
+           .help = "scale by A over the square root of R instead (rsLoRA)"),
+    OPTION(ALWAYS, CLI_H_LORA, train_config.adapter_dir, .name = "adapter", .table = "model",
+           .kind = CLI_TEXT, .value = "DIR",
+           .help = "a LoRA adapter in PEFT's layout, which train goes on training"),
+    OPTION(ALWAYS, CLI_H_OPTIMIZER, plan_config.z_loss, .name = "z-loss", .table = "optimizer",
            .kind = CLI_NUMBER, .value = "X", .most = PS_MAX_Z_LOSS,
            .help = "adds X * logsumexp(logits)^2 to the loss, such as 1e-4 (default 0: none)"),
-    OPTION(ALWAYS, CLI_H_OPTIMIZER, label_smoothing, .name = "label-smoothing",
+    OPTION(ALWAYS, CLI_H_OPTIMIZER, plan_config.label_smoothing, .name = "label-smoothing",
            .table = "optimizer", .kind = CLI_NUMBER, .value = "X", .most = 0.999,
            .help = "spreads this part of each target, from 0 to 0.999, over the whole vocabulary "
                    "(default 0)"),
-    OPTION(ALWAYS, CLI_H_OPTIMIZER, router_aux_loss, .name = "router-aux-loss",
+    OPTION(ALWAYS, CLI_H_OPTIMIZER, plan_config.router_aux_loss, .name = "router-aux-loss",
            .table = "optimizer", .kind = CLI_NUMBER, .value = "X", .most = PS_MAX_ROUTER_LOSS,
            .help = "coefficient of the experts' auxiliary loss (default: that of config.json, 0 "
                    "with LoRA)"),
-    OPTION(ALWAYS, CLI_H_OPTIMIZER | CLI_RARE, router_z_loss, .name = "router-z-loss",
+    OPTION(ALWAYS, CLI_H_OPTIMIZER | CLI_RARE, plan_config.router_z_loss, .name = "router-z-loss",
            .table = "optimizer", .kind = CLI_NUMBER, .value = "X", .most = PS_MAX_ROUTER_LOSS,
            .help = "adds X times the mean of logsumexp(router logits)^2 to the loss (default 0)"),
-    OPTION(ALWAYS, CLI_H_OPTIMIZER, non_finite, .name = "non-finite", .table = "optimizer",
-           .kind = CLI_CHOICE, .value = "NAME", .choices = non_finite,
+    OPTION(ALWAYS, CLI_H_OPTIMIZER, plan_config.non_finite, .name = "non-finite",
+           .table = "optimizer", .kind = CLI_CHOICE, .value = "NAME", .choices = non_finite,
            .help = "where a loss or gradient is not finite: stop (default), or skip the step's "
                    "update"),
-    OPTION(TRAINING, CLI_H_OPTIMIZER, max_skips, .name = "max-skips", .table = "optimizer",
-           .kind = CLI_COUNT, .value = "N", .least = 1, .most = PS_MAX_STEPS,
+    OPTION(TRAINING, CLI_H_OPTIMIZER, train_config.max_skips, .name = "max-skips",
+           .table = "optimizer", .kind = CLI_COUNT, .value = "N", .least = 1, .most = PS_MAX_STEPS,
            .help = "stop after more than N skipped steps in a row (default 10)"),
     OPTION(ALWAYS, CLI_H_HARDWARE, device.backend, .name = "backend", .kind = CLI_CHOICE,
            .value = "NAME", .choices = cli_backends,
            .help = "cuda, cpu or auto, which is cuda where there is a GPU (default)"),
-    {ALWAYS,
-     AT(device.gpu),
-     AT(device.gpu_given),
-     {.name = "gpu",
-      .heading = CLI_H_HARDWARE | CLI_RARE,
-      .kind = CLI_COUNT,
-      .value = "N",
-      .most = CLI_MAX_GPU,
-      .help = "which of the visible GPUs (default 0); not together with --gpus"}},
+    GIVEN(ALWAYS, CLI_H_HARDWARE | CLI_RARE, device.gpu, device.gpu_given, .name = "gpu",
+          .kind = CLI_COUNT, .value = "N", .most = CLI_MAX_GPU,
+          .help = "which of the visible GPUs (default 0); not together with --gpus"),
     OPTION(TRAINING, CLI_H_HARDWARE, device.n_gpus, .name = "gpus", .kind = CLI_COUNT, .value = "N",
            .least = 1, .most = PS_MAX_DEVICES,
            .help = "train on the first N visible GPUs, which must be of one type (default 1); with "
                    "--backend cpu on an arena in place of each"),
-    OPTION(ALWAYS, CLI_H_HOSTS, device.layout, .name = "layout", .kind = CLI_CHOICE,
+    OPTION(ALWAYS, CLI_H_HOSTS, plan_config.layout, .name = "layout", .kind = CLI_CHOICE,
            .value = "NAME", .choices = layouts,
            .help = "how several GPUs share a step: data-parallel, each with rounds of its own; "
                    "ring, each with layers of its own; or auto, the one that is predicted to be "
@@ -264,8 +214,8 @@ static const job_option job_options[] = {
     OPTION(TRAINING, CLI_H_HOSTS, hosts_insecure, .name = "hosts-insecure", .kind = CLI_FLAG,
            .help = "let tasks of other hosts meet without PENSTOCK_HOSTS_SECRET: whoever reaches "
                    "the port of rank 0 is taken for a task"),
-    OPTION(ALWAYS, CLI_H_HOSTS, transport, .name = "hosts-transport", .kind = CLI_CHOICE,
-           .value = "NAME", .choices = transports,
+    OPTION(ALWAYS, CLI_H_HOSTS, plan_config.transport, .name = "hosts-transport",
+           .kind = CLI_CHOICE, .value = "NAME", .choices = transports,
            .help = "how gradients go between hosts: nccl, tcp, or auto, which is nccl where all "
                    "tasks train on GPUs and have NCCL (default)"),
     OPTION(ALWAYS, CLI_H_HARDWARE | CLI_RARE, device.threads, .name = "threads", .kind = CLI_COUNT,
@@ -273,7 +223,7 @@ static const job_option job_options[] = {
            .help =
                "threads of host ops, and of compute on a CPU (default: all CPUs, two less with a "
                "GPU)"),
-    OPTION(ALWAYS, CLI_H_HARDWARE | CLI_RARE, deterministic, .name = "deterministic",
+    OPTION(ALWAYS, CLI_H_HARDWARE | CLI_RARE, plan_config.deterministic, .name = "deterministic",
            .kind = CLI_FLAG,
            .help = "every run gives the same bits, on a GPU too; some kernels are slower"),
     OPTION(ALWAYS, CLI_H_PROFILING, device.peak_tflops, .name = "peak-tflops", .kind = CLI_NUMBER,
@@ -287,8 +237,8 @@ static const job_option job_options[] = {
            .kind = CLI_COUNT, .value = "N", .least = 1, .most = PS_MAX_STEPS,
            .help = "validate after every N steps, and at the end (default: about 20 times a run, "
                    "every 10 to 1000 steps)"),
-    OPTION(ALWAYS, CLI_H_FOLLOWING | CLI_RARE, val_tokens, .name = "val-tokens", .table = "log",
-           .kind = CLI_COUNT, .value = "T", .least = 1, .most = PS_MAX_STEP_TOKENS,
+    OPTION(ALWAYS, CLI_H_FOLLOWING | CLI_RARE, plan_config.val_tokens, .name = "val-tokens",
+           .table = "log", .kind = CLI_COUNT, .value = "T", .least = 1, .most = PS_MAX_STEP_TOKENS,
            .help = "tokens of a validation, the same ones each time (default: about 2% of the "
                    "run's time; plan: no validation)"),
     OPTION(TRAINING, CLI_H_FOLLOWING, sample_every, .name = "sample-every", .table = "samples",
@@ -304,19 +254,14 @@ static const job_option job_options[] = {
     OPTION(TRAINING, CLI_H_SAMPLES, sample_ids, .name = "sample-ids", .table = "samples",
            .kind = CLI_TEXTS, .value = "IDS...",
            .help = "the prompts' token ids, such as 1,2,3; the Python package makes them"),
-    {TRAINING,
-     AT(sample_tokens),
-     0,
-     {.name = "sample",
-      .heading = CLI_H_SAMPLES,
-      .table = "",
-      .kind = CLI_GROUP,
-      .value = "KEY=VALUE...",
-      .help =
-          "how texts are drawn, with commas: tokens=N, at most (default 64); temperature=T, 0 "
-          "always the most likely token, 1 the model's own distribution (default 0); top-k=N, "
-          "from the N likeliest, 0 from all (default 0); top-p=P, from the likeliest that add up "
-          "to P (default 1); seed=N (default 0)"}},
+    OPTION(
+        TRAINING, CLI_H_SAMPLES, sample_tokens, .name = "sample", .table = "", .kind = CLI_GROUP,
+        .value = "KEY=VALUE...",
+        .help =
+            "how texts are drawn, with commas: tokens=N, at most (default 64); temperature=T, 0 "
+            "always the most likely token, 1 the model's own distribution (default 0); top-k=N, "
+            "from the N likeliest, 0 from all (default 0); top-p=P, from the likeliest that add up "
+            "to P (default 1); seed=N (default 0)"),
     OPTION(TRAINING, CLI_H_SAMPLES, sample_tokens, .name = "sample-tokens", .grouped = true,
            .table = "samples", .kind = CLI_COUNT, .value = "N", .least = 1, .most = PS_MAX_ROWS),
     OPTION(TRAINING, CLI_H_SAMPLES, sample_temperature, .name = "sample-temperature",
@@ -327,24 +272,24 @@ static const job_option job_options[] = {
            .table = "samples", .kind = CLI_NUMBER, .value = "P", .least = 1e-9, .most = 1),
     OPTION(TRAINING, CLI_H_SAMPLES, sample_seed, .name = "sample-seed", .grouped = true,
            .table = "samples", .kind = CLI_COUNT, .value = "N"),
-    OPTION(ALWAYS, CLI_H_PROFILING, trace_steps, .name = "trace-steps", .table = "log",
+    OPTION(ALWAYS, CLI_H_PROFILING, plan_config.trace_steps, .name = "trace-steps", .table = "log",
            .kind = CLI_COUNT, .value = "N", .most = PS_MAX_TRACE_STEPS,
            .help = "how many of the last steps timeline.json shows; 0: no such file (default 2)"),
     OPTION(ALWAYS, CLI_H_OUTPUT, json, .name = "json", .table = "log", .kind = CLI_FLAG,
            .help = "print one JSON object on stdout"),
     OPTION(ALWAYS, CLI_H_OUTPUT, quiet, .name = "quiet", .table = "log", .kind = CLI_FLAG,
            .help = "print errors only, no progress and no summary"),
-    OPTION(TRAINING, CLI_H_TRAINING, lr, .name = "lr", .table = "optimizer", .kind = CLI_NUMBER,
-           .value = "X",
+    OPTION(TRAINING, CLI_H_TRAINING, train_config.lr, .name = "lr", .table = "optimizer",
+           .kind = CLI_NUMBER, .value = "X",
            .help = "peak learning rate (default: all weights 1e-5, LoRA 2e-4, fresh "
                    "weights 3e-4; lion about a third of these, sgd 1e-3)"),
-    GIVEN(TRAINING, CLI_H_TRAINING | CLI_RARE, min_lr, min_lr_given, .name = "min-lr",
+    GIVEN(TRAINING, CLI_H_TRAINING | CLI_RARE, train_config.min_lr, min_lr_given, .name = "min-lr",
           .table = "schedule", .kind = CLI_NUMBER, .value = "X",
           .help = "floor of the learning rate (default 0)"),
-    GIVEN(TRAINING, CLI_H_TRAINING, lr_schedule, lr_schedule_given, .name = "lr-schedule",
-          .table = "schedule", .kind = CLI_CHOICE, .value = "NAME", .choices = lr_schedules,
+    GIVEN(TRAINING, CLI_H_TRAINING, train_config.lr_kind, lr_schedule_given, .name = "lr-schedule",
+          .table = "schedule", .kind = CLI_CHOICE, .value = "NAME", .choices = cli_lr_schedules,
           .help = "cosine (default), constant, linear or wsd (warmup-stable-decay)"),
-    GIVEN(TRAINING, CLI_H_TRAINING, warmup_steps, warmup_given, .name = "warmup-steps",
+    GIVEN(TRAINING, CLI_H_TRAINING, train_config.warmup_steps, warmup_given, .name = "warmup-steps",
           .table = "schedule", .kind = CLI_COUNT, .value = "N", .most = PS_MAX_STEPS,
           .help = "first steps, in which the learning rate rises linearly (default: by "
                   "--warmup-ratio)"),
@@ -353,45 +298,47 @@ static const job_option job_options[] = {
            .help =
                "the same as a part of all steps, rounded up (default 0.03; 0 with --lr-schedule "
                "constant)"),
-    OPTION(TRAINING, CLI_H_TRAINING | CLI_RARE, decay_steps, .name = "decay-steps",
+    OPTION(TRAINING, CLI_H_TRAINING | CLI_RARE, train_config.decay_steps, .name = "decay-steps",
            .table = "schedule", .kind = CLI_COUNT, .value = "N", .most = PS_MAX_STEPS,
            .help = "last steps, in which wsd lowers the learning rate"),
-    OPTION(TRAINING, CLI_H_TRAINING, weight_decay, .name = "weight-decay", .table = "optimizer",
-           .kind = CLI_NUMBER, .value = "X", .help = "weight decay (default 0.1; lion 0.3, sgd 0)"),
-    OPTION(ALWAYS, CLI_H_TRAINING, clip_norm, .name = "clip-norm", .table = "optimizer",
+    OPTION(TRAINING, CLI_H_TRAINING, train_config.weight_decay, .name = "weight-decay",
+           .table = "optimizer", .kind = CLI_NUMBER, .value = "X",
+           .help = "weight decay (default 0.1; lion 0.3, sgd 0)"),
+    OPTION(ALWAYS, CLI_H_TRAINING, plan_config.clip_norm, .name = "clip-norm", .table = "optimizer",
            .kind = CLI_NUMBER, .value = "X",
            .help = "limit of the gradient's global norm; 0: none (default 1)"),
-    OPTION(TRAINING, CLI_H_OPTIMIZER, no_decay, .name = "no-decay", .table = "optimizer",
-           .kind = CLI_SET, .value = "GROUPS", .choices = decay_groups,
+    OPTION(TRAINING, CLI_H_OPTIMIZER, train_config.no_decay, .name = "no-decay",
+           .table = "optimizer", .kind = CLI_SET, .value = "GROUPS", .choices = decay_groups,
            .help = "what gets no weight decay, of norm, bias and embedding (default norm,bias)"),
-    OPTION(TRAINING, CLI_H_OPTIMIZER, beta1, .name = "beta1", .table = "optimizer",
+    OPTION(TRAINING, CLI_H_OPTIMIZER, train_config.beta1, .name = "beta1", .table = "optimizer",
            .kind = CLI_NUMBER, .value = "X", .help = "beta1 of adamw and lion (default 0.9)"),
-    OPTION(TRAINING, CLI_H_OPTIMIZER, beta2, .name = "beta2", .table = "optimizer",
+    OPTION(TRAINING, CLI_H_OPTIMIZER, train_config.beta2, .name = "beta2", .table = "optimizer",
            .kind = CLI_NUMBER, .value = "X",
            .help = "beta2 of adamw (default 0.95) and lion (0.99)"),
-    OPTION(TRAINING, CLI_H_OPTIMIZER, eps, .name = "eps", .table = "optimizer", .kind = CLI_NUMBER,
-           .value = "X", .help = "eps of adamw (default 1e-8)"),
-    OPTION(TRAINING, CLI_H_OPTIMIZER, momentum, .name = "momentum", .table = "optimizer",
-           .kind = CLI_NUMBER, .value = "X", .help = "momentum of sgd (default 0.9)"),
-    OPTION(TRAINING, CLI_H_OPTIMIZER, nesterov, .name = "nesterov", .table = "optimizer",
-           .kind = CLI_FLAG, .help = "sgd with Nesterov's momentum"),
-    OPTION(TRAINING, CLI_H_TRAINING | CLI_RARE, seed, .name = "seed", .kind = CLI_COUNT,
-           .value = "N",
+    OPTION(TRAINING, CLI_H_OPTIMIZER, train_config.eps, .name = "eps", .table = "optimizer",
+           .kind = CLI_NUMBER, .value = "X", .help = "eps of adamw (default 1e-8)"),
+    OPTION(TRAINING, CLI_H_OPTIMIZER, train_config.momentum, .name = "momentum",
+           .table = "optimizer", .kind = CLI_NUMBER, .value = "X",
+           .help = "momentum of sgd (default 0.9)"),
+    OPTION(TRAINING, CLI_H_OPTIMIZER, train_config.nesterov, .name = "nesterov",
+           .table = "optimizer", .kind = CLI_FLAG, .help = "sgd with Nesterov's momentum"),
+    OPTION(TRAINING, CLI_H_TRAINING | CLI_RARE, train_config.seed, .name = "seed",
+           .kind = CLI_COUNT, .value = "N",
            .help = "seed of stochastic rounding, --shuffle and --init-weights (default 0)"),
-    OPTION(TRAINING, CLI_H_MODEL, init_weights, .name = "init-weights", .table = "model",
-           .kind = CLI_FLAG,
+    OPTION(TRAINING, CLI_H_MODEL, train_config.init_weights, .name = "init-weights",
+           .table = "model", .kind = CLI_FLAG,
            .help = "draw the weights from --seed; the model directory needs config.json alone"),
-    GIVEN(TRAINING, CLI_H_MODEL, shuffle, shuffle_given, .name = "shuffle", .table = "data",
-          .kind = CLI_FLAG,
+    GIVEN(TRAINING, CLI_H_MODEL, train_config.shuffle, shuffle_given, .name = "shuffle",
+          .table = "data", .kind = CLI_FLAG,
           .help = "read the sequences in an order drawn from --seed (default where masks mark "
                   "documents; else --shuffle=false)"),
     OPTION(ALWAYS, CLI_H_MODEL, run_file, .name = "config", .table = "", .kind = CLI_TEXT,
            .value = "FILE",
            .help = "a TOML file with the options of a run, which the command line overrides"),
-    OPTION(TRAINING, CLI_H_DOCUMENTS, document_token, .name = "document-token", .table = "data",
-           .kind = CLI_ID, .value = "ID",
+    OPTION(TRAINING, CLI_H_DOCUMENTS, plan_config.document_token, .name = "document-token",
+           .table = "data", .kind = CLI_ID, .value = "ID",
            .help = "this token begins a document: attention stays in it, positions restart"),
-    OPTION(TRAINING, CLI_H_DOCUMENTS, document_end_token, .name = "document-end-token",
+    OPTION(TRAINING, CLI_H_DOCUMENTS, plan_config.document_end_token, .name = "document-end-token",
            .table = "data", .kind = CLI_ID, .value = "ID",
            .help = "the token after this one begins a document"),
     OPTION(TRAINING, CLI_H_SAVING, out, .name = "out", .kind = CLI_TEXT, .value = "DIR",
@@ -404,15 +351,9 @@ static const job_option job_options[] = {
     OPTION(TRAINING, CLI_H_SAVING | CLI_RARE, save_wait, .name = "save-wait", .kind = CLI_NUMBER,
            .value = "SECONDS", .most = 1e6,
            .help = "how long to try a failing save again without a terminal (default 600)"),
-    {TRAINING,
-     AT(save_dtype),
-     AT(save_dtype_given),
-     {.name = "save-dtype",
-      .heading = CLI_H_SAVING | CLI_RARE,
-      .kind = CLI_CHOICE,
-      .value = "NAME",
-      .choices = dtypes,
-      .help = "dtype of the saved model: bf16 (default) or fp32 (default of adapters)"}},
+    OPTION(TRAINING, CLI_H_SAVING | CLI_RARE, save_dtype, .name = "save-dtype", .kind = CLI_CHOICE,
+           .value = "NAME", .choices = dtypes,
+           .help = "dtype of the saved model: bf16 (default) or fp32 (default of adapters)"),
     GIVEN(TRAINING, CLI_H_SAVING, checkpoint_every, checkpoint_given, .name = "checkpoint-every",
           .table = "checkpoint", .kind = CLI_EVERY, .value = "N", .most = PS_MAX_STEPS,
           .help = "write the complete state every N steps, or every 30m or 2h, and when the run "
@@ -436,6 +377,12 @@ static const job_option job_options[] = {
 
 uint32_t cli_job_options(cli_job *j, cli_option *options, bool training) {
   uint32_t n = 0;
+  for (int i = 0; i < PS_N_RECIPES; i++)
+    recipes[i] = ps_recipe_name((ps_recipe)i);
+  for (int i = 0; i < PS_N_LAYOUTS; i++)
+    layouts[i] = ps_layout_name((ps_plan_layout)i);
+  for (int i = 0; i < PS_N_OPTIMIZERS; i++)
+    optimizers[i] = ps_optimizer_name((ps_optimizer)i);
   for (size_t i = 0; i < sizeof job_options / sizeof *job_options; i++) {
     const job_option *o = &job_options[i];
     if (o->when == TRAINING && !training)
@@ -488,7 +435,7 @@ int cli_job_check(cli_job *j) {
   if (!j->model)
     return cli_fail(CLI_REFUSED,
                     "--model is missing: give a model directory (models/init_model.py makes one)");
-  if (!j->seq_len)
+  if (!j->plan_config.seq_len)
     return cli_fail(CLI_REFUSED, "--seq-len is missing: give the number of tokens a sequence");
   struct stat sb;
   if (stat(j->model, &sb) == 0 && !S_ISDIR(sb.st_mode))
@@ -504,14 +451,14 @@ int cli_job_check(cli_job *j) {
 }
 
 static bool has_fp8(const cli_job *j) {
-  return j->recipe == PS_RECIPE_FP8 || j->recipe == PS_RECIPE_FP8_MASTER;
+  return j->plan_config.recipe == PS_RECIPE_FP8 || j->plan_config.recipe == PS_RECIPE_FP8_MASTER;
 }
 
 static int get_hardware(cli_job *j) {
   const char *other = j->hardware_file ? "hardware" : j->gpu_model ? "gpu-model" : NULL;
   if (!other)
-    return cli_hardware_get(&j->hardware, &j->device, j->device_mem, j->host_mem, has_fp8(j),
-                            j->quiet);
+    return cli_hardware_get(&j->hardware, &j->device, j->plan_config.device_mem_bytes,
+                            j->plan_config.host_mem_bytes, has_fp8(j), j->quiet);
   if (j->hardware_file && j->gpu_model)
     return cli_fail(CLI_REFUSED,
                     "--hardware and --gpu-model both describe a machine: leave one out");
@@ -540,54 +487,17 @@ int cli_job_prepare(cli_job *j) {
     code = cli_job_machine(j);
   if (code != CLI_OK)
     return code;
-  if (j->other_machine && j->host_mem)
+  if (j->other_machine && j->plan_config.host_mem_bytes)
     j->hardware.host_memory_bytes = 0; /* not checked: the machine to plan for has what is given */
-  const bool fp8 = has_fp8(j);
-  j->plan_config = (ps_plan_config){
-      .struct_bytes = sizeof j->plan_config,
-      .recipe = j->recipe,
-      .optimizer = j->optimizer,
-      .device_mem_bytes = j->device_mem,
-      .host_mem_bytes = j->host_mem,
-      .seq_len = j->seq_len,
-      .tokens_per_step = j->tokens_per_step,
-      .ramp = j->ramp,
-      .n_ramp = j->forward_only ? 0 : j->batch_ramp.n,
-      .chunk_tokens = j->chunk_tokens,
-      .chunks_per_round = j->chunks_per_round,
-      .first_round_chunks = j->first_round_chunks,
-      .first_rounds = j->first_rounds,
-      .head_slice_tokens = j->head_slice_tokens,
-      .n_frozen_layers = (uint32_t)j->frozen_layers,
-      .clip_norm = j->clip_norm,
-      .non_finite = j->non_finite,
-      .z_loss = j->forward_only ? 0 : j->z_loss,
-      .label_smoothing = j->forward_only ? 0 : j->label_smoothing,
-      .router_aux_loss = j->forward_only ? 0 : j->router_aux_loss,
-      .router_z_loss = j->forward_only ? 0 : j->router_z_loss,
-      .forward_only = j->forward_only,
-      /* without FP8 the plan refuses what was given */
-      .fp8_bf16_first = fp8 || j->fp8_first_given ? (uint32_t)j->fp8_bf16_first : 0,
-      .fp8_bf16_last = fp8 || j->fp8_last_given ? (uint32_t)j->fp8_bf16_last : 0,
-      .fp8_bf16_down = j->fp8_bf16_down,
-      .fp8_head = j->fp8_head,
-      .fp8_fast_accumulation = j->fp8_fast_accumulation,
-      .lora = j->lora,
-      .n_threads = (uint32_t)j->device.threads,
-      .n_devices = (uint32_t)j->device.n_gpus,
-      .hosts = j->hosts,
-      .n_hosts = j->task.n_hosts,
-      .transport = j->hosts ? j->chosen_transport : j->transport,
-      .layout = j->device.layout,
-      .deterministic = j->deterministic,
-      .document_token = j->document_token,
-      .document_end_token = j->document_end_token,
-      .one_document =
-          j->document_token < 0 && j->document_end_token < 0 && !j->data_marks_documents,
-      .trace_steps = (uint32_t)j->trace_steps,
-      .val_tokens = j->val_tokens,
-  };
-  cli_samples_plan(j, &j->plan_config);
+  ps_plan_config *c = &j->plan_config;
+  c->ramp = j->ramp;
+  c->n_ramp = j->batch_ramp.n;
+  c->n_threads = (uint32_t)j->device.threads;
+  c->n_devices = (uint32_t)j->device.n_gpus;
+  c->hosts = j->hosts;
+  c->n_hosts = j->task.n_hosts;
+  c->one_document = c->document_token < 0 && c->document_end_token < 0 && !j->data_marks_documents;
+  cli_samples_plan(j, c);
   return CLI_OK;
 }
 
@@ -656,13 +566,14 @@ static void note_left_out(const cli_job *j, cli_progress *p, const char *option,
 static int refused(const cli_job *j, ps_status st) {
   if (st != PS_EBUDGET || !j->hosts || j->task.rank == 0)
     return cli_fail_status(st, true);
-  return cli_fail(
-      CLI_REFUSED,
-      "%s; the cut of a step is that of rank 0's plan (--chunk-tokens %llu, "
-      "--chunks-per-round %llu, --first-round-chunks %llu, --head-slice-tokens %llu): "
-      "give all tasks a smaller one",
-      ps_last_error(), (unsigned long long)j->chunk_tokens, (unsigned long long)j->chunks_per_round,
-      (unsigned long long)j->first_round_chunks, (unsigned long long)j->head_slice_tokens);
+  return cli_fail(CLI_REFUSED,
+                  "%s; the cut of a step is that of rank 0's plan (--chunk-tokens %llu, "
+                  "--chunks-per-round %llu, --first-round-chunks %llu, --head-slice-tokens %llu): "
+                  "give all tasks a smaller one",
+                  ps_last_error(), (unsigned long long)j->plan_config.chunk_tokens,
+                  (unsigned long long)j->plan_config.chunks_per_round,
+                  (unsigned long long)j->plan_config.first_round_chunks,
+                  (unsigned long long)j->plan_config.head_slice_tokens);
 }
 
 void cli_note_left_out(const cli_job *j, cli_progress *p) {

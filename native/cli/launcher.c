@@ -72,7 +72,7 @@ int cli_task_meet(cli_job *job) {
   st = ps_hosts_agree(job->hosts, text);
   free(text);
   if (st == PS_OK)
-    st = ps_hosts_choose(job->hosts, job->transport, cli_on_gpu(&job->device),
+    st = ps_hosts_choose(job->hosts, job->plan_config.transport, cli_on_gpu(&job->device),
                          &job->chosen_transport);
   return st == PS_OK ? CLI_OK : task_failed(st);
 }
@@ -85,13 +85,13 @@ void cli_task_follow(cli_job *job) {
   job->json = false;
   job->out = NULL;
   job->val.n = 0;
-  job->val_tokens = job->val_every = 0;
+  job->plan_config.val_tokens = job->val_every = 0;
   job->sample_every = 0;
   job->sample_ids.n = job->sample_prompt.n = 0;
   job->sample_prompts = NULL;
   job->checkpoint_every = (cli_every){0};
   job->checkpoint_given = true; /* no default */
-  job->trace_steps = 0;
+  job->plan_config.trace_steps = 0;
 }
 
 /* ---- the network's rate ---------------------------------------------------------------------- */
@@ -140,7 +140,7 @@ static ps_status find_network_rate(cli_job *job) {
     *rate = network_kept(id, job->chosen_transport);
   const bool known = *rate > 0;
   if (st == PS_OK)
-    st = ps_hosts_measure(job->hosts, job->hardware.device, job->host_mem, rate);
+    st = ps_hosts_measure(job->hosts, job->hardware.device, job->plan_config.host_mem_bytes, rate);
   if (st == PS_OK && first && !known)
     network_keep(job->hosts, id, job->chosen_transport, *rate);
   return st;
@@ -178,12 +178,13 @@ int cli_task_share_plan(cli_job *job, int code) {
   const ps_status st = ps_hosts_share(job->hosts, cut, sizeof cut);
   if (st != PS_OK)
     return task_failed(st);
-  job->chunk_tokens = cut[0];
-  job->chunks_per_round = cut[1];
-  job->first_round_chunks = cut[2];
-  job->first_rounds = cut[3];
-  job->head_slice_tokens = cut[4];
-  job->tokens_per_step = job->tokens_per_step ? job->tokens_per_step : cut[5];
+  job->plan_config.chunk_tokens = cut[0];
+  job->plan_config.chunks_per_round = cut[1];
+  job->plan_config.first_round_chunks = cut[2];
+  job->plan_config.first_rounds = cut[3];
+  job->plan_config.head_slice_tokens = cut[4];
+  job->plan_config.tokens_per_step =
+      job->plan_config.tokens_per_step ? job->plan_config.tokens_per_step : cut[5];
   return CLI_OK;
 }
 

@@ -116,7 +116,7 @@ static int between_steps(cli_job *job, ps_trainer *t, cli_progress *p, watchdog 
 }
 
 int cli_run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics, cli_run_result *r) {
-  const uint64_t n_steps = job->steps - job->first_step;
+  const uint64_t n_steps = job->train_config.total_steps - job->first_step;
   uint64_t end = n_steps; /* the steps that are to run: fewer where another host's task stops */
   double *step_s = calloc(n_steps + 1, sizeof *step_s);
   if (!step_s)

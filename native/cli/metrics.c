@@ -12,13 +12,15 @@ void cli_step_note(cli_step *s, const cli_job *job, const ps_step_metrics *m, do
   struct timespec now;
   clock_gettime(CLOCK_REALTIME, &now);
   if (n_done == 1)
-    s->consumed_tokens = ps_plan_sequences_before(job->plan, job->first_step) * job->seq_len;
-  s->total_steps = job->steps;
-  s->samples = m->tokens / job->seq_len;
+    s->consumed_tokens =
+        ps_plan_sequences_before(job->plan, job->first_step) * job->plan_config.seq_len;
+  s->total_steps = job->train_config.total_steps;
+  s->samples = m->tokens / job->plan_config.seq_len;
   s->consumed_tokens += m->tokens;
-  s->consumed_samples = s->consumed_tokens / job->seq_len;
+  s->consumed_samples = s->consumed_tokens / job->plan_config.seq_len;
   s->elapsed_s = elapsed_s;
-  s->eta_s = elapsed_s / (double)n_done * (double)(job->steps - job->first_step - n_done);
+  s->eta_s = elapsed_s / (double)n_done *
+             (double)(job->train_config.total_steps - job->first_step - n_done);
   const double flops =
       job->report.model_flops * ((double)m->tokens / (double)job->report.tokens_per_step);
   s->n_gpus = job->report.n_devices;
@@ -62,9 +64,9 @@ int cli_metrics_write(const cli_job *job, FILE *f, const char *path, const ps_st
   cli_json_open(&j, NULL, '{');
   cli_json_count(&j, "step", m->step);
   cli_json_number(&j, "loss", m->loss);
-  if (job->z_loss > 0 || job->label_smoothing > 0)
+  if (job->plan_config.z_loss > 0 || job->plan_config.label_smoothing > 0)
     cli_json_number(&j, "objective", m->objective);
-  if (job->z_loss > 0)
+  if (job->plan_config.z_loss > 0)
     cli_json_number(&j, "z_loss", m->z_loss);
   cli_json_count(&j, "tokens", m->tokens);
   cli_json_count(&j, "valid_tokens", m->valid_tokens);

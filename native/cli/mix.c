@@ -17,12 +17,13 @@ void cli_print_mix(FILE *out, const ps_dataset *ds, uint64_t seq_len, uint64_t n
 }
 
 void cli_print_data(FILE *out, const cli_job *job, const ps_dataset *ds) {
-  const uint64_t of_run = ps_plan_sequences_before(job->plan, job->steps);
-  const double epochs = (double)of_run / (double)ps_dataset_n_sequences(ds, job->seq_len);
+  const uint64_t of_run = ps_plan_sequences_before(job->plan, job->train_config.total_steps);
+  const double epochs =
+      (double)of_run / (double)ps_dataset_n_sequences(ds, job->plan_config.seq_len);
   if (ps_dataset_n_weighted(ds)) {
-    cli_print_mix(out, ds, job->seq_len, of_run);
+    cli_print_mix(out, ds, job->plan_config.seq_len, of_run);
     return;
   }
   fprintf(out, "%-18s%" PRIu64 " tokens, %.4g steps an epoch, %.4g epochs in the run\n", "data",
-          ps_dataset_n_tokens(ds), (double)job->steps / epochs, epochs);
+          ps_dataset_n_tokens(ds), (double)job->train_config.total_steps / epochs, epochs);
 }

@@ -30,8 +30,8 @@ static int print_smallest(cli_job *job) {
     cli_json_close(&j, '}');
     putchar('\n');
   } else {
-    print_least("--device-mem", device, "--host-mem", job->host_mem);
-    print_least("--host-mem", host, "--device-mem", job->device_mem);
+    print_least("--device-mem", device, "--host-mem", job->plan_config.host_mem_bytes);
+    print_least("--host-mem", host, "--device-mem", job->plan_config.device_mem_bytes);
   }
   return CLI_OK;
 }

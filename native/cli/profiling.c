@@ -29,7 +29,7 @@ int cli_profile_parse(cli_job *job) {
   if (job->profile_last - job->profile_first >= PS_MAX_TRACE_STEPS)
     return cli_fail(CLI_REFUSED, "--profile-steps %s: at most %d steps are possible", text,
                     PS_MAX_TRACE_STEPS);
-  job->trace_steps = job->profile_last - job->profile_first + 1;
+  job->plan_config.trace_steps = job->profile_last - job->profile_first + 1;
   return CLI_OK;
 }
 
@@ -38,11 +38,11 @@ int cli_profile_check(const cli_job *job) {
     return cli_fail(CLI_REFUSED,
                     "--profile-steps %s: this run begins with step %" PRIu64 ": give later steps",
                     job->profile_steps, job->first_step + 1);
-  if (job->profile_steps && job->profile_last > job->steps)
+  if (job->profile_steps && job->profile_last > job->train_config.total_steps)
     return cli_fail(CLI_REFUSED,
                     "--profile-steps %s: the training has %" PRIu64 " steps: give earlier ones, or "
                     "raise --steps",
-                    job->profile_steps, job->steps);
+                    job->profile_steps, job->train_config.total_steps);
   return CLI_OK;
 }
 

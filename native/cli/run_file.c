@@ -128,9 +128,9 @@ static const char *run_file_of(int argc, char **argv) {
 
 /* Of two options that exclude each other, the command line's holds, and not the file's. */
 static void override(cli_job *now, const cli_job *then) {
-  if (then->steps && !isnan(now->epochs) && isnan(then->epochs))
-    now->steps = 0;
-  if (!isnan(then->epochs) && now->steps && !then->steps)
+  if (then->train_config.total_steps && !isnan(now->epochs) && isnan(then->epochs))
+    now->train_config.total_steps = 0;
+  if (!isnan(then->epochs) && now->train_config.total_steps && !then->train_config.total_steps)
     now->epochs = NAN;
   if (then->warmup_given && !isnan(now->warmup_ratio) && isnan(then->warmup_ratio))
     now->warmup_given = false;
@@ -202,15 +202,17 @@ static void put_number(FILE *f, double value) {
 /* Whether the option has a value: it was given, or its default is one. */
 static bool has_value(const cli_option *o) {
   switch (o->kind) {
-  case CLI_FLAG: return !o->given || *o->given;
   case CLI_TEXT: return *(const char **)o->out != NULL;
   case CLI_TEXTS: return ((const cli_texts *)o->out)->n > 0;
   case CLI_BYTES: return *(const uint64_t *)o->out > 0;
-  case CLI_COUNT: return (double)*(const uint64_t *)o->out >= o->least && (!o->given || *o->given);
+  case CLI_COUNT:
+    return (double)cli_count_of(o) >= o->least && (!o->given || *o->given) &&
+           !(o->bytes == sizeof(uint32_t) && cli_count_of(o) == PS_DEFAULT);
   case CLI_NUMBER: return !isnan(*(const double *)o->out) && (!o->given || *o->given);
   case CLI_EVERY: return o->given && *o->given;
-  case CLI_CHOICE: return !o->given || *o->given;
+  case CLI_CHOICE: return *(const uint32_t *)o->out != PS_DEFAULT && (!o->given || *o->given);
   case CLI_GROUP: return false; /* its keys are options */
+  case CLI_FLAG: return !o->given || *o->given;
   default: return true;
   }
 }
@@ -238,7 +240,7 @@ static void put_every(FILE *f, const cli_every *every) {
 
 static void put_value(FILE *f, const cli_option *o) {
   switch (o->kind) {
-  case CLI_FLAG: fputs(*(const bool *)o->out ? "true" : "false", f); break;
+  case CLI_FLAG: fputs(cli_flag_of(o) ? "true" : "false", f); break;
   case CLI_TEXT: put_string(f, *(const char **)o->out); break;
   case CLI_TEXTS: {
     const cli_texts *texts = o->out;
@@ -264,7 +266,8 @@ static void put_value(FILE *f, const cli_option *o) {
     putc(']', f);
     break;
   }
-  default: fprintf(f, "%llu", (unsigned long long)*(const uint64_t *)o->out);
+  case CLI_BYTES: fprintf(f, "%llu", (unsigned long long)*(const uint64_t *)o->out); break;
+  default: fprintf(f, "%llu", (unsigned long long)cli_count_of(o));
   }
 }
 
@@ -339,34 +342,32 @@ int cli_run_file_show(const char *path) {
 /* What the plan and the optimizer chose where the user did not. */
 static void resolve(cli_job *job) {
   const ps_plan_report *plan = &job->report;
-  double *const hyper[PS_N_HYPERS] = {[PS_HYPER_LR] = &job->lr,
-                                      [PS_HYPER_BETA1] = &job->beta1,
-                                      [PS_HYPER_BETA2] = &job->beta2,
-                                      [PS_HYPER_EPS] = &job->eps,
-                                      [PS_HYPER_MOMENTUM] = &job->momentum,
-                                      [PS_HYPER_WEIGHT_DECAY] = &job->weight_decay};
+  double *const hyper[PS_N_HYPERS] = {[PS_HYPER_LR] = &job->train_config.lr,
+                                      [PS_HYPER_BETA1] = &job->train_config.beta1,
+                                      [PS_HYPER_BETA2] = &job->train_config.beta2,
+                                      [PS_HYPER_EPS] = &job->train_config.eps,
+                                      [PS_HYPER_MOMENTUM] = &job->train_config.momentum,
+                                      [PS_HYPER_WEIGHT_DECAY] = &job->train_config.weight_decay};
   for (int h = 0; h < PS_N_HYPERS; h++)
     if (hyper[h] && isnan(*hyper[h]))
-      *hyper[h] = ps_optimizer_default((ps_optimizer)job->optimizer, (ps_hyper)h);
-  job->tokens_per_step = plan->tokens_per_step;
-  job->chunk_tokens = plan->chunk_tokens;
-  job->chunks_per_round = plan->chunks_per_round;
-  job->first_round_chunks = plan->first_round_chunks;
-  job->first_rounds = plan->first_rounds;
-  job->head_slice_tokens = plan->head_slice_tokens;
-  job->recipe_given = job->save_dtype_given = true;
+      *hyper[h] = ps_optimizer_default((ps_optimizer)job->plan_config.optimizer, (ps_hyper)h);
+  job->plan_config.tokens_per_step = plan->tokens_per_step;
+  job->plan_config.chunk_tokens = plan->chunk_tokens;
+  job->plan_config.chunks_per_round = plan->chunks_per_round;
+  job->plan_config.first_round_chunks = plan->first_round_chunks;
+  job->plan_config.first_rounds = plan->first_rounds;
+  job->plan_config.head_slice_tokens = plan->head_slice_tokens;
   job->lr_schedule_given = job->min_lr_given = job->warmup_given = job->shuffle_given = true;
   job->no_save_given = job->no_save;
   job->out = job->default_out ? NULL : job->out; /* it follows --run-dir */
   job->checkpoint_given |= job->checkpoint_chosen;
   job->epochs = job->warmup_ratio = NAN; /* steps and warmup-steps have them */
-  job->fp8_first_given = job->fp8_last_given =
-      job->recipe == PS_RECIPE_FP8 || job->recipe == PS_RECIPE_FP8_MASTER;
-  if (job->lora.rank) {
-    job->lora_rank = job->lora.rank;
-    job->lora_alpha = job->lora.alpha;
-    job->lora_rslora = job->lora.rslora != 0;
-  }
+  const bool fp8 =
+      job->plan_config.recipe == PS_RECIPE_FP8 || job->plan_config.recipe == PS_RECIPE_FP8_MASTER;
+  if (!fp8) /* else the file would speak of FP8 */
+    job->plan_config.fp8_bf16_first = job->plan_config.fp8_bf16_last = PS_DEFAULT;
+  if (!job->plan_config.lora.rank)
+    job->plan_config.lora.alpha = NAN;
 }
 
 /* The tokens that the steps of a stage train: whole sequences, equally many on each host. */

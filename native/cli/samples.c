@@ -145,7 +145,7 @@ uint64_t cli_samples_next(const cli_job *job, uint64_t step) {
 }
 
 bool cli_samples_due(const cli_job *job, uint64_t step) {
-  return job->samples && (step % job->sample_every == 0 || step == job->steps);
+  return job->samples && (step % job->sample_every == 0 || step == job->train_config.total_steps);
 }
 
 /* ---- samples.jsonl --------------------------------------------------------------------------- */

@@ -55,7 +55,7 @@ static int check_space(const cli_job *job, const char *path) {
   uint64_t room, n = 0;
   char a[32], b[32];
   int code = cli_disk_free(path, &room);
-  if (code != CLI_OK || job->lora.rank) /* an adapter is small */
+  if (code != CLI_OK || job->plan_config.lora.rank) /* an adapter is small */
     return code;
   code = cli_model_elements(job, &n);
   const uint64_t need = n * ps_dtype_bytes((ps_dtype)job->save_dtype);

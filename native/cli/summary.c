@@ -244,7 +244,7 @@ void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r) {
     fprintf(out, ", timeline %s", ps_printable(path, sizeof path, r->timeline_path));
   fputc('\n', out);
   if (r->saved)
-    fprintf(out, "%s saved in %s\n", job->lora.rank ? "adapter" : "model",
+    fprintf(out, "%s saved in %s\n", job->plan_config.lora.rank ? "adapter" : "model",
             ps_printable(path, sizeof path, job->out));
   if (ferror(stderr))
     fprintf(out, "progress is incomplete: stderr could not be written\n");

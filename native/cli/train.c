@@ -50,9 +50,10 @@ static int check_out_model(cli_job *job, const ps_checkpoint *from) {
 static bool is_finished(const cli_job *job) {
   static const char *const dtypes[] = {[PS_F32] = "fp32", [PS_BF16] = "bf16"};
   cli_saved_model m;
-  if (!job->checkpoints.newest || !job->steps || job->first_step != job->steps)
+  if (!job->checkpoints.newest || !job->train_config.total_steps ||
+      job->first_step != job->train_config.total_steps)
     return false;
-  return !job->out || (cli_out_is_own(job, &m) && m.step == job->steps &&
+  return !job->out || (cli_out_is_own(job, &m) && m.step == job->train_config.total_steps &&
                        strcmp(m.dtype, dtypes[job->save_dtype]) == 0);
 }
 
@@ -64,7 +65,7 @@ int cli_open_data(cli_job *job, ps_dataset **out) {
   ps_status st = ps_dataset_open(&ds, job->data.item, job->data.n, job->config.vocab_size);
   if (st != PS_OK)
     return cli_fail_given("--data", st);
-  if ((st = ps_dataset_check(ds, job->seq_len)) != PS_OK) {
+  if ((st = ps_dataset_check(ds, job->plan_config.seq_len)) != PS_OK) {
     int code = cli_fail_status(st, true);
     ps_dataset_close(ds);
     return code;
@@ -76,28 +77,12 @@ int cli_open_data(cli_job *job, ps_dataset **out) {
 
 ps_train_config cli_train_config(const cli_job *job, ps_dataset *ds, ps_dataset *val,
                                  bool resumed) {
-  ps_train_config cfg = {.struct_bytes = sizeof cfg};
-  ps_train_config_init(&cfg);
-  cfg.lr_kind = job->lr_schedule;
-  cfg.lr = job->lr;
-  cfg.min_lr = job->min_lr;
-  cfg.warmup_steps = job->warmup_steps;
-  cfg.total_steps = job->steps;
-  cfg.decay_steps = job->decay_steps;
-  cfg.beta1 = job->beta1;
-  cfg.beta2 = job->beta2;
-  cfg.eps = job->eps;
-  cfg.momentum = job->momentum;
-  cfg.nesterov = job->nesterov;
-  cfg.weight_decay = job->weight_decay;
-  cfg.no_decay = job->no_decay;
-  cfg.max_skips = job->max_skips;
-  cfg.seed = job->seed;
-  cfg.shuffle = job->shuffle;
+  ps_train_config cfg = job->train_config;
   cfg.trace_from = job->profile_steps ? job->profile_first - 1 : 0;
   cfg.trace_to = job->profile_last;
-  cfg.init_weights = job->init_weights && (!resumed || job->lora.rank);
-  cfg.adapter_dir = resumed ? NULL : job->adapter;
+  cfg.init_weights = cfg.init_weights && (!resumed || job->plan_config.lora.rank);
+  if (resumed)
+    cfg.adapter_dir = NULL;
   cfg.dataset = ds;
   cfg.val_dataset = val;
   return cfg;
@@ -181,7 +166,7 @@ static int report_trace(const cli_job *job, ps_trainer *t, cli_run_result *r) {
 
 static void say_finished(const cli_job *job, cli_progress *p) {
   cli_progress_note(p, "all %llu steps are done, and nothing is changed",
-                    (unsigned long long)job->steps);
+                    (unsigned long long)job->train_config.total_steps);
   if (job->checkpoints.newest)
     cli_progress_note(p, "the run is that of %s: another training takes another --run-dir",
                       job->checkpoints.newest);
@@ -196,7 +181,7 @@ static int save_alone(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_resu
     say_finished(job, p);
   else {
     cli_progress_note(p, "all %llu steps are done: the model alone is saved",
-                      (unsigned long long)job->steps);
+                      (unsigned long long)job->train_config.total_steps);
     code = cli_save(job, t, p, r);
   }
   if (code == CLI_OK && job->json)
@@ -340,7 +325,8 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     code = cli_samples_open(job);
   ps_train_config cfg = cli_train_config(job, ds, val, *from != NULL);
   /* checked before the search, which takes longer */
-  if (code == CLI_OK && (st = ps_train_config_check(&cfg, (ps_optimizer)job->optimizer)) != PS_OK)
+  if (code == CLI_OK &&
+      (st = ps_train_config_check(&cfg, (ps_optimizer)job->plan_config.optimizer)) != PS_OK)
     code = cli_fail_status(st, true);
   if (code == CLI_OK)
     code = cli_task_measure(job);
@@ -368,8 +354,8 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
   ps_trainer *t = NULL;
   char *run = cli_run_file_text(job); /* NULL, without memory: the manifests lack it */
   cfg.run = run;
-  cfg.total_steps = job->steps;
-  cfg.warmup_steps = job->warmup_steps;
+  cfg.total_steps = job->train_config.total_steps;
+  cfg.warmup_steps = job->train_config.warmup_steps;
   cli_warnings(!job->quiet);
   if (job->follows_aloud) /* those lines name the task that they are of */
     cli_warnings_of("rank ");
@@ -393,10 +379,11 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     cli_arena_note(t, &p);
     cli_defaults_note(job, &p);
     cli_checkpoint_note(job, &p);
-    if (job->max_skips != defaults.max_skips && job->non_finite != PS_NON_FINITE_SKIP)
+    if (job->train_config.max_skips != defaults.max_skips &&
+        job->plan_config.non_finite != PS_NON_FINITE_SKIP)
       cli_progress_note(&p, "--max-skips counts nothing here: only --non-finite skip skips steps");
   }
-  cli_run_result r = {.n_wanted = job->steps - job->first_step};
+  cli_run_result r = {.n_wanted = job->train_config.total_steps - job->first_step};
   code = st == PS_OK ? run_and_save(job, t, &p, &r, lock) : cli_fail_status(st, true);
   ps_trainer_destroy(t);
   ps_dataset_close(ds);

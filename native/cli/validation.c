@@ -32,7 +32,7 @@ static int find_splits(cli_job *job, const ps_dataset *train) {
   for (uint32_t i = 0; i < (n_parts ? n_parts : job->data.n); i++) {
     ps_dataset_part part = {.struct_bytes = sizeof part};
     if (n_parts)
-      ps_dataset_weighted(train, i, job->seq_len, &part);
+      ps_dataset_weighted(train, i, job->plan_config.seq_len, &part);
     const char *folder = n_parts ? part.path : job->data.item[i];
     if (!exists(folder, "dataset.json") || !exists(folder, "val/val-00000.bin"))
       continue;
@@ -57,7 +57,7 @@ void cli_val_free(cli_job *job) {
 }
 
 static int refuse_without_data(const cli_job *job) {
-  if (!job->val_every && !job->val_tokens)
+  if (!job->val_every && !job->plan_config.val_tokens)
     return CLI_OK;
   return cli_fail(
       CLI_REFUSED,
@@ -72,14 +72,16 @@ static uint64_t between(uint64_t x, uint64_t least, uint64_t most) {
 }
 
 void cli_val_choose(cli_job *job, uint64_t steps, const ps_dataset *val) {
-  const uint64_t sequences = job->tokens_per_step / job->seq_len, step = sequences ? sequences : 1,
-                 have = ps_dataset_n_sequences(val, job->seq_len) * job->seq_len;
+  const uint64_t sequences = job->plan_config.tokens_per_step / job->plan_config.seq_len,
+                 step = sequences ? sequences : 1,
+                 have = ps_dataset_n_sequences(val, job->plan_config.seq_len) *
+                        job->plan_config.seq_len;
   if (!job->val_every)
     job->val_every = between(between(steps / VALIDATIONS, LEAST_EVERY, MOST_EVERY), 1, steps);
-  if (!job->val_tokens) {
-    const uint64_t tokens = step * job->seq_len,
+  if (!job->plan_config.val_tokens) {
+    const uint64_t tokens = step * job->plan_config.seq_len,
                    some = between(job->val_every * tokens / TOKENS_PART, tokens, MOST_TOKENS);
-    job->val_tokens = between(some, job->seq_len, have);
+    job->plan_config.val_tokens = between(some, job->plan_config.seq_len, have);
   }
 }
 
@@ -92,7 +94,7 @@ int cli_val_open(cli_job *job, const ps_dataset *train, ps_dataset **out) {
   ps_status st = ps_dataset_open(out, job->val.item, job->val.n, job->config.vocab_size);
   if (st != PS_OK)
     return job->val_found ? cli_fail_status(st, true) : cli_fail_given("--val", st);
-  st = ps_dataset_check(*out, job->seq_len);
+  st = ps_dataset_check(*out, job->plan_config.seq_len);
   if (st != PS_OK)
     return cli_fail_given("validation:", st);
   job->data_marks_documents |= ps_dataset_marks_documents(*out) != 0;
@@ -100,7 +102,7 @@ int cli_val_open(cli_job *job, const ps_dataset *train, ps_dataset **out) {
 }
 
 void cli_val_note(const cli_job *job, cli_progress *p) {
-  if (job->val_tokens)
+  if (job->plan_config.val_tokens)
     cli_progress_note(p,
                       "validation on %" PRIu64 " tokens of %s%s every %" PRIu64
                       " steps and at the end; --val none leaves it out",
@@ -109,11 +111,13 @@ void cli_val_note(const cli_job *job, cli_progress *p) {
 }
 
 uint64_t cli_val_next(const cli_job *job, uint64_t step) {
-  return job->val_tokens ? step / job->val_every * job->val_every + job->val_every : UINT64_MAX;
+  return job->plan_config.val_tokens ? step / job->val_every * job->val_every + job->val_every
+                                     : UINT64_MAX;
 }
 
 bool cli_val_due(const cli_job *job, uint64_t step) {
-  return job->val_tokens && (step % job->val_every == 0 || step == job->steps);
+  return job->plan_config.val_tokens &&
+         (step % job->val_every == 0 || step == job->train_config.total_steps);
 }
 
 int cli_validate(ps_trainer *t, cli_progress *p, cli_run_result *r, uint64_t step,

@@ -14,6 +14,7 @@ void ps_plan_config_init(ps_plan_config *c) {
   c->recipe = c->fp8_bf16_first = c->fp8_bf16_last = PS_DEFAULT;
   c->lora.alpha = NAN;
   c->clip_norm = 1;
+  c->router_aux_loss = -1;
   c->document_token = c->document_end_token = -1;
   c->trace_steps = 2;
 }

@@ -348,7 +348,7 @@ class Plan(Owner):
                            tokens, stage after stage
     z_loss                 adds z_loss * logsumexp(logits)^2 to the loss that is trained
     label_smoothing        this part of a target is spread over the vocabulary
-    router_aux_loss        coefficient of the experts' auxiliary loss; below 0 that of config.json,
+    router_aux_loss        coefficient of the experts' auxiliary loss; None: that of config.json,
                            with LoRA 0
     router_z_loss          adds router_z_loss times the mean of logsumexp(router logits)^2
     val_tokens             tokens of a validation beside training (Trainer.validate()); 0: none. The
@@ -409,7 +409,7 @@ class Plan(Owner):
         batch_ramp=(),
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
-        router_aux_loss: float = -1.0,
+        router_aux_loss: float | None = None,
         router_z_loss: float = 0.0,
         val_tokens: int = 0,
         sample_sequences: int = 0,
