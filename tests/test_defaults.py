@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tomllib
 from conftest import BUILD, ROOT, words_of_training, write_shard
-from penstock import ModelConfig
+from penstock import InvalidError, Lora, ModelConfig, Plan
 from penstock._lib import check, ffi, lib, struct
 from penstock.plan import Hardware
 from penstock.shards import BEGINS_DOCUMENT, IS_TARGET, write_mask
@@ -202,3 +202,24 @@ def test_a_gpu_that_streams_the_model_gets_larger_steps(model, gpu, seq_len, gib
     config = ModelConfig.read(ROOT / f"models/{model}.json")
     check(lib.ps_plan_enough_tokens(config._ptr, cfg, hw._ptr, out))
     assert out[0] == want * seq_len
+
+
+@pytest.mark.parametrize("given, want", [
+    ({}, ("bf16", 0, 0, 0, 0.0)),
+    ({"recipe": "fp8"}, ("fp8", 1, 1, 0, 0.0)),
+    ({"recipe": "fp8", "fp8_bf16_last": 0}, ("fp8", 1, 0, 0, 0.0)),
+    ({"lora": Lora(4)}, ("fp32-master", 0, 0, lib.PS_LORA_ALL, 8.0)),
+    ({"lora": Lora(4, 3.0, "q_proj"), "recipe": "bf16"}, ("bf16", 0, 0, lib.PS_LORA_Q_PROJ, 3.0)),
+])  # fmt: skip
+def test_a_default_follows_from_other_fields(given, want):
+    model, hardware = ModelConfig.read(ROOT / "models/tiny-llama.json"), Hardware.estimate(1, "cpu")
+    c = Plan(model, seq_len=64, hardware=hardware, **given).config
+    recipe = ffi.string(lib.ps_recipe_name(c.recipe)).decode()
+    assert (recipe, c.fp8_bf16_first, c.fp8_bf16_last, c.lora.targets, c.lora.alpha) == want
+    assert (c.clip_norm, c.trace_steps, c.document_token, c.optimizer) == (1, 2, -1, 0)
+
+
+def test_a_document_token_in_a_plan_for_one_document_is_refused():
+    model, hardware = ModelConfig.read(ROOT / "models/tiny-llama.json"), Hardware.estimate(1, "cpu")
+    with pytest.raises(InvalidError, match="document token 3 that it has several"):
+        Plan(model, seq_len=64, hardware=hardware, one_document=True, document_token=3)
