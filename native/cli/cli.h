@@ -356,7 +356,7 @@ struct cli_job {
   ps_model_config config; /* set by cli_job_check() */
   ps_hardware hardware;   /* set by cli_job_machine() */
   bool knows_machine;
-  ps_plan *plan;         /* set by cli_job_plan() */
+  ps_plan *plan;         /* set by cli_job_plan(); the trainer's while it has another one */
   ps_plan_report report; /* set by cli_job_plan() */
 };
 

@@ -12,6 +12,7 @@ static const char *recipes[PS_N_RECIPES + 1], *layouts[PS_N_LAYOUTS + 1],
 static const char *const transports[] = {"auto", "nccl", "tcp", NULL};
 static const char *const non_finite[] = {"stop", "skip", NULL};
 const char *const cli_lr_schedules[] = {"constant", "cosine", "linear", "wsd", NULL};
+static const char *const replans[] = {"off", "auto", "cut", NULL}; /* as ps_replan */
 static const char *const decay_groups[] = {"norm", "bias", "embedding", NULL};
 static const char *const dtypes[] = {"fp32", "bf16", NULL};
 
@@ -30,6 +31,7 @@ void cli_job_init(cli_job *job) {
   };
   ps_plan_config_init(&job->plan_config);
   ps_train_config_init(&job->train_config);
+  job->train_config.replan = PS_REPLAN_AUTO;
 }
 
 void cli_job_free(cli_job *job) {
@@ -94,6 +96,11 @@ static const job_option job_options[] = {
         .kind = CLI_BYTES, .value = "SIZE",
         .help =
             "cap of the process's host memory, such as 80GiB (default: what the machine allows)"),
+    OPTION(TRAINING, CLI_H_MEMORY | CLI_RARE, train_config.replan, .name = "replan", .table = "memory",
+           .kind = CLI_CHOICE, .value = "NAME", .choices = replans,
+           .help = "where steps take another time than planned: auto (default) plans again beside "
+                   "them and goes on by a faster plan with the same bits; cut also takes plans "
+                   "that cut a step otherwise, which changes the bits; off"),
     OPTION(ALWAYS, CLI_H_BATCH, plan_config.tokens_per_step, .name = "tokens-per-step",
            .table = "data", .kind = CLI_COUNT, .value = "N", .least = 1, .most = PS_MAX_STEP_TOKENS,
            .help =

@@ -115,6 +115,18 @@ static int between_steps(cli_job *job, ps_trainer *t, cli_progress *p, watchdog 
   return code;
 }
 
+/* The plan of the steps that follow is that of the job, and of plan.json. */
+static int follow_plan(cli_job *job, const ps_trainer *t, const cli_run_result *r) {
+  ps_plan *plan = ps_trainer_plan(t);
+  if (plan == job->plan)
+    return CLI_OK;
+  job->plan = plan;
+  const ps_status st = ps_plan_get_report(plan, &job->report);
+  if (st != PS_OK)
+    return cli_fail_status(st, false);
+  return r->plan_path ? cli_file_replace(r->plan_path, ps_plan_json(plan), NULL) : CLI_OK;
+}
+
 int cli_run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics, cli_run_result *r) {
   const uint64_t n_steps = job->train_config.total_steps - job->first_step;
   uint64_t end = n_steps; /* the steps that are to run: fewer where another host's task stops */
@@ -152,6 +164,8 @@ int cli_run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics, c
       break;
     }
     m.loss = isnan(m.loss) ? NAN : m.loss; /* without a sign, which printf() would show */
+    if (code == CLI_OK)
+      code = follow_plan(job, t, r);
     note_step(r, &m, step_s);
     if (m.stop && end > r->n_done + 1) {
       end = r->n_done + 1; /* which all tasks know at the same step, and may have submitted */

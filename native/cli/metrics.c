@@ -75,6 +75,10 @@ int cli_metrics_write(const cli_job *job, FILE *f, const char *path, const ps_st
   if (m->expected_step_s > 0)
     cli_json_number(&j, "expected_step_s", m->expected_step_s);
   cli_json_number(&j, "tokens_per_s", m->tokens_per_s);
+  if (m->n_switches)
+    cli_json_count(&j, "n_switches", m->n_switches);
+  if (m->switch_s > 0)
+    cli_json_number(&j, "switch_s", m->switch_s);
   cli_json_count(&j, "device_peak_bytes", m->device_peak_bytes);
   cli_json_count(&j, "host_peak_bytes", m->host_peak_bytes);
   cli_json_count(&j, "host_arena_peak_bytes", m->host_arena_peak_bytes);

@@ -384,7 +384,9 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
       cli_progress_note(&p, "--max-skips counts nothing here: only --non-finite skip skips steps");
   }
   cli_run_result r = {.n_wanted = job->train_config.total_steps - job->first_step};
+  ps_plan *const first_plan = job->plan;
   code = st == PS_OK ? run_and_save(job, t, &p, &r, lock) : cli_fail_status(st, true);
+  job->plan = first_plan;
   ps_trainer_destroy(t);
   ps_dataset_close(ds);
   ps_dataset_close(val);

@@ -455,7 +455,7 @@ typedef struct record {
   uint64_t n, switched, state;
 } record;
 
-/* @out->n 0: until STEPS_AFTER steps after a switch; else so many steps. Two steps are in flight. */
+/* @out->n 0: until STEPS_AFTER steps after a switch; else so many. Two steps are in flight. */
 static void train_until(const model *m, ps_plan *plan, ps_hosts *hosts, uint32_t replan,
                         record *out) {
   const char *paths[] = {shard};
