@@ -320,8 +320,8 @@ PS_API ps_status ps_plan_create_sharing(ps_plan **out, ps_evaluations *shared,
                                         const ps_model_config *model, const ps_plan_config *cfg,
                                         const ps_hardware *hw);
 /* ps_plan_again() - the fastest plan for a training that goes on, at other rates: of the same
- * configuration, in the arenas and scratch that @plan reserves. Its steps are cut as those of @plan,
- * so that a training that goes on with it (ps_trainer_switch()) has the same bits.
+ * configuration, in the arenas and scratch that @plan reserves. Its steps are cut as those of
+ * @plan, so that a training that goes on with it (ps_trainer_switch()) has the same bits.
  * @plan       may be in use, and stays as it is.
  * @rates      of the same machine: its memory, threads and overheads count as in @plan
  * @other_cut  1: steps may be cut otherwise, as far as the configuration of @plan left that to the

@@ -122,7 +122,7 @@ static inline uint64_t ps__plan_reserved(const ps_plan *p, uint32_t place) {
 ps_status ps__plan_again(ps_plan **out, const ps_plan *plan, const ps_hardware *rates,
                          bool other_cut, const _Atomic uint32_t *abandon);
 /* ps__room_used() - what @bytes, of all that the caps count, are in the room of the plan: they fit
- * under room.used where arenas and scratch of the step fit (again.c). */
+ * under room.used where arenas and scratch of the step fit (room.c). */
 void ps__room_used(const ps_plan *p, const ps__step *s, const uint64_t arena[PS_MAX_PLACES],
                    uint64_t bytes[PS__N_MEMS]);
 

@@ -7,7 +7,7 @@
 #include "hosts/hosts.h"
 #include "hosts/net.h"
 #include "io/io.h"
-#include "train/replan.h"
+#include "train/trainer.h"
 #include <math.h>
 #include <string.h>
 
@@ -21,7 +21,8 @@ static void name_call(const ps_trainer *t, const ps_launch *l, const char *what,
 
 ps_status ps__count_targets(ps_trainer *t, const ps_launch *l) {
   ps__batch_header *batch = l->ptr[0];
-  const uint64_t mine[3] = {batch->valid_tokens, atomic_load(&t->stop_asked), ps__replan_say(t)};
+  const uint64_t mine[3] = {batch->valid_tokens, atomic_load(&t->stop_asked),
+                            atomic_load(&t->border.state)};
   uint64_t all[PS_MAX_HOSTS][3], replan[PS_MAX_HOSTS], valid = 0, stop = 0;
   char what[PS__HOSTS_WHAT];
   ps__hosts_begin(t->plan->cfg.hosts);
@@ -33,7 +34,7 @@ ps_status ps__count_targets(ps_trainer *t, const ps_launch *l) {
       stop = 1 + r;
     replan[r] = all[r][2];
   }
-  ps__replan_said(t, l->step, replan, t->plan->cfg.n_hosts);
+  ps__border_said(t, l->step, replan, t->plan->cfg.n_hosts);
   t->ring[l->step % PS__RING].stop = stop;
   PS_TRY(ps__batch_check_valid(t, l->step, valid));
   ps__batch_scale(t->size.step, valid, batch);

@@ -11,8 +11,6 @@ enum { EARNED_BACK = 50 };
 /* Steps after a switch, and after a search that gained nothing, before the next search. The latter
  * doubles, up to MOST_WAIT. No search begins where fewer than LEAST_LEFT steps are left. */
 enum { SETTLES = 10, FIRST_WAIT = 20, MOST_WAIT = 640, LEAST_LEFT = 10 };
-/* Of several hosts: steps that callers submit ahead, at most. */
-enum { AHEAD = 3 };
 /* Host memory of a search: what each op of a step takes, and what does not depend on it. */
 static const uint64_t SEARCH_BYTES = 24 << 20, SEARCH_BYTES_AN_OP = 5 << 10;
 
@@ -37,10 +35,6 @@ struct ps__replan {
   ps_plan *next;   /* NULL: none was found */
   double other_s;  /* of a step cut otherwise, where that is faster than next; 0: it is not */
   char other[128]; /* in words */
-  /* the switch */
-  _Atomic uint64_t border;
-  _Atomic uint32_t state;  /* PS__REPLAN_* */
-  _Atomic uint64_t agreed; /* the last border that tasks agreed on */
 };
 
 static ps_hardware injected;
@@ -198,22 +192,23 @@ static void begin_search(ps_trainer *t) {
   r->other_s = 0;
   atomic_store(&r->over, 0);
   if (ps__thread_start(&r->thread, search_beside, r, "ps-replan") == PS_OK)
-    atomic_store(&r->state, PS__REPLAN_SEARCHES);
+    atomic_store(&t->border.state, PS__REPLAN_SEARCHES);
 }
 
 /* ---- what the search has found --------------------------------------------------------------- */
 
-static void drop_found(ps__replan *r) {
+static void drop_found(ps_trainer *t) {
+  ps__replan *r = t->replan;
   ps_plan_destroy(r->next);
   r->next = NULL;
-  atomic_store(&r->border, UINT64_MAX);
-  atomic_store(&r->state, PS__REPLAN_IDLE);
+  ps__border_set(t, UINT64_MAX);
+  atomic_store(&t->border.state, PS__REPLAN_IDLE);
 }
 
 /* Nothing changes; the next search is later than this one was. */
 static void go_on_as_before(ps_trainer *t) {
   ps__replan *r = t->replan;
-  drop_found(r);
+  drop_found(t);
   r->not_before = t->n_reported + r->wait;
   r->wait = r->wait < MOST_WAIT ? 2 * r->wait : MOST_WAIT;
 }
@@ -233,7 +228,7 @@ static void say_cut(ps_trainer *t) {
 /* Steps that have not begun are by the new plan. While a checkpoint is written nothing moves. */
 static void set_border(ps_trainer *t) {
   if (!ps_trainer_checkpoint_running(t))
-    atomic_store(&t->replan->border, t->n_started);
+    ps__border_set(t, t->n_started);
 }
 
 static bool is_worth(const ps_trainer *t) {
@@ -260,7 +255,7 @@ static void end_search(ps_trainer *t) {
     return;
   }
   if (t->plan->cfg.hosts)
-    atomic_store(&r->state, PS__REPLAN_FOUND);
+    atomic_store(&t->border.state, PS__REPLAN_FOUND);
   else
     set_border(t);
 }
@@ -274,15 +269,11 @@ void ps__replan_step(ps_trainer *t) {
       end_search(t);
   } else if (!r->next)
     begin_search(t);
-  else if (!t->plan->cfg.hosts && atomic_load(&r->border) == UINT64_MAX)
+  else if (!t->plan->cfg.hosts && ps__border_at(t) == UINT64_MAX)
     set_border(t); /* it was put off */
 }
 
 /* ---- the switch ------------------------------------------------------------------------------ */
-
-uint64_t ps__replan_border(const ps_trainer *t) {
-  return t->replan ? atomic_load(&t->replan->border) : UINT64_MAX;
-}
 
 /* A line: of what, to what, at which cost. */
 static void say_switched(const ps_trainer *t, double now_s) {
@@ -292,16 +283,17 @@ static void say_switched(const ps_trainer *t, double now_s) {
           step_of(t, t->n_started), t->plan->report.step_s, now_s, t->switch_s);
 }
 
-ps_status ps__replan_switch(ps_trainer *t) {
+/* At the border. Errors are those that stop the trainer. */
+static ps_status cross(ps_trainer *t) {
   ps__replan *r = t->replan;
   ps_plan *next = r->next;
-  atomic_store(&r->border, UINT64_MAX);
+  ps__border_set(t, UINT64_MAX);
   if (!next || t->n_reported != t->n_started || ps_trainer_checkpoint_running(t))
     return PS_OK; /* it is put off */
   const ps_status st = ps__trainer_switch(t, next);
   if (t->plan == next) {
     r->next = NULL; /* the trainer's */
-    drop_found(r);
+    drop_found(t);
     r->wait = FIRST_WAIT;
     r->not_before = t->n_reported + SETTLES;
     r->said_cut = false;
@@ -318,25 +310,6 @@ ps_status ps__replan_switch(ps_trainer *t) {
   return PS_OK;
 }
 
-uint64_t ps__replan_say(const ps_trainer *t) {
-  return t->replan ? atomic_load(&t->replan->state) : PS__REPLAN_IDLE;
-}
-
-/* All tasks hear the same in the same step, and agree on the same border. */
-void ps__replan_said(ps_trainer *t, uint64_t step, const uint64_t *said, uint32_t n) {
-  ps__replan *r = t->replan;
-  bool found = false, search_runs = false;
-  for (uint32_t i = 0; i < n; i++) {
-    found |= said[i] == PS__REPLAN_FOUND;
-    search_runs |= said[i] == PS__REPLAN_SEARCHES;
-  }
-  if (!r || !found || search_runs || step < atomic_load(&r->agreed))
-    return;
-  atomic_store(&r->agreed, step + 1 + AHEAD);
-  if (atomic_load(&r->state) == PS__REPLAN_FOUND)
-    atomic_store(&r->border, step + 1 + AHEAD);
-}
-
 /* ---- its life -------------------------------------------------------------------------------- */
 
 static void end_thread(ps__replan *r) {
@@ -348,19 +321,19 @@ static void end_thread(ps__replan *r) {
   atomic_store(&r->abandon, 0);
 }
 
-void ps__replan_forget(ps_trainer *t) {
+static void forget(ps_trainer *t) {
   if (!t->replan)
     return;
   end_thread(t->replan);
-  drop_found(t->replan);
+  drop_found(t);
 }
 
-void ps__replan_destroy(ps__replan *r) {
-  if (!r)
+void ps__replan_destroy(ps_trainer *t) {
+  if (!t->replan)
     return;
-  end_thread(r);
-  drop_found(r);
-  ps__free(r);
+  forget(t);
+  ps__free(t->replan);
+  t->replan = NULL;
 }
 
 ps_status ps__replan_create(ps_trainer *t) {
@@ -380,6 +353,19 @@ ps_status ps__replan_create(ps_trainer *t) {
     return ps__fail(PS_ENOMEM, "out of memory for a second plan");
   t->replan->cut = cut && !t->plan->cfg.hosts;
   t->replan->wait = FIRST_WAIT;
-  atomic_init(&t->replan->border, UINT64_MAX);
+  t->border.cross = cross;
   return PS_OK;
 }
+
+ps_status ps_trainer_switch(ps_trainer *t, ps_plan *plan) {
+  if (!t || !plan)
+    return ps__fail(PS_EINVAL, "ps_trainer_switch: trainer and plan must be given");
+  PS_TRY(ps__trainer_outside_ops(t));
+  if (t->sticky != PS_OK)
+    return ps__trainer_stop(t, t->sticky);
+  PS_TRY(ps__trainer_idle(t));
+  forget(t); /* it is for the plan that ends here */
+  return ps__trainer_switch(t, plan);
+}
+
+ps_plan *ps_trainer_plan(const ps_trainer *t) { return t ? t->plan : NULL; }

@@ -10,33 +10,18 @@
  * none searches and one at least has found. It is known to all by then, and none has begun steps
  * from it on.
  *
- * Threads: that of ps_trainer_wait(); ps__replan_said() those of the engine. */
+ * Threads: that of ps_trainer_wait(); ps__border_said() those of the engine. */
 #ifndef PS_TRAIN_REPLAN_H
 #define PS_TRAIN_REPLAN_H
 #include "train/trainer.h"
 
 /* ps__replan_create() - where the configuration asks for it, and plans of this training can be made
  * again. Else t->replan stays NULL, and a line says why. PS_ENOMEM.
- * ps__replan_destroy() - ends the search, if one runs. NULL is a no-op. */
+ * ps__replan_destroy() - ends the search, if one runs. No run of the trainer lives.
+ * ps__replan_step() - a step was reported: begin a search, or judge what one has found. */
 ps_status ps__replan_create(ps_trainer *t);
-void ps__replan_destroy(ps__replan *r);
-
-/* ps__replan_step() - a step was reported: begin a search, or judge what one has found.
- * ps__replan_border() - the step of the trainer before which it switches; UINT64_MAX: none.
- * ps__replan_switch() - t->n_started is the border. Where the switch has no room a line says so,
- * and the plan stays. Errors are those that stop the trainer.
- * ps__replan_forget() - what was found is of no use any more. */
+void ps__replan_destroy(ps_trainer *t);
 void ps__replan_step(ps_trainer *t);
-uint64_t ps__replan_border(const ps_trainer *t);
-ps_status ps__replan_switch(ps_trainer *t);
-void ps__replan_forget(ps_trainer *t);
-
-/* What tasks tell each other. */
-enum { PS__REPLAN_IDLE, PS__REPLAN_SEARCHES, PS__REPLAN_FOUND };
-/* ps__replan_say() - what this task tells. ps__replan_said() - what all @n tasks told in the COUNT
- * of the trainer's step @step. */
-uint64_t ps__replan_say(const ps_trainer *t);
-void ps__replan_said(ps_trainer *t, uint64_t step, const uint64_t *said, uint32_t n);
 
 /* For tests alone: trainers take @rates for what was observed, at once; NULL: no more. */
 PS_API void ps__replan_inject(const ps_hardware *rates);

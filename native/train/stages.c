@@ -1,7 +1,7 @@
 /* stages.c - the steps of a batch ramp: one run for all steps of a size, one after the other on the
  * same engine and in the same memory. A run of the next size begins when the steps of the last size
  * are reported; steps that are submitted before wait here. So they do before another plan. */
-#include "train/replan.h"
+#include "train/trainer.h"
 
 /* The first step of the trainer after those that are as large as its step @n. */
 static uint64_t end_of(const ps_trainer *t, uint64_t n) {
@@ -24,14 +24,14 @@ static ps_status next_run(ps_trainer *t) {
 
 /* Where steps of the next size come, or of another plan, the caller waits for those before. */
 static ps_status start_more(ps_trainer *t) {
-  if (t->n_started >= ps__replan_border(t))
-    PS_TRY(ps__replan_switch(t));
+  if (t->n_started >= ps__border_at(t))
+    PS_TRY(t->border.cross(t));
   uint64_t end = end_of(t, t->run_first);
   if (t->n_started == end) {
     PS_TRY(next_run(t));
     end = end_of(t, t->run_first);
   }
-  const uint64_t border = ps__replan_border(t);
+  const uint64_t border = ps__border_at(t);
   if (border > t->n_started && border < end)
     end = border;
   const uint64_t last = t->n_submitted < end ? t->n_submitted : end;
@@ -42,7 +42,7 @@ static ps_status start_more(ps_trainer *t) {
 
 ps_status ps__trainer_start_steps(ps_trainer *t) {
   while (t->n_started < t->n_submitted &&
-         ((t->n_started < end_of(t, t->run_first) && t->n_started < ps__replan_border(t)) ||
+         ((t->n_started < end_of(t, t->run_first) && t->n_started < ps__border_at(t)) ||
           t->n_reported == t->n_started))
     PS_TRY(start_more(t));
   return PS_OK;

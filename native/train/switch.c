@@ -223,16 +223,3 @@ ps_status ps__trainer_switch(ps_trainer *t, ps_plan *plan) {
     atomic_store(&plan->in_use, 0);
   return st;
 }
-
-ps_status ps_trainer_switch(ps_trainer *t, ps_plan *plan) {
-  if (!t || !plan)
-    return ps__fail(PS_EINVAL, "ps_trainer_switch: trainer and plan must be given");
-  PS_TRY(ps__trainer_outside_ops(t));
-  if (t->sticky != PS_OK)
-    return ps__trainer_stop(t, t->sticky);
-  PS_TRY(ps__trainer_idle(t));
-  ps__replan_forget(t);
-  return ps__trainer_switch(t, plan);
-}
-
-ps_plan *ps_trainer_plan(const ps_trainer *t) { return t ? t->plan : NULL; }

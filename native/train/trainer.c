@@ -213,23 +213,6 @@ static ps_status open_trainer(ps_trainer *t, const ps_checkpoint *from, ps_progr
   return st;
 }
 
-void ps__trainer_join_plan(ps_trainer *t) {
-  ps_plan *p = t->plan;
-  p->hooks = (ps__step_hooks){t, ps__trainer_hook};
-  if (p->guests.val)
-    p->guests.val->guest.hooks = (ps__step_hooks){t, ps__validation_hook};
-}
-
-void ps__trainer_leave_plan(ps_trainer *t) {
-  ps_plan *p = t->plan;
-  p->hooks = (ps__step_hooks){0};
-  if (p->guests.val)
-    p->guests.val->guest.hooks = (ps__step_hooks){0};
-  atomic_store(&p->in_use, 0);
-  if (t->owns_plan)
-    (void)ps_plan_destroy(p);
-}
-
 static ps_status create(ps_trainer **out, const char *model_dir, ps_plan *plan,
                         const ps_train_config *cfg, const ps_checkpoint *from,
                         ps_progress_fn progress, void *progress_user) {
@@ -299,7 +282,7 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
     ps__trainer_await_written_steps(t);
   PS_TRY(ps__turns_close(&t->turns));
   t->run = NULL;
-  ps__replan_destroy(t->replan);
+  ps__replan_destroy(t);
   ps__observer_destroy(t->observer);
   ps__trainer_end_writing(t);
   ps__replay_destroy(t->replay);

@@ -60,6 +60,18 @@ typedef struct ps__writing ps__writing;   /* checkpoint.c */
 typedef struct ps__observer ps__observer; /* observed.h */
 typedef struct ps__replan ps__replan;     /* replan.c */
 
+/* Where steps wait for those before them: another plan begins there (border.c).
+ *   next    1 + that step of the trainer; 0: there is none
+ *   agreed  the last one that tasks of several hosts agreed on
+ *   state   PS__REPLAN_*: what this task tells the others
+ *   cross   called once steps from there on are to begin */
+enum { PS__REPLAN_IDLE, PS__REPLAN_SEARCHES, PS__REPLAN_FOUND };
+typedef struct ps__border {
+  _Atomic uint64_t next, agreed;
+  _Atomic uint32_t state;
+  ps_status (*cross)(struct ps_trainer *t);
+} ps__border;
+
 struct ps_trainer {
   ps_plan *plan;
   bool owns_plan; /* plan came by a switch (switch.c) */
@@ -113,10 +125,11 @@ struct ps_trainer {
   uint64_t n_updates; /* that made the optimizer's state before this run; 0: it begins at zero */
   bool resumed;       /* the optimizer's state was loaded, on the device too */
   ps__validation val;
-  struct ps_generator *sampler;     /* of the plan's samples; NULL: none */
-  ps__replay *replay;               /* NULL before the first one */
-  ps__observer *observer;           /* of the plan that runs */
-  ps__replan *replan;               /* NULL: the trainer does not plan again */
+  struct ps_generator *sampler; /* of the plan's samples; NULL: none */
+  ps__replay *replay;           /* NULL before the first one */
+  ps__observer *observer;       /* of the plan that runs */
+  ps__replan *replan;           /* NULL: the trainer does not plan again */
+  ps__border border;
   char base_hash[65];               /* ps__base_hash(); empty before its first call */
   char base_mark[65];               /* of the model that was read; "": none was */
   struct ps__data_mark *data_marks; /* of the dataset's shards; NULL before the first use */
@@ -284,8 +297,14 @@ ps_status ps__trainer_pause(ps_trainer *t);
 /* How the steps of @size run. Those of the plan's own schedule are traced, because the plan counts
  * the memory of their trace alone (state.c). */
 ps_run_config ps__trainer_run_config(const ps_trainer *t, const ps__step_size *size);
+/* ps__border_at() - that step; UINT64_MAX: there is none. ps__border_set() - UINT64_MAX: none.
+ * ps__border_said() - what all @n tasks told in the COUNT of the trainer's step @step
+ * (border.c). */
+uint64_t ps__border_at(const ps_trainer *t);
+void ps__border_set(ps_trainer *t, uint64_t step);
+void ps__border_said(ps_trainer *t, uint64_t step, const uint64_t *said, uint32_t n);
 /* The trainer becomes what the hooks of its plan call; or they call nobody, and another trainer may
- * have the plan (trainer.c). */
+ * have the plan (plans.c). */
 void ps__trainer_join_plan(ps_trainer *t);
 void ps__trainer_leave_plan(ps_trainer *t);
 /* ps__trainer_switch() - ps_trainer_switch(), where steps that are submitted may not have begun. No
