@@ -4,10 +4,8 @@
  * steps between plans of random decisions, and have the bits of the training that never switched.
  * What no step may read any more is poisoned with NaN after each switch.
  * Usage: test_switch [all: 200 switches more, of every case] */
-#include "hosts_ranks.h"
 #include "random_specs.h"
 #include "step/moves.h"
-#include "train/replan.h"
 #include <math.h>
 
 #ifdef PS_SANITIZED
@@ -407,144 +405,6 @@ static void test_room(void) {
   printf("ok plans for other rates stay in the arenas under full caps\n");
 }
 
-/* ---- a training that plans again by itself --------------------------------------------------- */
-
-enum { MOST_STEPS = 2000, STEPS_AFTER = 3 };
-
-static char shard[300];
-
-static ps_plan_config tiny_config(uint32_t n_hosts) {
-  return (ps_plan_config){PLAN_DEFAULTS,           .recipe = PS_RECIPE_BF16,
-                          .seq_len = 16,           .tokens_per_step = 16 * 4 * n_hosts,
-                          .chunk_tokens = 16,      .chunks_per_round = 2,
-                          .head_slice_tokens = 16, .clip_norm = 0.5,
-                          .n_hosts = n_hosts,      .n_threads = 2};
-}
-
-/* A plan that streams everything and fetches nothing ahead: others are faster. */
-static ps_plan *slow_plan(uint32_t n_hosts) {
-  const ps_plan_config cfg = tiny_config(n_hosts);
-  ps_hardware hw = {.struct_bytes = sizeof hw};
-  ps__layout layout;
-  ps__spec spec;
-  ps_plan *plan;
-  CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
-  hw.link[PS_LINK_NETWORK].bytes_per_s = 1e12;
-  CHECK(ps__layout_init(&layout, 16, 4, 16, 2, 0, 0) == PS_OK);
-  resident_spec(&spec, &models[0], &cfg, &layout);
-  memset(spec.param_resident, 0, spec.n_units);
-  memset(spec.grad_resident, 0, spec.n_units);
-  spec.embed_on_host = true;
-  spec.n_hosts = n_hosts;
-  CHECK(ps__plan_from_spec(&plan, &models[0].cfg, &cfg, &hw, &spec) == PS_OK);
-  ps__spec_free(&spec);
-  ps__layout_free(&layout);
-  return plan;
-}
-
-/* The machine that is observed: not that of the plan. */
-static void inject_other(const ps_plan *plan) {
-  ps_hardware rates = plan->hw;
-  rates.optimizer_bytes_per_s *= 0.9;
-  ps__replan_inject(&rates);
-}
-
-/* A task's training: its losses, and when it switched. */
-typedef struct record {
-  double loss[MOST_STEPS];
-  uint64_t n, switched, state;
-} record;
-
-/* @out->n 0: until STEPS_AFTER steps after a switch; else so many. Two steps are in flight. */
-static void train_until(const model *m, ps_plan *plan, ps_hosts *hosts, uint32_t replan,
-                        record *out) {
-  const char *paths[] = {shard};
-  uint64_t n_submitted = 0, done = 0, end = out->n ? out->n : MOST_STEPS;
-  ps_train_config c = {0};
-  ps_step_metrics metrics;
-  ps_trainer *t;
-  ps_train_config_init(&c);
-  CHECK(ps_dataset_open(&c.dataset, paths, 1, 96) == PS_OK);
-  plan->cfg.hosts = hosts;
-  c.replan = replan;
-  out->switched = 0;
-  CHECK(ps_trainer_create(&t, m->dir, plan, &c, NULL, NULL) == PS_OK);
-  while (done < end) {
-    for (; n_submitted < done + 2 && n_submitted < end; n_submitted++)
-      CHECK(ps_trainer_submit(t, 1) == PS_OK);
-    CHECK(ps_trainer_wait(t, &metrics) == PS_OK && metrics.step == done);
-    out->loss[done++] = metrics.loss;
-    if (!out->switched && metrics.n_switches) {
-      CHECK(metrics.switch_s > 0 && ps_trainer_plan(t) != plan);
-      out->switched = done;
-      end = out->n ? end : done + STEPS_AFTER;
-    }
-    if (replan && !metrics.n_switches && !out->n)
-      usleep(10000);
-  }
-  out->n = done;
-  out->state = hash_state(t);
-  CHECK(ps_trainer_destroy(t) == PS_OK);
-  CHECK(ps_dataset_close(c.dataset) == PS_OK);
-}
-
-static char said[4][400];
-static uint32_t n_said;
-static void hear(void *user, ps_log_level level, const char *message) {
-  (void)user;
-  if (level == PS_LOG_WARN && n_said < 4)
-    snprintf(said[n_said++], sizeof said[0], "%s", message);
-}
-
-static void test_by_itself(void) {
-  static record with, without;
-  ps_plan *plan = slow_plan(1);
-  inject_other(plan);
-  ps_log_set(hear, NULL);
-  n_said = 0;
-  train_until(&models[0], plan, NULL, PS_REPLAN_AUTO, &with);
-  CHECK(with.switched && n_said == 1 && strstr(said[0], "the switch took"));
-  without.n = with.n;
-  train_until(&models[0], plan, NULL, PS_REPLAN_OFF, &without);
-  CHECK(!without.switched && with.state == without.state);
-  CHECK(memcmp(with.loss, without.loss, with.n * sizeof *with.loss) == 0);
-  const uint64_t switched = with.switched;
-  with.n = 2; /* a run that ends while a plan is searched for */
-  train_until(&models[0], plan, NULL, PS_REPLAN_CUT, &with);
-  ps_log_set(NULL, NULL);
-  ps__replan_inject(NULL);
-  ps_plan_destroy(plan);
-  printf("ok a training switches by itself, after %llu steps, with the same bits\n",
-         (unsigned long long)switched);
-}
-
-static record of_rank[2][2]; /* without, with; by rank */
-
-static void train_rank(rank *r, ps_hosts *h) {
-  ps_plan *plan = slow_plan(2);
-  record *out = &of_rank[r->count][r->rank];
-  if (r->count && r->rank == 0)
-    inject_other(plan);
-  pthread_barrier_wait(r->together);
-  if (!r->count)
-    out->n = of_rank[1][r->rank].n;
-  train_until(&models[0], plan, h, r->count ? PS_REPLAN_AUTO : PS_REPLAN_OFF, out);
-  ps_plan_destroy(plan);
-}
-
-static void test_two_tasks(void) {
-  run_ranks(2, train_rank, PS_F32, 1);
-  ps__replan_inject(NULL);
-  run_ranks(2, train_rank, PS_F32, 0);
-  for (int i = 0; i < 2; i++) {
-    const record *with = &of_rank[1][i], *without = &of_rank[0][i];
-    CHECK(with->switched && with->switched == of_rank[1][0].switched);
-    CHECK(with->n == of_rank[1][0].n && with->state == without->state);
-    CHECK(memcmp(with->loss, without->loss, with->n * sizeof *with->loss) == 0);
-  }
-  printf("ok two tasks switch at the same step, with the same bits\n");
-}
-
 int main(int argc, char **argv) {
   const bool all = argc > 1 && !strcmp(argv[1], "all");
   const char *tmp = getenv("TMPDIR");
@@ -561,13 +421,9 @@ int main(int argc, char **argv) {
   test_switches(all ? 8 : 1);
   test_again();
   test_room();
-  snprintf(shard, sizeof shard, "%s/shard.bin", root);
-  tiny_shard_write(shard, 5000, 96);
-  test_by_itself();
-  test_two_tasks();
   CHECK(ps__live_allocations() == before);
   for (uint32_t i = 0; i < N_MODELS; i++)
     remove_folder(models[i].dir);
-  CHECK(unlink(shard) == 0 && rmdir(root) == 0);
+  CHECK(rmdir(root) == 0);
   return 0;
 }
