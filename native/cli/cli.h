@@ -665,6 +665,8 @@ void cli_progress_search(cli_progress *p, uint64_t n_evaluated, double best_toke
 /* "plan 3 of 12, 8 s" */
 void cli_progress_count(cli_progress *p, const char *what, uint64_t done, uint64_t total);
 void cli_progress_note(cli_progress *p, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
+/* cli_warnings(), but below an open line; until the next call of cli_warnings(). */
+void cli_warnings_over(cli_progress *p);
 void cli_progress_end(cli_progress *p);   /* ends an open line */
 void cli_progress_clear(cli_progress *p); /* removes an open line from the terminal */
 

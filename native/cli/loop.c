@@ -139,6 +139,8 @@ int cli_run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics, c
   watchdog dog = {0};
   cli_step s = {0};
   const bool watched = watch_begin(&dog, t, job);
+  if (!job->follows_aloud)
+    cli_warnings_over(p);
   for (;;) {
     r->interrupted = r->interrupted || cli_interrupts();
     const bool stops = r->interrupted || code != CLI_OK;
@@ -200,6 +202,8 @@ int cli_run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics, c
       job->checkpoints.newest)
     cli_progress_note(p, "the same command with --resume auto goes on from there");
   cli_progress_end(p);
+  if (!job->follows_aloud)
+    cli_warnings(!p->quiet);
   /* The second Ctrl-C may come after the last step. It then skips what follows, the save too. */
   if (code == CLI_INTERRUPTED || (code == CLI_OK && cli_interrupts() > 1))
     code = cli_fail(CLI_INTERRUPTED, "stopped at once; nothing is saved");

@@ -319,3 +319,10 @@ void cli_progress_note(cli_progress *p, const char *fmt, ...) {
   va_end(ap);
   fprintf(stderr, "penstock: %s\n", ps_printable(shown, sizeof shown, text));
 }
+
+static void note_warning(void *user, ps_log_level level, const char *message) {
+  if (level >= PS_LOG_WARN)
+    cli_progress_note(user, "%s", message);
+}
+
+void cli_warnings_over(cli_progress *p) { ps_log_set(note_warning, p); }

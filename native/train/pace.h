@@ -4,7 +4,8 @@
 #define PS_TRAIN_PACE_H
 #include "train/trainer.h"
 
-/* How many times longer the work of ops takes in steps [from, to) of the training, which count from 0. */
+/* How many times longer the work of ops takes in steps [from, to) of the training, which count from
+ * 0. */
 typedef struct ps__slow {
   double h2d, d2h; /* copies */
   double host;     /* sums of gradients, and updates, on the host */
