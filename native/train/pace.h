@@ -8,7 +8,7 @@
  * 0. */
 typedef struct ps__slow {
   double h2d, d2h; /* copies */
-  double host;     /* sums of gradients, and updates, on the host */
+  double host;     /* sums of gradients on the host, and updates, also those of a device's arena */
   uint64_t from, to;
 } ps__slow;
 
