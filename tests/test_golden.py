@@ -1,8 +1,8 @@
 """What no refactoring may change: plans, compiled schedules, and the bits of trained weights,
 against the files of tests/golden.
 
-CASE.plan.json is the whole of plan.json: decisions, the exact predicted step time, and how many
-candidates the search evaluated. CASE.schedule.json has SHA-256 sums of the compiled step, column by
+CASE.plan.json is plan.json but for slow_host_tokens_per_s: decisions, the exact predicted step
+time, and how many candidates the search evaluated. CASE.schedule.json has SHA-256 sums of the compiled step, column by
 column (tests/native/golden.c prints them): all ops in program order, prologue first.
 CASE.weights.json has losses, gradient norms and the SHA-256 of all weights after three steps on the
 CPU backend.
@@ -553,7 +553,9 @@ def check_plan(case, tmp_path, writing):
     assert done.returncode == 0, done.stderr + done.stdout[-1000:]
     plan, *ops = done.stdout.splitlines()
     (tmp_path / "ops.txt").write_text("\n".join(ops) + "\n")
-    compare(f"{case}.plan.json", json.loads(plan), writing)
+    plan = json.loads(plan)
+    assert 0 < plan.pop("slow_host_tokens_per_s") <= plan["predicted_tokens_per_s"]
+    compare(f"{case}.plan.json", plan, writing)
     command = " ".join(str(w) for w in words)
     compare(
         f"{case}.schedule.json",

@@ -288,6 +288,9 @@ typedef struct ps_plan_report {
   /* of a validation, and of each of its steps; predicted seconds of a validation */
   uint64_t val_tokens, val_step_tokens;
   double val_s;
+  /* SECONDS of a step, predicted, where host memory and its links to devices have three quarters of
+   * their rates: what the plan loses on a machine that is slower than it was measured */
+  double slow_host_step_s;
 } ps_plan_report;
 
 /* ps_plan_create() - search for the fastest plan under both caps.

@@ -27,8 +27,8 @@ typedef struct getting {
   bool not_kept;             /* and the caller was told so */
 } getting;
 
-/* With the measurements of before, and with this one where @measured. */
-static ps_status write_file(const getting *g, bool measured) {
+/* With the measurements of before, and with this one where @measured: g->hw follows all of them. */
+static ps_status write_file(getting *g, bool measured) {
   ps__jsonw *w = NULL;
   size_t n = 0;
   ps_hardware hw = g->hw, before;
@@ -40,6 +40,7 @@ static ps_status write_file(const getting *g, bool measured) {
   if (measured && hw.measured == PS_MEASURED) {
     ps__kept_add(k, &hw, PS_RATES_QUIET);
     ps__kept_rates(k, &hw);
+    g->hw = hw;
   }
   ps_status st = ps__hardware_text(&w, &hw, k);
   if (st == PS_OK) {

@@ -1,4 +1,4 @@
-/* complete.c - the rates that may be missing, from those that may not. */
+/* complete.c - the rates that may be missing, from those that may not; and all of the host's. */
 #include "hardware/hardware_impl.h"
 
 static const ps_link_rate ends[PS_N_LINKS] = {
@@ -36,4 +36,25 @@ void ps__hardware_complete(ps_hardware *hw) {
   link[PS_LINK_D2H].duplex_bytes_per_s = link[PS_LINK_H2D].duplex_bytes_per_s;
   if (hw->backend == PS_BACKEND_CPU && !(link[PS_LINK_PEER].bytes_per_s > 0))
     link[PS_LINK_PEER].bytes_per_s = link[PS_LINK_H2D].bytes_per_s; /* its devices are arenas */
+}
+
+void ps__hardware_slow_host(ps_hardware *hw, double by) {
+  double *const rate[] = {&hw->optimizer_bytes_per_s,        &hw->optimizer_weights_bytes_per_s,
+                          &hw->optimizer_state_bytes_per_s,  &hw->accumulate_bytes_per_s,
+                          &hw->accumulate_sumsq_bytes_per_s, &hw->sumsq_bytes_per_s,
+                          &hw->gather_bytes_per_s,           &hw->memory_bytes_per_s};
+  for (size_t i = 0; i < sizeof rate / sizeof *rate; i++)
+    *rate[i] *= by;
+  for (int i = PS_LINK_H2D; i <= PS_LINK_D2H; i++) {
+    hw->link[i].bytes_per_s *= by;
+    hw->link[i].duplex_bytes_per_s *= by;
+  }
+  for (int i = 0; i < 2 * PS_MAX_CONTENTION_RATES; i++) {
+    ps_contention_rate *r = i < PS_MAX_CONTENTION_RATES
+                                ? &hw->contention[i]
+                                : &hw->gpus_contention[i - PS_MAX_CONTENTION_RATES];
+    r->h2d_bytes_per_s *= by;
+    r->d2h_bytes_per_s *= by;
+    r->host_bytes_per_s *= by;
+  }
 }

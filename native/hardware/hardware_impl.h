@@ -16,6 +16,10 @@ void ps__hardware_estimate_gpu(ps_hardware *hw);
  * (penstock/hardware.h). */
 void ps__hardware_complete(ps_hardware *hw);
 
+/* ps__hardware_slow_host() - all rates of @hw that take the host's memory or its links to devices,
+ * times @by: what a plan loses where these are slower than measured. */
+void ps__hardware_slow_host(ps_hardware *hw, double by);
+
 /* What ps_hardware_get() (cache.c) is made of. Each looks at the fields of @ask that it needs, and
  * measures within its caps.
  * ps__hardware_note() - give the caller a line, if it wants one.

@@ -93,9 +93,11 @@ static uint64_t streams_by_threads(const ps__cost_model *m) {
 /* The time with the best number of threads for sums. The number changes what ops cost and nothing
  * else.
  * @n_left_out  rounds that the step lacks of the one whose time is asked for
- * @out         the number's place (ps__sum_threads()) */
+ * @from, @to   numbers to try, by their places (ps__sum_threads()); @to: the one after the last
+ * @out         the best number's place */
 static ps_status best_threads(const ps_hardware *hw, const ps__step *step, uint32_t n_left_out,
-                              ps__evaluation_arrays *arrays, uint8_t *out, double *out_ns) {
+                              ps__evaluation_arrays *arrays, uint32_t from, uint32_t to,
+                              uint8_t *out, double *out_ns) {
   simulation r;
   double end[PS__SIM_STEADY + 1];
   ps__sim_start start[2];
@@ -104,10 +106,10 @@ static ps_status best_threads(const ps_hardware *hw, const ps__step *step, uint3
   find_round(step, start);
   ps__cost_model m; /* the simulation keeps pointers into it */
   ps_status st = simulation_init(&r, step, arrays);
-  for (uint32_t i = 0; st == PS_OK && (i == 0 || ps__sum_threads(hw, i)); i++) {
+  for (uint32_t i = from; st == PS_OK && i < to && (i == from || ps__sum_threads(hw, i)); i++) {
     m = ps__cost_model_of(hw, step->model->fp8.on, step->at, hw->n_threads, ps__sum_threads(hw, i));
-    ps__step_costs(step, &m, i > 0, r.cost);
-    st = ps__sim_set_costs(r.sim, r.cost, i > 0 ? streams_by_threads(&m) : UINT64_MAX);
+    ps__step_costs(step, &m, i > from, r.cost);
+    st = ps__sim_set_costs(r.sim, r.cost, i > from ? streams_by_threads(&m) : UINT64_MAX);
     if (st == PS_OK)
       st = ps__simulate_steady(r.sim, &told);
     if (st != PS_OK)
@@ -115,7 +117,7 @@ static ps_status best_threads(const ps_hardware *hw, const ps__step *step, uint3
     double ns = ps__steady_ns(step, r.cost, end);
     if (n_left_out)
       ns += n_left_out / step->at->n_devices * ((double)start[1].ns - (double)start[0].ns);
-    if (i > 0 && ns >= *out_ns)
+    if (i > from && ns >= *out_ns)
       continue;
     *out_ns = ns;
     *out = (uint8_t)i;
@@ -267,8 +269,8 @@ ps_status ps__evaluate_time(ps__search *s, ps__candidate *m, ps__evaluation *e, 
   if (!(e->known.ns > 0)) {
     st = map_step(s, e);
     if (st == PS_OK)
-      st = best_threads(&s->plan->hw, &e->step, e->n_left_out, &s->arrays, &e->known.threads,
-                        &e->known.ns);
+      st = best_threads(&s->plan->hw, &e->step, e->n_left_out, &s->arrays, 0, UINT32_MAX,
+                        &e->known.threads, &e->known.ns);
     if (st == PS_OK)
       remember(s, e);
   }
@@ -279,4 +281,19 @@ ps_status ps__evaluate_time(ps__search *s, ps__candidate *m, ps__evaluation *e, 
   if (*out_ns > 0)
     ps__note_best(s, *out_ns, m);
   return PS_OK;
+}
+
+ps_status ps__evaluate_on(ps__search *s, const ps__candidate *m, const ps_hardware *hw,
+                          double *out_ns) {
+  ps__evaluation e = {.candidate = *m};
+  uint8_t threads;
+  ps_status st = map_step(s, &e);
+  if (st == PS_OK)
+    st = best_threads(hw, &e.step, e.n_left_out, &s->arrays, m->threads, m->threads + 1u, &threads,
+                      out_ns);
+  if (e.emitted) {
+    ps__step_leave(&e.step, &s->arrays.step);
+    ps__spec_free(&e.spec);
+  }
+  return st;
 }

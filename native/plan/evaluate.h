@@ -112,6 +112,10 @@ void ps__evaluation_end(ps__search *s, ps__evaluation *e);
  * number of threads for sums, keep the best number, and note the candidate among the best.
  * @out_ns  of a step; 0 where the candidate does not fit. Errors: PS_ENOMEM. */
 ps_status ps__evaluate_time(ps__search *s, ps__candidate *m, ps__evaluation *e, double *out_ns);
+/* ps__evaluate_on() - ns of a step of @m, with its number of threads for sums, on a machine with
+ * other rates. Errors: PS_ENOMEM. */
+ps_status ps__evaluate_on(ps__search *s, const ps__candidate *m, const ps_hardware *hw,
+                          double *out_ns);
 void ps__note_best(ps__search *s, double ns, const ps__candidate *m);
 
 /* ps__fill_device() - give @m as many parts on the device as fit, as far as a few evaluations tell,

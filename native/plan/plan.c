@@ -91,6 +91,17 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
   o->val_s = (double)v->n_steps * v->guest.step_s;
 }
 
+static ps_status predict_slow_host(ps_plan *p) {
+  ps_hardware slow = p->hw;
+  double ns;
+  ps__hardware_slow_host(&slow, PS__SLOW_HOST);
+  ps__cost_model m =
+      ps__cost_model_of(&slow, p->model->fp8.on, p->step.at, p->hw.n_threads, p->spec.sum_threads);
+  PS_TRY(ps__step_predict(&p->step, p->schedule, &m, NULL, &ns));
+  p->report.slow_host_step_s = ns * 1e-9;
+  return PS_OK;
+}
+
 /* The predicted step time, and how long each stream works in a steady step. */
 ps_status ps__plan_predict(ps_plan *p) {
   const uint64_t n = ps_schedule_n_ops(p->schedule);
@@ -113,7 +124,7 @@ ps_status ps__plan_predict(ps_plan *p) {
       }
   }
   ps__free(events);
-  return st;
+  return st == PS_OK ? predict_slow_host(p) : st;
 }
 
 ps_status ps__plan_compile(ps_plan *p, const ps__search_result *r) {

@@ -155,6 +155,9 @@ struct ps__search_result;
 ps_status ps__plan_compile(ps_plan *p, const struct ps__search_result *r);
 ps_status ps__plan_undo(ps_plan *p);
 
+/* The host's rates over those measured, in what the search prefers and the report says. */
+static const double PS__SLOW_HOST = 0.75;
+
 /* ps__plan_check_events() - whether @events are whole steps of the plan, in order, each step's in
  * program order. Errors: PS_EINVAL names the event that is not (stalls.c). */
 ps_status ps__plan_check_events(const ps_plan *p, const ps_trace_event *events, uint64_t n);

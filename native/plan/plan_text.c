@@ -243,6 +243,8 @@ static void write_text(text *t, const ps_plan *p) {
       ps_plan_stream_name(p, r->bottleneck_stream),
       r->step_s > 0 ? 100 * r->stream_busy_s[r->bottleneck_stream] / r->step_s : 0,
       p->hw.measured ? "measured" : "estimated");
+  say(t, "                 %.0f tokens/s where host memory has three quarters of its rates\n",
+      r->slow_host_step_s > 0 ? (double)r->tokens_per_step / r->slow_host_step_s : 0);
   if (p->hw.other_work_percent)
     say(t,
         "                 other work took %u%% of the CPUs while the rates were measured: they are "
@@ -359,6 +361,8 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
   ps__jsonw_number(w, "predicted_step_s", r->step_s);
   ps__jsonw_number(w, "predicted_tokens_per_s",
                    r->step_s > 0 ? (double)r->tokens_per_step / r->step_s : 0);
+  ps__jsonw_number(w, "slow_host_tokens_per_s",
+                   r->slow_host_step_s > 0 ? (double)r->tokens_per_step / r->slow_host_step_s : 0);
   if (p->guests.val) {
     ps__jsonw_uint(w, "val_tokens", r->val_tokens);
     ps__jsonw_uint(w, "val_step_tokens", r->val_step_tokens);

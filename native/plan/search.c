@@ -12,6 +12,7 @@
  *
  * A large search space has a budget (MAX_OPS for 32 layers). Its steps are evaluated with fewer
  * rounds, the local search varies the best, and the fastest few are evaluated with all rounds. */
+#include "hardware/hardware_impl.h"
 #include "plan/evaluate.h"
 #include <stdio.h>
 #include <stdlib.h>
@@ -556,12 +557,86 @@ static ps_status add_ladder_search(const ps__search *s, ladder_search r[MAX_LADD
   return ladder_search_init(&r[(*n)++], s, cap);
 }
 
+/* ---- robust by default ----------------------------------------------------------------------- */
+
+/* A plan may take so many times the fastest one's time where it loses less on a machine whose host
+ * memory is slower than measured. */
+static const double ROBUST_MOST = 1.01;
+/* It must gain so much there, and more than it costs here. */
+static const double ROBUST_LEAST_GAIN = 0.005;
+enum { N_FINALISTS = 8 };
+
+typedef struct finalists {
+  uint32_t n;
+  ps__fastest of[N_FINALISTS];
+} finalists;
+
+/* Of the same cut, as bits depend on it. */
+static void add_finalist(finalists *f, const ps__fastest *fastest, const ps__fastest *one) {
+  bool known = one->ns == 0 || one->candidate.microbatch != fastest->candidate.microbatch ||
+               one->ns > ROBUST_MOST * fastest->ns || f->n == N_FINALISTS;
+  for (uint32_t i = 0; i < f->n; i++)
+    known |= f->of[i].ns == one->ns;
+  if (!known)
+    f->of[f->n++] = *one;
+}
+
+/* The fastest with less offloaded: it recomputes more, and waits less for the host. */
+static ps_status add_variations(ps__search *s, finalists *f, const ps__fastest *fastest) {
+  static const int less[] = {2, 5, 10};
+  const uint32_t n_feasible = s->out->n_feasible; /* of the search alone */
+  for (size_t i = 0; i < sizeof less / sizeof *less; i++) {
+    ps__candidate m = fastest->candidate;
+    ps__evaluation e;
+    double ns = 0;
+    if (m.host < less[i])
+      break;
+    m.host = (uint8_t)(m.host - less[i]);
+    PS_TRY(ps__evaluate_begin(s, &m, &e));
+    const ps_status st = ps__evaluate_time(s, &m, &e, &ns);
+    ps__evaluation_end(s, &e);
+    s->out->n_feasible = n_feasible;
+    if (st != PS_OK)
+      return st;
+    if (ns > ROBUST_MOST * fastest->ns)
+      break;
+    add_finalist(f, fastest, &(ps__fastest){ns, m});
+  }
+  return PS_OK;
+}
+
+/* Of the plans nearly as fast as the fastest, the one that loses least where host memory and its
+ * links are slower. */
+static ps_status prefer_robust(ps__search *s, finalists *f) {
+  const ps__fastest fastest = s->best[0];
+  ps_hardware slow = s->plan->hw;
+  double best = 0, first = 0;
+  ps__hardware_slow_host(&slow, PS__SLOW_HOST);
+  s->whole = true;
+  PS_TRY(add_variations(s, f, &fastest));
+  for (uint32_t i = 0; i < f->n; i++) {
+    double ns;
+    PS_TRY(ps__evaluate_on(s, &f->of[i].candidate, &slow, &ns));
+    const double gain = first > 0 ? 1 - ns / first : 0, cost = f->of[i].ns / fastest.ns - 1;
+    if (i == 0) /* the fastest */
+      best = first = ns;
+    if (ns >= best || gain < ROBUST_LEAST_GAIN || gain <= cost)
+      continue;
+    best = ns;
+    s->best[0] = f->of[i];
+  }
+  if (best == first)
+    s->best[0] = fastest; /* variations that were evaluated may have been noted before it */
+  return PS_OK;
+}
+
 /* The fastest plan found under the caps, among candidates with ps__residency.blocks, and under the
  * caps with the ladder's next lower cap at one place after the other. The way of a search depends
  * on its caps. Where more memory gains a step little, the search under less may find the faster
  * plan, which fits here too. */
 static ps_status find_on_ladder(ps__search *s) {
   ladder_search r[MAX_LADDER_SEARCHES] = {0};
+  ps__fastest found[MAX_LADDER_SEARCHES * PS__N_BEST] = {0};
   ps__pool *pool;
   uint32_t n = 1;
   ps_status st = ladder_search_init(&r[0], s, s->cap);
@@ -582,6 +657,8 @@ static ps_status find_on_ladder(ps__search *s) {
     if (st == PS_OK && r[i].s->best[0].ns > 0 &&
         (s->best[0].ns == 0 || r[i].s->best[0].ns < s->best[0].ns))
       s->best[0] = r[i].s->best[0];
+    for (uint32_t k = 0; st == PS_OK && k < PS__N_BEST; k++)
+      found[i * PS__N_BEST + k] = r[i].s->best[k];
     s->out->n_feasible += r[i].out.n_feasible;
     if (r[i].s) {
       ps__evaluation_arrays_free(&r[i].s->arrays);
@@ -589,7 +666,12 @@ static ps_status find_on_ladder(ps__search *s) {
     }
     ps__free(r[i].s);
   }
-  return st;
+  if (st != PS_OK || s->best[0].ns == 0 || !s->large || s->plan->counts_guests)
+    return st;
+  finalists f = {.n = 1, .of = {s->best[0]}};
+  for (size_t i = 0; i < sizeof found / sizeof *found; i++)
+    add_finalist(&f, &s->best[0], &found[i]);
+  return prefer_robust(s, &f);
 }
 
 static ps_status search(ps_plan *plan, ps__memo *memo, bool sizes_only, double below_ns,
