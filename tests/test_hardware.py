@@ -406,6 +406,7 @@ def test_the_profile_is_printed_as_a_table_or_json(tmp_path):
     env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     command = [BINARY, "profile", "--backend", "cpu", "--threads", "2", "--seconds", "0.2"]
     table = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"rates moved by up to \d+% while they were measured", table)
     for what in (
         "matrix products, 1024 rows, forward",
         "gradient of weights",

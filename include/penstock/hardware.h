@@ -176,6 +176,9 @@ typedef struct ps_hardware {
    * less, or unknown. Rates are then too low: predicted times are too long, and MFU on a CPU, whose
    * peak is one of the rates, is too high. */
   uint32_t other_work_percent;
+  /* How far rates moved while ps_hardware_profile() measured: of the one that moved most, the
+   * largest of three passes less the smallest, over the median, which counts; 0: unknown. */
+  uint32_t moved_percent, reserved;
   ps_contention_rate gpus_contention[PS_MAX_CONTENTION_RATES];
   /* CUDA, at most 1: the speed of products and attention on n_gpus GPUs at once, over that on one
    * alone, beside copies both ways. It is that of the slowest GPU, for which a step waits. It is a
@@ -230,9 +233,11 @@ PS_API ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_
  * backend, and where the build has no CUDA. */
 PS_API uint64_t ps_hardware_measure_bytes(const ps_hardware *hw);
 
-/* ps_hardware_profile() - ps_hardware_measure() in full: longer, and on CUDA in more memory.
- * On CUDA also FP8's rates. @seconds 0: 5; on CUDA 125, which is 2.2 s a case. On CUDA the host's
- * cases use three quarters of the memory that is free. Arguments and errors otherwise as above. */
+/* ps_hardware_profile() - ps_hardware_measure() in full: longer, and on CUDA in more memory, with
+ * FP8's rates. All is measured three times, pass after pass, and of each rate the median counts, so
+ * that the machine need not be quiet all the time (moved_percent).
+ * @seconds 0: 5; on CUDA 125, which is 0.7 s a case and pass. On CUDA the host's cases use three
+ * quarters of the memory that is free. Arguments and errors otherwise as above. */
 PS_API ps_status ps_hardware_profile(ps_hardware *out, uint32_t backend, uint32_t device,
                                      uint32_t n_threads, uint64_t host_mem_bytes, double seconds);
 
@@ -259,7 +264,8 @@ typedef enum ps_hardware_note {
   PS_HARDWARE_MEASURES = 0,   /* measuring begins; how long it takes */
   PS_HARDWARE_OTHER_WORK = 1, /* other_work_percent of what was measured is not 0 */
   PS_HARDWARE_ESTIMATES = 2,  /* a cap leaves no room to measure: rates are estimates */
-  PS_HARDWARE_NOT_KEPT = 3    /* the cache cannot be written: the next call measures again */
+  PS_HARDWARE_NOT_KEPT = 3,   /* the cache cannot be written: the next call measures again */
+  PS_HARDWARE_MOVED = 4       /* PS_HARDWARE_IN_FULL: how far rates moved meanwhile */
 } ps_hardware_note;
 typedef void (*ps_hardware_note_fn)(void *user, ps_hardware_note note, const char *line);
 

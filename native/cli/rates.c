@@ -15,10 +15,13 @@ static void print_machine(FILE *out, const ps_hardware *hw) {
   fprintf(out, "%s, %u threads of %u CPUs, %s of memory (%s)\n", hw->name, hw->n_threads,
           hw->n_cpus, cli_bytes(memory, hw->host_memory_bytes),
           hw->measured ? "rates measured" : "rates estimated");
+  if (hw->moved_percent)
+    fprintf(out, "  rates moved by up to %u%% while they were measured: their medians count\n",
+            hw->moved_percent);
   if (hw->other_work_percent)
     fprintf(out,
-            "  other work took %u%% of the CPUs while the rates were measured: they are too low, "
-            "run penstock profile when the machine is idle\n",
+            "  other work took %u%% of the CPUs while the rates were measured: they are those "
+            "beside that work\n",
             hw->other_work_percent);
 }
 

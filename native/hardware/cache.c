@@ -96,7 +96,7 @@ static ps_status measure(getting *g, bool from_file) {
     ps__hardware_note(
         g->ask, PS_HARDWARE_OTHER_WORK,
         "other work took %u%% of this machine's CPUs while it was measured: its rates "
-        "are too low, run penstock profile when it is idle",
+        "are those beside that work",
         hw.other_work_percent);
   keep(g, true);
   return PS_OK;

@@ -105,6 +105,7 @@ static const field fields[] = {
     COUNT(flash4_version, KEPT),
     WHOLE(ps_hardware, measured, PS_ESTIMATED, PS_MEASURED_TIGHT, BOOL),
     WHOLE(ps_hardware, other_work_percent, 0, 100, 0),
+    COUNT(moved_percent, 0),
     BYTES(host_memory_bytes, FACT),
     BYTES(device_memory_bytes, FACT),
     BYTES(device_overhead_bytes, REQUIRED),
@@ -422,6 +423,42 @@ static void median_of_list(ps_hardware *hw, const ps_hardware *const *of, uint32
     for (const field *f = list->entry; f->key; f++)
       if (f->type == REAL)
         median_at(hw, alike, m, list->offset + i * list->entry_bytes + f->offset);
+}
+
+/* The largest less the smallest of the rates at @offset, over that of @hw; 0: one is unknown. */
+static double moved_at(const ps_hardware *hw, const ps_hardware *of, uint32_t n, size_t offset) {
+  const double median = real_at((const char *)hw + offset);
+  double least = median, most = median;
+  for (uint32_t i = 0; i < n; i++) {
+    const double rate = real_at((const char *)&of[i] + offset);
+    if (!(rate > 0))
+      return 0;
+    least = rate < least ? rate : least;
+    most = rate > most ? rate : most;
+  }
+  return median > 0 ? (most - least) / median : 0;
+}
+
+double ps__hardware_moved(const ps_hardware *hw, const ps_hardware *of, uint32_t n,
+                          const char **key) {
+  double moved = 0;
+  for (const field *f = fields; f->key; f++) {
+    const uint64_t n_entries = f->type == LIST ? f->max : 1;
+    for (uint64_t i = 0; is_rate(f) && i < n_entries; i++) {
+      const size_t at = f->offset + i * f->entry_bytes;
+      double most = 0;
+      if (f->type == REAL)
+        most = moved_at(hw, of, n, at);
+      for (const field *e = f->entry; f->type == LIST && e->key; e++)
+        if (e->type == REAL && moved_at(hw, of, n, at + e->offset) > most)
+          most = moved_at(hw, of, n, at + e->offset);
+      if (most > moved) {
+        moved = most;
+        *key = f->key;
+      }
+    }
+  }
+  return moved;
 }
 
 void ps__hardware_median(ps_hardware *hw, const ps_hardware *const *of, uint32_t n) {

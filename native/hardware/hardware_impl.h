@@ -79,6 +79,10 @@ void ps__kept_rates(const ps__kept *k, ps_hardware *hw);
  * ps__hardware_median() - each rate of @hw becomes the median of those that @n measurements know;
  * one that none knows stays. A table that has other shapes than that of @hw is left out. */
 ps_status ps__hardware_text(ps__jsonw **out, const ps_hardware *hw, const ps__kept *kept);
+/* ps__hardware_moved() - of the rate that differs most among the @n measurements @of, whose medians
+ * @hw has: the largest less the smallest, over the median. @key: its name in the file. */
+double ps__hardware_moved(const ps_hardware *hw, const ps_hardware *of, uint32_t n,
+                          const char **key);
 uint32_t ps__hardware_kept(ps__kept *out, const char *path);
 void ps__hardware_median(ps_hardware *hw, const ps_hardware *const *of, uint32_t n);
 

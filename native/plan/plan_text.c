@@ -248,7 +248,7 @@ static void write_text(text *t, const ps_plan *p) {
   if (p->hw.other_work_percent)
     say(t,
         "                 other work took %u%% of the CPUs while the rates were measured: they are "
-        "too low, run penstock profile when the machine is idle\n",
+        "those beside that work\n",
         p->hw.other_work_percent);
   for (uint32_t i = 0; i < p->at->n_streams; i++)
     say(t, "  %-14s %8.3f s busy (%3.0f%%)\n", ps_plan_stream_name(p, i), r->stream_busy_s[i],

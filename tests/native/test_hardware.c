@@ -218,6 +218,21 @@ static void an_arena_that_is_measured_stays_zero(void) {
   ps__unmap(arena, BYTES);
 }
 
+static void rates_of_several_passes_are_their_medians(void) {
+  ps_hardware pass[3], hw;
+  const char *key = "";
+  for (int i = 0; i < 3; i++) {
+    CHECK(ps_hardware_estimate(&pass[i], PS_BACKEND_CPU, 0, 2) == PS_OK);
+    pass[i].accumulate_bytes_per_s = (double[]){8e9, 1e9, 4e9}[i];
+    pass[i].gemm[PS_BF16][0] = (ps_gemm_rate){32, 0, 1e9 + i, 1e9, 1e9};
+  }
+  hw = pass[2];
+  ps__hardware_median(&hw, (const ps_hardware *[]){&pass[0], &pass[1], &pass[2]}, 3);
+  CHECK(hw.accumulate_bytes_per_s == 4e9 && hw.gemm[PS_BF16][0].forward_flops_per_s == 1e9 + 1);
+  CHECK(near(ps__hardware_moved(&hw, pass, 3, &key), 7.0 / 4) &&
+        strcmp(key, "accumulate_bytes_per_s") == 0);
+}
+
 /* ---- what a GPU's plans need later ----------------------------------------------------------- */
 
 static void fp8_is_measured_where_a_gpu_has_it_and_its_rates_are_missing(void) {
@@ -264,6 +279,7 @@ int main(void) {
   fp8_is_measured_where_a_gpu_has_it_and_its_rates_are_missing();
   nothing_is_measured_beyond_a_cap_of_device_memory();
   rates_of_an_arena_replace_those_known();
+  rates_of_several_passes_are_their_medians();
   an_arena_that_is_measured_stays_zero();
   printf("ok this machine's rates\n");
   return 0;
