@@ -17,6 +17,9 @@ static void print_layers(const ps_model_config *cfg) {
     printf(", windows of %u tokens in %u layers", cfg->window, windows);
   if (no_rope)
     printf(", no RoPE in %u layers", no_rope);
+  if (cfg->n_experts)
+    printf(", %u experts of %u in %u layers, %u a token", cfg->n_experts, cfg->expert_dim,
+           layers_with(cfg, PS_LAYER_EXPERTS), cfg->n_experts_used);
   printf("\n");
 }
 
@@ -47,6 +50,10 @@ static int show_model(cli_json *j, const char *path, uint64_t seq_len, ps_model_
     cli_json_count(j, "head_dim", cfg->head_dim);
     cli_json_count(j, "ffn_dim", cfg->ffn_dim);
     cli_json_count(j, "vocab_size", cfg->vocab_size);
+    cli_json_count(j, "n_experts", cfg->n_experts);
+    cli_json_count(j, "n_experts_used", cfg->n_experts_used);
+    cli_json_count(j, "expert_dim", cfg->expert_dim);
+    cli_json_count(j, "n_expert_layers", layers_with(cfg, PS_LAYER_EXPERTS));
     cli_json_count(j, "n_window_layers", layers_with(cfg, PS_LAYER_WINDOW));
     cli_json_count(j, "n_no_rope_layers", layers_with(cfg, PS_LAYER_NO_ROPE));
     if (seq_len)

@@ -486,8 +486,8 @@ typedef struct ps__args_glu {
  * are static: offsets alone depend on data, kernels read them, and the host never does.
  *   - On CUDA a row's bits depend on the row and its expert's weights alone. On the CPU they depend
  *     on how many rows the expert has, too.
- *   - 1 <= k <= PS_MAX_EXPERTS_USED, k <= E <= PS_MAX_EXPERTS, R < 2^31. ids u16, all other integers
- *     i32.
+ *   - 1 <= k <= PS_MAX_EXPERTS_USED, k <= E <= PS_MAX_EXPERTS, R < 2^31. ids u16, all other
+ *     integers i32.
  *   - n_experts is E, n_used is k, expert_dim is I. */
 enum { PS_MAX_EXPERTS = 512, PS_MAX_EXPERTS_USED = 16 };
 /* PS_EINVAL names @op, the number that is out of range and its value. */
@@ -511,8 +511,9 @@ typedef struct ps__args_moe_route {
  *                                       dweights[t,j] where e is ids[t,j]; n[e] = offsets[e+1] -
  *                                       offsets[e]
  *                        dlogits[t,e] = p[t,e] (dp[t,e] - sum_i p[t,i] dp[t,i] + 2 z_loss lse /
- *                                       step_tokens), with renorm 1 also + weights[t,j] (dweights[t,j]
- *                                       - sum_i weights[t,i] dweights[t,i]) where e is ids[t,j]
+ *                                       step_tokens), with renorm 1 also + weights[t,j]
+ *                                       (dweights[t,j] - sum_i weights[t,i] dweights[t,i]) where
+ *                                       e is ids[t,j]
  *                      aux: alpha E / blocks, of aux = alpha E sum_e f_e P_e with f_e = n[e] /
  *                      n_tokens constant and P_e the mean of p over the chunk, each chunk weighted
  *                      by its part of the step's tokens. z_loss: beta / blocks, of beta mean lse^2.
@@ -574,8 +575,8 @@ typedef struct ps__args_gemm_grouped {
  *                      ptr: R gu[R,2I], R weights f32[T,k], R slot i32[T,k], W s[R,I].
  * moe_glu_bwd          dweights[t,j] = sum_i ds[r,i] act(g) u; gu is replaced by its gradient, that
  *                      of w act(g) u, and then ds by s, with the bits of moe_glu's.
- *                      ptr: RW ds[R,I], RW gu[R,2I], R weights f32[T,k], R slot i32[T,k], W dweights
- *                      f32[T,k]. */
+ *                      ptr: RW ds[R,I], RW gu[R,2I], R weights f32[T,k], R slot i32[T,k], W
+ *                      dweights f32[T,k]. */
 typedef struct ps__args_moe_glu {
   uint32_t n_tokens, n_used, expert_dim, dt, activation; /* activation: as ps__args_glu */
 } ps__args_moe_glu;

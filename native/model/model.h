@@ -22,8 +22,8 @@ typedef struct ps__unit {
   bool by_chunk, by_slice;
 } ps__unit;
 
-/* Terms of the loss beside the cross-entropy: coefficients, 0: none (ops.h). Those of routers are the
- * mean over the blocks that have one. */
+/* Terms of the loss beside the cross-entropy: coefficients, 0: none (ops.h). Those of routers are
+ * the mean over the blocks that have one. */
 typedef struct ps__loss_terms {
   float z_loss, label_smoothing;
   float router_aux, router_z;

@@ -58,6 +58,13 @@ static void say_memory(text *t, const ps_plan_report *r) {
         e);
 }
 
+static void say_experts(text *t, const ps_model *m) {
+  say(t,
+      "experts          %u in each of %u blocks, %u a token; auxiliary loss %g, router z-loss %g\n",
+      m->cfg.n_experts, ps__n_sparse(&m->cfg), m->cfg.n_experts_used, (double)m->loss.router_aux,
+      (double)m->loss.router_z);
+}
+
 static void say_validation(text *t, const ps_plan *p) {
   const ps_plan_report *r = &p->report;
   if (p->guests.val)
@@ -177,6 +184,8 @@ static void write_text(text *t, const ps_plan *p) {
       where(r->resident_param_units, r->n_units), (unsigned long long)r->resident_param_units,
       (unsigned long long)r->n_units, kept, *kept ? "\n                 " : " ",
       where(r->resident_grad_units, r->n_units), state, ps_recipe_name((ps_recipe)p->cfg.recipe));
+  if (p->model->cfg.n_experts)
+    say_experts(t, p->model);
   if (p->model->fp8.on)
     say(t,
         "FP8              products of %u of %u blocks%s%s%s; the first %u and the last %u in "

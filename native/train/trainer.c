@@ -290,7 +290,6 @@ ps_status ps_trainer_destroy(ps_trainer *t) {
   ps__trainer_close_net(t);
   (void)ps_engine_close(t->engine);
   ps__pace_free(t);
-  ps__observer_destroy(t->observer);
   if (t->plan->cfg.hosts)
     atomic_store(&t->plan->cfg.hosts->in_use, 0);
   ps__trainer_leave_plan(t);

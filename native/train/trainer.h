@@ -14,7 +14,8 @@ enum { PS__ADDED_BYTES = 512 }; /* of a message: what is left for additions */
 /* How the step's tokens were spread over experts. A row is a token with one of its experts.
  *   load, entropy, n_unused  as in ps_step_metrics
  *   unused_steps             the most steps in a row that an expert, the named one, got no token
- *   most                     the largest part of a block's rows that an expert, the named one, got */
+ *   most                     the largest part of a block's rows that an expert, the named one,
+ *                            got */
 typedef struct ps__routing {
   double load, entropy, most;
   uint64_t n_unused, unused_steps;

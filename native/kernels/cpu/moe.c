@@ -136,8 +136,8 @@ static void route_bwd_task(void *arg, int64_t first, int64_t end, uint32_t worke
 }
 
 /* moe_route_bwd
- * shapes  logits [T,E], weights and dweights [T,k] fp32, ids [T,k] u16, offsets [E+1], dlogits [T,E]
- *         of dt, counts [E] u64; no aliasing
+ * shapes  logits [T,E], weights and dweights [T,k] fp32, ids [T,k] u16, offsets [E+1], dlogits
+ *         [T,E] of dt, counts [E] u64; no aliasing
  * bytes   T*((4 + dt)E + 10k).   determinism  bitwise: a row at a time; counts are integers */
 ps_status ps__cpu_moe_route_bwd(const ps_launch *l) {
   const ps__args_moe_route_bwd *a = l->args;

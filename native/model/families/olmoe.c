@@ -1,5 +1,5 @@
-/* olmoe.c - OLMoE: Llama's block with experts in all layers and RMSNorm over the whole rows of q and
- * k. Defaults are those of transformers' OlmoeConfig (5.24). */
+/* olmoe.c - OLMoE: Llama's block with experts in all layers and RMSNorm over the whole rows of q
+ * and k. Defaults are those of transformers' OlmoeConfig (5.24). */
 #include "model/attention.h"
 #include "model/experts.h"
 #include "model/family.h"
