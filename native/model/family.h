@@ -65,7 +65,7 @@ ps_status ps__config_window(const ps__config_reader *r, uint32_t fallback, uint3
 ps_status ps__config_needs_window(const ps__config_reader *r, const ps_model_config *c,
                                   uint32_t sliding, const char *why);
 
-/* ps__config_experts() - n_experts, n_experts_used, expert_dim, norm_topk_prob, router_aux_loss. The
+/* ps__config_experts() - the five fields of experts, from n_experts to router_aux_loss. The
  * family says which layers have experts. Refuses shared experts, groups, capacity and jitter. */
 typedef struct ps__experts_defaults { /* of absent keys */
   uint32_t n_experts, n_used;
