@@ -264,3 +264,28 @@ def test_a_forward_pass_alone_has_no_router_terms(directory):
         with Trainer(where, make_plan(where, 80, **more), plain, lr=0.0, clip_norm=0) as trainer:
             losses += [m.loss for m in trainer.steps(1)]
     assert losses[0] == losses[1]
+
+
+def test_fused_files_are_read_and_written_as_they_are(directory, tmp_path):
+    """transformers' other form: the same weights, the same step, and saved in that form again."""
+    where, cfg = directory("qwen3_moe")
+    fused = tmp_path / "fused"
+    random_model(cfg).save_pretrained(fused, save_original_format=False)
+    (fused / "config.json").write_text(json.dumps(cfg))
+    given = load_file(fused / "model.safetensors")
+    assert sum(key.endswith("experts.gate_up_proj") for key in given) == 2
+    saved, losses = [], []
+    for k, folder in enumerate((where, fused)):
+        with Trainer(folder, make_plan(folder, 80), plain, lr=1e-2, clip_norm=0) as trainer:
+            losses += [m.loss for m in trainer.steps(2)]
+            saved.append(state_of(trainer))
+            trainer.save(tmp_path / f"out{k}", "fp32")
+    assert saved[0] == saved[1] and losses[:2] == losses[2:]
+    out = [load_file(tmp_path / f"out{k}" / "model.safetensors") for k in range(2)]
+    assert {k: v.shape for k, v in out[1].items()} == {k: v.shape for k, v in given.items()}
+    split = as_on_disk(out[1], "qwen3_moe")
+    assert set(split) == set(out[0]) and all(torch.equal(split[k], x) for k, x in out[0].items())
+    both = given | {"model.layers.0.mlp.experts.3.up_proj.weight": torch.zeros(40, 64)}
+    save_file(both, fused / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(FormatError, match=r"experts\.3\.up_proj\.weight\" is also in"):
+        Trainer(fused, make_plan(fused, 80), plain, clip_norm=0)

@@ -37,7 +37,8 @@ typedef struct ps_tensor_info {
 
 /* ps_tensors_open() - open @path, a .safetensors file or a model directory, and check all headers:
  * lengths, dtypes, shapes against byte ranges, order, holes, overlaps, duplicate names, the index
- * against the files. No tensor's data is read.
+ * against the files. No tensor's data is read. A layer's experts that are one tensor, [E,2I,D] or
+ * [E,D,I], as transformers 5 may save them, are here a tensor for each expert and projection.
  * @out    owned by the caller, released by ps_tensors_close().
  * Limits: 131,072 tensors, 100,000,000 bytes a header, 1 MiB a metadata value. A tensor takes about
  *         200 bytes of memory.

@@ -80,6 +80,8 @@ ps_status ps__tensors_put(ps__tensors_file *f, const void *data, uint64_t bytes)
  * error. */
 ps_status ps__tensors_end(ps__tensors_file *f, ps_status st, ps__hashed *out);
 
+/* ps__tensors_fused() - whether the files have a layer's experts as one tensor. */
+bool ps__tensors_fused(const ps_tensor_file *f);
 /* ps_tensors_open() of a directory's files of another stem. */
 ps_status ps__tensors_open(ps_tensor_file **out, const char *path, const char *stem);
 /* The value of @key in the metadata of the first file, of at most @bytes - 1 bytes; "" where there

@@ -11,7 +11,7 @@
 #include <penstock/tensors.h>
 
 #include "core/dtype.h"
-#include "io/io.h"
+#include "io/tensor_file.h"
 #include <errno.h>
 #include <inttypes.h>
 #include <stdlib.h>
@@ -20,33 +20,10 @@
 #include <unistd.h>
 
 enum {
-  /* takes 26 MB of memory; the largest model that a config may describe has 49,155 tensors */
+  /* takes 26 MB of memory; the largest dense model that a config may describe has 49,155 */
   MAX_TENSORS = 1 << 17,
   MAX_TEXT = 1 << 20, /* bytes of a name or of a metadata value */
   MAX_FILES = 1 << 16
-};
-
-typedef struct data_file {
-  char *path;
-  int fd;
-  uint64_t data_start;
-} data_file;
-
-typedef struct tensor {
-  char *name;
-  ps_tensor_info info;
-  uint64_t begin; /* the byte of the file where its data begins */
-  uint32_t file;
-  bool mapped; /* the index names it */
-} tensor;
-
-struct ps_tensor_file {
-  data_file *files;
-  size_t n_files, cap_files;
-  tensor *tensors;
-  size_t n, cap;
-  uint64_t *by_name; /* indices sorted by name */
-  bool initialised;  /* by models/init_model.py, as a file's metadata says */
 };
 
 static const struct {
@@ -400,6 +377,17 @@ static ps_status make_index(ps_tensor_file *f, const char *path) {
   return PS_OK;
 }
 
+static ps_status split_fused(ps_tensor_file *f, const char *path) {
+  PS_TRY(ps__tensors_split(f, MAX_TENSORS));
+  if (!f->fused)
+    return PS_OK;
+  ps__free(f->by_name);
+  f->by_name = NULL;
+  return make_index(f, path);
+}
+
+bool ps__tensors_fused(const ps_tensor_file *f) { return f->fused; }
+
 static const char *base_name(const char *path) {
   const char *slash = strrchr(path, '/');
   return slash ? slash + 1 : path;
@@ -613,6 +601,8 @@ ps_status ps__tensors_open(ps_tensor_file **out, const char *path, const char *s
     if (st == PS_OK)
       st = make_index(f, path);
   }
+  if (st == PS_OK)
+    st = split_fused(f, path);
   if (st != PS_OK) {
     ps_tensors_close(f);
     return st;

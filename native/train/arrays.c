@@ -20,7 +20,8 @@ typedef struct job {
   ps_trainer *t;
   ps__output *o;
   ps_tensor_writer *writer[1 + PS_MAX_STATES];
-  uint32_t *param[1 + PS_MAX_STATES]; /* [array][i]: the parameter of the array's tensor i */
+  uint32_t *param[1 + PS_MAX_STATES]; /* [array][i]: the first parameter of the array's tensor i, */
+  uint32_t *n_of[1 + PS_MAX_STATES];  /* and how many parameters are in it */
   out_file *file;
   _Atomic uint32_t *left; /* [unit][part]: tensors that are not read yet */
   char *buffers;          /* PIECE_BYTES for each thread */
@@ -47,17 +48,38 @@ static bool is_in(const job *j, const ps__array *array, const ps_param_info *p) 
   return !u->frozen;
 }
 
+/* Of transformers' fused tensors, which have a layer's experts: the one that begins with parameter
+ * @i, as @spec, with its name in @name. How many parameters are in it; 1: it is none. */
+static uint32_t fuse(const ps_model *m, uint32_t i, char name[PS_PARAM_NAME_BYTES],
+                     ps_tensor_spec *spec) {
+  const ps_param_info *p = &m->param[i];
+  const char *at = strstr(p->name, ".experts.0.");
+  const uint32_t each = !at ? 0 : !strcmp(at + 11, "gate_proj.weight") ? 2 : 1;
+  if (!at || (each == 1 && strcmp(at + 11, "down_proj.weight")))
+    return 1;
+  snprintf(name, PS_PARAM_NAME_BYTES, "%.*s.experts.%s", (int)(at - p->name), p->name,
+           each == 2 ? "gate_up_proj" : "down_proj");
+  spec->name = name;
+  spec->n_dims = 3;
+  spec->shape[2] = p->shape[1];
+  spec->shape[1] = each * p->shape[0];
+  spec->shape[0] = m->cfg.n_experts;
+  return each * m->cfg.n_experts;
+}
+
 /* An adapter's weights are one file, as PEFT reads them. */
 static ps_status create_writer(job *j, uint32_t a) {
   const ps_model *m = j->t->plan->model;
   const ps__array *array = &j->o->array[a];
   const bool adapter = array->what == PS__ARRAY_UPDATED && ps__has_adapters(j->t);
   ps_tensor_spec *specs = ps__calloc(m->n_params, sizeof *specs);
-  char (*name)[PS__PEFT_NAME_BYTES] = ps__calloc(adapter ? m->n_params : 1, sizeof *name);
+  const bool named = adapter || j->o->fused; /* by other names than the parameters' */
+  char (*name)[PS__PEFT_NAME_BYTES] = ps__calloc(named ? m->n_params : 1, sizeof *name);
   uint32_t n = 0;
   j->param[a] = ps__calloc(m->n_params, sizeof *j->param[a]);
-  ps_status st = specs && name && j->param[a] ? PS_OK : no_memory(j->o);
-  for (uint32_t i = 0; st == PS_OK && i < m->n_params; i++) {
+  j->n_of[a] = ps__calloc(m->n_params, sizeof *j->n_of[a]);
+  ps_status st = specs && name && j->param[a] && j->n_of[a] ? PS_OK : no_memory(j->o);
+  for (uint32_t i = 0, of = 1; st == PS_OK && i < m->n_params; i += of, of = 1) {
     const ps_param_info *p = &m->param[i];
     if (!is_in(j, array, p))
       continue;
@@ -68,8 +90,10 @@ static ps_status create_writer(job *j, uint32_t a) {
                                 .dtype = array->dtype,
                                 .n_dims = p->n_dims,
                                 .shape = {p->shape[0], p->shape[1]}};
-    n++;
-    atomic_fetch_add(&j->left[p->unit * PS__N_PARTS + part_of(array)], 1);
+    if (j->o->fused)
+      of = fuse(m, i, name[n], &specs[n]);
+    j->n_of[a][n++] = of;
+    atomic_fetch_add(&j->left[p->unit * PS__N_PARTS + part_of(array)], of);
   }
   const char *const meta[] = {PS__BASE_MARK, j->t->base_mark};
   if (st == PS_OK)
@@ -192,8 +216,9 @@ static ps_status write_file(job *j, const out_file *of, ps__hashed *hashed, void
   ps__tensors_in_file(w, of->k, &first, &n);
   ps_status st = ps__tensors_begin(&f, w, of->k);
   for (uint64_t i = first; st == PS_OK && i < first + n; i++)
-    st = write_held_tensor(j, &f, &j->o->array[of->array],
-                           &j->t->plan->model->param[j->param[of->array][i]], buffer);
+    for (uint32_t k = 0; st == PS_OK && k < j->n_of[of->array][i]; k++)
+      st = write_held_tensor(j, &f, &j->o->array[of->array],
+                             &j->t->plan->model->param[j->param[of->array][i] + k], buffer);
   return ps__tensors_end(&f, st, hashed);
 }
 
@@ -242,6 +267,7 @@ ps_status ps__trainer_write_arrays(ps_trainer *t, ps__output *o) {
     else
       ps_tensors_abort(j.writer[a]);
     ps__free(j.param[a]);
+    ps__free(j.n_of[a]);
   }
   ps__free(j.file);
   ps__free((void *)j.left);

@@ -17,6 +17,7 @@ typedef struct ps__output {
   const ps__array *array;
   uint32_t n_arrays;
   uint64_t max_file_bytes;
+  bool fused;         /* a layer's experts are one tensor, as in the files that were read */
   bool held;          /* steps run meanwhile: each part is awaited and released (hold.h) */
   ps__hashed *hashed; /* out, owned by the caller: the tensors' files */
   size_t n_hashed;

@@ -92,6 +92,16 @@ ps_status ps__trainer_write_config(ps_trainer *t, ps__stage *stage, const char *
   return ps__has_adapters(t) ? ps__adapter_write_config(t, stage, dir) : PS_OK;
 }
 
+/* Whether the model was read from files with fused experts: it is written as it was read. */
+static bool was_fused(const ps_trainer *t) {
+  ps_tensor_file *f;
+  if (!t->plan->model->cfg.n_experts || ps_tensors_open(&f, t->model_dir) != PS_OK)
+    return false;
+  const bool fused = ps__tensors_fused(f);
+  ps_tensors_close(f);
+  return fused;
+}
+
 /* Asks @ready, NULL for yes. */
 static ps_status ask(const ps__stage *stage, const char *dir, ps_ready_fn ready, void *user) {
   const ps_status st = ready ? ready(user, ps__stage_path(stage), ps__stage_target(stage)) : PS_OK;
@@ -110,6 +120,7 @@ static ps_status save(ps_trainer *t, const char *dir, ps_dtype dtype, uint64_t m
                   .dir = dir,
                   .array = &weights,
                   .n_arrays = 1,
+                  .fused = !ps__has_adapters(t) && was_fused(t),
                   .max_file_bytes = max_shard_bytes};
   ps_status st = ps__trainer_write_config(t, stage, dir, dtype);
   if (st == PS_OK)
