@@ -14,7 +14,7 @@ void ps_plan_config_init(ps_plan_config *c) {
   c->recipe = c->fp8_bf16_first = c->fp8_bf16_last = PS_DEFAULT;
   c->lora.alpha = NAN;
   c->clip_norm = 1;
-  c->router_aux_loss = -1;
+  c->router_aux_loss = NAN;
   c->document_token = c->document_end_token = -1;
   c->trace_steps = 2;
 }
@@ -214,7 +214,7 @@ static ps_status check_training(ps_plan_config *c, const ps_model_config *m) {
   if (!(c->label_smoothing >= 0 && c->label_smoothing < 1))
     return ps__fail(PS_EINVAL, "--label-smoothing %g: give a number from 0 to below 1",
                     c->label_smoothing);
-  if (!(c->router_aux_loss <= PS_MAX_ROUTER_LOSS))
+  if (c->router_aux_loss < 0 || c->router_aux_loss > PS_MAX_ROUTER_LOSS)
     return ps__fail(PS_EINVAL, "--router-aux-loss %g: give a number from 0 to %g",
                     c->router_aux_loss, PS_MAX_ROUTER_LOSS);
   if (!(c->router_z_loss >= 0 && c->router_z_loss <= PS_MAX_ROUTER_LOSS))
@@ -362,7 +362,7 @@ ps_status ps__plan_model(ps_model **out, const ps_model_config *model, const ps_
   const ps__loss_terms loss = {.z_loss = (float)cfg->z_loss,
                                .label_smoothing = (float)cfg->label_smoothing,
                                .router_aux =
-                                   (float)(cfg->router_aux_loss < 0 ? own : cfg->router_aux_loss),
+                                   (float)(isnan(cfg->router_aux_loss) ? own : cfg->router_aux_loss),
                                .router_z = (float)cfg->router_z_loss};
   const ps__fp8 fp8 = {.on = ps__recipes[cfg->recipe].fp8,
                        .bf16_first = cfg->fp8_bf16_first,
