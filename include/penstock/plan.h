@@ -179,7 +179,7 @@ typedef struct ps_plan_config {
    * is in the loss that is reported.
    *   router_aux_loss  router_aux_loss E sum_e f_e P_e: f_e is the mean number of a chunk's tokens
    *                    that chose expert e, so that its sum is n_experts_used, and P_e the mean of
-   *                    the softmax. A chunk counts by its part of the step's tokens. Below 0: the
+   *                    the softmax. A chunk counts by its part of the step's tokens. NAN: the
    *                    model's own, ps_model_config.router_aux_loss, and with adapters 0
    *   router_z_loss    router_z_loss times the mean of logsumexp(router logits)^2 */
   double router_aux_loss, router_z_loss;

@@ -106,7 +106,8 @@ static char said[4][400];
 static uint32_t n_said;
 static void hear(void *user, ps_log_level level, const char *message) {
   (void)user;
-  if (level == PS_LOG_WARN && n_said < 4)
+  /* the rest is what steps took beside the plan */
+  if (level == PS_LOG_WARN && n_said < 4 && strstr(message, "switch"))
     snprintf(said[n_said++], sizeof said[0], "%s", message);
 }
 

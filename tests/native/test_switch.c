@@ -382,7 +382,7 @@ static void test_room(void) {
   ps_plan *plan;
   larger.dim = 256, larger.head_dim = 64, larger.ffn_dim = 1024, larger.vocab_size = 8192;
   CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
-  ps_plan_config cfg = {.struct_bytes = sizeof cfg,
+  ps_plan_config cfg = {PLAN_DEFAULTS,
                         .recipe = PS_RECIPE_BF16,
                         .seq_len = 256,
                         .tokens_per_step = 256 * 6,
