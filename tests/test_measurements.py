@@ -28,6 +28,36 @@ def bench(name, *words, **how):
     return ended(sys.executable, ROOT / "bench" / name, *words, **how).stdout
 
 
+ROWS = [
+    row
+    for row in map(json.loads, (ROOT / "bench/results/published.jsonl").read_text().splitlines())
+    if "use" in row
+]
+
+
+def test_plans_for_gpus_by_name_are_as_fast_as_what_others_published():
+    """As bench/described_gpus.py planned them. The shares of peaks are not fitted to the H100."""
+    assert {row["gpu"] for row in ROWS if row["use"] == "fitted"} >= {
+        "rtx3090",
+        "rtx4090",
+        "rtx5090",
+    }
+    assert {row["gpu"] for row in ROWS if row["use"] == "control"} == {"h100"}
+    far = [r for r in ROWS if abs(r["planned_tokens_per_s"] / r["tokens_per_s"] - 1) > 0.1]
+    assert far == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r['gpu']}-{r['model']}-{r['seq_len']}")
+def test_a_plan_for_a_gpu_by_name_is_the_one_on_record(row):
+    sys.path.insert(0, str(ROOT / "bench"))
+    from described_gpus import planned
+
+    assert planned(BUILD / "bin/penstock", row) == pytest.approx(
+        row["planned_tokens_per_s"], rel=1e-3
+    )
+
+
 def test_what_a_checkpoint_costs(tmp_path):
     run, out = tmp_path / "run", tmp_path / "rows.jsonl"
     shape = ("--model", "tiny-llama", "--seq-len", 64, "--tokens", 256)
