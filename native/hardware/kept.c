@@ -38,34 +38,3 @@ void ps__kept_rates(const ps__kept *k, ps_hardware *hw) {
       of[n++] = &k->entry[i].hw;
   ps__hardware_median(hw, of, n);
 }
-
-static ps_status add(ps__kept *k, ps_hardware *file, const char *path, const ps_hardware *rates,
-                     ps_rates_of of) {
-  ps__jsonw *w = NULL;
-  size_t n = 0;
-  ps__kept_read(k, path, file);
-  ps__kept_add(k, rates, of);
-  ps__kept_rates(k, file);
-  PS_TRY(ps__hardware_text(&w, file, k));
-  const char *text = ps__jsonw_text(w, &n);
-  const ps_status st = ps__cache_write(path, text, n);
-  ps__jsonw_free(w);
-  return st;
-}
-
-ps_status ps_hardware_remember(const ps_hardware *rates, ps_rates_of of) {
-  char path[PS__CACHE_PATH];
-  ps_hardware file;
-  if (!rates || of >= PS_N_RATES_OF || of < 0)
-    return ps__fail(PS_EINVAL, "ps_hardware_remember: rates and what they are of must be given");
-  if (rates->measured == PS_ESTIMATED ||
-      ps_hardware_cache_path(path, sizeof path, rates) != PS_OK ||
-      ps_hardware_read(&file, path, rates->backend, rates->device, rates->n_threads) != PS_OK)
-    return PS_OK;
-  ps__kept *k = ps__malloc(sizeof *k);
-  if (!k)
-    return ps__fail(PS_ENOMEM, "out of memory for this machine's measurements");
-  const ps_status st = add(k, &file, path, rates, of);
-  ps__free(k);
-  return st;
-}
