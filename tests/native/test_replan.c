@@ -5,16 +5,18 @@
 #include "random_specs.h"
 #include "train/replan.h"
 #include <penstock/checkpoint.h>
+#include <math.h>
 #include <penstock/generate.h>
 #include <signal.h>
 #include <sys/wait.h>
 
 #ifdef PS_SANITIZED
-enum { N_CANCELS = 6, N_KILLS = 2 };
+enum { N_CANCELS = 6, N_KILLS = 2, CAP_MIB = 8192 }; /* a sanitizer keeps what is freed */
 #else
-enum { N_CANCELS = 20, N_KILLS = 6 };
+enum { N_CANCELS = 20, N_KILLS = 6, CAP_MIB = 384 };
 #endif
-enum { MOST_STEPS = 2000, STEPS_AFTER = 3, HOST_CAP = 384 << 20 };
+enum { MOST_STEPS = 2000, STEPS_AFTER = 3 };
+static const uint64_t HOST_CAP = (uint64_t)CAP_MIB << 20;
 
 static char root[200], shard[300], folder[300];
 
@@ -34,9 +36,10 @@ static ps_plan_config tiny_config(uint32_t n_hosts) {
                           .n_threads = 2};
 }
 
-/* A plan that streams everything and fetches nothing ahead: others are faster. */
-static ps_plan *slow_plan(uint32_t n_hosts) {
-  const ps_plan_config cfg = tiny_config(n_hosts);
+/* A plan that streams everything and fetches nothing ahead: others are faster. @any_cut: the user
+ * has left the cut to the planner. */
+static ps_plan *slow_plan(uint32_t n_hosts, bool any_cut) {
+  ps_plan_config cfg = tiny_config(n_hosts);
   ps_hardware hw = {.struct_bytes = sizeof hw};
   ps__layout layout;
   ps__spec spec;
@@ -49,6 +52,8 @@ static ps_plan *slow_plan(uint32_t n_hosts) {
   memset(spec.grad_resident, 0, spec.n_units);
   spec.embed_on_host = true;
   spec.n_hosts = n_hosts;
+  if (any_cut)
+    cfg.chunk_tokens = cfg.chunks_per_round = 0;
   CHECK(ps__plan_from_spec(&plan, &models[0].cfg, &cfg, &hw, &spec) == PS_OK);
   ps__spec_free(&spec);
   ps__layout_free(&layout);
@@ -65,7 +70,7 @@ static void inject_other(const ps_plan *plan) {
 /* A task's training: its losses, and when it switched. */
 typedef struct record {
   double loss[MOST_STEPS];
-  uint64_t n, switched, state;
+  uint64_t n, switched, state, chunk_tokens; /* the last: of the plan at the end */
 } record;
 
 /* @out->n 0: until STEPS_AFTER steps after a switch; else so many. Two steps are in flight. */
@@ -98,6 +103,7 @@ static void train_until(const model *m, ps_plan *plan, ps_hosts *hosts, uint32_t
   }
   out->n = done;
   out->state = hash_state(t);
+  out->chunk_tokens = ps_trainer_plan(t)->layout.chunk_tokens;
   CHECK(ps_trainer_destroy(t) == PS_OK);
   CHECK(ps_dataset_close(c.dataset) == PS_OK);
 }
@@ -113,7 +119,7 @@ static void hear(void *user, ps_log_level level, const char *message) {
 
 static void test_by_itself(void) {
   static record with, without;
-  ps_plan *plan = slow_plan(1);
+  ps_plan *plan = slow_plan(1, false);
   inject_other(plan);
   ps_log_set(hear, NULL);
   n_said = 0;
@@ -133,10 +139,31 @@ static void test_by_itself(void) {
          (unsigned long long)switched);
 }
 
+/* Larger chunks would be faster: by auto a line says so, by cut they are taken. */
+static void test_cut(void) {
+  static record with[2];
+  ps_log_set(hear, NULL);
+  for (uint32_t i = 0; i < 2; i++) {
+    ps_plan *plan = slow_plan(1, true);
+    bool told = false;
+    inject_other(plan);
+    n_said = 0;
+    train_until(&models[0], plan, NULL, i ? PS_REPLAN_CUT : PS_REPLAN_AUTO, &with[i]);
+    for (uint32_t k = 0; k < n_said; k++)
+      told |= strstr(said[k], "--replan cut does it") != NULL;
+    CHECK(with[i].switched && told == !i && (with[i].chunk_tokens == 16) == !i);
+    CHECK(fabs(with[i].loss[with[i].n - 1] - with[i].loss[0]) < 1);
+    ps_plan_destroy(plan);
+  }
+  ps_log_set(NULL, NULL);
+  ps__replan_inject(NULL);
+  printf("ok another cut is named, and taken where it may change the bits\n");
+}
+
 static record of_rank[2][2]; /* without, with; by rank */
 
 static void train_rank(rank *r, ps_hosts *h) {
-  ps_plan *plan = slow_plan(2);
+  ps_plan *plan = slow_plan(2, false);
   record *out = &of_rank[r->count][r->rank];
   if (r->count && r->rank == 0)
     inject_other(plan);
@@ -474,6 +501,7 @@ int main(int argc, char **argv) {
     return train_on((uint32_t)atoi(argv[3])) ? 0 : 1;
   const int64_t before = ps__live_allocations();
   test_by_itself();
+  test_cut();
   test_two_tasks();
   know_states();
   test_beside();
