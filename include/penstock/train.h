@@ -281,8 +281,8 @@ PS_API ps_status ps_trainer_arena(const ps_trainer *t, ps_hardware *rates,
  * Weights and optimizer state move to its places inside the arenas that are reserved. Losses,
  * weights and state are the bits of a training that did not switch, where chunks and rounds are the
  * same (ps_plan_again()).
- * @plan  on PS_OK the trainer owns it, and ps_trainer_plan() names it. The plan before, if the
- *        caller's, may be destroyed.
+ * @plan  on PS_OK the trainer owns it, as on an error after which ps_trainer_plan() names it. The
+ *        plan before, if the caller's, may be destroyed.
  * Blocks: while what moves is copied. It is not felt by ps_trainer_cancel() meanwhile.
  * Errors that stop the trainer: PS_EDEVICE; PS_ENOMEM after the copies. Where a copy failed,
  *         nothing can be read or saved any more.

@@ -300,10 +300,10 @@ static ps_status cross(ps_trainer *t) {
   }
   if (t->sticky != PS_OK)
     return st;
-  if (st == PS_OK) {
+  if (st == PS_OK)
     say_switched(t, r->now_s);
+  if (st == PS_OK || st == PS_ECANCELLED) /* of a cancel the next steps tell */
     return PS_OK;
-  }
   ps__log(PS_LOG_WARN, "step %llu: %s; it goes on as before", step_of(t, t->n_started),
           ps_last_error());
   go_on_as_before(t);
