@@ -15,7 +15,7 @@ enum { N_CANCELS = 6, N_KILLS = 2, CAP_MIB = 8192 }; /* a sanitizer keeps what i
 #else
 enum { N_CANCELS = 20, N_KILLS = 6, CAP_MIB = 384 };
 #endif
-enum { MOST_STEPS = 2000, STEPS_AFTER = 3 };
+enum { MOST_STEPS = 8000, STEPS_AFTER = 3 };
 static const uint64_t HOST_CAP = (uint64_t)CAP_MIB << 20;
 
 static char root[200], shard[300], folder[300];
