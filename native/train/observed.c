@@ -283,7 +283,8 @@ static void note(ps_trainer *t) {
                     .planned_s = planned_s,
                     .measured_s = measured_s,
                     .expected_s = known ? o->expected_s : 0,
-                    .replan = known && beside && o->n_side >= SURE};
+                    .replan = known && beside && o->n_side >= SURE &&
+                              fabs(o->expected_s - measured_s) < fabs(measured_s - planned_s) / 2};
   if (known && beside)
     find_wait(o, t->plan, beside, n);
   if (!side || step < o->rests_until)

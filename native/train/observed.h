@@ -20,8 +20,9 @@ typedef struct ps__notice {
   double expected_s;  /* simulated with the run's rates; 0: no marks of these steps yet */
   ps_stall wait;      /* which explains the most of the difference; what "": not known */
   double wait_plan_s; /* the same wait as planned */
-  /* steps take another time than planned, by more than PS__NOTICED, and expected_s is known:
-   * planning again may gain */
+  /* steps take another time than planned, by more than PS__NOTICED, and the run's rates explain
+   * most of that: expected_s is nearer to measured_s than half the difference. Planning again may
+   * gain */
   bool replan;
 } ps__notice;
 #define PS__NOTICED 0.03
