@@ -30,7 +30,7 @@ static ps_status describe_embedding(ps_model *m, const ps__decoder *decoder) {
 /* A target is there where a block has it. */
 static ps_status resolve_targets(ps_model *m, const ps__decoder *decoder) {
   const uint32_t attention = PS_LORA_Q_PROJ | PS_LORA_K_PROJ | PS_LORA_V_PROJ | PS_LORA_O_PROJ;
-  if (m->cfg.n_experts && m->lora.targets & ~attention)
+  if (ps__n_sparse(&m->cfg) && m->lora.targets & ~attention)
     return ps__fail(PS_EINVAL, "LoRA of experts and their router is not supported: give "
                                "--lora-targets q_proj,k_proj,v_proj,o_proj");
   bool seen[PS_LAYER_FLAGS + 1] = {false};

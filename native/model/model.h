@@ -118,6 +118,16 @@ static inline uint32_t ps__unit_of_span(const ps_model *m, uint32_t layer,
                                         const ps__span_def *span) {
   return span->of_embedding ? 0 : m->layer[layer].first_unit + span->unit;
 }
+/* ps__lending_unit() - the unit whose gradient's memory on the host holds saved activations of the
+ * layer's first round (host_of_saved() in native/step/passes.c): the largest. */
+static inline uint32_t ps__lending_unit(const ps_model *m, uint32_t layer) {
+  const ps__layer *l = &m->layer[layer];
+  uint32_t best = l->first_unit;
+  for (uint32_t u = l->first_unit; u < l->first_unit + l->n_units; u++)
+    if (m->unit[u].n > m->unit[best].n)
+      best = u;
+  return best;
+}
 /* ps__sliced_unit() - the unit that the head's slices add to: one of the head's or, with tied
  * embeddings, the embedding's. */
 static inline uint32_t ps__sliced_unit(const ps_model *m) {

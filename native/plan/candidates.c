@@ -279,14 +279,16 @@ static ps_status recompute_tables(const ps__search_space *sp, const ps__microbat
 }
 
 /* The most bytes that saved activations take of gradients on the host in the first round: a block's
- * first unit lends them, unless it is frozen and has no gradient (host_of_saved() in passes.c).
+ * largest unit lends them, unless it is frozen and has no gradient (host_of_saved() in passes.c).
  * Where updates are split there is no alias either, but which are is decided after this bound. */
 static uint64_t aliasable_bytes(const ps__search_space *sp) {
   const ps_model *m = sp->plan->model;
   uint64_t bytes = 0;
-  for (uint32_t layer = 1; layer < ps__head_layer(m); layer++)
-    if (!m->unit[m->layer[layer].first_unit].frozen)
-      bytes += ps__unit_bytes(sp, m->layer[layer].first_unit);
+  for (uint32_t layer = 1; layer < ps__head_layer(m); layer++) {
+    const uint32_t unit = ps__lending_unit(m, layer);
+    if (!m->unit[unit].frozen)
+      bytes += ps__unit_bytes(sp, unit);
+  }
   return bytes;
 }
 

@@ -73,13 +73,13 @@ static ps__vaccess own_rows(const ps__builder *b, const ps__layer_def *d, uint32
 }
 
 /* Host memory for a saved activation that layer @from made. In round 0 it is an alias of
- * the gradient of the layer's first unit on the host. That has no contribution yet, and the update
+ * the gradient of the layer's largest unit on the host. That has no contribution yet, and the update
  * that read the last step's gradient came before the layer's forward pass, unless it was split. The
  * gradient is needed from the layer's backward pass on, when the activation is fetched for the last
  * time. With several contributions a round the first one would come amid the backward pass: then
  * there is no alias. */
 static uint32_t host_of_saved(ps__builder *b, uint32_t from, uint64_t bytes) {
-  const uint32_t unit = b->s->model->layer[from].first_unit, grad = b->s->unit_host[unit].grad;
+  const uint32_t unit = ps__lending_unit(b->s->model, from), grad = b->s->unit_host[unit].grad;
   ps__unit_progress *u = &b->unit[unit];
   const bool free = b->in->round_idx == 0 && b->in->round->n_chunks <= b->s->sums.additions &&
                     from > 0 && grad != PS__NO_VT && !b->s->spec->update_split[unit];
