@@ -92,6 +92,13 @@ FLASH_ATTN_1 := $(filter 1,$(FLASH_ATTN))
 FLASH_ATTN_4 := $(filter 4,$(FLASH_ATTN))
 CU_SRC := $(filter-out $(if $(FLASH_ATTN_1),,%/attention_flash.cu) \
             $(if $(FLASH_ATTN_4),,%/attention_flash4.cu),$(CU_SRC))
+
+# Grouped products by wgmma, which sm_90a alone has: for a build for 9.0.
+ifeq ($(filter 90,$(CUDA_ARCH)),)
+CU_SRC := $(filter-out %/gemm_grouped_90.cu,$(CU_SRC))
+else
+PS_NVCCFLAGS += -DPS_GROUPED_90=1
+endif
 CU_OBJ := $(CU_SRC:%.cu=$(BUILD)/obj/%.o)
 
 # Through cuDNN: headers under $(BUILD)/cudnn/include (the frontend counts on that name), its
@@ -152,10 +159,12 @@ COMPILE_CU = $(NVCC) $(PS_NVCCFLAGS) $(CU_FLAGS) $(NVCCFLAGS) -MMD -MP -MF $(@:.
 $(BUILD)/obj/%.o: %.cu $(STAMP_cu) | $(CUBLAS_STAMP)
 	@mkdir -p $(dir $@)
 	$(call run,NVCC,$<)$(COMPILE_CU) -c $< -o $@
+$(BUILD)/obj/native/kernels/cuda/gemm_grouped_90.o: \
+  PS_NVCCFLAGS := $(subst $(GENCODE),$(call codes,90a),$(PS_NVCCFLAGS))
 
 # Objects of cuda-archs, which nothing links: a library of all of them would be three times as
 # large. Attention libraries have flags of their own, and are for one kind of GPU.
-ARCHS_SRC := $(filter-out %/attention_flash.cu %/attention_flash4.cu,$(CU_SRC))
+ARCHS_SRC := $(filter-out %/attention_flash.cu %/attention_flash4.cu %/gemm_grouped_90.cu,$(CU_SRC))
 ARCHS_OBJ := $(ARCHS_SRC:%.cu=$(BUILD)/archs/%.o)
 $(BUILD)/archs/%.o: PS_NVCCFLAGS := $(subst $(GENCODE),$(call codes,$(ARCHS)),$(PS_NVCCFLAGS))
 $(BUILD)/archs/%.o: %.cu $(STAMP_cu) | $(CUBLAS_STAMP)

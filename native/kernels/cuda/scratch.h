@@ -87,6 +87,21 @@ static inline size_t ps_scratch_sumsq(const void *args, const ps__scratch_target
   return (void)args, (void)target, PS_SQ_TILES * sizeof(double);
 }
 
+/* moe_index: choices of a tile, by their number alone: at most PS_MOE_TILES tiles, each of whole
+ * vectors of 32 choices for 8 warps. */
+enum { PS_MOE_TILES = 128, PS_MOE_TILE_UNIT = 256 };
+static inline uint32_t ps_moe_tile(uint32_t n) {
+  const uint32_t each =
+      (uint32_t)ps_round_up(((size_t)n + PS_MOE_TILES - 1) / PS_MOE_TILES, PS_MOE_TILE_UNIT);
+  return each < 4 * PS_MOE_TILE_UNIT ? 4 * PS_MOE_TILE_UNIT : each;
+}
+static inline size_t ps_scratch_moe_index(const void *args, const ps__scratch_target *target) {
+  const ps__args_moe_index *a = (const ps__args_moe_index *)args;
+  const uint32_t n = a->n_tokens * a->n_used, each = ps_moe_tile(n);
+  (void)target;
+  return ps_round_up((size_t)((n + each - 1) / each) * a->n_experts * sizeof(uint32_t), 256);
+}
+
 /* the version from which cuDNN's deterministic backward needs linear workspace */
 enum { PS_CUDNN_LINEAR_DETERMINISTIC = 92500 };
 

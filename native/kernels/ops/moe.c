@@ -90,7 +90,7 @@ static ps_work work_combine(const void *args) {
 }
 
 PS__OP(moe_index, PS_CLASS_ELEMENTWISE, check_index, .rate = PS__RATE_MEMORY, .work = work_index,
-       .bind = bind_index);
+       .bind = bind_index, .scratch = {NULL, ps_scratch_moe_index});
 PS__OP(moe_gather, PS_CLASS_ELEMENTWISE, check_rows, .rate = PS__RATE_MEMORY, .work = work_gather,
        .bind = bind_rows);
 PS__OP(moe_combine, PS_CLASS_ELEMENTWISE, check_rows, .rate = PS__RATE_MEMORY, .work = work_combine,
