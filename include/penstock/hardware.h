@@ -132,6 +132,11 @@ typedef struct ps_hardware {
    * without fast accumulation (ps_plan_config). */
   double gemm_fp8_flops_per_s;
   ps_gemm_rate gemm_fp8[PS_MAX_GEMM_RATES];
+  /* CUDA: products of bf16 an expert (mixture of experts), by the rows that an expert has on
+   * average, with a random number of rows each. ps_hardware_get() with ask->experts and
+   * ps_hardware_profile() measure them. An empty table: the rate of a product of
+   * as many rows, less half a tile of 128 rows an expert. */
+  ps_gemm_rate gemm_grouped[PS_MAX_GEMM_RATES];
   /* CUDA: the speed of attention between products of FP8 operands, over that between bf16 ones. A
    * GPU that is bound by its power lowers its clock for FP8 products, and attention computes at the
    * same clock. 0: unknown, and taken as 1. */
@@ -219,8 +224,8 @@ PS_API ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32
  * buffers are smaller and the rates PS_MEASURED_TIGHT: those of memory may then be a cache's.
  * CUDA: the context is made, the libraries are loaded, and products' algorithms are chosen as a run
  * chooses them; device_overhead_bytes is what that took. The table leaves out attention that takes
- * more scratch than plans expect, and finding documents where no library does it. FP8's rates are
- * left to ps_hardware_get().
+ * more scratch than plans expect, and finding documents where no library does it. The rates of
+ * FP8 and of experts are left to ps_hardware_get().
  * Blocks. Errors: PS_EINVAL, PS_ENOMEM, PS_EDEVICE; PS_EBUDGET where less than 38 MB + 5 MB a
  * thread are left (on CUDA 1.6 GiB), or @device_mem_bytes is less than
  * ps_hardware_measure_bytes(). */
@@ -234,7 +239,7 @@ PS_API ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_
 PS_API uint64_t ps_hardware_measure_bytes(const ps_hardware *hw);
 
 /* ps_hardware_profile() - ps_hardware_measure() in full: longer, and on CUDA in more memory, with
- * FP8's rates. All is measured three times, pass after pass, and of each rate the median counts, so
+ * the rates of FP8 and of experts. All is measured three times, pass after pass, and of each rate the median counts, so
  * that the machine need not be quiet all the time (moved_percent).
  * @seconds 0: 5; on CUDA 125, which is 0.7 s a case and pass. On CUDA the host's cases use three
  * quarters of the memory that is free. Arguments and errors otherwise as above. */
@@ -277,7 +282,7 @@ typedef struct ps_hardware_ask {
   uint32_t n_devices;    /* CUDA: the rates of so many GPUs from @device on together, too; 0: 1 */
   uint32_t fp8;          /* 1: the rates of FP8 products too, on a GPU that has them */
   uint32_t how;          /* ps_hardware_how */
-  uint32_t reserved;
+  uint32_t experts;      /* 1: the rates of products of experts too, on a GPU */
   /* Caps of what measuring may take: of what each GPU loses to the process, and of the process's
    * host memory; 0: none. PS_HARDWARE_IN_FULL has none of device memory. */
   uint64_t device_mem_bytes, host_mem_bytes;
@@ -289,12 +294,12 @@ typedef struct ps_hardware_ask {
 /* ps_hardware_get() - this machine's rates. A file of the user's cache (ps_hardware_cache_path())
  * keeps them; it is measured anew where ps_hardware_read() says so, and where its rates are
  * PS_MEASURED_TIGHT and there is more memory now. Where a cap leaves no room to measure, the file's
- * rates count, else estimates. With ask->fp8 and with several GPUs, what the file lacks of them is
- * measured and added. Where a cap leaves no room for that, a line of the log says so, and the rates
- * stay as they are.
+ * rates count, else estimates. With ask->fp8, ask->experts and with several GPUs, what the file
+ * lacks of them is measured and added. Where a cap leaves no room for that, a line of the log says
+ * so, and the rates stay as they are.
  * @ask  borrowed for the call.
- * Takes what ps_hardware_measure() takes; with CUDA also up to a minute for FP8's products and 15 s
- * and 4.4 GiB a GPU for several GPUs.
+ * Takes what ps_hardware_measure() takes; with CUDA also up to a minute for FP8's products, 10 s
+ * for those of experts, and 15 s and 4.4 GiB a GPU for several GPUs.
  * Threads: any; ask->note is called by this one. Of processes that measure at once each writes the
  *         file as a whole. Blocks: as long as measuring takes.
  * Errors: PS_EINVAL, PS_ENOMEM, PS_EDEVICE; several GPUs: as ps_hardware_gpus_check(). PS_EBUDGET

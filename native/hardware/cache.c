@@ -102,7 +102,8 @@ static ps_status measure(getting *g, bool from_file) {
   return PS_OK;
 }
 
-/* Rates that are measured when they are first needed: of FP8's products, of several GPUs. */
+/* Rates that are measured when they are first needed: of FP8's products, of products of experts, of
+ * several GPUs. */
 static ps_status add(getting *g, ps_status (*more)(ps_hardware *, const ps_hardware_ask *)) {
   const ps_hardware before = g->hw;
   PS_TRY(more(&g->hw, g->ask));
@@ -122,6 +123,8 @@ static ps_status get(getting *g) {
     PS_TRY(measure(g, from_file));
   if (ask->fp8)
     PS_TRY(add(g, ps__hardware_fp8));
+  if (ask->experts)
+    PS_TRY(add(g, ps__hardware_experts));
   return add(g, ps__hardware_peers);
 }
 

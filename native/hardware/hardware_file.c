@@ -145,6 +145,7 @@ static const field fields[] = {
     LIST_OF("gemm_fp32", gemm[PS_F32], gemm_entry, PS_MAX_GEMM_RATES),
     LIST_OF("gemm_bf16", gemm[PS_BF16], gemm_entry, PS_MAX_GEMM_RATES),
     LIST_OF("gemm_fp8", gemm_fp8, gemm_entry, PS_MAX_GEMM_RATES),
+    LIST_OF("gemm_grouped", gemm_grouped, gemm_entry, PS_MAX_GEMM_RATES),
     LIST_OF("attention_fp32", attention[PS_F32], attention_entry, PS_MAX_ATTENTION_RATES),
     LIST_OF("attention_bf16", attention[PS_BF16], attention_entry, PS_MAX_ATTENTION_RATES),
     LIST_OF("memory_shares", contention, contention_entry, PS_MAX_CONTENTION_RATES),

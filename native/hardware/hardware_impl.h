@@ -40,6 +40,10 @@ bool ps__hardware_ample(const ps_hardware *hw, uint64_t host_mem_bytes);
  * later, has measured rates, and has no gemm_fp8. */
 ps_status ps__hardware_fp8(ps_hardware *hw, const ps_hardware_ask *ask);
 bool ps__hardware_lacks_fp8(const ps_hardware *hw);
+/* ps__hardware_experts(), ps__hardware_lacks_experts() - the same of what a plan of a model with
+ * experts needs, gemm_grouped, on any GPU. */
+ps_status ps__hardware_experts(ps_hardware *hw, const ps_hardware_ask *ask);
+bool ps__hardware_lacks_experts(const ps_hardware *hw);
 /* ps__hardware_peers() - what a plan for ask->n_devices GPUs from hw->device on needs beside the
  * rates of one: link[PS_LINK_PEER], n_gpus, gpus_contention and gpus_compute_speed. Fields that @hw
  * has stay as they are; the others are measured. With one GPU and on the CPU backend nothing

@@ -64,12 +64,14 @@ static double gemm_fp8_rate(const ps_hardware *hw, const ps__args_gemm_fp8 *g) {
   return product_rate(hw->gemm[PS_BF16], g->role, rows, bf16) * all / bf16;
 }
 
-/* As a product of the same rows an expert, less half a tile of 128 rows that each expert's last one
- * lacks; the rate is that of gemm until it is measured. */
+/* By the rows that an expert has on average. Until it is measured: as a product of the same rows an
+ * expert, less half a tile of 128 rows that each expert's last one lacks. */
 static double grouped_rate(const ps_hardware *hw, const ps__args_gemm_grouped *a) {
-  const double rows = (double)a->n_tokens * a->n_used, lost = 64.0 * a->n_experts;
-  const ps_dtype dt = (ps_dtype)a->dt;
-  return product_rate(hw->gemm[dt], a->role, rows / a->n_experts, hw->gemm_flops_per_s[dt]) *
+  const double rows = (double)a->n_tokens * a->n_used, lost = 64.0 * a->n_experts,
+               otherwise = hw->gemm_flops_per_s[a->dt];
+  if (a->dt == PS_BF16 && hw->gemm_grouped[0].rows)
+    return product_rate(hw->gemm_grouped, a->role, rows / a->n_experts, otherwise);
+  return product_rate(hw->gemm[a->dt], a->role, rows / a->n_experts, otherwise) *
          (hw->backend == PS_BACKEND_CPU ? 1 : rows / (rows + lost));
 }
 

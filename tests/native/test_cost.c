@@ -450,6 +450,31 @@ static void fp8_products_have_the_rate_of_their_role(void) {
   }
 }
 
+/* Products of experts have the rate of their role and of the rows that an expert has on average;
+ * without a table that of products, less half a tile of 128 rows an expert. */
+static void grouped_products_have_the_rate_of_their_rows(void) {
+  const uint32_t compute = ps__places_of(1, 1)->dev[0].compute;
+  const ps_work work = {.flops = 1e12, .bytes = 1};
+  ps_hardware hw = {.backend = PS_BACKEND_CUDA, .elementwise_bytes_per_s = 1e12};
+  hw.gemm_flops_per_s[PS_BF16] = 5e12;
+  for (uint32_t role = 0; role < 3; role++) {
+    ps__args_gemm_grouped g = {.n_tokens = 1024,
+                               .n_used = 8,
+                               .n_out = 64,
+                               .n_in = 64,
+                               .n_experts = 128,
+                               .dt = PS_BF16,
+                               .role = role};
+    hw.gemm_grouped[0].rows = 0;
+    CHECK(same(rate_of(&hw, &ps__k_gemm_grouped, compute, &g, work), 2.5e12));
+    hw.gemm_grouped[0] = (ps_gemm_rate){64, 0, 9e12, 8e12, 7e12};
+    hw.gemm_grouped[1] = (ps_gemm_rate){256, 0, 19e12, 18e12, 17e12};
+    CHECK(same(rate_of(&hw, &ps__k_gemm_grouped, compute, &g, work), (9 - role) * 1e12));
+    g.n_tokens = 2048;
+    CHECK(same(rate_of(&hw, &ps__k_gemm_grouped, compute, &g, work), (14 - role) * 1e12));
+  }
+}
+
 /* Attention between FP8 products takes the time that its speed there says; nothing else does. */
 static void fp8_slows_attention(const ps_hardware *hw) {
   const speed_case op[] = {{&ps__k_gemm, &some_product, false},
@@ -599,6 +624,7 @@ int main(void) {
   }
   single_rates_fill_what_is_absent();
   fp8_products_have_the_rate_of_their_role();
+  grouped_products_have_the_rate_of_their_rows();
   document_rows_count_where_they_divide_the_chunk();
   printf("ok rates by shape: 200 machines\n");
   return 0;

@@ -25,7 +25,7 @@ enum { E5M2 = 288, E5M2_END = 560, E4M3 = 624 };
 /* of up to 32768 rows and 65536 keys */
 enum { Q = 0, KV = 256, D_O = 560, O = 1008, DQ = 1264 };
 /* in SUMS; the log-sum-exp of 64 heads and 32768 rows takes 8 MiB */
-enum { DKV = 0, LSE = 512, DOC_START = 528, SCALE = 536 };
+enum { DKV = 0, LSE = 512, DOC_START = 528, SCALE = 536, OFFSETS = 540 };
 
 typedef struct ps__bench {
   const ps__cuda_driver *cu;
@@ -106,6 +106,7 @@ ps_status ps__bench_add_elapsed(const ps__bench *b, CUevent from, CUevent to, do
  * ps__bench_fp8() - FP8's products, where the GPU has them, and fp8_attention_speed: attention of
  *     the usual shape between products of both kinds, one after the other. So it depends on no
  *     other measurement.
+ * ps__bench_grouped() - products of experts in bf16, between attention.
  * ps__bench_idle() - the gain of idle time.
  * ps__bench_attention() - attention of all shapes, and with heads of 64 that of two of them. */
 uint64_t ps__bench_attention_scratch(const ps_hardware *hw);
@@ -115,6 +116,7 @@ ps_status ps__bench_usual_turn(ps__bench *b);
 ps_status ps__bench_load(ps__bench *b, double seconds);
 ps_status ps__bench_products(ps__bench *b, double seconds, double *full);
 ps_status ps__bench_fp8(ps__bench *b, double seconds);
+ps_status ps__bench_grouped(ps__bench *b, double seconds);
 ps_status ps__bench_idle(ps__bench *b, double seconds, double full);
 ps_status ps__bench_attention(ps__bench *b, double seconds);
 

@@ -395,6 +395,68 @@ ps_status ps__bench_fp8(ps__bench *b, double seconds) {
   return PS_OK;
 }
 
+/* ---- products of experts --------------------------------------------------------------------- */
+
+/* Gate with up and down of some experts of Qwen3-30B-A3B; a random number of rows each. */
+enum { EXPERTS = 32, EXPERTS_A_TOKEN = 8, EXPERT_IN = 2048, EXPERT_DIM = 768 };
+static const uint32_t expert_rows[] = {64, 256, 1024, 4096}; /* on average */
+enum { N_EXPERT_ROWS = sizeof expert_rows / sizeof *expert_rows };
+
+static ps_status run_grouped(ps__bench *b, const void *rows_each, uint32_t part) {
+  const uint32_t rows = *(const uint32_t *)rows_each * EXPERTS;
+  for (int down = 0; down < 2; down++) {
+    const ps__args_gemm_grouped g = {.n_tokens = rows / EXPERTS_A_TOKEN,
+                                     .n_used = EXPERTS_A_TOKEN,
+                                     .n_out = down ? EXPERT_IN : 2 * EXPERT_DIM,
+                                     .n_in = down ? EXPERT_DIM : EXPERT_IN,
+                                     .n_experts = EXPERTS,
+                                     .dt = PS_BF16,
+                                     .role = part};
+    const uint64_t out = 2ull * rows * g.n_out, in = 2ull * rows * g.n_in,
+                   w = 2ull * EXPERTS * g.n_out * g.n_in;
+    void *ptr[4] = {next_place(b, X, OUT, part == FORWARD ? in : out),
+                    next_place(b, X, OUT, part == WGRAD ? in : w), sum(b, OFFSETS),
+                    next_place(b, OUT, COPIED,
+                               part == FORWARD ? out
+                               : part == DGRAD ? in
+                                               : w)};
+    b->n_products++;
+    PS_TRY(ps__bench_launch(b, &ps__k_gemm_grouped, &g, ptr, 4));
+  }
+  return PS_OK;
+}
+
+/* The rows of each expert when every row chooses one at random. */
+static ps_status draw_offsets(ps__bench *b, uint32_t rows) {
+  int32_t *offsets = (int32_t *)(void *)(place(b, 0) + COPY);
+  uint64_t x = 88172645463325252ull;
+  memset(offsets, 0, (EXPERTS + 1) * sizeof *offsets);
+  for (uint32_t i = 0; i < rows * EXPERTS; i++) {
+    x ^= x << 13, x ^= x >> 7, x ^= x << 17;
+    offsets[1 + (x >> 32) % EXPERTS]++;
+  }
+  for (uint32_t e = 0; e < EXPERTS; e++)
+    offsets[e + 1] += offsets[e];
+  PS__CUDA_TRY(b->cu,
+               MemcpyAsync((CUdeviceptr)(uintptr_t)sum(b, OFFSETS), (CUdeviceptr)(uintptr_t)offsets,
+                           (EXPERTS + 1) * sizeof *offsets, b->exec.stream));
+  return ps__bench_settle(b);
+}
+
+ps_status ps__bench_grouped(ps__bench *b, double seconds) {
+  ps_gemm_rate *grouped = b->hw->gemm_grouped;
+  for (int i = 0; i < N_EXPERT_ROWS; i++) {
+    const uint32_t rows = expert_rows[i];
+    const double flops = 2.0 * rows * EXPERTS * 3 * EXPERT_DIM * EXPERT_IN;
+    const ps__timed t = {run_grouped, &expert_rows[i], MAX_PARTS, usual_attention, ATTENTION_SHARE};
+    double s[MAX_PARTS];
+    PS_TRY(draw_offsets(b, rows));
+    PS_TRY(ps__bench_time_parts(b, &t, seconds, s));
+    grouped[i] = (ps_gemm_rate){rows, 0, flops / s[FORWARD], flops / s[DGRAD], flops / s[WGRAD]};
+  }
+  return PS_OK;
+}
+
 /* ---- idle time ------------------------------------------------------------------------------- */
 
 /* The gain of idle time. Products of the usual rows and then attention run beside copies, and after

@@ -45,8 +45,10 @@ static ps_status measure(ps__bench *b, double seconds, bool profile) {
   PS_TRY(ps__bench_prepare(b));
   PS_TRY(ps__bench_products(b, seconds, &full));
   PS_TRY(ps__bench_idle(b, seconds, full));
-  if (profile)
+  if (profile) {
     PS_TRY(measure_fp8(b, seconds));
+    PS_TRY(ps__bench_grouped(b, seconds));
+  }
   PS_TRY(ps__bench_bandwidths(b, seconds));
   PS_TRY(ps__cuda_memory_used(hw->device, &used));
   const uint64_t elsewhere = b->memory_bytes + hw->fp8_overhead_bytes +
@@ -59,11 +61,19 @@ static ps_status measure(ps__bench *b, double seconds, bool profile) {
 
 static ps_status measure_rates(ps__bench *b, double seconds) { return measure(b, seconds, false); }
 static ps_status measure_all(ps__bench *b, double seconds) { return measure(b, seconds, true); }
-static ps_status measure_fp8_alone(ps__bench *b, double seconds) {
+/* The load of a step in bf16, before what is measured by itself. */
+static ps_status load(ps__bench *b, double seconds) {
   PS_TRY(fill(b));
   PS_TRY(ps__bench_prepare(b));
-  PS_TRY(ps__bench_load(b, seconds));
+  return ps__bench_load(b, seconds);
+}
+static ps_status measure_fp8_alone(ps__bench *b, double seconds) {
+  PS_TRY(load(b, seconds));
   return measure_fp8(b, seconds);
+}
+static ps_status measure_grouped_alone(ps__bench *b, double seconds) {
+  PS_TRY(load(b, seconds));
+  return ps__bench_grouped(b, seconds);
 }
 
 static ps_status pin(ps__bench *b) {
@@ -158,4 +168,8 @@ ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool profile,
 
 ps_status ps__cuda_measure_fp8(ps_hardware *hw, double seconds, const ps__host_work *host) {
   return on_gpu(hw, seconds, host, measure_fp8_alone);
+}
+
+ps_status ps__cuda_measure_grouped(ps_hardware *hw, double seconds, const ps__host_work *host) {
+  return on_gpu(hw, seconds, host, measure_grouped_alone);
 }

@@ -63,7 +63,7 @@ bool ps__cuda_driver_there(void);
  * Products are measured with attention between them and attention with products between, as in a
  * step. Takes 3.6 GiB of device memory meanwhile and pins @host's places. CUDA has no fp32
  * attention: its rate is bf16's. Errors: PS_EDEVICE, PS_ENOMEM. */
-enum { PS__CUDA_CASES = 26, PS__CUDA_CASES_A_LOAD = 4, PS__CUDA_MORE_CASES = 6 };
+enum { PS__CUDA_CASES = 26, PS__CUDA_CASES_A_LOAD = 4, PS__CUDA_MORE_CASES = 10 };
 typedef struct ps__host_work {
   ps__host_places places;
   const ps__host_load *load;
@@ -80,6 +80,8 @@ uint64_t ps__cuda_measure_bytes(const ps_hardware *hw);
  * @seconds. Where cuBLASLt lacks a product, a line says so and the rates stay as they are. Takes of
  * @host one place, and device memory and errors as above. */
 ps_status ps__cuda_measure_fp8(ps_hardware *hw, double seconds, const ps__host_work *host);
+/* ps__cuda_measure_grouped() - the same of gemm_grouped: up to 5 s of load, then 4 cases. */
+ps_status ps__cuda_measure_grouped(ps_hardware *hw, double seconds, const ps__host_work *host);
 
 /* ps__cuda_measure_gpus() - what @n GPUs from hw->device on do at once:
  *   n_gpus, gpus_contention  copies of all of them, alone and beside each load, @seconds a case;
