@@ -4,6 +4,7 @@ loss, counts, the same bits under every plan, and what is refused."""
 import functools
 import hashlib
 import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS = N_SEQ * SEQ
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +188,20 @@ def test_equal_logits_choose_the_first_experts(directory, tmp_path):
     assert m.expert_load == n / k
     assert m.experts_unused == (n - k) * cfg["num_hidden_layers"]
     assert abs(m.expert_entropy - np.log(k) / np.log(n)) < 1e-12
+
+
+def test_on_a_gpu_experts_get_larger_chunks_of_short_sequences(directory, tiny_model):
+    chunk = [
+        Plan(
+            ModelConfig.read(where),
+            seq_len=SEQ,
+            tokens_per_step=819 * SEQ,
+            chunks_per_round=1,
+            hardware=Hardware.read(ROOT / "docs/hardware-h200.json"),
+        ).report["chunk_tokens"]
+        for where in (directory("olmoe")[0], tiny_model)
+    ]
+    assert chunk == [819 * SEQ, 409 * SEQ]  # below 32768 and 16384
 
 
 def test_a_router_that_is_not_finite_stops_the_run(directory, tmp_path):

@@ -239,8 +239,8 @@ PS_API ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_
 PS_API uint64_t ps_hardware_measure_bytes(const ps_hardware *hw);
 
 /* ps_hardware_profile() - ps_hardware_measure() in full: longer, and on CUDA in more memory, with
- * the rates of FP8 and of experts. All is measured three times, pass after pass, and of each rate the median counts, so
- * that the machine need not be quiet all the time (moved_percent).
+ * the rates of FP8 and of experts. All is measured three times, pass after pass, and of each rate
+ * the median counts, so that the machine need not be quiet all the time (moved_percent).
  * @seconds 0: 5; on CUDA 125, which is 0.7 s a case and pass. On CUDA the host's cases use three
  * quarters of the memory that is free. Arguments and errors otherwise as above. */
 PS_API ps_status ps_hardware_profile(ps_hardware *out, uint32_t backend, uint32_t device,

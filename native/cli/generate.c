@@ -100,9 +100,9 @@ static int prepare(generation *g) {
                                 .deterministic = g->deterministic,
                                 .lora = lora,
                                 .adapter_dir = g->adapter};
-  return code == CLI_OK
-             ? cli_hardware_get(&g->hw, &g->device, g->device_mem, g->host_mem, false, g->quiet)
-             : code;
+  return code == CLI_OK ? cli_hardware_get(&g->hw, &g->device, g->device_mem, g->host_mem, false,
+                                           false, g->quiet)
+                        : code;
 }
 
 /* ---- output ---------------------------------------------------------------------------------- */

@@ -48,8 +48,11 @@ static double step_ops(const ps__search_space *sp, uint64_t chunk_tokens) {
 static uint32_t chunk_sizes(const ps__search_space *sp, uint64_t list[MAX_CHUNKS]) {
   static const uint64_t target[] = {256, 1024, 4096, 8192, 16384, 32768, 65536};
   const ps_plan_config *cfg = &sp->plan->cfg;
-  /* the two largest are for long sequences: attention is faster on longer slices */
-  const uint32_t n_targets = cfg->seq_len > 32768 ? 7 : cfg->seq_len > 16384 ? 6 : 5;
+  /* the two largest are for long sequences: attention is faster on longer slices. With experts on a
+   * GPU 32768 tokens are for short ones too: an expert's last tile is half empty */
+  const bool large = cfg->seq_len > 16384 ||
+                     (sp->plan->model->cfg.n_experts && sp->plan->hw.backend == PS_BACKEND_CUDA);
+  const uint32_t n_targets = cfg->seq_len > 32768 ? 7 : large ? 6 : 5;
   uint32_t n = 0;
   if (cfg->chunk_tokens)
     return add_number(list, 0, cfg->chunk_tokens);
