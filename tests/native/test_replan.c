@@ -304,7 +304,7 @@ static void test_beside(void) {
   printf("ok validations and samples after a switch are those without\n");
 }
 
-/* A switch between the steps of which a checkpoint is written is refused; who asks may come back. */
+/* While a checkpoint is written a switch is refused; later it is not. */
 static void test_checkpoint(void) {
   training a;
   char dir[400];
@@ -343,8 +343,8 @@ static void test_checkpoint(void) {
 
 /* ---- failures -------------------------------------------------------------------------------- */
 
-/* Each allocation of a switch fails: all stays as it was, or what follows the copies has stopped the
- * trainer, and its weights are those of the last step. */
+/* Each allocation of a switch fails: all stays as it was, or what follows the copies has stopped
+ * the trainer, and its weights are those of the last step. */
 static void test_faults(void) {
   uint32_t n = 0, n_stopped = 0;
   const int64_t before = ps__live_allocations();
@@ -423,8 +423,8 @@ static void test_cancel(void) {
 
 /* ---- kills ----------------------------------------------------------------------------------- */
 
-/* Goes on from the newest checkpoint to the last known step. It switches after each step, and writes
- * a checkpoint after every second one. */
+/* Goes on from the newest checkpoint to the last known step. It switches after each step, and
+ * writes a checkpoint after every second one. */
 static uint64_t train_on(uint32_t seed) {
   ps_checkpoint *from = NULL;
   ps_checkpoint_info info = {.struct_bytes = sizeof info};
