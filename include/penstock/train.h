@@ -105,10 +105,10 @@ typedef struct ps_train_config {
    * whose B is zero. */
   const char *adapter_dir;
   uint64_t max_skips; /* with PS_NON_FINITE_SKIP: so many steps in a row may be skipped */
-    /* 1: the plan's rates of host memory are taken as they are. 0: they are measured on the arena
+  /* 1: the plan's rates of host memory are taken as they are. 0: they are measured on the arena
    * before weights are loaded, for 2 s at most (ps_trainer_arena()). Bits do not depend on it. */
   uint32_t trust_rates;
-  uint32_t replan;     /* ps_replan */
+  uint32_t replan; /* ps_replan */
   /* Exactly one of dataset and batch_fn is given. Both are borrowed until destroy. Several hosts
    * take a dataset, of which each trainer reads its part of every step. With a plan that
    * is forward_only, a pass over a dataset without weights begins with a step and counts each
@@ -293,6 +293,10 @@ PS_API ps_status ps_trainer_arena(const ps_trainer *t, ps_hardware *rates,
  * changes in ps_trainer_submit() and in ps_trainer_wait(). Borrowed until then. */
 PS_API ps_status ps_trainer_switch(ps_trainer *t, ps_plan *plan);
 PS_API ps_plan *ps_trainer_plan(const ps_trainer *t);
+/* ps_trainer_rates() - the plan's machine with the rates that the steps of this training have, as
+ * far as they used them: ps_hardware_remember() keeps them. PS_EINVAL; PS_ESTATE: too few steps
+ * were observed, and *out is untouched. */
+PS_API ps_status ps_trainer_rates(const ps_trainer *t, ps_hardware *out);
 /* ps_trainer_cancel() - stop every step that is not complete, for good: no further op starts. The
  * wait for the first of these steps returns PS_ECANCELLED. A step is complete once all its weights
  * are in host memory. NULL is a no-op.

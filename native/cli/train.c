@@ -78,6 +78,7 @@ int cli_open_data(cli_job *job, ps_dataset **out) {
 ps_train_config cli_train_config(const cli_job *job, ps_dataset *ds, ps_dataset *val,
                                  bool resumed) {
   ps_train_config cfg = job->train_config;
+  cfg.trust_rates = cfg.replan == PS_REPLAN_OFF;
   cfg.trace_from = job->profile_steps ? job->profile_first - 1 : 0;
   cfg.trace_to = job->profile_last;
   cfg.init_weights = cfg.init_weights && (!resumed || job->plan_config.lora.rank);
@@ -376,7 +377,7 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     if (*from)
       cli_progress_note(&p, "goes on from %s, after step %llu", ps_checkpoint_dir(*from),
                         (unsigned long long)job->first_step);
-    cli_arena_note(t, &p);
+    cli_arena_note(job, t, &p);
     cli_defaults_note(job, &p);
     cli_checkpoint_note(job, &p);
     if (job->train_config.max_skips != defaults.max_skips &&
@@ -386,6 +387,8 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
   cli_run_result r = {.n_wanted = job->train_config.total_steps - job->first_step};
   ps_plan *const first_plan = job->plan;
   code = st == PS_OK ? run_and_save(job, t, &p, &r, lock) : cli_fail_status(st, true);
+  if (st == PS_OK)
+    cli_rates_remember(t);
   job->plan = first_plan;
   ps_trainer_destroy(t);
   ps_dataset_close(ds);

@@ -337,3 +337,9 @@ ps_status ps__observed_hardware(const ps_trainer *t, ps_hardware *out) {
   *out = hw;
   return PS_OK;
 }
+
+ps_status ps_trainer_rates(const ps_trainer *t, ps_hardware *out) {
+  if (!t || !out)
+    return ps__fail(PS_EINVAL, "ps_trainer_rates: trainer and out must be given");
+  return ps__observed_hardware(t, out);
+}

@@ -42,7 +42,7 @@ static double slower(const struct ps__machine *m, const ps_op_view *op, uint64_t
     case PS__TO_HOST: return m->slow.d2h;
     default: return 1;
     }
-  return op->kernel->op_class == PS_CLASS_OPTIMIZER ? m->slow.host : 1;
+  return op->kernel && op->kernel->op_class == PS_CLASS_OPTIMIZER ? m->slow.host : 1;
 }
 
 static uint64_t op_ns(void *user, const ps_run *run, uint64_t op, uint64_t step) {

@@ -267,10 +267,92 @@ static void test_notices(void) {
   printf("ok without a trace it is noticed without a cause\n");
 }
 
+/* ---- healing --------------------------------------------------------------------------------- */
+
+enum { HEAL_FROM = 5, HEAL_TO = 120, HEAL_STEPS = 220 };
+
+/* Steps up to @end. While a search runs, which takes longer than steps, they wait for it. Returns
+ * the last one. */
+static ps_step_metrics run_to(ps_trainer *t, uint64_t end, uint64_t n_switches) {
+  ps_step_metrics m = {0};
+  while (ps_trainer_steps_done(t) < end) {
+    next_step(t, &m);
+    if (atomic_load(&t->border.state) == PS__REPLAN_SEARCHES)
+      nanosleep(&(struct timespec){.tv_nsec = 100000000}, NULL);
+  }
+  CHECK(m.n_switches == n_switches);
+  return m;
+}
+
+typedef struct healed {
+  const char *name;
+  uint32_t optimizer, n_devices, layout;
+  uint64_t n_switches[2]; /* while memory is slow; in all */
+} healed;
+
+/* Where a plan gains less than 2%, none is made. */
+static const healed healings[] = {{"AdamW", PS_OPTIMIZER_ADAMW, 1, PS_LAYOUT_AUTO, {1, 2}},
+                                  {"Lion", PS_OPTIMIZER_LION, 1, PS_LAYOUT_AUTO, {1, 2}},
+                                  {"a ring of 2", PS_OPTIMIZER_ADAMW, 2, PS_LAYOUT_RING, {1, 1}}};
+
+/* @plan: by the rates of the fast machine; @when_slow: seconds of a step by a plan for the slow one.
+ * Returns the weights. */
+static uint64_t train_healing(const healed *h, ps_plan *plan, double when_slow,
+                              const ps__slow *slow, uint32_t replan) {
+  const uint64_t *n_switches = replan ? h->n_switches : (const uint64_t[2]){0, 0};
+  const double when_fast = plan->report.step_s;
+  ps_dataset *ds = open_shard();
+  ps_train_config cfg = train_config(ds);
+  cfg.lr = 1e-4;
+  cfg.replan = replan;
+  ps__trainer_pace(slow);
+  ps_trainer *t = make_trainer(plan, &cfg);
+  ps__trainer_pace(NULL);
+  ps_step_metrics m = run_to(t, HEAL_TO - 1, n_switches[0]);
+  CHECK(!replan || m.step_s < 1.03 * when_slow);
+  CHECK(!replan || off(m.step_s, m.predicted_step_s) < 0.01);
+  m = run_to(t, HEAL_STEPS, n_switches[1]);
+  CHECK(!replan || m.step_s < 1.03 * when_fast);
+  while (ps_trainer_steps_done(t) < ps_trainer_steps_submitted(t))
+    CHECK(ps_trainer_wait(t, &m) == PS_OK);
+  const uint64_t bits = weights(t);
+  CHECK(ps_trainer_destroy(t) == PS_OK && ps_dataset_close(ds) == PS_OK);
+  return bits;
+}
+
+/* Host memory becomes slow and fast again. Steps take the time of a plan that is made with the true
+ * rates each time, and the weights are those of a training that never switched. */
+static void test_heals(const healed *h) {
+  const ps__slow slow = {1, 1, 6, HEAL_FROM, HEAL_TO};
+  const ps_hardware fast = roomy();
+  ps_hardware is = fast;
+  double *const slowed[] = {&is.optimizer_bytes_per_s,        &is.optimizer_weights_bytes_per_s,
+                            &is.optimizer_state_bytes_per_s,  &is.accumulate_bytes_per_s,
+                            &is.accumulate_sumsq_bytes_per_s, &is.sumsq_bytes_per_s};
+  for (size_t i = 0; i < sizeof slowed / sizeof *slowed; i++)
+    *slowed[i] /= slow.host;
+  ps_plan_config c = plan_config(PS_RECIPE_FP32, true);
+  c.trace_steps = 2;
+  c.optimizer = h->optimizer;
+  c.n_devices = h->n_devices;
+  c.layout = h->layout;
+  ps_plan *plan, *slow_plan;
+  CHECK(ps_plan_create(&plan, &model, &c, &fast) == PS_OK);
+  CHECK(ps_plan_create(&slow_plan, &model, &c, &is) == PS_OK);
+  const double when_slow = slow_plan->report.step_s;
+  CHECK(train_healing(h, plan, when_slow, &slow, PS_REPLAN_OFF) ==
+        train_healing(h, plan, when_slow, &slow, PS_REPLAN_AUTO));
+  CHECK(ps_plan_destroy(plan) == PS_OK && ps_plan_destroy(slow_plan) == PS_OK);
+  printf("ok a machine that becomes slow and fast again gets its plans, the same bits: %s\n",
+         h->name);
+}
+
 static void tests(void) {
   test_paced();
   test_speeds();
   test_notices();
+  for (size_t i = 0; i < sizeof healings / sizeof *healings; i++)
+    test_heals(&healings[i]);
 }
 
 int main(void) { return run_trainings(tests); }

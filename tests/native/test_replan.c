@@ -113,7 +113,7 @@ static uint32_t n_said;
 static void hear(void *user, ps_log_level level, const char *message) {
   (void)user;
   /* the rest is what steps took beside the plan */
-  if (level == PS_LOG_WARN && n_said < 4 && strstr(message, "switch"))
+  if (level == PS_LOG_WARN && n_said < 4 && !strstr(message, ": steps take "))
     snprintf(said[n_said++], sizeof said[0], "%s", message);
 }
 
