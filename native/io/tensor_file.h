@@ -28,8 +28,8 @@ struct ps_tensor_file {
 };
 
 /* ps__tensors_split() - puts the tensors of each expert in the place of those that have a layer's
- * experts, and sets f->fused where there is one; by_name is then to be made anew. Errors: PS_ENOMEM;
- * PS_EFORMAT: more than @most tensors. */
+ * experts, and sets f->fused where there is one; by_name is then to be made anew. Errors:
+ * PS_ENOMEM; PS_EFORMAT: more than @most tensors. */
 ps_status ps__tensors_split(ps_tensor_file *f, size_t most);
 
 #endif

@@ -72,8 +72,8 @@ static ps__vaccess own_rows(const ps__builder *b, const ps__layer_def *d, uint32
   return ps__part(vt, mode, row * k->row0, row * k->n_tokens);
 }
 
-/* Host memory for a saved activation that layer @from made. In round 0 it is an alias of
- * the gradient of the layer's largest unit on the host. That has no contribution yet, and the update
+/* Host memory for a saved activation that layer @from made. In round 0 it is an alias of the
+ * gradient of the layer's largest unit on the host. That has no contribution yet, and the update
  * that read the last step's gradient came before the layer's forward pass, unless it was split. The
  * gradient is needed from the layer's backward pass on, when the activation is fetched for the last
  * time. With several contributions a round the first one would come amid the backward pass: then
