@@ -310,6 +310,6 @@ def test_a_full_disk_leaves_nothing(exported, tmp_path):
 
 
 def test_a_file_with_experts_is_refused(exported, tmp_path, capsys):
-    _, file = exported("olmoe", "fp32")
+    _, file = exported("mixtral")
     assert run(file, "--out", tmp_path / "back", "--quiet") == 2
     assert "is a mixture of experts" in capsys.readouterr().err
