@@ -1,5 +1,9 @@
-/* moe_probe.cu - checks the CUDA kernels of experts against fp64 on the host, and times them.
+/* moe_probe.cu - checks the products of experts against fp64 on the host, and times all CUDA kernels
+ * of experts. The table of op cases has the other kernels' checks (tests/native/test_cuda_ops.c).
  *
+ * build: nvcc -std=c++17 -O3 -Iinclude -Inative -D_GNU_SOURCE -gencode arch=compute_90a,code=sm_90a \
+ *          bench/moe_probe.cu native/kernels/cuda/{moe,gemm_grouped,gemm_grouped_90}.cu \
+ *          native/core/dtype.c -o moe_probe
  * usage: moe_probe [check|time]...      nothing: both
  *
  * Each part runs in a process of its own, with a limit of time: a kernel that hangs or faults ends
@@ -314,10 +318,13 @@ static void check_large(const char *name, product_fn fn) {
   int32_t *go = gpu(offsets);
   const auto hx = host(x, (size_t)rows * k), hw = host(w, (size_t)e_n * n * k),
              hy = host(dy, (size_t)rows * n);
-  for (uint32_t role = 0; role < 3; role++) {
-    const ps_grouped g = {role ? dy : x, role == 2 ? x : w, out, go, rows, n, k, e_n, role, 0};
+  for (uint32_t form = 0; form < 4; form++) {
+    const uint32_t role = form < 3 ? form : 2;
+    const ps_grouped g = {role ? dy : x, role == 2 ? x : w, out, go, rows, n, k, e_n,
+                          role,          form == 3};
     const uint32_t cols = role ? k : n;
     const size_t size = role == 2 ? (size_t)e_n * n * k : (size_t)rows * cols;
+    MUST(cudaMemcpy(out, w, size * 2, cudaMemcpyDeviceToDevice));
     WELL(fn(&g));
     const auto o = host(out, size);
     std::vector<double> got, want, tolerance;
@@ -342,17 +349,18 @@ static void check_large(const char *name, product_fn fn) {
           sum += t, abs += std::fabs(t);
         }
       }
+      sum += form == 3 ? value(hw[at]) : 0;
       got.push_back(value(o[at])), want.push_back(sum);
       tolerance.push_back(std::fabs(sum) * 0x1p-8 + abs * 4096 * 0x1p-24);
     }
     char what[100];
-    snprintf(what, sizeof what, "%s %s, %u x %u, %u experts, %u rows, sampled", name, roles[role],
+    snprintf(what, sizeof what, "%s %s, %u x %u, %u experts, %u rows, sampled", name, roles[form],
              n, k, e_n, rows);
     near(what, got, want, tolerance, 1000);
     const unsigned long long h = hash_of(out, size * 2);
     bool same = true;
     for (int i = 0; i < 100 && same; i++) {
-      MUST(cudaMemset(out, 0x55, size * 2));
+      MUST(cudaMemcpy(out, w, size * 2, cudaMemcpyDeviceToDevice));
       WELL(fn(&g));
       same = hash_of(out, size * 2) == h;
     }
@@ -362,7 +370,18 @@ static void check_large(const char *name, product_fn fn) {
 
 static void check_90_forward() { check_products("90", by_90, 0); }
 static void check_90_dgrad() { check_products("90", by_90, 1); }
-static void check_90_wgrad() { check_products("90", by_90, 2), check_products("90", by_90, 3); }
+/* Experts beyond 256. */
+static product_case many_experts() {
+  product_case c = {{}, 24, 16};
+  for (int e = 0; e < 300; e++)
+    c.rows.push_back(e * 7 % 5 + (e == 290 ? 70 : 0));
+  return c;
+}
+static void check_90_wgrad() {
+  for (uint32_t role = 0; role < 4; role++)
+    check_product<bf16>("90", by_90, many_experts(), role, -1);
+  check_products("90", by_90, 2), check_products("90", by_90, 3);
+}
 static void check_90_large() { check_large("90", by_90); }
 static void check_80() {
   for (uint32_t role = 0; role < 4; role++)
@@ -372,259 +391,6 @@ static void check_80() {
 static void check_f32() {
   for (uint32_t role = 0; role < 4; role++)
     check_product<float>("fp32", by_op_f32, cases[3], role, -1);
-}
-
-/* ---- checks of the other kernels ------------------------------------------------------------- */
-
-static std::vector<double> doubles(const std::vector<float> &v) {
-  return std::vector<double>(v.begin(), v.end());
-}
-static std::vector<double> doubles(const std::vector<bf16> &v) {
-  std::vector<double> d;
-  for (bf16 x : v)
-    d.push_back(value(x));
-  return d;
-}
-static std::vector<double> relative(const std::vector<double> &want, double by, double floor) {
-  std::vector<double> t;
-  for (double x : want)
-    t.push_back(std::fabs(x) * by + floor);
-  return t;
-}
-
-struct routing {
-  uint32_t t, e, k;
-  std::vector<float> logits;
-  std::vector<uint16_t> ids;
-  std::vector<double> weights, p;
-  std::vector<int32_t> offsets, slot, token;
-};
-/* ties: logits of few values. */
-static routing route(uint32_t t, uint32_t e, uint32_t k, bool renorm, bool ties, double skew) {
-  routing r = {t, e, k};
-  for (uint32_t i = 0; i < t; i++) {
-    std::vector<float> x(e);
-    for (uint32_t j = 0; j < e; j++)
-      x[j] = (float)(ties ? std::floor(3 * uniform()) - 1 : 2 * normal() - skew * j);
-    if (ties && i % 7 == 0)
-      x[e / 2] = -0.0f, x[0] = 0.0f;
-    if (ties && i % 5 == 0)
-      x[1 % e] = -INFINITY;
-    std::vector<uint32_t> order(e);
-    for (uint32_t j = 0; j < e; j++)
-      order[j] = j;
-    std::stable_sort(order.begin(), order.end(),
-                     [&](uint32_t a, uint32_t b) { return x[a] > x[b]; });
-    double sum = 0, chosen = 0;
-    for (float v : x)
-      sum += std::exp((double)v - x[order[0]]);
-    for (float v : x)
-      r.p.push_back(std::exp((double)v - x[order[0]]) / sum);
-    for (uint32_t j = 0; j < k; j++)
-      chosen += r.p[(size_t)i * e + order[j]];
-    for (uint32_t j = 0; j < k; j++) {
-      r.ids.push_back((uint16_t)order[j]);
-      r.weights.push_back(r.p[(size_t)i * e + order[j]] / (renorm ? chosen : 1));
-    }
-    r.logits.insert(r.logits.end(), x.begin(), x.end());
-  }
-  r.offsets.assign(e + 1, 0);
-  for (uint16_t id : r.ids)
-    r.offsets[id + 1]++;
-  for (uint32_t j = 0; j < e; j++)
-    r.offsets[j + 1] += r.offsets[j];
-  std::vector<int32_t> at(r.offsets.begin(), r.offsets.end() - 1);
-  r.token.resize((size_t)t * k);
-  for (uint32_t i = 0; i < t * k; i++) {
-    r.slot.push_back(at[r.ids[i]]);
-    r.token[at[r.ids[i]]++] = (int32_t)(i / k);
-  }
-  return r;
-}
-
-template <typename T>
-static void check_route(uint32_t t, uint32_t e, uint32_t k, bool renorm, bool ties, double skew) {
-  char what[160];
-  const char *dt = sizeof(T) == 2 ? "bf16" : "fp32";
-  const routing r = route(t, e, k, renorm, ties, skew);
-  float *logits = gpu(r.logits), *weights = gpu<float>((size_t)t * k);
-  uint16_t *ids = gpu<uint16_t>((size_t)t * k);
-  run(ps__cuda_moe_route, ps__args_moe_route{t, e, k, renorm}, {logits, ids, weights});
-  const auto got_ids = host(ids, (size_t)t * k);
-  snprintf(what, sizeof what, "route: %u tokens, %u of %u%s: ids", t, k, e, ties ? ", ties" : "");
-  says(what, got_ids == r.ids);
-  snprintf(what, sizeof what, "route: weights%s", renorm ? ", renorm" : "");
-  std::vector<double> of_weights;
-  for (double w : r.weights) /* a logit far below the largest is rounded when that is subtracted */
-    of_weights.push_back(w * (1e-6 - 2e-7 * std::log(w)));
-  near(what, doubles(host(weights, (size_t)t * k)), r.weights, of_weights, k);
-  int32_t *offsets = gpu<int32_t>(e + 1), *slot = gpu<int32_t>((size_t)t * k),
-          *token = gpu<int32_t>((size_t)t * k);
-  run(ps__cuda_moe_index, ps__args_moe_index{t, e, k}, {ids, offsets, slot, token});
-  says("index: offsets, slot, token", host(offsets, e + 1) == r.offsets &&
-                                          host(slot, (size_t)t * k) == r.slot &&
-                                          host(token, (size_t)t * k) == r.token);
-
-  const float aux = 0.7f, z_loss = 0.3f;
-  const uint32_t step = 3 * t;
-  const std::vector<float> dw = normals<float>((size_t)t * k, 1.0);
-  float *gdw = gpu(dw);
-  T *dl = gpu<T>((size_t)t * e);
-  uint64_t *counts = gpu(std::vector<uint64_t>(e, 1000));
-  run(ps__cuda_moe_route_bwd,
-      ps__args_moe_route_bwd{t, e, k, renorm, sizeof(T) == 2 ? PS_BF16 : PS_F32, 1, aux, z_loss,
-                             step},
-      {logits, ids, weights, gdw, offsets, dl, counts});
-  std::vector<double> want, tolerance;
-  for (uint32_t i = 0; i < t; i++) {
-    std::vector<double> dp(e), add(e, 0.0);
-    double dot = 0, wdw = 0, max = -INFINITY, sum = 0;
-    for (uint32_t j = 0; j < e; j++) {
-      dp[j] = (double)aux * (r.offsets[j + 1] - r.offsets[j]) / ((double)t * step);
-      max = std::max(max, (double)r.logits[(size_t)i * e + j]);
-    }
-    for (uint32_t j = 0; j < e; j++)
-      sum += std::exp(r.logits[(size_t)i * e + j] - max);
-    for (uint32_t j = 0; j < k; j++)
-      wdw += r.weights[i * k + j] * dw[i * k + j];
-    for (uint32_t j = 0; j < k; j++)
-      if (renorm)
-        add[r.ids[i * k + j]] = r.weights[i * k + j] * (dw[i * k + j] - wdw);
-      else
-        dp[r.ids[i * k + j]] += dw[i * k + j];
-    for (uint32_t j = 0; j < e; j++)
-      dot += r.p[(size_t)i * e + j] * dp[j];
-    for (uint32_t j = 0; j < e; j++) {
-      const double x = r.p[(size_t)i * e + j] *
-                           (dp[j] - dot + 2 * (double)z_loss * (max + std::log(sum)) / step) +
-                       add[j];
-      want.push_back(x);
-      tolerance.push_back(std::fabs(x) * (sizeof(T) == 2 ? 0x1p-8 : 0) + 1e-5);
-    }
-  }
-  snprintf(what, sizeof what, "route_bwd: %s%s", dt, renorm ? ", renorm" : "");
-  near(what, doubles(host(dl, (size_t)t * e)), want, tolerance, e);
-  bool counted = true;
-  const auto n = host(counts, e);
-  for (uint32_t j = 0; j < e; j++)
-    counted = counted && n[j] == 1000u + (uint32_t)(r.offsets[j + 1] - r.offsets[j]);
-  says("route_bwd: counts", counted);
-
-  const unsigned long long h[] = {hash_of(weights, 4 * (size_t)t * k),
-                                  hash_of(slot, 4 * (size_t)t * k),
-                                  hash_of(dl, sizeof(T) * (size_t)t * e)};
-  bool same = true;
-  for (int i = 0; i < 100 && same; i++) {
-    MUST(cudaMemset(slot, 0x55, 4 * (size_t)t * k));
-    run(ps__cuda_moe_route, ps__args_moe_route{t, e, k, renorm}, {logits, ids, weights});
-    run(ps__cuda_moe_index, ps__args_moe_index{t, e, k}, {ids, offsets, slot, token});
-    run(ps__cuda_moe_route_bwd,
-        ps__args_moe_route_bwd{t, e, k, renorm, sizeof(T) == 2 ? PS_BF16 : PS_F32, 0, aux, z_loss,
-                               step},
-        {logits, ids, weights, gdw, offsets, dl});
-    same = hash_of(weights, 4 * (size_t)t * k) == h[0] &&
-           hash_of(slot, 4 * (size_t)t * k) == h[1] &&
-           hash_of(dl, sizeof(T) * (size_t)t * e) == h[2];
-  }
-  says("route, index, route_bwd: 100 repeats have their bits", same);
-}
-
-static double silu(double x) { return x / (1 + std::exp(-x)); }
-static double dsilu(double x) {
-  const double s = 1 / (1 + std::exp(-x));
-  return s * (1 + x * (1 - s));
-}
-
-template <typename T> static void check_rows_of(uint32_t t, uint32_t k, uint32_t d, uint32_t f) {
-  const uint32_t dt = sizeof(T) == 2 ? PS_BF16 : PS_F32, e = 24;
-  const double ulp = sizeof(T) == 2 ? 0x1p-8 : 0x1p-20;
-  char what[160];
-  const routing r = route(t, e, k, true, false, 0.05);
-  const size_t rows = (size_t)t * k;
-  std::vector<float> w(r.weights.begin(), r.weights.end());
-  const std::vector<T> x = normals<T>((size_t)t * d, 1), z = normals<T>(rows * d, 1),
-                       gu = normals<T>(rows * 2 * f, 2), ds = normals<T>(rows * f, 1);
-  int32_t *slot = gpu(r.slot), *token = gpu(r.token);
-  T *gx = gpu(x), *gz = gpu(z), *xr = gpu<T>(rows * d), *ggu = gpu(gu), *gds = gpu(ds),
-    *s = gpu<T>(rows * f);
-  float *gw = gpu(w), *dw = gpu<float>(rows);
-  run(ps__cuda_moe_gather, ps__args_moe_rows{t, k, d, dt, 0, 0}, {gx, token, xr});
-  const auto got = host(xr, rows * d);
-  bool same = true;
-  for (size_t i = 0; i < rows; i++)
-    same = same && !memcmp(&got[i * d], &x[(size_t)r.token[i] * d], d * sizeof(T));
-  snprintf(what, sizeof what, "gather: %u tokens, %u of %u, dim %u, %u bytes", t, k, e, d,
-           (uint32_t)sizeof(T));
-  says(what, same);
-  for (uint32_t mode = 0; mode < 3; mode++) { /* plain, added, with a residual */
-    T *y = gpu(x), *res = gpu(x);
-    std::vector<void *> ptr = {gz, slot, y};
-    if (mode == 2)
-      ptr.push_back(res);
-    run(ps__cuda_moe_combine, ps__args_moe_rows{t, k, d, dt, mode == 1, mode == 2}, ptr);
-    std::vector<double> want;
-    for (size_t i = 0; i < (size_t)t * d; i++) {
-      double sum = mode ? value(x[i]) : 0;
-      for (uint32_t j = 0; j < k; j++)
-        sum += value(z[(size_t)r.slot[i / d * k + j] * d + i % d]);
-      want.push_back(sum);
-    }
-    snprintf(what, sizeof what, "combine: mode %u", mode);
-    near(what, doubles(host(y, (size_t)t * d)), want, relative(want, ulp, 1e-5), d);
-    MUST(cudaFree(y)), MUST(cudaFree(res));
-  }
-  const ps__args_moe_glu args = {t, k, f, dt, PS_ACTIVATION_SILU};
-  run(ps__cuda_moe_glu, args, {ggu, gw, slot, s});
-  std::vector<double> want(rows * f), dgu(rows * 2 * f), dwe(rows), tol_w(rows);
-  for (size_t i = 0; i < rows; i++) {
-    const size_t at = (size_t)r.slot[i];
-    for (uint32_t c = 0; c < f; c++) {
-      const double g = value(gu[at * 2 * f + c]), u = value(gu[at * 2 * f + f + c]),
-                   b = value(ds[at * f + c]);
-      want[at * f + c] = w[i] * silu(g) * u;
-      dgu[at * 2 * f + c] = b * w[i] * u * dsilu(g);
-      dgu[at * 2 * f + f + c] = b * w[i] * silu(g);
-      dwe[i] += b * silu(g) * u, tol_w[i] += 1e-5 * std::fabs(b * silu(g) * u);
-    }
-  }
-  const auto first = host(s, rows * f);
-  snprintf(what, sizeof what, "glu: I %u", f);
-  near(what, doubles(first), want, relative(want, ulp, 1e-6), f);
-  run(ps__cuda_moe_glu_bwd, args, {gds, ggu, gw, slot, dw});
-  near("glu_bwd: gradient of gate and up", doubles(host(ggu, rows * 2 * f)), dgu,
-       relative(dgu, 1.01 * ulp, 1e-5), 2 * f);
-  near("glu_bwd: gradient of the weights", doubles(host(dw, rows)), dwe, tol_w, k);
-  says("glu_bwd: s has the bits of glu's",
-       !memcmp(host(gds, rows * f).data(), first.data(), rows * f * sizeof(T)));
-}
-
-static void check_moe() {
-  check_route<bf16>(37, 128, 8, true, false, 0);
-  check_route<float>(1000, 128, 8, false, false, 0.05);
-  check_route<bf16>(1001, 64, 8, false, true, 0);
-  check_route<float>(777, 8, 2, true, true, 0);
-  check_route<bf16>(5000, 512, 16, true, false, 0.01);
-  check_route<float>(1, 1, 1, true, false, 0);
-  check_route<float>(300, 33, 5, false, false, 20); /* all to few */
-  check_route<bf16>(40000, 128, 8, true, false, 0.02);
-  /* NaN: still k different ids */
-  std::vector<float> x(40 * 2, 1.0f);
-  x[3] = NAN, x[40 + 5] = INFINITY;
-  for (int i = 0; i < 40; i++)
-    if (i != 7)
-      x[i] = NAN;
-  float *logits = gpu(x), *weights = gpu<float>(8);
-  uint16_t *ids = gpu<uint16_t>(8);
-  run(ps__cuda_moe_route, ps__args_moe_route{2, 40, 4, 1}, {logits, ids, weights});
-  const auto i = host(ids, 8);
-  const auto w = host(weights, 8);
-  says("route: NaN counts as the smallest, +inf as the largest",
-       i[0] == 7 && i[1] == 0 && i[2] == 1 && i[3] == 2 && i[4] == 5 && i[5] == 0 && i[7] == 2 &&
-           w[0] != w[0] && w[3] != w[3] && w[4] != w[4]);
-  check_rows_of<bf16>(301, 8, 2048, 768);
-  check_rows_of<bf16>(77, 3, 100, 52);
-  check_rows_of<float>(77, 4, 96, 56);
-  check_rows_of<float>(5, 1, 7, 9);
 }
 
 /* ---- times ----------------------------------------------------------------------------------- */
@@ -828,28 +594,6 @@ static void time_moe() {
   }
 }
 
-#ifdef PS_PROBE_VARIANTS
-#  define VARIANT(v, says)                                                                         \
-    ps_status ps_grouped_90_##v(const ps_grouped *g, uint32_t n_sms, cudaStream_t stream);         \
-    static ps_status by_90_##v(const ps_grouped *g) {                                              \
-      return ps_grouped_90_##v(g, (uint32_t)exec_.n_sms, exec_.stream);                            \
-    }                                                                                              \
-    static void check_90_##v() {                                                                   \
-      for (int role = 0; role < 4; role++)                                                         \
-        check_products(says, by_90_##v, role);                                                     \
-      check_large(says, by_90_##v);                                                                \
-    }                                                                                              \
-    static void time_90_##v() {                                                                    \
-      time_products(says, by_90_##v, &qwen, 8192, 0, 0);                                           \
-      time_products(says, by_90_##v, &qwen, 16384, 0, 0);                                          \
-      time_products(says, by_90_##v, &qwen, 32768, 0, 1);                                          \
-      time_products(says, by_90_##v, &olmoe, 32768, 0, 0);                                         \
-    }
-VARIANT(s4, "90, 4 stages")
-VARIANT(c2, "90, clusters of 2")
-VARIANT(s4c2, "90, 4 stages, clusters of 2")
-#endif
-
 /* ---- parts ----------------------------------------------------------------------------------- */
 
 static const struct {
@@ -861,19 +605,10 @@ static const struct {
     {"check", "products of 90, dgrad", check_90_dgrad, 10},
     {"check", "products of 90, wgrad", check_90_wgrad, 15},
     {"check", "products of 90, large", check_90_large, 15},
-    {"check", "the router, the index and rows", check_moe, 20},
     {"check", "products of 80", check_80, 25},
     {"check", "products of fp32", check_f32, 10},
     {"time", "products of 90", time_90, 45},
     {"time", "the router, the index and rows", time_moe, 15},
-#ifdef PS_PROBE_VARIANTS
-    {"check", "products of 90, variant s4", check_90_s4, 12},
-    {"check", "products of 90, variant c2", check_90_c2, 12},
-    {"check", "products of 90, variant s4c2", check_90_s4c2, 12},
-    {"time", "products of 90, variant s4", time_90_s4, 12},
-    {"time", "products of 90, variant c2", time_90_c2, 12},
-    {"time", "products of 90, variant s4c2", time_90_s4c2, 12},
-#endif
     {"time", "products of 80", time_80, 15},
 };
 
