@@ -1,9 +1,10 @@
-/* moe_probe.cu - checks the products of experts against fp64 on the host, and times all CUDA kernels
- * of experts. The table of op cases has the other kernels' checks (tests/native/test_cuda_ops.c).
+/* moe_probe.cu - checks the products of experts against fp64 on the host, and times all CUDA
+ * kernels of experts. The table of op cases has the other kernels' checks
+ * (tests/native/test_cuda_ops.c).
  *
- * build: nvcc -std=c++17 -O3 -Iinclude -Inative -D_GNU_SOURCE -gencode arch=compute_90a,code=sm_90a \
- *          bench/moe_probe.cu native/kernels/cuda/{moe,gemm_grouped,gemm_grouped_90}.cu \
- *          native/core/dtype.c -o moe_probe
+ * build: nvcc -std=c++17 -O3 -Iinclude -Inative -D_GNU_SOURCE with
+ *        -gencode arch=compute_90a,code=sm_90a, of this file, of moe.cu, gemm_grouped.cu and
+ *        gemm_grouped_90.cu of native/kernels/cuda, and of native/core/dtype.c
  * usage: moe_probe [check|time]...      nothing: both
  *
  * Each part runs in a process of its own, with a limit of time: a kernel that hangs or faults ends

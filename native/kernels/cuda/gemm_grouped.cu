@@ -282,8 +282,8 @@ ps_status ps_grouped_80(const ps_grouped *g, cudaStream_t stream) {
  *         accumulate dW is added in fp32 before it
  * shapes  by the tensor cores: bf16, n_out and n_in multiples of 8, addresses of 16 bytes
  * flops   2*R*n_out*n_in; mma.sync on an H100, where gemm_grouped_90.cu serves in its place: 297
- *         TFLOP/s with 16,384 tokens and 309 with 32,768, the mean of the roles (E 128, k 8, D 2048,
- *         I 768)
+ *         TFLOP/s with 16,384 tokens and 309 with 32,768, the mean of the roles (E 128, k 8, D
+ *         2048, I 768)
  * bytes   the operands once at least
  * determinism  bitwise: a row's bits, and those of an expert's dW, depend on nothing but its rows
  * reference    fp64: sum * 2^-24 * sum |a*b| and half an ulp of bf16 */
