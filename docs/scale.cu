@@ -21,5 +21,6 @@ extern "C" ps_status scale_on_cuda(const ps_launch *l) {
   const unsigned threads = 256, blocks = (unsigned)((a->n + threads - 1) / threads);
   scale<<<blocks, threads, 0, ps_launch_cuda_stream(l)>>>(static_cast<float *>(l->ptr[0]), a->by,
                                                           a->plus, a->n);
-  return cudaGetLastError() == cudaSuccess ? PS_OK : PS_EDEVICE;
+  const cudaError_t e = cudaGetLastError(); /* of the launch; the run notices what fails later */
+  return e == cudaSuccess ? PS_OK : ps_error_set(PS_EDEVICE, cudaGetErrorString(e));
 }

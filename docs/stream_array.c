@@ -55,14 +55,16 @@ static ps_status add_chunk(ps_program *program, int i) {
                   x = {DEVICE, PS_READ_WRITE, slot, CHUNK_BYTES},
                   down[] = {{DEVICE, PS_READ, slot, CHUNK_BYTES},
                             {HOST, PS_WRITE, home, CHUNK_BYTES}};
-  const ps_op op[] = {{.stream = UP, .access = up, .n_access = 2},
+  const ps_tag tag = {.layer = -1, .round = -1, .chunk = i, .phase = -1}; /* -1: has none */
+  const ps_op op[] = {{.stream = UP, .access = up, .n_access = 2, .tag = tag},
                       {.kernel = &scale,
                        .args = &args,
                        .args_bytes = sizeof args,
                        .stream = COMPUTE,
                        .access = &x,
-                       .n_access = 1},
-                      {.stream = DOWN, .access = down, .n_access = 2}};
+                       .n_access = 1,
+                       .tag = tag},
+                      {.stream = DOWN, .access = down, .n_access = 2, .tag = tag}};
   ps_status st = PS_OK;
   for (int k = 0; st == PS_OK && k < 3; k++)
     st = ps_program_add(program, &op[k], NULL);

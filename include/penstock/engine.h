@@ -24,6 +24,11 @@
  * space lies at a place, a stream runs at a place, and a LINK leads from one place to another. The
  * configuration says how many there are of each, and what each is.
  *
+ *   A link says that its stream copies from one place to another, and runs nothing else, which
+ *   ps_run_create() checks. A stream without links runs kernels, and copies between its place and
+ *   hosts. So a program for one device may have no links at all. Copies from device to device need
+ *   them. On CUDA a device's stream without links takes up to 32 MiB of its memory for cuBLASLt.
+ *
  * Example: an array goes to the device, 1 is added to it there, and it comes back, ten times.
  * "docs/own-kernel.md" goes on from here to kernels on a GPU.
  *
@@ -46,9 +51,11 @@
  *     const ps_access up[] = {{HOST, PS_READ, 0, BYTES}, {DEVICE, PS_WRITE, 0, BYTES}};
  *     const ps_access x = {DEVICE, PS_READ_WRITE, 0, BYTES};
  *     const ps_access down[] = {{DEVICE, PS_READ, 0, BYTES}, {HOST, PS_WRITE, 0, BYTES}};
- *     const ps_op op[] = {{.stream = UP, .access = up, .n_access = 2}, // no kernel: a copy
- *                         {.kernel = &kernel, .stream = COMPUTE, .access = &x, .n_access = 1},
- *                         {.stream = DOWN, .access = down, .n_access = 2}};
+ *     const ps_tag tag = {-1, -1, -1, -1, NULL}; // no layer, round, chunk, phase
+ *     const ps_op op[] = { // without a kernel: a copy
+ *         {.stream = UP, .access = up, .n_access = 2, .tag = tag},
+ *         {.kernel = &kernel, .stream = COMPUTE, .access = &x, .n_access = 1, .tag = tag},
+ *         {.stream = DOWN, .access = down, .n_access = 2, .tag = tag}};
  *     const ps_engine_config machine = {
  *         .struct_bytes = sizeof machine, .n_places = 2, .n_links = 2, .n_spaces = 2,
  *         .n_streams = 3,
@@ -93,12 +100,17 @@
  * from step to step and from run to run. So what a program needs at its start is written to a host
  * space through ps_engine_space() before the first step, and its first ops copy it up. What is to
  * be copied up once, and not in each step, is a program of its own, whose run comes first. A space
- * begins at a multiple of 4,096 bytes on hosts and of 256 on GPUs; what an op needs to be aligned
- * beyond that is its program's to choose, by offsets.
+ * begins at a multiple of 4,096 bytes on hosts and of 256 on GPUs. Where an op needs its operands
+ * aligned, the program chooses offsets that are.
  *
- * Steps in flight: any number of steps may be submitted. An op of a step begins when its hazards
- * allow, whatever other streams do; so a stream that nothing orders after another may be many steps
- * ahead of it. One that is read and written in turn is at most a step ahead.
+ * Steps in flight: a submitted step is in flight until all its ops have ended. Any number of steps
+ * may be. A stream runs its ops in program order. An op begins when the stream's op before it has
+ * ended and its hazards allow. A stream may thus be many steps ahead of one that touches none of
+ * its bytes. Two streams that take turns with the same bytes are at most a step apart.
+ *
+ * Loading ahead: copies to the device, kernels, and copies to the host have a stream each, and
+ * consecutive chunks have different ranges (slots) of the device's space. With both copies on one
+ * stream, the next chunk goes up only after the last one has come down.
  *
  * Threads: distinct objects are independent. One thread at a time uses an object, except where a
  * function says otherwise. An object is destroyed when no thread is inside a call on it.
@@ -151,7 +163,8 @@ enum { PS_BACKEND_CPU = 0, PS_BACKEND_CUDA = 1, PS_N_BACKENDS = 2 };
  * CUDA stream may use the addresses until the op is done there. */
 typedef struct ps_launch {
   const void *args; /* the op's argument block, as ps_program_add() copied it */
-  /* [n_ptr]: the address of each access, in their order. Of a GPU's space it is a device address */
+  /* [n_ptr]: the address of each access, in their order. Of a GPU's space it is a device address.
+   * Lengths are not here: what the kernel needs of them stands in args */
   void *const *ptr;
   uint32_t n_ptr;
   uint32_t stream;
@@ -163,7 +176,7 @@ typedef struct ps_launch {
 } ps_launch;
 
 /* What a kernel may use of the stream that runs it, inside its own call alone. */
-/* Threads of the stream, >= 1: ps_stream_config.n_threads. On a CUDA stream 1. */
+/* Threads of the stream, >= 1: ps_stream_config.n_threads. On a CUDA stream 1, whatever that is. */
 PS_API uint32_t ps_launch_n_threads(const ps_launch *launch);
 /* ps_launch_parallel() - call @task(@arg, i, thread) once for each i in 0..@n_tasks-1, on the
  * stream's threads; returns when all are done. Threads take tasks in any order: a result must not
@@ -179,16 +192,17 @@ PS_API void ps_launch_parallel(const ps_launch *launch, int64_t n_tasks, ps_task
  * NULL and 0 bytes: the stream has none, or no such thread. */
 PS_API void *ps_launch_scratch(const ps_launch *launch, uint32_t thread, uint64_t *bytes);
 /* ps_launch_cuda_stream() - the cudaStream_t (CUstream) to queue the kernel's work on; NULL on
- * streams that are not CUDA's. The primary context of the stream's GPU is current. The kernel does
- * not wait for the stream, and queues nothing elsewhere. */
+ * streams that are not CUDA's. The primary context of the stream's GPU is current, so the CUDA
+ * runtime works too. The kernel does not wait for the stream, and queues nothing elsewhere. */
 PS_API struct CUstream_st *ps_launch_cuda_stream(const ps_launch *launch);
 
-/* Runs an op, on a thread of the engine. On host streams and on the CPU backend it returns when the
- * work is done; on a CUDA stream it queues the work and returns. A negative status stops the run,
- * whose message quotes the thread's ps_last_error() where the op set one, else the status. */
+/* Runs an op, on a thread of the engine, once in each step. On host streams and on the CPU backend
+ * it returns when the work is done; on a CUDA stream it queues the work and returns. A negative
+ * status stops the run, whose message quotes what the op gave ps_error_set(), else the status. Work
+ * that fails on the GPU later stops the run too, with PS_EDEVICE and CUDA's words. */
 typedef ps_status (*ps_op_fn)(const ps_launch *launch);
 
-/* Work an op causes, for the cost model; 0 where it has none. */
+/* Work an op causes. The engine does not read it: it is for cost models, and may stay 0. */
 typedef struct ps_work {
   double flops; /* floating-point operations */
   /* bytes moved through the memory of the processor that runs it, reads plus writes */
@@ -198,6 +212,7 @@ typedef struct ps_work {
   double model_flops;
 } ps_work;
 
+/* For cost models and the categories of traces; PS_CLASS_OTHER does where neither matters. */
 typedef enum ps_op_class {
   PS_CLASS_OTHER = 0, /* fixed cost only */
   PS_CLASS_GEMM = 1,
@@ -222,12 +237,13 @@ typedef struct ps_kernel {
   uint32_t op_class; /* ps_op_class */
   /* by backend; NULL: the kernel does not run there, and ps_run_create() refuses it by name */
   ps_op_fn fn[PS_N_BACKENDS];
-  /* What the library says of its own kernels (native/kernels/ops.h). NULL in a caller's kernel,
-   * which then needs no scratch and no preparation. */
+  /* What the library says of its own kernels (native/kernels/ops.h). NULL in a caller's kernel: its
+   * scratch is what ps_stream_config.scratch_bytes says, and nothing prepares it. */
   const struct ps__op_info *info;
 } ps_kernel;
 
-/* Where an op belongs in the model, for traces and messages. -1 where a field does not apply.
+/* Where an op belongs in the model, for traces and messages. -1 where a field does not apply: a tag
+ * of zeros says layer 0, round 0, chunk 0.
  *   layer  0 the embedding, 1..L the blocks, L+1 the head
  *   round  of the step
  *   chunk  of the step; negative: the op is about the layer's unit -1 - chunk
@@ -323,8 +339,11 @@ typedef struct ps_place {
   uint32_t backend; /* PS_BACKEND_* of its streams: CPU for a host, the same for all devices */
   uint32_t device;  /* CUDA: which of the visible GPUs */
   uint32_t reserved;
-  uint64_t cap_bytes;      /* BYTES that its spaces and overhead_bytes may take; 0: no cap */
-  uint64_t overhead_bytes; /* BYTES that it takes besides: scratch, context, kernels, libraries */
+  /* BYTES that its spaces, each rounded up to 2 MiB, and overhead_bytes may take; 0: no cap */
+  uint64_t cap_bytes;
+  /* BYTES that it takes besides: scratch, context, kernels, libraries. The caller's figure, which
+   * counts against the cap; the engine does not measure it */
+  uint64_t overhead_bytes;
 } ps_place;
 
 typedef struct ps_link {
@@ -341,10 +360,12 @@ typedef struct ps_space_config {
 } ps_space_config;
 
 typedef struct ps_stream_config {
-  /* where its ops run. Of a stream of links: where its copies are issued, a device's end where
-   * there is one */
+  /* where its ops run. Of a stream of links: a device's end of them, where there is one. CUDA
+   * requires that, the CPU backend does not */
   uint32_t place;
-  uint32_t n_threads; /* threads that an op of this stream may use, >= 1 */
+  /* threads that an op of this stream may use, 1..4096; of a CUDA stream they count for
+   * scratch_bytes alone */
+  uint32_t n_threads;
   /* BYTES of scratch for EACH of those threads. Host streams and the CPU backend have it in host
    * memory; a CUDA stream has that of all its threads as one range of device memory. */
   uint64_t scratch_bytes;
@@ -383,7 +404,7 @@ PS_API ps_status ps_engine_close(ps_engine *engine);
 
 /* ps_engine_space() - the address of a space for the host; valid until ps_engine_close(). NULL for
  * a GPU's device space, and where @space is out of range. The caller may touch the memory while no
- * run is in flight, or inside its own host ops. */
+ * step is in flight, or inside its own host ops. */
 PS_API void *ps_engine_space(ps_engine *engine, uint32_t space);
 /* BYTES of a space, a multiple of 2 MiB; 0 where @space is out of range. */
 PS_API uint64_t ps_engine_space_bytes(const ps_engine *engine, uint32_t space);

@@ -52,6 +52,12 @@ PS_API const char *ps_status_name(ps_status code);
  * when nothing failed yet. */
 PS_API const char *ps_last_error(void);
 
+/* ps_error_set() - make @message the thread's ps_last_error(). It is for functions that the library
+ * calls, such as a kernel: "return ps_error_set(PS_EDEVICE, why);".
+ * @status   negative; it is returned.
+ * @message  copied, in the form of the library's messages: one line of at most 1,023 BYTES. */
+PS_API ps_status ps_error_set(ps_status status, const char *message);
+
 /* ps_printable() - copy @src to @dst in a form that is safe to print on a terminal. A control
  * character, or a byte that is not UTF-8, becomes "\x1b" and the like. The library's messages have
  * this form. @room is BYTES of @dst with the final NUL; the rest of a longer text is left out.

@@ -131,6 +131,10 @@ ps_status ps__fail(ps_status code, const char *fmt, ...) {
   return code;
 }
 
+ps_status ps_error_set(ps_status status, const char *message) {
+  return ps__fail(status, "%s", message);
+}
+
 static const char *format_digits(char buf[32], uint64_t bytes, int digits) {
   static const char *const unit[] = {"KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
   if (bytes < 1024) {

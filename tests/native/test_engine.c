@@ -230,7 +230,7 @@ static void test_waiters(void) {
 /* ---- stopping -------------------------------------------------------------------------------- */
 
 static ps_status fail_at_2(const ps_launch *l) {
-  return l->step == 2 ? ps__fail(PS_ENUMERIC, "the loss is not finite") : PS_OK;
+  return l->step == 2 ? ps_error_set(PS_ENUMERIC, "the loss\nis not finite") : PS_OK;
 }
 static ps_status fail_silently(const ps_launch *l) { return l->step == 2 ? PS_EIO : PS_OK; }
 static const ps_kernel k_fail = {.name = "brittle", .op_class = PS_CLASS_OTHER, .fn = {fail_at_2}},
