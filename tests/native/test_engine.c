@@ -632,7 +632,7 @@ int main(void) {
   test_empty();
   test_waiters();
   for (int i = 0; i < 50; i++) {
-    test_error(&k_fail, PS_ENUMERIC, "brittle");
+    test_error(&k_fail, PS_ENUMERIC, "the loss is not finite (op 1, brittle");
     test_error(&k_silent, PS_EIO, "PS_EIO");
   }
   printf("ok a failing op stops every stream and is named\n");
