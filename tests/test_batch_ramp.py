@@ -142,7 +142,7 @@ def test_a_checkpoint_is_refused_with_another_ramp_behind_it(
         path = trainer.checkpoint(tmp_path)
     other = make_plan(tiny_model, batch_ramp=[(SEQ, 4)], **PLANS["rounds"])
     pattern = (
-        "was written after 6 sequences, .* step 4 ends after 4: give the checkpoint's --batch-r"
+        "was written after 6 sequences, .* step 4 ends after 4: give the checkpoint's batch_ramp"
     )
     with pytest.raises(ps.InvalidError, match=pattern):
         Trainer.resume(path, tiny_model, other, str(tiny_shard))

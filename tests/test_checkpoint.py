@@ -260,7 +260,7 @@ def test_a_run_goes_on_with_its_own_data_alone(tiny_model, tmp_path):
     tokens = b.copy()
     tokens[-1] ^= 1
     write_shard(moved[1], tokens)
-    with pytest.raises(InvalidError, match="shard 2, .*moved/y, has other bytes .* --model"):
+    with pytest.raises(InvalidError, match="shard 2, .*moved/y, has other bytes .* model_dir"):
         Trainer.resume(checkpoint, tiny_model, plan, moved)
     one = write_shard(tmp_path / "one", np.arange(2 * (2999 // 64) * 64 + 1) % 200)
     with pytest.raises(InvalidError, match="written with 2 shards, and this run has 1"):

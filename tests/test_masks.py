@@ -176,7 +176,7 @@ def test_a_document_is_unaffected_by_its_neighbours(tiny_model, model, tmp_path,
 
 def test_rows_are_not_cut_and_a_plan_for_one_document_is_refused(tiny_model, model, plan, tmp_path):
     shard = masked_shard(tmp_path / "p.bin", np.arange(3 * SEQ + 1), np.ones(3 * SEQ + 1), 2 * SEQ)
-    with pytest.raises(InvalidError, match=r"packed in rows of 128 tokens.*--seq-len 128"):
+    with pytest.raises(InvalidError, match=r"packed in rows of 128 tokens.*seq_len 128"):
         Trainer(tiny_model, plan, shard)
     shard = masked_shard(tmp_path / "p.bin", np.arange(3 * SEQ + 1), np.ones(3 * SEQ + 1))
     assert Dataset(shard, model.vocab_size).marks_documents

@@ -467,23 +467,23 @@ def test_the_peak_is_that_of_the_whole_name(name, tflops):
 @pytest.mark.parametrize(
     "ask,advice",
     [
-        ({"device_mem": "1MiB"}, "raise --device-mem, or lower --seq-len ("),
+        ({"device_mem": "1MiB"}, "raise device_mem, or lower seq_len ("),
         (
             {"device_mem": "1MiB", "chunk_tokens": 64},
-            "raise --device-mem, or lower --chunk-tokens (",
+            "raise device_mem, or lower chunk_tokens (",
         ),
         (
             {"device_mem": "1MiB", "chunks_per_round": 2, "head_slice_tokens": 64},
-            "raise --device-mem, or lower --chunks-per-round or --head-slice-tokens (",
+            "raise device_mem, or lower chunks_per_round or head_slice_tokens (",
         ),
-        ({"host_mem": "4MiB"}, "raise --host-mem ("),  # the process itself takes more
+        ({"host_mem": "4MiB"}, "raise host_mem ("),  # the process itself takes more
         (
             {"host_mem": "4MiB", "chunk_tokens": 64, "tokens_per_step": 64},
-            "raise --host-mem (",
+            "raise host_mem (",
         ),
         (
             {"device_mem": "1MiB", "host_mem": "4MiB"},
-            "; the machine has 8.0 GiB in all: raise --device-mem and --host-mem to that",
+            "; the machine has 8.0 GiB in all: raise device_mem and host_mem to that",
         ),
         (
             {"machine": 4 << 20},
@@ -492,32 +492,31 @@ def test_the_peak_is_that_of_the_whole_name(name, tflops):
     ],
 )
 def test_what_is_advised_lowers_what_the_plan_needs(tmp_path, ask, advice):
-    """An option is named where it was given, or has a default that can be lowered."""
+    """An argument is named where it was given, or has a default that can be lowered."""
     hardware = rates(host_memory_bytes=ask.pop("machine", 1 << 33))
     with pytest.raises(BudgetError, match=re.escape(advice)):
         Plan(config(tmp_path), seq_len=64, hardware=hardware, **ask)
 
 
 LOWER = {
-    "--optimizer lion": {"optimizer": "lion"},
-    "--recipe bf16": {"recipe": "bf16"},
-    "--lora-rank": {"lora": Lora(8)},
-    "--frozen-layers": {"frozen_layers": 16},
-    "--tokens-per-step": {"tokens_per_step": 512},
+    "optimizer lion": {"optimizer": "lion"},
+    "recipe bf16": {"recipe": "bf16"},
+    "lora.rank": {"lora": Lora(8)},
+    "frozen_layers": {"frozen_layers": 16},
+    "tokens_per_step": {"tokens_per_step": 512},
 }
 
 
 @pytest.mark.parametrize(
     "gib, ask, ways",
     [
-        (9.5, {}, ", or give --optimizer lion or --lora-rank or --frozen-layers"),
+        (9.5, {}, ", or give optimizer lion or lora.rank or frozen_layers"),
         (
             11.42,
             {"tokens_per_step": 8192},
-            ", or lower --tokens-per-step, or give --optimizer lion or --lora-rank or "
-            "--frozen-layers",
+            ", or lower tokens_per_step, or give optimizer lion or lora.rank or frozen_layers",
         ),
-        (12, {"recipe": "fp32-master"}, ", or give --recipe bf16 or --lora-rank"),
+        (12, {"recipe": "fp32-master"}, ", or give recipe bf16 or lora.rank"),
         (2, {}, ""),  # less than the weights take
     ],
 )
@@ -529,9 +528,9 @@ def test_the_ways_out_of_too_little_host_memory_are_ways(gib, ask, ways):
     given |= {"device_mem": "3GiB"}
     with pytest.raises(BudgetError) as refusal:
         Plan(model, host_mem=cap, **given)
-    said = re.search(r"given: raise --host-mem(.*) \(the smallest", str(refusal.value))[1]
+    said = re.search(r"given: raise host_mem(.*) \(the smallest", str(refusal.value))[1]
     assert said == ways
-    for way in re.findall("|".join(LOWER), said):
+    for way in re.findall("|".join(map(re.escape, LOWER)), said):
         assert Plan.smallest(model, **given | LOWER[way])[1] <= cap, way
 
 

@@ -149,7 +149,7 @@ def test_a_step_of_too_many_ops_is_refused_before_it_is_emitted(tmp_path):
     begin = time.process_time()
     with pytest.raises(
         InvalidError,
-        match="has about .* million ops, at most 1.05 are planned: lower --tokens-per-step, or raise --chunk-tokens",
+        match="has about .* million ops, at most 1.05 are planned: lower tokens_per_step, or raise chunk_tokens",
     ):
         Plan(
             config(tmp_path), seq_len=512, tokens_per_step=1 << 20, chunk_tokens=1, hardware=rates()

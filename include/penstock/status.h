@@ -57,6 +57,19 @@ PS_API const char *ps_last_error(void);
  * @status   negative; it is returned.
  * @message  copied, in the form of the library's messages: one line of at most 1,023 BYTES. */
 PS_API ps_status ps_error_set(ps_status status, const char *message);
+/* The name under which a shell, such as a command line, knows a field of a public struct. */
+typedef struct ps_field_name {
+  const char *field; /* "seq_len"; "lora.rank" of a struct in a struct; NULL ends a table */
+  const char *name;  /* "--seq-len": 1 to PS_MAX_FIELD_NAME bytes */
+} ps_field_name;
+enum { PS_MAX_FIELD_NAME = 31 };
+
+/* ps_field_names_set() - let messages and log lines show @names in place of the fields' own, which
+ * they show of a field that is not in @names, and of all with NULL, the default. For all threads.
+ * @names  borrowed until the next call that succeeds, and by messages that are being written then.
+ * Errors: PS_EINVAL names the field whose name is empty or too long; the names stay as they were.
+ */
+PS_API ps_status ps_field_names_set(const ps_field_name *names);
 
 /* ps_printable() - copy @src to @dst in a form that is safe to print on a terminal. A control
  * character, or a byte that is not UTF-8, becomes "\x1b" and the like. The library's messages have

@@ -18,6 +18,7 @@ static const struct {
   const char *name;
   size_t bytes;
 } table[] = {
+    ENTRY(ps_field_name),
     ENTRY(ps_access),
     ENTRY(ps_launch),
     ENTRY(ps_work),

@@ -392,6 +392,8 @@ void cli_job_free(cli_job *job);
  * and, where @training, those of a training run. Returns how many; a NULL name follows the last. */
 uint32_t cli_job_options(cli_job *job, cli_option *options, bool training);
 
+/* cli_name_fields() - let the library's messages name options in place of fields. Exit code. */
+int cli_name_fields(void);
 /* cli_job_hint() - a cli_hint_fn: the option is one of train, or another trainer's name has an
  * answer. */
 bool cli_job_hint(const cli_command *command, const char *typed, const char *name, char says[512]);

@@ -54,17 +54,18 @@ void cli_job_free(cli_job *job) {
 typedef struct job_option {
   enum { ALWAYS, TRAINING } when; /* TRAINING: of a training run alone */
   size_t at, given;               /* of the value; of whether it was given, 0: nobody asks */
+  const char *field;              /* of a cli_job, such as "plan_config.seq_len" */
   cli_option option;
 } job_option;
 #define AT(field)    offsetof(cli_job, field)
 #define BYTES(field) sizeof(((cli_job *)NULL)->field)
 #define GIVEN(when, under, field, was, ...)                                                        \
   {                                                                                                \
-    when, AT(field), AT(was), { .heading = (under), .bytes = BYTES(field), __VA_ARGS__ }           \
+    when, AT(field), AT(was), #field, { .heading = (under), .bytes = BYTES(field), __VA_ARGS__ }   \
   }
 #define OPTION(when, under, field, ...)                                                            \
   {                                                                                                \
-    when, AT(field), 0, { .heading = (under), .bytes = BYTES(field), __VA_ARGS__ }                 \
+    when, AT(field), 0, #field, { .heading = (under), .bytes = BYTES(field), __VA_ARGS__ }         \
   }
 
 /* In the order of run.toml and, under each heading, of --help. .table: of a run's file, "run" where
@@ -96,8 +97,8 @@ static const job_option job_options[] = {
         .kind = CLI_BYTES, .value = "SIZE",
         .help =
             "cap of the process's host memory, such as 80GiB (default: what the machine allows)"),
-    OPTION(TRAINING, CLI_H_MEMORY | CLI_RARE, train_config.replan, .name = "replan", .table = "memory",
-           .kind = CLI_CHOICE, .value = "NAME", .choices = replans,
+    OPTION(TRAINING, CLI_H_MEMORY | CLI_RARE, train_config.replan, .name = "replan",
+           .table = "memory", .kind = CLI_CHOICE, .value = "NAME", .choices = replans,
            .help = "where steps take another time than planned: auto (default) plans again beside "
                    "them and goes on by a faster plan with the same bits; cut also takes plans "
                    "that cut a step otherwise, which changes the bits; off"),
@@ -401,6 +402,54 @@ uint32_t cli_job_options(cli_job *j, cli_option *options, bool training) {
   }
   options[n] = (cli_option){.name = NULL};
   return n;
+}
+
+/* What messages call fields of the library that are no option's own place. */
+static const ps_field_name other_fields[] = {
+    {"context", "--context"},
+    {"device", "--gpu"},
+    {"dtype", "--dtype"},
+    {"fp8_*", "--fp8"},
+    {"hardware", "--hardware"},
+    {"insecure", "--hosts-insecure"},
+    {"lora.targets", "--lora-targets"},
+    {"model_dir", "--model"},
+    {"n_devices", "--gpus"},
+    {"n_sequences", "--batch"},
+    {"n_threads", "--threads"},
+    {"prefill_tokens", "--prefill-tokens"},
+    {"ramp", "--batch-ramp"},
+    {"sample_context", "--sample tokens"},
+    {"val_dataset", "--val"},
+};
+
+/* The field of the library's config that @o sets; NULL: it sets none. */
+static const char *library_field(const job_option *o) {
+  const size_t n = strcspn(o->field, ".");
+  const bool config = strncmp(o->field, "plan_config.", n + 1) == 0 ||
+                      strncmp(o->field, "train_config.", n + 1) == 0;
+  return config && o->option.kind != CLI_GROUP ? o->field + n + 1 : NULL;
+}
+
+int cli_name_fields(void) {
+  enum { N = sizeof job_options / sizeof *job_options };
+  enum { N_OTHER = sizeof other_fields / sizeof *other_fields };
+  static ps_field_name names[N + N_OTHER + 1];
+  static char text[N][PS_MAX_FIELD_NAME + 1];
+  memcpy(names, other_fields, sizeof other_fields);
+  size_t n = N_OTHER;
+  for (size_t i = 0; i < N; i++) {
+    const cli_option *o = &job_options[i].option;
+    const char *field = library_field(&job_options[i]);
+    if (!field)
+      continue;
+    const int of_group = o->grouped ? (int)strcspn(o->name, "-") : 0; /* "fp8-head" is of --fp8 */
+    snprintf(text[i], sizeof text[i], "--%.*s%s%s", of_group, o->name, of_group ? " " : "",
+             o->name + of_group + (of_group > 0));
+    names[n++] = (ps_field_name){field, text[i]};
+  }
+  const ps_status st = ps_field_names_set(names);
+  return st == PS_OK ? CLI_OK : cli_fail_status(st, true);
 }
 
 /* Options of the Python command's train, eval and plan, which read text. */

@@ -121,6 +121,8 @@ static int run(int argc, char **argv) {
 
 int main(int argc, char **argv) {
   prepare_process();
-  const int code = check_stack();
+  int code = check_stack();
+  if (code == CLI_OK)
+    code = cli_name_fields();
   return finish(code == CLI_OK ? run(argc, argv) : code);
 }

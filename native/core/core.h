@@ -24,6 +24,10 @@ void ps__log(ps_log_level level, const char *fmt, ...) __attribute__((format(pri
  * relative path that is not there, the message has the whole path. */
 ps_status ps__fail_to_open(const char *path, int failed);
 
+/* ps__field() - the name that a message shows of field @field of a public struct: what the shell
+ * has given to ps_field_names_set(), else @field. "lora.rank": of a struct in a struct. */
+const char *ps__field(const char *field);
+
 /* "27.4 GiB", "512.0 MiB", "3 B": for messages. Writes into buf and returns it. */
 const char *ps__format_bytes(char buf[32], uint64_t bytes);
 /* Format two sizes for a comparison, with as many digits as tell them apart. */

@@ -135,6 +135,24 @@ ps_status ps_error_set(ps_status status, const char *message) {
   return ps__fail(status, "%s", message);
 }
 
+static _Atomic(const ps_field_name *) field_names;
+
+ps_status ps_field_names_set(const ps_field_name *names) {
+  for (const ps_field_name *n = names; n && n->field; n++)
+    if (!n->name || !n->name[0] || strlen(n->name) > PS_MAX_FIELD_NAME)
+      return ps__fail(PS_EINVAL, "the field %s has the name '%.40s': give 1 to %d bytes", n->field,
+                      n->name ? n->name : "", PS_MAX_FIELD_NAME);
+  atomic_store(&field_names, names);
+  return PS_OK;
+}
+
+const char *ps__field(const char *field) {
+  const ps_field_name *n = atomic_load(&field_names);
+  while (n && n->field && strcmp(n->field, field) != 0)
+    n++;
+  return n && n->field ? n->name : field;
+}
+
 static const char *format_digits(char buf[32], uint64_t bytes, int digits) {
   static const char *const unit[] = {"KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
   if (bytes < 1024) {

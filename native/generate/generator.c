@@ -423,8 +423,8 @@ static ps_status deliver(const call *c, uint32_t *open) {
   if (atomic_load(&g->broken))
     return ps__fail(PS_ENUMERIC,
                     "the logits of prompt %llu are not finite: the model is damaged, or needs "
-                    "--dtype fp32",
-                    (unsigned long long)(c->first + atomic_load(&g->broken)));
+                    "%s fp32",
+                    (unsigned long long)(c->first + atomic_load(&g->broken)), ps__field("dtype"));
   for (uint32_t i = 0; i < g->n; i++) {
     sequence *s = &g->sequence[i];
     while (s->open && s->n_given < s->request->max_new_tokens) {

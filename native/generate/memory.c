@@ -236,11 +236,12 @@ static ps_status refuse_device(const ps__gen_plan *p, uint64_t cap) {
       PS_EBUDGET,
       "generation needs %s of device memory, %s given: %s for the head, 2 x %s for blocks, %s for "
       "the KV cache of %llu x %llu tokens, %s for %u rows, %s for kernels, libraries and page "
-      "tables: raise --device-mem, or lower --context, --batch or --prefill-tokens",
+      "tables: raise %s, or lower %s, %s or %s",
       need, given, ps__format_bytes(head, r->head_bytes), ps__format_bytes(block, r->block_bytes),
       ps__format_bytes(cache, r->cache_bytes), (unsigned long long)p->cfg.n_sequences,
       (unsigned long long)p->cfg.context, ps__format_bytes(act, r->activation_bytes), most_rows(p),
-      ps__format_bytes(over, r->overhead_bytes));
+      ps__format_bytes(over, r->overhead_bytes), ps__field("device_mem_bytes"),
+      ps__field("context"), ps__field("n_sequences"), ps__field("prefill_tokens"));
 }
 
 /* Those that stay are spread evenly over the blocks that are moved. */
@@ -302,10 +303,11 @@ static ps_status check_machine(const ps__gen_plan *p) {
     return PS_OK;
   ps__format_bytes_apart(needs, need, there, has);
   return ps__fail(PS_EBUDGET,
-                  "generation needs %s of host memory, and the machine has %s: lower --context, "
-                  "--batch or --prefill-tokens (the KV cache of %llu x %llu tokens takes %s), or "
+                  "generation needs %s of host memory, and the machine has %s: lower %s, "
+                  "%s or %s (the KV cache of %llu x %llu tokens takes %s), or "
                   "take a machine with more memory",
-                  needs, there, (unsigned long long)p->cfg.n_sequences,
+                  needs, there, ps__field("context"), ps__field("n_sequences"),
+                  ps__field("prefill_tokens"), (unsigned long long)p->cfg.n_sequences,
                   (unsigned long long)p->cfg.context, ps__format_bytes(cache, r->cache_bytes));
 }
 
@@ -324,10 +326,11 @@ static ps_status check_host(ps__gen_plan *p) {
   return ps__fail(
       PS_EBUDGET,
       "generation needs %s of host memory, %s given: %s for streamed blocks, %s for the "
-      "embedding: raise --host-mem, or raise --device-mem so that fewer blocks are "
+      "embedding: raise %s, or raise %s so that fewer blocks are "
       "streamed",
       need, given, ps__format_bytes(streamed, r->streamed_bytes),
-      ps__format_bytes(embedding, layer_bytes(p, 0)));
+      ps__format_bytes(embedding, layer_bytes(p, 0)), ps__field("host_mem_bytes"),
+      ps__field("device_mem_bytes"));
 }
 
 /* ---- the configuration ----------------------------------------------------------------------- */

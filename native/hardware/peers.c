@@ -13,8 +13,9 @@ static bool gpus_fit(const ps_hardware *hw, uint32_t n, uint64_t device_mem_byte
     return true;
   ps__log(PS_LOG_WARN,
           "measuring %u GPUs at once takes %s of device memory on each, %s are given: plans take "
-          "what is known of one GPU; a larger --device-mem lets them be measured",
-          n, ps__format_bytes(need, takes), ps__format_bytes(given, device_mem_bytes));
+          "what is known of one GPU; a larger %s lets them be measured",
+          n, ps__format_bytes(need, takes), ps__format_bytes(given, device_mem_bytes),
+          ps__field("device_mem_bytes"));
   return false;
 }
 #endif

@@ -29,8 +29,8 @@ ps_status ps__guarded(const ps_hosts_config *c, const ps__secret *s, const char 
   return ps__fail(PS_EINVAL,
                   "there is no secret, and others than the tasks may reach rank 0 at %.255s: set "
                   "PENSTOCK_HOSTS_SECRET to the same in all tasks, such as `openssl rand -hex 32` "
-                  "prints, or give --hosts-insecure on a network that nobody else reaches",
-                  name);
+                  "prints, or give %s on a network that nobody else reaches",
+                  name, ps__field("insecure"));
 }
 
 const char *ps__address_text(const struct sockaddr_storage *a, char out[64]) {

@@ -59,9 +59,9 @@ ps_status ps_hosts_choose(ps_hosts *h, uint32_t wanted, int on_gpu, uint32_t *ou
              "gradients go over NCCL %s, which all %u tasks have", all[0].version, h->n);
   } else if (st == PS_OK && wanted == PS_TRANSPORT_NCCL) {
     st = ps__fail(PS_EINVAL,
-                  "--hosts-transport nccl: rank %u cannot use NCCL: %s; or give --hosts-transport "
+                  "%s nccl: rank %u cannot use NCCL: %s; or give %s "
                   "tcp",
-                  rank, all[rank].why);
+                  ps__field("transport"), rank, all[rank].why, ps__field("transport"));
   } else if (st == PS_OK) {
     h->transport = PS_TRANSPORT_TCP;
     snprintf(h->transport_text, sizeof h->transport_text,

@@ -62,8 +62,8 @@ static ps_status may_wait(ps__net *n, uint64_t since, const char *call) {
   if (n->limit_s && ps__now_ns() - since > n->limit_s * SECOND_NS)
     return ps__fail(PS_EIO,
                     "NCCL: %s has not ended for %llu s: look at what NCCL_DEBUG=INFO prints, "
-                    "name the network with NCCL_SOCKET_IFNAME, or give --hosts-transport tcp",
-                    call, (unsigned long long)n->limit_s);
+                    "name the network with NCCL_SOCKET_IFNAME, or give %s tcp",
+                    call, (unsigned long long)n->limit_s, ps__field("transport"));
   doze();
   return PS_OK;
 }
@@ -305,9 +305,8 @@ static ps_status check_sums_in(ps__net *n, void *data) {
     PS_TRY(sum_entered(n, data, CHECKED, dtypes[d]));
     for (uint32_t i = 0; i < CHECKED; i++)
       if (d == 0 ? f[i] != expected : b[i] != bits >> 16)
-        return ps__fail(PS_EDEVICE,
-                        "NCCL: element %u of the first sum is wrong: give --hosts-transport tcp",
-                        i);
+        return ps__fail(PS_EDEVICE, "NCCL: element %u of the first sum is wrong: give %s tcp", i,
+                        ps__field("transport"));
   }
   return PS_OK;
 }

@@ -523,27 +523,26 @@ ps_status ps_dataset_check(const ps_dataset *ds, uint64_t seq_len) {
     if (s->row_tokens && seq_len % s->row_tokens)
       return ps__fail(PS_EINVAL,
                       "%s: its documents are packed in rows of %u tokens, which sequences of "
-                      "%" PRIu64 " would cut: train with --seq-len %u, or pack the data anew",
-                      s->file.path, s->row_tokens, seq_len, s->row_tokens);
+                      "%" PRIu64 " would cut: train with %s %u, or pack the data anew",
+                      s->file.path, s->row_tokens, seq_len, ps__field("seq_len"), s->row_tokens);
   }
   ps_dataset_part part;
   for (uint32_t k = 0; k < ps_dataset_n_weighted(ds); k++) {
     PS_TRY(ps_dataset_weighted(ds, k, seq_len, &part));
     if (!part.n_sequences)
       return ps__fail(PS_EINVAL,
-                      "%s: has no shard with the %" PRIu64
-                      " tokens that a sequence of --seq-len %" PRIu64
-                      " needs: lower --seq-len, or leave it out of the mix",
-                      part.path, seq_len + 1, seq_len);
+                      "%s: has no shard with the %" PRIu64 " tokens that a sequence of %s %" PRIu64
+                      " needs: lower %s, or leave it out of the mix",
+                      part.path, seq_len + 1, ps__field("seq_len"), seq_len, ps__field("seq_len"));
   }
   if (ps_dataset_n_sequences(ds, seq_len))
     return PS_OK;
   return ps__fail(PS_EINVAL,
                   "the data has %" PRIu64 " tokens in %" PRIu32
-                  " shard%s, but a sequence of --seq-len %" PRIu64 " needs %" PRIu64
-                  " tokens in one shard: lower --seq-len, or give more data",
+                  " shard%s, but a sequence of %s %" PRIu64 " needs %" PRIu64
+                  " tokens in one shard: lower %s, or give more data",
                   ds->n_tokens, ps_dataset_n_shards(ds), ps_dataset_n_shards(ds) == 1 ? "" : "s",
-                  seq_len, seq_len + 1);
+                  ps__field("seq_len"), seq_len, seq_len + 1, ps__field("seq_len"));
 }
 
 static uint64_t windows(const token_shard *s, uint64_t seq_len) {

@@ -31,8 +31,10 @@ static ps_status describe_embedding(ps_model *m, const ps__decoder *decoder) {
 static ps_status resolve_targets(ps_model *m, const ps__decoder *decoder) {
   const uint32_t attention = PS_LORA_Q_PROJ | PS_LORA_K_PROJ | PS_LORA_V_PROJ | PS_LORA_O_PROJ;
   if (ps__n_sparse(&m->cfg) && m->lora.targets & ~attention)
-    return ps__fail(PS_EINVAL, "LoRA of experts and their router is not supported: give "
-                               "--lora-targets q_proj,k_proj,v_proj,o_proj");
+    return ps__fail(PS_EINVAL,
+                    "LoRA of experts and their router is not supported: give "
+                    "%s q_proj,k_proj,v_proj,o_proj",
+                    ps__field("lora.targets"));
   bool seen[PS_LAYER_FLAGS + 1] = {false};
   uint32_t there = 0;
   for (uint32_t l = 0; l < m->cfg.n_layers; l++) {

@@ -45,8 +45,10 @@ static ps_status begin(ps__half *h) {
   t->k = c->n_experts_used;
   t->n_expert = c->expert_dim;
   if (h->b->fp8)
-    return ps__fail(PS_EINVAL, "experts have no FP8 products yet: give --recipe bf16 or "
-                               "fp32-master");
+    return ps__fail(PS_EINVAL,
+                    "experts have no FP8 products yet: give %s bf16 or "
+                    "fp32-master",
+                    ps__field("recipe"));
   if (scale != 0.0f && scale != 1.0f)
     return ps__fail(PS_EINVAL, "experts in a model with a residual_multiplier of %g: it must be 1",
                     (double)scale);

@@ -41,7 +41,7 @@ static const char *const hyper_name[PS_N_HYPERS] = {
     [PS_HYPER_EPS] = "eps",
     [PS_HYPER_MOMENTUM] = "momentum",
     [PS_HYPER_NESTEROV] = "nesterov",
-    [PS_HYPER_WEIGHT_DECAY] = "weight-decay",
+    [PS_HYPER_WEIGHT_DECAY] = "weight_decay",
 };
 
 double ps_optimizer_default(ps_optimizer optimizer, ps_hyper h) {
@@ -57,8 +57,9 @@ static ps_status not_its(ps_optimizer optimizer, int h) {
     if (hypers[o][h].known)
       snprintf(who + strlen(who), sizeof who - strlen(who), "%s%s", who[0] ? " and " : "",
                ps__optimizers[o].name);
-  return ps__fail(PS_EINVAL, "--%s is of --optimizer %s, and the optimizer is %s: leave it out",
-                  hyper_name[h], who, ps__optimizers[optimizer].name);
+  return ps__fail(PS_EINVAL, "%s is of %s %s, and the optimizer is %s: leave it out",
+                  ps__field(hyper_name[h]), ps__field("optimizer"), who,
+                  ps__optimizers[optimizer].name);
 }
 
 ps_status ps__hypers_resolve(ps_optimizer optimizer, double value[PS_N_HYPERS]) {
@@ -74,13 +75,16 @@ ps_status ps__hypers_resolve(ps_optimizer optimizer, double value[PS_N_HYPERS]) 
     if ((float)value[h] >= (float)of->least && (float)value[h] < (float)of->below)
       continue;
     if (isinf(of->below))
-      return ps__fail(PS_EINVAL, "--%s %g of %s must be finite and at least %g", hyper_name[h],
-                      value[h], ps__optimizers[optimizer].name, of->least);
-    return ps__fail(PS_EINVAL, "--%s %g of %s must be at least %g and below %g", hyper_name[h],
-                    value[h], ps__optimizers[optimizer].name, of->least, of->below);
+      return ps__fail(PS_EINVAL, "%s %g of %s must be finite and at least %g",
+                      ps__field(hyper_name[h]), value[h], ps__optimizers[optimizer].name,
+                      of->least);
+    return ps__fail(PS_EINVAL, "%s %g of %s must be at least %g and below %g",
+                    ps__field(hyper_name[h]), value[h], ps__optimizers[optimizer].name, of->least,
+                    of->below);
   }
   if (value[PS_HYPER_NESTEROV] > 0 && !(value[PS_HYPER_MOMENTUM] > 0))
-    return ps__fail(PS_EINVAL, "--nesterov needs a --momentum above 0");
+    return ps__fail(PS_EINVAL, "%s needs a %s above 0", ps__field("nesterov"),
+                    ps__field("momentum"));
   return PS_OK;
 }
 

@@ -5,17 +5,23 @@
 
 /* What the guests are, and what to do where they need too much. */
 typedef struct named {
-  const char *what, *less;
+  const char *what;
+  char less[160];
 } named;
 
 static named name_guests(const ps_plan *p) {
-  static const char validation[] = "lower --val-tokens, or leave validation out (--val none)",
-                    both[] = "give the ramp fewer stages, or leave validation out (--val none)";
+  const char *const stages = "give the ramp fewer stages";
   const bool ramp = p->cfg.n_ramp, val = p->cfg.val_tokens;
-  if (ramp && val)
-    return (named){"the batch ramp and validation", both};
-  return ramp ? (named){"the batch ramp", "give the ramp fewer stages"}
-              : (named){"validation", validation};
+  named g = {.what = ramp && val ? "the batch ramp and validation"
+                     : ramp      ? "the batch ramp"
+                                 : "validation"};
+  if (ramp && !val)
+    snprintf(g.less, sizeof g.less, "%s", stages);
+  else
+    snprintf(g.less, sizeof g.less, "%s%s, or leave validation out (%s none)",
+             ramp ? stages : "lower ", ramp ? "" : ps__field("val_tokens"),
+             ps__field("val_dataset"));
+  return g;
 }
 
 ps_status ps__plan_beside_check(const ps_plan *p) {
@@ -31,9 +37,9 @@ ps_status ps__plan_beside_check(const ps_plan *p) {
     ps__format_bytes_apart(need, r->device_used_bytes, cap, device);
     return device == given
                ? ps__fail(PS_EBUDGET,
-                          "with %s %s of device memory are needed, %s given: raise --device-mem, "
+                          "with %s %s of device memory are needed, %s given: raise %s, "
                           "or %s",
-                          g.what, need, cap, g.less)
+                          g.what, need, cap, ps__field("device_mem_bytes"), g.less)
                : ps__fail(PS_EBUDGET,
                           "with %s %s of device memory are needed, this GPU has %s that nothing "
                           "else uses: end what else uses it, or %s",
@@ -41,9 +47,8 @@ ps_status ps__plan_beside_check(const ps_plan *p) {
   }
   if (host && r->host_used_bytes > host) {
     ps__format_bytes_apart(need, r->host_used_bytes, cap, host);
-    return ps__fail(PS_EBUDGET,
-                    "with %s %s of host memory are needed, %s given: raise --host-mem, or %s",
-                    g.what, need, cap, g.less);
+    return ps__fail(PS_EBUDGET, "with %s %s of host memory are needed, %s given: raise %s, or %s",
+                    g.what, need, cap, ps__field("host_mem_bytes"), g.less);
   }
   return PS_OK;
 }

@@ -92,54 +92,57 @@ static ps_status check_fp8(const ps_plan *p, const ps_model_config *m) {
   const struct {
     const char *name;
     uint64_t value;
-  } sixteens[] = {{"hidden_size", m->dim},
-                  {"intermediate_size", m->ffn_dim},
-                  {"query heads times head_dim", (uint64_t)m->n_heads * m->head_dim},
+    bool given; /* by the caller, who may give another */
+  } sixteens[] = {{"hidden_size", m->dim, false},
+                  {"intermediate_size", m->ffn_dim, false},
+                  {"query heads times head_dim", (uint64_t)m->n_heads * m->head_dim, false},
                   {"query, key and value heads times head_dim",
-                   ((uint64_t)m->n_heads + 2 * (uint64_t)m->n_kv_heads) * m->head_dim},
-                  {"--seq-len", c->seq_len},
-                  {"--chunk-tokens", c->chunk_tokens}};
+                   ((uint64_t)m->n_heads + 2 * (uint64_t)m->n_kv_heads) * m->head_dim, false},
+                  {ps__field("seq_len"), c->seq_len, true},
+                  {ps__field("chunk_tokens"), c->chunk_tokens, true}};
   if (!ps__recipes[c->recipe].fp8)
     return c->fp8_bf16_first || c->fp8_bf16_last || c->fp8_bf16_down || c->fp8_head ||
                    c->fp8_fast_accumulation
                ? ps__fail(PS_EINVAL,
-                          "--fp8 says what FP8 computes and how, but the recipe %s "
-                          "has no FP8: give --recipe fp8 or fp8-master, or leave it out",
-                          recipe)
+                          "%s says what FP8 computes and how, but the recipe %s "
+                          "has no FP8: give %s fp8 or fp8-master, or leave it out",
+                          ps__field("fp8_*"), recipe, ps__field("recipe"))
                : PS_OK;
   if (c->fp8_head && (m->vocab_size % 16 || c->head_slice_tokens % 16))
     return ps__fail(PS_EINVAL,
                     "%s is %llu, no multiple of 16, which the head's products of FP8 operands "
-                    "need: %s",
-                    m->vocab_size % 16 ? "vocab_size" : "--head-slice-tokens",
+                    "need: %s%s",
+                    m->vocab_size % 16 ? "vocab_size" : ps__field("head_slice_tokens"),
                     (unsigned long long)(m->vocab_size % 16 ? m->vocab_size : c->head_slice_tokens),
-                    m->vocab_size % 16 ? "leave out --fp8 head" : "give a multiple of 16");
+                    m->vocab_size % 16 ? "leave out " : "give a multiple of 16",
+                    m->vocab_size % 16 ? ps__field("fp8_head") : "");
   for (size_t i = 0; i < sizeof sixteens / sizeof *sixteens; i++)
     if (sixteens[i].value % 16)
       return ps__fail(PS_EINVAL,
                       "%s is %llu, no multiple of 16, which products of FP8 operands need: give "
-                      "%s--recipe %s",
+                      "%s%s %s",
                       sixteens[i].name, (unsigned long long)sixteens[i].value,
-                      sixteens[i].name[0] == '-' ? "a multiple of 16, or " : "",
+                      sixteens[i].given ? "a multiple of 16, or " : "", ps__field("recipe"),
                       ps__recipes[ps__recipes[c->recipe].arrays].name);
   if ((uint64_t)c->fp8_bf16_first + c->fp8_bf16_last >= m->n_layers)
     return ps__fail(PS_EINVAL,
                     "the first %u and the last %u blocks stay in bf16, and the model has %u: none "
-                    "would compute in FP8; lower --fp8 bf16-first or --fp8 bf16-last",
-                    c->fp8_bf16_first, c->fp8_bf16_last, m->n_layers);
+                    "would compute in FP8; lower %s or %s",
+                    c->fp8_bf16_first, c->fp8_bf16_last, m->n_layers, ps__field("fp8_bf16_first"),
+                    ps__field("fp8_bf16_last"));
   if (c->lora.rank)
     return ps__fail(
         PS_EINVAL,
         "LoRA with FP8 is not supported, because adapters read activations that FP8 does "
-        "not store: give --recipe %s",
-        ps__recipes[ps__recipes[c->recipe].arrays].name);
+        "not store: give %s %s",
+        ps__field("recipe"), ps__recipes[ps__recipes[c->recipe].arrays].name);
   if (p->hw.backend == PS_BACKEND_CUDA && p->hw.compute_capability < 89)
     return ps__fail(
         PS_EINVAL,
         "%s has compute capability %u.%u, and FP8 needs 8.9 (RTX 40, H100) or more: give "
-        "--recipe %s",
+        "%s %s",
         p->hw.device_name, p->hw.compute_capability / 10, p->hw.compute_capability % 10,
-        ps__recipes[ps__recipes[c->recipe].arrays].name);
+        ps__field("recipe"), ps__recipes[ps__recipes[c->recipe].arrays].name);
   return PS_OK;
 }
 
@@ -168,13 +171,17 @@ static ps_status check_places(ps_plan *p, const ps_model_config *m) {
   if (c->layout == PS_LAYOUT_AUTO && (c->n_devices == 1 || m->n_layers < c->n_devices))
     c->layout = PS_LAYOUT_DATA_PARALLEL;
   if (c->layout == PS_LAYOUT_RING && c->n_devices == 1)
-    return ps__fail(PS_EINVAL, "--layout ring deals layers to several GPUs, and --gpus is 1: raise "
-                               "--gpus, or leave --layout out");
+    return ps__fail(PS_EINVAL,
+                    "%s ring deals layers to several GPUs, and %s is 1: raise "
+                    "%s, or leave %s out",
+                    ps__field("layout"), ps__field("n_devices"), ps__field("n_devices"),
+                    ps__field("layout"));
   if (c->layout == PS_LAYOUT_RING && m->n_layers < c->n_devices)
     return ps__fail(PS_EINVAL,
-                    "--layout ring: %u blocks cannot be dealt to %u GPUs: lower --gpus, or leave "
-                    "--layout out",
-                    m->n_layers, c->n_devices);
+                    "%s ring: %u blocks cannot be dealt to %u GPUs: lower %s, or leave "
+                    "%s out",
+                    ps__field("layout"), m->n_layers, c->n_devices, ps__field("n_devices"),
+                    ps__field("layout"));
   return PS_OK;
 }
 
@@ -183,14 +190,15 @@ static ps_status check_documents(const ps_plan_config *c, uint32_t vocab_size) {
                 larger = begins > ends ? begins : ends;
   if (begins >= 0 && ends >= 0)
     return ps__fail(PS_EINVAL,
-                    "--document-token %d and --document-end-token %d exclude each other: give the "
+                    "%s %d and %s %d exclude each other: give the "
                     "first if the token begins documents, the second if it ends them",
-                    begins, ends);
+                    ps__field("document_token"), begins, ps__field("document_end_token"), ends);
   if (larger >= 0 && (uint32_t)larger >= vocab_size)
     return ps__fail(PS_EINVAL,
-                    "--document-%s %d is past the model's vocabulary of %u: give the id that its "
+                    "%s %d is past the model's vocabulary of %u: give the id that its "
                     "tokenizer has for it",
-                    begins >= 0 ? "token" : "end-token", larger, vocab_size);
+                    ps__field(begins >= 0 ? "document_token" : "document_end_token"), larger,
+                    vocab_size);
   if (larger >= 0 && c->one_document)
     return ps__fail(PS_EINVAL,
                     "one_document says that a sequence is one document, and document token %d that "
@@ -210,16 +218,17 @@ static ps_status check_training(ps_plan_config *c, const ps_model_config *m) {
     return ps__fail(PS_EINVAL, "clip_norm %g must not be negative; 0 means no clipping",
                     c->clip_norm);
   if (!(c->z_loss >= 0 && c->z_loss <= PS_MAX_Z_LOSS))
-    return ps__fail(PS_EINVAL, "--z-loss %g: give a number from 0 to %g", c->z_loss, PS_MAX_Z_LOSS);
+    return ps__fail(PS_EINVAL, "%s %g: give a number from 0 to %g", ps__field("z_loss"), c->z_loss,
+                    PS_MAX_Z_LOSS);
   if (!(c->label_smoothing >= 0 && c->label_smoothing < 1))
-    return ps__fail(PS_EINVAL, "--label-smoothing %g: give a number from 0 to below 1",
-                    c->label_smoothing);
+    return ps__fail(PS_EINVAL, "%s %g: give a number from 0 to below 1",
+                    ps__field("label_smoothing"), c->label_smoothing);
   if (c->router_aux_loss < 0 || c->router_aux_loss > PS_MAX_ROUTER_LOSS)
-    return ps__fail(PS_EINVAL, "--router-aux-loss %g: give a number from 0 to %g",
+    return ps__fail(PS_EINVAL, "%s %g: give a number from 0 to %g", ps__field("router_aux_loss"),
                     c->router_aux_loss, PS_MAX_ROUTER_LOSS);
   if (!(c->router_z_loss >= 0 && c->router_z_loss <= PS_MAX_ROUTER_LOSS))
-    return ps__fail(PS_EINVAL, "--router-z-loss %g: give a number from 0 to %g", c->router_z_loss,
-                    PS_MAX_ROUTER_LOSS);
+    return ps__fail(PS_EINVAL, "%s %g: give a number from 0 to %g", ps__field("router_z_loss"),
+                    c->router_z_loss, PS_MAX_ROUTER_LOSS);
   if ((c->router_aux_loss > 0 || c->router_z_loss > 0) && !m->n_experts)
     return ps__fail(PS_EINVAL,
                     "router_aux_loss is %g and router_z_loss %g: the model has no experts",
@@ -261,8 +270,8 @@ static ps_status check_batch(ps_plan_config *c, const ps_model_config *m) {
   if (m->max_positions && c->seq_len > m->max_positions)
     return ps__fail(PS_EINVAL,
                     "sequences of %llu tokens are longer than the model's max_position_embeddings "
-                    "%u: lower --seq-len, or raise that in config.json",
-                    (unsigned long long)c->seq_len, m->max_positions);
+                    "%u: lower %s, or raise that in config.json",
+                    (unsigned long long)c->seq_len, m->max_positions, ps__field("seq_len"));
   if (c->tokens_per_step == 0)
     c->tokens_per_step = 8 * c->seq_len;
   if (c->logits_fn && c->tokens_per_step > UINT32_MAX)
@@ -271,24 +280,26 @@ static ps_status check_batch(ps_plan_config *c, const ps_model_config *m) {
   if (c->tokens_per_step < c->seq_len)
     return ps__fail(PS_EINVAL,
                     "%llu tokens per step are less than one sequence of %llu tokens: raise "
-                    "--tokens-per-step",
-                    (unsigned long long)c->tokens_per_step, (unsigned long long)c->seq_len);
+                    "%s",
+                    (unsigned long long)c->tokens_per_step, (unsigned long long)c->seq_len,
+                    ps__field("tokens_per_step"));
   if (c->tokens_per_step / c->seq_len < c->n_hosts)
     return ps__fail(PS_EINVAL,
                     "tokens per step %llu are %llu sequences of %llu tokens, for %u hosts: raise "
-                    "--tokens-per-step, as each host needs one at least",
+                    "%s, as each host needs one at least",
                     (unsigned long long)c->tokens_per_step,
                     (unsigned long long)(c->tokens_per_step / c->seq_len),
-                    (unsigned long long)c->seq_len, c->n_hosts);
+                    (unsigned long long)c->seq_len, c->n_hosts, ps__field("tokens_per_step"));
   c->tokens_per_step = c->tokens_per_step / c->seq_len / c->n_hosts * c->seq_len; /* a host's */
   /* without a ring each device takes whole sequences */
   if (c->layout == PS_LAYOUT_AUTO && c->tokens_per_step / c->seq_len < c->n_devices)
     c->layout = PS_LAYOUT_RING;
   if (c->chunk_tokens >= c->seq_len && c->chunk_tokens % c->seq_len)
     return ps__fail(PS_EINVAL,
-                    "--chunk-tokens %llu: give a multiple of the %llu tokens of a sequence, or "
+                    "%s %llu: give a multiple of the %llu tokens of a sequence, or "
                     "fewer than these",
-                    (unsigned long long)c->chunk_tokens, (unsigned long long)c->seq_len);
+                    ps__field("chunk_tokens"), (unsigned long long)c->chunk_tokens,
+                    (unsigned long long)c->seq_len);
   return PS_OK;
 }
 
@@ -359,11 +370,11 @@ ps_status ps__plan_new_of(ps_plan **out, ps_model *m, const ps_plan_config *cfg,
 
 ps_status ps__plan_model(ps_model **out, const ps_model_config *model, const ps_plan_config *cfg) {
   const double own = cfg->lora.rank || cfg->forward_only ? 0 : (double)model->router_aux_loss;
-  const ps__loss_terms loss = {.z_loss = (float)cfg->z_loss,
-                               .label_smoothing = (float)cfg->label_smoothing,
-                               .router_aux =
-                                   (float)(isnan(cfg->router_aux_loss) ? own : cfg->router_aux_loss),
-                               .router_z = (float)cfg->router_z_loss};
+  const ps__loss_terms loss = {
+      .z_loss = (float)cfg->z_loss,
+      .label_smoothing = (float)cfg->label_smoothing,
+      .router_aux = (float)(isnan(cfg->router_aux_loss) ? own : cfg->router_aux_loss),
+      .router_z = (float)cfg->router_z_loss};
   const ps__fp8 fp8 = {.on = ps__recipes[cfg->recipe].fp8,
                        .bf16_first = cfg->fp8_bf16_first,
                        .bf16_last = cfg->fp8_bf16_last,

@@ -163,10 +163,11 @@ static ps_status first_size(const ps__search_space *sp, const uint64_t *chunk, u
     return PS_OK;
   return ps__fail(PS_EINVAL,
                   "a step of %llu tokens in chunks of %llu has about %.3g million ops, at most "
-                  "%.3g are planned: lower --tokens-per-step, or raise --chunk-tokens "
-                  "(or --head-slice-tokens, %llu)",
+                  "%.3g are planned: lower %s, or raise %s "
+                  "(or %s, %llu)",
                   (unsigned long long)cfg->tokens_per_step, (unsigned long long)chunk[n - 1],
-                  step_ops(sp, chunk[n - 1]) * 1e-6, MOST_OPS * 1e-6,
+                  step_ops(sp, chunk[n - 1]) * 1e-6, MOST_OPS * 1e-6, ps__field("tokens_per_step"),
+                  ps__field("chunk_tokens"), ps__field("head_slice_tokens"),
                   (unsigned long long)cfg->head_slice_tokens);
 }
 

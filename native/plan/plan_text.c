@@ -112,8 +112,8 @@ static void say_hosts(text *t, const ps_plan *p) {
     say(t,
         "%.3f GB a step each way, for which no time is taken\n"
         "                 the rate is not known: train measures it; for other plans state "
-        "network_bytes_per_s in the file of --hardware\n",
-        r->exchange_bytes * 1e-9);
+        "network_bytes_per_s in the file of %s\n",
+        r->exchange_bytes * 1e-9, ps__field("hardware"));
   if (p->hw.backend == PS_BACKEND_CUDA && p->cfg.transport == PS_TRANSPORT_TCP)
     say(t, "                 gradients go over TCP; no device memory is counted for NCCL\n");
   else if (p->hw.backend == PS_BACKEND_CUDA)

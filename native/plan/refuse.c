@@ -1,23 +1,23 @@
 /* refuse.c - what is told where no plan fits: what is needed, what there is, and the way out. */
 #include "plan/plan_impl.h"
 
-/* The options whose lower value makes the smallest plan's device memory smaller: those that the
+/* The fields whose lower value makes the smallest plan's device memory smaller: those that the
  * user gave, else the sequence length. */
-static const char *what_to_lower(char buf[128], const ps_plan *p) {
+static const char *what_to_lower(char buf[160], const ps_plan *p) {
   const ps_plan_config *c = &p->cfg;
   const struct {
     bool given;
     const char *name;
-  } pinned[] = {{c->chunk_tokens != 0, "--chunk-tokens"},
-                {c->chunks_per_round != 0, "--chunks-per-round"},
-                {c->first_round_chunks != 0, "--first-round-chunks"},
-                {p->head_slice_given, "--head-slice-tokens"}};
+  } pinned[] = {{c->chunk_tokens != 0, ps__field("chunk_tokens")},
+                {c->chunks_per_round != 0, ps__field("chunks_per_round")},
+                {c->first_round_chunks != 0, ps__field("first_round_chunks")},
+                {p->head_slice_given, ps__field("head_slice_tokens")}};
   size_t n = 0;
   for (size_t i = 0; i < sizeof pinned / sizeof *pinned; i++)
     if (pinned[i].given)
-      n += (size_t)snprintf(buf + n, 128 - n, "%s%s", n ? " or " : "", pinned[i].name);
+      n += (size_t)snprintf(buf + n, 160 - n, "%s%s", n ? " or " : "", pinned[i].name);
   if (!n)
-    snprintf(buf, 128, "--seq-len");
+    snprintf(buf, 160, "%s", ps__field("seq_len"));
   return buf;
 }
 
@@ -68,9 +68,9 @@ static uint64_t with_weights(const ps_plan_config *c, uint32_t recipe, uint64_t 
   return ps__stored_bytes(ps__recipes[recipe].weights, n) + beside_weights(c, recipe, n);
 }
 
-/* ", or give --optimizer lion, --lora-rank or ...": what alone brings the host memory of the
+/* ", or give optimizer lion or lora.rank or ...": what alone brings the host memory of the
  * smallest plan from @need down to @there; "" where nothing does. */
-static const char *ways_out(char buf[192], const ps_plan *p, uint64_t need, uint64_t there) {
+static const char *ways_out(char buf[256], const ps_plan *p, uint64_t need, uint64_t there) {
   const ps_plan_config *c = &p->cfg;
   const bool fp8 = ps__recipes[c->recipe].fp8;
   const uint32_t lean = fp8 ? PS_RECIPE_FP8 : PS_RECIPE_BF16;
@@ -81,23 +81,23 @@ static const char *ways_out(char buf[192], const ps_plan *p, uint64_t need, uint
                  lion = ps__state_bytes(PS_OPTIMIZER_LION, (ps_recipe)c->recipe, n);
   const bool whole = !fp8 && !p->model->lora.rank;
   const struct {
-    const char *name;
+    const char *field, *value;
     bool enough;
   } way[] = {
-      {"--optimizer lion", state > lion && state - lion >= over},
-      {fp8 ? "--recipe fp8" : "--recipe bf16", all > leanest && all - leanest >= over},
-      {"--lora-rank", whole && beside_weights(c, c->recipe, n) >= over},
-      {"--frozen-layers", whole && beside_weights(c, c->recipe, freezable(p)) >= over},
+      {"optimizer", " lion", state > lion && state - lion >= over},
+      {"recipe", fp8 ? " fp8" : " bf16", all > leanest && all - leanest >= over},
+      {"lora.rank", "", whole && beside_weights(c, c->recipe, n) >= over},
+      {"n_frozen_layers", "", whole && beside_weights(c, c->recipe, freezable(p)) >= over},
   };
   const uint64_t one = least_of_one_sequence(p);
   size_t at = 0;
   buf[0] = 0;
   if (one && one <= there)
-    at += (size_t)snprintf(buf, 192, ", or lower --tokens-per-step");
+    at += (size_t)snprintf(buf, 256, ", or lower %s", ps__field("tokens_per_step"));
   for (size_t i = 0, found = 0; i < sizeof way / sizeof *way; i++)
     if (way[i].enough)
-      at += (size_t)snprintf(buf + at, 192 - at, "%s%s", found++ ? " or " : ", or give ",
-                             way[i].name);
+      at += (size_t)snprintf(buf + at, 256 - at, "%s%s%s", found++ ? " or " : ", or give ",
+                             ps__field(way[i].field), way[i].value);
   return buf;
 }
 
@@ -116,7 +116,7 @@ static whose whose_memory(const ps_plan *p) {
 
 /* Refuses where neither cap alone would be enough. */
 static ps_status refuse_both(const ps_plan *p, const ps__search_result *r) {
-  char dev[32], host[32], reserve[32], there[48] = "", has[32], ways[192];
+  char dev[32], host[32], reserve[32], there[48] = "", has[32], ways[256], raise[96];
   const whose of = whose_memory(p);
   const uint64_t machine = p->hw.host_memory_bytes;
   const uint64_t taken =
@@ -125,14 +125,15 @@ static ps_status refuse_both(const ps_plan *p, const ps__search_result *r) {
   const bool too_small = machine && taken > machine;
   if (machine)
     snprintf(there, sizeof there, "; the machine has %s in all", ps__format_bytes(has, machine));
+  snprintf(raise, sizeof raise, "raise %s and %s to that", ps__field("device_mem_bytes"),
+           ps__field("host_mem_bytes"));
   return ps__fail(PS_EBUDGET,
                   "no plan fits: the nearest needs %s of device memory%s and %s of host memory%s, "
                   "of which %s is for the process itself%s: %s%s",
                   ps__format_bytes(dev, r->any[PS__DEVICE_MEM]), of.device,
                   ps__format_bytes(host, r->any[PS__HOST_MEM]), of.host,
                   ps__format_bytes(reserve, p->cfg.reserve_bytes), there,
-                  too_small ? "take a machine with more host memory"
-                            : "raise --device-mem and --host-mem to that",
+                  too_small ? "take a machine with more host memory" : raise,
                   ways_out(ways, p, too_small ? taken : r->any[PS__HOST_MEM],
                            too_small ? machine : p->cfg.host_mem_bytes));
 }
@@ -149,7 +150,7 @@ static bool host_is_nearer(const ps_plan *p, const ps__search_result *r) {
 }
 
 static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
-  char host[32], need[32], cap[32], lower[128], ways[192];
+  char host[32], need[32], cap[32], lower[160], ways[256];
   const ps_plan_config *c = &p->cfg;
   const ps__caps caps = ps__plan_caps(p);
   const uint64_t device = caps.holds[PS__DEVICE_MEM];
@@ -172,20 +173,21 @@ static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
         PS_EBUDGET,
         "%s of host memory given, the machine has %s, with which %s of device memory%s are needed: "
         "take a machine with more host memory, or raise "
-        "--device-mem (the smallest plan takes %llu bytes)",
+        "%s (the smallest plan takes %llu bytes)",
         ps__format_bytes(host, c->host_mem_bytes), ps__format_bytes(cap, p->hw.host_memory_bytes),
         ps__format_bytes(need, r->smallest[PS__DEVICE_MEM]), of.device,
-        (unsigned long long)r->smallest[PS__DEVICE_MEM]);
+        ps__field("device_mem_bytes"), (unsigned long long)r->smallest[PS__DEVICE_MEM]);
   if (of_device)
     return ps__fail(PS_EBUDGET,
-                    "needs %s of device memory%s, %s given: raise --device-mem, or lower %s (the "
+                    "needs %s of device memory%s, %s given: raise %s, or lower %s (the "
                     "smallest plan takes %llu bytes)",
-                    need, of.device, cap, lower, (unsigned long long)r->smallest[PS__DEVICE_MEM]);
+                    need, of.device, cap, ps__field("device_mem_bytes"), lower,
+                    (unsigned long long)r->smallest[PS__DEVICE_MEM]);
   if (r->smallest[PS__HOST_MEM])
     return ps__fail(PS_EBUDGET,
-                    "needs %s of host memory%s, %s given: raise --host-mem%s (the smallest plan "
+                    "needs %s of host memory%s, %s given: raise %s%s (the smallest plan "
                     "takes %llu bytes)",
-                    need, of.host, cap,
+                    need, of.host, cap, ps__field("host_mem_bytes"),
                     ways_out(ways, p, r->smallest[PS__HOST_MEM], c->host_mem_bytes),
                     (unsigned long long)r->smallest[PS__HOST_MEM]);
   return refuse_both(p, r);
@@ -213,7 +215,7 @@ ps_status ps__plan_refuse(ps_plan *p, const ps__memos *m, const ps__search_resul
                  need_device = r->smallest[PS__DEVICE_MEM];
   const whose of = whose_memory(p);
   uint64_t host = 0;
-  char need[32], there[32], ways[192];
+  char need[32], there[32], ways[256];
   if (!p->cfg.host_mem_bytes && machine && !r->smallest[PS__HOST_MEM])
     PS_TRY(ps__plan_least_host(p, m, &host));
   if (!host || (need_device && device &&

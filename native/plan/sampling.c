@@ -94,13 +94,13 @@ static ps_status refuse_device(const ps_plan *p, uint64_t cap) {
       "with samples %s of device memory are needed, %s given: beside %s that training keeps there, "
       "%s for the head, %s for %llu blocks, %s for the KV cache of %llu x %llu tokens and %s for "
       "%u "
-      "rows: raise --device-mem, lower --sample tokens, or give fewer or shorter prompts",
+      "rows: raise %s, lower %s, or give fewer or shorter prompts",
       need, given, ps__format_bytes(stays, g->beside.used[p->at->dev[0].place]),
       ps__format_bytes(head, r->head_bytes), ps__format_bytes(blocks, n * r->block_bytes),
       (unsigned long long)n, ps__format_bytes(cache, r->cache_bytes),
       (unsigned long long)g->cfg.n_sequences, (unsigned long long)g->cfg.context,
-      ps__format_bytes(act, r->activation_bytes),
-      g->rows[0] > g->rows[1] ? g->rows[0] : g->rows[1]);
+      ps__format_bytes(act, r->activation_bytes), g->rows[0] > g->rows[1] ? g->rows[0] : g->rows[1],
+      ps__field("device_mem_bytes"), ps__field("sample_context"));
 }
 
 ps_status ps__plan_sampling_check(const ps_plan *p) {
@@ -119,8 +119,8 @@ ps_status ps__plan_sampling_check(const ps_plan *p) {
   return ps__fail(
       PS_EBUDGET,
       "with samples %s of host memory are needed, %s given: %s for programs, %s for "
-      "drawing %llu texts at once: raise --host-mem, or give fewer prompts",
+      "drawing %llu texts at once: raise %s, or give fewer prompts",
       need, cap, ps__format_bytes(tables, 512 * ps__plan_sampling_ops(p)),
       ps__format_bytes(drawn, m->host.bytes - p->sampling->plan.beside.used[p->at->host]),
-      (unsigned long long)p->cfg.sample_sequences);
+      (unsigned long long)p->cfg.sample_sequences, ps__field("host_mem_bytes"));
 }

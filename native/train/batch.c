@@ -148,8 +148,8 @@ ps_status ps__batch_check_valid(const ps_trainer *t, uint64_t run_step, uint64_t
              ? PS_OK
              : ps__fail(PS_ENUMERIC,
                         "%s has no valid target: its loss is undefined; mask fewer of its "
-                        "tokens, or raise --tokens-per-step",
-                        what);
+                        "tokens, or raise %s",
+                        what, ps__field("tokens_per_step"));
 }
 
 double ps__sum_rows(const float *row, uint64_t n, uint64_t n_columns) {

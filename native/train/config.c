@@ -28,26 +28,30 @@ static ps_status check_schedule(const ps_train_config *c) {
   if (c->lr_kind > PS_LR_KIND_WSD)
     return ps__fail(PS_EINVAL, "lr_kind is %u: ps_lr_kind ends at %d", c->lr_kind, PS_LR_KIND_WSD);
   if (c->lr_kind == PS_LR_KIND_WSD && c->decay_steps == 0)
-    return ps__fail(PS_EINVAL, "--lr-schedule wsd needs --decay-steps: how many of the last steps "
-                               "lower the learning rate");
+    return ps__fail(PS_EINVAL,
+                    "%s wsd needs %s: how many of the last steps "
+                    "lower the learning rate",
+                    ps__field("lr_kind"), ps__field("decay_steps"));
   if (c->lr_kind != PS_LR_KIND_WSD && c->decay_steps)
-    return ps__fail(
-        PS_EINVAL, "--decay-steps %llu is for --lr-schedule wsd alone: leave it out, or choose wsd",
-        (unsigned long long)c->decay_steps);
+    return ps__fail(PS_EINVAL, "%s %llu is for %s wsd alone: leave it out, or choose wsd",
+                    ps__field("decay_steps"), (unsigned long long)c->decay_steps,
+                    ps__field("lr_kind"));
   if (c->lr_kind == PS_LR_KIND_CONSTANT && c->min_lr > 0)
     return ps__fail(PS_EINVAL,
-                    "--min-lr %g is never reached by --lr-schedule constant: leave it out, or "
+                    "%s %g is never reached by %s constant: leave it out, or "
                     "choose another schedule",
-                    c->min_lr);
+                    ps__field("min_lr"), c->min_lr, ps__field("lr_kind"));
   if (c->total_steps && c->decay_steps > c->total_steps)
-    return ps__fail(PS_EINVAL, "--decay-steps %llu is more than the run's %llu steps: lower it",
-                    (unsigned long long)c->decay_steps, (unsigned long long)c->total_steps);
+    return ps__fail(PS_EINVAL, "%s %llu is more than the run's %llu steps: lower it",
+                    ps__field("decay_steps"), (unsigned long long)c->decay_steps,
+                    (unsigned long long)c->total_steps);
   if (c->total_steps && c->warmup_steps > c->total_steps)
     ps__log(PS_LOG_WARN,
-            "--warmup-steps %llu is more than the run's %llu steps: the learning rate reaches only "
-            "%g of --lr",
-            (unsigned long long)c->warmup_steps, (unsigned long long)c->total_steps,
-            (double)c->total_steps / (double)(c->warmup_steps + 1));
+            "%s %llu is more than the run's %llu steps: the learning rate reaches only "
+            "%g of %s",
+            ps__field("warmup_steps"), (unsigned long long)c->warmup_steps,
+            (unsigned long long)c->total_steps,
+            (double)c->total_steps / (double)(c->warmup_steps + 1), ps__field("lr"));
   return PS_OK;
 }
 
@@ -85,9 +89,8 @@ ps_status ps_train_config_check(const ps_train_config *cfg, ps_optimizer optimiz
   PS_TRY(ps__trainer_resolve_hypers(&c, optimizer));
   if (!(c.lr >= 0) || !isfinite(c.lr) || !(c.min_lr >= 0) || c.min_lr > c.lr)
     return ps__fail(
-        PS_EINVAL,
-        "--lr %g and --min-lr %g must be finite and not negative, and --min-lr not above --lr",
-        c.lr, c.min_lr);
+        PS_EINVAL, "%s %g and %s %g must be finite and not negative, and %s not above %s",
+        ps__field("lr"), c.lr, ps__field("min_lr"), c.min_lr, ps__field("min_lr"), ps__field("lr"));
   if (c.replan >= PS_N_REPLANS)
     return ps__fail(PS_EINVAL, "replan is %u: ps_replan ends at %d", c.replan, PS_N_REPLANS - 1);
   return check_schedule(&c);

@@ -77,17 +77,17 @@ static bool same(const ps__data_mark *a, const ps__data_mark *b) {
 
 static ps_status refuse(const ps_trainer *t, const ps_checkpoint *c, uint64_t i) {
   const char *shard = ps__dataset_path(t->cfg.dataset, i),
-             *with = c->of.info.lora.rank ? "adapter" : "model";
+             *with = ps__field(c->of.info.lora.rank ? "adapter_dir" : "model_dir");
   for (uint64_t k = 0; k < c->n_data; k++)
     if (same(&c->data[k], &t->data_marks[i]))
       return ps__fail(PS_EINVAL,
                       "%s was written with other data: %s is shard %llu now and was shard %llu: "
-                      "give the shards in their old order, or begin a new run with --%s %s",
+                      "give the shards in their old order, or begin a new run with %s %s",
                       c->dir, shard, (unsigned long long)i + 1, (unsigned long long)k + 1, with,
                       c->dir);
   return ps__fail(PS_EINVAL,
                   "%s was written with other data: shard %llu, %s, has other bytes than it had: "
-                  "give the checkpoint's data, or begin a new run with --%s %s",
+                  "give the checkpoint's data, or begin a new run with %s %s",
                   c->dir, (unsigned long long)i + 1, shard, with, c->dir);
 }
 
@@ -104,9 +104,9 @@ ps_status ps__data_check(ps_trainer *t, const ps_checkpoint *c) {
   if (n != c->n_data)
     return ps__fail(PS_EINVAL,
                     "%s was written with %llu shards, and this run has %llu: give the "
-                    "checkpoint's data, or begin a new run with --%s %s",
+                    "checkpoint's data, or begin a new run with %s %s",
                     c->dir, (unsigned long long)c->n_data, (unsigned long long)n,
-                    c->of.info.lora.rank ? "adapter" : "model", c->dir);
+                    ps__field(c->of.info.lora.rank ? "adapter_dir" : "model_dir"), c->dir);
   PS_TRY(make_marks(t));
   for (uint64_t i = 0; i < n; i++)
     if (!same(&t->data_marks[i], &c->data[i]))

@@ -77,12 +77,14 @@ static ps_status fail_loss(const ps_trainer *t, uint64_t run_step) {
   char why[PS__WHY_BYTES], buf[64];
   describe_loss(t, why);
   if (t->plan->cfg.forward_only)
-    return ps__fail(PS_ENUMERIC, "step %llu: %s: look at the data, or give --recipe fp32",
-                    (unsigned long long)(t->cfg.first_step + run_step + 1), why);
+    return ps__fail(PS_ENUMERIC, "step %llu: %s: look at the data, or give %s fp32",
+                    (unsigned long long)(t->cfg.first_step + run_step + 1), why,
+                    ps__field("recipe"));
   return ps__fail(PS_ENUMERIC,
-                  "step %llu: %s%s; nothing was updated in this step: lower --lr, or look at the "
+                  "step %llu: %s%s; nothing was updated in this step: lower %s, or look at the "
                   "data",
-                  (unsigned long long)(t->cfg.first_step + run_step + 1), why, after_skips(t, buf));
+                  (unsigned long long)(t->cfg.first_step + run_step + 1), why, after_skips(t, buf),
+                  ps__field("lr"));
 }
 
 ps_status ps__loss_is_bad(ps_trainer *t, uint64_t run_step, double loss, const float *row,
@@ -99,11 +101,12 @@ ps_status ps__unit_is_bad(ps_trainer *t, uint64_t run_step, uint32_t unit, const
   char why[PS__WHY_BYTES], after[64];
   describe_gradient(t, unit, sumsq, why);
   t->skips.stopped_at = run_step + 1;
-  return ps__fail(PS_ENUMERIC, "step %llu: %s%s; %s: lower --lr, or look at the data",
+  return ps__fail(PS_ENUMERIC, "step %llu: %s%s; %s: lower %s, or look at the data",
                   (unsigned long long)(t->cfg.first_step + run_step + 1), why,
                   after_skips(t, after),
                   ps__waits_for_norm(t->plan) ? "nothing was updated in this step"
-                                              : "the units above it are updated, the others not");
+                                              : "the units above it are updated, the others not",
+                  ps__field("lr"));
 }
 
 /* The unit whose gradient is not finite, from above, as gradients flow: where it began. */

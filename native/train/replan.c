@@ -164,9 +164,9 @@ static bool has_memory(ps_trainer *t) {
   if (!r->said_room)
     ps__log(PS_LOG_WARN,
             "step %llu: steps are not as planned, but the host memory's cap leaves no room to plan "
-            "again, which takes %s (%s are left): raise --host-mem; it goes on as before",
+            "again, which takes %s (%s are left): raise %s; it goes on as before",
             step_of(t, t->n_reported - 1), ps__format_bytes(more, need),
-            ps__format_bytes(there, cap > now ? cap - now : 0));
+            ps__format_bytes(there, cap > now ? cap - now : 0), ps__field("host_mem_bytes"));
   r->said_room = true;
   return false;
 }
@@ -220,9 +220,9 @@ static void say_cut(ps_trainer *t) {
     return;
   ps__log(PS_LOG_WARN,
           "step %llu: with %s a step is predicted to take %.3g s on the machine as it is now, "
-          "instead of %.3g s; it would change the order of sums: --replan cut does it",
+          "instead of %.3g s; it would change the order of sums: %s cut does it",
           step_of(t, t->n_reported - 1), r->other, r->other_s,
-          r->next ? r->next->report.step_s : r->now_s);
+          r->next ? r->next->report.step_s : r->now_s, ps__field("replan"));
   r->said_cut = true;
 }
 
@@ -347,8 +347,10 @@ ps_status ps__replan_create(ps_trainer *t) {
     return PS_OK;
   }
   if (cut && t->plan->cfg.hosts)
-    ps__log(PS_LOG_WARN, "--replan cut: of several hosts all would need the same cut, so it stays; "
-                         "plans that do not change it are taken, as by --replan auto");
+    ps__log(PS_LOG_WARN,
+            "%s cut: of several hosts all would need the same cut, so it stays; "
+            "plans that do not change it are taken, as by %s auto",
+            ps__field("replan"), ps__field("replan"));
   t->replan = ps__calloc(1, sizeof *t->replan);
   if (!t->replan)
     return ps__fail(PS_ENOMEM, "out of memory for a second plan");

@@ -104,8 +104,8 @@ static ps_status read_manifest(ps_checkpoint *c, const ps__json *j, const char *
     return ps__fail(
         PS_EFORMAT,
         "%s was written with fp8-saved-gate-up, which this version has no more: begin a "
-        "new run with --model %s",
-        c->dir, c->dir);
+        "new run with %s %s",
+        c->dir, ps__field("model_dir"), c->dir);
   PS_TRY(read_settings(batch, path, ps__batch_settings, &c->of));
   PS_TRY(read_settings(ps__json_get(j, "training"), path, ps__train_settings, &c->of));
   PS_TRY(ps__data_read(c, j, path));
@@ -257,9 +257,9 @@ static bool same_value(const ps__setting *s, const void *a, const void *b) {
   return x == y || (isnan(x) && isnan(y));
 }
 
-/* The option with which a new run begins from the checkpoint's weights. */
+/* The name of the field that lets a new run begin from the checkpoint's weights. */
 static const char *begin_with(const ps_checkpoint *c) {
-  return c->of.info.lora.rank ? "adapter" : "model";
+  return ps__field(c->of.info.lora.rank ? "adapter_dir" : "model_dir");
 }
 
 /* Refuse what differs and must not. */
@@ -269,7 +269,7 @@ static ps_status check_fixed(const ps_checkpoint *c, const ps__setting *s, const
     if (s->fixed && !same_value(s, now, then))
       return ps__fail(PS_EINVAL,
                       "%s was written with %s %.10g, and this run has %.10g: give the "
-                      "checkpoint's, or begin a new run with --%s %s",
+                      "checkpoint's, or begin a new run with %s %s",
                       c->dir, s->option, value_of(s, then), value_of(s, now), begin_with(c),
                       c->dir);
   return PS_OK;
@@ -304,13 +304,13 @@ ps_status ps__resume_check_names(const ps_plan *plan, const ps_checkpoint *c) {
   if (cfg->recipe != c->of.info.recipe)
     return ps__fail(PS_EINVAL,
                     "%s was written with recipe %s, and this run has %s: give the checkpoint's, or "
-                    "begin a new run with --%s %s",
+                    "begin a new run with %s %s",
                     c->dir, ps__recipes[c->of.info.recipe].name, ps__recipes[cfg->recipe].name,
                     begin_with(c), c->dir);
   if (cfg->optimizer != c->of.info.optimizer)
     return ps__fail(PS_EINVAL,
                     "%s was written with optimizer %s, and this run has %s: give the checkpoint's, "
-                    "or begin a new run with --%s %s",
+                    "or begin a new run with %s %s",
                     c->dir, ps_optimizer_name((ps_optimizer)c->of.info.optimizer),
                     ps_optimizer_name((ps_optimizer)cfg->optimizer), begin_with(c), c->dir);
   return PS_OK;
@@ -342,9 +342,10 @@ ps_status ps__resume_check(ps_trainer *t, const ps_checkpoint *c) {
   if (read != c->sequences_read)
     return ps__fail(PS_EINVAL,
                     "%s was written after %llu sequences, and with this run's batch ramp step %llu "
-                    "ends after %llu: give the checkpoint's --batch-ramp%s",
+                    "ends after %llu: give the checkpoint's %s%s",
                     c->dir, (unsigned long long)c->sequences_read,
                     (unsigned long long)c->of.info.step, (unsigned long long)read,
+                    ps__field("ramp"),
                     now.info.n_hosts == c->of.info.n_hosts ? "" : " or number of hosts");
   PS_TRY(ps__data_check(t, c));
   for (uint32_t k = 0; k < ps__optimizers[c->of.info.optimizer].n_states; k++)
@@ -389,8 +390,8 @@ static ps_status check_base(ps_trainer *t, const ps_checkpoint *c) {
              : ps__fail(PS_EINVAL,
                         "%s has the adapters of a model with other weights than %s (SHA-256 "
                         "%.16s..., not %.16s...): give the model that it was trained with, "
-                        "or with --init-weights the version of Penstock that drew it",
-                        c->dir, t->model_dir, c->base_hash, hex);
+                        "or with %s the version of Penstock that drew it",
+                        c->dir, t->model_dir, c->base_hash, hex, ps__field("init_weights"));
 }
 
 ps_status ps__resume_load(ps_trainer *t, const ps_checkpoint *c, ps_progress_fn progress,

@@ -64,14 +64,13 @@ void ps__routing_say(ps_trainer *t, const ps__step_record *record) {
     return;
   if (r->unused_steps >= UNUSED_WARNS && r->unused_steps >= 2 * t->unused_said) {
     t->unused_said = r->unused_steps;
-    ps__log(PS_LOG_WARN,
-            "step %llu: expert %u of block %u got no token in %llu steps: raise --router-aux-loss",
-            step, r->unused_expert, r->unused_layer - 1, (unsigned long long)r->unused_steps);
+    ps__log(PS_LOG_WARN, "step %llu: expert %u of block %u got no token in %llu steps: raise %s",
+            step, r->unused_expert, r->unused_layer - 1, (unsigned long long)r->unused_steps,
+            ps__field("router_aux_loss"));
   }
   if (t->plan->model->cfg.n_experts > 2 && r->most > 0.5 && !t->most_said) {
     t->most_said = true;
-    ps__log(PS_LOG_WARN,
-            "step %llu: expert %u of block %u gets %.0f%% of all rows: raise --router-aux-loss",
-            step, r->most_expert, r->most_layer - 1, 100 * r->most);
+    ps__log(PS_LOG_WARN, "step %llu: expert %u of block %u gets %.0f%% of all rows: raise %s", step,
+            r->most_expert, r->most_layer - 1, 100 * r->most, ps__field("router_aux_loss"));
   }
 }

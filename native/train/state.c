@@ -71,31 +71,34 @@ ps_status ps__trainer_idle(ps_trainer *t) {
 /* Of a message, for the last addition. */
 enum { LAST_BYTES = 192 };
 
-/* What is known of weights that are not finite. @mixed: updates of the step that is reported next
+/* What is known of weights that are not finite, or in @buf. @mixed: updates of the step that is reported next
  * have begun, and may be what broke them. */
-static const char *about_weights(const ps_trainer *t, bool mixed) {
+static const char *about_weights(const ps_trainer *t, bool mixed, char buf[192]) {
   if (t->plan->cfg.forward_only)
     return "has weights that are not finite: this model is damaged, take another one";
-  if (mixed && !t->n_changed)
-    return "has weights that are not finite: the model was damaged before training, or this step's "
-           "updates broke it: look at the model, or lower --lr";
-  if (mixed)
-    return "has weights that are not finite: lower --lr, or add --warmup-steps";
-  if (!t->n_changed)
+  if (!mixed && !t->n_changed)
     return "had weights that are not finite before training: this model is damaged, take another "
            "one";
-  return "has weights that are not finite since the step before: lower --lr, or add --warmup-steps";
+  if (mixed && !t->n_changed)
+    snprintf(buf, 192,
+             "has weights that are not finite: the model was damaged before training, or this "
+             "step's updates broke it: look at the model, or lower %s",
+             ps__field("lr"));
+  else
+    snprintf(buf, 192, "has weights that are not finite%s: lower %s, or add %s",
+             mixed ? "" : " since the step before", ps__field("lr"), ps__field("warmup_steps"));
+  return buf;
 }
 
 /* Says which weights are not finite, or adds where the first number came from that is not. */
 static void explain_nonfinite(ps_trainer *t, bool mixed) {
-  char *message = t->sticky_message;
+  char *message = t->sticky_message, buf[192];
   const size_t bytes = sizeof t->sticky_message - LAST_BYTES, used = strlen(message);
   ps_param_info p;
   if (ps__trainer_find_nonfinite(t, &p)) {
     snprintf(message, bytes, "step %llu: %s %s",
              (unsigned long long)(t->cfg.first_step + t->n_reported + 1), p.name,
-             about_weights(t, mixed));
+             about_weights(t, mixed, buf));
   } else if (t->skips.stopped_at) {
     (void)ps__run_pause(t->run); /* it has failed: the engine is free for another one */
     ps__replay_say(t, t->skips.stopped_at - 1, 0, message + used, bytes - used);

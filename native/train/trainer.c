@@ -95,8 +95,8 @@ static ps_status note_memory(ps_trainer *t, bool opening) {
         PS_EBUDGET,
         "before the first step the memory in use of %s has grown by %s since this process began, "
         "which is more than the cap of %s (%s planned): run penstock profile, which measures what "
-        "driver and libraries take, end what else has begun to use the GPU, or raise --device-mem",
-        which, used, cap, planned);
+        "driver and libraries take, end what else has begun to use the GPU, or raise %s",
+        which, used, cap, planned, ps__field("device_mem_bytes"));
   t->warned = true;
   ps__log(
       PS_LOG_WARN,
@@ -332,18 +332,20 @@ static ps_status say_skipped(ps_trainer *t) {
 
 /* Warns of outliers, again when twice as much is flushed. */
 static void say_flushed(ps_trainer *t) {
+  char advice[96];
   const ps__step_record *r = &t->ring[t->n_reported % PS__RING];
   if (r->flushed_most < PS_FLUSHED_WARNS || r->flushed_most < 2 * t->flushed_said)
     return;
   t->flushed_said = r->flushed_most;
+  if (strcmp(r->flushed_in->what, "the gated product") != 0)
+    snprintf(advice, sizeof advice, "lower %s, or give a recipe without FP8", ps__field("lr"));
+  else
+    snprintf(advice, sizeof advice, "%s keeps its product in bf16", ps__field("fp8_bf16_down"));
   ps__log(PS_LOG_WARN,
           "step %llu: %.1f%% of %s in block %u became 0 in FP8, as others are more than 2^18 times "
           "larger: %s",
           (unsigned long long)(t->cfg.first_step + t->n_reported + 1), 100 * r->flushed_most,
-          r->flushed_in->what, r->flushed_layer - 1,
-          strcmp(r->flushed_in->what, "the gated product")
-              ? "lower --lr, or give a recipe without FP8"
-              : "--fp8 bf16-down keeps its product in bf16");
+          r->flushed_in->what, r->flushed_layer - 1, advice);
 }
 
 ps_status ps_trainer_submit(ps_trainer *t, uint64_t n) {

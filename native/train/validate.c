@@ -23,9 +23,9 @@ ps_status ps__validation_check(const ps_plan *plan, const ps_dataset *ds) {
   return have >= need ? PS_OK
                       : ps__fail(PS_EINVAL,
                                  "a validation reads %llu sequences of %llu tokens, but its data "
-                                 "has %llu: lower --val-tokens",
+                                 "has %llu: lower %s",
                                  (unsigned long long)need, (unsigned long long)plan->cfg.seq_len,
-                                 (unsigned long long)have);
+                                 (unsigned long long)have, ps__field("val_tokens"));
 }
 
 /* The same sequences in each validation: the data's first, of a mix by weight. What the last step
@@ -94,8 +94,8 @@ ps_status ps_trainer_validate(ps_trainer *t, ps_validation *out) {
   if (t->val.n_valid == 0)
     return ps__fail(PS_EINVAL,
                     "the validation data has no target in its first %llu tokens: give "
-                    "other data, or raise --val-tokens",
-                    (unsigned long long)t->plan->report.val_tokens);
+                    "other data, or raise %s",
+                    (unsigned long long)t->plan->report.val_tokens, ps__field("val_tokens"));
   *out = (ps_validation){.loss = t->val.sum / (double)t->val.n_valid,
                          .tokens = t->plan->report.val_tokens,
                          .valid_tokens = t->val.n_valid};

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cffi import FFI
 
+from . import _fields
 from .errors import OF_STATUS, PenstockError
 
 LIBRARY, DECLARATIONS = "libpenstock.so", "penstock.cdef"
@@ -78,6 +79,17 @@ def text(pointer) -> str:
     return ffi.string(pointer).decode("utf-8", "replace")
 
 
+_field_names = []  # the table that the library reads, and its strings
+
+
+def _name_fields(names: dict[str, str]) -> None:
+    """Let messages call the fields `names` by the values."""
+    strings = [[ffi.new("char[]", word.encode()) for word in pair] for pair in names.items()]
+    table = ffi.new("ps_field_name[]", [*strings, [ffi.NULL, ffi.NULL]])
+    check(lib.ps_field_names_set(table))
+    _field_names[:] = [table, strings]
+
+
 def error(status: int) -> PenstockError:
     """The exception for a negative status, with the calling thread's last error."""
     return OF_STATUS[status](text(lib.ps_last_error()) or text(lib.ps_status_name(status)))
@@ -87,6 +99,9 @@ def check(status: int) -> None:
     """Raise the exception of a negative status."""
     if status < 0:
         raise error(status)
+
+
+_fields.loaded(_name_fields)
 
 
 def encode_path(path) -> bytes:

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 
+from . import _fields
 from .conversation import check_variables
 from .errors import BudgetError, FormatError, InvalidError, PenstockError
 from .files import DataError, rust_failure
@@ -154,7 +155,7 @@ def run(
     if hasattr(sys.stdout, "reconfigure"):  # a character that stdout has not is no error
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with printable_streams(), _interruptible():
+        with printable_streams(), _interruptible(), _fields.as_options():
             code = function()
     except (DataError, InvalidError, FormatError, BudgetError) as e:
         code, message = REFUSED, str(e)

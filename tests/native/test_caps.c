@@ -109,10 +109,10 @@ static void test_beside(bool ramp, bool val) {
   if (guests) {
     CHECK(strstr(ps_last_error(), with) && strstr(ps_last_error(), "this GPU has "));
     CHECK_FAILS(beside(p, used - 1, used), PS_EBUDGET, "this GPU has ");
-    CHECK_FAILS(beside(p, used, used - 1), PS_EBUDGET, "raise --device-mem, or ");
+    CHECK_FAILS(beside(p, used, used - 1), PS_EBUDGET, "raise device_mem_bytes, or ");
     CHECK_FAILS(beside(p, 0, used - 1), PS_EBUDGET, with);
     p->cfg.host_mem_bytes = p->report.host_used_bytes - 1;
-    CHECK_FAILS(ps__plan_beside_check(p), PS_EBUDGET, "raise --host-mem, or ");
+    CHECK_FAILS(ps__plan_beside_check(p), PS_EBUDGET, "raise host_mem_bytes, or ");
   }
   CHECK(ps_plan_destroy(p) == PS_OK);
 }

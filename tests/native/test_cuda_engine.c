@@ -232,7 +232,7 @@ static void test_refusals(void) {
   CHECK_FAILS(ps_engine_create(&none, &cfg), PS_EDEVICE, "GPU 99");
   cfg.place[0].device = 0;
   cfg.space[0].bytes = (uint64_t)1 << 46;
-  CHECK_FAILS(ps_engine_create(&none, &cfg), PS_ENOMEM, "lower --device-mem");
+  CHECK_FAILS(ps_engine_create(&none, &cfg), PS_ENOMEM, "lower device_mem_bytes");
   cfg.n_places = 2;
   cfg.place[1] = cfg.place[0];
   CHECK_FAILS(ps_engine_create(&none, &cfg), PS_EINVAL, "places 0 and 1 are both GPU 0");

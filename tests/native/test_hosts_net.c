@@ -335,7 +335,7 @@ static void choose(rank *r, ps_hosts *h) {
   CHECK(strstr(ps_hosts_transport_text(h), "TCP, as rank 1 cannot use NCCL: it trains on a CPU"));
   chosen = 9;
   CHECK_FAILS(ps_hosts_choose(h, PS_TRANSPORT_NCCL, r->rank != 1, &chosen), PS_EINVAL,
-              "--hosts-transport nccl: rank 1 cannot use NCCL: it trains on a CPU");
+              "transport nccl: rank 1 cannot use NCCL: it trains on a CPU");
   CHECK(chosen == 9);
   CHECK_FAILS(ps_hosts_choose(h, PS_N_TRANSPORTS, 1, &chosen), PS_EINVAL, "ps_transport");
 }

@@ -105,7 +105,7 @@ static void plan_one(uint64_t *state, uint64_t seed, const ps_hardware *cpu) {
       CHECK(r.step_s > 0);
     } else
       CHECK(st == PS_EBUDGET ||
-            (st == PS_EINVAL && strstr(ps_last_error(), "lower --tokens-per-step")));
+            (st == PS_EINVAL && strstr(ps_last_error(), "lower tokens_per_step")));
     ps_plan_destroy(plan);
     printf("seed %llu%s: %.1f s\n", (unsigned long long)seed, capped ? " under a cap" : "",
            cpu_s() - begin);

@@ -279,7 +279,7 @@ static void test_bad_loss(ps_dataset *ds, uint32_t recipe, bool clip, placement 
   const uint64_t before = weights(t);
   CHECK(ps_trainer_submit(t, 4) == PS_OK);
   CHECK(ps_trainer_wait(t, &m) == PS_ENUMERIC && strstr(ps_last_error(), "step 1: ") &&
-        strstr(ps_last_error(), "--lr"));
+        strstr(ps_last_error(), "lower lr"));
   if (clip)
     CHECK(strstr(ps_last_error(), "the loss is infinite") ||
           strstr(ps_last_error(), "the loss is not a number"));

@@ -53,10 +53,11 @@ static ps_status device_memory(ps__device *dev, CUdeviceptr *out, size_t bytes, 
   if (ps__fault_hit(PS_FAULT_ALLOC) || dev->cu->MemAlloc(out, bytes) != CUDA_SUCCESS) {
     *out = 0;
     return ps__fail(PS_ENOMEM,
-                    "stream %u (%s): %s of GPU memory for scratch refused: lower --device-mem, or "
+                    "stream %u (%s): %s of GPU memory for scratch refused: lower %s, or "
                     "end what else uses this "
                     "GPU",
-                    idx, dev->cfg.stream[idx].name, ps__format_bytes(text, bytes));
+                    idx, dev->cfg.stream[idx].name, ps__format_bytes(text, bytes),
+                    ps__field("device_mem_bytes"));
   }
   ps__live_add(1);
   return PS_OK;

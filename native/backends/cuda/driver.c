@@ -111,8 +111,8 @@ ps_status ps__cuda_supported(const ps__cuda_driver *cu, CUdevice device, uint32_
   if (major < 8)
     return ps__fail(PS_EDEVICE,
                     "GPU %u has compute capability %d.%d, bf16 needs 8.0 or newer: take another "
-                    "GPU (--gpu), or the cpu backend",
-                    idx, major, minor);
+                    "GPU (%s), or the cpu backend",
+                    idx, major, minor, ps__field("device"));
   if (!has_code(10 * major + minor))
     return ps__fail(PS_EDEVICE,
                     "GPU %u has compute capability %d.%d, this library was built for "
@@ -127,7 +127,8 @@ ps_status ps__cuda_fail(const ps__cuda_driver *cu, CUresult r, const char *call)
   cu->GetErrorName(r, &name);
   cu->GetErrorString(r, &text);
   const bool memory = r == CUDA_ERROR_OUT_OF_MEMORY;
-  return ps__fail(memory ? PS_ENOMEM : PS_EDEVICE, "%s: %s (%s)%s",
+  return ps__fail(memory ? PS_ENOMEM : PS_EDEVICE, "%s: %s (%s)%s%s",
                   name ? name : "an unknown CUDA error", text ? text : "?", call,
-                  memory ? ": end what else uses this GPU, or lower --device-mem" : "");
+                  memory ? ": end what else uses this GPU, or lower " : "",
+                  memory ? ps__field("device_mem_bytes") : "");
 }

@@ -24,11 +24,11 @@ static ps_status map_device(ps__device *dev, uint32_t space, uint64_t bytes, ps_
     char want[32], have[32], all[32];
     cu->MemGetInfo(&free_bytes, &total);
     return ps__fail(PS_ENOMEM,
-                    "space %u: %s of GPU memory refused, %s of %s are free: lower --device-mem, or "
+                    "space %u: %s of GPU memory refused, %s of %s are free: lower %s, or "
                     "end what else uses this "
                     "GPU",
                     space, ps__format_bytes(want, bytes), ps__format_bytes(have, free_bytes),
-                    ps__format_bytes(all, total));
+                    ps__format_bytes(all, total), ps__field("device_mem_bytes"));
   }
   if (r != CUDA_SUCCESS)
     return ps__cuda_fail(cu, r, "cuMemAlloc");
@@ -91,8 +91,9 @@ static ps_status pin_refused(ps__device *dev, uint32_t space, uint64_t bytes, ui
       PS_EDEVICE,
       "space %u: pinning stopped at %s of %s of host memory (%s; locked memory is limited to %s): "
       "lower "
-      "--host-mem, or raise the limit (ulimit -l, the container's memlock, or its memory)",
-      space, ps__format_bytes(have, done), ps__format_bytes(want, bytes), name ? name : "?", limit);
+      "%s, or raise the limit (ulimit -l, the container's memlock, or its memory)",
+      space, ps__format_bytes(have, done), ps__format_bytes(want, bytes), name ? name : "?", limit,
+      ps__field("host_mem_bytes"));
 }
 
 static ps_status pin(ps__device *dev, uint32_t space, char *p, uint64_t bytes) {

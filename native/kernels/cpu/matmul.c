@@ -39,9 +39,8 @@ static uint32_t n_held;            /* threads of all devices that may multiply a
 static ps_status try_memory(size_t bytes, const char *what) {
   void *p;
   if (ps__map(&p, bytes, what) != PS_OK)
-    return ps__fail(PS_ENOMEM,
-                    "%s: raise the limit (ulimit -v, ulimit -d), or give fewer --threads",
-                    ps_last_error());
+    return ps__fail(PS_ENOMEM, "%s: raise the limit (ulimit -v, ulimit -d), or give fewer %s",
+                    ps_last_error(), ps__field("n_threads"));
   ps__unmap(p, bytes);
   return PS_OK;
 }
@@ -105,9 +104,8 @@ static ps_status make_buffers(uint32_t n) {
     buffer_free(held[i]);
   ps__free(held);
   if (got < n)
-    return ps__fail(PS_ENOMEM,
-                    "OpenBLAS has buffers for %u threads, %u are wanted: give fewer --threads", got,
-                    n);
+    return ps__fail(PS_ENOMEM, "OpenBLAS has buffers for %u threads, %u are wanted: give fewer %s",
+                    got, n, ps__field("n_threads"));
   atomic_store(&n_buffers, n);
   return PS_OK;
 }
