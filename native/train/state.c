@@ -71,8 +71,8 @@ ps_status ps__trainer_idle(ps_trainer *t) {
 /* Of a message, for the last addition. */
 enum { LAST_BYTES = 192 };
 
-/* What is known of weights that are not finite, or in @buf. @mixed: updates of the step that is reported next
- * have begun, and may be what broke them. */
+/* What is known of weights that are not finite; @buf is room for it. @mixed: updates of the
+ * step that is reported next have begun, and may be what broke them. */
 static const char *about_weights(const ps_trainer *t, bool mixed, char buf[192]) {
   if (t->plan->cfg.forward_only)
     return "has weights that are not finite: this model is damaged, take another one";

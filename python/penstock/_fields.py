@@ -1,4 +1,4 @@
-"""What messages of the library call its fields: the keyword arguments that set them, and the options
+"""What messages of the library call its fields: the keyword arguments that set them, and options
 while a command runs."""
 
 import contextlib
