@@ -253,7 +253,7 @@ def test_a_unit_less_than_the_smallest_is_refused_before_anything_is_mapped(
         with pytest.raises(BudgetError) as refusal:
             make_plan(model, hardware, reserve, **cap, **kw)
         text = str(refusal.value)
-        assert f"of {what} memory" in text and f"{what}-mem" in text and "\n" not in text
+        assert f"of {what} memory" in text and f"{what}_mem" in text and "\n" not in text
         assert str(device if what == "device" else host) in text
         assert virtual_bytes() - before < UNIT, "no arena was mapped"
 

@@ -91,7 +91,7 @@ def test_a_coefficient_out_of_range_is_refused(job, tmp_path, option, value, pat
     )
     assert list(tmp_path.iterdir()) == []
     cfg = {"seq_len": 64, "hardware": Hardware.estimate(2, "cpu")}
-    with pytest.raises(ps.InvalidError, match=option):
+    with pytest.raises(ps.InvalidError, match=option[2:].replace("-", "_")):
         Plan(
             ModelConfig.read(job["--model"]), **cfg, **{option[2:].replace("-", "_"): float(value)}
         )
