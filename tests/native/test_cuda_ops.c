@@ -271,14 +271,15 @@ int main(int argc, char **argv) {
   g_arena_bytes = (size_t)4 << 30;
   void *workspace;
   cudaStream_t stream;
-  int minor;
+  int minor, n_sms;
+  need(cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, 0), "processors");
   need(cudaDeviceGetAttribute(&g_capability, cudaDevAttrComputeCapabilityMajor, 0), "capability");
   need(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0), "capability");
   g_capability = 10 * g_capability + minor;
   need(cudaMalloc((void **)&g_arena, g_arena_bytes), "4 GiB of device memory");
   need(cudaMalloc(&workspace, 32u << 20), "workspace");
   need(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
-  g_exec = (ps__cuda_exec){.stream = stream, .n_sms = 0};
+  g_exec = (ps__cuda_exec){.stream = stream, .n_sms = n_sms};
   if (ps__cuda_blas_create(&g_exec.blas, workspace, 32u << 20) != PS_OK ||
       ps__pool_create(&g_cpu.pool, WORKERS, "test") != PS_OK) {
     printf("FAIL %s\n", ps_last_error());
