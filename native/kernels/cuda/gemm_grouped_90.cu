@@ -42,7 +42,9 @@ template <int N> struct ring {
     OUT = N * STAGE_BYTES,
     FULL = OUT + BM * PITCH,
     EMPTY = FULL + 8 * N,
-    BYTES = EMPTY + 8 * N
+    ADDEND = EMPTY + 8 * N, /* barriers of the addends, one a warp that multiplies */
+    ORDER = ADDEND + 8 * 8,
+    BYTES = ORDER + PS_MAX_EXPERTS + PS_MAX_EXPERTS / 8
   };
   static_assert(BYTES <= 227 * 1024, "what a block gets");
 };
@@ -96,6 +98,17 @@ __device__ __forceinline__ void store_bulk(void *to, uint32_t from, uint32_t byt
                "r"(bytes)
                : "memory");
 }
+__device__ __forceinline__ void load_bulk(uint32_t to, const void *from, uint32_t bytes,
+                                          uint32_t bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+               "[%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(bar)
+               : "memory");
+}
+/* The stores that this thread gave to the copy engine have read shared memory. */
+__device__ __forceinline__ void stores_have_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
 __device__ __forceinline__ void async_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -142,27 +155,77 @@ __device__ __forceinline__ void multiply(float (&d)[128], uint64_t a, uint64_t b
 
 /* ---- tiles ----------------------------------------------------------------------------------- */
 
+/* WGRAD takes the experts with the most rows first, at @order in shared memory: a byte an expert
+ * with the lower 8 bits of its number, then a bit an expert with the ninth. Every thread calls
+ * it. */
+__device__ __forceinline__ void sort_experts(uint8_t *order, const params &p) {
+  uint32_t *ninth = (uint32_t *)(order + PS_MAX_EXPERTS);
+  if (threadIdx.x < PS_MAX_EXPERTS / 32)
+    ninth[threadIdx.x] = 0;
+  __syncthreads();
+  for (uint32_t e = threadIdx.x; e < p.n_experts; e += THREADS) {
+    const int32_t rows = __ldg(p.offsets + e + 1) - __ldg(p.offsets + e);
+    int32_t before = __ldg(p.offsets);
+    uint32_t place = 0;
+#pragma unroll 8
+    for (uint32_t i = 0; i < p.n_experts; i++) {
+      const int32_t end = __ldg(p.offsets + i + 1), other = end - before;
+      place += other > rows || (other == rows && i < e);
+      before = end;
+    }
+    order[place] = (uint8_t)e;
+    if (e > 255)
+      atomicOr(&ninth[place / 32], 1u << place % 32);
+  }
+}
+
 /* The tiles of a block, in order. */
 template <int ROLE> struct walk {
-  uint32_t e = 0, first = 0, m_tiles = 0; /* of the expert: its first tile, its rows of tiles */
-  int32_t begin = 0, end = 0;             /* its rows */
-  uint32_t i, j;                          /* the tile's place in the expert */
-  uint32_t n_tiles, next = 0;             /* columns of tiles; the expert to look at next */
+  const uint8_t *order;          /* WGRAD's */
+  uint32_t e, i, j;              /* the tile's expert, and its place in the expert */
+  int32_t begin = 0, end = 0;    /* the expert's rows */
+  uint32_t n_tiles, m_tiles;     /* of the expert: columns and rows of tiles */
+  uint32_t turn = 0;             /* of all blocks */
+  uint32_t first = 0, later = 0; /* the expert's first tile; the expert to look at next */
 
-  __device__ __forceinline__ bool find(uint32_t t, const params &p) {
-    while (t >= first + m_tiles * n_tiles) {
-      first += m_tiles * n_tiles;
-      if (next >= p.n_experts)
-        return false;
-      e = next++;
-      begin = next == 1 ? 0 : end;
-      end = __ldg(p.offsets + next);
-      m_tiles = ROLE == PS_GEMM_WGRAD ? (p.m + BM - 1) / BM : (uint32_t)(end - begin + BM - 1) / BM;
+  __device__ __forceinline__ walk(const params &p, const uint8_t *order) : order(order) {
+    n_tiles = (p.cols + BN - 1) / BN;
+    m_tiles = ROLE == PS_GEMM_WGRAD ? (p.m + BM - 1) / BM : 0;
+  }
+  __device__ __forceinline__ bool next(const params &p) {
+    if constexpr (ROLE == PS_GEMM_WGRAD) {
+      /* tiles get shorter: every second turn goes backwards, so that no block has always the
+       * longest */
+      const uint32_t each = m_tiles * n_tiles, all = p.n_experts * each;
+      uint32_t t;
+      do {
+        const uint32_t from = turn * gridDim.x;
+        if (from >= all)
+          return false;
+        t = from + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+        turn++;
+      } while (t >= all);
+      const uint32_t place = t / each;
+      const uint32_t *ninth = (const uint32_t *)(order + PS_MAX_EXPERTS);
+      e = order[place] | (ninth[place / 32] >> place % 32 & 1) << 8;
+      begin = e ? __ldg(p.offsets + e) : 0;
+      end = __ldg(p.offsets + e + 1);
+      ps_grouped_tile(t - place * each, m_tiles, n_tiles, &i, &j);
+    } else {
+      const uint32_t t = blockIdx.x + turn++ * gridDim.x;
+      while (t >= first + m_tiles * n_tiles) {
+        first += m_tiles * n_tiles;
+        if (later >= p.n_experts)
+          return false;
+        e = later++;
+        begin = end;
+        end = __ldg(p.offsets + later);
+        m_tiles = (uint32_t)(end - begin + BM - 1) / BM;
+      }
+      ps_grouped_tile(t - first, m_tiles, n_tiles, &i, &j);
     }
-    ps_grouped_tile(t - first, m_tiles, n_tiles, &i, &j);
     return true;
   }
-  __device__ __forceinline__ walk(const params &p) { n_tiles = (p.cols + BN - 1) / BN; }
   /* slabs of the sum */
   __device__ __forceinline__ uint32_t slabs(const params &p) const {
     return ROLE == PS_GEMM_WGRAD ? (uint32_t)(end - begin + BK - 1) / BK : (p.sum + BK - 1) / BK;
@@ -172,11 +235,12 @@ template <int ROLE> struct walk {
 /* One thread fills the ring. */
 template <int ROLE, int STAGES>
 __device__ __forceinline__ void produce(const CUtensorMap *map_a, const CUtensorMap *map_b,
-                                        const params &p, uint32_t smem) {
-  const uint32_t full = smem + ring<STAGES>::FULL, empty = smem + ring<STAGES>::EMPTY;
-  walk<ROLE> w(p);
+                                        const params &p, const uint8_t *shared) {
+  const uint32_t smem = shared_address(shared), full = smem + ring<STAGES>::FULL,
+                 empty = smem + ring<STAGES>::EMPTY;
+  walk<ROLE> w(p, shared + ring<STAGES>::ORDER);
   uint32_t stage = 0, phase = 0;
-  for (uint32_t t = blockIdx.x; w.find(t, p); t += gridDim.x) {
+  while (w.next(p)) {
     const uint32_t slabs = w.slabs(p), col = w.j * BN;
     for (uint32_t s = 0; s < slabs; s++) {
       const uint32_t a = smem + stage * STAGE_BYTES, b = a + A_BYTES, bar = full + 8 * stage;
@@ -221,50 +285,66 @@ __device__ __forceinline__ void clear_rows(uint8_t *slab, uint32_t group, uint32
   asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
 }
 
-/* The 16 x 256 of a warp, from the registers of wgmma to shared memory at @out, then to c. @zero:
- * of an expert without rows. The registers are not written: wgmma has them. */
-template <int STAGES, bool ACCUMULATE>
-__device__ __forceinline__ void store_tile(const float (&d)[128], bool zero, uint8_t *out,
-                                           uint32_t ld, uint32_t row, uint32_t row_end,
-                                           uint32_t col, __nv_bfloat16 *c) {
+/* A warp's 16 x 256 of an output. */
+struct part {
+  __nv_bfloat16 *c;         /* its first element */
+  uint32_t out, rows, cols; /* where it is in shared memory; how much of it there is */
+  uint32_t ld;
+};
+
+/* What is added to the part begins to come to shared memory. */
+template <int STAGES> __device__ __forceinline__ void fetch_addend(const part &o, uint32_t bar) {
+  const uint32_t lane = threadIdx.x % 32;
+  stores_have_read();
+  __syncwarp();
+  if (lane == 0)
+    barrier_expect(bar, o.rows * o.cols * 2);
+  if (lane < o.rows)
+    load_bulk(o.out + lane * ring<STAGES>::PITCH, o.c + (size_t)lane * o.ld, o.cols * 2, bar);
+}
+
+/* The part goes from the registers of wgmma to shared memory, then to c. ADD: to what is in shared
+ * memory. @zero: of an expert without rows. The registers are not written: wgmma has them. */
+template <int STAGES, bool ADD>
+__device__ __forceinline__ void store_part(const float (&d)[128], bool zero, const part &o) {
   enum { PITCH = ring<STAGES>::PITCH, COLS = ring<STAGES>::COLS, EACH = ring<STAGES>::EACH };
-  const uint32_t lane = threadIdx.x % 32,
-                 to = shared_address(out) + lane % 16 * PITCH + lane / 16 * 16;
-  const __nv_bfloat16 *was = c + (size_t)(row + lane / 4) * ld + col + 2 * (lane % 4);
+  static_assert(!ADD || COLS == BN, "the addend of all columns is there");
+  const uint32_t lane = threadIdx.x % 32, to = o.out + lane % 16 * PITCH + lane / 16 * 16;
 #pragma unroll
   for (int j = 0; j < BN / 16; j++) {
-    if (j % EACH == 0) {
-      /* the rows that this lane gave to the copy engine have been read */
-      asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    const uint32_t at = to + 32 * (j % EACH);
+    uint32_t x[4], was[4];
+    if (!ADD && j % EACH == 0) {
+      stores_have_read();
       __syncwarp();
     }
-    uint32_t x[4];
+    if (ADD)
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(was[0]), "=r"(was[1]), "=r"(was[2]), "=r"(was[3])
+                   : "r"(at)
+                   : "memory");
 #pragma unroll
-    for (int k = 0; k < 4; k++) { /* rows 8 further: k % 2; columns: k / 2 */
+    for (int k = 0; k < 4; k++) {
       float2 y = make_float2(d[8 * j + 2 * k], d[8 * j + 2 * k + 1]);
-      if (ACCUMULATE) {
-        if (row + lane / 4 + k % 2 * 8 < row_end && col + 16 * j + k / 2 * 8 < ld) {
-          const float2 z = __bfloat1622float2(
-              *(const __nv_bfloat162 *)(was + (size_t)(k % 2 * 8) * ld + 16 * j + k / 2 * 8));
-          y.x += z.x, y.y += z.y;
-        }
+      if (ADD) {
+        y.x += __uint_as_float(was[k] << 16);
+        y.y += __uint_as_float(was[k] & 0xffff0000u);
       } else if (zero) {
         y = make_float2(0.0f, 0.0f);
       }
       const __nv_bfloat162 two = __floats2bfloat162_rn(y.x, y.y);
       x[k] = *(const uint32_t *)&two;
     }
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                     to + 32 * (j % EACH)),
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
                  "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                  : "memory");
     if (j % EACH == EACH - 1) {
       async_fence();
       __syncwarp();
-      const uint32_t from = col + j / EACH * COLS;
-      if (lane < 16 && row + lane < row_end && from < ld)
-        store_bulk(c + (size_t)(row + lane) * ld + from, shared_address(out) + lane * PITCH,
-                   2 * (ld - from < COLS ? ld - from : COLS));
+      const uint32_t from = j / EACH * COLS;
+      if (lane < o.rows && from < o.cols)
+        store_bulk(o.c + (size_t)lane * o.ld + from, o.out + lane * PITCH,
+                   2 * (o.cols - from < COLS ? o.cols - from : COLS));
       asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     }
   }
@@ -279,12 +359,21 @@ __device__ __forceinline__ void consume(const params &p, uint8_t *smem) {
   const uint32_t group = threadIdx.x / 128 - 1, warp = threadIdx.x % 128 / 32,
                  lane = threadIdx.x % 32, slabs_at = shared_address(smem),
                  full = slabs_at + ring<STAGES>::FULL, empty = slabs_at + ring<STAGES>::EMPTY;
-  uint8_t *out = smem + ring<STAGES>::OUT + (group * 4 + warp) * 16 * ring<STAGES>::PITCH;
-  walk<ROLE> w(p);
-  uint32_t stage = 0, phase = 0;
-  for (uint32_t t = blockIdx.x; w.find(t, p); t += gridDim.x) {
+  const uint32_t addend = slabs_at + ring<STAGES>::ADDEND + 8 * (group * 4 + warp);
+  walk<ROLE> w(p, smem + ring<STAGES>::ORDER);
+  uint32_t stage = 0, phase = 0, addend_phase = 0;
+  part o;
+  o.out = slabs_at + ring<STAGES>::OUT + (group * 4 + warp) * 16 * ring<STAGES>::PITCH;
+  o.ld = p.cols;
+  while (w.next(p)) {
     float d[128]; /* the first product does not add to them */
     const uint32_t slabs = w.slabs(p);
+    const uint32_t row = w.i * BM + group * 64 + warp * 16, col = w.j * BN,
+                   rows = ROLE == PS_GEMM_WGRAD ? p.m : (uint32_t)(w.end - w.begin);
+    o.rows = row >= rows ? 0 : rows - row < 16 ? rows - row : 16;
+    o.cols = p.cols - col < BN ? p.cols - col : BN;
+    o.c = p.c + col +
+          (ROLE == PS_GEMM_WGRAD ? (size_t)w.e * p.m + row : (size_t)w.begin + row) * p.cols;
     uint32_t held = STAGES; /* the slab that the products in flight before the last ones read */
     for (uint32_t s = 0; s < slabs; s++) {
       uint32_t steps = BK / 16;
@@ -310,6 +399,8 @@ __device__ __forceinline__ void consume(const params &p, uint8_t *smem) {
           multiply<TA, TB>(d, a + (k * step_a >> 4), b + (k * step_b >> 4), s > 0 || k > 0);
       }
       wgmma_commit();
+      if (ACCUMULATE && s == 0)
+        fetch_addend<STAGES>(o, addend);
       if (held < STAGES) {
         wgmma_wait<1>();
         if (lane == 0)
@@ -325,13 +416,13 @@ __device__ __forceinline__ void consume(const params &p, uint8_t *smem) {
       asm volatile("" : "+f"(d[i])::"memory");
     if (held < STAGES && lane == 0)
       barrier_arrive(empty + 8 * held);
-    const uint32_t row = w.i * BM + group * 64 + warp * 16, col = w.j * BN;
-    if (ROLE != PS_GEMM_WGRAD)
-      store_tile<STAGES, false>(d, false, out, p.cols, (uint32_t)w.begin + row, (uint32_t)w.end,
-                                col, p.c);
-    else if (!ACCUMULATE || slabs > 0)
-      store_tile<STAGES, ACCUMULATE>(d, slabs == 0, out, p.cols, row, p.m, col,
-                                     p.c + (size_t)w.e * p.m * p.cols);
+    if (!ACCUMULATE) {
+      store_part<STAGES, false>(d, ROLE == PS_GEMM_WGRAD && slabs == 0, o);
+    } else if (slabs > 0) {
+      barrier_wait(addend, addend_phase);
+      addend_phase ^= 1;
+      store_part<STAGES, ACCUMULATE>(d, false, o);
+    }
   }
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
@@ -348,13 +439,17 @@ __global__ void __launch_bounds__(THREADS, 1)
       barrier_init(at + ring<STAGES>::FULL + 8 * i, 1);
       barrier_init(at + ring<STAGES>::EMPTY + 8 * i, 8); /* a lane of each warp that multiplies */
     }
+    for (uint32_t i = 0; i < 8; i++)
+      barrier_init(at + ring<STAGES>::ADDEND + 8 * i, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  if (ROLE == PS_GEMM_WGRAD)
+    sort_experts(smem + ring<STAGES>::ORDER, p);
   __syncthreads();
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x == 0)
-      produce<ROLE, STAGES>(&map_a, &map_b, p, shared_address(smem));
+      produce<ROLE, STAGES>(&map_a, &map_b, p, smem);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     consume<ROLE, ACCUMULATE, STAGES>(p, smem);
