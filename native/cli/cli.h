@@ -400,8 +400,8 @@ bool cli_job_hint(const cli_command *command, const char *typed, const char *nam
 
 extern const char *const cli_lr_schedules[]; /* by ps_lr_kind; NULL ends the list */
 
-/* cli_lora_resolve() - set what the options and the adapter say of LoRA, and the defaults that follow
- * from it: of the plan, and the dtype in which weights are saved (lora.c). Exit code. */
+/* cli_lora_resolve() - set what the options and the adapter say of LoRA, and the defaults that
+ * follow from it: of the plan, and the dtype in which weights are saved (lora.c). Exit code. */
 int cli_lora_resolve(cli_job *job);
 /* cli_job_check() - check that required options are given, and read the model's configuration.
  * cli_job_machine() - get the machine's rates, once.
@@ -645,7 +645,7 @@ void cli_print_mix(FILE *out, const ps_dataset *ds, uint64_t seq_len, uint64_t n
 void cli_print_data(FILE *out, const cli_job *job, const ps_dataset *ds);
 /* cli_arena_note() - say where the run's own host memory is more than 5% off the plan's rates, and
  * plan again where that gains. The machine's file keeps what was measured.
- * cli_rates_remember() - the machine's file keeps the rates that the steps had, for the next run. */
+ * cli_rates_remember() - the machine's file keeps the rates that the steps had, for later runs. */
 void cli_arena_note(const cli_job *job, ps_trainer *t, cli_progress *p);
 void cli_rates_remember(const ps_trainer *t);
 ps_train_config cli_train_config(const cli_job *job, ps_dataset *ds, ps_dataset *val, bool resumed);

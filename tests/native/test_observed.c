@@ -295,8 +295,8 @@ static const healed healings[] = {{"AdamW", PS_OPTIMIZER_ADAMW, 1, PS_LAYOUT_AUT
                                   {"Lion", PS_OPTIMIZER_LION, 1, PS_LAYOUT_AUTO, {1, 2}},
                                   {"a ring of 2", PS_OPTIMIZER_ADAMW, 2, PS_LAYOUT_RING, {1, 1}}};
 
-/* @plan: by the rates of the fast machine; @when_slow: seconds of a step by a plan for the slow one.
- * Returns the weights. */
+/* @plan: by the rates of the fast machine; @when_slow: seconds of a step by a plan for the slow
+ * one. Returns the weights. */
 static uint64_t train_healing(const healed *h, ps_plan *plan, double when_slow,
                               const ps__slow *slow, uint32_t replan) {
   const uint64_t *n_switches = replan ? h->n_switches : (const uint64_t[2]){0, 0};
