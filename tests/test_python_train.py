@@ -353,6 +353,7 @@ def test_trace_of_a_training_is_written(plan, tiny_model, tiny_shard, tmp_path):
     "change,error",
     [
         ({"lr_schedule": "step"}, "lr_schedule"),
+        ({"replan": "maybe"}, "replan .maybe.: one of off, auto, cut"),
         ({"beta1": 2.0}, "beta1"),
     ],
 )

@@ -19,6 +19,7 @@ from .generator import generate
 from .model import DTYPES, Parameter
 from .plan import Hardware, Plan
 
+REPLANS = {"off": lib.PS_REPLAN_OFF, "auto": lib.PS_REPLAN_AUTO, "cut": lib.PS_REPLAN_CUT}
 LR_SCHEDULES = {"constant": 0, "cosine": 1, "linear": 2, "wsd": 3}
 NO_DECAY = {
     "norm": lib.PS_NO_DECAY_NORM,
@@ -116,6 +117,7 @@ _SETTINGS = _HYPERS | {
     "total_steps",
     "decay_steps",
     "max_skips",
+    "replan",
     "seed",
     "first_step",
     "shuffle",
@@ -131,6 +133,10 @@ def _set(cfg, settings: dict) -> None:
             if value not in LR_SCHEDULES:
                 raise ValueError(f"lr_schedule {value!r}: one of {', '.join(LR_SCHEDULES)}")
             name, value = "lr_kind", LR_SCHEDULES[value]
+        if name == "replan":
+            if value not in REPLANS:
+                raise ValueError(f"replan {value!r}: one of {', '.join(REPLANS)}")
+            value = REPLANS[value]
         if name == "no_decay":
             unknown = sorted(set(value) - NO_DECAY.keys())
             if unknown or isinstance(value, str):
@@ -178,8 +184,7 @@ class Trainer(Owner):
 
     data                  a Dataset, a path, a list of paths, or batch(step) -> (tokens, targets):
                           two integer arrays of tokens_per_step elements, sequence after sequence. A
-                          target
-                          of -1 is not counted
+                          target of -1 is not counted
     lr, weight_decay      of the plan's optimizer; None: its default
     beta1, beta2, eps     adamw's; beta1 and beta2 are lion's too. None: the optimizer's default
     momentum, nesterov    sgd's
@@ -190,6 +195,8 @@ class Trainer(Owner):
     init_weights          draw the weights from seed; model_dir then needs config.json alone
     adapter               of a plan with lora: the directory of an adapter to go on training, in
                           PEFT's layout; None: a fresh one, drawn from seed
+    replan                whether the trainer plans again where steps take another time than planned:
+                          off (default), auto: by plans with the same bits, cut: by others too
     trust_rates           True: host memory is not measured in place, see arena()
     progress              progress(what, done_bytes, total_bytes) is called while weights are loaded
                           and before it; total_bytes is 0 in a stage that is not counted in bytes
@@ -228,6 +235,7 @@ class Trainer(Owner):
         init_weights: bool | None = None,
         val=None,
         adapter=None,
+        replan: str | None = None,
         trust_rates: bool | None = None,
         progress=None,
     ):
