@@ -214,6 +214,7 @@ LARGER = (  # model, tokens a sequence, recipe, part of the options
     ("32b", 8192, "bf16", "lora-rank=16"),
     ("8b", 131072, "bf16", ""),
     ("8b", 262144, "bf16", "chunk-tokens=65536"),
+    ("7b_1b", 4096, "bf16", ""),
 )
 
 
@@ -229,7 +230,8 @@ def larger() -> str:
         r = [r for r in rows if (r["model"], r["seq_len"], r["recipe"], r["gpus"])
              == (model, seq_len, recipe, 1) and options in r["options"]
              and (options or "lora" not in r["options"])][-1]  # fmt: skip
-        what = f"{model.upper()}, {'LoRA' if 'lora' in options else recipe}"
+        name = {"7b_1b": "7B with experts, 1B active"}.get(model, model.upper())
+        what = f"{name}, {'LoRA' if 'lora' in options else recipe}"
         out.append([what, f"{seq_len:,}", gpu_of(r), f"{r['device_gib']:g}", f"{r['host_gib']:g}",
                     f"{r['tokens_per_step']:,}", tok(r["tokens_per_s"])])  # fmt: skip
     return table(["model", "sequence", "GPU", "its GiB", "host, GiB", "tokens a step", "tokens/s"],
