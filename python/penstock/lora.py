@@ -1,8 +1,10 @@
 """LoRA adapters: what a plan is made with, read from an adapter, merged into a model."""
 
+import math
 from dataclasses import dataclass
 
 from ._lib import check, encode_path, ffi, lib, struct, text
+from .errors import InvalidError
 
 
 @dataclass(frozen=True)
@@ -11,13 +13,13 @@ class Lora:
     of the model's own weights are frozen. There is no dropout.
 
     alpha    s = alpha / rank; None: twice the rank
-    targets  "all-linear", or names such as "q_proj,v_proj" or ["q_proj", "v_proj"]; None: all
+    targets  "all-linear", or names such as "q_proj,v_proj" or ["q_proj", "v_proj"]
     rslora   s = alpha / sqrt(rank)
     """
 
     rank: int
     alpha: float | None = None
-    targets: str | list | tuple | None = None
+    targets: str | list | tuple = "all-linear"
     rslora: bool = False
 
     @classmethod
@@ -36,12 +38,12 @@ class Lora:
         return cls(lora.rank, lora.alpha, text(names), bool(lora.rslora)) if lora.rank else None
 
     def fill(self, out) -> None:
-        """Set a ps_lora, whose defaults stay where alpha or targets is None."""
-        out.rank, out.rslora = self.rank, self.rslora
-        if self.targets is not None:
-            names = self.targets if isinstance(self.targets, str) else ",".join(self.targets)
-            targets = ffi.new("uint32_t *")
-            check(lib.ps_lora_targets_parse(targets, names.encode()))
-            out.targets = targets[0]
+        """Set a ps_lora, whose alpha stays the default where it is None."""
+        names = self.targets if isinstance(self.targets, str) else ",".join(self.targets)
+        targets = ffi.new("uint32_t *")
+        check(lib.ps_lora_targets_parse(targets, names.encode()))
+        out.rank, out.targets, out.rslora = self.rank, targets[0], self.rslora
         if self.alpha is not None:
+            if math.isnan(self.alpha):
+                raise InvalidError("alpha is nan: give a number, or None for twice the rank")
             out.alpha = self.alpha
