@@ -229,7 +229,10 @@ def test_a_training_goes_as_with_peft_and_torch(directory):  # noqa: F811
     rms = figures[0][1] / math.sqrt(sum(p.numel() for p in params.values()))
     kappa, walk = d * math.sqrt(1.6 * max(rms / EPS, 1)), 0.0
     with open_trainer(
-        directory(name), plan=make_plan(directory(name), layout), data=plain, eps=EPS
+        directory(name),
+        plan=make_plan(directory(name), layout, clip_norm=CLIP),
+        data=plain,
+        eps=EPS,
     ) as trainer:
         write_adapters(trainer, adapters(name))
         for m, (loss, norm, lr) in zip(trainer.steps(STEPS), figures, strict=True):
