@@ -150,7 +150,7 @@ static void test_cut(void) {
     n_said = 0;
     train_until(&models[0], plan, NULL, i ? PS_REPLAN_CUT : PS_REPLAN_AUTO, &with[i]);
     for (uint32_t k = 0; k < n_said; k++)
-      told |= strstr(said[k], "--replan cut does it") != NULL;
+      told |= strstr(said[k], "replan cut does it") != NULL;
     CHECK(with[i].switched && told == !i && (with[i].chunk_tokens == 16) == !i);
     CHECK(fabs(with[i].loss[with[i].n - 1] - with[i].loss[0]) < 1);
     ps_plan_destroy(plan);
