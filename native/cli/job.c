@@ -465,8 +465,8 @@ static bool is_of_text(const char *name) {
 }
 
 bool cli_job_hint(const cli_command *c, const char *typed, const char *name, char says[512]) {
-  cli_job job;
-  cli_option options[CLI_MAX_OPTIONS];
+  static cli_job job; /* the stack may be small */
+  static cli_option options[CLI_MAX_OPTIONS];
   cli_job_init(&job);
   cli_job_options(&job, options, true);
   const char *answer = c->job ? cli_answer(name) : NULL;

@@ -91,7 +91,6 @@ void cli_task_follow(cli_job *job) {
   job->sample_prompts = NULL;
   job->checkpoint_every = (cli_every){0};
   job->checkpoint_given = true; /* no default */
-  job->plan_config.trace_steps = 0;
 }
 
 /* ---- the network's rate ---------------------------------------------------------------------- */

@@ -424,8 +424,8 @@ int cli_train_job(cli_job *job) {
 }
 
 int cli_train(int argc, char **argv) {
-  cli_job job;
-  cli_option options[CLI_MAX_OPTIONS];
+  static cli_job job; /* the stack may be small */
+  static cli_option options[CLI_MAX_OPTIONS];
   cli_job_init(&job);
   cli_job_options(&job, options, true);
   const cli_command command = {

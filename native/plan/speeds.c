@@ -26,6 +26,9 @@ static uint32_t device_resource(const ps_hardware *hw, const ps__vop *op) {
   switch (ps__op_rate(op->kernel)) {
   case PS__RATE_GEMM: return PS__SPEED_GEMM;
   case PS__RATE_GEMM_FP8: return PS__SPEED_GEMM_FP8;
+  /* until they have rates of their own they are priced as other products */
+  case PS__RATE_GEMM_GROUPED:
+    return hw->gemm_grouped[0].rows ? PS__SPEED_GEMM_GROUPED : PS__SPEED_GEMM;
   case PS__RATE_ATTENTION_FWD: return PS__SPEED_ATTENTION_FWD;
   case PS__RATE_ATTENTION_BWD: return PS__SPEED_ATTENTION_BWD;
   default:
@@ -396,16 +399,18 @@ static void apply_contention(ps_contention_rate *table, const ps__speeds *s) {
 static void apply_products(ps_hardware *hw, const ps__speeds *s) {
   const double gemm = factor(s, PS__SPEED_GEMM, PS__SPEED_GEMM, ANY_SET),
                fp8 = factor(s, PS__SPEED_GEMM_FP8, PS__SPEED_GEMM_FP8, ANY_SET),
+               grouped = factor(s, PS__SPEED_GEMM_GROUPED, PS__SPEED_GEMM_GROUPED, ANY_SET),
                forward = factor(s, PS__SPEED_ATTENTION_FWD, PS__SPEED_ATTENTION_FWD, ANY_SET),
                backward = factor(s, PS__SPEED_ATTENTION_BWD, PS__SPEED_ATTENTION_BWD, ANY_SET);
   hw->gemm_flops_per_s[s->dt] *= gemm;
   hw->gemm_fp8_flops_per_s *= fp8;
   for (int i = 0; i < PS_MAX_GEMM_RATES; i++) {
-    ps_gemm_rate *of[] = {&hw->gemm[s->dt][i], &hw->gemm_fp8[i]};
-    for (int k = 0; k < 2; k++) {
-      of[k]->forward_flops_per_s *= k ? fp8 : gemm;
-      of[k]->dgrad_flops_per_s *= k ? fp8 : gemm;
-      of[k]->wgrad_flops_per_s *= k ? fp8 : gemm;
+    ps_gemm_rate *of[] = {&hw->gemm[s->dt][i], &hw->gemm_fp8[i], &hw->gemm_grouped[i]};
+    const double by[] = {gemm, fp8, grouped};
+    for (int k = 0; k < 3; k++) {
+      of[k]->forward_flops_per_s *= by[k];
+      of[k]->dgrad_flops_per_s *= by[k];
+      of[k]->wgrad_flops_per_s *= by[k];
     }
   }
   hw->attention_flops_per_s[s->dt] *= forward;

@@ -23,6 +23,7 @@ typedef enum ps__resource {
   PS__SPEED_PEERS,
   PS__SPEED_GEMM,
   PS__SPEED_GEMM_FP8,
+  PS__SPEED_GEMM_GROUPED, /* products of experts */
   PS__SPEED_ATTENTION_FWD,
   PS__SPEED_ATTENTION_BWD,
   PS__SPEED_ELEMENTWISE,

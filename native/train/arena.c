@@ -30,7 +30,7 @@ static bool arena_of(const ps_trainer *t, ps__arena *out) {
 
 void ps__trainer_measure_arena(ps_trainer *t) {
   ps__arena a;
-  if (t->cfg.trust_rates || !arena_of(t, &a))
+  if (t->cfg.trust_rates || t->plan->cfg.forward_only || !arena_of(t, &a))
     return;
   t->arena_rates = ps__calloc(PS__ARENA_CASES, sizeof *t->arena_rates);
   const double seconds = SECONDS / PS__ARENA_CASES;

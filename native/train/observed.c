@@ -330,7 +330,7 @@ bool ps__observed_notice(const ps_trainer *t, ps__notice *out) {
 }
 
 ps_status ps__observed_hardware(const ps_trainer *t, ps_hardware *out) {
-  if (!t->observer->n_seen)
+  if (!t->observer || !t->observer->n_seen)
     return ps__fail(PS_ESTATE, "the run has told no rates yet");
   ps_hardware hw = t->plan->hw;
   ps__speeds_apply(&hw, &t->observer->speeds);

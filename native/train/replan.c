@@ -155,7 +155,8 @@ static uint64_t resident_now(const ps_trainer *t) {
 
 static bool has_memory(ps_trainer *t) {
   ps__replan *r = t->replan;
-  const uint64_t cap = t->plan->cfg.host_mem_bytes,
+  const uint64_t given = t->plan->cfg.host_mem_bytes,
+                 cap = given ? given : t->plan->hw.host_memory_bytes,
                  need = SEARCH_BYTES + SEARCH_BYTES_AN_OP * t->plan->report.n_ops,
                  now = cap ? resident_now(t) : 0;
   char more[32], there[32];

@@ -446,7 +446,8 @@ ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out) {
   const ps_status st = ps__trainer_run_wait(t, t->n_reported + 1);
   if (st != PS_OK) {
     (void)ps__trainer_hosts_failed(t, st); /* ops that wait for other hosts end */
-    ps__run_rest(t->run); /* ops that were running have ended; the step's report may be one */
+    if (t->run)                            /* a switch that failed has none */
+      ps__run_rest(t->run); /* ops that were running have ended; the report may be one */
   }
   /* Once its report ran, all weights of a step are in host memory. What was stopped after that is
    * only moments, and copies that nobody reads any more. */

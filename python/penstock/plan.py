@@ -158,11 +158,12 @@ class Hardware:
         gpus: int = 1,
         fp8: bool = False,
         device_mem=None,
+        experts: bool = False,
     ) -> "Hardware":
         """This machine's rates, measured once for each thread count and then read from the user's
         cache ($XDG_CACHE_HOME/penstock or ~/.cache/penstock), which the command line uses too.
         gpus: measure the rates of so many GPUs together, too. fp8: measure those of FP8 products,
-        too, on a GPU that has them.
+        too, on a GPU that has them; experts: those of products of experts.
 
         Two cases give a warning. The cache cannot be written: the next call measures again.
         host_mem or device_mem leaves no room to measure: the rates are estimated."""
@@ -181,6 +182,7 @@ class Hardware:
             n_threads=threads,
             n_devices=gpus,
             fp8=int(fp8),
+            experts=int(experts),
             device_mem_bytes=device_mem_bytes,
             host_mem_bytes=host_mem_bytes,
             note=note,
@@ -293,6 +295,7 @@ def _configure(given: dict) -> tuple:
         gpus=gpus,
         fp8=text(lib.ps_recipe_name(config.recipe)).startswith("fp8"),
         device_mem=given["device_mem"],
+        experts=given["model"].n_experts > 0,
     )
     return config, hardware, ramp
 
@@ -465,6 +468,8 @@ class Plan(Owner):
         given = inspect.signature(cls).bind(model, **options)
         given.apply_defaults()
         config, hardware, ramp = _configure(given.arguments)
+        if given.arguments["hosts"]:
+            config.n_hosts = given.arguments["hosts"].n
         device, host = ffi.new("uint64_t *"), ffi.new("uint64_t *")
         check(lib.ps_plan_smallest(model._ptr, config, hardware._ptr, device, host))
         del ramp

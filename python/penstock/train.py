@@ -59,6 +59,8 @@ class StepMetrics:
     tokens_per_s: float
     mfu: float
     hfu: float
+    n_switches: int  # to another plan, so far; switch_s: what those before this step took
+    switch_s: float
     device_peak_bytes: int
     host_arena_peak_bytes: int
     host_peak_bytes: int
@@ -118,6 +120,7 @@ _SETTINGS = _HYPERS | {
     "decay_steps",
     "max_skips",
     "replan",
+    "trust_rates",
     "seed",
     "first_step",
     "shuffle",
@@ -242,7 +245,7 @@ class Trainer(Owner):
         given = locals()
         cfg = struct("ps_train_config")
         lib.ps_train_config_init(cfg)
-        names = _SETTINGS | {"init_weights", "trust_rates"}
+        names = _SETTINGS | {"init_weights"}
         _set(cfg, {name: given[name] for name in names if given[name] is not None})
         held = ffi.new("char[]", encode_path(adapter)) if adapter is not None else ffi.NULL
         cfg.adapter_dir = held

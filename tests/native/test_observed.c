@@ -139,13 +139,14 @@ static ps_hardware slower(const ps_hardware *gpu) {
 
 /* The rates that the step used are found again; the description that comes out gives its time. */
 static void test_speeds(void) {
-  ps_hardware gpu = {.struct_bytes = sizeof gpu};
+  static ps_hardware gpu, is, seen; /* too large for a stack together */
+  static ps__speeds speeds[3], all;
+  gpu.struct_bytes = sizeof gpu;
   CHECK(ps_hardware_describe(&gpu, "docs/hardware-h200.json") == PS_OK);
   ps_plan *plan = plan_on_gpu(&gpu);
-  const ps_hardware is = slower(&gpu);
+  is = slower(&gpu);
   ps_trace_event *events = calloc(3 * plan->step.n_op, sizeof *events);
-  ps__speeds speeds[3], all;
-  ps_hardware seen = gpu;
+  seen = gpu;
   const double as_described = simulate(plan, &gpu, events);
   CHECK(ps__speeds_measure(&speeds[1], plan, &gpu, events) == PS_OK);
   for (int r = 0; r < PS__N_SPEEDS; r++)
