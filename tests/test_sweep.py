@@ -120,7 +120,7 @@ def test_a_case_is_another_one_by_any_parameter_the_commit_or_the_machine():
         ("[1, 1.02, 1.2]", '["1GiB"]', 'device-gib = "1GiB": a number of GiB is needed, without'),
         ("[1, 1.02, 1.2]", "[-1]", "device-gib = -1: a number of GiB"),
         ("[1.5, 2]", "nan", "host-gib = NaN: a number of GiB"),
-        ('"tiny-llama"', '"9b"', "model '9b' is none of 15b, 1b"),
+        ('"tiny-llama"', '"9b"', "model '9b' is none of 11b_1b, 15b"),
         ("[[grid]]", '[[grid]]\nrecipe = "fp9"', 'recipe = "fp9": give one of bf16'),
         ("[[grid]]", "[[grid]]\ngpus = 9", "gpus = 9: a whole number from 1 to 8"),
         ("[[grid]]", "[[grid]]\nsteps = 5", 'steps is for mode = "measured"'),

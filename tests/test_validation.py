@@ -303,7 +303,7 @@ def test_a_plan_holds_ramp_and_validation(tiny_model, hardware, guests):
         with pytest.raises(BudgetError) as refused:
             Plan(model, **{f"{name}_mem": all_of_it[at] - 1}, **kw, **GUESTS[guests])
         said = str(refused.value)
-        assert f"of {name} memory" in said and f"raise --{name}-mem" in said, said
+        assert f"of {name} memory" in said and f"raise {name}_mem" in said, said
         if all_of_it[at] > alone[at]:
             assert said.startswith("with "), said
         for cap in np.linspace(all_of_it[at], free.report[f"{used}_bytes"], 3).astype(int):

@@ -182,7 +182,7 @@ def _numbers(run: RunDirectory, rows: list[dict], short: bool, width: int) -> Ta
     grid.add_row("step time", text)
     if not short and (expected := row.get("expected_step_s")):
         grid.add_row("", f"{expected:.3f} s expected by the rates of this run")
-    if why := other_work(run.plan):
+    if not (short and width < 50) and (why := other_work(run.plan)):
         grid.add_row("rates", f"too low: {why}")
     for what, _, unit, values in [] if short else live(recent):
         grid.add_row(what, f"{median(values):.4g} {unit}")
