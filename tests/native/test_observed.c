@@ -272,14 +272,20 @@ static void test_notices(void) {
 
 enum { HEAL_FROM = 5, HEAL_TO = 120, HEAL_STEPS = 220 };
 
-/* Steps up to @end. While a search runs, which takes longer than steps, they wait for it. Returns
- * the last one. */
+/* Steps up to @end. While a search runs, which takes longer than steps, they wait for it: ever
+ * longer, as its threads have a low priority and other work may keep them waiting. Returns the last
+ * one. */
 static ps_step_metrics run_to(ps_trainer *t, uint64_t end, uint64_t n_switches) {
   ps_step_metrics m = {0};
+  long ns = 20000000;
   while (ps_trainer_steps_done(t) < end) {
     next_step(t, &m);
-    if (atomic_load(&t->border.state) == PS__REPLAN_SEARCHES)
-      nanosleep(&(struct timespec){.tv_nsec = 100000000}, NULL);
+    if (atomic_load(&t->border.state) != PS__REPLAN_SEARCHES) {
+      ns = 20000000;
+      continue;
+    }
+    nanosleep(&(struct timespec){.tv_nsec = ns}, NULL);
+    ns = ns < 500000000 ? 2 * ns : 999999999;
   }
   CHECK(m.n_switches == n_switches);
   return m;
