@@ -354,8 +354,16 @@ static void test_heals(const healed *h) {
          h->name);
 }
 
+#ifdef PS_SANITIZED /* plans of a large model, and many searches: minutes there */
+enum { SANITIZED = 1 };
+#else
+enum { SANITIZED = 0 };
+#endif
+
 static void tests(void) {
   test_paced();
+  if (SANITIZED)
+    return;
   test_speeds();
   test_notices();
   for (size_t i = 0; i < sizeof healings / sizeof *healings; i++)

@@ -9,9 +9,9 @@
 #include <math.h>
 
 #ifdef PS_SANITIZED
-enum { CASE_STRIDE = 4, N_MAPS = 300 };
+enum { CASE_STRIDE = 9, N_MAPS = 300, LEAST_SWITCHES = 3 };
 #else
-enum { CASE_STRIDE = 1, N_MAPS = 1000 };
+enum { CASE_STRIDE = 1, N_MAPS = 1000, LEAST_SWITCHES = 30 };
 #endif
 
 /* ---- moves ----------------------------------------------------------------------------------- */
@@ -266,7 +266,7 @@ static void test_switches(int n_trainings) {
           continue;
         n += check_case(m, recipe, o, devices, n_trainings, &state);
       }
-  CHECK(n > 30);
+  CHECK(n > LEAST_SWITCHES);
   printf("ok %u switches to random plans at random steps: the bits of trainings without\n", n);
 }
 
