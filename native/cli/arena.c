@@ -29,27 +29,7 @@ static const char *beside(uint32_t kinds) {
   }
 }
 
-/* The training begins by the plan that these rates ask for, in the memory that it has, where that
- * is 2% faster than its own plan. Several hosts would have to agree on it. */
-static void plan_again(const cli_job *job, ps_trainer *t, cli_progress *p,
-                       const ps_hardware *rates) {
-  ps_plan_report then;
-  ps_plan *again = NULL;
-  double now_s;
-  if (job->hosts || job->train_config.replan == PS_REPLAN_OFF)
-    return;
-  if (ps_plan_step_at(ps_trainer_plan(t), rates, &now_s) == PS_OK &&
-      ps_plan_again(&again, ps_trainer_plan(t), rates, 0) == PS_OK &&
-      ps_plan_get_report(again, &then) == PS_OK && then.step_s < 0.98 * now_s &&
-      ps_trainer_switch(t, again) == PS_OK)
-    cli_progress_note(
-        p, "planned again with these rates, in the same memory: %.3f s a step, %.3f before",
-        then.step_s, now_s);
-  else
-    ps_plan_destroy(again);
-}
-
-void cli_arena_note(const cli_job *job, ps_trainer *t, cli_progress *p) {
+void cli_arena_note(ps_trainer *t, cli_progress *p) {
   ps_rate_difference most;
   ps_hardware rates;
   if (ps_trainer_arena(t, &rates, &most) != PS_OK || !most.kind)
@@ -62,7 +42,6 @@ void cli_arena_note(const cli_job *job, ps_trainer *t, cli_progress *p) {
                     "memory, the plan takes %.1f",
                     work_of(most.kind), beside(most.kinds & ~most.kind),
                     most.seen_bytes_per_s * 1e-9, most.known_bytes_per_s * 1e-9);
-  plan_again(job, t, p, &rates);
 }
 
 /* Steps that are shorter show what launches and other work take, and not what memory does. */

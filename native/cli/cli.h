@@ -643,10 +643,10 @@ int cli_open_data(cli_job *job, ps_dataset **out);
 void cli_print_mix(FILE *out, const ps_dataset *ds, uint64_t seq_len, uint64_t n_sequences);
 /* The tokens of a run's data, steps an epoch and epochs in the run; of a mix its shares. */
 void cli_print_data(FILE *out, const cli_job *job, const ps_dataset *ds);
-/* cli_arena_note() - say where the run's own host memory is more than 5% off the plan's rates, and
- * plan again where that gains. The machine's file keeps what was measured.
+/* cli_arena_note() - say where the run's own host memory is more than 5% off the plan's rates. The
+ * machine's file keeps what was measured, and the next run is planned with it.
  * cli_rates_remember() - the machine's file keeps the rates that the steps had, for later runs. */
-void cli_arena_note(const cli_job *job, ps_trainer *t, cli_progress *p);
+void cli_arena_note(ps_trainer *t, cli_progress *p);
 void cli_rates_remember(const ps_trainer *t);
 ps_train_config cli_train_config(const cli_job *job, ps_dataset *ds, ps_dataset *val, bool resumed);
 int cli_train_job(cli_job *job); /* all of a training after its options are parsed; exit code */

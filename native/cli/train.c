@@ -377,7 +377,7 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     if (*from)
       cli_progress_note(&p, "goes on from %s, after step %llu", ps_checkpoint_dir(*from),
                         (unsigned long long)job->first_step);
-    cli_arena_note(job, t, &p);
+    cli_arena_note(t, &p);
     cli_defaults_note(job, &p);
     cli_checkpoint_note(job, &p);
     if (job->train_config.max_skips != defaults.max_skips &&

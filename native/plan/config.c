@@ -230,14 +230,13 @@ static ps_status check_training(ps_plan_config *c, const ps_model_config *m) {
     return ps__fail(PS_EINVAL, "%s %g: give a number from 0 to %g", ps__field("router_z_loss"),
                     c->router_z_loss, PS_MAX_ROUTER_LOSS);
   if ((c->router_aux_loss > 0 || c->router_z_loss > 0) && !m->n_experts)
-    return ps__fail(PS_EINVAL,
-                    "router_aux_loss is %g and router_z_loss %g: the model has no experts",
-                    c->router_aux_loss, c->router_z_loss);
+    return ps__fail(PS_EINVAL, "%s is %g and %s %g, and the model has no experts: leave both out",
+                    ps__field("router_aux_loss"), c->router_aux_loss, ps__field("router_z_loss"),
+                    c->router_z_loss);
   if (c->forward_only && (c->router_aux_loss > 0 || c->router_z_loss > 0))
-    return ps__fail(PS_EINVAL,
-                    "router_aux_loss is %g and router_z_loss %g: a plan that trains nothing has "
-                    "neither",
-                    c->router_aux_loss, c->router_z_loss);
+    return ps__fail(PS_EINVAL, "%s is %g and %s %g: a plan that trains nothing has neither",
+                    ps__field("router_aux_loss"), c->router_aux_loss, ps__field("router_z_loss"),
+                    c->router_z_loss);
   if (c->lora.rank && c->n_frozen_layers)
     return ps__fail(PS_EINVAL,
                     "%u layers would be frozen, but with LoRA all of the model is: give either "
