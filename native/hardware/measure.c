@@ -128,8 +128,7 @@ static void measure_compute(bench *b, ps_hardware *hw) {
                              gemm_rate(b, OUT, IN, rows, true, false, PS_BF16)};
   }
   hw->gemm_flops_per_s[PS_BF16] = gemm[N_GEMM - 1].forward_flops_per_s;
-  hw->gemm_flops_per_s[PS_F32] = hw->peak_flops_per_s =
-      gemm_rate(b, 512, OUT, IN, false, true, PS_F32);
+  hw->gemm_flops_per_s[PS_F32] = gemm_rate(b, 512, OUT, IN, false, true, PS_F32);
   for (uint32_t i = 0; i < N_ATTENTION; i++) {
     attention[i] = attention_shapes[i];
     measure_attention(b, &attention[i], PS_BF16);
