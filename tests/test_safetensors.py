@@ -124,6 +124,58 @@ def test_any_run_of_elements_is_read_alone(tmp_path, a, b, source, dtype):
         )
 
 
+# Scales of a weight of 200 x 300, by their name after the weight's, shape and dtype; rows and
+# columns that one is of.
+SCALES = {
+    "blocks": ("_scale_inv", (2, 3), torch.float32, (128, 128)),
+    "bf16 blocks": ("_scale", (2, 3), torch.bfloat16, (128, 128)),
+    "rows": ("_scale", (200, 1), torch.float32, (1, 300)),
+    "one": ("_scale", (), torch.float32, (200, 300)),
+    "one of one": ("_scale_inv", (1,), torch.bfloat16, (200, 300)),
+    "powers of two": ("_scale_inv", (2, 3), torch.float8_e8m0fnu, (128, 128)),
+}
+
+
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("case", SCALES)
+def test_weights_in_fp8_are_their_values_times_their_scales(tmp_path, case, fp8):
+    end, shape, dtype, (rows, cols) = SCALES[case]
+    g = torch.Generator().manual_seed(3)
+    q = (torch.randn((200, 300), generator=g) * 8).to(fp8)
+    scale = (2.0 ** torch.randint(-9, 3, shape, generator=g) * 1.37).to(dtype)
+    grid = scale.float().reshape(-(-200 // rows), -(-300 // cols))
+    want = q.float() * grid.repeat_interleave(rows, 0)[:200].repeat_interleave(cols, 1)[:, :300]
+    safetensors.torch.save_file(
+        {"a.weight": q, "a.weight" + end: scale, "a.input_scale": torch.ones(1)},
+        tmp_path / "x.safetensors",
+    )
+    with ps.Tensors(tmp_path / "x.safetensors") as f:
+        np.testing.assert_array_equal(f.read("a.weight").reshape(200, 300), want.numpy())
+        for first, n in ((0, 60000), (299, 2), (38350, 9000), (59999, 1)):
+            got = torch.from_numpy(f.read("a.weight", ps.BF16, first, n).view(np.int16))
+            assert torch.equal(
+                got.view(torch.bfloat16), want.flatten()[first : first + n].bfloat16()
+            )
+
+
+@pytest.mark.parametrize(
+    "scales,says",
+    [
+        ({}, ["F8_E4M3", "has no scales", '"a.weight_scale_inv"']),
+        ({"a.weight_scale": torch.ones(3)}, ["[3, 1]", "128 x 128", "[200, 300]"]),
+        ({"a.weight_scale": torch.ones((3, 2))}, ["[3, 2]", "128 x 128", "[200, 300]"]),
+        ({"a.weight_scale": torch.ones(1, dtype=torch.int64)}, ["a.weight_scale", "I64"]),
+    ],
+)
+def test_weights_in_fp8_without_scales_that_fit_are_refused(tmp_path, scales, says):
+    q = torch.ones((200, 300)).to(torch.float8_e4m3fn)
+    safetensors.torch.save_file({"a.weight": q} | scales, tmp_path / "x.safetensors")
+    with pytest.raises(ps.Failed) as e, ps.Tensors(tmp_path / "x.safetensors") as f:
+        f.read("a.weight")
+    assert e.value.code == ps.EFORMAT
+    ps.one_sentence(e.value.message, tmp_path / "x.safetensors", *says)
+
+
 def test_reading_past_a_tensor_or_an_unconvertible_one_is_refused(tmp_path):
     safetensors.torch.save_file(
         {"i": torch.arange(4), "x": torch.ones(4)}, tmp_path / "x.safetensors"

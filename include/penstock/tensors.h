@@ -2,8 +2,8 @@
  *
  * A directory DIR holds its tensors in model.safetensors, or in several files
  * model-0000i-of-0000n.safetensors with model.safetensors.index.json. A tensor may lie in any file.
- * Reading takes F32, BF16 and F16 and converts them. Checkpoints, with optimizer state, are in
- * penstock/checkpoint.h.
+ * Reading takes F32, BF16, F16, and FP8 with scales, and converts them. Checkpoints, with optimizer
+ * state, are in penstock/checkpoint.h.
  *
  * A model in a directory is replaced as a whole, whatever ends a save:
  *   1. The new model is written into a directory of its own beside DIR, and brought to the disk.
@@ -56,7 +56,9 @@ PS_API ps_status ps_tensors_info(const ps_tensor_file *f, uint64_t idx, ps_tenso
 PS_API uint64_t ps_tensors_find(const ps_tensor_file *f, const char *name);
 
 /* ps_tensors_read() - read elements [first, first+n) of tensor @idx into @dst, converted to @dtype,
- * rounded to nearest even. The file is read by pread and never mapped.
+ * rounded to nearest even. The file is read by pread and never mapped. A tensor in FP8 is its
+ * values times their scales, in fp32 before @dtype: one scale a tensor, a row, or a block of
+ * 128 x 128, in tensor NAME_scale_inv or NAME_scale.
  * Errors: PS_EINVAL: @idx or the range. PS_EIO: reading failed, or the file is truncated; the
  *         message names it. PS_EFORMAT: the tensor's dtype cannot be converted. */
 PS_API ps_status ps_tensors_read(ps_tensor_file *f, uint64_t idx, uint64_t first, uint64_t n,

@@ -287,7 +287,7 @@ static ps_status open_files(const ps_generator *g, const char *dir, tensor_files
                     "says what an adapter's lora is");
   PS_TRY(ps_tensors_open(&f->model, dir));
   PS_TRY(ps__model_check_tensors(m, f->model, dir, true));
-  PS_TRY(ps__model_note_fresh(m, f->model, dir));
+  PS_TRY(ps__model_note_weights(m, f->model, dir));
   return adapter_dir ? ps__adapter_open_for(m, adapter_dir, dir, f->model, &f->adapters, &what)
                      : PS_OK;
 }

@@ -82,6 +82,13 @@ ps_status ps__tensors_end(ps__tensors_file *f, ps_status st, ps__hashed *out);
 
 /* ps__tensors_fused() - whether the files have a layer's experts as one tensor. */
 bool ps__tensors_fused(const ps_tensor_file *f);
+/* ps__tensors_quantized() - whether the files have weights in FP8 with scales (quantized.c). */
+bool ps__tensors_quantized(const ps_tensor_file *f);
+/* ps__tensors_passed_over() - whether tensor @idx is the scales of another, or one that only
+ * quantized products need. */
+bool ps__tensors_passed_over(const ps_tensor_file *f, uint64_t idx);
+/* ps__tensors_check_dtype() - whether ps_tensors_read() converts tensor @idx. PS_EFORMAT. */
+ps_status ps__tensors_check_dtype(const ps_tensor_file *f, uint64_t idx);
 /* ps_tensors_open() of a directory's files of another stem. */
 ps_status ps__tensors_open(ps_tensor_file **out, const char *path, const char *stem);
 /* The value of @key in the metadata of the first file, of at most @bytes - 1 bytes; "" where there

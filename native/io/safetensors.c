@@ -386,8 +386,6 @@ static ps_status split_fused(ps_tensor_file *f, const char *path) {
   return make_index(f, path);
 }
 
-bool ps__tensors_fused(const ps_tensor_file *f) { return f->fused; }
-
 static const char *base_name(const char *path) {
   const char *slash = strrchr(path, '/');
   return slash ? slash + 1 : path;
@@ -603,6 +601,8 @@ ps_status ps__tensors_open(ps_tensor_file **out, const char *path, const char *s
   }
   if (st == PS_OK)
     st = split_fused(f, path);
+  if (st == PS_OK)
+    st = ps__tensors_pair(f);
   if (st != PS_OK) {
     ps_tensors_close(f);
     return st;
@@ -662,37 +662,6 @@ ps_status ps__tensors_metadata(const ps_tensor_file *f, const char *key, char *o
   return st;
 }
 
-const char *ps__tensors_path(const ps_tensor_file *f, uint64_t k) {
-  return k < f->n_files ? f->files[k].path : NULL;
-}
-
-uint64_t ps_tensors_count(const ps_tensor_file *f) { return f->n; }
-
-int ps_tensors_initialised(const ps_tensor_file *f) { return f && f->initialised; }
-
-ps_status ps_tensors_info(const ps_tensor_file *f, uint64_t idx, ps_tensor_info *out) {
-  if (idx >= f->n)
-    return ps__fail(PS_EINVAL, "tensor %" PRIu64 " was asked for: %s has %zu", idx,
-                    f->files[0].path, f->n);
-  *out = f->tensors[idx].info;
-  return PS_OK;
-}
-
-uint64_t ps_tensors_find(const ps_tensor_file *f, const char *name) {
-  size_t lo = 0, hi = f->n;
-  while (lo < hi) {
-    size_t mid = lo + (hi - lo) / 2;
-    int c = strcmp(name, f->tensors[f->by_name[mid]].name);
-    if (c == 0)
-      return f->by_name[mid];
-    if (c < 0)
-      hi = mid;
-    else
-      lo = mid + 1;
-  }
-  return UINT64_MAX;
-}
-
 /* ---- reading with conversion ----------------------------------------------------------------- */
 
 ps_status ps_tensors_read(ps_tensor_file *f, uint64_t idx, uint64_t first, uint64_t n,
@@ -710,11 +679,10 @@ ps_status ps_tensors_read(ps_tensor_file *f, uint64_t idx, uint64_t first, uint6
                     "%s: tensor \"%s\": elements %" PRIu64 " to %" PRIu64
                     " were asked for, it has %" PRIu64,
                     d->path, t->name, first, first + n, t->info.n);
+  PS_TRY(ps__tensors_check_dtype(f, idx));
+  if (t->scales)
+    return ps__tensors_dequantize(f, t, first, n, dtype, dst);
   const uint32_t kind = ps__dtype_of_file(t->info.dtype);
-  if (kind == PS__N_FILE_DTYPES)
-    return ps__fail(PS_EFORMAT,
-                    "%s: tensor \"%s\": dtype is %s, only F32, BF16 and F16 are converted", d->path,
-                    t->name, t->info.dtype);
   const size_t from = ps__dtypes[kind].bytes;
   uint64_t at = t->begin + first * from;
   if (kind == (uint32_t)dtype)

@@ -1,4 +1,5 @@
-/* tensor_file.h - the tensors of safetensors files as they are read (safetensors.c, fused.c). */
+/* tensor_file.h - the tensors of safetensors files as they are read (safetensors.c, fused.c,
+ * quantized.c, tensor_file.c). */
 #ifndef PS_IO_TENSOR_FILE_H
 #define PS_IO_TENSOR_FILE_H
 #include "io/io.h"
@@ -14,7 +15,10 @@ typedef struct tensor {
   ps_tensor_info info;
   uint64_t begin; /* the byte of the file where its data begins */
   uint32_t file;
-  bool mapped; /* the index names it */
+  bool mapped;      /* the index names it */
+  bool passed_over; /* it belongs to a quantized tensor: no model has it as a parameter */
+  const struct tensor *scales;     /* of a quantized tensor; NULL: it is not quantized */
+  uint64_t scale_rows, scale_cols; /* that one scale is of */
 } tensor;
 
 struct ps_tensor_file {
@@ -31,5 +35,13 @@ struct ps_tensor_file {
  * experts, and sets f->fused where there is one; by_name is then to be made anew. Errors:
  * PS_ENOMEM; PS_EFORMAT: more than @most tensors. */
 ps_status ps__tensors_split(ps_tensor_file *f, size_t most);
+
+/* ps__tensors_pair() - finds the scales of tensors in FP8, and what else belongs to them. The last
+ * step of opening. Errors: PS_EFORMAT: scales of another shape or dtype. */
+ps_status ps__tensors_pair(ps_tensor_file *f);
+
+/* ps__tensors_dequantize() - ps_tensors_read() of @t, which has scales; the range is within it. */
+ps_status ps__tensors_dequantize(const ps_tensor_file *f, const tensor *t, uint64_t first,
+                                 uint64_t n, ps_dtype dtype, void *dst);
 
 #endif

@@ -303,16 +303,10 @@ static ps_status refuse_keys(const ps__config_reader *r, const ps__family *famil
 
 /* Fields whose presence means another model than the one we compute. */
 static ps_status refuse_foreign(const ps__config_reader *r, const ps__family *family) {
-  static const char *const objects[] = {"quantization_config", "compression_config"};
   static const char *const counts[] = {"num_experts", "num_local_experts", "n_routed_experts",
                                        "moe_intermediate_size"};
   uint32_t n, bias, mlp_bias;
-  for (size_t i = 0; i < 2; i++)
-    if (ps__config_field(r->j, objects[i]))
-      return ps__fail(
-          PS_EFORMAT,
-          "%s: %s is set: quantized weights cannot be trained, use the unquantized model", r->path,
-          objects[i]);
+  PS_TRY(ps__config_check_quantization(r));
   for (size_t i = 0; i < 4 && !family->has_experts; i++) {
     PS_TRY(ps__config_uint(r, r->j, counts[i], 0, &n));
     if (n)

@@ -3,6 +3,7 @@
  *  - tie_word_embeddings where a head of its own is saved: transformers 4 would not read it;
  *  - RoPE, by the names of transformers 4 beside rope_parameters, which it ignores. transformers 5
  *    reads both;
+ *  - quantization, as what is saved has none;
  *  - longrope's attention factor, where transformers 4 and 5 would take different ones. */
 #include "core/core.h"
 #include "core/dtype.h"
@@ -143,6 +144,8 @@ static void fill(ps__jsonw *w, const ps__json *config, const ps_model_config *c,
   for (size_t i = 0; i < ps__json_length(config); i++) {
     const char *key = ps__json_key(config, i);
     const ps__json *value = ps__json_at(config, i);
+    if (ps__config_is_quantization(key))
+      continue;
     if (is_dtype_key(key))
       ps__jsonw_string(w, key, name);
     else if (!c->tied_embeddings && !strcmp(key, TIE))

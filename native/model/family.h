@@ -19,6 +19,10 @@ enum { PS__CONFIG_REQUIRED = UINT32_MAX }; /* a fallback that is none: the key m
 
 /* ps__config_field() - the value of a key; NULL where it is absent or null. */
 const ps__json *ps__config_field(const ps__json *j, const char *key);
+/* ps__config_is_quantization() - whether @key of config.json describes quantized weights. */
+bool ps__config_is_quantization(const char *key);
+/* ps__config_check_quantization() - whether what it says of them is read. Errors: PS_EFORMAT. */
+ps_status ps__config_check_quantization(const ps__config_reader *r);
 /* ps__config_kind() - what a value is, in words: "a list". */
 const char *ps__config_kind(const ps__json *v);
 /* The value of @key in @from, @fallback where it is absent. Errors: PS_EFORMAT names file, key and

@@ -94,9 +94,10 @@ ps_status ps__model_own_head(const char *dir, bool *out);
  * trained. Errors: PS_EFORMAT names the tensor. */
 ps_status ps__model_check_tensors(const ps_model *m, const ps_tensor_file *f, const char *dir,
                                   bool weights);
-/* ps__model_note_fresh() - warn where every norm weight of @f, which has passed the check, has its
- * initial value, and models/init_model.py did not write it. Errors: PS_EIO. */
-ps_status ps__model_note_fresh(const ps_model *m, ps_tensor_file *f, const char *dir);
+/* ps__model_note_weights() - warn of what @f, which has passed the check, has: norm weights that
+ * all have their initial value, where models/init_model.py did not write them; weights in FP8.
+ * Errors: PS_EIO. */
+ps_status ps__model_note_weights(const ps_model *m, ps_tensor_file *f, const char *dir);
 /* ps__is_frozen() - whether the next layer to be added is frozen, its adapters too.
  * ps__base_is_frozen() - whether its own parameters are. */
 static inline bool ps__is_frozen(const ps_model *m) { return m->n_layers < m->n_frozen; }

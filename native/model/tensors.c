@@ -8,11 +8,6 @@
 static ps_status check_tensor(const char *dir, const ps_tensor_info *info, const ps_param_info *p) {
   const bool ok = info->n_dims == p->n_dims && info->shape[0] == p->shape[0] &&
                   (p->n_dims < 2 || info->shape[1] == p->shape[1]);
-  if (ok && ps__dtype_of_file(info->dtype) == PS__N_FILE_DTYPES)
-    return ps__fail(PS_EFORMAT,
-                    "%s: tensor %s is %s: only F32, BF16 and F16 are read, use the model before "
-                    "quantization",
-                    dir, p->name, info->dtype);
   if (ok)
     return PS_OK;
   return ps__fail(
@@ -24,13 +19,15 @@ static ps_status check_tensor(const char *dir, const ps_tensor_info *info, const
 }
 
 /* A tensor that the model does not know is refused: without it the math would be another model's.
- * Two kinds are passed over: rotary tables of old files, which are derived, and a tied head. */
+ * Three kinds are passed over: rotary tables of old files, which are derived, a tied head, and
+ * scales of quantized weights. */
 static ps_status check_unknown(const ps_model *m, const ps_tensor_file *f, const char *dir) {
   for (uint64_t i = 0; i < ps_tensors_count(f); i++) {
     ps_tensor_info info;
     PS_TRY(ps_tensors_info(f, i, &info));
     if (ps_model_find(m, info.name) == UINT32_MAX && !strstr(info.name, "rotary_emb.inv_freq") &&
-        !(m->cfg.tied_embeddings && strcmp(info.name, "lm_head.weight") == 0))
+        !(m->cfg.tied_embeddings && strcmp(info.name, "lm_head.weight") == 0) &&
+        !ps__tensors_passed_over(f, i))
       return ps__fail(PS_EFORMAT,
                       "%s: tensor %s is not part of the model that config.json describes", dir,
                       info.name);
@@ -51,6 +48,7 @@ static ps_status check_known(const ps_model *m, const ps_tensor_file *f, const c
       return ps__fail(PS_EFORMAT, "%s: tensor %s is missing from its safetensors", dir, p->name);
     PS_TRY(ps_tensors_info(f, idx, &info));
     PS_TRY(check_tensor(dir, &info, p));
+    PS_TRY(ps__tensors_check_dtype(f, idx));
   }
   return PS_OK;
 }
@@ -74,7 +72,7 @@ static ps_status is_fresh(ps_tensor_file *f, const ps_param_info *p, bool *fresh
   return PS_OK;
 }
 
-ps_status ps__model_note_fresh(const ps_model *m, ps_tensor_file *f, const char *dir) {
+ps_status ps__model_note_weights(const ps_model *m, ps_tensor_file *f, const char *dir) {
   bool fresh = !ps_tensors_initialised(f);
   for (uint32_t i = 0; fresh && i < m->n_params; i++)
     if (m->param[i].role == PS_PARAM_NORM)
@@ -83,6 +81,11 @@ ps_status ps__model_note_fresh(const ps_model *m, ps_tensor_file *f, const char 
     ps__log(PS_LOG_WARN,
             "%s: every norm weight has its initial value: the weights look freshly initialised, "
             "as a text class of transformers saves them that was opened on a multimodal model",
+            dir);
+  if (ps__tensors_quantized(f))
+    ps__log(PS_LOG_WARN,
+            "%s: FP8 weights are read as their values times their scales, which bf16 rounds by at "
+            "most 0.2%%; what is saved has no scales",
             dir);
   return PS_OK;
 }

@@ -92,7 +92,7 @@ ps_status ps__trainer_open_weights(const ps_trainer *t, const char *dir, ps_tens
   PS_TRY(ps_tensors_open(&f, dir));
   ps_status st = ps__trainer_check_tensors(t, f, dir, true);
   if (st == PS_OK)
-    st = ps__model_note_fresh(t->plan->model, f, dir);
+    st = ps__model_note_weights(t->plan->model, f, dir);
   if (st == PS_OK)
     *out = f;
   else
