@@ -12,6 +12,7 @@ import math
 import pytest
 
 torch = pytest.importorskip("torch")
+from delta_formulas import FORMULAS as OF_DELTA  # noqa: E402
 from moe_formulas import FORMULAS as OF_EXPERTS  # noqa: E402
 from op_runs import (  # noqa: E402
     LIB,
@@ -315,6 +316,7 @@ FORWARD = {
     "gemm_fp8": (GemmFp8, gemm_fp8),
     "attention_cached": (Attention, attention_cached),
     **OF_EXPERTS,
+    **OF_DELTA,
 }
 
 

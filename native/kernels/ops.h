@@ -59,6 +59,12 @@ extern "C" {
   X(moe_glu)                                                                                       \
   X(moe_glu_bwd)                                                                                   \
   X(moe_combine)                                                                                   \
+  X(conv_fwd)                                                                                      \
+  X(conv_bwd)                                                                                      \
+  X(delta_fwd)                                                                                     \
+  X(delta_bwd)                                                                                     \
+  X(gated_norm_fwd)                                                                                \
+  X(gated_norm_bwd)                                                                                \
   X(colsum)                                                                                        \
   X(cross_entropy)                                                                                 \
   X(sumsq)                                                                                         \
@@ -580,6 +586,57 @@ typedef struct ps__args_gemm_grouped {
 typedef struct ps__args_moe_glu {
   uint32_t n_tokens, n_used, expert_dim, dt, activation; /* activation: as ps__args_glu */
 } ps__args_moe_glu;
+
+/* ---- the gated delta rule -----------------------------------------------------------------------
+ * Linear attention with a state for each value head (Yang et al. 2024, arXiv 2412.06464), as
+ * Qwen3-Next and Qwen3.5 have it. Rows are those of an attention group, cut into chunks: row0 is
+ * the group row of the chunk's first, and doc_start[t] the group row with which the document of row
+ * t begins. Nothing passes from one document to the next. What passes from one chunk to the next is
+ * an operand: `before` is what the chunk before it left in `after`, and is not read where row0 is
+ * 0; in the backward pass, from the last chunk to the first, `carry` is the gradient of `after`,
+ * not read where accumulate_carry is 0, and becomes the gradient of `before`.
+ *   - nk key heads of dk, nv value heads of dv, nv a multiple of nk: value head h has the keys and
+ *     queries of key head h / (nv / nk). C = 2 nk dk + nv dv channels: q, k and v, heads in order.
+ *   - dk, dv <= PS_MAX_DELTA_DIM, nv / nk <= PS_MAX_DELTA_SHARE, W = 2 .. PS_MAX_CONV. */
+enum { PS_MAX_DELTA_DIM = 256, PS_MAX_DELTA_SHARE = 64, PS_MAX_CONV = 8 };
+
+typedef struct ps__args_conv {
+  uint32_t n_tokens, row0, channels, width, dt;
+  uint32_t accumulate_dw, accumulate_carry; /* conv_bwd alone */
+} ps__args_conv;
+/* conv_fwd             Causal convolution of each channel over the rows, then SiLU:
+ *                        p[t,c] = sum_j w[c,j] x[t-(W-1)+j,c], rows before doc_start[t] count as 0
+ *                        y[t,c] = silu(p[t,c])
+ *                      before, after: the W-1 rows of x before and up to the chunk's end.
+ *                      ptr: R x[T,C], R w[C,W], R doc_start i32[T], R before[W-1,C], W y[T,C], W
+ *                      after[W-1,C].
+ * conv_bwd             ptr: R x, R w, R doc_start, R before, R dy[T,C], W|RW carry f32[W-1,C], W
+ *                      dx[T,C], W|RW dw[C,W]. */
+
+typedef struct ps__args_delta {
+  uint32_t n_tokens, row0, n_key_heads, n_value_heads, key_dim, value_dim, dt;
+  uint32_t accumulate_dw, accumulate_carry; /* delta_bwd alone */
+} ps__args_delta;
+/* delta_fwd            For each value head, with a state S[dk,dv] that is 0 at a document's start:
+ *                        q = x_q / sqrt(sum x_q^2 + 1e-6) / sqrt(dk), k = x_k / sqrt(sum x_k^2 +
+ *                        1e-6), beta = sigmoid(b), g = -exp(a_log) softplus(a + dt_bias)
+ *                        S <- e^g S;  d = beta (v - S^T k);  S <- S + k d^T;  o = S^T q
+ *                      qkv[T,C] has x_q, x_k and v; ba[T,2nv] has b of all heads, then a.
+ *                      before, after: f32[nv,dk,dv], the states.
+ *                      ptr: R qkv[T,C], R ba[T,2nv], R a_log[nv], R dt_bias[nv], R doc_start
+ *                      i32[T], R before, W o[T,nv dv], W after.
+ * delta_bwd            ptr: R qkv, R ba, R a_log, R dt_bias, R doc_start, R before, R d_o[T,nv dv],
+ *                      W|RW carry f32[nv,dk,dv], W dqkv[T,C], W dba[T,2nv], W|RW da_log[nv], W|RW
+ *                      ddt_bias[nv]. */
+
+typedef struct ps__args_gated_norm {
+  uint32_t n_tokens, n_heads, head_dim, dt, accumulate_dw;
+  float eps;
+} ps__args_gated_norm;
+/* gated_norm_fwd       y = w x rstd silu(z) over each head of d = head_dim, rstd = 1/sqrt(mean(x^2)
+ *                      + eps); w is shared by the heads. n = n_heads d.
+ *                      ptr: R x[T,n], R z[T,n], R w[d], W y[T,n].
+ * gated_norm_bwd       ptr: R x, R z, R w, R dy, W dx[T,n], W dz[T,n], W|RW dw[d]. */
 
 typedef struct ps__args_colsum {
   uint32_t rows, cols, ld, dt, accumulate;

@@ -115,6 +115,12 @@ const op_entry op_table[] = {
     {.kernel = &ps__k_gemm_grouped_rows, .cases = op_gemm_grouped_rows},
     {.kernel = &ps__k_moe_glu, .cases = op_moe_glu},
     {.kernel = &ps__k_moe_glu_bwd, .cases = op_moe_glu_bwd},
+    {.kernel = &ps__k_conv_fwd, .cases = op_conv_fwd},
+    {.kernel = &ps__k_conv_bwd, .cases = op_conv_bwd},
+    {.kernel = &ps__k_delta_fwd, .cases = op_delta_fwd},
+    {.kernel = &ps__k_delta_bwd, .cases = op_delta_bwd},
+    {.kernel = &ps__k_gated_norm_fwd, .cases = op_gated_norm_fwd},
+    {.kernel = &ps__k_gated_norm_bwd, .cases = op_gated_norm_bwd},
     {.kernel = &ps__k_attention_cached, .cases = op_attention_cached},
 };
 const uint32_t n_op_table = sizeof op_table / sizeof *op_table;

@@ -8,7 +8,7 @@
 #include "kernels/ops.h"
 
 enum { OP_I32 = 10, OP_F64 = 11, OP_U16 = 12 };     /* dtypes of operands besides ps_dtype's */
-enum { OP_MAX_OPERANDS = 10, OP_ARGS_BYTES = 640 }; /* of a case */
+enum { OP_MAX_OPERANDS = 12, OP_ARGS_BYTES = 640 }; /* of a case */
 
 /* Besides the one rounding at the store:
  * |result - exact| <= ulps * ulp(dtype, exact) + rel * |exact| + of_max * max|exact|. ulps is 1

@@ -1,5 +1,5 @@
 /* op_families.h - for the files that make the cases of op_cases.c's table, each of a family of ops:
- * op_cases_layers.c, op_cases_products.c, op_cases_fp8.c and op_cases_moe.c. */
+ * op_cases_layers.c, op_cases_products.c, op_cases_fp8.c, op_cases_moe.c and op_cases_delta.c. */
 #ifndef PS_TESTS_OP_FAMILIES_H
 #define PS_TESTS_OP_FAMILIES_H
 #include "op_cases.h"
@@ -109,6 +109,13 @@ void op_gemm_grouped(visit *v, uint32_t dt);
 void op_gemm_grouped_rows(visit *v, uint32_t dt);
 void op_moe_glu(visit *v, uint32_t dt);
 void op_moe_glu_bwd(visit *v, uint32_t dt);
+/* op_cases_delta.c */
+void op_conv_fwd(visit *v, uint32_t dt);
+void op_conv_bwd(visit *v, uint32_t dt);
+void op_delta_fwd(visit *v, uint32_t dt);
+void op_delta_bwd(visit *v, uint32_t dt);
+void op_gated_norm_fwd(visit *v, uint32_t dt);
+void op_gated_norm_bwd(visit *v, uint32_t dt);
 /* op_cases_fp8.c */
 void op_quantize(visit *v, uint32_t dt);
 void op_fp8_scale(visit *v, uint32_t dt);

@@ -44,15 +44,6 @@ size_t ps__cpu_scratch_attention_bwd(const void *args, const ps__scratch_target 
   return (9 * ATT_TILE * padded_dim(args) + 2 * ATT_TILE * ATT_TILE) * sizeof(float);
 }
 
-/* doc_start: non-decreasing, within the group, at most the row itself. */
-static ps_status check(const ps__args_attention *a, const int32_t *doc_start, const char *name) {
-  for (uint32_t i = 0; i < a->n_tokens; i++)
-    if (doc_start[i] < (i ? doc_start[i - 1] : 0) || (uint32_t)doc_start[i] > a->row0 + i)
-      return ps__fail(PS_EINVAL, "%s: doc_start[%u] = %d decreases or lies past its row %u", name,
-                      i, doc_start[i], a->row0 + i);
-  return PS_OK;
-}
-
 static ps__att_job job_of(const ps_launch *l) {
   const ps__args_attention *a = l->args;
   const float log2e = 1.44269504f, scale = ps__attention_scale(a);
@@ -71,7 +62,7 @@ static ps__att_job job_of(const ps_launch *l) {
 
 ps_status ps__cpu_attention_fwd(const ps_launch *l) {
   ps__att_job j = job_of(l);
-  PS_TRY(check(&j.a, j.doc_start, "attention_fwd"));
+  PS_TRY(ps__cpu_check_documents(j.doc_start, j.a.n_tokens, j.a.row0, "attention_fwd"));
   j.out = l->ptr[3];
   j.lse = l->ptr[4];
   ps__pool_run(j.exec->pool, att_n_tiles(&j.a) * j.a.n_heads, isa()->fwd, &j);
@@ -85,7 +76,7 @@ static void zero_prefix(void *arg, int64_t first, int64_t end, uint32_t worker) 
 
 ps_status ps__cpu_attention_bwd(const ps_launch *l) {
   ps__att_job j = job_of(l);
-  PS_TRY(check(&j.a, j.doc_start, "attention_bwd"));
+  PS_TRY(ps__cpu_check_documents(j.doc_start, j.a.n_tokens, j.a.row0, "attention_bwd"));
   j.o = l->ptr[3];
   j.lse_in = l->ptr[4];
   j.d_o = l->ptr[5];

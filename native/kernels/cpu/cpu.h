@@ -46,6 +46,9 @@ static inline int64_t ps__block_rows(size_t cols) {
   return cols >= 16384 ? 1 : (int64_t)(16384 / (cols ? cols : 1));
 }
 typedef void (*ps__rows_fn)(void *arg, int64_t first, int64_t end, uint32_t worker);
+/* Errors: PS_EINVAL where @doc_start[n] decreases or lies past its row; the message names @op. */
+ps_status ps__cpu_check_documents(const int32_t *doc_start, uint32_t n, uint32_t row0,
+                                  const char *op);
 void ps__cpu_rows(const ps__cpu_exec *exec, int64_t n, int64_t block, ps__rows_fn fn, void *arg);
 
 /* Sums over rows in a fixed order. The rows are cut in ps__n_row_tiles() tiles of

@@ -1,4 +1,4 @@
-/* rows.c - loops over blocks of rows, on the pool. */
+/* rows.c - loops over blocks of rows, on the pool; documents of rows. */
 #include "kernels/cpu/cpu.h"
 
 typedef struct rows_job {
@@ -23,4 +23,13 @@ void ps__cpu_rows(const ps__cpu_exec *exec, int64_t n, int64_t block, ps__rows_f
   rows_job job = {fn, arg, n, block};
   ps__pool_run_some(exec->pool, exec->n_threads ? exec->n_threads : ps__pool_size(exec->pool),
                     (n + block - 1) / block, rows_task, &job);
+}
+
+ps_status ps__cpu_check_documents(const int32_t *doc_start, uint32_t n, uint32_t row0,
+                                  const char *op) {
+  for (uint32_t i = 0; i < n; i++)
+    if (doc_start[i] < (i ? doc_start[i - 1] : 0) || (uint32_t)doc_start[i] > row0 + i)
+      return ps__fail(PS_EINVAL, "%s: doc_start[%u] = %d decreases or lies past its row %u", op, i,
+                      doc_start[i], row0 + i);
+  return PS_OK;
 }

@@ -39,9 +39,11 @@
   PS__CHECKED(cpu, op, check)                                                                      \
   PS__CHECKED_CUDA(op, check)                                                                      \
   PS__ROW(op, class, cpu_##op, PS__CUDA_OF(op), __VA_ARGS__)
-#define PS__HOST_OP(op, check, ...)                                                                \
+#define PS__HOST_OP(op, check, ...) PS__CPU_OP(op, PS_CLASS_OPTIMIZER, check, __VA_ARGS__)
+/* PS__CPU_OP() - the same of an op that has no CUDA function. */
+#define PS__CPU_OP(op, class, check, ...)                                                          \
   PS__CHECKED(cpu, op, check)                                                                      \
-  PS__ROW(op, PS_CLASS_OPTIMIZER, cpu_##op, NULL, __VA_ARGS__)
+  PS__ROW(op, class, cpu_##op, NULL, __VA_ARGS__)
 
 /* PS__BIND_ROWS() - a bind() by which @field of the arguments is the chunk's rows.
  * PS__BIND_GRADIENT() - with @accumulate, set but in the first chunk that writes a gradient. */
