@@ -5,6 +5,7 @@ import functools
 import hashlib
 import json
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from penstock import (
     compare,
 )
 from penstock.files import DataError
-from penstock.tolerance import delta
+from penstock.tolerance import delta, loss_noise
 from safetensors.torch import load_file, save_file
 from test_parity import N_SEQ, SEQ, plain
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -111,6 +112,67 @@ def test_the_terms_of_the_router(directory, name, layers, alpha, beta, chunk):
             if "gate.weight" in key:
                 assert (g - without[key]).norm() > 100 * bound * g.norm(), key
     assert abs(first.loss - loss) < 1e-5  # it is the cross-entropy alone
+
+
+@pytest.mark.parametrize(
+    "name, changes, alpha, beta",
+    [
+        ("olmoe", dict(norm_topk_prob=False), 1.0, 0.2),
+        ("olmoe", dict(norm_topk_prob=True), 1.0, 0.2),
+        ("qwen3_moe", dict(norm_topk_prob=False), 0.0, 0.0),
+        ("mixtral", {}, 0.5, 0.0),
+    ],
+    ids=str,
+)
+def test_finite_differences_through_the_router(tmp_path, name, changes, alpha, beta):
+    """As test_parity.py's, of the loss and of the router's terms, which the reported loss lacks:
+    these are transformers', in fp64. Along a direction the loss changes by 0.003, so that every
+    token keeps its experts."""
+    seq = 8  # tokens of a sequence and of a chunk
+    cfg = {**EXPERTS[name], **changes, "num_hidden_layers": 2, "mlp_only_layers": []}
+    random_model(cfg).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(cfg))
+    tokens, targets = (x[:2, :seq].copy() for x in plain(0))
+    how = dict(seq_len=seq, tokens_per_step=2 * seq, chunk_tokens=seq, chunks_per_round=1)
+    how |= dict(recipe="fp32", threads=2, hardware=Hardware.estimate(2, "cpu"), clip_norm=0.0)
+    config = ModelConfig.read(tmp_path)
+    how["device_mem"], _ = Plan.smallest(config, **how)  # updates run on the host
+    plan = Plan(config, **how, router_aux_loss=alpha, router_z_loss=beta)
+    model = random_model(cfg).double().requires_grad_(False)
+    theirs = as_on_disk(dict(model.named_parameters()), name)
+    ids, n_used = torch.as_tensor(tokens).long(), cfg["num_experts_per_tok"]
+    rng, chosen = np.random.default_rng(3), []
+
+    def terms():
+        out = model(ids, output_router_logits=True, use_cache=False)
+        chosen.append(str([z.topk(n_used).indices.sort().values for z in out.router_logits]))
+        return terms_of(out.router_logits, n_used, seq, alpha, beta)
+
+    with Trainer(tmp_path, plan, lambda _: (tokens, targets), lr=0.0) as trainer:
+        list(trainer.steps(1))
+        begun, grads = (
+            {n: read(n) for n in trainer.params} for read in (trainer.read, trainer.grad)
+        )
+
+        def loss_at(direction, by):
+            for n, d in direction.items():
+                trainer.write(n, begun[n] + by * d)
+                theirs[n].copy_(torch.as_tensor(trainer.read(n)))
+            return next(trainer.steps(1)).loss + float(terms())
+
+        terms()
+        for part in (r"gate\.weight", "experts", "self_attn"):
+            direction = {}
+            for n in (n for n in begun if re.search(part, n) and grads[n].any()):
+                uphill = grads[n] / np.sqrt(np.mean(grads[n] ** 2))
+                noise = rng.standard_normal(uphill.shape)
+                direction[n] = np.sqrt(np.mean(begun[n] ** 2)) * (noise + uphill)
+            slope = sum(np.sum(grads[n].astype(float) * d) for n, d in direction.items())
+            h = 0.003 / abs(slope)
+            found = (loss_at(direction, h) - loss_at(direction, -h)) / (2 * h)
+            loss_at(direction, 0.0)
+            assert abs(found - slope) < loss_noise(delta("fp32", 2, 2, 512), 2 * seq) / h, part
+    assert len(set(chosen)) == 1
 
 
 def state_of(trainer):
