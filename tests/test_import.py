@@ -8,13 +8,12 @@ import struct
 import subprocess
 import sys
 
-import families
 import gguf
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from families import EXPERTS, random_model
+from families import random_model
 from penstock import ModelConfig, export, import_gguf
 from penstock._lib import as_dict
 from safetensors.torch import load_file
@@ -74,7 +73,7 @@ def comes_back(exported, tmp_path, name, dtype):
         assert back[key].dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
         assert torch.equal(back[key].float(), x), key
     before, after = config_of(folder), config_of(tmp_path / "back")
-    not_said = ["eos_token_id"]  # the tokenizer's
+    not_said = ["eos_token_id", "router_aux_loss"]  # the tokenizer's; the family's default
     if CONFIGS[name]["model_type"] in ("mistral", "ministral"):
         not_said += NOT_SAID
     for key in before.keys() - not_said:
@@ -82,18 +81,18 @@ def comes_back(exported, tmp_path, name, dtype):
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("name", [n for n in CONFIGS if n not in EXPERTS])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_an_exported_file_comes_back_to_the_bit(exported, tmp_path, name):
     comes_back(exported, tmp_path, name, "fp32")
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe"])
 def test_so_does_one_in_bf16(exported, tmp_path, name):
     comes_back(exported, tmp_path, name, "bf16")
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("name", ["gemma3-linear", "olmo2-linear", "phi3"])
+@pytest.mark.parametrize("name", ["gemma3-linear", "olmo2-linear", "phi3", "mixtral"])
 def test_transformers_computes_the_same(exported, tmp_path, name):
     assert run(exported(name)[1], "--out", tmp_path / "back", "--quiet") == 0
     theirs, info = AutoModelForCausalLM.from_pretrained(
@@ -124,8 +123,8 @@ def rewritten(file, out, kinds=lambda name: None, change=None):
         data = np.array(t.data)
         if kind is not None:
             per, size = gguf.GGML_QUANT_SIZES[kind]
-            rows, columns = t.shape[1], t.shape[0]
-            data = rng.integers(0, 60, (rows, columns // per * size), np.uint8)
+            columns, *rows = (int(n) for n in t.shape)
+            data = rng.integers(0, 60, (*rows[::-1], columns // per * size), np.uint8)
             values[t.name] = gguf.quants.dequantize(data, kind)
             writer.add_tensor(t.name, data, raw_dtype=kind)
         else:
@@ -138,34 +137,34 @@ def rewritten(file, out, kinds=lambda name: None, change=None):
 
 
 @pytest.mark.oldest
-def test_quantized_tensors_are_what_the_package_gguf_makes_of_them(tmp_path, monkeypatch):
-    """One type a tensor; rows of q and k are moved after dequantization."""
-    cfg = families.llama(hidden_size=256, intermediate_size=256, num_hidden_layers=2)
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_quantized_tensors_are_what_the_package_gguf_makes_of_them(tmp_path, monkeypatch, name):
+    """One type a tensor; rows of q and k are moved after dequantization, experts are taken apart."""
+    cfg = CONFIGS[name] | dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2)
     folder = write_model(tmp_path / "m", cfg, random_model(cfg))
     words = ["--model", folder, "--to", "gguf", "--out", tmp_path / "m.gguf", "--quiet"]
     assert export.main([str(w) for w in words]) == 0
-    names = [t.name for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors if len(t.shape) == 2]
+    names = [t.name for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors if len(t.shape) > 1]
     kinds = {n: gguf.GGMLQuantizationType[QUANTIZED[i % 12]] for i, n in enumerate(names)}
     assert len(names) >= 12
     values = rewritten(tmp_path / "m.gguf", tmp_path / "q.gguf", kinds.get)
     monkeypatch.setattr(export, "PIECE_ELEMENTS", 5000)  # several pieces, which cut heads
     assert run(tmp_path / "q.gguf", "--out", tmp_path / "o", "--dtype", "fp32", "--quiet") == 0
     back = load_file(tmp_path / "o/model.safetensors")
-    pairs = {
-        "down": "ffn_down",
-        "up": "ffn_up",
-        "gate": "ffn_gate",
-        "q": "attn_q",
-        "o": "attn_output",
-    }
     for i in range(2):
-        for ours, theirs in pairs.items():
-            part = "mlp" if "ffn" in theirs else "self_attn"
-            got = back[f"model.layers.{i}.{part}.{ours}_proj.weight"]
+        for part, theirs in (("q_proj", "attn_q"), ("o_proj", "attn_output")):
             want = torch.tensor(values[f"blk.{i}.{theirs}.weight"])
-            if ours == "q":
+            if part == "q_proj":
                 want = want.reshape(4, -1, 2, 256).transpose(1, 2).reshape(256, 256)
-            assert torch.equal(got, want), theirs
+            assert torch.equal(back[f"model.layers.{i}.self_attn.{part}.weight"], want), theirs
+        for k, theirs in enumerate(("ffn_gate", "ffn_down", "ffn_up")):
+            if name == "llama":
+                got = back[f"model.layers.{i}.mlp.{theirs[4:]}_proj.weight"]
+            else:
+                theirs += "_exps"
+                experts = f"model.layers.{i}.block_sparse_moe.experts"
+                got = torch.stack([back[f"{experts}.{e}.w{k + 1}.weight"] for e in range(4)])
+            assert torch.equal(got, torch.tensor(values[f"blk.{i}.{theirs}.weight"])), theirs
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------
@@ -309,7 +308,30 @@ def test_a_full_disk_leaves_nothing(exported, tmp_path):
     assert "File too large" in done.stderr and not [*tmp_path.iterdir()]
 
 
-def test_a_file_with_experts_is_refused(exported, tmp_path, capsys):
-    _, file = exported("mixtral")
-    assert run(file, "--out", tmp_path / "back", "--quiet") == 2
-    assert "is a mixture of experts" in capsys.readouterr().err
+# ---- experts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["olmoe", "mixtral"])
+def test_the_width_of_experts_may_be_feed_forward_length(exported, tmp_path, name):
+    """As llama.cpp's converter writes these families."""
+    folder, file = exported(name)
+    other = tmp_path / "m.gguf"
+    other.write_bytes(file.read_bytes().replace(b"expert_feed_forward_l", b"expert_feed_forward_x"))
+    assert run(other, "--out", tmp_path / "back", "--quiet") == 0
+    assert config_of(tmp_path / "back")["expert_dim"] == config_of(folder)["expert_dim"] == 96
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        (b"llama", b"qwen2", "has 4 experts: of qwen2 they are not supported"),
+        (b"expert_used_count", b"expert_used_cound", "llama.expert_used_count is missing"),
+        (b"ffn_up_exps", b"ffn_up_expz", "tensor blk.0.ffn_up_exps.weight is missing"),
+    ],
+    ids=str,
+)
+def test_files_with_experts_that_are_refused(exported, tmp_path, capsys, old, new, message):
+    other = tmp_path / "m.gguf"
+    other.write_bytes(exported("mixtral")[1].read_bytes().replace(old, new))
+    assert run(other, "--out", tmp_path / "back", "--no-tokenizer", "--quiet") == 2
+    assert message in capsys.readouterr().err and [*tmp_path.iterdir()] == [other]

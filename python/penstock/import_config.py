@@ -22,7 +22,11 @@ FAMILIES = {
     "olmo2": ("olmo2", "Olmo2ForCausalLM"),
     "granite": ("granite", "GraniteForCausalLM"),
     "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
+    "olmoe": ("olmoe", "OlmoeForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
+MIXTRAL = ("mixtral", "MixtralForCausalLM")  # "llama" with experts
+WITH_EXPERTS = ("llama", "olmoe", "qwen3moe")
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _PATTERN = {"gemma2": 2, "gemma3": 6}  # each so manieth layer has no window, where no key says
 _LLAMA3_LENGTHS = [8192, *(1 << i for i in range(4, 21) if i != 13)]
@@ -66,9 +70,13 @@ def make_config(file: GgufFile) -> tuple[dict, list[str]]:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise DataError(f"{file.path}: tensor token_embd.weight is missing")
-    if keys.count("expert_count", 0):
-        raise DataError(f"{file.path}: is a mixture of experts, which is not supported")
-    model_type, architecture = FAMILIES[keys.arch]
+    n_experts = keys.count("expert_count", 0)
+    if n_experts and keys.arch not in WITH_EXPERTS:
+        raise DataError(
+            f"{file.path}: has {n_experts} experts: of {keys.arch} they are not supported"
+        )
+    mixtral = n_experts and keys.arch == "llama"
+    model_type, architecture = MIXTRAL if mixtral else FAMILIES[keys.arch]
     dim, heads = keys.count("embedding_length"), keys.count("attention.head_count")
     head_dim = keys.count("attention.key_length", dim // max(heads, 1))
     if keys.count("attention.value_length", head_dim) != head_dim:
@@ -89,9 +97,11 @@ def make_config(file: GgufFile) -> tuple[dict, list[str]]:
         "tie_word_embeddings": _is_tied(file),
         "attention_dropout": 0.0,
     }
-    if gemma or keys.arch == "qwen3" or head_dim * heads != dim:
+    if gemma or keys.arch in ("qwen3", "qwen3moe") or head_dim * heads != dim:
         config["head_dim"] = head_dim
     notes: list[str] = []
+    if n_experts or keys.arch in ("olmoe", "qwen3moe"):
+        _add_experts(keys, config)
     _add_family(keys, config, head_dim, notes)
     _add_rope(keys, config, head_dim)
     _add_ids(file, config)
@@ -139,6 +149,17 @@ def _add_family(keys: Keys, config: dict, head_dim: int, notes: list[str]) -> No
     if arch == "smollm3" and layers <= 1 << 16:
         config["no_rope_layers"] = [int((i + 1) % NO_ROPE_EVERY != 0) for i in range(layers)]
         config["no_rope_layer_interval"] = NO_ROPE_EVERY
+
+
+def _add_experts(keys: Keys, config: dict) -> None:
+    """llama.cpp's graph of an architecture says whether weights are divided by their sum."""
+    qwen, mixtral = keys.arch == "qwen3moe", keys.arch == "llama"
+    config["num_experts_per_tok"] = keys.count("expert_used_count")
+    config["num_local_experts" if mixtral else "num_experts"] = keys.count("expert_count")
+    dim = keys.count("expert_feed_forward_length", None if qwen else config["intermediate_size"])
+    config["moe_intermediate_size" if qwen else "intermediate_size"] = dim
+    if not mixtral:
+        config["norm_topk_prob"] = qwen
 
 
 def _layer_types(keys: Keys, layers: int, windows: bool) -> list[str]:

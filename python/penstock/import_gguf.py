@@ -31,13 +31,14 @@ class Imported:
     """The tensors of the file under their Hugging Face names, as TensorFile reads them."""
 
     def __init__(self, file: GgufFile, tensors: list[Tensor]):
-        self.file, self.tensors = file, {}
+        self.file, self.tensors = file, {}  # a parameter's tensor, and its first row there
         for tensor in tensors:  # the first of two that are one is the parameter's own
-            self.tensors.setdefault(tensor.source, tensor)
+            for e, part in enumerate(tensor.each()):
+                self.tensors.setdefault(part.source, (part, e * part.shape[0]))
 
     def read_range(self, name: str, first: int, n: int, dtype: str) -> np.ndarray:
         """Whole rows: @first and @n are multiples of the columns."""
-        tensor = self.tensors[name]
+        tensor, first_row = self.tensors[name]
         stored, columns = self.file.tensors[tensor.name], tensor.columns
         rows = np.arange(first // columns, (first + n) // columns)
         if tensor.heads:  # of a head's rows there, the even ones are its first half here
@@ -45,7 +46,7 @@ class Imported:
             half, place = divmod(rows % head, head // 2)
             rows = rows - rows % head + 2 * place + half
         elif len(rows):
-            rows = slice(rows[0], rows[-1] + 1)
+            rows = slice(first_row + rows[0], first_row + rows[-1] + 1)
         data = self.file.rows(stored, rows).ravel()
         if tensor.offset:
             data = data - np.float32(tensor.offset)
@@ -101,7 +102,7 @@ def _write_small_files(file: GgufFile, config: dict, folder: Path, tokenizer: bo
 
 def _default_dtype(file: GgufFile) -> str:
     """In which no weight is rounded that has not been quantized."""
-    kinds = {t.kind.name for t in file.tensors.values() if len(t.shape) == 2}
+    kinds = {t.kind.name for t in file.tensors.values() if len(t.shape) > 1}
     return "fp32" if kinds and kinds <= {"F32", "F16"} else "bf16"
 
 
@@ -122,7 +123,7 @@ def open_gguf(gguf, path, folder: Path, tokenizer: bool) -> tuple[Source, list[s
 
 
 def _kinds(file: GgufFile) -> str:
-    kinds = [t.kind.name for t in file.tensors.values() if len(t.shape) == 2]
+    kinds = [t.kind.name for t in file.tensors.values() if len(t.shape) > 1]
     return " ".join(sorted(set(kinds), key=kinds.count, reverse=True))
 
 
