@@ -25,6 +25,7 @@ from penstock.files import DataError
 from penstock.tolerance import delta, loss_noise
 from safetensors.torch import load_file, save_file
 from test_parity import N_SEQ, SEQ, plain
+from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -358,14 +359,15 @@ def test_a_forward_pass_alone_has_no_router_terms(directory):
     assert losses[0] == losses[1]
 
 
-def test_fused_files_are_read_and_written_as_they_are(directory, tmp_path):
+@pytest.mark.parametrize("name, n_sparse", [("qwen3_moe", 2), ("mixtral", 3)])
+def test_fused_files_are_read_and_written_as_they_are(directory, tmp_path, name, n_sparse):
     """transformers' other form: the same weights, the same step, and saved in that form again."""
-    where, cfg = directory("qwen3_moe")
+    where, cfg = directory(name)
     fused = tmp_path / "fused"
     random_model(cfg).save_pretrained(fused, save_original_format=False)
     (fused / "config.json").write_text(json.dumps(cfg))
     given = load_file(fused / "model.safetensors")
-    assert sum(key.endswith("experts.gate_up_proj") for key in given) == 2
+    assert sum(key.endswith("experts.gate_up_proj") for key in given) == n_sparse
     saved, losses = [], []
     for k, folder in enumerate((where, fused)):
         with Trainer(folder, make_plan(folder, 80), plain, lr=1e-2) as trainer:
@@ -375,9 +377,15 @@ def test_fused_files_are_read_and_written_as_they_are(directory, tmp_path):
     assert saved[0] == saved[1] and losses[:2] == losses[2:]
     out = [load_file(tmp_path / f"out{k}" / "model.safetensors") for k in range(2)]
     assert {k: v.shape for k, v in out[1].items()} == {k: v.shape for k, v in given.items()}
-    split = as_on_disk(out[1], "qwen3_moe")
+    split = as_on_disk(out[1], name)
     assert set(split) == set(out[0]) and all(torch.equal(split[k], x) for k, x in out[0].items())
-    both = given | {"model.layers.0.mlp.experts.3.up_proj.weight": torch.zeros(40, 64)}
+    twice = next(key for key in out[0] if ".experts.3." in key)
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / f"out{k}").eval()(torch.arange(40)[None])
+        for k in range(2)
+    )
+    assert torch.equal(ours.logits, theirs.logits)
+    both = given | {twice: out[0][twice]}
     save_file(both, fused / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(FormatError, match=r"experts\.3\.up_proj\.weight\" is also in"):
+    with pytest.raises(FormatError, match=re.escape(f'"{twice}" is also in')):
         Trainer(fused, make_plan(fused, 80), plain)

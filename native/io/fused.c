@@ -1,6 +1,7 @@
 /* fused.c - a layer's experts as one tensor. transformers 5 may save gate_up_proj [E,2I,D] and
  * down_proj [E,D,I]. Here they are the tensors of each expert, as other files have them: each is a
- * range of the fused tensor. */
+ * range of the fused tensor. Fused files of all families have the same names, the others have those
+ * of their family. */
 #include "io/tensor_file.h"
 #include "core/core.h"
 #include <inttypes.h>
@@ -9,33 +10,57 @@
 
 enum { MAX_NAME = 512 /* of an expert's tensor */ };
 
+/* Of a family's files without fused tensors: what stands for "mlp", and an expert's products. */
+typedef struct family {
+  const char *half, *down, *gate, *up;
+} family;
+static const family usual = {"mlp", "down_proj", "gate_proj", "up_proj"},
+                    mixtral = {"block_sparse_moe", "w2", "w1", "w3"};
+
 static ps_status no_memory(const char *name) {
   return ps__fail(PS_ENOMEM, "no memory left for the experts of tensor %s", name);
 }
 
-/* Tensors of an expert in @t, which is fused; 0: it is not. *stem: the length of its name before
- * "gate_up_proj" or "down_proj". */
-static uint32_t fused_in(const tensor *t, size_t *stem) {
-  static const char *const ends[] = {".experts.down_proj", ".experts.gate_up_proj"};
-  const size_t n = strlen(t->name);
-  for (uint32_t k = 0; k < 2; k++) {
-    const size_t m = strlen(ends[k]);
-    if (t->info.n_dims != 3 || n <= m || strcmp(t->name + n - m, ends[k]) ||
-        t->info.shape[1] % (k + 1))
-      continue;
-    *stem = n - m + strlen(".experts.");
-    return k + 1;
-  }
-  return 0;
+static const family *family_of(const char *dir) {
+  ps__json *j = NULL;
+  char *path;
+  if (ps__model_path(&path, dir, "config.json") != PS_OK)
+    return &usual;
+  const char *type = NULL;
+  if (ps__json_read_file(&j, path, PS__MAX_CONFIG_BYTES) == PS_OK)
+    type = ps__json_string(ps__json_get(j, "model_type"), NULL);
+  const family *of = type && !strcmp(type, "mixtral") ? &mixtral : &usual;
+  ps__json_free(j);
+  ps__free(path);
+  return of;
 }
 
-/* Tensor @i of the @n that are in @of. */
-static ps_status make_slice(tensor *out, const tensor *of, size_t stem, uint64_t i, uint32_t each) {
-  static const char *const what[2][2] = {{"down_proj"}, {"gate_proj", "up_proj"}};
+/* Whether @name ends with @end: *stem is then the length of what comes before. */
+static bool ends_with(const char *name, const char *end, size_t *stem) {
+  const size_t n = strlen(name), m = strlen(end);
+  *stem = n - m;
+  return n > m && !strcmp(name + n - m, end);
+}
+
+/* Tensors of an expert in @t, which is fused; 0: it is not. *stem: the length of its name before
+ * "mlp". */
+static uint32_t fused_in(const tensor *t, size_t *stem) {
+  const bool fits = t->info.n_dims == 3;
+  if (fits && ends_with(t->name, "mlp.experts.down_proj", stem))
+    return 1;
+  return fits && t->info.shape[1] % 2 == 0 && ends_with(t->name, "mlp.experts.gate_up_proj", stem)
+             ? 2
+             : 0;
+}
+
+/* Tensor @i of those that are in @of. */
+static ps_status make_slice(tensor *out, const tensor *of, const family *as, size_t stem,
+                            uint64_t i, uint32_t each) {
   char name[MAX_NAME];
   const uint64_t rows = of->info.shape[1] / each, cols = of->info.shape[2];
-  snprintf(name, sizeof name, "%.*s%" PRIu64 ".%s.weight", (int)stem, of->name, i / each,
-           what[each - 1][i % each]);
+  const char *what = each == 1 ? as->down : i % 2 ? as->up : as->gate;
+  snprintf(name, sizeof name, "%.*s%s.experts.%" PRIu64 ".%s.weight", (int)stem, of->name, as->half,
+           i / each, what);
   *out = *of;
   out->name = ps__strdup(name);
   out->info.name = out->name;
@@ -50,7 +75,8 @@ static ps_status make_slice(tensor *out, const tensor *of, size_t stem, uint64_t
 }
 
 /* The first slice takes the fused tensor's place, the others follow all tensors. */
-static ps_status split(ps_tensor_file *f, size_t most, size_t at, size_t stem, uint32_t each) {
+static ps_status split(ps_tensor_file *f, size_t most, const family *as, size_t at, size_t stem,
+                       uint32_t each) {
   const tensor of = f->tensors[at];
   const uint64_t n = of.info.shape[0] * each;
   if (!of.info.n || n > most - f->n)
@@ -59,7 +85,7 @@ static ps_status split(ps_tensor_file *f, size_t most, size_t at, size_t stem, u
   for (uint64_t i = 0; i < n; i++) {
     tensor t;
     void *tensors = f->tensors;
-    PS_TRY(make_slice(&t, &of, stem, i, each));
+    PS_TRY(make_slice(&t, &of, as, stem, i, each));
     const bool grown = i == 0 || ps__grow(&tensors, f->n, &f->cap, sizeof t);
     f->tensors = tensors;
     if (!grown) {
@@ -72,14 +98,53 @@ static ps_status split(ps_tensor_file *f, size_t most, size_t at, size_t stem, u
   return PS_OK;
 }
 
-ps_status ps__tensors_split(ps_tensor_file *f, size_t most) {
+/* The router's name is the family's too. */
+static ps_status rename_router(tensor *t, const family *as) {
+  char name[MAX_NAME];
+  size_t stem;
+  if (as == &usual || !ends_with(t->name, "mlp.gate.weight", &stem))
+    return PS_OK;
+  snprintf(name, sizeof name, "%.*s%s.gate.weight", (int)stem, t->name, as->half);
+  char *copy = ps__strdup(name);
+  if (!copy)
+    return no_memory(t->name);
+  ps__free(t->name);
+  t->info.name = t->name = copy;
+  return PS_OK;
+}
+
+ps_status ps__tensors_split(ps_tensor_file *f, const char *dir, size_t most) {
+  const family *as = NULL;
   const size_t n = f->n;
   for (size_t i = 0; i < n; i++) {
     size_t stem = 0;
     const uint32_t each = fused_in(&f->tensors[i], &stem);
+    if (each && !as)
+      as = family_of(dir);
     if (each)
-      PS_TRY(split(f, most, i, stem, each));
-    f->fused |= each > 0;
+      PS_TRY(split(f, most, as, i, stem, each));
   }
+  f->fused = as;
+  for (size_t i = 0; as && i < f->n; i++)
+    PS_TRY(rename_router(&f->tensors[i], as));
   return PS_OK;
+}
+
+uint32_t ps__fused_name(char *out, size_t bytes, const char *param) {
+  static const struct {
+    const char *end, *fused;
+    uint32_t each;
+  } names[] = {{"mlp.experts.0.gate_proj.weight", "mlp.experts.gate_up_proj", 2},
+               {"mlp.experts.0.down_proj.weight", "mlp.experts.down_proj", 1},
+               {"block_sparse_moe.experts.0.w1.weight", "mlp.experts.gate_up_proj", 2},
+               {"block_sparse_moe.experts.0.w2.weight", "mlp.experts.down_proj", 1},
+               {"block_sparse_moe.gate.weight", "mlp.gate.weight", 0}};
+  size_t stem;
+  for (size_t k = 0; k < sizeof names / sizeof *names; k++)
+    if (ends_with(param, names[k].end, &stem)) {
+      snprintf(out, bytes, "%.*s%s", (int)stem, param, names[k].fused);
+      return names[k].each;
+    }
+  snprintf(out, bytes, "%s", param);
+  return 0;
 }

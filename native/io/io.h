@@ -89,6 +89,10 @@ bool ps__tensors_quantized(const ps_tensor_file *f);
 bool ps__tensors_passed_over(const ps_tensor_file *f, uint64_t idx);
 /* ps__tensors_check_dtype() - whether ps_tensors_read() converts tensor @idx. PS_EFORMAT. */
 ps_status ps__tensors_check_dtype(const ps_tensor_file *f, uint64_t idx);
+/* ps__fused_name() - the name in such files of the tensor that begins with parameter @param, in
+ * @out of @bytes. Returns how many of an expert's parameters are in it; 0: @param is no expert's.
+ */
+uint32_t ps__fused_name(char *out, size_t bytes, const char *param);
 /* ps_tensors_open() of a directory's files of another stem. */
 ps_status ps__tensors_open(ps_tensor_file **out, const char *path, const char *stem);
 /* The value of @key in the metadata of the first file, of at most @bytes - 1 bytes; "" where there

@@ -378,7 +378,7 @@ static ps_status make_index(ps_tensor_file *f, const char *path) {
 }
 
 static ps_status split_fused(ps_tensor_file *f, const char *path) {
-  PS_TRY(ps__tensors_split(f, MAX_TENSORS));
+  PS_TRY(ps__tensors_split(f, path, MAX_TENSORS));
   if (!f->fused)
     return PS_OK;
   ps__free(f->by_name);

@@ -32,9 +32,10 @@ struct ps_tensor_file {
 };
 
 /* ps__tensors_split() - puts the tensors of each expert in the place of those that have a layer's
- * experts, and sets f->fused where there is one; by_name is then to be made anew. Errors:
- * PS_ENOMEM; PS_EFORMAT: more than @most tensors. */
-ps_status ps__tensors_split(ps_tensor_file *f, size_t most);
+ * experts, by the names of the family that the config.json of @dir has, and sets f->fused where
+ * there is one; by_name is then to be made anew. Errors: PS_ENOMEM; PS_EFORMAT: more than @most
+ * tensors. */
+ps_status ps__tensors_split(ps_tensor_file *f, const char *dir, size_t most);
 
 /* ps__tensors_pair() - finds the scales of tensors in FP8, and what else belongs to them. The last
  * step of opening. Errors: PS_EFORMAT: scales of another shape or dtype. */

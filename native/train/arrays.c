@@ -48,18 +48,15 @@ static bool is_in(const job *j, const ps__array *array, const ps_param_info *p) 
   return !u->frozen;
 }
 
-/* Of transformers' fused tensors, which have a layer's experts: the one that begins with parameter
- * @i, as @spec, with its name in @name. How many parameters are in it; 1: it is none. */
+/* In files with fused experts: the tensor that begins with parameter @i, as @spec, with its name in
+ * @name. How many parameters are in it. */
 static uint32_t fuse(const ps_model *m, uint32_t i, char name[PS_PARAM_NAME_BYTES],
                      ps_tensor_spec *spec) {
   const ps_param_info *p = &m->param[i];
-  const char *at = strstr(p->name, ".experts.0.");
-  const uint32_t each = !at ? 0 : !strcmp(at + 11, "gate_proj.weight") ? 2 : 1;
-  if (!at || (each == 1 && strcmp(at + 11, "down_proj.weight")))
-    return 1;
-  snprintf(name, PS_PARAM_NAME_BYTES, "%.*s.experts.%s", (int)(at - p->name), p->name,
-           each == 2 ? "gate_up_proj" : "down_proj");
+  const uint32_t each = ps__fused_name(name, PS_PARAM_NAME_BYTES, p->name);
   spec->name = name;
+  if (!each)
+    return 1;
   spec->n_dims = 3;
   spec->shape[2] = p->shape[1];
   spec->shape[1] = each * p->shape[0];
