@@ -58,7 +58,7 @@ CONFIGS = {
     "olmo2-tied": families.olmo2(tie_word_embeddings=True),
     "granite": families.granite(),
     "smollm3": families.smollm3(no_rope_layer_interval=4, num_hidden_layers=5),
-    "olmoe": families.olmoe(),
+    "olmoe": families.olmoe(num_key_value_heads=4),
     "qwen3_moe": families.qwen3_moe(mlp_only_layers=[], moe_intermediate_size=32),
     "mixtral": families.mixtral() | {"sliding_window": None},
 }
@@ -660,7 +660,11 @@ INEXPRESSIBLE = {
         families.qwen3_moe(mlp_only_layers=[], norm_topk_prob=False),
         "norm_topk_prob is False",
     ),
-    "olmoe sum": (families.olmoe(norm_topk_prob=True), "norm_topk_prob is True"),
+    "olmoe sum": (
+        families.olmoe(num_key_value_heads=4, norm_topk_prob=True),
+        "norm_topk_prob is True",
+    ),
+    "olmoe heads": (families.olmoe(), "num_key_value_heads is 2 of 4 heads"),
     "olmo2": (families.olmo2(head_dim=24), "4 heads of 24 elements are not hidden_size 64"),
 }
 

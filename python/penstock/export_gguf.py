@@ -164,7 +164,7 @@ def read_json(path: Path) -> dict:
 def _check_shape(folder: Path, model: ModelConfig, arch: str) -> None:
     """Refuse what llama.cpp's graph of the architecture computes differently."""
     heads, head_dim = model.n_heads, model.head_dim
-    if arch in ("PHI3", "OLMO2") and heads * head_dim != model.dim:
+    if arch in ("PHI3", "OLMO2", "OLMOE") and heads * head_dim != model.dim:
         raise DataError(
             f"{folder}: {heads} heads of {head_dim} elements are not hidden_size {model.dim}, as "
             f"llama.cpp's {arch.lower()} needs"
@@ -199,6 +199,11 @@ def _check_shape(folder: Path, model: ModelConfig, arch: str) -> None:
 
 
 def _check_experts(folder: Path, model: ModelConfig, arch: str) -> None:
+    if arch == "OLMOE" and model.n_kv_heads != model.n_heads:
+        raise DataError(
+            f"{folder}: num_key_value_heads is {model.n_kv_heads} of {model.n_heads} heads: "
+            "llama.cpp's olmoe has as many keys as queries"
+        )
     dense = [i for i in range(model.n_layers) if not model.layer_flags[i] & lib.PS_LAYER_EXPERTS]
     if arch == "QWEN3MOE" and dense:
         raise DataError(
