@@ -309,10 +309,6 @@ def test_what_is_refused_of_experts(directory, tmp_path):
 
     where, _ = directory("olmoe")
     for words, how in [
-        (
-            "experts have no FP8 products",
-            dict(recipe="fp8", seq_len=16, chunk=16, tokens_per_step=16),
-        ),
         ("LoRA of experts", dict(lora=Lora(rank=2, targets="gate_proj"), recipe="fp32")),
         ("router_aux_loss 2", dict(router_aux_loss=2.0)),
     ]:
@@ -330,6 +326,34 @@ def test_what_is_refused_of_experts(directory, tmp_path):
         other = changed(where, out, change)
         with pytest.raises(FormatError, match=words):
             Trainer(other, make_plan(other, 80), plain)
+
+
+def test_in_fp8_recipes_experts_stay_in_bf16(tmp_path):
+    """Blocks sparse, dense, sparse: attention and the dense MLP have FP8 products, 3 each. All
+    experts are used, so that FP8 sends no token to others: then gradients are as near to those of
+    bf16 as 8 products forward and as many backward let them be (test_fp8.py's GATE)."""
+    cfg = EXPERTS["qwen3_moe"] | dict(num_experts=4, num_experts_per_tok=4)
+    (tmp_path / "config.json").write_text(json.dumps(cfg))
+    seq, losses, grads = 32, [], []
+    tokens, targets = (x[:, :seq].copy() for x in plain(0))
+    for recipe, more in (("bf16", {}), ("fp8", dict(fp8_bf16_first=0, fp8_bf16_last=0))):
+        how = dict(seq_len=seq, tokens_per_step=5 * seq, router_aux_loss=None)
+        plan = make_plan(tmp_path, 5 * seq, recipe, **how, **more)
+        with Trainer(
+            tmp_path, plan, lambda _: (tokens, targets), lr=0.0, init_weights=True
+        ) as trainer:
+            (m,) = trainer.steps(1)
+            losses.append(m.loss)
+            grads.append({key: trainer.grad(key) for key in trainer.params})
+    ops = [plan.schedule.op(i) for i in range(plan.schedule.n_ops)]
+    ops = [(op["tag"]["layer"], op["name"]) for op in ops]
+    count = [[ops.count((at, name)) for at in (1, 2, 3)] for name in ("gemm_fp8", "gemm_grouped")]
+    assert count == [[6, 12, 6], [6, 0, 6]]
+    assert m.fp8_flushed > 0 and m.expert_load == 1
+    gate = (8 * 0.045**2 + 8 * 0.065**2) ** 0.5
+    off = [np.linalg.norm(grads[1][k] - g) / np.linalg.norm(g) for k, g in grads[0].items()]
+    assert 0.02 < np.mean(off) < gate and max(off) < 2 * gate
+    assert 0 < abs(losses[1] - losses[0]) < loss_noise(gate, 5 * seq)
 
 
 def test_adapters_of_attention(directory, tmp_path):

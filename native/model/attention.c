@@ -134,11 +134,11 @@ static void define_tensors(ps__half *h) {
   t->dq = ps__half_tokens(h, "dq", t->a);
   t->dkv = ps__def_tensor(d, "dkv", PS__ROWS_GROUP, 2 * t->k, PS_F32);
   t->dqkv = ps__half_tokens(h, "dqkv", t->n_qkv);
-  t->qkv_p = ps__def_product(d, t->w_qkv, t->n_qkv, b->dim, b->fp8);
-  t->o_p = ps__def_product(d, t->w_o, b->dim, t->a, b->fp8);
-  t->o_x = ps__def_x(d, t->o, t->a, b->fp8);
-  t->qkv_dy = ps__def_dy(d, t->dqkv, t->n_qkv, b->fp8);
-  t->o_dy = ps__def_dy(d, h->dy, b->dim, b->fp8);
+  t->qkv_p = ps__def_product(d, t->w_qkv, t->n_qkv, b->dim, h->fp8);
+  t->o_p = ps__def_product(d, t->w_o, b->dim, t->a, h->fp8);
+  t->o_x = ps__def_x(d, t->o, t->a, h->fp8);
+  t->qkv_dy = ps__def_dy(d, t->dqkv, t->n_qkv, h->fp8);
+  t->o_dy = ps__def_dy(d, h->dy, b->dim, h->fp8);
 }
 
 static void define_counted(ps__half *h, bool of_gradients) {
@@ -198,7 +198,7 @@ static void define_forward(ps__half *h) {
           PS__SYM_IF(c->qk_norm, PS__P(t->w_knorm)));
   PS__FWD(d, ps__k_attention_fwd, t->args, PS__R(t->q), PS__PRE_R(t->kv),
           PS__B(PS__BATCH_DOC_START), PS__W(t->o), PS__W(t->lse));
-  if (b->fp8)
+  if (h->fp8)
     ps__quantize_x(b->m, d, t->o_x, t->a, false);
   ps__half_project(h, &t->o_p, t->o_x, PS__TARGET_O);
 }
@@ -211,7 +211,7 @@ static void define_o_backward(ps__half *h) {
   const float scale = b->m->cfg.residual_scale;
   const ps__columns dy = ps__half_dy_columns(h);
   const ps__adapter *lora = &b->lora[PS__TARGET_O];
-  if (b->fp8) {
+  if (h->fp8) {
     ps__quantize_dy(b->m, d, t->o_dy, b->dim);
     ps__quantize_x(b->m, d, t->o_x, t->a, true);
   }
@@ -241,7 +241,7 @@ static void define_backward(ps__half *h) {
             PS__B(PS__BATCH_POSITION), PS__W(t->dqkv));
   if (c->qkv_bias)
     PS__BWD(d, ps__k_colsum, bias, PS__R(t->dqkv), PS__G(t->b_qkv));
-  if (b->fp8)
+  if (h->fp8)
     ps__quantize_dy(b->m, d, t->qkv_dy, t->n_qkv);
   ps__half_input(h, true);
   ps__product_dw(b->m, d, &t->qkv_p, t->qkv_dy, h->x, 0);

@@ -43,11 +43,11 @@ void ps__half_input(const ps__half *h, bool backward) {
                                        .dt_q = PS__E4M3,
                                        .forms = backward ? PS_FORM_COLS : PS_FORM_ROWS,
                                        .count = backward ? x.count : 0};
-  if (b->fp8 && h->pre)
+  if (h->fp8 && h->pre)
     PS__DEF_OP(b->d, backward, false, ps__k_rmsnorm_quantize, q, PS__R(h->in), PS__P(h->w_norm),
                PS__W(backward ? x.scale_t : x.scale), PS__W(backward ? x.qt : x.q),
                PS__SYM_IF(q.count, PS__FLUSHED));
-  else if (b->fp8)
+  else if (h->fp8)
     ps__quantize_x(b->m, b->d, x, b->dim, backward);
   else if (h->pre && !backward)
     PS__FWD(b->d, ps__k_rmsnorm_fwd, b->norm, PS__R(h->in), PS__P(h->w_norm), PS__W(x.stored));
@@ -77,6 +77,7 @@ static ps_status begin(ps__block *b, ps__half *half) {
     h->use = use_of(b->decoder->half[h - half], b->flags);
     h->pre = h->use->norm;
     h->post = h->use->post_norm;
+    h->fp8 = b->fp8 && h->use->kind->counted;
     h->own = ps__calloc(1, h->use->kind->own_bytes);
     if (!h->own)
       return ps__fail(PS_ENOMEM, "out of memory for a layer's definition");
@@ -131,7 +132,7 @@ static void define_tensors(ps__block *b, ps__half *half) {
     h->dy = h->post ? dpost : b->dy;
     h->dx = h->pre ? tokens(b, "dnorm") : b->dy;
     h->adds_dx = !h->pre;
-    h->x = ps__def_x(d, !h->pre ? stream : b->fp8 ? 0 : tokens(b, "norm"), b->dim, b->fp8);
+    h->x = ps__def_x(d, !h->pre ? stream : h->fp8 ? 0 : tokens(b, "norm"), b->dim, h->fp8);
     h->use->kind->tensors(h);
     h->y = h->post ? tokens(b, h->use->kind->out) : 0;
     h->to = stream = tokens(b, last ? "y" : "h");
@@ -143,9 +144,10 @@ static void define_tensors(ps__block *b, ps__half *half) {
 }
 
 static void define_counted(ps__block *b, ps__half *half) {
-  for (int of_gradients = 0; b->fp8 && of_gradients < 2; of_gradients++)
+  for (int of_gradients = 0; of_gradients < 2; of_gradients++)
     for (ps__half *h = half; h < half + PS__HALVES; h++)
-      h->use->kind->counted(h, of_gradients);
+      if (h->fp8)
+        h->use->kind->counted(h, of_gradients);
 }
 
 /* What a half writes is saved, but for the block's output. Where a post norm stands before the

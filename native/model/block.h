@@ -33,7 +33,7 @@ typedef struct ps__block {
   const ps__decoder *decoder;
   ps__layer_def *d;
   uint32_t dim, flags;   /* flags: PS_LAYER_* */
-  bool fp8;              /* products multiply FP8 operands */
+  bool fp8;              /* products multiply FP8 operands, where a half has such */
   ps__args_rmsnorm norm; /* of a norm over the residual stream */
   uint8_t dy;            /* [T,D] gradient of the residual stream: dY, overwritten with dX */
   struct {
@@ -48,6 +48,7 @@ typedef struct ps__half {
   const ps__half_use *use;
   void *own;      /* the kind's own, zeroed at first: sizes, tensors, spans, products */
   bool pre, post; /* which norms there are */
+  bool fp8;       /* products multiply FP8 operands */
   uint16_t w_norm, w_post;
   uint8_t in, to; /* [T,D] the residual stream before and after the half */
   ps__operand x;  /* [T,D] the half's input, norm(in) or in; with FP8 a norm is not stored */
@@ -74,7 +75,8 @@ struct ps__half_kind {
   /* tensors but for those of ps__half; products; operands */
   void (*tensors)(ps__half *h);
   /* ps__def_counted() of its FP8 operands: of X's and what their ops make along with them or, with
-   * @of_gradients, of the others. Called with FP8 alone, in two turns */
+   * @of_gradients, of the others. Called with FP8 alone, in two turns. NULL: the half has no FP8
+   * products, and stays in bf16 */
   void (*counted)(ps__half *h, bool of_gradients);
   /* ps__def_saved() of its tensors, without y */
   void (*saved)(ps__half *h);

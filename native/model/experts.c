@@ -44,11 +44,6 @@ static ps_status begin(ps__half *h) {
   t->e = c->n_experts;
   t->k = c->n_experts_used;
   t->n_expert = c->expert_dim;
-  if (h->b->fp8)
-    return ps__fail(PS_EINVAL,
-                    "experts have no FP8 products yet: give %s bf16 or "
-                    "fp32-master",
-                    ps__field("recipe"));
   if (scale != 0.0f && scale != 1.0f)
     return ps__fail(PS_EINVAL, "experts in a model with a residual_multiplier of %g: it must be 1",
                     (double)scale);
@@ -116,8 +111,6 @@ static void define_tensors(ps__half *h) {
   t->dlogits = ps__half_tokens(h, "drouter_logits", t->e);
   t->router_p = ps__def_product(d, t->w_router, t->e, b->dim, false);
 }
-
-static void define_counted(ps__half *h, bool of_gradients) { (void)h, (void)of_gradients; }
 
 /* The choice is saved with the block's input: under its name, so with its policy. */
 static void define_saved(ps__half *h) {
@@ -246,7 +239,7 @@ const ps__half_kind ps__experts = {.norm = "experts' norm",
                                    .params = define_params,
                                    .sites = define_sites,
                                    .tensors = define_tensors,
-                                   .counted = define_counted,
+                                   .counted = NULL, /* in bf16 whatever the recipe */
                                    .saved = define_saved,
                                    .forward = define_forward,
                                    .backward = define_backward};

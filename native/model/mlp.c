@@ -23,7 +23,7 @@ static ps_status begin(ps__half *h) {
   mlp *t = h->own;
   const ps__fp8 *fp8 = &h->b->m->fp8;
   t->f = h->b->m->cfg.ffn_dim;
-  t->down_fp8 = h->b->fp8 && !fp8->bf16_down;
+  t->down_fp8 = h->fp8 && !fp8->bf16_down;
   return PS_OK;
 }
 
@@ -62,10 +62,10 @@ static void define_tensors(ps__half *h) {
   t->gu = ps__half_tokens(h, "gate_up", 2 * t->f);
   t->s = t->down_fp8 ? 0 : ps__half_tokens(h, "glu", t->f);
   t->ds = ps__half_tokens(h, "dglu", t->f);
-  t->gu_p = ps__def_product(d, t->w_gu, 2 * t->f, b->dim, b->fp8);
+  t->gu_p = ps__def_product(d, t->w_gu, 2 * t->f, b->dim, h->fp8);
   t->down_p = ps__def_product(d, t->w_down, b->dim, t->f, t->down_fp8);
   t->down_x = ps__def_x(d, t->s, t->f, t->down_fp8);
-  t->gu_dy = ps__def_dy(d, t->gu, 2 * t->f, b->fp8);
+  t->gu_dy = ps__def_dy(d, t->gu, 2 * t->f, h->fp8);
   t->down_dy = ps__def_dy(d, h->dy, b->dim, t->down_fp8);
 }
 
@@ -147,7 +147,7 @@ static void define_gate_backward(const ps__half *h) {
     return;
   }
   PS__BWD(d, ps__k_glu_bwd, glu, PS__RW(t->ds), PS__RW(t->gu)); /* leaves s in ds */
-  if (h->b->fp8)
+  if (h->fp8)
     ps__quantize_dy(m, d, t->gu_dy, 2 * t->f);
 }
 

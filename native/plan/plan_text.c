@@ -188,10 +188,11 @@ static void write_text(text *t, const ps_plan *p) {
     say_experts(t, p->model);
   if (p->model->fp8.on)
     say(t,
-        "FP8              products of %u of %u blocks%s%s%s; the first %u and the last %u in "
+        "FP8              products of %u of %u blocks%s%s%s%s; the first %u and the last %u in "
         "bf16\n",
         p->model->cfg.n_layers - p->cfg.fp8_bf16_first - p->cfg.fp8_bf16_last,
         p->model->cfg.n_layers, p->model->fp8.bf16_down ? " but for the down projections" : "",
+        p->model->cfg.n_experts ? " but for routers and experts" : "",
         p->model->fp8.head ? " and of the head" : "",
         p->model->fp8.fast ? ", with fast accumulation" : "", p->cfg.fp8_bf16_first,
         p->cfg.fp8_bf16_last);
