@@ -6,9 +6,11 @@
     python3 bench/curve.py --data SHARDS --out bench/results/fp8-NAME --steps 1525 --tokens 65536 \\
         --seq-len 2048 --config bench/curve_0.3b.json --curves bf16 bf16~2 fp8 fp8-broken \\
         --broken-build DIR --broken-steps 305
+    python3 bench/curve.py --data SHARDS --out bench/results/moe-NAME --steps 1373 --tokens 65536 \\
+        --seq-len 2048 --config bench/curve_moe_0.3b.json --curves bf16 bf16~2 torch-masters
     python3 bench/curve.py --draw bench/results/curve-NAME    makes CSV and picture of its JSON
 
-All curves of a seed train the same Llama from the same weights on the same tokens in the same
+All curves of a seed train the same Llama, or model of --config with experts, from the same weights on the same tokens in the same
 order. Clipping, betas, eps, weight decay (of matrices alone) and each step's learning rate are the
 same. A curve is a recipe of Penstock, or one of:
 
@@ -24,6 +26,9 @@ torch-fp8      the same with FP8 operands and sums in fp32, of bench/torch_fp8.p
                but these in FP8 (x: activations, w: weights, dy: gradients of outputs)
 torch-nearest  PyTorch eager: fused AdamW on bf16 parameters and moments, rounded to nearest even
 torch-fp32     PyTorch eager: everything in fp32
+
+With experts, PyTorch's side is transformers' model. Both sides have the auxiliary loss of each
+--micro sequences, and the figures have each step's largest load of an expert over the mean.
 
 So bf16 against fp32-master shows what stochastic rounding costs, and torch-nearest against
 torch-masters what rounding to nearest does. fp32-master against torch-masters is the control.
@@ -268,6 +273,10 @@ def run(a):
         settings, path = settings_of(a), Path(f"{a.out}.json")
     except PenstockError as e:
         raise Refused(str(e)) from e
+    if {"num_experts", "num_local_experts"} & settings["model"].keys():
+        for text in a.curves:
+            if Curve(text).name == "torch-fp8":
+                raise Refused(f"--curves {text}: is no curve of models with experts")
     path.parent.mkdir(parents=True, exist_ok=True)
     result = read_or_begin(path, settings, a)
     there = {(r["curve"], r["seed"]) for r in result["runs"]}
@@ -391,6 +400,13 @@ def write_csv(path, result):
         out.writerows([step, f"{lr:.6g}", *losses] for step, (lr, *losses) in enumerate(columns))
 
 
+def draw_loads(axes, runs, colours):
+    for r in runs:
+        axes.plot(r["expert_load"], color=colours[r["curve"]], linewidth=1, alpha=0.8)
+    axes.set_ylabel("an expert's load, max / mean")
+    axes.set_ylim(1, 4)
+
+
 def draw(path, result):
     import matplotlib
 
@@ -398,8 +414,10 @@ def draw(path, result):
     from matplotlib import pyplot
     from penstock.plot import smoothed
 
-    figure, (top, bottom) = pyplot.subplots(
-        2, 1, figsize=(9, 8), sharex=True, height_ratios=(3, 2), layout="constrained"
+    routed = [r for r in result["runs"] if "expert_load" in r]
+    ratios = (3, 2, 1.5) if routed else (3, 2)
+    figure, (top, bottom, *loads) = pyplot.subplots(
+        len(ratios), 1, figsize=(9, 8), sharex=True, height_ratios=ratios, layout="constrained"
     )
     curves = list_of(result)
     palette = pyplot.get_cmap("tab10" if len(curves) <= 10 else "tab20")
@@ -428,9 +446,11 @@ def draw(path, result):
     )
     bottom.axhline(0, color="black", linewidth=0.5)
     bottom.set_ylabel(f"minus {curves[0]}, nats")
-    bottom.set_xlabel("step")
+    if routed:
+        draw_loads(*loads, routed, colours)
+    (loads or [bottom])[0].set_xlabel("step")
     top.legend(fontsize=8)  # of both
-    for axes in (top, bottom):
+    for axes in (top, bottom, *loads):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
 

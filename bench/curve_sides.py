@@ -70,9 +70,11 @@ class Batches:
 def penstock_side(recipe, options, a, where, batches, lrs, seed):
     from penstock import Hardware, ModelConfig, Plan, Trainer
 
-    hardware = Hardware.estimate(0, a.backend)
+    hardware, model = Hardware.estimate(0, a.backend), ModelConfig.read(where)
+    if model.n_experts:  # their auxiliary loss is of a chunk: both sides have the same ones
+        options = options | {"chunk_tokens": a.micro * a.seq_len}
     plan = Plan(
-        ModelConfig.read(where),
+        model,
         seq_len=a.seq_len,
         tokens_per_step=a.tokens,
         recipe=recipe,
@@ -113,6 +115,8 @@ def penstock_side(recipe, options, a, where, batches, lrs, seed):
     }
     if recipe.startswith("fp8"):
         figures["flushed_most"] = [float(f"{m.fp8_flushed_most:.3g}") for m in metrics]
+    if model.n_experts:
+        figures["expert_load"] = [round(m.expert_load, 4) for m in metrics]
     return figures
 
 
@@ -120,6 +124,7 @@ def torch_side(name, options, a, where, batches, lrs):
     import torch
     import torch_fp8
     import torch_llama
+    import torch_moe
     from penstock import ModelConfig
     from safetensors.torch import load_file
 
@@ -127,22 +132,25 @@ def torch_side(name, options, a, where, batches, lrs):
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     device = "cuda" if a.on_gpu else "cpu"
     stored, computed = (getattr(torch, dtype) for dtype in TORCH[name])
-    weights = {}
+    shape, weights, experts = ModelConfig.read(where), {}, None
     for file in sorted(Path(where).glob("*.safetensors")):
         weights |= load_file(file)
+    if shape.n_experts:
+        experts = torch_moe.read(where)
+        weights = dict(experts.named_parameters())
     master = {
-        n: torch.nn.Parameter(w.float().to(stored).to(device, copy=True))
+        n: torch.nn.Parameter(w.detach().float().to(stored).to(device, copy=True))
         for n, w in weights.items()
     }
     used = {n: w.detach().to(computed, copy=True).requires_grad_() for n, w in master.items()}
     make = torch_fp8.Llama if name == "torch-fp8" else torch_llama.Llama
-    net = make(ModelConfig.read(where), used, **options)
+    net = torch_moe.Model(experts, used) if experts else make(shape, used, **options)
     groups = [
-        {"params": [w for w in master.values() if w.dim() == d], "weight_decay": decay}
-        for d, decay in ((2, DECAY), (1, 0.0))
+        {"params": [w for w in master.values() if (w.dim() > 1) == d], "weight_decay": decay}
+        for d, decay in ((True, DECAY), (False, 0.0))
     ]
     optimizer = torch.optim.AdamW(groups, lr=a.lr, betas=BETAS, eps=EPS, fused=True)
-    losses, norms, began = [], [], time.time()
+    losses, norms, loads, began = [], [], [], time.time()
     for step, lr in enumerate(lrs):
         tokens, targets = (torch.from_numpy(x).long().to(device) for x in batches(step))
         n_valid = (targets >= 0).sum()
@@ -160,8 +168,10 @@ def torch_side(name, options, a, where, batches, lrs):
                 )
                 / n_valid
             )
-            loss.backward()
             total += loss.detach()
+            if experts:
+                loss = loss + net.router_loss() * (len(logits) / len(tokens))
+            loss.backward()
             for n, w in used.items():
                 master[n].grad += w.grad
                 w.grad = None
@@ -173,13 +183,15 @@ def torch_side(name, options, a, where, batches, lrs):
             for n, w in used.items():
                 w.copy_(master[n])
         losses.append(total)
+        if experts:
+            loads.append(net.load())
     return {
         "loss": [x.item() for x in losses],
         "grad_norm": [x.item() for x in norms],
         "seconds": time.time() - began,
         "device_peak_bytes": torch.cuda.max_memory_allocated() if a.on_gpu else 0,
         "torch": torch.__version__,
-    }
+    } | ({"expert_load": [round(x.item(), 4) for x in loads]} if experts else {})
 
 
 class Curve:

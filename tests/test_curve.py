@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 
+import families
 import numpy as np
 import pytest
 import tolerance
@@ -182,6 +183,22 @@ def test_penstock_and_pytorch_have_the_same_curve(curves):
         assert gaps[step] < bound, f"step {step}: {gaps[step]:.2g}, bound {bound:.2g}"
         walk += lr * lr
     assert result["gaps"]["torch-masters - fp32-master"]["largest"] == max(gaps)
+
+
+def test_with_experts_both_sides_have_the_same_curve_and_loads(tiny_shard, tmp_path):
+    """In fp32, with a strong auxiliary loss. One token at another expert moves a load by 0.016."""
+    cfg = families.olmoe(
+        vocab_size=512, num_experts=8, num_hidden_layers=2, router_aux_loss_coef=1.0
+    )
+    (tmp_path / "config.json").write_text(json.dumps(cfg))
+    more = ("--config", tmp_path / "config.json", "--micro", 4, "--curves", "fp32", "torch-fp32")
+    run(tmp_path / "moe", tiny_shard, *more)
+    result = json.loads((tmp_path / "moe.json").read_text())
+    ours, theirs = result["runs"]
+    assert np.abs(np.subtract(ours["loss"], theirs["loss"])).max() < 1e-4
+    assert ours["loss"][-1] < ours["loss"][0] - 0.1
+    assert np.abs(np.subtract(ours["expert_load"], theirs["expert_load"])).max() < 0.05
+    assert max(ours["expert_load"]) > 1.1 and (tmp_path / "moe.png").exists()
 
 
 def test_all_curves_begin_with_the_same_weights_and_tokens(curves):
