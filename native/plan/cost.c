@@ -226,10 +226,8 @@ static double fraction(double part, double whole) {
 /* Numbers of the bits of ps_contention_rate.kinds; then that of products, which slow exchanges. */
 enum { H2D, D2H, SUMS, OPTIMIZER, PRODUCTS };
 
-/* The entry of these kinds with sums on @sum_threads threads; 0: on as many as the first entry of
- * sums. NULL: none. */
-static const ps_contention_rate *entry_of(const ps_contention_rate *table, uint32_t kinds,
-                                          uint32_t sum_threads) {
+const ps_contention_rate *ps__contention_entry(const ps_contention_rate *table, uint32_t kinds,
+                                               uint32_t sum_threads) {
   for (const ps_contention_rate *s = table; s < table + PS_MAX_CONTENTION_RATES && s->kinds; s++)
     if (s->kinds == kinds &&
         (!(kinds & PS_CONTENTION_SUMS) || !sum_threads || s->threads == sum_threads))
@@ -239,7 +237,7 @@ static const ps_contention_rate *entry_of(const ps_contention_rate *table, uint3
 
 static const ps_contention_rate *contention_of(const ps_hardware *hw, uint32_t kinds,
                                                uint32_t sum_threads) {
-  return entry_of(hw->contention, kinds, sum_threads);
+  return ps__contention_entry(hw->contention, kinds, sum_threads);
 }
 
 uint32_t ps__sum_threads(const ps_hardware *hw, uint32_t i) {
@@ -266,7 +264,7 @@ bool ps__gpus_measured(const ps_hardware *hw, uint32_t n_devices) {
 
 const ps_contention_rate *ps__gpus_copies(const ps_hardware *hw, uint32_t n_devices) {
   return ps__gpus_measured(hw, n_devices)
-             ? entry_of(hw->gpus_contention, PS_CONTENTION_H2D | PS_CONTENTION_D2H, 0)
+             ? ps__contention_entry(hw->gpus_contention, PS_CONTENTION_H2D | PS_CONTENTION_D2H, 0)
              : NULL;
 }
 
@@ -276,8 +274,8 @@ const ps_contention_rate *ps__gpus_copies(const ps_hardware *hw, uint32_t n_devi
 static double slowdown(const ps_hardware *hw, bool gpus, int kind, uint32_t kinds,
                        uint32_t sum_threads) {
   kinds &= ~(1u << PRODUCTS);
-  const ps_contention_rate *beside = entry_of(gpus ? hw->gpus_contention : hw->contention, kinds,
-                                              sum_threads),
+  const ps_contention_rate *beside = ps__contention_entry(
+                               gpus ? hw->gpus_contention : hw->contention, kinds, sum_threads),
                            *alone =
                                kind >= SUMS ? contention_of(hw, 1u << kind, sum_threads) : NULL;
   if (!(kinds >> kind & 1) || !beside || (kind >= SUMS && !alone))

@@ -221,6 +221,10 @@ ps__cost_model ps__cost_model_of(const ps_hardware *hw, bool fp8, const ps__plac
  * over that on all. */
 uint32_t ps__sum_threads(const ps_hardware *hw, uint32_t i);
 double ps__sum_speed(const ps_hardware *hw, uint32_t threads);
+/* ps__contention_entry() - the entry of these kinds with sums on @sum_threads threads; 0: on as many
+ * as the first entry of sums. NULL: none. */
+const ps_contention_rate *ps__contention_entry(const ps_contention_rate *table, uint32_t kinds,
+                                               uint32_t sum_threads);
 /* ps__gpus_measured() - whether the contention of @n_devices GPUs that copy at once was measured.
  * ps__gpus_copies() - the rates of each of them while all copy both ways; NULL: not measured. */
 bool ps__gpus_measured(const ps_hardware *hw, uint32_t n_devices);

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { STEPS = 3, MIDDLE = 1, ROUNDS = 100, NONE = PS__N_SPEEDS };
+enum { STEPS = 3, MIDDLE = 1, NONE = PS__N_SPEEDS };
 
 /* ---- what an op is --------------------------------------------------------------------------- */
 
@@ -54,7 +54,7 @@ static uint32_t resource_of(const ps__places *at, const ps_hardware *hw, const p
 }
 
 /* Which bit of a set says that the resource is in use; 0: none does. */
-static uint32_t bit_of(uint32_t resource) {
+static uint32_t bit_of(const ps_hardware *hw, uint32_t resource) {
   if (resource == PS__SPEED_H2D)
     return PS_CONTENTION_H2D;
   if (resource == PS__SPEED_D2H)
@@ -63,7 +63,8 @@ static uint32_t bit_of(uint32_t resource) {
     return PS_CONTENTION_OPTIMIZER;
   if (resource >= PS__SPEED_ACCUMULATE && resource <= PS__SPEED_ACCUMULATE_SUMSQ)
     return PS_CONTENTION_SUMS;
-  return 0;
+  return resource == PS__SPEED_ELEMENTWISE && !hw->contention[0].kinds ? PS__SPEED_WITH_ELEMENTWISE
+                                                                       : 0;
 }
 
 /* ---- what ran beside what -------------------------------------------------------------------- */
@@ -88,6 +89,8 @@ typedef struct sweep {
   piece *piece;
   size_t n, cap;
   bool out_of_memory;
+  ps__speeds *out; /* gets what ran at once, as sums over the ns of took */
+  double took[PS__N_SPEEDS][PS__SPEED_SETS];
 } sweep;
 
 static uint64_t time_of(const ps_trace_event *events, uint32_t point) {
@@ -130,7 +133,7 @@ static together what_runs(const sweep *s) {
       continue;
     const uint64_t op = s->running[i] % s->n_ops;
     const ps_sim_cost *c = &s->cost[op];
-    t.set |= bit_of(s->resource[op]);
+    t.set |= bit_of(&s->plan->hw, s->resource[op]);
     t.kinds |= c->kind;
     for (int d = 0; d < PS_SIM_DEMANDS && c->demand[d] > 0; d++)
       t.demand[c->resource[d]] += c->demand[d];
@@ -138,11 +141,32 @@ static together what_runs(const sweep *s) {
   return t;
 }
 
-static double slowed(const together *t, const ps_sim_cost *c) {
+/* @but: a resource that does not count. */
+static double slowed(const together *t, const ps_sim_cost *c, uint32_t but) {
   double worst = 1;
   for (int d = 0; d < PS_SIM_DEMANDS && c->demand[d] > 0; d++)
-    worst = fmax(worst, t->demand[c->resource[d]]);
+    if (c->resource[d] != but)
+      worst = fmax(worst, t->demand[c->resource[d]]);
   return c->slower ? fmax(worst, c->slower[t->kinds]) : worst;
+}
+
+static void note_together(sweep *s, const together *t, uint32_t op, double ns) {
+  const uint32_t memory = ps__memory_of(s->plan->at->host);
+  ps__speed *v = &s->out->of[s->resource[op]][t->set];
+  v->demand += ns * t->demand[memory];
+  v->slowed += ns * slowed(t, &s->cost[op], PS_SIM_RESOURCES);
+  v->slowed_by_others += ns * slowed(t, &s->cost[op], memory);
+  s->took[s->resource[op]][t->set] += ns;
+}
+
+static void means_together(const sweep *s) {
+  for (int r = 0; r < PS__N_SPEEDS; r++)
+    for (int k = 0; k < PS__SPEED_SETS; k++)
+      if (s->took[r][k] > 0) {
+        s->out->of[r][k].demand /= s->took[r][k];
+        s->out->of[r][k].slowed /= s->took[r][k];
+        s->out->of[r][k].slowed_by_others /= s->took[r][k];
+      }
 }
 
 /* @ns pass while the running ops run. */
@@ -159,7 +183,9 @@ static void pass(sweep *s, double ns) {
       close_piece(s, i);
     s->open[i].op = op;
     s->open[i].set = t.set;
-    s->open[i].ns += ns / slowed(&t, c) * (1 + fmin(c->idle_most, c->idle_gain * s->idle[i]));
+    s->open[i].ns +=
+        ns / slowed(&t, c, PS_SIM_RESOURCES) * (1 + fmin(c->idle_most, c->idle_gain * s->idle[i]));
+    note_together(s, &t, op, ns);
   }
 }
 
@@ -194,85 +220,152 @@ static void walk(sweep *s) {
 /* ---- speeds ---------------------------------------------------------------------------------- */
 
 /* What is solved for: for each op, the sum of speed x ns over its pieces is what the description
- * says of its work. */
+ * says of its work. Ops scatter, and most run in the same few sets, so that least squares alone
+ * give some sets twice the speed and others none. Such speeds predict a step that is too long: the
+ * fast ones are held back by the rate alone, and the slow ones are not. So a set's speed is taken
+ * to be near the resource's mean speed, by so much of that, as far as the scatter leaves it open.
+ */
+static const double SPREAD = 0.15;
+
+typedef double matrix[PS__SPEED_SETS][PS__SPEED_SETS];
+
 typedef struct fit {
   const sweep *s;
   double op_ns;
-  double *done; /* [n_ops]: ns of the pieces together; then what the speeds say of them */
+  double *ns; /* [n_ops]: of the op's pieces together */
   ps__speeds *out;
+  /* by resource: the sums of t[i] t[j] / ns over the ops, where t is an op's ns by set; its work
+   * times t / ns; its work, and ops */
+  matrix *tt; /* [PS__N_SPEEDS] */
+  double tw[PS__N_SPEEDS][PS__SPEED_SETS], work[PS__N_SPEEDS];
+  uint64_t n[PS__N_SPEEDS];
 } fit;
 
-static ps__speed *speed_at(const fit *f, const piece *p) {
-  return &f->out->of[f->s->resource[p->op]][p->set];
+static int by_op(const void *pa, const void *pb) {
+  const piece *a = pa, *b = pb;
+  return a->op < b->op ? -1 : a->op > b->op;
 }
 
 /* The fixed cost of an op is no matter of its resource's speed: it is taken from all its pieces in
  * proportion. */
-static void begin_fit(fit *f) {
+static void take_fixed_cost(fit *f) {
   const sweep *s = f->s;
   for (size_t i = 0; i < s->n; i++)
-    f->done[s->piece[i].op] += s->piece[i].ns;
+    f->ns[s->piece[i].op] += s->piece[i].ns;
   for (size_t i = 0; i < s->n; i++) {
     piece *p = &s->piece[i];
-    const double all = f->done[p->op];
+    const double all = f->ns[p->op];
     p->ns *= all > f->op_ns && s->cost[p->op].ns > f->op_ns ? 1 - f->op_ns / all : 0;
-    ps__speed *v = speed_at(f, p);
-    v->speed = 1;
+    ps__speed *v = &f->out->of[s->resource[p->op]][p->set];
     v->ns += p->ns;
     v->n += p->ns > 0;
   }
 }
 
-/* How far the work of the op of @p is from what the speeds say. */
-static double ratio_of(const fit *f, const piece *p) {
-  return f->done[p->op] > 0 ? (f->s->cost[p->op].ns - f->op_ns) / f->done[p->op] : 1;
-}
-
-static void predict(const fit *f) {
-  memset(f->done, 0, f->s->n_ops * sizeof *f->done);
-  for (size_t i = 0; i < f->s->n; i++)
-    f->done[f->s->piece[i].op] += f->s->piece[i].ns * speed_at(f, &f->s->piece[i])->speed;
-}
-
-/* Each speed times the mean ratio of its pieces: the step of Richardson and Lucy, which keeps
- * speeds positive. */
-static void improve(const fit *f) {
-  double sum[PS__N_SPEEDS][PS__SPEED_SETS] = {{0}};
-  predict(f);
-  for (size_t i = 0; i < f->s->n; i++) {
-    const piece *p = &f->s->piece[i];
-    sum[f->s->resource[p->op]][p->set] += p->ns * ratio_of(f, p);
+/* The ns by set of the op whose pieces begin at @first, and their sum; returns the next op's. */
+static size_t sets_of(const sweep *s, size_t first, double t[PS__SPEED_SETS], double *ns) {
+  size_t i = first;
+  memset(t, 0, PS__SPEED_SETS * sizeof *t);
+  *ns = 0;
+  for (; i < s->n && s->piece[i].op == s->piece[first].op; i++) {
+    t[s->piece[i].set] += s->piece[i].ns;
+    *ns += s->piece[i].ns;
   }
-  for (int r = 0; r < PS__N_SPEEDS; r++)
-    for (int k = 0; k < PS__SPEED_SETS; k++) {
-      ps__speed *v = &f->out->of[r][k];
-      if (v->ns > 0)
-        v->speed *= sum[r][k] / v->ns;
-    }
+  return i;
 }
 
-/* By the scatter of the ops: the error of their mean. */
-static void set_errors(const fit *f) {
-  predict(f);
-  for (size_t i = 0; i < f->s->n; i++) {
-    const piece *p = &f->s->piece[i];
-    const double off = p->ns * (ratio_of(f, p) - 1);
-    speed_at(f, p)->error += off * off;
+static double work_of(const fit *f, size_t first) {
+  return f->s->cost[f->s->piece[first].op].ns - f->op_ns;
+}
+
+static void add_up(fit *f) {
+  double t[PS__SPEED_SETS], ns;
+  for (size_t i = 0, next; i < f->s->n; i = next) {
+    const uint32_t r = f->s->resource[f->s->piece[i].op];
+    next = sets_of(f->s, i, t, &ns);
+    if (!(ns > 0))
+      continue;
+    f->work[r] += work_of(f, i);
+    f->n[r]++;
+    for (int k = 0; k < PS__SPEED_SETS; k++) {
+      f->tw[r][k] += work_of(f, i) * t[k] / ns;
+      for (int j = 0; j < PS__SPEED_SETS; j++)
+        f->tt[r][k][j] += t[k] * t[j] / ns;
+    }
   }
-  for (int r = 0; r < PS__N_SPEEDS; r++)
-    for (int k = 0; k < PS__SPEED_SETS; k++) {
-      ps__speed *v = &f->out->of[r][k];
-      v->error = v->ns > 0 ? sqrt(v->error) / v->ns : 0;
-    }
 }
 
-static void solve(const sweep *s, double op_ns, double *done, ps__speeds *out) {
-  fit f = {.s = s, .op_ns = op_ns, .done = done, .out = out};
-  *out = (ps__speeds){.dt = (uint32_t)s->plan->model->dt};
-  begin_fit(&f);
-  for (int i = 0; i < ROUNDS; i++)
-    improve(&f);
-  set_errors(&f);
+/* x of (tt + hold) x = tw + hold * mean, by Gauss: the matrix has no negative eigenvalue. */
+static void solve_near(const matrix tt, const double tw[PS__SPEED_SETS], double hold, double mean,
+                       double x[PS__SPEED_SETS]) {
+  matrix a;
+  memcpy(a, tt, sizeof a);
+  for (int k = 0; k < PS__SPEED_SETS; k++) {
+    a[k][k] += hold;
+    x[k] = tw[k] + hold * mean;
+  }
+  for (int k = 0; k < PS__SPEED_SETS; k++)
+    for (int i = k + 1; i < PS__SPEED_SETS; i++) {
+      const double by = a[i][k] / a[k][k];
+      for (int j = k; j < PS__SPEED_SETS; j++)
+        a[i][j] -= by * a[k][j];
+      x[i] -= by * x[k];
+    }
+  for (int k = PS__SPEED_SETS - 1; k >= 0; k--) {
+    for (int j = k + 1; j < PS__SPEED_SETS; j++)
+      x[k] -= a[k][j] * x[j];
+    x[k] /= a[k][k];
+  }
+}
+
+/* The mean square by which the work of the ops of @r is off, by what they took. */
+static double scatter(const fit *f, uint32_t r, const double x[PS__SPEED_SETS], int n_known) {
+  double t[PS__SPEED_SETS], ns, sum = 0;
+  for (size_t i = 0, next; i < f->s->n; i = next) {
+    next = sets_of(f->s, i, t, &ns);
+    if (f->s->resource[f->s->piece[i].op] != r || !(ns > 0))
+      continue;
+    double off = work_of(f, i);
+    for (int k = 0; k < PS__SPEED_SETS; k++)
+      off -= x[k] * t[k];
+    sum += off * off / ns;
+  }
+  return sum / (double)(f->n[r] > (uint64_t)n_known ? f->n[r] - (uint64_t)n_known : 1);
+}
+
+static void solve_resource(const fit *f, uint32_t r) {
+  double ns = 0, x[PS__SPEED_SETS], said = 0;
+  int n_sets = 0;
+  for (int k = 0; k < PS__SPEED_SETS; k++) {
+    ns += f->out->of[r][k].ns;
+    n_sets += f->out->of[r][k].ns > 0;
+  }
+  if (!(ns > 0))
+    return;
+  const double mean = f->work[r] / ns;
+  solve_near(f->tt[r], f->tw[r], 1e-6 * ns, mean, x); /* as if nothing scattered */
+  const double s = scatter(f, r, x, n_sets), hold = 1e-6 * ns + s / (SPREAD * SPREAD * mean * mean);
+  solve_near(f->tt[r], f->tw[r], hold, mean, x);
+  for (int k = 0; k < PS__SPEED_SETS; k++) {
+    x[k] = fmax(x[k], mean / 10);
+    said += x[k] * f->out->of[r][k].ns;
+  }
+  for (int k = 0; k < PS__SPEED_SETS; k++) {
+    ps__speed *v = &f->out->of[r][k];
+    if (!(v->ns > 0))
+      continue;
+    v->speed = x[k] * f->work[r] / said; /* all work is done, whatever was held */
+    v->error = sqrt(s / (f->tt[r][k][k] + hold)) / x[k];
+  }
+}
+
+static void solve(const sweep *s, double op_ns, double *ns, matrix *tt, ps__speeds *out) {
+  fit f = {.s = s, .op_ns = op_ns, .ns = ns, .out = out, .tt = tt};
+  qsort(s->piece, s->n, sizeof *s->piece, by_op);
+  take_fixed_cost(&f);
+  add_up(&f);
+  for (uint32_t r = 0; r < PS__N_SPEEDS; r++)
+    solve_resource(&f, r);
 }
 
 /* Memory that a measurement takes. */
@@ -280,7 +373,8 @@ typedef struct room {
   ps_sim_cost *cost;
   uint8_t *resource;
   uint32_t *point;
-  double *done;
+  double *ns;
+  matrix *tt;
 } room;
 
 static void measure(sweep *s, const room *m, const ps_hardware *hw, ps__speeds *out) {
@@ -293,9 +387,14 @@ static void measure(sweep *s, const room *m, const ps_hardware *hw, ps__speeds *
   for (uint32_t i = 0; i < 2 * STEPS * s->n_ops; i++)
     m->point[i] = i;
   qsort_r(m->point, 2 * STEPS * s->n_ops, sizeof *m->point, by_time, (void *)s->events);
+  *out = (ps__speeds){.dt = (uint32_t)p->model->dt,
+                      .n_devices = p->at->n_devices,
+                      .sum_threads = p->spec.sum_threads};
+  s->out = out;
   walk(s);
+  means_together(s);
   if (!s->out_of_memory)
-    solve(s, hw->op_ns, m->done, out);
+    solve(s, hw->op_ns, m->ns, m->tt, out);
 }
 
 ps_status ps__speeds_measure(ps__speeds *out, const ps_plan *p, const ps_hardware *hw,
@@ -304,20 +403,22 @@ ps_status ps__speeds_measure(ps__speeds *out, const ps_plan *p, const ps_hardwar
   const room m = {.cost = ps__malloc((n + 1) * sizeof *m.cost),
                   .resource = ps__malloc(n + 1),
                   .point = ps__malloc((2 * STEPS * n + 1) * sizeof *m.point),
-                  .done = ps__calloc(n + 1, sizeof *m.done)};
+                  .ns = ps__calloc(n + 1, sizeof *m.ns),
+                  .tt = ps__calloc(PS__N_SPEEDS, sizeof *m.tt)};
   sweep s = {.plan = p,
              .events = events,
              .cost = m.cost,
              .resource = m.resource,
              .n_ops = n,
              .point = m.point};
-  const bool there = m.cost && m.resource && m.point && m.done;
+  const bool there = m.cost && m.resource && m.point && m.ns && m.tt;
   if (there)
     measure(&s, &m, hw, out);
   ps__free(m.cost);
   ps__free(m.resource);
   ps__free(m.point);
-  ps__free(m.done);
+  ps__free(m.ns);
+  ps__free(m.tt);
   ps__free(s.piece);
   return there && !s.out_of_memory ? PS_OK
                                    : ps__fail(PS_ENOMEM, "out of memory for the speeds of %llu ops",
@@ -328,122 +429,68 @@ ps_status ps__speeds_measure(ps__speeds *out, const ps_plan *p, const ps_hardwar
 
 enum { MOST = 16 };
 
-static int by_speed(const void *pa, const void *pb) {
-  const double a = ((const ps__speed *)pa)->speed, b = ((const ps__speed *)pb)->speed;
+static int by_value(const void *pa, const void *pb) {
+  const double a = *(const double *)pa, b = *(const double *)pb;
   return a < b ? -1 : a > b;
 }
 
-static ps__speed median(const ps__speeds *of, uint32_t n, int r, int k) {
-  ps__speed seen[MOST], out = {0};
+static double median(double *of, uint32_t n) {
+  qsort(of, n, sizeof *of, by_value);
+  return (of[n / 2] + of[(n - 1) / 2]) / 2;
+}
+
+static ps__speed median_speed(const ps__speeds *of, uint32_t n, int r, int k) {
+  double speed[MOST], error = 0;
+  ps__speed out = {0};
   uint32_t m = 0;
-  for (uint32_t i = 0; i < n && m < MOST; i++)
-    if (of[i].of[r][k].ns > 0) {
-      seen[m++] = of[i].of[r][k];
-      out.ns += of[i].of[r][k].ns;
-      out.n += of[i].of[r][k].n;
-    }
+  for (uint32_t i = 0; i < n && m < MOST; i++) {
+    const ps__speed *v = &of[i].of[r][k];
+    if (!(v->ns > 0))
+      continue;
+    speed[m++] = v->speed;
+    error = v->error;
+    out.ns += v->ns;
+    out.n += v->n;
+    out.demand += v->ns * v->demand;
+    out.slowed += v->ns * v->slowed;
+    out.slowed_by_others += v->ns * v->slowed_by_others;
+  }
   if (!m)
     return out;
-  qsort(seen, m, sizeof *seen, by_speed);
-  out.speed = (seen[m / 2].speed + seen[(m - 1) / 2].speed) / 2;
-  out.error = m > 1 ? (seen[m - 1].speed - seen[0].speed) / 2 / out.speed : seen[0].error;
+  out.demand /= out.ns;
+  out.slowed /= out.ns;
+  out.slowed_by_others /= out.ns;
+  out.speed = median(speed, m);
+  out.error = m > 1 ? (speed[m - 1] - speed[0]) / 2 / out.speed : error;
   return out;
 }
 
+/* Of all of a resource's ops together; 0: none ran. */
+static double mean_speed(const ps__speeds *s, int r) {
+  double ns = 0, work = 0;
+  for (int k = 0; k < PS__SPEED_SETS; k++) {
+    ns += s->of[r][k].ns;
+    work += s->of[r][k].ns * s->of[r][k].speed;
+  }
+  return ns > 0 ? work / ns : 0;
+}
+
+/* Medians of sets, scaled to the median of the ops together: what one set's speed has too much in a
+ * step another's has too little, and medians would not keep the sum. */
 void ps__speeds_median(ps__speeds *out, const ps__speeds *of, uint32_t n) {
-  ps__speeds s = {.dt = of[0].dt};
-  for (int r = 0; r < PS__N_SPEEDS; r++)
+  ps__speeds s = of[0];
+  for (int r = 0; r < PS__N_SPEEDS; r++) {
+    double all[MOST];
+    uint32_t m = 0;
     for (int k = 0; k < PS__SPEED_SETS; k++)
-      s.of[r][k] = median(of, n, r, k);
+      s.of[r][k] = median_speed(of, n, r, k);
+    for (uint32_t i = 0; i < n && m < MOST; i++) {
+      all[m] = mean_speed(&of[i], r);
+      m += all[m] > 0;
+    }
+    const double mean = mean_speed(&s, r), by = m && mean > 0 ? median(all, m) / mean : 1;
+    for (int k = 0; k < PS__SPEED_SETS; k++)
+      s.of[r][k].speed *= by;
+  }
   *out = s;
-}
-
-/* ---- a description --------------------------------------------------------------------------- */
-
-enum { ANY_SET = -1 };
-
-/* Of resources @first to @last in a set, or in all: the mean by time. 0: none ran. A set counts
- * where at least a fiftieth of the resources' time was spent in it. */
-static double mean_speed(const ps__speeds *s, int first, int last, int set) {
-  double ns = 0, work = 0, all = 0;
-  for (int r = first; r <= last; r++)
-    for (int k = 0; k < PS__SPEED_SETS; k++) {
-      const ps__speed *v = &s->of[r][k];
-      all += v->ns;
-      if (set != ANY_SET && k != set)
-        continue;
-      ns += v->ns;
-      work += v->ns * v->speed;
-    }
-  return ns > 0 && ns >= all / 50 ? work / ns : 0;
-}
-
-/* In the set where it ran in that, else in all; 1: it did not run. */
-static double factor(const ps__speeds *s, int first, int last, int set) {
-  const double here = set == ANY_SET ? 0 : mean_speed(s, first, last, set),
-               any = mean_speed(s, first, last, ANY_SET);
-  return here > 0 ? here : any > 0 ? any : 1;
-}
-
-static void apply_contention(ps_contention_rate *table, const ps__speeds *s) {
-  for (ps_contention_rate *e = table; e < table + PS_MAX_CONTENTION_RATES && e->kinds; e++) {
-    const int set = (int)e->kinds;
-    e->h2d_bytes_per_s *= factor(s, PS__SPEED_H2D, PS__SPEED_H2D, set);
-    e->d2h_bytes_per_s *= factor(s, PS__SPEED_D2H, PS__SPEED_D2H, set);
-    e->host_bytes_per_s *= e->kinds & PS_CONTENTION_SUMS
-                               ? factor(s, PS__SPEED_ACCUMULATE, PS__SPEED_ACCUMULATE_SUMSQ, set)
-                               : factor(s, PS__SPEED_UPDATES, PS__SPEED_UPDATES_STATE, set);
-  }
-}
-
-static void apply_products(ps_hardware *hw, const ps__speeds *s) {
-  const double gemm = factor(s, PS__SPEED_GEMM, PS__SPEED_GEMM, ANY_SET),
-               fp8 = factor(s, PS__SPEED_GEMM_FP8, PS__SPEED_GEMM_FP8, ANY_SET),
-               grouped = factor(s, PS__SPEED_GEMM_GROUPED, PS__SPEED_GEMM_GROUPED, ANY_SET),
-               forward = factor(s, PS__SPEED_ATTENTION_FWD, PS__SPEED_ATTENTION_FWD, ANY_SET),
-               backward = factor(s, PS__SPEED_ATTENTION_BWD, PS__SPEED_ATTENTION_BWD, ANY_SET);
-  hw->gemm_flops_per_s[s->dt] *= gemm;
-  hw->gemm_fp8_flops_per_s *= fp8;
-  for (int i = 0; i < PS_MAX_GEMM_RATES; i++) {
-    ps_gemm_rate *of[] = {&hw->gemm[s->dt][i], &hw->gemm_fp8[i], &hw->gemm_grouped[i]};
-    const double by[] = {gemm, fp8, grouped};
-    for (int k = 0; k < 3; k++) {
-      of[k]->forward_flops_per_s *= by[k];
-      of[k]->dgrad_flops_per_s *= by[k];
-      of[k]->wgrad_flops_per_s *= by[k];
-    }
-  }
-  hw->attention_flops_per_s[s->dt] *= forward;
-  hw->attention_bwd_flops_per_s[s->dt] *= backward;
-  for (int i = 0; i < PS_MAX_ATTENTION_RATES; i++) {
-    hw->attention[s->dt][i].forward_flops_per_s *= forward;
-    hw->attention[s->dt][i].backward_flops_per_s *= backward;
-  }
-}
-
-void ps__speeds_apply(ps_hardware *hw, const ps__speeds *s) {
-  const struct {
-    double *rate;
-    int resource, set;
-  } rates[] = {
-      {&hw->link[PS_LINK_H2D].bytes_per_s, PS__SPEED_H2D, PS_CONTENTION_H2D},
-      {&hw->link[PS_LINK_D2H].bytes_per_s, PS__SPEED_D2H, PS_CONTENTION_D2H},
-      {&hw->optimizer_bytes_per_s, PS__SPEED_UPDATES, PS_CONTENTION_OPTIMIZER},
-      {&hw->optimizer_weights_bytes_per_s, PS__SPEED_UPDATES_WEIGHTS, PS_CONTENTION_OPTIMIZER},
-      {&hw->optimizer_state_bytes_per_s, PS__SPEED_UPDATES_STATE, PS_CONTENTION_OPTIMIZER},
-      {&hw->accumulate_bytes_per_s, PS__SPEED_ACCUMULATE, PS_CONTENTION_SUMS},
-      {&hw->sumsq_bytes_per_s, PS__SPEED_SUMSQ, PS_CONTENTION_SUMS},
-      {&hw->accumulate_sumsq_bytes_per_s, PS__SPEED_ACCUMULATE_SUMSQ, PS_CONTENTION_SUMS},
-      {&hw->gather_bytes_per_s, PS__SPEED_GATHER, ANY_SET},
-      {&hw->link[PS_LINK_PEER].bytes_per_s, PS__SPEED_PEERS, ANY_SET},
-      {&hw->elementwise_bytes_per_s, PS__SPEED_ELEMENTWISE, ANY_SET},
-  };
-  for (size_t i = 0; i < sizeof rates / sizeof *rates; i++)
-    *rates[i].rate *= factor(s, rates[i].resource, rates[i].resource, rates[i].set);
-  hw->link[PS_LINK_H2D].duplex_bytes_per_s *=
-      factor(s, PS__SPEED_H2D, PS__SPEED_D2H, PS_CONTENTION_H2D | PS_CONTENTION_D2H);
-  hw->memory_bytes_per_s *= factor(s, PS__SPEED_H2D, PS__SPEED_ACCUMULATE_SUMSQ, ANY_SET);
-  apply_contention(hw->contention, s);
-  apply_contention(hw->gpus_contention, s);
-  apply_products(hw, s);
 }
