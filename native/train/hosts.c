@@ -7,6 +7,7 @@
 #include "hosts/hosts.h"
 #include "hosts/net.h"
 #include "io/io.h"
+#include "train/resume.h"
 #include "train/trainer.h"
 #include <math.h>
 #include <string.h>
@@ -164,34 +165,48 @@ static void hash_exchanges(const ps_trainer *t, char hex[65]) {
   hex[16] = 0;
 }
 
+/* A line a setting that a manifest has; returns the bytes of @text so far. */
+static size_t add_settings(const ps__settings *of, const ps__setting *s, char text[TEXT_BYTES],
+                           size_t at) {
+  for (; s->key; s++) {
+    const char *field = (const char *)of + s->offset;
+    char value[32];
+    switch (s->kind) {
+    case PS__F64: snprintf(value, sizeof value, "%.17g", *(const double *)field); break;
+    case PS__I32: snprintf(value, sizeof value, "%d", *(const int32_t *)field); break;
+    case PS__U32: snprintf(value, sizeof value, "%u", *(const uint32_t *)field); break;
+    default: snprintf(value, sizeof value, "%llu", (unsigned long long)*(const uint64_t *)field);
+    }
+    const int n = snprintf(text + at, TEXT_BYTES - at, "%s = %s\n", s->option, value);
+    at += (size_t)n < TEXT_BYTES - at ? (size_t)n : TEXT_BYTES - at - 1;
+  }
+  return at;
+}
+
+/* All that changes the bits, and what decides which exchanges there are. A manifest's settings are
+ * those that change the math, so a new one is compared too. */
 ps_status ps__trainer_agree(ps_trainer *t) {
   const ps_plan *p = t->plan;
   char text[TEXT_BYTES], model[65], exchanges[65];
   uint64_t data, data_bytes;
   if (!t->plan->cfg.hosts)
     return PS_OK;
+  const ps__settings own = ps__settings_of(t, 0);
   PS_TRY(ps__dataset_hash(t->cfg.dataset, &data, &data_bytes));
   hash_text(&p->model->cfg, sizeof p->model->cfg, model);
   hash_exchanges(t, exchanges);
-  snprintf(
+  const int n = snprintf(
       text, sizeof text,
-      "model's config.json = %s\nsequences in the data = %llu\n"
-      "data = %llu bytes with hash %016llx\nseq-len = %llu\n"
-      "tokens-per-step = %llu\nchunk-tokens = %llu\nchunks-per-round = %llu\n"
-      "first-round-chunks = %llu\nfirst-rounds = %u\nhead-slice-tokens = %llu\nrecipe = %s\n"
-      "optimizer = %s\nclip = %d\nexchanges of a step = %s\nstep to go on from (--resume) = "
-      "%llu\nupdates before = "
-      "%llu\n"
-      "lr = %.17g\nseed = %llu\n",
-      model, (unsigned long long)ps_dataset_n_sequences(t->cfg.dataset, p->cfg.seq_len),
-      (unsigned long long)data_bytes, (unsigned long long)data, (unsigned long long)p->cfg.seq_len,
-      (unsigned long long)p->report.tokens_per_step, (unsigned long long)p->report.chunk_tokens,
-      (unsigned long long)p->report.chunks_per_round,
-      (unsigned long long)p->report.first_round_chunks, p->report.first_rounds,
-      (unsigned long long)p->report.head_slice_tokens, ps_recipe_name((ps_recipe)p->cfg.recipe),
-      ps_optimizer_name((ps_optimizer)p->cfg.optimizer), ps__waits_for_norm(p), exchanges,
-      (unsigned long long)t->cfg.first_step, (unsigned long long)t->n_updates, t->cfg.lr,
-      (unsigned long long)t->cfg.seed);
+      "model's config.json = %s\ndata = %llu bytes with hash %016llx\nrecipe = %s\n"
+      "optimizer = %s\nfp8 = %d\nclip = %d\none-document = %u\nkeep-grads = %u\n"
+      "step to go on from (--resume) = %llu\nupdates before = %llu\n",
+      model, (unsigned long long)data_bytes, (unsigned long long)data,
+      ps_recipe_name((ps_recipe)p->cfg.recipe), ps_optimizer_name((ps_optimizer)p->cfg.optimizer),
+      p->model->fp8.on, ps__waits_for_norm(p), p->cfg.one_document, p->cfg.keep_grads,
+      (unsigned long long)t->cfg.first_step, (unsigned long long)t->n_updates);
+  size_t at = add_settings(&own, ps__batch_settings, text, (size_t)n);
+  at = add_settings(&own, ps__train_settings, text, at);
+  snprintf(text + at, sizeof text - at, "exchanges of a step = %s\n", exchanges);
   return ps_hosts_agree(t->plan->cfg.hosts, text);
 }
 

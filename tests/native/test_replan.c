@@ -187,6 +187,53 @@ static void test_two_tasks(void) {
   printf("ok two tasks switch at the same step, with the same bits\n");
 }
 
+/* ---- tasks that disagree --------------------------------------------------------------------- */
+
+/* Settings of rank 1 that change the math, of which rank 0 has others. */
+static const struct {
+  const char *says;
+  double z_loss, label_smoothing, clip_norm, beta2, weight_decay;
+  float router_aux;
+  uint64_t warmup_steps;
+} disagreements[] = {{"rank 1 has z-loss = 0.0001", .z_loss = 1e-4},
+                     {"rank 1 has label-smoothing = 0.25", .label_smoothing = 0.25},
+                     {"rank 1 has router-aux-loss = 0.5", .router_aux = 0.5f},
+                     {"rank 1 has clip-norm = 2, and rank 0 has clip-norm = 0.5", .clip_norm = 2},
+                     {"rank 1 has beta2 = 0.5", .beta2 = 0.5},
+                     {"rank 1 has weight-decay = 0.75", .weight_decay = 0.75},
+                     {"rank 1 has warmup-steps = 7", .warmup_steps = 7}};
+enum { N_DISAGREEMENTS = sizeof disagreements / sizeof *disagreements };
+
+static void disagree(rank *r, ps_hosts *h) {
+  const char *paths[] = {shard};
+  ps_plan *plan = slow_plan(2, false);
+  ps_train_config c = {0};
+  ps_trainer *t = NULL;
+  plan->cfg.hosts = h;
+  ps_train_config_init(&c);
+  CHECK(ps_dataset_open(&c.dataset, paths, 1, 96) == PS_OK);
+  if (r->rank == 1) {
+    const __typeof__(*disagreements) *d = &disagreements[r->count];
+    plan->cfg.z_loss = d->z_loss;
+    plan->cfg.label_smoothing = d->label_smoothing;
+    plan->model->loss.router_aux = d->router_aux;
+    plan->cfg.clip_norm = d->clip_norm > 0 ? d->clip_norm : plan->cfg.clip_norm;
+    c.beta2 = d->beta2 > 0 ? d->beta2 : c.beta2;
+    c.weight_decay = d->weight_decay > 0 ? d->weight_decay : c.weight_decay;
+    c.warmup_steps = d->warmup_steps;
+  }
+  CHECK_FAILS(ps_trainer_create(&t, models[0].dir, plan, &c, NULL, NULL), PS_EINVAL,
+              disagreements[r->count].says);
+  CHECK(ps_dataset_close(c.dataset) == PS_OK);
+  ps_plan_destroy(plan);
+}
+
+static void test_disagreements(void) {
+  for (uint32_t i = 0; i < N_DISAGREEMENTS; i++)
+    run_ranks(2, disagree, PS_F32, i);
+  printf("ok tasks with other terms of the loss, clipping or updates are refused\n");
+}
+
 /* ---- what happens meanwhile ------------------------------------------------------------------ */
 
 /* Random decisions; of 0 the arenas and scratch hold all others'. */
@@ -503,6 +550,7 @@ int main(int argc, char **argv) {
   test_by_itself();
   test_cut();
   test_two_tasks();
+  test_disagreements();
   know_states();
   test_beside();
   test_checkpoint();
