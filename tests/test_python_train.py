@@ -432,3 +432,24 @@ def test_an_embedding_at_home_is_updated_to_the_same_bits(recipe, clip_norm, tmp
     home, there = run(least), run(None)
     assert (home[0], there[0]) == (True, False)
     assert home[1] == there[1] and (home[2] == there[2]).all() and (home[3] == there[3]).all()
+
+
+def test_plan_is_the_one_that_runs(model, tiny_model, tiny_shard):
+    """The library switches by itself; here the test makes it."""
+    from penstock._lib import check, ffi, lib
+
+    plan = Plan(model, seq_len=SEQ, recipe="fp32")
+    trainer = Trainer(tiny_model, plan, Dataset(tiny_shard, model.vocab_size))
+    shown = [plan]
+    for i in range(2):
+        out = ffi.new("ps_plan **")
+        check(lib.ps_plan_again(out, trainer.plan._handle.ptr, plan.hardware._ptr, 0))
+        check(lib.ps_trainer_switch(trainer._handle.ptr, out[0]))
+        (metrics,) = trainer.steps(1)
+        assert metrics.n_switches == i + 1
+        assert trainer.plan not in shown and trainer.plan._handle.ptr == out[0]
+        assert trainer.plan.report["step_s"] == metrics.predicted_step_s
+        shown.append(trainer.plan)
+    schedule = trainer.plan.schedule
+    trainer.close()  # plans that it left live as long as somebody has them
+    assert len({each.json()["n_ops"] for each in shown}) == 1 and schedule.n_ops

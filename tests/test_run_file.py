@@ -231,6 +231,13 @@ def test_python_trains_the_same_run(run, tmp_path, monkeypatch):
     assert done.returncode == 0 and metrics(tmp_path / "run2") == ours
 
 
+def test_python_measures_memory_where_the_command_does(run, tmp_path):
+    (tmp_path / "my.toml").write_text(run)
+    for replan in ("off", "auto"):
+        settings = run_file.prepare(tmp_path / "my.toml", {"replan": replan})[-1]
+        assert settings["trust_rates"] is (replan == "off")
+
+
 def test_python_refuses_what_the_command_refuses(run, tmp_path):
     (tmp_path / "my.toml").write_text(run.replace("seed = 7", "seed = -7"))
     with pytest.raises(ps.InvalidError, match="my.toml:19: seed -7: give a whole number"):

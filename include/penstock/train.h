@@ -16,9 +16,9 @@
  *   ps_trainer_save(t, "trained", PS_BF16);       no step is in flight any more
  *   ps_trainer_destroy(t);
  *
- * Threads: one thread at a time calls the functions of a trainer. Five functions may be called by
+ * Threads: one thread at a time calls the functions of a trainer. Six functions may be called by
  * any thread, at any time from create to destroy: ps_trainer_cancel(), ps_trainer_ask_stop(),
- * ps_trainer_steps_done(), ps_trainer_at_rest() and ps_trainer_where(). */
+ * ps_trainer_steps_done(), ps_trainer_at_rest(), ps_trainer_switching() and ps_trainer_where(). */
 #ifndef PENSTOCK_TRAIN_H
 #define PENSTOCK_TRAIN_H
 #include "tensors.h"
@@ -290,9 +290,12 @@ PS_API ps_status ps_trainer_arena(const ps_trainer *t, ps_hardware *rates,
  *         trainer has it, or a checkpoint is being written. PS_EBUDGET: the reserved memory is too
  *         small for it. PS_ENOMEM. PS_ESTATE: as of ps_trainer_validate().
  * ps_trainer_plan() - the plan of the step that is reported next; with ps_train_config.replan it
- * changes in ps_trainer_submit() and in ps_trainer_wait(). Borrowed until then. */
+ * changes in ps_trainer_submit() and in ps_trainer_wait(). Borrowed until then.
+ * ps_trainer_take_plan() - the same plan, which the caller owns from here on: it is destroyed after
+ * the trainer runs another one, or has ended. */
 PS_API ps_status ps_trainer_switch(ps_trainer *t, ps_plan *plan);
 PS_API ps_plan *ps_trainer_plan(const ps_trainer *t);
+PS_API ps_plan *ps_trainer_take_plan(ps_trainer *t);
 /* ps_trainer_rates() - the plan's machine with the rates that the steps of this training have, as
  * far as they used them: ps_hardware_remember() keeps them. PS_EINVAL; PS_ESTATE: too few steps
  * were observed, and *out is untouched. */
@@ -312,6 +315,8 @@ PS_API uint64_t ps_trainer_steps_done(const ps_trainer *t);
 /* ps_trainer_at_rest() - 1: no op of steps, validations, samples or a step run again runs, and
  * none will before the next call: ps_trainer_destroy() waits for none. */
 PS_API int ps_trainer_at_rest(const ps_trainer *t);
+/* ps_trainer_switching() - 1 while the trainer switches to another plan: no step ends meanwhile. */
+PS_API int ps_trainer_switching(const ps_trainer *t);
 /* ps_trainer_where() - what each stream has done and what it waits for, a line a stream, for a
  * person who asks why nothing moves (see ps_run_where()). @text gets at most @bytes, the terminator
  * included; "" before the first submit. */

@@ -33,10 +33,11 @@ static void note_step(cli_run_result *r, const ps_step_metrics *m, double *step_
 }
 
 /* Prints once where each stream stands, when no step has ended for ten times the predicted step
- * time, or for 30 s if that is longer. */
+ * time, or for 30 s if that is longer. The time of a switch to another plan does not count, and the
+ * predicted time is that of the plan that runs. */
 typedef struct watchdog {
   ps_trainer *t;
-  double patience_s;
+  _Atomic uint32_t patience_s;
   _Atomic uint64_t n_done;
   _Atomic bool over, paused; /* paused: while a checkpoint is written */
   pthread_t thread;
@@ -49,23 +50,28 @@ static void *watch_steps(void *arg) {
   while (!atomic_load(&w->over)) {
     char text[2048];
     nanosleep(&(struct timespec){.tv_nsec = 100000000}, NULL);
-    if (atomic_load(&w->n_done) != n || atomic_load(&w->paused)) {
+    if (atomic_load(&w->n_done) != n || atomic_load(&w->paused) || ps_trainer_switching(w->t)) {
       n = atomic_load(&w->n_done);
       since = cli_now_s();
     }
-    if (cli_now_s() - since < w->patience_s)
+    const uint32_t patience_s = atomic_load(&w->patience_s);
+    if (cli_now_s() - since < patience_s)
       continue;
     ps_trainer_where(w->t, text, sizeof text);
-    fprintf(stderr, "penstock: no step has ended for %.0f s; the streams:\n%s\n", w->patience_s,
-            text);
+    fprintf(stderr, "penstock: no step has ended for %u s; the streams:\n%s\n", patience_s, text);
     break;
   }
   return NULL;
 }
 
-static bool watch_begin(watchdog *w, ps_trainer *t, const cli_job *job) {
+static void watch_plan(watchdog *w, const cli_job *job) {
   const double s = 10 * job->report.step_s;
-  *w = (watchdog){.t = t, .patience_s = s < 30 ? 30 : s};
+  atomic_store(&w->patience_s, s < 30 ? 30 : s > 1e9 ? 1000000000 : (uint32_t)s);
+}
+
+static bool watch_begin(watchdog *w, ps_trainer *t, const cli_job *job) {
+  *w = (watchdog){.t = t};
+  watch_plan(w, job);
   return pthread_create(&w->thread, NULL, watch_steps, w) == 0;
 }
 
@@ -168,6 +174,7 @@ int cli_run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics, c
     m.loss = isnan(m.loss) ? NAN : m.loss; /* without a sign, which printf() would show */
     if (code == CLI_OK)
       code = follow_plan(job, t, r);
+    watch_plan(&dog, job);
     note_step(r, &m, step_s);
     if (m.stop && end > r->n_done + 1) {
       end = r->n_done + 1; /* which all tasks know at the same step, and may have submitted */

@@ -195,10 +195,15 @@ static void add_overhead(const ps__search *s, const ps__evaluation *e,
   out[PS__HOST_MEM] += e->missing;
 }
 
+static ps_status go_on(const ps__search *s) {
+  return s->plan->abandon && atomic_load(s->plan->abandon)
+             ? ps__fail(PS_ECANCELLED, "the search was ended")
+             : PS_OK;
+}
+
 ps_status ps__evaluate_begin(ps__search *s, const ps__candidate *m, ps__evaluation *e) {
   *e = (ps__evaluation){.candidate = *m, .known = ps__memo_get(s->memo, m, all_rounds(s, m))};
-  if (s->plan->abandon && atomic_load(s->plan->abandon))
-    return ps__fail(PS_ECANCELLED, "the search was ended");
+  PS_TRY(go_on(s));
   if (!e->known.n_op) {
     uint64_t alive[PS_MAX_PLACES];
     PS_TRY(emit(s, e));
@@ -287,6 +292,7 @@ ps_status ps__evaluate_on(ps__search *s, const ps__candidate *m, const ps_hardwa
                           double *out_ns) {
   ps__evaluation e = {.candidate = *m};
   uint8_t threads;
+  PS_TRY(go_on(s));
   ps_status st = map_step(s, &e);
   if (st == PS_OK)
     st = best_threads(hw, &e.step, e.n_left_out, &s->arrays, m->threads, m->threads + 1u, &threads,

@@ -373,3 +373,9 @@ ps_status ps_trainer_switch(ps_trainer *t, ps_plan *plan) {
 }
 
 ps_plan *ps_trainer_plan(const ps_trainer *t) { return t ? t->plan : NULL; }
+
+ps_plan *ps_trainer_take_plan(ps_trainer *t) {
+  if (t)
+    t->owns_plan = false;
+  return ps_trainer_plan(t);
+}

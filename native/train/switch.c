@@ -214,11 +214,13 @@ ps_status ps__trainer_switch(ps_trainer *t, ps_plan *plan) {
   if (!atomic_compare_exchange_strong(&plan->in_use, &unused, 1))
     return ps__fail(PS_EBUSY, "ps_trainer_switch: a trainer runs this plan: make another one");
   const uint64_t begin = ps__now_ns();
+  atomic_store(&t->switching, 1);
   ps_status st = prepare(t, plan, &c);
   if (st == PS_OK)
     st = carry_out(t, plan, &c);
   t->switch_s += (double)(ps__now_ns() - begin) * 1e-9;
   change_free(&c);
+  atomic_store(&t->switching, 0);
   if (t->plan != plan)
     atomic_store(&plan->in_use, 0);
   return st;

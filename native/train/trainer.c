@@ -487,6 +487,8 @@ int ps_trainer_at_rest(const ps_trainer *t) {
   return !t || ps__turns_at_rest((ps__turns *)&t->turns);
 }
 
+int ps_trainer_switching(const ps_trainer *t) { return t && atomic_load(&t->switching); }
+
 void ps_trainer_where(const ps_trainer *t, char *text, uint64_t bytes) {
   if (t)
     ps__turns_where((ps__turns *)&t->turns, text, bytes);

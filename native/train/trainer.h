@@ -80,6 +80,7 @@ struct ps_trainer {
   bool torn;
   uint64_t n_switches, switched_at; /* the last one: after so many steps */
   double switch_s;                  /* SECONDS of switches since the step that was reported last */
+  _Atomic uint32_t switching;       /* 1 during a switch */
   ps_train_config cfg;
   uint32_t rank;              /* among the hosts */
   char *model_dir, *run_text; /* run_text: ps_train_config.run, or NULL */

@@ -50,6 +50,12 @@ class Handle:
         self._users.pop(id(user), None)
         self._settle()
 
+    def exchange(self, used, other) -> None:
+        """Use `other` in place of `used`, which may end then."""
+        other.hold(self)
+        self._uses = tuple(other if each is used else each for each in self._uses)
+        used.release(self)
+
     def wait_for_dropped(self) -> None:
         """Wait for the end of users that were dropped with steps in flight. Inside an op, which may
         belong to one of those steps, this returns at once."""

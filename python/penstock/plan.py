@@ -1,6 +1,7 @@
 """Plans of a training step under two memory caps, and the machine's rates that plans are made
 from."""
 
+import copy
 import inspect
 import json
 import os
@@ -459,6 +460,12 @@ class Plan(Owner):
         self._handle = Handle("plan", out[0], lib.ps_plan_destroy)
         if hosts:
             hosts._found(self.report)
+
+    def _of_trainer(self, ptr) -> "Plan":
+        """The plan `ptr` of the same training, which a trainer has made and Python owns."""
+        plan = copy.copy(self)
+        plan._handle = Handle("plan", ptr, lib.ps_plan_destroy)
+        return plan
 
     @classmethod
     def smallest(cls, model: ModelConfig, **options) -> tuple[int, int]:

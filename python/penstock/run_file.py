@@ -98,6 +98,7 @@ def prepare(path, changes: dict) -> tuple:
         chosen.setdefault("lora", _lora(options))
     plan = Plan(model, hardware=hardware, **chosen)
     settings = {name: v for name, v in options.items() if name in of_trainer}
+    settings.setdefault("trust_rates", settings.get("replan") == "off")  # as the command
     if not settings.get("total_steps") and isinstance(data, Dataset):
         settings["total_steps"] = max(1, plan.steps_of(data.n_sequences(options["seq_len"])))
     return options["model"], plan, data, settings

@@ -281,7 +281,8 @@ class Trainer(Owner):
 
     def _open(self, model_dir, plan, data, cfg, progress, checkpoint=None, val=None):
         self.total_steps = cfg.total_steps
-        self.plan, self._failures, self._writing = plan, plan.failures, None
+        self.plan = self._first_plan = plan  # plan: the one that runs, see _follow_plan()
+        self._failures, self._writing = plan.failures, None
         self._failures.clear()
         run = cfg.run = ffi.new("char[]", shlex.join(sys.orig_argv).encode())
         self._first_step = checkpoint.step if checkpoint else cfg.first_step
@@ -311,6 +312,7 @@ class Trainer(Owner):
             lib.ps_trainer_at_rest,
             source,
         )
+        self._running = plan._handle
         del run  # the library has a copy
         if self._failures:  # progress raised
             self.close()
@@ -378,6 +380,7 @@ class Trainer(Owner):
                     ahead = min(n, done + 2, stop) - submitted if not writes else 1
                     with self._handle.turn():
                         self._check(lib.ps_trainer_submit(self._handle.ptr, ahead))
+                        self._follow_plan()
                     submitted += ahead
                     if writes:
                         checkpoints.submitted()
@@ -401,7 +404,16 @@ class Trainer(Owner):
         out = ffi.new("ps_step_metrics *")
         with self._handle.turn():
             self._check(lib.ps_trainer_wait(self._handle.ptr, out))
+            self._follow_plan()
         return StepMetrics(**_fields(StepMetrics, out))
+
+    def _follow_plan(self) -> None:
+        """After a switch `plan` is the plan that runs."""
+        ptr = self._handle.ptr
+        if lib.ps_trainer_plan(ptr) != self._running.ptr:
+            self.plan = self._first_plan._of_trainer(lib.ps_trainer_take_plan(ptr))
+            self._handle.exchange(self._running, self.plan._handle)
+            self._running = self.plan._handle
 
     def validate(self) -> Validation:
         """The loss on the first plan.val_tokens tokens of val, with the weights as they are. A

@@ -2,7 +2,7 @@
  * and counts what it can, the caps hold for what runs in the place of the plan's step, and a GPU
  * without attention for rows with several documents is told. */
 #include "check.h"
-#include "plan/candidates.h"
+#include "plan/evaluate.h"
 
 enum { SEQ_LEN = 64, SEQUENCES = 8 };
 
@@ -55,6 +55,18 @@ static void check_candidate(const ps__search_space *sp, const ps__candidate *m, 
   ps__spec_free(&spec);
 }
 
+/* A search that is to end evaluates nothing more, also on a slower machine. */
+static void check_abandon(const ps__search_space *sp, ps_plan *p) {
+  static ps__search s; /* 48 KB */
+  const _Atomic uint32_t end = 1;
+  double ns;
+  s.plan = p;
+  memcpy(&s.space, sp, sizeof s.space);
+  p->abandon = &end;
+  CHECK_FAILS(ps__evaluate_on(&s, &sp->candidate[0], &p->hw, &ns), PS_ECANCELLED, "was ended");
+  p->abandon = NULL;
+}
+
 static void test_bounds(uint32_t n_frozen, uint32_t lora_rank, uint32_t backend) {
   ps_plan_config cfg = config();
   ps_hardware machine = hw;
@@ -76,6 +88,7 @@ static void test_bounds(uint32_t n_frozen, uint32_t lora_rank, uint32_t backend)
   }
   CHECK(most > PS__SAVED_PARTS / 2);
   CHECK((n_blocks > 0) == (backend == PS_BACKEND_CUDA));
+  check_abandon(&sp, p);
   ps__search_space_free(&sp);
   CHECK(ps_plan_destroy(p) == PS_OK);
 }

@@ -346,6 +346,29 @@ static uint64_t beside(bool switches) {
   return h;
 }
 
+/* What a watchdog asks from its own thread. */
+static _Atomic bool asks, has_seen;
+static void watch_switches(void *arg) {
+  while (atomic_load(&asks))
+    if (ps_trainer_switching(arg))
+      atomic_store(&has_seen, true);
+}
+
+static void test_watched(void) {
+  ps__thread *thread;
+  training a;
+  open_training(&a, NULL);
+  atomic_store(&asks, true);
+  CHECK(ps__thread_start(&thread, watch_switches, a.t, "watch") == PS_OK);
+  for (uint32_t i = 0; i < 1000 && !atomic_load(&has_seen); i++)
+    switch_to(a.t, i);
+  atomic_store(&asks, false);
+  ps__thread_join(thread);
+  CHECK(atomic_load(&has_seen) && !ps_trainer_switching(a.t));
+  close_training(&a);
+  printf("ok another thread sees that a trainer switches\n");
+}
+
 static void test_beside(void) {
   CHECK(beside(true) == beside(false));
   printf("ok validations and samples after a switch are those without\n");
@@ -553,6 +576,7 @@ int main(int argc, char **argv) {
   test_disagreements();
   know_states();
   test_beside();
+  test_watched();
   test_checkpoint();
   test_faults();
   test_cancel();
