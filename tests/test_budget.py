@@ -216,6 +216,79 @@ def test_every_budget_gives_the_same_bits(case, model_dir, hardware):
     assert len(set(losses)) == STEPS and all(np.isfinite(losses))
 
 
+# of CASES
+PINNED = ("llama-bf16-one-round", "qwen2-fp32-master-clip-packed-rounds")
+
+
+@pytest.mark.parametrize("case", PINNED)
+def test_every_limit_of_pinned_memory_gives_the_same_bits(case, model_dir, hardware):
+    name, recipe, clip, cut = CASES[case]
+    folder = model_dir(name)
+    model = ModelConfig.read(folder)
+    kw = {"recipe": recipe, "clip_norm": float(clip), "document_token": 7, "threads": 2} | cut
+    kw |= {"hardware": hardware, "device_mem": 6 * MIB, "val_tokens": cut["seq_len"]}
+    whole = Plan(model, **kw)
+    arena = whole.report["host_arena_bytes"]
+    with pytest.raises(
+        BudgetError, match=r"must be pinned, 64.0 KiB can be: raise pinned_mem"
+    ) as why:
+        Plan(model, pinned_mem="64KiB", **kw)
+    least = int(re.search(r"plan pins (\d+) bytes", str(why.value))[1])
+    expected = run(folder, whole, 3)
+    staged = set()
+    for limit in (arena - 1, (least + arena) // 2, least):
+        plan = Plan(model, pinned_mem=f"{limit}B", **kw)
+        r = plan.report
+        assert r["pinned_bytes"] <= limit and r["pageable_bytes"] > 0
+        staged.add((r["staged_total_units"] > 0, r["staged_weight_units"] > 0))
+        metrics, weights = run(folder, plan, 3)
+        assert [(m.loss, m.grad_norm) for m in metrics] == [
+            (m.loss, m.grad_norm) for m in expected[0]
+        ]
+        assert weights == expected[1]
+    assert {(False, False), (True, True)} <= staged
+
+
+PIN_SHIM = """
+#include <stdint.h>
+#include <stdlib.h>
+__attribute__((weak)) void ps__pin_limit(uint64_t bytes);
+__attribute__((constructor)) static void limit(void) {
+  if (ps__pin_limit)
+    ps__pin_limit(strtoull(getenv("PIN_LIMIT"), NULL, 10));
+}
+"""
+
+
+def test_a_training_plans_again_with_what_could_be_pinned(model_dir, tmp_path):
+    folder, limit = model_dir("llama"), 9 * MIB
+    shard = write_shard(tmp_path / "a.bin", np.random.default_rng(5).integers(0, VOCAB, 40000))
+    (tmp_path / "pin.c").write_text(PIN_SHIM)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", tmp_path / "pin.so", tmp_path / "pin.c"], check=True
+    )
+    command = [BUILD / "bin/penstock", "train", "--model", folder, "--data", shard, "--threads"]
+    command += ["2", "--seq-len=64", "--tokens-per-step=512", "--steps=2", "--recipe=fp32-master"]
+    losses = {}
+    for name, env in (
+        ("free", {}),
+        ("less", {"LD_PRELOAD": str(tmp_path / "pin.so"), "PIN_LIMIT": str(limit)}),
+    ):
+        done = subprocess.run(
+            [*command, "--run-dir", tmp_path / name],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)} | env,
+        )
+        assert done.returncode == 0, done.stderr
+        plan = json.loads((tmp_path / name / "plan.json").read_text())
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses[name] = find(json.loads(lines[-1]), "loss")
+    assert find(plan, "pinned_bytes") <= limit < find(plan, "host_arena_bytes")
+    assert f"another plan is made, as with --pinned-mem {limit}" in " ".join(done.stderr.split())
+    assert losses["free"] == pytest.approx(losses["less"], rel=1e-4)  # the cut may be another
+
+
 def make_plan(model, hardware, reserve, **kw):
     """A plan with the process's own memory given, so that a cap can be exact."""
     given = kw | {"hardware": hardware, "reserve": reserve, "threads": 2}

@@ -355,6 +355,9 @@ typedef struct ps_link {
 
 typedef struct ps_space_config {
   uint64_t bytes; /* BYTES of arena, rounded up to 2 MiB; may be 0 */
+  /* Of a host's space: the first so many BYTES, rounded down to 64 KiB, are not pinned. No copy of
+   * a link touches them. */
+  uint64_t pageable_bytes;
   uint32_t place;
   uint32_t reserved;
 } ps_space_config;
@@ -388,14 +391,14 @@ typedef struct ps_engine_config {
  * @out  on PS_OK an engine owned by the caller, released by ps_engine_close().
  * CPU: pages get memory when they are first written; a device is an arena in host memory. CUDA: at
  * most PS_MAX_DEVICES devices, each another GPU; their spaces are allocated and zeroed; host spaces
- * are touched by all threads and pinned, for all GPUs. Streams of a host run on threads; those of
- * devices are CUDA streams, all fed by one thread.
+ * are touched by all threads and pinned for all GPUs, but for pageable_bytes. Streams of a host run
+ * on threads; those of devices are CUDA streams, all fed by one thread.
  * Blocks: yes; with CUDA for seconds. Partial work is undone on errors.
  * Errors: PS_EINVAL: the message names the field.
  *         PS_EBUDGET: spaces and overhead of a place exceed its cap; the message names the place.
  *         PS_ENOMEM: the message names the space and its bytes.
  *         PS_EDEVICE: a thread did not start; or CUDA is not built in, has no driver, too old a
- *         driver or no GPU, or refused to pin. */
+ *         driver or no GPU, or refused to pin (ps_pinned_at_most()). */
 PS_API ps_status ps_engine_create(ps_engine **out, const ps_engine_config *cfg);
 
 /* ps_engine_close() - stop the threads and unmap the spaces. NULL is a no-op. Errors: PS_EBUSY
@@ -408,6 +411,13 @@ PS_API ps_status ps_engine_close(ps_engine *engine);
 PS_API void *ps_engine_space(ps_engine *engine, uint32_t space);
 /* BYTES of a space, a multiple of 2 MiB; 0 where @space is out of range. */
 PS_API uint64_t ps_engine_space_bytes(const ps_engine *engine, uint32_t space);
+
+/* ps_engine_space_pinned() - BYTES of a host's space that are pinned. On the CPU backend, which pins
+ * nothing, those that would be. 0 of a device's space, and where @space is out of range.
+ * ps_pinned_at_most() - BYTES of host memory that could be pinned, where the calling thread's last
+ * ps_engine_create() was refused because more could not be; else 0. */
+PS_API uint64_t ps_engine_space_pinned(const ps_engine *engine, uint32_t space);
+PS_API uint64_t ps_pinned_at_most(void);
 
 /* ps_engine_space_peak() - BYTES up to the end of the highest page of the space that was ever
  * touched. The figure is the operating system's (mincore on the CPU backend), not a plan's. On CUDA

@@ -98,6 +98,11 @@ typedef struct ps_plan_config {
   /* Cap of the process's resident memory, BYTES, without the CPU backend's device arena.
    * 0: what the machine allows. */
   uint64_t host_mem_bytes;
+  /* Cap of the host memory that is pinned, BYTES: what the system lets this process pin (WSL2,
+   * containers, ulimit -l). It is part of host_mem_bytes. Optimizer state that only the host touches
+   * is then not pinned, at no cost. Where that is not enough, gradients' totals are not either, then
+   * weights: they take another copy on the host. 0: all of the host's arena is pinned. */
+  uint64_t pinned_mem_bytes;
   uint64_t seq_len;         /* tokens of a sequence */
   uint64_t tokens_per_step; /* rounded down to whole sequences, at least one; 0: 8 sequences */
   /* Tokens of a chunk: a multiple of seq_len, or fewer than it. Fewer cut a sequence into slices,
@@ -260,6 +265,13 @@ typedef struct ps_plan_report {
   uint64_t host_used_bytes;     /* arena + scratch + trace + reserve; at most host_mem_bytes */
   uint64_t scratch_bytes, reserve_bytes, trace_bytes; /* of the host */
   uint64_t device_mem_bytes, host_mem_bytes;          /* the caps as given; 0: none */
+  /* With pinned_mem_bytes, else 0: that cap; of the host's arena what is pinned, and what is not;
+   * how many units' totals and weights reach the links by way of staging memory, and BYTES that the
+   * host copies for that in a step */
+  uint64_t pinned_mem_bytes, pinned_bytes, pageable_bytes;
+  uint64_t staged_total_units, staged_weight_units, staged_bytes;
+  /* SECONDS of a step of the fastest plan if all could be pinned, predicted */
+  double all_pinned_step_s;
   /* Numbers of units:
    *   resident_param_units   their parameters are device-resident
    *   resident_grad_units    their totals of gradients are; a unit with one contribution has none.
@@ -362,7 +374,7 @@ PS_API ps_status ps_plan_get_report(const ps_plan *plan, ps_plan_report *out);
 PS_API uint64_t ps_plan_sequences_before(const ps_plan *plan, uint64_t step);
 PS_API ps_status ps_plan_steps_of(const ps_plan *plan, uint64_t n_sequences, uint64_t *out);
 
-/* ps_plan_smallest() - the smallest caps for which ps_plan_create() succeeds, in BYTES:
+/* ps_plan_smallest() - the smallest caps, pinned_mem_bytes apart, for which ps_plan_create() succeeds, in BYTES:
  * @device_mem_bytes under cfg->host_mem_bytes, @host_mem_bytes under cfg->device_mem_bytes.
  * 0 where no cap is enough. @host_mem_bytes may be more than the machine has: it is then for one
  * that has as much. Exact (one byte less is refused) where all candidates can be evaluated. For

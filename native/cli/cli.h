@@ -412,6 +412,10 @@ int cli_job_check(cli_job *job);
 int cli_job_machine(cli_job *job);
 int cli_job_prepare(cli_job *job);
 int cli_job_plan(cli_job *job);
+/* cli_job_pins_less() - whether a trainer was refused because less host memory can be pinned than
+ * its plan takes. cli_job_plan_pinned() - another plan, of what can be pinned, in its place. */
+bool cli_job_pins_less(const cli_job *job);
+int cli_job_plan_pinned(cli_job *job);
 /* cli_too_few_sequences() - whether a GPU would never have work: without a ring each takes whole
  * sequences. @why: what the user can do.
  * cli_note_left_out() - say which sequences of a step hosts do not train, as each has equally many.

@@ -107,8 +107,14 @@ static int evaluate(cli_job *job) {
     count_tokens(job, ds, &r);
     const ps_train_config cfg = cli_train_config(job, ds, NULL, false);
     cli_warnings(!job->quiet);
-    const ps_status st = ps_trainer_create(&t, job->model, job->plan, &cfg, NULL, NULL);
-    code = st == PS_OK ? run_steps(job, t, &r) : cli_fail_status(st, true);
+    ps_status st = ps_trainer_create(&t, job->model, job->plan, &cfg, NULL, NULL);
+    if (st != PS_OK && cli_job_pins_less(job)) {
+      code = cli_job_plan_pinned(job);
+      if (code == CLI_OK)
+        st = ps_trainer_create(&t, job->model, job->plan, &cfg, NULL, NULL);
+    }
+    if (code == CLI_OK)
+      code = st == PS_OK ? run_steps(job, t, &r) : cli_fail_status(st, true);
   }
   ps_trainer_destroy(t);
   ps_dataset_close(ds);

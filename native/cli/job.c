@@ -97,6 +97,10 @@ static const job_option job_options[] = {
         .kind = CLI_BYTES, .value = "SIZE",
         .help =
             "cap of the process's host memory, such as 80GiB (default: what the machine allows)"),
+    OPTION(ALWAYS, CLI_H_MEMORY | CLI_RARE, plan_config.pinned_mem_bytes, .name = "pinned-mem",
+           .table = "memory", .kind = CLI_BYTES, .value = "SIZE",
+           .help = "how much host memory the system lets a process pin, such as 16GiB: WSL2, "
+                   "containers, ulimit -l (default: all; train finds it where pinning is refused)"),
     OPTION(TRAINING, CLI_H_MEMORY | CLI_RARE, train_config.replan, .name = "replan",
            .table = "memory", .kind = CLI_CHOICE, .value = "NAME", .choices = replans,
            .help = "where steps take another time than planned: auto (default) plans again beside "
@@ -637,6 +641,26 @@ void cli_note_left_out(const cli_job *j, cli_progress *p) {
   note_left_out(j, p, "tokens-per-step", cli_step_tokens(&j->plan_config));
   for (uint32_t i = 0; i < j->plan_config.n_ramp; i++)
     note_left_out(j, p, "batch-ramp", j->ramp[i].tokens_per_step);
+}
+
+bool cli_job_pins_less(const cli_job *j) {
+  return ps_pinned_at_most() > 0 && !j->plan_config.pinned_mem_bytes && !j->hosts;
+}
+
+int cli_job_plan_pinned(cli_job *j) {
+  char all[32], most[32];
+  cli_progress p;
+  const uint64_t bytes = ps_pinned_at_most();
+  cli_progress_begin(&p, j);
+  cli_progress_note(&p,
+                    "%s of the host memory that the plan takes, %s, can be pinned: another plan is "
+                    "made, as with --pinned-mem %llu",
+                    cli_bytes(most, bytes), cli_bytes(all, j->report.host_arena_bytes),
+                    (unsigned long long)bytes);
+  j->plan_config.pinned_mem_bytes = bytes;
+  ps_plan_destroy(j->plan);
+  j->plan = NULL;
+  return cli_job_plan(j);
 }
 
 int cli_job_plan(cli_job *j) {

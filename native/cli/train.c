@@ -280,6 +280,17 @@ static void on_progress(void *user, const char *what, uint64_t done_bytes, uint6
   cli_progress_load(o->p, what, done_bytes, total_bytes);
 }
 
+static ps_status open_trainer(cli_job *job, const ps_train_config *cfg, const ps_checkpoint *from,
+                              cli_progress *p, ps_trainer **t) {
+  opening o = {job, p};
+  cli_progress_begin(p, job);
+  const ps_status st = from
+                           ? ps_trainer_resume(t, job->model, job->plan, cfg, from, on_progress, &o)
+                           : ps_trainer_create(t, job->model, job->plan, cfg, on_progress, &o);
+  cli_progress_end(p);
+  return st;
+}
+
 enum { FINISHED = -1 }; /* of train(): nothing is left to do */
 
 static int train(cli_job *job, ps_checkpoint **from, int *lock) {
@@ -351,7 +362,6 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     return code;
   }
   cli_progress p;
-  cli_progress_begin(&p, job);
   ps_trainer *t = NULL;
   char *run = cli_run_file_text(job); /* NULL, without memory: the manifests lack it */
   cfg.run = run;
@@ -360,13 +370,13 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
   cli_warnings(!job->quiet);
   if (job->follows_aloud) /* those lines name the task that they are of */
     cli_warnings_of("rank ");
-  opening o = {job, &p};
-  if (*from)
-    st = ps_trainer_resume(&t, job->model, job->plan, &cfg, *from, on_progress, &o);
-  else
-    st = ps_trainer_create(&t, job->model, job->plan, &cfg, on_progress, &o);
+  st = open_trainer(job, &cfg, *from, &p, &t);
+  if (st != PS_OK && cli_job_pins_less(job)) {
+    code = cli_job_plan_pinned(job);
+    if (code == CLI_OK)
+      st = open_trainer(job, &cfg, *from, &p, &t);
+  }
   free(run);
-  cli_progress_end(&p);
   if (st == PS_OK) {
     ps_train_config defaults = {.struct_bytes = sizeof defaults};
     ps_train_config_init(&defaults);
@@ -386,7 +396,8 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
   }
   cli_run_result r = {.n_wanted = job->train_config.total_steps - job->first_step};
   ps_plan *const first_plan = job->plan;
-  code = st == PS_OK ? run_and_save(job, t, &p, &r, lock) : cli_fail_status(st, true);
+  if (code == CLI_OK)
+    code = st == PS_OK ? run_and_save(job, t, &p, &r, lock) : cli_fail_status(st, true);
   if (st == PS_OK)
     cli_rates_remember(t);
   job->plan = first_plan;

@@ -33,7 +33,9 @@ typedef struct ps__backend {
   /* Streams with their threads, scratch and counters. @cfg is checked already. */
   ps_status (*open)(ps__device **out, const ps_engine_config *cfg);
   void (*close)(ps__device *dev); /* NULL is a no-op */
-  /* Reserve a space of @bytes (a multiple of 2 MiB or 0); touched pages count in peak(). */
+  /* Reserve a space of @bytes (a multiple of 2 MiB or 0); touched pages count in peak(). Of a
+   * host's space all but pageable_bytes are pinned. PS_EDEVICE: not all of that could be
+   * (engine/pin.h). */
   ps_status (*map)(ps__device *dev, uint32_t space, uint64_t bytes, ps__mapping *out);
   void (*unmap)(ps__device *dev, const ps__mapping *m);
   ps_status (*peak)(ps__device *dev, const ps__mapping *m, uint64_t *out_bytes);

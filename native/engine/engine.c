@@ -1,8 +1,9 @@
 /* engine.c - open a device, reserve its spaces, keep one thread a driver. */
 #include "engine/engine.h"
+#include "engine/pin.h"
 #include <string.h>
 
-static const uint64_t SPACE_UNIT_BYTES = (uint64_t)2 << 20;
+static const uint64_t SPACE_UNIT_BYTES = (uint64_t)2 << 20, PAGEABLE_UNIT_BYTES = 64 << 10;
 
 static ps_status check_place(const ps_engine_config *cfg, const ps__backend *const *backends,
                              uint32_t i) {
@@ -45,6 +46,12 @@ static ps_status check_space(const ps_engine_config *cfg, uint32_t i) {
   if (s->bytes > (uint64_t)1 << 48)
     return ps__fail(PS_EINVAL, "engine: space %u: bytes %llu is past 256 TiB", i,
                     (unsigned long long)s->bytes);
+  if (s->pageable_bytes > s->bytes ||
+      (s->pageable_bytes && cfg->place[s->place].kind != PS_PLACE_HOST))
+    return ps__fail(PS_EINVAL,
+                    "engine: space %u: pageable_bytes %llu: at most the %llu of a host's "
+                    "space are possible",
+                    i, (unsigned long long)s->pageable_bytes, (unsigned long long)s->bytes);
   return PS_OK;
 }
 
@@ -173,6 +180,7 @@ static void release(ps_engine *e) {
 }
 
 static ps_status acquire(ps_engine *e) {
+  ps__pin_begin();
   PS_TRY(e->backend->open(&e->device, &e->cfg));
   for (uint32_t i = 0; i < e->cfg.n_spaces; i++)
     PS_TRY(e->backend->map(e->device, i, arena_bytes(&e->cfg.space[i]), &e->space[i]));
@@ -186,6 +194,8 @@ ps_status ps__engine_create(ps_engine **out, const ps_engine_config *cfg,
   PS_TRY(ps__map(&memory, sizeof(ps_engine), "engine"));
   ps_engine *e = memory;
   e->cfg = *cfg;
+  for (uint32_t i = 0; i < cfg->n_spaces; i++)
+    e->cfg.space[i].pageable_bytes -= cfg->space[i].pageable_bytes % PAGEABLE_UNIT_BYTES;
   e->backends = backends;
   e->backend = backends[backend_of(cfg)];
   ps__counter_init(&e->started);
@@ -250,6 +260,12 @@ void *ps_engine_space(ps_engine *e, uint32_t space) {
 
 uint64_t ps_engine_space_bytes(const ps_engine *e, uint32_t space) {
   return space < e->cfg.n_spaces ? e->space[space].bytes : 0;
+}
+
+uint64_t ps_engine_space_pinned(const ps_engine *e, uint32_t space) {
+  return space < e->cfg.n_spaces && ps__space_place(&e->cfg, space)->kind == PS_PLACE_HOST
+             ? e->space[space].bytes - e->cfg.space[space].pageable_bytes
+             : 0;
 }
 
 ps_status ps_engine_space_peak(const ps_engine *e, uint32_t space, uint64_t *out_bytes) {

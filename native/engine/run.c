@@ -14,6 +14,21 @@ static uint32_t link_of(const ps_engine_config *cfg, uint32_t stream, const ps_a
   return i;
 }
 
+/* Copies of a link reach pinned memory alone. */
+static ps_status check_pinned(const ps_engine_config *cfg, const ps__op *op, size_t i,
+                              const ps_access *access) {
+  for (uint32_t a = 0; a < op->n_access; a++) {
+    const uint64_t pageable = cfg->space[access[a].space].pageable_bytes;
+    if (access[a].offset < pageable)
+      return ps__fail(PS_EINVAL,
+                      "run: op %zu (%s) copies byte %llu of space %u, of which the first %llu are "
+                      "not pinned",
+                      i, ps__op_name(op), (unsigned long long)access[a].offset, access[a].space,
+                      (unsigned long long)pageable);
+  }
+  return PS_OK;
+}
+
 /* An op runs where its stream does: it touches that place and hosts; on a stream of links it copies
  * along one of them. */
 static ps_status check_place(const ps_engine *e, const ps__oplist *l, size_t i) {
@@ -26,7 +41,7 @@ static ps_status check_place(const ps_engine *e, const ps__oplist *l, size_t i) 
                     op->kernel->name, i, op->stream, e->backends[place->backend]->name);
   if (ps__has_links(cfg, op->stream))
     return !op->kernel && link_of(cfg, op->stream, access) < cfg->n_links
-               ? PS_OK
+               ? check_pinned(cfg, op, i, access)
                : ps__fail(PS_EINVAL, "run: op %zu (%s) is no copy along a link of stream %u", i,
                           ps__op_name(op), op->stream);
   for (uint32_t a = 0; a < op->n_access; a++) {

@@ -154,7 +154,7 @@ static ps_status open_engine(ps_generator *g) {
   const ps__places *at = p->at;
   const ps__gen_map *map = &p->map;
   const ps_generate_report *r = &p->report;
-  const ps__caps cap = ps__caps_of(&p->hw, p->cfg.device_mem_bytes, p->cfg.host_mem_bytes);
+  const ps__caps cap = ps__caps_of(&p->hw, p->cfg.device_mem_bytes, p->cfg.host_mem_bytes, 0);
   const uint64_t device = map->device.bytes, host = map->host.bytes,
                  beside[PS__N_MEMS] = {[PS__DEVICE_MEM] =
                                            r->device_used_bytes - ps__arena_round(device),
@@ -163,7 +163,7 @@ static ps_status open_engine(ps_generator *g) {
   ps_engine_config e;
   arena[at->dev[0].place] = device;
   arena[at->host] = host;
-  ps__engine_of(&e, &p->hw, at, arena, cap.given, beside, p->scratch_bytes);
+  ps__engine_of(&e, &p->hw, at, arena, 0, cap.given, beside, p->scratch_bytes);
   e.deterministic = p->cfg.deterministic;
   PS_TRY(ps_engine_create(&g->engine, &e));
   g->own_turns.engine = g->engine;

@@ -269,7 +269,7 @@ static ps_status spread(ps__gen_plan *p) {
 static ps_status choose(ps__gen_plan *p) {
   ps_generate_report *r = &p->report;
   const bool beside = p->beside.weights != NULL;
-  uint64_t scratch, cap = ps__caps_of(&p->hw, p->cfg.device_mem_bytes, 0).holds[PS__DEVICE_MEM];
+  uint64_t scratch, cap = ps__caps_of(&p->hw, p->cfg.device_mem_bytes, 0, 0).holds[PS__DEVICE_MEM];
   r->overhead_bytes =
       beside ? 0 : ps__device_overhead(&p->hw, false, p->at, p->scratch_bytes, &scratch);
   r->least_device_bytes = device_bytes(p, p->n_moved <= PS__GEN_SLOTS ? p->n_moved : 0);

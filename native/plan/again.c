@@ -12,13 +12,14 @@ enum { WORKERS = 2 };
 static ps__room room_of(const ps_plan *p) {
   const ps_plan_report *o = &p->report;
   const uint64_t cap = p->cfg.host_mem_bytes;
-  ps__room r = {
-      .given = true,
-      .used = {[PS__DEVICE_MEM] = o->device_used_bytes, [PS__HOST_MEM] = o->host_used_bytes},
-      .beside = o->host_used_bytes - o->host_arena_bytes,
-      .spare = !cap                       ? INT64_MAX
-               : cap > o->host_used_bytes ? cap - o->host_used_bytes
-                                          : 0};
+  ps__room r = {.given = true,
+                .used = {[PS__DEVICE_MEM] = o->device_used_bytes,
+                         [PS__HOST_MEM] = o->host_used_bytes,
+                         [PS__PINNED_MEM] = UINT64_MAX},
+                .beside = o->host_used_bytes - o->host_arena_bytes,
+                .spare = !cap                       ? INT64_MAX
+                         : cap > o->host_used_bytes ? cap - o->host_used_bytes
+                                                    : 0};
   for (uint32_t i = 0; i < p->at->n_places; i++)
     r.bytes[i] = ps__plan_reserved(p, i);
   for (uint32_t i = 0; i < p->at->n_streams; i++)
@@ -70,7 +71,7 @@ static ps_hardware machine_of(const ps_plan *p, const ps_hardware *rates) {
 
 static ps_status search(ps_plan *p, const ps__memos *m) {
   ps__search_result r;
-  PS_TRY(ps__find_in_layouts(p, m, &r));
+  PS_TRY(ps__find_in_layouts(p, m, 0, &r));
   if (r.step_ns == 0)
     return ps__fail(PS_EBUDGET, "no other plan fits in the arenas that are reserved");
   return ps__plan_compile(p, &r);
@@ -97,6 +98,9 @@ ps_status ps__plan_again(ps_plan **out, const ps_plan *plan, const ps_hardware *
                          bool other_cut, const _Atomic uint32_t *abandon) {
   ps_ramp_stage stage[PS_MAX_RAMP];
   ps_plan *p = NULL;
+  if (plan->cfg.pinned_mem_bytes)
+    return ps__fail(PS_EBUDGET, "no other plan is looked for, as host memory is pinned in part: "
+                                "what another plan copies may not be");
   const ps_plan_config cfg = config_of(plan, other_cut, stage);
   const ps_hardware hw = machine_of(plan, rates);
   PS_TRY(ps__plan_new(&p, &plan->model->cfg, &cfg, &hw));

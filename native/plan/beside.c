@@ -45,6 +45,9 @@ ps_status ps__plan_beside_check(const ps_plan *p) {
                           "else uses: end what else uses it, or %s",
                           g.what, need, cap, g.less);
   }
+  char with[64];
+  snprintf(with, sizeof with, "with %s ", g.what);
+  PS_TRY(ps__pinned_check(p, with));
   if (host && r->host_used_bytes > host) {
     ps__format_bytes_apart(need, r->host_used_bytes, cap, host);
     return ps__fail(PS_EBUDGET, "with %s %s of host memory are needed, %s given: raise %s, or %s",

@@ -137,7 +137,9 @@ static ps_status boundary_bytes(const ps__search_space *sp, const ps__step *s, u
 
 static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bool embed_on_host,
                               ps__step_hooks *hooks, ps__step_arrays *arrays) {
-  const ps__candidate all = {.device = PS__SAVED_PARTS, .from_host = ps__from_host_first(sp->plan)};
+  const ps__candidate all = {.device = PS__SAVED_PARTS,
+                             .from_host = ps__from_host_first(sp->plan),
+                             .staging = sp->plan->staging};
   ps__microbatch_base *base = &mb->base[embed_on_host];
   ps__spec spec;
   ps__step s;
@@ -577,6 +579,28 @@ static uint64_t host_state_bytes(const ps__search_space *sp, const ps__residency
   return ps__stored_bytes(w, m->n_elements) + master + grads + states - on_device;
 }
 
+/* What of the host's arena need not be pinned, at most. */
+static uint64_t pageable_bytes(const ps__search_space *sp, const ps__layout *l,
+                               const ps__residency *r) {
+  const ps_model *m = sp->plan->model;
+  const bool embed_on_host = ps__embed_on_host(sp, l, r);
+  uint64_t bytes = 0;
+  if (!sp->plan->cfg.pinned_mem_bytes)
+    return 0;
+  for (uint32_t u = 0; u < m->n_units; u++) {
+    const uint32_t layer = m->unit[u].layer;
+    const bool free = u == 0 && embed_on_host, trained = !m->unit[u].frozen,
+               streamed = layer > 0 && layer <= ps__blocks_of(sp, r);
+    if (free || ps__among(sp, u, ps__stages_weights(sp->plan)))
+      bytes += ps__memmap_aligned(ps__unit_bytes(sp, u));
+    if (trained && (free || (sp->plan->staging >= PS__STAGE_TOTALS && !streamed && !r->state)))
+      bytes += ps__memmap_aligned(ps__unit_bytes(sp, u));
+    if (trained && !r->state && !streamed)
+      bytes += ps__memmap_aligned(state_bytes(sp, u)) + 256 * PS_MAX_STATES;
+  }
+  return bytes;
+}
+
 /* ---- candidates ------------------------------------------------------------------------------ */
 
 static ps_status add_candidates(ps__search_space *sp, uint32_t idx, bool grads_on_device) {
@@ -587,19 +611,21 @@ static ps_status add_candidates(ps__search_space *sp, uint32_t idx, bool grads_o
   ps_status st = recompute_tables(sp, mb, &table, &of_chunk);
   traffic t[PS__N_RESIDENCIES];
   const ps__microbatch_base *base[PS__N_RESIDENCIES];
-  uint64_t device[PS__N_RESIDENCIES], host[PS__N_RESIDENCIES];
+  uint64_t device[PS__N_RESIDENCIES], host[PS__N_RESIDENCIES], free[PS__N_RESIDENCIES];
   for (uint32_t r = 0; r < PS__N_RESIDENCIES; r++) {
     t[r] = unit_traffic(sp, &mb->layout, &ps__residencies[r]);
     base[r] = &mb->base[ps__embed_on_host(sp, &mb->layout, &ps__residencies[r])];
     device[r] = base[r]->device_bytes + resident_bytes(sp, &mb->layout, &ps__residencies[r]);
     host[r] = base[r]->host_bytes + host_state_bytes(sp, &ps__residencies[r]);
+    free[r] = pageable_bytes(sp, &mb->layout, &ps__residencies[r]);
   }
   for (uint32_t d = 0; st == PS_OK && d <= PS__SAVED_PARTS; d += PS__DEVICE_GRID * step)
     for (uint32_t h = 0; st == PS_OK && d + h <= PS__SAVED_PARTS; h += PS__HOST_GRID * step) {
       ps__candidate m = {.microbatch = (uint8_t)idx,
                          .device = (uint8_t)d,
                          .host = (uint8_t)h,
-                         .from_host = ps__from_host_first(sp->plan)};
+                         .from_host = ps__from_host_first(sp->plan),
+                         .staging = sp->plan->staging};
       ps__saved_sums s;
       sum_saved(sp, mb, &m, table, of_chunk, &s);
       for (uint32_t i = 0; st == PS_OK && i < PS__N_RESIDENCIES * PS__N_AHEADS; i++) {
@@ -612,10 +638,12 @@ static ps_status add_candidates(ps__search_space *sp, uint32_t idx, bool grads_o
         const traffic now = with_kept_parameters(sp, &t[m.residency], &mb->layout, &s, m.ahead);
         m.bound_ns = bound_of(sp, base[m.residency], &s, &now);
         m.estimate_ns = larger(m.bound_ns, estimate_of(sp, base[m.residency], &s, &now, m.ahead));
-        const uint64_t arena = host[m.residency] - base[m.residency]->host_bytes + s.host_bytes;
+        const uint64_t arena = host[m.residency] - base[m.residency]->host_bytes + s.host_bytes,
+                       pinned = arena > free[m.residency] ? arena - free[m.residency] : 0;
         m.bytes[PS__DEVICE_MEM] =
-            device[m.residency] + s.device_bytes + ps__page_table_bytes(&sp->plan->hw, arena);
+            device[m.residency] + s.device_bytes + ps__page_table_bytes(&sp->plan->hw, pinned);
         m.bytes[PS__HOST_MEM] = host[m.residency] + s.host_bytes;
+        m.bytes[PS__PINNED_MEM] = pinned;
         if (!ps__grow((void **)&sp->candidate, sp->n_candidates, &sp->cap_candidates,
                       sizeof *sp->candidate))
           st = ps__fail(PS_ENOMEM, "out of memory for the search space");

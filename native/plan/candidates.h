@@ -64,6 +64,7 @@ typedef struct ps__candidate {
   /* which number of threads adds gradients on the host (ps__sum_threads()): with fewer, copies get
    * more of the host's memory. The simulation of a step sets it; it changes time alone */
   uint8_t threads;
+  uint8_t staging;   /* the plan's (pinned.c): the same in all candidates of a search */
   uint8_t residency; /* place in ps__residencies of keep, or of what the local search varied */
 } ps__candidate;
 

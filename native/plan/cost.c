@@ -186,6 +186,8 @@ static double device_ns(const ps__cost_model *m, const ps_kernel *kernel, const 
 }
 
 static double host_rate(const ps_hardware *hw, const ps_kernel *kernel) {
+  if (!kernel)
+    return hw->accumulate_bytes_per_s;
   switch (ps__op_rate(kernel)) {
   case PS__RATE_OPTIMIZER_WEIGHTS: return hw->optimizer_weights_bytes_per_s;
   case PS__RATE_OPTIMIZER_STATE: return hw->optimizer_state_bytes_per_s;
@@ -196,7 +198,10 @@ static double host_rate(const ps_hardware *hw, const ps_kernel *kernel) {
   }
 }
 
-static bool is_sum(const ps_kernel *kernel) { return ps__op_rate(kernel) >= PS__RATE_ACCUMULATE; }
+/* A copy inside the host's memory takes as long as a sum of as many bytes. */
+static bool is_sum(const ps_kernel *kernel) {
+  return !kernel || ps__op_rate(kernel) >= PS__RATE_ACCUMULATE;
+}
 
 double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t stream,
                    const void *args, ps_work work) {
@@ -368,7 +373,8 @@ static void copy_demands(const ps__cost_model *m, const ps__copy_rate *copy, ps_
 
 static void host_op_demands(const ps__cost_model *m, const ps_op_view *op, ps_sim_cost *out) {
   const ps_hardware *hw = m->hw;
-  const bool optimizer = class_of(op->kernel) == PS_CLASS_OPTIMIZER, io = op->stream == m->at->io;
+  const bool io = op->stream == m->at->io,
+             optimizer = class_of(op->kernel) == PS_CLASS_OPTIMIZER || (!op->kernel && !io);
   if (op->stream == m->at->net)
     return;
   add_demand(out, ps__cpus_of(m->host),
@@ -378,6 +384,8 @@ static void host_op_demands(const ps__cost_model *m, const ps_op_view *op, ps_si
                       hw->n_cpus));
   if (optimizer)
     add_memory_demand(m, is_sum(op->kernel) ? SUMS : OPTIMIZER, host_rate(hw, op->kernel), out);
+  else if (!op->kernel) /* staged by the io stream: it slows what else uses memory as sums do */
+    add_memory_demand(m, SUMS, hw->gather_bytes_per_s, out);
   else if (io && !hw->contention[0].kinds)
     add_demand(out, ps__memory_of(m->host),
                fraction(hw->gather_bytes_per_s, hw->memory_bytes_per_s));

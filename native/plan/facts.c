@@ -47,13 +47,14 @@ uint64_t ps__largest_device(const ps__places *at, const uint64_t space[PS_MAX_PL
 
 void ps__used_bytes(const ps_plan *plan, const ps__step *s, const ps__guests *guests,
                     const uint64_t arena[PS_MAX_PLACES], uint64_t out[PS__N_MEMS]) {
-  const uint64_t host = arena[s->at->host];
+  const uint64_t host = arena[s->at->host], pinned = ps__pinned_bytes(host, s->pageable_bytes);
   uint64_t scratch, trace;
   out[PS__DEVICE_MEM] =
       ps__arena_round(ps__largest_device(s->at, arena)) +
       ps__device_overhead(&plan->hw, plan->model->fp8.on, s->at, s->scratch_bytes, &scratch) +
-      ps__net_memory(plan) + ps__page_table_bytes(&plan->hw, host);
+      ps__net_memory(plan) + ps__page_table_bytes(&plan->hw, pinned);
   out[PS__HOST_MEM] = ps__arena_round(host) + ps__host_overhead(plan, s, guests, &scratch, &trace);
+  out[PS__PINNED_MEM] = pinned;
   if (plan->room.given)
     ps__room_used(plan, s, arena, out);
 }

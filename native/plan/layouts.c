@@ -16,49 +16,45 @@ ps_status ps__memos_create(ps__memos *m) {
   return st;
 }
 
-/* What a search has found, while that of the other layout runs. */
-typedef struct found {
-  ps__layout layout;
-  ps__spec spec;
-} found;
-
-static found take_found(ps_plan *p) {
-  const found f = {p->layout, p->spec};
+ps__found ps__take_found(ps_plan *p) {
+  const ps__found f = {p->layout, p->spec};
   p->layout = (ps__layout){0};
   p->spec = (ps__spec){0};
   return f;
 }
 
-static void free_found(found f) {
+void ps__free_found(ps__found f) {
   ps__spec_free(&f.spec);
   ps__layout_free(&f.layout);
 }
 
-static void keep_found(ps_plan *p, found f) {
-  free_found(take_found(p));
+void ps__keep_found(ps_plan *p, ps__found f) {
+  ps__free_found(ps__take_found(p));
   p->layout = f.layout;
   p->spec = f.spec;
 }
 
-ps_status ps__find_in_layouts(ps_plan *p, const ps__memos *m, ps__search_result *r) {
+ps_status ps__find_in_layouts(ps_plan *p, const ps__memos *m, double below_ns,
+                              ps__search_result *r) {
   if (p->cfg.layout != PS_LAYOUT_AUTO)
-    return ps__find_plan(p, m->of[p->cfg.layout], 0, r);
+    return ps__find_plan(p, m->of[p->cfg.layout], below_ns, r);
   ps__search_result ring;
   p->cfg.layout = PS_LAYOUT_DATA_PARALLEL;
-  PS_TRY(ps__find_plan(p, m->of[PS_LAYOUT_DATA_PARALLEL], 0, r));
-  const found whole = take_found(p);
+  PS_TRY(ps__find_plan(p, m->of[PS_LAYOUT_DATA_PARALLEL], below_ns, r));
+  const ps__found whole = ps__take_found(p);
   p->cfg.layout = PS_LAYOUT_RING;
-  const ps_status st = ps__find_plan(p, m->of[PS_LAYOUT_RING], r->step_ns, &ring);
+  const double most_ns = r->step_ns > 0 ? r->step_ns : below_ns;
+  const ps_status st = ps__find_plan(p, m->of[PS_LAYOUT_RING], most_ns, &ring);
   const bool faster =
       st == PS_OK && ring.step_ns > 0 && (r->step_ns == 0 || ring.step_ns < r->step_ns);
   ring.n_candidates += r->n_candidates;
   ring.n_feasible += r->n_feasible;
   if (faster) {
-    free_found(whole);
+    ps__free_found(whole);
     *r = ring;
     return PS_OK;
   }
-  keep_found(p, whole);
+  ps__keep_found(p, whole);
   p->cfg.layout = PS_LAYOUT_DATA_PARALLEL;
   r->n_candidates = ring.n_candidates;
   r->n_feasible = ring.n_feasible;
@@ -67,12 +63,13 @@ ps_status ps__find_in_layouts(ps_plan *p, const ps__memos *m, ps__search_result 
 
 ps_status ps__find_smallest_in_layouts(ps_plan *p, const ps__memos *m, ps__search_result *r) {
   const uint32_t given = p->cfg.layout;
+  p->staging = ps__most_staging(p);
   if (given != PS_LAYOUT_AUTO)
     return ps__find_smallest(p, m->of[given], r);
   ps__search_result ring;
   p->cfg.layout = PS_LAYOUT_RING;
   PS_TRY(ps__find_smallest(p, m->of[PS_LAYOUT_RING], &ring));
-  const found of_ring = take_found(p);
+  const ps__found of_ring = ps__take_found(p);
   p->cfg.layout = PS_LAYOUT_DATA_PARALLEL;
   const ps_status st = ps__find_smallest(p, m->of[PS_LAYOUT_DATA_PARALLEL], r);
   const bool takes_ring =
@@ -85,9 +82,9 @@ ps_status ps__find_smallest_in_layouts(ps_plan *p, const ps__memos *m, ps__searc
   if (takes_ring) {
     r->step_ns = ring.step_ns;
     p->cfg.layout = PS_LAYOUT_RING;
-    keep_found(p, of_ring);
+    ps__keep_found(p, of_ring);
   } else {
-    free_found(of_ring);
+    ps__free_found(of_ring);
     p->cfg.layout = r->step_ns > 0 ? PS_LAYOUT_DATA_PARALLEL : given;
   }
   return st;

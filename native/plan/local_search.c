@@ -87,13 +87,16 @@ ps_status ps__fill_device(ps__search *s, ps__candidate *m, uint64_t taken, doubl
     PS_TRY(ps__evaluate_begin(s, m, &e));
     const ps_status st = ps__evaluate_time(s, m, &e, out_ns);
     *out_taken = e.bytes[PS__DEVICE_MEM];
-    const uint64_t host = e.bytes[PS__HOST_MEM];
+    const uint64_t host = e.bytes[PS__HOST_MEM], pinned = e.bytes[PS__PINNED_MEM];
     ps__evaluation_end(s, &e);
     if (st != PS_OK || *out_ns > 0)
       return st;
-    if (host > s->cap[PS__HOST_MEM]) {
+    if (host > s->cap[PS__HOST_MEM] || pinned > s->cap[PS__PINNED_MEM]) {
+      const uint64_t of_all = host > s->cap[PS__HOST_MEM] ? host - s->cap[PS__HOST_MEM] : 0,
+                     of_pinned =
+                         pinned > s->cap[PS__PINNED_MEM] ? pinned - s->cap[PS__PINNED_MEM] : 0;
       const double of_host = ps__is_ring(s->plan) ? part * s->plan->at->n_devices : part,
-                   over = (double)(host - s->cap[PS__HOST_MEM]) / of_host + 1;
+                   over = (double)(of_all > of_pinned ? of_all : of_pinned) / of_host + 1;
       if (over > m->host)
         return PS_OK;
       m->host -= (uint8_t)over;

@@ -14,7 +14,8 @@ void ps__plan_engine(const ps_plan *p, ps_engine_config *out) {
   const uint64_t beside[PS__N_MEMS] = {[PS__DEVICE_MEM] =
                                            r->device_used_bytes - r->device_arena_bytes,
                                        [PS__HOST_MEM] = r->host_used_bytes - r->host_arena_bytes};
-  ps__engine_of(out, &p->hw, p->at, p->step.space_bytes, cap.given, beside, p->step.scratch_bytes);
+  ps__engine_of(out, &p->hw, p->at, p->step.space_bytes, p->step.pageable_bytes, cap.given, beside,
+                p->step.scratch_bytes);
   out->deterministic = p->cfg.deterministic;
 }
 
@@ -52,7 +53,8 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
                                                 &o->device_scratch_bytes) +
                             ps__net_memory(p);
   o->host_arena_bytes = arena[s->at->host];
-  o->device_tables_bytes = ps__page_table_bytes(&p->hw, o->host_arena_bytes);
+  const uint64_t pinned = ps__pinned_bytes(o->host_arena_bytes, s->pageable_bytes);
+  o->device_tables_bytes = ps__page_table_bytes(&p->hw, pinned);
   o->device_overhead_bytes = overhead - o->device_scratch_bytes;
   o->device_used_bytes = o->device_arena_bytes + overhead + o->device_tables_bytes;
   o->host_used_bytes =
@@ -60,6 +62,13 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
   o->reserve_bytes = p->cfg.reserve_bytes;
   o->device_mem_bytes = p->cfg.device_mem_bytes;
   o->host_mem_bytes = p->cfg.host_mem_bytes;
+  if (p->cfg.pinned_mem_bytes) {
+    o->pinned_mem_bytes = p->cfg.pinned_mem_bytes;
+    o->pinned_bytes = pinned;
+    o->pageable_bytes = o->host_arena_bytes - pinned;
+    o->staged_bytes = s->staged_bytes;
+    o->all_pinned_step_s = r->all_pinned_ns * 1e-9;
+  }
   o->n_units = p->spec.n_units;
   for (uint32_t u = 0; u < p->spec.n_units; u++) {
     o->resident_param_units += p->spec.param_resident[u];
@@ -67,6 +76,9 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
     o->resident_update_units += p->spec.update_resident[u];
     o->streamed_update_units += p->spec.update_streamed[u];
     o->split_update_units += p->spec.update_split[u];
+    o->staged_weight_units += p->spec.stage_weights[u];
+    o->staged_total_units += s->unit_host[u].grad != PS__NO_VT && ps__stages_total(&p->spec, u) &&
+                             !(u == 0 && p->spec.embed_on_host);
     const uint32_t layer = p->model->unit[u].layer;
     o->units_kept += p->layout.n_rounds > 1 && layer > 0 && layer <= p->spec.blocks_kept &&
                      !p->spec.param_resident[u];
@@ -165,7 +177,7 @@ static ps_status plan_with_guests(ps_plan *p, bool alone) {
   ps__memos m;
   PS_TRY(ps__memos_create(&m)); /* what the other searches know is without guests */
   p->counts_guests = true;
-  ps_status st = alone ? ps__find_in_layouts(p, &m, &r) : PS_OK;
+  ps_status st = alone ? ps__find_staged(p, &m, &r) : PS_OK;
   if (st == PS_OK && r.step_ns == 0)
     st = ps__find_smallest_in_layouts(p, &m, &r);
   if (st == PS_OK && r.step_ns > 0) {
@@ -183,7 +195,7 @@ static ps_status plan_with_guests(ps_plan *p, bool alone) {
 static ps_status make_plan(ps_plan *p, const ps__memos *m) {
   ps__search_result r;
   const uint32_t given = p->cfg.layout;
-  PS_TRY(ps__find_in_layouts(p, m, &r));
+  PS_TRY(ps__find_staged(p, m, &r));
   const bool alone = r.step_ns > 0;
   if (alone) {
     PS_TRY(ps__plan_compile(p, &r));

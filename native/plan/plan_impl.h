@@ -39,6 +39,8 @@ struct ps_plan {
   ps__guests guests; /* cfg.ramp, cfg.val_tokens */
   /* cfg.sample_sequences: generation beside the training, which the trainer runs. NULL: none. */
   struct ps__gen_setup *sampling;
+  uint8_t staging;    /* what candidates stage, where pinned memory is limited (pinned.c) */
+  bool all_pinned;    /* the search goes on as if pinned memory were not limited */
   bool counts_guests; /* the search counts the memory of the guests (beside.c) */
   ps__asked_cut asked;
   ps__room room;
@@ -50,7 +52,8 @@ struct ps_plan {
 };
 
 static inline ps__caps ps__plan_caps(const ps_plan *p) {
-  return ps__caps_of(&p->hw, p->cfg.device_mem_bytes, p->cfg.host_mem_bytes);
+  return ps__caps_of(&p->hw, p->cfg.device_mem_bytes, p->cfg.host_mem_bytes,
+                     p->cfg.pinned_mem_bytes);
 }
 /* ps__waits_for_norm() - whether updates wait for the norm of the whole gradient. */
 static inline bool ps__waits_for_norm(const ps_plan *p) {
@@ -91,6 +94,11 @@ ps_status ps__plan_guests(const ps__over *o, ps__guests *out);
 /* ps__plan_beside_check() - PS_EBUDGET where the report of @p, which counts its guests, is past a
  * cap or past what the GPU has (beside.c). */
 ps_status ps__plan_beside_check(const ps_plan *p);
+/* ps__refuse_pinned() - PS_EBUDGET: so many BYTES must be pinned, which is past the cap (pinned.c).
+ * ps__pinned_check() - the same where the report of @p is past it.
+ * @with  "with samples ", or "" */
+ps_status ps__refuse_pinned(const ps_plan *p, const char *with, uint64_t bytes);
+ps_status ps__pinned_check(const ps_plan *p, const char *with);
 static inline bool ps__plan_has_guests(const ps_plan *p) {
   return p->cfg.n_ramp || p->cfg.val_tokens;
 }
@@ -252,9 +260,14 @@ uint64_t ps__net_memory(const ps_plan *plan);
 uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, const ps__guests *guests,
                            uint64_t *scratch, uint64_t *trace);
 /* ps__largest_device() - the most BYTES of a device's space.
- * ps__used_bytes() - BYTES of both memories (PS__N_MEMS), of all that the caps count, of a step
+ * ps__used_bytes() - BYTES of the memories (PS__N_MEMS), of all that the caps count, of a step
  * whose arenas take @arena. */
 uint64_t ps__largest_device(const ps__places *at, const uint64_t space[PS_MAX_PLACES]);
+/* ps__pinned_bytes() - BYTES of a host's arena of @arena that are pinned, where @pageable need not
+ * be. */
+static inline uint64_t ps__pinned_bytes(uint64_t arena, uint64_t pageable) {
+  return ps__arena_round(arena) - ps__pageable_part(pageable);
+}
 void ps__used_bytes(const ps_plan *plan, const ps__step *s, const ps__guests *guests,
                     const uint64_t arena[PS_MAX_PLACES], uint64_t out[PS__N_MEMS]);
 /* ---- search.c -------------------------------------------------------------------------------- */
@@ -265,6 +278,8 @@ typedef struct ps__search_result {
   uint64_t any[PS__N_MEMS]; /* BYTES by place of the plan that misses the caps least */
   uint32_t n_candidates, n_feasible;
   double step_ns; /* of the fastest plan; 0: none */
+  double
+      all_pinned_ns; /* of the fastest plan if all could be pinned; 0: not asked for (pinned.c) */
 } ps__search_result;
 /* What is known of the candidates of a search space (memo.c). */
 typedef struct ps__memo ps__memo;
@@ -277,7 +292,7 @@ static inline bool ps__may_split(const ps_plan *plan) {
 /* ps__find_plan() - the fastest plan under the caps, of plan->cfg.layout, which is not
  * PS_LAYOUT_AUTO. Needs plan->model, cfg and hw. Where out->step_ns > 0, plan->layout and
  * plan->spec are set.
- * @below_ns  0, or a step's time: the search leaves out what cannot be faster
+ * @below_ns  0, or a step's time: the search leaves out most of what is not faster
  * ps__find_smallest() - the smallest caps: out->smallest and out->any. A candidate that it meets,
  * and that fits under both caps, is kept as the plan, as by ps__find_plan(): out->step_ns > 0.
  * Errors: PS_ENOMEM, PS_EINVAL, PS_EDEVICE (threads). */
@@ -290,12 +305,33 @@ typedef struct ps__memos {
 } ps__memos;
 ps_status ps__memos_create(ps__memos *out);
 void ps__memos_destroy(ps__memos *memos);
-/* ps__find_in_layouts() - as ps__find_plan(). With PS_LAYOUT_AUTO the fastest plan of the
+/* What a search has found, while another one runs. ps__take_found() takes it out of the plan,
+ * ps__keep_found() puts it there in place of what is there. */
+typedef struct ps__found {
+  ps__layout layout;
+  ps__spec spec;
+} ps__found;
+ps__found ps__take_found(ps_plan *p);
+void ps__free_found(ps__found f);
+void ps__keep_found(ps_plan *p, ps__found f);
+/* ps__find_in_layouts() - as ps__find_plan(), with p->staging. With PS_LAYOUT_AUTO the fastest plan of the
  * data-parallel layout, or of a ring where that is faster; p->cfg.layout is the layout then.
  * ps__find_smallest_in_layouts() - as ps__find_smallest(); with PS_LAYOUT_AUTO of either layout.
  * Where it keeps a plan, p->cfg.layout is that plan's. */
-ps_status ps__find_in_layouts(ps_plan *p, const ps__memos *memos, ps__search_result *out);
+ps_status ps__find_in_layouts(ps_plan *p, const ps__memos *memos, double below_ns,
+                              ps__search_result *out);
 ps_status ps__find_smallest_in_layouts(ps_plan *p, const ps__memos *memos, ps__search_result *out);
+/* ---- pinned.c, staging.c: what need not be pinned --------------------------------------------- */
+/* What candidates stage, from the cheapest on (ps_plan.staging). PS__STAGE_ALL: the weights of all
+ * units, too; those between, of some.
+ * ps__stages_weights() - parts of PS__UNIT_PARTS of the units whose weights are staged.
+ * ps__find_staged() - as ps__find_in_layouts(), with the least staging that has a plan, or with more
+ * where that is faster; p->staging is that of the plan. Without pinned_mem_bytes nothing is staged.
+ * ps__most_staging() - the most that the plan may stage. */
+enum { PS__STAGE_NONE, PS__STAGE_TOTALS, PS__STAGE_QUARTER, PS__STAGE_HALF, PS__STAGE_ALL };
+uint32_t ps__stages_weights(const ps_plan *p);
+uint8_t ps__most_staging(const ps_plan *p);
+ps_status ps__find_staged(ps_plan *p, const ps__memos *memos, ps__search_result *out);
 /* ---- refuse.c -------------------------------------------------------------------------------- */
 /* ps__plan_refuse() - refuse what a search has not found; @r is of ps__find_smallest_in_layouts().
  * ps__plan_refuse_guests() - refuse a ramp or a validation: training alone would fit.

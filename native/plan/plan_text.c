@@ -58,6 +58,28 @@ static void say_memory(text *t, const ps_plan_report *r) {
         e);
 }
 
+/* What is pinned, what is not, and what that costs. */
+static void say_pinned(text *t, const ps_plan_report *r) {
+  char a[32], b[32], c[32];
+  if (!r->pinned_mem_bytes)
+    return;
+  say(t, "pinned memory    %s of %s; %s of the arena are not pinned",
+      ps__format_bytes(a, r->pinned_bytes), ps__format_bytes(b, r->pinned_mem_bytes),
+      ps__format_bytes(c, r->pageable_bytes));
+  if (r->staged_bytes)
+    say(t,
+        ":\n                 totals of %llu units and weights of %llu are staged, %s more to copy "
+        "a "
+        "step",
+        (unsigned long long)r->staged_total_units, (unsigned long long)r->staged_weight_units,
+        ps__format_bytes(a, r->staged_bytes));
+  if (r->all_pinned_step_s > 0 && r->step_s > 0)
+    say(t, "\n                 if all could be pinned: %.0f tokens/s, %.1f%% more",
+        (double)r->tokens_per_step / r->all_pinned_step_s,
+        r->all_pinned_step_s < r->step_s ? 100 * (r->step_s / r->all_pinned_step_s - 1) : 0.0);
+  say(t, "\n");
+}
+
 static void say_experts(text *t, const ps_model *m) {
   say(t,
       "experts          %u in each of %u blocks, %u a token; auxiliary loss %g, router z-loss %g\n",
@@ -170,6 +192,7 @@ static void write_text(text *t, const ps_plan *p) {
   if (r->n_hosts > 1)
     say_hosts(t, p);
   say_memory(t, r);
+  say_pinned(t, r);
   uint64_t n_trained = 0;
   for (uint32_t u = 0; u < p->spec.n_units; u++)
     n_trained += !p->model->unit[u].frozen;
@@ -353,6 +376,17 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
   }
   if (r->first_rounds > 1)
     ps__jsonw_uint(w, "first_rounds", r->first_rounds);
+  if (r->pinned_mem_bytes) {
+    ps__jsonw_uint(w, "pinned_mem_bytes", r->pinned_mem_bytes);
+    ps__jsonw_uint(w, "pinned_bytes", r->pinned_bytes);
+    ps__jsonw_uint(w, "pageable_bytes", r->pageable_bytes);
+    ps__jsonw_uint(w, "staged_total_units", r->staged_total_units);
+    ps__jsonw_uint(w, "staged_weight_units", r->staged_weight_units);
+    ps__jsonw_uint(w, "staged_bytes", r->staged_bytes);
+    ps__jsonw_number(w, "all_pinned_tokens_per_s",
+                     r->all_pinned_step_s > 0 ? (double)r->tokens_per_step / r->all_pinned_step_s
+                                              : 0);
+  }
   if (r->n_devices > 1)
     ps__jsonw_string(w, "layout", ps_layout_name((ps_plan_layout)p->cfg.layout));
   ps__jsonw_string(w, "recipe", ps_recipe_name((ps_recipe)p->cfg.recipe));

@@ -183,6 +183,9 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
   spec->keep_grads = plan->cfg.keep_grads != 0;
   spec->keep_logits = plan->cfg.logits_fn != NULL;
   spec->embed_on_host = embed_on_host;
+  spec->pageable = plan->cfg.pinned_mem_bytes > 0;
+  spec->stage_totals = m->staging >= PS__STAGE_TOTALS;
+  spec->pinned_weights = plan->cfg.sample_sequences > 0;
   const ps__contributions sums =
       ps__contributions_of(layout, spec->head_slice, sp->plan->model->dt, false);
   for (uint32_t u = 0; u < spec->n_units; u++) {
@@ -203,6 +206,9 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
     const bool among = layer == ps__head_layer(plan->model)
                            ? m->split > 0
                            : layer > m->streamed && layer < (uint32_t)m->streamed + m->split;
+    spec->stage_weights[u] = ps__among(sp, u, ps__stages_weights(plan)) && !spec->in_pieces[u] &&
+                             !table_on_host && !ps__updated_on_device(spec, u) &&
+                             !ps__weights_stay(spec, u);
     spec->update_split[u] = !r->state && spec->clip && layer > 0 && among && trained;
   }
   ps__policy_allocator of_device[PS_MAX_DEVICES];

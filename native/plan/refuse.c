@@ -157,6 +157,8 @@ static ps_status refuse(const ps_plan *p, const ps__search_result *r) {
   const bool gpu = device != caps.given[PS__DEVICE_MEM];
   const bool of_device = r->smallest[PS__DEVICE_MEM] && !host_is_nearer(p, r);
   const whose of = whose_memory(p);
+  if (r->smallest[PS__PINNED_MEM])
+    return ps__refuse_pinned(p, "", r->smallest[PS__PINNED_MEM]);
   what_to_lower(lower, p);
   if (of_device)
     ps__format_bytes_apart(need, r->smallest[PS__DEVICE_MEM], cap, device);
@@ -216,7 +218,8 @@ ps_status ps__plan_refuse(ps_plan *p, const ps__memos *m, const ps__search_resul
   const whose of = whose_memory(p);
   uint64_t host = 0;
   char need[32], there[32], ways[256];
-  if (!p->cfg.host_mem_bytes && machine && !r->smallest[PS__HOST_MEM])
+  if (!p->cfg.host_mem_bytes && machine && !r->smallest[PS__HOST_MEM] &&
+      !r->smallest[PS__PINNED_MEM])
     PS_TRY(ps__plan_least_host(p, m, &host));
   if (!host || (need_device && device &&
                 (double)need_device / (double)device < (double)host / (double)machine))

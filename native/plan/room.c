@@ -9,7 +9,7 @@ static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 void ps__room_used(const ps_plan *p, const ps__step *s, const uint64_t arena[PS_MAX_PLACES],
                    uint64_t bytes[PS__N_MEMS]) {
   const ps__room *r = &p->room;
-  int64_t over[PS__N_MEMS] = {INT64_MIN, INT64_MIN};
+  int64_t over[PS__N_MEMS] = {INT64_MIN, INT64_MIN}; /* all of the host's is pinned */
   for (uint32_t i = 0; i < s->at->n_places; i++) {
     const uint32_t mem = ps__mem_of(s->at, i);
     over[mem] = larger(over[mem],
@@ -22,6 +22,6 @@ void ps__room_used(const ps_plan *p, const ps__step *s, const uint64_t arena[PS_
   for (uint32_t i = 0; i < s->at->n_streams; i++)
     if (s->scratch_bytes[i] > r->scratch[i])
       over[PS__DEVICE_MEM] = larger(over[PS__DEVICE_MEM], (int64_t)NEVER);
-  for (uint32_t i = 0; i < PS__N_MEMS; i++)
+  for (uint32_t i = 0; i <= PS__HOST_MEM; i++)
     bytes[i] = (uint64_t)((int64_t)r->used[i] + over[i]);
 }

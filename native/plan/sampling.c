@@ -112,6 +112,7 @@ ps_status ps__plan_sampling_check(const ps_plan *p) {
     return PS_OK;
   if (device && r->device_used_bytes > device)
     return refuse_device(p, device);
+  PS_TRY(ps__pinned_check(p, "with samples "));
   if (!host || r->host_used_bytes <= host)
     return PS_OK;
   const ps__gen_map *m = &p->sampling->plan.map;

@@ -85,7 +85,8 @@ static bool cannot_win(const ps__search *s, const ps__candidate *m) {
 }
 
 static bool cannot_fit(const ps__search *s, const ps__candidate *m) {
-  uint64_t bytes[PS__N_MEMS] = {m->bytes[0], m->bytes[1]};
+  uint64_t bytes[PS__N_MEMS];
+  memcpy(bytes, m->bytes, sizeof bytes);
   if ((m->keep.blocks > 0) != s->grads_on_device || !ps__fits(s, bytes))
     return true;
   add_slack(s, m, bytes);
@@ -384,7 +385,8 @@ static ps_status evaluate_bytes(ps__search *s, uint32_t place, const ps__candida
   ps__candidate own = *m;
   double ns;
   ps__evaluation e;
-  uint64_t bytes[PS__N_MEMS] = {m->bytes[0], m->bytes[1]};
+  uint64_t bytes[PS__N_MEMS];
+  memcpy(bytes, m->bytes, sizeof bytes);
   add_slack(s, m, bytes);
   if (!could_be_smallest(s, place, bytes))
     return PS_OK;
@@ -426,10 +428,12 @@ static ps_status find_smallest(ps__search *s) {
   ps_status st = order ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for the smallest plan");
   bool found = false;
   for (uint32_t place = 0; st == PS_OK && place < PS__N_MEMS; place++) {
+    if (place == PS__PINNED_MEM && s->cap[place] == UINT64_MAX)
+      continue;
     st = find_smallest_at(s, place, place, order);
     found |= s->out->smallest[place] != 0;
   }
-  for (uint32_t space = 0; st == PS_OK && !found && space < PS__N_MEMS; space++)
+  for (uint32_t space = 0; st == PS_OK && !found && space <= PS__HOST_MEM; space++)
     st = find_smallest_at(s, NEAREST, space, order);
   ps__free(order);
   return st;
@@ -525,7 +529,7 @@ static double least_estimate(const ps__search *s, const uint64_t cap[PS__N_MEMS]
 }
 
 enum {
-  MAX_LADDER_SEARCHES = 2 + PS__N_MEMS,
+  MAX_LADDER_SEARCHES = 2 + PS__PINNED_MEM,
   MOST_BUDGETS = 3 /* of a model of 32 layers, for all searches of a plan */
 };
 /* A cap of the ladder is searched where the estimates say that it costs at most so much time. */
@@ -642,7 +646,7 @@ static ps_status find_on_ladder(ps__search *s) {
   ps_status st = ladder_search_init(&r[0], s, s->cap);
   if (st == PS_OK)
     st = add_blocks_search(s, r, &n);
-  for (uint32_t i = 0; i < PS__N_MEMS && st == PS_OK && s->large; i++)
+  for (uint32_t i = 0; i <= PS__HOST_MEM && st == PS_OK && s->large; i++)
     st = add_ladder_search(s, r, &n, i);
   if (st == PS_OK)
     st = ps__pool_create(&pool, s->plan->most_workers ? 1 : ps__search_space_workers(&s->space, n),
@@ -691,6 +695,8 @@ static ps_status search(ps_plan *plan, ps__memo *memo, bool sizes_only, double b
   const ps__caps caps = ps__plan_caps(plan);
   for (uint32_t i = 0; i < PS__N_MEMS; i++)
     s->cap[i] = plan->room.given ? plan->room.used[i] : caps.holds[i] ? caps.holds[i] : UINT64_MAX;
+  if (plan->all_pinned)
+    s->cap[PS__PINNED_MEM] = UINT64_MAX;
   s->machine = hw->host_memory_bytes ? hw->host_memory_bytes : UINT64_MAX;
   const uint64_t host = s->cap[PS__HOST_MEM], there = host < s->machine ? host : s->machine;
   ps_status st = ps__search_space_init(&s->space, plan, sizes_only ? 0 : there, &plan->hooks);

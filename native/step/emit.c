@@ -162,6 +162,13 @@ void ps__emit_copy(ps__builder *b, uint32_t stream, ps__vaccess from, ps__vacces
   emit(b, NULL, stream, NULL, 0, access, 2, (ps_work){.bytes = (double)from.bytes}, tag);
 }
 
+/* Reads and writes host memory: twice the bytes. */
+void ps__stage(ps__builder *b, uint32_t stream, ps__vaccess from, ps__vaccess to, ps_tag tag) {
+  const ps__vaccess access[2] = {from, to};
+  b->s->staged_bytes += from.bytes;
+  emit(b, NULL, stream, NULL, 0, access, 2, (ps_work){.bytes = 2.0 * (double)from.bytes}, tag);
+}
+
 uint32_t ps__bring(ps__builder *b, uint32_t host, ps_tag tag) {
   const ps__vaccess from = ps__whole(b, host, PS_READ);
   const uint32_t vt = ps__vt_new(b, b->on->at.place, from.bytes);

@@ -128,6 +128,7 @@ typedef struct ps__builder {
   uint32_t next_fetch;     /* the first layer pass that nothing was fetched for */
   uint32_t first_trained;  /* ps__first_trained() */
   uint32_t checks;         /* of a checked step: the sums of squares, a device tensor */
+  uint32_t staged;         /* memory of the last staged parameters, or PS__NO_VT */
   /* device copy of the batch header, for updates without clipping; PS__NO_VT before the first */
   uint32_t header;
   /* what the device-to-host stream wrote last of weights or state on the host */
@@ -211,6 +212,10 @@ void ps__emit(ps__builder *b, const ps_kernel *kernel, uint32_t stream, const vo
 void ps__emit_copy(ps__builder *b, uint32_t stream, ps__vaccess from, ps__vaccess to, ps_tag tag);
 void ps__emit_hook(ps__builder *b, ps__hook what, uint32_t unit, uint32_t stream,
                    const ps__vaccess *access, uint32_t n_access, ps_work work, ps_tag tag);
+
+/* ps__stage() - a copy inside the host's memory, on one of its streams: of what a link brings, or
+ * for a link to take. */
+void ps__stage(ps__builder *b, uint32_t stream, ps__vaccess from, ps__vaccess to, ps_tag tag);
 
 /* ps__bring() - a new device tensor, and the copy of host tensor @host to it. */
 uint32_t ps__bring(ps__builder *b, uint32_t host, ps_tag tag);

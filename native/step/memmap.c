@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { ALIGN = 256 };
+enum { ALIGN = 256 }; /* ps__memmap_aligned() */
 
 /* A tensor that has its place, in a list sorted by begin. @end is rounded up to ALIGN: the next
  * tensor may begin there. @reach is the largest end up to here in the list. */
@@ -26,7 +26,7 @@ static int by_duration(const void *pa, const void *pb) {
   return a->id < b->id ? -1 : a->id > b->id;
 }
 
-static uint64_t align_up(uint64_t x) { return (x + ALIGN - 1) / ALIGN * ALIGN; }
+static uint64_t align_up(uint64_t x) { return ps__memmap_aligned(x); }
 
 /* The first of a list that reaches past @at. */
 static size_t first_past(const placed *p, size_t n, uint64_t at) {
@@ -226,8 +226,13 @@ uint64_t ps__memmap(ps__vt *vt, size_t n, uint32_t space) {
   bool high = false;
   if (!order)
     return UINT64_MAX;
+  for (size_t i = 0; i < n; i++)
+    if (vt[i].space == space && vt[i].pageable) {
+      vt[i].offset = base;
+      base = align_up(base + vt[i].bytes);
+    }
   for (size_t i = 0; i < n; i++) {
-    if (vt[i].space != space || vt[i].bytes == 0 || vt[i].alias_of)
+    if (vt[i].space != space || vt[i].bytes == 0 || vt[i].alias_of || vt[i].pageable)
       continue;
     if (!vt[i].persistent && vt[i].last > n_ops)
       n_ops = vt[i].last;

@@ -15,8 +15,10 @@ uint64_t ps__step_persistent_bytes(const ps__step *t, uint32_t space) {
  * of @t in the tensors of @s, for space 0. */
 static bool lie_over(ps__step *s, uint32_t vt, const ps__step *t, uint32_t there, uint32_t block) {
   ps__vt *v = &s->vt[vt];
-  if (there == PS__NO_VT || v->bytes > t->vt[there].bytes || v->space != t->vt[there].space)
+  if (there == PS__NO_VT || v->bytes > t->vt[there].bytes || v->space != t->vt[there].space ||
+      (t->vt[there].pageable && !v->pageable))
     return false;
+  v->pageable = false; /* the owner's matter */
   v->alias_of = block + v->space + 1;
   v->offset = t->vt[there].offset;
   return true;

@@ -82,7 +82,8 @@ static uint32_t host_of_saved(ps__builder *b, uint32_t from, uint64_t bytes) {
   const uint32_t unit = ps__lending_unit(b->s->model, from), grad = b->s->unit_host[unit].grad;
   ps__unit_progress *u = &b->unit[unit];
   const bool free = b->in->round_idx == 0 && b->in->round->n_chunks <= b->s->sums.additions &&
-                    from > 0 && grad != PS__NO_VT && !b->s->spec->update_split[unit];
+                    from > 0 && grad != PS__NO_VT && !b->s->spec->update_split[unit] &&
+                    !ps__stages_total(b->s->spec, unit);
   if (!free || u->alias_bytes + bytes > b->s->vt[grad].bytes)
     return ps__vt_new(b, b->s->at->host, bytes);
   const uint64_t at = u->alias_bytes;

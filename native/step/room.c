@@ -4,11 +4,14 @@
 #include "kernels/cuda/scratch.h"
 #include <string.h>
 
-ps__caps ps__caps_of(const ps_hardware *hw, uint64_t device_mem_bytes, uint64_t host_mem_bytes) {
-  const uint64_t
-      given[PS__N_MEMS] = {[PS__DEVICE_MEM] = device_mem_bytes, [PS__HOST_MEM] = host_mem_bytes},
-      there[PS__N_MEMS] = {[PS__DEVICE_MEM] =
-                               hw->backend == PS_BACKEND_CUDA ? hw->device_memory_bytes : 0};
+ps__caps ps__caps_of(const ps_hardware *hw, uint64_t device_mem_bytes, uint64_t host_mem_bytes,
+                     uint64_t pinned_mem_bytes) {
+  const uint64_t given[PS__N_MEMS] = {[PS__DEVICE_MEM] = device_mem_bytes,
+                                      [PS__HOST_MEM] = host_mem_bytes,
+                                      [PS__PINNED_MEM] = pinned_mem_bytes},
+                 there[PS__N_MEMS] = {[PS__DEVICE_MEM] = hw->backend == PS_BACKEND_CUDA
+                                                             ? hw->device_memory_bytes
+                                                             : 0};
   ps__caps c;
   for (uint32_t i = 0; i < PS__N_MEMS; i++) {
     c.given[i] = given[i];
@@ -25,9 +28,8 @@ uint32_t ps__stream_threads(const ps_hardware *hw, const ps__places *at, uint32_
              : 1;
 }
 
-uint64_t ps__page_table_bytes(const ps_hardware *hw, uint64_t host_arena_bytes) {
-  return hw->backend == PS_BACKEND_CUDA ? ps__cuda_table_bytes(ps__arena_round(host_arena_bytes))
-                                        : 0;
+uint64_t ps__page_table_bytes(const ps_hardware *hw, uint64_t pinned_bytes) {
+  return hw->backend == PS_BACKEND_CUDA ? ps__cuda_table_bytes(ps__arena_round(pinned_bytes)) : 0;
 }
 
 /* The scratch of a stream and the products' workspace are one allocation
@@ -67,8 +69,9 @@ uint64_t ps__host_scratch(const ps_hardware *hw, const ps__places *at,
 }
 
 void ps__engine_of(ps_engine_config *out, const ps_hardware *hw, const ps__places *at,
-                   const uint64_t arena[PS_MAX_PLACES], const uint64_t cap[PS__N_MEMS],
-                   const uint64_t beside[PS__N_MEMS], const size_t *scratch_bytes) {
+                   const uint64_t arena[PS_MAX_PLACES], uint64_t pageable,
+                   const uint64_t cap[PS__N_MEMS], const uint64_t beside[PS__N_MEMS],
+                   const size_t *scratch_bytes) {
   *out = (ps_engine_config){.struct_bytes = sizeof *out,
                             .n_places = at->n_places,
                             .n_links = at->n_links,
@@ -77,7 +80,9 @@ void ps__engine_of(ps_engine_config *out, const ps_hardware *hw, const ps__place
   memcpy(out->link, at->link, sizeof out->link);
   for (uint32_t i = 0; i < at->n_places; i++) {
     const bool device = at->kind[i] == PS_PLACE_DEVICE;
-    out->space[i] = (ps_space_config){.bytes = ps__arena_round(arena[i]), .place = i};
+    out->space[i] = (ps_space_config){.bytes = ps__arena_round(arena[i]),
+                                      .pageable_bytes = device ? 0 : ps__pageable_part(pageable),
+                                      .place = i};
     out->place[i] = (ps_place){.kind = at->kind[i],
                                .backend = device ? hw->backend : PS_BACKEND_CPU,
                                .device = device ? hw->device + i : 0,

@@ -15,9 +15,10 @@ static ps_status spec_alloc(ps__spec *s) {
   s->update_streamed = ps__calloc(s->n_units, 1);
   s->update_split = ps__calloc(s->n_units, 1);
   s->in_pieces = ps__calloc(s->n_units, 1);
+  s->stage_weights = ps__calloc(s->n_units, 1);
   s->policy = ps__calloc(policies, 1);
   if (s->param_resident && s->grad_resident && s->update_resident && s->update_streamed &&
-      s->update_split && s->in_pieces && s->policy) {
+      s->update_split && s->in_pieces && s->stage_weights && s->policy) {
     memset(s->policy, PS_POLICY_RECOMPUTE, policies);
     return PS_OK;
   }
@@ -63,6 +64,10 @@ ps_status ps__spec_init_beside(ps__spec *s, const ps_model *m, const ps__layout 
   s->first_rounds = l->first_rounds;
   s->head_slice = of->head_slice;
   s->embed_on_host = of->embed_on_host;
+  s->pageable = of->pageable;
+  s->stage_totals = of->stage_totals;
+  s->pinned_weights = of->pinned_weights;
+  memcpy(s->stage_weights, of->stage_weights, of->n_units);
   return PS_OK;
 }
 
@@ -75,6 +80,7 @@ ps_status ps__spec_copy(ps__spec *dst, const ps__spec *src) {
   memcpy(dst->update_streamed, src->update_streamed, src->n_units);
   memcpy(dst->update_split, src->update_split, src->n_units);
   memcpy(dst->in_pieces, src->in_pieces, src->n_units);
+  memcpy(dst->stage_weights, src->stage_weights, src->n_units);
   memcpy(dst->policy, src->policy, (size_t)src->n_layers * src->n_chunks * src->n_saved);
   return PS_OK;
 }
@@ -86,9 +92,10 @@ void ps__spec_free(ps__spec *s) {
   ps__free(s->update_streamed);
   ps__free(s->update_split);
   ps__free(s->in_pieces);
+  ps__free(s->stage_weights);
   ps__free(s->policy);
   s->param_resident = s->grad_resident = s->update_resident = s->update_streamed = s->update_split =
-      s->in_pieces = s->policy = NULL;
+      s->in_pieces = s->stage_weights = s->policy = NULL;
 }
 
 /* ---- rounds ---------------------------------------------------------------------------------- */
@@ -243,11 +250,40 @@ static void emit_rounds(ps__builder *b) {
     ps__send_pieces(b, n_leaving);
   }
   ps__send_pieces(b, b->n_leaving);
+  ps__vt_free(b, b->staged);
   ps__end_rounds(b);
   ps__flush_late(b);
   ps__exchanges_end(b);
   ps__counts_end(b);
   ps__emit_updates(b);
+}
+
+/* Persistent tensors of the host that no link touches, and NCCL does not. What runs beside a step
+ * copies nothing else: the prologue, a step of the same decisions, one that only goes forward. */
+static void mark_pageable(ps__step *s) {
+  for (size_t i = 0; i < s->n_vt; i++)
+    s->vt[i].pageable = s->vt[i].persistent && !s->vt[i].alias_of && s->vt[i].space == s->at->host;
+  for (size_t i = 0; i < s->n_op; i++) {
+    const ps__vop *op = &s->op[i];
+    if (!ps__link_of(s->at, op->stream) && !(op->stream == s->at->net && s->spec->over_nccl))
+      continue;
+    for (uint32_t a = op->access; a < op->access + op->n_access; a++) {
+      ps__vt *t = &s->vt[s->access[a].vt];
+      while (t->alias_of)
+        t = &s->vt[t->alias_of - 1];
+      t->pageable = false;
+    }
+  }
+  for (uint32_t u = 0; u < s->spec->n_units; u++) {
+    const ps__unit_host *h = &s->unit_host[u];
+    if (ps__weights_stay(s->spec, u) || s->spec->pinned_weights)
+      s->vt[h->weights].pageable = false;
+    if (s->spec->update_resident[u] && h->master != PS__NO_VT)
+      s->vt[h->master].pageable = false;
+  }
+  for (size_t i = 0; i < s->n_vt; i++)
+    if (s->vt[i].pageable)
+      s->pageable_bytes += ps__memmap_aligned(s->vt[i].bytes);
 }
 
 static void count_saved(ps__step *s) {
@@ -399,6 +435,7 @@ ps_status ps__step_emit_in(ps__step *s, ps__step_arrays *arrays, const ps_model 
                    .hooks = hooks,
                    .header = PS__NO_VT,
                    .checks = PS__NO_VT,
+                   .staged = PS__NO_VT,
                    .exchanging = PS__NO_UNIT,
                    .to_exchange = model->n_units};
   if (!builder_init(&b))
@@ -415,6 +452,8 @@ ps_status ps__step_emit_in(ps__step *s, ps__step_arrays *arrays, const ps_model 
     count_saved(s);
     if (s->out_of_memory)
       st = ps__fail(PS_ENOMEM, "out of memory for a step of %zu ops", s->n_op);
+    else if (spec->pageable)
+      mark_pageable(s);
   }
   builder_free(&b);
   assert(st != PS_OK || ps__step_valid(s));

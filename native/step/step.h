@@ -85,6 +85,16 @@ typedef struct ps__spec {
    * stays, and no saved activation is an alias of it. Needs clipping, an update on the host and
    * an optimizer that splits (not SGD); excludes an embedding on the host. */
   uint8_t *update_split;
+  /* Host memory that is not pinned whole (docs/design/memory.md, "What need not be pinned").
+   *   pageable        tensors of the host that no link touches come first in its memory map:
+   *                   ps__step.pageable_bytes
+   *   stage_totals    the first contribution to a total, too, comes into staging memory; the host
+   *                   copies it. No saved activation lies in a gradient's memory
+   *   stage_weights   [n_units] parameters are fetched by way of staging memory
+   *   pinned_weights  weights are pinned although the step may not fetch them: text is sampled
+   *                   beside it */
+  bool pageable, stage_totals, pinned_weights;
+  uint8_t *stage_weights;
   /* The embedding's table is never on the device: its rows are gathered on the host, and their
    * gradients are added there. Untied models only; unit 0 is then device-resident in no way and
    * updated on the host. */
@@ -104,6 +114,11 @@ static inline uint8_t *ps__spec_policy(const ps__spec *s, uint32_t layer, uint32
 }
 static inline bool ps__updated_on_device(const ps__spec *s, uint32_t unit) {
   return s->update_resident[unit] || s->update_streamed[unit];
+}
+/* ps__stages_total() - whether no contribution to the unit's total on the host is copied to it: its
+ * update reads the total there, and so do other hosts by TCP alone. */
+static inline bool ps__stages_total(const ps__spec *s, uint32_t unit) {
+  return s->stage_totals && !ps__updated_on_device(s, unit) && !s->in_pieces[unit] && !s->over_nccl;
 }
 /* ps__weights_stay() - whether the unit's weights are on the device from the prologue on and are
  * never fetched: they are resident, and either updated on the device or frozen. */
@@ -250,6 +265,7 @@ ps__batch_chunk ps__batch_chunk_of(uint32_t n_tokens);
 /* ---- the step -------------------------------------------------------------------------------- */
 /* A virtual tensor, alive from op first to before op last; a persistent one always.
  *   high      where ps__memmap() places it
+ *   pageable  of the host and persistent, and no link touches it: it need not be pinned
  *   alias_of  not 0: the tensor is an alias of vt[alias_of - 1], its owner, and has no memory of
  *             its own. @offset is then in the owner, until ps__step_map() adds the owner's offset.
  * The owner may be an alias too, which then comes before its alias in vt. A chain has at most
@@ -260,7 +276,7 @@ typedef struct ps__vt {
   uint64_t bytes, offset;
   uint32_t first, last, alias_of;
   uint8_t space;
-  bool persistent, high;
+  bool persistent, high, pageable;
 } ps__vt;
 typedef struct ps__vaccess {
   uint32_t vt, mode;
@@ -324,6 +340,8 @@ typedef struct ps__step {
   size_t n_checks, cap_checks;
   /* results */
   uint64_t space_bytes[PS_MAX_PLACES];     /* the memory map's peaks */
+  uint64_t pageable_bytes;                 /* the host's first so many need not be pinned */
+  uint64_t staged_bytes;                   /* of a step: that the host copies for its links */
   uint64_t saved_bytes[PS_N_POLICIES];     /* by policy, of the largest round */
   uint64_t copied_bytes[PS__N_DIRECTIONS]; /* of a step */
   double update_bytes;                     /* of a step: what updates on the host read and write */
@@ -384,12 +402,15 @@ bool ps__is_host_update(const ps__step *s, const ps__vop *op);
 ps_status ps__step_prologue(const ps__step *s, bool new_state, ps_program **out);
 /* ps__memmap() - give every tensor of a space its offset; returns the peak in BYTES, or UINT64_MAX
  * when memory is out.
- * The longest-lived tensor comes first. Each gets the lowest offset where it overlaps nothing alive
+ * Persistent tensors come first, pageable ones before the others. Then the longest-lived tensor
+ * comes first. Each gets the lowest offset where it overlaps nothing alive
  * at the same time. One marked high gets the highest offset below the size that the map will have,
  * estimated. Parameters kept across rounds are high: their lifetimes are nested around the boundary
  * of two rounds, those of saved activations around the forward/backward boundary. So two stacks
  * grow from the two ends of the memory. */
 uint64_t ps__memmap(ps__vt *vt, size_t n, uint32_t space);
+/* ps__memmap_aligned() - BYTES that a tensor of so many takes of a map. */
+static inline uint64_t ps__memmap_aligned(uint64_t bytes) { return (bytes + 255) / 256 * 256; }
 /* ps__memmap_bound() - the most BYTES alive at once: no map of the space is smaller. UINT64_MAX
  * when memory is out. */
 uint64_t ps__memmap_bound(const ps__vt *vt, size_t n, uint32_t n_ops, uint32_t space);
@@ -403,7 +424,8 @@ bool ps__memmap_valid(const ps__vt *vt, size_t n, uint32_t space, uint64_t bytes
  *   - no op reads a tensor that no earlier op wrote, persistent ones apart;
  *   - no op uses a tensor while an alias has its memory;
  *   - every tensor is freed, fetched parameters among them;
- *   - a copy moves as many bytes as it reads, along the link of its stream;
+ *   - a copy moves as many bytes as it reads, along the link of its stream or, on a stream of the
+ *     host, inside its memory; along a link it touches nothing that is pageable;
  *   - the tensors of any other op are at its stream's place;
  *   - every total has all its contributions, added in their order.
  * For asserts and tests. Time: O(ops). Errors: none. */

@@ -166,27 +166,58 @@ static const ps__pass *turn_to(ps__builder *b, uint32_t i, uint32_t idx) {
   return &b->in->pass[idx];
 }
 
+/* Parameters that are not pinned are copied to staging memory by the io stream, whose ops are as
+ * early as the copies to the device, and from there to the @n devices of the layer pass's turns that
+ * lack them (@missing). So much at a time: one part is copied while the one before crosses the
+ * link. */
+enum { STAGED_BYTES = 64 << 20 };
+static void fetch_staged(ps__builder *b, uint32_t idx, uint32_t unit, const bool *missing,
+                         uint32_t n) {
+  const uint32_t weights = b->s->unit_host[unit].weights;
+  const uint64_t all = ps__unit_bytes(b, unit, b->s->recipe->weights);
+  turn_to(b, 0, idx);
+  const ps_tag tag = ps__about(ps__unit_tag(b, unit, PS__PHASE_FORWARD), "weights");
+  for (uint64_t at = 0; at < all; at += STAGED_BYTES) {
+    const uint64_t bytes = all - at < STAGED_BYTES ? all - at : STAGED_BYTES;
+    const uint32_t staged = ps__vt_new(b, b->s->at->host, bytes);
+    ps__stage(b, b->s->at->io, ps__part(weights, PS_READ, at, bytes),
+              ps__part(staged, PS_WRITE, 0, bytes), tag);
+    for (uint32_t i = 0; i < n; i++) {
+      if (!missing[i])
+        continue;
+      turn_to(b, i, idx);
+      ps__emit_copy(b, b->on->at.to_device, ps__part(staged, PS_READ, 0, bytes),
+                    ps__part(b->on->unit[unit].weights, PS_WRITE, at, bytes), tag);
+    }
+    ps__vt_free(b, b->staged);
+    b->staged = staged;
+  }
+}
+
 /* For layer pass @idx. A unit in pieces is fetched to all devices that have a turn where one lacks
  * it: those that have it get the same bytes again. Where some devices have no section of a shared
  * head, it comes whole to the others. */
 static void fetch_unit(ps__builder *b, uint32_t idx, uint32_t unit) {
   const bool shared = is_shared(b, idx);
   const uint32_t n = n_turns(b, idx);
-  bool in_pieces = b->s->spec->in_pieces[unit] && n > 1, any = false;
+  const bool staged = b->s->spec->stage_weights[unit];
+  bool in_pieces = b->s->spec->in_pieces[unit] && n > 1, any = false, lacks[PS_MAX_DEVICES] = {0};
   for (uint32_t i = 0; shared && i < n; i++)
     in_pieces &= b->has_head[i];
   for (uint32_t i = 0; i < n; i++) {
     const ps__pass *v = turn_to(b, i, idx);
     if (shared && !b->has_head[i])
       continue;
-    const bool missing = must_fetch(b, v, unit);
+    const bool missing = lacks[i] = must_fetch(b, v, unit);
     any |= missing;
-    if (missing && !in_pieces)
+    if (missing && !in_pieces && !staged)
       ps__emit_copy(b, b->on->at.to_device, ps__whole(b, b->s->unit_host[unit].weights, PS_READ),
                     ps__whole(b, b->on->unit[unit].weights, PS_WRITE),
                     ps__about(ps__unit_tag(b, unit, PS__PHASE_FORWARD), "weights"));
   }
-  if (any && in_pieces)
+  if (any && staged)
+    fetch_staged(b, idx, unit, lacks, n);
+  else if (any && in_pieces)
     ps__fetch_pieces(b, unit, n);
   turn_to(b, 0, 0);
 }

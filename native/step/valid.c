@@ -184,9 +184,13 @@ static bool op_valid(const ps__step *s, use *of, uint32_t idx) {
         return false;
     return true;
   }
-  return op->n_access == 2 && a[0].mode == PS_READ && a[1].mode == PS_WRITE &&
-         a[0].bytes == a[1].bytes &&
-         is_linked(s->at, op->stream, s->vt[a[0].vt].space, s->vt[a[1].vt].space);
+  if (op->n_access != 2 || a[0].mode != PS_READ || a[1].mode != PS_WRITE ||
+      a[0].bytes != a[1].bytes)
+    return false;
+  const ps__vt *from = &s->vt[a[0].vt], *to = &s->vt[a[1].vt];
+  if (ps__stream_on_host(s->at, op->stream))
+    return from->space == s->at->host && to->space == s->at->host;
+  return is_linked(s->at, op->stream, from->space, to->space) && !from->pageable && !to->pageable;
 }
 
 /* The place of a contribution among its unit's that @op adds to the total; -1 where it adds none.

@@ -15,9 +15,11 @@ static bool arena_of(const ps_trainer *t, ps__arena *out) {
   const ps_plan *p = t->plan;
   const bool cpu = p->hw.backend == PS_BACKEND_CPU;
   const uint32_t device = p->at->dev[0].place;
+  const uint64_t not_pinned = ps_engine_space_bytes(t->engine, p->at->host) -
+                              ps_engine_space_pinned(t->engine, p->at->host);
   *out = (ps__arena){.hw = &p->hw,
-                     .host = t->host,
-                     .host_bytes = ps_engine_space_bytes(t->engine, p->at->host),
+                     .host = (char *)t->host + not_pinned,
+                     .host_bytes = ps_engine_space_pinned(t->engine, p->at->host),
                      .n_places = cpu ? CPU_PLACES : PLACES};
   if (out->host_bytes < (cpu ? LEAST_CPU_BYTES : LEAST_BYTES))
     return false;

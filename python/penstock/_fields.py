@@ -14,6 +14,7 @@ KEYWORDS = {
     "n_frozen_layers": "frozen_layers",
     "n_sequences": "batch",
     "n_threads": "threads",
+    "pinned_mem_bytes": "pinned_mem",
     "ramp": "batch_ramp",
     "val_dataset": "val",
 }

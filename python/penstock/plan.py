@@ -244,7 +244,7 @@ _FLAGS = (
     "fp8_head",
     "fp8_fast_accumulation",
 )
-_SIZES = ("device_mem", "host_mem", "reserve")
+_SIZES = ("device_mem", "host_mem", "pinned_mem", "reserve")
 
 
 def _named(kind: str, parse, name: str | None) -> dict:
@@ -326,6 +326,7 @@ class Plan(Owner):
 
     device_mem, host_mem   caps, in bytes or as "20GiB"; None: no cap on the device, and what the
                            machine allows on the host
+    pinned_mem             how much host memory the system lets a process pin; None: all
     tokens_per_step        0: 8 sequences
     recipe                 "fp32", "fp32-master", "bf16", "fp8" or "fp8-master"; None: "bf16", with
                            lora "fp32-master"
@@ -391,6 +392,7 @@ class Plan(Owner):
         seq_len: int,
         device_mem=None,
         host_mem=None,
+        pinned_mem=None,
         tokens_per_step: int = 0,
         recipe: str | None = None,
         optimizer: str | None = None,

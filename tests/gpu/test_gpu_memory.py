@@ -12,7 +12,7 @@ import threading
 import numpy as np
 import pytest
 from conftest import BUILD, ROOT, write_shard
-from penstock import Hardware
+from penstock import Hardware, ModelConfig, Plan, Trainer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,6 +48,32 @@ def in_use():
         check=True,
     )
     return int(done.stdout.split()[0])
+
+
+def test_every_limit_of_pinned_memory_gives_the_same_bits(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": 4}))
+    model = ModelConfig.read(folder)
+    kw = {"seq_len": 512, "tokens_per_step": 4096, "chunk_tokens": 1024, "chunks_per_round": 2}
+    kw |= {"device_mem": "3GiB", "deterministic": True, "one_document": True}
+    seen = []
+    for pinned in (None, "1600MiB", "1GiB", "600MiB"):
+        plan = Plan(model, pinned_mem=pinned, **kw)
+        r = plan.report
+        n = r["tokens_per_step"]
+
+        def batch(step, n=n):
+            ids = np.random.default_rng(step).integers(0, VOCAB, n)
+            return ids, np.roll(ids, -1)
+
+        assert not pinned or r["pinned_bytes"] <= r["pinned_mem_bytes"]
+        with Trainer(folder, plan, batch, lr=1e-3, seed=5, init_weights=True) as trainer:
+            losses = [m.loss for m in trainer.steps(3)]
+            weights = {p: hash(trainer.read(p).tobytes()) for p in trainer.params}
+        seen.append((losses, weights))
+        print(pinned, r["pinned_bytes"] >> 20, r["staged_bytes"] >> 20, losses)
+    assert all(s == seen[0] for s in seen)
 
 
 class Watching:

@@ -47,6 +47,7 @@ static void check_candidate(const ps__search_space *sp, const ps__candidate *m, 
   /* what an arena is rounded up by is more than all gradients of so small a model */
   const uint64_t arena = s.space_bytes[host];
   CHECK(m->bytes[host] <= (m->keep.blocks ? arena : ps__arena_round(arena)) + over);
+  CHECK(m->bytes[PS__PINNED_MEM] <= ps__pinned_bytes(arena, s.pageable_bytes));
   const uint64_t apart =
       sp->microbatch[m->microbatch].base[ps__embed_on_host(sp, l, &m->keep)].host_bytes;
   CHECK(!no_grads || l->n_rounds > 1 ||
@@ -90,7 +91,66 @@ static void test_bounds(uint32_t n_frozen, uint32_t lora_rank, uint32_t backend)
   CHECK((n_blocks > 0) == (backend == PS_BACKEND_CUDA));
   check_abandon(&sp, p);
   ps__search_space_free(&sp);
+  p->cfg.pinned_mem_bytes = 1;
+  for (p->staging = 0; p->staging <= PS__STAGE_ALL; p->staging++) {
+    CHECK(ps__search_space_init(&sp, p, 0, &p->hooks) == PS_OK && sp.n_candidates > 100);
+    for (size_t i = p->staging; i < sp.n_candidates; i += 499)
+      check_candidate(&sp, &sp.candidate[i], false);
+    ps__search_space_free(&sp);
+  }
   CHECK(ps_plan_destroy(p) == PS_OK);
+}
+
+/* ---- pinned memory --------------------------------------------------------------------------- */
+
+/* What an engine of the plan would pin is what the plan says, within the cap. */
+static ps_plan_report report_of(ps_plan *p) {
+  ps_engine_config e;
+  ps_plan_report r;
+  ps__plan_engine(p, &e);
+  const ps_space_config *s = &e.space[p->at->host];
+  CHECK(ps_plan_get_report(p, &r) == PS_OK);
+  CHECK(s->bytes - s->pageable_bytes == r.pinned_bytes && r.pinned_bytes <= r.pinned_mem_bytes);
+  CHECK(r.pageable_bytes + r.pinned_bytes == r.host_arena_bytes);
+  CHECK(r.all_pinned_step_s > 0 && r.all_pinned_step_s <= r.step_s * (1 + 1e-9));
+  return r;
+}
+
+/* From a cap with which optimizer state alone is not pinned down to the least one, one byte below
+ * which is refused with both figures. */
+static void test_pinned(uint32_t lora_rank) {
+  ps_model_config m = model;
+  ps_plan_config cfg = config();
+  ps_plan *p;
+  uint64_t least = 0;
+  char says[160];
+  m.vocab_size = 2048;
+  m.dim = 128, m.n_heads = 8, m.ffn_dim = 512;
+  cfg.clip_norm = 0;
+  cfg.device_mem_bytes = 6 << 20;
+  if (lora_rank)
+    cfg.lora = (ps_lora){.rank = lora_rank, .targets = PS_LORA_ALL, .alpha = 8};
+  cfg.pinned_mem_bytes = 1;
+  CHECK(ps_plan_create(&p, &m, &cfg, &hw) == PS_EBUDGET);
+  CHECK(strstr(ps_last_error(), "of host memory must be pinned, 1 B can be: raise pinned_mem_"));
+  CHECK(sscanf(strstr(ps_last_error(), "plan pins "), "plan pins %llu",
+               (unsigned long long *)&least));
+  cfg.pinned_mem_bytes = least - 1;
+  snprintf(says, sizeof says, "plan pins %llu bytes", (unsigned long long)least);
+  CHECK_FAILS(ps_plan_create(&p, &m, &cfg, &hw), PS_EBUDGET, says);
+  uint32_t staged[3] = {0}; /* caps with plans that stage nothing, totals, weights */
+  uint64_t most = UINT64_MAX;
+  for (uint32_t mib = 0; mib <= 16; mib += mib ? mib : 1) {
+    cfg.pinned_mem_bytes = least + ((uint64_t)mib << 20);
+    CHECK(ps_plan_create(&p, &m, &cfg, &hw) == PS_OK);
+    const ps_plan_report r = report_of(p);
+    CHECK(strstr(ps_plan_text(p), "pinned memory ") && strstr(ps_plan_text(p), "if all could be"));
+    staged[r.staged_weight_units ? 2 : r.staged_total_units ? 1 : 0]++;
+    CHECK(!r.staged_bytes == !(r.staged_weight_units || r.staged_total_units));
+    most = r.pageable_bytes < most ? r.pageable_bytes : most;
+    CHECK(ps_plan_destroy(p) == PS_OK);
+  }
+  CHECK(staged[0] && staged[2] && (staged[1] || lora_rank) && most > 0);
 }
 
 /* ---- the caps -------------------------------------------------------------------------------- */
@@ -189,6 +249,9 @@ int main(void) {
     test_bounds(2, 0, backend);
     test_bounds(0, 4, backend);
   }
+  test_pinned(0);
+  test_pinned(4);
+  printf("ok plans pin what may be pinned, and say what that costs\n");
   printf("ok candidates take as much host memory as they are said to, or more\n");
   for (int i = 0; i < 4; i++)
     test_beside(i & 1, i & 2);

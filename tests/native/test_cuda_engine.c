@@ -14,6 +14,7 @@ int main(void) {
 }
 #else
 #  include "engine/engine.h"
+#  include "engine/pin.h"
 #  include "hosts/net.h"
 #  include <penstock/engine.h>
 ps_status mix_cuda(const ps_launch *l);
@@ -30,7 +31,7 @@ void ps__cuda_without_mem_ops(bool without);
 enum { COMPUTE, H2D, D2H, HOST_A, HOST_B, N_STREAMS, HOST_STREAMS = 1 << HOST_A | 1 << HOST_B };
 enum { DEVICE, HOST };
 
-static ps_engine *open_engine(uint64_t bytes) {
+static ps_engine_config config(uint64_t bytes) {
   ps_engine_config cfg = {
       .struct_bytes = sizeof cfg, .n_places = 2, .n_spaces = 2, .n_streams = N_STREAMS};
   cfg.place[DEVICE] = (ps_place){.kind = PS_PLACE_DEVICE, .backend = PS_BACKEND_CUDA};
@@ -40,6 +41,11 @@ static ps_engine *open_engine(uint64_t bytes) {
   for (uint32_t i = 0; i < N_STREAMS; i++)
     cfg.stream[i] = (ps_stream_config){
         .place = HOST_STREAMS >> i & 1 ? HOST : DEVICE, .n_threads = 1, .scratch_bytes = 4096};
+  return cfg;
+}
+
+static ps_engine *open_engine(uint64_t bytes) {
+  const ps_engine_config cfg = config(bytes);
   ps_engine *e;
   CHECK(ps_engine_create(&e, &cfg) == PS_OK);
   return e;
@@ -240,6 +246,36 @@ static void test_refusals(void) {
   printf("ok what the GPU cannot do is refused by op, GPU and bytes\n");
 }
 
+/* Copies reach over ranges of pinned memory that begin after what is not pinned; the caller's reach
+ * what is not pinned too. More than can be pinned is refused with how much could be. */
+static void test_pageable(void) {
+  enum { PART = 192 << 10, AROUND = 4096 };
+  const uint64_t bytes = (1ull << 30) + (4 << 20), copied = bytes - PART;
+  ps_engine_config cfg = config(bytes);
+  ps_engine *e;
+  cfg.space[HOST].pageable_bytes = PART;
+  CHECK(ps_engine_create(&e, &cfg) == PS_OK && ps_engine_space_pinned(e, HOST) == copied);
+  char *host = ps_engine_space(e, HOST), back[2 * AROUND];
+  for (uint64_t i = 0; i < bytes; i += 1000)
+    host[i] = (char)(i / 1000 % 251);
+  move(e, true, PART, copied);
+  memset(host + PART, 0, copied);
+  move(e, false, PART, copied);
+  for (uint64_t i = 0; i < bytes; i += 1000)
+    CHECK(host[i] == (char)(i / 1000 % 251));
+  CHECK(ps__engine_read(e, HOST, PART - AROUND, back, sizeof back) == PS_OK);
+  CHECK(memcmp(back, host + PART - AROUND, sizeof back) == 0);
+  CHECK(ps_engine_close(e) == PS_OK);
+  ps__pin_limit(1ull << 30);
+  CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EDEVICE, "pinning stopped at 1.0 GiB of 1.0 GiB");
+  CHECK(ps_pinned_at_most() == 1ull << 30);
+  cfg.space[HOST].pageable_bytes = bytes - (1ull << 30);
+  CHECK(ps_engine_create(&e, &cfg) == PS_OK && ps_pinned_at_most() == 0);
+  ps__pin_limit(0);
+  CHECK(ps_engine_close(e) == PS_OK);
+  printf("ok part of a host's space is not pinned\n");
+}
+
 static ps_status fail_at_2(const ps_launch *l) {
   usleep(2000); /* the device streams wait for this, submitted well ahead */
   return l->step == 2 ? ps__fail(PS_ENUMERIC, "the loss is not finite") : PS_OK;
@@ -393,6 +429,7 @@ int main(int argc, char **argv) {
     return 0;
   }
   test_refusals();
+  test_pageable();
   test_seam();
   test_random("with stream memory operations", n, seed);
   test_mutation("read after write", PS__RULE_RAW, n / 4 + 20, seed);

@@ -1,6 +1,7 @@
 /* test_places.c - two devices beside a host, on the CPU backend: results and traces against program
  * order, caps and refusals place by place. Usage: test_places [programs, default 300] [seed] */
 #define RP_SPACES 3
+#include "engine/pin.h"
 #include "random_program.h"
 
 /* Places, and the spaces of the same numbers. */
@@ -239,6 +240,38 @@ static void test_caps(void) {
   printf("ok each place has a cap of its own\n");
 }
 
+/* Of the host's space all but the first 128 KiB are pinned: links copy from and to these alone. */
+static void test_pageable(void) {
+  enum { PART = 128 << 10, UNIT = 2 << 20 };
+  ps_engine_config cfg = config();
+  ps_engine *e;
+  cfg.space[HOST] = (ps_space_config){.bytes = UNIT, .pageable_bytes = PART + 1000, .place = HOST};
+  CHECK(ps_engine_create(&e, &cfg) == PS_OK);
+  CHECK(ps_engine_space_pinned(e, HOST) == UNIT - PART && ps_engine_space_pinned(e, DEVICE_0) == 0);
+  for (int out = 0; out < 2; out++) {
+    ps_program *p = empty();
+    const ps_access there = range(HOST, out ? PS_READ : PS_WRITE, PART - 8),
+                    device = range(DEVICE_0, out ? PS_WRITE : PS_READ, 0);
+    add_copy(p, out ? TO_0 : BACK, out ? there : device, out ? device : there);
+    refused(e, p, "op 0 (copy) copies byte 131064 of space 0, of which the first 131072 are not");
+  }
+  CHECK(ps_engine_close(e) == PS_OK);
+  ps__pin_limit(UNIT - PART);
+  CHECK(ps_engine_create(&e, &cfg) == PS_OK && ps_engine_close(e) == PS_OK);
+  ps__pin_limit(UNIT - PART - 1);
+  CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EDEVICE, "pinning stopped at 1.9 MiB of 1.9 MiB");
+  CHECK(ps_pinned_at_most() == UNIT - PART - 1);
+  ps__pin_limit(0);
+  CHECK(ps_engine_create(&e, &cfg) == PS_OK && ps_pinned_at_most() == 0);
+  CHECK(ps_engine_close(e) == PS_OK);
+  cfg.space[HOST].pageable_bytes = UNIT + 1;
+  CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "space 0: pageable_bytes 2097153");
+  cfg = config();
+  cfg.space[DEVICE_0].pageable_bytes = 1;
+  CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "space 1: pageable_bytes 1");
+  printf("ok links copy from and to pinned memory alone\n");
+}
+
 static void test_configurations(void) {
   ps_engine *e;
   ps_engine_config cfg = config();
@@ -282,6 +315,7 @@ int main(int argc, char **argv) {
   test_random(n, seed);
   test_ops_stay_at_their_place();
   test_caps();
+  test_pageable();
   test_configurations();
   CHECK(ps__live_allocations() == before);
   return 0;

@@ -1,6 +1,7 @@
 /* cpu.c - the CPU backend: every stream is a thread with a pool of its own, device memory is a
  * separate arena, copies are real copies. It is complete, and the reference for every other
  * backend. */
+#include "engine/pin.h"
 #include "backends/host/stream.h"
 #include "backends/list.h"
 #include "engine/schedule.h"
@@ -13,7 +14,8 @@
 
 struct ps__device {
   uint32_t n_streams;
-  uint32_t blas_threads; /* held: of the streams that multiply */
+  const ps_engine_config *cfg; /* the engine's */
+  uint32_t blas_threads;       /* held: of the streams that multiply */
   ps__host_stream stream[PS_MAX_STREAMS];
 };
 
@@ -30,6 +32,7 @@ static ps_status cpu_open(ps__device **out, const ps_engine_config *cfg) {
   void *memory;
   PS_TRY(ps__map(&memory, sizeof(ps__device), "CPU device"));
   ps__device *dev = memory;
+  dev->cfg = cfg;
   for (uint32_t i = 0; i < cfg->n_streams; i++) {
     dev->n_streams = i + 1;
     ps_status st = ps__host_stream_open(&dev->stream[i], &cfg->stream[i], i);
@@ -45,6 +48,11 @@ static ps_status cpu_open(ps__device **out, const ps_engine_config *cfg) {
 static ps_status cpu_map(ps__device *dev, uint32_t space, uint64_t bytes, ps__mapping *out) {
   char what[32];
   void *p;
+  const bool host = ps__space_place(dev->cfg, space)->kind == PS_PLACE_HOST;
+  const uint64_t pinned = host ? bytes - dev->cfg->space[space].pageable_bytes : 0,
+                 most = ps__pin_limited(pinned);
+  if (most)
+    return ps__pin_refuse(space, pinned, most, "a test's limit");
   snprintf(what, sizeof what, "space %u", space);
   PS_TRY(ps__map(&p, bytes, what));
   *out = (ps__mapping){.addr = p, .host = p, .bytes = bytes};

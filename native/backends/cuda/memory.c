@@ -2,12 +2,13 @@
  *
  * Device spaces: one cuMemAlloc of exactly the bytes asked for, zeroed like fresh host memory.
  * Host spaces: an exact mmap with huge pages where the kernel has them, preferred on the GPUs' NUMA
- * nodes, touched by all CPUs at once and pinned in ranges of 1 GiB, once for all GPUs. */
+ * nodes, touched by all CPUs at once and pinned in ranges of 1 GiB, once for all GPUs. The ranges
+ * begin after what is not pinned. */
 #include "backends/cuda/device.h"
 #include "backends/cuda/probe.h"
+#include "engine/pin.h"
 #include <stdatomic.h>
 #include <string.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 static const uint64_t PIN_BYTES = (uint64_t)1 << 30;
@@ -79,32 +80,43 @@ static void unpin(ps__device *dev, char *p, uint64_t bytes) {
     dev->cu->MemHostUnregister(p + at);
 }
 
+static CUresult pin_range(const ps__device *dev, char *p, uint64_t bytes) {
+  return dev->cu->MemHostRegister(p, bytes,
+                                  CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
+}
+
+/* Of less than a range: how much of @p can be pinned, to 16 MiB. Nothing of it is afterwards. */
+static uint64_t pins_more(const ps__device *dev, char *p, uint64_t bytes) {
+  const uint64_t least = 16 << 20;
+  uint64_t done = 0, at[8];
+  uint32_t n = 0;
+  for (uint64_t part = PIN_BYTES / 2; part >= least; part /= 2)
+    if (done + part <= bytes && pin_range(dev, p + done, part) == CUDA_SUCCESS) {
+      at[n++] = done;
+      done += part;
+    }
+  while (n > 0)
+    dev->cu->MemHostUnregister(p + at[--n]);
+  return done;
+}
+
 static ps_status pin_refused(ps__device *dev, uint32_t space, uint64_t bytes, uint64_t done,
                              CUresult r) {
-  char want[32], have[32], limit[32] = "unlimited";
-  struct rlimit rl;
   const char *name = NULL;
-  if (getrlimit(RLIMIT_MEMLOCK, &rl) == 0 && rl.rlim_cur != RLIM_INFINITY)
-    ps__format_bytes(limit, rl.rlim_cur);
   dev->cu->GetErrorName(r, &name);
-  return ps__fail(
-      PS_EDEVICE,
-      "space %u: pinning stopped at %s of %s of host memory (%s; locked memory is limited to %s): "
-      "lower "
-      "%s, or raise the limit (ulimit -l, the container's memlock, or its memory)",
-      space, ps__format_bytes(have, done), ps__format_bytes(want, bytes), name ? name : "?", limit,
-      ps__field("host_mem_bytes"));
+  return ps__pin_refuse(space, bytes, done, name ? name : "?");
 }
 
 static ps_status pin(ps__device *dev, uint32_t space, char *p, uint64_t bytes) {
   char have[32], want[32];
   for (uint64_t at = 0; at < bytes; at += PIN_BYTES) {
     uint64_t n = bytes - at < PIN_BYTES ? bytes - at : PIN_BYTES;
-    CUresult r = dev->cu->MemHostRegister(
-        p + at, n, CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
+    const uint64_t limit = ps__pin_limited(at + n);
+    const CUresult r = limit ? CUDA_ERROR_OUT_OF_MEMORY : pin_range(dev, p + at, n);
     if (r != CUDA_SUCCESS) {
+      const uint64_t done = limit ? limit : at + pins_more(dev, p + at, n);
       unpin(dev, p, at);
-      return pin_refused(dev, space, bytes, at, r);
+      return pin_refused(dev, space, bytes, done, r);
     }
     if ((at / PIN_BYTES + 1) % 16 == 0)
       ps__log(PS_LOG_INFO, "pinned %s of %s of host memory", ps__format_bytes(have, at + n),
@@ -114,6 +126,7 @@ static ps_status pin(ps__device *dev, uint32_t space, char *p, uint64_t bytes) {
 }
 
 static ps_status map_host(ps__device *dev, uint32_t space, uint64_t bytes, ps__mapping *out) {
+  const uint64_t pageable = dev->cfg.space[space].pageable_bytes;
   char what[32];
   void *p;
   snprintf(what, sizeof what, "space %u", space);
@@ -121,7 +134,7 @@ static ps_status map_host(ps__device *dev, uint32_t space, uint64_t bytes, ps__m
   ps__cuda_prefer_nodes(dev, p, bytes);
   ps_status st = touch(p, bytes);
   if (st == PS_OK)
-    st = pin(dev, space, p, bytes);
+    st = pin(dev, space, (char *)p + pageable, bytes - pageable);
   if (st == PS_OK)
     *out = (ps__mapping){.addr = p, .host = p, .bytes = bytes};
   else
@@ -142,6 +155,18 @@ ps_status ps__cuda_map(ps__device *dev, uint32_t space, uint64_t bytes, ps__mapp
   return PS_OK;
 }
 
+/* The number of the host's space that @p is in; n_spaces: it is in none. */
+static uint32_t host_space_of(const ps__device *dev, const void *p) {
+  uint32_t i = 0;
+  for (; i < dev->cfg.n_spaces; i++) {
+    const ps__mapping *m = &dev->space[i];
+    if (m->host && (uintptr_t)p >= (uintptr_t)m->host &&
+        (uintptr_t)p - (uintptr_t)m->host < m->bytes)
+      break;
+  }
+  return i;
+}
+
 /* The GPU whose memory @p is in; the first one where it is in none's. */
 static const ps__cuda_gpu *gpu_of(const ps__device *dev, const void *p) {
   for (uint32_t i = 0; i < dev->cfg.n_spaces; i++) {
@@ -159,7 +184,8 @@ void ps__cuda_unmap(ps__device *dev, const ps__mapping *m) {
   if (ps__cuda_push(dev, gpu_of(dev, m->addr)) != PS_OK)
     return;
   if (m->host) {
-    unpin(dev, m->host, m->bytes);
+    const uint64_t pageable = dev->cfg.space[host_space_of(dev, m->host)].pageable_bytes;
+    unpin(dev, (char *)m->host + pageable, m->bytes - pageable);
     ps__unmap(m->host, m->bytes);
   } else {
     dev->cu->MemFree((CUdeviceptr)(uintptr_t)m->addr);
@@ -168,8 +194,8 @@ void ps__cuda_unmap(ps__device *dev, const ps__mapping *m) {
   ps__cuda_pop(dev);
 }
 
-/* All of it: a device space is one allocation of the driver's, a host space is touched and
- * pinned to its end. */
+/* All of it: a device space is one allocation of the driver's, a host space is touched to its
+ * end. */
 ps_status ps__cuda_peak(ps__device *dev, const ps__mapping *m, uint64_t *out_bytes) {
   *out_bytes = m->bytes;
   return PS_OK;
@@ -177,17 +203,16 @@ ps_status ps__cuda_peak(ps__device *dev, const ps__mapping *m, uint64_t *out_byt
 
 /* ---- copies ---------------------------------------------------------------------------------- */
 
-/* BYTES from @p to the end of its pinned range: one copy may not reach over two. */
+/* BYTES from @p to the end of its pinned range, or to where pinned memory begins: one copy may not
+ * reach over two. */
 static uint64_t left_in_range(const ps__device *dev, const void *p, uint64_t bytes) {
-  for (uint32_t i = 0; i < dev->cfg.n_spaces; i++) {
-    const ps__mapping *m = &dev->space[i];
-    uint64_t at = (uint64_t)((uintptr_t)p - (uintptr_t)m->host);
-    if (m->host && (uintptr_t)p >= (uintptr_t)m->host && at < m->bytes) {
-      uint64_t left = PIN_BYTES - at % PIN_BYTES;
-      return left < bytes ? left : bytes;
-    }
-  }
-  return bytes;
+  const uint32_t space = host_space_of(dev, p);
+  if (space == dev->cfg.n_spaces)
+    return bytes;
+  const uint64_t pageable = dev->cfg.space[space].pageable_bytes,
+                 at = (uint64_t)((uintptr_t)p - (uintptr_t)dev->space[space].host),
+                 left = at < pageable ? pageable - at : PIN_BYTES - (at - pageable) % PIN_BYTES;
+  return left < bytes ? left : bytes;
 }
 
 ps_status ps__cuda_copy_on(const ps__device *dev, CUstream on, void *dst, const void *src,
