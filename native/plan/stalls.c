@@ -65,6 +65,8 @@ static const char *label(const ps__places *at, const ps__vop *op) {
     }
   if (op->stream == at->net)
     return "other hosts";
+  if (!op->kernel)
+    return "copies to or from staging memory";
   if (op->stream == at->host_ops)
     return on_host(op);
   if (op->stream == at->io)
@@ -175,7 +177,7 @@ ps_status ps_plan_throughput(const ps_plan *plan, const ps_trace_event *events, 
   for (uint64_t i = 0; i < n; i++) {
     const ps__vop *op = &plan->step.op[events[i].op];
     const bool update = ps__is_host_update(&plan->step, op);
-    if (op->kernel && !update)
+    if (!update && !ps__link_of(plan->at, op->stream))
       continue;
     const int kind = update ? UPDATES : (int)ps__direction(plan->at, op->stream);
     bytes[kind] += op->work.bytes;

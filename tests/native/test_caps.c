@@ -116,6 +116,24 @@ static ps_plan_report report_of(ps_plan *p) {
   return r;
 }
 
+/* Copies inside the host's memory are no link's, and have a name where something awaits them. */
+static void check_traced(ps_plan *p, const ps_plan_report *r) {
+  enum { STEPS = 2, ROOM = 64 };
+  ps_trace_event *events = calloc(STEPS * r->n_ops, sizeof *events);
+  double end[STEPS];
+  ps_throughput t;
+  ps_stall stall[ROOM];
+  uint64_t n;
+  CHECK(events && ps_plan_simulate(p, STEPS, events, end) == PS_OK);
+  CHECK(ps_plan_throughput(p, events, STEPS * r->n_ops, &t) == PS_OK && t.h2d_bytes_per_s > 0);
+  CHECK(ps_plan_stalls(p, events, STEPS * r->n_ops, stall, ROOM, &n) == PS_OK && n > 0);
+  bool staged = false;
+  for (uint64_t i = 0; i < n && i < ROOM; i++)
+    staged |= strcmp(stall[i].what, "copies to or from staging memory") == 0;
+  CHECK(staged);
+  free(events);
+}
+
 /* From a cap with which optimizer state alone is not pinned down to the least one, one byte below
  * which is refused with both figures. */
 static void test_pinned(uint32_t lora_rank) {
@@ -146,6 +164,8 @@ static void test_pinned(uint32_t lora_rank) {
     const ps_plan_report r = report_of(p);
     CHECK(strstr(ps_plan_text(p), "pinned memory ") && strstr(ps_plan_text(p), "if all could be"));
     staged[r.staged_weight_units ? 2 : r.staged_total_units ? 1 : 0]++;
+    if (r.staged_weight_units)
+      check_traced(p, &r);
     CHECK(!r.staged_bytes == !(r.staged_weight_units || r.staged_total_units));
     most = r.pageable_bytes < most ? r.pageable_bytes : most;
     CHECK(ps_plan_destroy(p) == PS_OK);
