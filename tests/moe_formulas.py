@@ -16,6 +16,8 @@ RouteBwd = struct(
 Index = struct("Index", [("I", "n_tokens n_experts n_used")])
 Rows = struct("Rows", [("I", "n_tokens n_used dim dt accumulate has_residual")])
 Grouped = struct("Grouped", [("I", "n_tokens n_used n_out n_in n_experts dt role accumulate")])
+Slots = struct("Slots", [("I", "n_tokens n_used n_out n_in n_experts dt role accumulate n_slots")])
+Fetch = struct("Fetch", [("I", "n_tokens n_used n_experts n_slots"), ("Q", "bytes0 bytes1")])
 MoeGlu = struct("MoeGlu", [("I", "n_tokens n_used expert_dim dt activation")])
 FORWARD, DGRAD, WGRAD = 0, 1, 2
 
@@ -78,6 +80,38 @@ def grouped(a, x, w, offsets, y):
     return [out + y.view_as(out) if a.accumulate else out]
 
 
+def slots(a, x, w, offsets, y, slot_of):
+    w = w.view(a.n_slots, a.n_out, a.n_in)
+    of_experts = torch.stack([w[max(int(s) - 1, 0)] for s in slot_of])
+    return grouped(a, x, of_experts, offsets, y)
+
+
+def fetch(a, ids, pos, table, counts, w0, slots0, w1, slots1):
+    """A cache by the book: what is wanted and not there takes the place of what was used longest
+    ago."""
+    e_n, s_n = a.n_experts, a.n_slots
+    slot_of, expert_of, used, missing, (launches, _) = table.long().split([e_n, s_n, s_n, s_n, 2])
+    launches += 1
+    of_rows = ids.view(a.n_tokens, a.n_used)[pos >= 0].flatten().tolist()
+    wanted = sorted({i if i < e_n else 0 for i in of_rows})
+    lacking = [e for e in wanted if not slot_of[e]]
+    for e in set(wanted) - set(lacking):
+        used[slot_of[e] - 1] = launches
+    for i, e in enumerate(lacking):
+        free = [(int(u), s) for s, u in enumerate(used) if u != launches]
+        at = min(free)[1]
+        if expert_of[at]:
+            slot_of[expert_of[at] - 1] = 0
+        expert_of[at], slot_of[e], used[at], missing[i] = e + 1, at + 1, launches, e
+        for w, cache in (w0, slots0), (w1, slots1):
+            cache.view(s_n, -1)[at] = w.view(e_n, -1)[e]
+    table = torch.cat(
+        [slot_of, expert_of, used, missing, launches[None], torch.tensor([len(lacking)])]
+    )
+    counts = counts.view(torch.int64) + torch.tensor([len(wanted), len(lacking)])
+    return [table.double(), counts.view(torch.float64), slots0, slots1]
+
+
 def gate(a, gu, weights, slot, *_):
     g, u = gu.view(-1, 2 * a.expert_dim).split(a.expert_dim, 1)
     act = torch.nn.functional
@@ -100,6 +134,8 @@ FORMULAS = {
     "moe_combine": (Rows, combine),
     "gemm_grouped": (Grouped, grouped),
     "gemm_grouped_rows": (Grouped, grouped),
+    "gemm_grouped_slots": (Slots, slots),
+    "moe_fetch": (Fetch, fetch),
     "moe_glu": (MoeGlu, gate),
     "moe_glu_bwd": (MoeGlu, gate_bwd),
 }

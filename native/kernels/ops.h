@@ -56,6 +56,8 @@ extern "C" {
   X(moe_gather)                                                                                    \
   X(gemm_grouped)                                                                                  \
   X(gemm_grouped_rows)                                                                             \
+  X(gemm_grouped_slots)                                                                            \
+  X(moe_fetch)                                                                                     \
   X(moe_glu)                                                                                       \
   X(moe_glu_bwd)                                                                                   \
   X(moe_combine)                                                                                   \
@@ -126,6 +128,9 @@ typedef struct ps__op_info {
   /* Such a kernel reads and extends a layer's keys and values: in the place of doc_start it gets
    * the rows' sequences, and after the other pointers their positions and the cache. */
   bool caches;
+  /* Experts on demand: what computes the product with the slots of a cache in the place of W
+   * (ps__args_grouped_slots). NULL: the op is no product of experts. */
+  const ps_kernel *from_slots;
   /* Fill in what the chunk decides; the rest of @args is complete. NULL: the op is in no layer. */
   void (*bind)(void *args, const ps__chunk_shape *chunk);
   /* FLOPs and bytes of a launch, from its arguments alone. Model FLOPs count as in a first pass:
@@ -575,6 +580,40 @@ typedef struct ps__args_moe_rows {
 typedef struct ps__args_gemm_grouped {
   uint32_t n_tokens, n_used, n_out, n_in, n_experts, dt, role, accumulate;
 } ps__args_gemm_grouped;
+
+/* Experts on demand: a cache has n_slots experts of a block, and a table says which. The table is
+ * ps__fetch_words() numbers of u32, which are 0 at first:
+ *   slot_of[E]      1 + the slot of an expert; 0: the cache has it not
+ *   expert_of[S]    1 + the expert in a slot; 0: none
+ *   used[S]         the launch that last wanted what is in the slot
+ *   missing[S]      the experts that the last launch copied: n_missing of them
+ *   launches, n_missing
+ *
+ * moe_fetch            Every expert that a token with pos[t] >= 0 has chosen is in the cache
+ *                      afterwards. Those that are missing, in the order of their numbers, take the
+ *                      slots that were used longest ago, of equal ones the first. bytes[i] are
+ *                      copied from weights_i[e] to slots_i[slot]. counts[0] += the experts that
+ *                      were wanted, counts[1] += those that were missing.
+ *                      min(E, R) <= S <= E, so that every wanted expert has a slot. bytes[] are
+ *                      multiples of 4.
+ *                      ptr: R ids u16[T,k], R pos i32[T], RW table u32[], RW counts u64[2], then
+ *                      for i = 0, 1: R weights_i[E], RW slots_i[S], of bytes[i] each. An id of E or
+ *                      more counts as 0. weights_i may be memory of the host that the device reads.
+ * gemm_grouped_slots   gemm_grouped_rows, with slots[slot_of[e] - 1] in the place of W[e] and its
+ *                      bits. Of an expert without a slot the rows of y are any numbers.
+ *                      ptr: R x[R,K], R slots[S,N,K], R offsets i32[E+1], W y[R,N], R slot_of
+ *                      u32[E]. */
+typedef struct ps__args_moe_fetch {
+  uint32_t n_tokens, n_used, n_experts, n_slots;
+  uint64_t bytes[2];
+} ps__args_moe_fetch;
+typedef struct ps__args_grouped_slots {
+  ps__args_gemm_grouped product;
+  uint32_t n_slots;
+} ps__args_grouped_slots;
+static inline uint64_t ps__fetch_words(uint32_t n_experts, uint32_t n_slots) {
+  return n_experts + 3ull * n_slots + 2;
+}
 
 /* moe_glu              s[r,:] = w act(g) u, gu[R,2I]: g = gu[:, :I], u = gu[:, I:]; w =
  *                      weights[t,j] of the row's token and choice, r = slot[t,j]; one rounding.

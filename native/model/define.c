@@ -26,7 +26,7 @@ uint8_t ps__def_tensor(ps__layer_def *d, const char *name, ps__row_kind rows, ui
     return 0;
   }
   if (d->n_tensors == 0)
-    d->input = d->output = d->grad = d->loss = d->logits = PS__NONE;
+    d->input = d->output = d->grad = d->loss = d->logits = d->expert_ids = PS__NONE;
   d->tensor[d->n_tensors] = (ps__tensor_def){.name = name,
                                              .row_bytes = cols * ps__dtypes[dt].bytes,
                                              .rows = rows,

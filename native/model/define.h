@@ -168,13 +168,14 @@ typedef struct ps__op_def {
  *   grad   the gradient of the residual stream: on entry to the backward pass the output's, on exit
  *          the input's
  *   loss   fp32, ps__loss_columns() of a row, copied to the host
- *   logits what the loss is computed from: generation ends with the op that writes them */
+ *   logits what the loss is computed from: generation ends with the op that writes them
+ *   expert_ids  u16, the experts that each token's row chose */
 typedef struct ps__layer_def {
   ps__tensor_def tensor[PS__SET_BITS];
   ps__saved_def saved[PS__MAX_SAVED];
   ps__counted counted[PS__MAX_COUNTED];
   uint32_t n_tensors, n_saved, n_sets, n_counted;
-  int input, output, grad, loss, logits;
+  int input, output, grad, loss, logits, expert_ids;
   bool counts_routed; /* an op has PS__ROUTED */
   ps__param_def *param;
   ps__span_def *span;

@@ -96,6 +96,7 @@ static void define_tensors(ps__half *h) {
   const uint64_t k = t->k;
   t->logits = tokens_of(h, "router_logits", t->e, PS_F32);
   t->ids = tokens_of(h, "expert_ids", k, PS__UINT16);
+  d->expert_ids = t->ids;
   t->weights = tokens_of(h, "expert_weights", k, PS_F32);
   t->offsets = ps__def_tensor(d, "expert_offsets", PS__ROWS_ONE, (uint64_t)t->e + 1, PS__INT32);
   t->slot = tokens_of(h, "expert_slots", k, PS__INT32);

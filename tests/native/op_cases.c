@@ -113,6 +113,8 @@ const op_entry op_table[] = {
     {.kernel = &ps__k_moe_combine, .cases = op_moe_combine, .same_bits = true},
     {.kernel = &ps__k_gemm_grouped, .cases = op_gemm_grouped},
     {.kernel = &ps__k_gemm_grouped_rows, .cases = op_gemm_grouped_rows},
+    {.kernel = &ps__k_gemm_grouped_slots, .cases = op_gemm_grouped_slots},
+    {.kernel = &ps__k_moe_fetch, .cases = op_moe_fetch, .same_bits = true},
     {.kernel = &ps__k_moe_glu, .cases = op_moe_glu},
     {.kernel = &ps__k_moe_glu_bwd, .cases = op_moe_glu_bwd},
     {.kernel = &ps__k_conv_fwd, .cases = op_conv_fwd},

@@ -224,6 +224,78 @@ static void grouped(visit *v, uint32_t dt, uint32_t roles) {
 void op_gemm_grouped(visit *v, uint32_t dt) { grouped(v, dt, v->sizes == OP_BENCH ? 3 : 4); }
 void op_gemm_grouped_rows(visit *v, uint32_t dt) { grouped(v, dt, 1); }
 
+/* Every expert with a row has a slot, in an order of its own. */
+void op_gemm_grouped_slots(visit *v, uint32_t dt) {
+  EACH(s, v, grouped_test, grouped_bench) {
+    const uint32_t n_slots = s[1] < s[0] * s[2] ? s[1] : s[0] * s[2];
+    const ps__args_grouped_slots a = {.product = {.n_tokens = s[0],
+                                                  .n_used = s[2],
+                                                  .n_out = s[3],
+                                                  .n_in = s[4],
+                                                  .n_experts = s[1],
+                                                  .dt = dt},
+                                      .n_slots = n_slots};
+    const uint64_t r = (uint64_t)s[0] * s[2];
+    const op_tolerance t = {dt != PS_F32, 1e-6, 1e-6 + 1e-6 * sqrt((double)s[4])};
+    chosen c;
+    choose(&c, s, s_i % 2);
+    uint32_t *slot_of = calloc(s[1], 4), next = n_slots;
+    for (uint32_t e = 0; e < s[1]; e++)
+      if (c.offsets[e + 1] > c.offsets[e])
+        slot_of[e] = next--;
+    const op_operand o[] = {in(dt, r * s[4], 1), in(dt, (uint64_t)n_slots * s[3] * s[4], 1),
+                            offsets_of(&c), out(dt, r * s[3], t), copied(OP_I32, s[1], slot_of)};
+    CASE(v, &a, 5, o, "%u tokens, %u of %u, %ux%u, %u slots", s[0], s[2], s[1], s[3], s[4],
+         n_slots);
+    free(slot_of);
+    forget(&c);
+  }
+}
+
+/* A cache that has been in use: some slots are free, several were used by the same launch. */
+static op_operand fetched(const uint32_t *s, uint32_t n_slots) {
+  const uint32_t n = (uint32_t)ps__fetch_words(s[1], n_slots), at = s[1] + n_slots;
+  op_operand b = {PS_READ_WRITE, OP_I32, n, calloc(n, 4), exact};
+  uint32_t *x = b.init;
+  for (uint32_t i = 0; i < n_slots * 2 / 3; i++) {
+    const uint32_t e = (i * 7 + 3) % s[1];
+    if (x[e])
+      continue;
+    x[e] = i + 1;
+    x[s[1] + i] = e + 1;
+    x[at + i] = 1 + (uint32_t)(op_uniform() * 5);
+  }
+  x[n - 2] = 6;
+  return b;
+}
+/* Three tokens of four are there. */
+void op_moe_fetch(visit *v, uint32_t dt) {
+  EACH(s, v, moe_test, moe_bench)
+  for (uint32_t some = 0; some < 2; some++) {
+    const uint64_t r = (uint64_t)s[0] * s[2], least = r < s[1] ? r : s[1], n[] = {8 + 2 * s_i, 16};
+    const ps__args_moe_fetch a = {.n_tokens = s[0],
+                                  .n_used = s[2],
+                                  .n_experts = s[1],
+                                  .n_slots = (uint32_t)(some ? least : (least + s[1] + 1) / 2),
+                                  .bytes = {n[0] * op_dtype_bytes(dt), n[1] * op_dtype_bytes(dt)}};
+    chosen c;
+    choose(&c, s, s_i % 2);
+    op_operand o[] = {ids_of(&c),
+                      op_ints(s[0], 0, 100, false),
+                      fetched(s, a.n_slots),
+                      counts(2),
+                      in(dt, n[0] * s[1], 1),
+                      op_drawn(PS_READ_WRITE, dt, n[0] * a.n_slots, 1, exact),
+                      in(dt, n[1] * s[1], 1),
+                      op_drawn(PS_READ_WRITE, dt, n[1] * a.n_slots, 1, exact)};
+    for (uint32_t t = 0; t < s[0]; t++)
+      if (((int32_t *)o[1].init)[t] >= 75)
+        ((int32_t *)o[1].init)[t] = -1;
+    CASE(v, &a, 8, o, "%u tokens, %u of %u, %u slots", s[0], s[2], s[1], a.n_slots);
+    forget(&c);
+  }
+}
+
 /* The sum of a row is of up to 8 + 33 * 7 terms of both signs. */
 static void gate(visit *v, uint32_t dt, bool backward) {
   EACH(s, v, moe_test, moe_bench) {

@@ -107,6 +107,8 @@ void op_moe_gather(visit *v, uint32_t dt);
 void op_moe_combine(visit *v, uint32_t dt);
 void op_gemm_grouped(visit *v, uint32_t dt);
 void op_gemm_grouped_rows(visit *v, uint32_t dt);
+void op_gemm_grouped_slots(visit *v, uint32_t dt);
+void op_moe_fetch(visit *v, uint32_t dt);
 void op_moe_glu(visit *v, uint32_t dt);
 void op_moe_glu_bwd(visit *v, uint32_t dt);
 /* op_cases_delta.c */

@@ -257,6 +257,7 @@ typedef struct grouped_job {
   const void *x, *w; /* in the order of the pointers */
   const int32_t *offsets;
   void *y;
+  const uint32_t *slot_of;           /* where w has the experts, plus 1; NULL: in their order */
   int64_t first[PS_MAX_EXPERTS + 1]; /* tiles before those of an expert; the last: all */
 } grouped_job;
 
@@ -330,12 +331,15 @@ static void grouped_rows_task(void *arg, int64_t task, uint32_t worker) {
   const ps__args_gemm_grouped *a = j->a;
   const size_t c0 = (size_t)task * GROUPED_COLS;
   const uint32_t n = a->n_out - c0 < GROUPED_COLS ? a->n_out - (uint32_t)c0 : GROUPED_COLS;
-  for (uint32_t e = 0; e < a->n_experts; e++)
+  for (uint32_t e = 0; e < a->n_experts; e++) {
+    if (j->slot_of && !j->slot_of[e])
+      continue;
+    const size_t at = j->slot_of ? j->slot_of[e] - 1 : e;
     for (int32_t r = j->offsets[e]; r < j->offsets[e + 1]; r++)
       ps__cpu_gemm_row(ps__elem(j->y, a->dt, (size_t)r * a->n_out + c0),
                        ps__celem(j->x, a->dt, (size_t)r * a->n_in),
-                       ps__celem(j->w, a->dt, ((size_t)e * a->n_out + c0) * a->n_in), n, a->n_in,
-                       a->dt);
+                       ps__celem(j->w, a->dt, (at * a->n_out + c0) * a->n_in), n, a->n_in, a->dt);
+  }
 }
 
 /* gemm_grouped_rows: a row at a time, with the bits of gemm_rows. */
@@ -344,6 +348,89 @@ ps_status ps__cpu_gemm_grouped_rows(const ps_launch *l) {
   grouped_job job = {.a = a, .x = l->ptr[0], .w = l->ptr[1], .offsets = l->ptr[2], .y = l->ptr[3]};
   ps__pool_run(((const ps__cpu_exec *)l->exec)->pool, (a->n_out + GROUPED_COLS - 1) / GROUPED_COLS,
                grouped_rows_task, &job);
+  return PS_OK;
+}
+
+ps_status ps__cpu_gemm_grouped_slots(const ps_launch *l) {
+  const ps__args_grouped_slots *a = l->args;
+  grouped_job job = {.a = &a->product,
+                     .x = l->ptr[0],
+                     .w = l->ptr[1],
+                     .offsets = l->ptr[2],
+                     .y = l->ptr[3],
+                     .slot_of = l->ptr[4]};
+  ps__pool_run(((const ps__cpu_exec *)l->exec)->pool,
+               (a->product.n_out + GROUPED_COLS - 1) / GROUPED_COLS, grouped_rows_task, &job);
+  return PS_OK;
+}
+
+/* ---- experts on demand ----------------------------------------------------------------------- */
+
+typedef struct fetch_job {
+  const ps__args_moe_fetch *a;
+  uint32_t *slot_of, *expert_of, *used, *missing, *launches, *n_missing;
+  const char *from[2];
+  char *to[2];
+} fetch_job;
+
+/* The slot of those not used by this launch that was used longest ago. */
+static uint32_t oldest(const fetch_job *j) {
+  uint32_t at = UINT32_MAX;
+  for (uint32_t s = 0; s < j->a->n_slots; s++)
+    if (j->used[s] != *j->launches && (at == UINT32_MAX || j->used[s] < j->used[at]))
+      at = s;
+  return at;
+}
+
+/* A part of the bytes of what is missing. */
+static void fetch_task(void *arg, int64_t task, uint32_t worker) {
+  const fetch_job *j = arg;
+  const uint32_t e = j->missing[task / 2], part = task % 2;
+  const uint64_t bytes = j->a->bytes[part];
+  memcpy(j->to[part] + (j->slot_of[e] - 1) * bytes, j->from[part] + e * bytes, bytes);
+}
+
+/* moe_fetch
+ * bytes   the missing experts, read and written.   determinism  integers; copies */
+ps_status ps__cpu_moe_fetch(const ps_launch *l) {
+  const ps__args_moe_fetch *a = l->args;
+  const uint16_t *ids = l->ptr[0];
+  const int32_t *pos = l->ptr[1];
+  uint32_t *table = l->ptr[2];
+  uint64_t *counts = l->ptr[3];
+  fetch_job j = {.a = a,
+                 .slot_of = table,
+                 .expert_of = table + a->n_experts,
+                 .from = {l->ptr[4], l->ptr[6]},
+                 .to = {l->ptr[5], l->ptr[7]}};
+  j.used = j.expert_of + a->n_slots;
+  j.missing = j.used + a->n_slots;
+  j.launches = j.missing + a->n_slots;
+  j.n_missing = j.launches + 1;
+  bool wanted[PS_MAX_EXPERTS] = {false};
+  for (size_t i = 0; i < (size_t)a->n_tokens * a->n_used; i++)
+    if (pos[i / a->n_used] >= 0)
+      wanted[ids[i] < a->n_experts ? ids[i] : 0] = true;
+  ++*j.launches;
+  *j.n_missing = 0;
+  for (uint32_t e = 0; e < a->n_experts; e++) {
+    counts[0] += wanted[e];
+    if (wanted[e] && j.slot_of[e])
+      j.used[j.slot_of[e] - 1] = *j.launches;
+  }
+  for (uint32_t e = 0; e < a->n_experts; e++) {
+    if (!wanted[e] || j.slot_of[e])
+      continue;
+    const uint32_t s = oldest(&j);
+    if (j.expert_of[s])
+      j.slot_of[j.expert_of[s] - 1] = 0;
+    j.expert_of[s] = e + 1;
+    j.slot_of[e] = s + 1;
+    j.used[s] = *j.launches;
+    j.missing[(*j.n_missing)++] = e;
+  }
+  counts[1] += *j.n_missing;
+  ps__pool_run(((const ps__cpu_exec *)l->exec)->pool, 2ll * *j.n_missing, fetch_task, &j);
   return PS_OK;
 }
 

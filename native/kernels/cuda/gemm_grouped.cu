@@ -17,6 +17,7 @@ struct params {
   const __nv_bfloat16 *a, *b;
   __nv_bfloat16 *c;
   const int32_t *offsets;
+  const uint32_t *slot_of;
   uint32_t n_experts, m, cols, sum, m_tiles, n_tiles;
   uint32_t lda, ldb; /* m: WGRAD's rows of an expert's output */
 };
@@ -171,7 +172,8 @@ __global__ void __launch_bounds__(THREADS, 2) grouped_k(const params p) {
   const uint32_t sum0 = wgrad ? begin : 0, sum_end = wgrad ? end : p.sum,
                  row0 = i * TILE + (wgrad ? 0 : begin), row_end = wgrad ? p.m : end,
                  col0 = j * TILE, slabs = (sum_end - sum0 + BK - 1) / BK;
-  const __nv_bfloat16 *b = wgrad ? p.b : p.b + (size_t)e * p.sum * p.cols;
+  const __nv_bfloat16 *b =
+      wgrad ? p.b : p.b + (size_t)ps_grouped_plane(p.slot_of, e) * p.sum * p.cols;
   auto fetch = [&](uint32_t s) {
     __nv_bfloat16 *to = ring + s % STAGES * 2 * OPERAND;
     if (s < slabs) {
@@ -200,8 +202,8 @@ __global__ void __launch_bounds__(THREADS, 2) grouped_k(const params p) {
 /* One output a thread. */
 template <typename T, int ROLE>
 __global__ void __launch_bounds__(256)
-    plain_k(const T *a, const T *b, T *c, const int32_t *offsets, uint32_t rows, uint32_t n_out,
-            uint32_t n_in, uint32_t n_experts, uint32_t accumulate) {
+    plain_k(const T *a, const T *b, T *c, const int32_t *offsets, const uint32_t *slot_of,
+            uint32_t rows, uint32_t n_out, uint32_t n_in, uint32_t n_experts, uint32_t accumulate) {
   const uint32_t cols = ROLE == PS_GEMM_FORWARD ? n_out : n_in,
                  col = blockIdx.y * blockDim.x + threadIdx.x;
   uint32_t r = blockIdx.x, e = 0;
@@ -219,7 +221,7 @@ __global__ void __launch_bounds__(256)
       e++;
     if (e == n_experts)
       return;
-    const T *w = b + (size_t)e * n_out * n_in;
+    const T *w = b + (size_t)ps_grouped_plane(slot_of, e) * n_out * n_in;
     if (ROLE == PS_GEMM_FORWARD)
       for (uint32_t i = 0; i < n_in; i++)
         sum += ps_to_f32(a[(size_t)r * n_in + i]) * ps_to_f32(w[(size_t)col * n_in + i]);
@@ -237,8 +239,8 @@ template <typename T> void plain(const ps_grouped *g, cudaStream_t stream) {
                                                  : plain_k<T, PS_GEMM_DGRAD>;
   const uint32_t cols = g->role == PS_GEMM_FORWARD ? g->n_out : g->n_in;
   kernel<<<dim3(wgrad ? g->n_experts * g->n_out : g->rows, ps_ceil_div(cols, 256)), 256, 0,
-           stream>>>((const T *)g->a, (const T *)g->b, (T *)g->c, g->offsets, g->rows, g->n_out,
-                     g->n_in, g->n_experts, g->accumulate);
+           stream>>>((const T *)g->a, (const T *)g->b, (T *)g->c, g->offsets, g->slot_of, g->rows,
+                     g->n_out, g->n_in, g->n_experts, g->accumulate);
 }
 
 template <int ROLE, bool ACCUMULATE>
@@ -256,8 +258,12 @@ cudaError_t launch(const params &p, uint32_t n_blocks, cudaStream_t stream) {
 
 ps_status ps_grouped_80(const ps_grouped *g, cudaStream_t stream) {
   const bool forward = g->role == PS_GEMM_FORWARD, wgrad = g->role == PS_GEMM_WGRAD;
-  params p = {(const __nv_bfloat16 *)g->a, (const __nv_bfloat16 *)g->b, (__nv_bfloat16 *)g->c,
-              g->offsets, g->n_experts};
+  params p = {(const __nv_bfloat16 *)g->a,
+              (const __nv_bfloat16 *)g->b,
+              (__nv_bfloat16 *)g->c,
+              g->offsets,
+              g->slot_of,
+              g->n_experts};
   p.m = g->n_out;
   p.cols = forward ? g->n_out : g->n_in;
   p.sum = forward ? g->n_in : g->n_out;
@@ -277,6 +283,46 @@ ps_status ps_grouped_80(const ps_grouped *g, cudaStream_t stream) {
   return ps_launched("gemm_grouped", e);
 }
 
+static ps_status run(const ps_launch *l, const ps__args_gemm_grouped *a, const char *op,
+                     const uint32_t *slot_of, uint32_t n_slots) {
+  const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
+  const ps_status st = ps_check(l, op, slot_of ? 5 : 4, a->dt, 0);
+  if (st != PS_OK || (!a->n_tokens && a->role != PS_GEMM_WGRAD))
+    return st;
+  const ps_grouped g = {l->ptr[0],
+                        l->ptr[1],
+                        l->ptr[3],
+                        (const int32_t *)l->ptr[2],
+                        a->n_tokens * a->n_used,
+                        a->n_out,
+                        a->n_in,
+                        a->n_experts,
+                        a->role,
+                        a->accumulate,
+                        slot_of,
+                        n_slots};
+  const bool aligned = ps_aligned(g.a) && ps_aligned(g.b) && ps_aligned(g.c);
+  if (a->dt == PS_F32) {
+    plain<float>(&g, exec->stream);
+    return ps_launched(op, cudaSuccess);
+  }
+  if (a->n_out % 8 || a->n_in % 8 || !aligned || !g.rows) {
+    plain<__nv_bfloat16>(&g, exec->stream);
+    return ps_launched(op, cudaSuccess);
+  }
+#ifdef PS_GROUPED_90
+  int major = 0, minor = 0;
+  cudaError_t e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, exec->device);
+  if (e == cudaSuccess)
+    e = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, exec->device);
+  if (e != cudaSuccess)
+    return ps_launched(op, e);
+  if (major == 9 && minor == 0)
+    return ps_grouped_90(&g, (uint32_t)exec->n_sms, exec->stream);
+#endif
+  return ps_grouped_80(&g, exec->stream);
+}
+
 /* gemm_grouped
  * math    ops.h; products of bf16 are exact in fp32, sums of fp32, one rounding at the store. With
  *         accumulate dW is added in fp32 before it
@@ -289,41 +335,12 @@ ps_status ps_grouped_80(const ps_grouped *g, cudaStream_t stream) {
  * reference    fp64: sum * 2^-24 * sum |a*b| and half an ulp of bf16 */
 extern "C" ps_status ps__cuda_gemm_grouped(const ps_launch *l) {
   const ps__args_gemm_grouped *a = (const ps__args_gemm_grouped *)l->args;
-  const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
-  const ps_status st = ps_check(l, "gemm_grouped", 4, a->dt, 0);
-  if (st != PS_OK || (!a->n_tokens && a->role != PS_GEMM_WGRAD))
-    return st;
-  const ps_grouped g = {l->ptr[0],
-                        l->ptr[1],
-                        l->ptr[3],
-                        (const int32_t *)l->ptr[2],
-                        a->n_tokens * a->n_used,
-                        a->n_out,
-                        a->n_in,
-                        a->n_experts,
-                        a->role,
-                        a->accumulate};
-  const bool aligned = ps_aligned(g.a) && ps_aligned(g.b) && ps_aligned(g.c);
-  if (a->dt == PS_F32) {
-    plain<float>(&g, exec->stream);
-    return ps_launched("gemm_grouped", cudaSuccess);
-  }
-  if (a->n_out % 8 || a->n_in % 8 || !aligned || !g.rows) {
-    plain<__nv_bfloat16>(&g, exec->stream);
-    return ps_launched("gemm_grouped", cudaSuccess);
-  }
-#ifdef PS_GROUPED_90
-  int major = 0, minor = 0;
-  cudaError_t e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, exec->device);
-  if (e == cudaSuccess)
-    e = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, exec->device);
-  if (e != cudaSuccess)
-    return ps_launched("gemm_grouped", e);
-  if (major == 9 && minor == 0)
-    return ps_grouped_90(&g, (uint32_t)exec->n_sms, exec->stream);
-#endif
-  return ps_grouped_80(&g, exec->stream);
+  return run(l, a, "gemm_grouped", NULL, 0);
 }
 extern "C" ps_status ps__cuda_gemm_grouped_rows(const ps_launch *l) {
   return ps__cuda_gemm_grouped(l);
+}
+extern "C" ps_status ps__cuda_gemm_grouped_slots(const ps_launch *l) {
+  const ps__args_grouped_slots *a = (const ps__args_grouped_slots *)l->args;
+  return run(l, &a->product, "gemm_grouped_slots", (const uint32_t *)l->ptr[4], a->n_slots);
 }

@@ -53,6 +53,7 @@ constexpr int stages = ROLE == PS_GEMM_WGRAD && !ACCUMULATE ? 4 : 3;
 
 struct params {
   const int32_t *offsets;
+  const uint32_t *slot_of;
   __nv_bfloat16 *c;
   uint32_t n_experts, m, cols, sum; /* m: WGRAD's rows of an expert's output; sum: not WGRAD's */
 };
@@ -241,7 +242,8 @@ __device__ __forceinline__ void produce(const CUtensorMap *map_a, const CUtensor
   walk<ROLE> w(p, shared + ring<STAGES>::ORDER);
   uint32_t stage = 0, phase = 0;
   while (w.next(p)) {
-    const uint32_t slabs = w.slabs(p), col = w.j * BN;
+    const uint32_t slabs = w.slabs(p), col = w.j * BN,
+                   plane = ROLE == PS_GEMM_WGRAD ? 0 : ps_grouped_plane(p.slot_of, w.e);
     for (uint32_t s = 0; s < slabs; s++) {
       const uint32_t a = smem + stage * STAGE_BYTES, b = a + A_BYTES, bar = full + 8 * stage;
       barrier_wait(empty + 8 * stage, phase ^ 1);
@@ -257,11 +259,11 @@ __device__ __forceinline__ void produce(const CUtensorMap *map_a, const CUtensor
       } else {
         copy_2d(a, map_a, bar, s * BK, (uint32_t)w.begin + w.i * BM);
         if (ROLE == PS_GEMM_FORWARD) {
-          copy_3d(b, map_b, bar, s * BK, col, w.e);
+          copy_3d(b, map_b, bar, s * BK, col, plane);
         } else {
 #pragma unroll
           for (uint32_t k = 0; k < BN / CHUNK; k++)
-            copy_3d(b + k * CHUNK_BYTES, map_b, bar, col + k * CHUNK, s * BK, w.e);
+            copy_3d(b + k * CHUNK_BYTES, map_b, bar, col + k * CHUNK, s * BK, plane);
         }
       }
       stage = stage + 1 == STAGES ? 0 : stage + 1;
@@ -521,11 +523,17 @@ ps_status ps_grouped_90(const ps_grouped *g, uint32_t n_sms, cudaStream_t stream
   ps_status st = encode(&a, g->a, 0, g->rows, forward ? g->n_in : g->n_out, wgrad ? BK : BM);
   if (st == PS_OK)
     st = wgrad ? encode(&b, g->b, 0, g->rows, g->n_in, BK)
-               : encode(&b, g->b, g->n_experts, g->n_out, g->n_in, forward ? BN : BK);
+               : encode(&b, g->b, g->slot_of ? g->n_slots : g->n_experts, g->n_out, g->n_in,
+                        forward ? BN : BK);
   if (st != PS_OK)
     return st;
-  const params p = {g->offsets, (__nv_bfloat16 *)g->c,        g->n_experts,
-                    g->n_out,   forward ? g->n_out : g->n_in, forward ? g->n_in : g->n_out};
+  const params p = {g->offsets,
+                    g->slot_of,
+                    (__nv_bfloat16 *)g->c,
+                    g->n_experts,
+                    g->n_out,
+                    forward ? g->n_out : g->n_in,
+                    forward ? g->n_in : g->n_out};
   const cudaError_t e = forward         ? launch<PS_GEMM_FORWARD, false>(a, b, p, n_sms, stream)
                         : !wgrad        ? launch<PS_GEMM_DGRAD, false>(a, b, p, n_sms, stream)
                         : g->accumulate ? launch<PS_GEMM_WGRAD, true>(a, b, p, n_sms, stream)

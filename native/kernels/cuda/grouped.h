@@ -10,7 +10,17 @@ typedef struct ps_grouped {
   const int32_t *offsets;
   uint32_t rows, n_out, n_in, n_experts; /* W[e] is [n_out,n_in] */
   uint32_t role, accumulate;
+  /* of experts on demand: b has n_slots matrices, that of expert e at slot_of[e] - 1. NULL:
+   * n_experts of them, in order */
+  const uint32_t *slot_of;
+  uint32_t n_slots;
 } ps_grouped;
+
+/* Where b has the matrix of expert @e. Any place will do where it has none. */
+__device__ __forceinline__ uint32_t ps_grouped_plane(const uint32_t *slot_of, uint32_t e) {
+  const uint32_t s = slot_of ? __ldg(slot_of + e) : e + 1;
+  return s ? s - 1 : 0;
+}
 
 /* ps_grouped_90() - the product of bf16 by wgmma, on the current device, of compute capability 9.0.
  * Addresses are aligned to 16 bytes, n_out and n_in are multiples of 8, and nothing is empty.

@@ -119,6 +119,11 @@ static ps_status check_grouped_rows(const void *args, const char *op) {
              ? PS_OK
              : ps__fail(PS_EINVAL, "%s: role is %u: 0 (forward) alone", op, a->role);
 }
+static ps_status check_grouped_slots(const void *args, const char *op) {
+  const ps__args_grouped_slots *a = args;
+  PS_TRY(check_grouped_rows(&a->product, op));
+  return a->n_slots ? PS_OK : ps__fail(PS_EINVAL, "%s: n_slots is 0: at least 1", op);
+}
 static void bind_grouped(void *args, const ps__chunk_shape *chunk) {
   ps__args_gemm_grouped *a = args;
   a->n_tokens = chunk->n_tokens;
@@ -137,7 +142,35 @@ PS__OP(gemm_grouped, PS_CLASS_GEMM, check_grouped, .rate = PS__RATE_GEMM_GROUPED
        .in_generation = &ps__k_gemm_grouped_rows, .work = work_grouped, .bind = bind_grouped,
        .scratch = {ps__cpu_scratch_gemm_grouped, NULL}, .blas = true);
 PS__OP(gemm_grouped_rows, PS_CLASS_GEMM, check_grouped_rows, .rate = PS__RATE_GEMM_GROUPED,
-       .work = work_grouped, .bind = bind_grouped);
+       .from_slots = &ps__k_gemm_grouped_slots, .work = work_grouped, .bind = bind_grouped);
+PS__OP(gemm_grouped_slots, PS_CLASS_GEMM, check_grouped_slots, .rate = PS__RATE_GEMM_GROUPED,
+       .work = work_grouped);
+
+/* ---- experts on demand ----------------------------------------------------------------------- */
+
+static ps_status check_fetch(const void *args, const char *op) {
+  const ps__args_moe_fetch *a = args;
+  PS_TRY(ps__check_experts(a->n_tokens, a->n_experts, a->n_used, op));
+  const uint64_t rows = (uint64_t)a->n_tokens * a->n_used,
+                 most = rows < a->n_experts ? rows : a->n_experts;
+  if (a->n_slots < most || a->n_slots > a->n_experts)
+    return ps__fail(PS_EINVAL,
+                    "%s: n_slots is %u: it must be %llu, as many experts as may be wanted at once, "
+                    "to %u, all of them",
+                    op, a->n_slots, (unsigned long long)most, a->n_experts);
+  for (uint32_t i = 0; i < 2; i++)
+    if (a->bytes[i] % 4)
+      return ps__fail(PS_EINVAL, "%s: bytes of an expert are %llu: a multiple of 4 is needed", op,
+                      (unsigned long long)a->bytes[i]);
+  return PS_OK;
+}
+static ps_work work_fetch(const void *args) {
+  const ps__args_moe_fetch *a = args;
+  const double rows = (double)a->n_tokens * a->n_used,
+               most = rows < a->n_experts ? rows : a->n_experts;
+  return ps__bytes_work(2 * most * (double)(a->bytes[0] + a->bytes[1]));
+}
+PS__OP(moe_fetch, PS_CLASS_ELEMENTWISE, check_fetch, .rate = PS__RATE_MEMORY, .work = work_fetch);
 
 /* ---- the weighted gate ----------------------------------------------------------------------- */
 
