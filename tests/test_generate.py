@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, called
+from families import qwen3_moe, random_model
 from penstock import BudgetError, Generator, Hardware, InvalidError
 from penstock.__main__ import _in_python
 from penstock.chat import ChatTemplate
@@ -45,6 +46,17 @@ def model(tmp_path_factory):
         intermediate_size=1024,
         num_hidden_layers=6,
     )
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    """5 blocks, 4 of them with 16 experts of 0.5 MiB in fp32; and transformers' model."""
+    where = tmp_path_factory.mktemp("sparse")
+    cfg = qwen3_moe(num_hidden_layers=5, hidden_size=128, moe_intermediate_size=344)
+    model = random_model(cfg)
+    model.save_pretrained(where)
+    (where / "config.json").write_text(json.dumps(cfg))
+    return where, model
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +109,106 @@ def test_a_cap_that_is_too_small_is_refused_with_its_parts(model):
         Generator(model, context=96, batch=5, device_mem=least - 1)
     with pytest.raises(BudgetError, match=r"of host memory, .* for the embedding"):
         Generator(model, context=96, host_mem=2 << 20)
+
+
+# ---- experts on demand ---------------------------------------------------------------------------
+
+
+def fetched(routes, steps, caches):
+    """How many experts steps want and miss, by caches that give up what was used longest ago. A step
+    is its rows, (sequence, position); a cache is a list of [used, expert], a slot each."""
+    wanted = missed = 0
+    for step in steps:
+        for b, slots in enumerate(caches):
+            now = 1 + max(used for used, _ in slots)
+            want = sorted({e for i, at in step for e in routes[i][b][at]})
+            lack = [e for e in want if e not in [held for _, held in slots]]
+            slots[:] = [[now if held in want else used, held] for used, held in slots]
+            for e in lack:
+                slots[min((used, s) for s, (used, _) in enumerate(slots) if used < now)[1]] = [
+                    now,
+                    e,
+                ]
+            wanted, missed = wanted + len(want), missed + len(lack)
+    return wanted, missed
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_experts_on_demand_give_the_same_tokens(sparse, prompts, dtype):
+    """Under every cap, and the same as whole blocks; too few slots are refused."""
+    where, _ = sparse
+    run, options = dict(SAMPLED, max_new_tokens=20), dict(dtype=dtype, batch=3, context=64)
+    resident, report = tokens(where, prompts, run, **options)
+    assert report["n_resident"] == 5 and not report["n_slots"]
+    least, used, each = (report[k + "_bytes"] for k in ("least_device", "device_used", "block"))
+    seen = []
+    for cap in (least, *range(used - 5 * each // 2, used - each, each // 2)):
+        options["device_mem"] = cap
+        got, r = tokens(where, prompts, run, **options)
+        assert got == resident and r["device_used_bytes"] <= cap
+        assert r["n_resident"] == 1 and 6 <= r["n_slots"] < 16
+        seen.append(r["n_slots"])
+        with Generator(where, experts="whole", **options) as generator:
+            whole = generator.report
+            if cap == least:
+                assert generator.run(prompts, **run) == resident
+        assert r["streamed_bytes"] < whole["streamed_bytes"]
+        assert r["whole_decode_s"] == whole["decode_s"] > r["decode_s"] and not whole["n_slots"]
+    with pytest.raises(
+        BudgetError, match=r"need 16 slots in each of 4 blocks and so .* lower batch"
+    ):
+        Generator(where, experts="on-demand", **options | {"batch": 8, "device_mem": least + each})
+    assert seen == sorted(seen) and len(set(seen)) > 2
+
+
+@pytest.mark.parametrize("batch,prefill", [(1, 0), (3, 0), (1, 3)])
+def test_the_hits_of_experts_on_demand_are_counted(sparse, prompts, batch, prefill):
+    """By transformers' routers, and caches by the book. A text ends before the others of its batch. A
+    prompt that is streamed whole takes the place of the first blocks' caches."""
+    where, model = sparse
+    options = dict(batch=batch, context=64, dtype="fp32", prefill_tokens=prefill)
+    with Generator(where, **options) as generator:
+        used = generator.report["device_used_bytes"]
+        free = generator.run(prompts[:3], max_new_tokens=20)
+    stop = free[0][9]
+    cap = used - (16 << 20)
+    with Generator(where, device_mem=cap, experts="on-demand", **options) as generator:
+        n_slots = generator.report["n_slots"]
+        caches = [[[0, None]] * n_slots for _ in range(4)]
+        assert bool(generator.report["prefill_streamed_bytes"]) == (prefill == 0)
+        for _ in range(2):
+            wanted = missed = 0
+            got = generator.run(prompts[:3], max_new_tokens=20, stop_tokens=[stop])
+            for first in range(0, 3, batch):
+                group, routes, rows = range(first, min(first + batch, 3)), {}, []
+                for i in group:
+                    drawn = free[i][: free[i].index(stop) + 1] if stop in free[i] else free[i]
+                    assert got[i] == drawn[: -1 if stop in drawn else None]
+                    ids = torch.tensor([prompts[i] + drawn])
+                    with torch.no_grad():
+                        logits = model(ids, output_router_logits=True).router_logits
+                    best = [z.topk(3, dim=1) for z in logits]
+                    assert min(float((z.values[:, 1] - z.values[:, 2]).min()) for z in best) > 1e-5
+                    routes[i] = [z.indices[:, :2].tolist() for z in best]
+                    rows.append([(i, len(prompts[i]) + k) for k in range(len(drawn) - 1)])
+                if prefill:
+                    asked = [(i, k) for i in group for k in range(len(prompts[i]))]
+                    steps = [asked[k : k + prefill] for k in range(0, len(asked), prefill)]
+                else:
+                    steps = []
+                    for b in range(min(4, -(-2 * 16 // n_slots))):
+                        caches[b] = [[0, None]] * n_slots
+                steps += [[r[k] for r in rows if k < len(r)] for k in range(max(map(len, rows)))]
+                more = fetched(routes, steps, caches)
+                wanted, missed = wanted + more[0], missed + more[1]
+            stats = generator.stats
+            assert (stats["experts_wanted"], stats["experts_missed"]) == (wanted, missed)
+    assert 11 <= n_slots < 16 and 0 < missed < wanted
+
+
+def test_a_model_without_experts_has_none_on_demand(model):
+    with pytest.raises(InvalidError, match="the model has no experts: give auto"):
+        Generator(model, experts="on-demand")
 
 
 # ---- drawing -------------------------------------------------------------------------------------

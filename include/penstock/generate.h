@@ -27,6 +27,18 @@ extern "C" {
 
 typedef struct ps_generator ps_generator;
 
+/* How the blocks of a mixture of experts come to the device where not all fit.
+ *   AUTO       on demand where a decode step is predicted to be faster so
+ *   WHOLE      a block's weights are copied in each step, but for those of resident blocks
+ *   ON_DEMAND  everything but the experts is device-resident, and a part of each block's experts,
+ *              in as many slots as the cap allows. A decode step copies the experts that its tokens
+ *              choose and that are in no slot; they take the slots that were used longest ago. */
+typedef enum ps_generate_experts {
+  PS_EXPERTS_AUTO = 0,
+  PS_EXPERTS_WHOLE = 1,
+  PS_EXPERTS_ON_DEMAND = 2
+} ps_generate_experts;
+
 typedef struct ps_generate_config {
   uint32_t struct_bytes; /* sizeof(ps_generate_config) */
   uint32_t dtype;        /* ps_dtype of weights, activations and KV cache */
@@ -38,6 +50,10 @@ typedef struct ps_generate_config {
   uint64_t context;
   uint64_t prefill_tokens; /* of prompts that a step computes at once; 0: 128, on CUDA 1024 */
   uint32_t deterministic;  /* CUDA: 1 for the same bits in every run */
+  uint32_t experts;        /* ps_generate_experts */
+  /* 1: weights are drawn, fast and badly, for benchmarks. The model directory then needs
+   * config.json alone. */
+  uint32_t init_weights;
   uint32_t reserved;
   /* The adapters of a LoRA: what ps_adapter_read() says of adapter_dir; rank 0: none. They are
    * computed as in training, beside the weights. */
@@ -50,16 +66,24 @@ typedef struct ps_generate_config {
 /* What a generator takes, in BYTES, and what it does with the blocks. */
 typedef struct ps_generate_report {
   uint64_t device_used_bytes, host_used_bytes;
-  uint64_t weights_bytes;  /* that a step reads on the device: blocks and head */
-  uint64_t streamed_bytes; /* of them, those that a step copies to the device */
-  uint64_t cache_bytes;    /* of all sequences together */
-  uint64_t block_bytes;    /* the largest block's weights */
+  /* Weights that a decode step reads on the device, and that it copies there first. Of experts, as
+   * many as even routing chooses on average. Of blocks that are streamed whole all are copied. */
+  uint64_t weights_bytes, streamed_bytes;
+  uint64_t prefill_streamed_bytes; /* that a prefill step copies */
+  uint64_t cache_bytes;            /* of all sequences together */
+  uint64_t block_bytes;            /* the largest block's weights */
   uint64_t head_bytes;
   uint64_t activation_bytes;     /* device memory of a step's tensors and batch */
   uint64_t overhead_bytes;       /* on the device: kernels, libraries, scratch, page tables */
   uint64_t least_device_bytes;   /* the smallest cap that does: two blocks at a time */
   uint64_t prefill_tokens;       /* as used */
   uint32_t n_blocks, n_resident; /* blocks, and those of them that are device-resident */
+  uint32_t n_experts;            /* of a block; 0: none has any */
+  uint32_t n_slots;      /* on demand: of a block's experts on the device; 0: not on demand */
+  uint64_t expert_bytes; /* of an expert of a block */
+  /* Seconds of a decode step by the link, the device's memory and the fixed cost of ops, as
+   * planned, and with blocks streamed whole; 0: no rate is known. */
+  double decode_s, whole_decode_s;
 } ps_generate_report;
 
 /* ps_generate_plan() - what a generator of this configuration takes on machine @hw. Pure.
@@ -107,6 +131,9 @@ typedef struct ps_generate_stats {
   uint64_t prompt_tokens, new_tokens, decoded_tokens; /* decoded: new, but for each first one */
   uint64_t prefill_steps, decode_steps;
   double prefill_s, decode_s;
+  /* Experts that the tokens of steps on demand chose, each once a step and block; of them, those
+   * that were copied to the device. */
+  uint64_t experts_wanted, experts_missed;
 } ps_generate_stats;
 
 /* ps_generator_run() - generate for @n requests, n_sequences of them at a time, in their order.

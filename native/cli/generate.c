@@ -9,15 +9,17 @@
 static const char *const dtypes[] = {"fp32", "bf16", NULL};
 static const uint32_t dtype_of[] = {PS_F32, PS_BF16};
 
+static const char *const experts_of[] = {"auto", "whole", "on-demand", NULL};
+
 typedef struct generation {
   const char *model, *adapter, *tokens, *prompts;
   cli_texts stop;
   uint64_t max_new, top_k, seed, context, batch, prefill;
   double temperature, top_p;
   uint64_t device_mem, host_mem;
-  uint32_t dtype;
+  uint32_t dtype, experts;
   cli_device device;
-  bool deterministic, plan_only, json, quiet;
+  bool deterministic, init_weights, plan_only, json, quiet;
   ps_model_config config;
   ps_hardware hw;
   ps_generate_config cfg;
@@ -98,6 +100,8 @@ static int prepare(generation *g) {
                                 .context = g->context ? g->context : longest + g->max_new,
                                 .prefill_tokens = g->prefill,
                                 .deterministic = g->deterministic,
+                                .experts = g->experts,
+                                .init_weights = g->init_weights,
                                 .lora = lora,
                                 .adapter_dir = g->adapter};
   return code == CLI_OK ? cli_hardware_get(&g->hw, &g->device, g->device_mem, g->host_mem, false,
@@ -124,6 +128,13 @@ static void show_plan(FILE *out, const generation *g, const ps_generate_report *
           cli_bytes(device, r->device_used_bytes), cli_bytes(host, r->host_used_bytes),
           r->n_resident, r->n_blocks, cli_bytes(cache, r->cache_bytes),
           (unsigned long long)g->cfg.n_sequences, (unsigned long long)g->cfg.context);
+  if (r->n_slots)
+    fprintf(
+        out,
+        "experts on demand: %u of %u of a block are on the device (%.0f%%); a decode step copies "
+        "%s where routing is even\n",
+        r->n_slots, r->n_experts, 100.0 * r->n_slots / r->n_experts,
+        cli_bytes(streamed, r->streamed_bytes));
   fprintf(out, "a step reads %s of weights", cli_bytes(weights, r->weights_bytes));
   if (memory_limit(g, r) > 0)
     fprintf(out, " (at most %.0f steps/s by the device's memory)", memory_limit(g, r));
@@ -132,6 +143,15 @@ static void show_plan(FILE *out, const generation *g, const ps_generate_report *
             cli_bytes(streamed, r->streamed_bytes), link_limit(g, r),
             g->hw.link[PS_LINK_H2D].bytes_per_s * 1e-9);
   fputc('\n', out);
+  if (r->n_slots && r->decode_s > 0)
+    fprintf(out, "planned: %.2f tokens/s of decode, %.2f with whole blocks\n",
+            (double)g->cfg.n_sequences / r->decode_s,
+            (double)g->cfg.n_sequences / r->whole_decode_s);
+}
+
+/* Of the experts that steps on demand wanted, those that were there; 0: none was wanted. */
+static double hit_rate(const ps_generate_stats *s) {
+  return s->experts_wanted ? 1 - (double)s->experts_missed / (double)s->experts_wanted : 0;
 }
 
 static double rate(uint64_t tokens, double seconds) {
@@ -146,6 +166,12 @@ static void plan_json(cli_json *j, const generation *g, const ps_generate_report
   cli_json_count(j, "least_device_bytes", r->least_device_bytes);
   cli_json_count(j, "weights_bytes", r->weights_bytes);
   cli_json_count(j, "streamed_bytes", r->streamed_bytes);
+  cli_json_count(j, "prefill_streamed_bytes", r->prefill_streamed_bytes);
+  cli_json_count(j, "experts", r->n_experts);
+  cli_json_count(j, "expert_slots", r->n_slots);
+  cli_json_count(j, "expert_bytes", r->expert_bytes);
+  cli_json_number(j, "planned_steps_per_s", rate(1, r->decode_s));
+  cli_json_number(j, "planned_whole_steps_per_s", rate(1, r->whole_decode_s));
   cli_json_count(j, "cache_bytes", r->cache_bytes);
   cli_json_count(j, "blocks", r->n_blocks);
   cli_json_count(j, "resident_blocks", r->n_resident);
@@ -173,6 +199,10 @@ static void show_json(const generation *g, const ps_generate_report *r,
     cli_json_number(&j, "decode_tokens_per_s", rate(s->decoded_tokens, s->decode_s));
     cli_json_number(&j, "prefill_s", s->prefill_s);
     cli_json_number(&j, "decode_s", s->decode_s);
+    cli_json_count(&j, "decode_steps", s->decode_steps);
+    cli_json_count(&j, "experts_wanted", s->experts_wanted);
+    cli_json_count(&j, "experts_missed", s->experts_missed);
+    cli_json_number(&j, "expert_hit_rate", hit_rate(s));
   }
   plan_json(&j, g, r);
   cli_json_close(&j, '}');
@@ -195,6 +225,17 @@ static void show(const generation *g, const ps_generate_report *r, const ps_gene
     fprintf(stderr, "prefill: %llu tokens, %.1f tokens/s; decode: %llu tokens, %.1f tokens/s\n",
             (unsigned long long)s->prompt_tokens, rate(s->prompt_tokens, s->prefill_s),
             (unsigned long long)s->decoded_tokens, rate(s->decoded_tokens, s->decode_s));
+  if (!g->quiet && s->experts_wanted) {
+    char copied[32];
+    const uint64_t bytes = s->experts_missed * r->expert_bytes,
+                   steps = s->decode_steps + (r->prefill_streamed_bytes ? 0 : s->prefill_steps);
+    fprintf(stderr,
+            "experts on demand: %.1f%% of %llu were on the device, %s a step copied; planned: "
+            "%.2f tokens/s of decode\n",
+            100 * hit_rate(s), (unsigned long long)s->experts_wanted,
+            cli_bytes(copied, bytes / (steps ? steps : 1)),
+            (double)g->cfg.n_sequences * rate(1, r->decode_s));
+  }
 }
 
 /* The tokens of a single prompt are printed as they come. */
@@ -312,6 +353,12 @@ int cli_generate(int argc, char **argv) {
                  .value = "SIZE", .help = "cap of device memory (default: none)"),
       CLI_OPTION(CLI_H_MEMORY, &g.host_mem, .name = "host-mem", .kind = CLI_BYTES, .value = "SIZE",
                  .help = "cap of host memory (default: none)"),
+      CLI_OPTION(CLI_H_MEMORY, &g.experts, .name = "experts", .kind = CLI_CHOICE, .value = "HOW",
+                 .choices = experts_of,
+                 .help = "how experts come to the device where not all fit: whole blocks in each "
+                         "step, on-demand, or auto, the faster (default)"),
+      CLI_OPTION(CLI_H_MEMORY | CLI_RARE, &g.init_weights, .name = "init-weights", .kind = CLI_FLAG,
+                 .help = "draw the weights, for a benchmark: --model needs config.json alone"),
       CLI_OPTION(CLI_H_MEMORY, &g.dtype, .name = "dtype", .kind = CLI_CHOICE, .value = "NAME",
                  .choices = dtypes,
                  .help = "dtype of weights, activations and KV cache: fp32 or bf16 (default)"),

@@ -418,6 +418,7 @@ static const ps_field_name other_fields[] = {
     {"insecure", "--hosts-insecure"},
     {"lora.targets", "--lora-targets"},
     {"model_dir", "--model"},
+    {"experts", "--experts"},
     {"n_devices", "--gpus"},
     {"n_sequences", "--batch"},
     {"n_threads", "--threads"},

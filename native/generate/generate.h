@@ -34,10 +34,13 @@ typedef struct ps__gen_map {
   struct {
     /* drawn: int32[n_sequences][context]; values: fp32[threads][vocab]; candidates: as many
      * ps__gen_candidate */
-    uint64_t batch, tensors, logits, state, drawn, values, candidates, embedding, streamed, bytes;
+    uint64_t batch, tensors, logits, state, drawn, values, candidates, embedding, counts, streamed,
+        bytes;
   } host;
+  /* of experts on demand, block after block: tables: ps__fetch_words(); counts: u64[2]; slots:
+   * those of gate and up, then those of down */
   struct {
-    uint64_t batch, x[2], tensors, cache, head, resident, slot, bytes;
+    uint64_t batch, x[2], tensors, cache, head, resident, buffer, tables, counts, slots, bytes;
   } device;
   uint64_t x_bytes; /* of a residual stream's rows */
 } ps__gen_map;
@@ -49,11 +52,24 @@ typedef struct ps__gen_at {
 } ps__gen_at;
 
 /* A block streams its weights in each step, or they stay on the device for the call. index: among
- * the streamed blocks, or among those whose weights were brought to stay. */
+ * the streamed blocks. stays: BYTES from map.device.resident to those of its weights that stay.
+ * With experts on demand the streamed blocks are those with experts, and these alone move. */
 typedef struct ps__gen_block {
   bool streamed;
   uint32_t index;
+  uint64_t stays;
 } ps__gen_block;
+
+/* Experts on demand (experts.c). The device has everything but the experts, and of each block's
+ * experts a cache of n_slots. A program either fetches what its rows chose and the cache lacks, or
+ * streams each block's experts through two buffers, which lie over the first caches. */
+typedef struct ps__gen_experts {
+  uint32_t n_blocks;                             /* that have experts */
+  uint32_t n_slots;                              /* 0: blocks are streamed whole */
+  bool fetches[2];                               /* by program */
+  uint64_t bytes[2];                             /* of an expert: gate and up; down */
+  uint64_t unit_bytes, table_bytes, slots_bytes; /* of a block; its experts, its table, its cache */
+} ps__gen_experts;
 
 /* The memory of a training between two steps, by space. Generation has what lies past the first
  * @used bytes; @arena: BYTES that there are. @weights: where the training keeps those of each unit;
@@ -71,6 +87,8 @@ typedef struct ps__gen_plan {
   ps__gen_block *block; /* [n_blocks], owned */
   uint32_t n_moved;     /* blocks with weights that are not on the device anyway */
   uint32_t n_kept;      /* of them, those that are not streamed */
+  uint32_t n_ops;       /* of a step on the device, but for fetches */
+  ps__gen_experts experts;
   ps_generate_config cfg;
   ps_hardware hw;
   const ps__places *at;
@@ -106,6 +124,8 @@ static inline bool ps__gen_is_moved(const ps__gen_plan *p, uint32_t unit) {
  *                      beside a training, once a call */
 ps__gen_at ps__gen_weights(const ps__gen_plan *p, uint32_t layer, uint32_t unit);
 ps__gen_at ps__gen_source(const ps__gen_plan *p, uint32_t layer, uint32_t unit);
+/* Whether a unit's weights are copied to the device in each step that does not fetch them. */
+bool ps__gen_streams(const ps__gen_plan *p, uint32_t layer, uint32_t unit);
 /* A forward op as generation runs it: its kernel, and its arguments for @rows in @args, which has
  * room for PS__ARGS_BYTES. */
 const ps_kernel *ps__gen_op(const ps__op_def *op, uint32_t rows, void *args);
@@ -116,6 +136,33 @@ ps__args_embed ps__gen_pick(const ps__gen_plan *p, uint32_t rows);
 /* Where tensor @t of a layer lies from the layer's tensors on, and its BYTES. */
 uint64_t ps__gen_tensor_offset(const ps__gen_plan *p, const ps__layer_def *d, uint32_t t);
 uint64_t ps__gen_tensor_bytes(const ps__layer_def *d, uint32_t t, uint32_t rows);
+
+/* ---- experts on demand (experts.c) ----------------------------------------------------------- */
+/* The unit of a layer that has its experts; PS__GEN_NO_UNIT: it has none. */
+enum { PS__GEN_NO_UNIT = UINT32_MAX };
+uint32_t ps__gen_experts_unit(const ps__gen_plan *p, uint32_t layer);
+/* ps__gen_count_experts() - n_blocks, bytes and unit_bytes of p->experts.
+ * ps__gen_size_slots() - table_bytes and slots_bytes of @n_slots.
+ * ps__gen_least_slots() - what a step of program @i may want of a block at once. */
+void ps__gen_count_experts(ps__gen_plan *p);
+void ps__gen_size_slots(ps__gen_experts *x, const ps__gen_plan *p, uint32_t n_slots);
+uint32_t ps__gen_least_slots(const ps__gen_plan *p, uint32_t i);
+/* BYTES at the start of the caches that a program which streams overwrites; 0: none does. */
+uint64_t ps__gen_buffer_bytes(const ps__gen_plan *p);
+/* Blocks whose caches such a program overwrites. */
+uint32_t ps__gen_overwritten(const ps__gen_plan *p);
+/* ps__gen_predict() - what a decode step reads and copies, and the time that takes, where routing
+ * is even: a report's weights_bytes, streamed_bytes and decode_s. @n_slots: 0, or of a cache. */
+typedef struct ps__gen_step {
+  double read_bytes, copied_bytes, seconds;
+} ps__gen_step;
+ps__gen_step ps__gen_predict(const ps__gen_plan *p, uint32_t n_slots);
+/* The span of weights that product @i of experts reads; NULL: the layer has no such product. */
+const ps__span_def *ps__gen_experts_span(const ps__layer_def *d, uint32_t i);
+/* Of product @i of a block, 0: gate and up, 1: down: where the host has the experts, and where the
+ * device has the slots. */
+ps__gen_at ps__gen_experts_at(const ps__gen_plan *p, uint32_t layer, uint32_t i);
+uint64_t ps__gen_slots_at(const ps__gen_plan *p, uint32_t layer, uint32_t i);
 
 /* ---- the program of a step (program.c) ------------------------------------------------------- */
 typedef enum ps__gen_hook { PS__GEN_FILL, PS__GEN_SAMPLE } ps__gen_hook;
@@ -139,6 +186,19 @@ typedef struct ps__gen_setup {
  * ps__gen_setup_free() - schedules and plan; no generator runs them. */
 ps_status ps__gen_compile(ps__gen_setup *s);
 void ps__gen_setup_free(ps__gen_setup *s);
+
+/* ---- weights (load.c) ------------------------------------------------------------------------ */
+/* The model's tensors, and those of its adapters, or NULL; none where weights are drawn. */
+typedef struct ps__gen_files {
+  ps_tensor_file *model, *adapters;
+} ps__gen_files;
+/* ps__gen_files_open() - what a generator of @p reads in @dir. After an error too the files must be
+ * closed.
+ * ps__gen_load() - read or draw the weights to where the plan has them. */
+ps_status ps__gen_files_open(const ps__gen_plan *p, const char *dir, ps__gen_files *f);
+void ps__gen_files_close(ps__gen_files *f);
+ps_status ps__gen_load(const ps__gen_plan *p, ps_engine *engine, const ps__gen_files *f,
+                       ps_progress_fn progress, void *user);
 
 /* ---- a generator beside a training (generator.c) --------------------------------------------- */
 /* ps__generator_beside() - a generator of @setup that takes turns with a training. It runs while

@@ -1,12 +1,10 @@
 /* generator.c - a generator: its engine, its weights, and calls that generate. Beside a training,
  * engine and weights are the training's, and its run is paused during a call. */
 #include "generate/generate.h"
-#include "model/adapter.h"
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
 
-enum { PIECE = 1 << 21 }; /* elements of a tensor that are loaded at a time */
 enum { PREFILL = PS__GEN_PREFILL, DECODE = PS__GEN_DECODE };
 enum { NOT_YET = -2, END = -1 }; /* in place of a token */
 enum { IN_FLIGHT = 2 };          /* decode steps: one computes, one is queued */
@@ -172,67 +170,20 @@ static ps_status open_engine(ps_generator *g) {
   return PS_OK;
 }
 
-/* What is loaded: the model's tensors, and those of its adapters, or NULL. */
-typedef struct tensor_files {
-  ps_tensor_file *model, *adapters;
-} tensor_files;
-
-/* An adapter may have a tensor in place of the model's own, and lack some of its own, which are
- * zero: UINT64_MAX. */
-static ps_tensor_file *find_param(const ps_generator *g, const tensor_files *f,
-                                  const ps_param_info *p, uint64_t *idx) {
-  char name[PS__PEFT_NAME_BYTES];
-  ps__peft_name(name, p->name);
-  *idx = f->adapters ? ps_tensors_find(f->adapters, name) : UINT64_MAX;
-  if (*idx != UINT64_MAX || g->plan->model->unit[p->unit].adapter)
-    return f->adapters;
-  *idx = ps_tensors_find(f->model, p->name);
-  return f->model;
-}
-
-/* Elements of @p from @layer on, through @piece where the layer is on the device. */
-static ps_status load_param(ps_generator *g, const tensor_files *files, const ps_param_info *p,
-                            uint32_t layer, char *piece) {
-  const ps__storage w = ps__weight_storage(g->plan->model);
-  uint64_t idx;
-  ps_tensor_file *f = find_param(g, files, p, &idx);
-  const bool streamed = ps__is_block(g->plan->model, layer) && g->plan->block[layer - 1].streamed;
-  const ps__gen_at unit =
-      streamed ? ps__gen_source(g->plan, layer, p->unit) : ps__gen_weights(g->plan, layer, p->unit);
-  const bool host = unit.space == g->plan->at->host;
-  for (uint64_t first = 0; first < p->n; first += PIECE) {
-    const uint64_t n = p->n - first < PIECE ? p->n - first : PIECE;
-    const uint64_t at = unit.offset + ps__stored_at(w, p->offset + first),
-                   bytes = ps__stored_bytes(w, n);
-    char *dst = host ? g->host + at : piece;
-    if (idx == UINT64_MAX)
-      memset(dst, 0, bytes);
-    else
-      PS_TRY(ps_tensors_read(f, idx, first, n, g->plan->model->dt, dst));
-    if (!host)
-      PS_TRY(ps__engine_write(g->engine, unit.space, at, piece, bytes));
-  }
-  return PS_OK;
-}
-
-static ps_status load(ps_generator *g, const tensor_files *f, ps_progress_fn progress, void *user) {
-  const ps_model *m = g->plan->model;
-  const ps__storage w = ps__weight_storage(m);
-  char *piece = ps__malloc(ps__stored_bytes(w, PIECE));
-  uint64_t done = 0;
-  if (!piece)
-    return ps__fail(PS_ENOMEM, "out of memory for a piece of the weights");
-  ps_status st = PS_OK;
-  for (uint32_t i = 0; i < m->n_params && st == PS_OK; i++) {
-    const ps_param_info *p = &m->param[i];
-    st = load_param(g, f, p, m->unit[p->unit].layer, piece);
-    if (st == PS_OK && p->unit == 0 && ps__tied(m))
-      st = load_param(g, f, p, ps__head_layer(m), piece);
-    done += ps__stored_bytes(w, p->n);
-    if (st == PS_OK && progress)
-      progress(user, "loading weights", done, ps__stored_bytes(w, m->n_elements));
-  }
-  ps__free(piece);
+/* No cache has an expert, and nothing is counted. */
+static ps_status empty_caches(const ps_generator *g) {
+  const ps__gen_map *m = &g->plan->map;
+  const ps__gen_experts *x = &g->plan->experts;
+  if (!x->n_slots)
+    return PS_OK;
+  const uint64_t n = 16ull * x->n_blocks, bytes = m->device.counts + n - m->device.tables;
+  char *zeros = ps__calloc(1, bytes);
+  if (!zeros)
+    return ps__fail(PS_ENOMEM, "out of memory for the tables of experts");
+  memset(g->host + m->host.counts, 0, n);
+  const ps_status st =
+      ps__engine_write(g->engine, g->plan->at->dev[0].place, m->device.tables, zeros, bytes);
+  ps__free(zeros);
   return st;
 }
 
@@ -277,36 +228,22 @@ static ps_status reserve(ps_generator *g) {
   return note_memory(g);
 }
 
-static ps_status open_files(const ps_generator *g, const char *dir, tensor_files *f) {
-  const ps_model *m = g->plan->model;
-  const char *adapter_dir = g->plan->cfg.adapter_dir;
-  ps__adapter_info what;
-  if (!adapter_dir != !m->lora.rank)
-    return ps__fail(PS_EINVAL,
-                    "ps_generate_config: adapter_dir and lora belong together: ps_adapter_read() "
-                    "says what an adapter's lora is");
-  PS_TRY(ps_tensors_open(&f->model, dir));
-  PS_TRY(ps__model_check_tensors(m, f->model, dir, true));
-  PS_TRY(ps__model_note_weights(m, f->model, dir));
-  return adapter_dir ? ps__adapter_open_for(m, adapter_dir, dir, f->model, &f->adapters, &what)
-                     : PS_OK;
-}
-
 static ps_status create(ps_generator *g, const char *dir, const ps_generate_config *cfg,
                         const ps_hardware *hw, ps_progress_fn progress, void *user) {
   ps_model_config model;
-  tensor_files f = {0};
+  ps__gen_files f = {0};
   PS_TRY(ps_model_config_read(&model, dir));
   PS_TRY(ps__gen_plan_init(&g->own.plan, &model, cfg, hw));
   g->setup = &g->own;
   g->plan = &g->own.plan;
-  ps_status st = open_files(g, dir, &f);
+  ps_status st = ps__gen_files_open(g->plan, dir, &f);
   if (st == PS_OK)
     st = reserve(g);
   if (st == PS_OK)
-    st = load(g, &f, progress, user);
-  ps_tensors_close(f.adapters);
-  ps_tensors_close(f.model);
+    st = ps__gen_load(g->plan, g->engine, &f, progress, user);
+  if (st == PS_OK)
+    st = empty_caches(g);
+  ps__gen_files_close(&f);
   g->own.plan.cfg.adapter_dir = NULL; /* the caller's */
   return st;
 }
@@ -512,6 +449,16 @@ static ps_status run_group(const call *c, const ps_generate_request *requests, u
   return open ? run_program(c, DECODE, most_new - 1, &open) : PS_OK;
 }
 
+/* The experts that steps have wanted and missed since the generator was made: on demand alone. */
+static void count_experts(const ps_generator *g, uint64_t *wanted, uint64_t *missed) {
+  const uint64_t *n = (const uint64_t *)(const void *)(g->host + g->plan->map.host.counts);
+  *wanted = *missed = 0;
+  for (uint32_t b = 0; g->plan->experts.n_slots && b < g->plan->experts.n_blocks; b++) {
+    *wanted += n[2 * b];
+    *missed += n[2 * b + 1];
+  }
+}
+
 ps_status ps_generator_run(ps_generator *g, const ps_generate_request *requests, uint64_t n,
                            ps_token_fn fn, void *user, ps_generate_stats *stats) {
   ps_generate_stats own;
@@ -524,9 +471,14 @@ ps_status ps_generator_run(ps_generator *g, const ps_generate_request *requests,
   for (uint64_t i = 0; i < n; i++)
     note_length(&c, i, requests[i].n_tokens);
   PS_TRY(bring_weights(g));
+  uint64_t wanted, missed;
+  count_experts(g, &wanted, &missed);
   for (; c.first < n; c.first += g->n) {
     const uint64_t left = n - c.first, room = g->plan->cfg.n_sequences;
     PS_TRY(run_group(&c, requests + c.first, (uint32_t)(left < room ? left : room)));
   }
+  count_experts(g, &c.stats->experts_wanted, &c.stats->experts_missed);
+  c.stats->experts_wanted -= wanted;
+  c.stats->experts_missed -= missed;
   return PS_OK;
 }

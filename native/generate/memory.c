@@ -16,16 +16,32 @@ static uint64_t unit_bytes(const ps__gen_plan *p, uint32_t unit) {
              : 0;
 }
 
+/* Experts on demand lie apart from their layer's other units. */
+static bool is_apart(const ps__gen_plan *p, uint32_t layer, uint32_t unit) {
+  return p->experts.n_slots && unit == ps__gen_experts_unit(p, layer);
+}
+
 /* From the layer's first byte on. A tied head has the embedding's unit after its own. */
 static uint64_t unit_offset(const ps__gen_plan *p, uint32_t layer, uint32_t unit) {
   const ps__layer *l = &p->model->layer[layer];
   const uint32_t end = unit < l->first_unit ? l->first_unit + l->n_units : unit;
   uint64_t at = 0;
-  for (uint32_t u = l->first_unit; u < end; u++)
-    at += unit_bytes(p, u);
+  for (uint32_t u = l->first_unit; u < end && !is_apart(p, layer, unit); u++)
+    at += is_apart(p, layer, u) ? 0 : unit_bytes(p, u);
   return at;
 }
 
+bool ps__gen_streams(const ps__gen_plan *p, uint32_t layer, uint32_t unit) {
+  return ps__is_block(p->model, layer) && p->block[layer - 1].streamed &&
+         (!p->experts.n_slots || is_apart(p, layer, unit));
+}
+
+/* BYTES of what a streamed block copies: its experts, or all of it. */
+static uint64_t streamed_stride(const ps__gen_plan *p) {
+  return p->experts.n_slots ? p->experts.unit_bytes : p->report.block_bytes;
+}
+
+/* Without experts that lie apart. */
 static uint64_t layer_bytes(const ps__gen_plan *p, uint32_t layer) {
   const ps__layer *l = &p->model->layer[layer];
   const bool tied = layer == ps__head_layer(p->model) && ps__tied(p->model);
@@ -41,10 +57,10 @@ ps__gen_at ps__gen_weights(const ps__gen_plan *p, uint32_t layer, uint32_t unit)
   const ps__gen_block *b = &p->block[layer - 1];
   if (layer == ps__head_layer(p->model))
     at.offset += p->map.device.head;
-  else if (b->streamed)
-    at.offset += p->map.device.slot + b->index % PS__GEN_SLOTS * p->report.block_bytes;
+  else if (ps__gen_streams(p, layer, unit))
+    at.offset += p->map.device.buffer + b->index % PS__GEN_SLOTS * streamed_stride(p);
   else
-    at.offset += p->map.device.resident + b->index * p->report.block_bytes;
+    at.offset += p->map.device.resident + b->stays;
   return at;
 }
 
@@ -52,8 +68,15 @@ ps__gen_at ps__gen_source(const ps__gen_plan *p, uint32_t layer, uint32_t unit) 
   if (p->beside.weights)
     return p->beside.weights[unit];
   return (ps__gen_at){p->at->host, p->map.host.streamed +
-                                       p->block[layer - 1].index * p->report.block_bytes +
+                                       p->block[layer - 1].index * streamed_stride(p) +
                                        unit_offset(p, layer, unit)};
+}
+
+ps__gen_at ps__gen_experts_at(const ps__gen_plan *p, uint32_t layer, uint32_t i) {
+  const ps__span_def *span = ps__gen_experts_span(ps__layer_of(p->model, layer), i);
+  ps__gen_at at = ps__gen_source(p, layer, ps__gen_experts_unit(p, layer));
+  at.offset += ps__stored_at(ps__weight_storage(p->model), span->offset);
+  return at;
 }
 
 /* ---- ops and tensors ------------------------------------------------------------------------- */
@@ -170,6 +193,7 @@ static void measure(ps__gen_plan *p) {
     r->block_bytes = larger(r->block_bytes, layer_bytes(p, l));
     r->weights_bytes += layer_bytes(p, l);
     p->n_moved += layer_bytes(p, l) > 0;
+    p->n_ops += ps__gen_n_ops(ps__layer_of(m, l));
   }
   r->cache_bytes = r->n_blocks * cache_bytes(p);
   for (uint32_t l = 0; l < m->n_layers; l++) {
@@ -245,27 +269,145 @@ static ps_status refuse_device(const ps__gen_plan *p, uint64_t cap) {
 }
 
 /* Those that stay are spread evenly over the blocks that are moved. */
-static ps_status spread(ps__gen_plan *p) {
+static void spread_blocks(ps__gen_plan *p) {
   const uint32_t n = p->report.n_blocks;
   uint32_t moved = 0, streamed = 0, kept = 0;
-  p->block = ps__calloc(n, sizeof *p->block);
-  if (!p->block)
-    return ps__fail(PS_ENOMEM, "out of memory for the blocks of a generation");
   for (uint32_t b = 0; b < n; b++) {
     if (layer_bytes(p, b + 1) == 0)
       continue;
     const uint64_t before = (uint64_t)moved * p->n_kept / p->n_moved,
                    with = (uint64_t)++moved * p->n_kept / p->n_moved;
     const bool stays = with > before;
-    p->block[b] = (ps__gen_block){!stays, stays ? kept++ : streamed++};
+    p->block[b] =
+        (ps__gen_block){!stays, stays ? 0 : streamed, stays ? kept * p->report.block_bytes : 0};
+    *(stays ? &kept : &streamed) += 1;
     p->report.streamed_bytes += stays ? 0 : layer_bytes(p, b + 1);
   }
   p->report.n_resident = n - streamed;
+}
+
+static void place_blocks(ps__gen_plan *p) {
+  ps_generate_report *r = &p->report;
+  ps__gen_map *map = &p->map;
+  const uint32_t streamed = p->n_moved - p->n_kept;
+  map->device.resident = take(&map->device.bytes, p->n_kept * r->block_bytes);
+  map->device.buffer = take(&map->device.bytes, streamed ? PS__GEN_SLOTS * r->block_bytes : 0);
+  if (!p->beside.weights)
+    map->host.streamed = take(&map->host.bytes, streamed * r->block_bytes);
+  r->prefill_streamed_bytes = r->streamed_bytes;
+}
+
+/* ---- experts on demand ----------------------------------------------------------------------- */
+
+/* Everything of the blocks but their experts. */
+static uint64_t dense_bytes(const ps__gen_plan *p) {
+  uint64_t bytes = 0;
+  for (uint32_t l = 1; l <= p->report.n_blocks; l++)
+    bytes += layer_bytes(p, l);
+  return bytes;
+}
+
+/* The caches, or the buffers over them where those are larger. */
+static uint64_t slots_bytes(const ps__gen_plan *p) {
+  const ps__gen_experts *x = &p->experts;
+  return larger(x->n_blocks * x->slots_bytes, ps__gen_buffer_bytes(p));
+}
+
+static void size_experts(ps__gen_plan *p, uint32_t n_slots) {
+  ps__gen_size_slots(&p->experts, p, n_slots);
+  for (uint32_t i = 0; i < 2; i++)
+    p->experts.fetches[i] = n_slots >= ps__gen_least_slots(p, i);
+}
+
+/* All that the device holds with caches of @n_slots. */
+static uint64_t with_slots(ps__gen_plan *p, uint32_t n_slots) {
+  const ps__gen_experts *x = &p->experts;
+  size_experts(p, n_slots);
+  const uint64_t arena = p->map.device.bytes + aligned(dense_bytes(p)) +
+                         x->n_blocks * x->table_bytes + aligned(16ull * x->n_blocks) +
+                         slots_bytes(p);
+  return ps__arena_round(arena) + p->report.overhead_bytes +
+         ps__page_table_bytes(&p->hw, p->map.host.bytes + x->n_blocks * x->unit_bytes);
+}
+
+static ps_status refuse_slots(ps__gen_plan *p, uint32_t least, uint64_t cap) {
+  char need[32], given[32];
+  ps__format_bytes_apart(need, with_slots(p, least), given, cap);
+  return ps__fail(
+      PS_EBUDGET,
+      "experts on demand need %u slots in each of %u blocks and so %s of device memory, "
+      "%s given: raise %s, lower %s, or let %s be auto",
+      least, p->experts.n_blocks, need, given, ps__field("device_mem_bytes"),
+      ps__field("n_sequences"), ps__field("experts"));
+}
+
+/* Beside the arena: scratch, a piece of a tensor while it is loaded, programs, and what the process
+ * has anyway. */
+static uint64_t host_bytes(const ps__gen_plan *p, uint64_t arena) {
+  return ps__arena_round(arena) + ps__host_scratch(&p->hw, p->at, p->scratch_bytes) +
+         512ull * 64 * p->report.n_blocks + ps__host_reserve(&p->hw);
+}
+
+/* Whether the host has room for all experts. */
+static bool host_holds(const ps__gen_plan *p, uint64_t device) {
+  const uint64_t cap = p->cfg.host_mem_bytes, has = p->hw.host_memory_bytes,
+                 need = host_bytes(p, p->map.host.bytes +
+                                          p->experts.n_blocks * (p->experts.unit_bytes + ALIGN));
+  return cap ? need <= cap : !has || need + (p->hw.backend == PS_BACKEND_CPU ? device : 0) <= has;
+}
+
+/* The largest caches that fit, where they make a decode step faster than blocks that are streamed
+ * whole do. What the programs that do not fetch need has room in any case. */
+static ps_status choose_experts(ps__gen_plan *p, uint64_t cap) {
+  ps__gen_experts *x = &p->experts;
+  const ps__gen_experts none = *x;
+  const uint32_t asked = p->cfg.experts, all = p->model->cfg.n_experts;
+  const bool must = asked == PS_EXPERTS_ON_DEMAND;
+  if (must && !x->n_blocks)
+    return ps__fail(PS_EINVAL, "%s is on-demand: the model has no experts: give auto",
+                    ps__field("experts"));
+  if (!x->n_blocks || asked == PS_EXPERTS_WHOLE || p->beside.weights || p->n_kept == p->n_moved)
+    return PS_OK;
+  const uint32_t least = ps__gen_least_slots(p, PS__GEN_DECODE);
+  const ps__gen_step whole = ps__gen_predict(p, 0);
+  uint32_t n = all;
+  while (n >= least && with_slots(p, n) > cap)
+    n--;
+  if (n < least && must)
+    return refuse_slots(p, least, cap);
+  const ps__gen_step fetched = ps__gen_predict(p, n);
+  const bool faster = whole.seconds > 0 ? fetched.seconds < whole.seconds
+                                        : fetched.copied_bytes < whole.copied_bytes;
+  if (n < least || (!must && !(faster && host_holds(p, with_slots(p, n)))))
+    *x = none;
+  else
+    size_experts(p, n);
   return PS_OK;
 }
 
+static void place_experts(ps__gen_plan *p) {
+  const ps__gen_experts *x = &p->experts;
+  ps_generate_report *r = &p->report;
+  ps__gen_map *map = &p->map;
+  uint64_t at = 0;
+  uint32_t streamed = 0;
+  for (uint32_t b = 0; b < r->n_blocks; b++) {
+    const bool sparse = ps__gen_experts_unit(p, b + 1) != PS__GEN_NO_UNIT;
+    p->block[b] = (ps__gen_block){sparse, sparse ? streamed++ : 0, at};
+    at += layer_bytes(p, b + 1);
+  }
+  map->device.resident = take(&map->device.bytes, at);
+  map->device.tables = take(&map->device.bytes, x->n_blocks * x->table_bytes);
+  map->device.counts = take(&map->device.bytes, 16ull * x->n_blocks);
+  map->device.slots = map->device.buffer = take(&map->device.bytes, slots_bytes(p));
+  map->host.counts = take(&map->host.bytes, 16ull * x->n_blocks);
+  map->host.streamed = take(&map->host.bytes, x->n_blocks * x->unit_bytes);
+  r->n_resident = r->n_blocks - x->n_blocks;
+  r->prefill_streamed_bytes = x->fetches[PS__GEN_PREFILL] ? 0 : x->n_blocks * x->unit_bytes;
+}
+
 /* As many blocks stay as fit; one or two blocks are never streamed, as they would take the room of
- * the slots. Beside a training the arena is the limit, unless it is too small for the least. */
+ * the buffers. Beside a training the arena is the limit, unless it is too small for the least. */
 static ps_status choose(ps__gen_plan *p) {
   ps_generate_report *r = &p->report;
   const bool beside = p->beside.weights != NULL;
@@ -280,16 +422,25 @@ static ps_status choose(ps__gen_plan *p) {
     p->n_kept--;
   if (cap && (device_bytes(p, p->n_kept) > cap || r->least_device_bytes > cap))
     return refuse_device(p, cap);
-  const uint32_t streamed = p->n_moved - p->n_kept;
-  ps__gen_map *map = &p->map;
-  map->device.resident = take(&map->device.bytes, p->n_kept * r->block_bytes);
-  map->device.slot = take(&map->device.bytes, streamed ? PS__GEN_SLOTS * r->block_bytes : 0);
+  spread_blocks(p);
+  const ps__gen_step whole = ps__gen_predict(p, 0);
+  PS_TRY(choose_experts(p, cap));
+  const ps__gen_step step = ps__gen_predict(p, p->experts.n_slots);
+  if (p->experts.n_slots)
+    place_experts(p);
+  else
+    place_blocks(p);
   if (!beside)
-    map->host.streamed = take(&map->host.bytes, streamed * r->block_bytes);
-  if (!beside)
-    r->overhead_bytes += ps__page_table_bytes(&p->hw, map->host.bytes);
-  r->device_used_bytes = ps__arena_round(map->device.bytes) + r->overhead_bytes;
-  return spread(p);
+    r->overhead_bytes += ps__page_table_bytes(&p->hw, p->map.host.bytes);
+  r->device_used_bytes = ps__arena_round(p->map.device.bytes) + r->overhead_bytes;
+  r->weights_bytes = (uint64_t)step.read_bytes;
+  r->streamed_bytes = (uint64_t)step.copied_bytes;
+  r->decode_s = step.seconds;
+  r->whole_decode_s = whole.seconds;
+  r->n_experts = p->experts.n_blocks ? p->model->cfg.n_experts : 0;
+  r->n_slots = p->experts.n_slots;
+  r->expert_bytes = p->experts.bytes[0] + p->experts.bytes[1];
+  return PS_OK;
 }
 
 /* On the CPU backend the device's memory is the host's, too. */
@@ -311,15 +462,11 @@ static ps_status check_machine(const ps__gen_plan *p) {
                   (unsigned long long)p->cfg.context, ps__format_bytes(cache, r->cache_bytes));
 }
 
-/* BYTES beside the arena: scratch, a piece of a tensor while it is loaded, programs, and what the
- * process has anyway. */
 static ps_status check_host(ps__gen_plan *p) {
   const uint64_t cap = p->cfg.host_mem_bytes;
   char need[32], given[32], streamed[32], embedding[32];
   ps_generate_report *r = &p->report;
-  r->host_used_bytes = ps__arena_round(p->map.host.bytes) +
-                       ps__host_scratch(&p->hw, p->at, p->scratch_bytes) +
-                       512ull * 64 * r->n_blocks + ps__host_reserve(&p->hw);
+  r->host_used_bytes = host_bytes(p, p->map.host.bytes);
   if (!cap || r->host_used_bytes <= cap)
     return check_machine(p);
   ps__format_bytes_apart(need, r->host_used_bytes, given, cap);
@@ -328,7 +475,9 @@ static ps_status check_host(ps__gen_plan *p) {
       "generation needs %s of host memory, %s given: %s for streamed blocks, %s for the "
       "embedding: raise %s, or raise %s so that fewer blocks are "
       "streamed",
-      need, given, ps__format_bytes(streamed, r->streamed_bytes),
+      need, given,
+      ps__format_bytes(streamed, p->experts.n_slots ? p->experts.n_blocks * p->experts.unit_bytes
+                                                    : r->streamed_bytes),
       ps__format_bytes(embedding, layer_bytes(p, 0)), ps__field("host_mem_bytes"),
       ps__field("device_mem_bytes"));
 }
@@ -344,6 +493,11 @@ static ps_status check_config(ps__gen_plan *p) {
     return ps__fail(PS_EINVAL, "dtype %u is neither fp32 nor bf16", c->dtype);
   if (c->deterministic > 1)
     return ps__fail(PS_EINVAL, "deterministic is %u: 0 or 1 is needed", c->deterministic);
+  if (c->init_weights > 1)
+    return ps__fail(PS_EINVAL, "init_weights is %u: 0 or 1 is needed", c->init_weights);
+  if (c->experts > PS_EXPERTS_ON_DEMAND)
+    return ps__fail(PS_EINVAL, "%s is %u: 0 (auto), 1 (whole) or 2 (on-demand)",
+                    ps__field("experts"), c->experts);
   if (!c->n_sequences || c->n_sequences > PS_MAX_SEQUENCES)
     return ps__fail(PS_EINVAL, "%llu sequences at once: 1 to %d are possible",
                     (unsigned long long)c->n_sequences, PS_MAX_SEQUENCES);
@@ -380,7 +534,11 @@ static ps_status plan(ps__gen_plan *p, const ps_model_config *model) {
   p->report.prefill_tokens = p->rows[0];
   if (ps__layer_of(p->model, ps__head_layer(p->model))->logits == PS__NONE)
     return ps__fail(PS_EINTERNAL, "the head of family %u makes no logits", model->family);
+  p->block = ps__calloc(model->n_layers, sizeof *p->block);
+  if (!p->block)
+    return ps__fail(PS_ENOMEM, "out of memory for the blocks of a generation");
   measure(p);
+  ps__gen_count_experts(p);
   count_scratch(p);
   place(p);
   PS_TRY(choose(p));

@@ -3,6 +3,8 @@
  *   io, host   fill the batch, look the tokens up in the embedding
  *   h2d        the first streamed blocks; batch and rows; the other streamed blocks, each as soon
  *              as the block two before it has computed
+ *              Experts on demand (docs/design/generation.md): instead of copies, compute has an op
+ *              that reads what it lacks from the host's memory
  *   compute    the blocks, the rows that logits are made of, the head
  *   d2h, host  logits, the next tokens
  * Beside a training whose embedding is on the device, compute looks the tokens up there.
@@ -19,6 +21,7 @@ typedef struct builder {
   uint32_t n_ops;
   uint32_t streamed; /* blocks, from the first, whose copies have been added where they need any */
   uint32_t layer, x; /* the layer whose ops are added; which residual stream has its input */
+  uint32_t products; /* of the layer's experts, so far */
 } builder;
 
 typedef struct hook_args {
@@ -73,19 +76,25 @@ static ps_status copy_unit(builder *b, uint32_t layer, uint32_t unit) {
                   ps__stored_bytes(ps__weight_storage(p->model), p->model->unit[unit].n));
 }
 
-static ps_status copy_layer(builder *b, uint32_t layer) {
+/* Of a layer's units those that are copied in each step, or the others. */
+static ps_status copy_layer(builder *b, uint32_t layer, bool streamed) {
   const ps__layer *l = &b->p->model->layer[layer];
   for (uint32_t u = l->first_unit; u < l->first_unit + l->n_units; u++)
-    PS_TRY(copy_unit(b, layer, u));
+    if (ps__gen_streams(b->p, layer, u) == streamed)
+      PS_TRY(copy_unit(b, layer, u));
   return PS_OK;
+}
+
+static bool fetches(const builder *b) {
+  return b->p->experts.n_slots && b->p->experts.fetches[b->program];
 }
 
 /* The copies of the next streamed block, unless all have been added. */
 static ps_status stream_next(builder *b) {
   const ps__gen_plan *p = b->p;
-  while (b->streamed < p->report.n_blocks && !p->block[b->streamed].streamed)
+  while (b->streamed < p->report.n_blocks && (fetches(b) || !p->block[b->streamed].streamed))
     b->streamed++;
-  return b->streamed < p->report.n_blocks ? copy_layer(b, ++b->streamed) : PS_OK;
+  return b->streamed < p->report.n_blocks ? copy_layer(b, ++b->streamed, true) : PS_OK;
 }
 
 static ps_access weights_of(const builder *b, const ps__span_def *span) {
@@ -95,6 +104,48 @@ static ps_access weights_of(const builder *b, const ps__span_def *span) {
   const ps__gen_at at = ps__gen_weights(p, b->layer, unit);
   return (ps_access){at.space, PS_READ, at.offset + ps__stored_at(w, span->offset),
                      ps__stored_bytes(w, span->n)};
+}
+
+/* ---- experts on demand ----------------------------------------------------------------------- */
+
+static uint32_t place_of(const builder *b) { return b->p->at->dev[0].place; }
+
+/* The table of the running block, of which products read the slots of experts alone. */
+static ps_access table_of(const builder *b, bool all) {
+  const ps__gen_plan *p = b->p;
+  const uint32_t e = p->model->cfg.n_experts;
+  return (ps_access){place_of(b), all ? PS_READ_WRITE : PS_READ,
+                     p->map.device.tables + p->block[b->layer - 1].index * p->experts.table_bytes,
+                     4 * (all ? ps__fetch_words(e, p->experts.n_slots) : e)};
+}
+static ps_access slots_of(const builder *b, uint32_t product, uint32_t mode) {
+  const ps__gen_experts *x = &b->p->experts;
+  return (ps_access){place_of(b), mode, ps__gen_slots_at(b->p, b->layer, product),
+                     x->n_slots * x->bytes[product]};
+}
+
+/* Tables and counts of blocks lie one after the other. */
+static ps_access counts_of(const builder *b, uint32_t block, uint32_t n, uint32_t mode) {
+  return (ps_access){place_of(b), mode, b->p->map.device.counts + 16ull * block, 16ull * n};
+}
+
+/* A step that streams overwrites caches: they have nothing any more. */
+static ps_status forget_overwritten(builder *b) {
+  const ps__gen_plan *p = b->p;
+  if (!p->experts.n_slots || fetches(b))
+    return PS_OK;
+  const ps__args_fill fill = {ps__gen_overwritten(p) * p->experts.table_bytes};
+  const ps_access access = {place_of(b), PS_WRITE, p->map.device.tables, fill.bytes};
+  return add(b, &ps__k_fill_zero, p->at->dev[0].compute, &fill, sizeof fill, &access, 1);
+}
+
+/* Puts the counts so far where the generator reads them. */
+static ps_status copy_counts(builder *b) {
+  const ps__gen_plan *p = b->p;
+  const ps_access from = counts_of(b, 0, p->experts.n_blocks, PS_READ);
+  return fetches(b) ? add_copy(b, p->at->dev[0].to_host, from.space, from.offset, p->at->host,
+                               p->map.host.counts, from.bytes)
+                    : PS_OK;
 }
 
 /* ---- a layer's ops --------------------------------------------------------------------------- */
@@ -135,16 +186,45 @@ static ps_status batch_of(const builder *b, ps__sym y, uint32_t rows, ps_access 
   return PS_OK;
 }
 
+/* What the layer's rows chose comes to the cache. */
+static ps_status add_fetch(builder *b, const ps__layer_def *d, uint32_t rows) {
+  const ps__gen_plan *p = b->p;
+  const ps__gen_experts *x = &p->experts;
+  const ps_model_config *c = &p->model->cfg;
+  const ps__gen_at from[2] = {ps__gen_experts_at(p, b->layer, 0),
+                              ps__gen_experts_at(p, b->layer, 1)};
+  const ps__args_moe_fetch args = {.n_tokens = rows,
+                                   .n_used = c->n_experts_used,
+                                   .n_experts = c->n_experts,
+                                   .n_slots = x->n_slots,
+                                   .bytes = {x->bytes[0], x->bytes[1]}};
+  ps_access access[8] = {tensor_of(b, d, PS__R((uint8_t)d->expert_ids), rows),
+                         {0},
+                         table_of(b, true),
+                         counts_of(b, p->block[b->layer - 1].index, 1, PS_READ_WRITE),
+                         {from[0].space, PS_READ, from[0].offset, c->n_experts * x->bytes[0]},
+                         slots_of(b, 0, PS_READ_WRITE),
+                         {from[1].space, PS_READ, from[1].offset, c->n_experts * x->bytes[1]},
+                         slots_of(b, 1, PS_READ_WRITE)};
+  PS_TRY(batch_of(b, PS__B(PS__BATCH_POSITION), rows, &access[1]));
+  return add(b, &ps__k_moe_fetch, p->at->dev[0].compute, &args, sizeof args, access, 8);
+}
+
 static ps_status add_op(builder *b, const ps__layer_def *d, const ps__op_def *op, uint32_t rows) {
   const ps__gen_plan *p = b->p;
   _Alignas(16) char args[PS__ARGS_BYTES];
   ps_access access[PS_MAX_ACCESSES];
-  uint32_t n = 0;
+  uint32_t n = 0, args_bytes = op->args_bytes;
   const ps_kernel *k = ps__gen_op(op, rows, args);
+  const bool cached = k->info->from_slots && fetches(b);
+  if (cached && b->products == 0)
+    PS_TRY(add_fetch(b, d, rows));
   for (; n < op->n_syms; n++) {
     const ps__sym y = op->sym[n];
     if (ps__sym_is_tensor(y))
       access[n] = tensor_of(b, d, y, rows);
+    else if (y.kind == PS__SYM_PARAM && cached)
+      access[n] = slots_of(b, b->products, PS_READ);
     else if (y.kind == PS__SYM_PARAM)
       access[n] = weights_of(b, &d->span[y.id]);
     else if (y.kind == PS__SYM_BATCH)
@@ -159,12 +239,21 @@ static ps_status add_op(builder *b, const ps__layer_def *d, const ps__op_def *op
     access[n++] = (ps_access){p->at->dev[0].place, PS_READ_WRITE,
                               p->map.device.cache + (b->layer - 1) * bytes, bytes};
   }
-  return add(b, k, on_host(b) ? p->at->host_ops : p->at->dev[0].compute, args, op->args_bytes,
-             access, n);
+  if (cached) {
+    ps__args_grouped_slots of_slots = {.n_slots = p->experts.n_slots};
+    memcpy(&of_slots.product, args, sizeof of_slots.product);
+    memcpy(args, &of_slots, args_bytes = sizeof of_slots);
+    k = k->info->from_slots;
+    access[n++] = table_of(b, false);
+    b->products++;
+  }
+  return add(b, k, on_host(b) ? p->at->host_ops : p->at->dev[0].compute, args, args_bytes, access,
+             n);
 }
 
 static ps_status add_layer(builder *b, uint32_t rows) {
   const ps__layer_def *d = ps__layer_of(b->p->model, b->layer);
+  b->products = 0;
   for (uint32_t i = 0, n = ps__gen_n_ops(d); i < n; i++)
     PS_TRY(add_op(b, d, &d->fwd[i], rows));
   return PS_OK;
@@ -178,6 +267,7 @@ static ps_status add_input(builder *b) {
   const ps__layer_def *d = ps__layer_of(p->model, 0);
   const ps_access fill[] = {{p->at->host, PS_READ, m->host.state, 64},
                             {p->at->host, PS_WRITE, m->host.batch, m->batch.bytes}};
+  PS_TRY(forget_overwritten(b));
   for (uint32_t i = 0; i < PS__GEN_SLOTS; i++)
     PS_TRY(stream_next(b));
   PS_TRY(add_hook(b, PS__GEN_FILL, fill));
@@ -210,6 +300,7 @@ static ps_status add_output(builder *b) {
   PS_TRY(add_layer(b, n));
   PS_TRY(add_copy(b, p->at->dev[0].to_host, p->at->dev[0].place, at, p->at->host, m->host.logits,
                   logits));
+  PS_TRY(copy_counts(b));
   const ps_access sample[] = {{p->at->host, PS_READ, m->host.logits, logits},
                               {p->at->host, PS_READ_WRITE, m->host.state, 64}};
   return add_hook(b, PS__GEN_SAMPLE, sample);
@@ -233,7 +324,7 @@ static ps_status build_load(builder *b) {
   const uint32_t head = ps__head_layer(p->model);
   for (uint32_t l = 1; l <= head; l++)
     if (l == head || !p->block[l - 1].streamed)
-      PS_TRY(copy_layer(b, l));
+      PS_TRY(copy_layer(b, l, false));
   return ps__tied(p->model) ? copy_unit(b, head, 0) : PS_OK;
 }
 

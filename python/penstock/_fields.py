@@ -19,7 +19,7 @@ KEYWORDS = {
     "val_dataset": "val",
 }
 # Options of commands that are written in Python, whose keywords have the fields' own names.
-_SAME = ("context", "dtype", "prefill_tokens")
+_SAME = ("context", "dtype", "experts", "prefill_tokens")
 
 _set = []  # gives the library the names; empty: the library is not loaded
 _commands = [0]  # that run

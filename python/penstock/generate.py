@@ -15,7 +15,7 @@ from .conversation import FIELDS, Conversation, read_conversation
 from .data import load_tokenizer
 from .errors import DeviceError, InputOutputError, OutOfMemoryError
 from .files import DataError, open_input
-from .generator import Generator
+from .generator import EXPERTS, Generator
 from .plan import Hardware
 
 MAX_GPU = 1023  # as the binary has it
@@ -219,6 +219,13 @@ def _parser() -> command.Parser:
         default="bf16",
         help="dtype of weights, activations and KV cache (default bf16)",
     )
+    p.add_argument(
+        "--experts",
+        choices=tuple(EXPERTS),
+        default="auto",
+        help="how experts come to the device where not all fit: whole blocks in each step, "
+        "on-demand, or auto, the faster (default)",
+    )
     p.backend("auto")
     p.count("--gpu", 0, MAX_GPU, "which of the visible GPUs (default 0)", None)
     p.count("--threads", 1, lib.PS_MAX_THREADS, "host threads (default: all CPUs)")
@@ -300,6 +307,7 @@ def _generate(args) -> int:
                 prefill_tokens=args.prefill_tokens,
                 adapter=args.adapter,
                 deterministic=args.deterministic,
+                experts=args.experts,
                 hardware=_hardware(args),
             )
     except (DeviceError, InputOutputError, OutOfMemoryError, ValueError) as e:  # nothing is printed

@@ -6,6 +6,8 @@ from .lora import Lora
 from .model import DTYPES
 from .plan import Hardware, parse_bytes
 
+EXPERTS = {"auto": 0, "whole": 1, "on-demand": 2}  # ps_generate_experts
+
 
 def generate(
     call,
@@ -60,6 +62,8 @@ class Generator(Owner):
     host_mem         device are streamed
     dtype            "fp32" or "bf16", of weights, activations and cache
     prefill_tokens   tokens of prompts that a step computes at once; 0: 128, on a GPU 1024
+    experts          how experts come to the device where not all fit: "whole" blocks in each step,
+                     "on-demand", or "auto", the faster
     adapter          directory of a LoRA adapter of the model, in PEFT's layout; None: none
     deterministic    every run gives the same tokens, on a GPU too; some kernels are slower
     threads          host threads; 0: all CPUs
@@ -81,6 +85,7 @@ class Generator(Owner):
         host_mem=None,
         dtype: str = "bf16",
         prefill_tokens: int = 0,
+        experts: str = "auto",
         adapter=None,
         deterministic: bool = False,
         threads: int = 0,
@@ -91,6 +96,8 @@ class Generator(Owner):
     ):
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r}: one of {', '.join(DTYPES)}")
+        if experts not in EXPERTS:
+            raise ValueError(f"experts {experts!r}: one of {', '.join(EXPERTS)}")
         self.hardware = hardware or Hardware.cached(
             threads, backend, gpu, host_mem, device_mem=device_mem
         )
@@ -103,6 +110,7 @@ class Generator(Owner):
             context=context,
             prefill_tokens=prefill_tokens,
             deterministic=int(deterministic),
+            experts=EXPERTS[experts],
         )
         held = None
         if adapter is not None:
