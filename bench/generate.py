@@ -1,17 +1,21 @@
 """Measures generation on a GPU: tokens a second, beside what the link and the device's memory allow.
 
     python3 bench/generate.py --out bench/results/h200-generate.jsonl 1b 8b 8b:6
+    python3 bench/generate.py --new-tokens 200 qwen3-30b-a3b:24:1:whole qwen3-30b-a3b:24:1:on-demand
 
-A case is MODEL[:DEVICE_GIB[:BATCH]]. MODEL names a file of models/, which models/init_model.py fills
-with random weights once, in --models. DEVICE_GIB 0 means no cap. A case prints one JSON object:
+A case is MODEL[:DEVICE_GIB[:BATCH[:EXPERTS]]]. MODEL names a file of models/ or of bench/. The
+binary draws the weights, in memory. EXPERTS is --experts. DEVICE_GIB 0 means no cap. Tokens are
+drawn at temperature 1: greedy ones of random weights repeat, and then experts would too. A case
+prints one JSON object:
 
     decode_tokens_per_s   and of it the fraction of the lower of two limits, "of_limit":
     memory_limit          the weights' bytes at the device memory's peak, times the batch
     link_limit            the streamed weights' bytes at the link's measured rate, times the batch
 
 Decode is all tokens but each prompt's first. The limits leave out the cache, which is read too. A
-case is run --repeats times, and the run with the median of decode counts; decode_runs has all. The
-program needs Python's standard library alone.
+case is run --repeats times, and the run with the median of decode counts; decode_runs has all.
+With experts on demand expert_hit_rate is measured, and planned_steps_per_s is what the plan says,
+beside planned_whole_steps_per_s. The program needs Python's standard library alone.
 """
 
 import argparse
@@ -36,29 +40,25 @@ def said_by(command):
     return done.stdout
 
 
-def model_of(name, folder):
-    """The directory of a model with random weights."""
-    config = ROOT / "models" / f"{name}.json"
-    out = folder / name
-    if not (out / "config.json").exists():
-        said_by([sys.executable, ROOT / "models/init_model.py", config, out])
-    return out, json.loads(config.read_text())
-
-
-def measure(case, args, binary, folder):
-    name, gib, batch = (
-        (*case.split(":"), "0", str(args.batch))[:3]
-        if ":" not in case
-        else (case.split(":") + [str(args.batch)])[:3]
+def measure(case, args, binary):
+    name, gib, batch, experts = (
+        *case.split(":"),
+        *("0", str(args.batch), "auto")[case.count(":") :],
     )
-    model, config = model_of(name, folder)
+    found = [ROOT / folder / f"{name}.json" for folder in ("models", "bench")]
+    config = json.loads(next((p for p in found if p.exists()), found[0]).read_text())
     draw = random.Random(1)
-    with tempfile.NamedTemporaryFile("w", suffix=".ids") as prompts:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.NamedTemporaryFile("w", suffix=".ids") as prompts,
+    ):
         for _ in range(int(batch)):
             ids = [draw.randrange(3, config["vocab_size"]) for _ in range(args.prompt_tokens)]
             prompts.write(json.dumps(ids) + "\n")
         prompts.flush()
-        command = [binary, "generate", "--model", model, "--prompts", prompts.name, "--json"]
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        command = [binary, "generate", "--model", folder, "--prompts", prompts.name, "--json"]
+        command += ["--init-weights", "--temperature", 1, "--experts", experts]
         command += ["--quiet", "--max-new-tokens", args.new_tokens, "--batch", batch]
         command += ["--stop-tokens", config["vocab_size"] - 1]
         command += [
@@ -88,7 +88,6 @@ def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("case", nargs="+")
     p.add_argument("--build", default=os.environ.get("PENSTOCK_BUILD", "build"), metavar="DIR")
-    p.add_argument("--models", metavar="DIR", help="where models stay (default: removed)")
     p.add_argument("--out", metavar="FILE", help="append the JSON objects")
     p.add_argument("--backend", default="cuda")
     p.add_argument("--batch", type=int, default=1)
@@ -106,15 +105,12 @@ def main():
         "commit": args.commit or commit() or "unknown",
         "date": time.strftime("%Y-%m-%d"),
     }
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(args.models or scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        for case in args.case:
-            line = json.dumps({**measure(case, args, binary, folder), **note})
-            print(line, flush=True)
-            if args.out:
-                with open(args.out, "a", encoding="utf-8") as f:
-                    f.write(line + "\n")
+    for case in args.case:
+        line = json.dumps({**measure(case, args, binary), **note})
+        print(line, flush=True)
+        if args.out:
+            with open(args.out, "a", encoding="utf-8") as f:
+                f.write(line + "\n")
 
 
 if __name__ == "__main__":
