@@ -3,12 +3,14 @@
  *
  * A checkpoint is a directory:
  *   config.json, tokenizer files      as in a model directory
- *   model*.safetensors                the weights; of a recipe with a master copy, the master
+ *   model*.safetensors                the weights; of a recipe with a master copy, the master, in
+ *                                     fp32
  *   adapter_*                         with LoRA instead of these: the adapters, in PEFT's layout.
  *                                     The manifest names the frozen weights by their SHA-256
  *   STATE*.safetensors                the optimizer's states, under their parameters' names. STATE
  *                                     is exp_avg and exp_avg_sq (adamw), exp_avg (lion),
- *                                     momentum_buffer (sgd)
+ *                                     momentum_buffer (sgd). State in 8 bits is one row of bytes a
+ *                                     parameter: its blocks, as they lie in memory
  *   manifest.json                     step, settings, the run, the data's paths and hashes, serial,
  *                                     and bytes and SHA-256 of every other file
  * So it is a model directory too. State is kept by parameter: a trainer resumes with another plan,
@@ -44,7 +46,8 @@ typedef struct ps_checkpoint_info {
   ps_lora lora;
   uint32_t fp8_bf16_first, fp8_bf16_last, fp8_bf16_down, fp8_head, fp8_fast_accumulation;
   uint32_t n_hosts; /* that trained; on others the training goes on with other bits */
-  uint32_t non_finite, reserved;
+  uint32_t non_finite;
+  uint32_t state_bits; /* 0: as the recipe says; 8 */
 } ps_checkpoint_info;
 
 /* What writing a checkpoint took. Seconds count from ps_trainer_checkpoint_begin(). */
@@ -136,7 +139,8 @@ PS_API ps_status ps_checkpoints_prune(const char *folder, uint64_t keep);
  *         - the plan's cut of the batch; the number of hosts.
  * Errors: those of ps_trainer_create(). PS_EINVAL where one of these differs from the checkpoint's;
  *         the message says which:
- *         - the model, recipe, optimizer, frozen layers, LoRA's rank, alpha, targets and rslora,
+ *         - recipe and state_bits, unless @cfg has convert_state;
+ *         - the model, optimizer, frozen layers, LoRA's rank, alpha, targets and rslora,
  *           and what computes in FP8;
  *         - with adapters, the frozen weights (by their SHA-256);
  *         - seq_len, tokens_per_step, the batch ramp as far as it was run;

@@ -23,16 +23,20 @@ PS_API size_t ps_dtype_bytes(ps_dtype dtype); /* 4, 2; 0 for an unknown one */
  *   FP32_MASTER  16  fp32 weights (the master copy) and state; bf16 gradients and a bf16 copy of
  *                    the weights; bf16 on the device
  *   BF16          8  all bf16; the optimizer's stores are rounded stochastically
+ *   FP24_MASTER   9  as BF16, and the next 8 bits of each weight: together they are a master copy
+ *                    of 24 bits, which is what the optimizer updates; bf16 on the device
  *   FP8           8  as BF16; the products of most blocks multiply e4m3 and e5m2 operands, each
  *                    tensor with a scale of its own (docs/design/fp8.md)
- *   FP8_MASTER   16  as FP32_MASTER, with such products */
+ *   FP8_MASTER   16  as FP32_MASTER, with such products
+ * State may be in 8 bits instead, ps_plan_config.state_bits. */
 typedef enum ps_recipe {
   PS_RECIPE_FP32 = 0,
   PS_RECIPE_FP32_MASTER = 1,
   PS_RECIPE_BF16 = 2,
-  PS_RECIPE_FP8 = 3,
-  PS_RECIPE_FP8_MASTER = 4,
-  PS_N_RECIPES = 5
+  PS_RECIPE_FP24_MASTER = 3,
+  PS_RECIPE_FP8 = 4,
+  PS_RECIPE_FP8_MASTER = 5,
+  PS_N_RECIPES = 6
 } ps_recipe;
 PS_API const char *ps_recipe_name(ps_recipe recipe); /* "fp32-master", "bf16" */
 /* ps_recipe_parse() - a recipe by its name. Errors: PS_EINVAL names the value. */

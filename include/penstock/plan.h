@@ -203,6 +203,11 @@ typedef struct ps_plan_config {
   /* Adapters. The model's own weights are frozen then, and n_frozen_layers must be 0. With
    * forward_only the adapters are frozen too, and count in the loss. */
   ps_lora lora;
+  /* Bits of an element of the optimizer's state: 0: as the recipe says; 8: companded, in blocks of
+   * 64 elements with an fp32 scale, 1.06 bytes of a state's element (docs/design/optimizers.md).
+   * Parameters must begin at multiples of 64 elements of their unit. */
+  uint32_t state_bits;
+  uint32_t reserved;
   /* Host memory that the process takes besides arena, scratch and trace, BYTES. It counts against
    * host_mem_bytes. It holds the program and its libraries, stacks, buffers of OpenBLAS and of
    * loading, and on CUDA the driver. 0: computed from the resident set that the process had when it

@@ -109,6 +109,9 @@ typedef struct ps_train_config {
    * before weights are loaded, for 2 s at most (ps_trainer_arena()). Bits do not depend on it. */
   uint32_t trust_rates;
   uint32_t replan; /* ps_replan */
+  /* ps_trainer_resume(): 1: where the checkpoint's recipe or state_bits are not the plan's, weights
+   * and state are converted, rounded to nearest. */
+  uint32_t convert_state, reserved;
   /* Exactly one of dataset and batch_fn is given. Both are borrowed until destroy. Several hosts
    * take a dataset, of which each trainer reads its part of every step. With a plan that
    * is forward_only, a pass over a dataset without weights begins with a step and counts each

@@ -112,16 +112,19 @@ static void begin(cli_job *job, ps_trainer *t, uint64_t step, const char *folder
 /* The disk has room for @n checkpoints of the whole model and for the model itself. Those of
  * adapters are small. */
 static bool has_room(const cli_job *job, uint64_t n) {
-  const bool master =
-      job->plan_config.recipe != PS_RECIPE_BF16 && job->plan_config.recipe != PS_RECIPE_FP8;
-  const uint64_t numbers =
-      job->plan_config.optimizer == PS_OPTIMIZER_ADAMW ? 3 : 2; /* weights and state */
+  const uint32_t recipe = job->plan_config.recipe;
+  const bool wide = recipe != PS_RECIPE_BF16 && recipe != PS_RECIPE_FP8; /* a master copy */
+  const double state = job->plan_config.state_bits == 8          ? 1.1
+                       : wide && recipe != PS_RECIPE_FP24_MASTER ? 4
+                                                                 : 2,
+               bytes = (wide ? 4 : 2) +
+                       state * (job->plan_config.optimizer == PS_OPTIMIZER_ADAMW ? 2 : 1);
   uint64_t elements, room;
   if (job->plan_config.lora.rank)
     return true;
   return cli_disk_free(job->run_dir, &room) == CLI_OK &&
          cli_model_elements(job, &elements) == CLI_OK &&
-         (n * numbers * (master ? 4 : 2) + 4) * elements <= room;
+         ((double)n * bytes + 4) * (double)elements <= (double)room;
 }
 
 void cli_checkpoint_note(cli_job *job, cli_progress *p) {

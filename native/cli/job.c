@@ -119,10 +119,14 @@ static const job_option job_options[] = {
         ALWAYS, CLI_H_MEMORY, plan_config.recipe, .name = "recipe", .table = "model",
         .kind = CLI_CHOICE, .value = "NAME", .choices = recipes,
         .help =
-            "dtypes: bf16 (8 bytes of host memory a parameter with AdamW; default), fp32-master "
-            "(16; "
+            "dtypes: bf16 (8 bytes of host memory a parameter with AdamW; default), fp24-master "
+            "(9), fp32-master (16; "
             "default with LoRA), fp32 (16; on the CPU alone), or fp8 and fp8-master: as bf16 and "
             "fp32-master, with FP8 products"),
+    OPTION(ALWAYS, CLI_H_MEMORY, plan_config.state_bits, .name = "state-bits", .table = "optimizer",
+           .kind = CLI_COUNT, .value = "8", .least = 0, .most = 64,
+           .help = "8: optimizer state in 8 bits, 2.1 bytes a parameter with AdamW instead of the "
+                   "recipe's 4 or 8"),
     OPTION(
         ALWAYS, CLI_H_FP8, plan_config.recipe, .name = "fp8", .table = "", .kind = CLI_GROUP,
         .value = "KEY=N,KEY...",
@@ -378,6 +382,10 @@ static const job_option job_options[] = {
            .kind = CLI_TEXT, .value = "WHAT",
            .help = "go on from a checkpoint: its directory; or latest, the newest whole one of the "
                    "run directory; or auto, which begins anew where there is none"),
+    OPTION(TRAINING, CLI_H_SAVING | CLI_RARE, train_config.convert_state, .name = "convert-state",
+           .table = "checkpoint", .kind = CLI_FLAG,
+           .help = "with --resume: convert the weights and the optimizer state of a checkpoint "
+                   "that has another --recipe or --state-bits"),
     OPTION(TRAINING, CLI_H_PROFILING, profile_steps, .name = "profile-steps", .table = "log",
            .kind = CLI_TEXT, .value = "A:B",
            .help = "steps A to B, from 1, for an attached profiler (cudaProfilerApi) and "

@@ -113,6 +113,8 @@ const ps__dtype ps__dtypes[PS__N_DTYPES] = {
                   .from_f32 = e5m2_from_f32},
     [PS__UINT16] = {.name = "u16", .torch_name = "uint16", .bytes = 2},
     [PS__INT32] = {.name = "i32", .torch_name = "int32", .bytes = 4},
+    [PS__I8] = {.name = "i8", .torch_name = "int8", .bytes = 1},
+    [PS__U8] = {.name = "u8", .file_name = "U8", .torch_name = "uint8", .bytes = 1},
 };
 
 size_t ps_dtype_bytes(ps_dtype dtype) {

@@ -12,7 +12,8 @@ extern "C" {
  * they are read; and dtypes of quantized tensors (kernels/ops.h, "FP8").
  *   PS__E4M3  torch.float8_e4m3fn: 448 is the largest number, no infinity, one NaN
  *   PS__E5M2  torch.float8_e5m2: 57344 is the largest number; infinities as IEEE has them
- * and integers, of tensors that say where rows lie: they have a size, and no conversions. */
+ * and integers: of tensors that say where rows lie, of state in 8 bits and the low bits of a master
+ * copy (optim/recipe.h), and of bytes in files (PS__U8). They have a size, and no conversions. */
 typedef enum ps__other_dtype {
   PS__F16 = PS_N_DTYPES,
   PS__N_FILE_DTYPES,
@@ -20,6 +21,8 @@ typedef enum ps__other_dtype {
   PS__E5M2,
   PS__UINT16,
   PS__INT32,
+  PS__I8,
+  PS__U8,
   PS__N_DTYPES
 } ps__other_dtype;
 

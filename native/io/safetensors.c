@@ -666,7 +666,7 @@ ps_status ps__tensors_metadata(const ps_tensor_file *f, const char *key, char *o
 
 ps_status ps_tensors_read(ps_tensor_file *f, uint64_t idx, uint64_t first, uint64_t n,
                           ps_dtype dtype, void *dst) {
-  size_t to = ps_dtype_bytes(dtype);
+  size_t to = (uint32_t)dtype == PS__U8 ? 1 : ps_dtype_bytes(dtype); /* bytes, of bytes alone */
   if (idx >= f->n)
     return ps__fail(PS_EINVAL, "tensor %" PRIu64 " was asked for: there are %zu", idx, f->n);
   const tensor *t = &f->tensors[idx];
@@ -679,6 +679,11 @@ ps_status ps_tensors_read(ps_tensor_file *f, uint64_t idx, uint64_t first, uint6
                     "%s: tensor \"%s\": elements %" PRIu64 " to %" PRIu64
                     " were asked for, it has %" PRIu64,
                     d->path, t->name, first, first + n, t->info.n);
+  if ((uint32_t)dtype == PS__U8 && !strcmp(t->info.dtype, ps__dtypes[PS__U8].file_name))
+    return ps__pread_all(d->fd, d->path, dst, n, t->begin + first);
+  if ((uint32_t)dtype == PS__U8)
+    return ps__fail(PS_EFORMAT, "%s: tensor \"%s\" is %s, U8 was asked for", d->path, t->name,
+                    t->info.dtype);
   PS_TRY(ps__tensors_check_dtype(f, idx));
   if (t->scales)
     return ps__tensors_dequantize(f, t, first, n, dtype, dst);

@@ -58,8 +58,13 @@ static ps_status bad_names(const char *dir) {
                   dir, ps_last_error());
 }
 
+/* BYTES of an element; 0: not one of a ps_dtype, nor of bytes (PS__U8). */
+static uint64_t each(uint32_t dtype) {
+  return dtype < PS_N_DTYPES || dtype == PS__U8 ? ps__dtypes[dtype].bytes : 0;
+}
+
 static uint64_t spec_bytes(const ps_tensor_spec *s) {
-  uint64_t n = ps_dtype_bytes((ps_dtype)s->dtype);
+  uint64_t n = each(s->dtype);
   for (uint32_t i = 0; i < s->n_dims; i++)
     n *= s->shape[i]; /* checked by copy_specs */
   return n;
@@ -70,7 +75,7 @@ static uint64_t spec_bytes(const ps_tensor_spec *s) {
 static ps_status check_spec(const char *dir, const ps_tensor_spec *s, uint64_t i) {
   if (!s->name || !*s->name || !strcmp(s->name, "__metadata__"))
     return ps__fail(PS_EINVAL, "%s: tensor %" PRIu64 " has no usable name", dir, i);
-  uint64_t n = ps_dtype_bytes((ps_dtype)s->dtype);
+  uint64_t n = each(s->dtype);
   if (!n)
     return ps__fail(PS_EINVAL, "%s: tensor \"%s\": %u is no ps_dtype", dir, s->name, s->dtype);
   if (s->n_dims > PS__MAX_DIMS)
@@ -118,7 +123,7 @@ static ps_status cut_shards(ps_tensor_writer *w, uint64_t max_bytes) {
     }
     if (i == w->n)
       break; /* no tensors: one empty file */
-    if (last->bytes % ps_dtype_bytes((ps_dtype)w->specs[i].dtype))
+    if (last->bytes % each(w->specs[i].dtype))
       return ps__fail(
           PS_EINVAL,
           "%s: tensor \"%s\" would not be aligned in its file: put fp32 tensors before bf16 ones",

@@ -1,7 +1,7 @@
 /* arrays.c - a parameter's arrays from an element on. */
 #include "optim/optim.h"
 
-ps__arrays ps__arrays_from(const ps__arrays *a, ps_recipe recipe, uint64_t first) {
+ps__arrays ps__arrays_from(const ps__arrays *a, uint32_t recipe, uint64_t first) {
   const ps__recipe *r = &ps__recipes[recipe];
   ps__arrays from = {
       .w = a->w ? (char *)a->w + ps__stored_at(r->updated, first) : NULL,

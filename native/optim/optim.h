@@ -11,6 +11,10 @@
  * recipe bf16         w, state, grad bf16; w' and s' rounded stochastically: (bits + r) >> 16
  *                     with 16 random bits r of the counter-based generator below (not applied to
  *                     infinities and NaN)
+ * recipe fp24-master  state, grad bf16; w has 24 bits: (bits + (r & 255)) & ~255. copy is w rounded
+ *                     to bf16, ties away from zero, and the array w the difference, bits 8 to 15 of
+ *                     it as a signed byte: (copy << 16) + (w << 8) gives it back
+ * state in 8 bits     bits8.h; an update begins with a block
  * AVX-512, AVX2, scalar and CUDA give the same bits for every input. The CPU decides once which
  * host variant runs; tests can force one. Denormals are computed with, never flushed, whatever the
  * calling thread's mode (it is set for the call and put back). Infinities follow IEEE 754. A NaN is
@@ -69,10 +73,12 @@ typedef struct ps__optimizer {
 extern const ps__optimizer ps__optimizers[PS_N_OPTIMIZERS];
 
 /* BYTES of the state that @n parameters have; BYTES of their master copy, 0 without one. */
-PS_API uint64_t ps__state_bytes(ps_optimizer optimizer, ps_recipe recipe, uint64_t n);
-PS_API uint64_t ps__master_bytes(ps_recipe recipe, uint64_t n);
+PS_API uint64_t ps__state_bytes(ps_optimizer optimizer, uint32_t recipe, uint64_t n);
+PS_API uint64_t ps__master_bytes(uint32_t recipe, uint64_t n);
 /* BYTES of state that one of many parameters has: a rate. */
-PS_API double ps__state_each(ps_optimizer optimizer, ps_recipe recipe);
+PS_API double ps__state_each(ps_optimizer optimizer, uint32_t recipe);
+/* The same of weights, master copy, gradient and state: "bytes a parameter". */
+PS_API double ps__param_bytes(ps_optimizer optimizer, uint32_t recipe);
 /* BYTES of memory that an element's update takes, read and written. With n states of e bytes:
  *                     whole            weights          state
  *   fp32, e = 4       12 + 8 n         12 + 4 n         4 + 8 n      w and grad of 4
@@ -80,7 +86,7 @@ PS_API double ps__state_each(ps_optimizer optimizer, ps_recipe recipe);
  *   bf16, e = 2        6 + 4 n          6 + 2 n         2 + 4 n      w and grad of 2
  * AdamW, n = 2: 28, 20, 20; 28, 20, 18; 14, 10, 10. Lion, SGD, n = 1: 20, 16, 12; 20, 16, 10;
  * 10, 8, 6. */
-PS_API double ps__update_bytes(ps_optimizer optimizer, ps_recipe recipe, ps__update_part part);
+PS_API double ps__update_bytes(ps_optimizer optimizer, uint32_t recipe, ps__update_part part);
 
 /* ps__hypers_resolve() - check the hyperparameters of an optimizer, NAN where none was given, and
  * put its defaults there. lr is left to who knows the schedule. PS_EINVAL names what is out of
@@ -92,7 +98,7 @@ PS_API ps_status ps__hypers_resolve(ps_optimizer optimizer, double hyper[PS_N_HY
 /* What is the same for all elements of an update but the weight decay. */
 typedef struct ps__update {
   ps_optimizer optimizer;
-  ps_recipe recipe; /* without FP8: ps__recipe.arrays */
+  uint32_t recipe; /* a row without FP8: ps__recipe.arrays */
   ps__update_part part;
   float lr, beta1, beta2, eps, momentum, grad_scale;
   bool nesterov;
@@ -104,8 +110,18 @@ typedef struct ps__update {
  * the t-th update of the state, 1 for the first. */
 PS_API void ps__update_correct(ps__update *u, uint64_t t);
 
+/* Conversions of @n elements, for files and for callers; no overlap. Single-threaded.
+ * ps__stored_to_f32(), ps__stored_from_f32() - of an array from the beginning of a block on. The
+ *   levels of 8 bits are rounded to nearest.
+ * ps__master_merge(), ps__master_split() - of a master copy of 24 bits, to and from its high and
+ *   low bits; rounded to nearest even. */
+PS_API void ps__stored_to_f32(ps__storage as, float *dst, const void *src, uint64_t n);
+PS_API void ps__stored_from_f32(ps__storage as, void *dst, const float *src, uint64_t n);
+PS_API void ps__master_merge(float *dst, const void *high, const void *low, uint64_t n);
+PS_API void ps__master_split(void *high, void *low, const float *src, uint64_t n);
+
 /* A unit's arrays, or some elements of them. w: the weights that are updated, in recipe fp32-master
- * the master, whose copy in the recipe's `weights` is copy (else NULL). Of PS_UPDATE_STATE w and
+ * the master, whose copy in the recipe's `weights` is copy (else NULL); in fp24-master its low bits. Of PS_UPDATE_STATE w and
  * copy may be NULL. Aligned to their elements; types by recipe as above. */
 typedef struct ps__arrays {
   void *w;
@@ -114,7 +130,7 @@ typedef struct ps__arrays {
   void *state[PS_MAX_STATES];
 } ps__arrays;
 /* The same from element @first on. */
-PS_API ps__arrays ps__arrays_from(const ps__arrays *a, ps_recipe recipe, uint64_t first);
+PS_API ps__arrays ps__arrays_from(const ps__arrays *a, uint32_t recipe, uint64_t first);
 
 /* ps__update_elements() - update the first @n elements of @a, whose global index is @element0
  * and whose weight decay is @decay. PS_UPDATE_WEIGHTS only reads the state; PS_UPDATE_STATE
@@ -138,7 +154,7 @@ typedef struct ps__operand_access {
   uint32_t operand, mode; /* ps__operand; ps_access.mode */
 } ps__operand_access;
 /* Fills @out and returns how many there are. @header: whether the gate has one. */
-PS_API uint32_t ps__update_operands(ps_optimizer optimizer, ps_recipe recipe, ps__update_part part,
+PS_API uint32_t ps__update_operands(ps_optimizer optimizer, uint32_t recipe, ps__update_part part,
                                     bool header, ps__operand_access out[PS_N_OPERANDS]);
 /* Of an op whose operand i is at ptr[i]: an operand, NULL where it has none; all its arrays. */
 PS_API void *ps__operand_ptr(const ps__operand_access *operands, uint32_t n, uint32_t operand,

@@ -102,35 +102,44 @@ const char *ps_optimizer_name(ps_optimizer optimizer) {
   return (unsigned)optimizer < PS_N_OPTIMIZERS ? ps__optimizers[optimizer].name : "unknown";
 }
 
-uint64_t ps__state_bytes(ps_optimizer optimizer, ps_recipe recipe, uint64_t n) {
+uint64_t ps__state_bytes(ps_optimizer optimizer, uint32_t recipe, uint64_t n) {
   uint64_t bytes = 0;
   for (uint32_t k = 0; k < ps__optimizers[optimizer].n_states; k++)
     bytes += ps__stored_bytes(ps__recipes[recipe].state[k], n);
   return bytes;
 }
 
-uint64_t ps__master_bytes(ps_recipe recipe, uint64_t n) {
+uint64_t ps__master_bytes(uint32_t recipe, uint64_t n) {
   return ps__has_master(recipe) ? ps__stored_bytes(ps__recipes[recipe].updated, n) : 0;
 }
 
-double ps__state_each(ps_optimizer optimizer, ps_recipe recipe) {
+double ps__state_each(ps_optimizer optimizer, uint32_t recipe) {
   double bytes = 0;
   for (uint32_t k = 0; k < ps__optimizers[optimizer].n_states; k++)
     bytes += ps__stored_each(ps__recipes[recipe].state[k]);
   return bytes;
 }
 
-double ps__update_bytes(ps_optimizer optimizer, ps_recipe recipe, ps__update_part part) {
+double ps__param_bytes(ps_optimizer optimizer, uint32_t recipe) {
+  const ps__recipe *r = &ps__recipes[recipe];
+  return ps__stored_each(r->weights) + ps__stored_each(r->grad) +
+         (ps__has_master(recipe) ? ps__stored_each(r->updated) : 0) +
+         ps__state_each(optimizer, recipe);
+}
+
+double ps__update_bytes(ps_optimizer optimizer, uint32_t recipe, ps__update_part part) {
   const ps__recipe *r = &ps__recipes[recipe];
   const double w = ps__stored_each(r->updated), grad = ps__stored_each(r->grad),
-               copy = ps__has_master(recipe) ? ps__stored_each(r->weights) : 0,
+               copy = !ps__has_master(recipe)      ? 0
+                      : r->updated.dtype == PS__I8 ? 2 * ps__stored_each(r->weights)
+                                                   : ps__stored_each(r->weights),
                state = ps__state_each(optimizer, recipe);
   return part == PS_UPDATE_WHOLE     ? 2 * w + copy + 2 * state + grad
          : part == PS_UPDATE_WEIGHTS ? 2 * w + copy + state + grad
                                      : 2 * state + grad;
 }
 
-uint32_t ps__update_operands(ps_optimizer optimizer, ps_recipe recipe, ps__update_part part,
+uint32_t ps__update_operands(ps_optimizer optimizer, uint32_t recipe, ps__update_part part,
                              bool header, ps__operand_access out[PS_N_OPERANDS]) {
   const bool weights = part != PS_UPDATE_STATE;
   const uint32_t state = part == PS_UPDATE_WEIGHTS ? PS_READ : PS_READ_WRITE;
@@ -141,7 +150,8 @@ uint32_t ps__update_operands(ps_optimizer optimizer, ps_recipe recipe, ps__updat
     out[n++] = (ps__operand_access){PS_OPERAND_STATE + k, state};
   out[n++] = (ps__operand_access){PS_OPERAND_GRAD, PS_READ};
   if (weights && ps__has_master(recipe))
-    out[n++] = (ps__operand_access){PS_OPERAND_COPY, PS_WRITE};
+    out[n++] = (ps__operand_access){
+        PS_OPERAND_COPY, ps__recipes[recipe].updated.dtype == PS__I8 ? PS_READ_WRITE : PS_WRITE};
   out[n++] = (ps__operand_access){PS_OPERAND_GATE, PS_READ};
   if (header)
     out[n++] = (ps__operand_access){PS_OPERAND_HEADER, PS_READ};

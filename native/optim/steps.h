@@ -6,6 +6,7 @@
  *   STEP                what a step function begins with: static inline and the like
  *   REAL                fp32, or a vector of them; STEP_K: the constants, ps__update_k's fields
  *   ADD SUB MUL DIV SQRT  one IEEE operation each, never contracted
+ *   CONST(x)            a number; MOST(a, b), LEAST(a, b): the larger, the smaller; b if a is NaN
  *   SIGN                -1 or 1; zeros and NaNs are left as they are
  * A step gets the scaled gradient, the weight and the state, and leaves the new weight and state
  * in their place. It uses nothing but these operations. A NaN in the new state is one in the new
@@ -15,6 +16,7 @@
 #include "optim/update_impl.h"
 
 #include "optim/adamw.h"
+#include "optim/bits8.h"
 #include "optim/lion.h"
 #include "optim/sgd.h"
 

@@ -112,7 +112,7 @@ ps__update_k ps__update_constants(const ps__update *u, float decay, uint64_t ele
 
 void ps__update_elements(ps__simd simd, const ps__update *u, uint64_t n, const ps__arrays *a,
                          float decay, uint64_t element0) {
-  assert((int)u->recipe < PS__N_UPDATE_RECIPES);
+  assert(u->recipe < PS__N_ROWS);
   const ps__update_fn update = (*table(simd))[u->optimizer][u->recipe][u->part];
   assert(update);
   const unsigned mode = enter_mode();

@@ -4,17 +4,18 @@
 #  include <immintrin.h>
 #  include <stdbool.h>
 
-#  define TARGET      __attribute__((target("avx2")))
-#  define VEC         __m256
-#  define VECI        __m256i
-#  define V(name)     _mm256_##name
-#  define BITS(x)     _mm256_castps_si256(x)
-#  define FLOATS(x)   _mm256_castsi256_ps(x)
-#  define XOR(a, b)   _mm256_xor_si256(a, b)
-#  define AND(a, b)   _mm256_and_si256(a, b)
-#  define SET64(x)    _mm256_set1_epi64x((long long)(x))
-#  define FIRST_WORDS _mm256_set_epi64x(6, 4, 2, 0)
-#  define TABLE       ps__update_avx2
+#  define TARGET        __attribute__((target("avx2")))
+#  define VEC           __m256
+#  define VECI          __m256i
+#  define V(name)       _mm256_##name
+#  define BITS(x)       _mm256_castps_si256(x)
+#  define FLOATS(x)     _mm256_castsi256_ps(x)
+#  define XOR(a, b)     _mm256_xor_si256(a, b)
+#  define AND(a, b)     _mm256_and_si256(a, b)
+#  define AND_NOT(a, b) _mm256_andnot_si256(a, b)
+#  define SET64(x)      _mm256_set1_epi64x((long long)(x))
+#  define FIRST_WORDS   _mm256_set_epi64x(6, 4, 2, 0)
+#  define TABLE         ps__update_avx2
 enum { LANES = 8 };
 
 TARGET static inline __m256 canonical(__m256 x) {
@@ -62,6 +63,28 @@ TARGET static inline __m256i mul64(__m256i a, uint64_t b) {
   __m256i cross = _mm256_add_epi64(_mm256_mul_epu32(_mm256_srli_epi64(a, 32), b_low),
                                    _mm256_mul_epu32(a, b_high));
   return _mm256_add_epi64(_mm256_mul_epu32(a, b_low), _mm256_slli_epi64(cross, 32));
+}
+
+TARGET static inline __m256i load_signed(const void *p) {
+  return _mm256_cvtepi8_epi32(_mm_loadl_epi64(p));
+}
+TARGET static inline __m256i load_unsigned(const void *p) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(p));
+}
+/* The lowest bytes. */
+TARGET static inline void store_bytes(void *p, __m256i x) {
+  const __m256i low = _mm256_shuffle_epi8(x, _mm256_set1_epi32(0x0c080400));
+  _mm_storel_epi64(
+      p, _mm_unpacklo_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)));
+}
+/* The 16-bit pieces of the first or the second half of @words. */
+TARGET static inline __m256i pieces(__m256i words, int half) {
+  return _mm256_cvtepu16_epi32(half ? _mm256_extracti128_si256(words, 1)
+                                    : _mm256_castsi256_si128(words));
+}
+/* -1 where x is 0. */
+TARGET static inline __m256i is_zero(__m256i x) {
+  return _mm256_cmpeq_epi32(x, _mm256_setzero_si256());
 }
 
 #  include "optim/update_vector.h"

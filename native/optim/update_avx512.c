@@ -4,17 +4,18 @@
 #  include <immintrin.h>
 #  include <stdbool.h>
 
-#  define TARGET      __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
-#  define VEC         __m512
-#  define VECI        __m512i
-#  define V(name)     _mm512_##name
-#  define BITS(x)     _mm512_castps_si512(x)
-#  define FLOATS(x)   _mm512_castsi512_ps(x)
-#  define XOR(a, b)   _mm512_xor_si512(a, b)
-#  define AND(a, b)   _mm512_and_si512(a, b)
-#  define SET64(x)    _mm512_set1_epi64((long long)(x))
-#  define FIRST_WORDS _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0)
-#  define TABLE       ps__update_avx512
+#  define TARGET        __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
+#  define VEC           __m512
+#  define VECI          __m512i
+#  define V(name)       _mm512_##name
+#  define BITS(x)       _mm512_castps_si512(x)
+#  define FLOATS(x)     _mm512_castsi512_ps(x)
+#  define XOR(a, b)     _mm512_xor_si512(a, b)
+#  define AND(a, b)     _mm512_and_si512(a, b)
+#  define AND_NOT(a, b) _mm512_andnot_si512(a, b)
+#  define SET64(x)      _mm512_set1_epi64((long long)(x))
+#  define FIRST_WORDS   _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0)
+#  define TABLE         ps__update_avx512
 enum { LANES = 16 };
 
 TARGET static inline __m512 canonical(__m512 x) {
@@ -55,6 +56,26 @@ TARGET static inline __m512i odd_halves(__m512i even, __m512i odd) {
 
 TARGET static inline __m512i mul64(__m512i a, uint64_t b) {
   return _mm512_mullo_epi64(a, SET64(b));
+}
+
+TARGET static inline __m512i load_signed(const void *p) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128(p));
+}
+TARGET static inline __m512i load_unsigned(const void *p) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(p));
+}
+/* The lowest bytes. */
+TARGET static inline void store_bytes(void *p, __m512i x) {
+  _mm_storeu_si128(p, _mm512_cvtepi32_epi8(x));
+}
+/* The 16-bit pieces of the first or the second half of @words. */
+TARGET static inline __m512i pieces(__m512i words, int half) {
+  return _mm512_cvtepu16_epi32(half ? _mm512_extracti64x4_epi64(words, 1)
+                                    : _mm512_castsi512_si256(words));
+}
+/* -1 where x is 0. */
+TARGET static inline __m512i is_zero(__m512i x) {
+  return _mm512_movm_epi32(_mm512_testn_epi32_mask(x, x));
 }
 
 #  include "optim/update_vector.h"

@@ -43,32 +43,28 @@ PS__ANYWHERE static inline uint32_t ps__n_states(ps_optimizer optimizer) {
 }
 
 /* The same as ps__recipes[], always inlined: to its callers all of it is constant. */
-#define PS__RECIPE_CASE(NAME, name, weights, updated, grad, state0, state1, rounding)              \
-case PS_RECIPE_##NAME: {                                                                           \
+#define PS__RECIPE_CASE(ROW, name, weights, updated, grad, state, bits)                            \
+case ROW: {                                                                                        \
   const ps__recipe r = {name,                                                                      \
                         PS__STORED_##weights,                                                      \
                         PS__STORED_##updated,                                                      \
                         PS__STORED_##grad,                                                         \
-                        {PS__STORED_##state0, PS__STORED_##state1},                                \
-                        rounding,                                                                  \
-                        PS_RECIPE_##NAME,                                                          \
+                        PS__STATE_##state,                                                         \
+                        ROW,                                                                       \
+                        bits,                                                                      \
                         false};                                                                    \
   return r;                                                                                        \
 }
-PS__ANYWHERE static inline
-    __attribute__((always_inline)) ps__recipe ps__recipe_of(ps_recipe recipe) {
-  switch (recipe) {
-    PS__RECIPES(PS__RECIPE_CASE)
+#define PS__RECIPE_CASES(NAME, name, weights, updated, grad, state)                                \
+  PS__RECIPE_CASE(PS__ROW_##NAME, name, weights, updated, grad, state, 0)                          \
+  PS__RECIPE_CASE(PS__ROW_##NAME##_8BIT, name, weights, updated, grad, 8BIT, 8)
+PS__ANYWHERE static inline __attribute__((always_inline)) ps__recipe ps__recipe_of(uint32_t row) {
+  switch (row) {
+    PS__RECIPES(PS__RECIPE_CASES)
   default: break;
   }
-  const ps__recipe none = {"",
-                           PS__STORED_F32,
-                           PS__STORED_F32,
-                           PS__STORED_F32,
-                           {PS__STORED_F32, PS__STORED_F32},
-                           PS__TO_NEAREST,
-                           PS_RECIPE_FP32,
-                           false};
+  const ps__recipe none = {
+      "", PS__STORED_F32, PS__STORED_F32, PS__STORED_F32, PS__STATE_F32, PS__ROW_FP32, 0, false};
   return none;
 }
 
@@ -81,10 +77,10 @@ PS__ANYWHERE static inline void ps__sr_words(uint64_t word[1 + PS_MAX_STATES], u
   word[2] = word[0] ^ word[1];
 }
 
-/* One contiguous piece, by optimizer, recipe and part; NULL for parts that an optimizer is not
- * split into. */
+/* One contiguous piece, which begins with a block, by optimizer, row and part; NULL for parts that an
+ * optimizer is not split into, and for rows with FP8. */
 typedef void (*ps__update_fn)(uint64_t n, const ps__arrays *a, const ps__update_k *k);
-typedef ps__update_fn ps__update_table[PS_N_OPTIMIZERS][PS__N_UPDATE_RECIPES][PS_N_UPDATE_PARTS];
+typedef ps__update_fn ps__update_table[PS_N_OPTIMIZERS][PS__N_ROWS][PS_N_UPDATE_PARTS];
 extern const ps__update_table ps__update_scalar;
 #if defined(__x86_64__)
 extern const ps__update_table ps__update_avx2;
@@ -97,7 +93,7 @@ extern const ps__update_table ps__update_avx512;
 #  define PS__UPDATE_INLINE static inline __attribute__((always_inline))
 #  define PS__UPDATE_FN(attributes, name, OPTIMIZER, RECIPE, PART)                                 \
     attributes static void name(uint64_t n, const ps__arrays *a, const ps__update_k *k) {          \
-      update_as(PS_RECIPE_##RECIPE, n, a, k, PS_OPTIMIZER_##OPTIMIZER, PS_UPDATE_##PART);          \
+      update_as(PS__ROW_##RECIPE, n, a, k, PS_OPTIMIZER_##OPTIMIZER, PS_UPDATE_##PART);            \
     }
 #  define PS__UPDATE_FNS_WHOLE(RECIPE, attributes, OPTIMIZER, optimizer)                           \
     PS__UPDATE_FN(attributes, optimizer##_##RECIPE, OPTIMIZER, RECIPE, WHOLE)
@@ -106,15 +102,15 @@ extern const ps__update_table ps__update_avx512;
     PS__UPDATE_FN(attributes, optimizer##_##RECIPE##_weights, OPTIMIZER, RECIPE, WEIGHTS)          \
     PS__UPDATE_FN(attributes, optimizer##_##RECIPE##_state, OPTIMIZER, RECIPE, STATE)
 #  define PS__UPDATE_ROW_WHOLE(RECIPE, optimizer)                                                  \
-    [PS_RECIPE_##RECIPE] = {optimizer##_##RECIPE, NULL, NULL},
+    [PS__ROW_##RECIPE] = {optimizer##_##RECIPE, NULL, NULL},
 #  define PS__UPDATE_ROW_SPLITS(RECIPE, optimizer)                                                 \
-    [PS_RECIPE_##RECIPE] = {optimizer##_##RECIPE, optimizer##_##RECIPE##_weights,                  \
-                            optimizer##_##RECIPE##_state},
+    [PS__ROW_##RECIPE] = {optimizer##_##RECIPE, optimizer##_##RECIPE##_weights,                    \
+                          optimizer##_##RECIPE##_state},
 /* For PS__OPTIMIZERS; PS__UPDATE_ATTRIBUTES is the file's. */
 #  define PS__UPDATE_DEFINE(NAME, name, n_states, parts, state_op)                                 \
-    PS__EACH_RECIPE(PS__UPDATE_FNS_##parts, PS__UPDATE_ATTRIBUTES, NAME, name)
+    PS__EACH_ROW(PS__UPDATE_FNS_##parts, PS__UPDATE_ATTRIBUTES, NAME, name)
 #  define PS__UPDATE_ROWS(NAME, name, n_states, parts, state_op)                                   \
-    [PS_OPTIMIZER_##NAME] = {PS__EACH_RECIPE(PS__UPDATE_ROW_##parts, name)},
+    [PS_OPTIMIZER_##NAME] = {PS__EACH_ROW(PS__UPDATE_ROW_##parts, name)},
 
 /* A statement for each state, the number j a constant: what it names stays in registers. */
 #  define EACH_STATE(j, ...)                                                                       \

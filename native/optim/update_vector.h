@@ -3,11 +3,12 @@
  *   TARGET              the instruction set
  *   LANES, VEC, VECI    fp32 a vector; the types of vectors of fp32 and of integers
  *   V(name)             the intrinsic of that name; BITS(x), FLOATS(x) reinterpret; XOR(a, b),
- *                       AND(a, b), SET64(x)
+ *                       AND(a, b), AND_NOT(a, b), SET64(x)
  *   FIRST_WORDS         64-bit lanes 0, 2, 4, ...: the first words of a vector's groups, two
  *                       words a group; TABLE: the functions' table
  *   canonical(), sign_of(), any_nan(), load_bf16(), store_upper(), load_bits(), store_bits(),
- *   odd_halves(), mul64(): where the sets differ
+ *   odd_halves(), mul64(), load_signed(), load_unsigned(), store_bytes(), pieces(), is_zero():
+ *   where the sets differ
  * Same bits as update_scalar.c: steps.h is the arithmetic of both (divide and square root are
  * exact), no FMA. What is left over goes to the scalar variant. Bytes: ps__update_bytes(). */
 
@@ -18,16 +19,20 @@ typedef struct vector_k {
   bool nesterov;
 } vector_k;
 
-#define STEP      TARGET static inline __attribute__((always_inline))
-#define REAL      VEC
-#define STEP_K    vector_k
-#define ADD(a, b) V(add_ps)(a, b)
-#define SUB(a, b) V(sub_ps)(a, b)
-#define MUL(a, b) V(mul_ps)(a, b)
-#define DIV(a, b) V(div_ps)(a, b)
-#define SQRT(a)   V(sqrt_ps)(a)
-#define SIGN(a)   sign_of(a)
+#define STEP        TARGET static inline __attribute__((always_inline))
+#define REAL        VEC
+#define STEP_K      vector_k
+#define ADD(a, b)   V(add_ps)(a, b)
+#define SUB(a, b)   V(sub_ps)(a, b)
+#define MUL(a, b)   V(mul_ps)(a, b)
+#define DIV(a, b)   V(div_ps)(a, b)
+#define SQRT(a)     V(sqrt_ps)(a)
+#define SIGN(a)     sign_of(a)
+#define CONST(x)    V(set1_ps)(x)
+#define MOST(a, b)  V(max_ps)(a, b)
+#define LEAST(a, b) V(min_ps)(a, b)
 #include "optim/steps.h"
+#include <string.h>
 
 #define BROADCAST(name) .name = V(set1_ps)(k->name),
 TARGET static inline vector_k broadcast(const ps__update_k *k) {
@@ -63,7 +68,7 @@ TARGET static inline VECI mix(VECI z) {
 
 /* What is left over, from element @i on. */
 static void update_tail(uint64_t n, uint64_t i, const ps__arrays *a, const ps__update_k *k,
-                        ps_optimizer optimizer, ps_recipe recipe, ps__update_part part) {
+                        ps_optimizer optimizer, uint32_t recipe, ps__update_part part) {
   const ps__arrays rest = ps__arrays_from(a, recipe, i);
   ps__update_k tail = *k;
   tail.element += i;
@@ -71,7 +76,7 @@ static void update_tail(uint64_t n, uint64_t i, const ps__arrays *a, const ps__u
 }
 
 /* Weights and state in fp32; the gradient is fp32 or bf16, and the copy, if there is one, bf16. */
-TARGET PS__UPDATE_INLINE void update_wide(ps_recipe recipe, uint64_t n, const ps__arrays *a,
+TARGET PS__UPDATE_INLINE void update_wide(uint32_t recipe, uint64_t n, const ps__arrays *a,
                                           const ps__update_k *k, ps_optimizer optimizer,
                                           ps__update_part part) {
   const ps__recipe r = ps__recipe_of(recipe);
@@ -120,7 +125,7 @@ TARGET static inline void store_pair(uint16_t *p, VEC even, VEC odd, VECI r) {
   store_bits(p, odd_halves(V(srli_epi32)(e, 16), o));
 }
 
-TARGET PS__UPDATE_INLINE void update_pairs(ps_recipe recipe, uint64_t n, const ps__arrays *a,
+TARGET PS__UPDATE_INLINE void update_pairs(uint32_t recipe, uint64_t n, const ps__arrays *a,
                                            const ps__update_k *k, ps_optimizer optimizer,
                                            ps__update_part part) {
   const uint32_t n_states = ps__n_states(optimizer);
@@ -167,21 +172,162 @@ TARGET PS__UPDATE_INLINE void update_pairs(ps_recipe recipe, uint64_t n, const p
   update_tail(n, i, a, k, optimizer, recipe, part);
 }
 
-/* A recipe that neither of the two is for is updated one element at a time. */
-TARGET PS__UPDATE_INLINE void update_as(ps_recipe recipe, uint64_t n, const ps__arrays *a,
+/* ---- other recipes: a block of PS__STATE_BLOCK elements at a time ------------------------------ */
+
+enum { VECTORS = PS__STATE_BLOCK / LANES }; /* of a block */
+
+/* A block's state; its random words, each for two vectors. */
+typedef struct block {
+  VEC s[PS_MAX_STATES][VECTORS];
+  VECI word[PS_MAX_STATES][VECTORS / 2];
+} block;
+
+/* Vector @v of the block's state @p. */
+TARGET PS__UPDATE_INLINE VEC load_state(ps__storage as, const char *p, uint32_t v, VEC scale) {
+  if (as.dtype == PS_BF16)
+    return load_bf16((const uint16_t *)p + v * LANES);
+  if (as.dtype == PS__U8)
+    return read_v(V(cvtepi32_ps)(load_unsigned(p + v * LANES)), scale);
+  const VECI level = load_signed(p + v * LANES), sign = V(srai_epi32)(level, 31);
+  const VEC x = read_m(V(cvtepi32_ps)(V(abs_epi32)(level)), scale);
+  return FLOATS(XOR(BITS(x), V(slli_epi32)(sign, 31)));
+}
+
+/* All of a block's state in 8 bits, canonical: as store_block() of update_scalar.c. */
+TARGET PS__UPDATE_INLINE void store_levels(bool is_v, char *p, const VEC *x, const VECI *word) {
+  const VECI size_bits = V(set1_epi32)(0x7fffffff);
+  const float levels = is_v ? PS__LEVELS_V : PS__LEVELS_M;
+  uint32_t lane[LANES], most = 0;
+  VECI largest = AND(BITS(x[0]), size_bits);
+  for (uint32_t v = 1; v < VECTORS; v++)
+    largest = V(max_epi32)(largest, AND(BITS(x[v]), size_bits));
+  memcpy(lane, &largest, sizeof lane);
+  for (uint32_t i = 0; i < LANES; i++)
+    most = lane[i] > most ? lane[i] : most;
+  VEC scale = FLOATS(V(set1_epi32)((int)most));
+  if (is_v)
+    scale = canonical(SQRT(scale));
+  for (uint32_t v = 0; v < VECTORS; v++) {
+    const VECI bits = AND(BITS(x[v]), size_bits), sign = V(srai_epi32)(BITS(x[v]), 31);
+    const VEC size = is_v ? SQRT(FLOATS(bits)) : FLOATS(bits);
+    VECI level = V(srli_epi32)(
+        V(add_epi32)(V(cvttps_epi32)(fixed_level(levels, size, scale)), pieces(word[v / 2], v % 2)),
+        16);
+    if (is_v) /* 0 - (-1) where it is 0 and the element is not */
+      level = V(sub_epi32)(level, AND_NOT(is_zero(bits), is_zero(level)));
+    else
+      level = V(sub_epi32)(XOR(level, sign), sign);
+    store_bytes(p + v * LANES, level);
+  }
+  memcpy(p + PS__STATE_BLOCK, &scale, sizeof(float));
+}
+
+/* Weights i .. i + LANES - 1; @random: 16 bits of each lane. */
+TARGET PS__UPDATE_INLINE VEC load_weights(const ps__recipe *r, const ps__arrays *a, uint64_t i) {
+  if (r->updated.dtype == PS_F32)
+    return V(loadu_ps)((const float *)a->w + i);
+  if (r->updated.dtype == PS_BF16)
+    return load_bf16((const uint16_t *)a->w + i);
+  return FLOATS(V(add_epi32)(BITS(load_bf16((const uint16_t *)a->copy + i)),
+                             V(slli_epi32)(load_signed((const int8_t *)a->w + i), 8)));
+}
+TARGET PS__UPDATE_INLINE void store_weights(const ps__recipe *r, const ps__arrays *a, uint64_t i,
+                                            VEC w, VECI random) {
+  if (r->updated.dtype == PS__I8) {
+    const VECI bits = V(add_epi32)(BITS(w), AND(random, V(set1_epi32)(0xff)));
+    store_upper((uint16_t *)a->copy + i, FLOATS(bits), V(set1_epi32)(0x8000));
+    store_bytes((uint8_t *)a->w + i, V(srli_epi32)(bits, 8));
+    return;
+  }
+  if (r->updated.dtype == PS_BF16)
+    store_upper((uint16_t *)a->w + i, w, random);
+  else
+    V(storeu_ps)((float *)a->w + i, w);
+  if (r->updated.dtype != r->weights.dtype)
+    store_upper((uint16_t *)a->copy + i, w, nearest_even(w));
+}
+
+/* Vector @v of the block that begins with element @i, whose random words are @for_w and b->word. */
+TARGET PS__UPDATE_INLINE void update_vector(const ps__recipe *r, uint32_t v, uint64_t i,
+                                            const ps__arrays *a, const vector_k *c,
+                                            ps_optimizer optimizer, ps__update_part part,
+                                            const VEC *scale, VECI for_w, block *b) {
+  const uint32_t n_states = ps__n_states(optimizer);
+  const uint64_t at = i + v * LANES;
+  const VEC g = r->grad.dtype == PS_F32 ? V(loadu_ps)((const float *)a->grad + at)
+                                        : load_bf16((const uint16_t *)a->grad + at);
+  elements x;
+  EACH_STATE(j, x.s[j] = load_state(r->state[j],
+                                    (const char *)a->state[j] + ps__stored_at(r->state[j], i), v,
+                                    scale[j]));
+  x.w = part == PS_UPDATE_STATE ? x.s[0] : load_weights(r, a, at);
+  step(optimizer, c, MUL(g, c->grad_scale), &x.w, x.s);
+  if (__builtin_expect(found_nan(n_states, part, &x), 0))
+    canonical_all(n_states, &x);
+  if (part != PS_UPDATE_STATE)
+    store_weights(r, a, at, x.w, pieces(for_w, v % 2));
+  EACH_STATE(j, b->s[j][v] = x.s[j]);
+}
+
+TARGET PS__UPDATE_INLINE void store_states(const ps__recipe *r, uint64_t i, const ps__arrays *a,
+                                           uint32_t n_states, const block *b) {
+  EACH_STATE(j, {
+    char *const p = (char *)a->state[j] + ps__stored_at(r->state[j], i);
+    if (r->state[j].dtype != PS_BF16)
+      store_levels(r->state[j].dtype == PS__U8, p, b->s[j], b->word[j]);
+    for (uint32_t v = 0; r->state[j].dtype == PS_BF16 && v < VECTORS; v++)
+      store_upper((uint16_t *)p + v * LANES, b->s[j][v], pieces(b->word[j][v / 2], v % 2));
+  });
+}
+
+/* Any storage of weights and state. The words of a vector's groups are not those of the next one, so
+ * elements that begin inside a group go to the scalar variant. */
+TARGET PS__UPDATE_INLINE void update_blocks(uint32_t recipe, uint64_t n, const ps__arrays *a,
+                                            const ps__update_k *k, ps_optimizer optimizer,
+                                            ps__update_part part) {
+  const ps__recipe r = ps__recipe_of(recipe);
+  const uint32_t n_states = ps__n_states(optimizer);
+  const ps__arrays at = *a;
+  const vector_k c = broadcast(k);
+  const VECI gamma = SET64(PS__MIX_GAMMA), next = SET64(LANES * PS__MIX_GAMMA);
+  VECI sr = V(add_epi64)(SET64(k->sr_key + (2 * (k->element / 4) + 1) * PS__MIX_GAMMA),
+                         mul64(FIRST_WORDS, PS__MIX_GAMMA));
+  uint64_t i = 0;
+  for (; k->element % 4 == 0 && i + PS__STATE_BLOCK <= n; i += PS__STATE_BLOCK) {
+    block b;
+    VEC scale[PS_MAX_STATES];
+    if (r.state[0].block > 1)
+      EACH_STATE(j,
+                 scale[j] = V(set1_ps)(*(const float *)(const void *)((const char *)at.state[j] +
+                                                                      ps__stored_at(r.state[j], i) +
+                                                                      PS__STATE_BLOCK)));
+    for (uint32_t v = 0; v < VECTORS; v += 2) {
+      const VECI for_w = mix(sr), first = mix(V(add_epi64)(sr, gamma));
+      b.word[0][v / 2] = first;
+      b.word[1][v / 2] = XOR(for_w, first);
+      update_vector(&r, v, i, &at, &c, optimizer, part, scale, for_w, &b);
+      update_vector(&r, v + 1, i, &at, &c, optimizer, part, scale, for_w, &b);
+      sr = V(add_epi64)(sr, next); /* LANES / 2 groups of 2 words on */
+    }
+    if (part != PS_UPDATE_WEIGHTS)
+      store_states(&r, i, &at, n_states, &b);
+  }
+  update_tail(n, i, a, k, optimizer, recipe, part);
+}
+
+TARGET PS__UPDATE_INLINE void update_as(uint32_t recipe, uint64_t n, const ps__arrays *a,
                                         const ps__update_k *k, ps_optimizer optimizer,
                                         ps__update_part part) {
   const ps__recipe r = ps__recipe_of(recipe);
   const uint32_t w = r.updated.dtype, grad = r.grad.dtype, copy = r.weights.dtype;
-  const bool same = r.state[0].dtype == w && r.state[1].dtype == w;
+  const bool same = r.state[0].dtype == w;
   if (same && w == PS_F32 && (grad == PS_F32 || grad == PS_BF16) &&
       (copy == PS_F32 || copy == PS_BF16))
     update_wide(recipe, n, a, k, optimizer, part);
-  else if (same && w == PS_BF16 && grad == PS_BF16 && copy == PS_BF16 &&
-           r.rounding == PS__STOCHASTIC)
+  else if (same && w == PS_BF16 && grad == PS_BF16 && copy == PS_BF16)
     update_pairs(recipe, n, a, k, optimizer, part);
   else
-    update_tail(n, 0, a, k, optimizer, recipe, part);
+    update_blocks(recipe, n, a, k, optimizer, part);
 }
 
 #define PS__UPDATE_ATTRIBUTES TARGET

@@ -374,7 +374,7 @@ typedef struct traffic {
 
 /* BYTES of optimizer state and master weights of a unit. */
 static uint64_t state_bytes(const ps__search_space *sp, uint32_t unit) {
-  const ps_recipe recipe = (ps_recipe)sp->plan->cfg.recipe;
+  const uint32_t recipe = ps__plan_row(&sp->plan->cfg);
   const uint64_t n = sp->plan->model->unit[unit].n;
   return ps__state_bytes((ps_optimizer)sp->plan->cfg.optimizer, recipe, n) +
          ps__master_bytes(recipe, n);
@@ -384,7 +384,7 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
                             const ps__residency *r) {
   const ps_model *m = sp->plan->model;
   const double update = ps__update_bytes((ps_optimizer)sp->plan->cfg.optimizer,
-                                         (ps_recipe)sp->plan->cfg.recipe, PS_UPDATE_WHOLE);
+                                         ps__plan_row(&sp->plan->cfg), PS_UPDATE_WHOLE);
   const uint32_t n_units = m->n_units, first_trained = ps__first_trained(m),
                  rounds = device_rounds(sp, l);
   const double share = 1.0 / sp->plan->at->n_devices, /* of the step's tokens, at least */
@@ -566,7 +566,7 @@ static uint64_t resident_bytes(const ps__search_space *sp, const ps__layout *l,
 static uint64_t host_state_bytes(const ps__search_space *sp, const ps__residency *r) {
   const ps_plan_config *c = &sp->plan->cfg;
   const ps_model *m = sp->plan->model;
-  const ps_recipe recipe = (ps_recipe)c->recipe;
+  const uint32_t recipe = ps__plan_row(c);
   const ps__storage w = ps__weight_storage(m);
   const uint64_t n = m->n_trained, master = ps__master_bytes(recipe, n),
                  grads = !r->state || c->keep_grads ? ps__stored_bytes(w, n) : 0,

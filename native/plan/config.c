@@ -311,6 +311,9 @@ static ps_status check_config(ps_plan *p, const ps_model_config *m) {
   PS_TRY(check_switches(c));
   if (c->recipe >= PS_N_RECIPES)
     return ps__fail(PS_EINVAL, "recipe %u is unknown: use " PS__RECIPE_NAMES, c->recipe);
+  if (c->state_bits != 0 && c->state_bits != 8)
+    return ps__fail(PS_EINVAL, "%s is %u: give 8, or leave it out, and the recipe says it",
+                    ps__field("state_bits"), c->state_bits);
   PS_TRY(check_places(p, m));
   PS_TRY(check_fp8(p, m));
   PS_TRY(check_documents(c, m->vocab_size));
@@ -385,6 +388,19 @@ ps_status ps__plan_model(ps_model **out, const ps_model_config *model, const ps_
                           &loss, &fp8, &cfg->lora);
 }
 
+/* A block of state in 8 bits is of one parameter, so that it has one update. */
+static ps_status check_blocks(const ps_plan *p) {
+  const ps_model *m = p->model;
+  for (uint32_t i = 0; p->cfg.state_bits == 8 && i < m->n_params; i++)
+    if (!m->unit[m->param[i].unit].frozen && m->param[i].offset % PS__STATE_BLOCK)
+      return ps__fail(PS_EINVAL,
+                      "%s begins at element %llu of its unit, and with %s 8 parameters begin at "
+                      "multiples of %d: leave %s out",
+                      m->param[i].name, (unsigned long long)m->param[i].offset,
+                      ps__field("state_bits"), PS__STATE_BLOCK, ps__field("state_bits"));
+  return PS_OK;
+}
+
 ps_status ps__plan_new(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg,
                        const ps_hardware *hw) {
   ps_plan *p;
@@ -404,6 +420,8 @@ ps_status ps__plan_new(ps_plan **out, const ps_model_config *model, const ps_pla
                   "%u layers would be frozen, but the model has %u with embedding and head: "
                   "one at least must be trained",
                   p->cfg.n_frozen_layers, p->model->n_layers);
+  if (st == PS_OK && !p->cfg.forward_only)
+    st = check_blocks(p);
   if (st == PS_OK)
     *out = p;
   else

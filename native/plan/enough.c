@@ -25,7 +25,7 @@ static double tokens_needed(const ps_plan *p) {
   const ps_model *m = p->model;
   const ps_hardware *hw = &p->hw;
   const ps_optimizer optimizer = (ps_optimizer)p->cfg.optimizer;
-  const ps_recipe recipe = (ps_recipe)p->cfg.recipe;
+  const uint32_t recipe = ps__plan_row(&p->cfg);
   const double all = (double)m->n_elements, trained = (double)m->n_trained,
                token = 2 * all / hw->gemm_flops_per_s[m->dt] / (m->fp8.on ? 2 : 1),
                update = trained * ps__update_bytes(optimizer, recipe, PS_UPDATE_WHOLE) /

@@ -111,7 +111,7 @@ static bool hides_updates(const ps__search_space *sp, uint64_t tokens) {
   const ps_hardware *hw = &sp->plan->hw;
   const ps_plan_config *cfg = &sp->plan->cfg;
   const double flops = 2.0 * (double)m->n_elements * (double)tokens / (m->fp8.on ? 2 : 1),
-               bytes = ps__update_bytes((ps_optimizer)cfg->optimizer, (ps_recipe)cfg->recipe,
+               bytes = ps__update_bytes((ps_optimizer)cfg->optimizer, ps__plan_row(cfg),
                                         PS_UPDATE_WHOLE) *
                        (double)m->n_trained;
   return flops / hw->gemm_flops_per_s[m->dt] >= bytes / hw->optimizer_bytes_per_s;

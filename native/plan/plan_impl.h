@@ -154,6 +154,10 @@ ps_status ps__plan_new(ps_plan **out, const ps_model_config *model, const ps_pla
                        const ps_hardware *hw);
 ps_status ps__plan_new_of(ps_plan **out, ps_model *m, const ps_plan_config *cfg,
                           const ps_hardware *hw);
+/* The row of ps__recipes of a plan. */
+static inline uint32_t ps__plan_row(const ps_plan_config *cfg) {
+  return ps__row_of(cfg->recipe, cfg->state_bits);
+}
 /* The model of @cfg, whose recipe there is, owned by the caller. Errors: PS_EINVAL, PS_ENOMEM. */
 ps_status ps__plan_model(ps_model **out, const ps_model_config *model, const ps_plan_config *cfg);
 ps_status ps__plan_predict(ps_plan *p);

@@ -230,9 +230,14 @@ static void write_text(text *t, const ps_plan *p) {
     say(t, "adapters         LoRA of rank %u, alpha %g, %.3g million parameters: %s\n",
         p->model->lora.rank, p->model->lora.alpha, 1e-6 * (double)p->model->n_trained, names);
   }
-  say(t, "optimizer        %s: %.3g bytes of state a parameter, %s\n",
+  say(t,
+      "optimizer        %s: %.3g bytes of state a parameter%s, %s; with weights%s and gradients "
+      "%.3g\n",
       ps_optimizer_name(p->spec.optimizer), ps__state_each(p->spec.optimizer, p->spec.recipe),
-      ps__format_bytes(a, ps__state_bytes(p->spec.optimizer, p->spec.recipe, p->model->n_trained)));
+      p->cfg.state_bits ? " (8 bits)" : "",
+      ps__format_bytes(a, ps__state_bytes(p->spec.optimizer, p->spec.recipe, p->model->n_trained)),
+      ps__has_master(p->spec.recipe) ? ", master copy" : "",
+      ps__param_bytes(p->spec.optimizer, p->spec.recipe));
   if (p->spec.sum_threads && p->spec.sum_threads < p->hw.n_threads && p->layout.n_rounds > 1)
     say(t,
         "gradients        added on the host by %u of %u threads: copies get more of the host's "
@@ -397,6 +402,8 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
     ps__jsonw_bool(w, "fp8_head", p->model->fp8.head);
     ps__jsonw_bool(w, "fp8_fast_accumulation", p->model->fp8.fast);
   }
+  if (p->cfg.state_bits)
+    ps__jsonw_uint(w, "state_bits", p->cfg.state_bits);
   ps__jsonw_string(w, "optimizer", ps_optimizer_name(p->spec.optimizer));
   ps__jsonw_bool(w, "clip", ps__waits_for_norm(p));
   ps__jsonw_bool(w, "embed_on_host", p->spec.embed_on_host);

@@ -160,7 +160,7 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
   const ps_plan *plan = sp->plan;
   const ps__residency *r = &m->keep;
   PS_TRY(ps__spec_init(spec, plan->model, layout));
-  spec->recipe = (ps_recipe)plan->cfg.recipe;
+  spec->recipe = ps__plan_row(&plan->cfg);
   spec->optimizer = (ps_optimizer)plan->cfg.optimizer;
   spec->backend = plan->hw.backend;
   spec->cudnn_version = plan->hw.cudnn_version;

@@ -61,8 +61,7 @@ static uint64_t freezable(const ps_plan *p) {
 
 /* BYTES of master copy and optimizer state of @n parameters; of their weights too. */
 static uint64_t beside_weights(const ps_plan_config *c, uint32_t recipe, uint64_t n) {
-  return ps__master_bytes((ps_recipe)recipe, n) +
-         ps__state_bytes((ps_optimizer)c->optimizer, (ps_recipe)recipe, n);
+  return ps__master_bytes(recipe, n) + ps__state_bytes((ps_optimizer)c->optimizer, recipe, n);
 }
 static uint64_t with_weights(const ps_plan_config *c, uint32_t recipe, uint64_t n) {
   return ps__stored_bytes(ps__recipes[recipe].weights, n) + beside_weights(c, recipe, n);
@@ -73,21 +72,25 @@ static uint64_t with_weights(const ps_plan_config *c, uint32_t recipe, uint64_t 
 static const char *ways_out(char buf[256], const ps_plan *p, uint64_t need, uint64_t there) {
   const ps_plan_config *c = &p->cfg;
   const bool fp8 = ps__recipes[c->recipe].fp8;
-  const uint32_t lean = fp8 ? PS_RECIPE_FP8 : PS_RECIPE_BF16;
+  const uint32_t now = ps__plan_row(c),
+                 lean = ps__row_of(fp8 ? PS_RECIPE_FP8 : PS_RECIPE_BF16, c->state_bits),
+                 bits8 = ps__row_of(c->recipe, 8);
   const uint64_t n = c->forward_only ? 0 : p->model->n_trained,
-                 over = need > there ? need - there : 1, all = with_weights(c, c->recipe, n),
+                 over = need > there ? need - there : 1, all = with_weights(c, now, n),
                  leanest = with_weights(c, lean, n),
-                 state = ps__state_bytes((ps_optimizer)c->optimizer, (ps_recipe)c->recipe, n),
-                 lion = ps__state_bytes(PS_OPTIMIZER_LION, (ps_recipe)c->recipe, n);
+                 state = ps__state_bytes((ps_optimizer)c->optimizer, now, n),
+                 lion = ps__state_bytes(PS_OPTIMIZER_LION, now, n),
+                 small = ps__state_bytes((ps_optimizer)c->optimizer, bits8, n);
   const bool whole = !fp8 && !p->model->lora.rank;
   const struct {
     const char *field, *value;
     bool enough;
   } way[] = {
+      {"state_bits", " 8", state > small && state - small >= over},
       {"optimizer", " lion", state > lion && state - lion >= over},
       {"recipe", fp8 ? " fp8" : " bf16", all > leanest && all - leanest >= over},
-      {"lora.rank", "", whole && beside_weights(c, c->recipe, n) >= over},
-      {"n_frozen_layers", "", whole && beside_weights(c, c->recipe, freezable(p)) >= over},
+      {"lora.rank", "", whole && beside_weights(c, now, n) >= over},
+      {"n_frozen_layers", "", whole && beside_weights(c, now, freezable(p)) >= over},
   };
   const uint64_t one = least_of_one_sequence(p);
   size_t at = 0;

@@ -371,7 +371,8 @@ static ps_status move_unit(const both *b, uint32_t unit) {
   const ps__unit_host *f = &b->from->unit_host[unit], *t = &b->to->unit_host[unit];
   /* beside a master copy the host's weights did not follow those that stayed on the device */
   const uint32_t stayed = stayed_at(b->from, unit, 0);
-  const bool behind = f->master != PS__NO_VT && stayed != PS__NO_VT;
+  const bool behind =
+      f->master != PS__NO_VT && stayed != PS__NO_VT && !ps__in_halves(b->from->spec->recipe);
   PS_TRY(move(b, behind && !ps__weights_stay(b->to->spec, unit) ? stayed : f->weights, t->weights));
   PS_TRY(move(b, f->master, t->master));
   if (b->from->spec->keep_grads)

@@ -23,7 +23,7 @@ enum {
 /* ---- decisions ------------------------------------------------------------------------------- */
 typedef struct ps__spec {
   const ps_model *model; /* borrowed */
-  ps_recipe recipe;
+  uint32_t recipe;       /* a row of ps__recipes */
   ps_optimizer optimizer;
   uint32_t backend, cudnn_version;  /* of the device streams: for scratch */
   bool deterministic, one_document; /* one_document: every sequence is one document */

@@ -52,7 +52,7 @@ static void stream_out(ps__builder *b, uint32_t unit) {
   const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
   const bool resident = b->s->spec->param_resident[unit], master = h->master != PS__NO_VT;
   const uint32_t lag = b->s->spec->grad_lag;
-  if (!resident || !master)
+  if (!resident || !master || ps__in_halves(b->s->spec->recipe))
     send_to_host(b, at->weights, h->weights, ps__about(tag, "weights"));
   if (master)
     send_to_host(b, at->master, h->master, ps__about(tag, "master weights"));
@@ -139,10 +139,12 @@ static void update(ps__builder *b, uint32_t unit, uint32_t clip_scale) {
   const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
   if (s->spec->update_streamed[unit])
     stream_out(b, unit);
-  else if (h->master != PS__NO_VT)
-    send_to_host(b, h->device_master, h->master, ps__about(tag, "master weights"));
-  else
-    send_to_host(b, h->device_weights[0], h->weights, ps__about(tag, "weights"));
+  else {
+    if (h->master == PS__NO_VT || ps__in_halves(s->spec->recipe))
+      send_to_host(b, h->device_weights[0], h->weights, ps__about(tag, "weights"));
+    if (h->master != PS__NO_VT)
+      send_to_host(b, h->device_master, h->master, ps__about(tag, "master weights"));
+  }
 }
 
 /* Without clipping: updates the streamed units whose state has had its time to arrive. */

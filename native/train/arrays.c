@@ -87,6 +87,10 @@ static ps_status create_writer(job *j, uint32_t a) {
                                 .dtype = array->dtype,
                                 .n_dims = p->n_dims,
                                 .shape = {p->shape[0], p->shape[1]}};
+    if (array->dtype == (ps_dtype)PS__U8) { /* blocks */
+      specs[n].n_dims = 1;
+      specs[n].shape[0] = ps__array_bytes(j->t, p->unit, array->what, p->n);
+    }
     if (j->o->fused)
       of = fuse(m, i, name[n], &specs[n]);
     j->n_of[a][n++] = of;
@@ -174,6 +178,7 @@ static ps_status fetch(const job *j, const ps__array *a, const ps_param_info *p,
 
 static ps_status write_tensor(job *j, ps__tensors_file *f, const ps__array *a,
                               const ps_param_info *p, void *buffer) {
+  const bool blocks = a->dtype == (ps_dtype)PS__U8;
   const ps_dtype from = ps__array_dtype(j->t, p->unit, a->what);
   const uint64_t piece = PIECE_BYTES / sizeof(float);
   for (uint64_t first = 0; first < p->n; first += piece) {
@@ -183,12 +188,19 @@ static ps_status write_tensor(job *j, ps__tensors_file *f, const ps__array *a,
       return PS_ECANCELLED;
     if (j->o->held)
       PS_TRY(ps__hold_check(j->t->hold));
-    PS_TRY(fetch(j, a, p, first, n, buffer, &data));
-    if (a->dtype != from) {
+    if (!blocks && (uint32_t)from == PS__I8) {
+      ps__updated_get(j->t, p->unit, p->offset + first, n, a->dtype, buffer);
+      data = buffer;
+    } else {
+      PS_TRY(fetch(j, a, p, first, n, buffer, &data));
+    }
+    if (!blocks && (uint32_t)from != PS__I8 && a->dtype != from) {
       ps__convert(buffer, a->dtype, data, from, n);
       data = buffer;
     }
-    PS_TRY(ps__tensors_put(f, data, n * ps_dtype_bytes(a->dtype)));
+    PS_TRY(ps__tensors_put(f, data,
+                           blocks ? ps__array_bytes(j->t, p->unit, a->what, n)
+                                  : n * ps_dtype_bytes(a->dtype)));
   }
   return PS_OK;
 }

@@ -73,6 +73,8 @@ static ps_status fill_manifest(ps__writing *c, const ps__stage *stage, const ps_
   ps__jsonw_uint(w, "n_skipped", info->n_skipped);
   ps__jsonw_uint(w, "sequences_read", ps_plan_sequences_before(t->plan, info->step));
   ps__jsonw_string(w, "recipe", ps__recipes[info->recipe].name);
+  if (info->state_bits)
+    ps__jsonw_uint(w, "state_bits", info->state_bits);
   ps__jsonw_string(w, "optimizer", ps_optimizer_name((ps_optimizer)info->optimizer));
   if (t->run_text)
     ps__jsonw_string(w, "run", t->run_text);
@@ -107,7 +109,7 @@ static double seconds_since(uint64_t begin_ns) { return (double)(ps__now_ns() - 
 static ps_status write_arrays(ps__writing *c, ps__stage *stage, ps__output *o) {
   const ps_trainer *t = c->t;
   ps__array array[1 + PS_MAX_STATES] = {
-      {ps__weights_stem(t), (ps_dtype)t->plan->step.recipe->updated.dtype, PS__ARRAY_UPDATED}};
+      {ps__weights_stem(t), ps__updated_dtype(t->plan->spec.recipe), PS__ARRAY_UPDATED}};
   *o = (ps__output){.stage = stage,
                     .dir = c->dir,
                     .array = array,
@@ -116,7 +118,7 @@ static ps_status write_arrays(ps__writing *c, ps__stage *stage, ps__output *o) {
                     .held = true};
   for (uint32_t k = 0; k + 1 < o->n_arrays; k++)
     array[1 + k] = (ps__array){ps__state_names[t->plan->spec.optimizer][k],
-                               (ps_dtype)t->plan->step.recipe->state[k].dtype, PS__ARRAY_STATE + k};
+                               ps__state_dtype(t->plan->spec.recipe, k), PS__ARRAY_STATE + k};
   const ps_status st = ps__trainer_write_arrays(c->t, o);
   c->report.held_s = seconds_since(c->begin_ns);
   ps__hold_release_all(c->t->hold); /* where writing failed, and what is frozen */
@@ -136,8 +138,7 @@ static ps_status write_all(ps__writing *c, ps__stage *stage) {
   ps__output o = {0};
   ps_status st = write_arrays(c, stage, &o);
   if (st == PS_OK)
-    st = ps__trainer_write_config(c->t, stage, c->dir,
-                                  (ps_dtype)c->t->plan->step.recipe->updated.dtype);
+    st = ps__trainer_write_config(c->t, stage, c->dir, ps__updated_dtype(c->t->plan->spec.recipe));
   if (st == PS_OK)
     st = find_serial(c);
   if (st == PS_OK)

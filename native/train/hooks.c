@@ -102,7 +102,7 @@ static ps_status grad_norm(ps_trainer *t, const ps_launch *l) {
 static ps__update update_of(const ps_trainer *t, uint64_t run_step) {
   const uint64_t step = t->cfg.first_step + run_step;
   ps__update u = {.optimizer = t->plan->spec.optimizer,
-                  .recipe = ps__recipes[t->plan->cfg.recipe].arrays,
+                  .recipe = ps__recipes[t->plan->spec.recipe].arrays,
                   .lr = (float)ps__lr_at(&t->lr, step),
                   .beta1 = (float)t->cfg.beta1,
                   .beta2 = (float)t->cfg.beta2,

@@ -1,12 +1,43 @@
 /* host.c - the arrays in host memory: where they are, and whether the weights are finite. */
 #include "train/trainer.h"
 
-void ps__trainer_refresh_copy(const ps_trainer *t, const ps_param_info *p) {
-  void *updated = ps__array_at(t, p->unit, PS__ARRAY_UPDATED, p->offset),
-       *weights = ps__array_at(t, p->unit, PS__ARRAY_WEIGHTS, p->offset);
-  if (weights != updated)
-    ps__convert(weights, ps__array_dtype(t, p->unit, PS__ARRAY_WEIGHTS), updated,
-                ps__array_dtype(t, p->unit, PS__ARRAY_UPDATED), p->n);
+enum { PIECE = 1024 }; /* elements */
+
+static uint64_t piece_of(uint64_t n, uint64_t at) { return n - at < PIECE ? n - at : PIECE; }
+
+void ps__updated_get(const ps_trainer *t, uint32_t unit, uint64_t first, uint64_t n, ps_dtype dtype,
+                     void *dst) {
+  const ps_dtype own = ps__array_dtype(t, unit, PS__ARRAY_UPDATED);
+  const char *const updated = ps__array_at(t, unit, PS__ARRAY_UPDATED, first),
+                    *const weights = ps__array_at(t, unit, PS__ARRAY_WEIGHTS, first);
+  float x[PIECE];
+  if ((uint32_t)own != PS__I8)
+    ps__convert(dst, dtype, updated, own, n);
+  for (uint64_t i = 0; (uint32_t)own == PS__I8 && i < n; i += PIECE) {
+    const uint64_t m = piece_of(n, i);
+    ps__master_merge(x, weights + 2 * i, updated + i, m);
+    ps__convert((char *)dst + i * ps_dtype_bytes(dtype), dtype, x, PS_F32, m);
+  }
+}
+
+void ps__updated_put(const ps_trainer *t, uint32_t unit, uint64_t first, uint64_t n, ps_dtype dtype,
+                     const void *src) {
+  const ps_dtype own = ps__array_dtype(t, unit, PS__ARRAY_UPDATED);
+  char *const updated = ps__array_at(t, unit, PS__ARRAY_UPDATED, first), *const weights =
+                                                                             ps__array_at(
+                                                                                 t, unit,
+                                                                                 PS__ARRAY_WEIGHTS,
+                                                                                 first);
+  float x[PIECE];
+  if ((uint32_t)own != PS__I8)
+    ps__convert(updated, own, src, dtype, n);
+  if ((uint32_t)own != PS__I8 && weights != updated)
+    ps__convert(weights, ps__array_dtype(t, unit, PS__ARRAY_WEIGHTS), updated, own, n);
+  for (uint64_t i = 0; (uint32_t)own == PS__I8 && i < n; i += PIECE) {
+    const uint64_t m = piece_of(n, i);
+    ps__convert(x, PS_F32, (const char *)src + i * ps_dtype_bytes(dtype), dtype, m);
+    ps__master_split(weights + 2 * i, updated + i, x, m);
+  }
 }
 
 ps__arrays ps__arrays_on_host(const ps_trainer *t, uint32_t unit) {
@@ -21,15 +52,15 @@ ps__arrays ps__arrays_on_host(const ps_trainer *t, uint32_t unit) {
 }
 
 /* A float whose exponent bits are all set is not finite. */
-static bool all_finite(const char *values, uint64_t n, ps_dtype dtype) {
+static bool all_finite(const ps_trainer *t, const ps_param_info *p) {
   union {
-    float f[1024];
-    uint32_t bits[1024];
+    float f[PIECE];
+    uint32_t bits[PIECE];
   } piece;
   bool ok = true;
-  for (uint64_t i = 0; ok && i < n; i += 1024) {
-    const uint64_t m = n - i < 1024 ? n - i : 1024;
-    ps__convert(piece.f, PS_F32, values + i * ps_dtype_bytes(dtype), dtype, m);
+  for (uint64_t i = 0; ok && i < p->n; i += PIECE) {
+    const uint64_t m = piece_of(p->n, i);
+    ps__updated_get(t, p->unit, p->offset + i, m, PS_F32, piece.f);
     for (uint64_t j = 0; j < m; j++)
       ok &= (piece.bits[j] & 0x7f800000u) != 0x7f800000u;
   }
@@ -39,8 +70,7 @@ static bool all_finite(const char *values, uint64_t n, ps_dtype dtype) {
 bool ps__trainer_find_nonfinite(const ps_trainer *t, ps_param_info *out) {
   for (uint32_t i = 0; i < t->plan->model->n_params; i++) {
     *out = t->plan->model->param[i];
-    if (!all_finite(ps__array_at(t, out->unit, PS__ARRAY_UPDATED, out->offset), out->n,
-                    ps__array_dtype(t, out->unit, PS__ARRAY_UPDATED)))
+    if (!all_finite(t, out))
       return true;
   }
   return false;

@@ -197,11 +197,12 @@ ps_status ps__trainer_agree(ps_trainer *t) {
   hash_exchanges(t, exchanges);
   const int n = snprintf(
       text, sizeof text,
-      "model's config.json = %s\ndata = %llu bytes with hash %016llx\nrecipe = %s\n"
+      "model's config.json = %s\ndata = %llu bytes with hash %016llx\nrecipe = %s%s\n"
       "optimizer = %s\nfp8 = %d\nclip = %d\none-document = %u\nkeep-grads = %u\n"
       "step to go on from (--resume) = %llu\nupdates before = %llu\n",
       model, (unsigned long long)data_bytes, (unsigned long long)data,
-      ps_recipe_name((ps_recipe)p->cfg.recipe), ps_optimizer_name((ps_optimizer)p->cfg.optimizer),
+      ps_recipe_name((ps_recipe)p->cfg.recipe), p->cfg.state_bits ? ", state in 8 bits" : "",
+      ps_optimizer_name((ps_optimizer)p->cfg.optimizer),
       p->model->fp8.on, ps__waits_for_norm(p), p->cfg.one_document, p->cfg.keep_grads,
       (unsigned long long)t->cfg.first_step, (unsigned long long)t->n_updates);
   size_t at = add_settings(&own, ps__batch_settings, text, (size_t)n);
@@ -224,6 +225,8 @@ ps_status ps__trainer_agree_weights(ps_trainer *t) {
     return PS_OK;
   for (uint32_t u = 0; u < t->plan->spec.n_units; u++) {
     h = hash_array(t, u, PS__ARRAY_UPDATED, h);
+    if (ps__in_halves(t->plan->spec.recipe))
+      h = hash_array(t, u, PS__ARRAY_WEIGHTS, h);
     for (uint32_t k = 0; t->resumed && k < PS_MAX_STATES; k++)
       h = hash_array(t, u, PS__ARRAY_STATE + k, h);
   }

@@ -22,11 +22,31 @@ static void init_part(void *arg, int64_t task, uint32_t worker) {
                    j->dst + first * ps_dtype_bytes(j->dtype), j->dtype);
 }
 
+/* The array of a unit that is drawn: that which is updated, but of a master copy of 24 bits the high
+ * bits, as in recipe bf16. */
+static uint32_t drawn_as(const ps_trainer *t, uint32_t unit) {
+  return (uint32_t)ps__array_dtype(t, unit, PS__ARRAY_UPDATED) == PS__I8 ? PS__ARRAY_WEIGHTS
+                                                                         : PS__ARRAY_UPDATED;
+}
+
+/* The other array of the parameter: the low bits, or the weights of the master copy. */
+static void fill_other(const ps_trainer *t, const ps_param_info *p) {
+  const uint32_t what = drawn_as(t, p->unit);
+  void *const updated = ps__array_at(t, p->unit, PS__ARRAY_UPDATED, p->offset),
+              *const weights = ps__array_at(t, p->unit, PS__ARRAY_WEIGHTS, p->offset);
+  if (what == PS__ARRAY_WEIGHTS)
+    memset(updated, 0, ps__array_bytes(t, p->unit, PS__ARRAY_UPDATED, p->n));
+  else if (weights != updated)
+    ps__convert(weights, ps__array_dtype(t, p->unit, PS__ARRAY_WEIGHTS), updated,
+                ps__array_dtype(t, p->unit, PS__ARRAY_UPDATED), p->n);
+}
+
 static void zero_pad(const ps_trainer *t) {
   const ps__args_embed *a = ps__embed_args_of(t->plan->model);
-  const uint64_t row = ps__array_bytes(t, 0, PS__ARRAY_UPDATED, (uint64_t)a->dim);
+  const uint32_t what = drawn_as(t, 0);
+  const uint64_t row = ps__array_bytes(t, 0, what, (uint64_t)a->dim);
   if (a->pad >= 0)
-    memset(ps__array_at(t, 0, PS__ARRAY_UPDATED, (uint64_t)a->pad * a->dim), 0, row);
+    memset(ps__array_at(t, 0, what, (uint64_t)a->pad * a->dim), 0, row);
 }
 
 ps_status ps__trainer_init(ps_trainer *t, bool adapters, ps_progress_fn progress,
@@ -47,14 +67,14 @@ ps_status ps__trainer_init(ps_trainer *t, bool adapters, ps_progress_fn progress
                            .mean = p->init_mean,
                            .std = p->init_std,
                            .uniform = p->init_uniform != 0},
-                  .dst = ps__array_at(t, p->unit, PS__ARRAY_UPDATED, p->offset),
+                  .dst = ps__array_at(t, p->unit, drawn_as(t, p->unit), p->offset),
                   .n = p->n,
                   .element0 = first + done,
-                  .dtype = ps__array_dtype(t, p->unit, PS__ARRAY_UPDATED)};
+                  .dtype = ps__array_dtype(t, p->unit, drawn_as(t, p->unit))};
     ps__pool_run(pool, (int64_t)((p->n + PART - 1) / PART), init_part, &j);
     if (p->unit == 0)
       zero_pad(t);
-    ps__trainer_refresh_copy(t, p);
+    fill_other(t, p);
     done += p->n;
     if (progress)
       progress(progress_user, "drawing weights", done * 2, total * 2);

@@ -3,7 +3,7 @@
 #include "train/trainer.h"
 #include <string.h>
 
-enum { PIECE = 1 << 24 }; /* elements read at a time */
+enum { PIECE = 1 << 24, SPLIT = 1 << 16 }; /* elements read at a time */
 
 static ps_status check_param(const ps_trainer *t, uint32_t param, uint64_t n, const void *data,
                              ps_param_info *p) {
@@ -20,8 +20,7 @@ ps_status ps_trainer_read_param(ps_trainer *t, uint32_t param, float *dst, uint6
   ps_param_info p;
   PS_TRY(check_param(t, param, n, dst, &p));
   PS_TRY(ps__trainer_idle(t));
-  ps__convert(dst, PS_F32, ps__array_at(t, p.unit, PS__ARRAY_UPDATED, p.offset),
-              ps__array_dtype(t, p.unit, PS__ARRAY_UPDATED), n);
+  ps__updated_get(t, p.unit, p.offset, n, PS_F32, dst);
   return PS_OK;
 }
 
@@ -40,9 +39,7 @@ ps_status ps_trainer_write_param(ps_trainer *t, uint32_t param, const float *src
   t->base_hash[0] = 0;
   if (!t->plan->model->unit[p.unit].adapter)
     t->base_mark[0] = 0;
-  ps__convert(ps__array_at(t, p.unit, PS__ARRAY_UPDATED, p.offset),
-              ps__array_dtype(t, p.unit, PS__ARRAY_UPDATED), src, PS_F32, n);
-  ps__trainer_refresh_copy(t, &p);
+  ps__updated_put(t, p.unit, p.offset, n, PS_F32, src);
   return PS_OK;
 }
 
@@ -67,18 +64,41 @@ ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst, uint64
 
 /* ---- loading --------------------------------------------------------------------------------- */
 
+/* Into a master copy of 24 bits by way of @buffer. */
+static ps_status load_numbers(ps_trainer *t, ps_tensor_file *f, uint64_t idx,
+                              const ps_param_info *p, float *buffer) {
+  for (uint64_t first = 0; first < p->n; first += SPLIT) {
+    const uint64_t n = p->n - first < SPLIT ? p->n - first : SPLIT;
+    PS_TRY(ps_tensors_read(f, idx, first, n, PS_F32, buffer));
+    ps__updated_put(t, p->unit, p->offset + first, n, PS_F32, buffer);
+  }
+  return PS_OK;
+}
+
 ps_status ps__trainer_load_param(ps_trainer *t, ps_tensor_file *f, uint64_t idx,
                                  const ps_param_info *p) {
   const ps_dtype dtype = ps__array_dtype(t, p->unit, PS__ARRAY_UPDATED);
-  if (idx == UINT64_MAX)
-    memset(ps__array_at(t, p->unit, PS__ARRAY_UPDATED, p->offset), 0,
-           ps__array_bytes(t, p->unit, PS__ARRAY_UPDATED, p->n));
-  for (uint64_t first = 0; idx != UINT64_MAX && first < p->n; first += PIECE) {
+  char *const updated = ps__array_at(t, p->unit, PS__ARRAY_UPDATED, p->offset),
+              *const weights = ps__array_at(t, p->unit, PS__ARRAY_WEIGHTS, p->offset);
+  if (idx == UINT64_MAX) {
+    memset(updated, 0, ps__array_bytes(t, p->unit, PS__ARRAY_UPDATED, p->n));
+    memset(weights, 0, ps__array_bytes(t, p->unit, PS__ARRAY_WEIGHTS, p->n));
+    return PS_OK;
+  }
+  if ((uint32_t)dtype == PS__I8) {
+    float *buffer = ps__malloc(SPLIT * sizeof *buffer);
+    const ps_status st = buffer ? load_numbers(t, f, idx, p, buffer)
+                                : ps__fail(PS_ENOMEM, "no memory left to read %s", p->name);
+    ps__free(buffer);
+    return st;
+  }
+  for (uint64_t first = 0; first < p->n; first += PIECE) {
     const uint64_t n = p->n - first < PIECE ? p->n - first : PIECE;
     PS_TRY(ps_tensors_read(f, idx, first, n, dtype,
                            ps__array_at(t, p->unit, PS__ARRAY_UPDATED, p->offset + first)));
   }
-  ps__trainer_refresh_copy(t, p);
+  if (weights != updated)
+    ps__convert(weights, ps__array_dtype(t, p->unit, PS__ARRAY_WEIGHTS), updated, dtype, p->n);
   return PS_OK;
 }
 

@@ -63,6 +63,13 @@ static ps_status read_names(ps_checkpoint *c, const ps__json *j, const char *pat
     c->of.info.recipe++;
   if (!recipe || c->of.info.recipe == PS_N_RECIPES)
     return bad_entry(path, "recipe");
+  if (ps__json_get(j, "state_bits")) {
+    uint64_t bits;
+    PS_TRY(read_count(j, path, "state_bits", &bits));
+    if (bits != 8)
+      return bad_entry(path, "state_bits");
+    c->of.info.state_bits = 8;
+  }
   if (!optimizer || ps_optimizer_parse(&o, optimizer) != PS_OK)
     return bad_entry(path, "optimizer");
   c->of.info.optimizer = o;
@@ -152,18 +159,21 @@ static ps_status open_listed(ps_tensor_file **out, const ps_checkpoint *c, const
   return st;
 }
 
+static uint32_t row_of(const ps_checkpoint *c) {
+  return ps__row_of(c->of.info.recipe, c->of.info.state_bits);
+}
+
 static ps_status open_arrays(ps_checkpoint *c, const ps__json *manifest) {
-  const ps__recipe *r = &ps__recipes[c->of.info.recipe];
   ps_tensor_file *weights;
   PS_TRY(check_listed(manifest, c->dir, "config.json"));
   if (c->of.info.lora.rank)
     PS_TRY(check_listed(manifest, c->dir, "adapter_config.json"));
   PS_TRY(open_listed(&weights, c, manifest, c->of.info.lora.rank ? "adapter_model" : "model",
-                     (ps_dtype)r->updated.dtype));
+                     ps__updated_dtype(row_of(c))));
   ps_tensors_close(weights);
   for (uint32_t k = 0; k < ps__optimizers[c->of.info.optimizer].n_states; k++)
     PS_TRY(open_listed(&c->state[k], c, manifest, ps__state_names[c->of.info.optimizer][k],
-                       (ps_dtype)r->state[k].dtype));
+                       ps__state_dtype(row_of(c), k)));
   return PS_OK;
 }
 
@@ -299,13 +309,15 @@ static void report_changes(const ps_checkpoint *c, const ps__setting *s, const v
               c->dir, s->option, value_of(s, then), value_of(s, now));
 }
 
-ps_status ps__resume_check_names(const ps_plan *plan, const ps_checkpoint *c) {
+ps_status ps__resume_check_names(const ps_plan *plan, const ps_checkpoint *c, bool convert) {
   const ps_plan_config *cfg = &plan->cfg;
-  if (cfg->recipe != c->of.info.recipe)
+  const ps__recipe *now = &ps__recipes[ps__plan_row(cfg)], *then = &ps__recipes[row_of(c)];
+  if (now != then && !convert)
     return ps__fail(PS_EINVAL,
-                    "%s was written with recipe %s, and this run has %s: give the checkpoint's, or "
-                    "begin a new run with %s %s",
-                    c->dir, ps__recipes[c->of.info.recipe].name, ps__recipes[cfg->recipe].name,
+                    "%s was written with recipe %s%s, and this run has %s%s: give the "
+                    "checkpoint's, convert with %s, or begin a new run with %s %s",
+                    c->dir, then->name, then->state_bits ? " and state in 8 bits" : "", now->name,
+                    now->state_bits ? " and state in 8 bits" : "", ps__field("convert_state"),
                     begin_with(c), c->dir);
   if (cfg->optimizer != c->of.info.optimizer)
     return ps__fail(PS_EINVAL,
@@ -314,6 +326,32 @@ ps_status ps__resume_check_names(const ps_plan *plan, const ps_checkpoint *c) {
                     c->dir, ps_optimizer_name((ps_optimizer)c->of.info.optimizer),
                     ps_optimizer_name((ps_optimizer)cfg->optimizer), begin_with(c), c->dir);
   return PS_OK;
+}
+
+/* The states k in 8 bits: every trained parameter has its blocks, and there is nothing else. */
+static ps_status check_blocks(const ps_trainer *t, const ps_checkpoint *c, uint32_t k) {
+  const ps_model *m = t->plan->model;
+  const ps__storage as = ps__recipes[row_of(c)].state[k];
+  uint64_t n = 0;
+  for (uint32_t i = 0; i < m->n_params; i++) {
+    ps_tensor_info info;
+    const uint64_t bytes = ps__stored_bytes(as, m->param[i].n),
+                   idx = ps_tensors_find(c->state[k], m->param[i].name);
+    if (m->unit[m->param[i].unit].frozen)
+      continue;
+    n++;
+    if (idx == UINT64_MAX)
+      return ps__fail(PS_EFORMAT, "%s: the state of %s is missing", c->dir, m->param[i].name);
+    PS_TRY(ps_tensors_info(c->state[k], idx, &info));
+    if (info.n != bytes)
+      return ps__fail(PS_EFORMAT, "%s: the state of %s has %llu bytes, and its blocks are %llu",
+                      c->dir, m->param[i].name, (unsigned long long)info.n,
+                      (unsigned long long)bytes);
+  }
+  return n == ps_tensors_count(c->state[k])
+             ? PS_OK
+             : ps__fail(PS_EFORMAT,
+                        "%s: there is state of parameters that the model does not train", c->dir);
 }
 
 ps_status ps__resume_check(ps_trainer *t, const ps_checkpoint *c) {
@@ -349,7 +387,8 @@ ps_status ps__resume_check(ps_trainer *t, const ps_checkpoint *c) {
                     now.info.n_hosts == c->of.info.n_hosts ? "" : " or number of hosts");
   PS_TRY(ps__data_check(t, c));
   for (uint32_t k = 0; k < ps__optimizers[c->of.info.optimizer].n_states; k++)
-    PS_TRY(ps__trainer_check_tensors(t, c->state[k], c->dir, false));
+    PS_TRY(c->of.info.state_bits == 8 ? check_blocks(t, c, k)
+                                      : ps__trainer_check_tensors(t, c->state[k], c->dir, false));
   if (now.train.lr_kind == PS_LR_KIND_CONSTANT) /* the schedule's length changes nothing */
     now.train.total_steps = c->of.train.total_steps;
   if (!c->run_id && t->plan->model->cfg.pad_token_id >= 0 && !ps__has_adapters(t))
@@ -364,17 +403,39 @@ ps_status ps__resume_check(ps_trainer *t, const ps_checkpoint *c) {
 
 /* ---- loading --------------------------------------------------------------------------------- */
 
-static ps_status load_state(ps_trainer *t, ps_tensor_file *f, const ps_param_info *p, uint32_t k,
-                            char *buffer) {
+/* @n elements of parameter @p's state from element @first on, which begins a block of either
+ * storage, converted from @as to @to. @buffer: of fp32 numbers, then of what is converted. */
+static ps_status read_state(ps_tensor_file *f, const ps_param_info *p, ps__storage as,
+                            ps__storage to, uint64_t first, uint64_t n, char *buffer, void *dst) {
+  const uint64_t idx = ps_tensors_find(f, p->name);
+  const bool same = as.dtype == to.dtype && as.block == to.block;
+  char *const blocks = same ? dst : buffer + PIECE_BYTES;
+  if (as.block > 1)
+    PS_TRY(ps_tensors_read(f, idx, ps__stored_at(as, first), ps__stored_bytes(as, n),
+                           (ps_dtype)PS__U8, blocks));
+  else
+    return to.block > 1 ? ps_tensors_read(f, idx, first, n, PS_F32, buffer)
+                        : ps_tensors_read(f, idx, first, n, (ps_dtype)to.dtype, dst);
+  if (!same)
+    ps__stored_to_f32(as, (float *)(void *)buffer, blocks, n);
+  return PS_OK;
+}
+
+static ps_status load_state(ps_trainer *t, const ps_checkpoint *c, const ps_param_info *p,
+                            uint32_t k, char *buffer) {
   const uint32_t what = PS__ARRAY_STATE + k;
-  const ps_dtype dtype = ps__array_dtype(t, p->unit, what);
-  const uint64_t piece = PIECE_BYTES / sizeof(float), idx = ps_tensors_find(f, p->name);
+  const ps__storage as = ps__recipes[row_of(c)].state[k], to = ps__array_storage(t, p->unit, what);
+  const uint64_t piece = PIECE_BYTES / sizeof(float);
+  char *const out = buffer + 2 * (uint64_t)PIECE_BYTES;
   for (uint64_t first = 0; first < p->n; first += piece) {
     const uint64_t n = p->n - first < piece ? p->n - first : piece;
-    void *there = ps__array_at(t, p->unit, what, p->offset + first);
-    PS_TRY(ps_tensors_read(f, idx, first, n, dtype, there ? there : buffer));
+    char *const there = ps__array_at(t, p->unit, what, p->offset + first), *const dst =
+                                                                               there ? there : out;
+    PS_TRY(read_state(c->state[k], p, as, to, first, n, buffer, dst));
+    if (as.block != to.block)
+      ps__stored_from_f32(to, dst, (const float *)(const void *)buffer, n);
     if (!there)
-      PS_TRY(ps__array_write(t, p->unit, what, p->offset + first, n, buffer));
+      PS_TRY(ps__array_write(t, p->unit, what, p->offset + first, n, dst));
   }
   return PS_OK;
 }
@@ -399,17 +460,17 @@ ps_status ps__resume_load(ps_trainer *t, const ps_checkpoint *c, ps_progress_fn 
   PS_TRY(check_base(t, c));
   const ps_model *m = t->plan->model;
   const uint32_t n_states = ps__optimizers[c->of.info.optimizer].n_states;
-  const uint64_t total = ps__state_bytes((ps_optimizer)c->of.info.optimizer,
-                                         (ps_recipe)c->of.info.recipe, m->n_trained);
+  const uint64_t total =
+      ps__state_bytes((ps_optimizer)c->of.info.optimizer, t->plan->spec.recipe, m->n_trained);
   uint64_t done = 0;
-  char *buffer = ps__malloc(PIECE_BYTES);
+  char *buffer = ps__malloc(3 * (size_t)PIECE_BYTES);
   ps_status st = buffer ? PS_OK : ps__fail(PS_ENOMEM, "%s: no memory left to read it", c->dir);
   for (uint32_t k = 0; st == PS_OK && k < n_states; k++)
     for (uint32_t i = 0; st == PS_OK && i < m->n_params; i++) {
       const ps_param_info *p = &m->param[i];
       if (m->unit[p->unit].frozen)
         continue;
-      st = load_state(t, c->state[k], p, k, buffer);
+      st = load_state(t, c, p, k, buffer);
       done += ps__stored_bytes(t->plan->step.recipe->state[k], p->n);
       if (progress)
         progress(progress_user, "loading optimizer state", done, total);

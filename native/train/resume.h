@@ -53,9 +53,9 @@ uint64_t ps__manifest_run_id(const ps__json *manifest);
 /* Refuse a checkpoint in @dir that another run than @run_id wrote: PS_EINVAL (folder.c). */
 ps_status ps__checkpoint_check_owner(const char *dir, uint64_t run_id);
 ps_status ps__checkpoints_check_owner(const char *folder, uint64_t run_id); /* all of @folder */
-/* Check that a trainer of @plan may, by recipe and optimizer, before its settings are checked,
- * which are the optimizer's. PS_EINVAL. */
-ps_status ps__resume_check_names(const ps_plan *plan, const ps_checkpoint *c);
+/* Check that a trainer of @plan may, by recipe, unless @convert, and by optimizer, before its
+ * settings are checked, which are the optimizer's. PS_EINVAL. */
+ps_status ps__resume_check_names(const ps_plan *plan, const ps_checkpoint *c, bool convert);
 /* Check that trainer @t may go on from @c; report what differs and is allowed. PS_EINVAL. */
 ps_status ps__resume_check(ps_trainer *t, const ps_checkpoint *c);
 /* Read the optimizer's state from @c. The device spaces are warm. */

@@ -14,10 +14,13 @@ enum { GATHER_ROWS = 16, TASK_ELEMENTS = 16384 };
 static const uint32_t BUSY = 1u << 31;
 
 struct ps__rows {
-  uint64_t n, dim;         /* of the table */
+  uint64_t n, dim; /* of the table */
+  /* Rows that are updated together: a multiple of PS__STATE_BLOCK elements where state has blocks,
+   * else one row. The last ones may be fewer. */
+  uint64_t together;
   uint32_t dt;             /* of the gathered rows */
   float scale;             /* which the gathered rows get */
-  _Atomic uint32_t done[]; /* [n] */
+  _Atomic uint32_t done[]; /* [n]: of the rows together times i and those after it, done[i] */
 };
 
 /* What the updates of a step's rows have in common. */
@@ -36,7 +39,7 @@ typedef struct rows_job {
   uint64_t n_tokens;
 } rows_job;
 
-ps_status ps__rows_create(ps__rows **out, const ps__args_embed *args, uint32_t id) {
+ps_status ps__rows_create(ps__rows **out, const ps__args_embed *args, uint32_t block, uint32_t id) {
   const uint64_t n_rows = args->vocab;
   ps__rows *r = ps__calloc(1, sizeof *r + n_rows * sizeof *r->done);
   if (!r)
@@ -46,6 +49,9 @@ ps_status ps__rows_create(ps__rows **out, const ps__args_embed *args, uint32_t i
   for (uint64_t i = 0; i < n_rows && id; i++)
     atomic_init(&r->done[i], id);
   r->dim = args->dim;
+  r->together = 1;
+  while (r->together * r->dim % block)
+    r->together *= 2; /* blocks are powers of two */
   r->dt = args->dt;
   r->scale = ps__embed_scale(args);
   *out = r;
@@ -66,15 +72,18 @@ static rows_job job_of(const ps_trainer *t, uint32_t id, const ps__update *u) {
   return j;
 }
 
-static void update_row(const rows_job *j, uint64_t row) {
-  const uint64_t n = j->rows->dim, first = row * n;
+static void update_rows(const rows_job *j, uint64_t row) {
+  const ps__rows *r = j->rows;
+  const uint64_t left = r->n - row, first = row * r->dim,
+                 n = (left < r->together ? left : r->together) * r->dim;
   const ps__arrays a = ps__arrays_from(&j->a, j->u.recipe, first);
   ps__update_elements(j->simd, &j->u, n, &a, j->decay, j->element0 + first);
 }
 
 /* Returns when the row has the job's update, made by this thread or by another one. */
 static void ensure_updated(const rows_job *j, uint64_t row) {
-  _Atomic uint32_t *done = &j->rows->done[row];
+  const uint64_t first = row - row % j->rows->together;
+  _Atomic uint32_t *done = &j->rows->done[first / j->rows->together];
   for (;;) {
     uint32_t now = atomic_load_explicit(done, memory_order_acquire);
     if (now == j->id)
@@ -86,7 +95,7 @@ static void ensure_updated(const rows_job *j, uint64_t row) {
     if (!atomic_compare_exchange_weak_explicit(done, &now, now | BUSY, memory_order_acquire,
                                                memory_order_relaxed))
       continue;
-    update_row(j, row);
+    update_rows(j, first);
     atomic_store_explicit(done, j->id, memory_order_release);
     return;
   }

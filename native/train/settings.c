@@ -82,6 +82,7 @@ static ps_checkpoint_info info_of(const ps_trainer *t, uint64_t n_steps) {
   return (ps_checkpoint_info){
       .struct_bytes = sizeof(ps_checkpoint_info),
       .recipe = c->recipe,
+      .state_bits = c->state_bits,
       .optimizer = c->optimizer,
       .n_frozen_layers = c->n_frozen_layers,
       .step = t->cfg.first_step + n_steps,

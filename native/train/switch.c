@@ -39,7 +39,7 @@ static ps_status check_same(const ps_plan *a, const ps_plan *b) {
       {"fp8", x->fp8_bf16_first == y->fp8_bf16_first && x->fp8_bf16_last == y->fp8_bf16_last &&
                   x->fp8_bf16_down == y->fp8_bf16_down && x->fp8_head == y->fp8_head &&
                   x->fp8_fast_accumulation == y->fp8_fast_accumulation},
-      {"recipe", x->recipe == y->recipe},
+      {"recipe", x->recipe == y->recipe && x->state_bits == y->state_bits},
       {"optimizer", x->optimizer == y->optimizer},
       {"clip_norm", x->clip_norm == y->clip_norm && x->non_finite == y->non_finite},
       {"the loss", memcmp(&a->model->loss, &b->model->loss, sizeof a->model->loss) == 0},
@@ -143,7 +143,8 @@ static ps_status plan_moves(const ps_trainer *t, const ps_plan *p, change *c) {
 static ps_status prepare(ps_trainer *t, ps_plan *p, change *c) {
   PS_TRY(plan_moves(t, p, c));
   if (p->spec.embed_on_host && !t->rows)
-    PS_TRY(ps__rows_create(&c->rows, ps__embed_args_of(p->model), (uint32_t)t->n_started));
+    PS_TRY(ps__rows_create(&c->rows, ps__embed_args_of(p->model), p->step.recipe->state[0].block,
+                           (uint32_t)t->n_started));
   return p->sampling ? ps__generator_beside(&c->sampler, p->sampling, &t->turns) : PS_OK;
 }
 

@@ -44,7 +44,9 @@ static ps_status make_segments(ps_trainer *t) {
     }
   }
   t->first_segment[n_units] = n;
-  return t->plan->spec.embed_on_host ? ps__rows_create(&t->rows, ps__embed_args_of(m), 0) : PS_OK;
+  return t->plan->spec.embed_on_host ? ps__rows_create(&t->rows, ps__embed_args_of(m),
+                                                       t->plan->step.recipe->state[0].block, 0)
+                                     : PS_OK;
 }
 
 static ps_status open_engine(ps_trainer *t) {
@@ -268,7 +270,7 @@ ps_status ps_trainer_resume(ps_trainer **out, const char *model_dir, ps_plan *pl
   if (!c)
     return ps__fail(PS_EINVAL, "ps_trainer_resume: a checkpoint must be given");
   if (plan)
-    PS_TRY(ps__resume_check_names(plan, c));
+    PS_TRY(ps__resume_check_names(plan, c, cfg && cfg->convert_state));
   return create(out, model_dir, plan, cfg, c, progress, progress_user);
 }
 

@@ -251,10 +251,15 @@ bool ps__trainer_find_nonfinite(const ps_trainer *t, ps_param_info *out);
 /* Draw weights from the seed instead of reading them: adapters' alone, or all others (init.c). */
 ps_status ps__trainer_init(ps_trainer *t, bool adapters, ps_progress_fn progress,
                            void *progress_user);
-/* Round the master copy, where there is one, to the weights that are streamed (host.c). */
-void ps__trainer_refresh_copy(const ps_trainer *t, const ps_param_info *p);
+/* @n elements of a unit's UPDATED, whole numbers, from element @first on, in host memory; put writes
+ * the weights that are streamed too (host.c). */
+void ps__updated_get(const ps_trainer *t, uint32_t unit, uint64_t first, uint64_t n, ps_dtype dtype,
+                     void *dst);
+void ps__updated_put(const ps_trainer *t, uint32_t unit, uint64_t first, uint64_t n, ps_dtype dtype,
+                     const void *src);
 /* The arrays of a unit (unit_arrays.c). UPDATED: what the optimizer updates, the master copy where
- * there is one, else the weights. STATE + k: its state k.
+ * there is one, else the weights; of a master copy of 24 bits the low bits alone, whose high bits
+ * are WEIGHTS. STATE + k: its state k.
  * ps__array_at() - element @first, in host memory. NULL: the array is elsewhere, or there is none.
  * ps__array_read(), ps__array_write() - copy elements of an array that there is, wherever it is;
  * block. Ops that run meanwhile touch other elements. PS_EDEVICE.
@@ -265,16 +270,17 @@ ps_status ps__array_read(const ps_trainer *t, uint32_t unit, uint32_t what, uint
                          uint64_t n, void *dst);
 ps_status ps__array_write(const ps_trainer *t, uint32_t unit, uint32_t what, uint64_t first,
                           uint64_t n, const void *src);
+ps__storage ps__array_storage(const ps_trainer *t, uint32_t unit, uint32_t what);
 ps_dtype ps__array_dtype(const ps_trainer *t, uint32_t unit, uint32_t what);
 uint64_t ps__array_bytes(const ps_trainer *t, uint32_t unit, uint32_t what, uint64_t n);
 /* The unit's arrays in host memory that an update works on (host.c). */
 ps__arrays ps__arrays_on_host(const ps_trainer *t, uint32_t unit);
 /* The rows of an embedding on the host (rows.c). Each keeps the id of its latest update.
  * @id is 1 + the run's step that update @u belongs to. A gather with @id 0 makes no update. At
- * creation it is that of the update which all rows have.
+ * creation it is that of the update which all rows have. @block: elements of a block of the state.
  * @args: the lookup's. Update and gather may run at once with the same id. The calls of one id end
  * before those of the next id begin. Errors of create: PS_ENOMEM. */
-ps_status ps__rows_create(ps__rows **out, const ps__args_embed *args, uint32_t id);
+ps_status ps__rows_create(ps__rows **out, const ps__args_embed *args, uint32_t block, uint32_t id);
 void ps__rows_destroy(ps__rows *r); /* NULL is a no-op */
 void ps__rows_update(const ps_trainer *t, ps__pool *pool, uint32_t id, const ps__update *u);
 /* Copy the rows of token[n_tokens] to @out, each after its update. */

@@ -12,7 +12,7 @@ static uint32_t vt_of(const ps_trainer *t, uint32_t unit, uint32_t what) {
   }
 }
 
-static ps__storage storage_of(const ps_trainer *t, uint32_t unit, uint32_t what) {
+ps__storage ps__array_storage(const ps_trainer *t, uint32_t unit, uint32_t what) {
   const ps__recipe *r = t->plan->step.recipe;
   switch (what) {
   case PS__ARRAY_UPDATED: return t->plan->model->unit[unit].frozen ? r->weights : r->updated;
@@ -23,16 +23,16 @@ static ps__storage storage_of(const ps_trainer *t, uint32_t unit, uint32_t what)
 }
 
 ps_dtype ps__array_dtype(const ps_trainer *t, uint32_t unit, uint32_t what) {
-  return (ps_dtype)storage_of(t, unit, what).dtype;
+  return (ps_dtype)ps__array_storage(t, unit, what).dtype;
 }
 
 uint64_t ps__array_bytes(const ps_trainer *t, uint32_t unit, uint32_t what, uint64_t n) {
-  return ps__stored_bytes(storage_of(t, unit, what), n);
+  return ps__stored_bytes(ps__array_storage(t, unit, what), n);
 }
 
 /* BYTES from the array's beginning to element @first, with which a block begins. */
 static uint64_t array_offset(const ps_trainer *t, uint32_t unit, uint32_t what, uint64_t first) {
-  return ps__stored_at(storage_of(t, unit, what), first);
+  return ps__stored_at(ps__array_storage(t, unit, what), first);
 }
 
 void *ps__array_at(const ps_trainer *t, uint32_t unit, uint32_t what, uint64_t first) {

@@ -151,6 +151,7 @@ class Checkpoint(Owner):
             for name in ("seq_len", "tokens_per_step", *_CUT, *_TERMS, *_FP8)
         } | {
             "recipe": text(lib.ps_recipe_name(self._info.recipe)),
+            "state_bits": self._info.state_bits,
             "optimizer": text(lib.ps_optimizer_name(self._info.optimizer)),
             "non_finite": ("stop", "skip")[self._info.non_finite],
             "lora": Lora.of(self._info.lora),

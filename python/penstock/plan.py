@@ -232,6 +232,7 @@ _NUMBERS = (
     "val_tokens",
     "sample_sequences",
     "sample_context",
+    "state_bits",
     "fp8_bf16_first",
     "fp8_bf16_last",
 )
@@ -328,8 +329,9 @@ class Plan(Owner):
                            machine allows on the host
     pinned_mem             how much host memory the system lets a process pin; None: all
     tokens_per_step        0: 8 sequences
-    recipe                 "fp32", "fp32-master", "bf16", "fp8" or "fp8-master"; None: "bf16", with
-                           lora "fp32-master"
+    recipe                 "fp32", "fp32-master", "bf16", "fp24-master", "fp8" or "fp8-master"; None:
+                           "bf16", with lora "fp32-master"
+    state_bits             8: optimizer state in 8 bits; 0: as the recipe says
     fp8_bf16_first, fp8_bf16_last
                            with FP8: so many first and last blocks compute in bf16; None: 1 each
     fp8_bf16_down          with FP8: all down projections compute in bf16
@@ -395,6 +397,7 @@ class Plan(Owner):
         pinned_mem=None,
         tokens_per_step: int = 0,
         recipe: str | None = None,
+        state_bits: int = 0,
         optimizer: str | None = None,
         chunk_tokens: int = 0,
         chunks_per_round: int = 0,

@@ -257,12 +257,13 @@ class Trainer(Owner):
         hyperparameters and seed are the checkpoint's, unless `changes` has others
         under the names of the constructor. With a plan made with checkpoint.plan_options, k + k
         steps give the bits of 2k steps. Raises what the constructor raises; InvalidError also
-        where the run cannot go on from this checkpoint."""
+        where the run cannot go on from this checkpoint. convert_state=True converts weights and
+        state of a checkpoint of another recipe or other state_bits."""
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = Checkpoint(checkpoint)
         cfg = struct("ps_train_config")
         check(lib.ps_checkpoint_config(checkpoint._handle.ptr, cfg))
-        unknown = sorted(changes.keys() - _SETTINGS)
+        unknown = sorted(changes.keys() - _SETTINGS - {"convert_state"})
         if unknown:
             raise TypeError(f"{unknown[0]!r} is no setting of a trainer")
         _set(cfg, changes)

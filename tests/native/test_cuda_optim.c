@@ -39,14 +39,21 @@ static void need(cudaError_t e, const char *what) {
   exit(1);
 }
 
-static size_t bytes_of(ps_recipe recipe, int array) {
-  const ps__recipe *r = &ps__recipes[recipe];
-  const ps__storage as = array == COPY   ? r->weights
-                         : array == GRAD ? r->grad
-                         : array == W    ? r->updated
-                                         : r->state[array == V];
-  return ps__dtypes[as.dtype].bytes;
+#  define ROW(NAME, ...) PS__ROW_##NAME,
+static const uint32_t rows[] = {PS__EACH_ROW(ROW, )};
+enum { N_ROWS = sizeof rows / sizeof *rows };
+
+static ps__storage storage_of(uint32_t row, int array) {
+  const ps__recipe *r = &ps__recipes[row];
+  return array == COPY   ? r->weights
+         : array == GRAD ? r->grad
+         : array == W    ? r->updated
+                         : r->state[array == V];
 }
+static size_t bytes_of(uint32_t row, int array) {
+  return ps__dtypes[storage_of(row, array).dtype].bytes;
+}
+static bool in_blocks(uint32_t row) { return storage_of(row, M).block > 1; }
 
 /* One value in @odd is a special one: zeros, denormals, the ends of the range, infinities, NaNs
  * of both kinds, halfway between bf16s. */
@@ -66,9 +73,14 @@ static void fill(int array, size_t each, uint32_t odd, uint32_t lowest, uint32_t
     if (each == 2)
       u >>= 16;
     memcpy(start.a[array] + each * i, &u, each);
+    /* bytes of a block, which has its scale at the end: as positive numbers are */
+    if (each == 1 && array != W && i % PS__STATE_BLOCK == 0) {
+      u &= 0x7fffffffu;
+      memcpy(start.a[array] + i / PS__STATE_BLOCK * (PS__STATE_BLOCK + 4) + PS__STATE_BLOCK, &u, 4);
+    }
   }
 }
-static void fill_all(ps_recipe recipe, uint32_t odd, uint32_t lowest, uint32_t range) {
+static void fill_all(uint32_t recipe, uint32_t odd, uint32_t lowest, uint32_t range) {
   for (int a = 0; a < N_ARRAYS; a++)
     fill(a, bytes_of(recipe, a), odd, lowest, range);
 }
@@ -84,7 +96,7 @@ typedef struct update {
 static ps__arrays arrays_of(const update *u, char *const base[N_ARRAYS]) {
   char *p[N_ARRAYS];
   for (int a = 0; a < N_ARRAYS; a++)
-    p[a] = base[a] + u->shift[a] * bytes_of(u->s.recipe, a);
+    p[a] = base[a] + ps__stored_at(storage_of(u->s.recipe, a), u->shift[a]);
   return (ps__arrays){.w = p[W],
                       .copy = ps__has_master(u->s.recipe) ? p[COPY] : NULL,
                       .grad = p[GRAD],
@@ -138,12 +150,14 @@ static void same(const update *u, const char *what) {
 
 /* 20 segments: more than a launch takes; with gaps, odd lengths and an empty one. */
 static ps__segment many[20];
-static void make_many(void) {
+static void make_many(bool blocks) {
   uint64_t at = 0;
   for (uint32_t i = 0; i < 20; i++) {
     many[i] =
-        (ps__segment){at, i == 7 ? 0 : 1 + rnd_below(&seed, 5000), i % 3 ? 0.1f * (float)i : 0.0f};
+        (ps__segment){at, i == 7 ? 0 : 1 + rnd_below(&seed, 3400), i % 3 ? 0.1f * (float)i : 0.0f};
     at += many[i].n + rnd_below(&seed, 3);
+    if (blocks)
+      at = ps__span_round(at);
   }
   CHECK(at <= MOST - 64);
 }
@@ -170,9 +184,13 @@ static void three_steps(update *u, uint32_t odd, uint32_t lowest, uint32_t range
   }
 }
 
-static void same_bits(ps_optimizer optimizer, ps_recipe recipe, uint64_t length, uint32_t i) {
+static void same_bits(ps_optimizer optimizer, uint32_t recipe, uint64_t length, uint32_t i) {
+  const bool blocks = in_blocks(recipe);
   update u = {.n_segments = 1, .element0 = rnd(&seed) >> 20};
-  const ps__segment one = {i % 5 ? i % 5 : 8, length, 0.1f};
+  const ps__segment one = {blocks  ? i % 3 * PS__STATE_BLOCK
+                           : i % 5 ? i % 5
+                                   : 8,
+                           blocks && length > MOST - 256 ? MOST - 256 : length, 0.1f};
   u.s = (ps__update){.optimizer = optimizer,
                      .recipe = recipe,
                      .lr = i % 7 ? 1e-3f : 1e30f,
@@ -189,14 +207,14 @@ static void same_bits(ps_optimizer optimizer, ps_recipe recipe, uint64_t length,
     u.element0 &= ~(uint64_t)7; /* aligned throughout, the vectors' case */
   else
     for (int a = 0; a < N_ARRAYS; a++)
-      u.shift[a] = i % 5 == 1 ? 0 : rnd_below(&seed, 16);
+      u.shift[a] = i % 5 == 1 || (blocks && (a == M || a == V)) ? 0 : rnd_below(&seed, 16);
   /* ordinary values; a third special ones; everything tiny (state and its squares denormal);
    * everything large */
   three_steps(&u, 0, 100, 40, "ordinary");
   three_steps(&u, 3, 100, 40, "special");
   three_steps(&u, 10, 0, 60, "tiny");
   three_steps(&u, 10, 180, 75, "large");
-  make_many();
+  make_many(blocks);
   u.segments = many, u.n_segments = 20;
   three_steps(&u, 4, 90, 70, "many segments");
 }
@@ -207,11 +225,11 @@ static void test_same_bits(uint32_t stride) {
   gate.step = 41;
   for (int optimizer = 0; optimizer < PS_N_OPTIMIZERS; optimizer++) {
     uint32_t cases = 0;
-    for (int recipe = 0; recipe < PS__N_UPDATE_RECIPES; recipe++)
+    for (int row = 0; row < N_ROWS; row++)
       for (uint32_t i = 0; i < 5 * sizeof length / sizeof *length; i += stride, cases += 5)
-        same_bits((ps_optimizer)optimizer, (ps_recipe)recipe, length[i / 5], i);
-    printf("ok %s: the host's bits: %u cases of 3 steps, 3 recipes\n",
-           ps_optimizer_name((ps_optimizer)optimizer), cases);
+        same_bits((ps_optimizer)optimizer, rows[row], length[i / 5], i);
+    printf("ok %s: the host's bits: %u cases of 3 steps, %d rows of recipes\n",
+           ps_optimizer_name((ps_optimizer)optimizer), cases, N_ROWS);
   }
 }
 
@@ -220,11 +238,11 @@ static void test_same_bits(uint32_t stride) {
 static void test_gate(void) {
   const ps__segment one = {0, 5003, 0.1f};
   static const double bad[] = {INFINITY, NAN, -INFINITY};
-  for (int i = 0; i < PS_N_OPTIMIZERS * PS__N_UPDATE_RECIPES; i++) {
+  for (int i = 0; i < PS_N_OPTIMIZERS * N_ROWS; i++) {
     update u = {.segments = &one,
                 .n_segments = 1,
-                .s = {.optimizer = (ps_optimizer)(i / PS__N_UPDATE_RECIPES),
-                      .recipe = (ps_recipe)(i % PS__N_UPDATE_RECIPES),
+                .s = {.optimizer = (ps_optimizer)(i / N_ROWS),
+                      .recipe = rows[i % N_ROWS],
                       .lr = 1e-2f,
                       .beta1 = 0.9f,
                       .beta2 = 0.95f,
@@ -268,8 +286,8 @@ static void test_refused(void) {
   ps__update_gate g = {.step = &device_gate->step};
   ps__arrays a = arrays_of(&u, device);
   const ps__update_unit_fn unit = ps__update_unit[PS_BACKEND_CUDA];
-  u.s.recipe = (ps_recipe)PS__N_UPDATE_RECIPES;
-  CHECK_FAILS(unit(&exec, &u.s, &one, 1, &a, 0, &g), PS_EINVAL, "recipe 3");
+  u.s.recipe = PS_RECIPE_FP8;
+  CHECK_FAILS(unit(&exec, &u.s, &one, 1, &a, 0, &g), PS_EINVAL, "recipe 4");
   u.s.recipe = PS_RECIPE_FP32;
   u.s.part = PS_UPDATE_WEIGHTS;
   CHECK_FAILS(unit(&exec, &u.s, &one, 1, &a, 0, &g), PS_EINVAL, "part 1");

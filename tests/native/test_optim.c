@@ -63,21 +63,25 @@ static const ps__update base = {.lr = 1e-2f,
                                 .c2 = 5.1f,
                                 .seed = 42,
                                 .step = 7};
-/* Every optimizer in every recipe; SGD with and without nesterov. */
-enum { N_CASES = (PS_N_OPTIMIZERS + 1) * PS__N_UPDATE_RECIPES };
+/* Every optimizer in every row that has an update; SGD with and without nesterov. */
+#define ROW(NAME, ...) PS__ROW_##NAME,
+static const uint32_t rows[] = {PS__EACH_ROW(ROW, )};
+enum { N_ROWS = sizeof rows / sizeof *rows, N_CASES = (PS_N_OPTIMIZERS + 1) * N_ROWS };
 static ps__update case_of(int i) {
   ps__update u = base;
-  u.nesterov = i / PS__N_UPDATE_RECIPES == PS_N_OPTIMIZERS;
-  u.optimizer = u.nesterov ? PS_OPTIMIZER_SGD : (ps_optimizer)(i / PS__N_UPDATE_RECIPES);
-  u.recipe = (ps_recipe)(i % PS__N_UPDATE_RECIPES);
+  u.nesterov = i / N_ROWS == PS_N_OPTIMIZERS;
+  u.optimizer = u.nesterov ? PS_OPTIMIZER_SGD : (ps_optimizer)(i / N_ROWS);
+  u.recipe = rows[i % N_ROWS];
   return u;
 }
+static bool in_blocks(uint32_t row) { return ps__recipes[row].state[0].block > 1; }
 #define EACH_CASE(u)                                                                               \
   for (int i_##u = 0; i_##u < N_CASES; i_##u++)                                                    \
     for (ps__update u = case_of(i_##u), *once = &u; once; once = NULL)
 static const char *name_of(const ps__update *u) {
   static char text[64];
-  snprintf(text, sizeof text, "%s %s", ps_optimizer_name(u->optimizer), ps_recipe_name(u->recipe));
+  snprintf(text, sizeof text, "%s %s%s", ps_optimizer_name(u->optimizer),
+           ps__recipes[u->recipe].name, in_blocks(u->recipe) ? ", 8 bits" : "");
   return text;
 }
 
@@ -111,16 +115,18 @@ static void fill_one(unsigned char *p, int is_bf16, int positive, uint32_t odd) 
   }
 }
 
-static void fill(ps_recipe recipe, uint32_t odd) {
+static void fill(uint32_t recipe, uint32_t odd) {
   const ps__recipe *r = &ps__recipes[recipe];
   fill_one(start.w, r->updated.dtype == PS_BF16, 0, odd);
   fill_one(start.m, r->state[0].dtype == PS_BF16, 0, odd);
   fill_one(start.v, r->state[1].dtype == PS_BF16, 1, odd);
   fill_one(start.grad, r->grad.dtype == PS_BF16, 0, odd);
   memset(start.copy, 0xa5, sizeof start.copy);
+  if (r->updated.dtype == PS__I8) /* a part of the weight */
+    fill_one((unsigned char *)start.copy, 1, 0, odd);
 }
 
-static ps__arrays arrays_of(arrays *a, ps_recipe recipe) {
+static ps__arrays arrays_of(arrays *a, uint32_t recipe) {
   return (ps__arrays){.w = a->w,
                       .copy = ps__has_master(recipe) ? a->copy : NULL,
                       .grad = a->grad,
@@ -137,13 +143,14 @@ static void test_simd_same_bits(void) {
   EACH_CASE(u)
   for (uint64_t n = 0; n < 200; n = n < 70 ? n + STRIDE : n + 43)
     for (uint64_t at = n % AT_STRIDE; at < 9; at += AT_STRIDE) {
-      uint64_t element0 = rng() * 3ull + at;
+      const uint64_t element0 = rng() * (in_blocks(u.recipe) ? 4ull : 3ull) + at,
+                     first = ROOM + (in_blocks(u.recipe) ? 0 : at);
       fill(u.recipe, at % 2 ? 3 : 0);
       want = start;
-      update(&want, PS_SIMD_SCALAR, &u, ROOM + at, n, 0.1f, element0);
+      update(&want, PS_SIMD_SCALAR, &u, first, n, 0.1f, element0);
       for (int simd = 1; simd <= (int)ps__simd_best(); simd++) {
         got = start;
-        update(&got, (ps__simd)simd, &u, ROOM + at, n, 0.1f, element0);
+        update(&got, (ps__simd)simd, &u, first, n, 0.1f, element0);
         CHECK(!memcmp(&got, &want, sizeof got), "%s simd %d n %d offset %d", name_of(&u), simd,
               (int)n, (int)at);
       }
@@ -154,7 +161,7 @@ static void test_simd_same_bits(void) {
 /* The weights' part leaves the whole's weights and touches no state; the state's part after it
  * leaves the whole's bits, and touches no weight. */
 static void test_parts(const ps__update *whole, ps__simd simd, uint64_t n, uint64_t at) {
-  const uint64_t element0 = rng() * 3ull + at, first = ROOM + at;
+  const uint64_t element0 = rng() * 3ull + at, first = ROOM + (in_blocks(whole->recipe) ? 0 : at);
   ps__update weights = *whole, state = *whole;
   weights.part = PS_UPDATE_WEIGHTS;
   state.part = PS_UPDATE_STATE;
@@ -261,19 +268,22 @@ static void test_formula_bf16(void) {
 }
 
 static void test_threads_and_cuts(void) {
-  static const ps__segment segments[] = {
-      {3, 20001, 0.1f}, {20004, 64, 0.0f}, {20068, 0, 0.5f}, {20068, 19000, 0.1f}};
-  const uint64_t unit0 = 777;
+  static const ps__segment
+      anywhere[] = {{3, 20001, 0.1f}, {20004, 64, 0.0f}, {20068, 0, 0.5f}, {20068, 19000, 0.1f}},
+      blocks[] = {{0, 20001, 0.1f}, {20032, 64, 0.0f}, {20096, 0, 0.5f}, {20096, 19000, 0.1f}};
   EACH_CASE(u) {
+    const ps__segment *const segments = in_blocks(u.recipe) ? blocks : anywhere;
+    const uint64_t unit0 = in_blocks(u.recipe) ? 776 : 777,
+                   cut = in_blocks(u.recipe) ? 15 * PS__STATE_BLOCK : 1009;
     const ps__arrays a = arrays_of(&got, u.recipe);
     ps__update weights = u, state = u;
     weights.part = PS_UPDATE_WEIGHTS;
     state.part = PS_UPDATE_STATE;
     fill(u.recipe, 50);
     want = start;
-    for (int s = 0; s < 4; s++) /* cut differently: in pieces of 1009 */
-      for (uint64_t i = 0; i < segments[s].n; i += 1009) {
-        uint64_t n = segments[s].n - i < 1009 ? segments[s].n - i : 1009,
+    for (int s = 0; s < 4; s++) /* cut differently */
+      for (uint64_t i = 0; i < segments[s].n; i += cut) {
+        uint64_t n = segments[s].n - i < cut ? segments[s].n - i : cut,
                  first = segments[s].first + i;
         update(&want, ps__simd_best(), &u, first, n, segments[s].decay, unit0 + first);
       }
@@ -394,6 +404,51 @@ static void test_rounding_is_unbiased(void) {
   printf("ok rounding_is_unbiased\n");
 }
 
+/* Every master copy of 24 bits has halves that give it back, and the high one is the nearest bf16;
+ * what lies between two goes to the nearer, ties to even. Levels that an update stored are fixed
+ * points of the way to fp32 and back. */
+static void test_conversions(void) {
+  enum { N = 1 << 16 };
+  static float x[N], back[N];
+  static uint16_t high[N];
+  static int8_t low[N];
+  for (uint32_t first = 0; first < 1u << 24; first += N) {
+    for (uint32_t i = 0; i < N; i++)
+      x[i] = float_of((first + i) << 8);
+    ps__master_split(high, low, x, N);
+    ps__master_merge(back, high, low, N);
+    for (uint32_t i = 0; i < N; i++) {
+      const bool tie = ((first + i) & 0xff) == 0x80;
+      if (isnan(x[i]))
+        continue;
+      CHECK(bits_of(back[i]) == bits_of(x[i]), "%08x", bits_of(x[i]));
+      CHECK(tie || high[i] == ps__f32_to_bf16(x[i]), "%08x", bits_of(x[i]));
+    }
+  }
+  static const uint32_t rounded[][2] = {{0x3f80107f, 0x3f801000}, {0x3f801080, 0x3f801000},
+                                        {0x3f801180, 0x3f801200}, {0x3f801081, 0x3f801100},
+                                        {0xff8000ff, 0x7fc00000}, {0x7f7fffff, 0x7f800000}};
+  for (int i = 0; i < 6; i++) {
+    x[0] = float_of(rounded[i][0]);
+    ps__master_split(high, low, x, 1);
+    ps__master_merge(back, high, low, 1);
+    CHECK(bits_of(back[0]) == rounded[i][1], "%08x: %08x", rounded[i][0], bits_of(back[0]));
+  }
+  ps__update u = base;
+  u.recipe = PS__ROW_FP32_8BIT;
+  fill(u.recipe, 0);
+  update(&start, ps__simd_best(), &u, 0, N / 4 + 7, 0, 0);
+  for (int k = 0; k < 2; k++) {
+    const ps__storage as = ps__recipes[u.recipe].state[k];
+    const void *const state = k ? start.v : start.m;
+    memcpy(got.m, state, sizeof got.m);
+    ps__stored_to_f32(as, x, state, N / 4 + 7);
+    ps__stored_from_f32(as, got.m, x, N / 4 + 7);
+    CHECK(!memcmp(got.m, state, sizeof got.m), "state %d", k);
+  }
+  printf("ok conversions give back what was stored\n");
+}
+
 static bool aborts(ps__storage s, uint64_t first) {
   int status = 0;
   const pid_t child = fork();
@@ -429,7 +484,7 @@ static void test_storage(void) {
     }
     CHECK(aborts(s, s.block + 1) == (s.block > 1) && !aborts(s, s.block), "case %zu", i);
   }
-  for (int i = 0; i < PS_N_RECIPES; i++) {
+  for (int i = 0; i < PS__N_ROWS; i++) {
     const ps__recipe *r = &ps__recipes[i];
     const ps__storage as[] = {r->weights, r->updated, r->grad, r->state[0], r->state[1]};
     for (size_t k = 0; k < sizeof as / sizeof *as; k++)
@@ -440,6 +495,7 @@ static void test_storage(void) {
 
 int main(void) {
   test_storage();
+  test_conversions();
   test_simd_same_bits();
   test_parts_leave_the_same_bits();
   test_nan_is_canonical();

@@ -34,9 +34,11 @@ static ps_hardware hw;
 
 /* ---- pieces ---------------------------------------------------------------------------------- */
 
+/* @recipe: a row of ps__recipes. */
 static inline ps_plan_config plan_config(uint32_t recipe, bool clip) {
   return (ps_plan_config){PLAN_DEFAULTS,
-                          .recipe = recipe,
+                          .recipe = recipe % PS_N_RECIPES,
+                          .state_bits = ps__recipes[recipe].state_bits,
                           .seq_len = SEQ_LEN,
                           .tokens_per_step = SEQ_LEN * SEQUENCES,
                           .chunk_tokens = SEQ_LEN,
