@@ -46,6 +46,7 @@ CASES = {
     "lora": ROUNDS | {"lora": Lora(4, 8)},
     "ramp": ROUNDS | {"recipe": "bf16", "batch_ramp": [(SEQ, 1), (3 * SEQ, 1)]},
     "beside": ROUNDS | VAL | {"recipe": "bf16"},
+    "fp24-8-bits": ROUNDS | {"recipe": "fp24-master", "state_bits": 8},
     "skip": ROUNDS | {"recipe": "fp32", "non_finite": "skip"},
     "one-sequence": SLICES | {"recipe": "bf16", "tokens_per_step": SEQ},
     "one-sequence-shared-head": SHARED | {"recipe": "bf16"},

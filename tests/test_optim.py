@@ -1,5 +1,5 @@
-"""The host optimizer against PyTorch's AdamW, its bf16 copy against PyTorch's rounding, schedules
-against closed forms."""
+"""The host optimizer against PyTorch's AdamW and, with narrow state, against fp64; its bf16 copy
+against PyTorch's rounding, schedules against closed forms."""
 
 import ctypes as c
 import os
@@ -10,8 +10,10 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-FP32, MASTER, BF16 = 0, 1, 2
-ADAMW = 0
+FP32, MASTER, BF16, MASTER24, N_RECIPES = 0, 1, 2, 3, 6
+ADAMW, LION = 0, 1
+EIGHT = N_RECIPES  # of a recipe's row with state in 8 bits
+BLOCK = 64
 SIMD = {"scalar": 0, "avx2": 1, "avx512": 2}
 EPS32 = 2.0**-24  # half an ulp, relative: the error of one rounding
 
@@ -147,6 +149,108 @@ def test_bf16_copy_rounds_to_nearest_even(lib):
         assert (copy[~finite] == 0x7FC0).all() and (
             got.view(np.uint32)[~finite] == 0x7FC00000
         ).all()
+
+
+def linear_8_bits(x, levels):
+    """The broken control: levels in equal steps of the block's largest, rounded to nearest."""
+    blocks = x.reshape(-1, BLOCK)
+    scale = np.abs(blocks).max(1, keepdims=True) / levels
+    return (np.rint(blocks / np.where(scale > 0, scale, 1)) * scale).reshape(-1)
+
+
+def exact_step(optimizer, w, m, v, g, t, lr, b1, b2, eps=1e-8):
+    """adamw.h and lion.h without decay, in fp64."""
+    if optimizer == LION:
+        return w - lr * np.sign(b1 * m + (1 - b1) * g), b2 * m + (1 - b2) * g, v
+    m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+    return w - lr * (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps), m, v
+
+
+def gradients(rng, n, steps):
+    """Each element has its own size, spread over a factor of 10 in a block, a mean that lasts, and
+    noise with heavy tails; a tenth of them fade."""
+    size = np.exp(0.6 * rng.standard_normal(n)) * 1e-3
+    mean = 0.1 * size * rng.standard_normal(n)
+    for t in range(steps):
+        now = np.where(np.arange(n) % 10 == 0, np.exp(-3 * t / steps), 1) * size
+        noise = rng.standard_normal(n) * np.exp(0.5 * rng.standard_normal(n))
+        yield bf16_bits((mean + now * noise).astype(np.float32))
+
+
+# optimizer, row, beta2, and how far the path may be from the exact one: twice what was measured
+PATHS = {
+    "adamw-fp32-8": (ADAMW, FP32 + EIGHT, 0.95, 0.03),
+    "adamw-fp32-8-slow": (ADAMW, FP32 + EIGHT, 0.999, 0.09),
+    "adamw-master-8": (ADAMW, MASTER + EIGHT, 0.95, 0.03),
+    "adamw-fp24-8": (ADAMW, MASTER24 + EIGHT, 0.95, 0.03),
+    "adamw-fp24": (ADAMW, MASTER24, 0.95, 0.004),
+    "lion-fp24-8": (LION, MASTER24 + EIGHT, 0.99, 0.07),
+    "adamw-bf16": (ADAMW, BF16, 0.95, 0.09),
+    "adamw-bf16-8": (ADAMW, BF16 + EIGHT, 0.95, 0.09),
+}
+
+
+@pytest.mark.parametrize("case", PATHS)
+def test_1000_steps_stay_near_fp64(lib, case):
+    """The way that the weights went, against the same formula in fp64 from the same gradients; the
+    same with linear levels, rounded to nearest, goes elsewhere: v becomes 0 beside larger ones."""
+    optimizer, row, b2, most = PATHS[case]
+    rng = np.random.default_rng(5)
+    n, steps, b1 = 32 * BLOCK, 1000, float(np.float32(0.9))
+    lr, b2 = float(np.float32(1e-3)), float(np.float32(b2))
+    recipe, eight = row % N_RECIPES, row >= N_RECIPES
+    first = from_bf16(bf16_bits((0.02 * rng.standard_normal(n)).astype(np.float32)))
+    w, m, v = first.astype(np.float64), np.zeros(n), np.zeros(n)
+    linear = [w, m, v]
+    weights, copy = first.copy(), bf16_bits(first)
+    if recipe == BF16:
+        weights = bf16_bits(first)
+    elif recipe == MASTER24:
+        weights = np.zeros(n, np.int8)
+    state = [np.zeros(n // BLOCK * (BLOCK + 4) if eight else 4 * n, np.uint8) for _ in range(2)]
+    u = Update(optimizer=optimizer, recipe=row, lr=lr, beta1=b1, beta2=b2, eps=1e-8, grad_scale=1)
+    for t, bits in enumerate(gradients(rng, n, steps), 1):
+        g = from_bf16(bits)
+        grad = g if recipe == FP32 else bits
+        u.step, u.seed = t, 3
+        lib.ps__update_correct(c.byref(u), t)
+        a = arrays(weights, grad, *state, copy=copy if recipe in (MASTER, MASTER24) else None)
+        lib.ps__update_elements(SIMD["avx512"], c.byref(u), n, c.byref(a), 0.0, 0)
+        w, m, v = exact_step(optimizer, w, m, v, g.astype(np.float64), t, lr, b1, b2)
+        if eight and recipe == FP32:
+            wl, ml, vl = exact_step(optimizer, *linear, g.astype(np.float64), t, lr, b1, b2)
+            linear = [wl, linear_8_bits(ml, 127), linear_8_bits(vl, 255)]
+    got = {
+        FP32: lambda: weights,
+        MASTER: lambda: weights,
+        BF16: lambda: from_bf16(weights),
+        MASTER24: lambda: (
+            (copy.astype(np.uint32) << 16) + (weights.astype(np.int32) << 8).astype(np.uint32)
+        ).view(np.float32),
+    }[recipe]()
+
+    def off(x):
+        return np.sqrt(np.mean((x - w) ** 2) / np.mean((w - first) ** 2))
+
+    assert 0 < off(got) < most, off(got)
+    if eight and recipe == FP32:
+        assert off(linear[0]) > 5, off(linear[0])
+
+
+@pytest.mark.parametrize("simd", SIMD)
+def test_a_24_bit_master_moves_by_less_than_its_last_place(lib, simd):
+    """Of 1.0 the last place is 2^-15, and a step 2^-20: to nearest the weights would stay. The mean
+    of n walks of so many steps has a variance of at most steps * p (1 - p) places^2 / n."""
+    n, steps, lr, place = 64 * BLOCK, 300, 2.0**-20, 2.0**-15
+    weights, copy = np.zeros(n, np.int8), bf16_bits(np.ones(n, np.float32))
+    grad, state = bf16_bits(np.full(n, -1, np.float32)), np.zeros(2 * n, np.uint8)
+    u = Update(optimizer=LION, recipe=MASTER24, lr=lr, beta1=0.9, beta2=0.99, grad_scale=1, seed=1)
+    for u.step in range(steps):
+        a = arrays(weights, grad, state, state, copy=copy)
+        lib.ps__update_elements(SIMD[simd], c.byref(u), n, c.byref(a), 0.0, 0)
+    moved = from_bf16(copy).astype(np.float64) - 1 + weights * place
+    sigma = place * np.sqrt(steps * lr / place / n)
+    assert abs(moved.mean() - steps * lr) < 6 * sigma, (moved.mean(), steps * lr, sigma)
 
 
 def rates(lib, n, **kw):

@@ -130,20 +130,29 @@ def test_lion_follows_the_papers_algorithm_over_100_steps(model, tiny_model, tin
     assert worst > 0
 
 
-@pytest.mark.parametrize("recipe,each", [("fp32", 4), ("fp32-master", 4), ("bf16", 2)])
-def test_plans_count_half_of_adamws_state(tiny_model, tmp_path, recipe, each):
+@pytest.mark.parametrize(
+    "recipe,each,bits",
+    [("fp32", 4, 0), ("fp32-master", 4, 0), ("bf16", 2, 0), ("fp24-master", 1.0625, 8)],
+)
+def test_plans_count_half_of_adamws_state(tiny_model, tmp_path, recipe, each, bits):
     """Both arenas together: a state less is its bytes less, to the units of 2 MiB that arenas are."""
     config = json.loads((tiny_model / "config.json").read_text()) | {"vocab_size": 1 << 18}
     (tmp_path / "config.json").write_text(json.dumps(config))  # a plan needs no weights
     model = ModelConfig.read(tmp_path)
-    plans = {o: make_plan(model, o, recipe=recipe) for o in ("adamw", "lion", "sgd")}
+    plans = {
+        o: make_plan(model, o, recipe=recipe, state_bits=bits) for o in ("adamw", "lion", "sgd")
+    }
     assert all(plan.json()["optimizer"] == o for o, plan in plans.items())
     adamw, lion, sgd = (
         p.report["device_arena_bytes"] + p.report["host_arena_bytes"] for p in plans.values()
     )
     assert abs(adamw - lion - each * model.n_elements) <= 4 << 20 < each * model.n_elements // 4
     assert lion == sgd
-    assert f"lion: {each} bytes of state a parameter" in str(plans["lion"])
+    assert f"lion: {each:.3g} bytes of state a parameter" in str(plans["lion"])
+    if bits:
+        assert "with weights, master copy and gradients 7.12" in str(plans["adamw"])
+        with pytest.raises(penstock.InvalidError, match="state_bits is 4: give 8, or leave it out"):
+            make_plan(model, "adamw", state_bits=4)
 
 
 REFUSED = [
