@@ -403,7 +403,7 @@ def write_csv(path, result):
 def draw_loads(axes, runs, colours):
     for r in runs:
         axes.plot(r["expert_load"], color=colours[r["curve"]], linewidth=1, alpha=0.8)
-    axes.set_ylabel("an expert's load, max / mean")
+    axes.set_ylabel("load, max / mean")
     axes.set_ylim(1, 4)
 
 

@@ -427,7 +427,7 @@ struct setting {
   const model *m;
   uint32_t t;
   double skew;
-  int32_t *offsets, *slot, *token;
+  int32_t *offsets, *slot;
   uint16_t *ids;
   float *logits, *weights;
   int least, most;
@@ -450,9 +450,9 @@ static setting set_up(const model *m, uint32_t t, double skew) {
   MUST(cudaFree(biases));
   s.weights = gpu<float>(rows);
   s.ids = gpu<uint16_t>(rows);
-  s.offsets = gpu<int32_t>(m->e + 1), s.slot = gpu<int32_t>(rows), s.token = gpu<int32_t>(rows);
+  s.offsets = gpu<int32_t>(m->e + 1), s.slot = gpu<int32_t>(rows);
   run(ps__cuda_moe_route, ps__args_moe_route{t, m->e, m->k, 1}, {s.logits, s.ids, s.weights});
-  run(ps__cuda_moe_index, ps__args_moe_index{t, m->e, m->k}, {s.ids, s.offsets, s.slot, s.token});
+  run(ps__cuda_moe_index, ps__args_moe_index{t, m->e, m->k}, {s.ids, s.offsets, s.slot});
   const auto o = host(s.offsets, m->e + 1);
   s.least = INT32_MAX;
   for (uint32_t e = 0; e < m->e; e++)
@@ -465,8 +465,8 @@ static setting set_up(const model *m, uint32_t t, double skew) {
   return s;
 }
 static void tear_down(const setting &s) {
-  void *all[] = {s.offsets, s.slot, s.token, s.ids, s.logits, s.weights, s.x,
-                 s.gu,      s.s,    s.z,     s.w1,  s.w2,     s.dw1,     s.dw2};
+  void *all[] = {s.offsets, s.slot, s.ids, s.logits, s.weights, s.x,  s.gu,
+                 s.s,       s.z,    s.w1,  s.w2,     s.dw1,     s.dw2};
   for (void *p : all)
     MUST(cudaFree(p));
 }
@@ -566,7 +566,7 @@ static void time_moe() {
       run(ps__cuda_moe_route, ps__args_moe_route{t, e, k, 1}, {s.logits, s.ids, s.weights});
     });
     bandwidth("index", 12 * r, [&] {
-      run(ps__cuda_moe_index, ps__args_moe_index{t, e, k}, {s.ids, s.offsets, s.slot, s.token});
+      run(ps__cuda_moe_index, ps__args_moe_index{t, e, k}, {s.ids, s.offsets, s.slot});
     });
     bandwidth("route_bwd", t * (6.0 * e + 10.0 * k), [&] {
       run(ps__cuda_moe_route_bwd,
@@ -574,7 +574,7 @@ static void time_moe() {
           {s.logits, s.ids, s.weights, dw, s.offsets, dl});
     });
     bandwidth("gather", 2.0 * d * (r + t), [&] {
-      run(ps__cuda_moe_gather, ps__args_moe_rows{t, k, d, PS_BF16, 0, 0}, {h, s.token, s.x});
+      run(ps__cuda_moe_gather, ps__args_moe_rows{t, k, d, PS_BF16, 0, 0}, {h, s.slot, s.x});
     });
     bandwidth("combine", 2.0 * d * (r + 2 * t), [&] {
       run(ps__cuda_moe_combine, ps__args_moe_rows{t, k, d, PS_BF16, 0, 1}, {s.z, s.slot, y, h});

@@ -53,11 +53,13 @@ def index(a, ids, *_):
     offsets = torch.cat([torch.zeros(1), ids.bincount(minlength=a.n_experts).cumsum(0)])
     slot = torch.empty_like(order)
     slot[order] = torch.arange(len(order))
-    return [offsets.double(), slot.double(), (order // a.n_used).double()]
+    return [offsets.double(), slot.double()]
 
 
-def gather(a, x, token, _):
-    return [x.view(a.n_tokens, a.dim)[token.long()]]
+def gather(a, x, slot, out):
+    rows = torch.empty_like(out).view(-1, a.dim)
+    rows[slot.long()] = x.view(a.n_tokens, a.dim).repeat_interleave(a.n_used, 0)
+    return [rows]
 
 
 def combine(a, z, slot, y, residual=None):

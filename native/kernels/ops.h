@@ -492,7 +492,7 @@ typedef struct ps__args_glu {
 /* ---- experts ------------------------------------------------------------------------------------
  * A router chooses k of E experts for each token; every token is computed by all k (dropless).
  * T tokens, I an expert's ffn dim. R = k T routed rows: token t's choice j is row slot[t,j] of
- * tensors [R,..], sorted by (expert, token), and row r is of token[r]. Expert e has the rows
+ * tensors [R,..], sorted by (expert, token). Expert e has the rows
  * [offsets[e], offsets[e+1]); offsets[0] is 0 and offsets[E] is R, whatever the router says. Sizes
  * are static: offsets alone depend on data, kernels read them, and the host never does.
  *   - On CUDA a row's bits depend on the row and its expert's weights alone. On the CPU they depend
@@ -540,15 +540,15 @@ typedef struct ps__args_moe_route_bwd {
   uint32_t step_tokens; /* of all chunks, devices and hosts: ps__chunk_shape.step_tokens */
 } ps__args_moe_route_bwd;
 
-/* moe_index            offsets, slot and token as above, a counting sort of ids, stable by (expert,
+/* moe_index            offsets and slot as above, a counting sort of ids, stable by (expert,
  *                      token).
- *                      ptr: R ids u16[T,k], W offsets i32[E+1], W slot i32[T,k], W token i32[R]. An
- *                      id of E or more counts as 0. */
+ *                      ptr: R ids u16[T,k], W offsets i32[E+1], W slot i32[T,k]. An id of E or more
+ *                      counts as 0. */
 typedef struct ps__args_moe_index {
   uint32_t n_tokens, n_experts, n_used;
 } ps__args_moe_index;
 
-/* moe_gather           xr[r,:] = x[token[r],:].  ptr: R x[T,D], R token i32[R], W xr[R,D].
+/* moe_gather           xr[slot[t,j],:] = x[t,:].  ptr: R x[T,D], R slot i32[T,k], W xr[R,D].
  *                      The input of experts, and in the backward pass the gradient of their
  *                      output.
  * moe_combine          y[t,:] = (accumulate ? y[t,:] : 0) + sum over j, in order, of

@@ -18,7 +18,7 @@ typedef struct experts {
   uint8_t logits;          /* [T,E]   fp32 */
   uint8_t ids, weights;    /* [T,k]   u16, fp32: the choice */
   uint8_t offsets;         /* [E+1]   the experts' first rows */
-  uint8_t slot, token;     /* [T,k], [R] where rows lie */
+  uint8_t slot;            /* [T,k]   where rows lie */
   uint8_t xr;              /* [R,D]   the rows' input */
   uint8_t gu;              /* [R,2I]  gate and up; then its gradient */
   uint8_t s;               /* [R,I]   weighted gated product */
@@ -100,7 +100,6 @@ static void define_tensors(ps__half *h) {
   t->weights = tokens_of(h, "expert_weights", k, PS_F32);
   t->offsets = ps__def_tensor(d, "expert_offsets", PS__ROWS_ONE, (uint64_t)t->e + 1, PS__INT32);
   t->slot = tokens_of(h, "expert_slots", k, PS__INT32);
-  t->token = tokens_of(h, "expert_tokens", k, PS__INT32);
   t->xr = ps__half_tokens(h, "expert_x", k * b->dim);
   t->gu = ps__half_tokens(h, "gate_up", k * 2 * t->n_expert);
   t->s = ps__half_tokens(h, "glu", k * t->n_expert);
@@ -156,8 +155,7 @@ static void define_route(const ps__half *h) {
   const ps__args_moe_index index = {.n_experts = t->e, .n_used = t->k};
   PS__FWD(d, ps__k_gemm, logits, PS__R(h->x.stored), PS__P(t->w_router), PS__W(t->logits));
   PS__FWD(d, ps__k_moe_route, route, PS__R(t->logits), PS__W(t->ids), PS__W(t->weights));
-  PS__FWD(d, ps__k_moe_index, index, PS__R(t->ids), PS__W(t->offsets), PS__W(t->slot),
-          PS__W(t->token));
+  PS__FWD(d, ps__k_moe_index, index, PS__R(t->ids), PS__W(t->offsets), PS__W(t->slot));
 }
 
 static void define_forward(ps__half *h) {
@@ -172,7 +170,7 @@ static void define_forward(ps__half *h) {
   combine.has_residual = h->residual != PS__NONE;
   ps__half_input(h, false);
   define_route(h);
-  PS__FWD(d, ps__k_moe_gather, gather, PS__R(h->x.stored), PS__R(t->token), PS__W(t->xr));
+  PS__FWD(d, ps__k_moe_gather, gather, PS__R(h->x.stored), PS__R(t->slot), PS__W(t->xr));
   PS__FWD(d, ps__k_gemm_grouped, gate_up, PS__R(t->xr), PS__P(t->w_gu), PS__R(t->offsets),
           PS__W(t->gu));
   PS__FWD(d, ps__k_moe_glu, gate, PS__R(t->gu), PS__R(t->weights), PS__R(t->slot), PS__W(t->s));
@@ -214,7 +212,7 @@ static void define_backward(ps__half *h) {
   const ps__args_moe_glu gate = gate_of(h);
   ps__args_moe_rows combine = gather;
   combine.accumulate = h->adds_dx;
-  PS__BWD(d, ps__k_moe_gather, gather, PS__R(h->dy), PS__R(t->token), PS__W(t->dz));
+  PS__BWD(d, ps__k_moe_gather, gather, PS__R(h->dy), PS__R(t->slot), PS__W(t->dz));
   PS__BWD(d, ps__k_gemm_grouped, down_dx, PS__R(t->dz), PS__P(t->w_down), PS__R(t->offsets),
           PS__W(t->ds));
   PS__BWD(d, ps__k_moe_glu_bwd, gate, PS__RW(t->ds), PS__RW(t->gu), PS__R(t->weights),

@@ -164,13 +164,13 @@ ps_status ps__cpu_moe_route_bwd(const ps_launch *l) {
 /* ---- where rows lie -------------------------------------------------------------------------- */
 
 /* moe_index
- * shapes  ids [T,k] u16, offsets [E+1], slot [T,k], token [R] i32; no aliasing
- * bytes   12*R.   determinism  integers; one thread */
+ * shapes  ids [T,k] u16, offsets [E+1], slot [T,k] i32; no aliasing
+ * bytes   8*R.   determinism  integers; one thread */
 ps_status ps__cpu_moe_index(const ps_launch *l) {
   const ps__args_moe_index *a = l->args;
   const size_t n = (size_t)a->n_tokens * a->n_used;
   const uint16_t *ids = l->ptr[0];
-  int32_t *offsets = l->ptr[1], *slot = l->ptr[2], *token = l->ptr[3], next[PS_MAX_EXPERTS];
+  int32_t *offsets = l->ptr[1], *slot = l->ptr[2], next[PS_MAX_EXPERTS];
   memset(offsets, 0, (a->n_experts + 1) * sizeof *offsets);
   for (size_t i = 0; i < n; i++)
     offsets[(ids[i] < a->n_experts ? ids[i] : 0) + 1]++;
@@ -178,10 +178,8 @@ ps_status ps__cpu_moe_index(const ps_launch *l) {
     next[e] = offsets[e];
     offsets[e + 1] += offsets[e];
   }
-  for (size_t i = 0; i < n; i++) {
+  for (size_t i = 0; i < n; i++)
     slot[i] = next[ids[i] < a->n_experts ? ids[i] : 0]++;
-    token[slot[i]] = (int32_t)(i / a->n_used);
-  }
   return PS_OK;
 }
 
@@ -196,18 +194,18 @@ typedef struct moe_rows_job {
 
 static void gather_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
   const moe_rows_job *j = arg;
-  const size_t bytes = j->a->dim * ps__dt_bytes(j->dt);
-  for (int64_t r = first; r < end; r++)
-    memcpy(j->to + (size_t)r * bytes, j->from + (size_t)j->at[r] * bytes, bytes);
+  const size_t bytes = j->a->dim * ps__dt_bytes(j->dt), k = j->a->n_used;
+  for (size_t t = (size_t)first; t < (size_t)end; t++)
+    for (size_t c = 0; c < k; c++)
+      memcpy(j->to + (size_t)j->at[t * k + c] * bytes, j->from + t * bytes, bytes);
 }
 
 /* moe_gather
- * shapes  x [T,D], xr [R,D] of dt, token [R].   bytes  (T + R)*D*dt.   determinism  copies */
+ * shapes  x [T,D], xr [R,D] of dt, slot [T,k].   bytes  (T + R)*D*dt.   determinism  copies */
 ps_status ps__cpu_moe_gather(const ps_launch *l) {
   const ps__args_moe_rows *a = l->args;
   moe_rows_job job = {.a = a, .dt = a->dt, .from = l->ptr[0], .at = l->ptr[1], .to = l->ptr[2]};
-  ps__cpu_rows(l->exec, (int64_t)a->n_tokens * a->n_used, ps__block_rows(a->dim), gather_task,
-               &job);
+  ps__cpu_rows(l->exec, a->n_tokens, ps__block_rows((size_t)a->dim * a->n_used), gather_task, &job);
   return PS_OK;
 }
 

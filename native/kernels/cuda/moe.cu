@@ -225,8 +225,8 @@ __global__ void __launch_bounds__(PS_MAX_EXPERTS)
 /* A warp takes its part 32 choices at a time: a choice's row is the first that is free for its
  * expert, plus the choices of the same expert on lower lanes. */
 __global__ void __launch_bounds__(THREADS)
-    place_k(const uint16_t *ids, const uint32_t *tiles, int32_t *slot, int32_t *token, uint32_t n,
-            uint32_t each, uint32_t n_experts, uint32_t n_used) {
+    place_k(const uint16_t *ids, const uint32_t *tiles, int32_t *slot, uint32_t n, uint32_t each,
+            uint32_t n_experts) {
   __shared__ uint32_t next[WARPS][PS_MAX_EXPERTS];
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = each / WARPS,
                  from = blockIdx.x * each + warp * part, to = from + part < n ? from + part : n;
@@ -255,37 +255,30 @@ __global__ void __launch_bounds__(THREADS)
     if (there && lane == (uint32_t)__ffs((int)same) - 1)
       next[warp][id] += __popc(same);
     __syncwarp();
-    if (there) {
+    if (there)
       slot[i] = (int32_t)row;
-      token[row] = (int32_t)(i / n_used);
-    }
   }
 }
 
 /* ---- rows ------------------------------------------------------------------------------------ */
 
-enum { GATHERED = 4 };
-
-/* GATHERED rows a block, in flight together. */
+/* A token a block: its row is read once and written k times. */
 template <typename T, int V>
 __global__ void __launch_bounds__(THREADS)
-    gather_k(const T *x, const int32_t *token, T *xr, uint32_t rows, uint32_t dim) {
-  const uint32_t r0 = blockIdx.x * GATHERED;
-  const T *from[GATHERED];
-#pragma unroll
-  for (int i = 0; i < GATHERED; i++)
-    from[i] = x + (size_t)(uint32_t)__ldg(token + min(r0 + i, rows - 1)) * dim;
+    gather_k(const T *x, const int32_t *slot, T *xr, uint32_t dim, uint32_t n_used) {
+  const uint32_t t = blockIdx.x;
+  __shared__ uint32_t row[PS_MAX_EXPERTS_USED];
+  if (threadIdx.x < n_used)
+    row[threadIdx.x] = (uint32_t)slot[(size_t)t * n_used + threadIdx.x];
+  __syncthreads();
   for (uint32_t c = threadIdx.x * V; c < dim; c += blockDim.x * V) {
-    ps_vec<T, V> v[GATHERED];
-#pragma unroll
-    for (int i = 0; i < GATHERED; i++)
-      v[i] = ps_load<T, V>(from[i] + c);
-#pragma unroll
-    for (int i = 0; i < GATHERED; i++)
-      if (r0 + i < rows)
-        ps_put<T, V>(xr + (size_t)(r0 + i) * dim + c, v[i]);
+    const ps_vec<T, V> v = ps_load<T, V>(x + (size_t)t * dim + c);
+    for (uint32_t j = 0; j < n_used; j++)
+      ps_put<T, V>(xr + (size_t)row[j] * dim + c, v);
   }
 }
+
+enum { GATHERED = 4 };
 
 /* A token a block; GATHERED of its rows in flight together. */
 template <typename T, int V>
@@ -457,13 +450,14 @@ extern "C" ps_status ps__cuda_moe_route_bwd(const ps_launch *l) {
 
 /* moe_index
  * math    a counting sort of T*k ids by (expert, token): counts of tiles, their prefix sums, rows
- * bytes   12*T*k of HBM and 12*tiles*E of L2; 32768 x 8 -> 3.1 MB: 27 us on an H100
+ * bytes   8*T*k of HBM and 12*tiles*E of L2; 32768 x 8 -> 2.1 MB: 27 us on an H100, when it wrote
+ *         the rows' tokens too
  * scratch 4*tiles*E, at most 128 tiles
  * determinism  bitwise: integers.   reference  the cpu backend's, equal */
 extern "C" ps_status ps__cuda_moe_index(const ps_launch *l) {
   const ps__args_moe_index *a = (const ps__args_moe_index *)l->args;
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
-  const ps_status st = ps_check(l, "moe_index", 4, PS_F32, ps_scratch_moe_index(a, NULL));
+  const ps_status st = ps_check(l, "moe_index", 3, PS_F32, ps_scratch_moe_index(a, NULL));
   if (st != PS_OK)
     return st;
   const uint32_t n = a->n_tokens * a->n_used, each = ps_moe_tile(n), n_tiles = ps_ceil_div(n, each);
@@ -474,8 +468,8 @@ extern "C" ps_status ps__cuda_moe_index(const ps_launch *l) {
   offsets_k<<<1, (a->n_experts + 31) / 32 * 32, 0, exec->stream>>>(tiles, (int32_t *)l->ptr[1],
                                                                    n_tiles, a->n_experts);
   if (n)
-    place_k<<<n_tiles, THREADS, 0, exec->stream>>>(
-        ids, tiles, (int32_t *)l->ptr[2], (int32_t *)l->ptr[3], n, each, a->n_experts, a->n_used);
+    place_k<<<n_tiles, THREADS, 0, exec->stream>>>(ids, tiles, (int32_t *)l->ptr[2], n, each,
+                                                   a->n_experts);
   return ps_launched("moe_index", cudaSuccess);
 }
 
@@ -485,21 +479,19 @@ static ps_status check_rows(const ps_launch *l, const char *op, uint32_t n_ptr) 
 }
 
 /* moe_gather
- * bytes   4*R*D of HBM in bf16, less where L2 holds rows that are read again; 32768 tokens, k 8, D
- *         2048 -> 2.1 GB: 717 us on an H100, where a copy of as many bytes takes 720
+ * bytes   2*(R + T)*D of HBM in bf16; 32768 tokens, k 8, D 2048 -> 1.2 GB: not timed yet. Reading
+ *         a row k times took 717 us on an H100 (bench/log/2026-11-27-experts-kernels.md)
  * determinism  a copy.   reference  the cpu backend's, equal */
 extern "C" ps_status ps__cuda_moe_gather(const ps_launch *l) {
   const ps__args_moe_rows *a = (const ps__args_moe_rows *)l->args;
   const ps_status st = check_rows(l, "moe_gather", 3);
-  const uint32_t rows = a->n_tokens * a->n_used;
-  if (st != PS_OK || !rows)
+  if (st != PS_OK || !a->n_tokens)
     return st;
   const bool whole = ps_whole(a->dt, a->dim) && ps_aligned(l->ptr[0]) && ps_aligned(l->ptr[2]);
   PS_DISPATCH(
       a->dt, whole,
-      (gather_k<T, V>
-       <<<ps_ceil_div(rows, GATHERED), threads_for(ps_ceil_div(a->dim, V)), 0, stream_of(l)>>>(
-           (const T *)l->ptr[0], (const int32_t *)l->ptr[1], (T *)l->ptr[2], rows, a->dim)));
+      (gather_k<T, V><<<a->n_tokens, threads_for(ps_ceil_div(a->dim, V)), 0, stream_of(l)>>>(
+          (const T *)l->ptr[0], (const int32_t *)l->ptr[1], (T *)l->ptr[2], a->dim, a->n_used)));
   return ps_launched("moe_gather", cudaSuccess);
 }
 

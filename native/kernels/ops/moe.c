@@ -64,7 +64,7 @@ static ps_status check_index(const void *args, const char *op) {
 PS__BIND_ROWS(bind_index, ps__args_moe_index, n_tokens)
 static ps_work work_index(const void *args) {
   const ps__args_moe_index *a = args;
-  return ps__bytes_work(12.0 * a->n_tokens * a->n_used + 4.0 * a->n_experts);
+  return ps__bytes_work(8.0 * a->n_tokens * a->n_used + 4.0 * a->n_experts);
 }
 
 static ps_status check_rows(const void *args, const char *op) {
