@@ -254,11 +254,5 @@ const ps__half_kind ps__attention = {.norm = "attention norm",
                                      .out = "attn_proj",
                                      .out_rank = PS__RANK_ATTENTION_OUT,
                                      .own_bytes = sizeof(attention),
-                                     .begin = begin,
-                                     .params = define_params,
-                                     .sites = define_sites,
-                                     .tensors = define_tensors,
-                                     .counted = define_counted,
-                                     .saved = define_saved,
-                                     .forward = define_forward,
-                                     .backward = define_backward};
+                                     PS__HALF_FUNCTIONS,
+                                     .counted = define_counted};

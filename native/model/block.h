@@ -86,6 +86,11 @@ struct ps__half_kind {
   void (*backward)(ps__half *h);
 };
 
+/* All of a kind's functions but counted, where its file calls them so. */
+#define PS__HALF_FUNCTIONS                                                                         \
+  .begin = begin, .params = define_params, .sites = define_sites, .tensors = define_tensors,       \
+  .saved = define_saved, .forward = define_forward, .backward = define_backward
+
 /* ps__block_targets() - adds the LoRA targets, by bit, that a block of layers with @flags has.
  * ps__describe_block() - the definition of such a block. The model's targets are resolved.
  * Errors: PS_ENOMEM; PS_EINVAL of the halves. */

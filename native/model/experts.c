@@ -234,11 +234,5 @@ const ps__half_kind ps__experts = {.norm = "experts' norm",
                                    .out = "experts_out",
                                    .out_rank = PS__RANK_MLP_OUT,
                                    .own_bytes = sizeof(experts),
-                                   .begin = begin,
-                                   .params = define_params,
-                                   .sites = define_sites,
-                                   .tensors = define_tensors,
-                                   .counted = NULL, /* in bf16 whatever the recipe */
-                                   .saved = define_saved,
-                                   .forward = define_forward,
-                                   .backward = define_backward};
+                                   PS__HALF_FUNCTIONS,
+                                   .counted = NULL}; /* in bf16 whatever the recipe */

@@ -179,11 +179,5 @@ const ps__half_kind ps__mlp = {.norm = "mlp norm",
                                .out = "mlp_out",
                                .out_rank = PS__RANK_MLP_OUT,
                                .own_bytes = sizeof(mlp),
-                               .begin = begin,
-                               .params = define_params,
-                               .sites = define_sites,
-                               .tensors = define_tensors,
-                               .counted = define_counted,
-                               .saved = define_saved,
-                               .forward = define_forward,
-                               .backward = define_backward};
+                               PS__HALF_FUNCTIONS,
+                               .counted = define_counted};
