@@ -113,7 +113,7 @@ OP_CASES := $(patsubst %,tests/native/%.c,op_cases op_cases_layers op_cases_prod
 DRAW_SETS := $(patsubst %,$(BUILD)/obj/tests/native/draw_set_%.o,sse2 avx2 avx512f)
 STANDIN := $(BUILD)/obj/tests/native/attention_standin.o
 AVX2_LIB := $(BUILD)/tests/avx2/lib/libpenstock.so
-NATIVE_TESTS := $(TEST_BIN) $(AVX2_LIB) $(addprefix $(BUILD)/bench/,limit gaps gpus arena) \
+NATIVE_TESTS := $(TEST_BIN) $(AVX2_LIB) $(addprefix $(BUILD)/bench/,limit gaps gpus arena hog) \
   $(patsubst %,$(BUILD)/tests/lib%.so,ops_shim ops_shim_base disk_shim fake_nccl)
 
 # They link the archive: they may call internal (ps__) functions, which the shared library hides.

@@ -118,6 +118,15 @@ def test_what_gpus_cannot_do_is_refused():
         assert "usage: gpus [N" in done.stderr and not done.stdout
 
 
+def test_hog_copies_at_the_rate_asked_for():
+    words = ["--threads", "2", "--mib", "8", "--gb-per-s"]
+    run = [BUILD / "bench/hog", *words, "0.1", "--seconds", "0.5"]
+    said = json.loads(subprocess.run(run, capture_output=True, check=True).stdout)
+    assert said["threads"] == 2 and 0.02 < said["gb_per_s"] < 0.13
+    done = subprocess.run([*run[:-4], "--gb-per-s", "-1"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == "hog: --gb-per-s -1: give 0 to 1e+06\n"
+
+
 def arena(*words):
     return subprocess.run(
         [BUILD / "bench/arena", "--backend", "cpu", "--threads", "1", *words],
