@@ -1,5 +1,4 @@
 /* abi.c - sizes of the public structs by name, for callers in other languages. */
-#include <penstock/adapter.h>
 #include <penstock/tensors.h>
 #include <penstock/data.h>
 #include <penstock/engine.h>

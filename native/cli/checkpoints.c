@@ -1,7 +1,6 @@
 /* checkpoints.c - the checkpoints of `penstock train`: which one a run goes on from, and when the
  * next is written. A checkpoint that cannot be written is a warning, and the run goes on. */
 #include "cli/cli.h"
-#include <errno.h>
 #include <limits.h>
 #include <stdlib.h>
 #include <string.h>

@@ -2,7 +2,6 @@
  * caps of device and host memory. */
 #include "cli/cli.h"
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 enum { MAX_SIDE = 16 };

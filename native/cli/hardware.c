@@ -1,7 +1,6 @@
 /* hardware.c - the device that the options choose, and the machine's rates with what is told of
  * them. */
 #include "cli/cli.h"
-#include <stdlib.h>
 
 const char *const cli_backends[] = {"auto", "cpu", "cuda", NULL};
 

@@ -1,7 +1,5 @@
 /* ramp.c - --batch-ramp TOKENS:STEPS...: the stages in which a training's steps grow. */
 #include "cli/cli.h"
-#include <stdlib.h>
-#include <string.h>
 
 /* A whole number of up to 18 digits that @end ends. */
 static bool parse_count(const char **at, char end, uint64_t *out) {

@@ -1,6 +1,5 @@
 /* dtype.c - the table of dtypes and their conversions. */
 #include "core/dtype.h"
-#include "core/core.h"
 #include "core/fp8.h"
 #include "core/vec.h"
 #include <string.h>

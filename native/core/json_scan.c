@@ -5,7 +5,6 @@
  * that integers up to 2^64-1 are exact. Unlike some other readers this one refuses NaN, Infinity, a
  * byte order mark, lone surrogates, and NUL in a key. It does not find duplicate keys. */
 #include "core/core.h"
-#include <errno.h>
 #include <inttypes.h>
 #include <string.h>
 

@@ -2,7 +2,6 @@
 #include "engine/pace.h"
 #include "engine/ranges.h"
 #include <sched.h>
-#include <string.h>
 
 /* ---- stopping -----------------------------------------------------------------------------------
  * An op that fails in step k stops step k and every later step. The steps before k never wait for

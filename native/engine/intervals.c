@@ -1,6 +1,5 @@
 /* intervals.c - cut every space at every boundary of a declared range. */
 #include "engine/schedule.h"
-#include <string.h>
 
 /* Sort ascending, by bytes from the lowest; a byte that all keys share costs one pass of reading.
  * Returns @keys or @other, whichever holds the result. */

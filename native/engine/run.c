@@ -1,6 +1,5 @@
 /* run.c - runs from their caller's side: a schedule bound to an engine, its steps, its end. */
 #include "engine/pace.h"
-#include <string.h>
 
 /* ---- binding --------------------------------------------------------------------------------- */
 

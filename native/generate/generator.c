@@ -1,8 +1,6 @@
 /* generator.c - a generator: its engine, its weights, and calls that generate. Beside a training,
  * engine and weights are the training's, and its run is paused during a call. */
 #include "generate/generate.h"
-#include <math.h>
-#include <stdio.h>
 #include <string.h>
 
 enum { PREFILL = PS__GEN_PREFILL, DECODE = PS__GEN_DECODE };

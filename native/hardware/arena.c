@@ -1,6 +1,5 @@
 /* arena.c - the rates of a training's host memory, measured on its arena. */
 #include "hardware/arena.h"
-#include "hardware/hardware_impl.h"
 #include "hardware/loads.h"
 #include <math.h>
 #include <time.h>

@@ -1,7 +1,6 @@
 /* hardware_file.c - a machine's rates and facts as JSON: one table of fields, which the reader and
  * the writer walk. */
 #include "hardware/hardware_impl.h"
-#include <errno.h>
 #include <fcntl.h>
 #include <stddef.h>
 #include <stdlib.h>

@@ -1,7 +1,6 @@
 /* hosts.c - opens and closes the connections to the tasks of other hosts. */
 #include "hosts/greet.h"
 #include "hosts/net.h"
-#include <string.h>
 #include <unistd.h>
 
 /* ---- opening --------------------------------------------------------------------------------- */

@@ -7,9 +7,7 @@
  *  - longrope's attention factor, where transformers 4 and 5 would take different ones. */
 #include "core/core.h"
 #include "core/dtype.h"
-#include "io/io.h"
 #include "model/family.h"
-#include "model/model.h"
 #include "model/rope.h"
 #include <math.h>
 #include <string.h>

@@ -2,7 +2,6 @@
 #include "model/model.h"
 #include "core/core.h"
 #include "core/dtype.h"
-#include "io/io.h"
 #include <string.h>
 
 static ps_status check_tensor(const char *dir, const ps_tensor_info *info, const ps_param_info *p) {

@@ -14,7 +14,6 @@
  * advances by one addition, and a word's four pieces already lie where its four elements do. */
 #include "optim/update_impl.h"
 #include "core/core.h"
-#include "kernels/cpu/cpu.h"
 #include <assert.h>
 #include <math.h>
 #if defined(__x86_64__)

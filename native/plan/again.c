@@ -4,7 +4,6 @@
  * The search is that of a first plan whose chunks, rounds and slices are given, so its decisions
  * change no bits. The caps are what the first plan takes: no arena grows or shrinks. */
 #include "plan/plan_impl.h"
-#include <string.h>
 
 /* Of threads at low priority, beside the training. */
 enum { WORKERS = 2 };

@@ -1,6 +1,5 @@
 /* config.c - a plan without decisions: the defaults of its configuration, and what it may not
  * be. */
-#include "engine/schedule.h"
 #include "hardware/hardware_impl.h"
 #include "hosts/hosts.h"
 #include "hosts/net.h"

@@ -1,6 +1,5 @@
 /* cost.c - the time of an op from its work: a fixed cost plus work over the measured rate; and its
  * demands on CPUs, host memory and link. */
-#include "hardware/hardware_impl.h"
 #include "hosts/net.h"
 #include "plan/plan_impl.h"
 #include <math.h>

@@ -1,6 +1,5 @@
 /* facts.c - what follows from a plan's configuration and its step: the head's slice, and the bytes
  * that the caps count. */
-#include "hardware/hardware_impl.h"
 #include "hosts/hosts.h"
 #include "hosts/net.h"
 #include "plan/plan_impl.h"

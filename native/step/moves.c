@@ -6,7 +6,6 @@
  * of value. A piece that would overlap itself goes through a slot too. */
 #include "step/moves.h"
 #include <stdlib.h>
-#include <string.h>
 
 enum { ALIGN = 256, FEW_SLOTS = 16, MOST_SLOTS = 64, LEAST_DIRECT = 256 << 10 };
 static const size_t MOST_PIECES = 1 << 22;

@@ -1,6 +1,5 @@
 /* arena.c - what the run's own host memory does, beside what its plan takes it to do. */
 #include "hardware/arena.h"
-#include "engine/engine.h"
 #include "train/trainer.h"
 #include <sys/mman.h>
 

@@ -1,6 +1,4 @@
 /* config.c - the defaults of a training's configuration, and what it may not be. */
-#include "hosts/hosts.h"
-#include "io/io.h"
 #include "train/trainer.h"
 #include <math.h>
 #include <string.h>

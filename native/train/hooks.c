@@ -2,7 +2,6 @@
  * report. */
 #include "train/routing.h"
 #include <math.h>
-#include <string.h>
 
 /* ---- batch ----------------------------------------------------------------------------------- */
 

@@ -10,7 +10,6 @@
 #include "train/resume.h"
 #include "train/trainer.h"
 #include <math.h>
-#include <string.h>
 
 /* ---- host ops -------------------------------------------------------------------------------- */
 

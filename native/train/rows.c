@@ -8,7 +8,6 @@
 #include "train/trainer.h"
 #include "core/core.h"
 #include <sched.h>
-#include <string.h>
 
 enum { GATHER_ROWS = 16, TASK_ELEMENTS = 16384 };
 static const uint32_t BUSY = 1u << 31;

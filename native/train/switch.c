@@ -8,7 +8,6 @@
 #include "generate/generate.h"
 #include "step/moves.h"
 #include "train/observed.h"
-#include "train/replan.h"
 #include <string.h>
 
 /* ---- may it be? ------------------------------------------------------------------------------ */

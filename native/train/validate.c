@@ -4,7 +4,6 @@
  * the same engine: in the memory that the paused steps use, with the weights where training keeps
  * them.
  * A validation writes no weights, no state and no norm: a training gives the same bits with it. */
-#include "io/io.h"
 #include "train/trainer.h"
 #include <math.h>
 #include <string.h>

@@ -1,6 +1,5 @@
 /* bench_compute.c - rates of products and attention, in turns as in a step. */
 #include "backends/cuda/bench.h"
-#include "kernels/cuda/cublaslt.h"
 #include "kernels/cuda/scratch.h"
 #include <string.h>
 #include <time.h>

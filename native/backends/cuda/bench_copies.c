@@ -1,6 +1,5 @@
 /* bench_copies.c - rates of norms, of copies, and of copies beside the host's work. */
 #include "backends/cuda/bench.h"
-#include <string.h>
 
 /* ---- memory and link ------------------------------------------------------------------------- */
 

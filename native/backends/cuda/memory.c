@@ -8,7 +8,6 @@
 #include "backends/cuda/probe.h"
 #include "engine/pin.h"
 #include <stdatomic.h>
-#include <string.h>
 #include <unistd.h>
 
 static const uint64_t PIN_BYTES = (uint64_t)1 << 30;

@@ -2,7 +2,6 @@
 #include "backends/cuda/nvml.h"
 #include <dlfcn.h>
 #include <pthread.h>
-#include <string.h>
 #include <unistd.h>
 
 enum { MAX_PROCESSES = 256, CLOCK_SM = 1, SENSOR_GPU = 0 };

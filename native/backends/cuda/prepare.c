@@ -12,7 +12,6 @@
  *   event changes nothing for submitted waits, however far the GPU lags. */
 #include "backends/cuda/device.h"
 #include <stdatomic.h>
-#include <string.h>
 
 static ps_status check_op(const ps__device *dev, const ps_schedule *s, size_t i) {
   const ps__op *op = &s->list.ops[i];

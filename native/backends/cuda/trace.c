@@ -11,7 +11,6 @@
  * While ops run, the second base event is recorded on a stream of its own.
  * queued is the time when the stream was free for the op and the op was submitted. */
 #include "backends/cuda/device.h"
-#include <string.h>
 
 static const uint64_t PENDING = UINT64_MAX;
 

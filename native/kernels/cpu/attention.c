@@ -19,7 +19,6 @@
  *              shapes and doc_start alone.
  * reference    tests/test_attention.py, PyTorch in fp64 */
 #include "kernels/cpu/attention_job.h"
-#include <math.h>
 #include <string.h>
 
 static const ps__att_isa *isa(void) {

@@ -1,6 +1,5 @@
 /* embedding.c - rows of the table by token, and their gradient. */
 #include "kernels/cpu/total.h"
-#include <math.h>
 
 typedef struct emb_job {
   const ps__args_embed *a;

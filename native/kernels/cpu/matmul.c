@@ -4,7 +4,6 @@
 #include "core/vec.h"
 #include <cblas.h>
 #include <dlfcn.h>
-#include <math.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>

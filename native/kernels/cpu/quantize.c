@@ -1,7 +1,6 @@
 /* quantize.c - tensors quantized to FP8 with one scale, which is a power of two. */
 #include "kernels/cpu/quantize.h"
 #include "core/fp8.h"
-#include <math.h>
 #include <string.h>
 
 ps__quantizer ps__quantizer_of(const ps_launch *l, uint32_t *next, uint32_t rows, uint32_t cols,
