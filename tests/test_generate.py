@@ -154,6 +154,14 @@ def test_experts_on_demand_give_the_same_tokens(sparse, prompts, dtype):
                 assert generator.run(prompts, **run) == resident
         assert r["streamed_bytes"] < whole["streamed_bytes"]
         assert r["whole_decode_s"] == whole["decode_s"] > r["decode_s"] and not whole["n_slots"]
+    with Generator(where, **options | {"batch": 8}) as generator:
+        assert not generator.report["n_slots"]  # more rows than caches serve
+    options["device_mem"] = used - each // 2
+    with Generator(where, experts="whole", **options) as generator:
+        host_mem = generator.report["host_used_bytes"]  # two blocks are resident
+    for mem, on_demand in (host_mem, False), (host_mem + 2 * each, True):  # all experts, or not
+        with Generator(where, host_mem=mem, **options) as generator:
+            assert bool(generator.report["n_slots"]) == on_demand
     with pytest.raises(
         BudgetError, match=r"need 16 slots in each of 4 blocks and so .* lower batch"
     ):

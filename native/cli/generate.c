@@ -129,17 +129,16 @@ static void show_plan(FILE *out, const generation *g, const ps_generate_report *
           r->n_resident, r->n_blocks, cli_bytes(cache, r->cache_bytes),
           (unsigned long long)g->cfg.n_sequences, (unsigned long long)g->cfg.context);
   if (r->n_slots)
-    fprintf(
-        out,
-        "experts on demand: %u of %u of a block are on the device (%.0f%%); a decode step copies "
-        "%s where routing is even\n",
-        r->n_slots, r->n_experts, 100.0 * r->n_slots / r->n_experts,
-        cli_bytes(streamed, r->streamed_bytes));
-  fprintf(out, "a step reads %s of weights", cli_bytes(weights, r->weights_bytes));
+    fprintf(out,
+            "experts on demand: %u of %u of a block are on the device (%.0f%%); what a step copies "
+            "is as "
+            "routing is even\n",
+            r->n_slots, r->n_experts, 100.0 * r->n_slots / r->n_experts);
+  fprintf(out, "a decode step reads %s of weights", cli_bytes(weights, r->weights_bytes));
   if (memory_limit(g, r) > 0)
     fprintf(out, " (at most %.0f steps/s by the device's memory)", memory_limit(g, r));
   if (r->streamed_bytes)
-    fprintf(out, ", %s of them over the link (at most %.2f steps/s at %.1f GB/s)",
+    fprintf(out, " and copies %s over the link (at most %.2f steps/s at %.1f GB/s)",
             cli_bytes(streamed, r->streamed_bytes), link_limit(g, r),
             g->hw.link[PS_LINK_H2D].bytes_per_s * 1e-9);
   fputc('\n', out);
