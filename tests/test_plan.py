@@ -499,6 +499,7 @@ def test_what_is_advised_lowers_what_the_plan_needs(tmp_path, ask, advice):
 
 
 LOWER = {
+    "state_bits 8": {"state_bits": 8},
     "optimizer lion": {"optimizer": "lion"},
     "recipe bf16": {"recipe": "bf16"},
     "lora.rank": {"lora": Lora(8)},
@@ -510,11 +511,12 @@ LOWER = {
 @pytest.mark.parametrize(
     "gib, ask, ways",
     [
-        (9.5, {}, ", or give optimizer lion or lora.rank or frozen_layers"),
+        (9.5, {}, ", or give state_bits 8 or optimizer lion or lora.rank or frozen_layers"),
         (
             11.42,
             {"tokens_per_step": 8192},
-            ", or lower tokens_per_step, or give optimizer lion or lora.rank or frozen_layers",
+            ", or lower tokens_per_step, or give state_bits 8 or optimizer lion or lora.rank or "
+            "frozen_layers",
         ),
         (12, {"recipe": "fp32-master"}, ", or give recipe bf16 or lora.rank"),
         (2, {}, ""),  # less than the weights take

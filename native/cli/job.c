@@ -123,8 +123,8 @@ static const job_option job_options[] = {
             "(9), fp32-master (16; "
             "default with LoRA), fp32 (16; on the CPU alone), or fp8 and fp8-master: as bf16 and "
             "fp32-master, with FP8 products"),
-    OPTION(ALWAYS, CLI_H_MEMORY, plan_config.state_bits, .name = "state-bits", .table = "optimizer",
-           .kind = CLI_COUNT, .value = "8", .least = 0, .most = 64,
+    OPTION(ALWAYS, CLI_H_MEMORY | CLI_RARE, plan_config.state_bits, .name = "state-bits",
+           .table = "optimizer", .kind = CLI_COUNT, .value = "8", .least = 0, .most = 64,
            .help = "8: optimizer state in 8 bits, 2.1 bytes a parameter with AdamW instead of the "
                    "recipe's 4 or 8"),
     OPTION(

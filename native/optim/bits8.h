@@ -1,13 +1,13 @@
 /* bits8.h - state in 8 bits: m as int8, v as uint8 of its square root, in blocks of
- * PS__STATE_BLOCK elements with an fp32 scale. Numbers and operations: steps.h; so all backends
- * have the same bits.
+ * PS__STATE_BLOCK elements with an fp32 scale. Numbers and operations: steps.h; so all backends have
+ * the same bits.
  *
- * With s the block's largest |m|, or largest sqrt(v), and x = |m| / s or sqrt(v) / s, an element has
- * the level q of N (127, 255)
+ * With s the block's largest |m|, or largest sqrt(v), and x = |m| / s or sqrt(v) / s, an element
+ * has the level q of N (127, 255)
  *   y = 8 N x / (1 + 7 x)     q = y rounded     x = q / (8 N - 7 q)
- * A level is N/8 apart at x = 1 and 8 N apart at 0: a step of 1 to 6% of v's root down to s/100,
- * where linear levels have 40%. The companding is that of FlashOptim (arXiv 2602.23349), which has
- * 2 x / (1 + x) for m and none for sqrt(v), with another constant. Why 7: docs/design/optimizers.md.
+ * Levels are 8/N apart at x = 1 and 1/(8 N) at 0: of v's root 1.4 to 6% down to s/100, where linear
+ * levels are 40% apart. The companding is that of FlashOptim (arXiv 2602.23349) with another
+ * constant: it has 2 x / (1 + x) for m, and none for sqrt(v). Why 7: docs/design/optimizers.md.
  *   - Rounding is stochastic, with the state's 16 bits of the element: a moment that changes by less
  *     than a level in a step would otherwise stay where it is.
  *   - A v above 0 has level 1 at least. Else a weight whose v became 0 would move by m / eps. The

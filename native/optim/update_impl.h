@@ -77,8 +77,8 @@ PS__ANYWHERE static inline void ps__sr_words(uint64_t word[1 + PS_MAX_STATES], u
   word[2] = word[0] ^ word[1];
 }
 
-/* One contiguous piece, which begins with a block, by optimizer, row and part; NULL for parts that an
- * optimizer is not split into, and for rows with FP8. */
+/* One contiguous piece, which begins with a block, by optimizer, row and part; NULL for parts that
+ * an optimizer is not split into, and for rows with FP8. */
 typedef void (*ps__update_fn)(uint64_t n, const ps__arrays *a, const ps__update_k *k);
 typedef ps__update_fn ps__update_table[PS_N_OPTIMIZERS][PS__N_ROWS][PS_N_UPDATE_PARTS];
 extern const ps__update_table ps__update_scalar;

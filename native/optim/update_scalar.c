@@ -41,8 +41,8 @@ static inline uint32_t random_of(const group *g, uint32_t a, uint64_t e) {
   return (uint32_t)(g->word[a] >> (16 * (e % 4))) & 0xffffu;
 }
 
-/* Rounded stochastically where @dt is bf16: infinities and the one NaN have 16 zero bits at the end,
- * so that adding r < 2^16 leaves them. */
+/* Rounded stochastically where @dt is bf16: infinities and the one NaN have 16 zero bits at the
+ * end, so that adding r < 2^16 leaves them. */
 static inline void store(void *p, uint32_t dt, uint64_t i, float x, uint32_t r) {
   if (dt == PS_BF16)
     ((uint16_t *)p)[i] = (uint16_t)((bits_of(x) + r) >> 16);
@@ -50,8 +50,8 @@ static inline void store(void *p, uint32_t dt, uint64_t i, float x, uint32_t r) 
     ((float *)p)[i] = x;
 }
 
-/* A master copy of 24 bits: @high has the upper 16, rounded to nearest, and @low the difference as a
- * signed byte, which is the lower 8 of the 24. The last 8 of @bits are dropped. */
+/* A master copy of 24 bits: @high has the upper 16, rounded to nearest, and @low the difference as
+ * a signed byte, which is the lower 8 of the 24. The last 8 of @bits are dropped. */
 static inline float merged(const void *high, const void *low, uint64_t i) {
   return float_of(((uint32_t)((const uint16_t *)high)[i] << 16) +
                   ((uint32_t)((const int8_t *)low)[i] << 8));
@@ -158,7 +158,7 @@ PS__UPDATE_INLINE void update_as(uint32_t recipe, uint64_t n, const ps__arrays *
 PS__OPTIMIZERS(PS__UPDATE_DEFINE)
 const ps__update_table ps__update_scalar = {PS__OPTIMIZERS(PS__UPDATE_ROWS)};
 
-/* ---- conversions ------------------------------------------------------------------------------ */
+/* ---- conversions ----------------------------------------------------------------------------- */
 
 void ps__stored_to_f32(ps__storage as, float *dst, const void *src, uint64_t n) {
   if (as.block == 1)

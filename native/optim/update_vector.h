@@ -172,7 +172,7 @@ TARGET PS__UPDATE_INLINE void update_pairs(uint32_t recipe, uint64_t n, const ps
   update_tail(n, i, a, k, optimizer, recipe, part);
 }
 
-/* ---- other recipes: a block of PS__STATE_BLOCK elements at a time ------------------------------ */
+/* ---- other recipes: a block of PS__STATE_BLOCK elements at a time ----------------------------- */
 
 enum { VECTORS = PS__STATE_BLOCK / LANES }; /* of a block */
 

@@ -301,6 +301,23 @@ static ps_status check_batch(ps_plan_config *c, const ps_model_config *m) {
   return PS_OK;
 }
 
+/* Updates of state in 8 bits take more arithmetic than memory: ns of AdamW's element on a thread
+ * with AVX-512, by part (bench/log/2026-11-28-8-bit-state.md). */
+static void limit_updates(ps_hardware *hw, const ps_plan_config *c) {
+  static const double ns[PS_N_UPDATE_PARTS] = {1.6, 0.8, 1.2};
+  double *const rate[PS_N_UPDATE_PARTS] = {&hw->optimizer_bytes_per_s,
+                                           &hw->optimizer_weights_bytes_per_s,
+                                           &hw->optimizer_state_bytes_per_s};
+  const ps_optimizer optimizer = (ps_optimizer)c->optimizer;
+  for (int part = 0; part < PS_N_UPDATE_PARTS; part++) {
+    const double bytes = ps__update_bytes(optimizer, ps__plan_row(c), (ps__update_part)part),
+                 each = ns[part] * ps__optimizers[optimizer].n_states / PS_MAX_STATES,
+                 most = 1e9 * bytes / each * hw->n_threads;
+    if (*rate[part] > most)
+      *rate[part] = most;
+  }
+}
+
 /* All that needs no model but its configuration @m: a model is only made of what may be one. Fills
  * in defaults. */
 static ps_status check_config(ps_plan *p, const ps_model_config *m) {
@@ -329,6 +346,8 @@ static ps_status check_config(ps_plan *p, const ps_model_config *m) {
                                "ps_hardware_measure() or ps_hardware_estimate()");
   if (c->n_threads)
     p->hw.n_threads = c->n_threads;
+  if (c->state_bits == 8)
+    limit_updates(&p->hw, c);
   p->head_slice_given = c->head_slice_tokens != 0;
   if (!p->head_slice_given)
     c->head_slice_tokens = default_head_slice(m, dt, hw->backend);

@@ -34,7 +34,7 @@ static inline ps_plan *make_plan_of(ps_plan_config cfg, uint32_t sequences,
   CHECK(ps__layout_init(&layout, SEQ_LEN, sequences, cfg.chunk_tokens, cfg.chunks_per_round, 0,
                         0) == PS_OK);
   CHECK(ps__spec_init(&s, params, &layout) == PS_OK);
-  s.recipe = (ps_recipe)cfg.recipe;
+  s.recipe = ps__plan_row(&cfg);
   s.optimizer = (ps_optimizer)cfg.optimizer;
   s.backend = hw.backend;
   s.cudnn_version = hw.cudnn_version;

@@ -152,7 +152,7 @@ static inline uint64_t hash_state(const ps_trainer *t) {
 static inline void resident_spec(ps__spec *spec, const model *m, const ps_plan_config *cfg,
                                  const ps__layout *l) {
   CHECK(ps__spec_init(spec, m->made, l) == PS_OK);
-  spec->recipe = (ps_recipe)cfg->recipe;
+  spec->recipe = ps__plan_row(cfg);
   spec->optimizer = (ps_optimizer)cfg->optimizer;
   spec->chunk_tokens = cfg->chunk_tokens;
   spec->chunks_per_round = l->chunks_per_round;

@@ -77,7 +77,7 @@ static inline ps_plan *make_streamed_plan(const ps_plan_config *cfg, placement w
   CHECK(ps__layout_init(&layout, cfg->seq_len, SEQUENCES, cfg->chunk_tokens, cfg->chunks_per_round,
                         0, 0) == PS_OK);
   CHECK(ps__spec_init(&spec, params, &layout) == PS_OK);
-  spec.recipe = (ps_recipe)cfg->recipe;
+  spec.recipe = ps__plan_row(cfg);
   spec.optimizer = (ps_optimizer)cfg->optimizer;
   spec.chunk_tokens = layout.chunk_tokens;
   spec.chunks_per_round = layout.chunks_per_round;

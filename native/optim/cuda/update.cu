@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(THREADS, 4) update_k(const __grid_constant__ j
   }
 }
 
-/* ---- state in 8 bits, master copies of 24 bits ------------------------------------------------ */
+/* ---- state in 8 bits, master copies of 24 bits ----------------------------------------------- */
 
 /* A thread takes EIGHT elements, the LANES threads of a block of state share its scale. Numbers of
  * elements that are not there are 0, which changes no scale. */
