@@ -155,6 +155,15 @@ def test_plans_count_half_of_adamws_state(tiny_model, tmp_path, recipe, each, bi
             make_plan(model, "adamw", state_bits=4)
 
 
+def test_a_model_whose_parameters_share_a_block_has_no_state_in_8_bits(tiny_model, tmp_path):
+    sizes = {"hidden_size": 20, "num_attention_heads": 1, "head_dim": 6}  # q has 120 elements
+    config = json.loads((tiny_model / "config.json").read_text()) | sizes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    make_plan(ModelConfig.read(tmp_path), "adamw")
+    with pytest.raises(penstock.InvalidError, match="k_proj.weight begins at element .* 64: leave"):
+        make_plan(ModelConfig.read(tmp_path), "adamw", state_bits=8)
+
+
 REFUSED = [
     ("adamw", {"momentum": 0.9}, "--momentum is of --optimizer sgd, and the optimizer is adamw"),
     ("adamw", {"nesterov": True}, "--nesterov is of --optimizer sgd, and the optimizer is adamw"),
