@@ -208,13 +208,18 @@ def test_an_unknown_optimizer_a_nan_and_another_plans_optimizer_are_refused(
 def test_the_command_plans_and_trains_with_each(tiny_model, tiny_shard, tmp_path):
     common = ("--model", tiny_model, "--seq-len", 64, "--backend", "cpu", "--threads", 2)
     losses = {}
-    for optimizer, options in (("adamw", ()), ("lion", ()), ("sgd", ("--nesterov",))):
+    for optimizer, options in (
+        ("adamw", ()),
+        ("lion", ("--state-bits", 8, "--convert-state")),
+        ("sgd", ("--nesterov",)),
+    ):
         run = tmp_path / optimizer
         out = command(
             "train", *common, "--data", tiny_shard, "--steps", 4, "--optimizer", optimizer,
-            "--run-dir", run, "--quiet", *options,
+            "--run-dir", run, *options,
         )  # fmt: skip
         assert out.returncode == 0, out.stderr
+        assert ("--convert-state converts nothing" in out.stderr) == (optimizer == "lion")
         lines = (run / "metrics.jsonl").read_text().splitlines()
         losses[optimizer] = [json.loads(line)["loss"] for line in lines]
         out = command("plan", *common, "--optimizer", optimizer)

@@ -393,6 +393,8 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
     if (job->train_config.max_skips != defaults.max_skips &&
         job->plan_config.non_finite != PS_NON_FINITE_SKIP)
       cli_progress_note(&p, "--max-skips counts nothing here: only --non-finite skip skips steps");
+    if (job->train_config.convert_state && !*from)
+      cli_progress_note(&p, "--convert-state converts nothing here: this run begins anew");
   }
   cli_run_result r = {.n_wanted = job->train_config.total_steps - job->first_step};
   ps_plan *const first_plan = job->plan;

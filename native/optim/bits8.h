@@ -1,6 +1,6 @@
 /* bits8.h - state in 8 bits: m as int8, v as uint8 of its square root, in blocks of
- * PS__STATE_BLOCK elements with an fp32 scale. Numbers and operations: steps.h; so all backends have
- * the same bits.
+ * PS__STATE_BLOCK elements with an fp32 scale. Numbers and operations: steps.h; so all backends
+ * have the same bits.
  *
  * With s the block's largest |m|, or largest sqrt(v), and x = |m| / s or sqrt(v) / s, an element
  * has the level q of N (127, 255)
@@ -8,8 +8,8 @@
  * Levels are 8/N apart at x = 1 and 1/(8 N) at 0: of v's root 1.4 to 6% down to s/100, where linear
  * levels are 40% apart. The companding is that of FlashOptim (arXiv 2602.23349) with another
  * constant: it has 2 x / (1 + x) for m, and none for sqrt(v). Why 7: docs/design/optimizers.md.
- *   - Rounding is stochastic, with the state's 16 bits of the element: a moment that changes by less
- *     than a level in a step would otherwise stay where it is.
+ *   - Rounding is stochastic, with the state's 16 bits of the element: a moment that changes by
+ *     less than a level in a step would otherwise stay where it is.
  *   - A v above 0 has level 1 at least. Else a weight whose v became 0 would move by m / eps. The
  *     lowest levels are 1/1009 of the largest m and 1/2033 of the largest root, so such a weight's
  *     m / sqrt(v) is at most about twice that of the block's largest.

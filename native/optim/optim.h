@@ -122,8 +122,8 @@ PS_API void ps__master_split(void *high, void *low, const float *src, uint64_t n
 
 /* A unit's arrays, or some elements of them. w: the weights that are updated, in recipe fp32-master
  * the master, whose copy in the recipe's `weights` is copy (else NULL); in fp24-master the master's
- * low bits. Of PS_UPDATE_STATE w and copy may be NULL. Aligned to their elements; types by recipe as
- * above. */
+ * low bits. Of PS_UPDATE_STATE w and copy may be NULL. Aligned to their elements; types by recipe
+ * as above. */
 typedef struct ps__arrays {
   void *w;
   void *copy;

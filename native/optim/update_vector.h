@@ -172,7 +172,7 @@ TARGET PS__UPDATE_INLINE void update_pairs(uint32_t recipe, uint64_t n, const ps
   update_tail(n, i, a, k, optimizer, recipe, part);
 }
 
-/* ---- other recipes: a block of PS__STATE_BLOCK elements at a time ----------------------------- */
+/* ---- other recipes: a block of PS__STATE_BLOCK elements at a time ---------------------------- */
 
 enum { VECTORS = PS__STATE_BLOCK / LANES }; /* of a block */
 
@@ -280,8 +280,8 @@ TARGET PS__UPDATE_INLINE void store_states(const ps__recipe *r, uint64_t i, cons
   });
 }
 
-/* Any storage of weights and state. The words of a vector's groups are not those of the next one, so
- * elements that begin inside a group go to the scalar variant. */
+/* Any storage of weights and state. The words of a vector's groups are not those of the next one,
+ * so elements that begin inside a group go to the scalar variant. */
 TARGET PS__UPDATE_INLINE void update_blocks(uint32_t recipe, uint64_t n, const ps__arrays *a,
                                             const ps__update_k *k, ps_optimizer optimizer,
                                             ps__update_part part) {

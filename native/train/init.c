@@ -22,8 +22,8 @@ static void init_part(void *arg, int64_t task, uint32_t worker) {
                    j->dst + first * ps_dtype_bytes(j->dtype), j->dtype);
 }
 
-/* The array of a unit that is drawn: that which is updated, but of a master copy of 24 bits the high
- * bits, as in recipe bf16. */
+/* The array of a unit that is drawn: that which is updated, but of a master copy of 24 bits the
+ * high bits, as in recipe bf16. */
 static uint32_t drawn_as(const ps_trainer *t, uint32_t unit) {
   return (uint32_t)ps__array_dtype(t, unit, PS__ARRAY_UPDATED) == PS__I8 ? PS__ARRAY_WEIGHTS
                                                                          : PS__ARRAY_UPDATED;

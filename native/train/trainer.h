@@ -251,8 +251,8 @@ bool ps__trainer_find_nonfinite(const ps_trainer *t, ps_param_info *out);
 /* Draw weights from the seed instead of reading them: adapters' alone, or all others (init.c). */
 ps_status ps__trainer_init(ps_trainer *t, bool adapters, ps_progress_fn progress,
                            void *progress_user);
-/* @n elements of a unit's UPDATED, whole numbers, from element @first on, in host memory; put writes
- * the weights that are streamed too (host.c). */
+/* @n elements of a unit's UPDATED, whole numbers, from element @first on, in host memory; put
+ * writes the weights that are streamed too (host.c). */
 void ps__updated_get(const ps_trainer *t, uint32_t unit, uint64_t first, uint64_t n, ps_dtype dtype,
                      void *dst);
 void ps__updated_put(const ps_trainer *t, uint32_t unit, uint64_t first, uint64_t n, ps_dtype dtype,

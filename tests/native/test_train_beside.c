@@ -88,9 +88,9 @@ static uint64_t train_in_parts(const ps_plan_config *cfg, ps_plan *before, ps_pl
   return state;
 }
 
-/* Every recipe with every optimizer, and in 8 bits with one, clipped or not by turns, so that each of
- * both meets both; each placement is resumed by the next. The checkpoint is written while its run goes on to the same
- * bits. */
+/* Every recipe with every optimizer, and in 8 bits with one, clipped or not by turns, so that each
+ * of both meets both; each placement is resumed by the next. The checkpoint is written while its
+ * run goes on to the same bits. */
 static void test_resume(void) {
   unsigned n = 0;
   for (uint32_t o = 0; o < PS_N_OPTIMIZERS; o++)
