@@ -261,7 +261,7 @@ __attribute__((constructor)) static void limit(void) {
 
 
 def test_a_training_plans_again_with_what_could_be_pinned(model_dir, tmp_path):
-    folder, limit = model_dir("llama"), 9 * MIB
+    folder, limit = model_dir("llama"), 6 * MIB
     shard = write_shard(tmp_path / "a.bin", np.random.default_rng(5).integers(0, VOCAB, 40000))
     (tmp_path / "pin.c").write_text(PIN_SHIM)
     subprocess.run(
@@ -269,6 +269,7 @@ def test_a_training_plans_again_with_what_could_be_pinned(model_dir, tmp_path):
     )
     command = [BUILD / "bin/penstock", "train", "--model", folder, "--data", shard, "--threads"]
     command += ["2", "--seq-len=64", "--tokens-per-step=512", "--steps=2", "--recipe=fp32-master"]
+    command += ["--device-mem=6MiB"]
     losses = {}
     for name, env in (
         ("free", {}),

@@ -412,8 +412,8 @@ PS_API void *ps_engine_space(ps_engine *engine, uint32_t space);
 /* BYTES of a space, a multiple of 2 MiB; 0 where @space is out of range. */
 PS_API uint64_t ps_engine_space_bytes(const ps_engine *engine, uint32_t space);
 
-/* ps_engine_space_pinned() - BYTES of a host's space that are pinned. On the CPU backend, which pins
- * nothing, those that would be. 0 of a device's space, and where @space is out of range.
+/* ps_engine_space_pinned() - BYTES of a host's space that are pinned. On the CPU backend, which
+ * pins nothing, those that would be. 0 of a device's space, and where @space is out of range.
  * ps_pinned_at_most() - BYTES of host memory that could be pinned, where the calling thread's last
  * ps_engine_create() was refused because more could not be; else 0. */
 PS_API uint64_t ps_engine_space_pinned(const ps_engine *engine, uint32_t space);

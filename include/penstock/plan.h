@@ -99,9 +99,10 @@ typedef struct ps_plan_config {
    * 0: what the machine allows. */
   uint64_t host_mem_bytes;
   /* Cap of the host memory that is pinned, BYTES: what the system lets this process pin (WSL2,
-   * containers, ulimit -l). It is part of host_mem_bytes. Optimizer state that only the host touches
-   * is then not pinned, at no cost. Where that is not enough, gradients' totals are not either, then
-   * weights: they take another copy on the host. 0: all of the host's arena is pinned. */
+   * containers, ulimit -l). It is part of host_mem_bytes. Optimizer state that only the host
+   * touches is then not pinned, at no cost. Where that is not enough, gradients' totals are not
+   * either, then weights: they take another copy on the host. 0: all of the host's arena is
+   * pinned. */
   uint64_t pinned_mem_bytes;
   uint64_t seq_len;         /* tokens of a sequence */
   uint64_t tokens_per_step; /* rounded down to whole sequences, at least one; 0: 8 sequences */
@@ -379,8 +380,9 @@ PS_API ps_status ps_plan_get_report(const ps_plan *plan, ps_plan_report *out);
 PS_API uint64_t ps_plan_sequences_before(const ps_plan *plan, uint64_t step);
 PS_API ps_status ps_plan_steps_of(const ps_plan *plan, uint64_t n_sequences, uint64_t *out);
 
-/* ps_plan_smallest() - the smallest caps, pinned_mem_bytes apart, for which ps_plan_create() succeeds, in BYTES:
- * @device_mem_bytes under cfg->host_mem_bytes, @host_mem_bytes under cfg->device_mem_bytes.
+/* ps_plan_smallest() - the smallest caps for which ps_plan_create() succeeds, in BYTES:
+ * @device_mem_bytes under cfg->host_mem_bytes, @host_mem_bytes under cfg->device_mem_bytes, both
+ * under cfg->pinned_mem_bytes.
  * 0 where no cap is enough. @host_mem_bytes may be more than the machine has: it is then for one
  * that has as much. Exact (one byte less is refused) where all candidates can be evaluated. For
  * large models and steps, the least of those evaluated in some seconds.

@@ -318,19 +318,20 @@ typedef struct ps__found {
 ps__found ps__take_found(ps_plan *p);
 void ps__free_found(ps__found f);
 void ps__keep_found(ps_plan *p, ps__found f);
-/* ps__find_in_layouts() - as ps__find_plan(), with p->staging. With PS_LAYOUT_AUTO the fastest plan of the
- * data-parallel layout, or of a ring where that is faster; p->cfg.layout is the layout then.
+/* ps__find_in_layouts() - as ps__find_plan(), with p->staging. With PS_LAYOUT_AUTO the fastest plan
+ * of the data-parallel layout, or of a ring where that is faster; p->cfg.layout is the layout then.
  * ps__find_smallest_in_layouts() - as ps__find_smallest(); with PS_LAYOUT_AUTO of either layout.
  * Where it keeps a plan, p->cfg.layout is that plan's. */
 ps_status ps__find_in_layouts(ps_plan *p, const ps__memos *memos, double below_ns,
                               ps__search_result *out);
 ps_status ps__find_smallest_in_layouts(ps_plan *p, const ps__memos *memos, ps__search_result *out);
-/* ---- pinned.c, staging.c: what need not be pinned --------------------------------------------- */
+/* ---- pinned.c, staging.c: what need not be pinned -------------------------------------------- */
 /* What candidates stage, from the cheapest on (ps_plan.staging). PS__STAGE_ALL: the weights of all
  * units, too; those between, of some.
  * ps__stages_weights() - parts of PS__UNIT_PARTS of the units whose weights are staged.
- * ps__find_staged() - as ps__find_in_layouts(), with the least staging that has a plan, or with more
- * where that is faster; p->staging is that of the plan. Without pinned_mem_bytes nothing is staged.
+ * ps__find_staged() - as ps__find_in_layouts(), with the least staging that has a plan, or with
+ * more where that is faster; p->staging is that of the plan. Without pinned_mem_bytes nothing is
+ * staged.
  * ps__most_staging() - the most that the plan may stage. */
 enum { PS__STAGE_NONE, PS__STAGE_TOTALS, PS__STAGE_QUARTER, PS__STAGE_HALF, PS__STAGE_ALL };
 uint32_t ps__stages_weights(const ps_plan *p);

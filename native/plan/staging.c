@@ -1,8 +1,8 @@
 /* staging.c - searches under a cap of pinned memory: what need not be pinned, from the cheapest on.
  *
- * What no link touches is never pinned then (ps__step.pageable_bytes). Candidates do not choose what
- * is staged: one search has no staging, the next one that of all totals, the next ones that of more
- * and more weights, too. */
+ * What no link touches is never pinned then (ps__step.pageable_bytes). Candidates do not choose
+ * what is staged: one search has no staging, the next one that of all totals, the next ones that of
+ * more and more weights, too. */
 #include "plan/plan_impl.h"
 
 static bool is_faster(const ps__search_result *a, const ps__search_result *b) {

@@ -167,9 +167,9 @@ static const ps__pass *turn_to(ps__builder *b, uint32_t i, uint32_t idx) {
 }
 
 /* Parameters that are not pinned are copied to staging memory by the io stream, whose ops are as
- * early as the copies to the device, and from there to the @n devices of the layer pass's turns that
- * lack them (@missing). So much at a time: one part is copied while the one before crosses the
- * link. */
+ * early as the copies to the device, and from there to those of the layer pass's @n turns whose
+ * device lacks them (@missing). So much at a time: one part is copied while the one before crosses
+ * the link. */
 enum { STAGED_BYTES = 64 << 20 };
 static void fetch_staged(ps__builder *b, uint32_t idx, uint32_t unit, const bool *missing,
                          uint32_t n) {
