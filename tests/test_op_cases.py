@@ -44,6 +44,9 @@ class Qkv(ctypes.Structure):
         *((name, ctypes.c_uint32) for name in "qk_norm accumulate_dw rotary_dim".split()),
         *((name, ctypes.c_float) for name in "eps attention_factor norm_offset".split()),
         ("inv_freq", ctypes.c_float * 128),
+        ("interleaved", ctypes.c_uint32),
+        ("position_original", ctypes.c_uint32),
+        ("position_beta", ctypes.c_float),
     ]
 
 
@@ -143,14 +146,22 @@ def embedding(a, ids, table, *_):
     return [(a.scale or 1.0) * rows]
 
 
+def normed(x, w, a):
+    """An RMSNorm over each head (1, 3) or over all of them (2)."""
+    y = x.reshape((a.n_tokens, 1, -1) if a.qk_norm == 2 else (a.n_tokens, -1, a.head_dim))
+    y = y * torch.rsqrt((y * y).mean(-1, keepdim=True) + a.eps) * (w + a.norm_offset)
+    return y.reshape(x.shape)
+
+
 def turned(x, w, a, pos):
-    """RoPE at @pos of the first rotary_dim elements of each head, after an optional RMSNorm over
-    each head (1) or over all of them (2)."""
-    if a.qk_norm:
-        shape = (a.n_tokens, 1, -1) if a.qk_norm == 2 else (a.n_tokens, -1, a.head_dim)
-        y = x.reshape(shape)
-        y = y * torch.rsqrt((y * y).mean(-1, keepdim=True) + a.eps) * (w + a.norm_offset)
-        x = y.reshape(x.shape)
+    """RoPE at @pos of the first rotary_dim elements of each head, after or (3) before an optional
+    norm."""
+    if a.qk_norm == 3:
+        return normed(roped(x, a, pos), w, a)
+    return roped(normed(x, w, a) if a.qk_norm else x, a, pos)
+
+
+def roped(x, a, pos):
     r = a.rotary_dim
     inv_freq = torch.tensor(list(a.inv_freq[: r // 2]), dtype=torch.float64)
     angle = pos.double()[:, None] * inv_freq
@@ -158,6 +169,10 @@ def turned(x, w, a, pos):
         a.attention_factor * torch.cat([f(angle)] * 2, 1)[:, None] for f in (torch.cos, torch.sin)
     )
     x, rest = x.reshape(a.n_tokens, -1, a.head_dim).split([r, a.head_dim - r], -1)
+    if a.interleaved:
+        neighbours = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+        cos, sin = (torch.repeat_interleave(c[..., : r // 2], 2, -1) for c in (cos, sin))
+        return torch.cat([x * cos + neighbours * sin, rest], -1).reshape(a.n_tokens, -1)
     half = torch.cat([-x[..., r // 2 :], x[..., : r // 2]], -1)
     return torch.cat([x * cos + half * sin, rest], -1).reshape(a.n_tokens, -1)
 
@@ -165,7 +180,10 @@ def turned(x, w, a, pos):
 def qkv_split(a, qkv, pos, _q, _kv, wq=None, wk=None):
     n_q, n_k = a.n_heads * a.head_dim, a.n_kv_heads * a.head_dim
     q, k, v = qkv.view(a.n_tokens, -1).split([n_q, n_k, n_k], 1)
-    return [turned(q, wq, a, pos), torch.cat([turned(k, wk, a, pos), v], 1)]
+    q = turned(q, wq, a, pos)
+    if a.position_beta:
+        q = q * (1 + a.position_beta * torch.log1p(pos.double() // a.position_original))[:, None]
+    return [q, torch.cat([turned(k, wk, a, pos), v], 1)]
 
 
 def cross_entropy(a, z, target, scale, _):

@@ -42,7 +42,8 @@ class Case:
             original_positions=self.original,
         )
         words = (self.t, self.h, self.kv_h, self.d, F32, 0, 0, self.d, EPS, by, 0.0)
-        return struct.pack(f"@8I3f{PAIRS}f", *words, *inv_freq, *[0.0] * (PAIRS - len(inv_freq)))
+        table = [*inv_freq, *[0.0] * (PAIRS - len(inv_freq))]
+        return struct.pack(f"@8I3f{PAIRS}f2If", *words, *table, 0, 0, 0.0)
 
     def forward(self):
         inputs, outputs = [(0, self.qkv), (1, self.pos)], [(2, self.q), (3, self.kv)]

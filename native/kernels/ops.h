@@ -409,8 +409,9 @@ ps__args_gemm ps__gemm_of_fp8(const ps__args_gemm_fp8 *a);
  * reduction in fp64. Cosine and sine are multiplied by attention_factor (YaRN, longrope; else
  * 1). native/model/rope.h fills the table. */
 /* qk_norm: none; over each head, with weights of head_dim elements (Qwen3); over all heads of q
- * together, and over all of k, with weights of A and of K elements (OLMo 2). */
-enum { PS_QK_NORM_NONE = 0, PS_QK_NORM_HEAD = 1, PS_QK_NORM_ROW = 2 };
+ * together, and over all of k, with weights of A and of K elements (OLMo 2); over each head, but
+ * after RoPE (Hunyuan). */
+enum { PS_QK_NORM_NONE = 0, PS_QK_NORM_HEAD = 1, PS_QK_NORM_ROW = 2, PS_QK_NORM_LATE = 3 };
 /* Elements of the weights of q's and of k's norm. */
 #define ps__q_norm_elements(a)                                                                     \
   ((a)->qk_norm == PS_QK_NORM_ROW ? (a)->n_heads * (a)->head_dim : (a)->head_dim)
@@ -422,10 +423,18 @@ typedef struct ps__args_qkv {
   float eps, attention_factor;
   float norm_offset;             /* what is added to the norms' weights, in fp32 (Gemma: 1) */
   float inv_freq[PS_ROPE_PAIRS]; /* rotary_dim/2 of them, then zeros */
+  uint32_t interleaved;          /* RoPE turns elements 2i and 2i+1, not i and i + rotary_dim/2 */
+  /* beta > 0: q is multiplied by 1 + beta ln(1 + pos / original), the quotient rounded down */
+  uint32_t position_original;
+  float position_beta;
 } ps__args_qkv;
+/* Whether it is more than what most models have: the norm before RoPE, RoPE of halves. */
+#define ps__qkv_is_plain(a)                                                                        \
+  ((a)->qk_norm != PS_QK_NORM_LATE && !(a)->interleaved && !((a)->position_beta > 0.0f))
 /* qkv_split_fwd        qkv[T,A+2K] -> q[T,A] and kv[T,2K] (row: K heads then V heads), q and k
  *                      after optional RMSNorm (one rounding after norm, then RoPE, one rounding)
- *                      and RoPE at pos[t].
+ *                      and RoPE at pos[t]. With PS_QK_NORM_LATE RoPE comes first, one rounding
+ *                      after each.
  *                      ptr: R qkv, R pos i32[T], W q, W kv, then with qk_norm R wq, R wk
  *                      (ps__q_norm_elements, ps__k_norm_elements). */
 /* qkv_split_bwd        dqkv[T,A+2K] from dq[T,A] (dt) and dkv fp32 [T,2K]: inverse RoPE, norm

@@ -107,11 +107,16 @@ static ps__args_qkv qkv_args(const uint32_t *s, size_t i, uint32_t dt, uint32_t 
     abort(); /* a kind that this table does not know how to ask for */
   if (i % 2)
     a.attention_factor = 1.25f;
+  a.interleaved = norm != PS_QK_NORM_ROW && i % 5 == 2;
+  if (norm != PS_QK_NORM_ROW && i % 3 == 1) {
+    a.position_original = 70000;
+    a.position_beta = 0.3f;
+  }
   return a;
 }
 void op_qkv_split_fwd(visit *v, uint32_t dt) {
   EACH(s, v, qkv_test, qkv_bench)
-  for (uint32_t norm = 0; norm < (v->sizes == OP_BENCH ? 1 : 3); norm++) {
+  for (uint32_t norm = 0; norm < (v->sizes == OP_BENCH ? 1 : 4); norm++) {
     const ps__args_qkv a = qkv_args(s, s_i, dt, norm, 0);
     const uint64_t q = (uint64_t)s[1] * s[3] * s[0], k = (uint64_t)s[2] * s[3] * s[0];
     /* cos and sin within an ulp on either side: of the pair. With norm 3e-6 as rmsnorm; bf16
@@ -133,8 +138,8 @@ void op_qkv_split_fwd(visit *v, uint32_t dt) {
 }
 void op_qkv_split_bwd(visit *v, uint32_t dt) {
   EACH(s, v, qkv_test, qkv_bench)
-  for (uint32_t flags = 0; flags < (v->sizes == OP_BENCH ? 1 : 6); flags++) {
-    const uint32_t norm = flags % 3, add = flags / 3, heads = norm == PS_QK_NORM_ROW ? 0 : 1;
+  for (uint32_t flags = 0; flags < (v->sizes == OP_BENCH ? 1 : 8); flags++) {
+    const uint32_t norm = flags % 4, add = flags / 4, heads = norm == PS_QK_NORM_ROW ? 0 : 1;
     const ps__args_qkv a = qkv_args(s, s_i, dt, norm, add);
     const uint64_t q = (uint64_t)s[1] * s[3] * s[0], k = (uint64_t)s[2] * s[3] * s[0],
                    of_q = norm ? ps__q_norm_elements(&a) : 0,

@@ -5,7 +5,9 @@
  *         else y = x); at angle a = pos * inv_freq[i], c = attention_factor * cos a,
  *         s = attention_factor * sin a:
  *         out[i] = y[i] c - y[i+h] s,  out[i+h] = y[i+h] c + y[i] s,  i < h = rotary_dim/2;
- *         out[i] = y[i] for i >= rotary_dim.
+ *         out[i] = y[i] for i >= rotary_dim. Interleaved, the pair is 2i and 2i+1. With
+ *         PS_QK_NORM_LATE the norm is of what RoPE gives. With position_beta q is multiplied by
+ *         1 + position_beta ln(1 + floor(pos / position_original)) at the end.
  *         Backward: dy by the inverse rotation; xh = x*rstd, g = dy*(w + norm_offset),
  *         dx = rstd*(g - xh*mean(g*xh)), dw = sum of dy*xh over rows, and over heads where they
  *         share a weight.
@@ -132,6 +134,30 @@ PS_CLONES static void rotate(float *restrict x, const float *cosines, const floa
   }
 }
 
+/* The same of neighbours. */
+PS_CLONES static void rotate_neighbours(float *restrict x, const float *cosines, const float *sines,
+                                        size_t half, float sign) {
+  for (size_t i = 0; i < half; i++) {
+    float a = x[2 * i], b = x[2 * i + 1], c = cosines[i], s = sines[i] * sign;
+    x[2 * i] = a * c - b * s;
+    x[2 * i + 1] = b * c + a * s;
+  }
+}
+
+/* What q of the token is multiplied by. */
+static float position_scale(const qkv_job *j, int64_t t) {
+  const ps__args_qkv *a = &j->a;
+  if (!(a->position_beta > 0.0f))
+    return 1.0f;
+  return 1.0f +
+         a->position_beta * logf(1.0f + floorf((float)j->pos[t] / (float)a->position_original));
+}
+
+static void scale_row(float *x, size_t n, float by) {
+  for (size_t i = 0; by != 1.0f && i < n; i++)
+    x[i] *= by;
+}
+
 /* sum of a[i]*b[i]: 16 lanes, then their tree. */
 PS_VEC float dot(const float *a, const float *b, size_t n) {
   ps__v sum = ps__v_set(0.0f);
@@ -176,9 +202,35 @@ PS_CLONES static void norm_row_bwd(float *restrict dy, float *restrict x, const 
 static void rotate_heads(const qkv_job *j, const qkv_scratch *s, float *row, size_t n, int64_t slot,
                          float sign) {
   const size_t h = half_padded(&j->a);
+  void (*turn)(float *restrict, const float *, const float *, size_t, float) =
+      j->a.interleaved ? rotate_neighbours : rotate;
   for (size_t c = 0; c < n; c += j->a.head_dim)
-    rotate(row + c, s->cos + (size_t)slot * h, s->sin + (size_t)slot * h, j->a.rotary_dim / 2,
-           sign);
+    turn(row + c, s->cos + (size_t)slot * h, s->sin + (size_t)slot * h, j->a.rotary_dim / 2, sign);
+}
+
+/* A row rounded to the dtype of the activations. */
+static void round_row(const qkv_job *j, void *room, float *row, size_t n) {
+  if (j->a.dt == PS_F32)
+    return;
+  ps__store_f32(room, j->a.dt, row, n);
+  ps__load_f32(row, room, j->a.dt, n);
+}
+
+/* Norm and RoPE of q's or k's elements of a row. */
+static void fwd_row(const qkv_job *j, const qkv_scratch *s, const float *w, size_t d,
+                    int64_t slot) {
+  const bool late = j->a.qk_norm == PS_QK_NORM_LATE;
+  if (late) {
+    rotate_heads(j, s, s->row, d, slot, 1.0f);
+    round_row(j, s->x, s->row, d);
+  }
+  if (j->a.qk_norm)
+    norm_row(s->row, w, d, j->a.eps);
+  if (late)
+    return;
+  if (j->a.qk_norm)
+    round_row(j, s->x, s->row, d);
+  rotate_heads(j, s, s->row, d, slot, 1.0f);
 }
 
 static void fwd_rows(void *arg, int64_t first, int64_t end, uint32_t worker) {
@@ -192,14 +244,9 @@ static void fwd_rows(void *arg, int64_t first, int64_t end, uint32_t worker) {
     for (size_t c = 0, d; c < n_q + n_k; c += d) {
       d = c < n_q ? w_q : w_k;
       ps__load_f32(s.row, ps__celem(j->qkv, a->dt, (size_t)t * (n_q + 2 * n_k) + c), a->dt, d);
-      if (a->qk_norm) {
-        norm_row(s.row, c < n_q ? j->w : j->w + w_q, d, a->eps);
-        if (a->dt != PS_F32) { /* the rounding between norm and RoPE */
-          ps__store_f32(s.x, a->dt, s.row, d);
-          ps__load_f32(s.row, s.x, a->dt, d);
-        }
-      }
-      rotate_heads(j, &s, s.row, d, t - first, 1.0f);
+      fwd_row(j, &s, c < n_q ? j->w : j->w + w_q, d, t - first);
+      if (c < n_q)
+        scale_row(s.row, d, position_scale(j, t));
       void *to = c < n_q ? ps__elem(j->q, a->dt, (size_t)t * n_q + c)
                          : ps__elem(j->kv, a->dt, (size_t)t * 2 * n_k + c - n_q);
       ps__store_f32(to, a->dt, s.row, d);
@@ -218,17 +265,25 @@ static void bwd_row(const qkv_job *j, const qkv_scratch *s, int64_t t, int64_t s
                w_q = ps__q_norm_elements(a), w_k = ps__k_norm_elements(a),
                at = (size_t)t * (n_q + 2 * n_k);
   const float *dkv = j->dkv + (size_t)t * 2 * n_k;
+  const bool late = a->qk_norm == PS_QK_NORM_LATE;
   for (size_t c = 0, d; c < n_q + n_k; c += d) {
     d = c < n_q ? w_q : w_k;
     if (c < n_q)
       ps__load_f32(s->row, ps__celem(j->dq, a->dt, (size_t)t * n_q + c), a->dt, d);
     else
       memcpy(s->row, dkv + c - n_q, d * sizeof(float));
-    rotate_heads(j, s, s->row, d, slot, -1.0f);
+    if (c < n_q)
+      scale_row(s->row, d, position_scale(j, t));
+    if (!late)
+      rotate_heads(j, s, s->row, d, slot, -1.0f);
     if (a->qk_norm) {
       ps__load_f32(s->x, ps__celem(j->qkv, a->dt, at + c), a->dt, d);
+      if (late)
+        rotate_heads(j, s, s->x, d, slot, 1.0f);
       norm_row_bwd(s->row, s->x, c < n_q ? j->w : j->w + w_q, c < n_q ? dwq : dwk, d, a->eps);
     }
+    if (late)
+      rotate_heads(j, s, s->row, d, slot, -1.0f);
     ps__store_f32(ps__elem(j->dqkv, a->dt, at + c), a->dt, s->row, d);
   }
   ps__store_f32(ps__elem(j->dqkv, a->dt, at + n_q + n_k), a->dt, dkv + n_k, n_k);

@@ -5,7 +5,10 @@
  *         else y = x); at angle a = pos * inv_freq[i], c = attention_factor * cos a,
  *         s = attention_factor * sin a:
  *         out[i] = y[i] c - y[i+h] s,  out[i+h] = y[i+h] c + y[i] s,  i < h = rotary_dim/2;
- *         out[i] = y[i] for i >= rotary_dim.
+ *         out[i] = y[i] for i >= rotary_dim. Interleaved, the pair is 2i and 2i+1. With
+ *         PS_QK_NORM_LATE the norm is of what RoPE gives. With position_beta q is multiplied by
+ *         1 + position_beta ln(1 + floor(pos / position_original)) at the end. The last three by
+ *         the kernels for any head_dim alone.
  *         Backward: dy by the inverse rotation; xh = x*rstd, g = dy*(w + norm_offset),
  *         dx = rstd*(g - xh*mean(g*xh)), dw = sum of dy*xh over rows, and over heads where they
  *         share a weight.
@@ -77,36 +80,70 @@ __global__ void __launch_bounds__(SLICE_THREADS)
   ps_store<T, V>(out + upper, b);
 }
 
-/* The same for any even head_dim and rotary_dim: a warp a head, pairs lane, lane + 32, ... */
-template <typename T, bool NORM>
+/* The same for any even head_dim and rotary_dim: a warp a head, pairs lane, lane + 32, ... NORM: as
+ * qk_norm, but not over all heads. */
+template <typename T, uint32_t NORM>
 __global__ void __launch_bounds__(THREADS)
     qkv_fwd_any_k(const qkv_job<T> j, const rope_table rope) {
+  constexpr bool LATE = NORM == PS_QK_NORM_LATE;
   __shared__ float cosines[MAX_HALF], sines[MAX_HALF];
   const uint32_t d = j.head_dim, half = d / 2, t = blockIdx.x, lane = threadIdx.x % 32;
   const T *in = j.qkv + (size_t)t * (j.n_q + 2 * j.n_k) * d;
   T *q = j.q + (size_t)t * j.n_q * d, *kv = j.kv + (size_t)t * 2 * j.n_k * d;
   fill_angles(cosines, sines, rope, j.pos[t]);
   __syncthreads();
+  const float scale = position_scale(rope, j.pos[t]);
+  auto turn = [&](uint32_t i, float &lo, float &hi) {
+    if (i >= rope.turned)
+      return;
+    const float a = lo * cosines[i] - hi * sines[i];
+    hi = hi * cosines[i] + lo * sines[i];
+    lo = a;
+  };
   for (uint32_t head = threadIdx.x / 32; head < j.n_q + j.n_k; head += THREADS / 32) {
     const T *x = in + head * d, *w = head < j.n_q ? j.wq : j.wk;
     T *out = head < j.n_q ? q + head * d : kv + (head - j.n_q) * d;
+    const float by = head < j.n_q ? scale : 1.0f;
     float rstd = 1.0f;
-    if constexpr (NORM) {
+    auto read = [&](uint32_t i, float &lo, float &hi) {
+      lo = ps_to_f32(x[lower_in(i, rope)]);
+      hi = ps_to_f32(x[upper_in(i, rope, half)]);
+      if constexpr (LATE) {
+        turn(i, lo, hi);
+        lo = rounded<T>(lo);
+        hi = rounded<T>(hi);
+      }
+    };
+    if constexpr (NORM != PS_QK_NORM_NONE) {
       float ss = 0.0f;
-      for (uint32_t i = lane; i < d; i += 32)
-        ss += ps_to_f32(x[i]) * ps_to_f32(x[i]);
+      if constexpr (LATE) {
+        for (uint32_t i = lane; i < half; i += 32) {
+          float lo, hi;
+          read(i, lo, hi);
+          ss += lo * lo + hi * hi;
+        }
+      } else {
+        for (uint32_t i = lane; i < d; i += 32)
+          ss += ps_to_f32(x[i]) * ps_to_f32(x[i]);
+      }
       rstd = 1.0f / sqrtf(ps_warp_sum(ss) / (float)d + j.eps);
     }
     for (uint32_t i = lane; i < half; i += 32) {
-      const uint32_t lower = lower_of(i, rope.turned), upper = upper_of(i, rope.turned, half);
-      float lo = ps_to_f32(x[lower]), hi = ps_to_f32(x[upper]);
-      if constexpr (NORM) {
-        lo = rounded<T>(lo * rstd * (ps_to_f32(w[lower]) + j.offset));
-        hi = rounded<T>(hi * rstd * (ps_to_f32(w[upper]) + j.offset));
+      const uint32_t lower = lower_in(i, rope), upper = upper_in(i, rope, half);
+      float lo, hi;
+      read(i, lo, hi);
+      if constexpr (NORM != PS_QK_NORM_NONE) {
+        lo = lo * rstd * (ps_to_f32(w[lower]) + j.offset);
+        hi = hi * rstd * (ps_to_f32(w[upper]) + j.offset);
       }
-      const bool turn = i < rope.turned;
-      out[lower] = ps_from_f32<T>(turn ? lo * cosines[i] - hi * sines[i] : lo);
-      out[upper] = ps_from_f32<T>(turn ? hi * cosines[i] + lo * sines[i] : hi);
+      if constexpr (NORM == PS_QK_NORM_HEAD) {
+        lo = rounded<T>(lo);
+        hi = rounded<T>(hi);
+      }
+      if constexpr (!LATE)
+        turn(i, lo, hi);
+      out[lower] = ps_from_f32<T>(lo * by);
+      out[upper] = ps_from_f32<T>(hi * by);
     }
   }
   for (uint32_t i = threadIdx.x; i < j.n_k * d; i += THREADS)
@@ -170,10 +207,12 @@ static void launch_fwd(const ps_launch *l, const ps__args_qkv *a, const rope_tab
     qkv_fwd_k<T, V, false><<<grid, slice_threads<V>(a), 0, stream>>>(j, rope, each);
   else if (a->qk_norm == PS_QK_NORM_ROW)
     qkv_fwd_row_k<T><<<a->n_tokens, THREADS, 0, stream>>>(j, rope);
+  else if (a->qk_norm == PS_QK_NORM_LATE)
+    qkv_fwd_any_k<T, PS_QK_NORM_LATE><<<a->n_tokens, THREADS, 0, stream>>>(j, rope);
   else if (a->qk_norm)
-    qkv_fwd_any_k<T, true><<<a->n_tokens, THREADS, 0, stream>>>(j, rope);
+    qkv_fwd_any_k<T, PS_QK_NORM_HEAD><<<a->n_tokens, THREADS, 0, stream>>>(j, rope);
   else
-    qkv_fwd_any_k<T, false><<<a->n_tokens, THREADS, 0, stream>>>(j, rope);
+    qkv_fwd_any_k<T, PS_QK_NORM_NONE><<<a->n_tokens, THREADS, 0, stream>>>(j, rope);
 }
 
 extern "C" ps_status ps__cuda_qkv_split_fwd(const ps_launch *l) {

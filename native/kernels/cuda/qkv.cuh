@@ -9,8 +9,8 @@ enum { THREADS = 256, SLICE_THREADS = 384, MAX_HALF = 256, PAIRS = MAX_HALF / 32
 
 /* @turned: pairs of a head that RoPE turns, rotary_dim/2. */
 typedef struct rope_table {
-  float inv_freq[PS_ROPE_PAIRS], by;
-  uint32_t turned;
+  float inv_freq[PS_ROPE_PAIRS], by, beta; /* beta, original: as position_beta of the arguments */
+  uint32_t turned, original, interleaved;
 } rope_table;
 
 /* The two elements of pair i of a head of 2 * half elements: those that RoPE turns, then the
@@ -20,6 +20,20 @@ __device__ __forceinline__ uint32_t lower_of(uint32_t i, uint32_t turned) {
 }
 __device__ __forceinline__ uint32_t upper_of(uint32_t i, uint32_t turned, uint32_t half) {
   return i < turned ? i + turned : i + half;
+}
+
+/* The same by the table, where RoPE may turn neighbours. */
+__device__ __forceinline__ uint32_t lower_in(uint32_t i, const rope_table &rope) {
+  return rope.interleaved && i < rope.turned ? 2 * i : lower_of(i, rope.turned);
+}
+__device__ __forceinline__ uint32_t upper_in(uint32_t i, const rope_table &rope, uint32_t half) {
+  return rope.interleaved && i < rope.turned ? 2 * i + 1 : upper_of(i, rope.turned, half);
+}
+/* What q is multiplied by at a position. */
+__device__ __forceinline__ float position_scale(const rope_table &rope, int32_t pos) {
+  return rope.beta > 0.0f
+             ? 1.0f + rope.beta * logf(1.0f + floorf((float)pos / (float)rope.original))
+             : 1.0f;
 }
 
 /* What the kernels take; offsets of rows are derived. */
@@ -123,7 +137,7 @@ static inline bool vectors_fit(const ps_launch *l, const ps__args_qkv *a, uint32
   for (uint32_t i = 0; i < n_aligned; i++)
     if (!ps_aligned(l->ptr[i]))
       return false;
-  return a->qk_norm != PS_QK_NORM_ROW && half % v == 0 && turned % v == 0 &&
+  return ps__qkv_is_plain(a) && a->qk_norm != PS_QK_NORM_ROW && half % v == 0 && turned % v == 0 &&
          (!a->qk_norm || ((g & (g - 1)) == 0 && g <= 32));
 }
 
@@ -143,6 +157,9 @@ static inline rope_table rope_of(const ps__args_qkv *a) {
   memcpy(rope.inv_freq, a->inv_freq, sizeof rope.inv_freq);
   rope.by = a->attention_factor;
   rope.turned = a->rotary_dim / 2;
+  rope.interleaved = a->interleaved;
+  rope.beta = a->position_beta;
+  rope.original = a->position_original;
   return rope;
 }
 

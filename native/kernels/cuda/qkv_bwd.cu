@@ -186,20 +186,41 @@ __global__ void __launch_bounds__(SLICE_THREADS, NORM ? 2 : 3)
   }
 }
 
-template <typename T, bool NORM>
+/* @MODE: as qk_norm, but not over all heads. */
+template <typename T, uint32_t MODE>
 __global__ void __launch_bounds__(THREADS)
     qkv_bwd_any_k(const qkv_job<T> j, const rope_table rope) {
+  constexpr bool NORM = MODE != PS_QK_NORM_NONE, LATE = MODE == PS_QK_NORM_LATE;
   __shared__ float cosines[MAX_HALF], sines[MAX_HALF];
   __shared__ float sums[NORM ? THREADS / 32 : 1][NORM ? 2 * MAX_HALF : 1];
   const uint32_t d = j.head_dim, half = d / 2, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint32_t first = blockIdx.x * j.tile, end = min(first + j.tile, j.n_tokens);
   float dw[NORM ? 2 : 1][PAIRS][2] = {};
+  auto turn_back = [&](uint32_t i, float &lo, float &hi) {
+    if (i >= rope.turned)
+      return;
+    const float a = lo * cosines[i] + hi * sines[i];
+    hi = hi * cosines[i] - lo * sines[i];
+    lo = a;
+  };
   for (uint32_t t = first; t < end; t++) {
     const size_t at = (size_t)t * (j.n_q + 2 * j.n_k) * d;
     const float *dkv = j.dkv + (size_t)t * 2 * j.n_k * d;
     __syncthreads();
     fill_angles(cosines, sines, rope, j.pos[t]);
     __syncthreads();
+    const float scale = position_scale(rope, j.pos[t]);
+    /* what the norm was of */
+    auto read = [&](const T *x, uint32_t i, float &lo, float &hi) {
+      lo = ps_to_f32(x[lower_in(i, rope)]);
+      hi = ps_to_f32(x[upper_in(i, rope, half)]);
+      if constexpr (LATE) {
+        const bool turned = i < rope.turned;
+        const float c = turned ? cosines[i] : 1.0f, s = turned ? sines[i] : 0.0f, x0 = lo;
+        lo = x0 * c - hi * s;
+        hi = hi * c + x0 * s;
+      }
+    };
     for (uint32_t head = warp; head < j.n_q + j.n_k; head += THREADS / 32) {
       const bool is_q = head < j.n_q;
       const T *w = is_q ? j.wq : j.wk, *x = j.qkv + at + head * d,
@@ -211,14 +232,14 @@ __global__ void __launch_bounds__(THREADS)
         const uint32_t i = lane + 32 * k;
         if (i >= half)
           break;
-        const uint32_t lower = lower_of(i, rope.turned), upper = upper_of(i, rope.turned, half);
-        const float lo = is_q ? ps_to_f32(dq[lower]) : dkv[(head - j.n_q) * d + lower];
-        const float hi = is_q ? ps_to_f32(dq[upper]) : dkv[(head - j.n_q) * d + upper];
-        const bool turned = i < rope.turned;
-        a[k] = turned ? lo * cosines[i] + hi * sines[i] : lo;
-        b[k] = turned ? hi * cosines[i] - lo * sines[i] : hi;
+        const uint32_t lower = lower_in(i, rope), upper = upper_in(i, rope, half);
+        a[k] = is_q ? ps_to_f32(dq[lower]) * scale : dkv[(head - j.n_q) * d + lower];
+        b[k] = is_q ? ps_to_f32(dq[upper]) * scale : dkv[(head - j.n_q) * d + upper];
+        if constexpr (!LATE)
+          turn_back(i, a[k], b[k]);
         if constexpr (NORM) {
-          const float xl = ps_to_f32(x[lower]), xh = ps_to_f32(x[upper]);
+          float xl, xh;
+          read(x, i, xl, xh);
           ss += xl * xl + xh * xh;
           sg += a[k] * (ps_to_f32(w[lower]) + j.offset) * xl +
                 b[k] * (ps_to_f32(w[upper]) + j.offset) * xh;
@@ -234,9 +255,12 @@ __global__ void __launch_bounds__(THREADS)
         const uint32_t i = lane + 32 * k;
         if (i >= half)
           break;
-        const uint32_t lower = lower_of(i, rope.turned), upper = upper_of(i, rope.turned, half);
+        const uint32_t lower = lower_in(i, rope), upper = upper_in(i, rope, half);
         if constexpr (NORM) {
-          const float xl = ps_to_f32(x[lower]) * rstd, xh = ps_to_f32(x[upper]) * rstd;
+          float xl, xh;
+          read(x, i, xl, xh);
+          xl *= rstd;
+          xh *= rstd;
           dw[0][k][0] += is_q ? a[k] * xl : 0.0f;
           dw[0][k][1] += is_q ? b[k] * xh : 0.0f;
           dw[1][k][0] += is_q ? 0.0f : a[k] * xl;
@@ -244,6 +268,8 @@ __global__ void __launch_bounds__(THREADS)
           a[k] = (a[k] * (ps_to_f32(w[lower]) + j.offset) - xl * mean) * rstd;
           b[k] = (b[k] * (ps_to_f32(w[upper]) + j.offset) - xh * mean) * rstd;
         }
+        if constexpr (LATE)
+          turn_back(i, a[k], b[k]);
         out[lower] = ps_from_f32<T>(a[k]);
         out[upper] = ps_from_f32<T>(b[k]);
       }
@@ -260,8 +286,8 @@ __global__ void __launch_bounds__(THREADS)
         const uint32_t i = lane + 32 * k;
         if (i >= half)
           break;
-        sums[warp][lower_of(i, rope.turned)] = dw[which][k][0];
-        sums[warp][upper_of(i, rope.turned, half)] = dw[which][k][1];
+        sums[warp][lower_in(i, rope)] = dw[which][k][0];
+        sums[warp][upper_in(i, rope, half)] = dw[which][k][1];
       }
       __syncthreads();
       float *to = (which ? j.partial_k : j.partial_q) + (size_t)blockIdx.x * d;
@@ -379,10 +405,12 @@ static cudaError_t launch_bwd(const ps_launch *l, const ps__args_qkv *a, const r
     }
   } else if (a->qk_norm == PS_QK_NORM_ROW) {
     qkv_bwd_row_k<T><<<n, THREADS, 0, exec->stream>>>(j, rope);
+  } else if (a->qk_norm == PS_QK_NORM_LATE) {
+    qkv_bwd_any_k<T, PS_QK_NORM_LATE><<<n, THREADS, 0, exec->stream>>>(j, rope);
   } else if (a->qk_norm) {
-    qkv_bwd_any_k<T, true><<<n, THREADS, 0, exec->stream>>>(j, rope);
+    qkv_bwd_any_k<T, PS_QK_NORM_HEAD><<<n, THREADS, 0, exec->stream>>>(j, rope);
   } else {
-    qkv_bwd_any_k<T, false><<<n, THREADS, 0, exec->stream>>>(j, rope);
+    qkv_bwd_any_k<T, PS_QK_NORM_NONE><<<n, THREADS, 0, exec->stream>>>(j, rope);
   }
   return cudaGetLastError();
 }

@@ -16,8 +16,19 @@ static ps_status check_qkv(const void *args, const char *op) {
   if (a->rotary_dim && !(a->attention_factor > 0.0f && a->attention_factor < INFINITY))
     return ps__fail(PS_EINVAL, "%s: attention_factor is %g: it must be positive and finite", op,
                     (double)a->attention_factor);
-  if (a->qk_norm > PS_QK_NORM_ROW)
-    return ps__fail(PS_EINVAL, "%s: qk_norm is %u: at most %d", op, a->qk_norm, PS_QK_NORM_ROW);
+  if (a->qk_norm > PS_QK_NORM_LATE)
+    return ps__fail(PS_EINVAL, "%s: qk_norm is %u: at most %d", op, a->qk_norm, PS_QK_NORM_LATE);
+  if (!(a->position_beta >= 0.0f && a->position_beta <= 1e6f) ||
+      (a->position_beta > 0.0f && !a->position_original))
+    return ps__fail(PS_EINVAL,
+                    "%s: position_beta is %g and position_original %u: 0 to 1e6, and above 0 with "
+                    "the first",
+                    op, (double)a->position_beta, a->position_original);
+  if (a->qk_norm == PS_QK_NORM_ROW && !ps__qkv_is_plain(a))
+    return ps__fail(PS_EINVAL,
+                    "%s: interleaved is %u and position_beta %g: both must be 0 with a norm over "
+                    "rows",
+                    op, a->interleaved, (double)a->position_beta);
   if (!(a->norm_offset > -INFINITY && a->norm_offset < INFINITY))
     return ps__fail(PS_EINVAL, "%s: norm_offset is %g: it must be finite", op,
                     (double)a->norm_offset);
