@@ -56,6 +56,13 @@ ARCHITECTURES = {
     "MinistralForCausalLM": "ministral",
     "Phi3ForCausalLM": "phi3",
     "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
+    "GemmaForCausalLM": "gemma",
+    "SeedOssForCausalLM": "seed_oss",
+    "Exaone4ForCausalLM": "exaone4",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
+    "Glm4ForCausalLM": "glm4",
+    "Ministral3ForCausalLM": "ministral3",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
     "GraniteForCausalLM": "granite",
@@ -64,19 +71,24 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "MixtralForCausalLM": "mixtral",
 }
-GEMMA = ("gemma2", "gemma3_text")
+GEMMA = ("gemma", "gemma2", "gemma3_text")
 # what transformers takes for absent keys
 KV_HEADS = dict(qwen2=32, qwen3=32, mistral=8, ministral=8, gemma2=4, gemma3_text=4, smollm3=4)
-KV_HEADS |= dict(qwen3_moe=4, mixtral=8)
-HEAD_DIM = dict(qwen3=128, gemma2=256, gemma3_text=256)
+KV_HEADS |= dict(qwen3_moe=4, mixtral=8, gemma=16, seed_oss=8, exaone4=32, glm4=2, ministral3=8)
+HEAD_DIM = dict(qwen3=128, gemma=256, gemma2=256, gemma3_text=256)
+HEAD_DIM |= dict(seed_oss=128, glm4=128, ministral3=128)
 PAD = dict(phi3=32000, olmo2=1, gemma2=0, gemma3_text=0, smollm3=128004, olmoe=1)
+PAD |= dict(olmo3=1, gemma=0, seed_oss=1, hunyuan_v1_dense=0, glm4=151329, ministral3=11)
+QKV_BIAS = ("qwen2", "seed_oss", "glm4")  # the last two unless attention_bias is false
 TIED = (*GEMMA, "smollm3")
 # a block's norms, before and after o_proj in the file
-BEFORE = {"olmo2": ()}
+BEFORE = dict.fromkeys(("olmo2", "olmo3", "exaone4"), ())
 AFTER = {
-    "olmo2": ("post_attention", "post_feedforward"),
-    **dict.fromkeys(GEMMA, ("post_attention", "pre_feedforward", "post_feedforward")),
+    **dict.fromkeys(BEFORE, ("post_attention", "post_feedforward")),
+    **dict.fromkeys(GEMMA[1:], ("post_attention", "pre_feedforward", "post_feedforward")),
+    "glm4": ("post_self_attn", "post_attention", "post_mlp"),
 }
+QK_NORM = ("qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "olmoe", "qwen3_moe")
 # experts: how many, and an expert's parameters: the router's name, then gate, up and down
 EXPERTS = dict(olmoe=64, qwen3_moe=128, mixtral=8)
 OF_EXPERTS = {
@@ -137,7 +149,7 @@ def load_config(path):
         )
     sizes = read_sizes(path, cfg, kind)
     for key in ("attention_bias", "mlp_bias"):
-        if cfg.get(key) and not (kind == "qwen2" and key == "attention_bias"):
+        if cfg.get(key) and not (kind in QKV_BIAS and key == "attention_bias"):
             raise BadInput(
                 f"{path}: {key} is {json.dumps(cfg[key])}: such biases are not supported, set it "
                 "to false"
@@ -245,16 +257,20 @@ def list_tensors(cfg, s):
         p = f"model.layers.{i}."
         for name in BEFORE.get(s.kind, ("input",)):
             yield Tensor(f"{p}{name}_layernorm.weight", (s.dim,), one)
-        fused = s.kind == "phi3"
-        for name, rows in [("qkv", q + 2 * kv)] if fused else (("q", q), ("k", kv), ("v", kv)):
+        for name, rows in (
+            [("qkv", q + 2 * kv)] if s.kind == "phi3" else (("q", q), ("k", kv), ("v", kv))
+        ):
             yield Tensor(f"{p}self_attn.{name}_proj.weight", (rows, s.dim), std)
-        if s.kind == "qwen2":
+        if s.kind in QKV_BIAS and (s.kind == "qwen2" or cfg.get("attention_bias", True)):
             for name, rows in (("q", q), ("k", kv), ("v", kv)):
                 yield Tensor(f"{p}self_attn.{name}_proj.bias", (rows,), "zeros")
-        if s.kind in ("qwen3", "gemma3_text", "olmo2", "olmoe", "qwen3_moe"):
+        if s.kind in QK_NORM:
             for name, n in (("q", q), ("k", kv)):
-                n = n if s.kind in ("olmo2", "olmoe") else s.head_dim
+                n = n if s.kind in ("olmo2", "olmo3", "olmoe") else s.head_dim
                 yield Tensor(f"{p}self_attn.{name}_norm.weight", (n,), one)
+        if s.kind == "hunyuan_v1_dense":
+            for name in ("query", "key"):
+                yield Tensor(f"{p}self_attn.{name}_layernorm.weight", (s.head_dim,), one)
         yield Tensor(p + "self_attn.o_proj.weight", (s.dim, q), out)
         for name in AFTER.get(s.kind, ("post_attention",)):
             yield Tensor(f"{p}{name}_layernorm.weight", (s.dim,), one)
@@ -266,7 +282,7 @@ def list_tensors(cfg, s):
                     yield Tensor(f"{p}{half}.experts.{e}.{name}.weight", (s.expert, s.dim), std)
                 yield Tensor(f"{p}{half}.experts.{e}.{names[2]}.weight", (s.dim, s.expert), out)
             continue
-        for name, n in [("gate_up", 2)] if fused else (("gate", 1), ("up", 1)):
+        for name, n in [("gate_up", 2)] if s.kind in ("phi3", "glm4") else (("gate", 1), ("up", 1)):
             yield Tensor(f"{p}mlp.{name}_proj.weight", (n * s.ffn, s.dim), std)
         yield Tensor(p + "mlp.down_proj.weight", (s.dim, s.ffn), out)
     yield Tensor("model.norm.weight", (s.dim,), one)

@@ -33,6 +33,10 @@ TOKENIZER = (
     "tokenizer.model",
     "added_tokens.json",
     "chat_template.jinja",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "chat_template.json",
 )
 TEMPLATES, RECORD = "additional_chat_templates", "penstock.json"
 WEIGHTS = re.compile(

@@ -7,7 +7,7 @@ grouped queries, scales and caps far from 1. A name is a family, or a family and
 import copy
 import math
 
-OFFSET = ("gemma2", "gemma3_text")  # model types whose norms multiply by 1 + w
+OFFSET = ("gemma", "gemma2", "gemma3_text")  # model types whose norms multiply by 1 + w
 
 COMMON = dict(
     vocab_size=512,
@@ -141,6 +141,58 @@ def smollm3(**changes):
     return dict(family("smollm3", "SmolLM3ForCausalLM"), **dict(smol, **changes))
 
 
+def olmo3(**changes):
+    """Old config files: rope_theta is that of the layers without windows alone."""
+    olmo = dict(hidden_act="silu", sliding_window=9, layer_types=ALTERNATING, rope_scaling=YARN)
+    return family("olmo3", "Olmo3ForCausalLM", **dict(olmo, **changes))
+
+
+def gemma(**changes):
+    one = dict(hidden_act="gelu_pytorch_tanh", head_dim=24, hidden_size=72)
+    one |= dict(tie_word_embeddings=True)
+    return dict(family("gemma", "GemmaForCausalLM"), **dict(one, **changes))
+
+
+def seed_oss(**changes):
+    seed = dict(hidden_act="silu", head_dim=24, attention_bias=True, attention_out_bias=False)
+    seed |= dict(attention_dropout=0.0, residual_dropout=0.0)
+    return family("seed_oss", "SeedOssForCausalLM", **dict(seed, **changes))
+
+
+def exaone4(**changes):
+    exaone = dict(hidden_act="silu", sliding_window=9, layer_types=ALTERNATING)
+    exaone |= dict(sliding_window_pattern=2)
+    return family("exaone4", "Exaone4ForCausalLM", **dict(exaone, **changes))
+
+
+def hunyuan(**changes):
+    rope = dict(type="dynamic", alpha=50.0, factor=1.0, beta_fast=32, beta_slow=1)
+    dense = dict(hidden_act="silu", head_dim=24, rope_scaling=rope)
+    return family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", **dict(dense, **changes))
+
+
+def glm4(**changes):
+    glm = dict(hidden_act="silu", head_dim=24, attention_bias=True, partial_rotary_factor=0.5)
+    return family("glm4", "Glm4ForCausalLM", **dict(glm, **changes))
+
+
+def ministral3(**changes):
+    rope = dict(
+        rope_type="yarn",
+        rope_theta=5000.0,
+        factor=4.0,
+        original_max_position_embeddings=12,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        mscale=1.0,
+        mscale_all_dim=0.5,
+        llama_4_scaling_beta=0.3,
+    )
+    mistral = dict(hidden_act="silu", head_dim=24, rope_parameters=rope, sliding_window=None)
+    cfg = family("ministral3", "Ministral3ForCausalLM", **dict(mistral, **changes))
+    return {k: v for k, v in cfg.items() if k != "rope_theta"}
+
+
 SPARSE = dict(hidden_act="silu", num_experts_per_tok=2, router_aux_loss_coef=0.02)
 
 
@@ -168,6 +220,75 @@ def mixtral(**changes):
     return family("mixtral", "MixtralForCausalLM", **dict(sparse, **changes))
 
 
+def vision_language(model_type, architecture, text, vision, **changes):
+    """A text model, as a part of a model with a vision tower of odd sizes."""
+    text = {k: v for k, v in text.items() if k not in ("architectures", "tie_word_embeddings")}
+    return dict(
+        model_type=model_type,
+        architectures=[architecture],
+        text_config=text,
+        vision_config=vision,
+        torch_dtype="float32",
+        **changes,
+    )
+
+
+def qwen_vision(dim):
+    sizes = dict(depth=1, hidden_size=20, intermediate_size=13, num_heads=1, out_hidden_size=dim)
+    return dict(sizes, fullatt_block_indexes=[0], num_position_embeddings=9)
+
+
+MROPE = dict(rope_type="default", mrope_section=[2, 3, 3])
+VISION = dict(
+    hidden_size=18,
+    intermediate_size=13,
+    num_hidden_layers=1,
+    num_attention_heads=1,
+    image_size=28,
+    patch_size=14,
+)
+# Text models inside vision-language models.
+TOWERS = {
+    "gemma3-vision": vision_language(
+        "gemma3",
+        "Gemma3ForConditionalGeneration",
+        gemma3(),
+        dict(VISION, model_type="siglip_vision_model"),
+        mm_tokens_per_image=4,
+    ),
+    "qwen2_5_vl": vision_language(
+        "qwen2_5_vl",
+        "Qwen2_5_VLForConditionalGeneration",
+        qwen2(rope_scaling=dict(MROPE, type="mrope"), num_key_value_heads=1)
+        | dict(model_type="qwen2_5_vl_text"),
+        qwen_vision(64),
+        tie_word_embeddings=False,
+    ),
+    "qwen3_vl": vision_language(
+        "qwen3_vl",
+        "Qwen3VLForConditionalGeneration",
+        qwen3(rope_scaling=dict(MROPE, mrope_section=[4, 4, 4], mrope_interleaved=True))
+        | dict(model_type="qwen3_vl_text"),
+        dict(qwen_vision(64), deepstack_visual_indexes=[0]),
+        tie_word_embeddings=True,
+    ),
+    "ministral3-vision": vision_language(
+        "mistral3",
+        "Mistral3ForConditionalGeneration",
+        ministral3(head_dim=16),
+        dict(VISION, model_type="pixtral", head_dim=18),
+        tie_word_embeddings=True,
+    ),
+    "mistral3": vision_language(
+        "mistral3",
+        "Mistral3ForConditionalGeneration",
+        mistral(head_dim=16),
+        dict(VISION, model_type="pixtral", head_dim=18),
+        tie_word_embeddings=False,
+    ),
+}
+
+
 # One of each family.
 FAMILIES = {
     "mistral": mistral(),
@@ -178,6 +299,13 @@ FAMILIES = {
     "gemma3": gemma3(),
     "granite": granite(),
     "smollm3": smollm3(),
+    "olmo3": olmo3(),
+    "gemma": gemma(),
+    "seed_oss": seed_oss(),
+    "exaone4": exaone4(),
+    "hunyuan": hunyuan(),
+    "glm4": glm4(),
+    "ministral3": ministral3(),
 }
 # Families with experts.
 EXPERTS = {"olmoe": olmoe(), "qwen3_moe": qwen3_moe(), "mixtral": mixtral()}
@@ -201,6 +329,10 @@ VARIANTS = {
         tie_word_embeddings=False,
     ),
     "granite-untied": granite(tie_word_embeddings=False),
+    "exaone4-full": exaone4(sliding_window=None, layer_types=["full_attention"] * 3)
+    | dict(sliding_window_pattern=None),
+    "seed_oss-plain": seed_oss(attention_bias=False, tie_word_embeddings=True),
+    "hunyuan-plain": hunyuan(rope_scaling=None, tie_word_embeddings=True),
     "smollm3-window": smollm3(use_sliding_window=True, sliding_window=9, no_rope_layers=[1, 0, 1]),
 }
 CONFIGS = {**FAMILIES, **VARIANTS}
@@ -251,13 +383,15 @@ def random_model(cfg, seed=1):
 
     config = transformers.AutoConfig.for_model(**copy.deepcopy(cfg))  # which it writes into
     config._attn_implementation = config._experts_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    whole, text = "vision_config" in cfg, cfg.get("text_config", cfg)
+    kind = transformers.AutoModelForImageTextToText if whole else transformers.AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, p in sorted(model.named_parameters()):
             x = torch.randn(p.shape, generator=generator)
             if "norm" in key:
-                x = 0.2 * x + (cfg["model_type"] not in OFFSET)
+                x = 0.2 * x + (text["model_type"] not in OFFSET)
             elif key.endswith("bias"):
                 x = 0.3 * x
             elif "embed" in key:

@@ -38,7 +38,8 @@ class ModelConfig(c.Structure):
             for n in "norm_eps attention_scale attention_softcap logit_softcap embedding_scale residual_scale logit_scale dropout".split()
         ]
         + [(n, u32) for n in "n_experts n_experts_used expert_dim norm_topk_prob".split()]
-        + [("router_aux_loss", f32), ("reserved", u32)]
+        + [("router_aux_loss", f32), ("multimodal", u32)]
+        + [("interleaved_rope", u32), ("reserved", u32), ("position_beta", c.c_double)]
         + [("local_rope_theta", c.c_double), ("rope", Rope), ("layer_flags", c.c_uint8 * 4096)]
     )
 
@@ -68,6 +69,7 @@ class TensorInfo(c.Structure):
 
 class TensorSpec(c.Structure):
     _fields_ = [("name", c.c_char_p), ("dtype", u32), ("n_dims", u32), ("shape", u64 * 8)]
+    _fields_ += [("file_dtype", c.c_char_p), ("bytes", u64)]
 
 
 class Failed(Exception):

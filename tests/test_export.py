@@ -56,6 +56,16 @@ CONFIGS = {
     "olmo2": families.olmo2(),
     "olmo2-linear": families.CONFIGS["olmo2-linear"],
     "olmo2-tied": families.olmo2(tie_word_embeddings=True),
+    "olmo3": families.olmo3(
+        num_hidden_layers=5,
+        layer_types=["full_attention" if i == 3 else "sliding_attention" for i in range(5)],
+        rope_theta=500000.0,
+    ),
+    "gemma": families.gemma(),
+    "seed_oss": families.seed_oss(),
+    "exaone4": families.CONFIGS["exaone4-full"],
+    "hunyuan": families.hunyuan(),
+    "glm4": families.glm4(),
     "granite": families.granite(),
     "smollm3": families.smollm3(no_rope_layer_interval=4, num_hidden_layers=5),
     "olmoe": families.olmoe(num_key_value_heads=4),
@@ -152,8 +162,22 @@ POST_NORMS = {
 }
 
 
+OTHER_NORMS = {
+    **dict.fromkeys(("gemma2", "gemma3_text", "olmo2", "olmo3", "exaone4"), POST_NORMS),
+    "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
+    "hunyuan_v1_dense": {
+        "self_attn.query_layernorm": "attn_q_norm",
+        "self_attn.key_layernorm": "attn_k_norm",
+    },
+    "glm4": {
+        "post_self_attn_layernorm": "post_attention_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+    },
+}
+
+
 def expected_name(name, cfg):
-    names = {**NAMES, **(POST_NORMS if cfg["model_type"] in (*OFFSET, "olmo2") else {})}
+    names = {**NAMES, **OTHER_NORMS.get(cfg["model_type"], {})}
     module, _, suffix = name.rpartition(".")
     if not module.startswith("model.layers."):
         return f"{names[module]}.{suffix}"
@@ -665,6 +689,9 @@ INEXPRESSIBLE = {
         "norm_topk_prob is True",
     ),
     "olmoe heads": (families.olmoe(), "num_key_value_heads is 2 of 4 heads"),
+    "gemma head": (families.gemma(tie_word_embeddings=False), "lm_head.weight is not the"),
+    "exaone4 windows": (families.exaone4(), "layers [1] have no window: llama.cpp takes it from"),
+    "ministral3": (families.ministral3(), "no architecture for the family ministral3"),
     "olmo2": (families.olmo2(head_dim=24), "4 heads of 24 elements are not hidden_size 64"),
 }
 

@@ -30,7 +30,10 @@ REQUIRED = [
 ]
 # model_type: without it transformers reads nothing; max_position_embeddings: ours stays unknown
 EXCEPTED = ("architectures", "model_type", "max_position_embeddings")
-GELU = ("gemma2", "gemma3_text")
+GELU = ("gemma", "gemma2", "gemma3_text")
+QK_NORM = {"qwen3": 1, "gemma3_text": 1, "olmo2": 2, "olmo3": 2, "exaone4": 1}
+QK_NORM["hunyuan_v1_dense"] = 3
+LOCAL = ("gemma3_text", "olmo3")
 KINDS = {"default": 0, "linear": 1, "llama3": 2, "yarn": 3, "longrope": 4, "dynamic": 5}
 
 
@@ -67,9 +70,11 @@ def flags_of(t):
     for i in range(t.num_hidden_layers):
         slides = window is not None and (types is None or types[i] == "sliding_attention")
         flags = WINDOW if slides else 0
-        if t.model_type == "gemma3_text" and slides:
+        if t.model_type in LOCAL and slides:
             flags |= LOCAL_ROPE
         if t.model_type == "smollm3" and not t.no_rope_layers[i]:
+            flags |= NO_ROPE
+        if t.model_type == "exaone4" and window is not None and not slides:
             flags |= NO_ROPE
         out.append(flags)
     return out
@@ -77,6 +82,8 @@ def flags_of(t):
 
 def scales_of(t):
     """(embedding, attention, residual, logits, cap of the scores, cap of the logits); 0: none."""
+    if t.model_type == "gemma":
+        return (math.sqrt(t.hidden_size), 0, 0, 0, 0, 0)
     if t.model_type in GELU:
         caps = (
             t.attn_logit_softcapping if t.model_type == "gemma2" else None,
@@ -111,6 +118,10 @@ def pad_of(t):
 def check_rope(c, t):
     s, local = rope_of(t)
     kind, partial = s["rope_type"], s.get("partial_rotary_factor", 1.0)
+    if kind == "dynamic" and s.get("alpha"):
+        larger = s["rope_theta"] * s["alpha"] ** (c.head_dim / (c.head_dim - 2))
+        assert c.rope.theta == pytest.approx(larger, rel=1e-14) and c.rope.kind == 0
+        return
     assert (c.rope.theta, c.rope.kind) == (s["rope_theta"], KINDS[kind])
     assert (c.rope.rotary_dim or c.head_dim) == int(c.head_dim * partial)
     assert c.rope.factor == s.get("factor", 0)
@@ -123,7 +134,7 @@ def check_rope(c, t):
         assert c.rope.original_positions == s.get("original_max_position_embeddings", 0)
         for key in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
             assert getattr(c.rope, key) == s.get(key, 0)
-    if t.model_type == "gemma3_text":
+    if t.model_type in LOCAL:
         assert c.local_rope_theta == local["rope_theta"]
 
 
@@ -147,7 +158,8 @@ def check_alike(folder, cfg):
     assert bool(c.tied_embeddings) == t.tie_word_embeddings
     assert c.pad_token_id == pad_of(t)
     assert c.activation == (t.model_type in GELU)
-    assert c.qk_norm == {"qwen3": 1, "gemma3_text": 1, "olmo2": 2}.get(t.model_type, 0)
+    assert c.qk_norm == QK_NORM.get(t.model_type, 0)
+    assert c.interleaved_rope == (t.model_type == "glm4")
     flags = flags_of(t)
     assert list(c.layer_flags[: c.n_layers]) == flags
     if any(f & WINDOW for f in flags):
@@ -186,14 +198,17 @@ def test_what_transformers_writes_reads_alike(tmp_path, name, full):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_missing_field_is_transformers_default_or_named(tmp_path, name):
     cfg = dict(CONFIGS[name])
-    if cfg["model_type"] not in ("phi3", "olmo2", "granite", "llama"):
+    if cfg["model_type"] not in ("phi3", "olmo2", "granite", "llama", "hunyuan_v1_dense"):
         # multiples of the default of num_key_value_heads
         cfg.update(num_attention_heads=32, hidden_size=64)
     alike = 0
     for key in cfg:
         if key in REQUIRED:
             refused(tmp_path, without(cfg, key), f"{key} is missing")
-        elif key not in EXCEPTED and (name, key) != ("qwen3-window", "use_sliding_window"):
+        elif key not in EXCEPTED and (name, key) not in (
+            ("qwen3-window", "use_sliding_window"),
+            ("exaone4-full", "layer_types"),  # transformers divides by zero
+        ):
             alike += check_alike(tmp_path, without(cfg, key))
     assert alike >= 9
     refused(tmp_path, without(cfg, "model_type", "architectures"), "architectures", "model_type")
@@ -218,6 +233,9 @@ def test_null_is_read_as_transformers_reads_it(tmp_path, name):
             ("gemma3-linear", "sliding_window"),
             ("ministral", "sliding_window"),
             ("qwen3-window", "sliding_window"),
+            ("olmo3", "sliding_window"),
+            ("exaone4", "sliding_window"),
+            ("exaone4-full", "layer_types"),  # transformers divides by zero
         ):
             assert check_alike(tmp_path, dict(CONFIGS[name], **{key: None}))
 
@@ -299,13 +317,15 @@ def test_yarn_in_full(tmp_path):
 
 def as_5_writes(cfg):
     """cfg in transformers 5's layout."""
+    if "rope_parameters" in cfg:
+        return cfg
     rope = cfg.get("rope_scaling") or {"rope_type": "default"}
     rope = {"rope_type": rope.get("type"), "rope_theta": cfg["rope_theta"]} | rope
     for key in ("partial_rotary_factor", "original_max_position_embeddings"):
         if key in cfg:
             rope[key] = cfg[key]
-    if cfg["model_type"] == "gemma3_text":
-        local = {"rope_type": "default", "rope_theta": cfg["rope_local_base_freq"]}
+    if cfg["model_type"] in LOCAL:
+        local = {"rope_type": "default", "rope_theta": cfg.get("rope_local_base_freq", 7e5)}
         rope = {"full_attention": rope, "sliding_attention": local}
     old = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq")
     return dict(without(cfg, *old), rope_parameters=rope)
@@ -480,9 +500,9 @@ def test_every_family_has_values_out_of_range():
 
 
 OWN_KEYS = {
-    "sliding_window": (9, "mistral ministral phi3 gemma2 gemma3 smollm3"),
+    "sliding_window": (9, "mistral ministral ministral3 phi3 gemma2 gemma3 smollm3 olmo3 exaone4"),
     "use_sliding_window": (True, "smollm3"),
-    "sliding_window_pattern": (2, "gemma3"),
+    "sliding_window_pattern": (2, "gemma3 exaone4"),
     "no_rope_layers": ([1, 0, 1], "smollm3"),
     "no_rope_layer_interval": (4, "smollm3"),
     "rope_local_base_freq": (1e4, "gemma3"),
@@ -528,12 +548,16 @@ NOT_COMPUTED = [
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_not_computed_is_refused_by_name(tmp_path, name):
     for change, parts in NOT_COMPUTED:
-        refused(tmp_path, dict(CONFIGS[name], **change), *parts)
-    key = "hidden_activation" if name.startswith("gemma") else "hidden_act"
+        if "rope_scaling" in change and "rope_parameters" in CONFIGS[name]:
+            change = {"rope_parameters": change["rope_scaling"]}
+        if "attention_bias" not in change or name not in ("seed_oss", "glm4"):
+            refused(tmp_path, dict(CONFIGS[name], **change), *parts)
+    key = "hidden_activation" if name in ("gemma2", "gemma3") else "hidden_act"
     wrong = "silu" if name.startswith("gemma") else "gelu_pytorch_tanh"
     for act in (wrong, "gelu", "relu", 1):
-        refused(tmp_path, dict(CONFIGS[name], **{key: act}), key)
-    if name != "phi3":
+        if (name, act) != ("gemma", "gelu"):  # its older name of the tanh approximation
+            refused(tmp_path, dict(CONFIGS[name], **{key: act}), key)
+    if name not in ("phi3", "glm4"):
         refused(tmp_path, dict(CONFIGS[name], partial_rotary_factor=0.5), "partial_rotary_factor")
 
 
@@ -587,7 +611,7 @@ def test_what_is_not_computed_is_refused_by_name(tmp_path, name):
         (
             "gemma3",
             dict(model_type="gemma3", architectures=["Gemma3ForConditionalGeneration"]),
-            ["Gemma3ForConditionalGeneration", "gemma3_text"],
+            ["text_config is missing"],
         ),
     ],
 )

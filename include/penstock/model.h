@@ -108,7 +108,7 @@ typedef struct ps_model_config {
   /* Biases on q, k and v (Qwen2). Llama's attention_bias is refused: it has a bias on o too. */
   uint32_t qkv_bias;
   /* RMSNorm on q and k before RoPE: 0 none; 1 over each head (Qwen3, Gemma 3); 2 over the whole
-   * row of all heads (OLMo 2) */
+   * row of all heads (OLMo 2). 3: over each head, after RoPE (Hunyuan) */
   uint32_t qk_norm;
   uint32_t window;                    /* sliding_window, for layers with PS_LAYER_WINDOW */
   int32_t bos_token_id, eos_token_id; /* -1 when the config has none */
@@ -130,7 +130,15 @@ typedef struct ps_model_config {
    *   router_aux_loss            router_aux_loss_coef; what training takes unless told otherwise */
   uint32_t n_experts, n_experts_used, expert_dim, norm_topk_prob;
   float router_aux_loss;
-  uint32_t reserved; /* 0 */
+  /* 1: config.json is of a vision-language model, whose text model this is. A save carries the
+   * other parts over. With 0 in place of what was read, ps_model_config_write() writes the config
+   * of the text model alone */
+  uint32_t multimodal;
+  uint32_t interleaved_rope; /* RoPE turns neighbours (2i, 2i+1), not (i, i + half) (GLM-4) */
+  uint32_t reserved;         /* 0 */
+  /* q is multiplied by 1 + beta ln(1 + floor(position / rope.original_positions)) (Ministral 3);
+   * 0: it is not */
+  double position_beta;
   double local_rope_theta;
   ps_rope rope;
   uint8_t layer_flags[PS_MAX_LAYERS]; /* PS_LAYER_*, by block from 0 */

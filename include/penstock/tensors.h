@@ -64,9 +64,26 @@ PS_API uint64_t ps_tensors_find(const ps_tensor_file *f, const char *name);
 PS_API ps_status ps_tensors_read(ps_tensor_file *f, uint64_t idx, uint64_t first, uint64_t n,
                                  ps_dtype dtype, void *dst);
 
+/* ps_tensors_read_bytes() - @n BYTES of tensor @idx from byte @first on, as the file has them.
+ * Errors: PS_EINVAL, PS_EIO as above. */
+PS_API ps_status ps_tensors_read_bytes(ps_tensor_file *f, uint64_t idx, uint64_t first, uint64_t n,
+                                       void *dst);
+
+/* A vision-language checkpoint has tensors of a text model, and others. Tensors of the text model
+ * have here the names of the text model alone, "model.layers.0...", whatever prefix they have in
+ * the file.
+ * ps_tensors_name_on_disk() - the name that the text model's tensor @name has in files of the
+ *                             layout of @f. Errors: PS_EINVAL: @bytes are too few.
+ * ps_model_carries()        - 1: @m is the text model of such a checkpoint, and tensor @name is one
+ *                             of the others: a save carries it over byte for byte. */
+PS_API ps_status ps_tensors_name_on_disk(const ps_tensor_file *f, const char *name, char *out,
+                                         uint64_t bytes);
+PS_API int ps_model_carries(const ps_model *m, const char *name);
+
 /* ps_model_check_tensors() - whether the tensors of @f are the weights of @m: each of them, in a
- * dtype that is converted and with its shape, and no other. Passed over are rotary tables, and the
- * head of a model that ties it. Errors: PS_EFORMAT names @name and the tensor. */
+ * dtype that is converted and with its shape, and no other. Passed over are rotary tables, the head
+ * of a model that ties it, and what ps_model_carries(). Errors: PS_EFORMAT names @name and the
+ * tensor. */
 PS_API ps_status ps_model_check_tensors(const ps_model *m, const ps_tensor_file *f,
                                         const char *name);
 
@@ -78,6 +95,10 @@ typedef struct ps_tensor_spec {
   uint32_t dtype;   /* ps_dtype */
   uint32_t n_dims;
   uint64_t shape[8];
+  /* Of a tensor that is written as a file has it: its dtype there, borrowed for the call, and the
+   * BYTES of its data. NULL and 0: it is of @dtype. */
+  const char *file_dtype;
+  uint64_t bytes;
 } ps_tensor_spec;
 
 /* ps_tensors_create() - begin to write @n tensors into @dir, which is made when it is missing. What

@@ -14,6 +14,10 @@ const char *const ps__tokenizer_files[] = {"tokenizer.json",
                                            "tokenizer.model",
                                            "added_tokens.json",
                                            "chat_template.jinja",
+                                           "preprocessor_config.json",
+                                           "video_preprocessor_config.json",
+                                           "processor_config.json",
+                                           "chat_template.json",
                                            NULL};
 
 bool ps__in_tokenizer(const char *name) {

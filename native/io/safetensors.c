@@ -12,6 +12,7 @@
 
 #include "core/dtype.h"
 #include "io/tensor_file.h"
+#include "io/tower.h"
 #include <errno.h>
 #include <inttypes.h>
 #include <stdlib.h>
@@ -377,9 +378,11 @@ static ps_status make_index(ps_tensor_file *f, const char *path) {
   return PS_OK;
 }
 
-static ps_status split_fused(ps_tensor_file *f, const char *path) {
+/* By the names of a text model whose experts are a tensor each. */
+static ps_status name_anew(ps_tensor_file *f, const char *path) {
+  PS_TRY(ps__tensors_rename(f));
   PS_TRY(ps__tensors_split(f, path, MAX_TENSORS));
-  if (!f->fused)
+  if (!f->fused && !f->names)
     return PS_OK;
   ps__free(f->by_name);
   f->by_name = NULL;
@@ -600,7 +603,7 @@ ps_status ps__tensors_open(ps_tensor_file **out, const char *path, const char *s
       st = make_index(f, path);
   }
   if (st == PS_OK)
-    st = split_fused(f, path);
+    st = name_anew(f, path);
   if (st == PS_OK)
     st = ps__tensors_pair(f);
   if (st != PS_OK) {
@@ -660,6 +663,18 @@ ps_status ps__tensors_metadata(const ps_tensor_file *f, const char *key, char *o
   ps__free(header);
   close(fd);
   return st;
+}
+
+/* ---- reading bytes --------------------------------------------------------------------------- */
+
+ps_status ps_tensors_read_bytes(ps_tensor_file *f, uint64_t idx, uint64_t first, uint64_t n,
+                                void *dst) {
+  if (!f || idx >= f->n || first > f->tensors[idx].info.bytes ||
+      n > f->tensors[idx].info.bytes - first)
+    return ps__fail(PS_EINVAL, "ps_tensors_read_bytes: there is no such tensor, or range of it");
+  const tensor *t = &f->tensors[idx];
+  const data_file *d = &f->files[t->file];
+  return ps__pread_all(d->fd, d->path, dst, n, t->begin + first);
 }
 
 /* ---- reading with conversion ----------------------------------------------------------------- */

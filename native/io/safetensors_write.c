@@ -62,7 +62,21 @@ static uint64_t each(uint32_t dtype) {
   return dtype < PS_N_DTYPES || dtype == PS__U8 ? ps__dtypes[dtype].bytes : 0;
 }
 
+/* BYTES that its data is aligned to. Some dtypes have less than a byte an element. */
+static uint64_t alignment(const ps_tensor_spec *s) {
+  uint64_t n = 1, to = 8;
+  if (!s->file_dtype)
+    return each(s->dtype);
+  for (uint32_t i = 0; i < s->n_dims; i++)
+    n *= s->shape[i];
+  while (to > 1 && (!n || s->bytes / n < to))
+    to /= 2;
+  return to;
+}
+
 static uint64_t spec_bytes(const ps_tensor_spec *s) {
+  if (s->file_dtype)
+    return s->bytes;
   uint64_t n = each(s->dtype);
   for (uint32_t i = 0; i < s->n_dims; i++)
     n *= s->shape[i]; /* checked by copy_specs */
@@ -74,7 +88,7 @@ static uint64_t spec_bytes(const ps_tensor_spec *s) {
 static ps_status check_spec(const char *dir, const ps_tensor_spec *s, uint64_t i) {
   if (!s->name || !*s->name || !strcmp(s->name, "__metadata__"))
     return ps__fail(PS_EINVAL, "%s: tensor %" PRIu64 " has no usable name", dir, i);
-  uint64_t n = each(s->dtype);
+  uint64_t n = s->file_dtype ? 1 : each(s->dtype);
   if (!n)
     return ps__fail(PS_EINVAL, "%s: tensor \"%s\": %u is no ps_dtype", dir, s->name, s->dtype);
   if (s->n_dims > PS__MAX_DIMS)
@@ -98,11 +112,22 @@ static ps_status copy_specs(ps_tensor_writer *w, const ps_tensor_spec *specs, ui
       return ps__fail(PS_EINVAL, "%s: the tensors have more than 2^63 bytes together", w->dir);
     w->specs[i] = specs[i];
     w->specs[i].name = ps__strdup(specs[i].name);
+    w->specs[i].file_dtype = specs[i].file_dtype ? ps__strdup(specs[i].file_dtype) : NULL;
     w->n = i + 1;
-    if (!w->specs[i].name)
+    if (!w->specs[i].name || (specs[i].file_dtype && !w->specs[i].file_dtype))
       return no_memory(w->dir);
   }
   return PS_OK;
+}
+
+/* Whether the spec begins a shard: after @last its shard would be too large, or a tensor that is
+ * written as it is would not be aligned there. */
+static bool begins_shard(const ps_tensor_spec *s, const shard *last, uint64_t max_bytes) {
+  const uint64_t bytes = spec_bytes(s);
+  if (!last || !last->n)
+    return !last;
+  return (max_bytes && (bytes > max_bytes || last->bytes > max_bytes - bytes)) ||
+         (s->file_dtype && last->bytes % alignment(s));
 }
 
 /* Cuts the specs into shards, in order, as Hugging Face does: a tensor larger than the limit has
@@ -111,7 +136,7 @@ static ps_status cut_shards(ps_tensor_writer *w, uint64_t max_bytes) {
   for (uint64_t i = 0; i < w->n || w->n_shards == 0; i++) {
     uint64_t bytes = i < w->n ? spec_bytes(&w->specs[i]) : 0;
     shard *last = w->n_shards ? &w->shards[w->n_shards - 1] : NULL;
-    if (!last || (max_bytes && last->n && (bytes > max_bytes || last->bytes > max_bytes - bytes))) {
+    if (i < w->n ? begins_shard(&w->specs[i], last, max_bytes) : !last) {
       void *shards = w->shards;
       bool grown = ps__grow(&shards, w->n_shards, &w->cap_shards, sizeof *w->shards);
       w->shards = shards;
@@ -122,7 +147,7 @@ static ps_status cut_shards(ps_tensor_writer *w, uint64_t max_bytes) {
     }
     if (i == w->n)
       break; /* no tensors: one empty file */
-    if (last->bytes % each(w->specs[i].dtype))
+    if (last->bytes % alignment(&w->specs[i]))
       return ps__fail(
           PS_EINVAL,
           "%s: tensor \"%s\" would not be aligned in its file: put fp32 tensors before bf16 ones",
@@ -160,7 +185,7 @@ static ps_status make_header(ps_tensor_writer *w, size_t k) {
   for (uint64_t i = s->first; i < s->first + s->n; i++) {
     const ps_tensor_spec *t = &w->specs[i];
     ps__jsonw_object(j, t->name);
-    ps__jsonw_string(j, "dtype", ps__dtypes[t->dtype].file_name);
+    ps__jsonw_string(j, "dtype", t->file_dtype ? t->file_dtype : ps__dtypes[t->dtype].file_name);
     ps__jsonw_array(j, "shape");
     for (uint32_t d = 0; d < t->n_dims; d++)
       ps__jsonw_uint(j, NULL, t->shape[d]);
@@ -476,8 +501,10 @@ void ps_tensors_abort(ps_tensor_writer *w) {
     if (w->headers)
       ps__free(w->headers[k]);
   }
-  for (uint64_t i = 0; i < w->n; i++)
+  for (uint64_t i = 0; i < w->n; i++) {
     ps__free((char *)w->specs[i].name);
+    ps__free((char *)w->specs[i].file_dtype);
+  }
   ps__free(w->specs);
   ps__free(w->shards);
   ps__free(w->headers);

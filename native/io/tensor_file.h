@@ -29,6 +29,7 @@ struct ps_tensor_file {
   uint64_t *by_name; /* indices sorted by name */
   bool initialised;  /* by models/init_model.py, as a file's metadata says */
   bool fused;        /* a layer's experts were one tensor */
+  uint32_t names;    /* the layout of names that the files have (tower.h) */
 };
 
 /* ps__tensors_split() - puts the tensors of each expert in the place of those that have a layer's

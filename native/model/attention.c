@@ -64,7 +64,10 @@ static ps_status qkv_args(ps__args_qkv *out, const ps_model *m, uint32_t flags, 
                         .dt = m->dt,
                         .qk_norm = c->qk_norm,
                         .eps = c->norm_eps,
-                        .norm_offset = offset};
+                        .norm_offset = offset,
+                        .interleaved = c->interleaved_rope,
+                        .position_original = c->position_beta > 0 ? c->rope.original_positions : 0,
+                        .position_beta = (float)c->position_beta};
   return ps__rope_table(out, &rope, c->max_positions, m->seq_len);
 }
 

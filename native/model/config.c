@@ -2,6 +2,7 @@
  * adds is in native/model/families/. Whatever would change the math and is not computed here is
  * refused by name rather than ignored. */
 #include "kernels/ops.h"
+#include "model/config_tower.h"
 #include "model/family.h"
 #include "model/model.h"
 
@@ -182,7 +183,7 @@ ps_status ps_model_config_check(const ps_model_config *c, const char *name) {
   PS_TRY(check_sizes(c, name));
   PS_TRY(ps__config_in_range(name, "tie_word_embeddings", c->tied_embeddings, 0, 1));
   PS_TRY(ps__config_in_range(name, "qkv_bias", c->qkv_bias, 0, 1));
-  PS_TRY(ps__config_in_range(name, "qk_norm", c->qk_norm, 0, PS_QK_NORM_ROW));
+  PS_TRY(ps__config_in_range(name, "qk_norm", c->qk_norm, 0, PS_QK_NORM_LATE));
   PS_TRY(ps__config_in_range(name, "activation", c->activation, 0, PS_ACTIVATION_GELU_TANH));
   if (!(c->norm_eps >= FLT_MIN && c->norm_eps <= 1.0f))
     return ps__fail(PS_EFORMAT,
@@ -196,7 +197,15 @@ ps_status ps_model_config_check(const ps_model_config *c, const char *name) {
                       name, of_id[i], ids[i], c->vocab_size);
   if (!(c->dropout >= 0 && c->dropout <= 1))
     return ps__fail(PS_EFORMAT, "%s: dropout is %g: it must be 0 to 1", name, (double)c->dropout);
+  PS_TRY(ps__config_in_range(name, "multimodal", c->multimodal, 0, 1));
+  PS_TRY(ps__config_in_range(name, "interleaved_rope", c->interleaved_rope, 0, 1));
   PS_TRY(ps__config_in_range(name, "reserved", c->reserved, 0, 0));
+  if (!(c->position_beta >= 0 && c->position_beta <= 1e6) ||
+      (c->position_beta > 0 && !c->rope.original_positions))
+    return ps__fail(PS_EFORMAT,
+                    "%s: llama_4_scaling_beta is %g and original_max_position_embeddings %u: the "
+                    "first must be 0 to 1e6, and the second above 0 with it",
+                    name, c->position_beta, c->rope.original_positions);
   PS_TRY(check_layers(c, name));
   PS_TRY(check_experts(c, name));
   return check_rope(c, name);
@@ -204,14 +213,21 @@ ps_status ps_model_config_check(const ps_model_config *c, const char *name) {
 
 /* ---- reading --------------------------------------------------------------------------------- */
 
-/* The names of all families, as "LlamaForCausalLM (llama), ...". */
+/* The model types of all families, as "llama, qwen2, ...". */
 static const char *family_names(char *text, size_t bytes) {
   size_t at = 0;
   const ps__family *f;
   for (uint32_t i = 0; (f = ps__family_at(i)) && at < bytes; i++)
-    at += (size_t)snprintf(text + at, bytes - at, "%s%s (%s)", i ? ", " : "", f->architecture,
-                           f->model_type);
+    at += (size_t)snprintf(text + at, bytes - at, "%s%s", i ? ", " : "", f->model_type);
   return text;
+}
+
+static ps_status find_named(const char *model_type, uint32_t *out) {
+  const ps__family *f;
+  for (*out = 0; (f = ps__family_at(*out)); ++*out)
+    if (!strcmp(f->model_type, model_type))
+      return PS_OK;
+  return ps__fail(PS_EINTERNAL, "there is no family \"%s\"", model_type);
 }
 
 static ps_status find_family(const ps__config_reader *r, uint32_t *out) {
@@ -220,14 +236,6 @@ static ps_status find_family(const ps__config_reader *r, uint32_t *out) {
   const char *class = ps__json_string(a ? ps__json_at(a, 0) : NULL, NULL),
              *type = ps__json_string(t, NULL);
   char names[512];
-  static const char *const parts[] = {"text_config", "vision_config", "audio_config"};
-  for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
-    if (ps__config_field(r->j, parts[i]))
-      return ps__fail(PS_EFORMAT,
-                      "%s: %s is set: multimodal models are not supported yet, and a text class "
-                      "of transformers that is opened on the directory saves random weights: "
-                      "docs/models.md says how the text model is saved alone",
-                      r->path, parts[i]);
   if (!a && !t)
     return ps__fail(PS_EFORMAT,
                     "%s: architectures and model_type are missing: the config must give one",
@@ -250,8 +258,8 @@ static ps_status find_family(const ps__config_reader *r, uint32_t *out) {
     *out = i;
     return PS_OK;
   }
-  return ps__fail(PS_EFORMAT, "%s: %s is \"%.60s\": what can be trained is %s", r->path,
-                  class ? "architectures" : "model_type", class ? class : type,
+  return ps__fail(PS_EFORMAT, "%s: %s is \"%.60s\": the model types that can be trained are %s",
+                  r->path, class ? "architectures" : "model_type", class ? class : type,
                   family_names(names, sizeof names));
 }
 
@@ -316,7 +324,7 @@ static ps_status refuse_foreign(const ps__config_reader *r, const ps__family *fa
   }
   PS_TRY(ps__config_bool(r, r->j, "attention_bias", false, &bias));
   PS_TRY(ps__config_bool(r, r->j, "mlp_bias", false, &mlp_bias));
-  if (bias && !family->has_qkv_bias)
+  if (bias && !family->has_qkv_bias && !family->has_qkv_bias_only)
     return ps__fail(PS_EFORMAT,
                     "%s: attention_bias is true: it puts a bias on o_proj, which is not supported",
                     r->path);
@@ -351,7 +359,8 @@ static ps_status read_activation(const ps__config_reader *r, const ps__family *f
     return ps__fail(PS_EFORMAT, "%s: %s is %s: it must be \"%s\"", r->path, key,
                     ps__config_kind(act), want);
   if (!act || !strcmp(name, want) ||
-      (c->activation == PS_ACTIVATION_SILU && !strcmp(name, "swish")))
+      (c->activation == PS_ACTIVATION_SILU && !strcmp(name, "swish")) ||
+      (family->activation_alias && !strcmp(name, family->activation_alias)))
     return PS_OK;
   return ps__fail(PS_EFORMAT, "%s: %s is \"%.60s\": only \"%s\" is supported", r->path, key, name,
                   want);
@@ -387,32 +396,62 @@ static ps_status read_sizes(const ps__config_reader *r, const ps__family *family
   return PS_OK;
 }
 
-static ps_status read_config(const ps__config_reader *r, ps_model_config *out) {
-  ps_model_config c = {.struct_bytes = sizeof c};
+/* @c has its family and whether it is tied. */
+static ps_status read_config(const ps__config_reader *r, ps_model_config *c) {
+  const ps__family *family = ps__family_at(c->family);
   double eps = 0;
-  if (ps__json_type(r->j) != PS_JSON_OBJECT)
-    return ps__fail(PS_EFORMAT, "%s: is %s: a model config must be an object", r->path,
-                    ps__config_kind(r->j));
-  PS_TRY(find_family(r, &c.family));
-  const ps__family *family = ps__family_at(c.family);
   PS_TRY(refuse_foreign(r, family));
-  PS_TRY(read_sizes(r, family, &c));
-  PS_TRY(read_activation(r, family, &c));
-  PS_TRY(read_dropout(r, &c));
+  PS_TRY(read_sizes(r, family, c));
+  PS_TRY(read_activation(r, family, c));
+  PS_TRY(read_dropout(r, c));
   PS_TRY(ps__config_number(r, r->j, "rms_norm_eps",
                            family->default_norm_eps > 0 ? family->default_norm_eps : 1e-6, &eps));
-  c.norm_eps = (float)eps;
-  PS_TRY(
-      ps__config_bool(r, r->j, "tie_word_embeddings", family->tied_by_default, &c.tied_embeddings));
-  PS_TRY(ps__config_token(r, "bos_token_id", c.vocab_size, &c.bos_token_id));
-  PS_TRY(ps__config_token(r, "eos_token_id", c.vocab_size, &c.eos_token_id));
-  c.qkv_bias = family->has_qkv_bias;
-  c.qk_norm = family->qk_norm;
-  PS_TRY(check_sizes(&c, r->path)); /* bounds what the rest of reading goes over */
-  PS_TRY(ps__config_pad(r, family, &c));
-  PS_TRY(ps__config_rope(r, &c));
-  PS_TRY(family->read(r, &c));
-  PS_TRY(ps_model_config_check(&c, r->path));
+  c->norm_eps = (float)eps;
+  PS_TRY(ps__config_token(r, "bos_token_id", c->vocab_size, &c->bos_token_id));
+  PS_TRY(ps__config_token(r, "eos_token_id", c->vocab_size, &c->eos_token_id));
+  c->qkv_bias = family->has_qkv_bias;
+  if (family->has_qkv_bias_only)
+    PS_TRY(ps__config_bool(r, r->j, "attention_bias", true, &c->qkv_bias));
+  c->interleaved_rope = family->interleaved_rope;
+  c->qk_norm = family->qk_norm;
+  PS_TRY(check_sizes(c, r->path)); /* bounds what the rest of reading goes over */
+  PS_TRY(ps__config_pad(r, family, c));
+  PS_TRY(ps__config_rope(r, c));
+  PS_TRY(family->read(r, c));
+  return ps_model_config_check(c, r->path);
+}
+
+/* Vision-language models tie by the whole's config. Where the text model's may say so too, either
+ * counts. */
+static ps_status read_tied(const ps__config_reader *r, bool tied_by_default, bool either,
+                           ps_model_config *c) {
+  uint32_t inner = 0;
+  const ps__json *from = r->outer ? r->outer : r->j;
+  PS_TRY(ps__config_bool(r, from, "tie_word_embeddings", tied_by_default, &c->tied_embeddings));
+  if (either)
+    PS_TRY(ps__config_bool(r, r->j, "tie_word_embeddings", false, &inner));
+  c->tied_embeddings |= inner;
+  return PS_OK;
+}
+
+static ps_status read_whole(ps__config_reader r, ps_model_config *out) {
+  const ps__tower *tower = NULL;
+  const ps__json *text = NULL;
+  ps_model_config c = {.struct_bytes = sizeof c};
+  if (ps__json_type(r.j) != PS_JSON_OBJECT)
+    return ps__fail(PS_EFORMAT, "%s: is %s: a model config must be an object", r.path,
+                    ps__config_kind(r.j));
+  PS_TRY(ps__tower_find(&r, &tower, &text));
+  PS_TRY(tower ? find_named(tower->family, &c.family) : find_family(&r, &c.family));
+  c.multimodal = tower != NULL;
+  if (tower) {
+    r.outer = r.j;
+    r.j = text;
+    r.absent = tower->absent;
+  }
+  const bool tied = tower ? tower->tied_by_default : ps__family_at(c.family)->tied_by_default;
+  PS_TRY(read_tied(&r, tied, tower && tower->flat, &c));
+  PS_TRY(read_config(&r, &c));
   *out = c;
   return PS_OK;
 }
@@ -426,7 +465,7 @@ static ps_status read_file(ps_model_config *out, const char *path, bool is_dir, 
   ps__json *j = NULL;
   ps_status r = ps__json_read_file(&j, file, PS__MAX_CONFIG_BYTES);
   if (r == PS_OK)
-    r = read_config(&(ps__config_reader){.j = j, .path = file, .warn = warn}, out);
+    r = read_whole((ps__config_reader){.j = j, .path = file, .warn = warn}, out);
   ps__json_free(j);
   ps__free(file);
   return r;

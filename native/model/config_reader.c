@@ -1,5 +1,7 @@
-/* config_reader.c - values of config.json by key, and what several families read alike. */
+/* config_reader.c - values of config.json by key, what several families read alike, and values that
+ * are written as they are. */
 #include "model/family.h"
+#include <math.h>
 #include <string.h>
 
 const ps__json *ps__config_field(const ps__json *j, const char *key) {
@@ -13,10 +15,21 @@ const char *ps__config_kind(const ps__json *v) {
   return names[ps__json_type(v)];
 }
 
+/* The default of a key that @from lacks: the reader's own, of the model's own object. */
+static double absent(const ps__config_reader *r, const ps__json *from, const char *key,
+                     double fallback) {
+  const ps__config_default *d = from == r->j && !ps__json_get(from, key) ? r->absent : NULL;
+  for (; d && d->key; d++)
+    if (!strcmp(d->key, key))
+      return d->value;
+  return fallback;
+}
+
 ps_status ps__config_uint(const ps__config_reader *r, const ps__json *from, const char *key,
                           uint32_t fallback, uint32_t *out) {
   const ps__json *v = ps__config_field(from, key);
   uint64_t u;
+  fallback = (uint32_t)absent(r, from, key, fallback);
   if (!v) {
     if (fallback == PS__CONFIG_REQUIRED)
       return ps__fail(PS_EFORMAT, "%s: %s is missing: the config must give it", r->path, key);
@@ -41,7 +54,7 @@ ps_status ps__config_number(const ps__config_reader *r, const ps__json *from, co
   if (v && ps__json_type(v) != PS_JSON_NUMBER)
     return ps__fail(PS_EFORMAT, "%s: %s is %s: it must be a number", r->path, key,
                     ps__config_kind(v));
-  *out = ps__json_number(v, fallback);
+  *out = ps__json_number(v, absent(r, from, key, fallback));
   return PS_OK;
 }
 
@@ -68,6 +81,8 @@ ps_status ps__config_token(const ps__config_reader *r, const char *key, uint32_t
                            int32_t *out) {
   const ps__json *v = ps__config_field(r->j, key);
   uint64_t id;
+  if (!v && r->outer)
+    v = ps__config_field(r->outer, key);
   if (v && ps__json_type(v) == PS_JSON_ARRAY)
     v = ps__json_at(v, 0);
   if (v && ps__json_type(v) != PS_JSON_NUMBER && ps__json_type(v) != PS_JSON_NULL)
@@ -182,4 +197,68 @@ ps_status ps__config_needs_window(const ps__config_reader *r, const ps_model_con
                   "%s: layer_types has sliding_attention in %u layers, but %s: give the window, or "
                   "name them full_attention",
                   r->path, sliding, why);
+}
+
+ps_status ps__config_sliding_layers(const ps__config_reader *r, ps_model_config *c, uint8_t flags,
+                                    uint32_t pattern) {
+  uint32_t sliding;
+  bool given = false;
+  PS_TRY(ps__config_window(r, 4096, &c->window));
+  PS_TRY(ps__config_layer_types(r, c, flags, &given, &sliding));
+  for (uint32_t i = 0; !given && i < c->n_layers; i++)
+    if ((i + 1) % pattern) {
+      c->layer_flags[i] = flags;
+      sliding++;
+    }
+  return ps__config_needs_window(r, c, sliding, "sliding_window is null");
+}
+
+ps_status ps__config_local_rope(const ps__config_reader *r, const char *key, double fallback,
+                                ps_model_config *c) {
+  const ps__json *local = ps__config_field(ps__config_field(r->j, "rope_parameters"),
+                                           "sliding_attention"),
+                 *type = ps__config_field(local, "rope_type");
+  double beside = fallback;
+  if (key)
+    PS_TRY(ps__config_number(r, r->j, key, fallback, &beside));
+  PS_TRY(ps__config_number(r, local, "rope_theta", beside, &c->local_rope_theta));
+  if (key && ps__config_field(r->j, key) && c->local_rope_theta != beside)
+    return ps__fail(PS_EFORMAT,
+                    "%s: %s is %g, but rope_theta is %g in rope_parameters.sliding_attention: they "
+                    "must agree",
+                    r->path, key, beside, c->local_rope_theta);
+  const char *name = ps__json_string(type, NULL);
+  if (type && (!name || strcmp(name, "default")))
+    return ps__fail(PS_EFORMAT,
+                    "%s: rope_parameters.sliding_attention has rope_type \"%.60s\": only "
+                    "\"default\" is supported there",
+                    r->path, name ? name : ps__config_kind(type));
+  return PS_OK;
+}
+
+/* ---- writing -------------------------------------------------------------------------------- */
+
+void ps__config_copy_all(ps__jsonw *w, const ps__json *j) {
+  for (size_t i = 0; i < ps__json_length(j); i++)
+    ps__config_copy(w, ps__json_type(j) == PS_JSON_OBJECT ? ps__json_key(j, i) : NULL,
+                    ps__json_at(j, i));
+}
+
+void ps__config_copy(ps__jsonw *w, const char *key, const ps__json *j) {
+  switch (ps__json_type(j)) {
+  case PS_JSON_OBJECT:
+    ps__jsonw_object(w, key);
+    ps__config_copy_all(w, j);
+    ps__jsonw_end(w);
+    break;
+  case PS_JSON_ARRAY:
+    ps__jsonw_array(w, key);
+    ps__config_copy_all(w, j);
+    ps__jsonw_end(w);
+    break;
+  case PS_JSON_STRING: ps__jsonw_string(w, key, ps__json_string(j, NULL)); break;
+  case PS_JSON_BOOL: ps__jsonw_bool(w, key, ps__json_bool(j, false)); break;
+  case PS_JSON_NUMBER: ps__jsonw_number_text(w, key, ps__json_number_text(j)); break;
+  default: ps__jsonw_number(w, key, NAN); break; /* null */
+  }
 }

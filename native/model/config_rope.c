@@ -1,12 +1,17 @@
 /* config_rope.c - RoPE as config.json has it. */
 #include "model/family.h"
 #include "model/rope.h"
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* "longrope" for the names that it has had in the family. */
-static const char *new_name(const ps_model_config *c, const char *type) {
+/* "longrope" for the names that it has had in the family. A text has one position a token for all
+ * three axes of M-RoPE (arXiv 2409.12191), which is plain RoPE then. */
+static const char *new_name(const ps__config_reader *r, const ps_model_config *c,
+                            const char *type) {
   const char *const *old = ps__family_at(c->family)->longrope_names;
+  if (type && r->outer && !strcmp(type, "mrope"))
+    return "default";
   for (; type && old && *old; old++)
     if (!strcmp(type, *old))
       return "longrope";
@@ -27,8 +32,8 @@ static bool has_no_scaling(const ps__json *s) {
 static ps_status read_rope_type(const ps__config_reader *r, const ps_model_config *c,
                                 const ps__json *s, const char **out) {
   const ps__json *t = ps__config_field(s, "rope_type"), *old = ps__config_field(s, "type");
-  const char *type = new_name(c, ps__json_string(t ? t : old, NULL)),
-             *old_type = new_name(c, ps__json_string(old, NULL));
+  const char *type = new_name(r, c, ps__json_string(t ? t : old, NULL)),
+             *old_type = new_name(r, c, ps__json_string(old, NULL));
   if (!type && has_no_scaling(s))
     type = "default";
   if (!type)
@@ -170,14 +175,30 @@ static const struct {
     {"dynamic", PS_ROPE_DYNAMIC, read_factor},
 };
 
+/* theta alpha^(d/(d-2)) */
+static ps_status read_alpha(const ps__config_reader *r, const ps__json *s, ps_model_config *c) {
+  double alpha = 0;
+  PS_TRY(ps__config_number(r, s, "alpha", 0, &alpha));
+  if (!(alpha > 0 && alpha <= 1e6) || c->head_dim <= 2)
+    return ps__fail(PS_EFORMAT,
+                    "%s: alpha is %g in RoPE's parameters, and head_dim %u: it must be above 0 and "
+                    "at most 1e6, and head_dim above 2",
+                    r->path, alpha, c->head_dim);
+  c->rope.theta *= pow(alpha, c->head_dim / (c->head_dim - 2.0));
+  return PS_OK;
+}
+
 static ps_status read_scaling(const ps__config_reader *r, const ps__json *s, ps_model_config *c) {
   const char *type = NULL;
   PS_TRY(read_rope_type(r, c, s, &type));
-  if (ps__config_field(s, "mrope_section"))
+  if (ps__config_field(s, "mrope_section") && !r->outer)
     return ps__fail(PS_EFORMAT, "%s: mrope_section is set: multimodal RoPE is not supported",
                     r->path);
   if (!strcmp(type, "default"))
     return PS_OK;
+  if (!strcmp(type, "dynamic") && ps__family_at(c->family)->has_ntk_alpha &&
+      ps__config_field(s, "alpha"))
+    return read_alpha(r, s, c);
   for (size_t i = 0; i < sizeof scalings / sizeof *scalings; i++)
     if (!strcmp(type, scalings[i].type)) {
       c->rope.kind = scalings[i].kind;
@@ -204,7 +225,8 @@ static ps_status read_in_either(const ps__config_reader *r, const ps__json *insi
 static ps_status read_partial(const ps__config_reader *r, const ps__json *inside,
                               ps_model_config *c) {
   double partial = 0;
-  PS_TRY(read_in_either(r, inside, "partial_rotary_factor", 1, &partial));
+  const double fallback = ps__family_at(c->family)->default_partial_rope;
+  PS_TRY(read_in_either(r, inside, "partial_rotary_factor", fallback > 0 ? fallback : 1, &partial));
   if (partial == 1)
     return PS_OK;
   if (!ps__family_at(c->family)->has_partial_rope)
@@ -242,14 +264,21 @@ ps_status ps__config_rope(const ps__config_reader *r, ps_model_config *c) {
   if (s && ps__json_type(s) != PS_JSON_OBJECT)
     return ps__fail(PS_EFORMAT, "%s: %s is %s: it must be an object", r->path,
                     parameters ? "rope_parameters" : "rope_scaling", ps__config_kind(s));
-  if (family->has_local_rope && ps__config_field(parameters, "full_attention"))
+  const bool by_type = family->has_local_rope && ps__config_field(parameters, "full_attention");
+  if (by_type)
     s = ps__config_field(parameters, "full_attention");
   ps_model_config old = *c;
   PS_TRY(read_rope(r, s, c));
+  if (by_type) /* transformers does not look for truncate there */
+    c->rope.keep_fraction = 0;
   if (!scaling || !parameters)
     return PS_OK;
   if (ps__json_type(scaling) == PS_JSON_OBJECT)
-    PS_TRY(read_rope(&(ps__config_reader){.j = r->j, .path = r->path}, scaling, &old));
+    PS_TRY(read_rope(
+        &(ps__config_reader){.j = r->j, .path = r->path, .outer = r->outer, .absent = r->absent},
+        scaling, &old));
+  if (by_type)
+    old.rope.keep_fraction = 0;
   if (memcmp(&old.rope, &c->rope, sizeof old.rope) != 0)
     return ps__fail(PS_EFORMAT,
                     "%s: rope_scaling and rope_parameters are both set and disagree: keep one of "

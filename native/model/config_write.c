@@ -4,9 +4,11 @@
  *  - RoPE, by the names of transformers 4 beside rope_parameters, which it ignores. transformers 5
  *    reads both;
  *  - quantization, as what is saved has none;
- *  - longrope's attention factor, where transformers 4 and 5 would take different ones. */
+ *  - longrope's attention factor, where transformers 4 and 5 would take different ones.
+ * Of a vision-language model the first two and quantization change alone, in text_config too. */
 #include "core/core.h"
 #include "core/dtype.h"
+#include "model/config_tower.h"
 #include "model/family.h"
 #include "model/rope.h"
 #include <math.h>
@@ -16,33 +18,6 @@ static const char THETA[] = "rope_theta", PARTIAL[] = "partial_rotary_factor",
                   LOCAL[] = "rope_local_base_freq", ORIGINAL[] = "original_max_position_embeddings",
                   SCALING[] = "rope_scaling", PARAMETERS[] = "rope_parameters",
                   FACTOR[] = "attention_factor", TIE[] = "tie_word_embeddings";
-
-static void write_value(ps__jsonw *w, const char *key, const ps__json *j);
-
-static void write_children(ps__jsonw *w, const ps__json *j) {
-  for (size_t i = 0; i < ps__json_length(j); i++)
-    write_value(w, ps__json_type(j) == PS_JSON_OBJECT ? ps__json_key(j, i) : NULL,
-                ps__json_at(j, i));
-}
-
-static void write_value(ps__jsonw *w, const char *key, const ps__json *j) {
-  switch (ps__json_type(j)) {
-  case PS_JSON_OBJECT:
-    ps__jsonw_object(w, key);
-    write_children(w, j);
-    ps__jsonw_end(w);
-    break;
-  case PS_JSON_ARRAY:
-    ps__jsonw_array(w, key);
-    write_children(w, j);
-    ps__jsonw_end(w);
-    break;
-  case PS_JSON_STRING: ps__jsonw_string(w, key, ps__json_string(j, NULL)); break;
-  case PS_JSON_BOOL: ps__jsonw_bool(w, key, ps__json_bool(j, false)); break;
-  case PS_JSON_NUMBER: ps__jsonw_number_text(w, key, ps__json_number_text(j)); break;
-  default: ps__jsonw_number(w, key, NAN); break; /* null */
-  }
-}
 
 /* ---- RoPE ------------------------------------------------------------------------------------ */
 
@@ -74,7 +49,7 @@ static bool is_old_key(const ps_model_config *c, const char *key) {
 static void write_parameters(ps__jsonw *w, const ps_model_config *c, const ps__json *s) {
   const double by = ps__config_field(s, "full_attention") ? 0 : attention_factor(c, s);
   ps__jsonw_object(w, PARAMETERS);
-  write_children(w, s);
+  ps__config_copy_all(w, s);
   if (by > 0)
     ps__jsonw_number(w, FACTOR, by);
   ps__jsonw_end(w);
@@ -97,7 +72,7 @@ static void write_scaling(ps__jsonw *w, const ps_model_config *c, const ps__json
     const bool is_type = !strcmp(key, "type") || !strcmp(key, "rope_type"),
                factors = !strcmp(key, "short_factor") || !strcmp(key, "long_factor");
     if (!is_old_key(c, key) && !(alone && is_type) && (!three || factors))
-      write_value(w, key, ps__json_at(s, i));
+      ps__config_copy(w, key, ps__json_at(s, i));
   }
   if (by > 0)
     ps__jsonw_number(w, FACTOR, by);
@@ -114,13 +89,14 @@ static void write_old_keys(ps__jsonw *w, const ps_model_config *c, const ps__jso
     const ps__json *inner = ps__config_field(s, either[i]),
                    *value = inner ? inner : ps__config_field(config, either[i]);
     if (value)
-      write_value(w, either[i], value);
+      ps__config_copy(w, either[i], value);
   }
-  if (ps__family_at(c->family)->has_local_rope)
+  if (ps__family_at(c->family)->local_rope_key)
     ps__jsonw_number(w, LOCAL, c->local_rope_theta);
   if (is_longrope(c))
     ps__jsonw_uint(w, ORIGINAL, c->rope.original_positions);
-  if (c->rope.kind == PS_ROPE_NONE)
+  const char *type = ps__json_string(ps__config_field(s, "rope_type"), NULL);
+  if (c->rope.kind == PS_ROPE_NONE && (!type || !strcmp(type, "default")))
     ps__jsonw_number(w, SCALING, NAN); /* null */
   else
     write_scaling(w, c, s);
@@ -136,7 +112,7 @@ static void fill(ps__jsonw *w, const ps__json *config, const ps_model_config *c,
   const char *const name = ps__dtypes[dtype].torch_name;
   const ps__json *parameters = ps__config_field(config, PARAMETERS);
   bool named = false;
-  if (!ps__json_length(parameters))
+  if (!ps__json_length(parameters) || ps__family_at(c->family)->is_of_5)
     parameters = NULL;
   ps__jsonw_object(w, NULL);
   for (size_t i = 0; i < ps__json_length(config); i++) {
@@ -153,7 +129,7 @@ static void fill(ps__jsonw *w, const ps__json *config, const ps_model_config *c,
     else if (!parameters && !strcmp(key, SCALING) && c->rope.kind != PS_ROPE_NONE)
       write_scaling(w, c, value);
     else if (!parameters || !is_old_key(c, key))
-      write_value(w, key, value);
+      ps__config_copy(w, key, value);
     named |= is_dtype_key(key);
   }
   if (parameters)
@@ -166,6 +142,50 @@ static void fill(ps__jsonw *w, const ps__json *config, const ps_model_config *c,
   ps__jsonw_end(w);
 }
 
+/* A vision-language model's @j: the whole or, under @key, its text_config. RoPE stays as it is. */
+static bool fill_whole(ps__jsonw *w, const char *at, const ps__json *j, const ps_model_config *c,
+                       const char *dtype) {
+  bool named = false;
+  ps__jsonw_object(w, at);
+  for (size_t i = 0; i < ps__json_length(j); i++) {
+    const char *key = ps__json_key(j, i);
+    const bool text = !at && !strcmp(key, "text_config");
+    if (is_dtype_key(key))
+      ps__jsonw_string(w, key, dtype);
+    else if (!c->tied_embeddings && !strcmp(key, TIE))
+      ps__jsonw_bool(w, key, false);
+    else if (text)
+      named |= fill_whole(w, key, ps__json_at(j, i), c, dtype);
+    else
+      ps__config_copy(w, key, ps__json_at(j, i));
+    named |= is_dtype_key(key);
+  }
+  if (!at && !named)
+    ps__jsonw_string(w, "torch_dtype", dtype);
+  if (!at && !c->tied_embeddings && !ps__json_get(j, TIE))
+    ps__jsonw_bool(w, TIE, false);
+  ps__jsonw_end(w);
+  return named;
+}
+
+static ps_status fill_any(ps__jsonw *w, const ps__json *config, const char *path,
+                          const ps_model_config *c, ps_dtype dtype) {
+  const ps__tower *tower;
+  const ps__json *text;
+  ps__json *alone;
+  PS_TRY(ps__tower_find(&(ps__config_reader){.j = config, .path = path}, &tower, &text));
+  if (!tower) {
+    fill(w, config, c, dtype);
+  } else if (c->multimodal) {
+    (void)fill_whole(w, NULL, config, c, ps__dtypes[dtype].torch_name);
+  } else {
+    PS_TRY(ps__tower_text_alone(&alone, tower, config, text, c));
+    fill(w, alone, c, dtype);
+    ps__json_free(alone);
+  }
+  return PS_OK;
+}
+
 ps_status ps__config_fill(ps__jsonw **out, const ps_model_config *c, const char *model_dir,
                           ps_dtype dtype) {
   ps__json *config = NULL;
@@ -176,11 +196,13 @@ ps_status ps__config_fill(ps__jsonw **out, const ps_model_config *c, const char 
   if (st == PS_OK)
     st = ps__jsonw_create(&w);
   if (st == PS_OK)
-    fill(w, config, c, dtype);
+    st = fill_any(w, config, from, c, dtype);
   ps__json_free(config);
   ps__free(from);
   if (st == PS_OK)
     *out = w;
+  else
+    ps__jsonw_free(w);
   return st;
 }
 

@@ -9,10 +9,18 @@
 /* ---- reading config.json --------------------------------------------------------------------- */
 
 typedef struct ps__family ps__family;
+typedef struct ps__config_default {
+  const char *key;
+  double value;
+} ps__config_default;
 typedef struct ps__config_reader {
-  const ps__json *j; /* the whole object */
+  const ps__json *j; /* the whole object; of a vision-language model the text model's */
   const char *path;  /* for messages */
   bool warn;         /* of what is read in one of several ways */
+  /* of a vision-language model the whole object, else NULL; and what absent keys of @j mean in
+   * place of the family's defaults */
+  const ps__json *outer;
+  const ps__config_default *absent;
 } ps__config_reader;
 
 enum { PS__CONFIG_REQUIRED = UINT32_MAX }; /* a fallback that is none: the key must be there */
@@ -50,9 +58,12 @@ ps_status ps__config_in_range(const char *name, const char *field, uint32_t valu
 /* ps__config_rope() - theta and scaling, from rope_theta and rope_scaling or, as transformers 5
  * writes them, from rope_parameters (config_rope.c). Goes by the family of @c. */
 ps_status ps__config_rope(const ps__config_reader *r, ps_model_config *c);
-/* ps__config_fill() - config.json of @model_dir, from which @c was read, as it is beside weights of
- * type @dtype (config_write.c), into a writer that the caller frees. Errors: PS_EIO, PS_EFORMAT,
- * PS_ENOMEM. */
+/* ps__config_copy() - @j as it is, under @key; ps__config_copy_all() - all that is in it.
+ * ps__config_fill() - config.json of @model_dir, from which @c was read, as it is beside weights of
+ * type @dtype (config_write.c), into a writer that the caller frees. Where @c is not multimodal and
+ * the file is, the config of the text model alone. Errors: PS_EIO, PS_EFORMAT, PS_ENOMEM. */
+void ps__config_copy(ps__jsonw *w, const char *key, const ps__json *j);
+void ps__config_copy_all(ps__jsonw *w, const ps__json *j);
 ps_status ps__config_fill(ps__jsonw **out, const ps_model_config *c, const char *model_dir,
                           ps_dtype dtype);
 /* ps__config_full_attention() - PS_EFORMAT where layer_types names another kind of attention. */
@@ -64,6 +75,14 @@ ps_status ps__config_layer_types(const ps__config_reader *r, ps_model_config *c,
                                  bool *given, uint32_t *sliding);
 /* ps__config_window() - sliding_window, @fallback where it is absent and 0 where it is null. */
 ps_status ps__config_window(const ps__config_reader *r, uint32_t fallback, uint32_t *out);
+/* ps__config_sliding_layers() - gives @flags to the layers with windows, of sliding_window, 4096 by
+ * default: those that layer_types calls sliding or, where it is absent, all but every @pattern-th.
+ * ps__config_local_rope() - local_rope_theta, from @key, NULL for none, or, as transformers 5
+ * writes it, from rope_parameters.sliding_attention. @fallback where it is absent. */
+ps_status ps__config_sliding_layers(const ps__config_reader *r, ps_model_config *c, uint8_t flags,
+                                    uint32_t pattern);
+ps_status ps__config_local_rope(const ps__config_reader *r, const char *key, double fallback,
+                                ps_model_config *c);
 /* ps__config_needs_window() - PS_EFORMAT where @sliding layers have sliding attention, but the
  * config has no sliding_window for them, for @why. */
 ps_status ps__config_needs_window(const ps__config_reader *r, const ps_model_config *c,
@@ -93,12 +112,19 @@ struct ps__family {
   uint32_t default_pad;
   bool tied_by_default;
   bool has_experts;
-  bool has_qkv_bias; /* whatever attention_bias says */
+  bool has_qkv_bias;      /* whatever attention_bias says */
+  bool has_qkv_bias_only; /* attention_bias, true by default, says whether; there is none on o */
   bool has_partial_rope;
-  bool has_local_rope;        /* layers with sliding attention have RoPE of their own */
-  uint32_t qk_norm;           /* as ps_model_config.qk_norm */
-  uint32_t activation;        /* ps_activation, the one that is computed */
-  const char *activation_key; /* NULL: "hidden_act" */
+  double default_partial_rope;  /* partial_rotary_factor; 0: 1 */
+  bool interleaved_rope;        /* as ps_model_config.interleaved_rope */
+  bool has_ntk_alpha;           /* rope_type "dynamic" with alpha is a larger theta, always */
+  bool has_local_rope;          /* layers with sliding attention have RoPE of their own */
+  const char *local_rope_key;   /* its theta's in transformers 4; NULL: none */
+  uint32_t qk_norm;             /* as ps_model_config.qk_norm */
+  uint32_t activation;          /* ps_activation, the one that is computed */
+  const char *activation_alias; /* its older name in config.json; NULL: none */
+  const char *activation_key;   /* NULL: "hidden_act" */
+  bool is_of_5;        /* transformers 4 does not have it: its config.json needs no older keys */
   bool has_type_alone; /* transformers 4 refuses more in rope_scaling than type and the factors */
   const char *const *longrope_names; /* old ones, which transformers still reads; then NULL */
   const char *const *own_keys; /* which of config.c's keys of some families it reads; then NULL */

@@ -17,16 +17,25 @@ static ps_status check_tensor(const char *dir, const ps_tensor_info *info, const
       p->n_dims > 1 ? ", " : "", (unsigned long long)(p->n_dims > 1 ? p->shape[1] : 0));
 }
 
+int ps_model_carries(const ps_model *m, const char *name) {
+  static const char *const text[] = {"model.layers.", "model.embed_tokens.", "model.norm.",
+                                     "lm_head."};
+  bool is_text = !m || !name || !m->cfg.multimodal;
+  for (size_t i = 0; !is_text && i < sizeof text / sizeof *text; i++)
+    is_text = strncmp(name, text[i], strlen(text[i])) == 0;
+  return !is_text;
+}
+
 /* A tensor that the model does not know is refused: without it the math would be another model's.
- * Three kinds are passed over: rotary tables of old files, which are derived, a tied head, and
- * scales of quantized weights. */
+ * Passed over are rotary tables of old files, which are derived, a tied head, scales of quantized
+ * weights, and the other parts of a vision-language model. */
 static ps_status check_unknown(const ps_model *m, const ps_tensor_file *f, const char *dir) {
   for (uint64_t i = 0; i < ps_tensors_count(f); i++) {
     ps_tensor_info info;
     PS_TRY(ps_tensors_info(f, i, &info));
     if (ps_model_find(m, info.name) == UINT32_MAX && !strstr(info.name, "rotary_emb.inv_freq") &&
         !(m->cfg.tied_embeddings && strcmp(info.name, "lm_head.weight") == 0) &&
-        !ps__tensors_passed_over(f, i))
+        !ps__tensors_passed_over(f, i) && !ps_model_carries(m, info.name))
       return ps__fail(PS_EFORMAT,
                       "%s: tensor %s is not part of the model that config.json describes", dir,
                       info.name);

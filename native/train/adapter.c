@@ -46,6 +46,24 @@ ps_status ps__adapter_load(ps_trainer *t, ps_tensor_file *f) {
 
 /* ---- saving ---------------------------------------------------------------------------------- */
 
+/* Names of modules. In a vision-language model other parts have modules of the same names, so there
+ * it is a pattern of the text model's alone. @names: with commas, overwritten. */
+static void fill_targets(const ps_trainer *t, ps__jsonw *w, char *names) {
+  char pattern[320];
+  if (t->plan->model->cfg.multimodal) {
+    for (char *at = names; (at = strchr(at, ','));)
+      *at = '|';
+    snprintf(pattern, sizeof pattern,
+             "model\\.language_model\\.layers\\.\\d+\\.(self_attn|mlp)\\.(%s)", names);
+    ps__jsonw_string(w, "target_modules", pattern);
+    return;
+  }
+  ps__jsonw_array(w, "target_modules");
+  for (char *next = names, *at; (at = strsep(&next, ","));)
+    ps__jsonw_string(w, NULL, at);
+  ps__jsonw_end(w);
+}
+
 /* The fields of PEFT's LoraConfig that say something; it has defaults for the others. */
 static void fill_config(const ps_trainer *t, ps__jsonw *w) {
   const ps_lora *l = &t->plan->model->lora;
@@ -64,10 +82,7 @@ static void fill_config(const ps_trainer *t, ps__jsonw *w) {
   ps__jsonw_bool(w, "inference_mode", true);
   ps__jsonw_bool(w, "init_lora_weights", true);
   ps__jsonw_string(w, "bias", "none");
-  ps__jsonw_array(w, "target_modules");
-  for (char *next = names, *at; (at = strsep(&next, ","));)
-    ps__jsonw_string(w, NULL, at);
-  ps__jsonw_end(w);
+  fill_targets(t, w, names);
   ps__jsonw_end(w);
 }
 

@@ -4,6 +4,7 @@
  * trainer works on. The state has no second copy: a thread's buffer has a piece of a tensor, where
  * the tensor is converted or comes from the device. */
 #include "train/arrays.h"
+#include "io/tower.h"
 #include "train/adapter.h"
 #include <stdlib.h>
 #include <string.h>
@@ -16,12 +17,20 @@ typedef struct out_file {
   uint64_t k; /* in the array's writer */
 } out_file;
 
+/* Of a vision-language model: the files that it was read from, and the tensors of its other parts,
+ * which are written as they are there, those of the widest elements first. */
+typedef struct carried {
+  ps_tensor_file *f; /* NULL: the model is no such one */
+  uint32_t *idx, n;
+} carried;
+
 typedef struct job {
   ps_trainer *t;
   ps__output *o;
+  carried carried;
   ps_tensor_writer *writer[1 + PS_MAX_STATES];
   uint32_t *param[1 + PS_MAX_STATES]; /* [array][i]: the first parameter of the array's tensor i, */
-  uint32_t *n_of[1 + PS_MAX_STATES];  /* and how many parameters are in it */
+  uint32_t *n_of[1 + PS_MAX_STATES];  /* and how many parameters are in it; 0: it is carried */
   out_file *file;
   _Atomic uint32_t *left; /* [unit][part]: tensors that are not read yet */
   char *buffers;          /* PIECE_BYTES for each thread */
@@ -64,44 +73,104 @@ static uint32_t fuse(const ps_model *m, uint32_t i, char name[PS_PARAM_NAME_BYTE
   return each * m->cfg.n_experts;
 }
 
-/* An adapter's weights are one file, as PEFT reads them. */
-static ps_status create_writer(job *j, uint32_t a) {
+static int by_width(const void *x, const void *y, void *file) {
+  ps_tensor_info a, b;
+  const uint32_t i = *(const uint32_t *)x, k = *(const uint32_t *)y;
+  if (ps_tensors_info(file, i, &a) != PS_OK || ps_tensors_info(file, k, &b) != PS_OK)
+    return 0;
+  const uint64_t wa = a.bytes / (a.n ? a.n : 1), wb = b.bytes / (b.n ? b.n : 1);
+  return wa != wb ? (wa < wb ? 1 : -1) : (i > k) - (i < k);
+}
+
+/* Where weights are written; adapters have no other parts. */
+static ps_status open_carried(job *j) {
+  carried *c = &j->carried;
+  ps_tensor_info info;
+  if (!j->t->plan->model->cfg.multimodal || ps__has_adapters(j->t))
+    return PS_OK;
+  PS_TRY(ps_tensors_open(&c->f, j->t->model_dir));
+  c->idx = ps__calloc(ps_tensors_count(c->f), sizeof *c->idx);
+  if (!c->idx)
+    return no_memory(j->o);
+  for (uint32_t i = 0; i < ps_tensors_count(c->f); i++) {
+    PS_TRY(ps_tensors_info(c->f, i, &info));
+    if (ps_model_carries(j->t->plan->model, info.name))
+      c->idx[c->n++] = i;
+  }
+  qsort_r(c->idx, c->n, sizeof *c->idx, by_width, c->f);
+  return PS_OK;
+}
+
+typedef char disk_name[PS__PEFT_NAME_BYTES + PS__TOWER_PREFIX_BYTES];
+
+/* The specs of the array's tensors, by the names that they have on disk; those that are carried
+ * come last. */
+static ps_status fill_specs(job *j, uint32_t a, ps_tensor_spec *specs, ps_tensor_info *info,
+                            disk_name *name, uint32_t *n) {
   const ps_model *m = j->t->plan->model;
   const ps__array *array = &j->o->array[a];
-  const bool adapter = array->what == PS__ARRAY_UPDATED && ps__has_adapters(j->t);
-  ps_tensor_spec *specs = ps__calloc(m->n_params, sizeof *specs);
-  const bool named = adapter || j->o->fused; /* by other names than the parameters' */
-  char (*name)[PS__PEFT_NAME_BYTES] = ps__calloc(named ? m->n_params : 1, sizeof *name);
-  uint32_t n = 0;
-  j->param[a] = ps__calloc(m->n_params, sizeof *j->param[a]);
-  j->n_of[a] = ps__calloc(m->n_params, sizeof *j->n_of[a]);
-  ps_status st = specs && name && j->param[a] && j->n_of[a] ? PS_OK : no_memory(j->o);
-  for (uint32_t i = 0, of = 1; st == PS_OK && i < m->n_params; i += of, of = 1) {
+  const bool weights = array->what == PS__ARRAY_UPDATED,
+             adapter = weights && ps__has_adapters(j->t);
+  const uint32_t layout = adapter && m->cfg.multimodal ? PS__NAMES_NEW
+                          : weights && j->carried.f    ? ps__tensors_names(j->carried.f)
+                                                       : PS__NAMES_PLAIN;
+  for (uint32_t i = 0, of = 1; i < m->n_params; i += of, of = 1) {
     const ps_param_info *p = &m->param[i];
+    char fused[PS_PARAM_NAME_BYTES], peft[PS__PEFT_NAME_BYTES];
     if (!is_in(j, array, p))
       continue;
+    ps_tensor_spec *s = &specs[*n];
+    *s = (ps_tensor_spec){.name = p->name,
+                          .dtype = array->dtype,
+                          .n_dims = p->n_dims,
+                          .shape = {p->shape[0], p->shape[1]}};
     if (adapter)
-      ps__peft_name(name[n], p->name);
-    j->param[a][n] = i;
-    specs[n] = (ps_tensor_spec){.name = adapter ? name[n] : p->name,
-                                .dtype = array->dtype,
-                                .n_dims = p->n_dims,
-                                .shape = {p->shape[0], p->shape[1]}};
+      ps__peft_name(peft, p->name);
     if (array->dtype == (ps_dtype)PS__U8) { /* blocks */
-      specs[n].n_dims = 1;
-      specs[n].shape[0] = ps__array_bytes(j->t, p->unit, array->what, p->n);
+      s->n_dims = 1;
+      s->shape[0] = ps__array_bytes(j->t, p->unit, array->what, p->n);
     }
     if (j->o->fused)
-      of = fuse(m, i, name[n], &specs[n]);
-    j->n_of[a][n++] = of;
+      of = fuse(m, i, fused, s);
+    ps__name_on_disk(name[*n], sizeof *name, layout, adapter ? peft : s->name);
+    s->name = name[*n];
+    j->param[a][*n] = i;
+    j->n_of[a][(*n)++] = of;
     atomic_fetch_add(&j->left[p->unit * PS__N_PARTS + part_of(array)], of);
   }
+  for (uint32_t i = 0; weights && i < j->carried.n; i++) {
+    PS_TRY(ps_tensors_info(j->carried.f, j->carried.idx[i], &info[i]));
+    j->param[a][*n] = i;
+    specs[*n] = (ps_tensor_spec){.name = info[i].name,
+                                 .n_dims = info[i].n_dims,
+                                 .file_dtype = info[i].dtype,
+                                 .bytes = info[i].bytes};
+    memcpy(specs[(*n)++].shape, info[i].shape, sizeof info[i].shape);
+  }
+  return PS_OK;
+}
+
+/* An adapter's weights are one file, as PEFT reads them. */
+static ps_status create_writer(job *j, uint32_t a) {
+  const uint32_t most = j->t->plan->model->n_params + j->carried.n;
+  const ps__array *array = &j->o->array[a];
+  const bool adapter = array->what == PS__ARRAY_UPDATED && ps__has_adapters(j->t);
+  ps_tensor_spec *specs = ps__calloc(most, sizeof *specs);
+  ps_tensor_info *info = ps__calloc(j->carried.n ? j->carried.n : 1, sizeof *info);
+  disk_name *name = ps__calloc(most, sizeof *name);
+  uint32_t n = 0;
+  j->param[a] = ps__calloc(most, sizeof *j->param[a]);
+  j->n_of[a] = ps__calloc(most, sizeof *j->n_of[a]);
+  ps_status st = specs && info && name && j->param[a] && j->n_of[a]
+                     ? fill_specs(j, a, specs, info, name, &n)
+                     : no_memory(j->o);
   const char *const meta[] = {PS__BASE_MARK, j->t->base_mark};
   if (st == PS_OK)
     st =
         ps__tensors_create(&j->writer[a], j->o->stage, j->o->dir, array->stem, specs, n,
                            adapter ? 0 : j->o->max_file_bytes, meta, adapter && j->t->base_mark[0]);
   ps__free(specs);
+  ps__free(info);
   ps__free(name);
   return st;
 }
@@ -121,6 +190,8 @@ static void place_file(const job *j, out_file *f) {
   f->unit = n ? UINT32_MAX : 0;
   for (uint64_t i = first; i < first + n; i++) {
     uint32_t phase, unit;
+    if (!j->n_of[f->array][i])
+      continue;
     order_of(j, j->t->plan->model->param[j->param[f->array][i]].unit,
              part_of(&j->o->array[f->array]), &phase, &unit);
     f->phase = phase > f->phase ? phase : f->phase;
@@ -146,6 +217,7 @@ static ps_status prepare(job *j, uint32_t n_threads) {
   j->buffers = ps__malloc((size_t)n_threads * PIECE_BYTES);
   if (!j->left || !j->buffers)
     return no_memory(o);
+  PS_TRY(open_carried(j));
   for (uint32_t a = 0; a < o->n_arrays; a++) {
     PS_TRY(create_writer(j, a));
     n += ps__tensors_n_files(j->writer[a]);
@@ -218,16 +290,32 @@ static ps_status write_held_tensor(job *j, ps__tensors_file *f, const ps__array 
   return PS_OK;
 }
 
+static ps_status copy_carried(job *j, ps__tensors_file *f, uint32_t i, void *buffer) {
+  ps_tensor_info info;
+  PS_TRY(ps_tensors_info(j->carried.f, j->carried.idx[i], &info));
+  for (uint64_t first = 0; first < info.bytes; first += PIECE_BYTES) {
+    const uint64_t n = info.bytes - first < PIECE_BYTES ? info.bytes - first : PIECE_BYTES;
+    if (atomic_load(&j->failed))
+      return PS_ECANCELLED;
+    PS_TRY(ps_tensors_read_bytes(j->carried.f, j->carried.idx[i], first, n, buffer));
+    PS_TRY(ps__tensors_put(f, buffer, n));
+  }
+  return PS_OK;
+}
+
 static ps_status write_file(job *j, const out_file *of, ps__hashed *hashed, void *buffer) {
   ps_tensor_writer *w = j->writer[of->array];
   uint64_t first, n;
   ps__tensors_file f;
   ps__tensors_in_file(w, of->k, &first, &n);
   ps_status st = ps__tensors_begin(&f, w, of->k);
-  for (uint64_t i = first; st == PS_OK && i < first + n; i++)
+  for (uint64_t i = first; st == PS_OK && i < first + n; i++) {
+    if (!j->n_of[of->array][i])
+      st = copy_carried(j, &f, j->param[of->array][i], buffer);
     for (uint32_t k = 0; st == PS_OK && k < j->n_of[of->array][i]; k++)
       st = write_held_tensor(j, &f, &j->o->array[of->array],
                              &j->t->plan->model->param[j->param[of->array][i] + k], buffer);
+  }
   return ps__tensors_end(&f, st, hashed);
 }
 
@@ -278,6 +366,8 @@ ps_status ps__trainer_write_arrays(ps_trainer *t, ps__output *o) {
     ps__free(j.param[a]);
     ps__free(j.n_of[a]);
   }
+  ps_tensors_close(j.carried.f);
+  ps__free(j.carried.idx);
   ps__free(j.file);
   ps__free((void *)j.left);
   ps__free(j.buffers);

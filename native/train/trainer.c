@@ -115,6 +115,11 @@ static ps_status check_model(const ps_trainer *t) {
     return ps__fail(PS_EINVAL,
                     "%s: its config.json describes another model than the plan: make a plan for it",
                     t->model_dir);
+  if (m.multimodal && t->cfg.init_weights)
+    return ps__fail(PS_EINVAL,
+                    "%s: its config.json is of a multimodal model, and %s draws the text model "
+                    "alone: give the text model's config, or no %s",
+                    t->model_dir, ps__field("init_weights"), ps__field("init_weights"));
   return PS_OK;
 }
 

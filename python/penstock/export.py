@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -29,13 +30,14 @@ from ._lib import lib, printed_warnings, text
 from .checkpoint import Checkpoint
 from .command import OK, Parser, run
 from .errors import FormatError, InputOutputError, PenstockError
-from .export_gguf import KINDS, Tensor, describe, read_json
+from .export_gguf import KINDS, Tensor, describe, read_json, text_config
 from .files import DataError, copy_tokenizer, write_record
 from .model import ModelConfig, Parameter, TensorFile, write_tensors
 from .terminal import raw
 
 MAX_SHARD_BYTES = 5_000_000_000
 PIECE_ELEMENTS = 8 << 20  # that are converted at once
+PIECE_BYTES = 16 << 20  # that are copied at once
 OVERHEAD_BYTES = 64 << 20  # of a file beside its tensors, at most: tokenizer, headers
 
 
@@ -257,18 +259,38 @@ def _generation_config(source: Source, config: dict) -> bytes:
     return (json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n").encode()
 
 
+def _carried(source: Source, names: list[str], on_bytes: Callable) -> Iterator[np.ndarray]:
+    for name in names:
+        n = source.tensors.n_bytes(name)
+        for first in range(0, n, PIECE_BYTES):
+            piece = source.tensors.read_bytes(name, first, min(PIECE_BYTES, n - first))
+            on_bytes(piece.nbytes)
+            yield piece
+
+
 def write_hf(
-    source: Source, dtype: str, out: Path, on_bytes: Callable, max_shard_bytes=MAX_SHARD_BYTES
+    source: Source,
+    dtype: str,
+    out: Path,
+    on_bytes: Callable,
+    max_shard_bytes=MAX_SHARD_BYTES,
+    text_alone=False,
 ) -> None:
-    config = read_json(source.folder / "config.json")
+    """text_alone: of a vision-language model the text model, in place of all of it."""
+    config = text_config(read_json(source.folder / "config.json"))
     tensors = [_as_is(p, dtype) for p in source.model.params()]
+    read, model = source.tensors, source.model.text_alone() if text_alone else source.model
+    whole = model.multimodal == 1
+    others = source.model.carried(read) if whole else []
     with _work_folder(out) as work, _pool() as pool:
         folder = work / out.name
         folder.mkdir()
-        pieces = (p for t in tensors for p in Pieces(None, source, t, pool, on_bytes))
-        specs = [(t.name, t.shape) for t in tensors]
-        write_tensors(folder, specs, dtype, pieces, max_shard_bytes)
-        source.model.write(source.folder, dtype, folder / "config.json")
+        own = (p for t in tensors for p in Pieces(None, source, t, pool, on_bytes))
+        pieces = itertools.chain(own, _carried(source, others, on_bytes))
+        specs = [(read.name_on_disk(t.name) if whole else t.name, t.shape) for t in tensors]
+        raw = [(n, read.shape(n), read.dtype(n), read.n_bytes(n)) for n in others]
+        write_tensors(folder, specs, dtype, pieces, max_shard_bytes, raw)
+        model.write(source.folder, dtype, folder / "config.json")
         (folder / "generation_config.json").write_bytes(_generation_config(source, config))
         copy_tokenizer(source.folder, folder)
         write_record(folder, text(lib.ps_version()))
@@ -305,6 +327,11 @@ def _parser() -> Parser:
         choices=("fp32", "bf16", "q8_0"),
         help="of the matrices (default: as DIR has them); q8_0 for GGUF alone",
     )
+    p.add_argument(
+        "--text-alone",
+        action="store_true",
+        help="of a vision-language model the text model, for --to hf (default: all of it)",
+    )
     p.add_argument("--quiet", action="store_true", help="print errors only")
     return p
 
@@ -325,6 +352,8 @@ def _prepare(args) -> tuple[Source, str, Callable, int, int, list[str]]:
     """Everything that may be refused: (source, dtype, write(on_bytes), tensors, bytes, notes)."""
     if args.to == "hf" and args.dtype == "q8_0":
         raise DataError("--dtype q8_0 is for --to gguf alone: give fp32 or bf16")
+    if args.to == "gguf" and args.text_alone:
+        raise DataError("--text-alone is for --to hf: a GGUF file has the text model alone")
     if not args.out or args.out.endswith("/") and args.to == "gguf":
         raise DataError(f"--out {args.out!r}: is no name of a file")
     out = Path(os.path.abspath(args.out))
@@ -351,9 +380,15 @@ def _prepare(args) -> tuple[Source, str, Callable, int, int, list[str]]:
         n_bytes = sum(math.prod(p.shape) for p in source.model.params())
         n_bytes *= {"fp32": 4, "bf16": 2}[dtype]
         n_tensors = len(source.model.params())
+        if args.text_alone and not source.model.multimodal:
+            raise DataError(f"--text-alone: {source.folder} is a text model already: leave it out")
+        if not args.text_alone:
+            others = source.model.carried(source.tensors)
+            n_bytes += sum(source.tensors.n_bytes(name) for name in others)
+            n_tensors += len(others)
 
         def write(on_bytes):
-            write_hf(source, dtype, out, on_bytes)
+            write_hf(source, dtype, out, on_bytes, text_alone=args.text_alone)
 
     check_out(out, n_bytes)
     return source, dtype, write, n_tensors, n_bytes, notes

@@ -32,6 +32,12 @@ ARCHITECTURES = {
     "gemma3_text": "GEMMA3",
     "phi3": "PHI3",
     "olmo2": "OLMO2",
+    "olmo3": "OLMO2",
+    "gemma": "GEMMA",
+    "seed_oss": "SEED_OSS",
+    "exaone4": "EXAONE4",
+    "hunyuan_v1_dense": "HUNYUAN_DENSE",
+    "glm4": "GLM4",
     "granite": "GRANITE",
     "smollm3": "SMOLLM3",
     "olmoe": "OLMOE",
@@ -39,9 +45,11 @@ ARCHITECTURES = {
     "mixtral": "LLAMA",
 }
 GEMMA = ("GEMMA2", "GEMMA3")
+OFFSET = ("GEMMA", *GEMMA)  # norms multiply by what is 1 + w in the model
 # RoPE turns neighbours there, (2i, 2i + 1), and not (i, i + head_dim/2) as Hugging Face's layout.
 TURNS_NEIGHBOURS = ("LLAMA", "GRANITE", "SMOLLM3")
-HAS_WINDOWS = GEMMA
+HAS_WINDOWS = (*GEMMA, "EXAONE4", "OLMO2")
+EVERY = 4  # layers of EXAONE 4 and OLMo 3: the last of so many has no window
 NO_ROPE_EVERY = 4  # SmolLM3's layers without RoPE, which llama.cpp counts itself
 # The scalings that each architecture's graph applies, beside none.
 SCALINGS = {
@@ -52,6 +60,11 @@ SCALINGS = {
     "QWEN3": {"linear", "yarn"},
     "OLMO2": {"linear", "yarn"},
     "SMOLLM3": {"linear", "yarn"},
+    "GEMMA": {"linear", "yarn"},
+    "SEED_OSS": {"linear", "yarn"},
+    "EXAONE4": {"linear", "llama3", "yarn"},
+    "HUNYUAN_DENSE": {"linear", "yarn"},
+    "GLM4": {"linear", "yarn"},
     "OLMOE": {"linear", "yarn"},
     "QWEN3MOE": {"linear", "yarn"},
     "GEMMA2": {"linear", "yarn"},
@@ -113,7 +126,7 @@ def describe(gguf, model: ModelConfig, folder: Path, dtype: str, name: str) -> D
     if family not in ARCHITECTURES:
         raise DataError(f"{folder}: llama.cpp has no architecture for the family {family}")
     arch = ARCHITECTURES[family]
-    config = read_json(folder / "config.json")
+    config = text_config(read_json(folder / "config.json"))
     _check_shape(folder, model, arch)
     notes: list[str] = []
     context = _context(folder, model, arch, notes)
@@ -158,6 +171,12 @@ def read_json(path: Path) -> dict:
     return content
 
 
+def text_config(config: dict) -> dict:
+    """What config.json says of the text model, which in a vision-language model has a place of its
+    own."""
+    return {**config, **(config.get("text_config") or {})}
+
+
 # ---- what the architecture has -------------------------------------------------------------------
 
 
@@ -178,6 +197,11 @@ def _check_shape(folder: Path, model: ModelConfig, arch: str) -> None:
                 f"{width} for {model.n_layers} layers and heads of {head_dim} elements, and no key "
                 "says otherwise"
             )
+    if arch == "GEMMA" and not model.tied_embeddings:
+        raise DataError(
+            f"{folder}: lm_head.weight is not the embedding: llama.cpp takes Gemma's embedding as "
+            "its lm_head"
+        )
     if arch == "GEMMA2":
         if not (model.attention_softcap and model.logit_softcap):
             raise DataError(
@@ -190,11 +214,35 @@ def _check_shape(folder: Path, model: ModelConfig, arch: str) -> None:
                 "as its lm_head"
             )
     _check_experts(folder, model, arch)
+    if arch in ("EXAONE4", "OLMO2"):
+        _check_windows(folder, model, arch)
     without = [i for i in range(model.n_layers) if model.layer_flags[i] & lib.PS_LAYER_NO_ROPE]
     if arch == "SMOLLM3" and without != [*range(3, model.n_layers, NO_ROPE_EVERY)]:
         raise DataError(
             f"{folder}: no_rope_layers leaves layers {without} without RoPE: llama.cpp does so "
             f"with every {NO_ROPE_EVERY}th layer"
+        )
+
+
+def _check_windows(folder: Path, model: ModelConfig, arch: str) -> None:
+    """llama.cpp has no key for which layers have windows, and takes EXAONE 4 32B by its depth."""
+    has = _windowed(model)
+    if not any(has):
+        return
+    if has != [(i + 1) % EVERY != 0 for i in range(model.n_layers)]:
+        raise DataError(
+            f"{folder}: layers {[i for i, w in enumerate(has) if not w]} have no window: llama.cpp "
+            f"takes it from every {EVERY}th layer"
+        )
+    if arch == "EXAONE4" and (model.n_layers, model.window) != (64, 4096):
+        raise DataError(
+            f"{folder}: {model.n_layers} layers have windows of {model.window}: llama.cpp has them "
+            "with 64 layers and 4096 alone"
+        )
+    if arch == "OLMO2" and model.local_rope_theta != model.rope.theta:
+        raise DataError(
+            f"{folder}: rope_theta is {model.local_rope_theta:g} in layers with windows and "
+            f"{model.rope.theta:g} in the others: llama.cpp has one for both"
         )
 
 
@@ -288,7 +336,7 @@ def parameters(gguf, model: ModelConfig, arch: str, dtype: str) -> list[Tensor]:
                 heads = model.n_heads
             if arch in TURNS_NEIGHBOURS and ".self_attn.k_proj." in p.name:
                 heads = model.n_kv_heads
-        offset = float(arch in GEMMA and p.role == "norm")
+        offset = float(arch in OFFSET and p.role == "norm")
         out.append(Tensor(name, p.shape, kind, p.name, heads, offset))
     for key, parts in experts.items():
         name = names.get_name(_name_of_experts(key), try_suffixes=(".weight",))

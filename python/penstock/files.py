@@ -19,6 +19,10 @@ TOKENIZER_FILES = (  # those of native/io/model_files.c
     "tokenizer.model",
     "added_tokens.json",
     "chat_template.jinja",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "chat_template.json",
 )
 SHARD_MAGIC = (20261121, 20240520, 20240801, 20240522)  # or BIN.TOK: include/penstock/data.h
 # of the files that are read from a folder

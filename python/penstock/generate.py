@@ -75,7 +75,10 @@ class Text:
 def stop_tokens(folder: Path) -> list[int]:
     """The ids that end a text: of generation_config.json, else of config.json."""
     for name in ("generation_config.json", "config.json"):
-        given = read_config(folder, name).get("eos_token_id")
+        config = read_config(folder, name)
+        given = config.get("eos_token_id")
+        if given is None:
+            given = (config.get("text_config") or {}).get("eos_token_id")
         if given is None:
             continue
         ids = given if isinstance(given, list) else [given]

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from .export_gguf import ARCHITECTURES, HAS_WINDOWS, NO_ROPE_EVERY, llama3_factors
+from .export_gguf import ARCHITECTURES, GEMMA, NO_ROPE_EVERY, llama3_factors
 from .files import DataError
 from .gguf_file import GgufFile
 
@@ -81,7 +81,7 @@ def make_config(file: GgufFile) -> tuple[dict, list[str]]:
     head_dim = keys.count("attention.key_length", dim // max(heads, 1))
     if keys.count("attention.value_length", head_dim) != head_dim:
         raise DataError(f"{file.path}: keys and values of a head have different lengths")
-    gemma = keys.family in HAS_WINDOWS
+    gemma = keys.family in GEMMA
     config = {
         "architectures": [architecture],
         "model_type": model_type,

@@ -34,8 +34,9 @@ class Merged:
     def __init__(self, base: TensorFile, adapter: TensorFile, scale: float):
         self.base, self.adapter, self.scale = base, adapter, np.float32(scale)
 
-    def dtype(self, name: str) -> str:
-        return self.base.dtype(name)
+    def __getattr__(self, name: str):
+        """All else of the model's own: names, and the tensors that are carried over."""
+        return getattr(self.base, name)
 
     def read_range(self, name: str, first: int, n: int, dtype: str) -> np.ndarray:
         """Whole rows: @first and @n are multiples of the columns."""

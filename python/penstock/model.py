@@ -100,6 +100,19 @@ class ModelConfig:
         """FormatError, which begins with `name`: the tensors are not the model's weights."""
         check(lib.ps_model_check_tensors(self._model(), tensors._handle.ptr, encode_path(name)))
 
+    def carried(self, tensors: "TensorFile") -> list[str]:
+        """The tensors of other parts of a vision-language model, which a save carries over; those
+        of the widest elements first."""
+        model = self._model()
+        names = [n for n in tensors.names if lib.ps_model_carries(model, n.encode())]
+        return sorted(names, key=tensors.width, reverse=True)
+
+    def text_alone(self) -> "ModelConfig":
+        """The same, whose write() writes the config of the text model alone."""
+        ptr = ffi.new("ps_model_config *", self._ptr[0])
+        ptr.multimodal = 0
+        return ModelConfig(ptr)
+
     def flops(self, seq_len: int) -> dict:
         """Model FLOPs of one sequence: matmul (the blocks' products, forward), attn_fwd,
         attn_bwd, head, sequence (all of it)."""
@@ -141,6 +154,29 @@ class TensorFile(Owner):
         """As in the file's header: "BF16"."""
         return text(self._find(name)[1].dtype)
 
+    def width(self, name: str) -> float:
+        """Bytes of an element in the file."""
+        info = self._find(name)[1]
+        return info.bytes / max(info.n, 1)
+
+    def name_on_disk(self, name: str) -> str:
+        """The name that tensor `name` of the text model has in these files: that of a
+        vision-language checkpoint has a prefix more."""
+        out = ffi.new("char[]", len(name.encode()) + 32)
+        where = self._handle.ptr, name.encode(), out, len(out)
+        check(lib.ps_tensors_name_on_disk(*where))
+        return text(out)
+
+    def read_bytes(self, name: str, first: int, n: int) -> np.ndarray:
+        """n bytes of the tensor's data from byte `first` on, as they are in the file."""
+        out = np.empty(n, np.uint8)
+        dst = ffi.cast("void *", out.ctypes.data)
+        check(lib.ps_tensors_read_bytes(self._handle.ptr, self._find(name)[0], first, n, dst))
+        return out
+
+    def n_bytes(self, name: str) -> int:
+        return self._find(name)[1].bytes
+
     def read(self, name: str) -> np.ndarray:
         """The tensor as float32. KeyError: it has no tensor of that name."""
         return self.read_range(name, 0, None, "fp32").reshape(self.shape(name))
@@ -155,19 +191,23 @@ class TensorFile(Owner):
         return array
 
 
-def write_tensors(directory, specs, dtype: str, pieces, max_shard_bytes: int) -> None:
+def write_tensors(directory, specs, dtype: str, pieces, max_shard_bytes: int, raw=()) -> None:
     """Write a model's safetensors into a directory, with an index where they are several files.
     specs: (name, shape) of each tensor. pieces: arrays, which one after the other are the tensors'
-    data. Until all of it is on the disk the directory stays as it was."""
-    out, names = ffi.new("ps_tensor_writer **"), [ffi.new("char[]", n.encode()) for n, _ in specs]
-    given = ffi.new("ps_tensor_spec[]", len(specs))
-    for spec, name, (_, shape) in zip(given, names, specs, strict=True):
-        spec.name, spec.dtype, spec.n_dims = name, DTYPES[dtype], len(shape)
+    data. raw: (name, shape, dtype in the file, bytes) of tensors that come after those of specs,
+    and are written as they are. Until all of it is on the disk the directory stays as it was."""
+    out, keep = ffi.new("ps_tensor_writer **"), []
+    n = len(specs) + len(raw)
+    given = ffi.new("ps_tensor_spec[]", n)
+    for spec, (name, shape, *as_is) in zip(given, [*specs, *raw], strict=True):
+        keep.append(ffi.new("char[]", name.encode()))
+        spec.name, spec.dtype, spec.n_dims = keep[-1], DTYPES[dtype], len(shape)
         spec.shape[0 : len(shape)] = shape
+        if as_is:
+            keep.append(ffi.new("char[]", as_is[0].encode()))
+            spec.file_dtype, spec.bytes = keep[-1], as_is[1]
     where = encode_path(directory)
-    check(
-        lib.ps_tensors_create(out, where, b"model", given, len(specs), max_shard_bytes, ffi.NULL, 0)
-    )
+    check(lib.ps_tensors_create(out, where, b"model", given, n, max_shard_bytes, ffi.NULL, 0))
     try:
         for piece in pieces:
             data = ffi.cast("void *", piece.ctypes.data)

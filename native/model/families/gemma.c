@@ -1,28 +1,12 @@
-/* gemma.c - Gemma 2 and 3 (text): norms with 1 + w before and after attention and MLP, GeGLU, a
+/* gemma.c - Gemma 1, 2 and 3 (text): norms with 1 + w before and after attention and MLP, GeGLU, a
  * scaled embedding, layers with windows between layers without. Gemma 2 has soft caps; Gemma 3 has
  * norms on the heads of q and k, and RoPE of their own in the layers with windows. Defaults are
- * those of transformers' Gemma2Config and Gemma3TextConfig (4.57). */
+ * those of transformers' GemmaConfig (5.24), Gemma2Config and Gemma3TextConfig (4.57). */
 #include "model/attention.h"
 #include "model/family.h"
 #include "model/mlp.h"
 #include <math.h>
 #include <string.h>
-
-/* Give @flags to the layers with windows: those that layer_types calls sliding or, where
- * layer_types is absent, all layers but every @pattern-th. */
-static ps_status read_layers(const ps__config_reader *r, ps_model_config *c, uint8_t flags,
-                             uint32_t pattern) {
-  uint32_t sliding;
-  bool given = false;
-  PS_TRY(ps__config_window(r, 4096, &c->window));
-  PS_TRY(ps__config_layer_types(r, c, flags, &given, &sliding));
-  for (uint32_t i = 0; !given && i < c->n_layers; i++)
-    if ((i + 1) % pattern) {
-      c->layer_flags[i] = flags;
-      sliding++;
-    }
-  return ps__config_needs_window(r, c, sliding, "sliding_window is null");
-}
 
 static ps_status read_scales(const ps__config_reader *r, ps_model_config *c) {
   double scalar = 0;
@@ -49,30 +33,7 @@ static ps_status read_gemma2(const ps__config_reader *r, ps_model_config *c) {
   PS_TRY(read_scales(r, c));
   PS_TRY(read_cap(r, "attn_logit_softcapping", 50.0, &c->attention_softcap));
   PS_TRY(read_cap(r, "final_logit_softcapping", 30.0, &c->logit_softcap));
-  return read_layers(r, c, PS_LAYER_WINDOW, 2);
-}
-
-/* RoPE of the layers with windows: rope_local_base_freq or, as transformers 5 writes it,
- * rope_parameters.sliding_attention. */
-static ps_status read_local_rope(const ps__config_reader *r, ps_model_config *c) {
-  const ps__json *local = ps__config_field(ps__config_field(r->j, "rope_parameters"),
-                                           "sliding_attention"),
-                 *type = ps__config_field(local, "rope_type");
-  double beside = 0;
-  PS_TRY(ps__config_number(r, r->j, "rope_local_base_freq", 10000.0, &beside));
-  PS_TRY(ps__config_number(r, local, "rope_theta", beside, &c->local_rope_theta));
-  if (ps__config_field(r->j, "rope_local_base_freq") && c->local_rope_theta != beside)
-    return ps__fail(PS_EFORMAT,
-                    "%s: rope_local_base_freq is %g, but rope_theta is %g in "
-                    "rope_parameters.sliding_attention: they must agree",
-                    r->path, beside, c->local_rope_theta);
-  const char *name = ps__json_string(type, NULL);
-  if (type && (!name || strcmp(name, "default")))
-    return ps__fail(PS_EFORMAT,
-                    "%s: rope_parameters.sliding_attention has rope_type \"%.60s\": only "
-                    "\"default\" is supported there",
-                    r->path, name ? name : ps__config_kind(type));
-  return PS_OK;
+  return ps__config_sliding_layers(r, c, PS_LAYER_WINDOW, 2);
 }
 
 static ps_status read_gemma3(const ps__config_reader *r, ps_model_config *c) {
@@ -81,8 +42,8 @@ static ps_status read_gemma3(const ps__config_reader *r, ps_model_config *c) {
   PS_TRY(read_cap(r, "final_logit_softcapping", 0, &c->logit_softcap));
   PS_TRY(ps__config_uint(r, r->j, "sliding_window_pattern", 6, &pattern));
   PS_TRY(ps__config_in_range(r->path, "sliding_window_pattern", pattern, 1, UINT32_MAX));
-  PS_TRY(read_local_rope(r, c));
-  return read_layers(r, c, PS_LAYER_WINDOW | PS_LAYER_LOCAL_ROPE, pattern);
+  PS_TRY(ps__config_local_rope(r, "rope_local_base_freq", 10000.0, c));
+  return ps__config_sliding_layers(r, c, PS_LAYER_WINDOW | PS_LAYER_LOCAL_ROPE, pattern);
 }
 
 static const ps__half_use attention = {.kind = &ps__attention,
@@ -97,6 +58,29 @@ static const ps__half_use attention = {.kind = &ps__attention,
 static const ps__decoder decoder = {
     .half = {&attention, &mlp}, .norm_offset = 1.0f, .rounds_embedding_scale = true};
 
+/* Gemma 1 has norms before the halves alone, and no windows. transformers 4 took
+ * hidden_activation, where it was given, and 5 does not look at it. */
+static ps_status read_gemma1(const ps__config_reader *r, ps_model_config *c) {
+  const ps__json *v = ps__config_field(r->j, "hidden_activation");
+  const char *name = ps__json_string(v, NULL);
+  if (v && (!name || strcmp(name, "gelu_pytorch_tanh")))
+    return ps__fail(PS_EFORMAT,
+                    "%s: hidden_activation is \"%.60s\": only \"gelu_pytorch_tanh\" is supported",
+                    r->path, name ? name : ps__config_kind(v));
+  c->embedding_scale = (float)sqrt((double)c->dim);
+  return ps__config_full_attention(r, c);
+}
+
+static const ps__half_use attention1 = {.kind = &ps__attention,
+                                        .names = &ps__attention_usual,
+                                        .norm = "input_layernorm.weight"},
+                          mlp1 = {.kind = &ps__mlp,
+                                  .names = &ps__mlp_usual,
+                                  .norm = "post_attention_layernorm.weight"};
+
+static const ps__decoder decoder1 = {
+    .half = {&attention1, &mlp1}, .norm_offset = 1.0f, .rounds_embedding_scale = true};
+
 static const char *const gemma2_keys[] = {"sliding_window", "query_pre_attn_scalar",
                                           "attn_logit_softcapping", "final_logit_softcapping",
                                           NULL};
@@ -104,6 +88,17 @@ static const char *const gemma3_keys[] = {"sliding_window",          "query_pre_
                                           "final_logit_softcapping", "sliding_window_pattern",
                                           "rope_local_base_freq",    NULL};
 
+const ps__family ps__family_gemma = {.model_type = "gemma",
+                                     .architecture = "GemmaForCausalLM",
+                                     .has_default_pad = true,
+                                     .default_pad = 0,
+                                     .default_kv_heads = 16,
+                                     .default_head_dim = 256,
+                                     .tied_by_default = true,
+                                     .activation = PS_ACTIVATION_GELU_TANH,
+                                     .activation_alias = "gelu",
+                                     .read = read_gemma1,
+                                     .decoder = &decoder1};
 const ps__family ps__family_gemma2 = {.model_type = "gemma2",
                                       .architecture = "Gemma2ForCausalLM",
                                       .has_default_pad = true,
@@ -125,6 +120,7 @@ const ps__family ps__family_gemma3 = {.model_type = "gemma3_text",
                                       .default_rope_theta = 1e6,
                                       .tied_by_default = true,
                                       .has_local_rope = true,
+                                      .local_rope_key = "rope_local_base_freq",
                                       .qk_norm = 1,
                                       .activation = PS_ACTIVATION_GELU_TANH,
                                       .activation_key = "hidden_activation",

@@ -9,6 +9,13 @@
   X(ministral)                                                                                     \
   X(phi3)                                                                                          \
   X(olmo2)                                                                                         \
+  X(olmo3)                                                                                         \
+  X(gemma)                                                                                         \
+  X(seed_oss)                                                                                      \
+  X(exaone4)                                                                                       \
+  X(hunyuan)                                                                                       \
+  X(glm4)                                                                                          \
+  X(ministral3)                                                                                    \
   X(gemma2)                                                                                        \
   X(gemma3)                                                                                        \
   X(granite)                                                                                       \
