@@ -153,7 +153,7 @@ def test_dropout_is_refused_by_training_alone(tmp_path):
     [
         (
             dict(architectures=["GptOssForCausalLM"]),
-            ["architectures", "GptOssForCausalLM", "LlamaForCausalLM"],
+            ["architectures", "GptOssForCausalLM", "llama, qwen2"],
         ),
         (dict(architectures=["LlamaForCausalLM", "X"]), ["architectures"]),
         (dict(architectures=[]), ["architectures"]),

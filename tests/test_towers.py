@@ -5,6 +5,7 @@ import copy
 import functools
 import json
 import math
+import pathlib
 import re
 import shutil
 
@@ -18,11 +19,13 @@ from families import TOWERS, random_model
 from penstock import FormatError, InvalidError, Lora, export, merge
 from penstock.model import ModelConfig
 from penstock.plan import Hardware, Plan
+from penstock.train import Trainer
 from test_parity import (
     LAYOUTS,
     N_SEQ,
     SEQ,
     gradients_of,
+    make_plan,
     near,
     open_trainer,
     plain,
@@ -134,6 +137,20 @@ def test_a_text_tower_is_trained_and_saved_as_the_same_checkpoint(directory, tmp
     assert is_same_but_for_text(tmp_path / "saved", where)
     assert json.loads((tmp_path / "saved/config.json").read_text()) == TOWERS[name]
     assert near(second.loss, loss_of_whole(tmp_path / "saved", 1))
+
+
+def test_a_checkpoint_is_the_same_checkpoint_too(directory, tmp_path):
+    where = directory("qwen3_vl")
+    with open_trainer(where, "packed", data=plain) as trainer:
+        run(trainer, 2)
+        saved = pathlib.Path(trainer.checkpoint(tmp_path / "checkpoints"))
+        third = run(trainer, 1)[0].loss
+    plan = make_plan(where, "packed", document_end_token=-1)
+    with Trainer.resume(saved, where, plan, plain) as trainer:
+        assert run(trainer, 1)[0].loss == third
+    for state in saved.glob("exp_avg*"):
+        state.unlink()
+    assert is_same_but_for_text(saved, where)
 
 
 LAYOUT_PREFIXES = {  # of the text model, of its head

@@ -48,6 +48,16 @@ ps_status ps__tensors_rename(ps_tensor_file *f) {
   return PS_OK;
 }
 
+bool ps__name_is_of_text(const char *name) {
+  static const char *const starts[] = {"model.layers.", "model.embed_tokens.", "model.norm.",
+                                       "lm_head."};
+  const char *bare = after(name, PEFT);
+  for (size_t i = 0; i < sizeof starts / sizeof *starts; i++)
+    if (after(bare ? bare : name, starts[i]))
+      return true;
+  return false;
+}
+
 uint32_t ps__tensors_names(const ps_tensor_file *f) { return f->names; }
 
 void ps__name_on_disk(char *out, size_t bytes, uint32_t layout, const char *name) {

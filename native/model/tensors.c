@@ -2,6 +2,7 @@
 #include "model/model.h"
 #include "core/core.h"
 #include "core/dtype.h"
+#include "io/tower.h"
 #include <string.h>
 
 static ps_status check_tensor(const char *dir, const ps_tensor_info *info, const ps_param_info *p) {
@@ -18,12 +19,7 @@ static ps_status check_tensor(const char *dir, const ps_tensor_info *info, const
 }
 
 int ps_model_carries(const ps_model *m, const char *name) {
-  static const char *const text[] = {"model.layers.", "model.embed_tokens.", "model.norm.",
-                                     "lm_head."};
-  bool is_text = !m || !name || !m->cfg.multimodal;
-  for (size_t i = 0; !is_text && i < sizeof text / sizeof *text; i++)
-    is_text = strncmp(name, text[i], strlen(text[i])) == 0;
-  return !is_text;
+  return m && name && m->cfg.multimodal && !ps__name_is_of_text(name);
 }
 
 /* A tensor that the model does not know is refused: without it the math would be another model's.
