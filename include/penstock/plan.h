@@ -223,6 +223,9 @@ typedef struct ps_plan_config {
    * the memory of training, and the plan is the same without it. 0: none. */
   uint64_t sample_sequences; /* at most PS_MAX_SEQUENCES */
   uint64_t sample_context;
+  /* 1: the training plans again (ps_train_config.replan), and what this takes of host memory beside
+   * its steps counts: the marks of three steps, and a search. 0: it does not count. */
+  uint32_t replan;
   ps_plan_progress_fn progress; /* or NULL */
   void *progress_user;
 } ps_plan_config;

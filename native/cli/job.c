@@ -567,6 +567,7 @@ int cli_job_prepare(cli_job *j) {
   c->hosts = j->hosts;
   c->n_hosts = j->task.n_hosts;
   c->one_document = c->document_token < 0 && c->document_end_token < 0 && !j->data_marks_documents;
+  c->replan = j->train_config.replan != PS_REPLAN_OFF;
   cli_samples_plan(j, c);
   return CLI_OK;
 }

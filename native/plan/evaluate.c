@@ -156,8 +156,7 @@ static uint64_t missing_bytes(const ps__search *s, const ps__microbatch *microba
   const uint64_t tokens = microbatch->layout.n_tokens - l->n_tokens,
                  a_token = 8 + 16 + ps__loss_row_bytes(s->plan->model);
   const double ops = (double)step->n_op * ((double)microbatch->layout.n_chunks / l->n_chunks - 1);
-  return tokens * a_token +
-         (uint64_t)ops * ((uint64_t)s->plan->cfg.trace_steps * sizeof(ps_trace_event) + 512);
+  return tokens * a_token + (uint64_t)ops * ps__bytes_an_op(s->plan);
 }
 
 /* Emits the candidate's ops where that was not done yet. */

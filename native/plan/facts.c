@@ -13,11 +13,18 @@ uint64_t ps__head_slice(const ps_plan *plan, uint64_t chunk_tokens) {
   return rows;
 }
 
+static bool plans_again(const ps_plan *plan) { return plan->cfg.replan && !plan->cfg.forward_only; }
+
+/* 512: what the program, the schedule and the run keep. */
+uint64_t ps__bytes_an_op(const ps_plan *plan) {
+  const uint64_t steps = plan->cfg.trace_steps + (plans_again(plan) ? PS__MARKED_STEPS : 0);
+  return steps * sizeof(ps_trace_event) + 512 + (plans_again(plan) ? PS__SEARCH_BYTES_AN_OP : 0);
+}
+
 uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, const ps__guests *guests,
                            uint64_t *scratch, uint64_t *trace) {
   *scratch = ps__host_scratch(&plan->hw, s->at, s->scratch_bytes);
-  /* the trace, and what the program, the schedule and the run keep for each op */
-  *trace = s->n_op * ((uint64_t)plan->cfg.trace_steps * sizeof(ps_trace_event) + 512) +
+  *trace = s->n_op * ps__bytes_an_op(plan) + (plans_again(plan) ? PS__SEARCH_BYTES : 0) +
            (ps__guests_ops(guests) + ps__plan_sampling_ops(plan)) * 512;
   /* tokens and targets of a batch as the source fills them; and which rows of an embedding on the
    * host are updated */

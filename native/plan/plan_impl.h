@@ -257,6 +257,15 @@ double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t st
  * user gave. By default, on a GPU, a chunk has at most PS__MOST_ADDITIONS slices (of up to 4096
  * tokens): then the lm_head's gradient leaves the device no more often than the blocks'. */
 uint64_t ps__head_slice(const ps_plan *plan, uint64_t chunk_tokens);
+/* What a training that plans again takes of the host: the marks of so many steps (train/observed.c),
+ * and a search in the background, BYTES in all and for each op of a step (train/replan.c).
+ * ps__bytes_an_op() - what is kept for each op of a step, the trace among it. */
+enum {
+  PS__MARKED_STEPS = 3,
+  PS__SEARCH_BYTES = 24 << 20,
+  PS__SEARCH_BYTES_AN_OP = 5 << 10,
+};
+uint64_t ps__bytes_an_op(const ps_plan *plan);
 /* ps__host_overhead() - host BYTES that a step and its guests take besides its arena, and two parts
  * of them.
  * ps__net_memory() - device BYTES for NCCL between hosts, where it may be used. */

@@ -9,7 +9,15 @@
 /* MARKED: steps whose marks are read together, of which the middle one tells speeds. QUIET: steps
  * from there to the next ones. COMPARED: steps of which the median counts. SURE: medians in a row
  * that are off before it is said. */
-enum { MARKED = 3, QUIET = 5, COMPARED = 5, SURE = 3, KEPT = 16, WARMUP = 2, STALLS = 256 };
+enum {
+  MARKED = PS__MARKED_STEPS,
+  QUIET = 5,
+  COMPARED = 5,
+  SURE = 3,
+  KEPT = 16,
+  WARMUP = 2,
+  STALLS = 256
+};
 enum { FIRST_REST = 5, LONGEST_REST = 320 }; /* steps between two lines: twice as many each time */
 
 struct ps__observer {

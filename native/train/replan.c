@@ -11,9 +11,6 @@ enum { EARNED_BACK = 50 };
 /* Steps after a switch, and after a search that gained nothing, before the next search. The latter
  * doubles, up to MOST_WAIT. No search begins where fewer than LEAST_LEFT steps are left. */
 enum { SETTLES = 10, FIRST_WAIT = 20, MOST_WAIT = 640, LEAST_LEFT = 10 };
-/* Host memory of a search: what each op of a step takes, and what does not depend on it. */
-static const uint64_t SEARCH_BYTES = 24 << 20, SEARCH_BYTES_AN_OP = 5 << 10;
-
 /* Steps that pause lose what would have overlapped: about so much of one. */
 static const double PAUSE = 0.3;
 
@@ -157,7 +154,7 @@ static bool has_memory(ps_trainer *t) {
   ps__replan *r = t->replan;
   const uint64_t given = t->plan->cfg.host_mem_bytes,
                  cap = given ? given : t->plan->hw.host_memory_bytes,
-                 need = SEARCH_BYTES + SEARCH_BYTES_AN_OP * t->plan->report.n_ops,
+                 need = PS__SEARCH_BYTES + PS__SEARCH_BYTES_AN_OP * t->plan->report.n_ops,
                  now = cap ? resident_now(t) : 0;
   char more[32], there[32];
   if (!cap || now + need <= cap)

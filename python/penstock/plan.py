@@ -276,6 +276,7 @@ def _configure(given: dict) -> tuple:
         **_named("layout", lib.ps_layout_parse, given["layout"]),
         **{name: given[name] for name in _NUMBERS},
         **{name: int(given[name]) for name in _FLAGS},
+        "replan": given["replan"] != "off",
         **{f"{name}_bytes": parse_bytes(given[name], name) for name in _SIZES},
     }
     config = struct("ps_plan_config")
@@ -368,6 +369,7 @@ class Plan(Owner):
                            Hardware of the CPU backend they are arenas (docs/gpus.md)
     layout                 how they share a step: "data-parallel", "ring" of layers, or "auto",
                            which takes the one that is predicted to be faster; None: auto
+    replan                 as Trainer's: but for "off", host memory of another search counts
     hosts                  Hosts that train together: tokens_per_step is of all. They take the cut
                            into chunks and rounds that rank 0 finds. The first Plan measures the
                            network between them, unless a Hardware states its rate. That
@@ -433,6 +435,7 @@ class Plan(Owner):
         hardware: Hardware | None = None,
         gpus: int = 1,
         layout: str | None = None,
+        replan: str = "off",
         hosts: Hosts | None = None,
         on_logits=None,
         progress=None,

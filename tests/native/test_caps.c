@@ -173,6 +173,28 @@ static void test_pinned(uint32_t lora_rank) {
   CHECK(staged[0] && staged[2] && (staged[1] || lora_rank) && most > 0);
 }
 
+/* ---- planning again -------------------------------------------------------------------------- */
+
+/* What the observer and a search take beside steps counts against the host's cap. */
+static void test_replan(void) {
+  ps_plan_config cfg = config();
+  ps_plan *with, *without;
+  CHECK(ps_plan_create(&without, &model, &cfg, &hw) == PS_OK);
+  cfg.replan = 1;
+  CHECK(ps_plan_create(&with, &model, &cfg, &hw) == PS_OK);
+  const ps_plan_report *a = &with->report, *b = &without->report;
+  CHECK(a->n_ops == b->n_ops && a->step_s == b->step_s);
+  CHECK(a->host_used_bytes - b->host_used_bytes >=
+        (24 << 20) + a->n_ops * (3 * sizeof(ps_trace_event) + (5 << 10)));
+  cfg.host_mem_bytes = a->host_used_bytes - 1; /* which the plan without has room in */
+  CHECK(ps_plan_destroy(with) == PS_OK && ps_plan_destroy(without) == PS_OK);
+  const ps_status st = ps_plan_create(&with, &model, &cfg, &hw);
+  CHECK(st == PS_EBUDGET || with->report.host_used_bytes <= cfg.host_mem_bytes);
+  if (st == PS_OK)
+    CHECK(ps_plan_destroy(with) == PS_OK);
+  printf("ok what planning again takes counts against the host's cap\n");
+}
+
 /* ---- the caps -------------------------------------------------------------------------------- */
 
 /* The plan as it would be where the GPU has @there bytes and the user gave @given. */
@@ -272,6 +294,7 @@ int main(void) {
   test_pinned(0);
   test_pinned(4);
   printf("ok plans pin what may be pinned, and say what that costs\n");
+  test_replan();
   printf("ok candidates take as much host memory as they are said to, or more\n");
   for (int i = 0; i < 4; i++)
     test_beside(i & 1, i & 2);
