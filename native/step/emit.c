@@ -176,6 +176,20 @@ uint32_t ps__bring(ps__builder *b, uint32_t host, ps_tag tag) {
   return vt;
 }
 
+uint32_t ps__host_total(ps__builder *b, uint32_t unit) {
+  uint32_t *grad = &b->s->unit_host[unit].grad;
+  if (*grad == PS__NO_VT && ps__grad_passes(b->s->spec, unit))
+    *grad = ps__vt_new(b, b->s->at->host, ps__unit_bytes(b, unit, b->s->recipe->grad));
+  return *grad;
+}
+
+void ps__end_host_total(ps__builder *b, uint32_t unit, uint32_t lag) {
+  if (!ps__grad_passes(b->s->spec, unit))
+    return;
+  ps__vt_free_late(b, b->s->unit_host[unit].grad, lag);
+  b->s->unit_host[unit].grad = PS__NO_VT;
+}
+
 const ps__chunk *ps__chunk_of(const ps__builder *b, uint32_t c) {
   return &b->s->layout->chunk[b->in->round->first_chunk + c];
 }

@@ -131,6 +131,8 @@ typedef struct ps__builder {
   uint32_t staged;         /* memory of the last staged parameters, or PS__NO_VT */
   /* device copy of the batch header, for updates without clipping; PS__NO_VT before the first */
   uint32_t header;
+  /* device copy of the norm of the step before, where that clips updates on the device */
+  uint32_t last_norm;
   /* what the device-to-host stream wrote last of weights or state on the host */
   uint32_t last_sent;
   /* [n_units], without clipping: in the order in which totals were complete */
@@ -219,6 +221,12 @@ void ps__stage(ps__builder *b, uint32_t stream, ps__vaccess from, ps__vaccess to
 
 /* ps__bring() - a new device tensor, and the copy of host tensor @host to it. */
 uint32_t ps__bring(ps__builder *b, uint32_t host, ps_tag tag);
+
+/* ps__host_total() - the unit's total on the host. One that passes is made here.
+ * ps__end_host_total() - what read it last is emitted: one that passes is free after @lag more
+ * chunk passes. */
+uint32_t ps__host_total(ps__builder *b, uint32_t unit);
+void ps__end_host_total(ps__builder *b, uint32_t unit, uint32_t lag);
 
 /* ---- where the builder is -------------------------------------------------------------------- */
 /* ps__chunk_of() - chunk @c of the running round. */

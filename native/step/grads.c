@@ -18,6 +18,7 @@ void ps__fetch_total(ps__builder *b, uint32_t unit) {
     return;
   const ps_tag tag = ps__about(ps__unit_tag(b, unit, PS__PHASE_UPDATE), "gradients");
   u->total = ps__bring(b, b->s->unit_host[unit].grad, tag);
+  ps__end_host_total(b, unit, 0);
   if (low == PS__NO_VT)
     return;
   u->low = ps__bring(b, low, tag);
@@ -60,13 +61,14 @@ static void add_arrived(ps__builder *b, uint32_t unit, uint32_t from, uint32_t i
 /* Copies contribution i to the host. The first becomes the total, the others are added to it. */
 static void add_on_host(ps__builder *b, uint32_t unit, uint32_t device_grad, uint32_t i, bool total,
                         uint32_t lag) {
-  const uint32_t grad = b->s->unit_host[unit].grad;
   const bool staged = ps__stages_total(b->s->spec, unit);
-  const uint32_t to = send_grad(b, unit, device_grad, i == 0 && !staged ? grad : PS__NO_VT);
+  const uint32_t to =
+      send_grad(b, unit, device_grad, i == 0 && !staged ? ps__host_total(b, unit) : PS__NO_VT);
   if (i > 0) {
     add_arrived(b, unit, to, i, total, lag);
   } else if (staged) {
-    ps__stage(b, b->s->at->host_ops, ps__whole(b, to, PS_READ), ps__whole(b, grad, PS_WRITE),
+    ps__stage(b, b->s->at->host_ops, ps__whole(b, to, PS_READ),
+              ps__whole(b, ps__host_total(b, unit), PS_WRITE),
               ps__about(ps__unit_tag(b, unit, PS__PHASE_UPDATE), "gradients"));
     ps__vt_free_late(b, to, lag);
   }

@@ -166,7 +166,7 @@ static void send_unit(ps__builder *b, uint32_t unit) {
     b->on = &b->dev[d];
     b->in = &b->flight[d];
     ps__emit_copy(b, b->on->at.to_host, ps__elements(u->piece[d], PS_READ, as, 0, p.n),
-                  part_of(b->s->unit_host[unit].grad, PS_WRITE, p, as), tag);
+                  part_of(ps__host_total(b, unit), PS_WRITE, p, as), tag);
     if (u->low_piece[d] != PS__NO_VT) {
       if (u->low == PS__NO_VT)
         u->low = ps__vt_new(b, b->s->at->host, b->s->unit_host[unit].n);

@@ -377,6 +377,10 @@ static ps_status check_spec(const ps_model *model, const ps__spec *spec) {
                     spec->n_devices);
   if (spec->ring_blocks && (spec->n_devices == 1 || spec->checked))
     return ps__fail(PS_EINTERNAL, "one device, and a checked step, have no ring");
+  if ((spec->clip && (spec->clip_previous || spec->passing_grads)) ||
+      (spec->keep_grads && spec->passing_grads))
+    return ps__fail(PS_EINTERNAL, "totals pass only where no update waits for the norm and no "
+                                  "gradient is kept; clipping is by one norm");
   for (uint32_t u = 0; u < spec->n_units; u++) {
     if ((spec->n_devices > 1 || spec->n_hosts > 1) &&
         ((spec->grad_resident[u] && !spec->in_pieces[u]) || ps__updated_on_device(spec, u)))
@@ -434,6 +438,7 @@ ps_status ps__step_emit_in(ps__step *s, ps__step_arrays *arrays, const ps_model 
   ps__builder b = {.s = s,
                    .hooks = hooks,
                    .header = PS__NO_VT,
+                   .last_norm = PS__NO_VT,
                    .checks = PS__NO_VT,
                    .staged = PS__NO_VT,
                    .exchanging = PS__NO_UNIT,

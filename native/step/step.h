@@ -28,7 +28,12 @@ typedef struct ps__spec {
   uint32_t backend, cudnn_version;  /* of the device streams: for scratch */
   bool deterministic, one_document; /* one_document: every sequence is one document */
   uint64_t chunk_tokens, chunks_per_round, first_round_chunks, first_rounds, head_slice;
-  bool clip;
+  bool clip; /* updates wait for the norm */
+  /* Updates are clipped by the norm of the step before. Excludes clip. */
+  bool clip_previous;
+  /* No trained unit has memory of its own for its total on the host, but an embedding on the host:
+   * ps__grad_passes(). Needs that no update waits for the norm; excludes keep_grads. */
+  bool passing_grads;
   /* In program order; 0: none.
    *   param_lead  layer passes by which parameters are fetched ahead; across the end of a round,
    *               four times as many
@@ -39,6 +44,9 @@ typedef struct ps__spec {
   /* Chunk passes for which host memory of contributions stays reserved until they are added. The
    * host stream may thus fall behind in a backward pass and catch up in the next forward pass. */
   uint32_t sum_lag;
+  /* Chunk passes after a unit's update for which the memory of its total stays reserved, where that
+   * passes: by so many the updates may fall behind the backward pass. */
+  uint32_t update_lag;
   uint32_t sum_threads; /* that add gradients on the host; 0: all of the host stream's */
   /* Streamed blocks among the first so many keep their parameters across rounds: from a round's
    * backward pass to the next round's forward pass. There the memory of saved activations is
@@ -120,6 +128,11 @@ static inline bool ps__updated_on_device(const ps__spec *s, uint32_t unit) {
 static inline bool ps__stages_total(const ps__spec *s, uint32_t unit) {
   return s->stage_totals && !ps__updated_on_device(s, unit) && !s->in_pieces[unit] && !s->over_nccl;
 }
+/* ps__grad_passes() - whether the unit's total on the host is alive from its first contribution to
+ * its update alone. */
+static inline bool ps__grad_passes(const ps__spec *s, uint32_t unit) {
+  return s->passing_grads && !(unit == 0 && s->embed_on_host);
+}
 /* ps__weights_stay() - whether the unit's weights are on the device from the prologue on and are
  * never fetched: they are resident, and either updated on the device or frozen. */
 static inline bool ps__weights_stay(const ps__spec *s, uint32_t unit) {
@@ -192,6 +205,8 @@ void ps__spec_free(ps__spec *s);
  *           and on success only
  *   UPDATE  the operands of ps__update_operands() (optim/optim.h). The gate is, with clipping, the
  *           second half of stats; without, the unit's norms and, on the device, the batch header.
+ *           With clip_previous, on the device, a last pointer more: R the second half of stats,
+ *           which is of the step before.
  *           Runs on the host stream, or on compute over device memory. On a GPU every pointer is to
  *           device memory. Writes nothing when the step in stats is not its own (on the device
  *           without clipping: in the batch header): the host then gave its step up
@@ -293,7 +308,8 @@ typedef struct ps__vop {
 enum { PS__NO_VT = UINT32_MAX };
 /* Tensors of a unit, n elements each; PS__NO_VT: none.
  *   weights, master  on the host; master where the recipe has one and the unit is not frozen
- *   grad             on the host; none where no gradient is copied there
+ *   grad             on the host; none where no gradient is copied there, or where it passes
+ *                    (ps__grad_passes()): it is one while ops are emitted, and none afterwards
  *   state            state[k] of the optimizer's states, PS__NO_VT past them: on the device where
  *                    update_resident[unit], else on the host
  *   device_weights   [n_devices] where parameters are device-resident, on devices that read them

@@ -22,7 +22,7 @@ static void make_unit_host(ps__builder *b, uint32_t unit) {
   h->master = ps__has_master(s->spec->recipe) && updated_here
                   ? ps__vt_persistent(b, b->s->at->host, updated)
                   : PS__NO_VT;
-  h->grad = grad_goes_to_host(b, unit)
+  h->grad = grad_goes_to_host(b, unit) && !ps__grad_passes(s->spec, unit)
                 ? ps__vt_persistent(b, b->s->at->host, ps__unit_bytes(b, unit, s->recipe->grad))
                 : PS__NO_VT;
   const bool on_device = s->spec->update_resident[unit];

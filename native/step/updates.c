@@ -28,6 +28,21 @@ static uint32_t send_header(ps__builder *b, ps_tag tag) {
   return b->header;
 }
 
+/* The norm's half of stats comes to the device. */
+static uint32_t send_norm(ps__builder *b, ps_tag tag) {
+  const uint32_t there = ps__vt_new(b, b->on->at.place, 64);
+  ps__emit_copy(b, b->on->at.to_device, ps__part(b->s->stats, PS_READ, 64, 64),
+                ps__whole(b, there, PS_WRITE), ps__about(tag, "the norm"));
+  return there;
+}
+
+/* Before this step's norm overwrites it: that of the step before. */
+static uint32_t send_last_norm(ps__builder *b, ps_tag tag) {
+  if (b->last_norm == PS__NO_VT)
+    b->last_norm = send_norm(b, tag);
+  return b->last_norm;
+}
+
 /* A streamed unit's state, master copy and weights come to the device. Weights that its last
  * layer pass fetched are there already and stay. */
 static void stream_in(ps__builder *b, uint32_t unit) {
@@ -77,15 +92,17 @@ static ps__vaccess gate_access(const ps__builder *b, uint32_t unit, uint32_t sca
                   ps__norm_slots(s->model) * 8);
 }
 
-/* The op itself: on the host stream over host memory, or on compute over device memory. */
+/* The op itself: on the host stream over host memory, or on compute over device memory. Where the
+ * norm of the step before clips an update on the device, the op reads that after its operands. On
+ * the host the trainer has it from the last NORM, which ran on the same stream. */
 static void emit_update(ps__builder *b, uint32_t unit, ps__update_part part,
                         const ps__update_tensors *at, uint32_t grad, uint32_t scale) {
   const ps__spec *spec = b->s->spec;
   const bool on_device = ps__updated_on_device(spec, unit), master = at->master != PS__NO_VT;
   const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
   ps__operand_access operand[PS_N_OPERANDS];
-  ps__vaccess access[PS_N_OPERANDS];
-  const uint32_t n =
+  ps__vaccess access[PS_N_OPERANDS + 1];
+  uint32_t n =
       ps__update_operands(spec->optimizer, spec->recipe, part, on_device && !spec->clip, operand);
   for (uint32_t i = 0; i < n; i++) {
     const uint32_t mode = operand[i].mode;
@@ -100,6 +117,8 @@ static void emit_update(ps__builder *b, uint32_t unit, ps__update_part part,
     default: access[i] = ps__whole(b, at->state[operand[i].operand - PS_OPERAND_STATE], mode);
     }
   }
+  if (on_device && spec->clip_previous)
+    access[n++] = ps__whole(b, send_last_norm(b, tag), PS_READ);
   ps__emit_hook(b, part == PS_UPDATE_STATE ? PS__HOOK_UPDATE_STATE : PS__HOOK_UPDATE, unit,
                 on_device ? b->on->at.compute : b->s->at->host_ops, access, n,
                 ps__bytes_work(ps__update_bytes(spec->optimizer, spec->recipe, part) *
@@ -125,6 +144,7 @@ static void update(ps__builder *b, uint32_t unit, uint32_t clip_scale) {
     return;
   if (!ps__updated_on_device(s->spec, unit)) {
     emit_update(b, unit, part, &host, h->grad, PS__NO_VT);
+    ps__end_host_total(b, unit, s->spec->update_lag);
     return;
   }
   if (s->spec->update_resident[unit]) {
@@ -207,10 +227,7 @@ void ps__emit_updates(ps__builder *b) {
   update_arrived(b, true);
   ps__emit_hook(b, PS__HOOK_NORM, 0, b->s->at->host_ops, norm, 2, (ps_work){0}, tag);
   if (s->spec->clip) {
-    const uint32_t scale = any_on_device ? ps__vt_new(b, b->on->at.place, 64) : PS__NO_VT;
-    if (any_on_device)
-      ps__emit_copy(b, b->on->at.to_device, ps__part(s->stats, PS_READ, 64, 64),
-                    ps__whole(b, scale, PS_WRITE), ps__about(tag, "the norm"));
+    const uint32_t scale = any_on_device ? send_norm(b, tag) : PS__NO_VT;
     /* In the order in which the forward pass needs them. Nothing waits for an embedding on the
      * host: ps__gather_round(). */
     for (uint32_t i = 0; i < n_units; i++) {
@@ -220,6 +237,7 @@ void ps__emit_updates(ps__builder *b) {
     ps__vt_free(b, scale);
   }
   ps__vt_free(b, b->header);
+  ps__vt_free(b, b->last_norm);
   /* The report ends a step's updates. It comes after the host stream's updates by order. It comes
    * after the last copy of state to the host by reading it, as that stream is in order. */
   ps__vaccess report[3] = {ps__whole(b, s->stats, PS_READ)};
