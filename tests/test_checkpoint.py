@@ -37,6 +37,13 @@ STATES = {"adamw": ["exp_avg", "exp_avg_sq"], "lion": ["exp_avg"], "sgd": ["mome
 CUT = {"seq_len": 64, "tokens_per_step": 256, "chunk_tokens": 64, "chunks_per_round": 2}
 # recipe, optimizer, clip, caps before, caps after: the first has all state on the device
 CASES = {
+    "fp32-previous": (
+        "fp32",
+        "adamw",
+        {"clip_norm": 0.5, "clip_by": "previous"},
+        {},
+        {"device_mem": 4 << 20},
+    ),
     "fp32-adamw": ("fp32", "adamw", True, {}, {"device_mem": 4 << 20}),
     "master-lion": ("fp32-master", "lion", True, {"device_mem": 4 << 20}, {}),
     "bf16-adamw": ("bf16", "adamw", False, {}, {"device_mem": 4 << 20}),
@@ -92,7 +99,8 @@ def test_sha256_is_hashlibs():
 @pytest.mark.parametrize("case", CASES)
 def test_k_and_k_steps_are_the_bits_of_2k(case, tiny_model, tiny_shard, tmp_path):
     recipe, optimizer, clip, before, after = CASES[case]
-    how = {"recipe": recipe, "optimizer": optimizer, "clip_norm": float(clip)}
+    clip = clip if isinstance(clip, dict) else {"clip_norm": float(clip)}
+    how = {"recipe": recipe, "optimizer": optimizer} | clip
     training = {
         "lr": 1e-3,
         "seed": 3,

@@ -47,6 +47,8 @@ CASES = {
     "ramp": ROUNDS | {"recipe": "bf16", "batch_ramp": [(SEQ, 1), (3 * SEQ, 1)]},
     "beside": ROUNDS | VAL | {"recipe": "bf16"},
     "fp24-8-bits": ROUNDS | {"recipe": "fp24-master", "state_bits": 8},
+    "clip-by-previous": ROUNDS
+    | {"recipe": "fp32-master", "clip_norm": 0.5, "clip_by": "previous", "keep_grads": False},
     "skip": ROUNDS | {"recipe": "fp32", "non_finite": "skip"},
     "one-sequence": SLICES | {"recipe": "bf16", "tokens_per_step": SEQ},
     "one-sequence-shared-head": SHARED | {"recipe": "bf16"},

@@ -113,9 +113,16 @@ def trained(model, shard, folder, *more, n=2, **env):
     return result(folder)
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp32-master"])
-def test_bits_do_not_depend_on_the_gpus_of_a_host(recipe, tiny_model, tiny_shard, tmp_path):
-    more = ("--recipe", recipe)
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--recipe", "fp32", "--clip-norm", 0.5, "--clip-by", "previous"),
+        ("--recipe", "bf16"),
+        ("--recipe", "fp32-master"),
+    ],
+    ids=lambda more: more[1],
+)
+def test_bits_do_not_depend_on_the_gpus_of_a_host(more, tiny_model, tiny_shard, tmp_path):
     one = trained(tiny_model, tiny_shard, tmp_path / "1", *more)
     assert trained(tiny_model, tiny_shard, tmp_path / "2", *more, "--gpus", 2) == one
     assert one[0] == [(4 * SEQ, 4 * SEQ)] * STEPS and len(set(one[1][0])) == STEPS

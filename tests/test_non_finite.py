@@ -73,6 +73,9 @@ def test_what_is_refused(spoiled, tmp_path):
     for more, says in (
         (["--non-finite", "ignore"], "stop or skip"),
         (["--max-skips", 0], "--max-skips 0"),
+        (["--clip-by", "previous", "--non-finite", "skip"], "--non-finite skip needs it"),
+        (["--clip-by", "previous", "--clip-norm", 0], "--clip-norm, which is 0"),
+        (["--clip-by", "previous", "--steps", 1], "a run of 1 step has none: raise --steps"),
     ):
         run = train(spoiled, *more, "--run-dir", tmp_path / "r", code=2)
         assert says in run.stderr and run.stderr.count("\n") == 1

@@ -44,6 +44,25 @@ def make_plan(model, optimizer, **kw):
     return Plan(model, seq_len=64, optimizer=optimizer, hardware=Hardware.estimate(2, "cpu"), **kw)
 
 
+def test_the_norm_of_the_step_before_clips(model, tiny_model, tiny_shard):
+    """SGD without momentum and decay, element by element in fp32: the same bits."""
+    clip, lr = np.float64(0.5), np.float32(LR)
+    plan = make_plan(model, "sgd", clip_norm=clip, clip_by="previous")
+    with Trainer(tiny_model, plan, tiny_shard, lr=LR, momentum=0.0, weight_decay=0.0) as trainer:
+        before, scales = None, []
+        for _ in range(5):
+            old = {name: trainer.read(name) for name in trainer.params}
+            norm = next(trainer.steps(1)).grad_norm
+            # the first step changes nothing
+            scale = np.float32(min(1.0, clip / (before + 1e-6)) if before else 0)
+            scales.append(scale)
+            for name, w in old.items():
+                wanted = w - lr * (trainer.grad(name) * scale)
+                assert np.array_equal(trainer.read(name), wanted), name
+            before = norm
+    assert scales[0] == 0 and len(set(scales)) == 5 and max(scales) < 1
+
+
 def follow(model, folder, shard, optimizer, step, **hypers):
     """Trains STEPS steps in fp32 and hands each parameter's gradients to step(state, gradient); the
     trained weights and the states, by name."""

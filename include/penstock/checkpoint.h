@@ -48,6 +48,8 @@ typedef struct ps_checkpoint_info {
   uint32_t n_hosts; /* that trained; on others the training goes on with other bits */
   uint32_t non_finite;
   uint32_t state_bits; /* 0: as the recipe says; 8 */
+  uint32_t clip_by, reserved;
+  double grad_norm; /* of the last step; NAN: not known */
 } ps_checkpoint_info;
 
 /* What writing a checkpoint took. Seconds count from ps_trainer_checkpoint_begin(). */
@@ -74,8 +76,8 @@ typedef struct ps_checkpoint_report {
  * end, so that what the caller writes about a step is older than its checkpoint. A failure of the
  * write stops no step. An error of a later step leaves the checkpoint alone. A cancel, or an error
  * of one of its steps, gives it up. ps_trainer_destroy() completes it.
- * Blocks: no. In a run without clipping whose plan updates units on the device, the next
- *         ps_trainer_submit() blocks until these units are written.
+ * Blocks: no. In a run whose updates do not wait for the norm, and whose plan has some of them
+ *         on the device, the next ps_trainer_submit() blocks until these units are written.
  * Errors: PS_EBUSY: the checkpoint before was not ended. PS_EINVAL: @dir is a checkpoint of another
  *         run. PS_ESTATE: an error has stopped the trainer. PS_ENOMEM, PS_EDEVICE: no thread could
  *         be started. */
@@ -135,7 +137,7 @@ PS_API ps_status ps_checkpoints_prune(const char *folder, uint64_t keep);
  *           is constant;
  *         - beta1, beta2, eps, momentum, nesterov, weight_decay, no_decay, each where the optimizer
  *           has it;
- *         - clip_norm, non_finite, max_skips; the plan's z-loss and label smoothing;
+ *         - clip_norm, clip_by, non_finite, max_skips; the plan's z-loss and label smoothing;
  *         - the plan's cut of the batch; the number of hosts.
  * Errors: those of ps_trainer_create(). PS_EINVAL where one of these differs from the checkpoint's;
  *         the message says which:

@@ -76,12 +76,22 @@ typedef ps_status (*ps_logits_fn)(void *user, uint64_t step, uint64_t token, con
 
 /* What a trainer does with a step whose loss or gradient is not finite. */
 typedef enum ps_non_finite {
-  PS_NON_FINITE_STOP = 0, /* stops; with clip_norm, before anything of the step is updated */
+  PS_NON_FINITE_STOP = 0, /* stops; where the step's norm clips, before anything is updated */
   /* Leaves weights and state as they are, and goes on with the next step's data: updates wait for
    * the norm, as with clip_norm. A skipped step counts in the schedule and in AdamW's bias
    * correction; a warning is logged that says why it was skipped. */
   PS_NON_FINITE_SKIP = 1
 } ps_non_finite;
+
+/* Whose norm clips a step's gradient. */
+typedef enum ps_clip_by {
+  PS_CLIP_BY_STEP = 0, /* its own, which is exact: updates wait for the whole gradient */
+  /* That of the step before. Updates wait for nothing, so a step of one round needs no host memory
+   * for whole gradients. The first step of a run that has no norm yet changes no weights and no
+   * state, and counts in the schedule and in AdamW's bias correction as a skipped one does.
+   * Needs clip_norm, and excludes PS_NON_FINITE_SKIP. */
+  PS_CLIP_BY_PREVIOUS = 1
+} ps_clip_by;
 
 /* Of a uint32_t field that says so: its default, which other fields may decide. */
 #define PS_DEFAULT UINT32_MAX
@@ -121,9 +131,9 @@ typedef struct ps_plan_config {
   /* Tokens of a slice of the head and loss. 0: from the vocabulary and, on a GPU, from the
    * chunk. */
   uint64_t head_slice_tokens;
-  /* The limit of the gradient's global norm, which is exact: the optimizer waits for the whole
-   * norm. 0: gradients are not clipped. */
+  /* The limit of the gradient's global norm. 0: gradients are not clipped. */
   double clip_norm;
+  uint32_t clip_by;     /* ps_clip_by */
   uint32_t non_finite;  /* ps_non_finite */
   uint32_t n_threads;   /* compute threads; 0: those of the hardware description */
   uint32_t trace_steps; /* steps that the trace keeps; they count as host memory */
@@ -147,7 +157,7 @@ typedef struct ps_plan_config {
    * lm_head is frozen with the embedding. 0: none. */
   uint32_t n_frozen_layers;
   /* 1: no layer is trained, and a step computes the loss alone. n_frozen_layers, optimizer,
-   * clip_norm and non_finite do not count then. */
+   * clip_norm, clip_by and non_finite do not count then. */
   uint32_t forward_only;
   /* NULL, or what a step gives its logits to. They are copied to the host, slice by slice of the
    * head. No other op changes. Borrowed while a trainer of the plan lives. */
@@ -292,6 +302,12 @@ typedef struct ps_plan_report {
   uint64_t streamed_update_units;
   /* Units updated on the host in two parts: the weights first, the state after all weights. */
   uint64_t split_update_units;
+  /* Units whose gradients have no memory of their own on the host: a total lives from its first
+   * addition to its update. */
+  uint64_t passing_grad_units;
+  /* BYTES that all units have between two steps: weights with master copies, gradients, optimizer
+   * state. Of several copies that on the host counts. */
+  uint64_t weight_bytes, grad_bytes, state_bytes;
   /* Streamed units whose parameters are kept across rounds: from a round's backward pass to the
    * next round's forward pass. */
   uint64_t units_kept;

@@ -250,8 +250,10 @@ PS_API ps_status ps_trainer_submit(ps_trainer *t, uint64_t n);
  * can be read and saved. They are those after ps_trainer_steps_done() steps, with two exceptions,
  * which the message states:
  *   - The error or a cancel came while the optimizer ran. Some weights may then be one step ahead
- *     of the others. With clip_norm 0 it runs during the whole step.
- *   - clip_norm is 0 and a gradient is not finite. Layers above the one named are a step ahead. */
+ *     of the others. Where updates do not wait for the norm (clip_norm 0, PS_CLIP_BY_PREVIOUS) it
+ *     runs during the whole step.
+ *   - Updates do not wait for the norm and a gradient is not finite. Layers above the one named are
+ *     a step ahead. */
 PS_API ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out);
 /* The result of a validation. */
 typedef struct ps_validation {

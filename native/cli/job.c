@@ -10,6 +10,7 @@
 static const char *recipes[PS_N_RECIPES + 1], *layouts[PS_N_LAYOUTS + 1],
     *optimizers[PS_N_OPTIMIZERS + 1];
 static const char *const transports[] = {"auto", "nccl", "tcp", NULL};
+static const char *const clip_by[] = {"step", "previous", NULL};
 static const char *const non_finite[] = {"stop", "skip", NULL};
 const char *const cli_lr_schedules[] = {"constant", "cosine", "linear", "wsd", NULL};
 static const char *const replans[] = {"off", "auto", "cut", NULL}; /* as ps_replan */
@@ -323,6 +324,10 @@ static const job_option job_options[] = {
     OPTION(ALWAYS, CLI_H_TRAINING, plan_config.clip_norm, .name = "clip-norm", .table = "optimizer",
            .kind = CLI_NUMBER, .value = "X",
            .help = "limit of the gradient's global norm; 0: none (default 1)"),
+    OPTION(ALWAYS, CLI_H_OPTIMIZER, plan_config.clip_by, .name = "clip-by", .table = "optimizer",
+           .kind = CLI_CHOICE, .value = "NAME", .choices = clip_by,
+           .help = "whose norm clips: that of the step itself (default), or of the one previous to "
+                   "it, which saves host memory in steps of one round"),
     OPTION(TRAINING, CLI_H_OPTIMIZER, train_config.no_decay, .name = "no-decay",
            .table = "optimizer", .kind = CLI_SET, .value = "GROUPS", .choices = decay_groups,
            .help = "what gets no weight decay, of norm, bias and embedding (default norm,bias)"),

@@ -216,6 +216,17 @@ static ps_status check_training(ps_plan_config *c, const ps_model_config *m) {
   if (!(c->clip_norm >= 0))
     return ps__fail(PS_EINVAL, "clip_norm %g must not be negative; 0 means no clipping",
                     c->clip_norm);
+  if (c->clip_by > PS_CLIP_BY_PREVIOUS)
+    return ps__fail(PS_EINVAL, "clip_by is %u: ps_clip_by ends at %d", c->clip_by,
+                    PS_CLIP_BY_PREVIOUS);
+  if (c->clip_by == PS_CLIP_BY_PREVIOUS && !(c->clip_norm > 0) && !c->forward_only)
+    return ps__fail(PS_EINVAL, "%s previous clips to %s, which is 0: raise it, or leave %s out",
+                    ps__field("clip_by"), ps__field("clip_norm"), ps__field("clip_by"));
+  if (c->clip_by == PS_CLIP_BY_PREVIOUS && c->non_finite == PS_NON_FINITE_SKIP)
+    return ps__fail(PS_EINVAL,
+                    "%s previous updates units before the whole norm is known, and %s skip needs "
+                    "it: leave one of the two out",
+                    ps__field("clip_by"), ps__field("non_finite"));
   if (!(c->z_loss >= 0 && c->z_loss <= PS_MAX_Z_LOSS))
     return ps__fail(PS_EINVAL, "%s %g: give a number from 0 to %g", ps__field("z_loss"), c->z_loss,
                     PS_MAX_Z_LOSS);
@@ -257,6 +268,7 @@ static ps_status check_training(ps_plan_config *c, const ps_model_config *m) {
     return ps__fail(PS_EINVAL, "val_tokens is %llu: a plan that trains nothing has no validation",
                     (unsigned long long)c->val_tokens);
   c->clip_norm = 0;
+  c->clip_by = PS_CLIP_BY_STEP;
   c->non_finite = PS_NON_FINITE_STOP;
   return PS_OK;
 }

@@ -27,6 +27,21 @@ static double exchanged_bytes(const ps__step *s) {
   return bytes;
 }
 
+static uint64_t vt_bytes(const ps__step *s, uint32_t vt) {
+  return vt == PS__NO_VT ? 0 : s->vt[vt].bytes;
+}
+
+/* What the unit has between two steps. */
+static void count_unit(const ps_plan *p, uint32_t unit, ps_plan_report *o) {
+  const ps__unit_host *h = &p->step.unit_host[unit];
+  const bool trained = !p->model->unit[unit].frozen;
+  o->weight_bytes += vt_bytes(&p->step, h->weights) + vt_bytes(&p->step, h->master);
+  o->grad_bytes += vt_bytes(&p->step, h->grad);
+  for (uint32_t k = 0; k < PS_MAX_STATES; k++)
+    o->state_bytes += vt_bytes(&p->step, h->state[k]);
+  o->passing_grad_units += trained && ps__grad_passes(&p->spec, unit);
+}
+
 static void fill_report(ps_plan *p, const ps__search_result *r) {
   const ps__step *s = &p->step;
   const ps__layout *l = &p->layout;
@@ -79,6 +94,7 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
     o->staged_weight_units += p->spec.stage_weights[u];
     o->staged_total_units += s->unit_host[u].grad != PS__NO_VT && ps__stages_total(&p->spec, u) &&
                              !(u == 0 && p->spec.embed_on_host);
+    count_unit(p, u, o);
     const uint32_t layer = p->model->unit[u].layer;
     o->units_kept += p->layout.n_rounds > 1 && layer > 0 && layer <= p->spec.blocks_kept &&
                      !p->spec.param_resident[u];

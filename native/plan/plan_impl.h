@@ -57,7 +57,12 @@ static inline ps__caps ps__plan_caps(const ps_plan *p) {
 }
 /* ps__waits_for_norm() - whether updates wait for the norm of the whole gradient. */
 static inline bool ps__waits_for_norm(const ps_plan *p) {
-  return p->cfg.clip_norm > 0 || p->cfg.non_finite == PS_NON_FINITE_SKIP;
+  return (p->cfg.clip_norm > 0 && p->cfg.clip_by == PS_CLIP_BY_STEP) ||
+         p->cfg.non_finite == PS_NON_FINITE_SKIP;
+}
+/* ps__clips_by_previous() - whether the norm of the step before clips updates. */
+static inline bool ps__clips_by_previous(const ps_plan *p) {
+  return p->cfg.clip_norm > 0 && p->cfg.clip_by == PS_CLIP_BY_PREVIOUS;
 }
 /* ps__totals_on_host() - whether complete totals of gradients, and updates, are on the host: where
  * several devices or hosts train together. */

@@ -157,6 +157,20 @@ static void say_stage(text *t, const ps_plan *p, uint32_t i) {
   say(t, "\n");
 }
 
+/* Of what all units have between two steps. */
+static void say_parameter(text *t, const ps_plan *p) {
+  const ps_plan_report *r = &p->report;
+  const double n = (double)p->model->n_elements, weights = (double)r->weight_bytes / n,
+               grads = (double)r->grad_bytes / n, state = (double)r->state_bytes / n;
+  say(t, "a parameter      takes %.3g bytes: weights %.3g, gradients %.3g, optimizer state %.3g\n",
+      weights + grads + state, weights, grads, state);
+  if (r->passing_grad_units)
+    say(t,
+        "                 gradients of %llu units have no memory of their own: each lives "
+        "until its update\n",
+        (unsigned long long)r->passing_grad_units);
+}
+
 static void write_text(text *t, const ps_plan *p) {
   const ps_plan_report *r = &p->report;
   char a[32], b[32], c[32];
@@ -230,14 +244,11 @@ static void write_text(text *t, const ps_plan *p) {
     say(t, "adapters         LoRA of rank %u, alpha %g, %.3g million parameters: %s\n",
         p->model->lora.rank, p->model->lora.alpha, 1e-6 * (double)p->model->n_trained, names);
   }
-  say(t,
-      "optimizer        %s: %.3g bytes of state a parameter%s, %s; with weights%s and gradients "
-      "%.3g\n",
+  say(t, "optimizer        %s: %.3g bytes of state a parameter%s, %s\n",
       ps_optimizer_name(p->spec.optimizer), ps__state_each(p->spec.optimizer, p->spec.recipe),
       p->cfg.state_bits ? " (8 bits)" : "",
-      ps__format_bytes(a, ps__state_bytes(p->spec.optimizer, p->spec.recipe, p->model->n_trained)),
-      ps__has_master(p->spec.recipe) ? ", master copy" : "",
-      ps__param_bytes(p->spec.optimizer, p->spec.recipe));
+      ps__format_bytes(a, ps__state_bytes(p->spec.optimizer, p->spec.recipe, p->model->n_trained)));
+  say_parameter(t, p);
   if (p->spec.sum_threads && p->spec.sum_threads < p->hw.n_threads && p->layout.n_rounds > 1)
     say(t,
         "gradients        added on the host by %u of %u threads: copies get more of the host's "
@@ -392,6 +403,8 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
                      r->all_pinned_step_s > 0 ? (double)r->tokens_per_step / r->all_pinned_step_s
                                               : 0);
   }
+  if (r->passing_grad_units)
+    ps__jsonw_uint(w, "passing_grad_units", r->passing_grad_units);
   if (r->n_devices > 1)
     ps__jsonw_string(w, "layout", ps_layout_name((ps_plan_layout)p->cfg.layout));
   ps__jsonw_string(w, "recipe", ps_recipe_name((ps_recipe)p->cfg.recipe));
@@ -406,6 +419,8 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
     ps__jsonw_uint(w, "state_bits", p->cfg.state_bits);
   ps__jsonw_string(w, "optimizer", ps_optimizer_name(p->spec.optimizer));
   ps__jsonw_bool(w, "clip", ps__waits_for_norm(p));
+  if (ps__clips_by_previous(p))
+    ps__jsonw_string(w, "clip_by", "previous");
   ps__jsonw_bool(w, "embed_on_host", p->spec.embed_on_host);
   ps__jsonw_number(w, "model_flops", r->model_flops);
   ps__jsonw_number(w, "recompute_flops", r->recompute_flops);
@@ -473,7 +488,10 @@ static void json_units(ps__jsonw *w, const ps_plan *p) {
     const char *const streamed = u == 0 && p->spec.embed_on_host ? "host" : "streamed";
     ps__jsonw_string(w, "parameters", p->spec.param_resident[u] ? "resident" : streamed);
     if (!p->model->unit[u].frozen) {
-      ps__jsonw_string(w, "gradients", p->spec.grad_resident[u] ? "resident" : streamed);
+      ps__jsonw_string(w, "gradients",
+                       p->spec.grad_resident[u]       ? "resident"
+                       : ps__grad_passes(&p->spec, u) ? "passing"
+                                                      : streamed);
       ps__jsonw_string(w, "optimizer_state", p->spec.update_resident[u] ? "device" : "host");
       ps__jsonw_string(w, "update",
                        ps__updated_on_device(&p->spec, u) ? "device"

@@ -177,6 +177,7 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
   spec->first_rounds = layout->first_rounds;
   spec->head_slice = ps__head_slice(plan, layout->chunk_tokens);
   spec->clip = ps__waits_for_norm(plan);
+  spec->clip_previous = ps__clips_by_previous(plan);
   spec->param_lead = spec->saved_lead = spec->saved_lag = spec->grad_lag = m->ahead;
   spec->sum_lag = m->ahead + m->sums;
   spec->sum_threads = ps__sum_threads(&plan->hw, m->threads);

@@ -57,7 +57,9 @@ static ps_status fill_manifest(ps__writing *c, const ps__stage *stage, const ps_
   const ps_trainer *t = c->t;
   ps__settings now = ps__settings_of(t, c->n_steps);
   const ps_checkpoint_info *const info = &now.info;
+  PS_TRY(ps__hold_await_reported(t->hold));
   now.info.n_skipped = ps__skips_before(t);
+  now.info.grad_norm = ps__norm_before(t);
   ps__jsonw_object(w, NULL);
   ps__jsonw_string(w, "format", "penstock checkpoint");
   ps__jsonw_uint(w, "version", 1);
@@ -71,6 +73,8 @@ static ps_status fill_manifest(ps__writing *c, const ps__stage *stage, const ps_
   ps__jsonw_uint(w, "step", info->step);
   ps__jsonw_uint(w, "n_updates", info->n_updates);
   ps__jsonw_uint(w, "n_skipped", info->n_skipped);
+  if (isfinite(info->grad_norm))
+    ps__jsonw_number(w, "grad_norm", info->grad_norm);
   ps__jsonw_uint(w, "sequences_read", ps_plan_sequences_before(t->plan, info->step));
   ps__jsonw_string(w, "recipe", ps__recipes[info->recipe].name);
   if (info->state_bits)

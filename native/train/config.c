@@ -108,6 +108,11 @@ ps_status ps__trainer_check_config(const ps_plan *plan, const ps_train_config *c
     PS_TRY(ps_hardware_gpus_check(plan->hw.device, plan->at->n_devices));
   if (c->lr_kind != PS_LR_KIND_CONSTANT && c->total_steps == 0)
     return ps__fail(PS_EINVAL, "total_steps must be given for a schedule that decays");
+  if (ps__clips_by_previous(plan) && c->total_steps == 1)
+    return ps__fail(PS_EINVAL,
+                    "%s previous clips a step by the norm of the step before, and a run of 1 step "
+                    "has none: raise %s, or leave %s out",
+                    ps__field("clip_by"), ps__field("total_steps"), ps__field("clip_by"));
   if (c->trace_to && c->trace_to <= c->trace_from)
     return ps__fail(PS_EINVAL, "trace_to is %llu, but trace_from is %llu: give a later step, or 0",
                     (unsigned long long)c->trace_to, (unsigned long long)c->trace_from);

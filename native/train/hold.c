@@ -92,8 +92,10 @@ ps_status ps__hold_await(ps__hold *h, uint32_t unit, uint32_t p) {
   return await(h, &part_of(h, unit, p)->made);
 }
 
+ps_status ps__hold_await_reported(ps__hold *h) { return await(h, &h->reported); }
+
 ps_status ps__hold_await_seen(ps__hold *h) {
-  PS_TRY(await(h, &h->reported));
+  PS_TRY(ps__hold_await_reported(h));
   /* an error of a later step does not matter: who ends the checkpoint says that it was seen */
   return ps__counter_wait(&h->seen, atomic_load(&h->n_steps), &h->cancelled) ? PS_OK
                                                                              : ps__hold_check(h);

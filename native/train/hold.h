@@ -47,9 +47,11 @@ void ps__hold_seen(ps__hold *h, uint64_t n_steps);
 /* From now on hold the state after @n_steps steps, of which none after them is submitted yet. The
  * hold before has been released. */
 void ps__hold_begin(ps__hold *h, uint64_t n_steps);
-/* Wait for the part's update of the last of these steps; ps__hold_await_seen(): for its report, and
- * for the caller to have seen it. PS_ESTATE: it will not come. PS_ECANCELLED. */
+/* Wait for the part's update of the last of these steps; ps__hold_await_reported(): for its report;
+ * ps__hold_await_seen(): for the caller to have seen that too. PS_ESTATE: it will not come.
+ * PS_ECANCELLED. */
 ps_status ps__hold_await(ps__hold *h, uint32_t unit, uint32_t part);
+ps_status ps__hold_await_reported(ps__hold *h);
 ps_status ps__hold_await_seen(ps__hold *h);
 /* The part was read. One thread at a time for each part. */
 void ps__hold_release(ps__hold *h, uint32_t unit, uint32_t part);

@@ -3,6 +3,13 @@
 #include "train/routing.h"
 #include <math.h>
 
+/* ---- clipping by the step before ------------------------------------------------------------- */
+
+/* Whether step @run_step has no norm before it that would clip it. */
+static bool updates_nothing(const ps_trainer *t, uint64_t run_step) {
+  return t->unclipped && run_step == 0;
+}
+
 /* ---- batch ----------------------------------------------------------------------------------- */
 
 static ps_status load_batch(ps_trainer *t, const ps_launch *l) {
@@ -11,7 +18,9 @@ static ps_status load_batch(ps_trainer *t, const ps_launch *l) {
   ps__batch_fill_part(t, t->size.step, 0, valid, l->ptr[0]);
   if (!t->plan->cfg.hosts)
     PS_TRY(ps__batch_check_valid(t, l->step, valid));
-  *(ps__batch_header *)l->ptr[0] = (ps__batch_header){.valid_tokens = valid, .step = l->step + 1};
+  /* the gates of updates on the device stay closed where none may update */
+  *(ps__batch_header *)l->ptr[0] = (ps__batch_header){
+      .valid_tokens = valid, .step = updates_nothing(t, l->step) ? 0 : l->step + 1};
   /* units are updated while the step goes on */
   if (!ps__waits_for_norm(t->plan))
     atomic_store(&t->updating, l->step + 1);
@@ -72,6 +81,27 @@ static ps__step_stats *stats_of(void *second_half) {
   return (ps__step_stats *)(void *)((char *)second_half - offsetof(ps__step_stats, norm));
 }
 
+/* As torch.nn.utils.clip_grad_norm_. */
+static float clip_scale(const ps_trainer *t, double norm) {
+  const double scale = t->plan->cfg.clip_norm / (norm + 1e-6);
+  return t->plan->cfg.clip_norm > 0 && scale < 1 ? (float)scale : 1.0f;
+}
+
+void ps__clip_begin(ps_trainer *t, double norm) {
+  ps__step_stats *stats =
+      (ps__step_stats *)(void *)(t->host + t->plan->step.vt[t->plan->step.stats].offset);
+  atomic_store(&t->skips.norm, norm);
+  if (!ps__clips_by_previous(t->plan))
+    return;
+  t->unclipped = !isfinite(norm);
+  t->clip_scale[0] = stats->clip_scale = t->unclipped ? 0 : clip_scale(t, norm);
+  if (t->unclipped)
+    ps__log(PS_LOG_WARN,
+            "step %llu updates nothing: %s previous clips by the norm of the step before, and "
+            "there is none yet",
+            (unsigned long long)(t->cfg.first_step + 1), ps__field("clip_by"));
+}
+
 static ps_status grad_norm(ps_trainer *t, const ps_launch *l) {
   const double *slots = l->ptr[0];
   double sum = 0;
@@ -80,14 +110,14 @@ static ps_status grad_norm(ps_trainer *t, const ps_launch *l) {
     sum += ps__unit_sumsq(t, slots + (size_t)u * ps__norm_slots(t->plan->model), u);
   const bool bad = ps__step_is_bad(t, l->step, slots, sum, &st);
   PS_TRY(st);
-  /* as torch.nn.utils.clip_grad_norm_ */
-  const double norm = sqrt(sum), scale = t->plan->cfg.clip_norm / (norm + 1e-6);
+  const double norm = sqrt(sum);
   ps__step_stats *half = stats_of(l->ptr[1]);
   half->norm = norm;
   /* the gates of this step's updates stay closed: half->step is an earlier step's */
   if (bad)
     return PS_OK;
-  half->clip_scale = t->plan->cfg.clip_norm > 0 && scale < 1 ? (float)scale : 1.0f;
+  half->clip_scale = clip_scale(t, norm);
+  t->clip_scale[(l->step + 1) % 2] = half->clip_scale;
   if (ps__waits_for_norm(t->plan))
     atomic_store(&t->updating, l->step + 1);
   half->step = l->step + 1;
@@ -115,15 +145,20 @@ static ps__update update_of(const ps_trainer *t, uint64_t run_step) {
   return u;
 }
 
-/* What the unit's update by the run's step @id - 1 looks at. @gate: half of stats, or without
- * clipping the unit's norms; @header: NULL where there is none. On a GPU both are on the device. */
+/* What the unit's update by the run's step @id - 1 looks at. @gate: half of stats, or where no
+ * update waits for the norm the unit's norms. @header, @last_norm: NULL where the update is on the
+ * host, which knows both. On a GPU all are on the device. */
 static ps__update_gate gate_of(const ps_trainer *t, uint32_t unit, uint64_t id, void *gate,
-                               const ps__batch_header *header) {
+                               const ps__batch_header *header, void *last_norm) {
+  const float *scale = !ps__clips_by_previous(t->plan) ? NULL
+                       : last_norm                     ? &stats_of(last_norm)->clip_scale
+                                                       : &t->clip_scale[(id - 1) % 2];
   if (ps__waits_for_norm(t->plan))
     return (ps__update_gate){
         .step = &stats_of(gate)->step, .expected = id, .scale = &stats_of(gate)->clip_scale};
   return (ps__update_gate){.step = header ? &header->step : NULL,
                            .expected = id,
+                           .scale = scale,
                            .sumsq = gate,
                            .n_sumsq = t->plan->model->unit[unit].n_spans};
 }
@@ -133,8 +168,8 @@ static ps__update_gate gate_of(const ps_trainer *t, uint32_t unit, uint64_t id, 
 static ps_status gather(ps_trainer *t, uint32_t chunk, const ps_launch *l) {
   const ps__cpu_exec *exec = l->exec;
   ps__update u = update_of(t, l->step ? l->step - 1 : 0);
-  const ps__update_gate gate = gate_of(t, 0, l->step, l->ptr[1], NULL);
-  const bool updated = l->step && ps__gate_open(&gate);
+  const ps__update_gate gate = gate_of(t, 0, l->step, l->ptr[1], NULL, NULL);
+  const bool updated = l->step && !updates_nothing(t, l->step - 1) && ps__gate_open(&gate);
   for (uint32_t p = 0; updated && p < PS__N_PARTS; p++)
     PS_TRY(ps__hold_wait(t->hold, 0, p, l->step - 1));
   if (updated && gate.scale)
@@ -165,10 +200,13 @@ static ps_status update_unit(ps_trainer *t, uint32_t unit, ps__update_part part,
   const ps__arrays a = ps__arrays_of(operand, n_operands, l->ptr);
   const ps__update_gate gate =
       gate_of(t, unit, l->step + 1, ps__operand_ptr(operand, n_operands, PS_OPERAND_GATE, l->ptr),
-              ps__operand_ptr(operand, n_operands, PS_OPERAND_HEADER, l->ptr));
+              ps__operand_ptr(operand, n_operands, PS_OPERAND_HEADER, l->ptr),
+              on_device && ps__clips_by_previous(p) ? l->ptr[n_operands] : NULL);
   if (backend == PS_BACKEND_CPU && !ps__gate_open(&gate))
     return gate.step && *gate.step != gate.expected ? PS_OK
                                                     : ps__unit_is_bad(t, l->step, unit, gate.sumsq);
+  if (updates_nothing(t, l->step))
+    return PS_OK;
   if (unit == 0 && t->rows) {
     if (gate.scale)
       u.grad_scale = *gate.scale;

@@ -125,8 +125,10 @@ bool ps__step_is_bad(ps_trainer *t, uint64_t run_step, const double *slots, doub
   *st = PS_OK;
   if (run_step == atomic_load(&k->mark)) {
     k->n_before_mark = atomic_load(&k->n);
+    k->norm_before_mark = atomic_load(&k->norm);
     atomic_store(&k->marked, run_step + 1);
   }
+  atomic_store(&k->norm, sqrt(sum));
   k->now = bad;
   k->in_a_row = bad ? k->in_a_row + 1 : 0;
   if (!bad)
@@ -152,4 +154,11 @@ uint64_t ps__skips_before(const ps_trainer *t) {
   const uint64_t n = atomic_load(&t->skips.n); /* before it grows, the mark is made */
   return atomic_load(&t->skips.marked) == atomic_load(&t->skips.mark) + 1 ? t->skips.n_before_mark
                                                                           : n;
+}
+
+double ps__norm_before(const ps_trainer *t) {
+  const double norm = atomic_load(&t->skips.norm); /* before it changes, the mark is made */
+  return atomic_load(&t->skips.marked) == atomic_load(&t->skips.mark) + 1
+             ? t->skips.norm_before_mark
+             : norm;
 }

@@ -100,6 +100,7 @@ static ps_status read_manifest(ps_checkpoint *c, const ps__json *j, const char *
   snprintf(c->base_hash, sizeof c->base_hash, "%s", base ? base : "");
   if (ps__json_get(j, "n_skipped")) /* older checkpoints count none */
     PS_TRY(read_count(j, path, "n_skipped", &c->of.info.n_skipped));
+  c->of.info.grad_norm = ps__json_number(ps__json_get(j, "grad_norm"), NAN);
   PS_TRY(read_count(j, path, "sequences_read", &c->sequences_read));
   PS_TRY(read_names(c, j, path));
   const ps__json *batch = ps__json_get(j, "batch");

@@ -164,6 +164,7 @@ static ps_status reserve_and_load(ps_trainer *t, ps_tensor_file *weights, ps_ten
                     : ps__trainer_init(t, true, progress, progress_user));
   if (c)
     PS_TRY(ps__resume_load(t, c, progress, progress_user));
+  ps__clip_begin(t, c ? c->of.info.grad_norm : NAN);
   return ps__replan_create(t);
 }
 

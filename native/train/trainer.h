@@ -45,6 +45,9 @@ typedef struct ps__skips {
   uint64_t stopped_at; /* 1 + the run's step whose gradient stopped the run; 0: none did */
   _Atomic uint64_t mark, marked; /* marked: mark + 1 after NORM of the marked step has run */
   uint64_t n_before_mark;
+  /* the norm of the last step, and of that before the marked one; NAN: there is none */
+  _Atomic double norm;
+  double norm_before_mark;
 } ps__skips;
 
 /* The validation that runs, and its run. */
@@ -136,6 +139,11 @@ struct ps_trainer {
   char base_mark[65];               /* of the model that was read; "": none was */
   struct ps__data_mark *data_marks; /* of the dataset's shards; NULL before the first use */
   ps__skips skips;
+  /* Where the step before clips: the scale of the updates of step s of the trainer is at [s % 2]. A
+   * gather of step s + 1 still makes updates of step s, and NORM of step s sets the other one.
+   * unclipped: step 0 has no norm before it, and updates nothing. */
+  float clip_scale[2];
+  bool unclipped;
   uint64_t n_submitted, last_end_ns;
   /* Of a batch ramp: what the steps of the run are made of, which step of the trainer is its first,
    * and how many steps were given to runs (stages.c). */
@@ -162,7 +170,10 @@ ps_status ps__trainer_resolve_hypers(ps_train_config *c, uint32_t optimizer);
  * ps__trainer_run_wait() - wait until the first @n steps of the trainer are done. */
 ps_status ps__trainer_start_steps(ps_trainer *t);
 ps_status ps__trainer_run_wait(ps_trainer *t, uint64_t n);
-/* The host ops of a step's program (hooks.c). */
+/* The host ops of a step's program (hooks.c).
+ * ps__clip_begin() - the first step's updates are clipped by @norm, where that of the step before
+ * clips. NAN: there is none, and the first step updates nothing. After memory is reserved. */
+void ps__clip_begin(ps_trainer *t, double norm);
 ps_status ps__trainer_hook(void *ctx, ps__hook what, uint32_t unit, const ps_launch *launch);
 /* Check the batch that t->tokens, targets and begins hold, and fill in the batch of step @s, but
  * its header. @what names the batch in messages. @valid: targets that are counted (batch.c). */
@@ -209,7 +220,8 @@ ps_status ps__trainer_hosts_failed(ps_trainer *t, ps_status st);
  * @row: the tokens' losses, @n_columns apart.
  * ps__unit_is_bad() - an update without clipping: PS_ENUMERIC. @sumsq: of the unit's spans.
  * ps__skips_mark() - a checkpoint after @step steps of this run begins; no later one is submitted.
- * ps__skips_before() - how many steps of the training were skipped before the marked one. */
+ * ps__skips_before() - how many steps of the training were skipped before the marked one.
+ * ps__norm_before() - the norm of the step before the marked one, which is reported; NAN: none. */
 ps_status ps__loss_is_bad(ps_trainer *t, uint64_t run_step, double loss, const float *row,
                           uint64_t n_columns);
 bool ps__step_is_bad(ps_trainer *t, uint64_t run_step, const double *slots, double sum,
@@ -226,6 +238,7 @@ void ps__replay_destroy(ps__replay *r);
 double ps__unit_sumsq(const ps_trainer *t, const double *slots, uint32_t unit);
 void ps__skips_mark(ps_trainer *t, uint64_t step);
 uint64_t ps__skips_before(const ps_trainer *t);
+double ps__norm_before(const ps_trainer *t);
 /* The sum of a column of the tokens' losses, in their order (batch.c). */
 double ps__sum_rows(const float *row, uint64_t n, uint64_t n_columns);
 /* Check that a trainer of @plan may validate on @ds: PS_EINVAL (validate.c). */

@@ -153,6 +153,7 @@ class Checkpoint(Owner):
             "recipe": text(lib.ps_recipe_name(self._info.recipe)),
             "state_bits": self._info.state_bits,
             "optimizer": text(lib.ps_optimizer_name(self._info.optimizer)),
+            "clip_by": ("step", "previous")[self._info.clip_by],
             "non_finite": ("stop", "skip")[self._info.non_finite],
             "lora": Lora.of(self._info.lora),
         }

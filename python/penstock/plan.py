@@ -22,6 +22,7 @@ from .model import ModelConfig, Parameter, params_of
 RECIPES = tuple(text(lib.ps_recipe_name(i)) for i in range(lib.PS_N_RECIPES))
 OPTIMIZERS = tuple(text(lib.ps_optimizer_name(i)) for i in range(lib.PS_N_OPTIMIZERS))
 NON_FINITE = {"stop": lib.PS_NON_FINITE_STOP, "skip": lib.PS_NON_FINITE_SKIP}
+CLIP_BY = {"step": lib.PS_CLIP_BY_STEP, "previous": lib.PS_CLIP_BY_PREVIOUS}
 _UNITS = {
     "": 1,
     "b": 1,
@@ -266,11 +267,15 @@ def _configure(given: dict) -> tuple:
     non_finite = given["non_finite"]
     if non_finite is not None and non_finite not in NON_FINITE:
         raise ValueError(f"non_finite {non_finite!r}: one of {', '.join(NON_FINITE)}")
+    clip_by = given["clip_by"]
+    if clip_by is not None and clip_by not in CLIP_BY:
+        raise ValueError(f"clip_by {clip_by!r}: one of {', '.join(CLIP_BY)}")
     fields = {
         "n_threads": given["threads"],
         "n_frozen_layers": given["frozen_layers"],
         "n_devices": gpus,
         "non_finite": NON_FINITE.get(non_finite),
+        "clip_by": CLIP_BY.get(clip_by),
         **_named("recipe", lib.ps_recipe_parse, given["recipe"]),
         **_named("optimizer", lib.ps_optimizer_parse, given["optimizer"]),
         **_named("layout", lib.ps_layout_parse, given["layout"]),
@@ -343,6 +348,8 @@ class Plan(Owner):
     chunk_tokens, chunks_per_round, first_round_chunks, first_rounds, head_slice_tokens
                            0: the planner chooses
     clip_norm              limit of the gradient's global norm; 0: no clipping; None: 1
+    clip_by                whose norm clips: "step", its own; or "previous", that of the step
+                           before: the first step updates nothing then; None: "step"
     non_finite             "stop", or "skip": a Trainer leaves weights and state as they are where a
                            step's loss or gradient is not finite, of up to max_skips steps in a row
     document_token         the token that begins a document; -1, None: none
@@ -407,6 +414,7 @@ class Plan(Owner):
         first_rounds: int = 0,
         head_slice_tokens: int = 0,
         clip_norm: float | None = None,
+        clip_by: str | None = None,
         non_finite: str | None = None,
         threads: int = 0,
         trace_steps: int | None = None,

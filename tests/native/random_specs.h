@@ -159,7 +159,8 @@ static inline void resident_spec(ps__spec *spec, const model *m, const ps_plan_c
   spec->first_round_chunks = l->first_round_chunks;
   spec->first_rounds = l->first_rounds;
   spec->head_slice = cfg->head_slice_tokens;
-  spec->clip = cfg->clip_norm > 0;
+  spec->clip = cfg->clip_norm > 0 && cfg->clip_by == PS_CLIP_BY_STEP;
+  spec->clip_previous = cfg->clip_by == PS_CLIP_BY_PREVIOUS;
   memset(spec->param_resident, 1, spec->n_units);
   for (uint32_t u = 0; u < spec->n_units; u++)
     spec->grad_resident[u] = !m->made->unit[u].frozen;
@@ -174,6 +175,8 @@ static inline void randomize(ps__spec *spec, const model *m, const ps__layout *l
   const uint32_t favour = rnd_below(state, 4);
   const bool may_split = spec->clip && ps__optimizers[spec->optimizer].splits;
   spec->keep_grads = rnd_below(state, 2) != 0;
+  spec->passing_grads = !spec->clip && !spec->keep_grads && rnd_below(state, 2);
+  spec->update_lag = spec->passing_grads ? rnd_below(state, 3 * MAX_LEAD) : 0;
   spec->param_lead = rnd_below(state, MAX_LEAD);
   spec->saved_lead = rnd_below(state, MAX_LEAD);
   spec->saved_lag = rnd_below(state, MAX_LEAD);

@@ -114,7 +114,8 @@ static void check_scales(const ps__step *s) {
 static void check_pieces_stay(const ps__step *s) {
   for (uint32_t u = 0; u < s->spec->n_units; u++) {
     uint64_t sent = 0, fetched = 0;
-    if (!s->spec->in_pieces[u] || !s->spec->grad_resident[u] || s->model->unit[u].frozen)
+    if (!s->spec->in_pieces[u] || !s->spec->grad_resident[u] || s->model->unit[u].frozen ||
+        ps__grad_passes(s->spec, u))
       continue;
     for (size_t i = 0; i < s->n_op; i++) {
       const ps__vaccess *a = &s->access[s->op[i].access];
@@ -212,13 +213,14 @@ static void describe(const model *m, const ps_plan_config *cfg, const ps__spec *
   printf("case: %u devices, ring of %u%s, %s %s recipe %u clip %u seq %llu x %llu, chunk %llu, "
          "round %llu, spec "
          "%d, leads %u %u "
-         "lags %u %u\n",
+         "lags %u %u; clip by %u, totals %s, lag %u\n",
          s->n_devices, s->ring_blocks, s->ring_by_host ? " by the host" : "", m->name,
          ps_optimizer_name(s->optimizer), cfg->recipe, cfg->clip_norm > 0,
          (unsigned long long)cfg->seq_len,
          (unsigned long long)(cfg->tokens_per_step / cfg->seq_len),
          (unsigned long long)cfg->chunk_tokens, (unsigned long long)cfg->chunks_per_round, which,
-         s->param_lead, s->saved_lead, s->saved_lag, s->grad_lag);
+         s->param_lead, s->saved_lead, s->saved_lag, s->grad_lag, cfg->clip_by,
+         s->passing_grads ? "pass" : "stay", s->update_lag);
   printf("%u blocks kept across rounds%s\n", s->blocks_kept,
          s->embed_on_host ? ", embedding on the host" : "");
   for (uint32_t u = 0; u < s->n_units; u++) {
@@ -333,6 +335,7 @@ static uint32_t run_case(uint32_t idx, int n_specs, uint64_t *state) {
                         .document_token = 5,
                         .n_threads = 2,
                         .optimizer = (idx + idx / N_MODELS) % PS_N_OPTIMIZERS};
+  cfg.clip_by = cfg.clip_norm > 0 && rnd_below(state, 2) ? PS_CLIP_BY_PREVIOUS : PS_CLIP_BY_STEP;
   if (idx >= N_PLAIN_CASES)
     m = fp8_case(idx - N_PLAIN_CASES, &sh, &cfg);
   check_specs(m, sh, cfg, n_specs, 0, state);

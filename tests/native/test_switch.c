@@ -218,6 +218,7 @@ static void draw_specs(switching *s, uint32_t n_devices, uint64_t *state) {
       randomize(&s->spec[i], s->m, &s->layout, state);
     while (s->spec[i].n_devices != n_devices);
     s->spec[i].keep_grads = keep;
+    s->spec[i].passing_grads &= !keep;
   }
 }
 
@@ -239,6 +240,7 @@ static uint32_t check_case(const model *m, uint32_t recipe, uint32_t optimizer, 
                            .document_end_token = -1,
                            .lora = m->lora,
                            .n_threads = 2};
+  s.cfg.clip_by = s.cfg.clip_norm > 0 && rnd_below(state, 2);
   CHECK(ps__layout_init(&s.layout, 16, 6, 16, 2, 0, 0) == PS_OK);
   draw_specs(&s, n_devices, state);
   const outcome want = train(&s, NULL, NULL);
