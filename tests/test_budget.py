@@ -290,6 +290,53 @@ def test_a_training_plans_again_with_what_could_be_pinned(model_dir, tmp_path):
     assert losses["free"] == pytest.approx(losses["less"], rel=1e-4)  # the cut may be another
 
 
+SMALL = {"seq_len": 32, "tokens_per_step": 128, "chunk_tokens": 32, "chunks_per_round": 4}
+WIDE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+PREVIOUS = {"clip_norm": 0.5, "clip_by": "previous"}
+NO_HOMES = {
+    "bf16-unclipped": ("llama", {"recipe": "bf16", "clip_norm": 0.0}),
+    "tied-fp32-master-previous": ("qwen2-tied", {"recipe": "fp32-master"} | PREVIOUS),
+    "two-devices-previous": (
+        "llama",
+        {"recipe": "bf16", "gpus": 2, "chunks_per_round": 2, "layout": "data-parallel"} | PREVIOUS,
+    ),
+    "ring": (
+        "llama",
+        {"recipe": "bf16", "gpus": 2, "layout": "ring", "clip_norm": 0.0, "optimizer": "lion"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NO_HOMES)
+def test_gradients_without_a_home_train_where_others_are_refused(case, tmp_path, hardware):
+    """A host cap under which gradients with memory of their own do not fit: the same bits, and the
+    plan's count of bytes."""
+    name, more = NO_HOMES[case]
+    (tmp_path / "in.json").write_text(json.dumps(COMMON | MODELS[name] | WIDE))
+    init = [sys.executable, ROOT / "models/init_model.py", tmp_path / "in.json", tmp_path / "model"]
+    subprocess.run(init, check=True, capture_output=True)
+    model = ModelConfig.read(tmp_path / "model")
+    kw = SMALL | {"hardware": hardware, "threads": 2, "reserve": MIB, "device_mem": 8 * MIB} | more
+    with_home = Plan(model, **kw)
+    least = Plan.smallest(model, **kw)[1], Plan.smallest(model, keep_grads=False, **kw)[1]
+    report = with_home.report
+    elements = report["grad_bytes"] / 2
+    assert elements > 4e6 and report["passing_grad_units"] == 0
+    assert least[0] - least[1] > elements  # the rest is under way: totals, and contributions
+    with pytest.raises(BudgetError, match="of host memory"):
+        Plan(model, host_mem=least[1], **kw)
+    plan = Plan(model, host_mem=least[1], keep_grads=False, **kw)
+    got = plan.report
+    assert got["host_used_bytes"] <= least[1] and got["n_rounds"] == report["n_rounds"]
+    assert got["passing_grad_units"] + plan.json()["embed_on_host"] == got["n_units"]
+    assert got["weight_bytes"] == report["weight_bytes"] and got["grad_bytes"] < elements
+    wanted, weights = run(tmp_path / "model", with_home, 3)
+    metrics, others = run(tmp_path / "model", plan, 3)
+    assert [(m.loss, m.grad_norm) for m in metrics] == [(m.loss, m.grad_norm) for m in wanted]
+    assert others == weights
+    assert within_a_unit(metrics[-1].host_arena_peak_bytes, got["host_arena_bytes"])
+
+
 def make_plan(model, hardware, reserve, **kw):
     """A plan with the process's own memory given, so that a cap can be exact."""
     given = kw | {"hardware": hardware, "reserve": reserve, "threads": 2}

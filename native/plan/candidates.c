@@ -7,9 +7,12 @@
 enum { LARGE_STEP_OPS = 60000 };
 
 const ps__residency ps__residencies[PS__N_RESIDENCIES] = {
-    {0, 0, 0, 0, 0}, {0, 0, 1, 0, 0},   {8, 0, 1, 0, 0},   {16, 0, 1, 0, 0},  {32, 0, 1, 0, 0},
-    {8, 8, 1, 0, 0}, {16, 16, 1, 0, 0}, {32, 16, 1, 0, 0}, {32, 32, 1, 0, 0}, {32, 32, 1, 1, 0},
-    {0, 0, 1, 0, 4}, {0, 0, 1, 0, 8},   {0, 0, 1, 0, 16},  {0, 0, 1, 0, 32}};
+    {0, 0, 0, 0, 0, 0},   {0, 0, 1, 0, 0, 0},   {8, 0, 1, 0, 0, 0},   {16, 0, 1, 0, 0, 0},
+    {32, 0, 1, 0, 0, 0},  {8, 8, 1, 0, 0, 0},   {16, 16, 1, 0, 0, 0}, {32, 16, 1, 0, 0, 0},
+    {32, 32, 1, 0, 0, 0}, {32, 32, 1, 1, 0, 0}, {0, 0, 1, 0, 4, 0},   {0, 0, 1, 0, 8, 0},
+    {0, 0, 1, 0, 16, 0},  {0, 0, 1, 0, 32, 0},  {0, 0, 0, 0, 0, 1},   {0, 0, 1, 0, 0, 1},
+    {16, 0, 1, 0, 0, 1},  {32, 0, 1, 0, 0, 1},  {0, 32, 1, 0, 0, 1},  {16, 32, 1, 0, 0, 1},
+    {32, 32, 1, 0, 0, 1}};
 
 /* ---- a candidate ----------------------------------------------------------------------------- */
 
@@ -185,6 +188,9 @@ static bool admits(const ps__search_space *sp, const ps__residency *r) {
   if (r->blocks && (sp->plan->hw.backend != PS_BACKEND_CUDA || sp->plan->cfg.keep_grads ||
                     ps__blocks_of(sp, r) == 0))
     return false;
+  if (r->passing &&
+      (ps__waits_for_norm(sp->plan) || sp->plan->cfg.keep_grads || sp->plan->model->n_trained == 0))
+    return false;
   return !ps__totals_on_host(sp->plan) || !(r->grads || r->state || r->blocks);
 }
 
@@ -356,6 +362,7 @@ static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, cons
   if (ps__is_ring(sp->plan))
     out->device_bytes = firsts * out->device_bytes + (whole - firsts) * kept;
   first = firsts * first + (whole - firsts) * other;
+  out->unaliased_bytes = first;
   out->host_bytes = first > aliased ? first - aliased : 0;
   if (left && (left < at_once ? left : at_once) * other > out->host_bytes)
     out->host_bytes = (left < at_once ? left : at_once) * other;
@@ -562,14 +569,19 @@ static uint64_t resident_bytes(const ps__search_space *sp, const ps__layout *l,
   return bytes;
 }
 
-/* Of parameters, optimizer state and gradients. Where state is on the device, so are gradients. */
-static uint64_t host_state_bytes(const ps__search_space *sp, const ps__residency *r) {
+/* Of parameters, optimizer state and gradients. Where state is on the device, so are gradients. Of
+ * gradients that pass the one that stays counts, and none that is under way. */
+static uint64_t host_state_bytes(const ps__search_space *sp, const ps__layout *l,
+                                 const ps__residency *r) {
   const ps_plan_config *c = &sp->plan->cfg;
   const ps_model *m = sp->plan->model;
   const uint32_t recipe = ps__plan_row(c);
   const ps__storage w = ps__weight_storage(m);
   const uint64_t n = m->n_trained, master = ps__master_bytes(recipe, n),
-                 grads = !r->state || c->keep_grads ? ps__stored_bytes(w, n) : 0,
+                 stays = r->passing
+                             ? ps__embed_on_host(sp, l, r) && !m->unit[0].frozen ? m->unit[0].n : 0
+                             : n,
+                 grads = !r->state || c->keep_grads ? ps__stored_bytes(w, stays) : 0,
                  states = r->state ? 0 : ps__state_bytes((ps_optimizer)c->optimizer, recipe, n);
   uint64_t on_device = 0;
   for (uint32_t layer = 1; layer <= ps__blocks_of(sp, r); layer++)
@@ -593,7 +605,7 @@ static uint64_t pageable_bytes(const ps__search_space *sp, const ps__layout *l,
                streamed = layer > 0 && layer <= ps__blocks_of(sp, r);
     if (free || ps__among(sp, u, ps__stages_weights(sp->plan)))
       bytes += ps__memmap_aligned(ps__unit_bytes(sp, u));
-    if (trained && (free || (sp->plan->staging >= PS__STAGE_TOTALS && !streamed && !r->state)))
+    if (trained && (free || (sp->plan->staging >= PS__STAGE_TOTALS && !streamed && !r->state && !r->passing)))
       bytes += ps__memmap_aligned(ps__unit_bytes(sp, u));
     if (trained && !r->state && !streamed)
       bytes += ps__memmap_aligned(state_bytes(sp, u)) + 256 * PS_MAX_STATES;
@@ -603,7 +615,8 @@ static uint64_t pageable_bytes(const ps__search_space *sp, const ps__layout *l,
 
 /* ---- candidates ------------------------------------------------------------------------------ */
 
-static ps_status add_candidates(ps__search_space *sp, uint32_t idx, bool grads_on_device) {
+/* @special: those for short host memory, else the usual ones. */
+static ps_status add_candidates(ps__search_space *sp, uint32_t idx, bool special) {
   ps__microbatch *mb = &sp->microbatch[idx];
   recompute_table *table = NULL;
   uint32_t *of_chunk = NULL;
@@ -616,7 +629,7 @@ static ps_status add_candidates(ps__search_space *sp, uint32_t idx, bool grads_o
     t[r] = unit_traffic(sp, &mb->layout, &ps__residencies[r]);
     base[r] = &mb->base[ps__embed_on_host(sp, &mb->layout, &ps__residencies[r])];
     device[r] = base[r]->device_bytes + resident_bytes(sp, &mb->layout, &ps__residencies[r]);
-    host[r] = base[r]->host_bytes + host_state_bytes(sp, &ps__residencies[r]);
+    host[r] = base[r]->host_bytes + host_state_bytes(sp, &mb->layout, &ps__residencies[r]);
     free[r] = pageable_bytes(sp, &mb->layout, &ps__residencies[r]);
   }
   for (uint32_t d = 0; st == PS_OK && d <= PS__SAVED_PARTS; d += PS__DEVICE_GRID * step)
@@ -631,18 +644,20 @@ static ps_status add_candidates(ps__search_space *sp, uint32_t idx, bool grads_o
       for (uint32_t i = 0; st == PS_OK && i < PS__N_RESIDENCIES * PS__N_AHEADS; i++) {
         m.residency = (uint8_t)(i / PS__N_AHEADS);
         m.keep = ps__residencies[m.residency];
-        if (!admits(sp, &m.keep) || (m.keep.blocks > 0) != grads_on_device)
+        if (!admits(sp, &m.keep) || (ps__kind_of(&m.keep) != PS__KIND_USUAL) != special ||
+            (m.keep.passing && mb->layout.n_rounds > sp->plan->at->n_devices))
           continue;
         m.streamed = (uint8_t)ps__blocks_of(sp, &m.keep);
         m.ahead = (uint8_t)(i % PS__N_AHEADS);
         const traffic now = with_kept_parameters(sp, &t[m.residency], &mb->layout, &s, m.ahead);
         m.bound_ns = bound_of(sp, base[m.residency], &s, &now);
         m.estimate_ns = larger(m.bound_ns, estimate_of(sp, base[m.residency], &s, &now, m.ahead));
-        const uint64_t arena = host[m.residency] - base[m.residency]->host_bytes + s.host_bytes,
+        const uint64_t saved = m.keep.passing ? s.unaliased_bytes : s.host_bytes,
+                       arena = host[m.residency] - base[m.residency]->host_bytes + saved,
                        pinned = arena > free[m.residency] ? arena - free[m.residency] : 0;
         m.bytes[PS__DEVICE_MEM] =
             device[m.residency] + s.device_bytes + ps__page_table_bytes(&sp->plan->hw, pinned);
-        m.bytes[PS__HOST_MEM] = host[m.residency] + s.host_bytes;
+        m.bytes[PS__HOST_MEM] = host[m.residency] + saved;
         m.bytes[PS__PINNED_MEM] = pinned;
         if (!ps__grow((void **)&sp->candidate, sp->n_candidates, &sp->cap_candidates,
                       sizeof *sp->candidate))
@@ -701,9 +716,9 @@ static ps_status measure_microbatches(ps__search_space *sp, ps__step_hooks *hook
   return st;
 }
 
-/* Candidates that keep the gradients of blocks on the device are usually slower than others. So
- * there are some only where all others, but those with all state on the device, need more than
- * HOST_IS_SHORT of the host's memory. */
+/* Candidates that keep the gradients of blocks on the device are usually slower than others, and
+ * where totals pass updates may hold back copies. So there are some only where all others, but
+ * those with all state on the device, need more than HOST_IS_SHORT of the host's memory. */
 static const double HOST_IS_SHORT = 0.8;
 
 static bool host_is_short(const ps__search_space *sp, uint64_t host_bytes) {

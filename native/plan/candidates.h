@@ -2,7 +2,8 @@
  * caps.
  *
  * There is one exception: where host memory is short, it also has candidates that keep the
- * gradients of blocks on the device (ps__residency.blocks).
+ * gradients of blocks on the device (ps__residency.blocks), and candidates whose totals have no
+ * memory of their own on the host (ps__residency.passing).
  * A candidate has:
  *   - a micro-batch configuration: tokens of a chunk, chunks of a round;
  *   - how many parts of the saved bytes stay on the device, and how many are offloaded;
@@ -21,7 +22,7 @@ enum { PS__SAVED_PARTS = 96, PS__UNIT_PARTS = 32 };
 /* The search space has every so many parts on the device, and offloaded. The local search varies
  * both part by part. */
 enum { PS__DEVICE_GRID = 4, PS__HOST_GRID = 8 };
-enum { PS__MAX_MICROBATCHES = 160, PS__N_AHEADS = 3, PS__N_RESIDENCIES = 14 };
+enum { PS__MAX_MICROBATCHES = 160, PS__N_AHEADS = 3, PS__N_RESIDENCIES = 21 };
 
 /* Residency: how many parts of the units, spread evenly over the model, have their parameters and
  * their gradients on the device.
@@ -31,10 +32,18 @@ enum { PS__MAX_MICROBATCHES = 160, PS__N_AHEADS = 3, PS__N_RESIDENCIES = 14 };
  *   state  all units have their optimizer state there too.
  *   blocks  how many parts of the trained blocks, the first ones, are updated on the device with
  *          their state on the host, and have their gradients on the device from the first
- *          contribution to the update. The host then has no memory for these gradients. */
+ *          contribution to the update. The host then has no memory for these gradients.
+ *   passing  totals on the host live until their updates (ps__spec.passing_grads). For plans whose
+ *            updates do not wait for the norm, and one round a device. */
 typedef struct ps__residency {
-  uint8_t params, grads, head, state, blocks;
+  uint8_t params, grads, head, state, blocks, passing;
 } ps__residency;
+/* Candidates of each kind are searched apart from the others. The last two are for short host
+ * memory. */
+enum { PS__KIND_USUAL, PS__KIND_BLOCKS, PS__KIND_PASSING, PS__N_KINDS };
+static inline int ps__kind_of(const ps__residency *r) {
+  return r->passing ? PS__KIND_PASSING : r->blocks ? PS__KIND_BLOCKS : PS__KIND_USUAL;
+}
 extern const ps__residency ps__residencies[PS__N_RESIDENCIES]; /* of the search space */
 
 typedef struct ps__candidate {
@@ -96,6 +105,7 @@ typedef struct ps__microbatch {
 typedef struct ps__saved_sums {
   double recompute_ns;               /* of a step, at least */
   uint64_t device_bytes, host_bytes; /* of the round that takes the most; on the host at least */
+  uint64_t unaliased_bytes;          /* the same on the host, where gradients lend them no memory */
   double offloaded_bytes;            /* copied to the host, and back, in a step */
 } ps__saved_sums;
 
@@ -110,7 +120,7 @@ typedef struct ps__search_space {
 
 /* ps__search_space_init() - all candidates with their bounds and estimates, in no order. Needs
  * plan->model, cfg and hw; @hooks as for ps__step_emit(). @host_bytes: what the host has; where the
- * others need nearly as much, the search space has candidates with ps__residency.blocks too.
+ * others need nearly as much, the search space has candidates of the other kinds too.
  * Errors: PS_ENOMEM, PS_EINVAL. Freed by ps__search_space_free(), also after an error. */
 ps_status ps__search_space_init(ps__search_space *sp, const ps_plan *plan, uint64_t host_bytes,
                                 ps__step_hooks *hooks);

@@ -48,7 +48,7 @@ typedef struct ps__search {
   ps__evaluation_arrays arrays;      /* each search's own */
   /* evaluate steps with all their rounds, although shorter ones tell nearly the same */
   bool whole;
-  bool grads_on_device;                /* among candidates with ps__residency.blocks, or without */
+  int kind;                            /* of the candidates: ps__kind_of() */
   bool large;                          /* not all candidates can be evaluated */
   bool prune;                          /* skip by the slack below, and what is evaluated */
   double factor[PS__MAX_MICROBATCHES]; /* simulated time over estimate, by configuration */

@@ -196,7 +196,7 @@ static ps_status begin_at_start(ps__search *s, descent *d) {
     return PS_OK;
   m = d->at.candidate;
   m.streamed = ps__totals_on_host(s->plan) ? 0 : (uint8_t)(layers / 6);
-  m.sums = (uint8_t)(l->n_rounds == 1 ? 0 : layers < 6 ? layers : 6);
+  m.sums = (uint8_t)(l->n_rounds == 1 && !m.keep.passing ? 0 : layers < 6 ? layers : 6);
   m.extra = l->first_round_chunks > l->chunks_per_round ? PS__SAVED_PARTS / 2 : 0;
   PS_TRY(try_candidate(s, d, m, &usual));
   if (usual.at.ns > 0 && (d->at.ns == 0 || usual.at.ns < d->at.ns)) {

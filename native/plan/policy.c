@@ -181,6 +181,8 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
   spec->param_lead = spec->saved_lead = spec->saved_lag = spec->grad_lag = m->ahead;
   spec->sum_lag = m->ahead + m->sums;
   spec->sum_threads = ps__sum_threads(&plan->hw, m->threads);
+  spec->passing_grads = r->passing;
+  spec->update_lag = r->passing ? spec->sum_lag * layout->max_round_chunks : 0;
   spec->keep_grads = plan->cfg.keep_grads != 0;
   spec->keep_logits = plan->cfg.logits_fn != NULL;
   spec->embed_on_host = embed_on_host;

@@ -87,7 +87,7 @@ static bool cannot_win(const ps__search *s, const ps__candidate *m) {
 static bool cannot_fit(const ps__search *s, const ps__candidate *m) {
   uint64_t bytes[PS__N_MEMS];
   memcpy(bytes, m->bytes, sizeof bytes);
-  if ((m->keep.blocks > 0) != s->grads_on_device || !ps__fits(s, bytes))
+  if (ps__kind_of(&m->keep) != s->kind || !ps__fits(s, bytes))
     return true;
   add_slack(s, m, bytes);
   return !ps__fits(s, bytes);
@@ -300,7 +300,8 @@ static ps_status spend_host(ps__search *s) {
     ps__candidate m = before.candidate;
     ps__evaluation e;
     double ns;
-    if (m.sums + by > layers || s->space.microbatch[m.microbatch].layout.n_rounds == 1)
+    if (m.sums + by > layers ||
+        (s->space.microbatch[m.microbatch].layout.n_rounds == 1 && !m.keep.passing))
       continue;
     m.sums = (uint8_t)(m.sums + by);
     PS_TRY(ps__evaluate_begin(s, &m, &e));
@@ -444,7 +445,7 @@ static ps_status find_smallest(ps__search *s) {
 static bool is_large(const ps__search *s) {
   double n = 0, ops = 0;
   for (size_t i = 0; i < s->space.n_candidates; i++)
-    if (s->space.candidate[i].keep.blocks == 0) {
+    if (ps__kind_of(&s->space.candidate[i].keep) == PS__KIND_USUAL) {
       ops += (double)s->space.microbatch[s->space.candidate[i].microbatch].n_ops;
       n++;
     }
@@ -522,29 +523,30 @@ static void ladder_search_task(void *arg, int64_t i, uint32_t worker) {
 /* The estimate of the best candidate that fits under the caps; 0: none fits. */
 static double least_estimate(const ps__search *s, const uint64_t cap[PS__N_MEMS]) {
   for (size_t i = 0; i < s->space.n_candidates; i++) /* sorted */
-    if (s->space.candidate[i].keep.blocks == 0 &&
+    if (ps__kind_of(&s->space.candidate[i].keep) == PS__KIND_USUAL &&
         ps__fits_under(s, cap, s->space.candidate[i].bytes))
       return s->space.candidate[i].estimate_ns;
   return 0;
 }
 
 enum {
-  MAX_LADDER_SEARCHES = 2 + PS__PINNED_MEM,
+  MAX_LADDER_SEARCHES = PS__N_KINDS + PS__PINNED_MEM,
   MOST_BUDGETS = 3 /* of a model of 32 layers, for all searches of a plan */
 };
 /* A cap of the ladder is searched where the estimates say that it costs at most so much time. */
 static const double LADDER_WORTH = 1.02;
 
-/* Among candidates with ps__residency.blocks, where there are any. */
-static ps_status add_blocks_search(const ps__search *s, ladder_search r[MAX_LADDER_SEARCHES],
-                                   uint32_t *n) {
-  bool any = false;
+/* Among candidates for short host memory, kind by kind, where there are any. */
+static ps_status add_kinds(const ps__search *s, ladder_search r[MAX_LADDER_SEARCHES], uint32_t *n) {
+  bool any[PS__N_KINDS] = {false};
   for (size_t i = 0; i < s->space.n_candidates; i++)
-    any |= s->space.candidate[i].keep.blocks > 0;
-  if (!any)
-    return PS_OK;
-  PS_TRY(ladder_search_init(&r[(*n)++], s, s->cap));
-  r[*n - 1].s->grads_on_device = true;
+    any[ps__kind_of(&s->space.candidate[i].keep)] = true;
+  for (int kind = PS__KIND_USUAL + 1; kind < PS__N_KINDS; kind++) {
+    if (!any[kind])
+      continue;
+    PS_TRY(ladder_search_init(&r[(*n)++], s, s->cap));
+    r[*n - 1].s->kind = kind;
+  }
   return PS_OK;
 }
 
@@ -634,7 +636,7 @@ static ps_status prefer_robust(ps__search *s, finalists *f) {
   return PS_OK;
 }
 
-/* The fastest plan found under the caps, among candidates with ps__residency.blocks, and under the
+/* The fastest plan found under the caps, among candidates for short host memory, and under the
  * caps with the ladder's next lower cap at one place after the other. The way of a search depends
  * on its caps. Where more memory gains a step little, the search under less may find the faster
  * plan, which fits here too. */
@@ -645,7 +647,7 @@ static ps_status find_on_ladder(ps__search *s) {
   uint32_t n = 1;
   ps_status st = ladder_search_init(&r[0], s, s->cap);
   if (st == PS_OK)
-    st = add_blocks_search(s, r, &n);
+    st = add_kinds(s, r, &n);
   for (uint32_t i = 0; i <= PS__HOST_MEM && st == PS_OK && s->large; i++)
     st = add_ladder_search(s, r, &n, i);
   if (st == PS_OK)

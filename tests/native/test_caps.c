@@ -46,7 +46,8 @@ static void check_candidate(const ps__search_space *sp, const ps__candidate *m, 
   const uint64_t over = ps__host_overhead(p, &s, &p->guests, &scratch, &trace);
   /* what an arena is rounded up by is more than all gradients of so small a model */
   const uint64_t arena = s.space_bytes[host];
-  CHECK(m->bytes[host] <= (m->keep.blocks ? arena : ps__arena_round(arena)) + over);
+  CHECK(m->bytes[host] <=
+        (ps__kind_of(&m->keep) == PS__KIND_USUAL ? ps__arena_round(arena) : arena) + over);
   CHECK(m->bytes[PS__PINNED_MEM] <= ps__pinned_bytes(arena, s.pageable_bytes));
   const uint64_t apart =
       sp->microbatch[m->microbatch].base[ps__embed_on_host(sp, l, &m->keep)].host_bytes;
@@ -68,28 +69,32 @@ static void check_abandon(const ps__search_space *sp, ps_plan *p) {
   p->abandon = NULL;
 }
 
-static void test_bounds(uint32_t n_frozen, uint32_t lora_rank, uint32_t backend) {
+static void test_bounds(uint32_t n_frozen, uint32_t lora_rank, uint32_t backend, uint32_t clip_by) {
   ps_plan_config cfg = config();
   ps_hardware machine = hw;
   static ps__search_space sp; /* 48 KB */
   ps_plan *p;
   cfg.n_frozen_layers = n_frozen;
+  cfg.clip_by = clip_by;
   if (lora_rank)
     cfg.lora = (ps_lora){.rank = lora_rank, .targets = PS_LORA_ALL, .alpha = 8};
   machine.backend = backend;
   CHECK(ps__plan_new(&p, &model, &cfg, &machine) == PS_OK);
   CHECK(ps__search_space_init(&sp, p, 0, &p->hooks) == PS_OK && sp.n_candidates > 100);
   uint64_t most = 0;
-  uint32_t n_blocks = 0; /* candidates whose gradients have no memory on the host */
+  /* candidates whose gradients have no memory on the host; whose totals pass */
+  uint32_t n_blocks = 0, n_passing = 0;
   for (size_t i = 0; i < sp.n_candidates; i += 29) {
     check_candidate(&sp, &sp.candidate[i], lora_rank > 0);
     n_blocks += sp.candidate[i].keep.blocks > 0;
+    n_passing += sp.candidate[i].keep.passing;
     if (sp.candidate[i].host > most)
       most = sp.candidate[i].host;
   }
   CHECK(most > PS__SAVED_PARTS / 2);
   CHECK((n_blocks > 0) == (backend == PS_BACKEND_CUDA));
   check_abandon(&sp, p);
+  CHECK((n_passing > 0) == (clip_by == PS_CLIP_BY_PREVIOUS));
   ps__search_space_free(&sp);
   p->cfg.pinned_mem_bytes = 1;
   for (p->staging = 0; p->staging <= PS__STAGE_ALL; p->staging++) {
@@ -287,9 +292,10 @@ int main(void) {
   CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
   const int64_t before = ps__live_allocations();
   for (uint32_t backend = PS_BACKEND_CPU; backend <= PS_BACKEND_CUDA; backend++) {
-    test_bounds(0, 0, backend);
-    test_bounds(2, 0, backend);
-    test_bounds(0, 4, backend);
+    test_bounds(0, 0, backend, PS_CLIP_BY_STEP);
+    test_bounds(0, 0, backend, PS_CLIP_BY_PREVIOUS);
+    test_bounds(2, 0, backend, PS_CLIP_BY_STEP);
+    test_bounds(0, 4, backend, PS_CLIP_BY_PREVIOUS);
   }
   test_pinned(0);
   test_pinned(4);
