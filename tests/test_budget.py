@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import BUILD, ROOT, write_shard
-from penstock import BudgetError, Hardware, ModelConfig, Plan, Trainer
+from penstock import BudgetError, Hardware, ModelConfig, Plan, StateError, Trainer
 
 MIB = 1 << 20
 UNIT = 2 * MIB  # arenas are whole units
@@ -335,6 +335,11 @@ def test_gradients_without_a_home_train_where_others_are_refused(case, tmp_path,
     assert [(m.loss, m.grad_norm) for m in metrics] == [(m.loss, m.grad_norm) for m in wanted]
     assert others == weights
     assert within_a_unit(metrics[-1].host_arena_peak_bytes, got["host_arena_bytes"])
+    with (
+        Trainer(tmp_path / "model", plan, batch_of(plan)) as trainer,
+        pytest.raises(StateError, match="gone after its update: make the plan with keep_grads"),
+    ):
+        trainer.grad("model.norm.weight")
 
 
 def make_plan(model, hardware, reserve, **kw):

@@ -57,6 +57,11 @@ ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst, uint64
     return ps__fail(
         PS_ESTATE,
         "the gradient of %s stays on the device: make the plan with keep_grads to read it", p.name);
+  if (ps__grad_passes(&t->plan->spec, p.unit))
+    return ps__fail(
+        PS_ESTATE,
+        "the gradient of %s is gone after its update: make the plan with keep_grads to read it",
+        p.name);
   ps__convert(dst, PS_F32, ps__array_at(t, p.unit, PS__ARRAY_GRAD, p.offset),
               ps__array_dtype(t, p.unit, PS__ARRAY_GRAD), n);
   return PS_OK;

@@ -113,9 +113,13 @@ static inline void poison(ps_trainer *t, bool first) {
   /* nothing is there yet: the prologue comes with the first step */
   for (uint32_t d = 0; first && d < t->plan->at->n_devices; d++)
     state_end[t->plan->at->dev[d].place] = 0;
+  /* the last step's norm may clip the next one */
+  ps__step_stats *stats = (ps__step_stats *)(void *)(t->host + s->vt[s->stats].offset),
+                 kept = *stats;
   for (uint32_t space = 0; space < t->plan->at->n_places; space++)
     memset((char *)ps_engine_space(t->engine, space) + state_end[space], 0xff,
            ps_engine_space_bytes(t->engine, space) - state_end[space]);
+  *stats = kept;
 }
 
 static inline uint64_t hash(uint64_t h, const void *p, uint64_t bytes) {
