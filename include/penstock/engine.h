@@ -133,6 +133,7 @@ enum {
   PS_MAX_SPACES = 16,
   PS_MAX_STREAMS = 48,
   PS_MAX_ACCESSES = 12,
+  PS_MAX_DRIVES = 8, /* of an engine */
   PS_NAME_BYTES = 32
 };
 
@@ -332,7 +333,15 @@ PS_API ps_status ps_schedule_op(const ps_schedule *schedule, uint64_t idx, ps_op
 
 /* ---- engine ---------------------------------------------------------------------------------- */
 
-typedef enum ps_place_kind { PS_PLACE_HOST = 0, PS_PLACE_DEVICE = 1 } ps_place_kind;
+/* A DISK is files in the directories of ps_engine_config.drive, at most one place of an engine with
+ * one space. No kernel touches the space. Copies along links between the disk and a host read and
+ * write the files by direct I/O, past the page cache. Their offsets and bytes are multiples of
+ * 4096, and their streams run at the host. */
+typedef enum ps_place_kind {
+  PS_PLACE_HOST = 0,
+  PS_PLACE_DEVICE = 1,
+  PS_PLACE_DISK = 2
+} ps_place_kind;
 
 typedef struct ps_place {
   uint32_t kind;    /* ps_place_kind */
@@ -380,6 +389,9 @@ typedef struct ps_engine_config {
   uint32_t n_places, n_links, n_spaces, n_streams;
   /* CUDA: 1 for the same bits in every run, at a lower speed. The CPU backend always gives them */
   uint32_t deterministic;
+  /* directories of the disk's files, borrowed for the call: each on a drive of its own */
+  uint32_t n_drives;
+  const char *drive[PS_MAX_DRIVES];
   ps_place place[PS_MAX_PLACES];
   ps_link link[PS_MAX_LINKS];
   ps_space_config space[PS_MAX_SPACES];
@@ -397,6 +409,8 @@ typedef struct ps_engine_config {
  * Errors: PS_EINVAL: the message names the field.
  *         PS_EBUDGET: spaces and overhead of a place exceed its cap; the message names the place.
  *         PS_ENOMEM: the message names the space and its bytes.
+ *         PS_EINVAL, PS_EBUDGET, PS_EBUSY, PS_EIO: a directory of the disk does not serve; the
+ *         message says why.
  *         PS_EDEVICE: a thread did not start; or CUDA is not built in, has no driver, too old a
  *         driver or no GPU, or refused to pin (ps_pinned_at_most()). */
 PS_API ps_status ps_engine_create(ps_engine **out, const ps_engine_config *cfg);
@@ -406,8 +420,8 @@ PS_API ps_status ps_engine_create(ps_engine **out, const ps_engine_config *cfg);
 PS_API ps_status ps_engine_close(ps_engine *engine);
 
 /* ps_engine_space() - the address of a space for the host; valid until ps_engine_close(). NULL for
- * a GPU's device space, and where @space is out of range. The caller may touch the memory while no
- * step is in flight, or inside its own host ops. */
+ * a GPU's device space, a disk's, and where @space is out of range. The caller may touch the memory
+ * while no step is in flight, or inside its own host ops. */
 PS_API void *ps_engine_space(ps_engine *engine, uint32_t space);
 /* BYTES of a space, a multiple of 2 MiB; 0 where @space is out of range. */
 PS_API uint64_t ps_engine_space_bytes(const ps_engine *engine, uint32_t space);

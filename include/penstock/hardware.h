@@ -68,18 +68,24 @@ typedef struct ps_contention_rate {
  *             file may state it. Else tasks that train together measure it before they plan
  *             (ps_hosts_measure() in hosts.h). It depends on the other machines, so this machine's
  *             file does not keep it; a file of its own may (ps_hosts_rate_write()). Rate 0: not
- *             known, and plans take no time for exchanges. */
+ *             known, and plans take no time for exchanges.
+ *   DISK_READ, DISK_WRITE  direct I/O of large pieces of the drives of ps_hardware_ask.disk, which
+ *             ps_hardware_get() measures; writes past the drive's cache, as far as that takes. Rate
+ *             0: not known, and plans take a PCIe 4.0 drive's. */
 typedef enum ps_link_kind {
   PS_LINK_H2D = 0,
   PS_LINK_D2H = 1,
   PS_LINK_PEER = 2,
   PS_LINK_NETWORK = 3,
-  PS_N_LINKS = 4
+  PS_LINK_DISK_READ = 4,
+  PS_LINK_DISK_WRITE = 5,
+  PS_N_LINKS = 6
 } ps_link_kind;
 typedef struct ps_link_rate {
-  uint32_t from, to;         /* ps_place_kind; of PEER two devices, of NETWORK two hosts */
-  double bytes_per_s;        /* of one copy alone */
-  double duplex_bytes_per_s; /* of each while the link back copies too; PEER, NETWORK: 0 */
+  uint32_t from, to;  /* ps_place_kind; of PEER two devices, of NETWORK two hosts */
+  double bytes_per_s; /* of one copy alone */
+  /* of each while the link back copies too; PEER, NETWORK: 0; of both DISK links together */
+  double duplex_bytes_per_s;
 } ps_link_rate;
 
 /* A rate that was seen beside the one that is known for the same work. */
@@ -286,7 +292,11 @@ typedef struct ps_hardware_ask {
   /* Caps of what measuring may take: of what each GPU loses to the process, and of the process's
    * host memory; 0: none. PS_HARDWARE_IN_FULL has none of device memory. */
   uint64_t device_mem_bytes, host_mem_bytes;
-  double seconds;           /* of measuring; 0: as of the function that measures */
+  double seconds; /* of measuring; 0: as of the function that measures */
+  /* directories of a disk (ps_train_config.disk), whose rates are measured there where the file has
+   * none, or how is not PS_HARDWARE_ONCE: 3 s and up to 8 GiB written, in full 20 s and up to 256
+   * GiB. NULL: no disk. The file keeps the rates of one disk. */
+  const char *disk;
   ps_hardware_note_fn note; /* NULL: nothing is told */
   void *user;
 } ps_hardware_ask;

@@ -236,6 +236,14 @@ typedef struct ps_plan_config {
   /* 1: the training plans again (ps_train_config.replan), and what this takes of host memory beside
    * its steps counts: the marks of three steps, and a search. 0: it does not count. */
   uint32_t replan;
+  /* BYTES that optimizer state may take of a disk, in the directories that the trainer is given
+   * (ps_train_config.disk); 0: none. Of the units from the last one on, as many have their state
+   * there as makes the step fastest. Their updates run on the host, and the bits are the same. The
+   * embedding's state stays in memory. 0 with forward_only. */
+  uint64_t disk_mem_bytes;
+  /* TB (10^12 BYTES) that the drives together may be written in their life, as their maker rates
+   * them; 0: not known. The plan says how long a training at its speed may go on. */
+  double disk_tbw;
   ps_plan_progress_fn progress; /* or NULL */
   void *progress_user;
 } ps_plan_config;
@@ -328,6 +336,9 @@ typedef struct ps_plan_report {
   /* SECONDS of a step, predicted, where host memory and its links to devices have three quarters of
    * their rates: what the plan loses on a machine that is slower than it was measured */
   double slow_host_step_s;
+  /* With a disk: units whose optimizer state is there, BYTES of it, and BYTES read and written in a
+   * step; else 0 */
+  uint64_t disk_units, disk_arena_bytes, disk_mem_bytes, disk_read_bytes, disk_write_bytes;
 } ps_plan_report;
 
 /* ps_plan_create() - search for the fastest plan under both caps.
@@ -423,7 +434,8 @@ PS_API ps_schedule *ps_plan_schedule(ps_plan *plan);
 /* ps_plan_stream_name() - of the schedule's streams: "compute", "h2d", "d2h" of each device, with
  * its number where there are several ("compute 1"); then "host", "io". Of several devices then
  * come "p2p 0" and so on, copies to other devices, and "sums 0", additions of what they send. Of
- * several hosts "net" is the last: exchanges with the other hosts. Static storage; NULL past the
+ * several hosts "net" comes then: exchanges with the other hosts. With a disk "disk read" and "disk
+ * write" are the last. Static storage; NULL past the
  * last. */
 PS_API const char *ps_plan_stream_name(const ps_plan *plan, uint32_t stream);
 /* ps_plan_simulate() - the predicted trace of @n_steps steps; arguments as ps_sim_run(). */

@@ -104,6 +104,11 @@ typedef struct ps_train_config {
    * (penstock/adapter.h), borrowed for the call. NULL: fresh ones, whose A is drawn from seed and
    * whose B is zero. */
   const char *adapter_dir;
+  /* With a plan that has a disk (ps_plan_config.disk_mem_bytes): up to PS_MAX_DRIVES directories,
+   * separated by commas, each on a drive of its own; borrowed for the call. A file there, without a
+   * name, has the state that the plan puts on the disk, and is gone with the process. A directory
+   * serves one training at a time. Else NULL. */
+  const char *disk;
   uint64_t max_skips; /* with PS_NON_FINITE_SKIP: so many steps in a row may be skipped */
   /* 1: the plan's rates of host memory are taken as they are. 0: they are measured on the arena
    * before weights are loaded, for 2 s at most (ps_trainer_arena()). Bits do not depend on it. */

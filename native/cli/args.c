@@ -26,8 +26,9 @@ int cli_fail(int code, const char *fmt, ...) {
 
 static int code_of(ps_status status, bool starting) {
   const bool refused =
-      starting && (status == PS_EINVAL || status == PS_EFORMAT || status == PS_EBUDGET ||
-                   status == PS_EIO || status == PS_EDEVICE || status == PS_ENOMEM);
+      starting &&
+      (status == PS_EINVAL || status == PS_EFORMAT || status == PS_EBUDGET || status == PS_EIO ||
+       status == PS_EDEVICE || status == PS_ENOMEM || status == PS_EBUSY);
   return refused ? CLI_REFUSED : CLI_FAILED;
 }
 

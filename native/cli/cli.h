@@ -247,6 +247,7 @@ typedef struct cli_device {
   uint64_t gpu, threads;
   uint64_t n_gpus;    /* GPUs from gpu on; on the CPU backend arenas */
   double peak_tflops; /* 0: from the library's table */
+  const char *disk;   /* directories whose rates are needed, or NULL */
 } cli_device;
 
 /* cli_hardware_get() - read the machine's rates from the user's cache. On first use measure and

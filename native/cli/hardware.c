@@ -86,6 +86,7 @@ static void tell(void *user, ps_hardware_note note, const char *line) {
 static int get(ps_hardware *out, ps_hardware_ask *ask, cli_device *d, told *t) {
   ask->struct_bytes = sizeof *ask;
   ask->note = tell;
+  ask->disk = d->disk;
   ask->user = t;
   const int code = choose_device(ask, d, t->quiet);
   if (code != CLI_OK)

@@ -102,6 +102,17 @@ static const job_option job_options[] = {
            .table = "memory", .kind = CLI_BYTES, .value = "SIZE",
            .help = "how much host memory the system lets a process pin, such as 16GiB: WSL2, "
                    "containers, ulimit -l (default: all; train finds it where pinning is refused)"),
+    OPTION(ALWAYS, CLI_H_MEMORY | CLI_RARE, train_config.disk, .name = "disk", .table = "memory",
+           .kind = CLI_TEXT, .value = "DIR,DIR...",
+           .help = "directories on NVMe drives of this machine, one a drive: optimizer state for "
+                   "which host memory is too small lies there while the run goes on"),
+    OPTION(ALWAYS, CLI_H_MEMORY | CLI_RARE, plan_config.disk_mem_bytes, .name = "disk-mem",
+           .table = "memory", .kind = CLI_BYTES, .value = "SIZE",
+           .help = "the most that --disk may take of the drives together, such as 200GiB"),
+    OPTION(ALWAYS, CLI_H_MEMORY | CLI_RARE, plan_config.disk_tbw, .name = "disk-tbw",
+           .table = "memory", .kind = CLI_NUMBER, .value = "TB", .least = 0, .most = 1e9,
+           .help = "TB that the drives of --disk together are rated to be written: the plan says "
+                   "how long they last"),
     OPTION(TRAINING, CLI_H_MEMORY | CLI_RARE, train_config.replan, .name = "replan",
            .table = "memory", .kind = CLI_CHOICE, .value = "NAME", .choices = replans,
            .help = "where steps take another time than planned: auto (default) plans again beside "
@@ -511,6 +522,10 @@ int cli_job_check(cli_job *j) {
                     "--model is missing: give a model directory (models/init_model.py makes one)");
   if (!j->plan_config.seq_len)
     return cli_fail(CLI_REFUSED, "--seq-len is missing: give the number of tokens a sequence");
+  if (j->train_config.disk && !j->plan_config.disk_mem_bytes)
+    return cli_fail(CLI_REFUSED,
+                    "--disk %s needs --disk-mem: give the most that may be taken there",
+                    j->train_config.disk);
   struct stat sb;
   if (stat(j->model, &sb) == 0 && !S_ISDIR(sb.st_mode))
     return cli_fail(
@@ -529,6 +544,7 @@ static bool has_fp8(const cli_job *j) {
 }
 
 static int get_hardware(cli_job *j) {
+  j->device.disk = j->train_config.disk;
   const char *other = j->hardware_file ? "hardware" : j->gpu_model ? "gpu-model" : NULL;
   if (!other)
     return cli_hardware_get(&j->hardware, &j->device, j->plan_config.device_mem_bytes,

@@ -102,6 +102,15 @@ static void contention_lines(FILE *out, const ps_hardware *hw) {
   }
 }
 
+static void disk_lines(FILE *out, const ps_hardware *hw) {
+  const ps_link_rate *read = &hw->link[PS_LINK_DISK_READ], *write = &hw->link[PS_LINK_DISK_WRITE];
+  if (!(read->bytes_per_s > 0))
+    return;
+  line(out, "disk, read", read->bytes_per_s, 1e9, "GB/s", 0);
+  line(out, "    written, past the drive's cache", write->bytes_per_s, 1e9, "GB/s", 0);
+  line(out, "    both at once, together", read->duplex_bytes_per_s, 1e9, "GB/s", 0);
+}
+
 void cli_hardware_table(FILE *out, const ps_hardware *hw) {
   const bool gpu = hw->backend == PS_BACKEND_CUDA;
   const double peak = gpu ? hw->peak_flops_per_s : 0, link = hw->link_peak_bytes_per_s, gb = 1e9;
@@ -125,6 +134,7 @@ void cli_hardware_table(FILE *out, const ps_hardware *hw) {
   line(out, "    and their squares", hw->accumulate_sumsq_bytes_per_s, gb, "GB/s", 0);
   line(out, "sums of squares", hw->sumsq_bytes_per_s, gb, "GB/s", 0);
   line(out, "gather of the embedding's rows", hw->gather_bytes_per_s, gb, "GB/s", 0);
+  disk_lines(out, hw);
   line(out, "an op's fixed cost", hw->op_ns, 1e3, "us", 0);
   line(out, "peak of matrix products, for MFU", peak, 1e9, "GFLOP/s", 0);
   if (hw->idle_gain > 0)

@@ -147,8 +147,18 @@ static bool wait_all(const ps_run *r, const ps__resolved *s, uint64_t since,
   return true;
 }
 
+static ps_status copy_disk(const ps_engine *e, const ps__resolved *s) {
+  const bool write = s->disk == PS_WRITE;
+  const uint64_t offset =
+      (uint64_t)((const char *)s->ptr[write] - (const char *)e->space[e->disk_space].addr);
+  const ps_launch threads = {.stream = s->stream, .backend = PS_BACKEND_CPU, .exec = s->exec};
+  return ps__disk_run(e->disk, write, offset, s->ptr[!write], s->bytes, &threads);
+}
+
 static ps_status copy_or_call(const ps_run *r, const ps__resolved *s, uint64_t step) {
   const ps_engine *e = r->engine;
+  if (s->disk)
+    return copy_disk(e, s);
   if (!s->fn)
     return e->backend->copy(e->device, s->stream, s->ptr[1], s->ptr[0], s->bytes);
   ps_launch l = {.args = s->args,

@@ -1,20 +1,22 @@
 /* engine.c - open a device, reserve its spaces, keep one thread a driver. */
 #include "engine/engine.h"
 #include "engine/pin.h"
+#include <errno.h>
 #include <string.h>
+#include <sys/mman.h>
 
 static const uint64_t SPACE_UNIT_BYTES = (uint64_t)2 << 20, PAGEABLE_UNIT_BYTES = 64 << 10;
 
 static ps_status check_place(const ps_engine_config *cfg, const ps__backend *const *backends,
                              uint32_t i) {
   const ps_place *p = &cfg->place[i];
-  if (p->kind > PS_PLACE_DEVICE)
+  if (p->kind > PS_PLACE_DISK)
     return ps__fail(PS_EINVAL, "engine: place %u: kind %u is unknown", i, p->kind);
   if (p->backend >= PS_N_BACKENDS)
     return ps__fail(PS_EINVAL, "engine: place %u: backend %u is unknown", i, p->backend);
-  if (p->kind == PS_PLACE_HOST && p->backend != PS_BACKEND_CPU)
-    return ps__fail(PS_EINVAL, "engine: place %u: backend %u, but the host's is %d", i, p->backend,
-                    PS_BACKEND_CPU);
+  if (p->kind != PS_PLACE_DEVICE && p->backend != PS_BACKEND_CPU)
+    return ps__fail(PS_EINVAL, "engine: place %u: backend %u, but the %s's is %d", i, p->backend,
+                    p->kind == PS_PLACE_HOST ? "host" : "disk", PS_BACKEND_CPU);
   for (uint32_t k = 0; k < i; k++)
     if (p->kind == PS_PLACE_DEVICE && cfg->place[k].kind == PS_PLACE_DEVICE &&
         cfg->place[k].backend != p->backend)
@@ -91,6 +93,25 @@ static ps_status check_cap(const ps_engine_config *cfg, uint32_t i) {
                   ps__format_bytes(cap, p->cap_bytes));
 }
 
+/* At most one disk, with one space, and directories where it is. */
+static ps_status check_disk(const ps_engine_config *cfg) {
+  uint32_t n_disks = 0, n_spaces = 0;
+  for (uint32_t i = 0; i < cfg->n_places; i++)
+    n_disks += cfg->place[i].kind == PS_PLACE_DISK;
+  for (uint32_t i = 0; i < cfg->n_spaces; i++)
+    n_spaces += ps__space_place(cfg, i)->kind == PS_PLACE_DISK;
+  if (n_disks > 1 || n_spaces > 1)
+    return ps__fail(PS_EINVAL, "engine: %u disks with %u spaces: one with one is possible", n_disks,
+                    n_spaces);
+  if (cfg->n_drives > PS_MAX_DRIVES || (n_spaces && !cfg->n_drives))
+    return ps__fail(PS_EINVAL, "engine: n_drives %u: a disk has 1 to %d directories", cfg->n_drives,
+                    PS_MAX_DRIVES);
+  for (uint32_t i = 0; i < cfg->n_drives; i++)
+    if (!cfg->drive[i])
+      return ps__fail(PS_EINVAL, "engine: drive %u has no directory", i);
+  return PS_OK;
+}
+
 static ps_status check_counts(const ps_engine_config *cfg) {
   const struct {
     const char *name;
@@ -117,6 +138,7 @@ static ps_status check_config(const ps_engine_config *cfg, const ps__backend *co
     PS_TRY(check_link(cfg, i));
   for (uint32_t i = 0; i < cfg->n_spaces; i++)
     PS_TRY(check_space(cfg, i));
+  PS_TRY(check_disk(cfg));
   for (uint32_t i = 0; i < cfg->n_streams; i++)
     PS_TRY(check_stream(cfg, i));
   for (uint32_t i = 0; i < cfg->n_places; i++)
@@ -168,22 +190,53 @@ static ps_status start_drivers(ps_engine *e) {
   return PS_OK;
 }
 
+/* Addresses of the disk's space, so that an op's operands there have some. Nobody touches them. */
+static ps_status reserve_addresses(ps__mapping *m, uint64_t bytes) {
+  void *p = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED)
+    return ps__fail(PS_ENOMEM, "engine: %llu bytes of addresses for the disk were refused: %s",
+                    (unsigned long long)bytes, strerror(errno));
+  *m = (ps__mapping){.addr = p, .bytes = bytes};
+  return PS_OK;
+}
+
+/* The disk comes first: what it lacks is said before memory is reserved. */
+static ps_status open_disk(ps_engine *e) {
+  e->disk_space = PS__NO_SPACE;
+  for (uint32_t i = 0; i < e->cfg.n_spaces; i++)
+    if (ps__space_place(&e->cfg, i)->kind == PS_PLACE_DISK)
+      e->disk_space = i;
+  const uint64_t bytes =
+      e->disk_space == PS__NO_SPACE ? 0 : arena_bytes(&e->cfg.space[e->disk_space]);
+  if (!bytes)
+    return PS_OK;
+  PS_TRY(ps__disk_check(e->cfg.drive, e->cfg.n_drives, bytes));
+  PS_TRY(reserve_addresses(&e->space[e->disk_space], bytes));
+  return ps__disk_open(&e->disk, e->cfg.drive, e->cfg.n_drives, bytes);
+}
+
 static void release(ps_engine *e) {
   atomic_store(&e->stop, 1);
   ps__counter_wake(&e->started);
   for (uint32_t i = 0; i < e->n_drivers; i++)
     ps__thread_join(e->driver[i].thread);
   for (uint32_t i = 0; i < e->cfg.n_spaces && e->device; i++)
-    e->backend->unmap(e->device, &e->space[i]);
+    if (i != e->disk_space)
+      e->backend->unmap(e->device, &e->space[i]);
+  if (e->disk_space != PS__NO_SPACE && e->space[e->disk_space].addr)
+    munmap(e->space[e->disk_space].addr, e->space[e->disk_space].bytes);
+  ps__disk_close(e->disk);
   e->backend->close(e->device);
   ps__unmap(e, sizeof *e);
 }
 
 static ps_status acquire(ps_engine *e) {
   ps__pin_begin();
+  PS_TRY(open_disk(e));
   PS_TRY(e->backend->open(&e->device, &e->cfg));
   for (uint32_t i = 0; i < e->cfg.n_spaces; i++)
-    PS_TRY(e->backend->map(e->device, i, arena_bytes(&e->cfg.space[i]), &e->space[i]));
+    if (i != e->disk_space)
+      PS_TRY(e->backend->map(e->device, i, arena_bytes(&e->cfg.space[i]), &e->space[i]));
   return start_drivers(e);
 }
 
@@ -200,6 +253,7 @@ ps_status ps__engine_create(ps_engine **out, const ps_engine_config *cfg,
   e->backend = backends[backend_of(cfg)];
   ps__counter_init(&e->started);
   ps_status st = acquire(e);
+  e->cfg.n_drives = 0; /* the caller's */
   if (st == PS_OK)
     *out = e;
   else
@@ -237,11 +291,15 @@ static ps_status transfer(ps_engine *e, void *dst, const void *src, uint64_t byt
 
 ps_status ps__engine_read(ps_engine *e, uint32_t space, uint64_t offset, void *dst,
                           uint64_t bytes) {
+  if (space == e->disk_space)
+    return ps__disk_move(e->disk, false, offset, dst, bytes);
   return transfer(e, dst, (const char *)e->space[space].addr + offset, bytes);
 }
 
 ps_status ps__engine_write(ps_engine *e, uint32_t space, uint64_t offset, const void *src,
                            uint64_t bytes) {
+  if (space == e->disk_space)
+    return ps__disk_move(e->disk, true, offset, (void *)(uintptr_t)src, bytes);
   return transfer(e, (char *)e->space[space].addr + offset, src, bytes);
 }
 
@@ -271,5 +329,9 @@ uint64_t ps_engine_space_pinned(const ps_engine *e, uint32_t space) {
 ps_status ps_engine_space_peak(const ps_engine *e, uint32_t space, uint64_t *out_bytes) {
   if (space >= e->cfg.n_spaces)
     return ps__fail(PS_EINVAL, "engine: space %u is not below %u", space, e->cfg.n_spaces);
+  if (space == e->disk_space) {
+    *out_bytes = e->space[space].bytes;
+    return PS_OK;
+  }
   return e->backend->peak(e->device, &e->space[space], out_bytes);
 }

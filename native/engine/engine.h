@@ -2,7 +2,10 @@
 #ifndef PS_ENGINE_ENGINE_H
 #define PS_ENGINE_ENGINE_H
 #include "engine/backend.h"
+#include "engine/disk.h"
 #include "engine/schedule.h"
+
+enum { PS__NO_SPACE = UINT32_MAX };
 
 /* A thread that issues the ops of its streams: those whose backend driver() is @number. */
 typedef struct ps__driver {
@@ -18,7 +21,10 @@ struct ps_engine {
   const ps__backend *backend;         /* that of the devices; without a device the host's */
   ps__device *device;
   ps__mapping space[PS_MAX_SPACES];
-  ps_run *run;         /* the one that the drivers are given, or NULL */
+  ps__disk *disk; /* NULL: there is none, or it has no bytes */
+  uint32_t
+      disk_space; /* its space, whose addresses are reserved and hold no memory; or PS__NO_SPACE */
+  ps_run *run;    /* the one that the drivers are given, or NULL */
   uint32_t n_living;   /* runs, paused ones among them */
   uint64_t n_runs;     /* that began or went on */
   ps__counter started; /* the number of runs handed to the drivers */
@@ -40,7 +46,8 @@ typedef struct ps__resolved {
   const ps_wait *wait;
   void *exec;
   uint64_t op, position, bytes;
-  uint32_t n_ptr, n_wait, stream, reserved;
+  uint32_t n_ptr, n_wait, stream;
+  uint32_t disk; /* PS_READ, PS_WRITE: a copy from the disk, to it; 0: neither */
 } ps__resolved;
 
 /* Where a driver is, and its order to leave at the next op. */

@@ -28,6 +28,27 @@ static ps_status check_pinned(const ps_engine_config *cfg, const ps__op *op, siz
   return PS_OK;
 }
 
+/* What an op does to the disk: PS_READ, PS_WRITE or 0. */
+static uint32_t disk_mode(const ps_engine *e, const ps__op *op, const ps_access *access) {
+  if (op->kernel || e->disk_space == PS__NO_SPACE)
+    return 0;
+  return access[0].space == e->disk_space   ? PS_READ
+         : access[1].space == e->disk_space ? PS_WRITE
+                                            : 0;
+}
+
+static ps_status check_sectors(const ps_engine *e, const ps__op *op, const ps_access *access,
+                               size_t i) {
+  for (uint32_t a = 0; a < op->n_access && disk_mode(e, op, access); a++)
+    if (access[a].offset % PS__DISK_ALIGN || access[a].bytes % PS__DISK_ALIGN)
+      return ps__fail(PS_EINVAL,
+                      "run: op %zu (%s) copies %llu bytes at %llu, and copies of a disk are of "
+                      "whole sectors of %d bytes",
+                      i, ps__op_name(op), (unsigned long long)access[a].bytes,
+                      (unsigned long long)access[a].offset, PS__DISK_ALIGN);
+  return PS_OK;
+}
+
 /* An op runs where its stream does: it touches that place and hosts; on a stream of links it copies
  * along one of them. */
 static ps_status check_place(const ps_engine *e, const ps__oplist *l, size_t i) {
@@ -40,7 +61,8 @@ static ps_status check_place(const ps_engine *e, const ps__oplist *l, size_t i) 
                     op->kernel->name, i, op->stream, e->backends[place->backend]->name);
   if (ps__has_links(cfg, op->stream))
     return !op->kernel && link_of(cfg, op->stream, access) < cfg->n_links
-               ? check_pinned(cfg, op, i, access)
+               ? disk_mode(e, op, access) ? check_sectors(e, op, access, i)
+                                          : check_pinned(cfg, op, i, access)
                : ps__fail(PS_EINVAL, "run: op %zu (%s) is no copy along a link of stream %u", i,
                           ps__op_name(op), op->stream);
   for (uint32_t a = 0; a < op->n_access; a++) {
@@ -110,7 +132,8 @@ static void resolve(ps_run *r) {
         .bytes = op->kernel ? 0 : l->access[op->access].bytes,
         .n_ptr = op->n_access,
         .n_wait = op->n_wait,
-        .stream = op->stream};
+        .stream = op->stream,
+        .disk = disk_mode(e, op, &l->access[op->access])};
   }
 }
 

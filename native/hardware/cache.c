@@ -125,6 +125,8 @@ static ps_status get(getting *g) {
     PS_TRY(add(g, ps__hardware_fp8));
   if (ask->experts)
     PS_TRY(add(g, ps__hardware_experts));
+  if (ask->disk)
+    PS_TRY(add(g, ps__hardware_disk));
   return add(g, ps__hardware_peers);
 }
 

@@ -6,6 +6,8 @@ static const ps_link_rate ends[PS_N_LINKS] = {
     [PS_LINK_D2H] = {.from = PS_PLACE_DEVICE, .to = PS_PLACE_HOST},
     [PS_LINK_PEER] = {.from = PS_PLACE_DEVICE, .to = PS_PLACE_DEVICE},
     [PS_LINK_NETWORK] = {.from = PS_PLACE_HOST, .to = PS_PLACE_HOST},
+    [PS_LINK_DISK_READ] = {.from = PS_PLACE_DISK, .to = PS_PLACE_HOST},
+    [PS_LINK_DISK_WRITE] = {.from = PS_PLACE_HOST, .to = PS_PLACE_DISK},
 };
 
 void ps__hardware_complete(ps_hardware *hw) {

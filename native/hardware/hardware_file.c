@@ -22,7 +22,7 @@ enum {
   SAME = 4,     /* ps_hardware_read() refuses a file whose value is not the machine's */
   BACKEND = 8,  /* ps_hardware_json() has its name */
   BOOL = 16,    /* ps_hardware_json() has true or false */
-  OTHERS = 32,  /* depends on other machines, and is not kept with measurements */
+  OTHERS = 32, /* depends on other machines, or on directories, and is not kept with measurements */
   FACT = MACHINE | REQUIRED,
   KEPT = MACHINE | SAME
 };
@@ -124,6 +124,9 @@ static const field fields[] = {
     REAL_AS("duplex_bytes_per_s", link[PS_LINK_H2D].duplex_bytes_per_s, REQUIRED),
     REAL_AS("peer_bytes_per_s", link[PS_LINK_PEER].bytes_per_s, 0),
     REAL_AS("network_bytes_per_s", link[PS_LINK_NETWORK].bytes_per_s, OTHERS),
+    REAL_AS("disk_read_bytes_per_s", link[PS_LINK_DISK_READ].bytes_per_s, OTHERS),
+    REAL_AS("disk_write_bytes_per_s", link[PS_LINK_DISK_WRITE].bytes_per_s, OTHERS),
+    REAL_AS("disk_duplex_bytes_per_s", link[PS_LINK_DISK_READ].duplex_bytes_per_s, OTHERS),
     REAL_OF(optimizer_bytes_per_s, REQUIRED),
     REAL_OF(memory_bytes_per_s, REQUIRED),
     REAL_OF(op_ns, REQUIRED),

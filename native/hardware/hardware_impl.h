@@ -44,6 +44,9 @@ bool ps__hardware_lacks_fp8(const ps_hardware *hw);
  * experts needs, gemm_grouped, on any GPU. */
 ps_status ps__hardware_experts(ps_hardware *hw, const ps_hardware_ask *ask);
 bool ps__hardware_lacks_experts(const ps_hardware *hw);
+/* ps__hardware_disk() - the rates of ask->disk, as ps_hardware_ask says (disk.c). PS_EINVAL,
+ * PS_EBUDGET, PS_EBUSY, PS_EIO: a directory does not serve. */
+ps_status ps__hardware_disk(ps_hardware *hw, const ps_hardware_ask *ask);
 /* ps__hardware_peers() - what a plan for ask->n_devices GPUs from hw->device on needs beside the
  * rates of one: link[PS_LINK_PEER], n_gpus, gpus_contention and gpus_compute_speed. Fields that @hw
  * has stay as they are; the others are measured. With one GPU and on the CPU backend nothing

@@ -183,13 +183,16 @@ static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bo
 }
 
 /* Whether the search space may have candidates of this residency: totals and state may have to be
- * on the host, and the CPU backend's device has no processor of its own. */
+ * on the host, and the CPU backend's device has no processor of its own. State on the disk comes in
+ * forward order, and totals that pass are updated in the order of the backward pass. */
 static bool admits(const ps__search_space *sp, const ps__residency *r) {
+  if (r->state && sp->plan->disk_first != UINT32_MAX)
+    return false;
   if (r->blocks && (sp->plan->hw.backend != PS_BACKEND_CUDA || sp->plan->cfg.keep_grads ||
                     ps__blocks_of(sp, r) == 0))
     return false;
-  if (r->passing &&
-      (ps__waits_for_norm(sp->plan) || sp->plan->cfg.keep_grads || sp->plan->model->n_trained == 0))
+  if (r->passing && (ps__waits_for_norm(sp->plan) || sp->plan->cfg.keep_grads ||
+                     sp->plan->model->n_trained == 0 || sp->plan->disk_first != UINT32_MAX))
     return false;
   return !ps__totals_on_host(sp->plan) || !(r->grads || r->state || r->blocks);
 }
@@ -505,7 +508,7 @@ static double bound_of(const ps__search_space *sp, const ps__microbatch_base *ba
   } else {
     bound = larger(bound, (h2d_bytes + d2h_bytes) / both_rate * 1e9);
   }
-  return bound;
+  return larger(bound, ps__disk_ns(hw, ps__disk_bytes(sp->plan)));
 }
 
 /* The estimate of a candidate's time. The forward passes of all rounds are taken as one fluid, and
@@ -536,7 +539,8 @@ static double estimate_of(const ps__search_space *sp, const ps__microbatch_base 
     f_memory = larger(fetched / gpus->h2d_bytes_per_s, offloaded / gpus->d2h_bytes_per_s) * ns;
   }
   const double b_sums = sums / hw->accumulate_bytes_per_s * ns;
-  const double updates = t->updates / hw->optimizer_bytes_per_s * ns,
+  const double disk = ps__disk_ns(hw, ps__disk_bytes(sp->plan)),
+               updates = larger(t->updates / hw->optimizer_bytes_per_s * ns, disk),
                first_round = forward > 0 ? base->forward_ns[1] / forward : 1;
   double passes =
       larger(larger(larger(forward, f_both), larger(f_h2d, f_d2h)), f_memory) +
@@ -569,6 +573,15 @@ static uint64_t resident_bytes(const ps__search_space *sp, const ps__layout *l,
   return bytes;
 }
 
+/* BYTES of optimizer state that the host does not have because the disk has it. */
+static uint64_t on_disk_bytes(const ps__search_space *sp) {
+  const ps_plan *p = sp->plan;
+  uint64_t n = 0;
+  for (uint32_t u = 0; u < p->model->n_units; u++)
+    n += ps__on_disk(p, u) ? p->model->unit[u].n : 0;
+  return ps__state_bytes((ps_optimizer)p->cfg.optimizer, ps__plan_row(&p->cfg), n);
+}
+
 /* Of parameters, optimizer state and gradients. Where state is on the device, so are gradients. Of
  * gradients that pass the one that stays counts, and none that is under way. */
 static uint64_t host_state_bytes(const ps__search_space *sp, const ps__layout *l,
@@ -578,11 +591,13 @@ static uint64_t host_state_bytes(const ps__search_space *sp, const ps__layout *l
   const uint32_t recipe = ps__plan_row(c);
   const ps__storage w = ps__weight_storage(m);
   const uint64_t n = m->n_trained, master = ps__master_bytes(recipe, n),
-                 stays = r->passing
-                             ? ps__embed_on_host(sp, l, r) && !m->unit[0].frozen ? m->unit[0].n : 0
-                             : n,
-                 grads = !r->state || c->keep_grads ? ps__stored_bytes(w, stays) : 0,
-                 states = r->state ? 0 : ps__state_bytes((ps_optimizer)c->optimizer, recipe, n);
+                stays = r->passing
+                            ? ps__embed_on_host(sp, l, r) && !m->unit[0].frozen ? m->unit[0].n : 0
+                            : n,
+                grads = !r->state || c->keep_grads ? ps__stored_bytes(w, stays) : 0,
+                states = r->state ? 0
+                                  : ps__state_bytes((ps_optimizer)c->optimizer, recipe, n) -
+                                        on_disk_bytes(sp);
   uint64_t on_device = 0;
   for (uint32_t layer = 1; layer <= ps__blocks_of(sp, r); layer++)
     for (uint32_t u = m->layer[layer].first_unit;
@@ -638,7 +653,8 @@ static ps_status add_candidates(ps__search_space *sp, uint32_t idx, bool special
                          .device = (uint8_t)d,
                          .host = (uint8_t)h,
                          .from_host = ps__from_host_first(sp->plan),
-                         .staging = sp->plan->staging};
+                         .staging = sp->plan->staging,
+                         .disk = (uint8_t)sp->plan->disk_level};
       ps__saved_sums s;
       sum_saved(sp, mb, &m, table, of_chunk, &s);
       for (uint32_t i = 0; st == PS_OK && i < PS__N_RESIDENCIES * PS__N_AHEADS; i++) {

@@ -74,6 +74,7 @@ typedef struct ps__candidate {
    * more of the host's memory. The simulation of a step sets it; it changes time alone */
   uint8_t threads;
   uint8_t staging;   /* the plan's (pinned.c): the same in all candidates of a search */
+  uint8_t disk;      /* ps_plan.disk_level of its search */
   uint8_t residency; /* place in ps__residencies of keep, or of what the local search varied */
 } ps__candidate;
 

@@ -161,7 +161,13 @@ static ps_status check_places(ps_plan *p, const ps_model_config *m) {
   }
   if (c->n_hosts == 0)
     c->n_hosts = 1;
-  p->at = ps__places_of(c->n_devices, c->n_hosts);
+  p->disk_first = UINT32_MAX;
+  if (c->forward_only || c->disk_mem_bytes == 0)
+    c->disk_mem_bytes = 0, c->disk_tbw = 0;
+  p->at = ps__places_with(c->n_devices, c->n_hosts, c->disk_mem_bytes > 0);
+  if (!(c->disk_tbw >= 0))
+    return ps__fail(PS_EINVAL, "%s is %g: give the TB that the drives are rated for",
+                    ps__field("disk_tbw"), c->disk_tbw);
   if (c->transport >= PS_N_TRANSPORTS)
     return ps__fail(PS_EINVAL, "transport %u is unknown: 0 is auto, 1 NCCL, 2 TCP", c->transport);
   if (c->layout >= PS_N_LAYOUTS)

@@ -76,7 +76,7 @@ static const char *name_of(const ps_plan *p, uint32_t space) {
 static uint64_t count(const ps_plan *p, const change *list, size_t n, uint64_t begin,
                       ps_trace_gauge *out, uint64_t room) {
   uint64_t found = 0;
-  for (uint32_t space = 0; space < p->at->n_places; space++) {
+  for (uint32_t space = 0; space < p->at->n_places && space != p->at->disk; space++) {
     uint64_t bytes = persistent_bytes(&p->step, space);
     const ps_trace_gauge first = {name_of(p, space), begin, bytes};
     if (found < room)

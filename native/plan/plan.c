@@ -95,6 +95,7 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
     o->staged_total_units += s->unit_host[u].grad != PS__NO_VT && ps__stages_total(&p->spec, u) &&
                              !(u == 0 && p->spec.embed_on_host);
     count_unit(p, u, o);
+    o->disk_units += p->spec.state_on_disk[u];
     const uint32_t layer = p->model->unit[u].layer;
     o->units_kept += p->layout.n_rounds > 1 && layer > 0 && layer <= p->spec.blocks_kept &&
                      !p->spec.param_resident[u];
@@ -104,6 +105,10 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
   o->saved_recompute_bytes = s->saved_bytes[PS_POLICY_RECOMPUTE];
   o->h2d_bytes = s->copied_bytes[0];
   o->d2h_bytes = s->copied_bytes[1];
+  o->disk_mem_bytes = p->cfg.disk_mem_bytes;
+  o->disk_read_bytes = s->copied_bytes[PS__FROM_DISK];
+  o->disk_write_bytes = s->copied_bytes[PS__TO_DISK];
+  o->disk_arena_bytes = s->at->disk == PS__NO_PLACE ? 0 : arena[s->at->disk];
   o->model_flops = s->model_flops;
   o->recompute_flops = s->recompute_flops;
   p->hfu_flops = o->model_flops + o->recompute_flops;
@@ -193,7 +198,7 @@ static ps_status plan_with_guests(ps_plan *p, bool alone) {
   ps__memos m;
   PS_TRY(ps__memos_create(&m)); /* what the other searches know is without guests */
   p->counts_guests = true;
-  ps_status st = alone ? ps__find_staged(p, &m, &r) : PS_OK;
+  ps_status st = alone ? ps__find_with_disk(p, &m, &r) : PS_OK;
   if (st == PS_OK && r.step_ns == 0)
     st = ps__find_smallest_in_layouts(p, &m, &r);
   if (st == PS_OK && r.step_ns > 0) {
@@ -211,7 +216,7 @@ static ps_status plan_with_guests(ps_plan *p, bool alone) {
 static ps_status make_plan(ps_plan *p, const ps__memos *m) {
   ps__search_result r;
   const uint32_t given = p->cfg.layout;
-  PS_TRY(ps__find_staged(p, m, &r));
+  PS_TRY(ps__find_with_disk(p, m, &r));
   const bool alone = r.step_ns > 0;
   if (alone) {
     PS_TRY(ps__plan_compile(p, &r));
@@ -334,7 +339,7 @@ ps_status ps__plan_from_spec(ps_plan **out, const ps_model_config *model, const 
       spec->chunks_per_round, spec->first_round_chunks, spec->first_rounds);
   p->cfg.n_devices = spec->n_devices;
   p->cfg.layout = spec->ring_blocks ? PS_LAYOUT_RING : PS_LAYOUT_DATA_PARALLEL;
-  p->at = ps__places_of(spec->n_devices, p->cfg.n_hosts);
+  p->at = ps__places_with(spec->n_devices, p->cfg.n_hosts, spec->disk);
   if (st == PS_OK)
     st = ps__spec_copy(&p->spec, spec);
   if (st == PS_OK)
@@ -367,6 +372,7 @@ ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *c
   ps__memos m = {0};
   PS_TRY(ps__plan_new(&p, model, cfg, hw));
   p->counts_guests = ps__plan_has_guests(p);
+  ps__disk_level_set(p, PS__DISK_LEVELS); /* without a disk nothing is on it */
   ps_status st = ps__memos_create(&m);
   if (st == PS_OK)
     st = ps__find_smallest_in_layouts(p, &m, &r);

@@ -44,6 +44,9 @@ struct ps_plan {
   bool counts_guests; /* the search counts the memory of the guests (beside.c) */
   ps__asked_cut asked;
   ps__room room;
+  /* with a disk: how many of PS__DISK_LEVELS parts of the state that it holds are there, and the
+   * first unit whose state is; UINT32_MAX: none is (layouts.c) */
+  uint32_t disk_level, disk_first;
   uint32_t most_workers; /* threads of a search; 0: one a CPU */
   /* of a search that another thread may end: it is not 0 any more. NULL: none may */
   const _Atomic uint32_t *abandon;
@@ -55,6 +58,15 @@ static inline ps__caps ps__plan_caps(const ps_plan *p) {
   return ps__caps_of(&p->hw, p->cfg.device_mem_bytes, p->cfg.host_mem_bytes,
                      p->cfg.pinned_mem_bytes);
 }
+enum { PS__DISK_LEVELS = 8 };
+/* ps__on_disk() - whether the plan has the unit's optimizer state on the disk.
+ * ps__disk_level_set() - set disk_level and what follows from it (disk.c).
+ * ps__disk_bytes() - BYTES of the state there. */
+static inline bool ps__on_disk(const ps_plan *p, uint32_t unit) {
+  return unit >= p->disk_first && !p->model->unit[unit].frozen;
+}
+void ps__disk_level_set(ps_plan *p, uint32_t level);
+uint64_t ps__disk_bytes(const ps_plan *p);
 /* ps__waits_for_norm() - whether updates wait for the norm of the whole gradient. */
 static inline bool ps__waits_for_norm(const ps_plan *p) {
   return (p->cfg.clip_norm > 0 && p->cfg.clip_by == PS_CLIP_BY_STEP) ||
@@ -206,6 +218,8 @@ static inline uint8_t ps__bus_of(const ps__places *at, uint32_t resource) {
 typedef struct ps__copy_rate {
   bool copies; /* false: the stream runs ops */
   bool peers;  /* between devices */
+  bool disk;   /* from or to the disk; both at once have duplex_bytes_per_s together */
+  double duplex_bytes_per_s;
   uint8_t kind, bus;
   double bytes_per_s;
 } ps__copy_rate;
@@ -244,6 +258,8 @@ const ps_contention_rate *ps__contention_entry(const ps_contention_rate *table, 
                                                uint32_t sum_threads);
 /* ps__gpus_measured() - whether the contention of @n_devices GPUs that copy at once was measured.
  * ps__gpus_copies() - the rates of each of them while all copy both ways; NULL: not measured. */
+/* ps__disk_ns() - of reading and writing so many bytes of a disk at once. */
+double ps__disk_ns(const ps_hardware *hw, uint64_t bytes);
 bool ps__gpus_measured(const ps_hardware *hw, uint32_t n_devices);
 const ps_contention_rate *ps__gpus_copies(const ps_hardware *hw, uint32_t n_devices);
 void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out); /* a ps_sim_cost_fn */
@@ -334,10 +350,13 @@ void ps__free_found(ps__found f);
 void ps__keep_found(ps_plan *p, ps__found f);
 /* ps__find_in_layouts() - as ps__find_plan(), with p->staging. With PS_LAYOUT_AUTO the fastest plan
  * of the data-parallel layout, or of a ring where that is faster; p->cfg.layout is the layout then.
+ * ps__find_with_disk() - as ps__find_staged(), with as much state on the disk as makes the plan
+ * fastest, where the plan has a disk.
  * ps__find_smallest_in_layouts() - as ps__find_smallest(); with PS_LAYOUT_AUTO of either layout.
  * Where it keeps a plan, p->cfg.layout is that plan's. */
 ps_status ps__find_in_layouts(ps_plan *p, const ps__memos *memos, double below_ns,
                               ps__search_result *out);
+ps_status ps__find_with_disk(ps_plan *p, const ps__memos *memos, ps__search_result *out);
 ps_status ps__find_smallest_in_layouts(ps_plan *p, const ps__memos *memos, ps__search_result *out);
 /* ---- pinned.c, staging.c: what need not be pinned -------------------------------------------- */
 /* What candidates stage, from the cheapest on (ps_plan.staging). PS__STAGE_ALL: the weights of all

@@ -171,6 +171,30 @@ static void say_parameter(text *t, const ps_plan *p) {
         (unsigned long long)r->passing_grad_units);
 }
 
+/* Where state is on the disk, what that takes and how it wears the drives. */
+static void say_disk(text *t, const ps_plan *p) {
+  const ps_plan_report *r = &p->report;
+  char a[32], b[32], c[32];
+  if (!r->disk_mem_bytes)
+    return;
+  say(t, "disk             %s of %s: ", ps__format_bytes(a, r->disk_arena_bytes),
+      ps__format_bytes(b, r->disk_mem_bytes));
+  if (!r->disk_units) {
+    say(t, "nothing is on it, as memory is enough\n");
+    return;
+  }
+  say(t, "the optimizer state of %llu units; a step reads %s and writes %s%s\n",
+      (unsigned long long)r->disk_units, ps__format_bytes(a, r->disk_read_bytes),
+      ps__format_bytes(c, r->disk_write_bytes),
+      p->hw.link[PS_LINK_DISK_READ].bytes_per_s > 0 ? "" : " (estimated rates)");
+  const double a_year = r->step_s > 0 ? (double)r->disk_write_bytes / r->step_s * 365 * 86400 : 0;
+  say(t, "                 %.0f TB are written a year of training", a_year * 1e-12);
+  if (p->cfg.disk_tbw > 0 && a_year > 0)
+    say(t, ": the %.0f TB that the drives are rated for last %.3g days", p->cfg.disk_tbw,
+        p->cfg.disk_tbw * 1e12 / a_year * 365);
+  say(t, "\n");
+}
+
 static void write_text(text *t, const ps_plan *p) {
   const ps_plan_report *r = &p->report;
   char a[32], b[32], c[32];
@@ -207,10 +231,14 @@ static void write_text(text *t, const ps_plan *p) {
     say_hosts(t, p);
   say_memory(t, r);
   say_pinned(t, r);
+  say_disk(t, p);
   uint64_t n_trained = 0;
   for (uint32_t u = 0; u < p->spec.n_units; u++)
     n_trained += !p->model->unit[u].frozen;
   char kept[64] = "", state[64] = "on the host";
+  if (r->disk_units)
+    snprintf(state, sizeof state, "on the disk%s",
+             r->disk_units < n_trained ? " of some units" : "");
   if (r->resident_update_units)
     snprintf(state, sizeof state, "on the device%s",
              r->resident_update_units < n_trained ? " of some units" : "");
@@ -436,6 +464,13 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
     ps__jsonw_uint(w, "val_h2d_bytes", p->guests.val->guest.step.copied_bytes[0]);
     ps__jsonw_number(w, "predicted_val_s", r->val_s);
   }
+  if (r->disk_mem_bytes) {
+    ps__jsonw_uint(w, "disk_units", r->disk_units);
+    ps__jsonw_uint(w, "disk_arena_bytes", r->disk_arena_bytes);
+    ps__jsonw_uint(w, "disk_mem_bytes", r->disk_mem_bytes);
+    ps__jsonw_uint(w, "disk_read_bytes", r->disk_read_bytes);
+    ps__jsonw_uint(w, "disk_write_bytes", r->disk_write_bytes);
+  }
   if (p->sampling) {
     const ps_generate_report *g = &p->sampling->plan.report;
     ps__jsonw_uint(w, "sample_sequences", p->cfg.sample_sequences);
@@ -492,7 +527,10 @@ static void json_units(ps__jsonw *w, const ps_plan *p) {
                        p->spec.grad_resident[u]       ? "resident"
                        : ps__grad_passes(&p->spec, u) ? "passing"
                                                       : streamed);
-      ps__jsonw_string(w, "optimizer_state", p->spec.update_resident[u] ? "device" : "host");
+      ps__jsonw_string(w, "optimizer_state",
+                       p->spec.update_resident[u] ? "device"
+                       : p->spec.state_on_disk[u] ? "disk"
+                                                  : "host");
       ps__jsonw_string(w, "update",
                        ps__updated_on_device(&p->spec, u) ? "device"
                        : p->spec.update_split[u]          ? "host, weights first"

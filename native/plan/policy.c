@@ -189,6 +189,8 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
   spec->pageable = plan->cfg.pinned_mem_bytes > 0;
   spec->stage_totals = m->staging >= PS__STAGE_TOTALS;
   spec->pinned_weights = plan->cfg.sample_sequences > 0;
+  spec->disk = plan->cfg.disk_mem_bytes > 0;
+  spec->disk_lead = 1 + m->ahead;
   const ps__contributions sums =
       ps__contributions_of(layout, spec->head_slice, sp->plan->model->dt, false);
   for (uint32_t u = 0; u < spec->n_units; u++) {
@@ -203,7 +205,9 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
                            ? spec->in_pieces[u] && layout->n_rounds > spec->n_devices
                            : several && !table_on_host;
     spec->update_resident[u] = r->state && trained;
-    spec->update_streamed[u] = !r->state && layer > 0 && layer <= m->streamed && trained;
+    spec->state_on_disk[u] = ps__on_disk(plan, u);
+    spec->update_streamed[u] =
+        !r->state && layer > 0 && layer <= m->streamed && trained && !spec->state_on_disk[u];
     const bool in_blocks = r->blocks && spec->update_streamed[u];
     spec->grad_resident[u] = (ps__among(sp, u, r->grads) || in_blocks) && stays;
     const bool among = layer == ps__head_layer(plan->model)
@@ -212,7 +216,8 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
     spec->stage_weights[u] = ps__among(sp, u, ps__stages_weights(plan)) && !spec->in_pieces[u] &&
                              !table_on_host && !ps__updated_on_device(spec, u) &&
                              !ps__weights_stay(spec, u);
-    spec->update_split[u] = !r->state && spec->clip && layer > 0 && among && trained;
+    spec->update_split[u] =
+        !r->state && spec->clip && layer > 0 && among && trained && !spec->state_on_disk[u];
   }
   ps__policy_allocator of_device[PS_MAX_DEVICES];
   ps__policy_allocators_of(layout, m, of_device);

@@ -10,7 +10,7 @@ void ps__room_used(const ps_plan *p, const ps__step *s, const uint64_t arena[PS_
                    uint64_t bytes[PS__N_MEMS]) {
   const ps__room *r = &p->room;
   int64_t over[PS__N_MEMS] = {INT64_MIN, INT64_MIN}; /* all of the host's is pinned */
-  for (uint32_t i = 0; i < s->at->n_places; i++) {
+  for (uint32_t i = 0; i < s->at->n_places && i != s->at->disk; i++) {
     const uint32_t mem = ps__mem_of(s->at, i);
     over[mem] = larger(over[mem],
                        (int64_t)ps__arena_round(arena[i]) - (int64_t)ps__arena_round(r->bytes[i]));

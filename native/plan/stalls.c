@@ -61,6 +61,8 @@ static const char *label(const ps__places *at, const ps__vop *op) {
     switch (ps__direction(at, op->stream)) {
     case PS__TO_DEVICE: return incoming(&op->tag);
     case PS__TO_HOST: return outgoing(&op->tag);
+    case PS__FROM_DISK: return "state from the disk";
+    case PS__TO_DISK: return "state to the disk";
     default: return "other devices";
     }
   if (op->stream == at->net)

@@ -1,5 +1,5 @@
 /* emit.h - the step builder's own parts. Each part names those below it alone, in the order of the
- * files: emit; batch, ring, updates; totals; pieces; grads; passes; embed; units; step. */
+ * files: emit; batch, ring, disk, updates; totals; pieces; grads; passes; embed; units; step. */
 #ifndef PS_STEP_EMIT_H
 #define PS_STEP_EMIT_H
 #include "step/step.h"
@@ -141,6 +141,9 @@ typedef struct ps__builder {
   /* [n_units]: those whose pieces of the total are complete and go to the host next */
   uint32_t *leaving;
   uint32_t n_leaving;
+  /* units whose state goes to the disk, those whose copies there are emitted, and the last of what
+   * these read (disk.c) */
+  uint32_t n_on_disk, n_stored, last_stored;
   /* the unit whose exchange is issued, and whose sums of squares are not; PS__NO_UNIT: none */
   uint32_t exchanging;
   uint32_t to_exchange;   /* 1 + the unit whose exchange is next; 0: all are issued */
@@ -331,6 +334,16 @@ void ps__total_ready(ps__builder *b, uint32_t unit);
 /* ps__emit_updates() - the norm; with clipping, all units in forward order, an embedding on the
  * host last; the report; the state of split updates. */
 void ps__emit_updates(ps__builder *b);
+
+/* ---- state on the disk (disk.c) -------------------------------------------------------------- */
+/* ps__disk_read_ahead() - copies of the state of trained units that is on the disk, to new tensors
+ * on the host: of @unit, which has its state there or not, and of the disk_lead units that are
+ * updated next and have it there.
+ * ps__disk_take() - the state of @unit on the host, in @state.
+ * ps__disk_store() - after its update: it goes back. */
+void ps__disk_read_ahead(ps__builder *b, uint32_t unit);
+void ps__disk_take(ps__builder *b, uint32_t unit, uint32_t state[PS_MAX_STATES]);
+void ps__disk_store(ps__builder *b, uint32_t unit);
 
 /* ---- the embedding (embed.c) ----------------------------------------------------------------- */
 /* ps__gather_round() - with embed_on_host: the round's rows are gathered and copied to the

@@ -27,6 +27,14 @@ static int by_duration(const void *pa, const void *pb) {
 }
 
 static uint64_t align_up(uint64_t x) { return ps__memmap_aligned(x); }
+static uint64_t align_for(const ps__vt *t, uint64_t x) {
+  return t->sectors ? (x + PS__SECTOR_BYTES - 1) / PS__SECTOR_BYTES * PS__SECTOR_BYTES : x;
+}
+
+static uint64_t align_down(const ps__vt *t, uint64_t x) {
+  const uint64_t by = t->sectors ? PS__SECTOR_BYTES : ALIGN;
+  return x / by * by;
+}
 
 /* The first of a list that reaches past @at. */
 static size_t first_past(const placed *p, size_t n, uint64_t at) {
@@ -43,13 +51,14 @@ static size_t first_past(const placed *p, size_t n, uint64_t at) {
 
 /* The lowest offset >= at where [offset, offset+bytes) overlaps nothing alive with t. */
 static uint64_t lowest_fit(const placed *p, size_t n, const ps__vt *t, uint64_t at) {
+  at = align_for(t, at);
   for (size_t i = first_past(p, n, at); i < n; i++) {
     if (p[i].begin >= at + t->bytes)
       break;
     if (p[i].last <= t->first || t->last <= p[i].first)
       continue;
     if (p[i].end > at)
-      at = p[i].end;
+      at = align_for(t, p[i].end);
   }
   return at;
 }
@@ -63,7 +72,9 @@ static uint64_t highest_fit(const placed *p, size_t n, const ps__vt *t, uint64_t
       continue;
     if (p[i].begin < base + t->bytes)
       return UINT64_MAX;
-    at = (p[i].begin - t->bytes) / ALIGN * ALIGN;
+    at = align_down(t, p[i].begin - t->bytes);
+    if (at < base)
+      return UINT64_MAX;
   }
   return at;
 }
@@ -202,8 +213,10 @@ static uint64_t place_all(ps__vt *vt, const keyed *order, size_t m, uint32_t n_o
       continue; /* alive for no op: any offset does */
     uint64_t at = UINT64_MAX;
     if (t->high && base + t->bytes <= ceiling) {
-      const uint64_t top = (ceiling - t->bytes) / ALIGN * ALIGN;
-      at = w.w ? windows_highest(&w, t, top, base) : highest_fit(all.p, all.n, t, top, base);
+      const uint64_t top = align_down(t, ceiling - t->bytes);
+      at = top < base ? UINT64_MAX
+           : w.w      ? windows_highest(&w, t, top, base)
+                      : highest_fit(all.p, all.n, t, top, base);
     }
     if (at == UINT64_MAX)
       at = w.w ? windows_fit(&w, t, base) : lowest_fit(all.p, all.n, t, base);
@@ -238,8 +251,8 @@ uint64_t ps__memmap(ps__vt *vt, size_t n, uint32_t space) {
       n_ops = vt[i].last;
     high |= vt[i].high;
     if (vt[i].persistent) {
-      vt[i].offset = base;
-      base = align_up(base + vt[i].bytes);
+      vt[i].offset = align_for(&vt[i], base);
+      base = align_up(vt[i].offset + vt[i].bytes);
     } else
       order[m++] = (keyed){vt[i].last - vt[i].first, vt[i].bytes, (uint32_t)i};
   }

@@ -85,7 +85,7 @@ static ps_status find_slots(const ps__moves *all, const ps__places *at,
   uint64_t largest = 0;
   if (!r)
     return ps__fail(PS_ENOMEM, "out of memory for the moves of a memory map");
-  for (uint32_t p = 0; p < at->n_places; p++)
+  for (uint32_t p = 0; p < at->n_places && p != at->disk; p++)
     for (size_t i = free_ranges(all, p, space[p], r); i-- > 0;)
       if (r[i].end - r[i].begin > largest)
         largest = r[i].end - r[i].begin;
@@ -93,7 +93,7 @@ static ps_status find_slots(const ps__moves *all, const ps__places *at,
     s->bytes = largest / FEW_SLOTS / ALIGN * ALIGN;
   if (!s->bytes)
     s->bytes = largest < ALIGN ? 0 : ALIGN;
-  for (uint32_t p = 0; p < at->n_places && s->bytes; p++) {
+  for (uint32_t p = 0; p < at->n_places && p != at->disk && s->bytes; p++) {
     const size_t n = free_ranges(all, p, space[p], r);
     uint32_t here = 0;
     for (size_t i = 0; i < n; i++)

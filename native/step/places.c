@@ -4,7 +4,7 @@
 #include <stdio.h>
 
 enum { ONE_HOST, SEVERAL_HOSTS, N_KINDS };
-static ps__places table[N_KINDS][PS_MAX_DEVICES + 1]; /* by n_devices, from 1 on */
+static ps__places table[2][N_KINDS][PS_MAX_DEVICES + 1]; /* [disk]; by n_devices, from 1 on */
 
 /* Each returns the number of what it adds. */
 static uint32_t add_place(ps__places *p, uint32_t kind) {
@@ -67,25 +67,43 @@ static void add_peers(ps__places *p) {
     }
 }
 
+/* Reads and writes share the drives. The streams are threads of the host. */
+static void add_disk(ps__places *p) {
+  const uint32_t n = p->n_devices, resource = n > 1 ? 2 * n : 1;
+  p->disk = add_place(p, PS_PLACE_DISK);
+  p->disk_read = add_stream(p, p->host, "disk read");
+  p->disk_write = add_stream(p, p->host, "disk write");
+  add_link(p, p->disk, p->host, p->disk_read, resource);
+  add_link(p, p->host, p->disk, p->disk_write, resource);
+}
+
 /* When the library is loaded: a search asks for them from many threads. */
 __attribute__((constructor)) static void fill(void) {
-  for (uint32_t kind = 0; kind < N_KINDS; kind++)
+  for (uint32_t i = 0; i < 2 * N_KINDS; i++)
     for (uint32_t n = 1; n <= PS_MAX_DEVICES; n++) {
-      ps__places *p = &table[kind][n];
+      ps__places *p = &table[i / N_KINDS][i % N_KINDS][n];
       add_devices(p, n);
       add_host(p);
       if (n > 1)
         add_peers(p);
-      p->net = kind == SEVERAL_HOSTS ? add_stream(p, p->host, "net") : PS__NO_STREAM;
+      p->net = i % N_KINDS == SEVERAL_HOSTS ? add_stream(p, p->host, "net") : PS__NO_STREAM;
+      p->disk = PS__NO_PLACE;
+      p->disk_read = p->disk_write = PS__NO_STREAM;
+      if (i / N_KINDS)
+        add_disk(p);
     }
 }
 
-const ps__places *ps__places_of(uint32_t n_devices, uint32_t n_hosts) {
-  return &table[n_hosts > 1 ? SEVERAL_HOSTS : ONE_HOST][n_devices];
+const ps__places *ps__places_with(uint32_t n_devices, uint32_t n_hosts, bool disk) {
+  return &table[disk][n_hosts > 1 ? SEVERAL_HOSTS : ONE_HOST][n_devices];
 }
 
-/* Of a device: compute, h2d, d2h, p2p, sums; of the host: host, io, net. */
-_Static_assert(PS_MAX_DEVICES + 1 <= PS_MAX_PLACES && PS_MAX_DEVICES + 1 <= PS_MAX_SPACES &&
-                   PS_MAX_DEVICES * (PS_MAX_DEVICES + 1) <= PS_MAX_LINKS &&
-                   5 * PS_MAX_DEVICES + 3 <= PS_MAX_STREAMS,
+const ps__places *ps__places_of(uint32_t n_devices, uint32_t n_hosts) {
+  return ps__places_with(n_devices, n_hosts, false);
+}
+
+/* Of a device: compute, h2d, d2h, p2p, sums; of the host: host, io, net, disk read, disk write. */
+_Static_assert(PS_MAX_DEVICES + 2 <= PS_MAX_PLACES && PS_MAX_DEVICES + 2 <= PS_MAX_SPACES &&
+                   PS_MAX_DEVICES * (PS_MAX_DEVICES + 1) + 2 <= PS_MAX_LINKS &&
+                   5 * PS_MAX_DEVICES + 5 <= PS_MAX_STREAMS,
                "an engine has too few places, links or streams for so many devices");

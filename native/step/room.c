@@ -20,9 +20,14 @@ ps__caps ps__caps_of(const ps_hardware *hw, uint64_t device_mem_bytes, uint64_t 
   return c;
 }
 
+/* Requests in flight each way: bench/LOG.md has the figures. */
+enum { DISK_THREADS = 8 };
+
 uint32_t ps__stream_threads(const ps_hardware *hw, const ps__places *at, uint32_t stream) {
   if (stream == at->io)
     return ps__io_threads(hw->n_threads);
+  if (stream == at->disk_read || stream == at->disk_write)
+    return DISK_THREADS;
   return stream == at->host_ops || (ps__is_compute(at, stream) && hw->backend == PS_BACKEND_CPU)
              ? hw->n_threads
              : 1;
@@ -86,8 +91,8 @@ void ps__engine_of(ps_engine_config *out, const ps_hardware *hw, const ps__place
     out->place[i] = (ps_place){.kind = at->kind[i],
                                .backend = device ? hw->backend : PS_BACKEND_CPU,
                                .device = device ? hw->device + i : 0,
-                               .cap_bytes = cap[ps__mem_of(at, i)],
-                               .overhead_bytes = beside[ps__mem_of(at, i)]};
+                               .cap_bytes = i == at->disk ? 0 : cap[ps__mem_of(at, i)],
+                               .overhead_bytes = i == at->disk ? 0 : beside[ps__mem_of(at, i)]};
   }
   for (uint32_t i = 0; i < at->n_streams; i++) {
     ps_stream_config *s = &out->stream[i];

@@ -9,7 +9,7 @@
  * takes the most. */
 /* Pinned memory is that part of the host's which links copy from and to. */
 enum { PS__DEVICE_MEM, PS__HOST_MEM, PS__PINNED_MEM, PS__N_MEMS };
-/* ps__mem_of() - that of a place. */
+/* ps__mem_of() - that of a place, which is not the disk: its bytes are counted apart. */
 static inline uint32_t ps__mem_of(const ps__places *at, uint32_t place) {
   return at->kind[place] == PS_PLACE_HOST ? PS__HOST_MEM : PS__DEVICE_MEM;
 }

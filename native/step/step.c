@@ -16,9 +16,10 @@ static ps_status spec_alloc(ps__spec *s) {
   s->update_split = ps__calloc(s->n_units, 1);
   s->in_pieces = ps__calloc(s->n_units, 1);
   s->stage_weights = ps__calloc(s->n_units, 1);
+  s->state_on_disk = ps__calloc(s->n_units, 1);
   s->policy = ps__calloc(policies, 1);
   if (s->param_resident && s->grad_resident && s->update_resident && s->update_streamed &&
-      s->update_split && s->in_pieces && s->stage_weights && s->policy) {
+      s->update_split && s->in_pieces && s->stage_weights && s->state_on_disk && s->policy) {
     memset(s->policy, PS_POLICY_RECOMPUTE, policies);
     return PS_OK;
   }
@@ -68,6 +69,7 @@ ps_status ps__spec_init_beside(ps__spec *s, const ps_model *m, const ps__layout 
   s->stage_totals = of->stage_totals;
   s->pinned_weights = of->pinned_weights;
   memcpy(s->stage_weights, of->stage_weights, of->n_units);
+  s->disk = of->disk;
   return PS_OK;
 }
 
@@ -81,6 +83,7 @@ ps_status ps__spec_copy(ps__spec *dst, const ps__spec *src) {
   memcpy(dst->update_split, src->update_split, src->n_units);
   memcpy(dst->in_pieces, src->in_pieces, src->n_units);
   memcpy(dst->stage_weights, src->stage_weights, src->n_units);
+  memcpy(dst->state_on_disk, src->state_on_disk, src->n_units);
   memcpy(dst->policy, src->policy, (size_t)src->n_layers * src->n_chunks * src->n_saved);
   return PS_OK;
 }
@@ -96,6 +99,10 @@ void ps__spec_free(ps__spec *s) {
   ps__free(s->policy);
   s->param_resident = s->grad_resident = s->update_resident = s->update_streamed = s->update_split =
       s->in_pieces = s->stage_weights = s->policy = NULL;
+  ps__free(s->state_on_disk);
+  ps__free(s->policy);
+  s->param_resident = s->grad_resident = s->update_resident = s->update_streamed = s->update_split =
+      s->in_pieces = s->state_on_disk = s->policy = NULL;
 }
 
 /* ---- rounds ---------------------------------------------------------------------------------- */
@@ -395,6 +402,9 @@ static ps_status check_spec(const ps_model *model, const ps__spec *spec) {
     if (model->unit[u].frozen &&
         (spec->grad_resident[u] || ps__updated_on_device(spec, u) || spec->update_split[u]))
       return ps__fail(PS_EINTERNAL, "unit %u is frozen: it has no gradient and no update", u);
+    if (spec->state_on_disk[u] && (!spec->disk || u == 0 || model->unit[u].frozen ||
+                                   ps__updated_on_device(spec, u) || spec->update_split[u]))
+      return ps__fail(PS_EINTERNAL, "unit %u: its state cannot be on the disk", u);
     if (spec->update_resident[u] && spec->update_streamed[u])
       return ps__fail(PS_EINTERNAL, "unit %u: its state is on the device and comes to it", u);
     if (spec->update_split[u] &&
@@ -432,7 +442,7 @@ ps_status ps__step_emit_in(ps__step *s, ps__step_arrays *arrays, const ps_model 
     ps__step_free(s);
     return st;
   }
-  s->at = ps__places_of(spec->n_devices, spec->n_hosts);
+  s->at = ps__places_with(spec->n_devices, spec->n_hosts, spec->disk);
   s->sums = ps__contributions_of(layout, spec->head_slice, s->dt, false);
   s->of_step = ps__contributions_of(layout, spec->head_slice, s->dt, true);
   ps__builder b = {.s = s,
@@ -442,6 +452,7 @@ ps_status ps__step_emit_in(ps__step *s, ps__step_arrays *arrays, const ps_model 
                    .checks = PS__NO_VT,
                    .staged = PS__NO_VT,
                    .exchanging = PS__NO_UNIT,
+                   .last_stored = PS__NO_VT,
                    .to_exchange = model->n_units};
   if (!builder_init(&b))
     st = ps__fail(PS_ENOMEM, "out of memory for the step's tables");

@@ -103,6 +103,14 @@ typedef struct ps__spec {
    *                   beside it */
   bool pageable, stage_totals, pinned_weights;
   uint8_t *stage_weights;
+  /* [n_units]: optimizer state is on the disk. It comes to the host for the update, which runs
+   * there, and goes back after it (disk.c). Needs `disk`: the places of the step have a disk.
+   * Excludes update_resident, update_streamed and update_split, and unit 0: the rows of an
+   * embedding on the host are updated wherever they are looked up.
+   *   disk_lead  how many units' state is read ahead */
+  uint8_t *state_on_disk;
+  uint32_t disk_lead;
+  bool disk;
   /* The embedding's table is never on the device: its rows are gathered on the host, and their
    * gradients are added there. Untied models only; unit 0 is then device-resident in no way and
    * updated on the host. */
@@ -281,17 +289,19 @@ ps__batch_chunk ps__batch_chunk_of(uint32_t n_tokens);
 /* A virtual tensor, alive from op first to before op last; a persistent one always.
  *   high      where ps__memmap() places it
  *   pageable  of the host and persistent, and no link touches it: it need not be pinned
+ *   sectors   its offset is a multiple of PS__SECTOR_BYTES, and so are its bytes: it is copied from
+ *             or to the disk
  *   alias_of  not 0: the tensor is an alias of vt[alias_of - 1], its owner, and has no memory of
  *             its own. @offset is then in the owner, until ps__step_map() adds the owner's offset.
  * The owner may be an alias too, which then comes before its alias in vt. A chain has at most
  * PS__MAX_ALIAS_DEPTH aliases: a saved activation lies in a gradient, and the gradient of a step
  * that is mapped over another one lies in the memory of that step. */
-enum { PS__MAX_ALIAS_DEPTH = 2 };
+enum { PS__MAX_ALIAS_DEPTH = 2, PS__SECTOR_BYTES = 4096 };
 typedef struct ps__vt {
   uint64_t bytes, offset;
   uint32_t first, last, alias_of;
   uint8_t space;
-  bool persistent, high, pageable;
+  bool persistent, high, pageable, sectors;
 } ps__vt;
 typedef struct ps__vaccess {
   uint32_t vt, mode;
@@ -311,7 +321,8 @@ enum { PS__NO_VT = UINT32_MAX };
  *   grad             on the host; none where no gradient is copied there, or where it passes
  *                    (ps__grad_passes()): it is one while ops are emitted, and none afterwards
  *   state            state[k] of the optimizer's states, PS__NO_VT past them: on the device where
- *                    update_resident[unit], else on the host
+ *                    update_resident[unit], on the disk where state_on_disk[unit], else on the
+ *                    host
  *   device_weights   [n_devices] where parameters are device-resident, on devices that read them
  *   device_master    where optimizer state is device-resident and there is a master
  * After every step the host has the unit's state: the master copy where there is one, else the

@@ -10,6 +10,16 @@ static bool grad_goes_to_host(const ps__builder *b, uint32_t unit) {
          (!spec->grad_resident[unit] && ps__n_contributions(b, unit) > 1);
 }
 
+static uint32_t make_state(ps__builder *b, uint32_t unit, uint32_t k, uint32_t place) {
+  const uint64_t bytes = ps__unit_bytes(b, unit, b->s->recipe->state[k]);
+  const bool disk = place == b->s->at->disk;
+  const uint64_t sectors = (bytes + PS__SECTOR_BYTES - 1) / PS__SECTOR_BYTES;
+  const uint32_t vt = ps__vt_persistent(b, place, disk ? sectors * PS__SECTOR_BYTES : bytes);
+  if (vt != PS__NO_VT)
+    b->s->vt[vt].sectors = disk;
+  return vt;
+}
+
 static void make_unit_host(ps__builder *b, uint32_t unit) {
   ps__step *s = b->s;
   ps__unit_host *h = &s->unit_host[unit];
@@ -25,11 +35,13 @@ static void make_unit_host(ps__builder *b, uint32_t unit) {
   h->grad = grad_goes_to_host(b, unit) && !ps__grad_passes(s->spec, unit)
                 ? ps__vt_persistent(b, b->s->at->host, ps__unit_bytes(b, unit, s->recipe->grad))
                 : PS__NO_VT;
-  const bool on_device = s->spec->update_resident[unit];
+  const bool on_device = s->spec->update_resident[unit],
+             on_disk = s->spec->state_on_disk[unit] && updated_here;
+  const uint32_t place = on_device ? b->on->at.place : on_disk ? s->at->disk : s->at->host;
+  b->n_on_disk += on_disk;
   for (uint32_t k = 0; k < PS_MAX_STATES; k++)
     h->state[k] = k < ps__optimizers[s->spec->optimizer].n_states && updated_here
-                      ? ps__vt_persistent(b, on_device ? b->on->at.place : b->s->at->host,
-                                          ps__unit_bytes(b, unit, s->recipe->state[k]))
+                      ? make_state(b, unit, k, place)
                       : PS__NO_VT;
   for (uint32_t d = 0; d < ps__n_devices(b); d++)
     h->device_weights[d] = s->spec->param_resident[unit] && ps__may_read(s->spec, unit, d)

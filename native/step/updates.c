@@ -142,6 +142,14 @@ static void update(ps__builder *b, uint32_t unit, uint32_t clip_scale) {
   const ps__update_tensors host = on_host(h);
   if (s->model->unit[unit].frozen)
     return;
+  ps__disk_read_ahead(b, unit);
+  if (s->spec->state_on_disk[unit]) {
+    ps__update_tensors at = host;
+    ps__disk_take(b, unit, at.state);
+    emit_update(b, unit, part, &at, h->grad, PS__NO_VT);
+    ps__disk_store(b, unit);
+    return;
+  }
   if (!ps__updated_on_device(s->spec, unit)) {
     emit_update(b, unit, part, &host, h->grad, PS__NO_VT);
     ps__end_host_total(b, unit, s->spec->update_lag);
@@ -225,6 +233,8 @@ void ps__emit_updates(ps__builder *b) {
   for (uint32_t u = 0; u < n_units; u++)
     any_on_device |= ps__updated_on_device(s->spec, u);
   update_arrived(b, true);
+  if (s->spec->clip) /* before the norm is known */
+    ps__disk_read_ahead(b, 0);
   ps__emit_hook(b, PS__HOOK_NORM, 0, b->s->at->host_ops, norm, 2, (ps_work){0}, tag);
   if (s->spec->clip) {
     const uint32_t scale = any_on_device ? send_norm(b, tag) : PS__NO_VT;
@@ -240,13 +250,16 @@ void ps__emit_updates(ps__builder *b) {
   ps__vt_free(b, b->last_norm);
   /* The report ends a step's updates. It comes after the host stream's updates by order. It comes
    * after the last copy of state to the host by reading it, as that stream is in order. */
-  ps__vaccess report[3] = {ps__whole(b, s->stats, PS_READ)};
+  ps__vaccess report[4] = {ps__whole(b, s->stats, PS_READ)};
   uint32_t n_read = 1;
   if (s->counters != PS__NO_VT)
     report[n_read++] = ps__whole(b, s->counters, PS_READ);
   if (any_on_device)
     report[n_read++] = ps__whole(b, b->last_sent, PS_READ);
+  if (b->last_stored != PS__NO_VT) /* and after the last copy to the disk */
+    report[n_read++] = ps__part(b->last_stored, PS_WRITE, 0, PS__SECTOR_BYTES);
   ps__emit_hook(b, PS__HOOK_REPORT, 0, b->s->at->host_ops, report, n_read, (ps_work){0}, tag);
+  ps__vt_free(b, b->last_stored);
   /* in the order in which the next step's first backward pass needs the gradients' memory */
   for (uint32_t u = n_units; u-- > 0;)
     if (s->spec->update_split[u])

@@ -179,7 +179,8 @@ static ps_status create_writer(job *j, uint32_t a) {
  * which is that of the forward pass. State whose update comes after the report comes last. */
 static void order_of(const job *j, uint32_t unit, uint32_t part, uint32_t *phase, uint32_t *at) {
   const ps__spec *spec = &j->t->plan->spec;
-  const bool split = part == PS__PART_STATE && spec->update_split[unit];
+  const bool split =
+      part == PS__PART_STATE && (spec->update_split[unit] || spec->state_on_disk[unit]);
   *phase = ps__updated_on_device(spec, unit) ? 0 : split ? 2 : 1;
   *at = spec->embed_on_host && unit == 0 ? spec->n_units : unit;
 }

@@ -120,6 +120,11 @@ ps_status ps__trainer_check_config(const ps_plan *plan, const ps_train_config *c
     return ps__fail(PS_EINVAL,
                     "an adapter is given, but the plan was made without LoRA: plan with its rank, "
                     "alpha and targets (ps_adapter_read)");
+  if (!c->disk != (plan->at->disk == PS__NO_PLACE))
+    return ps__fail(PS_EINVAL,
+                    c->disk ? "%s is given, but the plan has no disk: plan with %s"
+                            : "the plan has optimizer state on a disk: give %s, or plan without %s",
+                    ps__field("disk"), ps__field("disk_mem_bytes"));
   if (plan->cfg.one_document && c->dataset && ps_dataset_marks_documents(c->dataset))
     return ps__fail(PS_EINVAL,
                     "the data's masks say where documents begin, but the plan was made for one "

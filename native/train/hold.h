@@ -11,6 +11,8 @@
  *   unit updated on the device    UPDATE waits, on a GPU in the thread that submits: all that is
  *                                 submitted then runs without the writer. REPORT says that the
  *                                 updates are done, because it reads what is sent to the host last.
+ *   state on the disk             UPDATE waits; REPORT says that it is there, as it waits for the
+ *                                 last copy to the disk
  * Device-resident state is read by ps__engine_read() meanwhile.
  *
  * Where one of these waits, all updates of step n - 1 and its report are done: they come before on

@@ -217,6 +217,13 @@ static ps_status update_unit(ps_trainer *t, uint32_t unit, ps__update_part part,
                                   &gate);
 }
 
+/* Whether what the update makes of the part is where it stays only once the report runs: it is sent
+ * there by a copy, which the report waits for. */
+static bool made_by_report(const ps_trainer *t, uint32_t unit, uint32_t part) {
+  return ps__updated_on_device(&t->plan->spec, unit) ||
+         (part == PS__PART_STATE && t->plan->spec.state_on_disk[unit]);
+}
+
 /* On a GPU the submitting thread awaits a part before it launches the part's update: no stream that
  * the GPU waits for may depend on the writer, which calls the driver (backends/cuda/device.h). Such
  * an update is done later than this: REPORT says so. */
@@ -235,7 +242,7 @@ static ps_status update(ps_trainer *t, uint32_t unit, ps__update_part part, cons
     ps__pool_help_first(host->pool, NULL);
   PS_TRY(st);
   for (uint32_t p = 0; p < PS__N_PARTS; p++)
-    if (writes[p] && !ps__updated_on_device(&t->plan->spec, unit))
+    if (writes[p] && !made_by_report(t, unit, p))
       ps__hold_made(t->hold, unit, p, l->step);
   return PS_OK;
 }
@@ -284,8 +291,9 @@ static ps_status report(ps_trainer *t, const ps_launch *l) {
   r->end_ns = ps__engine_now(t->engine, l->stream);
   atomic_store(&t->ended, l->step + 1);
   for (uint32_t u = 0; u < t->plan->spec.n_units; u++)
-    for (uint32_t p = 0; ps__updated_on_device(&t->plan->spec, u) && p < PS__N_PARTS; p++)
-      ps__hold_made(t->hold, u, p, l->step);
+    for (uint32_t p = 0; p < PS__N_PARTS; p++)
+      if (made_by_report(t, u, p))
+        ps__hold_made(t->hold, u, p, l->step);
   ps__hold_reported(t->hold, l->step);
   return PS_OK;
 }

@@ -25,6 +25,13 @@ static bool same_lora(const ps_lora *a, const ps_lora *b) {
          a->alpha == b->alpha;
 }
 
+static bool same_on_disk(const ps_plan *a, const ps_plan *b) {
+  bool same = (a->at->disk == PS__NO_PLACE) == (b->at->disk == PS__NO_PLACE);
+  for (uint32_t u = 0; same && u < a->model->n_units && u < b->model->n_units; u++)
+    same = ps__on_disk(a, u) == ps__on_disk(b, u);
+  return same;
+}
+
 /* Both are plans of one training: what a user asked for is the same. */
 static ps_status check_same(const ps_plan *a, const ps_plan *b) {
   const ps_plan_config *x = &a->cfg, *y = &b->cfg;
@@ -45,6 +52,7 @@ static ps_status check_same(const ps_plan *a, const ps_plan *b) {
       {"the loss", memcmp(&a->model->loss, &b->model->loss, sizeof a->model->loss) == 0},
       {"seq_len", x->seq_len == y->seq_len},
       {"tokens_per_step", a->layout.n_tokens == b->layout.n_tokens},
+      {"what is on the disk", same_on_disk(a, b)},
       {"n_devices", a->at == b->at},
       {"the threads", a->hw.n_threads == b->hw.n_threads},
       {"backend", a->hw.backend == b->hw.backend && a->hw.device == b->hw.device},

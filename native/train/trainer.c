@@ -1,5 +1,6 @@
 /* trainer.c - creates, steps and destroys a trainer. */
 #include "train/trainer.h"
+#include "engine/disk.h"
 #include "generate/generate.h"
 #include "hosts/hosts.h"
 #include "io/io.h"
@@ -52,8 +53,13 @@ static ps_status make_segments(ps_trainer *t) {
 static ps_status open_engine(ps_trainer *t) {
   const ps_plan *p = t->plan;
   ps_engine_config e;
+  char *drives = NULL;
   ps__plan_engine(p, &e);
-  PS_TRY(ps_engine_create(&t->engine, &e));
+  if (p->at->disk != PS__NO_PLACE)
+    PS_TRY(ps__disk_dirs(t->cfg.disk, &drives, e.drive, &e.n_drives));
+  const ps_status st = ps_engine_create(&t->engine, &e);
+  ps__free(drives);
+  PS_TRY(st);
   PS_TRY(ps__pace_attach(t));
   t->turns.engine = t->engine;
   t->host = ps_engine_space(t->engine, p->at->host);
@@ -123,6 +129,19 @@ static ps_status check_model(const ps_trainer *t) {
   return PS_OK;
 }
 
+/* What the disk lacks is said before weights are opened. */
+static ps_status check_disk(const ps_trainer *t) {
+  const char *dir[PS_MAX_DRIVES];
+  char *own;
+  uint32_t n;
+  if (t->plan->at->disk == PS__NO_PLACE)
+    return PS_OK;
+  PS_TRY(ps__disk_dirs(t->cfg.disk, &own, dir, &n));
+  const ps_status st = ps__disk_check(dir, n, t->plan->report.disk_arena_bytes);
+  ps__free(own);
+  return st;
+}
+
 static ps_status open_sampler(ps_trainer *t) {
   ps__gen_setup *s = t->plan->sampling;
   for (uint32_t i = 0; s && i < PS__GEN_PROGRAMS; i++)
@@ -187,6 +206,7 @@ static ps_status open_trainer(ps_trainer *t, const ps_checkpoint *from, ps_progr
   if (!t->tokens || !t->targets || !t->begins || (logits && !t->logits))
     return ps__fail(PS_ENOMEM, "out of memory for a batch");
   PS_TRY(ps__routing_create(t));
+  PS_TRY(check_disk(t));
   PS_TRY(check_model(t));
   PS_TRY(make_segments(t));
   ps_tensor_file *weights = NULL, *adapters = NULL;
@@ -256,7 +276,7 @@ static ps_status create(ps_trainer **out, const char *model_dir, ps_plan *plan,
   const ps_status st = t->model_dir && !t->run_text == !cfg->run
                            ? open_trainer(t, from, progress, progress_user)
                            : ps__fail(PS_ENOMEM, "out of memory for a trainer");
-  t->cfg.adapter_dir = NULL; /* it was borrowed for this call */
+  t->cfg.adapter_dir = t->cfg.disk = NULL; /* they were borrowed for this call */
   if (st != PS_OK)
     ps_trainer_destroy(t);
   else

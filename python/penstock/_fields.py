@@ -8,6 +8,7 @@ KEYWORDS = {
     "adapter_dir": "adapter",
     "device": "gpu",
     "device_mem_bytes": "device_mem",
+    "disk_mem_bytes": "disk_mem",
     "host_mem_bytes": "host_mem",
     "lr_kind": "lr_schedule",
     "n_devices": "gpus",

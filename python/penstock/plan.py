@@ -72,6 +72,11 @@ def _backend(name: str) -> int:
     return lib.PS_BACKEND_CUDA if gpu else lib.PS_BACKEND_CPU
 
 
+def disk_dirs(disk) -> bytes:
+    """One directory of a disk, or several, as the library takes them."""
+    return b",".join(map(encode_path, [disk] if isinstance(disk, (str, os.PathLike)) else disk))
+
+
 def _caps(device_mem, host_mem) -> tuple[int, int]:
     return parse_bytes(device_mem, "device_mem"), parse_bytes(host_mem, "host_mem")
 
@@ -161,11 +166,13 @@ class Hardware:
         fp8: bool = False,
         device_mem=None,
         experts: bool = False,
+        disk=None,
     ) -> "Hardware":
         """This machine's rates, measured once for each thread count and then read from the user's
         cache ($XDG_CACHE_HOME/penstock or ~/.cache/penstock), which the command line uses too.
         gpus: measure the rates of so many GPUs together, too. fp8: measure those of FP8 products,
-        too, on a GPU that has them; experts: those of products of experts.
+        too, on a GPU that has them; experts: those of products of experts. disk: those of a disk,
+        as Trainer takes it.
 
         Two cases give a warning. The cache cannot be written: the next call measures again.
         host_mem or device_mem leaves no room to measure: the rates are estimated."""
@@ -189,6 +196,8 @@ class Hardware:
             host_mem_bytes=host_mem_bytes,
             note=note,
         )
+        drives = ffi.new("char[]", disk_dirs(disk)) if disk is not None else ffi.NULL
+        ask.disk = drives
         check(lib.ps_hardware_get(hw, ask))
         for line in told:
             warnings.warn(line, stacklevel=2)
@@ -231,6 +240,7 @@ _NUMBERS = (
     "router_aux_loss",
     "router_z_loss",
     "val_tokens",
+    "disk_tbw",
     "sample_sequences",
     "sample_context",
     "state_bits",
@@ -246,7 +256,7 @@ _FLAGS = (
     "fp8_head",
     "fp8_fast_accumulation",
 )
-_SIZES = ("device_mem", "host_mem", "pinned_mem", "reserve")
+_SIZES = ("device_mem", "host_mem", "pinned_mem", "disk_mem", "reserve")
 
 
 def _named(kind: str, parse, name: str | None) -> dict:
@@ -334,6 +344,10 @@ class Plan(Owner):
     device_mem, host_mem   caps, in bytes or as "20GiB"; None: no cap on the device, and what the
                            machine allows on the host
     pinned_mem             how much host memory the system lets a process pin; None: all
+    disk_mem               the most that optimizer state may take of a disk, whose directories the
+                           Trainer is given; None: no disk
+    disk_tbw               TB that the drives are rated to be written; the plan says how long they
+                           last
     tokens_per_step        0: 8 sequences
     recipe                 "fp32", "fp32-master", "bf16", "fp24-master", "fp8" or "fp8-master"; None:
                            "bf16", with lora "fp32-master"
@@ -404,6 +418,8 @@ class Plan(Owner):
         device_mem=None,
         host_mem=None,
         pinned_mem=None,
+        disk_mem=None,
+        disk_tbw: float = 0.0,
         tokens_per_step: int = 0,
         recipe: str | None = None,
         state_bits: int = 0,

@@ -85,6 +85,7 @@ def prepare(path, changes: dict) -> tuple:
         gpus=options.get("gpus", 1),
         fp8=(options.get("recipe") or "").startswith("fp8"),
         experts=model.n_experts > 0,
+        disk=options.get("disk"),
     )
     chosen = {name: v for name, v in options.items() if name in of_plan}
     chosen.setdefault(

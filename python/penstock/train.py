@@ -17,7 +17,7 @@ from .engine import read_trace, read_where
 from .errors import StateError
 from .generator import generate
 from .model import DTYPES, Parameter
-from .plan import Hardware, Plan
+from .plan import Hardware, Plan, disk_dirs
 
 REPLANS = {"off": lib.PS_REPLAN_OFF, "auto": lib.PS_REPLAN_AUTO, "cut": lib.PS_REPLAN_CUT}
 LR_SCHEDULES = {"constant": 0, "cosine": 1, "linear": 2, "wsd": 3}
@@ -198,6 +198,8 @@ class Trainer(Owner):
     init_weights          draw the weights from seed; model_dir then needs config.json alone
     adapter               of a plan with lora: the directory of an adapter to go on training, in
                           PEFT's layout; None: a fresh one, drawn from seed
+    disk                  of a plan with disk_mem: a directory on a drive of this machine, or a list
+                          of them, one a drive. What the plan has there is gone with the trainer
     replan                whether the trainer plans again where steps take another time than planned:
                           off (default), auto: by plans with the same bits, cut: by others too
     trust_rates           True: host memory is not measured in place, see arena()
@@ -238,6 +240,7 @@ class Trainer(Owner):
         init_weights: bool | None = None,
         val=None,
         adapter=None,
+        disk=None,
         replan: str | None = None,
         trust_rates: bool | None = None,
         progress=None,
@@ -249,10 +252,23 @@ class Trainer(Owner):
         _set(cfg, {name: given[name] for name in names if given[name] is not None})
         held = ffi.new("char[]", encode_path(adapter)) if adapter is not None else ffi.NULL
         cfg.adapter_dir = held
+        drives = ffi.new("char[]", disk_dirs(disk)) if disk is not None else ffi.NULL
+        cfg.disk = drives
         self._open(model_dir, plan, data, cfg, progress, val=val)
 
     @classmethod
-    def resume(cls, checkpoint, model_dir, plan: Plan, data, *, val=None, progress=None, **changes):
+    def resume(
+        cls,
+        checkpoint,
+        model_dir,
+        plan: Plan,
+        data,
+        *,
+        val=None,
+        disk=None,
+        progress=None,
+        **changes,
+    ):
         """A trainer that goes on from `checkpoint`: a Checkpoint, or the path of one. Schedule,
         hyperparameters and seed are the checkpoint's, unless `changes` has others
         under the names of the constructor. With a plan made with checkpoint.plan_options, k + k
@@ -267,6 +283,8 @@ class Trainer(Owner):
         if unknown:
             raise TypeError(f"{unknown[0]!r} is no setting of a trainer")
         _set(cfg, changes)
+        drives = ffi.new("char[]", disk_dirs(disk)) if disk is not None else ffi.NULL
+        cfg.disk = drives
         trainer = cls.__new__(cls)
         trainer._open(model_dir, plan, data, cfg, progress, checkpoint, val)
         return trainer

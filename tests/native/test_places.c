@@ -281,8 +281,8 @@ static void test_configurations(void) {
   cfg.n_links = PS_MAX_LINKS + 1;
   CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "n_links 81 is not in 0..80");
   cfg = config();
-  cfg.place[2].kind = 2;
-  CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "place 2: kind 2 is unknown");
+  cfg.place[2].kind = 3;
+  CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "place 2: kind 3 is unknown");
   cfg = config();
   cfg.place[HOST].backend = PS_BACKEND_CUDA;
   CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "place 0: backend 1, but the host's is 0");

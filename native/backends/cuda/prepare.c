@@ -19,7 +19,7 @@ static ps_status check_op(const ps__device *dev, const ps_schedule *s, size_t i)
   uint32_t n_host = 0;
   for (uint32_t a = 0; a < op->n_access; a++) {
     uint32_t space = s->list.access[op->access + a].space;
-    n_host += ps__space_place(&dev->cfg, space)->kind == PS_PLACE_HOST;
+    n_host += ps__space_place(&dev->cfg, space)->kind != PS_PLACE_DEVICE; /* a disk is a host's */
   }
   if (!on_host && op->kernel && n_host && !dev->host_pointers)
     return ps__fail(

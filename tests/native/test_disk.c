@@ -1,0 +1,187 @@
+/* test_disk.c - a disk beside a host, on the CPU backend: bytes that go there come back, over one
+ * drive and several, whatever is cut short; what is refused; faults. A folder under TMPDIR must be
+ * on a file system with direct I/O: elsewhere the test says so and checks what is refused alone. */
+#include "check.h"
+#include "engine/engine.h"
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { HOST, DISK, N_PLACES };
+enum { READ, WRITE, N_STREAMS };
+enum { MIB = 1 << 20, HALF = 24 * MIB };
+
+static char dirs[3][256];
+
+static ps_engine_config config(uint32_t n_drives) {
+  ps_engine_config cfg = {
+      .struct_bytes = sizeof cfg,
+      .n_places = N_PLACES,
+      .n_links = 2,
+      .n_spaces = N_PLACES,
+      .n_streams = N_STREAMS,
+      .n_drives = n_drives,
+      .link = {{DISK, HOST, READ, 0}, {HOST, DISK, WRITE, 0}},
+      .place = {[DISK] = {.kind = PS_PLACE_DISK}},
+      .space = {
+          [HOST] = {.bytes = 2 * HALF, .place = HOST}, [DISK] = {.bytes = HALF, .place = DISK}}};
+  for (uint32_t i = 0; i < n_drives; i++)
+    cfg.drive[i] = dirs[i];
+  for (uint32_t i = 0; i < N_STREAMS; i++)
+    cfg.stream[i] = (ps_stream_config){.place = HOST, .n_threads = 3};
+  return cfg;
+}
+
+/* Copies half of the host's space to the disk, and back to its other half, in two pieces of which
+ * the first ends inside a stripe. @at: of the second piece. */
+static ps_status round_trip(ps_engine *e, uint64_t at) {
+  ps_program *p;
+  ps_schedule *s;
+  ps_run *r = NULL;
+  CHECK(ps_program_create(&p, N_PLACES, N_STREAMS) == PS_OK);
+  for (uint32_t piece = 0; piece < 2; piece++)
+    for (uint32_t stream = WRITE + 1; stream-- > READ;) {
+      const uint64_t first = piece ? at : 0, n = piece ? HALF - at : at;
+      const ps_access host = {HOST, stream == READ ? PS_WRITE : PS_READ,
+                              first + (stream == READ ? HALF : 0), n},
+                      disk = {DISK, stream == READ ? PS_READ : PS_WRITE, first, n},
+                      access[2] = {stream == READ ? disk : host, stream == READ ? host : disk};
+      const ps_op op = {.stream = stream, .access = access, .n_access = 2};
+      CHECK(ps_program_add(p, &op, NULL) == PS_OK);
+    }
+  CHECK(ps_schedule_compile(&s, p) == PS_OK);
+  ps_status st = ps_run_create(&r, e, s, &(ps_run_config){.struct_bytes = sizeof(ps_run_config)});
+  if (st == PS_OK)
+    st = ps_run_submit(r, 1);
+  if (st == PS_OK)
+    st = ps_run_wait(r, 1);
+  char why[512];
+  snprintf(why, sizeof why, "%s", ps_last_error());
+  CHECK(ps_run_destroy(r) == PS_OK);
+  CHECK(ps_schedule_destroy(s) == PS_OK);
+  ps_program_destroy(p);
+  return st == PS_OK ? PS_OK : ps__fail(st, "%s", why);
+}
+
+static void fill(unsigned char *memory, uint64_t seed) {
+  for (uint64_t i = 0; i < HALF; i += 8)
+    memcpy(memory + i, &(uint64_t){rnd(&seed)}, 8);
+}
+
+static void test_round_trips(uint32_t n_drives) {
+  const ps_engine_config cfg = config(n_drives);
+  ps_engine *e;
+  CHECK(ps_engine_create(&e, &cfg) == PS_OK);
+  unsigned char *host = ps_engine_space(e, HOST), some[10000], zeros[64] = {0};
+  CHECK(ps_engine_space(e, DISK) == NULL && ps_engine_space_bytes(e, DISK) == HALF);
+  CHECK(ps__engine_read(e, DISK, HALF - 64, some, 64) == PS_OK && !memcmp(some, zeros, 64));
+  fill(host, n_drives);
+  CHECK(round_trip(e, 9 * MIB + 4096) == PS_OK);
+  CHECK(memcmp(host, host + HALF, HALF) == 0);
+  /* any bytes, also across stripes and more than a buffer's */
+  CHECK(ps__engine_read(e, DISK, 4 * MIB - 77, some, 10000) == PS_OK &&
+        !memcmp(some, host + 4 * MIB - 77, 10000));
+  CHECK(ps__engine_write(e, DISK, 777, host + 5 * MIB + 1, 3 * MIB) == PS_OK);
+  memmove(host + 777, host + 5 * MIB + 1, 3 * MIB);
+  CHECK(ps__engine_read(e, DISK, 0, host + HALF, HALF) == PS_OK);
+  CHECK(memcmp(host, host + HALF, HALF) == 0);
+  CHECK_FAILS(round_trip(e, 9 * MIB + 512), PS_EINVAL, "whole sectors of 4096 bytes");
+  /* one run at a time in a directory; its files have no names */
+  ps_engine *other;
+  CHECK_FAILS(ps_engine_create(&other, &cfg), PS_EBUSY, "another run uses it");
+  CHECK(rmdir(dirs[0]) == 0 && mkdir(dirs[0], 0700) == 0); /* it is empty */
+  CHECK(ps_engine_close(e) == PS_OK);
+}
+
+/* The Nth read, write or reservation fails, until none does: one sentence, and nothing is left. */
+static void test_faults(int kind) {
+  const ps_engine_config cfg = config(2);
+  int n_failed = 0;
+  for (int64_t nth = 1;; nth++) {
+    const int64_t live = ps__live_allocations();
+    ps_engine *e;
+    ps__fault_arm(kind, nth);
+    ps_status st = ps_engine_create(&e, &cfg);
+    if (st == PS_OK) {
+      char one;
+      st = kind == PS_FAULT_ALLOC ? ps__engine_read(e, DISK, 1, &one, 1) : round_trip(e, 8 * MIB);
+      CHECK(ps_engine_close(e) == PS_OK);
+    }
+    const bool hit = ps__fault_count(kind) >= nth;
+    ps__fault_arm(kind, 0);
+    CHECK(ps__live_allocations() == live);
+    if (!hit) {
+      CHECK(st == PS_OK);
+      break;
+    }
+    CHECK(st == (kind == PS_FAULT_ALLOC ? PS_ENOMEM : PS_EIO));
+    CHECK(kind == PS_FAULT_ALLOC || strstr(ps_last_error(), dirs[0]) ||
+          strstr(ps_last_error(), dirs[1]));
+    n_failed++;
+  }
+  CHECK(n_failed >= 4); /* of reads and writes each stripe, and more */
+}
+
+static void test_refused(void) {
+  ps_engine_config cfg = config(1);
+  ps_engine *e;
+  cfg.n_drives = 0;
+  CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "a disk has 1 to 8 directories");
+  cfg = config(1);
+  cfg.place[HOST].kind = PS_PLACE_DISK;
+  CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "2 disks with 2 spaces");
+  cfg = config(1);
+  cfg.drive[0] = "/nowhere/at/all";
+  CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "cannot be used: No such file");
+  cfg.drive[0] = "/dev/null";
+  CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "is no directory");
+  if (access("/dev/shm", W_OK) == 0) {
+    cfg.drive[0] = "/dev/shm";
+    CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "is in memory (tmpfs)");
+  }
+  cfg = config(2);
+  cfg.drive[1] = dirs[0];
+  CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "is given twice");
+  cfg = config(1);
+  cfg.space[DISK].bytes = (uint64_t)1 << 47;
+  CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EBUDGET, "128.0 TiB are needed there");
+  const char *dir[PS_MAX_DRIVES];
+  char *own;
+  uint32_t n;
+  CHECK(ps__disk_dirs("a,b/c", &own, dir, &n) == PS_OK && n == 2 && !strcmp(dir[1], "b/c"));
+  ps__free(own);
+  CHECK_FAILS(ps__disk_dirs("a,,b", &own, dir, &n), PS_EINVAL, "separated by commas");
+  CHECK_FAILS(ps__disk_dirs("1,2,3,4,5,6,7,8,9", &own, dir, &n), PS_EINVAL, "1 to 8");
+}
+
+static bool has_direct_io(void) {
+  char path[300];
+  snprintf(path, sizeof path, "%s/try", dirs[0]);
+  const int fd = open(path, O_RDWR | O_CREAT | O_DIRECT, 0600);
+  const bool has = fd >= 0 && posix_fallocate(fd, 0, 4096) == 0;
+  if (fd >= 0)
+    close(fd);
+  (void)unlink(path);
+  return has;
+}
+
+int main(void) {
+  const char *tmp = getenv("TMPDIR");
+  for (int i = 0; i < 3; i++) {
+    snprintf(dirs[i], sizeof dirs[i], "%s/penstock-test-disk-XXXXXX", tmp ? tmp : "/tmp");
+    CHECK(mkdtemp(dirs[i]));
+  }
+  test_refused();
+  if (has_direct_io()) {
+    test_round_trips(1);
+    test_round_trips(3);
+    test_faults(PS_FAULT_READ);
+    test_faults(PS_FAULT_WRITE);
+    test_faults(PS_FAULT_ALLOC);
+  } else
+    printf("ok refusals; %s has no direct I/O, and copies were not tested\n", dirs[0]);
+  for (int i = 0; i < 3; i++)
+    CHECK(rmdir(dirs[i]) == 0);
+  printf("ok a disk: copies, refusals and faults\n");
+  return 0;
+}
