@@ -1,8 +1,9 @@
 /* test_disk.c - a disk beside a host, on the CPU backend: bytes that go there come back, over one
  * drive and several, whatever is cut short; what is refused; faults. A folder under TMPDIR must be
  * on a file system with direct I/O: elsewhere the test says so and checks what is refused alone. */
-#include "check.h"
 #include "engine/engine.h"
+#include "random_specs.h"
+#include "step/moves.h"
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -11,7 +12,7 @@ enum { HOST, DISK, N_PLACES };
 enum { READ, WRITE, N_STREAMS };
 enum { MIB = 1 << 20, HALF = 24 * MIB };
 
-static char dirs[3][256];
+static char dirs[3][200];
 
 static ps_engine_config config(uint32_t n_drives) {
   ps_engine_config cfg = {
@@ -154,6 +155,91 @@ static void test_refused(void) {
   CHECK_FAILS(ps__disk_dirs("1,2,3,4,5,6,7,8,9", &own, dir, &n), PS_EINVAL, "1 to 8");
 }
 
+/* ---- steps ----------------------------------------------------------------------------------- */
+
+/* The state of a unit on the disk is read once and written once, in whole sectors, around its
+ * update; that of no other unit is. The memory map holds. */
+static void check_step(const ps__step *s) {
+  CHECK(ps__step_valid(s));
+  for (uint32_t space = 0; space < s->at->n_places; space++)
+    CHECK(ps__memmap_valid(s->vt, s->n_vt, space, s->space_bytes[space]));
+  uint64_t expected = 0, read = 0, written = 0;
+  for (uint32_t u = 0; u < s->spec->n_units; u++)
+    for (int k = 0; k < PS_MAX_STATES && s->unit_host[u].state[k] != PS__NO_VT; k++) {
+      const ps__vt *v = &s->vt[s->unit_host[u].state[k]];
+      CHECK((v->space == s->at->disk) == s->spec->state_on_disk[u]);
+      expected += v->space == s->at->disk ? v->bytes : 0;
+    }
+  for (size_t i = 0; i < s->n_op; i++) {
+    const ps__vaccess *a = &s->access[s->op[i].access];
+    const bool from = s->op[i].stream == s->at->disk_read,
+               to = s->op[i].stream == s->at->disk_write;
+    read += from ? a[0].bytes : 0;
+    written += to ? a[0].bytes : 0;
+    for (int k = 0; k < 2 && (from || to); k++)
+      CHECK((s->vt[a[k].vt].offset + a[k].offset) % 4096 == 0 && a[k].bytes % 4096 == 0);
+  }
+  CHECK(read == expected && written == expected && s->copied_bytes[PS__TO_DISK] == expected);
+}
+
+/* Random decisions, of which the planner would make few. A move to a plan with the same state on the
+ * disk leaves it where it is. */
+static void test_steps(model *m, uint64_t *state) {
+  ps_plan_config cfg = {PLAN_DEFAULTS, .chunk_tokens = 32, .head_slice_tokens = 16};
+  ps__layout layout;
+  ps__step before = {0};
+  ps__spec spec, of_before = {0};
+  cfg.clip_norm = rnd_below(state, 2);
+  CHECK(ps__layout_init(&layout, 32, 6, 32, 2, 0, 0) == PS_OK);
+  for (int i = 0; i < 2; i++) {
+    ps__step s;
+    ps__moves moves;
+    resident_spec(&spec, m, &cfg, &layout);
+    randomize(&spec, m, &layout, state);
+    spec.n_devices = 1;
+    spec.ring_blocks = 0;
+    memset(spec.in_pieces, 0, spec.n_units);
+    spec.disk = true;
+    spec.disk_lead = rnd_below(state, 4);
+    for (uint32_t u = 1; u < spec.n_units; u++) {
+      spec.state_on_disk[u] = i ? of_before.state_on_disk[u] : rnd_below(state, 2) != 0;
+      if (spec.state_on_disk[u])
+        spec.update_resident[u] = spec.update_streamed[u] = spec.update_split[u] = 0;
+    }
+    spec.keep_grads = false;
+    CHECK(ps__step_build(&s, m->made, &layout, &spec, NULL) == PS_OK);
+    check_step(&s);
+    if (i) {
+      CHECK(ps__step_moves(&before, &s, &moves) == PS_OK);
+      for (size_t k = 0; k < moves.n; k++)
+        if (moves.move[k].from == s.at->disk || moves.move[k].to == s.at->disk)
+          CHECK(moves.move[k].from == moves.move[k].to && moves.move[k].src == moves.move[k].dst);
+      ps__moves_free(&moves);
+      ps__step_free(&before);
+      ps__spec_free(&of_before);
+    }
+    of_before = spec;
+    before = s;
+    before.spec = &of_before;
+  }
+  ps__step_free(&before);
+  ps__spec_free(&of_before);
+  ps__layout_free(&layout);
+}
+
+static void test_random_steps(const char *root) {
+  uint64_t state = 7;
+  for (int i = 0; i < 2; i++) {
+    model *m = &models[i];
+    make_model(m, root);
+    CHECK(ps__model_create(&m->made, &m->cfg, PS_F32, 0, 0, NULL, NULL, NULL) == PS_OK);
+    for (int k = 0; k < 100; k++)
+      test_steps(m, &state);
+    ps_model_destroy(m->made);
+    remove_folder(m->dir);
+  }
+}
+
 static bool has_direct_io(void) {
   char path[300];
   snprintf(path, sizeof path, "%s/try", dirs[0]);
@@ -172,6 +258,7 @@ int main(void) {
     CHECK(mkdtemp(dirs[i]));
   }
   test_refused();
+  test_random_steps(dirs[2]);
   if (has_direct_io()) {
     test_round_trips(1);
     test_round_trips(3);
