@@ -14,7 +14,14 @@ from conftest import BUILD, HANGS_S, ROOT
 from penstock import BudgetError, Hardware, InvalidError, ModelConfig, Plan, Trainer
 
 HARDWARE = Hardware.read(ROOT / "tests/golden/hardware-cpu.json")
-CUT = {"seq_len": 64, "tokens_per_step": 256, "chunk_tokens": 64, "chunks_per_round": 2}
+CUT = {
+    "seq_len": 64,
+    "tokens_per_step": 256,
+    "chunk_tokens": 64,
+    "chunks_per_round": 2,
+    "first_round_chunks": 2,
+    "head_slice_tokens": 64,
+}
 CASES = {
     "bf16-no-clip": {"recipe": "bf16", "clip_norm": 0},
     "two-devices": {"recipe": "fp32", "gpus": 2, "layout": "data-parallel"},
@@ -123,7 +130,7 @@ def test_predictions_follow_the_rates_of_the_drive(tiny_model):
 
 SHAPE = (
     "--seq-len 64 --threads 2 --recipe fp32 --tokens-per-step 256 --chunk-tokens 64 "
-    "--chunks-per-round 2 --device-mem 6MiB --quiet"
+    "--chunks-per-round 2 --first-round-chunks 2 --head-slice-tokens 64 --device-mem 6MiB --quiet"
 ).split()
 
 

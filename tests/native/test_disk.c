@@ -182,8 +182,8 @@ static void check_step(const ps__step *s) {
   CHECK(read == expected && written == expected && s->copied_bytes[PS__TO_DISK] == expected);
 }
 
-/* Random decisions, of which the planner would make few. A move to a plan with the same state on the
- * disk leaves it where it is. */
+/* Random decisions, of which the planner would make few. A move to a plan with the same state on
+ * the disk leaves it where it is. */
 static void test_steps(model *m, uint64_t *state) {
   ps_plan_config cfg = {PLAN_DEFAULTS, .chunk_tokens = 32, .head_slice_tokens = 16};
   ps__layout layout;
