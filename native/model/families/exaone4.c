@@ -1,6 +1,6 @@
 /* exaone4.c - EXAONE 4: norms after attention and MLP instead of before, norms on the heads of q
- * and k. Where there is a sliding window, all layers but every fourth have it, and the others have no
- * RoPE. Defaults are those of transformers' Exaone4Config (5.24). */
+ * and k. Where there is a sliding window, all layers but every fourth have it, and the others have
+ * no RoPE. Defaults are those of transformers' Exaone4Config (5.24). */
 #include "model/attention.h"
 #include "model/family.h"
 #include "model/mlp.h"

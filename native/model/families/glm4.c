@@ -1,6 +1,6 @@
 /* glm4.c - GLM-4: norms before and after attention and MLP, biases on q, k and v, RoPE on
- * neighbours in half of a head; on disk gate and up are one matrix. Defaults are those of transformers'
- * Glm4Config (5.24). */
+ * neighbours in half of a head; on disk gate and up are one matrix. Defaults are those of
+ * transformers' Glm4Config (5.24). */
 #include "model/attention.h"
 #include "model/family.h"
 #include "model/mlp.h"
