@@ -42,7 +42,9 @@ static void put_file(const char *path, const void *data, size_t bytes) {
 
 static ps_status save(const char *folder) {
   static const ps_tensor_spec specs[3] = {
-      {"a", PS_F32, 2, {N_ROWS, N_COLS}}, {"b", PS_BF16, 1, {N_ROWS}}, {"c", PS_F32, 0, {0}}};
+      {.name = "a", .dtype = PS_F32, .n_dims = 2, .shape = {N_ROWS, N_COLS}},
+      {.name = "b", .dtype = PS_BF16, .n_dims = 1, .shape = {N_ROWS}},
+      {.name = "c", .dtype = PS_F32, .n_dims = 0, .shape = {0}}};
   static const char *const meta[] = {"step", "7"};
   static float data[N_ROWS * N_COLS];
   ps_tensor_writer *w = NULL;
