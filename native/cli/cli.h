@@ -127,7 +127,7 @@ typedef struct cli_option {
   /* The table of a run's file in which the option is a key; "": the option is no key. */
   const char *table;
 } cli_option;
-enum { CLI_MAX_OPTIONS = 96 }; /* of a command */
+enum { CLI_MAX_OPTIONS = 128 }; /* of a command */
 /* An option under a heading, whose value goes to @to; then its other fields. */
 #define CLI_OPTION(under, to, ...) {.heading = (under), .out = (to), __VA_ARGS__}
 

@@ -411,6 +411,9 @@ static const job_option job_options[] = {
                    "and checkpoints/ (default: --out, else .)"),
 };
 
+_Static_assert(sizeof job_options / sizeof *job_options + 16 <= CLI_MAX_OPTIONS,
+               "commands add some of their own");
+
 uint32_t cli_job_options(cli_job *j, cli_option *options, bool training) {
   uint32_t n = 0;
   for (int i = 0; i < PS_N_RECIPES; i++)

@@ -11,6 +11,7 @@
  * The engine derives the waits. So the next step's first streamed blocks come in while this step
  * computes its last blocks, and while its tokens are drawn. */
 #include "generate/generate.h"
+#include <string.h>
 
 typedef struct builder {
   const ps__gen_plan *p;

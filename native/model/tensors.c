@@ -2,6 +2,7 @@
 #include "model/model.h"
 #include "core/core.h"
 #include "core/dtype.h"
+#include "io/io.h"
 #include "io/tower.h"
 #include <string.h>
 

@@ -77,8 +77,6 @@ PS_API uint64_t ps__state_bytes(ps_optimizer optimizer, uint32_t recipe, uint64_
 PS_API uint64_t ps__master_bytes(uint32_t recipe, uint64_t n);
 /* BYTES of state that one of many parameters has: a rate. */
 PS_API double ps__state_each(ps_optimizer optimizer, uint32_t recipe);
-/* The same of weights, master copy, gradient and state: "bytes a parameter". */
-PS_API double ps__param_bytes(ps_optimizer optimizer, uint32_t recipe);
 /* BYTES of memory that an element's update takes, read and written. With n states of e bytes:
  *                     whole            weights          state
  *   fp32, e = 4       12 + 8 n         12 + 4 n         4 + 8 n      w and grad of 4

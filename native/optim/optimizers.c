@@ -120,13 +120,6 @@ double ps__state_each(ps_optimizer optimizer, uint32_t recipe) {
   return bytes;
 }
 
-double ps__param_bytes(ps_optimizer optimizer, uint32_t recipe) {
-  const ps__recipe *r = &ps__recipes[recipe];
-  return ps__stored_each(r->weights) + ps__stored_each(r->grad) +
-         (ps__has_master(recipe) ? ps__stored_each(r->updated) : 0) +
-         ps__state_each(optimizer, recipe);
-}
-
 double ps__update_bytes(ps_optimizer optimizer, uint32_t recipe, ps__update_part part) {
   const ps__recipe *r = &ps__recipes[recipe];
   const double w = ps__stored_each(r->updated), grad = ps__stored_each(r->grad),

@@ -591,13 +591,13 @@ static uint64_t host_state_bytes(const ps__search_space *sp, const ps__layout *l
   const uint32_t recipe = ps__plan_row(c);
   const ps__storage w = ps__weight_storage(m);
   const uint64_t n = m->n_trained, master = ps__master_bytes(recipe, n),
-                stays = r->passing
-                            ? ps__embed_on_host(sp, l, r) && !m->unit[0].frozen ? m->unit[0].n : 0
-                            : n,
-                grads = !r->state || c->keep_grads ? ps__stored_bytes(w, stays) : 0,
-                states = r->state ? 0
-                                  : ps__state_bytes((ps_optimizer)c->optimizer, recipe, n) -
-                                        on_disk_bytes(sp);
+                 stays = r->passing
+                             ? ps__embed_on_host(sp, l, r) && !m->unit[0].frozen ? m->unit[0].n : 0
+                             : n,
+                 grads = !r->state || c->keep_grads ? ps__stored_bytes(w, stays) : 0,
+                 states = r->state ? 0
+                                   : ps__state_bytes((ps_optimizer)c->optimizer, recipe, n) -
+                                         on_disk_bytes(sp);
   uint64_t on_device = 0;
   for (uint32_t layer = 1; layer <= ps__blocks_of(sp, r); layer++)
     for (uint32_t u = m->layer[layer].first_unit;
@@ -620,7 +620,8 @@ static uint64_t pageable_bytes(const ps__search_space *sp, const ps__layout *l,
                streamed = layer > 0 && layer <= ps__blocks_of(sp, r);
     if (free || ps__among(sp, u, ps__stages_weights(sp->plan)))
       bytes += ps__memmap_aligned(ps__unit_bytes(sp, u));
-    if (trained && (free || (sp->plan->staging >= PS__STAGE_TOTALS && !streamed && !r->state && !r->passing)))
+    if (trained &&
+        (free || (sp->plan->staging >= PS__STAGE_TOTALS && !streamed && !r->state && !r->passing)))
       bytes += ps__memmap_aligned(ps__unit_bytes(sp, u));
     if (trained && !r->state && !streamed)
       bytes += ps__memmap_aligned(state_bytes(sp, u)) + 256 * PS_MAX_STATES;

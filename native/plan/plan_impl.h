@@ -252,8 +252,8 @@ ps__cost_model ps__cost_model_of(const ps_hardware *hw, bool fp8, const ps__plac
  * over that on all. */
 uint32_t ps__sum_threads(const ps_hardware *hw, uint32_t i);
 double ps__sum_speed(const ps_hardware *hw, uint32_t threads);
-/* ps__contention_entry() - the entry of these kinds with sums on @sum_threads threads; 0: on as many
- * as the first entry of sums. NULL: none. */
+/* ps__contention_entry() - the entry of these kinds with sums on @sum_threads threads; 0: on as
+ * many as the first entry of sums. NULL: none. */
 const ps_contention_rate *ps__contention_entry(const ps_contention_rate *table, uint32_t kinds,
                                                uint32_t sum_threads);
 /* ps__gpus_measured() - whether the contention of @n_devices GPUs that copy at once was measured.
@@ -278,8 +278,9 @@ double ps__cost_ns(const ps__cost_model *m, const ps_kernel *kernel, uint32_t st
  * user gave. By default, on a GPU, a chunk has at most PS__MOST_ADDITIONS slices (of up to 4096
  * tokens): then the lm_head's gradient leaves the device no more often than the blocks'. */
 uint64_t ps__head_slice(const ps_plan *plan, uint64_t chunk_tokens);
-/* What a training that plans again takes of the host: the marks of so many steps (train/observed.c),
- * and a search in the background, BYTES in all and for each op of a step (train/replan.c).
+/* What a training that plans again takes of the host: the marks of so many steps
+ * (train/observed.c), and a search in the background, BYTES in all and for each op of a step
+ * (train/replan.c).
  * ps__bytes_an_op() - what is kept for each op of a step, the trace among it. */
 enum {
   PS__MARKED_STEPS = 3,

@@ -30,8 +30,8 @@ typedef enum ps__resource {
   PS__N_SPEEDS
 } ps__resource;
 
-/* Sets of PS_CONTENTION_*, by which ps__speeds.of is indexed; and, where no contention was measured,
- * of elementwise ops, which then share the memory too. */
+/* Sets of PS_CONTENTION_*, by which ps__speeds.of is indexed; and, where no contention was
+ * measured, of elementwise ops, which then share the memory too. */
 enum { PS__SPEED_WITH_ELEMENTWISE = 16, PS__SPEED_SETS = 32 };
 
 typedef struct ps__speed {

@@ -188,7 +188,7 @@ static bool op_valid(const ps__step *s, use *of, uint32_t idx) {
       a[0].bytes != a[1].bytes)
     return false;
   const ps__vt *from = &s->vt[a[0].vt], *to = &s->vt[a[1].vt];
-  if (ps__stream_on_host(s->at, op->stream))
+  if (ps__stream_on_host(s->at, op->stream) && !ps__link_of(s->at, op->stream))
     return from->space == s->at->host && to->space == s->at->host;
   return is_linked(s->at, op->stream, from->space, to->space) && !from->pageable && !to->pageable;
 }

@@ -197,12 +197,13 @@ ps_status ps__trainer_agree(ps_trainer *t) {
   const int n = snprintf(
       text, sizeof text,
       "model's config.json = %s\ndata = %llu bytes with hash %016llx\nrecipe = %s%s\n"
-      "optimizer = %s\nfp8 = %d\nclip = %d\nclip by the step before = %d\none-document = %u\nkeep-grads = %u\n"
+      "optimizer = %s\nfp8 = %d\nclip = %d\nclip by the step before = %d\none-document = "
+      "%u\nkeep-grads = %u\n"
       "step to go on from (--resume) = %llu\nupdates before = %llu\n",
       model, (unsigned long long)data_bytes, (unsigned long long)data,
       ps_recipe_name((ps_recipe)p->cfg.recipe), p->cfg.state_bits ? ", state in 8 bits" : "",
-      ps_optimizer_name((ps_optimizer)p->cfg.optimizer),
-      p->model->fp8.on, ps__waits_for_norm(p), ps__clips_by_previous(p), p->cfg.one_document, p->cfg.keep_grads,
+      ps_optimizer_name((ps_optimizer)p->cfg.optimizer), p->model->fp8.on, ps__waits_for_norm(p),
+      ps__clips_by_previous(p), p->cfg.one_document, p->cfg.keep_grads,
       (unsigned long long)t->cfg.first_step, (unsigned long long)t->n_updates);
   size_t at = add_settings(&own, ps__batch_settings, text, (size_t)n);
   at = add_settings(&own, ps__train_settings, text, at);

@@ -206,7 +206,7 @@ static void test_steps(model *m, uint64_t *state) {
       if (spec.state_on_disk[u])
         spec.update_resident[u] = spec.update_streamed[u] = spec.update_split[u] = 0;
     }
-    spec.keep_grads = false;
+    spec.keep_grads = spec.passing_grads = false;
     CHECK(ps__step_build(&s, m->made, &layout, &spec, NULL) == PS_OK);
     check_step(&s);
     if (i) {
