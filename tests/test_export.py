@@ -417,7 +417,7 @@ def test_a_directory_has_the_same_logits_in_transformers_both_ways(tmp_path, nam
 
 
 def test_a_directory_is_complete(directory, tmp_path, monkeypatch):
-    monkeypatch.setattr(export.write_hf, "__defaults__", (100_000,))
+    monkeypatch.setattr(export.write_hf, "__defaults__", (100_000, False))
     out = tmp_path / "out"
     assert run("--model", directory("qwen3"), "--to", "hf", "--dtype", "bf16", "--out", out) == 0
     names = {p.name for p in out.iterdir()}
