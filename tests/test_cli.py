@@ -105,7 +105,10 @@ def refused(done, pattern, code=2):
         ({"--device-mem": "24"}, r"--device-mem 24 is 24 bytes: write 24GiB$"),
         ({"--host-mem": "8e3"}, r"--host-mem 8e3 is 8000 bytes: write 8e3MiB$"),
         ({"--device-mem": "0"}, r"--device-mem 0 is no size"),
-        ({"--recipe": "fp16"}, r"--recipe fp16: give fp32, fp32-master, bf16, fp8 or fp8-master"),
+        (
+            {"--recipe": "fp16"},
+            r"--recipe fp16: give fp32, fp32-master, bf16, fp24-master, fp8 or fp8-master",
+        ),
         ({"--lr-schedule": "step"}, r"--lr-schedule step: give constant, cosine, linear or wsd"),
         ({"--lr": "nan"}, "--lr nan"),
         ({"--lr": "-1"}, "--lr -1"),

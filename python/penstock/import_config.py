@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from .export_gguf import ARCHITECTURES, GEMMA, NO_ROPE_EVERY, llama3_factors
+from .export_gguf import ARCHITECTURES, EVERY, NO_ROPE_EVERY, OFFSET, llama3_factors
 from .files import DataError
 from .gguf_file import GgufFile
 
@@ -20,15 +20,26 @@ FAMILIES = {
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
     "phi3": ("phi3", "Phi3ForCausalLM"),
     "olmo2": ("olmo2", "Olmo2ForCausalLM"),
+    "gemma": ("gemma", "GemmaForCausalLM"),
+    "seed_oss": ("seed_oss", "SeedOssForCausalLM"),
+    "exaone4": ("exaone4", "Exaone4ForCausalLM"),
+    "hunyuan-dense": ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
+    "glm4": ("glm4", "Glm4ForCausalLM"),
     "granite": ("granite", "GraniteForCausalLM"),
     "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
     "olmoe": ("olmoe", "OlmoeForCausalLM"),
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
+OLMO3 = ("olmo3", "Olmo3ForCausalLM")  # "olmo2" with windows
 MIXTRAL = ("mixtral", "MixtralForCausalLM")  # "llama" with experts
 WITH_EXPERTS = ("llama", "olmoe", "qwen3moe")
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-_PATTERN = {"gemma2": 2, "gemma3": 6}  # each so manieth layer has no window, where no key says
+_PATTERN = {
+    "gemma2": 2,
+    "gemma3": 6,
+    "exaone4": EVERY,
+    "olmo2": EVERY,
+}  # each so manieth layer has no window, where no key says
 _LLAMA3_LENGTHS = [8192, *(1 << i for i in range(4, 21) if i != 13)]
 
 
@@ -76,12 +87,14 @@ def make_config(file: GgufFile) -> tuple[dict, list[str]]:
             f"{file.path}: has {n_experts} experts: of {keys.arch} they are not supported"
         )
     mixtral = n_experts and keys.arch == "llama"
-    model_type, architecture = MIXTRAL if mixtral else FAMILIES[keys.arch]
+    windows = keys.count("attention.sliding_window", 0)
+    olmo3 = windows and keys.arch == "olmo2"
+    model_type, architecture = MIXTRAL if mixtral else OLMO3 if olmo3 else FAMILIES[keys.arch]
     dim, heads = keys.count("embedding_length"), keys.count("attention.head_count")
     head_dim = keys.count("attention.key_length", dim // max(heads, 1))
     if keys.count("attention.value_length", head_dim) != head_dim:
         raise DataError(f"{file.path}: keys and values of a head have different lengths")
-    gemma = keys.family in GEMMA
+    gemma = keys.family in OFFSET
     config = {
         "architectures": [architecture],
         "model_type": model_type,
@@ -97,7 +110,8 @@ def make_config(file: GgufFile) -> tuple[dict, list[str]]:
         "tie_word_embeddings": _is_tied(file),
         "attention_dropout": 0.0,
     }
-    if gemma or keys.arch in ("qwen3", "qwen3moe") or head_dim * heads != dim:
+    own = ("qwen3", "qwen3moe", "seed_oss", "hunyuan-dense", "glm4")  # with a default of their own
+    if gemma or keys.arch in own or head_dim * heads != dim:
         config["head_dim"] = head_dim
     notes: list[str] = []
     if n_experts or keys.arch in ("olmoe", "qwen3moe"):
@@ -130,6 +144,9 @@ def _add_family(keys: Keys, config: dict, head_dim: int, notes: list[str]) -> No
         for name, default in zip(caps, (50.0, 30.0), strict=True):
             cap = keys.number(name, default if arch == "gemma2" else 0)
             config[name] = cap or None
+    elif arch == "exaone4" or (arch == "olmo2" and window):
+        config["layer_types"] = _layer_types(keys, layers, bool(window))
+        config["sliding_window"] = window or None
     elif arch == "phi3" and window:
         config["sliding_window"] = window
     elif arch == "phi3":
@@ -138,6 +155,10 @@ def _add_family(keys: Keys, config: dict, head_dim: int, notes: list[str]) -> No
         notes.append(f"{arch}.attention.sliding_window is {window}: left out, as llama.cpp does")
     if arch == "gemma3":
         config["rope_local_base_freq"] = keys.number("rope.freq_base_swa", 10000.0)
+    if arch in ("seed_oss", "glm4"):
+        config["attention_bias"] = "blk.0.attn_q.bias" in keys.file.tensors
+    if arch == "seed_oss":
+        config |= {"attention_out_bias": False, "residual_dropout": 0.0}
     if arch == "granite":
         for name, key in (
             ("embedding_multiplier", "embedding_scale"),
@@ -189,7 +210,7 @@ def _add_ids(file: GgufFile, config: dict) -> None:
 def _add_rope(keys: Keys, config: dict, head_dim: int) -> None:
     config["rope_theta"] = keys.number("rope.freq_base", 10000.0)
     turned = keys.count("rope.dimension_count", head_dim)
-    if keys.arch == "phi3" and 0 < turned < head_dim:
+    if keys.arch in ("phi3", "glm4") and 0 < turned < head_dim:
         config["partial_rotary_factor"] = turned / head_dim
     elif turned != head_dim:
         raise DataError(
