@@ -113,7 +113,7 @@ static const job_option job_options[] = {
            .table = "memory", .kind = CLI_NUMBER, .value = "TB", .least = 0, .most = 1e9,
            .help = "TB that the drives of --disk together are rated to be written: the plan says "
                    "how long they last"),
-    OPTION(TRAINING, CLI_H_MEMORY | CLI_RARE, train_config.replan, .name = "replan",
+    OPTION(ALWAYS, CLI_H_MEMORY | CLI_RARE, train_config.replan, .name = "replan",
            .table = "memory", .kind = CLI_CHOICE, .value = "NAME", .choices = replans,
            .help = "where steps take another time than planned: auto (default) plans again beside "
                    "them and goes on by a faster plan with the same bits; cut also takes plans "
