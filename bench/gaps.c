@@ -116,19 +116,20 @@ static ps_schedule *schedule(bool one_by_one, uint32_t how, int beside) {
 }
 
 static void open_engine(void) {
-  ps_engine_config cfg = {.struct_bytes = sizeof cfg,
-                          .n_places = 2,
-                          .n_links = 2,
-                          .n_spaces = 2,
-                          .n_streams = N_STREAMS,
-                          .place = {[DEVICE] = {.kind = PS_PLACE_DEVICE, .backend = size.backend},
-                                    [HOST] = {.kind = PS_PLACE_HOST}},
-                          .link = {{HOST, DEVICE, H2D, 0}, {DEVICE, HOST, D2H, 0}},
-                          .space = {[DEVICE] = {stamps_bytes() + 2 * size.copy_bytes, DEVICE, 0},
-                                    [HOST] = {2 * size.copy_bytes, HOST, 0}},
-                          .stream = {[COMPUTE] = {.n_threads = 1, .name = "compute"},
-                                     [H2D] = {.n_threads = 1, .name = "h2d"},
-                                     [D2H] = {.n_threads = 1, .name = "d2h"}}};
+  ps_engine_config cfg = {
+      .struct_bytes = sizeof cfg,
+      .n_places = 2,
+      .n_links = 2,
+      .n_spaces = 2,
+      .n_streams = N_STREAMS,
+      .place = {[DEVICE] = {.kind = PS_PLACE_DEVICE, .backend = size.backend},
+                [HOST] = {.kind = PS_PLACE_HOST}},
+      .link = {{HOST, DEVICE, H2D, 0}, {DEVICE, HOST, D2H, 0}},
+      .space = {[DEVICE] = {.bytes = stamps_bytes() + 2 * size.copy_bytes, .place = DEVICE},
+                [HOST] = {.bytes = 2 * size.copy_bytes, .place = HOST}},
+      .stream = {[COMPUTE] = {.n_threads = 1, .name = "compute"},
+                 [H2D] = {.n_threads = 1, .name = "h2d"},
+                 [D2H] = {.n_threads = 1, .name = "d2h"}}};
   must(ps_engine_create(&engine, &cfg));
 }
 

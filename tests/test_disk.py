@@ -153,7 +153,7 @@ def words(model, shard, run):
 @pytest.fixture(scope="module")
 def disk(tiny_model, drives):
     """The options of a run that needs the disk: 2 MiB less than the least host memory without."""
-    plan = [BUILD / "bin/penstock", "plan", "--model", tiny_model, *SHAPE[:-1]]
+    plan = [BUILD / "bin/penstock", "plan", "--model", tiny_model, *SHAPE[:-1], "--replan", "off"]
     folders = ",".join(map(str, drives))
     rates = ["--disk", folders, "--disk-mem", "1GiB"]  # are measured, and kept
     subprocess.run([*plan, *rates], check=True, capture_output=True)

@@ -157,5 +157,5 @@ def test_arguments_out_of_range_are_refused_by_name():
     assert "rotary_dim is 258" in message(head_dim=512, rotary_dim=258)
     assert "attention_factor is 0" in message(attention_factor=0.0)
     assert "attention_factor is nan" in message(attention_factor=math.nan)
-    assert "qk_norm is 3" in message(qk_norm=3)
+    assert "qk_norm is 4" in message(qk_norm=4)
     assert "norm_offset is inf" in message(norm_offset=math.inf)
