@@ -48,10 +48,13 @@ static bool add_names(int dir, const char *folder, ps__names *out) {
   bool done = d != NULL;
   for (const char *e; done && (e = ps__next_name(d));) {
     char path[NAME_MAX + sizeof PS__TEMPLATES + 1];
-    const int inner =
-        !*folder && strcmp(e, PS__TEMPLATES) == 0 ? openat(dir, e, PS__DIR_FLAGS) : -1;
+    const bool templates = !*folder && strcmp(e, PS__TEMPLATES) == 0;
+    const int inner = templates ? openat(dir, e, PS__DIR_FLAGS) : -1;
     snprintf(path, sizeof path, "%s%s%s", folder, *folder ? "/" : "", e);
-    done = inner >= 0 ? add_names(inner, e, out) : add_name(out, path);
+    if (templates && inner < 0 && errno != ENOTDIR && errno != ELOOP)
+      done = false; /* it may have files, which would be lost */
+    else
+      done = inner >= 0 ? add_names(inner, e, out) : add_name(out, path);
     if (inner >= 0)
       close(inner);
   }
