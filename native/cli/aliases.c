@@ -52,7 +52,8 @@ static const struct {
     {"optim optimizer.name", "give --optimizer adamw, lion or sgd"},
     {"bf16 pure-bf16", "leave it out, as --recipe is bf16 by default, and fp32-master with LoRA"},
     {"fp16 tf32 mixed-precision torch-dtype dtype training.mixed-precision-param",
-     "give --recipe, which names the dtypes: bf16, fp32-master, fp32, fp8 or fp8-master"},
+     "give --recipe, which names the dtypes: bf16, fp24-master, fp32-master, fp32, fp8 or "
+     "fp8-master"},
     {"gradient-checkpointing gradient-checkpointing-kwargs activation-checkpoint.mode "
      "activation-offloading use-cache",
      "leave it out, as the planner decides for each saved activation under --device-mem"},

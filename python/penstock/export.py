@@ -84,7 +84,7 @@ def _find(path: Path) -> tuple[Path, str, tuple[str, ...]]:
         )
     recipe = text(lib.ps_recipe_name(checkpoint._info.recipe))
     weights = {name: "the fp32 master copy" for name in ("fp32-master", "fp8-master")}
-    weights["fp32"] = "the fp32 weights"
+    weights |= {"fp32": "the fp32 weights", "fp24-master": "the 24-bit master copy"}
     what = f"{weights.get(recipe, 'the weights')} after step {checkpoint.step} (recipe {recipe})"
     return Path(checkpoint.path), what, ()
 
