@@ -184,7 +184,7 @@ WRONG = {
         {"STANDIN_PIN": 2},
         [],
         r"pinning stopped at 0 B of .* of host memory \(CUDA_ERROR_OUT_OF_MEMORY; locked memory is limited to .*\): "
-        r"lower --host-mem, or raise the limit \(ulimit -l",
+        r"raise the limit \(ulimit -l.*, or state by --pinned-mem what can be pinned$",
     ),
 }
 

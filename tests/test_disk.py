@@ -261,3 +261,17 @@ def test_caps_that_do_not_hold_the_state_are_refused(tiny_model, drives):
     ):
         with pytest.raises(InvalidError, match=message):
             Trainer(tiny_model, plan, lambda step: None, init_weights=True, disk=disk)
+
+
+def test_a_resumed_run_needs_the_memory_of_one_that_begins(tiny_model, tiny_shard, tmp_path):
+    """Whatever the process held at its start: opening a checkpoint does not count."""
+    begun = train(tiny_model, tiny_shard, tmp_path / "run", "--steps", 2, "--init-weights")
+    assert begun.returncode == 0, begun.stderr
+    for held in range(0, 6 << 10, 1 << 10):
+        env = {"LD_PRELOAD": BUILD / "tests/libdisk_shim.so", "DISK_SHIM_HOLD_KIB": held}
+        needs = set()
+        for run, how in (("run", ["--resume", "auto"]), ("other", ["--init-weights"])):
+            more = ["--steps", 4, "--host-mem", "20MiB", *how]
+            done = train(tiny_model, tiny_shard, tmp_path / run, *more, **env)
+            needs.add(re.search(r"the smallest plan takes \d+ bytes", done.stderr)[0])
+        assert len(needs) == 1, (held, needs)

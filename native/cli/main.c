@@ -119,9 +119,18 @@ static int run(int argc, char **argv) {
   return cli_fail(CLI_REFUSED, "there is no command '%s' (penstock --help lists them)", argv[1]);
 }
 
+/* A plan's reserve counts what the process holds when the library first looks. It looks here, before
+ * a checkpoint or data is opened, so that a resumed run has the reserve of the run that it goes on
+ * with. */
+static void note_what_is_held(void) {
+  ps_hardware facts;
+  (void)ps_hardware_estimate(&facts, PS_BACKEND_CPU, 0, 0);
+}
+
 int main(int argc, char **argv) {
   prepare_process();
   int code = check_stack();
+  note_what_is_held();
   if (code == CLI_OK)
     code = cli_name_fields();
   return finish(code == CLI_OK ? run(argc, argv) : code);

@@ -9,7 +9,8 @@
  *                       count
  *   DISK_SHIM_KILL      instead: the process is killed at the Nth call that changes something
  *   DISK_SHIM_ERRNO     what it fails with, 0: ENOSPC where it writes, else EIO
- *   DISK_SHIM_LOG       a file that gets a line a call: its name and its file */
+ *   DISK_SHIM_LOG       a file that gets a line a call: its name and its file
+ *   DISK_SHIM_HOLD_KIB  the process holds so much more memory from its start on */
 #include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
@@ -48,6 +49,14 @@ long disk_shim_calls(void) { return atomic_load(&n_calls); }
 
 static const char *under;
 static int given_error, log_fd = -1;
+
+__attribute__((constructor)) static void hold_by_environment(void) {
+  const char *kib = getenv("DISK_SHIM_HOLD_KIB");
+  static void *volatile held;
+  const size_t bytes = kib ? strtoul(kib, NULL, 10) << 10 : 0;
+  if (bytes && (held = malloc(bytes)))
+    memset(held, 1, bytes);
+}
 
 __attribute__((constructor)) static void arm_by_environment(void) {
   const char *kill_text = getenv("DISK_SHIM_KILL");
