@@ -90,6 +90,15 @@ def test_an_exception_in_one_task_ends_the_other(tiny_model, tiny_shard, tmp_pat
     assert said[1].rstrip().endswith("ValueError: no more")
 
 
+def test_batch_ramps_that_differ_are_refused(tiny_model, tiny_shard, tmp_path):
+    ramp = f'recipe="bf16", batch_ramp=[({2 * SEQ}, 1 + hosts.rank)],'
+    script = SCRIPT.replace('recipe="bf16",', ramp)
+    codes, said = end(run_script(tiny_model, tiny_shard, tmp_path, 2, script=script))
+    stage = "stage 1 of batch-ramp = 1 sequences a host, {} steps"
+    why = f"the tasks disagree: rank 1 has {stage.format(2)}, and rank 0 has {stage.format(1)}"
+    assert codes == [1, 1] and all(words.rstrip().endswith(why) for words in said), said
+
+
 def test_what_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="transport is 'udp': give auto, nccl or tcp"):
         Hosts(0, 2, transport="udp")

@@ -139,7 +139,7 @@ ps_status ps__trainer_hosts_failed(ps_trainer *t, ps_status st) {
 
 /* ---- what all tasks agree on ----------------------------------------------------------------- */
 
-enum { TEXT_BYTES = 4096 };
+enum { TEXT_BYTES = 8192 };
 
 static void hash_text(const void *data, size_t bytes, char hex[65]) {
   ps__sha256 h;
@@ -182,6 +182,17 @@ static size_t add_settings(const ps__settings *of, const ps__setting *s, char te
   return at;
 }
 
+/* As add_settings(): how many sequences the first steps have. */
+static size_t add_ramp(const ps_trainer *t, char text[TEXT_BYTES], size_t at) {
+  const ps__guests *g = &t->plan->guests;
+  at += (size_t)snprintf(text + at, TEXT_BYTES - at, "batch-ramp = %u stages\n", g->n_ramp);
+  for (uint32_t i = 0; i < g->n_ramp; i++)
+    at += (size_t)snprintf(
+        text + at, TEXT_BYTES - at, "stage %u of batch-ramp = %llu sequences a host, %llu steps\n",
+        i + 1, (unsigned long long)g->ramp[i].n_sequences, (unsigned long long)g->ramp[i].n_steps);
+  return at;
+}
+
 /* All that changes the bits, and what decides which exchanges there are. A manifest's settings are
  * those that change the math, so a new one is compared too. */
 ps_status ps__trainer_agree(ps_trainer *t) {
@@ -207,6 +218,7 @@ ps_status ps__trainer_agree(ps_trainer *t) {
       (unsigned long long)t->cfg.first_step, (unsigned long long)t->n_updates);
   size_t at = add_settings(&own, ps__batch_settings, text, (size_t)n);
   at = add_settings(&own, ps__train_settings, text, at);
+  at = add_ramp(t, text, at);
   snprintf(text + at, sizeof text - at, "exchanges of a step = %s\n", exchanges);
   return ps_hosts_agree(t->plan->cfg.hosts, text);
 }
