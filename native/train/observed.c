@@ -63,6 +63,16 @@ static ps_status note_plan(ps__observer *o, const ps_plan *p) {
   return PS_OK;
 }
 
+/* A plan that is not made again does not count the marks: they are read where the host's cap has
+ * room for them. */
+static bool reads_marks(const ps_trainer *t) {
+  const ps_plan *p = t->plan;
+  const uint64_t bytes = MARKED * p->step.n_op * sizeof(ps_trace_event);
+  return p->cfg.trace_steps >= 2 && !t->cfg.trace_to &&
+         (p->cfg.replan || !p->cfg.host_mem_bytes ||
+          p->report.host_used_bytes + bytes <= p->cfg.host_mem_bytes);
+}
+
 ps_status ps__observer_create(ps__observer **out, const ps_trainer *t) {
   ps__observer *o = ps__calloc(1, sizeof *o);
   if (!o)
@@ -71,7 +81,7 @@ ps_status ps__observer_create(ps__observer **out, const ps_trainer *t) {
   o->rest = FIRST_REST;
   o->first_marked = t->n_reported + WARMUP;
   ps_status st = PS_OK;
-  if (t->plan->cfg.trace_steps >= 2 && !t->cfg.trace_to) {
+  if (reads_marks(t)) {
     o->events = ps__calloc(MARKED * o->n_ops, sizeof *o->events);
     st = o->events ? note_plan(o, t->plan)
                    : ps__fail(PS_ENOMEM, "out of memory for marks of %llu ops",
