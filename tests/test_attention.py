@@ -59,6 +59,7 @@ class Case:
         softcap=0.0,
     ):
         self.window, self.scale, self.softcap = window, scale, softcap
+        self.sink = None  # logits of the heads' sinks, fp32
         g = torch.Generator().manual_seed(seed)
         self.t, self.d, self.row0, self.dt, (self.h, self.kv_h) = (
             n_tokens,
@@ -156,6 +157,8 @@ class Case:
         slope = 1 - torch.tanh(product / self.softcap) ** 2 if self.softcap else 1.0
         steep = 2.0 - slope if self.softcap else 1.0  # 1 + tanh^2: what 1 - tanh^2 is made of
         lse = s.logsumexp(-1)
+        if self.sink is not None:
+            lse = torch.logaddexp(lse, self.sink.double()[:, None])
         p, absolute = (s - lse[..., None]).exp(), q.abs() @ k.abs().mT * c
         o = p @ v
         self.amplify = (
@@ -239,6 +242,32 @@ def test_window(window, row0, lengths):
 def test_soft_cap_and_scale(window, softcap, gain, lengths, dt):
     case = dict(window=window, softcap=softcap, scale=0.11, gain=gain)
     check_all(Case(150, 48, (4, 2), 90, dt, lengths, **case))
+
+
+def with_sinks(case, o, lse):
+    args = struct.pack("5I", case.t, case.h, case.d, case.dt, 0)
+    return run("attention_sink", args, [(2, case.sink)], [(0, o), (1, lse)])
+
+
+@pytest.mark.parametrize("lengths", [None, [7, 100, 1, 64, 150, 33]])
+@pytest.mark.parametrize("row0", [0, 300])
+@pytest.mark.parametrize("window", [0, 5])
+def test_a_sink_is_one_more_key_without_a_value(window, row0, lengths):
+    """A correction of what attention without it gives; attention_bwd knows nothing of it. Sinks are
+    below, among and far above the scores."""
+    case = Case(201, 32, (4, 2), row0, F32, lengths, window=window)
+    case.sink = torch.tensor([-3.0, 0.5, 4.0, 60.0])
+    o, lse = with_sinks(case, *case.forward())
+    oracle = case.oracle(o)
+    dq, dkv = case.backward(o, lse)
+    for name, got, (value, bound) in zip(("o", "lse", "dq", "dkv"), (o, lse, dq, dkv), oracle):
+        case.check(name, got, value, bound + value.abs(), F32)
+    value, lse = oracle[0][0].view(case.t, case.h, -1), oracle[1][0]
+    terms = torch.exp(case.sink.double() - lse)[..., None] * value * case.d_o.view_as(value)
+    args = struct.pack("5I", case.t, case.h, case.d, F32, 0)
+    given = list(enumerate([o, oracle[1][0].float(), case.d_o, case.sink]))
+    (dsink,) = run("attention_sink_bwd", args, given, [(4, poison((case.h,), torch.float32))])
+    case.check("dsink", dsink, -terms.sum((0, 2)), terms.abs().sum((0, 2)), F32)
 
 
 def test_scale_alone_and_its_default():

@@ -29,6 +29,7 @@ from op_runs import (  # noqa: E402
     Sumsq,
     run,
 )
+from sink_formulas import FORMULAS as OF_SINKS  # noqa: E402
 from test_fp8_ops import (  # noqa: E402
     COLS,
     ROWS,
@@ -335,6 +336,7 @@ FORWARD = {
     "attention_cached": (Attention, attention_cached),
     **OF_EXPERTS,
     **OF_DELTA,
+    **OF_SINKS,
 }
 
 

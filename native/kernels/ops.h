@@ -46,6 +46,8 @@ extern "C" {
   X(attention_fwd)                                                                                 \
   X(attention_bwd)                                                                                 \
   X(attention_cached)                                                                              \
+  X(attention_sink)                                                                                \
+  X(attention_sink_bwd)                                                                            \
   X(glu_fwd)                                                                                       \
   X(glu_bwd)                                                                                       \
   X(glu_quantize)                                                                                  \
@@ -488,6 +490,22 @@ static inline uint32_t ps__attention_documents(const ps__args_attention *a) {
  *                      ptr: R q[T,A], R kv[T,2K], R sequence i32[T], W o[T,A], W lse
  *                      f32[T,n_heads], R pos i32[T], RW cache[sequences,sequence_rows,2K]. */
 enum { PS_CACHED_GROUP = 64 }; /* most heads that share a kv head */
+
+/* attention_sink       A sink is one more key of every row, with the logit sink[h] and a value of 0
+ *                      (gpt-oss). What attention over the other keys wrote is corrected in place,
+ *                      whatever computed it:
+ *                        o[t,h,:] *= 1 / (1 + exp(sink[h] - lse[t,h]))
+ *                        lse[t,h]  = log(exp(lse[t,h]) + exp(sink[h]))
+ *                      attention_bwd needs no more: of the corrected lse and o it computes the
+ *                      probabilities with the sink, and its D_t = sum d_o o is that of all keys.
+ *                      ptr: RW o[T,A], RW lse f32[T,n_heads], R sink[n_heads].
+ * attention_sink_bwd   dsink[h] (+)= - sum_t exp(sink[h] - lse[t,h]) sum d_o[t,h,:] o[t,h,:], of the
+ *                      corrected o and lse.
+ *                      ptr: R o, R lse, R d_o[T,A], R sink, W|RW dsink[n_heads]. */
+typedef struct ps__args_sink {
+  uint32_t n_tokens, n_heads, head_dim, dt;
+  uint32_t accumulate; /* attention_sink_bwd alone */
+} ps__args_sink;
 
 /* activation: ps_activation. SwiGLU has silu, GeGLU gelu in torch's approximate="tanh" (Gemma). */
 typedef struct ps__args_glu {

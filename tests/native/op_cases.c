@@ -124,6 +124,8 @@ const op_entry op_table[] = {
     {.kernel = &ps__k_gated_norm_fwd, .cases = op_gated_norm_fwd},
     {.kernel = &ps__k_gated_norm_bwd, .cases = op_gated_norm_bwd},
     {.kernel = &ps__k_attention_cached, .cases = op_attention_cached},
+    {.kernel = &ps__k_attention_sink, .cases = op_attention_sink},
+    {.kernel = &ps__k_attention_sink_bwd, .cases = op_attention_sink_bwd},
 };
 const uint32_t n_op_table = sizeof op_table / sizeof *op_table;
 

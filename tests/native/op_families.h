@@ -1,5 +1,6 @@
 /* op_families.h - for the files that make the cases of op_cases.c's table, each of a family of ops:
- * op_cases_layers.c, op_cases_products.c, op_cases_fp8.c, op_cases_moe.c and op_cases_delta.c. */
+ * op_cases_layers.c, op_cases_products.c, op_cases_fp8.c, op_cases_moe.c, op_cases_delta.c and
+ * op_cases_sinks.c. */
 #ifndef PS_TESTS_OP_FAMILIES_H
 #define PS_TESTS_OP_FAMILIES_H
 #include "op_cases.h"
@@ -118,6 +119,9 @@ void op_delta_fwd(visit *v, uint32_t dt);
 void op_delta_bwd(visit *v, uint32_t dt);
 void op_gated_norm_fwd(visit *v, uint32_t dt);
 void op_gated_norm_bwd(visit *v, uint32_t dt);
+/* op_cases_sinks.c */
+void op_attention_sink(visit *v, uint32_t dt);
+void op_attention_sink_bwd(visit *v, uint32_t dt);
 /* op_cases_fp8.c */
 void op_quantize(visit *v, uint32_t dt);
 void op_fp8_scale(visit *v, uint32_t dt);

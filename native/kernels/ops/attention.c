@@ -115,3 +115,24 @@ static ps_work work_attention_cached(const void *args) {
 PS__OP(attention_cached, PS_CLASS_ATTENTION, check_attention_cached, .rate = PS__RATE_MEMORY,
        .work = work_attention_cached, .bind = bind_attention_cached,
        .scratch = {ps__cpu_scratch_attention_cached, ps_scratch_attention_cached}, .caches = true);
+
+/* ---- sinks ----------------------------------------------------------------------------------- */
+
+static ps_status check_sink(const void *args, const char *op) {
+  const ps__args_sink *a = args;
+  PS_TRY(ps__check_dt(a->dt, op));
+  return a->n_heads && a->head_dim ? PS_OK
+                                   : ps__fail(PS_EINVAL, "%s: %u heads of %u: neither may be 0", op,
+                                              a->n_heads, a->head_dim);
+}
+PS__BIND_GRADIENT(bind_sink, ps__args_sink, n_tokens, accumulate)
+static ps_work work_sink(const void *args) {
+  const ps__args_sink *a = args;
+  return ps__bytes_work((double)a->n_tokens * a->n_heads *
+                        (2.0 * a->head_dim * (double)ps__dt_bytes(a->dt) + 8));
+}
+
+PS__OP(attention_sink, PS_CLASS_ATTENTION, check_sink, .rate = PS__RATE_MEMORY, .work = work_sink,
+       .bind = bind_sink);
+PS__OP(attention_sink_bwd, PS_CLASS_ATTENTION, check_sink, .rate = PS__RATE_MEMORY,
+       .work = work_sink, .bind = bind_sink);
