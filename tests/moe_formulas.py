@@ -14,7 +14,7 @@ RouteBwd = struct(
     ],
 )
 Index = struct("Index", [("I", "n_tokens n_experts n_used")])
-Rows = struct("Rows", [("I", "n_tokens n_used dim dt accumulate has_residual")])
+Rows = struct("Rows", [("I", "n_tokens n_used dim dt accumulate has_residual has_bias")])
 Grouped = struct("Grouped", [("I", "n_tokens n_used n_out n_in n_experts dt role accumulate")])
 Slots = struct("Slots", [("I", "n_tokens n_used n_out n_in n_experts dt role accumulate n_slots")])
 Fetch = struct("Fetch", [("I", "n_tokens n_used n_experts n_slots"), ("Q", "bytes0 bytes1")])
@@ -62,9 +62,13 @@ def gather(a, x, slot, out):
     return [rows]
 
 
-def combine(a, z, slot, y, residual=None):
-    rows = z.view(-1, a.dim)[slot.long()].view(a.n_tokens, a.n_used, a.dim).sum(1)
-    return [rows + (y if a.accumulate else residual if a.has_residual else 0 * y).view_as(rows)]
+def combine(a, z, slot, y, *more):
+    rows = z.view(-1, a.dim)[slot.long()]
+    if a.has_bias:
+        bias, weights, ids = more[-3:]
+        rows = rows + weights[:, None] * bias.view(-1, a.dim)[ids.long()]
+    rows = rows.view(a.n_tokens, a.n_used, a.dim).sum(1)
+    return [rows + (y if a.accumulate else more[0] if a.has_residual else 0 * y).view_as(rows)]
 
 
 def grouped(a, x, w, offsets, y):

@@ -5,6 +5,11 @@ import torch
 from op_runs import struct
 
 Sink = struct("Sink", [("I", "n_tokens n_heads head_dim dt accumulate")])
+AddBias = struct("AddBias", [("I", "rows cols dt")])
+ClampGlu = struct(
+    "ClampGlu", [("I", "n_tokens n_used n_experts expert_dim dt"), ("f", "alpha limit")]
+)
+Bias = struct("Bias", [("I", "n_tokens n_used n_experts cols dt weighted accumulate")])
 
 
 def sink(a, o, lse, sink):
@@ -21,4 +26,40 @@ def sink_bwd(a, o, lse, d_o, sink, dsink):
     return [-(p * d).sum(0) + (dsink if a.accumulate else 0)]
 
 
-FORMULAS = {"attention_sink": (Sink, sink), "attention_sink_bwd": (Sink, sink_bwd)}
+def clamp_glu(a, gu, bias, ids, weights, slot, *_):
+    """@gu's rows are sorted by expert; a row's expert is that of its choice."""
+    of_row, expert = torch.zeros(len(slot), dtype=gu.dtype), torch.zeros(len(slot)).long()
+    of_row = of_row.index_put((slot.long(),), weights)
+    expert[slot.long()] = ids.long()
+    gu = gu.view(len(slot), -1) + bias.view(a.n_experts, -1)[expert]
+    g = gu[:, 0::2].clamp(max=a.limit)
+    u = gu[:, 1::2].clamp(-a.limit, a.limit)
+    return [(u + 1) * g * torch.sigmoid(a.alpha * g) * of_row[:, None]]
+
+
+def clamp_glu_bwd(a, ds, gu, bias, ids, weights, slot, _):
+    gu, weights = gu.requires_grad_(), weights.requires_grad_()
+    (s,) = clamp_glu(a, gu, bias, ids, weights, slot)
+    return [s.detach(), *torch.autograd.grad((s * ds.view_as(s)).sum(), [gu, weights])]
+
+
+def bias_dot(a, dy, bias, ids, dweights):
+    of_choice = dy.view(a.n_tokens, -1).repeat_interleave(a.n_used, 0)
+    return [dweights + (of_choice * bias.view(a.n_experts, -1)[ids.long()]).sum(1)]
+
+
+def bias_sum(a, x, ids, slot, weights, db):
+    rows = x.view(len(slot), -1)[slot.long()] * (weights[:, None] if a.weighted else 1)
+    total = torch.zeros(a.n_experts, a.cols, dtype=x.dtype).index_add(0, ids.long(), rows)
+    return [total + (db.view_as(total) if a.accumulate else 0)]
+
+
+FORMULAS = {
+    "attention_sink": (Sink, sink),
+    "attention_sink_bwd": (Sink, sink_bwd),
+    "add_bias": (AddBias, lambda a, x, b: [x.view(a.rows, a.cols) + b]),
+    "moe_clamp_glu": (ClampGlu, clamp_glu),
+    "moe_clamp_glu_bwd": (ClampGlu, clamp_glu_bwd),
+    "moe_bias_dot": (Bias, bias_dot),
+    "moe_bias_sum": (Bias, bias_sum),
+}

@@ -63,6 +63,11 @@ extern "C" {
   X(moe_glu)                                                                                       \
   X(moe_glu_bwd)                                                                                   \
   X(moe_combine)                                                                                   \
+  X(add_bias)                                                                                      \
+  X(moe_clamp_glu)                                                                                 \
+  X(moe_clamp_glu_bwd)                                                                             \
+  X(moe_bias_dot)                                                                                  \
+  X(moe_bias_sum)                                                                                  \
   X(conv_fwd)                                                                                      \
   X(conv_bwd)                                                                                      \
   X(delta_fwd)                                                                                     \
@@ -582,12 +587,13 @@ typedef struct ps__args_moe_index {
  *                      z[slot[t,j],:] (+ residual[t,:]), added in this order in fp32, with one
  *                      rounding.
  *                      ptr: R z[R,D], R slot i32[T,k], W|RW y[T,D], then R residual[T,D] if
- *                      has_residual.
+ *                      has_residual, then R bias[E,D], R weights f32[T,k], R ids u16[T,k] if
+ *                      has_bias: after the rows of z come the terms weights[t,j] bias[ids[t,j],:].
  *                      Forward it makes the output; backward, of the rows' gradients, that of the
  *                      experts' input. accumulate and has_residual exclude each other. */
 typedef struct ps__args_moe_rows {
   uint32_t n_tokens, n_used, dim, dt;
-  uint32_t accumulate, has_residual; /* moe_combine alone */
+  uint32_t accumulate, has_residual, has_bias; /* moe_combine alone */
 } ps__args_moe_rows;
 
 /* gemm_grouped         A product an expert: R = n_tokens * n_used rows, cut by offsets. N = n_out,
@@ -652,6 +658,38 @@ static inline uint64_t ps__fetch_words(uint32_t n_experts, uint32_t n_slots) {
 typedef struct ps__args_moe_glu {
   uint32_t n_tokens, n_used, expert_dim, dt, activation; /* activation: as ps__args_glu */
 } ps__args_moe_glu;
+
+/* Experts with biases and gpt-oss's gate. Their gate_up has the rows of gate and up by turns, so
+ * gu[r,2i] is gate's and gu[r,2i+1] up's.
+ *
+ * add_bias             x[r,c] += b[c], x in fp32: logits of a router.  ptr: RW x f32[rows,cols], R
+ *                      b[cols] of dt.
+ * moe_clamp_glu        s[r,i] = w (u + 1) g sigmoid(alpha g), with g = min(gu[r,2i] + bias[e,2i],
+ *                      limit), u = gu[r,2i+1] + bias[e,2i+1] cut to -limit .. limit, e = ids[t,j],
+ *                      w = weights[t,j] and r = slot[t,j]; one rounding.
+ *                      ptr: R gu[R,2I], R bias[E,2I], R ids u16[T,k], R weights f32[T,k], R slot
+ *                      i32[T,k], W s[R,I].
+ * moe_clamp_glu_bwd    as moe_glu_bwd; a value that is cut has a gradient of 0.
+ *                      ptr: RW ds[R,I], RW gu[R,2I], R bias, R ids, R weights, R slot, W dweights
+ *                      f32[T,k].
+ * moe_bias_dot         dweights[t,j] += sum_c dy[t,c] bias[ids[t,j],c]: what the bias of down is to
+ *                      the weights. E is n_experts, cols the bias's length.
+ *                      ptr: R dy[T,cols], R bias[E,cols], R ids u16[T,k], RW dweights f32[T,k].
+ * moe_bias_sum         db[e,c] (+)= sum of x[slot[t,j],c], with weighted times weights[t,j], over
+ *                      the choices with ids[t,j] = e, in order of t. All of db is written.
+ *                      ptr: R x[R,cols], R ids u16[T,k], R slot i32[T,k], R weights f32[T,k], W|RW
+ *                      db[E,cols]. */
+typedef struct ps__args_add_bias {
+  uint32_t rows, cols, dt;
+} ps__args_add_bias;
+typedef struct ps__args_moe_clamp_glu {
+  uint32_t n_tokens, n_used, n_experts, expert_dim, dt;
+  float alpha, limit;
+} ps__args_moe_clamp_glu;
+typedef struct ps__args_moe_bias {
+  uint32_t n_tokens, n_used, n_experts, cols, dt;
+  uint32_t weighted, accumulate; /* moe_bias_sum alone */
+} ps__args_moe_bias;
 
 /* ---- the gated delta rule -----------------------------------------------------------------------
  * Linear attention with a state for each value head (Yang et al. 2024, arXiv 2412.06464), as

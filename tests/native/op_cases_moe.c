@@ -162,21 +162,27 @@ void op_moe_combine(visit *v, uint32_t dt) {
   /* up to 17 additions of terms of both signs */
   const op_tolerance t = {dt != PS_F32, 1e-6, 1e-6};
   EACH(s, v, moe_test, moe_bench)
-  for (uint32_t form = 0; form < (v->sizes == OP_BENCH ? 1 : 3); form++) {
+  for (uint32_t form = 0; form < (v->sizes == OP_BENCH ? 1 : 4); form++) {
     const ps__args_moe_rows a = {.n_tokens = s[0],
                                  .n_used = s[2],
                                  .dim = 8 + 33 * s_i,
                                  .dt = dt,
                                  .accumulate = form == 1,
-                                 .has_residual = form == 2};
+                                 .has_residual = form >= 2,
+                                 .has_bias = form == 3};
     const uint64_t n = (uint64_t)s[0] * a.dim;
+    uint32_t n_o = 3;
     chosen c;
     choose(&c, s, s_i % 2);
-    const op_operand o[] = {in(dt, n * s[2], 1), slots_of(&c), sum(a.accumulate, dt, n, t),
-                            in(dt, form == 2 ? n : 0, 1)};
-    CASE(v, &a, 3 + (form == 2), o, "%u tokens, %u of %u, form %u", s[0], s[2], s[1], form);
-    if (form != 2)
-      free(o[3].init);
+    op_operand o[7] = {in(dt, n * s[2], 1), slots_of(&c), sum(a.accumulate, dt, n, t)};
+    if (a.has_residual)
+      o[n_o++] = in(dt, n, 1);
+    if (a.has_bias) {
+      o[n_o++] = in(dt, (uint64_t)s[1] * a.dim, 1);
+      o[n_o++] = weights((uint64_t)s[0] * s[2]);
+      o[n_o++] = ids_of(&c);
+    }
+    CASE(v, &a, n_o, o, "%u tokens, %u of %u, form %u", s[0], s[2], s[1], form);
     forget(&c);
   }
 }
@@ -312,3 +318,98 @@ static void gate(visit *v, uint32_t dt, bool backward) {
 }
 void op_moe_glu(visit *v, uint32_t dt) { gate(v, dt, false); }
 void op_moe_glu_bwd(visit *v, uint32_t dt) { gate(v, dt, true); }
+
+/* ---- with biases ----------------------------------------------------------------------------- */
+
+void op_add_bias(visit *v, uint32_t dt) {
+  EACH(s, v, moe_test, moe_bench) {
+    const ps__args_add_bias a = {s[0], s[1], dt};
+    const op_operand o[] = {
+        op_drawn(PS_READ_WRITE, PS_F32, (uint64_t)s[0] * s[1], 1, (op_tolerance){0}),
+        in(dt, s[1], 1)};
+    CASE(v, &a, 2, o, "%u rows of %u", s[0], s[1]);
+  }
+}
+
+/* A limit that cuts a third of the values. Next to it a rounding decides whether one is cut: so
+ * gate and up are multiples of 1/8, and their biases of 1/16. */
+static op_operand on_grid(uint32_t mode, uint32_t dt, uint64_t n, float scale, float step,
+                          op_tolerance t) {
+  op_operand b = op_drawn(mode, dt, n, scale, t);
+  for (uint64_t i = 0; i < n; i++)
+    ps__store1_f32(b.init, dt, i, rintf(ps__load1_f32(b.init, dt, i) / step) * step);
+  return b;
+}
+static void clamp_gate(visit *v, uint32_t dt, bool backward) {
+  EACH(s, v, moe_test, moe_bench) {
+    const ps__args_moe_clamp_glu a = {.n_tokens = s[0],
+                                      .n_used = s[2],
+                                      .n_experts = s[1],
+                                      .expert_dim = v->sizes == OP_BENCH ? 1024 : 8 + 33 * s_i,
+                                      .dt = dt,
+                                      .alpha = 1.702f,
+                                      .limit = 2.03f};
+    const uint64_t r = (uint64_t)s[0] * s[2], n = r * a.expert_dim;
+    const op_tolerance t = glu_tolerance(dt, PS_ACTIVATION_GELU_TANH);
+    chosen c;
+    choose(&c, s, s_i % 2);
+    const op_operand bias = on_grid(PS_READ, dt, 2ull * s[1] * a.expert_dim, 1, 0.0625f, exact);
+    if (backward) {
+      const op_operand o[] = {op_drawn(PS_READ_WRITE, dt, n, 1, t),
+                              on_grid(PS_READ_WRITE, dt, 2 * n, 2, 0.125f, t),
+                              bias,
+                              ids_of(&c),
+                              weights(r),
+                              slots_of(&c),
+                              out(PS_F32, r, (op_tolerance){0, 2e-6, 4e-6})};
+      CASE(v, &a, 7, o, "%u tokens, %u of %u, dim %u", s[0], s[2], s[1], a.expert_dim);
+    } else {
+      const op_operand o[] = {on_grid(PS_READ, dt, 2 * n, 2, 0.125f, exact),
+                              bias,
+                              ids_of(&c),
+                              weights(r),
+                              slots_of(&c),
+                              out(dt, n, t)};
+      CASE(v, &a, 6, o, "%u tokens, %u of %u, dim %u", s[0], s[2], s[1], a.expert_dim);
+    }
+    forget(&c);
+  }
+}
+void op_moe_clamp_glu(visit *v, uint32_t dt) { clamp_gate(v, dt, false); }
+void op_moe_clamp_glu_bwd(visit *v, uint32_t dt) { clamp_gate(v, dt, true); }
+
+static ps__args_moe_bias bias_args(const visit *v, const uint32_t *s, uint32_t i, uint32_t dt) {
+  return (ps__args_moe_bias){.n_tokens = s[0],
+                             .n_used = s[2],
+                             .n_experts = s[1],
+                             .cols = v->sizes == OP_BENCH ? 2048 : 8 + 53 * i,
+                             .dt = dt};
+}
+void op_moe_bias_dot(visit *v, uint32_t dt) {
+  EACH(s, v, moe_test, moe_bench) {
+    const ps__args_moe_bias a = bias_args(v, s, (uint32_t)s_i, dt);
+    const uint64_t r = (uint64_t)s[0] * s[2];
+    chosen c;
+    choose(&c, s, s_i % 2);
+    const op_operand o[] = {in(dt, (uint64_t)s[0] * a.cols, 1), in(dt, (uint64_t)s[1] * a.cols, 1),
+                            ids_of(&c),
+                            op_drawn(PS_READ_WRITE, PS_F32, r, 1, row_sums(PS_F32, a.cols))};
+    CASE(v, &a, 4, o, "%u tokens, %u of %u, %u columns", s[0], s[2], s[1], a.cols);
+    forget(&c);
+  }
+}
+void op_moe_bias_sum(visit *v, uint32_t dt) {
+  EACH(s, v, moe_test, moe_bench)
+  for (uint32_t form = 0; form < (v->sizes == OP_BENCH ? 1 : 2); form++) {
+    ps__args_moe_bias a = bias_args(v, s, (uint32_t)s_i, dt);
+    const uint64_t r = (uint64_t)s[0] * s[2];
+    a.weighted = a.accumulate = form;
+    chosen c;
+    choose(&c, s, s_i % 2);
+    const op_operand o[] = {
+        in(dt, r * a.cols, 1), ids_of(&c), slots_of(&c), weights(r),
+        sum(a.accumulate, dt, (uint64_t)s[1] * a.cols, row_sums(dt, (double)r))};
+    CASE(v, &a, 5, o, "%u tokens, %u of %u, %u columns, form %u", s[0], s[2], s[1], a.cols, form);
+    forget(&c);
+  }
+}

@@ -112,6 +112,11 @@ void op_gemm_grouped_slots(visit *v, uint32_t dt);
 void op_moe_fetch(visit *v, uint32_t dt);
 void op_moe_glu(visit *v, uint32_t dt);
 void op_moe_glu_bwd(visit *v, uint32_t dt);
+void op_add_bias(visit *v, uint32_t dt);
+void op_moe_clamp_glu(visit *v, uint32_t dt);
+void op_moe_clamp_glu_bwd(visit *v, uint32_t dt);
+void op_moe_bias_dot(visit *v, uint32_t dt);
+void op_moe_bias_sum(visit *v, uint32_t dt);
 /* op_cases_delta.c */
 void op_conv_fwd(visit *v, uint32_t dt);
 void op_conv_bwd(visit *v, uint32_t dt);

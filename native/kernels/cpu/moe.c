@@ -189,7 +189,10 @@ typedef struct moe_rows_job {
   const char *from;
   const int32_t *at;
   char *to;
-  const char *add; /* what is added to the sum: the residual, or to itself; NULL: nothing */
+  const char *add;  /* what is added to the sum: the residual, or to itself; NULL: nothing */
+  const char *bias; /* of each expert; NULL: none */
+  const float *weights;
+  const uint16_t *ids;
 } moe_rows_job;
 
 static void gather_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
@@ -218,6 +221,8 @@ PS_VEC void combine_rows(const moe_rows_job *j, int64_t first, int64_t end, uint
       ps__v sum = j->a->accumulate ? ps__v_read(y, dt, i, n, 0.0f) : ps__v_set(0.0f);
       for (size_t c = 0; c < k; c++)
         sum += ps__v_read(j->from + (size_t)slot[c] * bytes, dt, i, n, 0.0f);
+      for (size_t c = (size_t)t * k; j->bias && c < ((size_t)t + 1) * k; c++)
+        sum += ps__v_read(j->bias + j->ids[c] * bytes, dt, i, n, 0.0f) * j->weights[c];
       if (j->add)
         sum += ps__v_read(j->add + (size_t)t * bytes, dt, i, n, 0.0f);
       ps__v_write(y, dt, i, n, sum);
@@ -242,6 +247,12 @@ ps_status ps__cpu_moe_combine(const ps_launch *l) {
                       .at = l->ptr[1],
                       .to = l->ptr[2],
                       .add = a->has_residual ? l->ptr[3] : NULL};
+  void *const *after = l->ptr + 3 + a->has_residual;
+  if (a->has_bias) {
+    job.bias = after[0];
+    job.weights = after[1];
+    job.ids = after[2];
+  }
   ps__cpu_rows(l->exec, a->n_tokens, ps__block_rows((size_t)a->dim * a->n_used), combine_task,
                &job);
   return PS_OK;

@@ -284,7 +284,8 @@ enum { GATHERED = 4 };
 template <typename T, int V>
 __global__ void __launch_bounds__(THREADS)
     combine_k(const T *z, const int32_t *slot, T *y, const T *residual, uint32_t dim,
-              uint32_t n_used, uint32_t accumulate) {
+              uint32_t n_used, uint32_t accumulate, const T *bias, const float *weights,
+              const uint16_t *ids) {
   const uint32_t t = blockIdx.x;
   __shared__ uint32_t row[PS_MAX_EXPERTS_USED];
   if (threadIdx.x < n_used)
@@ -309,6 +310,14 @@ __global__ void __launch_bounds__(THREADS)
           for (int k = 0; k < V; k++)
             sum[k] += one[k];
         }
+    }
+    for (uint32_t j = 0; bias && j < n_used; j++) {
+      const size_t at = (size_t)t * n_used + j;
+      const float w = __ldg(weights + at);
+      ps_read<T, V>(one, bias + (size_t)ids[at] * dim + c);
+#pragma unroll
+      for (int k = 0; k < V; k++)
+        sum[k] = __fadd_rn(sum[k], __fmul_rn(one[k], w));
     }
     if (residual) {
       ps_read<T, V>(one, residual + (size_t)t * dim + c);
@@ -503,17 +512,21 @@ extern "C" ps_status ps__cuda_moe_gather(const ps_launch *l) {
  * determinism  bitwise.   reference  the cpu backend's, equal */
 extern "C" ps_status ps__cuda_moe_combine(const ps_launch *l) {
   const ps__args_moe_rows *a = (const ps__args_moe_rows *)l->args;
-  const uint32_t n_ptr = 3 + (a->has_residual != 0);
-  const ps_status st = check_rows(l, "moe_combine", n_ptr);
+  const uint32_t bias = 3 + (a->has_residual != 0);
+  const ps_status st = check_rows(l, "moe_combine", bias + (a->has_bias ? 3 : 0));
   if (st != PS_OK || !a->n_tokens)
     return st;
   const bool whole = ps_whole(a->dt, a->dim) && ps_aligned(l->ptr[0]) && ps_aligned(l->ptr[2]) &&
-                     (!a->has_residual || ps_aligned(l->ptr[3]));
+                     (!a->has_residual || ps_aligned(l->ptr[3])) &&
+                     (!a->has_bias || ps_aligned(l->ptr[bias]));
   PS_DISPATCH(
       a->dt, whole,
       (combine_k<T, V><<<a->n_tokens, threads_for(ps_ceil_div(a->dim, V)), 0, stream_of(l)>>>(
           (const T *)l->ptr[0], (const int32_t *)l->ptr[1], (T *)l->ptr[2],
-          a->has_residual ? (const T *)l->ptr[3] : NULL, a->dim, a->n_used, a->accumulate)));
+          a->has_residual ? (const T *)l->ptr[3] : NULL, a->dim, a->n_used, a->accumulate,
+          a->has_bias ? (const T *)l->ptr[bias] : NULL,
+          a->has_bias ? (const float *)l->ptr[bias + 1] : NULL,
+          a->has_bias ? (const uint16_t *)l->ptr[bias + 2] : NULL)));
   return ps_launched("moe_combine", cudaSuccess);
 }
 
