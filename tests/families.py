@@ -220,6 +220,24 @@ def mixtral(**changes):
     return family("mixtral", "MixtralForCausalLM", **dict(sparse, **changes))
 
 
+def gpt_oss(**changes):
+    """Limits that bite; a context longer than before YaRN; an odd number of rows of experts."""
+    yarn = dict(rope_type="yarn", rope_theta=5000.0, factor=4.0, truncate=False)
+    yarn |= dict(beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=12)
+    sparse = dict(
+        hidden_act="silu",
+        head_dim=24,
+        num_local_experts=7,
+        num_experts_per_tok=3,
+        sliding_window=9,
+        swiglu_limit=0.8,
+        swiglu_alpha=1.3,
+        rope_parameters=yarn,
+    )
+    cfg = family("gpt_oss", "GptOssForCausalLM", **dict(sparse, **changes))
+    return {k: v for k, v in cfg.items() if k != "rope_theta"}
+
+
 def vision_language(model_type, architecture, text, vision, **changes):
     """A text model, as a part of a model with a vision tower of odd sizes."""
     text = {k: v for k, v in text.items() if k not in ("architectures", "tie_word_embeddings")}
@@ -308,7 +326,12 @@ FAMILIES = {
     "ministral3": ministral3(),
 }
 # Families with experts.
-EXPERTS = {"olmoe": olmoe(), "qwen3_moe": qwen3_moe(), "mixtral": mixtral()}
+EXPERTS = {
+    "olmoe": olmoe(),
+    "qwen3_moe": qwen3_moe(),
+    "mixtral": mixtral(),
+    "gpt_oss": gpt_oss(),
+}
 # What else a config of a family may say.
 VARIANTS = {
     "llama-yarn": llama(rope_scaling=YARN),
@@ -394,6 +417,8 @@ def random_model(cfg, seed=1):
                 x = 0.2 * x + (text["model_type"] not in OFFSET)
             elif key.endswith("bias"):
                 x = 0.3 * x
+            elif key.endswith("sinks"):
+                pass
             elif "embed" in key:
                 x = 0.1 * x
             else:
@@ -414,7 +439,10 @@ def as_on_disk(named, model_type):
         gate, up, down = (
             ("w1", "w3", "w2") if model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
         )
-        if key.endswith("experts.gate_up_proj"):
+        if model_type == "gpt_oss" and key.endswith(("gate_up_proj", "down_proj")):
+            stem, what = key.rsplit(".", 1)
+            out |= {f"{stem}.{e}.{what}": w.T for e, w in enumerate(x)}
+        elif key.endswith("experts.gate_up_proj"):
             for e, w in enumerate(x):
                 g, u = w.chunk(2)
                 out[key.replace("gate_up_proj", f"{e}.{gate}.weight")] = g

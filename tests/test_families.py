@@ -86,6 +86,20 @@ def positions(tokens, documents):
     return torch.as_tensor(at)
 
 
+def masks(at, cfg):
+    """What transformers masks with, of documents by their positions @at, where it does not find
+    them itself: gpt-oss."""
+    at = torch.as_tensor(at)
+    n, document = at.shape[1], (at == 0).cumsum(1)
+    far = torch.arange(n)[:, None] - torch.arange(n)
+    seen = (document[:, :, None] == document[:, None]) & (far >= 0)
+    return {
+        kind: torch.zeros(seen.shape, dtype=torch.float64)
+        .masked_fill(~(seen & (far < window)), -1e30)[:, None]
+        for kind, window in (("full_attention", n), ("sliding_attention", cfg["sliding_window"]))
+    }
+
+
 @functools.cache
 def gradients(name, documents, rounded=False):
     """(loss, {name: gradient}, {name: spread}) of the first batch. rounded: of bf16 weights."""
@@ -96,11 +110,11 @@ def gradients(name, documents, rounded=False):
         model = model.bfloat16()
     model, spread = model.double(), {}
     hooks = note_spread(model, spread)
-    logits = model(
-        torch.as_tensor(tokens).long(),
-        position_ids=positions(tokens, documents),
-        use_cache=False,
-    ).logits
+    at, more = positions(tokens, documents), {}
+    if name == "gpt_oss":
+        more["attention_mask"] = masks(at, ALL[name])
+    ids = torch.as_tensor(tokens).long()
+    logits = model(ids, position_ids=at, use_cache=False, **more).logits
     loss = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), torch.as_tensor(targets).long().flatten(), ignore_index=-1
     )

@@ -16,6 +16,9 @@ extern "C" {
 
 typedef enum ps_dtype { PS_F32 = 0, PS_BF16 = 1, PS_N_DTYPES = 2 } ps_dtype;
 PS_API size_t ps_dtype_bytes(ps_dtype dtype); /* 4, 2; 0 for an unknown one */
+/* What ps_trainer_save() takes in a dtype's place for gpt-oss: bf16, but experts' matrices in MXFP4,
+ * as they are published. hidden_size and intermediate_size are multiples of 32. */
+enum { PS_SAVE_MXFP4 = 100 };
 
 /* Recipes: the dtypes of weights, gradients and optimizer state, and the bytes of a parameter on
  * the host with AdamW's two states, gradients included:
@@ -136,6 +139,12 @@ typedef struct ps_model_config {
   uint32_t multimodal;
   uint32_t interleaved_rope; /* RoPE turns neighbours (2i, 2i+1), not (i, i + half) (GLM-4) */
   uint32_t reserved;         /* 0 */
+  /* gpt-oss. o_bias: with qkv_bias, a bias on o too. attention_sinks: each head has a learned logit
+   * in its softmax, of a key without a value. glu_limit above 0: experts, their gate and up and
+   * their router have biases, and the gate is (u + 1) g sigmoid(glu_alpha g), with g cut above at
+   * glu_limit and u at glu_limit on both sides */
+  uint32_t o_bias, attention_sinks;
+  float glu_alpha, glu_limit;
   /* q is multiplied by 1 + beta ln(1 + floor(position / rope.original_positions)) (Ministral 3);
    * 0: it is not */
   double position_beta;
@@ -161,6 +170,9 @@ PS_API ps_status ps_model_config_read(ps_model_config *out, const char *path);
  * PS_ENOMEM. */
 PS_API ps_status ps_model_config_write(const ps_model_config *cfg, const char *model_dir,
                                        ps_dtype dtype, const char *path);
+/* ps_model_config_saves_as() - whether a model may be saved as @dtype, a ps_dtype or PS_SAVE_MXFP4.
+ * Errors: PS_EINVAL: why not. */
+PS_API ps_status ps_model_config_saves_as(const ps_model_config *cfg, uint32_t dtype);
 /* ps_model_config_check() - whether all fields are in range. Errors: PS_EFORMAT, PS_EINVAL name
  * @name_for_messages, field, value and limit. */
 PS_API ps_status ps_model_config_check(const ps_model_config *cfg, const char *name_for_messages);

@@ -346,8 +346,8 @@ PS_API ps_status ps_trainer_write_param(ps_trainer *t, uint32_t param, const flo
                                         uint64_t n);
 PS_API ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst, uint64_t n);
 
-/* ps_trainer_save() - write the model as a Hugging Face directory: safetensors in @dtype (PS_F32 or
- * PS_BF16), config.json with that dtype, and the model directory's tokenizer files. A tied head is
+/* ps_trainer_save() - write the model as a Hugging Face directory: safetensors in @dtype (PS_F32,
+ * PS_BF16 or, of gpt-oss, PS_SAVE_MXFP4, whose rounding is logged), config.json with that dtype, and the model directory's tokenizer files. A tied head is
  * left out.
  * @dir  is made when it is missing; its parent must exist. It may be the model directory. Other
  *       files in @dir stay, and so do its mode and owner. Its tokenizer stays where the model

@@ -333,7 +333,7 @@ struct cli_job {
   const char *profile_steps; /* "A:B", or NULL */
   uint64_t profile_first, profile_last; /* counted from 1; set by cli_profile_parse() */
   cli_checkpoints checkpoints;
-  uint32_t save_dtype;       /* ps_dtype; PS_DEFAULT until cli_job_check(), where it is not given */
+  uint32_t save_dtype; /* ps_dtype or CLI_MXFP4; PS_DEFAULT until cli_job_check(), if not given */
   bool data_marks_documents; /* masks of the data say where documents begin */
   double save_wait;          /* seconds for which a failing save is tried again */
   bool hosts_insecure;       /* they need no secret */
@@ -360,6 +360,10 @@ struct cli_job {
   ps_plan *plan;         /* set by cli_job_plan(); the trainer's while it has another one */
   ps_plan_report report; /* set by cli_job_plan() */
 };
+enum { CLI_MXFP4 = PS_N_DTYPES }; /* among the names of --save-dtype */
+static inline ps_dtype cli_save_dtype(const cli_job *j) {
+  return j->save_dtype == CLI_MXFP4 ? (ps_dtype)PS_SAVE_MXFP4 : (ps_dtype)j->save_dtype;
+}
 
 /* cli_out_check() - check that the model can be saved into @path, whose disk has room. Exit code.
  * cli_out_check_empty() - check that @path has no model yet, or --force is given. Exit code. */

@@ -15,7 +15,7 @@ static const char *const non_finite[] = {"stop", "skip", NULL};
 const char *const cli_lr_schedules[] = {"constant", "cosine", "linear", "wsd", NULL};
 static const char *const replans[] = {"off", "auto", "cut", NULL}; /* as ps_replan */
 static const char *const decay_groups[] = {"norm", "bias", "embedding", NULL};
-static const char *const dtypes[] = {"fp32", "bf16", NULL};
+static const char *const dtypes[] = {"fp32", "bf16", "mxfp4", NULL};
 
 void cli_job_init(cli_job *job) {
   *job = (cli_job){
@@ -385,7 +385,8 @@ static const job_option job_options[] = {
            .help = "how long to try a failing save again without a terminal (default 600)"),
     OPTION(TRAINING, CLI_H_SAVING | CLI_RARE, save_dtype, .name = "save-dtype", .kind = CLI_CHOICE,
            .value = "NAME", .choices = dtypes,
-           .help = "dtype of the saved model: bf16 (default) or fp32 (default of adapters)"),
+           .help = "dtype of the saved model: bf16 (default), fp32 (default of adapters) or, of "
+                   "gpt-oss, mxfp4: experts as published, the rest bf16"),
     GIVEN(TRAINING, CLI_H_SAVING, checkpoint_every, checkpoint_given, .name = "checkpoint-every",
           .table = "checkpoint", .kind = CLI_EVERY, .value = "N", .most = PS_MAX_STEPS,
           .help = "write the complete state every N steps, or every 30m or 2h, and when the run "

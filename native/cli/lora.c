@@ -64,5 +64,9 @@ int cli_lora_resolve(cli_job *j) {
   ps_plan_config_resolve(&j->plan_config);
   if (j->save_dtype == PS_DEFAULT)
     j->save_dtype = j->plan_config.lora.rank ? PS_F32 : PS_BF16;
-  return CLI_OK;
+  if (j->save_dtype == CLI_MXFP4 && j->plan_config.lora.rank)
+    return cli_fail(CLI_REFUSED,
+                    "--save-dtype mxfp4 is for a whole model: adapters are saved in bf16 or fp32");
+  const ps_status st = ps_model_config_saves_as(&j->config, cli_save_dtype(j));
+  return st == PS_OK ? CLI_OK : cli_fail_given("--save-dtype", st);
 }

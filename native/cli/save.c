@@ -58,7 +58,7 @@ static int check_space(const cli_job *job, const char *path) {
   if (code != CLI_OK || job->plan_config.lora.rank) /* an adapter is small */
     return code;
   code = cli_model_elements(job, &n);
-  const uint64_t need = n * ps_dtype_bytes((ps_dtype)job->save_dtype);
+  const uint64_t need = n * (job->save_dtype == PS_F32 ? 4 : 2); /* of MXFP4 at most */
   if (code != CLI_OK || need <= room)
     return code;
   return cli_fail(
@@ -172,7 +172,7 @@ static ps_status save_once(cli_job *job, ps_trainer *t, uint64_t step, bool alou
     st = PS_EBUSY; /* before all is written */
   cli_saving(CLI_SAVES_MODEL);
   if (st == PS_OK)
-    st = ps_trainer_save_when(t, job->out, (ps_dtype)job->save_dtype, may_place, &p);
+    st = ps_trainer_save_when(t, job->out, cli_save_dtype(job), may_place, &p);
   cli_saving(CLI_SAVES_NOTHING);
   *other = p.other;
   if (failed && aloud)

@@ -257,7 +257,8 @@ static bool write_own_note(const cli_job *job, const char *from, const char *tex
 /* The paragraph of @model, then that of @before, which may be NULL. */
 static bool note(const cli_job *job, const char *from, const char *model, const char *before,
                  uint64_t step) {
-  static const char *const dtypes[] = {[PS_F32] = "fp32", [PS_BF16] = "bf16"};
+  static const char *const dtypes[] = {
+      [PS_F32] = "fp32", [PS_BF16] = "bf16", [CLI_MXFP4] = "mxfp4"};
   char *text = NULL;
   size_t bytes;
   FILE *f = open_memstream(&text, &bytes);

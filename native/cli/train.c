@@ -48,7 +48,8 @@ static int check_out_model(cli_job *job, const ps_checkpoint *from) {
 
 /* The checkpoint that the run goes on from leaves no step to train, and --out has its model. */
 static bool is_finished(const cli_job *job) {
-  static const char *const dtypes[] = {[PS_F32] = "fp32", [PS_BF16] = "bf16"};
+  static const char *const dtypes[] = {
+      [PS_F32] = "fp32", [PS_BF16] = "bf16", [CLI_MXFP4] = "mxfp4"};
   cli_saved_model m;
   if (!job->checkpoints.newest || !job->train_config.total_steps ||
       job->first_step != job->train_config.total_steps)

@@ -1,7 +1,12 @@
 /* fused.c - a layer's experts as one tensor. transformers 5 may save gate_up_proj [E,2I,D] and
  * down_proj [E,D,I]. Here they are the tensors of each expert, as other files have them: each is a
  * range of the fused tensor. Fused files of all families have the same names, the others have those
- * of their family. */
+ * of their family.
+ *
+ * gpt-oss has no other files. Its matrices are transposed, [E,D,2I] and [E,I,D], with the columns of
+ * gate and up by turns; or they are MXFP4 (mxfp4.c), then not transposed: gate_up_proj_blocks
+ * [E,2I,D/32,16] with gate_up_proj_scales [E,2I,D/32]. Here an expert has gate_up_proj [2I,D] and
+ * down_proj [D,I]. */
 #include "io/tensor_file.h"
 #include "core/core.h"
 #include <inttypes.h>
@@ -10,12 +15,14 @@
 
 enum { MAX_NAME = 512 /* of an expert's tensor */ };
 
-/* Of a family's files without fused tensors: what stands for "mlp", and an expert's products. */
+/* Of a family's files without fused tensors: what stands for "mlp", and an expert's products. @up
+ * NULL: gpt-oss. */
 typedef struct family {
-  const char *half, *down, *gate, *up;
+  const char *half, *down, *gate, *up, *end;
 } family;
-static const family usual = {"mlp", "down_proj", "gate_proj", "up_proj"},
-                    mixtral = {"block_sparse_moe", "w2", "w1", "w3"};
+static const family usual = {"mlp", "down_proj", "gate_proj", "up_proj", ".weight"},
+                    mixtral = {"block_sparse_moe", "w2", "w1", "w3", ".weight"},
+                    gpt_oss = {"mlp", "down_proj", "gate_up_proj", NULL, ""};
 
 static ps_status no_memory(const char *name) {
   return ps__fail(PS_ENOMEM, "no memory left for the experts of tensor %s", name);
@@ -29,7 +36,9 @@ static const family *family_of(const char *dir) {
   const char *type = NULL;
   if (ps__json_read_file(&j, path, PS__MAX_CONFIG_BYTES) == PS_OK)
     type = ps__json_string(ps__json_get(j, "model_type"), NULL);
-  const family *of = type && !strcmp(type, "mixtral") ? &mixtral : &usual;
+  const family *of = type && !strcmp(type, "mixtral")   ? &mixtral
+                     : type && !strcmp(type, "gpt_oss") ? &gpt_oss
+                                                        : &usual;
   ps__json_free(j);
   ps__free(path);
   return of;
@@ -45,6 +54,10 @@ static bool ends_with(const char *name, const char *end, size_t *stem) {
 /* Tensors of an expert in @t, which is fused; 0: it is not. *stem: the length of its name before
  * "mlp". */
 static uint32_t fused_in(const tensor *t, size_t *stem) {
+  if (ps__mxfp4_blocks(t))
+    return ends_with(t->name, "mlp.experts.down_proj_blocks", stem)      ? 1
+           : ends_with(t->name, "mlp.experts.gate_up_proj_blocks", stem) ? 2
+                                                                         : 0;
   const bool fits = t->info.n_dims == 3;
   if (fits && ends_with(t->name, "mlp.experts.down_proj", stem))
     return 1;
@@ -53,17 +66,39 @@ static uint32_t fused_in(const tensor *t, size_t *stem) {
              : 0;
 }
 
+/* gpt-oss: expert @i of @of, in @out. */
+static void cut_transposed(tensor *out, const tensor *of, uint64_t i) {
+  const bool blocks = ps__mxfp4_blocks(of);
+  const uint64_t bytes = of->info.bytes / of->info.shape[0];
+  out->info.n_dims = 2;
+  out->info.shape[0] = of->info.shape[blocks ? 1 : 2];
+  out->info.shape[1] = blocks ? of->info.shape[2] * PS__MXFP4_BLOCK : of->info.shape[1];
+  out->info.shape[2] = out->info.shape[3] = 0;
+  out->info.n = out->info.shape[0] * out->info.shape[1];
+  out->info.bytes = bytes;
+  out->begin += i * bytes;
+  out->transposed = !blocks;
+  out->expert = i;
+  if (blocks)
+    snprintf(out->info.dtype, sizeof out->info.dtype, PS__MXFP4);
+}
+
 /* Tensor @i of those that are in @of. */
 static ps_status make_slice(tensor *out, const tensor *of, const family *as, size_t stem,
                             uint64_t i, uint32_t each) {
   char name[MAX_NAME];
   const uint64_t rows = of->info.shape[1] / each, cols = of->info.shape[2];
-  const char *what = each == 1 ? as->down : i % 2 ? as->up : as->gate;
-  snprintf(name, sizeof name, "%.*s%s.experts.%" PRIu64 ".%s.weight", (int)stem, of->name, as->half,
-           i / each, what);
+  const bool down = strstr(of->name + stem, "down_proj");
+  const char *what = down ? as->down : as->up && i % 2 ? as->up : as->gate;
+  snprintf(name, sizeof name, "%.*s%s.experts.%" PRIu64 ".%s%s", (int)stem, of->name, as->half,
+           i / each, what, as->end);
   *out = *of;
   out->name = ps__strdup(name);
   out->info.name = out->name;
+  if (!as->up) {
+    cut_transposed(out, of, i);
+    return out->name ? PS_OK : no_memory(of->name);
+  }
   out->info.n_dims = 2;
   out->info.shape[0] = rows;
   out->info.shape[1] = cols;
@@ -121,8 +156,11 @@ ps_status ps__tensors_split(ps_tensor_file *f, const char *dir, size_t most) {
     const uint32_t each = fused_in(&f->tensors[i], &stem);
     if (each && !as)
       as = family_of(dir);
+    if (each && as->up && ps__mxfp4_blocks(&f->tensors[i]))
+      return ps__fail(PS_EFORMAT, "%s: tensor \"%s\" is in MXFP4, which is read of gpt_oss alone",
+                      f->files[f->tensors[i].file].path, f->tensors[i].name);
     if (each)
-      PS_TRY(split(f, most, as, i, stem, each));
+      PS_TRY(split(f, most, as, i, stem, as->up ? each : 1));
   }
   f->fused = as;
   for (size_t i = 0; as && i < f->n; i++)
@@ -138,7 +176,9 @@ uint32_t ps__fused_name(char *out, size_t bytes, const char *param) {
                {"mlp.experts.0.down_proj.weight", "mlp.experts.down_proj", 1},
                {"block_sparse_moe.experts.0.w1.weight", "mlp.experts.gate_up_proj", 2},
                {"block_sparse_moe.experts.0.w2.weight", "mlp.experts.down_proj", 1},
-               {"block_sparse_moe.gate.weight", "mlp.gate.weight", 0}};
+               {"block_sparse_moe.gate.weight", "mlp.gate.weight", 0},
+               {"mlp.experts.0.gate_up_proj", "mlp.experts.gate_up_proj", 1},
+               {"mlp.experts.0.down_proj", "mlp.experts.down_proj", 1}};
   size_t stem;
   for (size_t k = 0; k < sizeof names / sizeof *names; k++)
     if (ends_with(param, names[k].end, &stem)) {
@@ -147,4 +187,9 @@ uint32_t ps__fused_name(char *out, size_t bytes, const char *param) {
     }
   snprintf(out, bytes, "%s", param);
   return 0;
+}
+
+bool ps__fused_transposed(const char *param) {
+  size_t stem;
+  return ends_with(param, ".gate_up_proj", &stem) || ends_with(param, ".down_proj", &stem);
 }

@@ -93,6 +93,18 @@ ps_status ps__tensors_check_dtype(const ps_tensor_file *f, uint64_t idx);
  * @out of @bytes. Returns how many of an expert's parameters are in it; 0: @param is no expert's.
  */
 uint32_t ps__fused_name(char *out, size_t bytes, const char *param);
+/* ps__fused_transposed() - whether @param is an expert's of gpt-oss, whose fused tensors have
+ * matrices transposed, and which has no other files (fused.c).
+ * ps__tensors_transposed() - whether tensor @idx is cut from one: ranges of it are slow to read. */
+bool ps__fused_transposed(const char *param);
+bool ps__tensors_transposed(const ps_tensor_file *f, uint64_t idx);
+/* ---- MXFP4 (mxfp4.c) ----
+ * ps__mxfp4_encode() - 32 numbers as a byte of scale, which is returned, and 16 of elements. */
+#define PS__MXFP4 "MXFP4"
+enum { PS__MXFP4_BLOCK = 32, PS__MXFP4_BYTES = 16 };
+uint8_t ps__mxfp4_encode(const float *x, uint8_t *out);
+/* ps__mxfp4_decode() - the 32 numbers again, with at most one rounding, of numbers past fp32's. */
+void ps__mxfp4_decode(float *x, const uint8_t *q, uint8_t scale);
 /* ps_tensors_open() of a directory's files of another stem. */
 ps_status ps__tensors_open(ps_tensor_file **out, const char *path, const char *stem);
 /* The value of @key in the metadata of the first file, of at most @bytes - 1 bytes; "" where there

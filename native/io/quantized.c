@@ -89,6 +89,8 @@ ps_status ps__tensors_pair(ps_tensor_file *f) {
   for (size_t i = 0; i < f->n; i++)
     if (fp8_of(&f->tensors[i], &dtype))
       PS_TRY(pair(f, &f->tensors[i]));
+    else if (ps__is_mxfp4(&f->tensors[i]))
+      PS_TRY(ps__mxfp4_pair(f, &f->tensors[i]));
   return PS_OK;
 }
 
@@ -99,7 +101,7 @@ bool ps__tensors_passed_over(const ps_tensor_file *f, uint64_t idx) {
 bool ps__tensors_quantized(const ps_tensor_file *f) {
   bool any = false;
   for (size_t i = 0; i < f->n; i++)
-    any |= f->tensors[i].scales != NULL;
+    any |= f->tensors[i].scales && !ps__is_mxfp4(&f->tensors[i]);
   return any;
 }
 
@@ -159,6 +161,8 @@ ps_status ps__tensors_dequantize(const ps_tensor_file *f, const tensor *t, uint6
   uint8_t q[PIECE];
   float x[PIECE];
   uint32_t kind;
+  if (ps__is_mxfp4(t))
+    return ps__mxfp4_read(f, t, first, n, dtype, dst);
   uint64_t have = UINT64_MAX; /* the row of scales in @scale */
   if (!fp8_of(t, &kind))
     return ps__fail(PS_EFORMAT, "%s: tensor \"%s\" is no FP8", d->path, t->name);

@@ -702,6 +702,8 @@ ps_status ps_tensors_read(ps_tensor_file *f, uint64_t idx, uint64_t first, uint6
   PS_TRY(ps__tensors_check_dtype(f, idx));
   if (t->scales)
     return ps__tensors_dequantize(f, t, first, n, dtype, dst);
+  if (t->transposed)
+    return ps__tensors_read_transposed(f, t, first, n, dtype, dst);
   const uint32_t kind = ps__dtype_of_file(t->info.dtype);
   const size_t from = ps__dtypes[kind].bytes;
   uint64_t at = t->begin + first * from;

@@ -35,4 +35,8 @@ uint64_t ps_tensors_find(const ps_tensor_file *f, const char *name) {
   return UINT64_MAX;
 }
 
+bool ps__tensors_transposed(const ps_tensor_file *f, uint64_t idx) {
+  return f->tensors[idx].transposed;
+}
+
 bool ps__tensors_fused(const ps_tensor_file *f) { return f->fused; }

@@ -19,6 +19,8 @@ typedef struct tensor {
   bool passed_over; /* it belongs to a quantized tensor: no model has it as a parameter */
   const struct tensor *scales;     /* of a quantized tensor; NULL: it is not quantized */
   uint64_t scale_rows, scale_cols; /* that one scale is of */
+  bool transposed;                 /* the file has [shape[1], shape[0]] */
+  uint64_t expert;                 /* gpt-oss: which one it is of */
 } tensor;
 
 struct ps_tensor_file {
@@ -45,5 +47,17 @@ ps_status ps__tensors_pair(ps_tensor_file *f);
 /* ps__tensors_dequantize() - ps_tensors_read() of @t, which has scales; the range is within it. */
 ps_status ps__tensors_dequantize(const ps_tensor_file *f, const tensor *t, uint64_t first,
                                  uint64_t n, ps_dtype dtype, void *dst);
+
+/* ps__mxfp4_blocks() - whether @t has the blocks of a layer's experts in MXFP4, as files have them.
+ * ps__mxfp4_pair() - ps__tensors_pair() of an expert's tensor in MXFP4.
+ * ps__mxfp4_read() - ps__tensors_dequantize() of one. */
+bool ps__mxfp4_blocks(const tensor *t);
+bool ps__is_mxfp4(const tensor *t);
+ps_status ps__mxfp4_pair(ps_tensor_file *f, tensor *t);
+ps_status ps__mxfp4_read(const ps_tensor_file *f, const tensor *t, uint64_t first, uint64_t n,
+                         ps_dtype dtype, void *dst);
+/* ps__tensors_read_transposed() - ps_tensors_read() of @t, which the file has transposed. */
+ps_status ps__tensors_read_transposed(const ps_tensor_file *f, const tensor *t, uint64_t first,
+                                      uint64_t n, ps_dtype dtype, void *dst);
 
 #endif

@@ -2,8 +2,9 @@
  *
  *   q|k|v = x W_qkv + b,  o = attention(rope(norm(q)), rope(norm(k)), v),  y = o W_o
  *
- * Biases and the norms of q and k are there where the config has them. */
+ * Biases, sinks and the norms of q and k are there where the config has them. */
 #include "model/attention.h"
+#include "core/core.h"
 #include "model/block.h"
 #include "model/rope.h"
 
@@ -21,7 +22,7 @@ typedef struct attention {
   uint8_t dq;   /* [T,A] */
   uint8_t dkv;  /* [group,2K] fp32; the chunks of the group add to it */
   uint8_t dqkv; /* [T,A+2K] */
-  uint16_t w_qkv, b_qkv, w_qnorm, w_knorm, w_o;
+  uint16_t w_qkv, b_qkv, w_qnorm, w_knorm, w_o, sinks;
   ps__product qkv_p, o_p;
   ps__operand o_x, qkv_dy, o_dy;
 } attention;
@@ -34,7 +35,9 @@ const ps__attention_names ps__attention_usual = {.q = "self_attn.q_proj.weight",
                                                  .v_bias = "self_attn.v_proj.bias",
                                                  .q_norm = "self_attn.q_norm.weight",
                                                  .k_norm = "self_attn.k_norm.weight",
-                                                 .o = "self_attn.o_proj.weight"};
+                                                 .o = "self_attn.o_proj.weight",
+                                                 .o_bias = "self_attn.o_proj.bias",
+                                                 .sinks = "self_attn.sinks"};
 
 /* ---- arguments, but for what a chunk decides (ps__op_info.bind) ------------------------------ */
 
@@ -77,6 +80,9 @@ static ps_status begin(ps__half *h) {
   t->a = c->n_heads * c->head_dim;
   t->k = c->n_kv_heads * c->head_dim;
   t->n_qkv = t->a + 2 * t->k;
+  if (c->o_bias && c->residual_scale != 0.0f && c->residual_scale != 1.0f)
+    return ps__fail(PS_EINVAL, "o_bias in a model with a residual_multiplier of %g: it must be 1",
+                    (double)c->residual_scale);
   t->args = attention_args(h->b->m, h->b->flags);
   return qkv_args(&t->split, h->b->m, h->b->flags, h->b->decoder->norm_offset);
 }
@@ -107,6 +113,16 @@ static void define_params(ps__half *h) {
     t->w_knorm = ps__half_norm(h, n->k_norm, "q and k norm", row_norm ? t->k : c->head_dim);
   }
   t->w_o = ps__half_residual(h, n->o, "o", t->a);
+  h->has_bias = c->o_bias;
+  if (c->o_bias) {
+    h->b_out = ps__def_param(d, n->o_bias, PS_PARAM_BIAS, dim, 0);
+    ps__def_what(d, "o bias");
+  }
+  if (c->attention_sinks) {
+    t->sinks = ps__def_param(d, n->sinks, PS_PARAM_BIAS, c->n_heads, 0);
+    ps__def_what(d, "sinks");
+    ps__def_init(d, 0, 0.02);
+  }
 }
 
 /* Phi-3 has q, k, v as one target. */
@@ -171,6 +187,11 @@ static void define_saved(ps__half *h) {
   ps__def_saved(d, t->lse, "attn_out", PS__RANK_ATTENTION);
 }
 
+static ps__args_sink sink_args(const ps__half *h) {
+  const ps_model *m = h->b->m;
+  return (ps__args_sink){.n_heads = m->cfg.n_heads, .head_dim = m->cfg.head_dim, .dt = m->dt};
+}
+
 /* ---- ops ------------------------------------------------------------------------------------- */
 
 /* The columns of q, k and v in @tensor. */
@@ -201,6 +222,10 @@ static void define_forward(ps__half *h) {
           PS__SYM_IF(c->qk_norm, PS__P(t->w_knorm)));
   PS__FWD(d, ps__k_attention_fwd, t->args, PS__R(t->q), PS__PRE_R(t->kv),
           PS__B(PS__BATCH_DOC_START), PS__W(t->o), PS__W(t->lse));
+  if (c->attention_sinks) {
+    const ps__args_sink sink = sink_args(h);
+    PS__FWD(d, ps__k_attention_sink, sink, PS__RW(t->o), PS__RW(t->lse), PS__P(t->sinks));
+  }
   if (h->fp8)
     ps__quantize_x(b->m, d, t->o_x, t->a, false);
   ps__half_project(h, &t->o_p, t->o_x, PS__TARGET_O);
@@ -218,6 +243,9 @@ static void define_o_backward(ps__half *h) {
     ps__quantize_dy(b->m, d, t->o_dy, b->dim);
     ps__quantize_x(b->m, d, t->o_x, t->a, true);
   }
+  const ps__args_colsum bias = {.cols = b->dim, .ld = b->dim, .dt = b->m->dt};
+  if (h->has_bias)
+    PS__BWD(d, ps__k_colsum, bias, PS__R(h->dy), PS__G(h->b_out));
   ps__product_dw(b->m, d, &t->o_p, t->o_dy, t->o_x, scale);
   ps__product_dx(b->m, d, &t->o_p, t->o_dy, t->dout, scale, false);
   ps__lora_input_grad(b->m, d, lora, dy, scale, t->dout);
@@ -232,6 +260,11 @@ static void define_backward(ps__half *h) {
   const ps__args_colsum bias = {.cols = t->n_qkv, .ld = t->n_qkv, .dt = b->m->dt};
   const ps__shared parts = qkv_parts(h, t->dqkv);
   define_o_backward(h);
+  if (c->attention_sinks) {
+    const ps__args_sink sink = sink_args(h);
+    PS__BWD(d, ps__k_attention_sink_bwd, sink, PS__R(t->o), PS__R(t->lse), PS__R(t->dout),
+            PS__P(t->sinks), PS__G(t->sinks));
+  }
   PS__BWD(d, ps__k_attention_bwd, t->args, PS__R(t->q), PS__PRE_R(t->kv),
           PS__B(PS__BATCH_DOC_START), PS__R(t->o), PS__R(t->lse), PS__R(t->dout), PS__W(t->dq),
           PS__PRE_W(t->dkv));

@@ -9,6 +9,7 @@ typedef struct ps__attention_names {
   const char *q_bias, *k_bias, *v_bias;
   const char *q_norm, *k_norm;
   const char *o;
+  const char *o_bias, *sinks; /* of families that may have them */
 } ps__attention_names;
 
 extern const ps__half_kind ps__attention;

@@ -56,7 +56,8 @@ void ps__half_input(const ps__half *h, bool backward) {
 void ps__half_project(const ps__half *h, const ps__product *p, ps__operand act, uint32_t i) {
   const ps__block *b = h->b;
   const float scale = b->m->cfg.residual_scale;
-  ps__product_forward(b->m, b->d, p, act, h->y, scale, PS__NONE, h->residual);
+  ps__product_forward(b->m, b->d, p, act, h->y, scale, h->has_bias ? h->b_out : PS__NONE,
+                      h->residual);
   ps__lora_forward(b->m, b->d, &b->lora[i], act.stored, (ps__columns){h->y, b->dim, 0}, scale);
 }
 

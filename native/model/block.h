@@ -54,8 +54,10 @@ typedef struct ps__half {
   ps__operand x;  /* [T,D] the half's input, norm(in) or in; with FP8 a norm is not stored */
   uint8_t y;      /* [T,D] what the half writes: scale f(x), and in where there is no post */
   int residual;   /* a tensor that y has in it, `in`; PS__NONE with a post norm */
-  uint8_t dy;     /* [T,D] gradient of y */
-  uint8_t dx;     /* [T,D] gradient of x, which the half writes or, with adds_dx, adds to */
+  bool has_bias;  /* ps__half_project() adds the span b_out; only where residual_scale is 1 */
+  uint16_t b_out;
+  uint8_t dy; /* [T,D] gradient of y */
+  uint8_t dx; /* [T,D] gradient of x, which the half writes or, with adds_dx, adds to */
   bool adds_dx;
 } ps__half;
 

@@ -200,6 +200,14 @@ ps_status ps_model_config_check(const ps_model_config *c, const char *name) {
   PS_TRY(ps__config_in_range(name, "multimodal", c->multimodal, 0, 1));
   PS_TRY(ps__config_in_range(name, "interleaved_rope", c->interleaved_rope, 0, 1));
   PS_TRY(ps__config_in_range(name, "reserved", c->reserved, 0, 0));
+  PS_TRY(ps__config_in_range(name, "o_bias", c->o_bias, 0, c->qkv_bias));
+  PS_TRY(ps__config_in_range(name, "attention_sinks", c->attention_sinks, 0, 1));
+  if (!(c->glu_limit >= 0 && c->glu_limit <= 1e6f && c->glu_alpha >= 0 && c->glu_alpha <= 1e6f) ||
+      (c->glu_limit > 0) != (c->glu_alpha > 0))
+    return ps__fail(PS_EFORMAT,
+                    "%s: swiglu_limit is %g and swiglu_alpha %g: both must be above 0 and at most "
+                    "1e6, or 0 for none",
+                    name, (double)c->glu_limit, (double)c->glu_alpha);
   if (!(c->position_beta >= 0 && c->position_beta <= 1e6) ||
       (c->position_beta > 0 && !c->rope.original_positions))
     return ps__fail(PS_EFORMAT,
@@ -272,6 +280,8 @@ static const struct {
                    {"use_sliding_window", NAN},
                    {"sliding_window_pattern", NAN},
                    {"no_rope_layers", NAN},
+                   {"swiglu_limit", NAN},
+                   {"swiglu_alpha", NAN},
                    {"no_rope_layer_interval", NAN},
                    {"rope_local_base_freq", NAN},
                    {"query_pre_attn_scalar", NAN},

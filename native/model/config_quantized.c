@@ -1,5 +1,5 @@
 /* config_quantized.c - quantized weights as config.json describes them: FP8 with scales is read
- * (io/quantized.c), all else is refused. */
+ * (io/quantized.c), and MXFP4 of gpt-oss (io/mxfp4.c); all else is refused. */
 #include "model/family.h"
 #include <string.h>
 
@@ -28,6 +28,8 @@ static ps_status check(const ps__config_reader *r, const char *object, const ps_
   const char *method = string_at(j, "quant_method");
   const ps__json *block = ps__config_field(j, "weight_block_size");
   size_t i = 0;
+  if (!strcmp(method, "mxfp4") && !strcmp(string_at(r->j, "model_type"), "gpt_oss"))
+    return PS_OK;
   while (i < sizeof fp8 / sizeof *fp8 &&
          (strcmp(method, fp8[i].method) ||
           (fp8[i].key && strcmp(string_at(j, fp8[i].key), fp8[i].value))))
@@ -35,8 +37,8 @@ static ps_status check(const ps__config_reader *r, const char *object, const ps_
   if (i == sizeof fp8 / sizeof *fp8)
     return ps__fail(PS_EFORMAT,
                     "%s: %s: quant_method is %.40s: of quantized weights only FP8 with scales is "
-                    "read (fp8, fbgemm_fp8, modelopt, compressed-tensors in float-quantized), use "
-                    "the unquantized model",
+                    "read (fp8, fbgemm_fp8, modelopt, compressed-tensors in float-quantized), and "
+                    "mxfp4 of gpt_oss: use the unquantized model",
                     r->path, object, method);
   for (size_t k = 0; block && k < 2; k++)
     if (ps__json_length(block) != 2 || ps__json_number(ps__json_at(block, k), 0) != BLOCK)

@@ -8,6 +8,7 @@
  * Of a vision-language model the first two and quantization change alone, in text_config too. */
 #include "core/core.h"
 #include "core/dtype.h"
+#include "io/io.h"
 #include "model/config_tower.h"
 #include "model/family.h"
 #include "model/rope.h"
@@ -104,12 +105,26 @@ static void write_old_keys(ps__jsonw *w, const ps_model_config *c, const ps__jso
 
 /* ---- the whole ------------------------------------------------------------------------------- */
 
+/* What an MXFP4 model of gpt-oss says of its weights. */
+static void write_mxfp4(ps__jsonw *w) {
+  static const char *const plain[] = {"model.layers.*.self_attn", "model.layers.*.mlp.router",
+                                      "model.embed_tokens", "lm_head"};
+  ps__jsonw_object(w, "quantization_config");
+  ps__jsonw_string(w, "quant_method", "mxfp4");
+  ps__jsonw_array(w, "modules_to_not_convert");
+  for (size_t i = 0; i < sizeof plain / sizeof *plain; i++)
+    ps__jsonw_string(w, NULL, plain[i]);
+  ps__jsonw_end(w);
+  ps__jsonw_end(w);
+}
+
 static bool is_dtype_key(const char *key) {
   return strcmp(key, "torch_dtype") == 0 || strcmp(key, "dtype") == 0;
 }
 
-static void fill(ps__jsonw *w, const ps__json *config, const ps_model_config *c, ps_dtype dtype) {
-  const char *const name = ps__dtypes[dtype].torch_name;
+static void fill(ps__jsonw *w, const ps__json *config, const ps_model_config *c, ps_dtype as) {
+  const bool mxfp4 = (uint32_t)as == PS_SAVE_MXFP4;
+  const char *const name = ps__dtypes[mxfp4 ? PS_BF16 : as].torch_name;
   const ps__json *parameters = ps__config_field(config, PARAMETERS);
   bool named = false;
   if (!ps__json_length(parameters) || ps__family_at(c->family)->is_of_5)
@@ -139,6 +154,8 @@ static void fill(ps__jsonw *w, const ps__json *config, const ps_model_config *c,
   if (!c->tied_embeddings && !ps__json_get(config, TIE) &&
       ps__family_at(c->family)->tied_by_default)
     ps__jsonw_bool(w, TIE, false);
+  if (mxfp4)
+    write_mxfp4(w);
   ps__jsonw_end(w);
 }
 
@@ -206,13 +223,31 @@ ps_status ps__config_fill(ps__jsonw **out, const ps_model_config *c, const char 
   return st;
 }
 
+ps_status ps_model_config_saves_as(const ps_model_config *c, uint32_t dtype) {
+  const ps__family *family = c ? ps__family_at(c->family) : NULL;
+  if (!family || (dtype != PS_SAVE_MXFP4 && !ps_dtype_bytes((ps_dtype)dtype)))
+    return ps__fail(PS_EINVAL,
+                    "a model's config and a dtype must be given, PS_F32, PS_BF16 or PS_SAVE_MXFP4");
+  if (dtype != PS_SAVE_MXFP4)
+    return PS_OK;
+  if (strcmp(family->model_type, "gpt_oss"))
+    return ps__fail(PS_EINVAL, "mxfp4 is for gpt_oss alone: a model of %s is saved in bf16 or fp32",
+                    family->model_type);
+  if (c->dim % PS__MXFP4_BLOCK || c->expert_dim % PS__MXFP4_BLOCK)
+    return ps__fail(PS_EINVAL,
+                    "mxfp4 has blocks of %d numbers of a row: hidden_size, %u, and "
+                    "intermediate_size, %u, must be multiples of it",
+                    (int)PS__MXFP4_BLOCK, c->dim, c->expert_dim);
+  return PS_OK;
+}
+
 ps_status ps_model_config_write(const ps_model_config *cfg, const char *model_dir, ps_dtype dtype,
                                 const char *path) {
   ps__jsonw *w;
   size_t bytes = 0;
-  if (!cfg || !model_dir || !path || ps_dtype_bytes(dtype) == 0)
-    return ps__fail(PS_EINVAL, "ps_model_config_write: cfg, model_dir, a known dtype and path must "
-                               "be given");
+  if (!cfg || !model_dir || !path)
+    return ps__fail(PS_EINVAL, "ps_model_config_write: cfg, model_dir and path must be given");
+  PS_TRY(ps_model_config_saves_as(cfg, dtype));
   PS_TRY(ps_model_config_check(cfg, "ps_model_config_write"));
   PS_TRY(ps__config_fill(&w, cfg, model_dir, dtype));
   const char *text = ps__jsonw_text(w, &bytes);

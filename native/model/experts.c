@@ -6,7 +6,10 @@
  * The weight stands before W_down: then what an expert gives is neither saved nor made again, and
  * the router's gradient does not read it. Rows of the experts are sorted by expert: k times the
  * columns of a tensor with rows of tokens. The choice is saved with the block's input and never
- * made again. */
+ * made again.
+ *
+ * gpt-oss has biases on the logits, on g|u and on what an expert gives, and another gate
+ * (kernels/ops.h, moe_clamp_glu). */
 #include "model/experts.h"
 #include "core/core.h"
 #include "model/block.h"
@@ -28,7 +31,8 @@ typedef struct experts {
   uint8_t dxr;             /* [R,D]   gradient of xr */
   uint8_t dweights;        /* [T,k]   fp32 */
   uint8_t dlogits;         /* [T,E] */
-  uint16_t w_router, w_gu, w_down;
+  bool biased;
+  uint16_t w_router, w_gu, w_down, b_router, b_gu, b_down;
   ps__product router_p;
 } experts;
 
@@ -41,16 +45,35 @@ static ps_status begin(ps__half *h) {
   experts *t = h->own;
   const ps_model_config *c = &h->b->m->cfg;
   const float scale = c->residual_scale;
+  t->biased = ((const ps__experts_names *)h->use->names)->router_bias;
   t->e = c->n_experts;
   t->k = c->n_experts_used;
   t->n_expert = c->expert_dim;
   if (scale != 0.0f && scale != 1.0f)
     return ps__fail(PS_EINVAL, "experts in a model with a residual_multiplier of %g: it must be 1",
                     (double)scale);
+  if (t->biased != (c->glu_limit > 0))
+    return ps__fail(PS_EINVAL,
+                    "glu_limit is %g: it is above 0 where experts have biases, and 0 "
+                    "elsewhere",
+                    (double)c->glu_limit);
   return ps__check_experts(1, t->e, t->k, "experts");
 }
 
 /* ---- what there is --------------------------------------------------------------------------- */
+
+/* In the first unit: the experts' unit has two operands, whose experts may move one by one. */
+static void define_biases(ps__half *h) {
+  experts *t = h->own;
+  const ps__experts_names *n = h->use->names;
+  ps__layer_def *d = h->b->d;
+  t->b_router = ps__def_param(d, n->router_bias, PS_PARAM_BIAS, t->e, 0);
+  ps__def_what(d, "router bias");
+  t->b_gu = ps__def_param(d, n->gate_bias, PS_PARAM_BIAS, t->e, 2 * t->n_expert);
+  ps__def_what(d, "experts' gate_up bias");
+  t->b_down = ps__def_param(d, n->down_bias, PS_PARAM_BIAS, t->e, h->b->dim);
+  ps__def_what(d, "experts' down bias");
+}
 
 /* The experts are a unit of their own. All of gate and up is one span, and so is all of down: each
  * is one operand of a product. */
@@ -62,14 +85,18 @@ static void define_params(ps__half *h) {
   ps__layer_def *d = h->b->d;
   t->w_router = ps__def_param(d, n->router, PS_PARAM_MATRIX, t->e, dim);
   ps__def_what(d, "router");
+  if (t->biased)
+    define_biases(h);
   ps__def_unit(d, ps__base_is_frozen(h->b->m));
   for (uint32_t e = 0; e < t->e; e++) {
-    const char *gate = ps__def_name(d, n->gate, e), *up = ps__def_name(d, n->up, e);
+    const char *gate = ps__def_name(d, n->gate, e);
+    const uint32_t rows = n->up ? t->n_expert : 2 * t->n_expert;
     if (e == 0)
-      t->w_gu = ps__def_param(d, gate, PS_PARAM_MATRIX, t->n_expert, dim);
+      t->w_gu = ps__def_param(d, gate, PS_PARAM_MATRIX, rows, dim);
     else
-      ps__def_param_after(d, gate, PS_PARAM_MATRIX, t->n_expert, dim);
-    ps__def_param_after(d, up, PS_PARAM_MATRIX, t->n_expert, dim);
+      ps__def_param_after(d, gate, PS_PARAM_MATRIX, rows, dim);
+    if (n->up)
+      ps__def_param_after(d, ps__def_name(d, n->up, e), PS_PARAM_MATRIX, rows, dim);
   }
   ps__def_what(d, "experts' gate_up");
   for (uint32_t e = 0; e < t->e; e++) {
@@ -144,6 +171,21 @@ static ps__args_moe_glu gate_of(const ps__half *h) {
       .n_used = t->k, .expert_dim = t->n_expert, .dt = m->dt, .activation = m->cfg.activation};
 }
 
+static ps__args_moe_clamp_glu clamp_of(const ps__half *h) {
+  const experts *t = h->own;
+  const ps_model *m = h->b->m;
+  return (ps__args_moe_clamp_glu){.n_used = t->k,
+                                  .n_experts = t->e,
+                                  .expert_dim = t->n_expert,
+                                  .dt = m->dt,
+                                  .alpha = m->cfg.glu_alpha,
+                                  .limit = m->cfg.glu_limit};
+}
+static ps__args_moe_bias bias_of(const ps__half *h, uint32_t cols) {
+  const experts *t = h->own;
+  return (ps__args_moe_bias){.n_used = t->k, .n_experts = t->e, .cols = cols, .dt = h->b->m->dt};
+}
+
 static void define_route(const ps__half *h) {
   const experts *t = h->own;
   const ps_model *m = h->b->m;
@@ -154,6 +196,10 @@ static void define_route(const ps__half *h) {
       .n_experts = t->e, .n_used = t->k, .renorm = m->cfg.norm_topk_prob};
   const ps__args_moe_index index = {.n_experts = t->e, .n_used = t->k};
   PS__FWD(d, ps__k_gemm, logits, PS__R(h->x.stored), PS__P(t->w_router), PS__W(t->logits));
+  if (t->biased) {
+    const ps__args_add_bias bias = {.cols = t->e, .dt = m->dt};
+    PS__FWD(d, ps__k_add_bias, bias, PS__RW(t->logits), PS__P(t->b_router));
+  }
   PS__FWD(d, ps__k_moe_route, route, PS__R(t->logits), PS__W(t->ids), PS__W(t->weights));
   PS__FWD(d, ps__k_moe_index, index, PS__R(t->ids), PS__W(t->offsets), PS__W(t->slot));
 }
@@ -168,16 +214,25 @@ static void define_forward(ps__half *h) {
   const ps__args_moe_glu gate = gate_of(h);
   ps__args_moe_rows combine = gather;
   combine.has_residual = h->residual != PS__NONE;
+  combine.has_bias = t->biased;
   ps__half_input(h, false);
   define_route(h);
   PS__FWD(d, ps__k_moe_gather, gather, PS__R(h->x.stored), PS__R(t->slot), PS__W(t->xr));
   PS__FWD(d, ps__k_gemm_grouped, gate_up, PS__R(t->xr), PS__P(t->w_gu), PS__R(t->offsets),
           PS__W(t->gu));
-  PS__FWD(d, ps__k_moe_glu, gate, PS__R(t->gu), PS__R(t->weights), PS__R(t->slot), PS__W(t->s));
+  if (t->biased) {
+    const ps__args_moe_clamp_glu clamp = clamp_of(h);
+    PS__FWD(d, ps__k_moe_clamp_glu, clamp, PS__R(t->gu), PS__P(t->b_gu), PS__R(t->ids),
+            PS__R(t->weights), PS__R(t->slot), PS__W(t->s));
+  } else {
+    PS__FWD(d, ps__k_moe_glu, gate, PS__R(t->gu), PS__R(t->weights), PS__R(t->slot), PS__W(t->s));
+  }
   PS__FWD(d, ps__k_gemm_grouped, down, PS__R(t->s), PS__P(t->w_down), PS__R(t->offsets),
           PS__W(t->z));
   PS__FWD(d, ps__k_moe_combine, combine, PS__R(t->z), PS__R(t->slot), PS__W(h->y),
-          PS__SYM_IF(combine.has_residual, PS__R((uint8_t)h->residual)));
+          PS__SYM_IF(combine.has_residual, PS__R((uint8_t)h->residual)),
+          PS__SYM_IF(t->biased, PS__P(t->b_down)), PS__SYM_IF(t->biased, PS__R(t->weights)),
+          PS__SYM_IF(t->biased, PS__R(t->ids)));
 }
 
 /* From the gradients of weights to those of the router and, on top of the experts', of x. */
@@ -196,8 +251,36 @@ static void define_route_backward(const ps__half *h) {
   const ps__operand dlogits = {.stored = t->dlogits};
   PS__BWD(d, ps__k_moe_route_bwd, route, PS__R(t->logits), PS__R(t->ids), PS__R(t->weights),
           PS__R(t->dweights), PS__R(t->offsets), PS__W(t->dlogits), PS__ROUTED);
+  const ps__args_colsum bias = {.cols = t->e, .ld = t->e, .dt = m->dt};
+  if (t->biased)
+    PS__BWD(d, ps__k_colsum, bias, PS__R(t->dlogits), PS__G(t->b_router));
   ps__product_dw(m, d, &t->router_p, dlogits, h->x, 0);
   ps__product_dx(m, d, &t->router_p, dlogits, h->dx, 0, true);
+}
+
+/* From ds and gu to their gradients, and to dweights. */
+static void define_gate_backward(const ps__half *h) {
+  const experts *t = h->own;
+  ps__layer_def *d = h->b->d;
+  const uint32_t dim = h->b->dim;
+  if (!t->biased) {
+    const ps__args_moe_glu gate = gate_of(h);
+    PS__BWD(d, ps__k_moe_glu_bwd, gate, PS__RW(t->ds), PS__RW(t->gu), PS__R(t->weights),
+            PS__R(t->slot), PS__W(t->dweights)); /* leaves s in ds */
+    return;
+  }
+  const ps__args_moe_clamp_glu gate = clamp_of(h);
+  const ps__args_moe_bias dot = bias_of(h, dim), of_gu = bias_of(h, 2 * t->n_expert);
+  ps__args_moe_bias of_down = dot;
+  of_down.weighted = 1;
+  PS__BWD(d, ps__k_moe_clamp_glu_bwd, gate, PS__RW(t->ds), PS__RW(t->gu), PS__P(t->b_gu),
+          PS__R(t->ids), PS__R(t->weights), PS__R(t->slot), PS__W(t->dweights)); /* s in ds */
+  PS__BWD(d, ps__k_moe_bias_dot, dot, PS__R(h->dy), PS__P(t->b_down), PS__R(t->ids),
+          PS__RW(t->dweights));
+  PS__BWD(d, ps__k_moe_bias_sum, of_gu, PS__R(t->gu), PS__R(t->ids), PS__R(t->slot),
+          PS__R(t->weights), PS__G(t->b_gu));
+  PS__BWD(d, ps__k_moe_bias_sum, of_down, PS__R(t->dz), PS__R(t->ids), PS__R(t->slot),
+          PS__R(t->weights), PS__G(t->b_down));
 }
 
 static void define_backward(ps__half *h) {
@@ -209,14 +292,12 @@ static void define_backward(ps__half *h) {
                               gate_up_dx = product(h, PS_GEMM_DGRAD, 2 * n, dim),
                               gate_up_dw = product(h, PS_GEMM_WGRAD, 2 * n, dim);
   const ps__args_moe_rows gather = rows_of(h);
-  const ps__args_moe_glu gate = gate_of(h);
   ps__args_moe_rows combine = gather;
   combine.accumulate = h->adds_dx;
   PS__BWD(d, ps__k_moe_gather, gather, PS__R(h->dy), PS__R(t->slot), PS__W(t->dz));
   PS__BWD(d, ps__k_gemm_grouped, down_dx, PS__R(t->dz), PS__P(t->w_down), PS__R(t->offsets),
           PS__W(t->ds));
-  PS__BWD(d, ps__k_moe_glu_bwd, gate, PS__RW(t->ds), PS__RW(t->gu), PS__R(t->weights),
-          PS__R(t->slot), PS__W(t->dweights)); /* leaves s in ds */
+  define_gate_backward(h);
   PS__BWD(d, ps__k_gemm_grouped, down_dw, PS__R(t->dz), PS__R(t->ds), PS__R(t->offsets),
           PS__G(t->w_down));
   ps__half_input(h, true);

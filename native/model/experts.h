@@ -3,9 +3,12 @@
 #define PS_MODEL_EXPERTS_H
 #include "model/decoder.h"
 
-/* Those of experts have the expert's number in the place of "%u". */
+/* Those of experts have the expert's number in the place of "%u". With biases, of which there are
+ * all or none, gate has the rows of gate and up by turns, and up is NULL; an expert's bias is a row
+ * of its bias tensor. */
 typedef struct ps__experts_names {
   const char *router, *gate, *up, *down;
+  const char *router_bias, *gate_bias, *down_bias;
 } ps__experts_names;
 
 extern const ps__half_kind ps__experts;

@@ -6,6 +6,7 @@
 #include "train/arrays.h"
 #include "io/tower.h"
 #include "train/adapter.h"
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -31,6 +32,8 @@ typedef struct job {
   ps_tensor_writer *writer[1 + PS_MAX_STATES];
   uint32_t *param[1 + PS_MAX_STATES]; /* [array][i]: the first parameter of the array's tensor i, */
   uint32_t *n_of[1 + PS_MAX_STATES];  /* and how many parameters are in it; 0: it is carried */
+  uint8_t *form[1 + PS_MAX_STATES];   /* ps__form */
+  double (*error)[2];                 /* of each file: ps__form_write() */
   out_file *file;
   _Atomic uint32_t *left; /* [unit][part]: tensors that are not read yet */
   char *buffers;          /* PIECE_BYTES for each thread */
@@ -73,6 +76,27 @@ static uint32_t fuse(const ps_model *m, uint32_t i, char name[PS_PARAM_NAME_BYTE
   return each * m->cfg.n_experts;
 }
 
+typedef char disk_name[PS__PEFT_NAME_BYTES + PS__TOWER_PREFIX_BYTES];
+
+/* The specs of experts of gpt-oss, one or two, beginning with @spec: how many. */
+static uint32_t form_specs(job *j, uint32_t a, ps_tensor_spec *spec, disk_name *name, uint32_t n) {
+  const ps_param_info *p = &j->t->plan->model->param[j->param[a][n]];
+  const ps__form forms[2] = {j->o->mxfp4 ? PS__FORM_BLOCKS : PS__FORM_TRANSPOSED, PS__FORM_SCALES};
+  for (uint32_t i = 0; i < (j->o->mxfp4 ? 2u : 1u); i++) {
+    if (i) {
+      spec[i] = spec[0];
+      memcpy(name[i], name[0], sizeof *name);
+      name[i][strlen(name[i]) - strlen("_blocks")] = 0;
+      j->param[a][n + i] = j->param[a][n];
+      j->n_of[a][n + i] = j->n_of[a][n];
+      spec[i].name = name[i];
+    }
+    ps__form_spec(&spec[i], forms[i], p, j->t->plan->model->cfg.n_experts, name[i], sizeof *name);
+    j->form[a][n + i] = (uint8_t)forms[i];
+  }
+  return j->o->mxfp4 ? 2 : 1;
+}
+
 static int by_width(const void *x, const void *y, void *file) {
   ps_tensor_info a, b;
   const uint32_t i = *(const uint32_t *)x, k = *(const uint32_t *)y;
@@ -100,8 +124,6 @@ static ps_status open_carried(job *j) {
   qsort_r(c->idx, c->n, sizeof *c->idx, by_width, c->f);
   return PS_OK;
 }
-
-typedef char disk_name[PS__PEFT_NAME_BYTES + PS__TOWER_PREFIX_BYTES];
 
 /* The specs of the array's tensors, by the names that they have on disk; those that are carried
  * come last. */
@@ -135,8 +157,11 @@ static ps_status fill_specs(job *j, uint32_t a, ps_tensor_spec *specs, ps_tensor
     ps__name_on_disk(name[*n], sizeof *name, layout, adapter ? peft : s->name);
     s->name = name[*n];
     j->param[a][*n] = i;
-    j->n_of[a][(*n)++] = of;
-    atomic_fetch_add(&j->left[p->unit * PS__N_PARTS + part_of(array)], of);
+    j->n_of[a][*n] = of;
+    const uint32_t specs_of =
+        j->o->fused && ps__fused_transposed(p->name) ? form_specs(j, a, s, &name[*n], *n) : 1;
+    *n += specs_of;
+    atomic_fetch_add(&j->left[p->unit * PS__N_PARTS + part_of(array)], of * specs_of);
   }
   for (uint32_t i = 0; weights && i < j->carried.n; i++) {
     PS_TRY(ps_tensors_info(j->carried.f, j->carried.idx[i], &info[i]));
@@ -152,7 +177,8 @@ static ps_status fill_specs(job *j, uint32_t a, ps_tensor_spec *specs, ps_tensor
 
 /* An adapter's weights are one file, as PEFT reads them. */
 static ps_status create_writer(job *j, uint32_t a) {
-  const uint32_t most = j->t->plan->model->n_params + j->carried.n;
+  const ps_model *m = j->t->plan->model;
+  const uint32_t most = m->n_params + j->carried.n + 2 * m->cfg.n_layers; /* two of MXFP4 */
   const ps__array *array = &j->o->array[a];
   const bool adapter = array->what == PS__ARRAY_UPDATED && ps__has_adapters(j->t);
   ps_tensor_spec *specs = ps__calloc(most, sizeof *specs);
@@ -161,7 +187,8 @@ static ps_status create_writer(job *j, uint32_t a) {
   uint32_t n = 0;
   j->param[a] = ps__calloc(most, sizeof *j->param[a]);
   j->n_of[a] = ps__calloc(most, sizeof *j->n_of[a]);
-  ps_status st = specs && info && name && j->param[a] && j->n_of[a]
+  j->form[a] = ps__calloc(most, sizeof *j->form[a]);
+  ps_status st = specs && info && name && j->param[a] && j->n_of[a] && j->form[a]
                      ? fill_specs(j, a, specs, info, name, &n)
                      : no_memory(j->o);
   const char *const meta[] = {PS__BASE_MARK, j->t->base_mark};
@@ -225,7 +252,8 @@ static ps_status prepare(job *j, uint32_t n_threads) {
   }
   j->file = ps__calloc(n, sizeof *j->file);
   o->hashed = ps__calloc(n, sizeof *o->hashed);
-  if (!j->file || !o->hashed)
+  j->error = ps__calloc(n, sizeof *j->error);
+  if (!j->file || !o->hashed || !j->error)
     return no_memory(o);
   for (uint32_t a = 0; a < o->n_arrays; a++)
     for (uint64_t k = 0; k < ps__tensors_n_files(j->writer[a]); k++) {
@@ -306,6 +334,7 @@ static ps_status copy_carried(job *j, ps__tensors_file *f, uint32_t i, void *buf
 
 static ps_status write_file(job *j, const out_file *of, ps__hashed *hashed, void *buffer) {
   ps_tensor_writer *w = j->writer[of->array];
+  const ps__array *array = &j->o->array[of->array];
   uint64_t first, n;
   ps__tensors_file f;
   ps__tensors_in_file(w, of->k, &first, &n);
@@ -313,9 +342,13 @@ static ps_status write_file(job *j, const out_file *of, ps__hashed *hashed, void
   for (uint64_t i = first; st == PS_OK && i < first + n; i++) {
     if (!j->n_of[of->array][i])
       st = copy_carried(j, &f, j->param[of->array][i], buffer);
+    const ps_param_info *p = &j->t->plan->model->param[j->param[of->array][i]];
+    const ps__form form = (ps__form)j->form[of->array][i];
     for (uint32_t k = 0; st == PS_OK && k < j->n_of[of->array][i]; k++)
-      st = write_held_tensor(j, &f, &j->o->array[of->array],
-                             &j->t->plan->model->param[j->param[of->array][i] + k], buffer);
+      st = form == PS__FORM_PLAIN
+               ? write_held_tensor(j, &f, array, p + k, buffer)
+               : ps__form_write(j->t, &f, array, p + k, form, buffer, PIECE_BYTES / sizeof(float),
+                                &j->failed, j->error[of - j->file]);
   }
   return ps__tensors_end(&f, st, hashed);
 }
@@ -359,6 +392,11 @@ ps_status ps__trainer_write_arrays(ps_trainer *t, ps__output *o) {
   ps_status st = prepare(&j, n_threads);
   if (st == PS_OK)
     st = write_files(&j, n_threads);
+  double sum[2] = {0, 0};
+  for (size_t i = 0; st == PS_OK && i < o->n_hashed; i++)
+    for (int k = 0; k < 2; k++)
+      sum[k] += j.error[i][k];
+  o->rounding = sum[1] > 0 ? sqrt(sum[0] / sum[1]) : 0;
   for (uint32_t a = 0; a < o->n_arrays; a++) {
     if (st == PS_OK)
       st = ps_tensors_finish(j.writer[a]);
@@ -366,7 +404,9 @@ ps_status ps__trainer_write_arrays(ps_trainer *t, ps__output *o) {
       ps_tensors_abort(j.writer[a]);
     ps__free(j.param[a]);
     ps__free(j.n_of[a]);
+    ps__free(j.form[a]);
   }
+  ps__free(j.error);
   ps_tensors_close(j.carried.f);
   ps__free(j.carried.idx);
   ps__free(j.file);

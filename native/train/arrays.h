@@ -18,10 +18,30 @@ typedef struct ps__output {
   uint32_t n_arrays;
   uint64_t max_file_bytes;
   bool fused;         /* a layer's experts are one tensor, as in the files that were read */
+  bool mxfp4;         /* with fused: experts of gpt-oss in MXFP4, the other tensors in bf16 */
   bool held;          /* steps run meanwhile: each part is awaited and released (hold.h) */
   ps__hashed *hashed; /* out, owned by the caller: the tensors' files */
   size_t n_hashed;
+  double rounding; /* out, with mxfp4: the experts' root mean square error, relative to theirs */
 } ps__output;
+
+/* How parameters stand in a file's tensor (forms.c). */
+typedef enum ps__form {
+  PS__FORM_PLAIN,
+  PS__FORM_TRANSPOSED,
+  PS__FORM_BLOCKS, /* of MXFP4 */
+  PS__FORM_SCALES
+} ps__form;
+/* ps__form_spec() - the spec of @form of the fused tensor [experts, rows, cols] of parameters @p,
+ * whose name is in @name of @bytes and may become longer.
+ * ps__form_write() - write @p, of which @buffer has room for @room numbers. error[0] and [1] are
+ * added the squares of what MXFP4 changes and of all numbers. PS_EIO, PS_EDEVICE, PS_ENOMEM;
+ * PS_ECANCELLED once *@failed is set. */
+void ps__form_spec(ps_tensor_spec *spec, ps__form form, const ps_param_info *p, uint32_t n_experts,
+                   char *name, size_t bytes);
+ps_status ps__form_write(const ps_trainer *t, ps__tensors_file *f, const ps__array *a,
+                         const ps_param_info *p, ps__form form, float *buffer, uint64_t room,
+                         const _Atomic uint32_t *failed, double error[2]);
 
 /* CPUs for what runs beside the steps: half of all, because training has work for the others. */
 uint32_t ps__cpus_beside_training(void);

@@ -1,4 +1,5 @@
 /* params.c - the host-resident parameters: loads, reads and writes them. */
+#include "io/io.h"
 #include "model/adapter.h"
 #include "train/trainer.h"
 #include <string.h>
@@ -69,11 +70,11 @@ ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst, uint64
 
 /* ---- loading --------------------------------------------------------------------------------- */
 
-/* Into a master copy of 24 bits by way of @buffer. */
+/* Into a master copy of 24 bits by way of @buffer, of @split numbers. */
 static ps_status load_numbers(ps_trainer *t, ps_tensor_file *f, uint64_t idx,
-                              const ps_param_info *p, float *buffer) {
-  for (uint64_t first = 0; first < p->n; first += SPLIT) {
-    const uint64_t n = p->n - first < SPLIT ? p->n - first : SPLIT;
+                              const ps_param_info *p, float *buffer, uint64_t split) {
+  for (uint64_t first = 0; first < p->n; first += split) {
+    const uint64_t n = p->n - first < split ? p->n - first : split;
     PS_TRY(ps_tensors_read(f, idx, first, n, PS_F32, buffer));
     ps__updated_put(t, p->unit, p->offset + first, n, PS_F32, buffer);
   }
@@ -91,8 +92,10 @@ ps_status ps__trainer_load_param(ps_trainer *t, ps_tensor_file *f, uint64_t idx,
     return PS_OK;
   }
   if ((uint32_t)dtype == PS__I8) {
-    float *buffer = ps__malloc(SPLIT * sizeof *buffer);
-    const ps_status st = buffer ? load_numbers(t, f, idx, p, buffer)
+    const uint64_t most = ps__tensors_transposed(f, idx) ? PIECE : SPLIT,
+                   split = p->n < most ? p->n : most;
+    float *buffer = ps__malloc(split * sizeof *buffer);
+    const ps_status st = buffer ? load_numbers(t, f, idx, p, buffer, split)
                                 : ps__fail(PS_ENOMEM, "no memory left to read %s", p->name);
     ps__free(buffer);
     return st;

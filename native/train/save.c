@@ -92,9 +92,16 @@ ps_status ps__trainer_write_config(ps_trainer *t, ps__stage *stage, const char *
   return ps__has_adapters(t) ? ps__adapter_write_config(t, stage, dir) : PS_OK;
 }
 
+/* gpt-oss has its experts fused in every file. */
+static bool is_gpt_oss(const ps_trainer *t) {
+  return !strcmp(ps_model_family_name(t->plan->model->cfg.family), "gpt_oss");
+}
+
 /* Whether the model was read from files with fused experts: it is written as it was read. */
 static bool was_fused(const ps_trainer *t) {
   ps_tensor_file *f;
+  if (is_gpt_oss(t))
+    return true;
   if (!t->plan->model->cfg.n_experts || ps_tensors_open(&f, t->model_dir) != PS_OK)
     return false;
   const bool fused = ps__tensors_fused(f);
@@ -108,11 +115,16 @@ static ps_status ask(const ps__stage *stage, const char *dir, ps_ready_fn ready,
   return st == PS_OK ? PS_OK : ps__fail(st, "%s: the caller does not let it be replaced", dir);
 }
 
-static ps_status save(ps_trainer *t, const char *dir, ps_dtype dtype, uint64_t max_shard_bytes,
+static ps_status save(ps_trainer *t, const char *dir, ps_dtype given, uint64_t max_shard_bytes,
                       ps_ready_fn ready, void *user) {
   ps__stage *stage;
-  if (!t || !dir || !*dir || ps_dtype_bytes(dtype) == 0)
-    return ps__fail(PS_EINVAL, "ps_trainer_save: trainer, dir and a known dtype must be given");
+  if (!t || !dir || !*dir)
+    return ps__fail(PS_EINVAL, "ps_trainer_save: trainer and dir must be given");
+  const bool mxfp4 = (uint32_t)given == PS_SAVE_MXFP4;
+  PS_TRY(ps_model_config_saves_as(&t->plan->model->cfg, given));
+  if (mxfp4 && ps__has_adapters(t))
+    return ps__fail(PS_EINVAL, "mxfp4 is for a whole model: adapters are saved in bf16 or fp32");
+  const ps_dtype dtype = mxfp4 ? PS_BF16 : given;
   PS_TRY(ps__trainer_idle(t));
   PS_TRY(ps__stage_open(&stage, dir));
   const ps__array weights = {ps__weights_stem(t), dtype, PS__ARRAY_UPDATED};
@@ -121,13 +133,19 @@ static ps_status save(ps_trainer *t, const char *dir, ps_dtype dtype, uint64_t m
                   .array = &weights,
                   .n_arrays = 1,
                   .fused = !ps__has_adapters(t) && was_fused(t),
+                  .mxfp4 = mxfp4,
                   .max_file_bytes = max_shard_bytes};
-  ps_status st = ps__trainer_write_config(t, stage, dir, dtype);
+  ps_status st = ps__trainer_write_config(t, stage, dir, given);
   if (st == PS_OK)
     st = ps__stage_write_record(stage, dir);
   if (st == PS_OK)
     st = ps__trainer_write_arrays(t, &o);
   ps__free(o.hashed);
+  if (st == PS_OK && mxfp4)
+    ps__log(PS_LOG_WARN,
+            "%s: experts are saved in MXFP4, which changes their weights by %.2f%% (root mean "
+            "square, of theirs)",
+            dir, 100 * o.rounding);
   if (st == PS_OK)
     st = ask(stage, dir, ready, user);
   if (st == PS_OK)

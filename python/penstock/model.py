@@ -9,6 +9,7 @@ from ._lib import as_dict, check, encode_path, ffi, lib, struct, text
 
 ROLES = ("matrix", "norm", "bias")
 DTYPES = {"fp32": lib.PS_F32, "bf16": lib.PS_BF16}
+SAVE_DTYPES = DTYPES | {"mxfp4": lib.PS_SAVE_MXFP4}  # of gpt-oss
 _ARRAYS = {"fp32": np.float32, "bf16": np.uint16}  # numpy has no bf16: its bits
 
 

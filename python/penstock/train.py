@@ -16,7 +16,7 @@ from .dataset import Dataset
 from .engine import read_trace, read_where
 from .errors import StateError
 from .generator import generate
-from .model import DTYPES, Parameter
+from .model import SAVE_DTYPES, Parameter
 from .plan import Hardware, Plan, disk_dirs
 
 REPLANS = {"off": lib.PS_REPLAN_OFF, "auto": lib.PS_REPLAN_AUTO, "cut": lib.PS_REPLAN_CUT}
@@ -529,13 +529,13 @@ class Trainer(Owner):
             )
 
     def save(self, directory, dtype: str | None = None) -> None:
-        """Save the model as a Hugging Face directory, with safetensors in "bf16" (the default) or
-        "fp32". With a plan with lora: save the adapter in PEFT's layout, by default in "fp32".
+        """Save the model as a Hugging Face directory, with safetensors in "bf16" (the default),
+        "fp32" or, of gpt-oss, "mxfp4". With a plan with lora: save the adapter in PEFT's layout, by default in "fp32".
         Whatever ends the save, the directory holds the whole old model or the whole new one. Its
         other files stay."""
         dtype = dtype or ("fp32" if self.plan.config.lora.rank else "bf16")
         with self._handle.turn():
-            check(lib.ps_trainer_save(self._handle.ptr, encode_path(directory), DTYPES[dtype]))
+            check(lib.ps_trainer_save(self._handle.ptr, encode_path(directory), SAVE_DTYPES[dtype]))
 
     def checkpoint(self, folder, keep: int = 0, wait: bool = True) -> str:
         """Write the complete state as the checkpoint `folder`/step-N, whose path is returned.

@@ -22,7 +22,8 @@
   X(smollm3)                                                                                       \
   X(olmoe)                                                                                         \
   X(qwen3_moe)                                                                                     \
-  X(mixtral)
+  X(mixtral)                                                                                       \
+  X(gpt_oss)
 #define DECLARE(name) extern const ps__family ps__family_##name;
 #define ENTRY(name)   &ps__family_##name,
 
