@@ -29,13 +29,16 @@ def test_native(name):
     [
         ("test_engine_hazards", "200000"),
         ("test_plan", "all"),
+        ("test_caps", "all"),
+        ("test_train_beside", "all"),
         ("test_device_faults", "all"),
         ("test_switch", "all"),
     ],
 )
 def test_many_random_programs(name, much):
-    """Twenty times the random programs that `make test` runs, every case of random plans, a fault
-    in every op of three devices, and hundreds of switches from plan to plan."""
+    """Twenty times the random programs that `make test` runs, every case of random plans and of
+    candidates, a fault in every op of three devices, hundreds of switches from plan to plan, and
+    checkpoints beside every recipe, optimizer and placement."""
     run_program(name, much)
 
 

@@ -175,7 +175,7 @@ static void test_read_fails(bool clip, placement where) {
     ps_trainer_destroy(t);
   }
   for (uint64_t i = 0; i < N_READS; i++)
-    read_fails(plan, ds, clip, 1 + i * 7 % (MOST * SEQUENCES + SEQUENCES), expected);
+    read_fails(plan, ds, clip, 1 + i * 5 % (MOST * SEQUENCES + SEQUENCES), expected);
   ps_plan_destroy(plan);
   ps_dataset_close(ds);
 }
