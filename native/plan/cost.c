@@ -299,19 +299,19 @@ static double link_rate(const ps_hardware *hw, uint32_t from, uint32_t to) {
 /* Each alone, and both together, of a drive that was not measured: PCIe 4.0, past its cache. */
 static const double DISK_READ = 5e9, DISK_WRITE = 1.5e9, DISK_DUPLEX = 3e9;
 
-static double disk_rate(const ps_hardware *hw, bool write) {
+double ps__disk_rate(const ps_hardware *hw, bool write) {
   const double rate = hw->link[write ? PS_LINK_DISK_WRITE : PS_LINK_DISK_READ].bytes_per_s;
   return rate > 0 ? rate : write ? DISK_WRITE : DISK_READ;
 }
-static double disk_duplex(const ps_hardware *hw) {
+double ps__disk_duplex(const ps_hardware *hw) {
   const double rate = hw->link[PS_LINK_DISK_READ].duplex_bytes_per_s;
   return rate > 0 ? rate : DISK_DUPLEX;
 }
 
 double ps__disk_ns(const ps_hardware *hw, uint64_t bytes) {
   const double n = (double)bytes;
-  return larger(larger(n / disk_rate(hw, false), n / disk_rate(hw, true)),
-                2 * n / disk_duplex(hw)) *
+  return larger(larger(n / ps__disk_rate(hw, false), n / ps__disk_rate(hw, true)),
+                2 * n / ps__disk_duplex(hw)) *
          1e9;
 }
 
@@ -323,8 +323,8 @@ static ps__copy_rate copy_rate(const ps_hardware *hw, const ps__places *at, cons
     return (ps__copy_rate){.copies = true,
                            .disk = true,
                            .bus = ps__bus_of(at, link->resource),
-                           .bytes_per_s = disk_rate(hw, to == PS_PLACE_DISK),
-                           .duplex_bytes_per_s = disk_duplex(hw)};
+                           .bytes_per_s = ps__disk_rate(hw, to == PS_PLACE_DISK),
+                           .duplex_bytes_per_s = ps__disk_duplex(hw)};
   return (ps__copy_rate){.copies = true,
                          .peers = peers,
                          .kind = from == PS_PLACE_HOST ? H2D : D2H,

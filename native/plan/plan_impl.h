@@ -258,8 +258,12 @@ const ps_contention_rate *ps__contention_entry(const ps_contention_rate *table, 
                                                uint32_t sum_threads);
 /* ps__gpus_measured() - whether the contention of @n_devices GPUs that copy at once was measured.
  * ps__gpus_copies() - the rates of each of them while all copy both ways; NULL: not measured. */
-/* ps__disk_ns() - of reading and writing so many bytes of a disk at once. */
+/* ps__disk_ns() - of reading and writing so many bytes of a disk at once.
+ * ps__disk_rate(), ps__disk_duplex() - of reads or writes alone, of both together; what a drive
+ * usually has where none was measured. */
 double ps__disk_ns(const ps_hardware *hw, uint64_t bytes);
+double ps__disk_rate(const ps_hardware *hw, bool write);
+double ps__disk_duplex(const ps_hardware *hw);
 bool ps__gpus_measured(const ps_hardware *hw, uint32_t n_devices);
 const ps_contention_rate *ps__gpus_copies(const ps_hardware *hw, uint32_t n_devices);
 void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out); /* a ps_sim_cost_fn */

@@ -38,15 +38,15 @@ static uint32_t device_resource(const ps_hardware *hw, const ps__vop *op) {
   }
 }
 
-/* NONE: the op's time says nothing of the machine, as it reads files or waits for other hosts; the
- * disk's rates are not followed. */
+/* NONE: the op's time says nothing of the machine, as it reads files of tokens or waits for other
+ * hosts. */
 static uint32_t resource_of(const ps__places *at, const ps_hardware *hw, const ps__vop *op) {
   if (ps__link_of(at, op->stream))
     switch (ps__direction(at, op->stream)) {
     case PS__TO_DEVICE: return PS__SPEED_H2D;
     case PS__TO_HOST: return PS__SPEED_D2H;
-    case PS__FROM_DISK:
-    case PS__TO_DISK: return NONE;
+    case PS__FROM_DISK: return PS__SPEED_DISK_READ;
+    case PS__TO_DISK: return PS__SPEED_DISK_WRITE;
     default: return PS__SPEED_PEERS;
     }
   if (op->stream == at->net)

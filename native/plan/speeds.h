@@ -27,6 +27,8 @@ typedef enum ps__resource {
   PS__SPEED_ATTENTION_FWD,
   PS__SPEED_ATTENTION_BWD,
   PS__SPEED_ELEMENTWISE,
+  PS__SPEED_DISK_READ,
+  PS__SPEED_DISK_WRITE,
   PS__N_SPEEDS
 } ps__resource;
 

@@ -414,6 +414,18 @@ static void apply_products(ps_hardware *hw, const ps__speeds *s) {
   }
 }
 
+/* Both ways share the drive, whose rate for both together follows what they have as means. */
+static void apply_disk(ps_hardware *hw, const ps__speeds *s) {
+  const double both = mean_speed(s, PS__SPEED_DISK_READ, PS__SPEED_DISK_WRITE, ANY_SET);
+  if (!(both > 0))
+    return;
+  ps_link_rate *read = &hw->link[PS_LINK_DISK_READ], *write = &hw->link[PS_LINK_DISK_WRITE];
+  const double duplex = ps__disk_duplex(hw) * both;
+  read->bytes_per_s = ps__disk_rate(hw, false) * factor(s, PS__SPEED_DISK_READ);
+  write->bytes_per_s = ps__disk_rate(hw, true) * factor(s, PS__SPEED_DISK_WRITE);
+  read->duplex_bytes_per_s = write->duplex_bytes_per_s = duplex;
+}
+
 void ps__speeds_apply(ps_hardware *hw, const ps__speeds *s) {
   if (hw->contention[0].kinds)
     apply_measured(hw, s);
@@ -422,4 +434,5 @@ void ps__speeds_apply(ps_hardware *hw, const ps__speeds *s) {
   apply_products(hw, s);
   hw->gather_bytes_per_s *= factor(s, PS__SPEED_GATHER);
   hw->link[PS_LINK_PEER].bytes_per_s *= factor(s, PS__SPEED_PEERS);
+  apply_disk(hw, s);
 }

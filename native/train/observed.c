@@ -18,6 +18,8 @@ enum {
   WARMUP = 2,
   STALLS = 256
 };
+enum { DISK_TEXT = 128 };
+static const double DISK_NOTICED = 0.2;      /* of its rates */
 enum { FIRST_REST = 5, LONGEST_REST = 320 }; /* steps between two lines: twice as many each time */
 
 struct ps__observer {
@@ -228,10 +230,26 @@ static void find_wait(const ps__observer *o, const ps_plan *p, int side, ps__not
   }
 }
 
+/* No wait of the GPU is for the drive itself: updates wait for it, and weights for updates. */
+static void say_disk(const ps__observer *o, const ps_plan *p, char text[DISK_TEXT]) {
+  ps_hardware hw = p->hw;
+  text[0] = 0;
+  if (p->at->disk == PS__NO_PLACE || !o->n_seen)
+    return;
+  ps__speeds_apply(&hw, &o->speeds);
+  const double read = ps__disk_rate(&hw, false), write = ps__disk_rate(&hw, true),
+               of_read = ps__disk_rate(&p->hw, false), of_write = ps__disk_rate(&p->hw, true);
+  if (fmax(fabs(read / of_read - 1), fabs(write / of_write - 1)) > DISK_NOTICED)
+    snprintf(text, DISK_TEXT,
+             "; the disk reads %.3g GB/s, planned %.3g GB/s, and writes %.3g GB/s, planned %.3g "
+             "GB/s",
+             read * 1e-9, of_read * 1e-9, write * 1e-9, of_write * 1e-9);
+}
+
 static void say(const ps__observer *o, const ps_plan *p) {
   const ps__notice *n = &o->notice;
   const double off = n->measured_s / n->planned_s - 1;
-  char why[192] = "", expected[64] = "";
+  char why[192] = "", expected[64] = "", disk[DISK_TEXT];
   if (n->wait.what[0])
     snprintf(why, sizeof why, ": %s %s %.3g s a step%s%s, planned %.3g s",
              ps_plan_stream_name(p, n->wait.stream),
@@ -241,12 +259,14 @@ static void say(const ps__observer *o, const ps_plan *p) {
   if (n->expected_s > 0)
     snprintf(expected, sizeof expected, "; by the rates of this run a step takes %.4g s",
              n->expected_s);
+  say_disk(o, p, disk);
   if (side_of(off, PS__NOTICED))
     ps__log(PS_LOG_WARN,
-            "step %llu: steps take %.4g s, %.0f%% %s than the planned %.4g s, since step %llu%s%s",
+            "step %llu: steps take %.4g s, %.0f%% %s than the planned %.4g s, since step "
+            "%llu%s%s%s",
             (unsigned long long)n->step + 1, n->measured_s, 100 * fabs(off),
             off > 0 ? "longer" : "shorter", n->planned_s, (unsigned long long)n->since + 1, why,
-            expected);
+            disk, expected);
   else
     ps__log(PS_LOG_WARN, "step %llu: steps take %.4g s, as planned, since step %llu",
             (unsigned long long)n->step + 1, n->measured_s, (unsigned long long)n->since + 1);

@@ -75,6 +75,8 @@ static double slower(const struct ps__machine *m, const ps_op_view *op, uint64_t
     switch (ps__direction(at, op->stream)) {
     case PS__TO_DEVICE: return m->slow.h2d;
     case PS__TO_HOST: return m->slow.d2h;
+    case PS__FROM_DISK:
+    case PS__TO_DISK: return m->slow.disk > 0 ? m->slow.disk : 1;
     default: return 1;
     }
   return op->kernel && op->kernel->op_class == PS_CLASS_OPTIMIZER ? m->slow.host : 1;

@@ -15,6 +15,7 @@ typedef struct ps__slow {
    * it takes in the simulation of a steady step. */
   const ps_hardware *other;
   double scatter; /* copies and host ops take up to so much longer or shorter, as a fraction */
+  double disk;    /* reads and writes of the disk; 0: as fast as before */
 } ps__slow;
 
 /* ps__trainer_pace() - trainers created from now on are paced; NULL: no more. On the CPU backend

@@ -89,7 +89,7 @@ static ps_plan *plan_on_gpus(const ps_hardware *gpu, uint32_t n) {
                             .clip_norm = 0.5};
   ps_plan *plan;
   CHECK(ps_model_config_read(&m, "models/1b.json") == PS_OK);
-  m.n_layers = 6;
+  m.n_layers = 4;
   CHECK(ps_plan_create(&plan, &m, &c, gpu) == PS_OK);
   return plan;
 }
@@ -231,7 +231,7 @@ static void test_scatter(void) {
   CHECK(ps_hardware_describe(&gpu, "docs/hardware-h200.json") == PS_OK);
   ps_plan *plan = plan_on_gpu(&gpu);
   ps_trace_event *events = calloc(3 * plan->step.n_op, sizeof *events);
-  for (int i = 0; i < 12; i++) {
+  for (int i = 0; i < 6; i++) {
     (void)simulate_scattered(plan, &gpu, 0.25, &state, events);
     CHECK(ps__speeds_measure(&seen, plan, &gpu, events) == PS_OK);
     for (int r = 0; r <= PS__SPEED_ACCUMULATE_SUMSQ; r++)
@@ -387,9 +387,9 @@ typedef struct noticed {
 
 /* Slow from step 6 on, as people count, and fast again from step 31. */
 static const noticed cases[] = {
-    {"a link", STREAMED, {4, 1, 1, 5, 30, NULL, 0}, {"37% longer than", "for optimizer state"}},
-    {"host memory", IN_PARTS, {1, 1, 6, 5, 30, NULL, 0}, {"128% longer than", "for parameters"}},
-    {"nothing", STREAMED, {1, 1, 1, 5, 30, NULL, 0}, {NULL, NULL}}};
+    {"a link", STREAMED, {4, 1, 1, 5, 30, NULL, 0, 0}, {"37% longer than", "for optimizer state"}},
+    {"host memory", IN_PARTS, {1, 1, 6, 5, 30, NULL, 0, 0}, {"128% longer than", "for parameters"}},
+    {"nothing", STREAMED, {1, 1, 1, 5, 30, NULL, 0, 0}, {NULL, NULL}}};
 
 /* @full: the host's cap has no room for marks, which the plan does not count. */
 static void test_notice(const noticed *c, uint32_t trace_steps, bool full) {
@@ -441,6 +441,77 @@ static void test_notices(void) {
   test_notice(&cases[0], 0, false);
   test_notice(&cases[0], 2, true);
   printf("ok without a trace, or room for it, it is noticed without a cause\n");
+}
+
+/* ---- a drive --------------------------------------------------------------------------------- */
+
+/* Optimizer state but the embedding's is on the disk. */
+static ps_plan *plan_on_disk(void) {
+  const ps_hardware was = hw;
+  ps_plan_config c = plan_config(PS_RECIPE_FP32, true);
+  ps_plan *plan, *tight;
+  ps__spec spec;
+  c.trace_steps = 2;
+  hw = roomy();
+  hw.link[PS_LINK_DISK_READ].bytes_per_s = hw.link[PS_LINK_DISK_WRITE].bytes_per_s = 2e9;
+  hw.link[PS_LINK_DISK_READ].duplex_bytes_per_s = hw.link[PS_LINK_DISK_WRITE].duplex_bytes_per_s =
+      4e9;
+  tight = make_plan_of(c, TIGHT);
+  CHECK(ps__spec_copy(&spec, &tight->spec) == PS_OK);
+  CHECK(ps_plan_destroy(tight) == PS_OK);
+  spec.disk = true;
+  spec.disk_lead = 1;
+  for (uint32_t u = 1; u < spec.n_units; u++) {
+    spec.state_on_disk[u] = 1;
+    spec.update_resident[u] = spec.update_streamed[u] = spec.update_split[u] = 0;
+  }
+  c.disk_mem_bytes = 1 << 30;
+  CHECK(ps__plan_from_spec(&plan, &model, &c, &hw, &spec) == PS_OK);
+  ps__disk_level_set(plan, PS__DISK_LEVELS); /* as the search would */
+  ps__spec_free(&spec);
+  hw = was;
+  return plan;
+}
+
+static ps_trainer *trainer_on_disk(ps_plan *plan, ps_dataset *ds, const ps__slow *slow) {
+  ps_train_config c = train_config(ds);
+  ps_trainer *t;
+  c.disk = root;
+  ps__trainer_pace(slow);
+  const ps_status st = ps_trainer_create(&t, model_dir, plan, &c, NULL, NULL);
+  ps__trainer_pace(NULL);
+  CHECK(st == PS_OK || strstr(ps_last_error(), "direct I/O") || strstr(ps_last_error(), "tmpfs"));
+  return st == PS_OK ? t : NULL;
+}
+
+/* A drive that is ten times slower from step 4 on, as people count: it is said, steps take what the
+ * run's rates say, and a plan made again is made for that drive. */
+static void test_slow_drive(void) {
+  static ps_hardware seen;
+  const ps__slow slow = {1, 1, 1, 3, 1000, NULL, 0, 10};
+  ps_dataset *ds = open_shard();
+  ps_plan *plan = plan_on_disk(), *next;
+  ps_trainer *t = trainer_on_disk(plan, ds, &slow);
+  ps_step_metrics m = {0};
+  n_lines = 0;
+  ps_log_set(keep_line, NULL);
+  for (int i = 0; t && i < 40; i++)
+    next_step(t, &m);
+  ps_log_set(NULL, NULL);
+  if (t) {
+    CHECK(n_lines == 1 && strstr(lines[0], "longer than the planned"));
+    CHECK(strstr(lines[0], "the disk reads 0.2 GB/s, planned 2 GB/s, and writes 0.2 GB/s"));
+    CHECK(m.step_s > 1.1 * m.predicted_step_s && off(m.expected_step_s, m.step_s) < 0.02);
+    CHECK(ps__observed_hardware(t, &seen) == PS_OK);
+    CHECK(off(seen.link[PS_LINK_DISK_READ].bytes_per_s, 2e8) < 0.02);
+    CHECK(off(seen.link[PS_LINK_DISK_WRITE].bytes_per_s, 2e8) < 0.02);
+    CHECK(off(seen.link[PS_LINK_DISK_WRITE].duplex_bytes_per_s, 4e8) < 0.02);
+    CHECK(ps_plan_again(&next, plan, &seen, 0) == PS_OK);
+    CHECK(next->disk_first == plan->disk_first && next->report.step_s < 1.03 * m.step_s);
+    CHECK(ps_plan_destroy(next) == PS_OK && ps_trainer_destroy(t) == PS_OK);
+  }
+  CHECK(ps_plan_destroy(plan) == PS_OK && ps_dataset_close(ds) == PS_OK);
+  printf("ok a drive that becomes slow is %s\n", t ? "said" : "not tested without direct I/O");
 }
 
 /* ---- healing --------------------------------------------------------------------------------- */
@@ -505,7 +576,7 @@ static uint64_t train_healing(const healed *h, ps_plan *plan, double when_slow,
 /* Host memory becomes slow and fast again. Steps take the time of a plan that is made with the true
  * rates each time, and the weights are those of a training that never switched. */
 static void test_heals(const healed *h) {
-  const ps__slow slow = {1, 1, 6, HEAL_FROM, HEAL_TO, NULL, 0};
+  const ps__slow slow = {1, 1, 6, HEAL_FROM, HEAL_TO, NULL, 0, 0};
   const ps_hardware fast = roomy();
   ps_hardware is = fast;
   double *const slowed[] = {&is.optimizer_bytes_per_s,        &is.optimizer_weights_bytes_per_s,
@@ -539,6 +610,7 @@ static void tests(void) {
   test_paced();
   if (SANITIZED)
     return;
+  test_slow_drive();
   test_speeds();
   test_scatter();
   test_two_gpus();
