@@ -70,16 +70,18 @@ ARCHITECTURES = {
     "OlmoeForCausalLM": "olmoe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "MixtralForCausalLM": "mixtral",
+    "GptOssForCausalLM": "gpt_oss",
 }
 GEMMA = ("gemma", "gemma2", "gemma3_text")
 # what transformers takes for absent keys
 KV_HEADS = dict(qwen2=32, qwen3=32, mistral=8, ministral=8, gemma2=4, gemma3_text=4, smollm3=4)
 KV_HEADS |= dict(qwen3_moe=4, mixtral=8, gemma=16, seed_oss=8, exaone4=32, glm4=2, ministral3=8)
+KV_HEADS |= dict(gpt_oss=8)
 HEAD_DIM = dict(qwen3=128, gemma=256, gemma2=256, gemma3_text=256)
-HEAD_DIM |= dict(seed_oss=128, glm4=128, ministral3=128)
+HEAD_DIM |= dict(seed_oss=128, glm4=128, ministral3=128, gpt_oss=64)
 PAD = dict(phi3=32000, olmo2=1, gemma2=0, gemma3_text=0, smollm3=128004, olmoe=1)
 PAD |= dict(olmo3=1, gemma=0, seed_oss=1, hunyuan_v1_dense=0, glm4=151329, ministral3=11)
-QKV_BIAS = ("qwen2", "seed_oss", "glm4")  # the last two unless attention_bias is false
+QKV_BIAS = ("qwen2", "seed_oss", "glm4", "gpt_oss")  # but for qwen2 unless attention_bias is false
 TIED = (*GEMMA, "smollm3")
 # a block's norms, before and after o_proj in the file
 BEFORE = dict.fromkeys(("olmo2", "olmo3", "exaone4"), ())
@@ -90,7 +92,7 @@ AFTER = {
 }
 QK_NORM = ("qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "olmoe", "qwen3_moe")
 # experts: how many, and an expert's parameters: the router's name, then gate, up and down
-EXPERTS = dict(olmoe=64, qwen3_moe=128, mixtral=8)
+EXPERTS = dict(olmoe=64, qwen3_moe=128, mixtral=8, gpt_oss=128)
 OF_EXPERTS = {
     **dict.fromkeys(("olmoe", "qwen3_moe"), ("mlp", ("gate_proj", "up_proj", "down_proj"))),
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
@@ -247,6 +249,18 @@ def read_pad(path, cfg, s):
     return pad % s.vocab
 
 
+def gpt_oss_experts(p, s, std, out):
+    """In gpt-oss's files a layer's experts are one tensor, their matrices transposed."""
+    yield Tensor(f"{p}mlp.router.weight", (s.experts, s.dim), std)
+    yield Tensor(f"{p}mlp.router.bias", (s.experts,), "zeros")
+    for name, n_in, n_out, by in (
+        ("gate_up", s.dim, 2 * s.expert, std),
+        ("down", s.expert, s.dim, out),
+    ):
+        yield Tensor(f"{p}mlp.experts.{name}_proj", (s.experts, n_in, n_out), by)
+        yield Tensor(f"{p}mlp.experts.{name}_proj_bias", (s.experts, n_out), "zeros")
+
+
 def list_tensors(cfg, s):
     std = float(cfg.get("initializer_range", 0.02))
     out = std / math.sqrt(2 * s.layers)
@@ -272,8 +286,15 @@ def list_tensors(cfg, s):
             for name in ("query", "key"):
                 yield Tensor(f"{p}self_attn.{name}_layernorm.weight", (s.head_dim,), one)
         yield Tensor(p + "self_attn.o_proj.weight", (s.dim, q), out)
+        if s.kind == "gpt_oss":
+            if cfg.get("attention_bias", True):
+                yield Tensor(p + "self_attn.o_proj.bias", (s.dim,), "zeros")
+            yield Tensor(p + "self_attn.sinks", (s.heads,), std)
         for name in AFTER.get(s.kind, ("post_attention",)):
             yield Tensor(f"{p}{name}_layernorm.weight", (s.dim,), one)
+        if s.kind == "gpt_oss":
+            yield from gpt_oss_experts(p, s, std, out)
+            continue
         if i in s.sparse:
             half, names = OF_EXPERTS[s.kind]
             yield Tensor(f"{p}{half}.gate.weight", (s.experts, s.dim), std)

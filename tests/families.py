@@ -222,7 +222,7 @@ def mixtral(**changes):
 
 def gpt_oss(**changes):
     """Limits that bite; a context longer than before YaRN; an odd number of rows of experts."""
-    yarn = dict(rope_type="yarn", rope_theta=5000.0, factor=4.0, truncate=False)
+    yarn = dict(rope_type="yarn", factor=4.0, truncate=False)
     yarn |= dict(beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=12)
     sparse = dict(
         hidden_act="silu",
@@ -232,10 +232,9 @@ def gpt_oss(**changes):
         sliding_window=9,
         swiglu_limit=0.8,
         swiglu_alpha=1.3,
-        rope_parameters=yarn,
+        rope_scaling=yarn,
     )
-    cfg = family("gpt_oss", "GptOssForCausalLM", **dict(sparse, **changes))
-    return {k: v for k, v in cfg.items() if k != "rope_theta"}
+    return family("gpt_oss", "GptOssForCausalLM", **dict(sparse, **changes))
 
 
 def vision_language(model_type, architecture, text, vision, **changes):

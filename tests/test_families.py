@@ -94,8 +94,9 @@ def masks(at, cfg):
     far = torch.arange(n)[:, None] - torch.arange(n)
     seen = (document[:, :, None] == document[:, None]) & (far >= 0)
     return {
-        kind: torch.zeros(seen.shape, dtype=torch.float64)
-        .masked_fill(~(seen & (far < window)), -1e30)[:, None]
+        kind: torch.zeros(seen.shape, dtype=torch.float64).masked_fill(
+            ~(seen & (far < window)), -1e30
+        )[:, None]
         for kind, window in (("full_attention", n), ("sliding_attention", cfg["sliding_window"]))
     }
 
