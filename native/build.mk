@@ -109,7 +109,7 @@ TEST_BIN := $(TEST_SRC:tests/native/%.c=$(BUILD)/tests/%)
 FUZZ_BIN := $(patsubst tests/fuzz/%.c,$(BUILD)/fuzz/%,$(sort $(wildcard tests/fuzz/fuzz_*.c)))
 BENCH_BIN := $(BENCH_SRC:bench/%.c=$(BUILD)/bench/%)
 OP_CASES := $(patsubst %,tests/native/%.c,op_cases op_cases_layers op_cases_products \
-  op_cases_fp8 op_cases_moe op_cases_delta op_cases_sinks)
+  op_cases_fp8 op_cases_moe op_cases_delta op_cases_sinks op_cases_mla)
 DRAW_SETS := $(patsubst %,$(BUILD)/obj/tests/native/draw_set_%.o,sse2 avx2 avx512f)
 STANDIN := $(BUILD)/obj/tests/native/attention_standin.o
 AVX2_LIB := $(BUILD)/tests/avx2/lib/libpenstock.so

@@ -237,6 +237,44 @@ def gpt_oss(**changes):
     return family("gpt_oss", "GptOssForCausalLM", **dict(sparse, **changes))
 
 
+LATENT = dict(
+    hidden_act="silu",
+    num_key_value_heads=4,
+    kv_lora_rank=24,
+    qk_rope_head_dim=8,
+    n_routed_experts=12,
+    num_experts_per_tok=3,
+    moe_intermediate_size=40,
+    attention_bias=False,
+)
+MSCALES = dict(YARN, mscale=0.7, mscale_all_dim=0.4)
+
+
+def deepseek_v2(**changes):
+    """Values narrower than keys, q with one projection, a dense layer, groups."""
+    v2 = dict(LATENT, q_lora_rank=None, qk_nope_head_dim=16, v_head_dim=12, n_shared_experts=2)
+    v2 |= dict(topk_method="group_limited_greedy", n_group=3, topk_group=2, rope_scaling=MSCALES)
+    v2 |= dict(first_k_dense_replace=1, routed_scaling_factor=1.5, norm_topk_prob=False)
+    return family("deepseek_v2", "DeepseekV2ForCausalLM", **dict(v2, **changes))
+
+
+def deepseek_v3(**changes):
+    v3 = dict(LATENT, q_lora_rank=20, qk_nope_head_dim=12, v_head_dim=10, n_shared_experts=1)
+    v3 |= dict(n_group=2, topk_group=1, rope_scaling=MSCALES, rope_interleave=True)
+    v3 |= dict(first_k_dense_replace=1, routed_scaling_factor=2.5, norm_topk_prob=True)
+    return family("deepseek_v3", "DeepseekV3ForCausalLM", **dict(v3, **changes))
+
+
+def glm4_moe_lite(**changes):
+    """Values as wide as keys."""
+    glm = dict(LATENT, q_lora_rank=20, qk_nope_head_dim=8, v_head_dim=16, n_shared_experts=1)
+    glm |= dict(n_group=1, topk_group=1, routed_scaling_factor=1.8, norm_topk_prob=True)
+    glm |= dict(rope_parameters=dict(rope_type="default", rope_theta=5000.0))
+    glm |= dict(mlp_layer_types=["sparse", "dense", "sparse"])
+    cfg = family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", **dict(glm, **changes))
+    return {k: v for k, v in cfg.items() if k != "rope_theta"}
+
+
 def vision_language(model_type, architecture, text, vision, **changes):
     """A text model, as a part of a model with a vision tower of odd sizes."""
     text = {k: v for k, v in text.items() if k not in ("architectures", "tie_word_embeddings")}
@@ -325,11 +363,17 @@ FAMILIES = {
     "ministral3": ministral3(),
 }
 # Families with experts.
+LATENTS = {
+    "deepseek_v2": deepseek_v2(),
+    "deepseek_v3": deepseek_v3(),
+    "glm4_moe_lite": glm4_moe_lite(),
+}
 EXPERTS = {
     "olmoe": olmoe(),
     "qwen3_moe": qwen3_moe(),
     "mixtral": mixtral(),
     "gpt_oss": gpt_oss(),
+    **LATENTS,
 }
 # What else a config of a family may say.
 VARIANTS = {
@@ -410,7 +454,8 @@ def random_model(cfg, seed=1):
     model = kind.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for key, p in sorted(model.named_parameters()):
+        biases = [(k, b) for k, b in model.named_buffers() if k.endswith("correction_bias")]
+        for key, p in sorted([*model.named_parameters(), *biases]):
             x = torch.randn(p.shape, generator=generator)
             if "norm" in key:
                 x = 0.2 * x + (text["model_type"] not in OFFSET)

@@ -40,7 +40,10 @@ class ModelConfig(c.Structure):
         + [(n, u32) for n in "n_experts n_experts_used expert_dim norm_topk_prob".split()]
         + [("router_aux_loss", f32), ("multimodal", u32)]
         + [("interleaved_rope", u32), ("reserved", u32), ("position_beta", c.c_double)]
-        + [("local_rope_theta", c.c_double), ("rope", Rope), ("layer_flags", c.c_uint8 * 4096)]
+        + [("local_rope_theta", c.c_double)]
+        + [(n, u32) for n in "kv_rank q_rank value_dim shared_dim n_expert_groups".split()]
+        + [("n_groups_used", u32), ("router_sigmoid", u32), ("router_scale", f32)]
+        + [("rope", Rope), ("layer_flags", c.c_uint8 * 4096)]
     )
 
 

@@ -4,13 +4,20 @@ operands, in fp64 where they are numbers, to the written operands in order."""
 import torch
 from op_runs import struct
 
-Route = struct("Route", [("I", "n_tokens n_experts n_used renorm")])
+Route = struct(
+    "Route",
+    [
+        ("I", "n_tokens n_experts n_used renorm sigmoid has_bias dt n_groups n_groups_used"),
+        ("f", "scale"),
+    ],
+)
 RouteBwd = struct(
     "RouteBwd",
     [
         ("I", "n_tokens n_experts n_used renorm dt count"),
         ("f", "aux z_loss"),
-        ("I", "step_tokens"),
+        ("I", "step_tokens sigmoid"),
+        ("f", "scale"),
     ],
 )
 Index = struct("Index", [("I", "n_tokens n_experts n_used")])
@@ -22,23 +29,53 @@ MoeGlu = struct("MoeGlu", [("I", "n_tokens n_used expert_dim dt activation")])
 FORWARD, DGRAD, WGRAD = 0, 1, 2
 
 
-def chosen(p, ids, renorm):
+def chosen(p, ids, a):
     w = p.gather(1, ids)
-    return w / w.sum(1, keepdim=True) if renorm else w
+    if a.renorm:
+        w = w / (w.sum(1, keepdim=True) + (1e-20 if a.sigmoid else 0))
+    return w * (a.scale or 1.0)
 
 
-def route(a, logits, _ids, _weights):
-    """Equal logits in the order of their indices; -inf before NaN."""
+def in_order(x):
+    """-inf before NaN."""
+    return torch.where(x.isnan(), -2e300, x.clamp(-1e300, 1e300))
+
+
+def best(x, n):
+    """Equal ones in the order of their indices."""
+    return in_order(x).sort(dim=1, descending=True, stable=True).indices[:, :n]
+
+
+def closed(scores, a):
+    """Which experts are outside the best groups."""
+    groups = scores.view(a.n_tokens, a.n_groups, -1)
+    two = in_order(groups).sort(dim=2, descending=True, stable=True).indices[:, :, : 1 + a.sigmoid]
+    used = best(groups.gather(2, two).sum(2), a.n_groups_used)
+    outside = torch.ones(a.n_tokens, a.n_groups, dtype=torch.bool).scatter(1, used, False)
+    return outside.repeat_interleave(groups.shape[2], 1)
+
+
+def route(a, logits, _ids, _weights, bias=0.0):
     x = logits.view(a.n_tokens, a.n_experts)
-    order = torch.where(x.isnan(), -2e300, x.clamp(-1e300, 1e300))
+    # as the op does in fp32, where scores far out are equal
+    p = x.float().sigmoid().double() if a.sigmoid else x.softmax(1)
+    scores = (p.float() + torch.as_tensor(bias).float()).double() if a.sigmoid else x
+    order = in_order(scores)
+    if a.n_groups:
+        order = torch.where(closed(scores, a), -3e300, order)
     ids = order.sort(dim=1, descending=True, stable=True).indices[:, : a.n_used]
-    return [ids, chosen(x.softmax(1), ids, a.renorm)]
+    w = chosen(p, ids, a)
+    if a.sigmoid:
+        poison = (~(x < torch.inf)).any(1, keepdim=True)
+        w = torch.where(poison, torch.nan, w)
+    return [ids, w]
 
 
 def route_bwd(a, logits, ids, _weights, dweights, offsets, _dlogits, counts=None):
     x = logits.view(a.n_tokens, a.n_experts).requires_grad_()
     ids, n = ids.view(a.n_tokens, a.n_used).long(), offsets.diff().double()
-    loss = (chosen(x.softmax(1), ids, a.renorm) * dweights.view_as(ids)).sum()
+    p = x.sigmoid() if a.sigmoid else x.softmax(1)
+    loss = (chosen(p, ids, a) * dweights.view_as(ids)).sum()
     loss = loss + a.aux * ((n / a.n_tokens) * x.softmax(1).sum(0) / a.step_tokens).sum()
     loss = loss + a.z_loss * (x.logsumexp(1) ** 2).sum() / a.step_tokens
     out = [torch.autograd.grad(loss, x)[0]]

@@ -57,6 +57,16 @@ class Attention(ctypes.Structure):
         *((name, ctypes.c_uint32) for name in "dt accumulate_dkv document_rows".split()),
         *((name, ctypes.c_uint32) for name in "sequence_rows window".split()),
         *((name, ctypes.c_float) for name in "scale softcap".split()),
+        ("value_dim", ctypes.c_uint32),
+    ]
+
+
+class Mla(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint32) for name in "n_tokens n_heads nope_dim rotary_dim".split()),
+        *((name, ctypes.c_uint32) for name in "value_dim dt interleaved inverse".split()),
+        ("attention_factor", ctypes.c_float),
+        ("inv_freq", ctypes.c_float * 128),
     ]
 
 
@@ -185,6 +195,40 @@ def qkv_split(a, qkv, pos, _q, _kv, wq=None, wk=None):
     if a.position_beta:
         q = q * (1 + a.position_beta * torch.log1p(pos.double() // a.position_original))[:, None]
     return [q, torch.cat([turned(k, wk, a, pos), v], 1)]
+
+
+def mla_roped(a, x, pos, inverse=False):
+    """RoPE of rows of heads of rotary_dim elements; its transpose turns back."""
+    a.head_dim = a.rotary_dim
+    return roped(x, a, -pos.double() if inverse else pos)
+
+
+def mla_turn(a, x, pos, _):
+    nope, rope = x.view(a.n_tokens, a.n_heads, -1).split([a.nope_dim, a.rotary_dim], 2)
+    rope = mla_roped(a, rope, pos, a.inverse).view_as(rope)
+    return [torch.cat([nope, rope], 2)]
+
+
+def mla_kv_fwd(a, kvb, kr, pos, _):
+    nope, value = kvb.view(a.n_tokens, a.n_heads, -1).split([a.nope_dim, a.value_dim], 2)
+    rope = mla_roped(a, kr, pos).view(a.n_tokens, 1, -1).expand(-1, a.n_heads, -1)
+    value = torch.nn.functional.pad(value, (0, a.nope_dim + a.rotary_dim - a.value_dim))
+    return [torch.stack([torch.cat([nope, rope], 2), value], 1)]
+
+
+def mla_kv_bwd(a, dkv, pos, _dkvb, _dkr):
+    dk, dv = dkv.view(a.n_tokens, 2, a.n_heads, -1).unbind(1)
+    dkvb = torch.cat([dk[..., : a.nope_dim], dv[..., : a.value_dim]], 2)
+    return [dkvb, mla_roped(a, dk[..., a.nope_dim :].sum(1), pos, True)]
+
+
+def mla_cut(a, x, _):
+    return [x.view(a.n_tokens, a.n_heads, -1)[..., : a.value_dim]]
+
+
+def mla_pad(a, x, _):
+    more = a.nope_dim + a.rotary_dim - a.value_dim
+    return [torch.nn.functional.pad(x.view(a.n_tokens, a.n_heads, -1), (0, more))]
 
 
 def cross_entropy(a, z, target, scale, _):
@@ -323,6 +367,11 @@ FORWARD = {
     "embed_fwd": (Embed, embedding),
     "rmsnorm_fwd": (Rmsnorm, rmsnorm),
     "qkv_split_fwd": (Qkv, qkv_split),
+    "mla_turn": (Mla, mla_turn),
+    "mla_kv_fwd": (Mla, mla_kv_fwd),
+    "mla_kv_bwd": (Mla, mla_kv_bwd),
+    "mla_cut": (Mla, mla_cut),
+    "mla_pad": (Mla, mla_pad),
     "glu_fwd": (Glu, glu),
     "cross_entropy": (CrossEntropy, cross_entropy),
     "gemm": (Gemm, gemm),

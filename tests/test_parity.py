@@ -177,7 +177,9 @@ def run(trainer, n):
 
 
 def gradients_of(trainer):
-    return {name: trainer.grad(name) for name in trainer.params}
+    """Of all that is trained: a router's correction bias is not."""
+    names = [name for name in trainer.params if not name.endswith("correction_bias")]
+    return {name: trainer.grad(name) for name in names}
 
 
 # ---- the other side ------------------------------------------------------------------------------

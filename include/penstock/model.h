@@ -130,7 +130,12 @@ typedef struct ps_model_config {
    *   n_experts, n_experts_used  in all, at most 512; of each token, at most 16
    *   expert_dim                 as ffn_dim, of an expert
    *   norm_topk_prob             1: the weights of a token's experts are divided by their sum
-   *   router_aux_loss            router_aux_loss_coef; what training takes unless told otherwise */
+   *   router_aux_loss            router_aux_loss_coef; what training takes unless told otherwise
+   *   shared_dim                 as ffn_dim, of the experts that every token has; 0: there are none
+   *   n_expert_groups, n_groups_used  experts are chosen from so many groups of them; 0: from all
+   *   router_sigmoid             1: scores are sigmoids of the logits, and the choice is that of
+   *                              score plus e_score_correction_bias; else a softmax
+   *   router_scale               of the weights (routed_scaling_factor); 0: none */
   uint32_t n_experts, n_experts_used, expert_dim, norm_topk_prob;
   float router_aux_loss;
   /* 1: config.json is of a vision-language model, whose text model this is. A save carries the
@@ -149,6 +154,13 @@ typedef struct ps_model_config {
    * 0: it is not */
   double position_beta;
   double local_rope_theta;
+  /* Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): kv_rank 0: there is none.
+   *   kv_rank, q_rank  kv_lora_rank; q_lora_rank, 0 where q has one projection
+   *   value_dim        v_head_dim, at most head_dim, which is qk_nope_head_dim + qk_rope_head_dim;
+   *                    rope.rotary_dim is the latter */
+  uint32_t kv_rank, q_rank, value_dim;
+  uint32_t shared_dim, n_expert_groups, n_groups_used, router_sigmoid;
+  float router_scale;
   ps_rope rope;
   uint8_t layer_flags[PS_MAX_LAYERS]; /* PS_LAYER_*, by block from 0 */
 } ps_model_config;

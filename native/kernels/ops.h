@@ -43,6 +43,11 @@ extern "C" {
   X(rmsnorm_quantize)                                                                              \
   X(qkv_split_fwd)                                                                                 \
   X(qkv_split_bwd)                                                                                 \
+  X(mla_turn)                                                                                      \
+  X(mla_kv_fwd)                                                                                    \
+  X(mla_kv_bwd)                                                                                    \
+  X(mla_cut)                                                                                       \
+  X(mla_pad)                                                                                       \
   X(attention_fwd)                                                                                 \
   X(attention_bwd)                                                                                 \
   X(attention_cached)                                                                              \
@@ -449,6 +454,27 @@ typedef struct ps__args_qkv {
  *                      ptr: R dq, R dkv f32, R pos, W dqkv, then with qk_norm R qkv (raw), R wq,
  *                      R wk, W|RW dwq, W|RW dwk. */
 
+/* Multi-head latent attention: H heads, dn = nope_dim elements of a key that have no position, dr =
+ * rotary_dim elements that RoPE turns, dv = value_dim <= d = dn + dr. Keys share one rotated part.
+ * Values are padded with zeros to d, so that attention has one width. */
+typedef struct ps__args_mla {
+  uint32_t n_tokens, n_heads, nope_dim, rotary_dim, value_dim, dt;
+  uint32_t interleaved; /* as ps__args_qkv, as are the factor and the frequencies */
+  uint32_t inverse;     /* mla_turn alone */
+  float attention_factor;
+  float inv_freq[PS_ROPE_PAIRS];
+} ps__args_mla;
+/* mla_turn             y[t,h] = [x's dn elements | RoPE of its dr, with inverse turned back]; one
+ *                      rounding.  ptr: R x[T,H d], R pos i32[T], W y[T,H d].
+ * mla_kv_fwd           k[t,h] = [kvb's dn elements | RoPE of kr[t]], v[t,h] = [kvb's dv elements |
+ *                      zeros]; one rounding.
+ *                      ptr: R kvb[T,H (dn+dv)], R kr[T,dr], R pos i32[T], W kv[T,2 H d] (row: H
+ *                      keys, then H values).
+ * mla_kv_bwd           dkr[t] is the sum over the heads, in order, turned back.
+ *                      ptr: R dkv f32[T,2 H d], R pos i32[T], W dkvb[T,H (dn+dv)], W dkr[T,dr].
+ * mla_cut              y[t,h] = the first dv elements of o[t,h].  ptr: R o[T,H d], W y[T,H dv].
+ * mla_pad              its backward pass, with zeros.  ptr: R dy[T,H dv], W d_o[T,H d]. */
+
 /* Attention over the rows of an attention group (a long sequence, or the sequences packed in a
  * chunk). Query row i of this chunk is group row row0+i. It sees keys doc_start[i] .. row0+i
  * (inclusive), where doc_start[i] is the group row at which its document begins; with a window at
@@ -467,6 +493,8 @@ typedef struct ps__args_attention {
   uint32_t sequence_rows;
   uint32_t window;      /* keys; 0: no window */
   float scale, softcap; /* scale 0: 1/sqrt(head_dim); softcap 0: none */
+  /* elements of a value before padding, by which model FLOPs are counted; 0: head_dim */
+  uint32_t value_dim;
 } ps__args_attention;
 static inline float ps__attention_scale(const ps__args_attention *a) {
   return a->scale != 0.0f ? a->scale : (float)(1.0 / sqrt((double)a->head_dim));
@@ -538,14 +566,25 @@ ps_status ps__check_experts(uint32_t n_tokens, uint32_t n_experts, uint32_t n_us
 
 typedef struct ps__args_moe_route {
   uint32_t n_tokens, n_experts, n_used;
-  uint32_t renorm; /* the weights of a token are divided by their sum */
+  uint32_t renorm;                  /* the weights of a token are divided by their sum */
+  uint32_t sigmoid, has_bias, dt;   /* dt: the bias's */
+  uint32_t n_groups, n_groups_used; /* n_groups 0: experts are chosen from all */
+  float scale;                      /* of the weights; 0 stands for 1 */
 } ps__args_moe_route;
+static inline float ps__route_scale(float scale) { return scale == 0.0f ? 1.0f : scale; }
 /* moe_route            p = softmax(logits[t,:]), with the largest logit subtracted. ids[t,:]: the k
  *                      largest logits, largest first; of equal ones the lower index first. A NaN
  *                      counts as smaller than -inf. weights[t,j] = p[ids[t,j]], or with renorm that
  *                      over the sum over j. Where a logit is NaN or +inf, the row's weights are NaN
  *                      and its ids are still k different experts.
- *                      ptr: R logits f32[T,E], W ids u16[T,k], W weights f32[T,k].
+ *                      With sigmoid p = sigmoid(logits[t,:]), and the k largest are those of p +
+ *                      bias (DeepSeek-V3, arXiv 2412.19437). The sum has 1e-20 added then.
+ *                      With groups of E / n_groups experts in order, experts of the n_groups_used
+ *                      best groups alone are chosen, the lower of equal groups first. A group is
+ *                      worth its best logit or, with sigmoid, the sum of its two best p + bias.
+ *                      Weights are multiplied by scale at the end.
+ *                      ptr: R logits f32[T,E], W ids u16[T,k], W weights f32[T,k], then R bias[E] of
+ *                      dt if has_bias.
  *                      In generation the positions are not asked: a row without a token is routed
  *                      like any other, and nothing reads what comes of it. */
 /* moe_route_bwd        Gradient of the logits, from dweights and the terms of the loss that are the
@@ -560,7 +599,12 @@ typedef struct ps__args_moe_route {
  *                      aux: alpha E / blocks, of aux = alpha E sum_e f_e P_e with f_e = n[e] /
  *                      n_tokens constant and P_e the mean of p over the chunk, each chunk weighted
  *                      by its part of the step's tokens. z_loss: beta / blocks, of beta mean lse^2.
- *                      With 0 a term is left out, whatever lse is. count: n[e] is added to
+ *                      With 0 a term is left out, whatever lse is. With a scale c dweights count c
+ *                      times, and the sum over weights its c-th part. With sigmoid, of a chosen e
+ *                      alone, S = sum_i p[t,ids[t,i]] + 1e-20, and aux and z_loss 0:
+ *                        dlogits[t,e] = p (1 - p) c dweights[t,j], with renorm p (1 - p) (c
+ *                                       dweights[t,j] - sum_i weights[t,i] dweights[t,i]) / S
+ *                      count: n[e] is added to
  *                      counts[e].
  *                      ptr: R logits f32[T,E], R ids u16[T,k], R weights f32[T,k], R dweights
  *                      f32[T,k], R offsets i32[E+1], W dlogits[T,E] of dt, then RW counts u64[E] if
@@ -570,6 +614,8 @@ typedef struct ps__args_moe_route_bwd {
   uint32_t dt, count;
   float aux, z_loss;
   uint32_t step_tokens; /* of all chunks, devices and hosts: ps__chunk_shape.step_tokens */
+  uint32_t sigmoid;
+  float scale;
 } ps__args_moe_route_bwd;
 
 /* moe_index            offsets and slot as above, a counting sort of ids, stable by (expert,

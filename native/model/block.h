@@ -24,7 +24,8 @@ typedef enum ps__rank {
   PS__RANK_MLP_OUT,
   PS__RANK_QKV,
   PS__RANK_ATTENTION_OUT,
-  PS__RANK_GATE_UP
+  PS__RANK_GATE_UP,
+  PS__RANK_EXPANDED /* products of few columns: what latents are expanded to */
 } ps__rank;
 
 /* A block under construction. T tokens, D dim. Tensors and spans by index in the definition. */

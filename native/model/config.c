@@ -122,6 +122,26 @@ static ps_status check_rope(const ps_model_config *c, const char *name) {
                              r->original_positions, 1, MAX_POSITIONS);
 }
 
+/* Experts are chosen from groups: 0 where they are chosen from all. */
+static ps_status check_groups(const ps_model_config *c, const char *name) {
+  const uint32_t n = c->n_expert_groups, least = c->router_sigmoid ? 2 : 1;
+  if (!n)
+    return ps__config_in_range(name, "topk_group without n_group", c->n_groups_used, 0, 0);
+  PS_TRY(ps__config_in_range(name, "n_group", n, 1, c->n_experts));
+  PS_TRY(ps__config_in_range(name, "topk_group", c->n_groups_used, 1, n));
+  if (c->n_experts % n || c->n_experts / n < least)
+    return ps__fail(PS_EFORMAT,
+                    "%s: n_group is %u: it must divide the %u experts into groups of at least %u",
+                    name, n, c->n_experts, least);
+  if ((uint64_t)c->n_groups_used * (c->n_experts / n) < c->n_experts_used)
+    return ps__fail(PS_EFORMAT,
+                    "%s: topk_group is %u: so many groups have %u experts, and num_experts_per_tok "
+                    "is %u",
+                    name, c->n_groups_used, c->n_groups_used * (c->n_experts / n),
+                    c->n_experts_used);
+  return PS_OK;
+}
+
 static ps_status check_experts(const ps_model_config *c, const char *name) {
   if (!ps__n_sparse(c) && !c->n_experts)
     return PS_OK;
@@ -130,6 +150,13 @@ static ps_status check_experts(const ps_model_config *c, const char *name) {
       ps__config_in_range(name, "num_experts_per_tok", c->n_experts_used, 1, PS_MAX_EXPERTS_USED));
   PS_TRY(ps__config_in_range(name, "the experts' intermediate size", c->expert_dim, 1, MAX_FFN));
   PS_TRY(ps__config_in_range(name, "norm_topk_prob", c->norm_topk_prob, 0, 1));
+  PS_TRY(ps__config_in_range(name, "the shared experts' intermediate size", c->shared_dim, 0,
+                             MAX_FFN));
+  PS_TRY(ps__config_in_range(name, "router_sigmoid", c->router_sigmoid, 0, 1));
+  if (!(c->router_scale >= 0 && c->router_scale <= 1e6f))
+    return ps__fail(PS_EFORMAT, "%s: routed_scaling_factor is %g: it must be 0 (none) to 1e6", name,
+                    (double)c->router_scale);
+  PS_TRY(check_groups(c, name));
   if (c->n_experts_used > c->n_experts)
     return ps__fail(PS_EFORMAT, "%s: num_experts_per_tok is %u: it must be at most num_experts, %u",
                     name, c->n_experts_used, c->n_experts);
@@ -140,6 +167,33 @@ static ps_status check_experts(const ps_model_config *c, const char *name) {
   if (!(c->router_aux_loss >= 0 && c->router_aux_loss <= (float)PS_MAX_ROUTER_LOSS))
     return ps__fail(PS_EFORMAT, "%s: router_aux_loss_coef is %g: it must be 0 to %g", name,
                     (double)c->router_aux_loss, PS_MAX_ROUTER_LOSS);
+  return PS_OK;
+}
+
+/* Latent attention. */
+static ps_status check_latent(const ps_model_config *c, const char *name) {
+  const uint32_t rotary = c->rope.rotary_dim;
+  if (!c->kv_rank)
+    return ps__config_in_range(name, "v_head_dim or q_lora_rank without kv_lora_rank",
+                               c->value_dim | c->q_rank, 0, 0);
+  PS_TRY(ps__config_in_range(name, "kv_lora_rank", c->kv_rank, 1, MAX_DIM));
+  PS_TRY(ps__config_in_range(name, "q_lora_rank", c->q_rank, 0, MAX_DIM));
+  PS_TRY(ps__config_in_range(name, "qk_rope_head_dim", rotary, 2, 2 * PS_ROPE_PAIRS));
+  PS_TRY(ps__config_in_range(name, "v_head_dim", c->value_dim, 1, MAX_HEAD_DIM));
+  if (rotary % 2 || rotary >= c->head_dim)
+    return ps__fail(PS_EFORMAT,
+                    "%s: qk_rope_head_dim is %u: it must be even, and qk_nope_head_dim above 0",
+                    name, rotary);
+  if (c->value_dim > c->head_dim)
+    return ps__fail(PS_EFORMAT,
+                    "%s: v_head_dim is %u: it must be at most qk_nope_head_dim + qk_rope_head_dim, "
+                    "%u, as values are padded to that width",
+                    name, c->value_dim, c->head_dim);
+  if (c->n_kv_heads != c->n_heads || c->qkv_bias || c->qk_norm)
+    return ps__fail(PS_EFORMAT,
+                    "%s: num_key_value_heads is %u: latent attention has as many as "
+                    "num_attention_heads, %u, without biases and norms of heads",
+                    name, c->n_kv_heads, c->n_heads);
   return PS_OK;
 }
 
@@ -216,7 +270,8 @@ ps_status ps_model_config_check(const ps_model_config *c, const char *name) {
                     name, c->position_beta, c->rope.original_positions);
   PS_TRY(check_layers(c, name));
   PS_TRY(check_experts(c, name));
-  return check_rope(c, name);
+  PS_TRY(check_rope(c, name));
+  return check_latent(c, name);
 }
 
 /* ---- reading --------------------------------------------------------------------------------- */
@@ -384,6 +439,8 @@ static ps_status read_sizes(const ps__config_reader *r, const ps__family *family
   PS_TRY(ps__config_uint(r, r->j, "num_hidden_layers", PS__CONFIG_REQUIRED, &c->n_layers));
   PS_TRY(ps__config_uint(r, r->j, "num_attention_heads", PS__CONFIG_REQUIRED, &c->n_heads));
   PS_TRY(ps__config_uint(r, r->j, "max_position_embeddings", 0, &c->max_positions));
+  if (family->latent)
+    return ps__config_latent(r, family->latent, c);
   /* absent keys have the family's default; null means num_attention_heads in every family */
   const bool kv_absent = !ps__json_get(r->j, "num_key_value_heads");
   PS_TRY(

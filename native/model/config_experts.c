@@ -2,9 +2,13 @@
 #include "model/family.h"
 
 /* transformers writes either name. */
-static ps_status read_count(const ps__config_reader *r, uint32_t fallback, uint32_t *out) {
+static ps_status read_count(const ps__config_reader *r, const ps__experts_defaults *d,
+                            uint32_t *out) {
   static const char *const keys[] = {"num_experts", "num_local_experts"};
+  const uint32_t fallback = d->n_experts;
   uint32_t n[2];
+  if (d->count_key)
+    return ps__config_uint(r, r->j, d->count_key, fallback, out);
   for (int i = 0; i < 2; i++)
     PS_TRY(ps__config_uint(r, r->j, keys[i], fallback, &n[i]));
   const bool there[] = {ps__config_field(r->j, keys[0]), ps__config_field(r->j, keys[1])};
@@ -16,20 +20,14 @@ static ps_status read_count(const ps__config_reader *r, uint32_t fallback, uint3
 }
 
 /* What changes the math and is not computed. */
-static ps_status refuse(const ps__config_reader *r) {
-  static const char *const keys[] = {"router_jitter_noise",
-                                     "capacity_factor",
-                                     "expert_capacity",
-                                     "moe_capacity_factor",
-                                     "expert_dropout",
-                                     "n_shared_experts",
-                                     "num_shared_experts",
-                                     "shared_expert_intermediate_size",
-                                     "n_group",
-                                     "topk_group",
-                                     "routed_scaling_factor"};
+static ps_status refuse(const ps__config_reader *r, bool has_shared) {
+  static const char *const keys[] = {
+      "router_jitter_noise", "capacity_factor", "expert_capacity", "moe_capacity_factor",
+      "expert_dropout", "num_shared_experts", "shared_expert_intermediate_size",
+      /* which families with shared experts read */
+      "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor"};
   static const double neutral[] = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1};
-  for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
+  for (size_t i = 0; i < (has_shared ? 7 : sizeof keys / sizeof *keys); i++) {
     double x = 0;
     PS_TRY(ps__config_number(r, r->j, keys[i], neutral[i], &x));
     if (x != neutral[i] && x != 0)
@@ -43,8 +41,8 @@ ps_status ps__config_experts(const ps__config_reader *r, const ps__experts_defau
                              ps_model_config *c) {
   double aux = 0;
   uint32_t silent;
-  PS_TRY(refuse(r));
-  PS_TRY(read_count(r, d->n_experts, &c->n_experts));
+  PS_TRY(refuse(r, d->has_shared));
+  PS_TRY(read_count(r, d, &c->n_experts));
   PS_TRY(ps__config_uint(r, r->j, "num_experts_per_tok", d->n_used, &c->n_experts_used));
   PS_TRY(ps__config_number(r, r->j, "router_aux_loss_coef", d->aux_loss, &aux));
   PS_TRY(ps__config_bool(r, r->j, "output_router_logits", false, &silent)); /* means nothing here */

@@ -155,6 +155,22 @@ void ps__def_param_after(ps__layer_def *d, const char *name, ps_param_role role,
   u->n = ps__span_round(s->offset + s->n);
 }
 
+uint16_t ps__def_split(ps__layer_def *d, uint64_t n) {
+  if (d->n_spans == 0 || d->status != PS_OK)
+    return 0;
+  ps__span_def rest = d->span[d->n_spans - 1];
+  if (n % PS__SPAN_ALIGN || n >= rest.n) {
+    note(d, ps__fail(PS_EINTERNAL, "a span of %llu elements is cut at %llu",
+                     (unsigned long long)rest.n, (unsigned long long)n));
+    return 0;
+  }
+  d->span[d->n_spans - 1].n = n;
+  d->unit[d->n_units - 1].n_spans++;
+  rest.offset += n;
+  rest.n -= n;
+  return add_span(d, rest);
+}
+
 uint16_t ps__def_tied(ps__layer_def *d, uint64_t n, bool frozen) {
   return add_span(d, (ps__span_def){.n = n, .of_embedding = true, .frozen = frozen});
 }

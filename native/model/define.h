@@ -227,6 +227,9 @@ void ps__def_init(ps__layer_def *d, double mean, double std);
 /* ps__def_init_uniform() - the last parameter is drawn from the uniform distribution over [-limit,
  * limit]. */
 void ps__def_init_uniform(ps__layer_def *d, double limit);
+/* ps__def_split() - the last span ends after @n elements, a multiple of PS__SPAN_ALIGN, and what
+ * follows in it is a span of its own, whose index it returns: the rows of a matrix as two operands. */
+uint16_t ps__def_split(ps__layer_def *d, uint64_t n);
 /* ps__def_tied() - a span that is the embedding's first, of @n elements. */
 uint16_t ps__def_tied(ps__layer_def *d, uint64_t n, bool frozen);
 /* ps__def_op() - append an op to the forward or backward pass. Use PS__FWD(), PS__BWD() or

@@ -3,6 +3,9 @@
  *   p = softmax(x W_router),  the k largest of a token choose its experts and are their weights w
  *   g|u = x W_gate|up of each,  s = w act(g) u,  y = the sum of the k rows s W_down
  *
+ * With router_sigmoid p = sigmoid(x W_router), and p + bias chooses. With shared_dim y has an MLP
+ * that every token goes through added to it.
+ *
  * The weight stands before W_down: then what an expert gives is neither saved nor made again, and
  * the router's gradient does not read it. Rows of the experts are sorted by expert: k times the
  * columns of a tensor with rows of tokens. The choice is saved with the block's input and never
@@ -32,14 +35,30 @@ typedef struct experts {
   uint8_t dweights;        /* [T,k]   fp32 */
   uint8_t dlogits;         /* [T,E] */
   bool biased;
-  uint16_t w_router, w_gu, w_down, b_router, b_gu, b_down;
+  uint16_t w_router, w_bias, w_gu, w_down, b_router, b_gu, b_down;
   ps__product router_p;
+  /* the shared experts, with n_shared above 0: F their ffn dim */
+  uint32_t n_shared;
+  uint8_t shared_gu;           /* [T,2F]  gate and up; then its gradient */
+  uint8_t shared_s, shared_ds; /* [T,F]   as of an MLP */
+  uint8_t shared_y;            /* [T,D]   what they give, and the residual stream */
+  uint16_t w_shared_gu, w_shared_down;
+  ps__product shared_gu_p, shared_down_p;
 } experts;
 
 const ps__experts_names ps__experts_usual = {.router = "mlp.gate.weight",
                                              .gate = "mlp.experts.%u.gate_proj.weight",
                                              .up = "mlp.experts.%u.up_proj.weight",
                                              .down = "mlp.experts.%u.down_proj.weight"};
+const ps__experts_names ps__experts_deepseek = {
+    .router = "mlp.gate.weight",
+    .gate = "mlp.experts.%u.gate_proj.weight",
+    .up = "mlp.experts.%u.up_proj.weight",
+    .down = "mlp.experts.%u.down_proj.weight",
+    .bias = "mlp.gate.e_score_correction_bias",
+    .shared_gate = "mlp.shared_experts.gate_proj.weight",
+    .shared_up = "mlp.shared_experts.up_proj.weight",
+    .shared_down = "mlp.shared_experts.down_proj.weight"};
 
 static ps_status begin(ps__half *h) {
   experts *t = h->own;
@@ -49,6 +68,12 @@ static ps_status begin(ps__half *h) {
   t->e = c->n_experts;
   t->k = c->n_experts_used;
   t->n_expert = c->expert_dim;
+  t->n_shared = c->shared_dim;
+  if (c->router_sigmoid && (h->b->m->loss.router_aux > 0 || h->b->m->loss.router_z > 0))
+    return ps__fail(PS_EINVAL,
+                    "the router's loss terms are %g (aux) and %g (z), and this model's router has "
+                    "sigmoids: they must be 0, its correction bias balances",
+                    (double)h->b->m->loss.router_aux, (double)h->b->m->loss.router_z);
   if (scale != 0.0f && scale != 1.0f)
     return ps__fail(PS_EINVAL, "experts in a model with a residual_multiplier of %g: it must be 1",
                     (double)scale);
@@ -87,6 +112,17 @@ static void define_params(ps__half *h) {
   ps__def_what(d, "router");
   if (t->biased)
     define_biases(h);
+  if (t->n_shared) {
+    t->w_shared_gu = ps__def_param(d, n->shared_gate, PS_PARAM_MATRIX, t->n_shared, dim);
+    ps__def_what(d, "shared experts' gate_up");
+    ps__def_param_after(d, n->shared_up, PS_PARAM_MATRIX, t->n_shared, dim);
+    t->w_shared_down = ps__half_residual(h, n->shared_down, "shared experts' down", t->n_shared);
+  }
+  if (h->b->m->cfg.router_sigmoid) { /* it has no gradient, and stays as it is */
+    ps__def_unit(d, true);
+    t->w_bias = ps__def_param(d, n->bias, PS_PARAM_BIAS, t->e, 0);
+    ps__def_what(d, "router's correction bias");
+  }
   ps__def_unit(d, ps__base_is_frozen(h->b->m));
   for (uint32_t e = 0; e < t->e; e++) {
     const char *gate = ps__def_name(d, n->gate, e);
@@ -137,6 +173,14 @@ static void define_tensors(ps__half *h) {
   t->dweights = tokens_of(h, "dexpert_weights", k, PS_F32);
   t->dlogits = ps__half_tokens(h, "drouter_logits", t->e);
   t->router_p = ps__def_product(d, t->w_router, t->e, b->dim, false);
+  if (!t->n_shared)
+    return;
+  t->shared_gu = ps__half_tokens(h, "shared_gate_up", 2 * (uint64_t)t->n_shared);
+  t->shared_s = ps__half_tokens(h, "shared_glu", t->n_shared);
+  t->shared_ds = ps__half_tokens(h, "dshared_glu", t->n_shared);
+  t->shared_y = ps__half_tokens(h, "shared_y", b->dim);
+  t->shared_gu_p = ps__def_product(d, t->w_shared_gu, 2 * t->n_shared, b->dim, false);
+  t->shared_down_p = ps__def_product(d, t->w_shared_down, b->dim, t->n_shared, false);
 }
 
 /* The choice is saved with the block's input: under its name, so with its policy. */
@@ -146,6 +190,8 @@ static void define_saved(ps__half *h) {
   ps__def_saved(d, t->ids, "x", PS__RANK_INPUT);
   ps__def_saved(d, t->weights, "x", PS__RANK_INPUT);
   ps__def_saved(d, t->gu, "gate_up", PS__RANK_GATE_UP);
+  if (t->n_shared)
+    ps__def_saved(d, t->shared_gu, "gate_up", PS__RANK_GATE_UP);
 }
 
 /* ---- ops ------------------------------------------------------------------------------------- */
@@ -192,16 +238,61 @@ static void define_route(const ps__half *h) {
   ps__layer_def *d = h->b->d;
   ps__args_gemm logits = ps__gemm_args(0, t->e, h->b->dim, false, true, m->dt);
   logits.dt_c = PS_F32; /* a near-tie of bf16 logits would be one that rounding decides */
-  const ps__args_moe_route route = {
-      .n_experts = t->e, .n_used = t->k, .renorm = m->cfg.norm_topk_prob};
+  const bool corrected = m->cfg.router_sigmoid;
+  const ps__args_moe_route route = {.n_experts = t->e,
+                                    .n_used = t->k,
+                                    .renorm = m->cfg.norm_topk_prob,
+                                    .sigmoid = m->cfg.router_sigmoid,
+                                    .has_bias = corrected,
+                                    .dt = m->dt,
+                                    .n_groups = m->cfg.n_expert_groups,
+                                    .n_groups_used = m->cfg.n_groups_used,
+                                    .scale = m->cfg.router_scale};
   const ps__args_moe_index index = {.n_experts = t->e, .n_used = t->k};
   PS__FWD(d, ps__k_gemm, logits, PS__R(h->x.stored), PS__P(t->w_router), PS__W(t->logits));
   if (t->biased) {
     const ps__args_add_bias bias = {.cols = t->e, .dt = m->dt};
     PS__FWD(d, ps__k_add_bias, bias, PS__RW(t->logits), PS__P(t->b_router));
   }
-  PS__FWD(d, ps__k_moe_route, route, PS__R(t->logits), PS__W(t->ids), PS__W(t->weights));
+  PS__FWD(d, ps__k_moe_route, route, PS__R(t->logits), PS__W(t->ids), PS__W(t->weights),
+          PS__SYM_IF(corrected, PS__P(t->w_bias)));
   PS__FWD(d, ps__k_moe_index, index, PS__R(t->ids), PS__W(t->offsets), PS__W(t->slot));
+}
+
+static ps__args_glu shared_gate_of(const ps__half *h) {
+  const ps_model *m = h->b->m;
+  return (ps__args_glu){.ffn_dim = m->cfg.shared_dim, .dt = m->dt, .activation = m->cfg.activation};
+}
+
+/* What the routed experts' rows are added to: the residual stream, and what the shared experts give.
+ * PS__NONE: nothing. */
+static int define_shared(const ps__half *h) {
+  const experts *t = h->own;
+  const ps__block *b = h->b;
+  const ps__args_glu glu = shared_gate_of(h);
+  const ps__operand s = {.stored = t->shared_s};
+  if (!t->n_shared)
+    return h->residual;
+  ps__product_forward(b->m, b->d, &t->shared_gu_p, h->x, t->shared_gu, 0, PS__NONE, PS__NONE);
+  PS__FWD(b->d, ps__k_glu_fwd, glu, PS__R(t->shared_gu), PS__W(t->shared_s));
+  ps__product_forward(b->m, b->d, &t->shared_down_p, s, t->shared_y, 0, PS__NONE, h->residual);
+  return t->shared_y;
+}
+
+/* From dy to dx, to which it adds. */
+static void define_shared_backward(const ps__half *h) {
+  const experts *t = h->own;
+  const ps__block *b = h->b;
+  const ps__args_glu glu = shared_gate_of(h);
+  const ps__operand dy = {.stored = h->dy}, s = {.stored = t->shared_ds},
+                    dgu = {.stored = t->shared_gu};
+  if (!t->n_shared)
+    return;
+  ps__product_dx(b->m, b->d, &t->shared_down_p, dy, t->shared_ds, 0, false);
+  PS__BWD(b->d, ps__k_glu_bwd, glu, PS__RW(t->shared_ds), PS__RW(t->shared_gu)); /* leaves s */
+  ps__product_dw(b->m, b->d, &t->shared_down_p, dy, s, 0);
+  ps__product_dw(b->m, b->d, &t->shared_gu_p, dgu, h->x, 0);
+  ps__product_dx(b->m, b->d, &t->shared_gu_p, dgu, h->dx, 0, true);
 }
 
 static void define_forward(ps__half *h) {
@@ -213,10 +304,11 @@ static void define_forward(ps__half *h) {
   const ps__args_moe_rows gather = rows_of(h);
   const ps__args_moe_glu gate = gate_of(h);
   ps__args_moe_rows combine = gather;
-  combine.has_residual = h->residual != PS__NONE;
   combine.has_bias = t->biased;
   ps__half_input(h, false);
   define_route(h);
+  const int residual = define_shared(h);
+  combine.has_residual = residual != PS__NONE;
   PS__FWD(d, ps__k_moe_gather, gather, PS__R(h->x.stored), PS__R(t->slot), PS__W(t->xr));
   PS__FWD(d, ps__k_gemm_grouped, gate_up, PS__R(t->xr), PS__P(t->w_gu), PS__R(t->offsets),
           PS__W(t->gu));
@@ -230,7 +322,7 @@ static void define_forward(ps__half *h) {
   PS__FWD(d, ps__k_gemm_grouped, down, PS__R(t->s), PS__P(t->w_down), PS__R(t->offsets),
           PS__W(t->z));
   PS__FWD(d, ps__k_moe_combine, combine, PS__R(t->z), PS__R(t->slot), PS__W(h->y),
-          PS__SYM_IF(combine.has_residual, PS__R((uint8_t)h->residual)),
+          PS__SYM_IF(combine.has_residual, PS__R((uint8_t)residual)),
           PS__SYM_IF(t->biased, PS__P(t->b_down)), PS__SYM_IF(t->biased, PS__R(t->weights)),
           PS__SYM_IF(t->biased, PS__R(t->ids)));
 }
@@ -246,6 +338,8 @@ static void define_route_backward(const ps__half *h) {
                                         .renorm = m->cfg.norm_topk_prob,
                                         .dt = m->dt,
                                         .count = 1,
+                                        .sigmoid = m->cfg.router_sigmoid,
+                                        .scale = m->cfg.router_scale,
                                         .aux = m->loss.router_aux * (float)t->e / blocks,
                                         .z_loss = m->loss.router_z / blocks};
   const ps__operand dlogits = {.stored = t->dlogits};
@@ -307,6 +401,7 @@ static void define_backward(ps__half *h) {
           PS__W(t->dxr));
   PS__BWD(d, ps__k_moe_combine, combine, PS__R(t->dxr), PS__R(t->slot),
           h->adds_dx ? PS__RW(h->dx) : PS__W(h->dx));
+  define_shared_backward(h);
   define_route_backward(h);
 }
 

@@ -9,8 +9,11 @@
 typedef struct ps__experts_names {
   const char *router, *gate, *up, *down;
   const char *router_bias, *gate_bias, *down_bias;
+  const char *bias;                                  /* with router_sigmoid */
+  const char *shared_gate, *shared_up, *shared_down; /* with shared_dim */
 } ps__experts_names;
 
 extern const ps__half_kind ps__experts;
 extern const ps__experts_names ps__experts_usual; /* as most families have them */
+extern const ps__experts_names ps__experts_deepseek;
 #endif

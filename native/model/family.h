@@ -92,13 +92,32 @@ ps_status ps__config_needs_window(const ps__config_reader *r, const ps_model_con
  * family says which layers have experts. Refuses shared experts, groups, capacity and jitter. */
 typedef struct ps__experts_defaults { /* of absent keys */
   uint32_t n_experts, n_used;
-  bool always_renorm;  /* norm_topk_prob is no key of the family: true */
-  const char *dim_key; /* of expert_dim, which is @dim without it; NULL: it is ffn_dim */
+  const char *count_key; /* of n_experts; NULL: num_experts, or num_local_experts */
+  bool has_shared;       /* shared experts, groups and a scale: ps__config_shared_experts() */
+  bool always_renorm;    /* norm_topk_prob is no key of the family: true */
+  const char *dim_key;   /* of expert_dim, which is @dim without it; NULL: it is ffn_dim */
   uint32_t dim;
   double aux_loss;
 } ps__experts_defaults;
 ps_status ps__config_experts(const ps__config_reader *r, const ps__experts_defaults *d,
                              ps_model_config *c);
+
+/* ps__config_latent() - the sizes of latent attention's heads, in place of those that other families
+ * have (config_latent.c).
+ * ps__config_latent_scale() - the scale of its scores, which RoPE's scaling changes.
+ * ps__config_shared_experts() - as ps__config_experts(), with shared experts, groups and the scale
+ * of weights; the first layers, first_k_dense_replace, have none. */
+typedef struct ps__latent_defaults { /* of absent keys */
+  uint32_t kv_rank, q_rank, nope_dim, rotary_dim, value_dim;
+  uint32_t n_dense, n_shared, n_groups, n_groups_used;
+  double router_scale;
+  bool norm_topk_prob;
+} ps__latent_defaults;
+ps_status ps__config_latent(const ps__config_reader *r, const ps__latent_defaults *d,
+                            ps_model_config *c);
+void ps__config_latent_scale(ps_model_config *c);
+ps_status ps__config_shared_experts(const ps__config_reader *r, const ps__latent_defaults *d,
+                                    const ps__experts_defaults *e, ps_model_config *c);
 
 /* ---- a family -------------------------------------------------------------------------------- */
 
@@ -115,15 +134,17 @@ struct ps__family {
   bool has_qkv_bias;      /* whatever attention_bias says */
   bool has_qkv_bias_only; /* attention_bias, true by default, says whether; there is none on o */
   bool has_partial_rope;
-  double default_partial_rope;  /* partial_rotary_factor; 0: 1 */
-  bool interleaved_rope;        /* as ps_model_config.interleaved_rope */
-  bool has_ntk_alpha;           /* rope_type "dynamic" with alpha is a larger theta, always */
-  bool has_local_rope;          /* layers with sliding attention have RoPE of their own */
-  const char *local_rope_key;   /* its theta's in transformers 4; NULL: none */
-  uint32_t qk_norm;             /* as ps_model_config.qk_norm */
-  uint32_t activation;          /* ps_activation, the one that is computed */
-  const char *activation_alias; /* its older name in config.json; NULL: none */
-  const char *activation_key;   /* NULL: "hidden_act" */
+  double default_partial_rope;       /* partial_rotary_factor; 0: 1 */
+  bool interleaved_rope;             /* as ps_model_config.interleaved_rope */
+  bool has_ntk_alpha;                /* rope_type "dynamic" with alpha is a larger theta, always */
+  bool has_local_rope;               /* layers with sliding attention have RoPE of their own */
+  const char *local_rope_key;        /* its theta's in transformers 4; NULL: none */
+  uint32_t qk_norm;                  /* as ps_model_config.qk_norm */
+  uint32_t activation;               /* ps_activation, the one that is computed */
+  const char *activation_alias;      /* its older name in config.json; NULL: none */
+  const char *activation_key;        /* NULL: "hidden_act" */
+  const ps__latent_defaults *latent; /* it has latent attention; NULL: none */
+  bool has_mtp;        /* files may have layers past the last, for several tokens at once */
   bool is_of_5;        /* transformers 4 does not have it: its config.json needs no older keys */
   bool has_type_alone; /* transformers 4 refuses more in rope_scaling than type and the factors */
   const char *const *longrope_names; /* old ones, which transformers still reads; then NULL */

@@ -4,6 +4,8 @@
 #include "core/dtype.h"
 #include "io/io.h"
 #include "io/tower.h"
+#include "model/family.h"
+#include <stdlib.h>
 #include <string.h>
 
 static ps_status check_tensor(const char *dir, const ps_tensor_info *info, const ps_param_info *p) {
@@ -23,16 +25,26 @@ int ps_model_carries(const ps_model *m, const char *name) {
   return m && name && m->cfg.multimodal && !ps__name_is_of_text(name);
 }
 
+/* Whether @name is of a layer past the last, which predicts several tokens at once. transformers
+ * passes over these too. */
+static bool is_mtp(const ps_model *m, const char *name) {
+  static const char of_layer[] = "model.layers.";
+  const ps__family *family = ps__family_at(m->cfg.family);
+  const size_t n = sizeof of_layer - 1;
+  return family && family->has_mtp && !strncmp(name, of_layer, n) && name[n] >= '0' &&
+         name[n] <= '9' && strtoul(name + n, NULL, 10) >= m->cfg.n_layers;
+}
+
 /* A tensor that the model does not know is refused: without it the math would be another model's.
  * Passed over are rotary tables of old files, which are derived, a tied head, scales of quantized
- * weights, and the other parts of a vision-language model. */
+ * weights, layers past the last, and the other parts of a vision-language model. */
 static ps_status check_unknown(const ps_model *m, const ps_tensor_file *f, const char *dir) {
   for (uint64_t i = 0; i < ps_tensors_count(f); i++) {
     ps_tensor_info info;
     PS_TRY(ps_tensors_info(f, i, &info));
     if (ps_model_find(m, info.name) == UINT32_MAX && !strstr(info.name, "rotary_emb.inv_freq") &&
         !(m->cfg.tied_embeddings && strcmp(info.name, "lm_head.weight") == 0) &&
-        !ps__tensors_passed_over(f, i) && !ps_model_carries(m, info.name))
+        !ps__tensors_passed_over(f, i) && !is_mtp(m, info.name) && !ps_model_carries(m, info.name))
       return ps__fail(PS_EFORMAT,
                       "%s: tensor %s is not part of the model that config.json describes", dir,
                       info.name);

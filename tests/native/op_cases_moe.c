@@ -77,13 +77,39 @@ static op_operand logits_of(const uint32_t *s, uint32_t kind) {
   }
   return b;
 }
+/* Groups of a router: the most that the shape allows, by turns half of them or all but one. */
+static void group(ps__args_moe_route *a, uint32_t i) {
+  for (uint32_t n = 16; n > 1; n /= 2)
+    if (a->n_experts % n == 0 && a->n_experts / n >= 2) {
+      const uint32_t each = a->n_experts / n, least = (a->n_used + each - 1) / each,
+                     used = i % 2 ? n / 2 : n - 1;
+      a->n_groups = n;
+      a->n_groups_used = used > least ? used : least;
+      return;
+    }
+}
 void op_moe_route(visit *v, uint32_t dt) {
   EACH(s, v, moe_test, moe_bench)
-  for (uint32_t kind = 0; kind < (dt != PS_F32 ? 0 : v->sizes == OP_BENCH ? 1 : 3); kind++) {
-    const ps__args_moe_route a = {s[0], s[1], s[2], (s_i + kind) % 2};
+  for (uint32_t kind = 0; kind < (dt != PS_F32 ? 0 : v->sizes == OP_BENCH ? 1 : 7); kind++) {
+    ps__args_moe_route a = {
+        .n_tokens = s[0], .n_experts = s[1], .n_used = s[2], .renorm = (s_i + kind) % 2};
     const uint64_t n = (uint64_t)s[0] * s[2];
-    const op_operand o[] = {logits_of(s, kind), out(OP_U16, n, exact), out(PS_F32, n, of_softmax)};
-    CASE(v, &a, 3, o, "%u tokens, %u of %u, logits %u", s[0], s[2], s[1], kind);
+    if (kind > 2) { /* with sigmoids, a bias, groups and a scale by turns */
+      a.sigmoid = kind > 3;
+      a.has_bias = kind > 4;
+      a.dt = kind == 5 ? PS_BF16 : PS_F32;
+      a.scale = kind % 2 ? 2.5f : 0;
+      if (kind != 4)
+        group(&a, kind / 2);
+    }
+    const op_operand o[] = {logits_of(s, kind < 3    ? kind
+                                         : kind == 4 ? 2
+                                                     : 0),
+                            out(OP_U16, n, exact), out(PS_F32, n, of_softmax),
+                            in(a.dt, a.has_bias ? s[1] : 0, 0.5f)};
+    CASE(v, &a, 3 + a.has_bias, o, "%u tokens, %u of %u, logits %u", s[0], s[2], s[1], kind);
+    if (!a.has_bias)
+      free(o[3].init);
   }
 }
 
@@ -94,18 +120,22 @@ static op_operand counts(uint32_t n) {
     ((uint64_t *)b.init)[e] = 0x3ff0000000000000u + e;
   return b;
 }
+static double score(double x, bool sigmoid) { return sigmoid ? 1 / (1 + exp(-x)) : exp(x); }
 void op_moe_route_bwd(visit *v, uint32_t dt) {
   EACH(s, v, moe_test, moe_bench)
-  for (uint32_t terms = 0; terms < (v->sizes == OP_BENCH ? 1 : 4); terms++) {
+  for (uint32_t terms = 0; terms < (v->sizes == OP_BENCH ? 1 : 7); terms++) {
+    const bool sigmoid = terms > 4; /* 4: a scale */
     const ps__args_moe_route_bwd a = {.n_tokens = s[0],
                                       .n_experts = s[1],
                                       .n_used = s[2],
                                       .renorm = (s_i + terms) % 2,
                                       .dt = dt,
                                       .count = terms & 1,
-                                      .aux = terms & 1 ? 20.0f * (float)s[1] : 0,
-                                      .z_loss = terms & 2 ? 3 : 0,
-                                      .step_tokens = 3 * s[0]};
+                                      .aux = terms < 4 && terms & 1 ? 20.0f * (float)s[1] : 0,
+                                      .z_loss = terms < 4 && terms & 2 ? 3 : 0,
+                                      .step_tokens = 3 * s[0],
+                                      .sigmoid = sigmoid,
+                                      .scale = terms > 3 ? 1.5f : 0};
     const uint64_t n = (uint64_t)s[0] * s[1], r = (uint64_t)s[0] * s[2];
     chosen c;
     choose(&c, s, s_i % 2);
@@ -118,12 +148,15 @@ void op_moe_route_bwd(visit *v, uint32_t dt) {
       const float *x = (const float *)o[0].init + (size_t)t * s[1];
       double all = 0, used = 0;
       for (uint32_t e = 0; e < s[1]; e++)
-        all += exp(x[e]);
+        all += sigmoid ? 0 : exp(x[e]);
       for (uint32_t j = 0; j < s[2]; j++)
-        used += exp(x[c.ids[t * s[2] + j]]);
+        used += score(x[c.ids[t * s[2] + j]], sigmoid);
       for (uint32_t j = 0; j < s[2]; j++)
         ((float *)o[2].init)[t * s[2] + j] =
-            (float)(exp(x[c.ids[t * s[2] + j]]) / (a.renorm ? used : all));
+            (float)((terms > 3 ? 1.5 : 1) * score(x[c.ids[t * s[2] + j]], sigmoid) /
+                    (a.renorm  ? used
+                     : sigmoid ? 1
+                               : all));
     }
     CASE(v, &a, 6 + a.count, o, "%u tokens, %u of %u, terms %u", s[0], s[2], s[1], terms);
     if (!a.count)

@@ -1,6 +1,6 @@
 /* op_families.h - for the files that make the cases of op_cases.c's table, each of a family of ops:
- * op_cases_layers.c, op_cases_products.c, op_cases_fp8.c, op_cases_moe.c, op_cases_delta.c and
- * op_cases_sinks.c. */
+ * op_cases_layers.c, op_cases_products.c, op_cases_fp8.c, op_cases_moe.c, op_cases_delta.c,
+ * op_cases_sinks.c and op_cases_mla.c. */
 #ifndef PS_TESTS_OP_FAMILIES_H
 #define PS_TESTS_OP_FAMILIES_H
 #include "op_cases.h"
@@ -101,6 +101,11 @@ void op_colsum(visit *v, uint32_t dt);
 void op_gemm(visit *v, uint32_t dt);
 void op_gemm_rows(visit *v, uint32_t dt);
 /* op_cases_moe.c */
+void op_mla_turn(visit *v, uint32_t dt);
+void op_mla_kv_fwd(visit *v, uint32_t dt);
+void op_mla_kv_bwd(visit *v, uint32_t dt);
+void op_mla_cut(visit *v, uint32_t dt);
+void op_mla_pad(visit *v, uint32_t dt);
 void op_moe_route(visit *v, uint32_t dt);
 void op_moe_route_bwd(visit *v, uint32_t dt);
 void op_moe_index(visit *v, uint32_t dt);

@@ -65,6 +65,13 @@ static inline int64_t ps__n_row_tiles(uint32_t rows) {
 void ps__add_partials(const ps__cpu_exec *exec, void *out, uint32_t dt, const float *partial,
                       int64_t n_tiles, uint32_t cols, uint32_t accumulate);
 
+/* RoPE of a row (qkv.c). Cosines and sines of pos * inv_freq[i], times @by; @n is a multiple of 16.
+ * Then @half pairs of @x are turned by them, backwards with @sign -1. */
+void ps__rope_angles(float *cosines, float *sines, const float *inv_freq, int32_t pos, float by,
+                     size_t n);
+void ps__rope_rotate(float *x, const float *cosines, const float *sines, size_t half, float sign,
+                     bool interleaved);
+
 /* One single-threaded product on the calling thread, C = op(A) op(B) + beta*C, row-major fp32.
  * OpenBLAS is held to one thread. */
 void ps__cpu_sgemm(bool trans_a, bool trans_b, int m, int n, int k, float alpha, const float *a,

@@ -13,14 +13,21 @@ static inline int32_t route_key(float x) {
   return x != x ? INT32_MIN : bits >= 0 ? bits : bits ^ INT32_MAX;
 }
 
-/* The k largest, by insertion into a list that is in order. */
-static void route_choose(uint16_t *ids, const float *logits, uint32_t n_experts, uint32_t n_used) {
+/* Experts are chosen from every group where open is NULL. */
+typedef struct route_groups {
+  const bool *open;
+  uint32_t each; /* experts of a group */
+} route_groups;
+
+/* The k largest of the groups that are open, by insertion into a list that is in order. */
+static void route_choose(uint16_t *ids, const float *scores, uint32_t n_experts, uint32_t n_used,
+                         route_groups groups) {
   int32_t key[PS_MAX_EXPERTS_USED];
   uint32_t n = 0;
   for (uint32_t e = 0; e < n_experts; e++) {
-    const int32_t k = route_key(logits[e]);
+    const int32_t k = route_key(scores[e]);
     uint32_t at = n;
-    if (n == n_used && k <= key[n - 1])
+    if ((n == n_used && k <= key[n - 1]) || (groups.open && !groups.open[e / groups.each]))
       continue;
     if (n == n_used)
       at--;
@@ -32,6 +39,30 @@ static void route_choose(uint16_t *ids, const float *logits, uint32_t n_experts,
     }
     key[at] = k;
     ids[at] = (uint16_t)e;
+  }
+}
+
+/* What a group of @n experts is worth: its best score, or the sum of its two best. */
+static float route_worth(const float *scores, uint32_t n, bool of_two) {
+  uint16_t best[2];
+  route_choose(best, scores, n, of_two ? 2 : 1, (route_groups){0});
+  return of_two ? scores[best[0]] + scores[best[1]] : scores[best[0]];
+}
+
+/* Which groups are open: the best of them. */
+static void route_open(bool *open, const float *scores, const ps__args_moe_route *a) {
+  const uint32_t each = a->n_experts / a->n_groups;
+  float worth[PS_MAX_EXPERTS];
+  for (uint32_t g = 0; g < a->n_groups; g++) {
+    worth[g] = route_worth(scores + (size_t)g * each, each, a->sigmoid);
+    open[g] = false;
+  }
+  for (uint32_t i = 0; i < a->n_groups_used; i++) {
+    uint32_t best = a->n_groups;
+    for (uint32_t g = 0; g < a->n_groups; g++)
+      if (!open[g] && (best == a->n_groups || route_key(worth[g]) > route_key(worth[best])))
+        best = g;
+    open[best] = true;
   }
 }
 
@@ -56,27 +87,58 @@ PS_CLONES static float moe_softmax(float *p, const float *logits, size_t n) {
   return route_softmax(p, logits, n);
 }
 
+/* sigmoid(x); 0 and 1 far out. */
+static inline float route_sigmoid(float x) { return 1.0f / (1.0f + ps__expf(-x)); }
+
 typedef struct route_job {
   const ps__args_moe_route *a;
   const float *logits;
+  const void *bias;
   uint16_t *ids;
   float *weights;
 } route_job;
 
+/* p and p + bias; NaN in all of p where a logit is NaN or +inf, as in a softmax. */
+static void route_sigmoids(float *p, float *choice, const float *logits, const float *bias,
+                           uint32_t n) {
+  float poison = 0;
+  for (uint32_t e = 0; e < n; e++) {
+    if (!(logits[e] < INFINITY))
+      poison = NAN;
+    p[e] = route_sigmoid(logits[e]);
+    choice[e] = p[e] + bias[e];
+  }
+  for (uint32_t e = 0; e < n; e++)
+    p[e] += poison;
+}
+
 static void route_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
   const route_job *j = arg;
   const uint32_t n = j->a->n_experts, k = j->a->n_used;
-  float p[PS_MAX_EXPERTS];
+  float p[PS_MAX_EXPERTS], choice[PS_MAX_EXPERTS], bias[PS_MAX_EXPERTS] = {0};
+  bool open[PS_MAX_EXPERTS];
+  const float scale = ps__route_scale(j->a->scale);
+  const bool sigmoid = j->a->sigmoid, groups = j->a->n_groups;
+  if (j->bias)
+    ps__load_f32(bias, j->bias, j->a->dt, n);
   for (int64_t t = first; t < end; t++) {
-    const float *logits = j->logits + (size_t)t * n;
+    const float *logits = j->logits + (size_t)t * n, *scores = sigmoid ? choice : logits;
     uint16_t *ids = j->ids + (size_t)t * k;
-    float *w = j->weights + (size_t)t * k, sum = 0;
-    route_choose(ids, logits, n, k);
-    moe_softmax(p, logits, n);
+    float *w = j->weights + (size_t)t * k, sum = sigmoid ? 1e-20f : 0;
+    if (sigmoid)
+      route_sigmoids(p, choice, logits, bias, n);
+    else
+      moe_softmax(p, logits, n);
+    if (groups)
+      route_open(open, scores, j->a);
+    route_choose(ids, scores, n, k,
+                 (route_groups){groups ? open : NULL, groups ? n / j->a->n_groups : n});
     for (uint32_t i = 0; i < k; i++)
       sum += w[i] = p[ids[i]];
     for (uint32_t i = 0; i < k && j->a->renorm; i++)
       w[i] /= sum;
+    for (uint32_t i = 0; i < k; i++)
+      w[i] *= scale;
   }
 }
 
@@ -85,7 +147,11 @@ static void route_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
  * bytes   T*(4E + 6k).   determinism  bitwise: a row at a time, sums in the order of lanes */
 ps_status ps__cpu_moe_route(const ps_launch *l) {
   const ps__args_moe_route *a = l->args;
-  route_job job = {.a = a, .logits = l->ptr[0], .ids = l->ptr[1], .weights = l->ptr[2]};
+  route_job job = {.a = a,
+                   .logits = l->ptr[0],
+                   .bias = a->has_bias ? l->ptr[3] : NULL,
+                   .ids = l->ptr[1],
+                   .weights = l->ptr[2]};
   ps__cpu_rows(l->exec, a->n_tokens, ps__block_rows(4 * (size_t)a->n_experts), route_task, &job);
   return PS_OK;
 }
@@ -113,10 +179,36 @@ PS_CLONES static void moe_route_grads(float *g, const float *p, const float *dp,
   route_grads(g, p, dp, n, z);
 }
 
+/* Scores are sigmoids: of the experts that were chosen alone. */
+static void route_sigmoid_bwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  const route_bwd_job *j = arg;
+  const ps__args_moe_route_bwd *a = j->a;
+  const uint32_t n = a->n_experts, k = a->n_used;
+  const float scale = ps__route_scale(a->scale);
+  float p[PS_MAX_EXPERTS_USED], g[PS_MAX_EXPERTS];
+  for (int64_t t = first; t < end; t++) {
+    const uint16_t *ids = j->ids + (size_t)t * k;
+    const float *w = j->weights + (size_t)t * k, *dw = j->dweights + (size_t)t * k;
+    float less = 0, sum = 1e-20f;
+    memset(g, 0, n * sizeof *g);
+    for (uint32_t i = 0; i < k; i++) {
+      p[i] = route_sigmoid(j->logits[(size_t)t * n + ids[i]]);
+      sum += p[i];
+      less += w[i] * dw[i];
+    }
+    for (uint32_t i = 0; i < k; i++) {
+      const float dp = a->renorm ? (scale * dw[i] - less) / sum : scale * dw[i];
+      g[ids[i]] = p[i] * (1.0f - p[i]) * dp;
+    }
+    ps__store_f32(ps__elem(j->dlogits, a->dt, (size_t)t * n), a->dt, g, n);
+  }
+}
+
 static void route_bwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
   const route_bwd_job *j = arg;
   const ps__args_moe_route_bwd *a = j->a;
   const uint32_t n = a->n_experts, k = a->n_used;
+  const float scale = ps__route_scale(a->scale);
   float p[PS_MAX_EXPERTS], dp[PS_MAX_EXPERTS], g[PS_MAX_EXPERTS];
   for (int64_t t = first; t < end; t++) {
     const uint16_t *ids = j->ids + (size_t)t * k;
@@ -125,9 +217,9 @@ static void route_bwd_task(void *arg, int64_t first, int64_t end, uint32_t worke
     float less = 0;
     memcpy(dp, j->aux, n * sizeof *dp);
     for (uint32_t i = 0; i < k && !a->renorm; i++)
-      dp[ids[i]] += dw[i];
+      dp[ids[i]] += scale * dw[i];
     for (uint32_t i = 0; i < k && a->renorm; i++)
-      less += w[i] * dw[i];
+      less += w[i] * dw[i] / scale;
     moe_route_grads(g, p, dp, n, a->z_loss > 0 ? 2 * a->z_loss * lse / (float)a->step_tokens : 0);
     for (uint32_t i = 0; i < k && a->renorm; i++)
       g[ids[i]] += w[i] * (dw[i] - less);
@@ -156,8 +248,8 @@ ps_status ps__cpu_moe_route_bwd(const ps_launch *l) {
     if (counts)
       counts[e] += (uint64_t)n;
   }
-  ps__cpu_rows(l->exec, a->n_tokens, ps__block_rows(8 * (size_t)a->n_experts), route_bwd_task,
-               &job);
+  ps__cpu_rows(l->exec, a->n_tokens, ps__block_rows(8 * (size_t)a->n_experts),
+               a->sigmoid ? route_sigmoid_bwd_task : route_bwd_task, &job);
   return PS_OK;
 }
 

@@ -144,6 +144,19 @@ PS_CLONES static void rotate_neighbours(float *restrict x, const float *cosines,
   }
 }
 
+void ps__rope_angles(float *cosines, float *sines, const float *inv_freq, int32_t pos, float by,
+                     size_t n) {
+  rope_angles(cosines, sines, inv_freq, pos, by, n);
+}
+
+void ps__rope_rotate(float *x, const float *cosines, const float *sines, size_t half, float sign,
+                     bool interleaved) {
+  if (interleaved)
+    rotate_neighbours(x, cosines, sines, half, sign);
+  else
+    rotate(x, cosines, sines, half, sign);
+}
+
 /* What q of the token is multiplied by. */
 static float position_scale(const qkv_job *j, int64_t t) {
   const ps__args_qkv *a = &j->a;

@@ -46,43 +46,106 @@ template <int PER> __device__ __forceinline__ float sum_exp(const float (&x)[PER
   return ps_warp_sum(sum);
 }
 
+/* The largest of the lanes' ranks, the first of equal ones: its rank and its number, which becomes
+ * 0 where it was. */
+template <int PER>
+__device__ __forceinline__ uint32_t take_best(uint32_t (&rank)[PER], uint32_t *id) {
+  const uint32_t lane = threadIdx.x % 32;
+  uint32_t best = 0, at = 0;
+#pragma unroll
+  for (int i = 0; i < PER; i++)
+    if (rank[i] > best)
+      best = rank[i], at = lane + 32 * i;
+  const uint32_t most = __reduce_max_sync(ALL, best);
+  *id = __reduce_min_sync(ALL, best == most ? at : ALL);
+#pragma unroll
+  for (int i = 0; i < PER; i++)
+    rank[i] = lane + 32 * i == *id ? 0 : rank[i];
+  return most;
+}
+
+/* Ranks of experts outside the best groups become 0. */
+template <int PER>
+__device__ __forceinline__ void close_groups(uint32_t (&rank)[PER], const ps__args_moe_route &a) {
+  const uint32_t lane = threadIdx.x % 32, each = a.n_experts / a.n_groups;
+  uint32_t worth[PER] = {}, open[PER] = {}, id;
+  for (uint32_t g = 0; g < a.n_groups; g++) {
+    uint32_t of_group[PER];
+#pragma unroll
+    for (int i = 0; i < PER; i++)
+      of_group[i] = (lane + 32 * i) / each == g ? rank[i] : 0;
+    uint32_t most = take_best(of_group, &id);
+    if (a.sigmoid)
+      most = rank_of(of_rank(most) + of_rank(take_best(of_group, &id)));
+#pragma unroll
+    for (int i = 0; i < PER; i++)
+      worth[i] = lane + 32 * i == g ? most : worth[i];
+  }
+  for (uint32_t u = 0; u < a.n_groups_used; u++) {
+    take_best(worth, &id);
+#pragma unroll
+    for (int i = 0; i < PER; i++)
+      open[i] |= (lane + 32 * i) / each == id;
+  }
+#pragma unroll
+  for (int i = 0; i < PER; i++)
+    rank[i] = open[i] ? rank[i] : 0;
+}
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+__device__ __forceinline__ float route_scale(float scale) { return scale == 0.0f ? 1.0f : scale; }
+
 /* A warp a token. */
 template <int PER>
 __global__ void __launch_bounds__(THREADS)
-    route_k(const float *logits, uint16_t *ids, float *weights, ps__args_moe_route a) {
+    route_k(const float *logits, uint16_t *ids, float *weights, const void *bias,
+            ps__args_moe_route a) {
   const uint32_t t = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (t >= a.n_tokens)
     return;
   float x[PER];
   read_logits(x, logits, t, a.n_experts);
   uint32_t rank[PER], my_rank = 0, my_id = 0, first = 0;
+  bool finite = true;
 #pragma unroll
-  for (int i = 0; i < PER; i++)
-    rank[i] = lane + 32 * i < a.n_experts ? rank_of(x[i]) : 0;
+  for (int i = 0; i < PER; i++) {
+    const uint32_t e = lane + 32 * i;
+    float key = x[i];
+    if (a.sigmoid && e < a.n_experts) {
+      finite = finite && x[i] < INFINITY;
+      key = sigmoid(x[i]);
+      if (bias)
+        key += a.dt == PS_F32 ? ((const float *)bias)[e]
+                              : __bfloat162float(((const __nv_bfloat16 *)bias)[e]);
+    }
+    rank[i] = e < a.n_experts ? rank_of(key) : 0;
+    first = max(first, rank[i]);
+  }
+  first = __reduce_max_sync(ALL, first);
+  if (a.n_groups)
+    close_groups(rank, a);
   for (uint32_t j = 0; j < a.n_used; j++) {
-    uint32_t best = 0, at = 0;
-#pragma unroll
-    for (int i = 0; i < PER; i++)
-      if (rank[i] > best)
-        best = rank[i], at = lane + 32 * i;
-    const uint32_t most = __reduce_max_sync(ALL, best),
-                   id = __reduce_min_sync(ALL, best == most ? at : ALL);
-#pragma unroll
-    for (int i = 0; i < PER; i++)
-      rank[i] = lane + 32 * i == id ? 0 : rank[i];
-    if (j == 0)
-      first = most;
+    uint32_t id;
+    const uint32_t most = take_best(rank, &id);
     if (lane == j)
       my_rank = most, my_id = id;
   }
-  const float max = of_rank(first), sum = sum_exp(x, max);
-  float w = lane < a.n_used ? expf(of_rank(my_rank) - max) / sum : 0.0f;
+  float w = 0.0f;
+  if (a.sigmoid) {
+    const bool all = __all_sync(ALL, finite);
+    if (lane < a.n_used)
+      w = all ? sigmoid(__ldg(logits + (size_t)t * a.n_experts + my_id)) : NAN;
+  } else {
+    const float max = of_rank(first), sum = sum_exp(x, max);
+    w = lane < a.n_used ? expf(of_rank(my_rank) - max) / sum : 0.0f;
+  }
   if (a.renorm) {
-    float chosen = 0.0f;
+    float chosen = a.sigmoid ? 1e-20f : 0.0f;
     for (uint32_t j = 0; j < a.n_used; j++)
       chosen += __shfl_sync(ALL, w, j);
     w /= chosen;
   }
+  w *= route_scale(a.scale);
   if (lane < a.n_used) {
     ids[(size_t)t * a.n_used + lane] = (uint16_t)my_id;
     weights[(size_t)t * a.n_used + lane] = w;
@@ -125,10 +188,11 @@ __global__ void __launch_bounds__(THREADS)
   const uint32_t id = lane < a.n_used ? ids[at] : ALL;
   const float w = lane < a.n_used ? weights[at] : 0.0f, dw = lane < a.n_used ? dweights[at] : 0.0f;
   float mean = 0.0f;
+  const float scale = route_scale(a.scale);
   if (a.renorm)
     for (uint32_t j = 0; j < a.n_used; j++)
-      mean += __shfl_sync(ALL, w * dw, j);
-  const float mine = a.renorm ? w * (dw - mean) : dw;
+      mean += __shfl_sync(ALL, w * dw / scale, j);
+  const float mine = a.renorm ? w * (dw - mean) : scale * dw;
   for (uint32_t j = 0; j < a.n_used; j++) {
     const uint32_t e = __shfl_sync(ALL, id, j);
     const float g = __shfl_sync(ALL, mine, j);
@@ -155,6 +219,47 @@ __global__ void __launch_bounds__(THREADS)
     if (lane + 32 * i < a.n_experts)
       dlogits[(size_t)t * a.n_experts + lane + 32 * i] =
           ps_from_f32<T>(x[i] * (dp[i] - dot + z) + add[i]);
+}
+
+/* The same where scores are sigmoids. */
+template <typename T, int PER>
+__global__ void __launch_bounds__(THREADS)
+    route_sigmoid_bwd_k(const float *logits, const uint16_t *ids, const float *weights,
+                        const float *dweights, const int32_t *offsets, T *dlogits, uint64_t *counts,
+                        ps__args_moe_route_bwd a) {
+  if (blockIdx.x == gridDim.x - 1) {
+    if (counts)
+      for (uint32_t e = threadIdx.x; e < a.n_experts; e += THREADS)
+        counts[e] += (uint64_t)(offsets[e + 1] - offsets[e]);
+    return;
+  }
+  const uint32_t t = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (t >= a.n_tokens)
+    return;
+  const size_t at = (size_t)t * a.n_used + lane;
+  const bool chose = lane < a.n_used;
+  const uint32_t id = chose ? ids[at] : ALL;
+  const float w = chose ? weights[at] : 0.0f, dw = chose ? dweights[at] : 0.0f,
+              p = chose ? sigmoid(logits[(size_t)t * a.n_experts + id]) : 0.0f,
+              scale = route_scale(a.scale);
+  float less = 0.0f, sum = 1e-20f;
+  for (uint32_t j = 0; j < a.n_used; j++) {
+    less += __shfl_sync(ALL, w * dw, j);
+    sum += __shfl_sync(ALL, p, j);
+  }
+  const float mine = p * (1.0f - p) * (a.renorm ? (scale * dw - less) / sum : scale * dw);
+  float g[PER] = {};
+  for (uint32_t j = 0; j < a.n_used; j++) {
+    const uint32_t e = __shfl_sync(ALL, id, j);
+    const float of = __shfl_sync(ALL, mine, j);
+#pragma unroll
+    for (int i = 0; i < PER; i++)
+      g[i] = lane + 32 * i == e ? of : g[i];
+  }
+#pragma unroll
+  for (int i = 0; i < PER; i++)
+    if (lane + 32 * i < a.n_experts)
+      dlogits[(size_t)t * a.n_experts + lane + 32 * i] = ps_from_f32<T>(g[i]);
 }
 
 /* ---- the index ------------------------------------------------------------------------------- */
@@ -427,12 +532,13 @@ uint32_t threads_for(uint32_t n) {
  * determinism  bitwise.   reference  the cpu backend's: the same ids, weights to 4e-6 */
 extern "C" ps_status ps__cuda_moe_route(const ps_launch *l) {
   const ps__args_moe_route *a = (const ps__args_moe_route *)l->args;
-  const ps_status st = ps_check(l, "moe_route", 3, PS_F32, 0);
+  const ps_status st = ps_check(l, "moe_route", 3 + (a->has_bias != 0), PS_F32, 0);
   if (st != PS_OK || !a->n_tokens)
     return st;
   BY_EXPERTS(a->n_experts,
              route_k<PER><<<ps_ceil_div(a->n_tokens, WARPS), THREADS, 0, stream_of(l)>>>(
-                 (const float *)l->ptr[0], (uint16_t *)l->ptr[1], (float *)l->ptr[2], *a));
+                 (const float *)l->ptr[0], (uint16_t *)l->ptr[1], (float *)l->ptr[2],
+                 a->has_bias ? l->ptr[3] : NULL, *a));
   return ps_launched("moe_route", cudaSuccess);
 }
 
@@ -448,12 +554,14 @@ extern "C" ps_status ps__cuda_moe_route_bwd(const ps_launch *l) {
   const ps_status st = ps_check(l, "moe_route_bwd", 6 + (a->count != 0), a->dt, 0);
   if (st != PS_OK || !a->n_tokens)
     return st;
-  PS_BY_TYPE(a->dt, BY_EXPERTS(a->n_experts, route_bwd_k<T, PER>
-                               <<<ps_ceil_div(a->n_tokens, WARPS) + 1, THREADS, 0, stream_of(l)>>>(
-                                   (const float *)l->ptr[0], (const uint16_t *)l->ptr[1],
-                                   (const float *)l->ptr[2], (const float *)l->ptr[3],
-                                   (const int32_t *)l->ptr[4], (T *)l->ptr[5],
-                                   a->count ? (uint64_t *)l->ptr[6] : NULL, *a)));
+  PS_BY_TYPE(
+      a->dt,
+      BY_EXPERTS(a->n_experts,
+                 const auto kernel = a->sigmoid ? route_sigmoid_bwd_k<T, PER> : route_bwd_k<T, PER>;
+                 kernel<<<ps_ceil_div(a->n_tokens, WARPS) + 1, THREADS, 0, stream_of(l)>>>(
+                     (const float *)l->ptr[0], (const uint16_t *)l->ptr[1],
+                     (const float *)l->ptr[2], (const float *)l->ptr[3], (const int32_t *)l->ptr[4],
+                     (T *)l->ptr[5], a->count ? (uint64_t *)l->ptr[6] : NULL, *a)));
   return ps_launched("moe_route_bwd", cudaSuccess);
 }
 

@@ -18,7 +18,7 @@ static bool heads_fit(const ps__args_attention *a) {
 static ps_status check_attention(const void *args, const char *op) {
   const ps__args_attention *a = args;
   PS_TRY(check_scores(a, op));
-  if (!heads_fit(a))
+  if (!heads_fit(a) || a->value_dim > a->head_dim)
     return ps__fail(PS_EINVAL,
                     "%s: %u rows, %u heads, %u kv heads, head_dim %u, dtype %u is no valid shape",
                     op, a->n_tokens, a->n_heads, a->n_kv_heads, a->head_dim, a->dt);
@@ -56,12 +56,14 @@ static double pairs(const ps__args_attention *a) {
                                                             : n * a->row0 + 0.5 * n * n;
 }
 /* A product takes 2 FLOP a pair and element of a head. Forward has two products. Backward has five;
- * the one that computes the scores again is not model work. */
+ * the one that computes the scores again is not model work. Half of the others go over values, and
+ * of those padding is no model work. */
 static ps_work work_of(const ps__args_attention *a, double flops, double model_flops, double rows) {
-  const double width = (double)a->n_heads * a->head_dim;
+  const double width = (double)a->n_heads * a->head_dim,
+               value = a->value_dim ? (double)a->n_heads * a->value_dim : width;
   return (ps_work){.flops = pairs(a) * width * flops,
                    .bytes = a->n_tokens * width * (double)ps__dt_bytes(a->dt) * rows,
-                   .model_flops = pairs(a) * width * model_flops};
+                   .model_flops = pairs(a) * 0.5 * (width + value) * model_flops};
 }
 static ps_work work_attention_fwd(const void *args) { return work_of(args, 4.0, 4.0, 2.0); }
 static ps_work work_attention_bwd(const void *args) { return work_of(args, 10.0, 8.0, 5.0); }

@@ -17,9 +17,28 @@ ps_status ps__check_experts(uint32_t n_tokens, uint32_t n_experts, uint32_t n_us
 
 /* ---- the router ------------------------------------------------------------------------------ */
 
+static ps_status check_scale(float scale, const char *op) {
+  return scale >= 0 && scale <= 1e6f
+             ? PS_OK
+             : ps__fail(PS_EINVAL, "%s: scale is %g: it must be 0 to 1e6", op, (double)scale);
+}
 static ps_status check_route(const void *args, const char *op) {
   const ps__args_moe_route *a = args;
-  return ps__check_experts(a->n_tokens, a->n_experts, a->n_used, op);
+  PS_TRY(ps__check_experts(a->n_tokens, a->n_experts, a->n_used, op));
+  PS_TRY(check_scale(a->scale, op));
+  if (a->has_bias)
+    PS_TRY(ps__check_dt(a->dt, op));
+  if (a->has_bias && !a->sigmoid)
+    return ps__fail(PS_EINVAL, "%s: a bias without sigmoid: it is of sigmoids alone", op);
+  const uint32_t each = a->n_groups ? a->n_experts / a->n_groups : 0;
+  if (a->n_groups &&
+      (a->n_experts % a->n_groups || !a->n_groups_used || a->n_groups_used > a->n_groups ||
+       each < 1 + (a->sigmoid != 0) || (uint64_t)a->n_groups_used * each < a->n_used))
+    return ps__fail(PS_EINVAL,
+                    "%s: %u of %u groups of %u experts, %u a token: groups are of one size, with "
+                    "sigmoid at least 2, and those used have experts enough",
+                    op, a->n_groups_used, a->n_groups, a->n_experts, a->n_used);
+  return PS_OK;
 }
 PS__BIND_ROWS(bind_route, ps__args_moe_route, n_tokens)
 static ps_work work_route(const void *args) {
@@ -31,6 +50,10 @@ static ps_status check_route_bwd(const void *args, const char *op) {
   const ps__args_moe_route_bwd *a = args;
   PS_TRY(ps__check_experts(a->n_tokens, a->n_experts, a->n_used, op));
   PS_TRY(ps__check_dt(a->dt, op));
+  PS_TRY(check_scale(a->scale, op));
+  if (a->sigmoid && (a->aux > 0 || a->z_loss > 0))
+    return ps__fail(PS_EINVAL, "%s: aux is %g and z_loss %g: they must be 0 with sigmoid", op,
+                    (double)a->aux, (double)a->z_loss);
   if (!(a->aux >= 0 && a->aux < 1e9f && a->z_loss >= 0 && a->z_loss < 1e9f))
     return ps__fail(PS_EINVAL, "%s: aux is %g and z_loss %g: they must be 0 to 1e9", op,
                     (double)a->aux, (double)a->z_loss);

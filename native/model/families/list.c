@@ -23,7 +23,10 @@
   X(olmoe)                                                                                         \
   X(qwen3_moe)                                                                                     \
   X(mixtral)                                                                                       \
-  X(gpt_oss)
+  X(gpt_oss)                                                                                       \
+  X(deepseek_v2)                                                                                   \
+  X(deepseek_v3)                                                                                   \
+  X(glm4_moe_lite)
 #define DECLARE(name) extern const ps__family ps__family_##name;
 #define ENTRY(name)   &ps__family_##name,
 

@@ -1,0 +1,300 @@
+/* mla.c - multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) as a half of a block.
+ *
+ *   c_q = x W_qa,  q = norm(c_q) W_qb    or  q = x W_q
+ *   c|k_r = x W_kva,  k_n|v = norm(c) W_kvb
+ *   o = attention(q_n|rope(q_r), k_n|rope(k_r), v),  y = o W_o
+ *
+ * k_r is one head's, which all heads share. What is saved first is c_q and c: keys and values are
+ * many times as wide, and cost a product of few columns to make again. Values are padded to the
+ * width of keys, so attention has one width; o is cut before W_o. */
+#include "model/mla.h"
+#include "core/core.h"
+#include "model/block.h"
+#include "model/rope.h"
+
+/* T tokens, H heads of d = dn + dr, values of dv; r_q and r_kv ranks. */
+typedef struct mla {
+  uint32_t h, d, dn, dr, dv, r_q, r_kv;
+  ps__args_attention args;
+  ps__args_mla heads, back; /* back: of mla_turn in the backward pass */
+  ps__args_rmsnorm q_norm, kv_norm;
+  uint8_t cq;        /* [T,r_q]       with r_q */
+  uint8_t nq;        /* [T,r_q]       its norm */
+  uint8_t xq;        /* [T,H d]       before RoPE */
+  uint8_t c, nc;     /* [T,r_kv]      the latent, its norm */
+  uint8_t kr;        /* [T,dr]        before RoPE */
+  uint8_t kvb;       /* [T,H (dn+dv)] */
+  uint8_t q;         /* [T,H d] */
+  uint8_t kv;        /* [group,2 H d] keys and padded values */
+  uint8_t o, lse;    /* [T,H d], [T,H] fp32 */
+  uint8_t oc;        /* [T,H dv]      o without padding; o where dv is d */
+  uint8_t doc, dout; /* gradients of oc and o */
+  uint8_t dq, dkv;   /* [T,H d], [group,2 H d] fp32 */
+  uint8_t dxq, dkvb, dkr;
+  uint8_t dnq, dcq, dnc, dc;
+  uint16_t w_q, w_qa, w_qnorm, w_qb, w_c, w_kr, w_kvnorm, w_kvb, w_o;
+  ps__product q_p, qa_p, qb_p, c_p, kr_p, kvb_p, o_p;
+} mla;
+
+const ps__mla_names ps__mla_usual = {.q = "self_attn.q_proj.weight",
+                                     .q_a = "self_attn.q_a_proj.weight",
+                                     .q_norm = "self_attn.q_a_layernorm.weight",
+                                     .q_b = "self_attn.q_b_proj.weight",
+                                     .kv_a = "self_attn.kv_a_proj_with_mqa.weight",
+                                     .kv_norm = "self_attn.kv_a_layernorm.weight",
+                                     .kv_b = "self_attn.kv_b_proj.weight",
+                                     .o = "self_attn.o_proj.weight"};
+
+/* Latents' norms have an eps of their own, whatever rms_norm_eps says. */
+static ps__args_rmsnorm norm_of(const ps__half *h, uint32_t cols) {
+  return (ps__args_rmsnorm){
+      .cols = cols, .dt = h->b->m->dt, .eps = 1e-6f, .weight_offset = h->b->decoder->norm_offset};
+}
+
+static ps_status heads_args(mla *t, const ps_model *m) {
+  const ps_model_config *c = &m->cfg;
+  ps__args_qkv rope = {0};
+  PS_TRY(ps__rope_table(&rope, &c->rope, c->max_positions, m->seq_len));
+  t->heads = (ps__args_mla){.n_heads = t->h,
+                            .nope_dim = t->dn,
+                            .rotary_dim = t->dr,
+                            .value_dim = t->dv,
+                            .dt = m->dt,
+                            .interleaved = c->interleaved_rope,
+                            .attention_factor = rope.attention_factor};
+  for (int i = 0; i < PS_ROPE_PAIRS; i++)
+    t->heads.inv_freq[i] = rope.inv_freq[i];
+  t->back = t->heads;
+  t->back.inverse = 1;
+  return PS_OK;
+}
+
+static ps_status begin(ps__half *h) {
+  mla *t = h->own;
+  const ps_model *m = h->b->m;
+  const ps_model_config *c = &m->cfg;
+  t->h = c->n_heads;
+  t->d = c->head_dim;
+  t->dr = c->rope.rotary_dim;
+  t->dn = t->d - t->dr;
+  t->dv = c->value_dim;
+  t->r_q = c->q_rank;
+  t->r_kv = c->kv_rank;
+  if ((uint64_t)t->r_kv * h->b->dim % PS__SPAN_ALIGN)
+    return ps__fail(PS_EINVAL,
+                    "kv_lora_rank x hidden_size is %u x %u: the product must be a multiple of %d",
+                    t->r_kv, h->b->dim, PS__SPAN_ALIGN);
+  t->args = (ps__args_attention){.n_heads = t->h,
+                                 .n_kv_heads = t->h,
+                                 .head_dim = t->d,
+                                 .dt = m->dt,
+                                 .sequence_rows = (uint32_t)m->seq_len,
+                                 .scale = c->attention_scale,
+                                 .value_dim = t->dv};
+  t->q_norm = norm_of(h, t->r_q);
+  t->kv_norm = norm_of(h, t->r_kv);
+  return heads_args(t, m);
+}
+
+/* ---- what there is --------------------------------------------------------------------------- */
+
+static uint16_t matrix(ps__layer_def *d, const char *name, const char *what, uint32_t n_out,
+                       uint32_t n_in) {
+  const uint16_t span = ps__def_param(d, name, PS_PARAM_MATRIX, n_out, n_in);
+  ps__def_what(d, what);
+  return span;
+}
+
+static void define_params(ps__half *h) {
+  mla *t = h->own;
+  const ps__mla_names *n = h->use->names;
+  const uint32_t dim = h->b->dim;
+  ps__layer_def *d = h->b->d;
+  if (t->r_q) {
+    t->w_qa = matrix(d, n->q_a, "q_a", t->r_q, dim);
+    t->w_qnorm = ps__half_norm(h, n->q_norm, "latents' norm", t->r_q);
+    t->w_qb = matrix(d, n->q_b, "q_b", t->h * t->d, t->r_q);
+  } else {
+    t->w_q = matrix(d, n->q, "q", t->h * t->d, dim);
+  }
+  t->w_c = matrix(d, n->kv_a, "kv_a", t->r_kv + t->dr, dim);
+  t->w_kr = ps__def_split(d, (uint64_t)t->r_kv * dim);
+  t->w_kvnorm = ps__half_norm(h, n->kv_norm, "latents' norm", t->r_kv);
+  t->w_kvb = matrix(d, n->kv_b, "kv_b", t->h * (t->dn + t->dv), t->r_kv);
+  t->w_o = ps__half_residual(h, n->o, "o", t->h * t->dv);
+}
+
+static void define_sites(ps__half *h) {
+  const mla *t = h->own;
+  if (!t->r_q)
+    ps__half_site(h, PS__TARGET_Q, t->h * t->d, h->b->dim);
+  ps__half_site(h, PS__TARGET_O, h->b->dim, t->h * t->dv);
+}
+
+static void define_products(ps__half *h) {
+  mla *t = h->own;
+  const uint32_t dim = h->b->dim;
+  ps__layer_def *d = h->b->d;
+  if (t->r_q) {
+    t->qa_p = ps__def_product(d, t->w_qa, t->r_q, dim, false);
+    t->qb_p = ps__def_product(d, t->w_qb, t->h * t->d, t->r_q, false);
+  } else {
+    t->q_p = ps__def_product(d, t->w_q, t->h * t->d, dim, false);
+  }
+  t->c_p = ps__def_product(d, t->w_c, t->r_kv, dim, false);
+  t->kr_p = ps__def_product(d, t->w_kr, t->dr, dim, false);
+  t->kvb_p = ps__def_product(d, t->w_kvb, t->h * (t->dn + t->dv), t->r_kv, false);
+  t->o_p = ps__def_product(d, t->w_o, dim, t->h * t->dv, false);
+}
+
+static void define_tensors(ps__half *h) {
+  mla *t = h->own;
+  const ps__block *b = h->b;
+  const uint32_t hd = t->h * t->d, expanded = t->h * (t->dn + t->dv);
+  ps__layer_def *d = b->d;
+  if (t->r_q) {
+    t->cq = ps__half_tokens(h, "q_latent", t->r_q);
+    t->nq = ps__half_tokens(h, "q_latent_norm", t->r_q);
+    t->dnq = ps__half_tokens(h, "dq_latent_norm", t->r_q);
+    t->dcq = ps__half_tokens(h, "dq_latent", t->r_q);
+  }
+  t->xq = ps__half_tokens(h, "q_raw", hd);
+  t->c = ps__half_tokens(h, "latent", t->r_kv);
+  t->nc = ps__half_tokens(h, "latent_norm", t->r_kv);
+  t->kr = ps__half_tokens(h, "k_rope", t->dr);
+  t->kvb = ps__half_tokens(h, "kv_raw", expanded);
+  t->q = ps__half_tokens(h, "q", hd);
+  t->kv = ps__def_tensor(d, "kv", PS__ROWS_GROUP, 2 * (uint64_t)hd, b->m->dt);
+  t->o = ps__half_tokens(h, "attn_out", hd);
+  t->lse = ps__def_tensor(d, "lse", PS__ROWS_TOKEN, t->h, PS_F32);
+  t->dout = ps__half_tokens(h, "dattn_out", hd);
+  t->oc = t->dv < t->d ? ps__half_tokens(h, "attn_values", t->h * t->dv) : t->o;
+  t->doc = t->dv < t->d ? ps__half_tokens(h, "dattn_values", t->h * t->dv) : t->dout;
+  t->dq = ps__half_tokens(h, "dq", hd);
+  t->dkv = ps__def_tensor(d, "dkv", PS__ROWS_GROUP, 2 * (uint64_t)hd, PS_F32);
+  t->dxq = ps__half_tokens(h, "dq_raw", hd);
+  t->dkvb = ps__half_tokens(h, "dkv_raw", expanded);
+  t->dkr = ps__half_tokens(h, "dk_rope", t->dr);
+  t->dnc = ps__half_tokens(h, "dlatent_norm", t->r_kv);
+  t->dc = ps__half_tokens(h, "dlatent", t->r_kv);
+  define_products(h);
+}
+
+/* kr is made again with kv: its product is small, and nothing else of the backward pass reads it. */
+static void define_saved(ps__half *h) {
+  const mla *t = h->own;
+  ps__layer_def *d = h->b->d;
+  ps__def_saved(d, t->c, "latent", PS__RANK_QKV);
+  if (t->r_q)
+    ps__def_saved(d, t->cq, "latent", PS__RANK_QKV);
+  ps__def_saved(d, t->q, "q", t->r_q ? PS__RANK_EXPANDED : PS__RANK_QKV);
+  ps__def_saved(d, t->kv, "kv", PS__RANK_EXPANDED);
+  ps__def_saved(d, t->o, "attn_out", PS__RANK_ATTENTION);
+  ps__def_saved(d, t->lse, "attn_out", PS__RANK_ATTENTION);
+}
+
+/* ---- ops ------------------------------------------------------------------------------------- */
+
+static ps__operand stored(uint8_t tensor) { return (ps__operand){.stored = tensor}; }
+
+static void forward(const ps__half *h, const ps__product *p, ps__operand x, uint8_t y) {
+  ps__product_forward(h->b->m, h->b->d, p, x, y, 0, PS__NONE, PS__NONE);
+}
+
+static void define_forward(ps__half *h) {
+  const mla *t = h->own;
+  const ps__block *b = h->b;
+  ps__layer_def *d = b->d;
+  ps__half_input(h, false);
+  if (t->r_q) {
+    forward(h, &t->qa_p, h->x, t->cq);
+    PS__FWD(d, ps__k_rmsnorm_fwd, t->q_norm, PS__R(t->cq), PS__P(t->w_qnorm), PS__W(t->nq));
+    forward(h, &t->qb_p, stored(t->nq), t->xq);
+  } else {
+    forward(h, &t->q_p, h->x, t->xq);
+    ps__lora_forward(b->m, d, &b->lora[PS__TARGET_Q], h->x.stored,
+                     (ps__columns){t->xq, t->h * t->d, 0}, 0);
+  }
+  PS__FWD(d, ps__k_mla_turn, t->heads, PS__R(t->xq), PS__B(PS__BATCH_POSITION), PS__W(t->q));
+  forward(h, &t->c_p, h->x, t->c);
+  forward(h, &t->kr_p, h->x, t->kr);
+  PS__FWD(d, ps__k_rmsnorm_fwd, t->kv_norm, PS__R(t->c), PS__P(t->w_kvnorm), PS__W(t->nc));
+  forward(h, &t->kvb_p, stored(t->nc), t->kvb);
+  PS__FWD(d, ps__k_mla_kv_fwd, t->heads, PS__R(t->kvb), PS__R(t->kr), PS__B(PS__BATCH_POSITION),
+          PS__W(t->kv));
+  PS__FWD(d, ps__k_attention_fwd, t->args, PS__R(t->q), PS__PRE_R(t->kv),
+          PS__B(PS__BATCH_DOC_START), PS__W(t->o), PS__W(t->lse));
+  if (t->oc != t->o)
+    PS__FWD(d, ps__k_mla_cut, t->heads, PS__R(t->o), PS__W(t->oc));
+  ps__half_project(h, &t->o_p, stored(t->oc), PS__TARGET_O);
+}
+
+/* From dy to dout. */
+static void define_o_backward(const ps__half *h) {
+  const mla *t = h->own;
+  const ps__block *b = h->b;
+  ps__layer_def *d = b->d;
+  const float scale = b->m->cfg.residual_scale;
+  const ps__columns dy = ps__half_dy_columns(h);
+  const ps__adapter *lora = &b->lora[PS__TARGET_O];
+  ps__product_dw(b->m, d, &t->o_p, stored(h->dy), stored(t->oc), scale);
+  ps__product_dx(b->m, d, &t->o_p, stored(h->dy), t->doc, scale, false);
+  ps__lora_input_grad(b->m, d, lora, dy, scale, t->doc);
+  ps__lora_weight_grads(b->m, d, lora, dy, scale, t->oc);
+  if (t->oc != t->o)
+    PS__BWD(d, ps__k_mla_pad, t->heads, PS__R(t->doc), PS__W(t->dout));
+}
+
+/* The expansion of a latent @c with norm @nc: from dy to dc. */
+static void define_expansion_backward(const ps__half *h, const ps__product *p, uint8_t dy,
+                                      const ps__args_rmsnorm *norm, uint16_t w, uint8_t c,
+                                      uint8_t nc, uint8_t dnc, uint8_t dc) {
+  const ps__block *b = h->b;
+  ps__product_dw(b->m, b->d, p, stored(dy), stored(nc), 0);
+  ps__product_dx(b->m, b->d, p, stored(dy), dnc, 0, false);
+  PS__BWD(b->d, ps__k_rmsnorm_bwd, *norm, PS__R(c), PS__P(w), PS__R(dnc), PS__W(dc), PS__G(w));
+}
+
+/* A product of x: dW, and dx, which earlier products have written where @adds. */
+static void define_input_backward(const ps__half *h, const ps__product *p, uint8_t dy, bool adds) {
+  ps__product_dw(h->b->m, h->b->d, p, stored(dy), h->x, 0);
+  ps__product_dx(h->b->m, h->b->d, p, stored(dy), h->dx, 0, adds);
+}
+
+static void define_backward(ps__half *h) {
+  const mla *t = h->own;
+  const ps__block *b = h->b;
+  ps__layer_def *d = b->d;
+  define_o_backward(h);
+  PS__BWD(d, ps__k_attention_bwd, t->args, PS__R(t->q), PS__PRE_R(t->kv),
+          PS__B(PS__BATCH_DOC_START), PS__R(t->o), PS__R(t->lse), PS__R(t->dout), PS__W(t->dq),
+          PS__PRE_W(t->dkv));
+  PS__BWD(d, ps__k_mla_turn, t->back, PS__R(t->dq), PS__B(PS__BATCH_POSITION), PS__W(t->dxq));
+  PS__BWD(d, ps__k_mla_kv_bwd, t->heads, PS__R(t->dkv), PS__B(PS__BATCH_POSITION), PS__W(t->dkvb),
+          PS__W(t->dkr));
+  define_expansion_backward(h, &t->kvb_p, t->dkvb, &t->kv_norm, t->w_kvnorm, t->c, t->nc, t->dnc,
+                            t->dc);
+  if (t->r_q)
+    define_expansion_backward(h, &t->qb_p, t->dxq, &t->q_norm, t->w_qnorm, t->cq, t->nq, t->dnq,
+                              t->dcq);
+  ps__half_input(h, true);
+  if (t->r_q) {
+    define_input_backward(h, &t->qa_p, t->dcq, h->adds_dx);
+  } else {
+    const ps__adapter *lora = &b->lora[PS__TARGET_Q];
+    const ps__columns dq = {t->dxq, t->h * t->d, 0};
+    define_input_backward(h, &t->q_p, t->dxq, h->adds_dx);
+    ps__lora_input_grad(b->m, d, lora, dq, 0, h->dx);
+    ps__lora_weight_grads(b->m, d, lora, dq, 0, h->x.stored);
+  }
+  define_input_backward(h, &t->c_p, t->dc, true);
+  define_input_backward(h, &t->kr_p, t->dkr, true);
+}
+
+const ps__half_kind ps__mla = {.norm = "attention norm",
+                               .post_norm = "attention post norm",
+                               .out = "attn_proj",
+                               .out_rank = PS__RANK_ATTENTION_OUT,
+                               .own_bytes = sizeof(mla),
+                               PS__HALF_FUNCTIONS,
+                               .counted = NULL}; /* in bf16 whatever the recipe */
