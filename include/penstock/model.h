@@ -256,10 +256,30 @@ enum {
 };
 #define PS_MAX_LORA_ALPHA 1e6
 #define PS_MAX_LORA_RANK  65536
+/* How the matrices of the blocks, which are frozen, are kept in host memory and cross the link. The
+ * device dequantizes them before each layer pass: products and adapters have the recipe's dtype.
+ * Norms, biases, routers, the embedding and the head stay as the recipe has them.
+ *   BYTES a weight  fp8 1.0625, nf4 0.53125, mxfp4 0.53125
+ *   PS_BASE_FP8     e4m3, an fp32 scale for 64 weights of a row. FP8 weights with scales stay as
+ *                   their checkpoint has them
+ *   PS_BASE_NF4     NF4 (arXiv 2305.14314), the bf16 maximum of 64 weights of a row
+ *   PS_BASE_MXFP4   OCP MXFP4: e2m1, a power of two for 32 weights of a row */
+typedef enum ps_base {
+  PS_BASE_PLAIN = 0, /* the recipe's dtype */
+  PS_BASE_FP8 = 1,
+  PS_BASE_NF4 = 2,
+  PS_BASE_MXFP4 = 3,
+  PS_N_BASES
+} ps_base;
+/* ps_base_name() - "bf16" (PS_BASE_PLAIN, of any recipe), "fp8", "nf4", "mxfp4"; "" past the last.
+ * ps_base_parse() - from such a name. Errors: PS_EINVAL lists them. */
+PS_API const char *ps_base_name(ps_base base);
+PS_API ps_status ps_base_parse(uint32_t *out, const char *name);
 typedef struct ps_lora {
   uint32_t rank;    /* 0: no adapters; the other fields are 0 then */
   uint32_t targets; /* PS_LORA_*, a bit set; 0 for a plan: PS_LORA_ALL */
-  uint32_t rslora, reserved;
+  uint32_t rslora;
+  uint32_t base; /* ps_base: of a plan; that of an adapter's directory is 0 */
   double alpha; /* NAN for a plan: twice the rank */
 } ps_lora;
 /* ps_lora_targets_parse() - targets from their names with commas, "q_proj,v_proj", or from

@@ -71,8 +71,8 @@ static const struct {
      "dataloader-pin-memory preprocessing-num-workers remove-unused-columns",
      "leave it out, as nothing takes its place"},
     {"load-in-4bit load-in-8bit quantization-bit quantization-method",
-     "there are no quantized base weights, and --lora-rank trains adapters beside a model that is "
-     "streamed from host memory"},
+     "give --base-dtype nf4, or fp8 for 8 bits, beside --lora-rank: the base is quantized as it is "
+     "read"},
     {"use-peft use-lora finetuning-type",
      "give --lora-rank for LoRA; without it the whole model is trained"},
     {"lora-dropout", "leave it out, as adapters are trained without dropout"},

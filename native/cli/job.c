@@ -7,7 +7,7 @@
 #include <sys/stat.h>
 
 /* The library's names, filled in by cli_job_options(); NULL ends each. */
-static const char *recipes[PS_N_RECIPES + 1], *layouts[PS_N_LAYOUTS + 1],
+static const char *recipes[PS_N_RECIPES + 1], *bases[PS_N_BASES + 1], *layouts[PS_N_LAYOUTS + 1],
     *optimizers[PS_N_OPTIMIZERS + 1];
 static const char *const transports[] = {"auto", "nccl", "tcp", NULL};
 static const char *const clip_by[] = {"step", "previous", NULL};
@@ -196,6 +196,10 @@ static const job_option job_options[] = {
     OPTION(ALWAYS, CLI_H_LORA | CLI_RARE, plan_config.lora.rslora, .name = "lora-rslora",
            .table = "model", .kind = CLI_FLAG,
            .help = "scale by A over the square root of R instead (rsLoRA)"),
+    OPTION(ALWAYS, CLI_H_LORA, plan_config.lora.base, .name = "base-dtype", .table = "model",
+           .kind = CLI_CHOICE, .value = "NAME", .choices = bases,
+           .help = "how the frozen matrices of the blocks are kept and streamed: bf16 (default), "
+                   "fp8 (1.06 bytes a weight), nf4 or mxfp4 (0.53)"),
     OPTION(ALWAYS, CLI_H_LORA, train_config.adapter_dir, .name = "adapter", .table = "model",
            .kind = CLI_TEXT, .value = "DIR",
            .help = "a LoRA adapter in PEFT's layout, which train goes on training"),
@@ -419,6 +423,8 @@ uint32_t cli_job_options(cli_job *j, cli_option *options, bool training) {
   uint32_t n = 0;
   for (int i = 0; i < PS_N_RECIPES; i++)
     recipes[i] = ps_recipe_name((ps_recipe)i);
+  for (uint32_t i = 0; i < PS_N_BASES; i++)
+    bases[i] = ps_base_name((ps_base)i);
   for (int i = 0; i < PS_N_LAYOUTS; i++)
     layouts[i] = ps_layout_name((ps_plan_layout)i);
   for (int i = 0; i < PS_N_OPTIMIZERS; i++)

@@ -40,6 +40,7 @@ static int of_adapter(cli_job *j) {
   ps_lora has;
   const ps_status st = ps_adapter_read(&has, j->train_config.adapter_dir);
   const int code = st == PS_OK ? check_given(j, &has) : cli_fail_given("--adapter", st);
+  has.base = j->plan_config.lora.base;
   if (code == CLI_OK)
     j->plan_config.lora = has;
   return code;

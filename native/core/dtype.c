@@ -114,6 +114,8 @@ const ps__dtype ps__dtypes[PS__N_DTYPES] = {
     [PS__INT32] = {.name = "i32", .torch_name = "int32", .bytes = 4},
     [PS__I8] = {.name = "i8", .torch_name = "int8", .bytes = 1},
     [PS__U8] = {.name = "u8", .file_name = "U8", .torch_name = "uint8", .bytes = 1},
+    [PS__NF4] = {.name = "nf4", .bytes = 1},
+    [PS__E2M1] = {.name = "e2m1", .bytes = 1},
 };
 
 size_t ps_dtype_bytes(ps_dtype dtype) {

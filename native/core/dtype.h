@@ -13,7 +13,8 @@ extern "C" {
  *   PS__E4M3  torch.float8_e4m3fn: 448 is the largest number, no infinity, one NaN
  *   PS__E5M2  torch.float8_e5m2: 57344 is the largest number; infinities as IEEE has them
  * and integers: of tensors that say where rows lie, of state in 8 bits and the low bits of a master
- * copy (optim/recipe.h), and of bytes in files (PS__U8). They have a size, and no conversions. */
+ * copy (optim/recipe.h), of bytes in files (PS__U8), and of 4 bits in blocks. They have a size, and
+ * no conversions. */
 typedef enum ps__other_dtype {
   PS__F16 = PS_N_DTYPES,
   PS__N_FILE_DTYPES,
@@ -23,6 +24,8 @@ typedef enum ps__other_dtype {
   PS__INT32,
   PS__I8,
   PS__U8,
+  PS__NF4,  /* a byte has two, in blocks with a scale (core/blocks.h) */
+  PS__E2M1, /* the same */
   PS__N_DTYPES
 } ps__other_dtype;
 

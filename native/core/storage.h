@@ -14,6 +14,7 @@ typedef struct ps__storage {
   uint32_t dtype;       /* of an element: a row of ps__dtypes */
   uint32_t block;       /* ELEMENTS that share a scale; 1 where there is none */
   uint32_t scale_bytes; /* BYTES of a block's scale */
+  uint32_t halves;      /* 1: a byte has two elements, the first in its low bits */
 } ps__storage;
 
 /* Spans of a unit, and the pieces that devices have of it, begin at multiples of so many ELEMENTS,
@@ -25,12 +26,12 @@ static inline uint64_t ps__span_round(uint64_t n) {
 
 /* Elements of @dtype and nothing else. */
 static inline ps__storage ps__plain(uint32_t dtype) {
-  const ps__storage s = {dtype, 1, 0};
+  const ps__storage s = {dtype, 1, 0, 0};
   return s;
 }
 
 static inline uint64_t ps__block_bytes(ps__storage s) {
-  return (uint64_t)s.block * ps__dtypes[s.dtype].bytes + s.scale_bytes;
+  return ((uint64_t)s.block * ps__dtypes[s.dtype].bytes >> s.halves) + s.scale_bytes;
 }
 /* BYTES of @n elements from the beginning of a block on. */
 static inline uint64_t ps__stored_bytes(ps__storage s, uint64_t n) {

@@ -84,6 +84,12 @@ ps_status ps__tensors_end(ps__tensors_file *f, ps_status st, ps__hashed *out);
 bool ps__tensors_fused(const ps_tensor_file *f);
 /* ps__tensors_quantized() - whether the files have weights in FP8 with scales (quantized.c). */
 bool ps__tensors_quantized(const ps_tensor_file *f);
+/* ps__tensors_keep_blocks() - whether tensor @idx is e4m3 with scales that blocks of PS_BASE_FP8
+ * have (core/blocks.h): then its weights in blocks are those that ps_tensors_read() reads, bit for
+ * bit.
+ * ps__tensors_read_blocks() - all of it, as such blocks, into @dst. Errors: as ps_tensors_read(). */
+bool ps__tensors_keep_blocks(const ps_tensor_file *f, uint64_t idx);
+ps_status ps__tensors_read_blocks(const ps_tensor_file *f, uint64_t idx, void *dst);
 /* ps__tensors_passed_over() - whether tensor @idx is the scales of another, or one that only
  * quantized products need. */
 bool ps__tensors_passed_over(const ps_tensor_file *f, uint64_t idx);

@@ -6,6 +6,7 @@
  * are tensor NAME_scale_inv (DeepSeek, Qwen, Mistral) or NAME_scale (compressed-tensors, ModelOpt,
  * FBGEMM). Both are factors, in spite of the first name. Their shape says R and C: one scale, one a
  * row, or one a block of 128 x 128, whose last row and column of blocks may be cut. */
+#include "core/blocks.h"
 #include "core/core.h"
 #include "core/dtype.h"
 #include "io/tensor_file.h"
@@ -186,5 +187,38 @@ ps_status ps__tensors_dequantize(const ps_tensor_file *f, const tensor *t, uint6
     done += m;
   }
   ps__free(scale);
+  return st;
+}
+
+/* ---- as blocks ------------------------------------------------------------------------------- */
+
+bool ps__tensors_keep_blocks(const ps_tensor_file *f, uint64_t idx) {
+  const tensor *t = &f->tensors[idx];
+  const ps__storage as = ps__base_storage(PS_BASE_FP8, PS_BF16);
+  uint32_t kind;
+  return t->scales && fp8_of(t, &kind) && kind == PS__E4M3 && t->info.shape[1] % as.block == 0 &&
+         t->scale_cols % as.block == 0;
+}
+
+ps_status ps__tensors_read_blocks(const ps_tensor_file *f, uint64_t idx, void *dst) {
+  const tensor *t = &f->tensors[idx];
+  const data_file *d = &f->files[t->file];
+  const ps__storage as = ps__base_storage(PS_BASE_FP8, PS_BF16);
+  const uint64_t cols = t->info.shape[1], across = (cols + t->scale_cols - 1) / t->scale_cols;
+  float *scale = ps__malloc(across * sizeof *scale);
+  uint8_t *q = ps__malloc(cols), *to = dst;
+  ps_status st = scale && q ? PS_OK : ps__fail(PS_ENOMEM, "%s: no memory left for a row", d->path);
+  for (uint64_t r = 0; st == PS_OK && r < t->info.shape[0]; r++) {
+    if (r % t->scale_rows == 0)
+      st = read_scales(f, t->scales, r / t->scale_rows * across, across, scale);
+    if (st == PS_OK)
+      st = ps__pread_all(d->fd, d->path, q, cols, t->begin + r * cols);
+    for (uint64_t c = 0; st == PS_OK && c < cols; c += as.block, to += ps__block_bytes(as)) {
+      memcpy(to, q + c, as.block);
+      memcpy(to + as.block, &scale[c / t->scale_cols], sizeof *scale);
+    }
+  }
+  ps__free(scale);
+  ps__free(q);
   return st;
 }

@@ -28,6 +28,7 @@ extern "C" {
 #define PS__OPS(X)                                                                                 \
   X(fill_zero)                                                                                     \
   X(copy_bytes)                                                                                    \
+  X(dequantize)                                                                                    \
   X(accumulate)                                                                                    \
   X(accumulate_host)                                                                               \
   X(embed_fwd)                                                                                     \
@@ -195,6 +196,14 @@ typedef struct ps__args_fill {
 /* fill_zero            ptr: W dst[bytes]
  * copy_bytes           within one place, where no link can copy.  ptr: R src[bytes],
  *                      W dst[bytes] */
+
+/* dequantize           Weights in blocks (core/blocks.h), n a multiple of PS__SPAN_ALIGN:
+ *                      w[i] = q[i] * scale of its block, in fp32, rounded once.
+ *                      ptr: R blocks, W w[n] dt */
+typedef struct ps__args_dequantize {
+  uint64_t n;
+  uint32_t base, dt; /* ps_base, but for PS_BASE_PLAIN */
+} ps__args_dequantize;
 
 /* How a contribution is added to a total, total[i] += g[i]. A bf16 total that gets many additions,
  * each rounded to nearest, would stall: an addition of less than half an ulp of it vanishes. Let

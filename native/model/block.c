@@ -90,6 +90,7 @@ static ps_status begin(ps__block *b, ps__half *half) {
 /* In the order in which they lie in the unit. */
 static void define_params(ps__block *b, ps__half *half) {
   ps__def_unit(b->d, ps__base_is_frozen(b->m));
+  ps__def_base(b->d, b->m->lora.base);
   for (ps__half *h = half; h < half + PS__HALVES; h++) {
     const ps__half_kind *kind = h->use->kind;
     h->w_norm = ps__half_norm(h, h->use->norm, kind->norm, b->dim);

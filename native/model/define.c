@@ -126,13 +126,35 @@ void ps__def_adapter_unit(ps__layer_def *d, bool frozen) {
     d->unit[d->n_units - 1].adapter = true;
 }
 
-uint16_t ps__def_param(ps__layer_def *d, const char *name, ps_param_role role, uint64_t rows,
-                       uint64_t cols) {
+void ps__def_base(ps__layer_def *d, uint32_t base) { d->base = base; }
+
+/* The unit of the next parameter: the last one or, where that is kept otherwise, a new one. */
+static ps__unit_def *unit_of(ps__layer_def *d, const char *name, ps_param_role role,
+                             uint64_t cols) {
   if (d->n_units == 0)
     ps__def_unit(d, false);
   if (d->status != PS_OK)
-    return 0;
+    return NULL;
   ps__unit_def *u = &d->unit[d->n_units - 1];
+  const uint32_t base = u->frozen && !u->adapter && role == PS_PARAM_MATRIX ? d->base : 0;
+  if (base && cols % PS__SPAN_ALIGN)
+    note(d, ps__fail(PS_EINVAL,
+                     "%s has %llu columns, and a quantized base has multiples of %d: leave %s out",
+                     name, (unsigned long long)cols, PS__SPAN_ALIGN, ps__field("lora.base")));
+  if (u->n_params && u->base != base)
+    ps__def_unit(d, u->frozen);
+  if (d->status != PS_OK)
+    return NULL;
+  u = &d->unit[d->n_units - 1];
+  u->base = base;
+  return u;
+}
+
+uint16_t ps__def_param(ps__layer_def *d, const char *name, ps_param_role role, uint64_t rows,
+                       uint64_t cols) {
+  ps__unit_def *u = unit_of(d, name, role, cols);
+  if (!u)
+    return 0;
   const uint64_t n = rows * (cols ? cols : 1);
   const uint16_t span = add_span(
       d, (ps__span_def){.offset = u->n, .n = n, .unit = d->n_units - 1, .frozen = u->frozen});

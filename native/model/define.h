@@ -110,12 +110,14 @@ typedef struct ps__span_def {
 
 /* A unit: parameters that move between host and device together, as spans that follow each other.
  * A layer has one or more, such as adapters beside what they adapt, or one for each expert. A
- * frozen unit has no gradient, no optimizer state and no update. */
+ * frozen unit has no gradient, no optimizer state and no update. It may be quantized: then it is
+ * kept and moved in blocks, and dequantized on the device before a layer pass. */
 typedef struct ps__unit_def {
   uint32_t first_span, n_spans, first_param, n_params;
   uint64_t n; /* elements with padding, a multiple of PS__SPAN_ALIGN */
   bool frozen;
   bool adapter; /* lies in an adapter's files, not in the model's (native/model/lora.h) */
+  uint32_t base; /* ps_base: how its weights are kept (native/core/blocks.h) */
 } ps__unit_def;
 
 /* What an access of an op stands for. */
@@ -184,6 +186,7 @@ typedef struct ps__layer_def {
   char **name; /* names that the definition owns */
   uint32_t n_params, n_spans, n_units, n_fwd, n_bwd, n_names;
   size_t cap_params, cap_spans, cap_units, cap_fwd, cap_bwd, cap_names;
+  uint32_t base; /* ps_base of frozen matrices that follow */
   /* derived: */
   ps_dtype dt;           /* of gradients of parameters, as kernels write them */
   ps__set made;          /* tensors that forward ops write, and the input */
@@ -217,6 +220,9 @@ uint16_t ps__def_param(ps__layer_def *d, const char *name, ps_param_role role, u
                        uint64_t cols);
 void ps__def_param_after(ps__layer_def *d, const char *name, ps_param_role role, uint64_t rows,
                          uint64_t cols);
+/* ps__def_base() - frozen matrices that follow are kept as @base (ps_base), those of adapters not.
+ * They and other parameters are units of their own. */
+void ps__def_base(ps__layer_def *d, uint32_t base);
 /* ps__def_name() - a name that the definition owns, of @format with @i in it; "" after an error. */
 const char *ps__def_name(ps__layer_def *d, const char *format, uint32_t i);
 /* ps__def_what() - the ops of the last span work on @what, as ps_tag.what. Borrowed like names. */

@@ -108,6 +108,7 @@ static void define_params(ps__half *h) {
   const uint32_t dim = h->b->dim;
   const double out = 0.02 / sqrt(2.0 * h->b->m->cfg.n_layers); /* as ps__half_residual() */
   ps__layer_def *d = h->b->d;
+  ps__def_base(d, PS_BASE_PLAIN);
   t->w_router = ps__def_param(d, n->router, PS_PARAM_MATRIX, t->e, dim);
   ps__def_what(d, "router");
   if (t->biased)
@@ -123,6 +124,7 @@ static void define_params(ps__half *h) {
     t->w_bias = ps__def_param(d, n->bias, PS_PARAM_BIAS, t->e, 0);
     ps__def_what(d, "router's correction bias");
   }
+  ps__def_base(d, h->b->m->lora.base);
   ps__def_unit(d, ps__base_is_frozen(h->b->m));
   for (uint32_t e = 0; e < t->e; e++) {
     const char *gate = ps__def_name(d, n->gate, e);

@@ -19,6 +19,24 @@ const char *ps__lora_target_name(uint32_t i) {
   return i < PS_N_LORA_TARGETS ? target[i].name : NULL;
 }
 
+static const char *const base_names[PS_N_BASES] = {"bf16", "fp8", "nf4", "mxfp4"};
+
+const char *ps_base_name(ps_base base) {
+  return (unsigned)base < PS_N_BASES ? base_names[base] : "";
+}
+
+ps_status ps_base_parse(uint32_t *out, const char *name) {
+  if (!out || !name)
+    return ps__fail(PS_EINVAL, "ps_base_parse: out and name must be given");
+  for (uint32_t i = 0; i < PS_N_BASES; i++)
+    if (strcmp(name, base_names[i]) == 0) {
+      *out = i;
+      return PS_OK;
+    }
+  return ps__fail(PS_EINVAL, "the base's dtype '%.60s' is unknown: give bf16, fp8, nf4 or mxfp4",
+                  name);
+}
+
 /* ---- checks ---------------------------------------------------------------------------------- */
 
 /* "q_proj, k_proj" of a bit set. */
@@ -74,6 +92,11 @@ ps_status ps_lora_targets_text(char *buf, uint64_t bytes, uint32_t targets) {
 }
 
 ps_status ps__lora_check(const ps_lora *l) {
+  if (!l->rank && l->base)
+    return ps__fail(PS_EINVAL,
+                    "%s is given without LoRA, and weights that are trained are not quantized: "
+                    "leave it out, or give %s",
+                    ps__field("lora.base"), ps__field("lora.rank"));
   if (!l->rank)
     return l->targets || l->alpha != 0 || l->rslora
                ? ps__fail(PS_EINVAL, "the LoRA rank is 0, but alpha or targets are given: give a "
@@ -90,6 +113,8 @@ ps_status ps__lora_check(const ps_lora *l) {
                     l->targets, PS_LORA_ALL);
   if (l->rslora > 1)
     return ps__fail(PS_EINVAL, "rslora is %u: 0 or 1 is needed", l->rslora);
+  if (l->base >= PS_N_BASES)
+    return ps__fail(PS_EINVAL, "%s is %u: a ps_base is needed", ps__field("lora.base"), l->base);
   return PS_OK;
 }
 

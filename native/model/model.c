@@ -93,7 +93,8 @@ static ps_status add_unit(ps_model *m, const ps__layer_def *def, const ps__unit_
                                    .span = &def->span[of->first_span],
                                    .n = of->n,
                                    .frozen = of->frozen,
-                                   .adapter = of->adapter};
+                                   .adapter = of->adapter,
+                                   .base = of->base};
   for (uint32_t i = 0; i < of->n_params; i++)
     PS_TRY(add_param(m, &def->param[of->first_param + i], prefix, of->frozen));
   m->max_spans = larger(m->max_spans, of->n_spans);

@@ -1,6 +1,7 @@
 /* model.h - a model: its units with their layer definitions, and its parameters. */
 #ifndef PS_MODEL_MODEL_H
 #define PS_MODEL_MODEL_H
+#include "core/blocks.h"
 #include "model/define.h"
 #include <penstock/tensors.h>
 
@@ -16,7 +17,8 @@ typedef struct ps__unit {
   uint32_t layer, first_param, n_params, n_spans;
   const ps__span_def *span; /* [n_spans], the layer's */
   uint64_t n;               /* elements with padding */
-  bool frozen, adapter;     /* adapter: as in ps__unit_def */
+  bool frozen, adapter;     /* adapter, base: as in ps__unit_def */
+  uint32_t base;
   /* What the contributions to the unit's gradient come from: chunks; slices of chunks. Where the
    * unit's own layer has both, the chunks' parts are in the slices' contributions. */
   bool by_chunk, by_slice;
@@ -110,6 +112,20 @@ static inline const ps__layer_def *ps__layer_of(const ps_model *m, uint32_t laye
 }
 /* ps__weight_storage() - of weights where ops read them, and of their gradients. */
 static inline ps__storage ps__weight_storage(const ps_model *m) { return ps__plain(m->dt); }
+/* ps__unit_storage() - of a unit's weights on the host and the link, where these are @plain.
+ * ps__weights_bytes() - BYTES of all units' weights there, without padding. */
+static inline ps__storage ps__unit_storage(const ps_model *m, uint32_t unit, ps__storage plain) {
+  const uint32_t base = m->unit[unit].base;
+  return base ? ps__base_storage(base, plain.dtype) : plain;
+}
+static inline uint64_t ps__weights_bytes(const ps_model *m) {
+  const ps__storage plain = ps__weight_storage(m);
+  uint64_t bytes = ps__stored_bytes(plain, m->n_elements);
+  for (uint32_t u = 0; u < m->n_units; u++)
+    bytes -= ps__stored_bytes(plain, m->unit[u].n) -
+             ps__stored_bytes(ps__unit_storage(m, u, plain), m->unit[u].n);
+  return bytes;
+}
 static inline uint32_t ps__head_layer(const ps_model *m) { return m->n_layers - 1; }
 static inline bool ps__is_block(const ps_model *m, uint32_t layer) {
   return layer > 0 && layer < ps__head_layer(m);
@@ -159,13 +175,6 @@ static inline uint32_t ps__first_trained(const ps_model *m) {
   while (u + 1 < m->n_units && m->unit[u].frozen)
     u++;
   return m->unit[u].layer;
-}
-/* ps__layer_elements() - of all units of a layer, with padding. */
-static inline uint64_t ps__layer_elements(const ps_model *m, uint32_t layer) {
-  uint64_t n = 0;
-  for (uint32_t i = 0; i < m->layer[layer].n_units; i++)
-    n += m->unit[m->layer[layer].first_unit + i].n;
-  return n;
 }
 /* ps__logits_of() - a token's logits as fp32, with the model's soft cap, from what the head's op
  * wrote: z[vocab_size] in the model's dtype. */

@@ -30,15 +30,15 @@ typedef struct ps__recipe {
 
 /* PS__STORED_NAME: a ps__storage that the rows of recipes call NAME. A plain one has the name of
  * its dtype. LOW8: bits 8 to 15 of an fp32 number whose lowest 8 bits are 0. */
-#define PS__STORED_F32  {PS_F32, 1, 0}
-#define PS__STORED_BF16 {PS_BF16, 1, 0}
-#define PS__STORED_LOW8 {PS__I8, 1, 0}
+#define PS__STORED_F32  {PS_F32, 1, 0, 0}
+#define PS__STORED_BF16 {PS_BF16, 1, 0, 0}
+#define PS__STORED_LOW8 {PS__I8, 1, 0, 0}
 /* PS__STATE_NAME: the storage of state[0] and state[1]. In 8 bits (bits8.h), a block has an fp32
  * scale; as long as spans are aligned it belongs to one parameter (plan/config.c). */
 enum { PS__STATE_BLOCK = PS__SPAN_ALIGN };
 #define PS__STATE_F32  {PS__STORED_F32, PS__STORED_F32}
 #define PS__STATE_BF16 {PS__STORED_BF16, PS__STORED_BF16}
-#define PS__STATE_8BIT {{PS__I8, PS__STATE_BLOCK, 4}, {PS__U8, PS__STATE_BLOCK, 4}}
+#define PS__STATE_8BIT {{PS__I8, PS__STATE_BLOCK, 4, 0}, {PS__U8, PS__STATE_BLOCK, 4, 0}}
 
 /* X(NAME, "name", weights, updated, grad, state): PS_RECIPE_NAME, which users call "name". */
 #define PS__RECIPES(X)                                                                             \

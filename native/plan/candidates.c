@@ -67,8 +67,11 @@ double ps__saved_part_bytes(const ps__search_space *sp, const ps__candidate *m) 
 }
 
 static uint64_t layer_bytes(const ps__search_space *sp, uint32_t layer) {
-  return ps__stored_bytes(ps__weight_storage(sp->plan->model),
-                          ps__layer_elements(sp->plan->model, layer));
+  const ps__layer *l = &sp->plan->model->layer[layer];
+  uint64_t bytes = 0;
+  for (uint32_t u = l->first_unit; u < l->first_unit + l->n_units; u++)
+    bytes += ps__unit_bytes(sp, u);
+  return bytes;
 }
 
 double ps__unit_part_bytes(const ps__search_space *sp) {
@@ -603,7 +606,7 @@ static uint64_t host_state_bytes(const ps__search_space *sp, const ps__layout *l
     for (uint32_t u = m->layer[layer].first_unit;
          u < m->layer[layer].first_unit + m->layer[layer].n_units; u++)
       on_device += m->unit[u].frozen ? 0 : ps__unit_bytes(sp, u);
-  return ps__stored_bytes(w, m->n_elements) + master + grads + states - on_device;
+  return ps__weights_bytes(m) + master + grads + states - on_device;
 }
 
 /* What of the host's arena need not be pinned, at most. */

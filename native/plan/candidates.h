@@ -146,7 +146,8 @@ ps_status ps__candidate_spec(const ps__search_space *sp, const ps__candidate *m,
                              const ps__layout *l, ps__spec *out);
 /* ps__unit_bytes() - BYTES of a unit's parameters. */
 static inline uint64_t ps__unit_bytes(const ps__search_space *sp, uint32_t unit) {
-  return sp->plan->model->unit[unit].n * ps_dtype_bytes(sp->plan->model->dt);
+  const ps_model *m = sp->plan->model;
+  return ps__stored_bytes(ps__unit_storage(m, unit, ps__weight_storage(m)), m->unit[unit].n);
 }
 /* ps__saved_part_bytes() - BYTES of device memory of one part of the saved bytes;
  * ps__unit_part_bytes() - of one part of the units' parameters.

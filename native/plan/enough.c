@@ -15,7 +15,7 @@ static bool fits(const ps_plan *p, uint64_t state) {
                room = p->at->n_devices * (given > 0 && (given < has || has == 0) ? given : has);
   const ps__storage w = ps__weight_storage(p->model);
   const uint64_t bytes =
-      ps__stored_bytes(w, p->model->n_elements) + ps__stored_bytes(w, p->model->n_trained) + state;
+      ps__weights_bytes(p->model) + ps__stored_bytes(w, p->model->n_trained) + state;
   return (double)bytes <= 0.8 * room;
 }
 
@@ -30,7 +30,7 @@ static double tokens_needed(const ps_plan *p) {
                token = 2 * all / hw->gemm_flops_per_s[m->dt] / (m->fp8.on ? 2 : 1),
                update = trained * ps__update_bytes(optimizer, recipe, PS_UPDATE_WHOLE) /
                         hw->optimizer_bytes_per_s,
-               copies = 2 * all * ps__stored_each(ps__weight_storage(m)) /
+               copies = 2 * (double)ps__weights_bytes(m) /
                         hw->link[PS_LINK_H2D].duplex_bytes_per_s;
   if (hw->backend == PS_BACKEND_CPU || fits(p, ps__state_bytes(optimizer, recipe, m->n_trained) +
                                                    ps__master_bytes(recipe, m->n_trained)))

@@ -157,6 +157,20 @@ static void say_stage(text *t, const ps_plan *p, uint32_t i) {
   say(t, "\n");
 }
 
+/* A frozen base that stays quantized. */
+static void say_base(text *t, const ps_model *m) {
+  const ps__storage as = ps__base_storage(m->lora.base, m->dt);
+  uint64_t n = 0;
+  char bytes[32];
+  for (uint32_t u = 0; u < m->n_units; u++)
+    n += m->unit[u].base ? m->unit[u].n : 0;
+  if (m->lora.base)
+    say(t,
+        "frozen base      %s: %.4g bits a weight of %.3g billion in the blocks' matrices, %s\n",
+        ps_base_name((ps_base)m->lora.base), 8 * ps__stored_each(as), 1e-9 * (double)n,
+        ps__format_bytes(bytes, ps__stored_bytes(as, n)));
+}
+
 /* Of what all units have between two steps. */
 static void say_parameter(text *t, const ps_plan *p) {
   const ps_plan_report *r = &p->report;
@@ -271,6 +285,7 @@ static void write_text(text *t, const ps_plan *p) {
     (void)ps_lora_targets_text(names, sizeof names, p->model->lora.targets);
     say(t, "adapters         LoRA of rank %u, alpha %g, %.3g million parameters: %s\n",
         p->model->lora.rank, p->model->lora.alpha, 1e-6 * (double)p->model->n_trained, names);
+    say_base(t, p->model);
   }
   say(t, "optimizer        %s: %.3g bytes of state a parameter%s, %s\n",
       ps_optimizer_name(p->spec.optimizer), ps__state_each(p->spec.optimizer, p->spec.recipe),

@@ -44,6 +44,7 @@ typedef struct ps__unit_progress {
 /* A unit on one device. */
 typedef struct ps__unit_copy {
   uint32_t weights; /* PS__NO_VT while it is not fetched */
+  uint32_t dense;   /* of a quantized unit in a layer pass: its weights as ops read them */
   uint32_t pins;    /* layer passes that it was fetched for and that have not ended */
   bool fetched;     /* device-resident: this step's copy was issued */
   uint32_t grad;    /* of the running contribution */
@@ -241,6 +242,10 @@ ps_tag ps__unit_tag(const ps__builder *b, uint32_t unit, int phase);
 static inline uint64_t ps__unit_bytes(const ps__builder *b, uint32_t unit, ps__storage as) {
   return ps__stored_bytes(as, b->s->unit_host[unit].n);
 }
+/* ps__weights_as() - how the unit's weights lie on the host, on links and where they stay. */
+static inline ps__storage ps__weights_as(const ps__builder *b, uint32_t unit) {
+  return ps__unit_storage(b->s->model, unit, b->s->recipe->weights);
+}
 /* ps__n_contributions() - that the unit's total has in the step. */
 static inline uint32_t ps__n_contributions(const ps__builder *b, uint32_t unit) {
   return ps__unit_contributions(b->s->model, &b->s->sums, unit);
@@ -270,9 +275,11 @@ void ps__free_batch(ps__builder *b, uint32_t c, uint32_t lag);
  * Errors: PS_ENOMEM. */
 ps_status ps__units_init(ps__builder *b);
 /* ps__fetch_ahead() - issue the copies for this layer pass of all devices that have it, and for
- * those within the prefetch distance. ps__pass_done() - free the parameters that no later pass was
+ * those within the prefetch distance. ps__dequantize() - of the running device, what is quantized of
+ * the parameters that the pass reads. ps__pass_done() - free the parameters that no later pass was
  * fetched for. */
 void ps__fetch_ahead(ps__builder *b, uint32_t pass_idx);
+void ps__dequantize(ps__builder *b, uint32_t pass_idx);
 void ps__pass_done(ps__builder *b, uint32_t pass_idx);
 
 /* ---- gradients (grads.c) --------------------------------------------------------------------- */

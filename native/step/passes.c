@@ -142,7 +142,8 @@ static ps__vaccess span_access(const ps__builder *b, const chunk_pass *p, ps__sy
   const ps__unit_copy *u = &b->on->unit[ps__unit_of_span(b->s->model, p->layer, span)];
   const ps__recipe *r = b->s->recipe;
   if (y.kind == PS__SYM_PARAM)
-    return ps__elements(u->weights, y.mode, r->weights, span->offset, span->n);
+    return ps__elements(u->dense != PS__NO_VT ? u->dense : u->weights, y.mode, r->weights,
+                        span->offset, span->n);
   return ps__elements(u->grad, p->shape.first_grad ? PS_WRITE : PS_READ_WRITE, r->grad,
                       span->offset, span->n);
 }

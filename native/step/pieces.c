@@ -41,7 +41,7 @@ static ps__vaccess low_of(uint32_t vt, uint32_t mode, piece p) {
 }
 
 void ps__fetch_pieces(ps__builder *b, uint32_t unit, uint32_t n_running) {
-  const ps__storage as = b->s->recipe->weights;
+  const ps__storage as = ps__weights_as(b, unit);
   const ps_tag tag = ps__about(ps__unit_tag(b, unit, PS__PHASE_FORWARD), "weights");
   for (uint32_t d = 0; d < n_running; d++) {
     const piece p = piece_of(b, unit, d, n_running);

@@ -203,6 +203,7 @@ static void run_pass(ps__builder *b, ps__in_flight *in) {
   const uint32_t n = in->round->n_chunks;
   b->in = in;
   b->on = ps__at_layer(b, in, v->layer);
+  ps__dequantize(b, in->n_done);
   switch (v->kind) {
   case PS__PASS_EMBED:
     for (uint32_t c = 0; c < n; c++)

@@ -25,7 +25,7 @@ static void make_unit_host(ps__builder *b, uint32_t unit) {
   ps__unit_host *h = &s->unit_host[unit];
   const bool frozen = s->model->unit[unit].frozen;
   h->n = s->model->unit[unit].n;
-  const uint64_t weights = ps__unit_bytes(b, unit, s->recipe->weights),
+  const uint64_t weights = ps__unit_bytes(b, unit, ps__weights_as(b, unit)),
                  updated = ps__unit_bytes(b, unit, s->recipe->updated);
   const bool updated_here = !frozen && !s->spec->checked;
   h->weights = ps__vt_persistent(b, b->s->at->host, weights);
@@ -87,6 +87,7 @@ static bool device_init(ps__builder *b, uint32_t d) {
     return false;
   for (uint32_t u = 0; u < n_units; u++)
     on->unit[u] = (ps__unit_copy){.weights = s->unit_host[u].device_weights[d],
+                                  .dense = PS__NO_VT,
                                   .grad = PS__NO_VT,
                                   .fetched = ps__weights_stay(s->spec, u)};
   make_passes(b, d);
@@ -155,7 +156,7 @@ static bool must_fetch(ps__builder *b, const ps__pass *v, uint32_t unit) {
     return false;
   u->fetched = true;
   if (!resident) {
-    u->weights = ps__vt_new(b, b->on->at.place, ps__unit_bytes(b, unit, b->s->recipe->weights));
+    u->weights = ps__vt_new(b, b->on->at.place, ps__unit_bytes(b, unit, ps__weights_as(b, unit)));
     if (u->weights != PS__NO_VT)
       b->s->vt[u->weights].high = kept_across_rounds(b, v);
   }
@@ -186,7 +187,7 @@ enum { STAGED_BYTES = 64 << 20 };
 static void fetch_staged(ps__builder *b, uint32_t idx, uint32_t unit, const bool *missing,
                          uint32_t n) {
   const uint32_t weights = b->s->unit_host[unit].weights;
-  const uint64_t all = ps__unit_bytes(b, unit, b->s->recipe->weights);
+  const uint64_t all = ps__unit_bytes(b, unit, ps__weights_as(b, unit));
   turn_to(b, 0, idx);
   const ps_tag tag = ps__about(ps__unit_tag(b, unit, PS__PHASE_FORWARD), "weights");
   for (uint64_t at = 0; at < all; at += STAGED_BYTES) {
@@ -273,11 +274,37 @@ void ps__fetch_ahead(ps__builder *b, uint32_t pass_idx) {
   }
 }
 
+/* The ops are on the compute stream, and follow the pass before: all passes of a device have the
+ * same memory for what they dequantize. */
+void ps__dequantize(ps__builder *b, uint32_t pass_idx) {
+  const ps__pass *v = &b->in->pass[pass_idx];
+  const ps__storage plain = b->s->recipe->weights;
+  for (uint32_t i = 0; i < n_pass_units(b, v); i++) {
+    const uint32_t unit = pass_unit(b, v, i), base = b->s->model->unit[unit].base;
+    ps__unit_copy *u = &b->on->unit[unit];
+    if (!base || !pass_reads(b, v, unit))
+      continue;
+    const ps__args_dequantize a = {b->s->model->unit[unit].n, base, plain.dtype};
+    ps_tag tag = ps__unit_tag(b, unit, v->kind == PS__PASS_BLOCK_BACK ? PS__PHASE_BACKWARD
+                                                                      : PS__PHASE_FORWARD);
+    tag.round = (int32_t)v->round;
+    u->dense = ps__vt_new(b, b->on->at.place, ps__unit_bytes(b, unit, plain));
+    const ps__vaccess access[2] = {ps__whole(b, u->weights, PS_READ),
+                                   ps__whole(b, u->dense, PS_WRITE)};
+    ps__emit(b, &ps__k_dequantize, b->on->at.compute, &a, sizeof a, access, 2,
+             ps__about(tag, "weights"));
+  }
+}
+
 void ps__pass_done(ps__builder *b, uint32_t pass_idx) {
   const ps__pass *v = &b->in->pass[pass_idx];
   for (uint32_t i = 0; i < n_pass_units(b, v); i++) {
     const uint32_t unit = pass_unit(b, v, i);
     ps__unit_copy *u = &b->on->unit[unit];
+    if (pass_reads(b, v, unit)) {
+      ps__vt_free(b, u->dense);
+      u->dense = PS__NO_VT;
+    }
     if (!pass_reads(b, v, unit) || --u->pins > 0 || b->s->spec->param_resident[unit] ||
         kept_across_rounds(b, v))
       continue;

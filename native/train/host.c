@@ -5,12 +5,44 @@ enum { PIECE = 1024 }; /* elements */
 
 static uint64_t piece_of(uint64_t n, uint64_t at) { return n - at < PIECE ? n - at : PIECE; }
 
+/* Of a quantized unit: as ops read them, in the recipe's dtype. */
+static void get_blocks(const ps_trainer *t, uint32_t unit, uint64_t first, uint64_t n,
+                       ps_dtype dtype, void *dst) {
+  const ps__storage as = ps__array_storage(t, unit, PS__ARRAY_WEIGHTS);
+  char plain[PIECE * sizeof(float)];
+  float x[PIECE];
+  for (uint64_t i = 0; i < n; i += PIECE) {
+    const uint64_t m = piece_of(n, i);
+    ps__blocks_dequantize(x, as, ps__array_at(t, unit, PS__ARRAY_WEIGHTS, first + i), m);
+    ps__convert(plain, t->plan->model->dt, x, PS_F32, m);
+    ps__convert((char *)dst + i * ps_dtype_bytes(dtype), dtype, plain, t->plan->model->dt, m);
+  }
+}
+
+/* What is quantized was rounded to the recipe's dtype before. */
+static void put_blocks(const ps_trainer *t, uint32_t unit, uint64_t first, uint64_t n,
+                       ps_dtype dtype, const void *src) {
+  const ps__storage as = ps__array_storage(t, unit, PS__ARRAY_WEIGHTS);
+  char plain[PIECE * sizeof(float)];
+  float x[PIECE];
+  for (uint64_t i = 0; i < n; i += PIECE) {
+    const uint64_t m = piece_of(n, i);
+    ps__convert(plain, t->plan->model->dt, (const char *)src + i * ps_dtype_bytes(dtype), dtype, m);
+    ps__convert(x, PS_F32, plain, t->plan->model->dt, m);
+    ps__blocks_quantize(ps__array_at(t, unit, PS__ARRAY_WEIGHTS, first + i), as, x, m);
+  }
+}
+
 void ps__updated_get(const ps_trainer *t, uint32_t unit, uint64_t first, uint64_t n, ps_dtype dtype,
                      void *dst) {
   const ps_dtype own = ps__array_dtype(t, unit, PS__ARRAY_UPDATED);
   const char *const updated = ps__array_at(t, unit, PS__ARRAY_UPDATED, first),
                     *const weights = ps__array_at(t, unit, PS__ARRAY_WEIGHTS, first);
   float x[PIECE];
+  if (t->plan->model->unit[unit].base) {
+    get_blocks(t, unit, first, n, dtype, dst);
+    return;
+  }
   if ((uint32_t)own != PS__I8)
     ps__convert(dst, dtype, updated, own, n);
   for (uint64_t i = 0; (uint32_t)own == PS__I8 && i < n; i += PIECE) {
@@ -29,6 +61,10 @@ void ps__updated_put(const ps_trainer *t, uint32_t unit, uint64_t first, uint64_
                                                                                  PS__ARRAY_WEIGHTS,
                                                                                  first);
   float x[PIECE];
+  if (t->plan->model->unit[unit].base) {
+    put_blocks(t, unit, first, n, dtype, src);
+    return;
+  }
   if ((uint32_t)own != PS__I8)
     ps__convert(updated, own, src, dtype, n);
   if ((uint32_t)own != PS__I8 && weights != updated)

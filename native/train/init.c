@@ -49,6 +49,21 @@ static void zero_pad(const ps_trainer *t) {
     memset(ps__array_at(t, 0, what, (uint64_t)a->pad * a->dim), 0, row);
 }
 
+/* A quantized parameter, by way of @plain, which has room for PLAIN numbers. */
+enum { PLAIN = 16 * PART };
+static void init_quantized(const ps_trainer *t, const ps_param_info *p, ps__pool *pool, init_job j,
+                           char *plain) {
+  const uint64_t element0 = j.element0;
+  j.dst = plain;
+  j.dtype = t->plan->model->dt;
+  for (uint64_t first = 0; first < p->n; first += PLAIN) {
+    j.n = p->n - first < PLAIN ? p->n - first : PLAIN;
+    j.element0 = element0 + first;
+    ps__pool_run(pool, (int64_t)((j.n + PART - 1) / PART), init_part, &j);
+    ps__updated_put(t, p->unit, p->offset + first, j.n, j.dtype, plain);
+  }
+}
+
 ps_status ps__trainer_init(ps_trainer *t, bool adapters, ps_progress_fn progress,
                            void *progress_user) {
   const ps_model *m = t->plan->model;
@@ -58,7 +73,13 @@ ps_status ps__trainer_init(ps_trainer *t, bool adapters, ps_progress_fn progress
   for (uint32_t i = 0; i < m->n_params; i++)
     total += m->unit[m->param[i].unit].adapter == adapters ? m->param[i].n : 0;
   ps__pool *pool;
-  PS_TRY(ps__pool_create(&pool, ps__n_cpus(), "ps-init"));
+  char *plain = ps__malloc(PLAIN * ps_dtype_bytes(m->dt));
+  ps_status st = plain ? ps__pool_create(&pool, ps__n_cpus(), "ps-init")
+                       : ps__fail(PS_ENOMEM, "out of memory to draw weights");
+  if (st != PS_OK) {
+    ps__free(plain);
+    return st;
+  }
   for (uint32_t i = 0; i < m->n_params; i++) {
     const ps_param_info *p = &m->param[i];
     if (m->unit[p->unit].adapter != adapters)
@@ -71,14 +92,19 @@ ps_status ps__trainer_init(ps_trainer *t, bool adapters, ps_progress_fn progress
                   .n = p->n,
                   .element0 = first + done,
                   .dtype = ps__array_dtype(t, p->unit, drawn_as(t, p->unit))};
-    ps__pool_run(pool, (int64_t)((p->n + PART - 1) / PART), init_part, &j);
-    if (p->unit == 0)
-      zero_pad(t);
-    fill_other(t, p);
+    if (m->unit[p->unit].base) {
+      init_quantized(t, p, pool, j, plain);
+    } else {
+      ps__pool_run(pool, (int64_t)((p->n + PART - 1) / PART), init_part, &j);
+      if (p->unit == 0)
+        zero_pad(t);
+      fill_other(t, p);
+    }
     done += p->n;
     if (progress)
       progress(progress_user, "drawing weights", done * 2, total * 2);
   }
   ps__pool_destroy(pool);
+  ps__free(plain);
   return PS_OK;
 }

@@ -81,6 +81,54 @@ static ps_status load_numbers(ps_trainer *t, ps_tensor_file *f, uint64_t idx,
   return PS_OK;
 }
 
+/* ---- a quantized base ------------------------------------------------------------------------ */
+
+typedef struct put_job {
+  ps_trainer *t;
+  const ps_param_info *p;
+  uint64_t first, n;
+  const char *plain; /* in the recipe's dtype */
+} put_job;
+
+static void put_part(void *arg, int64_t task, uint32_t worker) {
+  const put_job *j = arg;
+  const uint64_t first = (uint64_t)task * SPLIT, n = j->n - first < SPLIT ? j->n - first : SPLIT;
+  const ps_dtype dt = j->t->plan->model->dt;
+  (void)worker;
+  ps__updated_put(j->t, j->p->unit, j->p->offset + j->first + first, n, dt,
+                  j->plain + first * ps_dtype_bytes(dt));
+}
+
+/* By way of @plain, which has room for PIECE elements in the recipe's dtype. */
+static ps_status load_blocks(ps_trainer *t, ps_tensor_file *f, uint64_t idx, const ps_param_info *p,
+                             ps__pool *pool, char *plain) {
+  for (uint64_t first = 0; first < p->n; first += PIECE) {
+    const uint64_t n = p->n - first < PIECE ? p->n - first : PIECE;
+    put_job j = {t, p, first, n, plain};
+    PS_TRY(ps_tensors_read(f, idx, first, n, t->plan->model->dt, plain));
+    ps__pool_run(pool, (int64_t)((n + SPLIT - 1) / SPLIT), put_part, &j);
+  }
+  return PS_OK;
+}
+
+static ps_status load_quantized(ps_trainer *t, ps_tensor_file *f, uint64_t idx,
+                                const ps_param_info *p) {
+  ps__pool *pool;
+  if (t->plan->model->unit[p->unit].base == PS_BASE_FP8 && ps__tensors_keep_blocks(f, idx))
+    return ps__tensors_read_blocks(f, idx, ps__array_at(t, p->unit, PS__ARRAY_WEIGHTS, p->offset));
+  const uint64_t most = p->n < PIECE ? p->n : PIECE;
+  char *plain = ps__malloc(most * ps_dtype_bytes(t->plan->model->dt));
+  if (!plain)
+    return ps__fail(PS_ENOMEM, "no memory left to read %s", p->name);
+  ps_status st = ps__pool_create(&pool, ps__n_cpus(), "ps-quantize");
+  if (st == PS_OK) {
+    st = load_blocks(t, f, idx, p, pool, plain);
+    ps__pool_destroy(pool);
+  }
+  ps__free(plain);
+  return st;
+}
+
 ps_status ps__trainer_load_param(ps_trainer *t, ps_tensor_file *f, uint64_t idx,
                                  const ps_param_info *p) {
   const ps_dtype dtype = ps__array_dtype(t, p->unit, PS__ARRAY_UPDATED);
@@ -91,6 +139,8 @@ ps_status ps__trainer_load_param(ps_trainer *t, ps_tensor_file *f, uint64_t idx,
     memset(weights, 0, ps__array_bytes(t, p->unit, PS__ARRAY_WEIGHTS, p->n));
     return PS_OK;
   }
+  if (t->plan->model->unit[p->unit].base)
+    return load_quantized(t, f, idx, p);
   if ((uint32_t)dtype == PS__I8) {
     const uint64_t most = ps__tensors_transposed(f, idx) ? PIECE : SPLIT,
                    split = p->n < most ? p->n : most;

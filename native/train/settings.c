@@ -60,6 +60,7 @@ const ps__setting ps__batch_settings[] = {
     LORA(alpha, PS__F64),
     LORA(targets, PS__U32),
     LORA(rslora, PS__U32),
+    {"lora_base", "base-dtype", PS__U32, offsetof(ps__settings, info.lora.base), true, true},
     {"fp8_bf16_first", "fp8-bf16-first", PS__U32, offsetof(ps__settings, info.fp8_bf16_first), true,
      true},
     {"fp8_bf16_last", "fp8-bf16-last", PS__U32, offsetof(ps__settings, info.fp8_bf16_last), true,

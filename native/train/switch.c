@@ -21,7 +21,7 @@ static bool same_ramp(const ps__guests *a, const ps__guests *b) {
 }
 
 static bool same_lora(const ps_lora *a, const ps_lora *b) {
-  return a->rank == b->rank && a->targets == b->targets && a->rslora == b->rslora &&
+  return a->rank == b->rank && a->targets == b->targets && a->rslora == b->rslora && a->base == b->base &&
          a->alpha == b->alpha;
 }
 

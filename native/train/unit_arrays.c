@@ -14,9 +14,10 @@ static uint32_t vt_of(const ps_trainer *t, uint32_t unit, uint32_t what) {
 
 ps__storage ps__array_storage(const ps_trainer *t, uint32_t unit, uint32_t what) {
   const ps__recipe *r = t->plan->step.recipe;
+  const ps__storage weights = ps__unit_storage(t->plan->model, unit, r->weights);
   switch (what) {
-  case PS__ARRAY_UPDATED: return t->plan->model->unit[unit].frozen ? r->weights : r->updated;
-  case PS__ARRAY_WEIGHTS: return r->weights;
+  case PS__ARRAY_UPDATED: return t->plan->model->unit[unit].frozen ? weights : r->updated;
+  case PS__ARRAY_WEIGHTS: return weights;
   case PS__ARRAY_GRAD: return r->grad;
   default: return r->state[what - PS__ARRAY_STATE];
   }

@@ -15,12 +15,15 @@ class Lora:
     alpha    s = alpha / rank; None: twice the rank
     targets  "all-linear", or names such as "q_proj,v_proj" or ["q_proj", "v_proj"]
     rslora   s = alpha / sqrt(rank)
+    base     how the frozen matrices of the blocks are kept and streamed: "bf16" (as the recipe has
+             weights), "fp8" (1.0625 bytes a weight), "nf4" or "mxfp4" (0.53125)
     """
 
     rank: int
     alpha: float | None = None
     targets: str | list | tuple = "all-linear"
     rslora: bool = False
+    base: str = "bf16"
 
     @classmethod
     def read(cls, directory) -> "Lora":
@@ -35,14 +38,20 @@ class Lora:
         """That of a ps_lora; None where it has no adapters."""
         names = ffi.new("char[]", 256)
         check(lib.ps_lora_targets_text(names, len(names), lora.targets))
-        return cls(lora.rank, lora.alpha, text(names), bool(lora.rslora)) if lora.rank else None
+        if not lora.rank:
+            return None
+        base = text(lib.ps_base_name(lora.base))
+        return cls(lora.rank, lora.alpha, text(names), bool(lora.rslora), base)
 
     def fill(self, out) -> None:
         """Set a ps_lora, whose alpha stays the default where it is None."""
         names = self.targets if isinstance(self.targets, str) else ",".join(self.targets)
         targets = ffi.new("uint32_t *")
         check(lib.ps_lora_targets_parse(targets, names.encode()))
+        base = ffi.new("uint32_t *")
+        check(lib.ps_base_parse(base, self.base.encode()))
         out.rank, out.targets, out.rslora = self.rank, targets[0], self.rslora
+        out.base = base[0]
         if self.alpha is not None:
             if math.isnan(self.alpha):
                 raise InvalidError("alpha is nan: give a number, or None for twice the rank")

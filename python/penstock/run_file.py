@@ -1,6 +1,7 @@
 """Runs that a TOML file describes. The program `penstock` checks the file: it has the table of
 options, with their types and limits."""
 
+import dataclasses
 import inspect
 import re
 import subprocess
@@ -40,11 +41,12 @@ def _arguments(function) -> set:
 
 
 def _lora(options: dict) -> Lora:
+    base = options.get("base_dtype", "bf16")
     if options.get("adapter"):
-        return Lora.read(options["adapter"])
+        return dataclasses.replace(Lora.read(options["adapter"]), base=base)
     names = {"rank": "lora_rank", "alpha": "lora_alpha", "targets": "lora_targets"}
     given = {name: options[key] for name, key in names.items() if key in options}
-    return Lora(**given, rslora=options["lora_rslora"])
+    return Lora(**given, rslora=options["lora_rslora"], base=base)
 
 
 def _stages(path, options: dict) -> None:

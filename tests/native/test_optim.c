@@ -467,9 +467,9 @@ static void test_storage(void) {
     uint64_t block_bytes, of_1000; /* BYTES */
   } of[] = {{PS__STORED_F32, 4, 4000},
             {PS__STORED_BF16, 2, 2000},
-            {{PS__E4M3, 128, 4}, 132, 8 * 132},
-            {{PS__E4M3, 32, 2}, 34, 32 * 34},
-            {{PS_BF16, 64, 4}, 132, 16 * 132}};
+            {{PS__E4M3, 128, 4, 0}, 132, 8 * 132},
+            {{PS__E4M3, 32, 2, 0}, 34, 32 * 34},
+            {{PS_BF16, 64, 4, 0}, 132, 16 * 132}};
   for (size_t i = 0; i < sizeof of / sizeof *of; i++) {
     const ps__storage s = of[i].as;
     CHECK(ps__stored_bytes(s, 0) == 0 && ps__stored_at(s, 0) == 0, "case %zu", i);
