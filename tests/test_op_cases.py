@@ -37,6 +37,7 @@ from test_fp8_ops import (  # noqa: E402
     NormQuantize,
 )
 from test_fp8_ops import Scale as Fp8Scale  # noqa: E402
+from test_quantized_base import E2M1, NF4  # noqa: E402
 
 
 class Qkv(ctypes.Structure):
@@ -351,9 +352,35 @@ def attention_cached(a, q, kv, sequence, _o, _lse, pos, cache):
     return [out, lse, cache]
 
 
+class Dequantize(ctypes.Structure):
+    _fields_ = [("n", ctypes.c_uint64), ("base", ctypes.c_uint32), ("dt", ctypes.c_uint32)]
+
+
+def dequantize(a, words, _):
+    """Blocks of elements and their scale: e4m3 and fp32, NF4 and bf16, e2m1 and e8m0."""
+    block, scale, dtype = {
+        1: (64, 4, torch.float32),
+        2: (64, 2, torch.bfloat16),
+        3: (32, 1, torch.uint8),
+    }[a.base]
+    raw = words.to(torch.int16).view(torch.uint8).view(a.n // block, -1)
+    q, s = raw[:, :-scale], raw[:, -scale:].contiguous().view(dtype).double()
+    s = 2.0 ** (s - 127) if a.base == 3 else s
+    nibbles = torch.stack([q & 15, q >> 4], -1).flatten(1).long()
+    if a.base == 1:
+        x = q.contiguous().view(torch.float8_e4m3fn).double()
+    elif a.base == 2:
+        x = torch.from_numpy(NF4).double()[nibbles]
+    else:
+        size = torch.tensor(E2M1, dtype=torch.float64)
+        x = torch.cat([size, -size])[nibbles]
+    return [(x * s).flatten().float().to(TORCH[a.dt]).double()]
+
+
 FORWARD = {
     "fill_zero": (Fill, lambda a, x: [torch.zeros_like(x)]),
     "copy_bytes": (Fill, lambda a, x, _: [x]),
+    "dequantize": (Dequantize, dequantize),
     "accumulate": (Accumulate, lambda a, g, total, low=None: [g + total, low]),
     "accumulate_sumsq_host": (
         Accumulate,

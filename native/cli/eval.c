@@ -139,6 +139,7 @@ static const char *const kept[] = {"config",
                                    "fp8-head",
                                    "fp8-fast-accumulation",
                                    "adapter",
+                                   "base-dtype",
                                    "backend",
                                    "tokens-per-step",
                                    "chunk-tokens",
@@ -160,6 +161,8 @@ static const struct {
 } said[] = {
     {"steps", "steps to compute (default: once through the data)"},
     {"adapter", "a LoRA adapter of the model, in PEFT's layout: the loss is that of both together"},
+    {"base-dtype", "how the frozen matrices beside an adapter are kept and streamed: bf16 "
+                   "(default), fp8, nf4 or mxfp4, such as the adapter was trained beside"},
     {"gpus", "compute on the first N visible GPUs, which must be of one type (default 1); with "
              "--backend cpu on an arena in place of each"},
 };

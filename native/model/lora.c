@@ -94,8 +94,8 @@ ps_status ps_lora_targets_text(char *buf, uint64_t bytes, uint32_t targets) {
 ps_status ps__lora_check(const ps_lora *l) {
   if (!l->rank && l->base)
     return ps__fail(PS_EINVAL,
-                    "%s is given without LoRA, and weights that are trained are not quantized: "
-                    "leave it out, or give %s",
+                    "%s is given without LoRA, and weights are only quantized beside adapters: "
+                    "leave it out, or give %s or an adapter",
                     ps__field("lora.base"), ps__field("lora.rank"));
   if (!l->rank)
     return l->targets || l->alpha != 0 || l->rslora

@@ -21,8 +21,8 @@ static bool same_ramp(const ps__guests *a, const ps__guests *b) {
 }
 
 static bool same_lora(const ps_lora *a, const ps_lora *b) {
-  return a->rank == b->rank && a->targets == b->targets && a->rslora == b->rslora && a->base == b->base &&
-         a->alpha == b->alpha;
+  return a->rank == b->rank && a->targets == b->targets && a->rslora == b->rslora &&
+         a->base == b->base && a->alpha == b->alpha;
 }
 
 static bool same_on_disk(const ps_plan *a, const ps_plan *b) {

@@ -80,6 +80,7 @@ void op_run(visit *v, const void *args, uint32_t args_bytes, const op_operand *o
 const op_entry op_table[] = {
     {.kernel = &ps__k_fill_zero, .cases = op_fill_zero, .same_bits = true},
     {.kernel = &ps__k_copy_bytes, .cases = op_copy_bytes, .same_bits = true},
+    {.kernel = &ps__k_dequantize, .cases = op_dequantize, .same_bits = true},
     {.kernel = &ps__k_accumulate, .cases = op_accumulate, .same_bits = true},
     {.kernel = &ps__k_accumulate_sumsq_host, .cases = op_accumulate_sumsq, .same_bits = true},
     {.kernel = &ps__k_sumsq, .cases = op_sumsq, .same_bits = true},

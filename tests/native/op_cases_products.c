@@ -1,4 +1,5 @@
 /* op_cases_products.c - the cases of sums and products. */
+#include "core/blocks.h"
 #include "op_families.h"
 
 /* ---- sums ------------------------------------------------------------------------------------ */
@@ -162,4 +163,24 @@ void op_gemm_rows(visit *v, uint32_t dt) {
   EACH(s, v, rows_test, rows_bench)
   for (uint32_t form = 0; form < (v->sizes == OP_BENCH ? 1 : N_FORMS); form++)
     gemm_case(v, dt, s, s_i % 2 ? 8 : 0, 2, form, s_i % 2 ? 0.22f : 0.0f);
+}
+
+/* Blocks of weights as 16-bit words. Sizes end amid a thread block's share. */
+static const uint32_t dequantize_test[][1] = {{64}, {192}, {2048}, {70400}},
+                      dequantize_bench[][1] = {{1 << 26}};
+void op_dequantize(visit *v, uint32_t dt) {
+  EACH(s, v, dequantize_test, dequantize_bench)
+  for (uint32_t base = PS_BASE_FP8; base < PS_N_BASES; base++) {
+    const ps__args_dequantize a = {.n = s[0], .base = base, .dt = dt};
+    const ps__storage as = ps__base_storage(base, dt);
+    op_operand w = in(PS_F32, s[0], base == PS_BASE_NF4 ? 1e-3f : 3),
+               o[2] = {{PS_READ, OP_U16, ps__stored_bytes(as, s[0]) / 2, NULL, exact},
+                       out(dt, s[0], exact)};
+    ((float *)w.init)[1] = -0.0f;
+    memset((float *)w.init + s[0] - 64, 0, 64 * sizeof(float));
+    o[0].init = malloc(ps__stored_bytes(as, s[0]));
+    ps__blocks_quantize(o[0].init, as, w.init, s[0]);
+    free(w.init);
+    CASE(v, &a, 2, o, "%u of %s", s[0], ps_base_name((ps_base)base));
+  }
 }

@@ -97,6 +97,7 @@ void op_accumulate(visit *v, uint32_t dt);
 void op_accumulate_sumsq(visit *v, uint32_t dt);
 void op_fill_zero(visit *v, uint32_t dt);
 void op_copy_bytes(visit *v, uint32_t dt);
+void op_dequantize(visit *v, uint32_t dt);
 void op_colsum(visit *v, uint32_t dt);
 void op_gemm(visit *v, uint32_t dt);
 void op_gemm_rows(visit *v, uint32_t dt);
