@@ -104,6 +104,7 @@ Colsum = struct("Colsum", [("I", "rows cols ld dt accumulate")])
 CrossEntropy = struct(
     "CrossEntropy", [("I", "rows vocab dt"), ("f", "softcap z_loss label_smoothing")]
 )
+ScoreLoss = struct("ScoreLoss", [("I", "rows cols dt problem")])
 Sumsq = struct("Sumsq", [("Q", "n"), ("I", "dt n_threads")])
 
 

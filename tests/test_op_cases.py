@@ -26,6 +26,7 @@ from op_runs import (  # noqa: E402
     Glu,
     Quantize,
     Rmsnorm,
+    ScoreLoss,
     Sumsq,
     run,
 )
@@ -251,6 +252,33 @@ def cross_entropy(a, z, target, scale, _):
     return [z.grad, torch.stack(terms, 1).detach()]
 
 
+def score_loss(a, z, target, scale, _, *dz):
+    """problem: 1 labels, 2 bits, 3 numbers, 4 pairs, 5 none."""
+    f = torch.nn.functional
+    z = z.view(a.rows, a.cols).requires_grad_()
+    loss, right, target = torch.zeros(a.rows), torch.zeros(a.rows), target.long()
+    rows = torch.nonzero(target > 0 if a.problem == 4 else target != -1)[:, 0]
+    t = target[rows]
+    if a.problem == 1:
+        each, good = f.cross_entropy(z[rows], t, reduction="none"), z[rows].argmax(1) == t
+    elif a.problem == 2:
+        y = (t[:, None] >> torch.arange(a.cols) & 1).double()
+        each = f.binary_cross_entropy_with_logits(z[rows], y, reduction="none").mean(1)
+        good = ((z[rows] > 0) == (y > 0)).double().mean(1)
+    elif a.problem == 3:
+        error = z[rows, 0] - t.int().view(torch.float32).double()
+        each, good = error**2, error.abs()
+    elif a.problem == 4:
+        margin = z[rows - t, 0] - z[rows, 0]
+        each, good = -f.logsigmoid(margin), margin > 0
+    else:
+        return [torch.stack([loss, right], 1)]
+    (each.sum() * scale).backward()
+    loss = loss.double().index_put((rows,), each.detach())
+    right = right.double().index_put((rows,), good.detach().double())
+    return [torch.stack([loss, right], 1), z.grad]
+
+
 def gemm(a, x, y, c, *added):
     m, n, k, added = a.m, a.n, a.k, list(added)
     x = x.view(-1, a.lda)[:, : m if a.trans_a else k]
@@ -401,6 +429,7 @@ FORWARD = {
     "mla_pad": (Mla, mla_pad),
     "glu_fwd": (Glu, glu),
     "cross_entropy": (CrossEntropy, cross_entropy),
+    "score_loss": (ScoreLoss, score_loss),
     "gemm": (Gemm, gemm),
     "gemm_rows": (Gemm, gemm),
     "quantize": (Quantize, quantize),

@@ -76,6 +76,10 @@ PS_API uint64_t ps_dataset_mix(const ps_dataset *ds);
  * not assume one document a sequence. 0: no shard has a mask file. */
 PS_API int ps_dataset_marks_documents(const ps_dataset *ds);
 
+/* ps_dataset_problem() - the ps_problem (model.h) that the shards' labels are for, and the most
+ * labels of a shard (NULL: not asked). 0: there are no label files. */
+PS_API uint32_t ps_dataset_problem(const ps_dataset *ds, uint32_t *n_labels);
+
 /* ps_dataset_targets() - which part of the tokens are targets, by the masks. Reads all masks.
  * @share  on PS_OK 0 to 1; the last token of a shard, which is no target, counts as one.
  * Errors: PS_EIO. */
@@ -86,7 +90,8 @@ PS_API ps_status ps_dataset_targets(const ps_dataset *ds, double *share);
 PS_API ps_status ps_dataset_check(const ps_dataset *ds, uint64_t seq_len);
 
 /* ps_dataset_read() - read sequence @idx, below ps_dataset_n_sequences().
- * @tokens, @targets  [seq_len] each. A masked target is -1.
+ * @tokens, @targets  [seq_len] each. A masked target is -1. With labels the targets are those of
+ *                    ps_problem.
  * @begins            [seq_len] or NULL. 1: the mask says that a document begins at this token.
  * Threads: any number of threads at once. Allocates nothing; 16 KiB of stack.
  * Errors: PS_EINVAL: @idx or @seq_len. PS_EFORMAT: a token id past the vocabulary; the message has

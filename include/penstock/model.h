@@ -3,7 +3,8 @@
  * A model is a list of UNITS, today one for each layer:
  *   - unit 0 is the embedding;
  *   - units 1..L are the blocks;
- *   - unit L+1 is the head: the final norm and lm_head, with tied embeddings the norm alone.
+ *   - unit L+1 is the head: the final norm and lm_head, with tied embeddings the norm alone. Of a
+ *     classifier or a reward model it has `score` in lm_head's place.
  * A unit's parameters are one contiguous range of elements, which is what a transfer moves. Its
  * gradient and its optimizer state have the same layout. */
 #ifndef PENSTOCK_MODEL_H
@@ -98,6 +99,32 @@ enum {
   PS_LAYER_FLAGS = 15
 };
 
+/* What a model is for. All but a language model have an own head. SINGLE_LABEL to PAIRS have
+ * `score`, a matrix [n_labels, dim] without a bias, whose product with the last token's state are
+ * a document's scores. A batch's target then stands at that token, and -1 at all others:
+ *   SINGLE_LABEL  the label, 0 to n_labels - 1; loss: cross-entropy
+ *   MULTI_LABEL   the document's labels as bits, label 0 the lowest; n_labels is at most 31. Loss:
+ *                 the mean over labels of the binary cross-entropy
+ *   REGRESSION    the bits of an fp32 number; n_labels is 1. Loss: the squared error
+ *   PAIRS         two documents of a sequence, one of which is chosen: the target at the last token
+ *                 of the rejected one is d, how many tokens before it the chosen one ends; there
+ *                 the target is -1 - d. n_labels is 1. Loss: -log sigmoid(chosen - rejected)
+ *   EMBEDDING     no head: the states after the final norm are what a plan's logits_fn gets.
+ *                 n_labels is 0. It is not trained
+ * The loss is the mean over a step's documents, or pairs. */
+typedef enum ps_problem {
+  PS_PROBLEM_LANGUAGE = 0,
+  PS_PROBLEM_SINGLE_LABEL = 1,
+  PS_PROBLEM_MULTI_LABEL = 2,
+  PS_PROBLEM_REGRESSION = 3,
+  PS_PROBLEM_PAIRS = 4,
+  PS_PROBLEM_EMBEDDING = 5,
+  PS_N_PROBLEMS = 6
+} ps_problem;
+enum { PS_MAX_LABELS = 65536, PS_MAX_LABEL_BITS = 31 };
+/* ps_problem_name() - "single-label", "pairs"; NULL past the last. */
+PS_API const char *ps_problem_name(uint32_t problem);
+
 /* The fields mean what Hugging Face's names mean. ps_model_config_check() checks them. A scale or
  * a cap of 0 stands for none. */
 typedef struct ps_model_config {
@@ -150,6 +177,8 @@ typedef struct ps_model_config {
    * glu_limit and u at glu_limit on both sides */
   uint32_t o_bias, attention_sinks;
   float glu_alpha, glu_limit;
+  uint32_t problem, n_labels; /* ps_problem, which says what n_labels may be; 0: of a language
+                               * model */
   /* q is multiplied by 1 + beta ln(1 + floor(position / rope.original_positions)) (Ministral 3);
    * 0: it is not */
   double position_beta;
@@ -173,11 +202,14 @@ typedef struct ps_model_config {
  * Where DIR ties the head to the embedding, but its safetensors have an lm_head.weight with other
  * values, tied_embeddings is 0, with a warning (ps_log_set()). Where longrope's factor and lengths
  * disagree, the version of transformers that wrote the file decides, with a warning.
+ * An architecture ...ForSequenceClassification has a `score` (ps_problem): problem_type says which
+ * one, else id2label: 1 is PS_PROBLEM_REGRESSION, more are PS_PROBLEM_SINGLE_LABEL.
  * Errors: PS_EIO; PS_EFORMAT names file, field, value and limit. */
 PS_API ps_status ps_model_config_read(ps_model_config *out, const char *path);
 /* ps_model_config_write() - config.json of @model_dir, from which @cfg was read, as the file @path
  * beside weights of type @dtype. What changes is the dtype, tie_word_embeddings where
- * cfg->tied_embeddings is 0, and RoPE: where the file has rope_parameters, as transformers 5 writes
+ * cfg->tied_embeddings is 0, architectures, id2label, label2id and problem_type where cfg has a
+ * `score`, and RoPE: where the file has rope_parameters, as transformers 5 writes
  * them, it gets the keys that transformers 4 reads too. Errors: PS_EINVAL, PS_EIO, PS_EFORMAT,
  * PS_ENOMEM. */
 PS_API ps_status ps_model_config_write(const ps_model_config *cfg, const char *model_dir,
@@ -185,6 +217,11 @@ PS_API ps_status ps_model_config_write(const ps_model_config *cfg, const char *m
 /* ps_model_config_saves_as() - whether a model may be saved as @dtype, a ps_dtype or PS_SAVE_MXFP4.
  * Errors: PS_EINVAL: why not. */
 PS_API ps_status ps_model_config_saves_as(const ps_model_config *cfg, uint32_t dtype);
+/* ps_model_config_score() - give @cfg the head of a @problem with @n_labels. A trainer draws the
+ * weights of a `score` that the model directory lacks. Of a model that has one, n_labels stays:
+ * there may be fewer, and with 1 it is for both regression and pairs. Not for vision-language
+ * models. Errors: PS_EINVAL says what does not go together. */
+PS_API ps_status ps_model_config_score(ps_model_config *cfg, uint32_t problem, uint32_t n_labels);
 /* ps_model_config_check() - whether all fields are in range. Errors: PS_EFORMAT, PS_EINVAL name
  * @name_for_messages, field, value and limit. */
 PS_API ps_status ps_model_config_check(const ps_model_config *cfg, const char *name_for_messages);
@@ -280,7 +317,7 @@ typedef struct ps_lora {
   uint32_t targets; /* PS_LORA_*, a bit set; 0 for a plan: PS_LORA_ALL */
   uint32_t rslora;
   uint32_t base; /* ps_base: of a plan; that of an adapter's directory is 0 */
-  double alpha; /* NAN for a plan: twice the rank */
+  double alpha;  /* NAN for a plan: twice the rank */
 } ps_lora;
 /* ps_lora_targets_parse() - targets from their names with commas, "q_proj,v_proj", or from
  * "all-linear", which is PS_LORA_ALL. Errors: PS_EINVAL names the unknown one.

@@ -149,6 +149,9 @@ typedef struct ps_step_metrics {
   /* With z-loss or label smoothing (ps_plan_config): what was minimized, and the z-loss in it, both
    * as means. Else loss, and 0. */
   double objective, z_loss;
+  /* Of a model with a `score`, the mean of what score_loss calls right (PS_PROBLEM_*): the accuracy
+   * of labels and pairs; of regression the mean absolute error. NAN of a language model */
+  double right;
   uint64_t tokens, valid_tokens; /* of the batch; those whose target is counted */
   double grad_norm;              /* global L2 norm before clipping */
   double lr;                     /* the learning rate that the update used */
@@ -263,6 +266,7 @@ PS_API ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out);
 /* The result of a validation. */
 typedef struct ps_validation {
   double loss, perplexity;       /* mean over the counted targets, in nats; its exponential */
+  double right;                  /* as ps_step_metrics.right */
   uint64_t tokens, valid_tokens; /* read; those whose target is counted */
   double seconds;                /* that training waited */
 } ps_validation;

@@ -618,11 +618,11 @@ void cli_val_free(cli_job *job);
 void cli_val_note(const cli_job *job, cli_progress *p);
 uint64_t cli_val_next(const cli_job *job, uint64_t step);
 bool cli_val_due(const cli_job *job, uint64_t step);
-int cli_validate(ps_trainer *t, cli_progress *p, cli_run_result *r, uint64_t step,
-                 ps_validation *out);
-void cli_val_metrics(cli_json *j, const ps_validation *v);
-void cli_val_summary_print(FILE *out, const cli_run_result *r);
-void cli_val_summary_json(cli_json *j, const cli_run_result *r);
+int cli_validate(const cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r,
+                 uint64_t step, ps_validation *out);
+void cli_val_metrics(const cli_job *job, cli_json *j, const ps_validation *v);
+void cli_val_summary_print(const cli_job *job, FILE *out, const cli_run_result *r);
+void cli_val_summary_json(const cli_job *job, cli_json *j, const cli_run_result *r);
 
 /* ---- samples (samples.c) --------------------------------------------------------------------- */
 /* cli_samples_open() - the prompts of --sample-ids, checked; job->samples stays NULL where no text
@@ -647,6 +647,12 @@ void cli_samples_summary_json(cli_json *j, const cli_job *job, double wall_s);
 /* cli_open_data() - the token shards of --data, checked. cli_train_config() - the job's options for
  * a trainer that reads them. */
 int cli_open_data(cli_job *job, ps_dataset **out);
+/* cli_take_labels() - the model gets the head that the labels of @ds, which @option gives, are for.
+ * cli_right() - what ps_step_metrics.right is called in JSON; NULL: the model has no `score`.
+ * cli_right_text() - it as text; of a language model its perplexity (labels.c). */
+int cli_take_labels(cli_job *job, const ps_dataset *ds, const char *option);
+const char *cli_right(const cli_job *job);
+const char *cli_right_text(const cli_job *job, double right, double loss, char text[96]);
 /* The shares of a mix, a line each, and how many epochs of each part @n_sequences are (0: left
  * out). Prints nothing where the data has no weights. */
 void cli_print_mix(FILE *out, const ps_dataset *ds, uint64_t seq_len, uint64_t n_sequences);

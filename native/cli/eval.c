@@ -4,7 +4,7 @@
 #include <string.h>
 
 typedef struct result {
-  double nll, seconds; /* nll: the sum of the tokens' losses */
+  double nll, right, seconds; /* nll: the sum of the tokens' losses; right: of a `score` */
   uint64_t tokens, counted, left_out;
 } result;
 
@@ -49,6 +49,7 @@ static int run_steps(const cli_job *job, ps_trainer *t, result *r) {
     if (st != PS_OK)
       break;
     r->nll += m.valid_tokens ? m.loss * (double)m.valid_tokens : 0;
+    r->right += m.valid_tokens ? m.right * (double)m.valid_tokens : 0;
     r->counted += m.valid_tokens;
     r->seconds += m.step_s;
     if (i + 2 < job->train_config.total_steps)
@@ -64,12 +65,16 @@ static int run_steps(const cli_job *job, ps_trainer *t, result *r) {
 }
 
 static void show(const cli_job *job, const result *r) {
-  const double loss = r->nll / (double)r->counted;
+  const double loss = r->nll / (double)r->counted, right = r->right / (double)r->counted;
+  char text[96];
   if (job->json) {
     cli_json j = {.out = stdout};
     cli_json_open(&j, NULL, '{');
     cli_json_number(&j, "loss", loss);
-    cli_json_number(&j, "perplexity", exp(loss));
+    if (cli_right(job))
+      cli_json_number(&j, cli_right(job), right);
+    else
+      cli_json_number(&j, "perplexity", exp(loss));
     cli_json_count(&j, "tokens", r->tokens);
     cli_json_count(&j, "valid_tokens", r->counted);
     cli_json_count(&j, "left_out_tokens", r->left_out);
@@ -81,9 +86,12 @@ static void show(const cli_job *job, const result *r) {
     putchar('\n');
     return;
   }
-  printf("loss %.6f, perplexity %.4g, over %llu targets of %llu tokens; %.0f tokens/s\n", loss,
-         exp(loss), (unsigned long long)r->counted, (unsigned long long)r->tokens,
-         (double)r->tokens / r->seconds);
+  printf("loss %.6f, %s, over %llu %s of %llu tokens; %.0f tokens/s\n", loss,
+         cli_right_text(job, right, loss, text), (unsigned long long)r->counted,
+         !cli_right(job)                           ? "targets"
+         : job->config.problem == PS_PROBLEM_PAIRS ? "pairs"
+                                                   : "documents",
+         (unsigned long long)r->tokens, (double)r->tokens / r->seconds);
   if (r->left_out)
     printf("left out: %llu tokens of the data that are in no whole sequence of a step\n",
            (unsigned long long)r->left_out);
@@ -193,10 +201,13 @@ int cli_eval(int argc, char **argv) {
   const cli_command command = {
       .usage = "eval --model DIR --data SHARDS... --seq-len N [--device-mem SIZE] [--host-mem "
                "SIZE] [OPTIONS]",
-      .about = "Prints the model's loss and perplexity on the data: the mean over all targets,\n"
-               "however the data is cut into steps. Tokens at a shard's end that fill no sequence\n"
-               "are left out, and counted. Memory is planned for the forward pass alone. Nothing\n"
-               "is written.",
+      .about =
+          "Prints the model's loss and perplexity on the data: the mean over all targets,\n"
+          "however the data is cut into steps; of a classifier or a reward model the loss and\n"
+          "the accuracy, or the mean absolute error. Tokens at a shard's end that fill no "
+          "sequence\n"
+          "are left out, and counted. Memory is planned for the forward pass alone. Nothing\n"
+          "is written.",
       .example = "penstock eval --model trained --data validation/ --seq-len 4096",
       .options = options,
       .job = &job,

@@ -114,7 +114,7 @@ static uint64_t submit_limit(const cli_job *job, uint64_t n_done, uint64_t n) {
 static int between_steps(cli_job *job, ps_trainer *t, cli_progress *p, watchdog *dog,
                          cli_run_result *r, uint64_t step, ps_validation *v) {
   atomic_store(&dog->paused, true);
-  int code = v ? cli_validate(t, p, r, step, v) : CLI_OK;
+  int code = v ? cli_validate(job, t, p, r, step, v) : CLI_OK;
   if (code == CLI_OK && cli_samples_due(job, step))
     code = cli_sample(job, t, p, step);
   atomic_store(&dog->paused, false);

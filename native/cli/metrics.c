@@ -68,6 +68,8 @@ int cli_metrics_write(const cli_job *job, FILE *f, const char *path, const ps_st
     cli_json_number(&j, "objective", m->objective);
   if (job->plan_config.z_loss > 0)
     cli_json_number(&j, "z_loss", m->z_loss);
+  if (cli_right(job))
+    cli_json_number(&j, cli_right(job), m->right);
   cli_json_count(&j, "tokens", m->tokens);
   cli_json_count(&j, "valid_tokens", m->valid_tokens);
   cli_json_number(&j, "step_s", m->step_s);
@@ -102,7 +104,7 @@ int cli_metrics_write(const cli_job *job, FILE *f, const char *path, const ps_st
   gpu_json(&j, m);
   step_json(&j, s);
   if (v)
-    cli_val_metrics(&j, v);
+    cli_val_metrics(job, &j, v);
   cli_json_close(&j, '}');
   fputc('\n', f);
   if (fflush(f) == 0 && !ferror(f))

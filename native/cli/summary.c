@@ -213,7 +213,7 @@ void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r) {
     fprintf(out, "loss            %.4f in the first step, %.4f in the last ", r->loss_first, loss);
     fprintf(out, n > 1 ? "%" PRIu64 " (mean)\n" : "step\n", n);
   }
-  cli_val_summary_print(out, r);
+  cli_val_summary_print(job, out, r);
   cli_samples_summary_print(out, job, r->wall_s);
   if (r->n_skipped)
     fprintf(out, "skipped         %" PRIu64 " step%s, whose loss or gradient was not finite\n",
@@ -266,7 +266,7 @@ static void summary_json(FILE *out, const cli_job *job, const cli_run_result *r)
   n = r->n_done ? n : 0;
   cli_json_number(&j, "loss_mean_last", mean);
   cli_json_count(&j, "loss_mean_steps", n);
-  cli_val_summary_json(&j, r);
+  cli_val_summary_json(job, &j, r);
   cli_samples_summary_json(&j, job, r->wall_s);
   cli_json_count(&j, "n_skipped", r->n_skipped);
   cli_json_number(&j, "step_s_median", r->step_s_median);

@@ -71,6 +71,11 @@ int cli_open_data(cli_job *job, ps_dataset **out) {
     ps_dataset_close(ds);
     return code;
   }
+  const int code = cli_take_labels(job, ds, "--data");
+  if (code != CLI_OK) {
+    ps_dataset_close(ds);
+    return code;
+  }
   job->data_marks_documents = ps_dataset_marks_documents(ds) != 0;
   *out = ds;
   return CLI_OK;

@@ -97,6 +97,9 @@ int cli_val_open(cli_job *job, const ps_dataset *train, ps_dataset **out) {
   st = ps_dataset_check(*out, job->plan_config.seq_len);
   if (st != PS_OK)
     return cli_fail_given("validation:", st);
+  code = cli_take_labels(job, *out, "the validation data");
+  if (code != CLI_OK)
+    return code;
   job->data_marks_documents |= ps_dataset_marks_documents(*out) != 0;
   return CLI_OK;
 }
@@ -120,8 +123,9 @@ bool cli_val_due(const cli_job *job, uint64_t step) {
          (step % job->val_every == 0 || step == job->train_config.total_steps);
 }
 
-int cli_validate(ps_trainer *t, cli_progress *p, cli_run_result *r, uint64_t step,
-                 ps_validation *out) {
+int cli_validate(const cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r,
+                 uint64_t step, ps_validation *out) {
+  char text[96];
   const ps_status st = ps_trainer_validate(t, out);
   if (st != PS_OK) {
     cli_progress_end(p);
@@ -132,14 +136,20 @@ int cli_validate(ps_trainer *t, cli_progress *p, cli_run_result *r, uint64_t ste
   r->val_last = *out;
   r->val_step = step;
   p->val_loss = out->loss;
-  cli_progress_note(p, "step %" PRIu64 ": validation loss %.4f, perplexity %.4g, in %.1f s", step,
-                    out->loss, out->perplexity, out->seconds);
+  cli_progress_note(p, "step %" PRIu64 ": validation loss %.4f, %s, in %.1f s", step, out->loss,
+                    cli_right_text(job, out->right, out->loss, text), out->seconds);
   return CLI_OK;
 }
 
-void cli_val_metrics(cli_json *j, const ps_validation *v) {
+void cli_val_metrics(const cli_job *job, cli_json *j, const ps_validation *v) {
+  char name[64];
   cli_json_number(j, "val_loss", v->loss);
-  cli_json_number(j, "val_perplexity", v->perplexity);
+  if (cli_right(job)) {
+    snprintf(name, sizeof name, "val_%s", cli_right(job));
+    cli_json_number(j, name, v->right);
+  } else {
+    cli_json_number(j, "val_perplexity", v->perplexity);
+  }
   cli_json_count(j, "val_tokens", v->tokens);
   cli_json_count(j, "val_valid_tokens", v->valid_tokens);
   cli_json_number(j, "val_s", v->seconds);
@@ -147,21 +157,23 @@ void cli_val_metrics(cli_json *j, const ps_validation *v) {
 
 static double share(const cli_run_result *r) { return r->wall_s > 0 ? r->val_s / r->wall_s : 0; }
 
-void cli_val_summary_print(FILE *out, const cli_run_result *r) {
+void cli_val_summary_print(const cli_job *job, FILE *out, const cli_run_result *r) {
+  char text[96];
   if (r->n_validations)
     fprintf(out,
-            "validation      loss %.4f, perplexity %.4g after step %" PRIu64 "; %" PRIu64
+            "validation      loss %.4f, %s after step %" PRIu64 "; %" PRIu64
             " validation%s took %.1f s, %.1f%% of the run\n",
-            r->val_last.loss, r->val_last.perplexity, r->val_step, r->n_validations,
-            r->n_validations == 1 ? "" : "s", r->val_s, 100 * share(r));
+            r->val_last.loss, cli_right_text(job, r->val_last.right, r->val_last.loss, text),
+            r->val_step, r->n_validations, r->n_validations == 1 ? "" : "s", r->val_s,
+            100 * share(r));
 }
 
-void cli_val_summary_json(cli_json *j, const cli_run_result *r) {
+void cli_val_summary_json(const cli_job *job, cli_json *j, const cli_run_result *r) {
   if (!r->n_validations)
     return;
   cli_json_count(j, "validations", r->n_validations);
   cli_json_count(j, "val_step", r->val_step);
-  cli_val_metrics(j, &r->val_last);
+  cli_val_metrics(job, j, &r->val_last);
   cli_json_number(j, "val_total_s", r->val_s);
   cli_json_number(j, "val_share", share(r));
 }

@@ -527,6 +527,11 @@ static ps_status plan(ps__gen_plan *p, const ps_model_config *model) {
                     "quantized, give 0",
                     c->lora.base);
   PS_TRY(ps_model_config_check(model, "model"));
+  if (model->problem)
+    return ps__fail(PS_EINVAL,
+                    "the model's head is for %s: it writes no text, and penstock score prints what "
+                    "it says of texts",
+                    ps_problem_name(model->problem));
   PS_TRY(ps__model_create(&p->model, model, (ps_dtype)c->dtype, c->context, model->n_layers + 2,
                           NULL, NULL, &c->lora));
   PS_TRY(check_units(p));

@@ -7,6 +7,8 @@
 #include <penstock/data.h>
 
 #include "core/hash64.h"
+#include "io/input.h"
+#include "io/labels.h"
 #include "io/mix.h"
 #include <dirent.h>
 #include <errno.h>
@@ -20,28 +22,20 @@
 enum {
   HEADER_BYTES = 1024,
   CHECK_TOKENS = 1 << 20,
-  PIECE_BYTES = 1 << 14, /* read at a time, on the stack */
+  PIECE_BYTES = PS__INPUT_PIECE,
   /* Shards that stay open with their masks, of the 1,024 files that a process may have. Others are
    * opened for each sequence. */
   KEPT_OPEN = 256,
-  MASK_MAGIC = 20261122,
-  MASK_CRC_BYTES = 1 << 20 /* of the shard, which its mask's header knows */
+  MASK_MAGIC = 20261122
 };
-
-typedef struct input_file {
-  char *path; /* NULL: there is none */
-  int fd;     /* -1: opened for each sequence */
-  uint64_t bytes;
-  dev_t device; /* device and inode tell whether the path still names this file */
-  ino_t inode;
-} input_file;
 
 /* What a byte of a mask file says of its token. */
 enum { IS_TARGET = 1, BEGINS_DOCUMENT = 2 };
 
 typedef struct token_shard {
-  input_file file;
-  input_file mask; /* the mask file beside it */
+  ps__input file;
+  ps__input mask; /* the mask file beside it */
+  ps__labels labels;
   uint64_t n_tokens;
   uint32_t token_bytes; /* 2 or 4 */
   bool signed_ids;      /* the format's tokens are int32; for messages */
@@ -55,8 +49,9 @@ struct ps_dataset {
   ps__sources sources; /* in the order of their shards */
   uint64_t n_tokens;
   uint32_t vocab_size;
-  bool marks_documents;     /* a shard has a mask file */
-  _Atomic uint32_t n_users; /* trainers that read it */
+  bool marks_documents;       /* a shard has a mask file */
+  uint32_t problem, n_labels; /* of the shards' labels; 0: they have none */
+  _Atomic uint32_t n_users;   /* trainers that read it */
 };
 
 static ps_status no_memory(const char *path) {
@@ -257,16 +252,10 @@ static ps_status read_mask(const token_shard *s, int fd, uint64_t first, uint64_
 
 /* ---- opening --------------------------------------------------------------------------------- */
 
-static void keep_identity(input_file *f, const struct stat *sb) {
-  f->bytes = (uint64_t)sb->st_size;
-  f->device = sb->st_dev;
-  f->inode = sb->st_ino;
-}
-
 static ps_status check_shard(const ps_dataset *ds, token_shard *s, const struct stat *sb) {
   unsigned char raw[HEADER_BYTES];
   masks m;
-  keep_identity(&s->file, sb);
+  ps__input_identify(&s->file, sb);
   if (s->file.bytes < HEADER_BYTES && !ends_in_bin(s->file.path))
     return no_shard(s->file.path);
   if (s->file.bytes < HEADER_BYTES)
@@ -278,27 +267,6 @@ static ps_status check_shard(const ps_dataset *ds, token_shard *s, const struct 
   PS_TRY(check_length(s, m));
   return read_tokens(ds, s, s->file.fd, 0, s->n_tokens < CHECK_TOKENS ? s->n_tokens : CHECK_TOKENS,
                      NULL, NULL);
-}
-
-/* The CRC-32 of zip and PNG (reflected polynomial 0xEDB88320) of the file's first bytes. */
-static ps_status crc_of_start(const input_file *f, uint32_t *out) {
-  uint32_t table[256], crc = UINT32_MAX;
-  uint8_t piece[PIECE_BYTES];
-  const uint64_t n = f->bytes < MASK_CRC_BYTES ? f->bytes : MASK_CRC_BYTES;
-  for (uint32_t i = 0; i < 256; i++) {
-    table[i] = i;
-    for (int k = 0; k < 8; k++)
-      table[i] = table[i] >> 1 ^ (table[i] & 1 ? 0xEDB88320u : 0);
-  }
-  for (uint64_t done = 0; done < n;) {
-    const uint64_t m = n - done < PIECE_BYTES ? n - done : PIECE_BYTES;
-    PS_TRY(ps__pread_all(f->fd, f->path, piece, m, done));
-    for (uint64_t i = 0; i < m; i++)
-      crc = crc >> 8 ^ table[(crc ^ piece[i]) & 255];
-    done += m;
-  }
-  *out = ~crc;
-  return PS_OK;
 }
 
 /* The mask file that lies open beside its shard. */
@@ -328,12 +296,12 @@ static ps_status check_mask(token_shard *s) {
                     "%s: has %" PRIu64 " bytes, but its %" PRIu64 " tokens take %d and as many: "
                     "write it again",
                     path, s->mask.bytes, n, HEADER_BYTES);
-  PS_TRY(crc_of_start(&s->file, &crc));
+  PS_TRY(ps__input_crc(&s->file, &crc));
   if (crc != le32(raw + 24))
     return ps__fail(PS_EFORMAT,
                     "%s: was made for another shard: its header has the CRC %08x, the shard's "
                     "first %d bytes have %08x: write both again",
-                    path, le32(raw + 24), MASK_CRC_BYTES, crc);
+                    path, le32(raw + 24), PS__INPUT_CRC_BYTES, crc);
   s->row_tokens = le32(raw + 12);
   return PS_OK;
 }
@@ -355,14 +323,8 @@ static ps_status add_mask(token_shard *s) {
   }
   s->mask.path = name;
   PS_TRY(ps__open_input(&s->mask.fd, &sb, name));
-  keep_identity(&s->mask, &sb);
+  ps__input_identify(&s->mask, &sb);
   return check_mask(s);
-}
-
-static void shut(input_file *f) {
-  if (f->fd >= 0)
-    close(f->fd);
-  f->fd = -1;
 }
 
 /* Frees @path or keeps it, on failure too. */
@@ -381,11 +343,21 @@ static ps_status add_shard(ps_dataset *ds, char *path) {
   PS_TRY(ps__open_input(&s->file.fd, &sb, path));
   PS_TRY(check_shard(ds, s, &sb));
   PS_TRY(add_mask(s));
+  PS_TRY(ps__labels_open(&s->labels, &s->file, s->n_tokens));
+  if (ds->n > 1 && s->labels.problem != ds->problem)
+    return ps__fail(
+        PS_EFORMAT,
+        "%s: its labels are for %s, those of the shards before for %s: data sets of one "
+        "problem go together",
+        s->file.path, ps_problem_name(s->labels.problem), ps_problem_name(ds->problem));
+  ds->problem = s->labels.problem;
+  if (s->labels.n_labels > ds->n_labels)
+    ds->n_labels = s->labels.n_labels;
   ds->n_tokens += s->n_tokens;
   ds->marks_documents |= s->mask.path != NULL;
   if (ds->n > KEPT_OPEN) {
-    shut(&s->file);
-    shut(&s->mask);
+    ps__input_shut(&s->file);
+    ps__input_shut(&s->mask);
   }
   return PS_OK;
 }
@@ -499,10 +471,11 @@ ps_status ps_dataset_close(ps_dataset *ds) {
     return ps__fail(PS_EBUSY, "dataset: %" PRIu32 " trainer(s) still read it: destroy them first",
                     n);
   for (size_t i = 0; i < ds->n; i++) {
-    shut(&ds->shards[i].file);
-    shut(&ds->shards[i].mask);
+    ps__input_shut(&ds->shards[i].file);
+    ps__input_shut(&ds->shards[i].mask);
     ps__free(ds->shards[i].file.path);
     ps__free(ds->shards[i].mask.path);
+    ps__labels_close(&ds->shards[i].labels);
   }
   ps__mix_free(&ds->sources);
   ps__free(ds->shards);
@@ -516,6 +489,12 @@ uint32_t ps_dataset_n_shards(const ps_dataset *ds) { return (uint32_t)ds->n; }
 uint64_t ps_dataset_n_tokens(const ps_dataset *ds) { return ds->n_tokens; }
 
 int ps_dataset_marks_documents(const ps_dataset *ds) { return ds->marks_documents; }
+
+uint32_t ps_dataset_problem(const ps_dataset *ds, uint32_t *n_labels) {
+  if (n_labels)
+    *n_labels = ds->n_labels;
+  return ds->problem;
+}
 
 ps_status ps_dataset_check(const ps_dataset *ds, uint64_t seq_len) {
   for (size_t i = 0; i < ds->n; i++) {
@@ -613,45 +592,14 @@ uint64_t ps_dataset_at(const ps_dataset *ds, uint64_t seq_len, uint64_t pos, uin
                           shuffle);
 }
 
-/* The file's descriptor. Where the file is opened for this call, it must be the one that was
- * checked. */
-static ps_status take_fd(const input_file *f, int *fd) {
-  struct stat sb;
-  *fd = f->fd;
-  if (f->fd >= 0)
-    return PS_OK;
-  PS_TRY(ps__open_input(fd, &sb, f->path));
-  if (sb.st_dev == f->device && sb.st_ino == f->inode && (uint64_t)sb.st_size == f->bytes)
-    return PS_OK;
-  close(*fd);
-  return ps__fail(PS_EIO,
-                  "%s: is no longer the file of %" PRIu64
-                  " bytes that was opened: do not change shards while a run reads them",
-                  f->path, f->bytes);
-}
-
-/* Closes what take_fd() has opened. Replaces the error of a failed read by a clearer one, if the
- * file was cut off. */
-static ps_status leave_fd(const input_file *f, int fd, ps_status st) {
-  struct stat sb;
-  if (st == PS_EIO && fstat(fd, &sb) == 0 && (uint64_t)sb.st_size < f->bytes)
-    st = ps__fail(PS_EIO,
-                  "%s: was cut from %" PRIu64 " to %" PRIu64
-                  " bytes while it was in use: write it again",
-                  f->path, f->bytes, (uint64_t)sb.st_size);
-  if (fd != f->fd)
-    close(fd);
-  return st;
-}
-
 static ps_status read_shard(const ps_dataset *ds, const token_shard *s, uint64_t first, uint64_t n,
                             int32_t *tokens, int32_t *targets) {
   int fd;
-  PS_TRY(take_fd(&s->file, &fd));
+  PS_TRY(ps__input_take(&s->file, &fd));
   ps_status st = read_tokens(ds, s, fd, first, n + 1, tokens, targets);
   if (st == PS_OK && s->mask_at)
     st = read_bits(s, fd, first + 1, n, targets);
-  return leave_fd(&s->file, fd, st);
+  return ps__input_leave(&s->file, fd, st);
 }
 
 ps_status ps_dataset_read(ps_dataset *ds, uint64_t seq_len, uint64_t idx, int32_t *tokens,
@@ -671,21 +619,23 @@ ps_status ps_dataset_read(ps_dataset *ds, uint64_t seq_len, uint64_t idx, int32_
   PS_TRY(read_shard(ds, s, left * seq_len, seq_len, tokens, targets));
   if (begins)
     memset(begins, 0, seq_len);
-  if (!s->mask.path)
-    return PS_OK;
-  int fd;
-  PS_TRY(take_fd(&s->mask, &fd));
-  return leave_fd(&s->mask, fd, read_mask(s, fd, left * seq_len, seq_len, targets, begins));
+  if (s->mask.path) {
+    int fd;
+    PS_TRY(ps__input_take(&s->mask, &fd));
+    PS_TRY(
+        ps__input_leave(&s->mask, fd, read_mask(s, fd, left * seq_len, seq_len, targets, begins)));
+  }
+  return ps__labels_read(&s->labels, left * seq_len, seq_len, targets);
 }
 
 /* ---- targets --------------------------------------------------------------------------------- */
 
 /* Adds the targets among bytes [from, end) of a file: bytes of a mask file, or bits. */
-static ps_status count_targets(const input_file *f, uint64_t from, uint64_t end, bool bits,
+static ps_status count_targets(const ps__input *f, uint64_t from, uint64_t end, bool bits,
                                uint64_t *n) {
   uint8_t piece[PIECE_BYTES];
   int fd;
-  PS_TRY(take_fd(f, &fd));
+  PS_TRY(ps__input_take(f, &fd));
   ps_status st = PS_OK;
   while (st == PS_OK && from < end) {
     const uint64_t m = end - from < PIECE_BYTES ? end - from : PIECE_BYTES;
@@ -694,7 +644,7 @@ static ps_status count_targets(const input_file *f, uint64_t from, uint64_t end,
       *n += bits ? (uint64_t)__builtin_popcount(piece[i]) : piece[i] & IS_TARGET;
     from += m;
   }
-  return leave_fd(f, fd, st);
+  return ps__input_leave(f, fd, st);
 }
 
 ps_status ps_dataset_targets(const ps_dataset *ds, double *share) {
@@ -723,12 +673,12 @@ static const uint64_t HASHED_WHOLE = UINT64_C(4) << 30, HASHED_PIECES = 4096;
 static const uint64_t MARKED_WHOLE = UINT64_C(256) << 20, MARKED_PIECES = 1024;
 
 /* Every @stride-th piece of the file, and its last one. */
-static ps_status hash_file(const input_file *f, uint64_t stride, uint64_t *h) {
+static ps_status hash_file(const ps__input *f, uint64_t stride, uint64_t *h) {
   uint8_t piece[PIECE_BYTES];
   const uint64_t n = (f->bytes + PIECE_BYTES - 1) / PIECE_BYTES;
   int fd;
   *h = ps__hash64(*h, &f->bytes, sizeof f->bytes);
-  PS_TRY(take_fd(f, &fd));
+  PS_TRY(ps__input_take(f, &fd));
   ps_status st = PS_OK;
   for (uint64_t i = 0; st == PS_OK && i < n;) {
     const uint64_t at = i * PIECE_BYTES, left = f->bytes - at,
@@ -738,20 +688,26 @@ static ps_status hash_file(const input_file *f, uint64_t stride, uint64_t *h) {
       *h = ps__hash64(*h, piece, m);
     i = i + stride < n || i == n - 1 ? i + stride : n - 1;
   }
-  return leave_fd(f, fd, st);
+  return ps__input_leave(f, fd, st);
+}
+
+static uint64_t bytes_of(const token_shard *s) {
+  return s->file.bytes + s->mask.bytes + s->labels.file.bytes;
 }
 
 /* How far apart the pieces are that are hashed. */
 static uint64_t stride_of(const ps_dataset *ds, uint64_t whole, uint64_t pieces, uint64_t *all) {
   *all = 0;
   for (size_t i = 0; i < ds->n; i++)
-    *all += ds->shards[i].file.bytes + ds->shards[i].mask.bytes;
+    *all += bytes_of(&ds->shards[i]);
   return *all <= whole ? 1 : *all / (pieces * PIECE_BYTES);
 }
 
 static ps_status hash_shard(const token_shard *s, uint64_t stride, uint64_t *h) {
   PS_TRY(hash_file(&s->file, stride, h));
-  return s->mask.path ? hash_file(&s->mask, stride, h) : PS_OK;
+  if (s->mask.path)
+    PS_TRY(hash_file(&s->mask, stride, h));
+  return s->labels.file.path ? hash_file(&s->labels.file, stride, h) : PS_OK;
 }
 
 ps_status ps__dataset_hash(const ps_dataset *ds, uint64_t *hash, uint64_t *bytes) {
@@ -771,7 +727,7 @@ ps_status ps__dataset_marks(const ps_dataset *ds, ps__data_mark *out) {
   const uint64_t stride = stride_of(ds, MARKED_WHOLE, MARKED_PIECES, &all);
   for (size_t i = 0; i < ds->n; i++) {
     const token_shard *s = &ds->shards[i];
-    out[i] = (ps__data_mark){.bytes = s->file.bytes + s->mask.bytes};
+    out[i] = (ps__data_mark){.bytes = bytes_of(s)};
     PS_TRY(hash_shard(s, stride, &out[i].hash));
   }
   return PS_OK;

@@ -82,6 +82,7 @@ extern "C" {
   X(gated_norm_bwd)                                                                                \
   X(colsum)                                                                                        \
   X(cross_entropy)                                                                                 \
+  X(score_loss)                                                                                    \
   X(sumsq)                                                                                         \
   X(sumsq_host)                                                                                    \
   X(accumulate_sumsq_host)                                                                         \
@@ -825,6 +826,27 @@ static inline uint32_t ps__loss_columns(float z_loss, float label_smoothing) {
  *                      loss[r], l^2 and l - mean(y[r]).
  *                      ptr: RW z[rows,V] dt, R target i32[rows], R scale f32[1], W loss
  *                      f32[rows, ps__loss_columns()]. */
+
+typedef struct ps__args_score_loss {
+  uint32_t rows, cols, dt, problem; /* problem: ps_problem, no language model's */
+} ps__args_score_loss;
+/* score_loss           Loss of the scores z[r,:] of the rows that a target marks, for a problem of
+ *                      ps_problem (penstock/model.h), which says what targets are; dz is the
+ *                      gradient times inv_valid = *scale. p = sigmoid(z):
+ *                        SINGLE_LABEL  logsumexp(z[r]) - z[r,t];   dz = softmax(z[r]) - onehot
+ *                        MULTI_LABEL   mean_v of -y log p - (1 - y) log(1 - p), y = bit v of t;
+ *                                      dz = (p - y) / cols
+ *                        REGRESSION    (z[r] - t)^2;               dz = 2 (z[r] - t)
+ *                        PAIRS         t > 0: -log sigmoid(m), m = z[r - t] - z[r]; dz = sigmoid(-m)
+ *                                      t < -1, which is -1 - d: loss 0, and with the rejected row
+ *                                      r + d in place of r: dz = -sigmoid(-m)
+ *                      Rows with target -1: loss 0, dz 0. Column 1 of a row's loss is what of it
+ *                      is right: 1 where the label has the largest score (the first of equal
+ *                      ones), the part of the labels on whose side of 0 the score is, |z - t|,
+ *                      1 where m > 0. fp64 inside.
+ *                      EMBEDDING: the loss is 0, and there is no dz.
+ *                      ptr: R z[rows,cols] dt, R target i32[rows], R scale f32[1], W loss
+ *                      f32[rows,2], W dz[rows,cols] dt. */
 
 /* n_threads: as accumulate's */
 typedef struct ps__args_sumsq {

@@ -245,6 +245,7 @@ static ps_status check_there(const ps_tensor_file *f, const char *dir, const ps_
   char name[PS__PEFT_NAME_BYTES], partner[PS__PEFT_NAME_BYTES];
   ps__peft_name(name, p->name);
   ps__peft_name(partner, p->name);
+  all_layers |= !strcmp(p->name, PS__SCORE); /* which has no partner */
   char *part = partner + strlen(partner) - strlen("A.weight");
   *part = *part == 'A' ? 'B' : 'A';
   if (ps_tensors_find(f, name) != UINT64_MAX ||
@@ -370,6 +371,21 @@ static ps_status check_for(const ps_model *m, const char *dir, const char *base_
   return st;
 }
 
+/* An adapter with a `score` makes a classifier of a language model. */
+static ps_status take_score(ps_model_config *cfg, const char *dir) {
+  ps_tensor_file *f;
+  ps_tensor_info info = {0};
+  PS_TRY(ps__tensors_open(&f, dir, "adapter_model"));
+  const uint64_t idx = ps_tensors_find(f, PS__PEFT_PREFIX PS__SCORE);
+  ps_status st = idx == UINT64_MAX ? PS_OK : ps_tensors_info(f, idx, &info);
+  ps_tensors_close(f);
+  if (st != PS_OK || !info.n_dims || cfg->problem)
+    return st;
+  return ps_model_config_score(cfg,
+                               info.shape[0] == 1 ? PS_PROBLEM_REGRESSION : PS_PROBLEM_SINGLE_LABEL,
+                               info.shape[0] > PS_MAX_LABELS ? 0 : (uint32_t)info.shape[0]);
+}
+
 ps_status ps_adapter_check(const char *dir, const char *base_dir) {
   ps_model_config cfg;
   ps_lora lora;
@@ -378,6 +394,7 @@ ps_status ps_adapter_check(const char *dir, const char *base_dir) {
     return ps__fail(PS_EINVAL, "ps_adapter_check: dir and base_dir must be given");
   PS_TRY(ps_model_config_read(&cfg, base_dir));
   PS_TRY(ps_adapter_read(&lora, dir));
+  PS_TRY(take_score(&cfg, dir));
   PS_TRY(ps__model_create(&m, &cfg, PS_F32, 0, 0, NULL, NULL, &lora));
   const ps_status st = check_for(m, dir, base_dir);
   ps_model_destroy(m);

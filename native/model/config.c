@@ -270,6 +270,7 @@ ps_status ps_model_config_check(const ps_model_config *c, const char *name) {
                     name, c->position_beta, c->rope.original_positions);
   PS_TRY(check_layers(c, name));
   PS_TRY(check_experts(c, name));
+  PS_TRY(ps__score_check(c, name));
   PS_TRY(check_rope(c, name));
   return check_latent(c, name);
 }
@@ -312,7 +313,10 @@ static ps_status find_family(const ps__config_reader *r, uint32_t *out) {
                     ps__config_kind(t));
   const ps__family *f;
   for (uint32_t i = 0; (f = ps__family_at(i)); i++) {
-    if (class ? strcmp(class, f->architecture) : strcmp(type, f->model_type))
+    char score[PS__CLASS_BYTES];
+    const char *classifier = ps__score_class(f, score);
+    if (class ? strcmp(class, f->architecture) && (!classifier || strcmp(class, classifier))
+              : strcmp(type, f->model_type))
       continue;
     if (type && strcmp(type, f->model_type))
       return ps__fail(PS_EFORMAT,
@@ -485,6 +489,7 @@ static ps_status read_config(const ps__config_reader *r, ps_model_config *c) {
   PS_TRY(ps__config_pad(r, family, c));
   PS_TRY(ps__config_rope(r, c));
   PS_TRY(family->read(r, c));
+  PS_TRY(ps__score_read(r, c));
   return ps_model_config_check(c, r->path);
 }
 

@@ -4,7 +4,8 @@
  *  - RoPE, by the names of transformers 4 beside rope_parameters, which it ignores. transformers 5
  *    reads both;
  *  - quantization, as what is saved has none;
- *  - longrope's attention factor, where transformers 4 and 5 would take different ones.
+ *  - longrope's attention factor, where transformers 4 and 5 would take different ones;
+ *  - what says that the model is a classifier, where the file is a language model's.
  * Of a vision-language model the first two and quantization change alone, in text_config too. */
 #include "core/core.h"
 #include "core/dtype.h"
@@ -126,6 +127,7 @@ static void fill(ps__jsonw *w, const ps__json *config, const ps_model_config *c,
   const bool mxfp4 = (uint32_t)as == PS_SAVE_MXFP4;
   const char *const name = ps__dtypes[mxfp4 ? PS_BF16 : as].torch_name;
   const ps__json *parameters = ps__config_field(config, PARAMETERS);
+  const bool new_score = ps__score_is_new(c, config);
   bool named = false;
   if (!ps__json_length(parameters) || ps__family_at(c->family)->is_of_5)
     parameters = NULL;
@@ -133,7 +135,7 @@ static void fill(ps__jsonw *w, const ps__json *config, const ps_model_config *c,
   for (size_t i = 0; i < ps__json_length(config); i++) {
     const char *key = ps__json_key(config, i);
     const ps__json *value = ps__json_at(config, i);
-    if (ps__config_is_quantization(key))
+    if (ps__config_is_quantization(key) || (new_score && ps__score_key(key)))
       continue;
     if (is_dtype_key(key))
       ps__jsonw_string(w, key, name);
@@ -149,6 +151,8 @@ static void fill(ps__jsonw *w, const ps__json *config, const ps_model_config *c,
   }
   if (parameters)
     write_old_keys(w, c, config, parameters);
+  if (new_score)
+    ps__score_write(w, c);
   if (!named)
     ps__jsonw_string(w, "torch_dtype", name);
   if (!c->tied_embeddings && !ps__json_get(config, TIE) &&

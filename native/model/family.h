@@ -88,6 +88,20 @@ ps_status ps__config_local_rope(const ps__config_reader *r, const char *key, dou
 ps_status ps__config_needs_window(const ps__config_reader *r, const ps_model_config *c,
                                   uint32_t sliding, const char *why);
 
+/* ps__score_class() - the name of the family's classifier; NULL: it has none.
+ * ps__score_read() - problem and n_labels of a config whose architecture is that. Errors:
+ * PS_EFORMAT.
+ * ps__score_check() - whether they are in range. Errors: PS_EINVAL.
+ * ps__score_is_new() - whether @c has a `score` that the config file, @config, does not know;
+ * ps__score_key() - a key that says which; ps__score_write() - these keys. */
+enum { PS__CLASS_BYTES = 96 };
+const char *ps__score_class(const ps__family *family, char name[PS__CLASS_BYTES]);
+ps_status ps__score_read(const ps__config_reader *r, ps_model_config *c);
+ps_status ps__score_check(const ps_model_config *c, const char *name);
+bool ps__score_is_new(const ps_model_config *c, const ps__json *config);
+bool ps__score_key(const char *key);
+void ps__score_write(ps__jsonw *w, const ps_model_config *c);
+
 /* ps__config_experts() - the five fields of experts, from n_experts to router_aux_loss. The
  * family says which layers have experts. Refuses shared experts, groups, capacity and jitter. */
 typedef struct ps__experts_defaults { /* of absent keys */
@@ -123,6 +137,9 @@ ps_status ps__config_shared_experts(const ps__config_reader *r, const ps__latent
 
 struct ps__family {
   const char *model_type, *architecture; /* config.json's "model_type", "architectures"[0] */
+  /* whose ...ForSequenceClassification the family's is; NULL: the architecture's. "": there is
+   * none in transformers */
+  const char *classifier_of;
   /* What transformers takes for absent keys. 0: num_attention_heads, hidden_size over it, no
    * original_max_position_embeddings, 10000, 1e-6 */
   uint32_t default_kv_heads, default_head_dim, default_original_positions;

@@ -1,7 +1,12 @@
 /* head.c - the head as a layer definition: final norm, logits, loss, and their backward passes.
  *
  * The logits of all of a chunk's tokens would take more memory than anything else, so they are made
- * slice by slice. A slice's gradient overwrites the normed rows, whose last use it is. */
+ * slice by slice. A slice's gradient overwrites the normed rows, whose last use it is.
+ *
+ * A `score` in lm_head's place has few columns. Its slices are whole chunks, and the gradient of
+ * the scores has a tensor of its own, because that of a pair is made of both documents' scores.
+ * With LoRA `score` is trained and saved with the adapters. A model for embeddings has no product:
+ * its logits are the normed rows. */
 #include "core/core.h"
 #include "model/decoder.h"
 #include "model/product.h"
@@ -17,11 +22,13 @@ typedef struct head {
   bool frozen;       /* its weights have no gradient */
   float alpha;
   ps__args_cross_entropy loss;
-  uint8_t x;        /* [T,D]  the last block's output */
-  uint8_t n1;       /* [T,D]  normed, then its gradient */
-  uint8_t row_loss; /* [T,columns] fp32 */
-  uint8_t z;        /* [S,V]  logits, then their gradient dz */
-  uint8_t dx;       /* [T,D] */
+  ps__args_score_loss score; /* problem 0: none */
+  uint8_t x;                 /* [T,D]  the last block's output */
+  uint8_t n1;                /* [T,D]  normed, then its gradient */
+  uint8_t row_loss;          /* [T,columns] fp32 */
+  uint8_t z;                 /* [S,V]  logits, then their gradient; scores */
+  uint8_t gz;                /* [S,V]  the logits' gradient: z, but of scores */
+  uint8_t dx;                /* [T,D] */
   uint16_t w_norm, w;
   ps__product p;
   ps__operand nx, dz; /* FP8: nx.q [T,D], nx.qt [D,S], dz.q [S,V], dz.qt [V,S] */
@@ -32,9 +39,14 @@ static void define_tensors(head *h, bool fp8) {
   ps__layer_def *d = h->d;
   h->x = ps__def_tensor(d, "x", PS__ROWS_TOKEN, h->dim, m->dt);
   h->n1 = ps__def_tensor(d, "norm", PS__ROWS_TOKEN, h->dim, m->dt);
-  h->row_loss = ps__def_tensor(d, "row_loss", PS__ROWS_TOKEN,
-                               ps__loss_columns(m->loss.z_loss, m->loss.label_smoothing), PS_F32);
-  h->z = ps__def_tensor(d, "logits", PS__ROWS_SLICE, h->v, m->dt);
+  h->row_loss = ps__def_tensor(
+      d, "row_loss", PS__ROWS_TOKEN,
+      h->score.problem ? 2 : ps__loss_columns(m->loss.z_loss, m->loss.label_smoothing), PS_F32);
+  h->z = h->gz = h->n1;
+  if (h->score.problem != PS_PROBLEM_EMBEDDING)
+    h->z = h->gz = ps__def_tensor(d, "logits", PS__ROWS_SLICE, h->v, m->dt);
+  if (h->v && ps__has_score(&m->cfg))
+    h->gz = ps__def_tensor(d, "dscores", PS__ROWS_SLICE, h->v, m->dt);
   h->dx = ps__def_tensor(d, "dx", PS__ROWS_TOKEN, h->dim, m->dt);
   d->input = h->x;
   d->grad = h->forward_only ? PS__NONE : h->dx;
@@ -56,6 +68,16 @@ static void define_params(head *h, const ps__decoder *decoder) {
   h->w_norm = ps__def_param(d, "model.norm.weight", PS_PARAM_NORM, h->dim, 0);
   ps__def_what(d, "final norm");
   ps__def_init(d, 1.0 - (double)decoder->norm_offset, 0);
+  if (h->score.problem == PS_PROBLEM_EMBEDDING)
+    return;
+  if (ps__has_score(&m->cfg)) {
+    if (m->lora.rank)
+      ps__def_adapter_unit(d, ps__is_frozen(m));
+    h->frozen = ps__is_frozen(m);
+    h->w = ps__def_param(d, PS__SCORE, PS_PARAM_MATRIX, h->v, h->dim);
+    ps__def_what(d, "head");
+    return;
+  }
   h->frozen = m->cfg.tied_embeddings ? m->unit[0].frozen : ps__base_is_frozen(m);
   h->w = m->cfg.tied_embeddings ? ps__def_tied(d, (uint64_t)h->v * h->dim, h->frozen)
                                 : ps__def_param(d, "lm_head.weight", PS_PARAM_MATRIX, h->v, h->dim);
@@ -63,6 +85,12 @@ static void define_params(head *h, const ps__decoder *decoder) {
 }
 
 static void define_loss(head *h) {
+  if (h->score.problem) {
+    const bool scores = ps__has_score(&h->m->cfg);
+    PS__SLICE(h->d, ps__k_score_loss, h->score, PS__R(h->z), PS__B(PS__BATCH_TARGETS),
+              PS__B(PS__BATCH_SCALE), PS__W(h->row_loss), PS__SYM_IF(scores, PS__W(h->gz)));
+    return;
+  }
   PS__SLICE(h->d, ps__k_cross_entropy, h->loss, PS__RW(h->z), PS__B(PS__BATCH_TARGETS),
             PS__B(PS__BATCH_SCALE), PS__W(h->row_loss));
 }
@@ -75,9 +103,9 @@ static void define_slices(head *h) {
   logits.alpha = dw.alpha = dn.alpha = h->alpha;
   PS__SLICE(h->d, ps__k_gemm, logits, PS__R(h->n1), PS__P(h->w), PS__W(h->z));
   define_loss(h);
-  PS__SLICE(h->d, ps__k_gemm, dw, PS__R(h->z), PS__R(h->n1), PS__G(h->w));
+  PS__SLICE(h->d, ps__k_gemm, dw, PS__R(h->gz), PS__R(h->n1), PS__G(h->w));
   if (!h->forward_only)
-    PS__SLICE(h->d, ps__k_gemm, dn, PS__R(h->z), PS__P(h->w), PS__W(h->n1));
+    PS__SLICE(h->d, ps__k_gemm, dn, PS__R(h->gz), PS__P(h->w), PS__W(h->n1));
 }
 
 /* ---- FP8 -------------------------------------------------------------------------------------
@@ -158,7 +186,7 @@ ps_status ps__describe_head(ps_model *m, const ps__decoder *decoder) {
   const bool fp8 = m->fp8.on && m->fp8.head;
   const ps__args_rmsnorm norm = ps__norm_args(m, decoder);
   head h = {.m = m,
-            .v = c->vocab_size,
+            .v = ps__head_columns(c),
             .dim = c->dim,
             .alpha = c->logit_scale,
             .forward_only = ps__is_frozen(m),
@@ -166,11 +194,17 @@ ps_status ps__describe_head(ps_model *m, const ps__decoder *decoder) {
                      .dt = m->dt,
                      .softcap = c->logit_softcap,
                      .z_loss = m->loss.z_loss,
-                     .label_smoothing = m->loss.label_smoothing}};
+                     .label_smoothing = m->loss.label_smoothing},
+            .score = {.cols = ps__head_columns(c), .dt = m->dt, .problem = c->problem}};
   PS_TRY(ps__model_add_def(m, &h.d));
   ps__def_unit(h.d, ps__base_is_frozen(m));
   define_tensors(&h, fp8);
   define_params(&h, decoder);
+  if (c->problem == PS_PROBLEM_EMBEDDING) {
+    PS__SLICE(h.d, ps__k_rmsnorm_fwd, norm, PS__R(h.x), PS__P(h.w_norm), PS__W(h.n1));
+    define_loss(&h);
+    return ps__model_add_layer(m, h.d, "");
+  }
   h.p = ps__def_product(h.d, h.w, h.v, h.dim, fp8);
   PS__FWD(h.d, ps__k_rmsnorm_fwd, norm, PS__R(h.x), PS__P(h.w_norm), PS__W(h.n1));
   if (fp8) {

@@ -222,8 +222,9 @@ static double flops_of(const ps__op_def *op, uint32_t n, ps_op_class op_class,
 
 void ps__logits_of(const ps_model *m, float *out, const void *z) {
   const float cap = m->cfg.logit_softcap;
-  ps__convert(out, PS_F32, z, m->dt, m->cfg.vocab_size);
-  for (uint32_t i = 0; i < m->cfg.vocab_size && cap > 0; i++)
+  const uint32_t n = ps__head_columns(&m->cfg);
+  ps__convert(out, PS_F32, z, m->dt, n);
+  for (uint32_t i = 0; i < n && cap > 0; i++)
     out[i] = cap * tanhf(out[i] / cap);
 }
 

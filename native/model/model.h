@@ -161,6 +161,16 @@ static inline bool ps__tied(const ps_model *m) {
       return true;
   return false;
 }
+/* ps__head_columns() - what the head makes of a token: logits of the vocabulary, scores, or the
+ * normed state itself.
+ * ps__has_score() - whether the head is a `score`. */
+static inline uint32_t ps__head_columns(const ps_model_config *c) {
+  return c->problem == PS_PROBLEM_EMBEDDING ? c->dim : c->problem ? c->n_labels : c->vocab_size;
+}
+static inline bool ps__has_score(const ps_model_config *c) { return c->n_labels > 0; }
+#define PS__SCORE "score.weight"
+/* ps__is_idle_head() - whether tensor @name is the head of a model that has another one now. */
+bool ps__is_idle_head(const ps_model_config *c, const char *name);
 /* ps__n_sparse() - blocks with experts. */
 static inline uint32_t ps__n_sparse(const ps_model_config *c) {
   uint32_t n = 0;
@@ -177,7 +187,7 @@ static inline uint32_t ps__first_trained(const ps_model *m) {
   return m->unit[u].layer;
 }
 /* ps__logits_of() - a token's logits as fp32, with the model's soft cap, from what the head's op
- * wrote: z[vocab_size] in the model's dtype. */
+ * wrote: z[ps__head_columns()] in the model's dtype. */
 void ps__logits_of(const ps_model *m, float *out, const void *z);
 /* ps__loss_row_bytes() - what the loss's op writes for a token, BYTES. */
 static inline uint64_t ps__loss_row_bytes(const ps_model *m) {

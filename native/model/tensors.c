@@ -36,15 +36,17 @@ static bool is_mtp(const ps_model *m, const char *name) {
 }
 
 /* A tensor that the model does not know is refused: without it the math would be another model's.
- * Passed over are rotary tables of old files, which are derived, a tied head, scales of quantized
- * weights, layers past the last, and the other parts of a vision-language model. */
+ * Passed over are rotary tables of old files, which are derived, a tied head, a head in whose place
+ * the model has another, scales of quantized weights, layers past the last, and the other parts of a
+ * vision-language model. */
 static ps_status check_unknown(const ps_model *m, const ps_tensor_file *f, const char *dir) {
   for (uint64_t i = 0; i < ps_tensors_count(f); i++) {
     ps_tensor_info info;
     PS_TRY(ps_tensors_info(f, i, &info));
     if (ps_model_find(m, info.name) == UINT32_MAX && !strstr(info.name, "rotary_emb.inv_freq") &&
         !(m->cfg.tied_embeddings && strcmp(info.name, "lm_head.weight") == 0) &&
-        !ps__tensors_passed_over(f, i) && !is_mtp(m, info.name) && !ps_model_carries(m, info.name))
+        !ps__is_idle_head(&m->cfg, info.name) && !ps__tensors_passed_over(f, i) &&
+        !is_mtp(m, info.name) && !ps_model_carries(m, info.name))
       return ps__fail(PS_EFORMAT,
                       "%s: tensor %s is not part of the model that config.json describes", dir,
                       info.name);
@@ -61,6 +63,8 @@ static ps_status check_known(const ps_model *m, const ps_tensor_file *f, const c
     const uint64_t idx = ps_tensors_find(f, p->name);
     if (idx == UINT64_MAX && (weights ? u->adapter : u->frozen))
       continue;
+    if (idx == UINT64_MAX && weights && !strcmp(p->name, PS__SCORE) && !u->frozen)
+      continue; /* a trainer draws it */
     if (idx == UINT64_MAX)
       return ps__fail(PS_EFORMAT, "%s: tensor %s is missing from its safetensors", dir, p->name);
     PS_TRY(ps_tensors_info(f, idx, &info));

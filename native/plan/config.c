@@ -279,6 +279,36 @@ static ps_status check_training(ps_plan_config *c, const ps_model_config *m) {
   return PS_OK;
 }
 
+/* What a head that is no language model's goes together with. */
+static ps_status check_head(const ps_plan_config *c, const ps_model_config *m) {
+  const char *const problem = ps_problem_name(m->problem);
+  const struct {
+    const char *name;
+    bool given;
+  } of_language[] = {{ps__field("fp8_head"), c->fp8_head != 0},
+                     {ps__field("z_loss"), c->z_loss > 0},
+                     {ps__field("label_smoothing"), c->label_smoothing > 0},
+                     {ps__field("sample_sequences"), c->sample_sequences > 0}};
+  if (!m->problem)
+    return PS_OK;
+  for (size_t i = 0; i < sizeof of_language / sizeof *of_language; i++)
+    if (of_language[i].given)
+      return ps__fail(PS_EINVAL,
+                      "%s is for language models, and this model's head is for %s: "
+                      "leave it out",
+                      of_language[i].name, problem);
+  if (m->problem == PS_PROBLEM_EMBEDDING && !c->forward_only)
+    return ps__fail(PS_EINVAL, "a model for embeddings is not trained: plan with forward_only");
+  if (m->problem == PS_PROBLEM_PAIRS && c->chunk_tokens && c->chunk_tokens < c->seq_len)
+    return ps__fail(
+        PS_EINVAL,
+        "%s %llu cuts sequences of %llu tokens, and both documents of a pair must be in "
+        "one chunk: give a multiple of %s",
+        ps__field("chunk_tokens"), (unsigned long long)c->chunk_tokens,
+        (unsigned long long)c->seq_len, ps__field("seq_len"));
+  return PS_OK;
+}
+
 /* Sequences, and how a step is cut. */
 static ps_status check_batch(ps_plan_config *c, const ps_model_config *m) {
   if (c->seq_len == 0)
@@ -349,6 +379,7 @@ static ps_status check_config(ps_plan *p, const ps_model_config *m) {
     return ps__fail(PS_EINVAL, "%s is %u: give 8, or leave it out, and the recipe says it",
                     ps__field("state_bits"), c->state_bits);
   PS_TRY(check_places(p, m));
+  PS_TRY(check_head(c, m));
   PS_TRY(check_fp8(p, m));
   PS_TRY(check_documents(c, m->vocab_size));
   PS_TRY(check_training(c, m));

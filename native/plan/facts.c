@@ -6,6 +6,8 @@
 
 uint64_t ps__head_slice(const ps_plan *plan, uint64_t chunk_tokens) {
   uint64_t rows = plan->cfg.head_slice_tokens;
+  if (plan->model->cfg.problem) /* a few columns; a pair may be anywhere in a chunk */
+    return chunk_tokens;
   if (plan->head_slice_given || plan->hw.backend != PS_BACKEND_CUDA)
     return rows;
   while (rows < 4096 && rows * PS__MOST_ADDITIONS < chunk_tokens)
@@ -30,7 +32,7 @@ uint64_t ps__host_overhead(const ps_plan *plan, const ps__step *s, const ps__gue
    * host are updated */
   const uint64_t rows = s->spec->embed_on_host ? 4ull * plan->model->cfg.vocab_size : 0;
   /* a token's logits in fp32 */
-  const uint64_t logits = plan->cfg.logits_fn ? 4ull * plan->model->cfg.vocab_size : 0;
+  const uint64_t logits = plan->cfg.logits_fn ? 4ull * ps__head_columns(&plan->model->cfg) : 0;
   const uint64_t net = ps__exchanges(s->spec) ? ps__hosts_staging_bytes(s->spec->n_hosts) : 0;
   return *scratch + *trace + plan->cfg.reserve_bytes + 8 * s->layout->n_tokens + rows + logits +
          net;

@@ -54,11 +54,15 @@ static uint32_t chunk_sizes(const ps__search_space *sp, uint64_t list[MAX_CHUNKS
                      (sp->plan->model->cfg.n_experts && sp->plan->hw.backend == PS_BACKEND_CUDA);
   const uint32_t n_targets = cfg->seq_len > 32768 ? 7 : large ? 6 : 5;
   uint32_t n = 0;
+  /* a pair of documents is in one chunk */
+  const bool whole = sp->plan->model->cfg.problem == PS_PROBLEM_PAIRS;
   if (cfg->chunk_tokens)
     return add_number(list, 0, cfg->chunk_tokens);
   for (uint32_t i = 0; i < n_targets; i++) {
-    uint64_t tokens =
-        target[i] < cfg->seq_len ? target[i] : target[i] / cfg->seq_len * cfg->seq_len;
+    const bool slices = target[i] < cfg->seq_len && !whole;
+    uint64_t tokens = slices                     ? target[i]
+                      : target[i] < cfg->seq_len ? cfg->seq_len
+                                                 : target[i] / cfg->seq_len * cfg->seq_len;
     if (tokens > cfg->tokens_per_step)
       tokens = cfg->tokens_per_step;
     /* between 4096 and 16384 only a GPU's memory makes a difference */

@@ -261,7 +261,8 @@ typedef struct ps__step_stats {
   double z_loss, objective; /* of ps_step_metrics */
   /* the batch has it too, but a late reader of the batch would hold back the next one */
   uint64_t valid_tokens;
-  uint64_t pad0[4];
+  double right; /* of ps_step_metrics */
+  uint64_t pad0[3];
   double norm;
   float clip_scale;
   uint32_t pad1;

@@ -71,7 +71,14 @@ static void fill_config(const ps_trainer *t, ps__jsonw *w) {
   (void)ps_lora_targets_text(names, sizeof names, l->targets);
   ps__jsonw_object(w, NULL);
   ps__jsonw_string(w, "peft_type", "LORA");
-  ps__jsonw_string(w, "task_type", "CAUSAL_LM");
+  if (ps__has_score(&t->plan->model->cfg)) {
+    ps__jsonw_string(w, "task_type", "SEQ_CLS");
+    ps__jsonw_array(w, "modules_to_save");
+    ps__jsonw_string(w, NULL, "score");
+    ps__jsonw_end(w);
+  } else {
+    ps__jsonw_string(w, "task_type", "CAUSAL_LM");
+  }
   ps__jsonw_string(w, "base_model_name_or_path", t->model_dir);
   ps__jsonw_uint(w, "r", l->rank);
   ps__jsonw_number(w, "lora_alpha", l->alpha);

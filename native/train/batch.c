@@ -1,5 +1,6 @@
 /* batch.c - the batch of a step: reads it, checks it, and fills in what the device gets. */
 #include "train/trainer.h"
+#include <math.h>
 #include <string.h>
 
 enum { NOT_COUNTED = -1, TORCH_NOT_COUNTED = -100 /* ignore_index of torch.nn.CrossEntropyLoss */ };
@@ -40,11 +41,51 @@ static ps_status read_dataset(ps_trainer *t, uint64_t step, uint64_t n) {
   return PS_OK;
 }
 
+/* Whether @target is one of the model's problem (ps_problem), at token @i of sequences of @s. */
+static bool fits(const ps_model_config *m, const int32_t *target, uint64_t i, uint64_t s) {
+  const int64_t t = target[i], at = (int64_t)(i % s), other = t > 0 ? at - t : at - 1 - t;
+  float number;
+  switch (m->problem) {
+  case PS_PROBLEM_SINGLE_LABEL: return t >= 0 && t < m->n_labels;
+  case PS_PROBLEM_MULTI_LABEL: return t >= 0 && t >> m->n_labels == 0;
+  case PS_PROBLEM_REGRESSION: memcpy(&number, &target[i], sizeof number); return isfinite(number);
+  default:
+    return t != 0 && other >= 0 && other < (int64_t)s && target[(int64_t)i + other - at] == -1 - t;
+  }
+}
+
+/* As check_batch(), of a model with another head than a language model's. */
+static ps_status check_scored(const ps_trainer *t, const char *what, uint64_t n, uint64_t *valid) {
+  const ps_model_config *m = &t->plan->model->cfg;
+  const uint64_t s = t->plan->cfg.seq_len;
+  *valid = 0;
+  for (uint64_t i = 0; i < n; i++) {
+    const int32_t token = t->tokens[i], target = t->targets[i];
+    if (token < 0 || (uint32_t)token >= m->vocab_size)
+      return ps__fail(
+          PS_EFORMAT, "%s, sequence %llu, position %llu: token %d is no id of the vocabulary of %u",
+          what, (unsigned long long)(i / s), (unsigned long long)(i % s), token, m->vocab_size);
+    if (m->problem == PS_PROBLEM_EMBEDDING)
+      t->targets[i] = NOT_COUNTED;
+    else if (target != NOT_COUNTED && !fits(m, t->targets, i, s))
+      return ps__fail(PS_EFORMAT,
+                      "%s, sequence %llu, position %llu: target %d is none of %s with %u label%s: "
+                      "-1 says that there is none",
+                      what, (unsigned long long)(i / s), (unsigned long long)(i % s), target,
+                      ps_problem_name(m->problem), m->n_labels, m->n_labels == 1 ? "" : "s");
+    else
+      *valid += target != NOT_COUNTED && (m->problem != PS_PROBLEM_PAIRS || target > 0);
+  }
+  return PS_OK;
+}
+
 /* Checks the first @n tokens and targets, and brings the targets that are not counted to the one
  * value that kernels know. @what: the batch's name. */
 static ps_status check_batch(const ps_trainer *t, const char *what, uint64_t n, uint64_t *valid) {
   const uint64_t s = t->plan->cfg.seq_len;
   const int32_t vocab = (int32_t)t->plan->model->cfg.vocab_size;
+  if (t->plan->model->cfg.problem)
+    return check_scored(t, what, n, valid);
   *valid = 0;
   for (uint64_t i = 0; i < n; i++) {
     const int32_t token = t->tokens[i],

@@ -40,7 +40,7 @@ static uint32_t slice_rows(const ps_trainer *t, uint64_t first) {
 
 static ps_status give_logits(ps_trainer *t, uint64_t first, const ps_launch *l) {
   const ps_model *m = t->plan->model;
-  const uint32_t v = m->cfg.vocab_size, n = slice_rows(t, first);
+  const uint32_t v = ps__head_columns(&m->cfg), n = slice_rows(t, first);
   const char *row = l->ptr[0];
   for (uint32_t i = 0; i < n; i++) {
     ps__logits_of(m, t->logits, row + (size_t)i * v * ps_dtype_bytes(m->dt));
@@ -63,15 +63,18 @@ static ps_status sum_loss(ps_trainer *t, const ps_launch *l) {
   PS_TRY(ps__sum_losses(t, l, mean));
   for (uint64_t c = 0; c < n_columns; c++)
     mean[c] /= (double)batch->valid_tokens;
-  const double loss = mean[0], e = n_columns > 1 ? (double)terms->label_smoothing : 0,
-               z_loss = (double)terms->z_loss * mean[1];
+  const bool scores = t->plan->model->cfg.problem != PS_PROBLEM_LANGUAGE,
+             terms_too = n_columns > 1 && !scores;
+  const double loss = mean[0], e = terms_too ? (double)terms->label_smoothing : 0,
+               z_loss = terms_too ? (double)terms->z_loss * mean[1] : 0;
   t->skips.loss_bad = batch->valid_tokens && !isfinite(loss);
   if (t->skips.loss_bad)
     PS_TRY(ps__loss_is_bad(t, l->step, loss, row, n_columns));
   ps__step_stats *stats = l->ptr[2];
   stats->loss = loss;
   stats->z_loss = z_loss;
-  stats->objective = n_columns > 1 ? (1 - e) * loss + e * mean[2] + z_loss : loss;
+  stats->right = scores ? mean[1] : NAN;
+  stats->objective = terms_too ? (1 - e) * loss + e * mean[2] + z_loss : loss;
   stats->valid_tokens = batch->valid_tokens;
   return PS_OK;
 }
@@ -279,6 +282,7 @@ static ps_status report(ps_trainer *t, const ps_launch *l) {
   r->loss = stats->loss;
   r->z_loss = stats->z_loss;
   r->objective = stats->objective;
+  r->right = stats->right;
   r->norm = stats->norm;
   r->lr = ps__lr_at(&t->lr, t->cfg.first_step + l->step);
   r->valid_tokens = stats->valid_tokens;

@@ -64,6 +64,35 @@ static void init_quantized(const ps_trainer *t, const ps_param_info *p, ps__pool
   }
 }
 
+/* @element0: of the numbers that are drawn. @plain: of a quantized parameter. */
+static void draw_param(ps_trainer *t, const ps_param_info *p, uint64_t element0, ps__pool *pool,
+                       char *plain) {
+  init_job j = {.draw = {.seed = t->cfg.seed,
+                         .mean = p->init_mean,
+                         .std = p->init_std,
+                         .uniform = p->init_uniform != 0},
+                .dst = ps__array_at(t, p->unit, drawn_as(t, p->unit), p->offset),
+                .n = p->n,
+                .element0 = element0,
+                .dtype = ps__array_dtype(t, p->unit, drawn_as(t, p->unit))};
+  if (t->plan->model->unit[p->unit].base) {
+    init_quantized(t, p, pool, j, plain);
+    return;
+  }
+  ps__pool_run(pool, (int64_t)((p->n + PART - 1) / PART), init_part, &j);
+  if (p->unit == 0)
+    zero_pad(t);
+  fill_other(t, p);
+}
+
+ps_status ps__trainer_draw_score(ps_trainer *t, const ps_param_info *p) {
+  ps__pool *pool;
+  PS_TRY(ps__pool_create(&pool, ps__n_cpus(), "ps-init"));
+  draw_param(t, p, 1ull << 61, pool, NULL);
+  ps__pool_destroy(pool);
+  return PS_OK;
+}
+
 ps_status ps__trainer_init(ps_trainer *t, bool adapters, ps_progress_fn progress,
                            void *progress_user) {
   const ps_model *m = t->plan->model;
@@ -84,22 +113,7 @@ ps_status ps__trainer_init(ps_trainer *t, bool adapters, ps_progress_fn progress
     const ps_param_info *p = &m->param[i];
     if (m->unit[p->unit].adapter != adapters)
       continue;
-    init_job j = {.draw = {.seed = t->cfg.seed,
-                           .mean = p->init_mean,
-                           .std = p->init_std,
-                           .uniform = p->init_uniform != 0},
-                  .dst = ps__array_at(t, p->unit, drawn_as(t, p->unit), p->offset),
-                  .n = p->n,
-                  .element0 = first + done,
-                  .dtype = ps__array_dtype(t, p->unit, drawn_as(t, p->unit))};
-    if (m->unit[p->unit].base) {
-      init_quantized(t, p, pool, j, plain);
-    } else {
-      ps__pool_run(pool, (int64_t)((p->n + PART - 1) / PART), init_part, &j);
-      if (p->unit == 0)
-        zero_pad(t);
-      fill_other(t, p);
-    }
+    draw_param(t, p, first + done, pool, plain);
     done += p->n;
     if (progress)
       progress(progress_user, "drawing weights", done * 2, total * 2);

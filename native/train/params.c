@@ -169,6 +169,12 @@ ps_status ps__trainer_open_weights(const ps_trainer *t, const char *dir, ps_tens
   ps_tensor_file *f;
   PS_TRY(ps_tensors_open(&f, dir));
   ps_status st = ps__trainer_check_tensors(t, f, dir, true);
+  if (st == PS_OK && ps__has_score(&t->plan->model->cfg) &&
+      ps_tensors_find(f, PS__SCORE) == UINT64_MAX && !t->plan->cfg.forward_only &&
+      !t->cfg.adapter_dir && !t->resumed)
+    ps__log(PS_LOG_WARN, "%s: has no " PS__SCORE ": the head of %u score%s is drawn from %s %llu",
+            dir, t->plan->model->cfg.n_labels, t->plan->model->cfg.n_labels == 1 ? "" : "s",
+            ps__field("seed"), (unsigned long long)t->cfg.seed);
   if (st == PS_OK)
     st = ps__model_note_weights(t->plan->model, f, dir);
   if (st == PS_OK)
@@ -183,9 +189,19 @@ static ps_status load_own(ps_trainer *t, ps_tensor_file *f, ps_tensor_file *adap
                           const ps_param_info *p) {
   char name[PS__PEFT_NAME_BYTES];
   ps__peft_name(name, p->name);
-  const uint64_t idx = adapters ? ps_tensors_find(adapters, name) : UINT64_MAX;
-  return idx == UINT64_MAX ? ps__trainer_load_param(t, f, ps_tensors_find(f, p->name), p)
-                           : ps__trainer_load_param(t, adapters, idx, p);
+  const uint64_t idx = adapters ? ps_tensors_find(adapters, name) : UINT64_MAX,
+                 own = ps_tensors_find(f, p->name);
+  if (idx != UINT64_MAX)
+    return ps__trainer_load_param(t, adapters, idx, p);
+  return own == UINT64_MAX ? ps__trainer_draw_score(t, p) : ps__trainer_load_param(t, f, own, p);
+}
+
+ps_status ps__trainer_load_score(ps_trainer *t, ps_tensor_file *f) {
+  const uint32_t i = ps_model_find(t->plan->model, PS__SCORE);
+  const uint64_t idx = ps_tensors_find(f, PS__SCORE);
+  return i == UINT32_MAX || idx == UINT64_MAX
+             ? PS_OK
+             : ps__trainer_load_param(t, f, idx, &t->plan->model->param[i]);
 }
 
 ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_tensor_file *adapters,

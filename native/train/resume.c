@@ -361,6 +361,7 @@ ps_status ps__resume_check(ps_trainer *t, const ps_checkpoint *c) {
   ps_model_config m;
   ps__settings now = ps__settings_of(t, 0);
   PS_TRY(ps__model_config_read(&m, c->dir, false));
+  PS_TRY(ps__trainer_match_head(t, &m));
   if (m.tied_embeddings != t->plan->model->cfg.tied_embeddings)
     return ps__fail(PS_EINVAL,
                     "%s has the head tied to the embedding, and %s has an lm_head.weight of its "

@@ -114,9 +114,15 @@ static ps_status note_memory(ps_trainer *t, bool opening) {
   return PS_OK;
 }
 
+ps_status ps__trainer_match_head(const ps_trainer *t, ps_model_config *m) {
+  const ps_model_config *plan = &t->plan->model->cfg;
+  return plan->problem ? ps_model_config_score(m, plan->problem, plan->n_labels) : PS_OK;
+}
+
 static ps_status check_model(const ps_trainer *t) {
   ps_model_config m;
   PS_TRY(ps__model_config_read(&m, t->model_dir, false));
+  PS_TRY(ps__trainer_match_head(t, &m));
   if (memcmp(&m, &t->plan->model->cfg, sizeof m) != 0)
     return ps__fail(PS_EINVAL,
                     "%s: its config.json describes another model than the plan: make a plan for it",
@@ -181,6 +187,8 @@ static ps_status reserve_and_load(ps_trainer *t, ps_tensor_file *weights, ps_ten
   if (ps__has_adapters(t))
     PS_TRY(adapters ? ps__adapter_load(t, adapters)
                     : ps__trainer_init(t, true, progress, progress_user));
+  if (ps__has_adapters(t) && weights && !adapters) /* the head is one of them */
+    PS_TRY(ps__trainer_load_score(t, weights));
   if (c)
     PS_TRY(ps__resume_load(t, c, progress, progress_user));
   ps__clip_begin(t, c ? c->of.info.grad_norm : NAN);
@@ -202,7 +210,7 @@ static ps_status open_trainer(ps_trainer *t, const ps_checkpoint *from, ps_progr
   t->begins = ps__calloc(t->plan->layout.n_tokens, 1);
   const bool logits = t->plan->cfg.logits_fn != NULL;
   if (logits)
-    t->logits = ps__calloc(t->plan->model->cfg.vocab_size, sizeof *t->logits);
+    t->logits = ps__calloc(ps__head_columns(&t->plan->model->cfg), sizeof *t->logits);
   if (!t->tokens || !t->targets || !t->begins || (logits && !t->logits))
     return ps__fail(PS_ENOMEM, "out of memory for a batch");
   PS_TRY(ps__routing_create(t));
@@ -415,6 +423,7 @@ static void fill_metrics(ps_trainer *t, ps_step_metrics *m) {
   *m = (ps_step_metrics){.step = t->cfg.first_step + t->n_reported,
                          .loss = r->loss,
                          .objective = r->objective,
+                         .right = r->right,
                          .z_loss = r->z_loss,
                          .tokens = p->cfg.n_hosts * size.layout->n_tokens,
                          .valid_tokens = r->valid_tokens,

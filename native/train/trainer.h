@@ -23,7 +23,7 @@ typedef struct ps__routing {
 } ps__routing;
 
 typedef struct ps__step_record {
-  double loss, z_loss, objective, norm, lr;
+  double loss, z_loss, objective, right, norm, lr;
   uint64_t valid_tokens, submit_ns, end_ns, skipped, n_skipped;
   uint64_t stop; /* as in ps_step_metrics, and so are the next two */
   double flushed, flushed_most;
@@ -52,8 +52,9 @@ typedef struct ps__skips {
 
 /* The validation that runs, and its run. */
 typedef struct ps__validation {
-  ps_run *run; /* NULL before the first validation */
-  double sum;  /* of the losses of the tokens so far */
+  ps_run *run;  /* NULL before the first validation */
+  double sum;   /* of the losses of the tokens so far */
+  double right; /* of a `score`: the sum of what is right */
   uint64_t n_valid;
 } ps__validation;
 
@@ -261,6 +262,15 @@ ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_tensor_file *ada
 /* Find the first parameter whose host-resident values are not all finite; false: there is none
  * (host.c). */
 bool ps__trainer_find_nonfinite(const ps_trainer *t, ps_param_info *out);
+/* ps__trainer_match_head() - give @m, as it was read, the head that the plan's model has.
+ * ps__check_labels() - whether the labels of @ds are for the plan's model. Errors: PS_EINVAL names
+ * @what (config.c).
+ * ps__trainer_draw_score() - the `score` that a model directory lacks (init.c).
+ * ps__trainer_load_score() - a `score` that is trained beside adapters, if @f has it (params.c). */
+ps_status ps__trainer_match_head(const ps_trainer *t, ps_model_config *m);
+ps_status ps__check_labels(const ps_plan *plan, const ps_dataset *ds, const char *what);
+ps_status ps__trainer_draw_score(ps_trainer *t, const ps_param_info *p);
+ps_status ps__trainer_load_score(ps_trainer *t, ps_tensor_file *f);
 /* Draw weights from the seed instead of reading them: adapters' alone, or all others (init.c). */
 ps_status ps__trainer_init(ps_trainer *t, bool adapters, ps_progress_fn progress,
                            void *progress_user);

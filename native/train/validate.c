@@ -18,6 +18,7 @@ ps_status ps__validation_check(const ps_plan *plan, const ps_dataset *ds) {
                     "the validation data's masks say where documents begin, but the plan was made "
                     "for one document a sequence: plan without one_document");
   PS_TRY(ps_dataset_check(ds, plan->cfg.seq_len));
+  PS_TRY(ps__check_labels(plan, ds, "the validation data"));
   const uint64_t have = ps_dataset_n_sequences(ds, plan->cfg.seq_len), need = v->n_sequences;
   return have >= need ? PS_OK
                       : ps__fail(PS_EINVAL,
@@ -54,7 +55,12 @@ static void add_loss(ps_trainer *t, const ps_launch *l) {
   const double n = (double)batch->valid_tokens;
   if (!batch->valid_tokens)
     return;
-  t->val.sum += ps__sum_rows(l->ptr[1], t->plan->guests.val->guest.layout.n_tokens, 1) / n * n;
+  const uint64_t n_tokens = t->plan->guests.val->guest.layout.n_tokens;
+  const bool scores = ps__has_score(&t->plan->model->cfg);
+  const float *row = l->ptr[1];
+  t->val.sum += ps__sum_rows(row, n_tokens, scores ? 2 : 1) / n * n;
+  if (scores)
+    t->val.right += ps__sum_rows(row + 1, n_tokens, 2);
   t->val.n_valid += batch->valid_tokens;
 }
 
@@ -85,7 +91,7 @@ ps_status ps_trainer_validate(ps_trainer *t, ps_validation *out) {
     return ps__trainer_stop(t, t->sticky);
   PS_TRY(ps__trainer_idle(t));
   const uint64_t start = ps__now_ns();
-  t->val.sum = 0;
+  t->val.sum = t->val.right = 0;
   t->val.n_valid = 0;
   const ps_status st = run_steps(t);
   if (st != PS_OK)
@@ -99,6 +105,7 @@ ps_status ps_trainer_validate(ps_trainer *t, ps_validation *out) {
                          .tokens = t->plan->report.val_tokens,
                          .valid_tokens = t->val.n_valid};
   out->perplexity = exp(out->loss);
+  out->right = ps__has_score(&t->plan->model->cfg) ? t->val.right / (double)t->val.n_valid : NAN;
   out->seconds = (double)(ps__now_ns() - start) * 1e-9;
   return PS_OK;
 }

@@ -10,7 +10,19 @@ from importlib import import_module
 from . import inputs
 
 # each a module with main(argv), which returns the exit code
-IN_PYTHON = ("compare", "data", "export", "generate", "import", "log", "merge", "report", "watch")
+IN_PYTHON = (
+    "compare",
+    "data",
+    "embed",
+    "export",
+    "generate",
+    "import",
+    "log",
+    "merge",
+    "report",
+    "score",
+    "watch",
+)
 NAMES = {"import": "import_gguf"}  # of modules whose command has another name
 OF_IDS = {"--tokens", "--plan"}  # options of the binary's own `generate`, which needs no tokenizer
 

@@ -281,6 +281,8 @@ def compare(
     """The model of `folder` in Penstock against that of `other` in transformers."""
     n, seq_len = tokens.shape
     model, hardware = ModelConfig.read(folder), Hardware.estimate(backend=backend)
+    if model.n_labels:
+        raise DataError(f"{folder}: has a score, and language models are compared")
     if model.n_experts:
         raise DataError(f"{folder}: has experts, whose tensors are not compared yet")
     options = {

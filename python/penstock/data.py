@@ -9,6 +9,7 @@ what `penstock train --data DIR` reads:
   DIR/train-00000.bin ...      training tokens
   DIR/val/val-00000.bin ...    validation tokens, with --val-fraction
   DIR/*.mask, DIR/val/*.mask   their masks: with conversations, pairs, --pack
+  DIR/*.labels                 their labels, with --problem
   DIR/tokenizer.json           the tokenizer (and its other files, where there are)
   DIR/dataset.json             tokens, targets, padding, documents, vocabulary, SHA-256 of each shard
 
@@ -53,6 +54,7 @@ from .documents import Piece, Reader, find_sources, first_record, is_rendered
 from .files import TOKENIZER_FILES, DataError
 from .hub import TOKENIZER
 from .hub import find as find_model
+from .labels import PROBLEMS, Labels, document, is_chat, pair
 from .packing import LONG, Packer
 from .shards import BEGINS_DOCUMENT, IS_TARGET, WRITABLE, ShardWriter, token_dtype
 from .terminal import raw
@@ -66,6 +68,7 @@ from .tokenizer import (
     vocabulary_size,
 )
 
+KINDS = ("text", "pair", "chat", "labelled", "judged")
 BATCH_CHARS = 4 << 20  # of the pieces that are encoded at once
 DEFAULT_SHARD_TOKENS = 100_000_000
 
@@ -81,6 +84,8 @@ class _Encoded:
     ids: np.ndarray
     is_target: np.ndarray  # of each token, bool
     open: bool  # the document may go on, and ends with eos; else these are all its tokens
+    targets: np.ndarray | None = None  # of labelled texts
+    starts: tuple[int, ...] = ()  # where another document begins: the rejected answer
 
 
 class _Splitter:
@@ -110,7 +115,7 @@ class _Splitter:
         if piece.open and piece.document != self.document:
             ids = np.concatenate([self.bos, ids])
             is_target = np.ones(len(ids), bool)
-        self._append(split, ids, is_target, begins)
+        self._append(split, ids, is_target, begins, piece.targets, piece.starts)
         self.document, self.split, self.open = piece.document, split, piece.open
 
     def end(self) -> None:
@@ -118,13 +123,26 @@ class _Splitter:
             self._append(self.split, np.array([self.eos], np.uint32), np.array([True]), False)
         self.open = False
 
-    def _append(self, split: str, ids: np.ndarray, is_target: np.ndarray, begins: bool) -> None:
-        """The first token of a document is no target: nothing of the document stands before it."""
+    def _append(
+        self,
+        split: str,
+        ids: np.ndarray,
+        is_target: np.ndarray,
+        begins: bool,
+        targets: np.ndarray | None = None,
+        starts: tuple[int, ...] = (),
+    ) -> None:
+        """The first token of a document is no target: nothing of the document stands before it. A
+        label may be its."""
         writer = self.writers[split]
         if not writer.masks:
             writer.append(ids)
             return
         flags = is_target.astype(np.uint8) * IS_TARGET
+        if targets is not None:
+            flags[[0, *starts]] |= BEGINS_DOCUMENT
+            writer.append(ids, flags, targets)
+            return
         if begins:
             flags[:1] = BEGINS_DOCUMENT
         writer.append(ids, flags)
@@ -188,6 +206,9 @@ def write_shards(
     processes: int = 1,
     bos: bool = True,
     skip_bad: bool = False,
+    problem: str | None = None,
+    label_field: str = "label",
+    n_labels: int = 0,
 ) -> dict:
     """Encode files with a tokenizers.Tokenizer, and write shards, tokenizer.json and dataset.json
     into the folder `out`.
@@ -208,6 +229,10 @@ def write_shards(
     puts before a text. skip_bad: records that cannot be read are left out and counted by reason;
     without it the first one is an error.
 
+    problem: one of labels.PROBLEMS: records have a label in label_field, or two answers, and shards
+    get label files. Needs seq_len. A text that is longer than a row is cut to it, unless long is
+    "drop"; two answers that are longer are left out. n_labels: 0: what the data has.
+
     Returns the contents of dataset.json; under "skipped" the files that were passed over because
     they are not UTF-8, and under "not_read" the files of folders that are no text by their name."""
     out = Path(out)
@@ -218,25 +243,39 @@ def write_shards(
     token_dtype(format, vocab_size)
     not_read: list[Path] = []
     sources = find_sources(files, not_read)
+    keeps_long = long != "drop"
     pad_id = eos_id if pad is None else find_eos(tokenizer, pad)[1]
+    labels = Labels(problem, label_field, n_labels) if problem else None
+    if labels and not seq_len:
+        raise DataError("labelled texts are packed in rows: give --pack best-fit and --seq-len")
     masks = seq_len > 0 or any(first_record(s, field, skip_bad)[0] != "text" for s in sources)
-    reader = Reader(sources, field, on_bytes, template, targets, processes, skip_bad)
+    reader = Reader(sources, field, on_bytes, template, targets, processes, skip_bad, labels)
     stack = contextlib.ExitStack()
     work = stack.enter_context(_work_folder(out))
     writers = {
         name: ShardWriter(
-            folder, name, format, vocab_size, shard_tokens, masks, row_tokens=seq_len, pad=pad_id
+            folder,
+            name,
+            format,
+            vocab_size,
+            shard_tokens,
+            masks,
+            row_tokens=seq_len,
+            pad=pad_id,
+            labels=labels,
         )
         for name, folder in (("train", work), ("val", work / "val"))
     }
     takers: dict = writers
     if seq_len:
+        long = "drop" if labels else long
         takers = {name: Packer(w, seq_len, pad_id, long) for name, w in writers.items()}
+    cut = seq_len if labels and keeps_long else 0
     splitter = _Splitter(takers, val_fraction, bos_ids, eos_id)
     try:
         if _existing(out) != old:
             raise DataError(f"{out}: another command wrote into it meanwhile")
-        _encode_all(reader, tokenizer, bos_ids, eos_id, targets, splitter)
+        _encode_all(reader, tokenizer, bos_ids, eos_id, targets, splitter, cut)
         for packer in takers.values() if seq_len else ():
             packer.end()
         for w in writers.values():
@@ -249,7 +288,8 @@ def write_shards(
                 "seq_len": seq_len,
                 "padding": sum(p.n_padding for p in takers.values())
                 + sum(len(w.shards) for w in writers.values()),
-                "long_documents": sum(p.n_long for p in takers.values()),
+                "long_documents": sum(p.n_long for p in takers.values())
+                + (labels.n_long if labels else 0),
                 "dropped_tokens": sum(p.n_dropped_tokens for p in takers.values()),
             }
         summary = {
@@ -264,6 +304,7 @@ def write_shards(
             "records": reader.n_records,
             "bad_records": dict(reader.bad.most_common()),
             **(template.about if template else {}),
+            **({"problem": problem, "labels": labels.n} if labels else {}),
             "tokens": sum(w.n_tokens for w in writers.values()),
             **packing,
             **{
@@ -288,12 +329,20 @@ def write_shards(
 
 
 def _encode_all(
-    reader: Reader, tokenizer, bos: list[int], eos: int, targets: str, splitter: _Splitter
+    reader: Reader,
+    tokenizer,
+    bos: list[int],
+    eos: int,
+    targets: str,
+    splitter: _Splitter,
+    cut: int,
 ) -> None:
     literal = tokenizer.encode_special_tokens
     try:
         for batch in _batches(reader):
             for piece in _encode(batch, tokenizer, bos, eos, targets):
+                if cut and piece.targets is not None and not piece.starts:
+                    piece = _cut(piece, cut, reader.labels)
                 splitter.add(piece)
     finally:
         with contextlib.suppress(RuntimeError):  # after Ctrl-C another thread still encodes
@@ -301,12 +350,21 @@ def _encode_all(
     splitter.end()
 
 
+def _cut(piece: _Encoded, n: int, labels: Labels) -> _Encoded:
+    """The first n tokens of a labelled text, which keep its label."""
+    if len(piece.ids) <= n:
+        return piece
+    labels.n_long += 1
+    is_target, targets = document(piece.ids[:n], piece.targets[-1])
+    return _Encoded(piece.document, piece.ids[:n], is_target, False, targets)
+
+
 def _encode(
     batch: list[Piece], tokenizer, bos: list[int], eos: int, targets: str
 ) -> Iterator[_Encoded]:
     """Encode pieces, each kind at once. "<|endoftext|>" inside a text is encoded as plain
     characters. In conversations and pairs special tokens are what they are."""
-    by_kind = {k: [p for p in batch if p.kind == k] for k in ("text", "pair", "chat")}
+    by_kind = {k: [p for p in batch if p.kind == k] for k in KINDS}
     tokenizer.encode_special_tokens = True
     fast = tokenizer.encode_batch_fast
 
@@ -318,8 +376,23 @@ def _encode(
     prompts = encode(fast, [p.text for p in by_kind["pair"]])
     completions = encode(fast, [p.completion for p in by_kind["pair"]])
     chats = encode(tokenizer.encode_batch, [p.text for p in by_kind["chat"]])
+    firsts = encode(fast, [p.text for p in by_kind["labelled"] + by_kind["judged"]])
+    labelled = [list(next(firsts).ids) for _ in by_kind["labelled"]]
+    chosen = [list(x.ids) for x in firsts]
+    rejected = encode(fast, [p.completion for p in by_kind["judged"]])
+    labelled, chosen = iter(labelled), iter(chosen)
     for p in batch:
-        if p.kind == "text":
+        begin = [] if p.rendered else bos
+        if p.kind == "labelled":
+            ids = np.asarray(begin + next(labelled), np.uint32)
+            is_target, targets = document(ids, p.target)
+            yield _Encoded(p.document, ids, is_target, False, targets)
+        elif p.kind == "judged":
+            a, b = begin + next(chosen), begin + list(next(rejected).ids)
+            is_target, targets = pair(len(a), len(b))
+            ids = np.asarray(a + b, np.uint32)
+            yield _Encoded(p.document, ids, is_target, False, targets, (len(a),))
+        elif p.kind == "text":
             ids = np.asarray(next(texts).ids, np.uint32)
             yield _Encoded(p.document, ids, np.ones(len(ids), bool), True)
         elif p.kind == "pair":
@@ -403,6 +476,7 @@ def _existing(out: Path) -> list[Path]:
     if out.exists() and not out.is_dir():
         raise DataError(f"{out} is a file; --out takes a folder")
     patterns = ("*.bin", "val/*.bin", "*.mask", "val/*.mask", "dataset.json")
+    patterns += ("*.labels", "val/*.labels")
     return [p for pattern in patterns for p in sorted(out.glob(pattern))]
 
 
@@ -452,6 +526,22 @@ def add_text_options(p: Parser, pack: str) -> None:
         default="answers",
         help="what is learned of conversations and of prompts with completions: the answers "
         "(default), the last answer, or all",
+    )
+    p.add_argument(
+        "--problem",
+        choices=PROBLEMS,
+        help="the records are labelled, for a classifier or a reward model: they have a label, or "
+        "with pairs the answers chosen and rejected",
+    )
+    p.add_argument(
+        "--label-field", default="label", help="field that has the label (default: label)"
+    )
+    p.add_argument(
+        "--labels",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how many labels there are (default: one more than the largest in the data)",
     )
     p.template()
     p.add_argument(
@@ -544,7 +634,10 @@ def read_encoding(option: str, path: Path, args: argparse.Namespace, firsts: lis
     names = (*TOKENIZER_FILES, *template_files(folder))
     special = special_tokens(folder)
     template = None
-    if any(is_rendered(*first) for first in firsts):
+    chats = [
+        is_chat(first[1], args.problem) if args.problem else is_rendered(*first) for first in firsts
+    ]
+    if any(chats):
         template = ChatTemplate(folder, args.chat_template_kwargs, args.date)
     return Encoding(
         tokenizer,
@@ -561,7 +654,11 @@ def read_encoding(option: str, path: Path, args: argparse.Namespace, firsts: lis
 
 def text_settings(args: argparse.Namespace) -> dict:
     """What of add_text_options() write_shards() takes by the same name."""
+    if not args.problem and (args.labels or args.label_field != "label"):
+        raise DataError("--labels and --label-field are for labelled texts: give --problem too")
+    scored = {"problem": args.problem, "label_field": args.label_field, "n_labels": args.labels}
     return {
+        **(scored if args.problem else {}),
         "field": args.field,
         "val_fraction": args.val_fraction,
         "targets": args.targets,
@@ -620,6 +717,11 @@ def _train_encoding(args: argparse.Namespace, on_bytes: OnBytes) -> Encoding:
 def _run(args: argparse.Namespace) -> dict:
     if (args.pack == "best-fit") != (args.seq_len is not None):
         raise DataError("--pack best-fit and --seq-len belong together: give both or neither")
+    if args.problem and args.pack != "best-fit":
+        raise DataError(
+            "--problem needs whole documents: give --pack best-fit and --seq-len N, as many tokens "
+            "as the longest text is to keep"
+        )
     if args.pack != "best-fit" and args.long != "divide":
         raise DataError(f"--long {args.long} is for --pack best-fit alone")
     if _existing(Path(args.out)) and not args.force:  # checked before a tokenizer is trained

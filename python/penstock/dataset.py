@@ -4,7 +4,7 @@ them."""
 import numpy as np
 
 from ._handle import Handle, Owner
-from ._lib import check, encode_path, ffi, lib
+from ._lib import check, encode_path, ffi, lib, text
 
 
 class Dataset(Owner):
@@ -43,6 +43,14 @@ class Dataset(Owner):
     def marks_documents(self) -> bool:
         """Masks say where documents begin. A plan must not assume one document a sequence."""
         return bool(lib.ps_dataset_marks_documents(self._handle.ptr))
+
+    @property
+    def labels(self) -> tuple[str, int] | None:
+        """The problem that the shards' labels are for, and how many labels there are, as
+        ModelConfig.score() takes them; None: they have no labels."""
+        n = ffi.new("uint32_t *")
+        problem = lib.ps_dataset_problem(self._handle.ptr, n)
+        return (text(lib.ps_problem_name(problem)), n[0]) if problem else None
 
     def read(self, seq_len: int, idx: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and targets of sequence idx, int32 [seq_len] each. A masked target is -1."""

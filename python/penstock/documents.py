@@ -22,8 +22,9 @@ from itertools import chain
 from pathlib import Path
 
 from .chat import ChatTemplate
-from .conversation import fields_of, is_conversation
+from .conversation import Conversation, fields_of, is_conversation, read_conversation
 from .files import COMPRESSED, TEXT_SUFFIXES, DataError, open_input
+from .labels import Labels, is_chat, pair_of
 from .rendering import render_all
 from .shards import READ_BYTES
 
@@ -290,10 +291,12 @@ class Piece:
     """What is encoded at once: a part of a document's text, or a whole pair or conversation."""
 
     document: int  # its index
-    kind: str  # "text", "pair" or "chat"
-    text: str  # of a pair: the prompt
-    completion: str = ""  # of a pair
+    kind: str  # "text", "pair", "chat", "labelled" or "judged"
+    text: str  # of a pair: the prompt; of two judged answers: the chosen one
+    completion: str = ""  # of a pair; the rejected one
     spans: tuple[tuple[int, int], ...] = ()  # of a conversation: the characters that are targets
+    target: int = 0  # of a labelled text
+    rendered: bool = False  # by the chat template, which writes what begins a text
 
 
 def _text_of(record, field: str, what: str, hint: str = "") -> str:
@@ -339,7 +342,9 @@ class Reader:
         targets: str = "answers",
         processes: int = 1,
         skip_bad: bool = False,
+        labels: Labels | None = None,
     ):
+        self.labels = labels
         self.sources, self.field, self.on_bytes = sources, field, on_bytes
         self.template, self.targets, self.processes = template, targets, processes
         self.skip_bad = skip_bad
@@ -374,7 +379,19 @@ class Reader:
 
     def _documents(self, source: Source) -> Iterator[Iterable[Piece]]:
         read = RECORD_READERS.get(text_suffix(source.path))
-        if read:
+        if self.labels:
+            if not read:
+                raise DataError(
+                    f"{source.path}: is text without labels: give records (.jsonl, .json, .parquet)"
+                )
+            for what, record in self._good(read(source.path, self.on_bytes)):
+                try:
+                    pieces = self._labelled(record, what)
+                except DataError as e:
+                    self._pass_over(what, e)
+                else:
+                    yield pieces
+        elif read:
             records = self._good(read(source.path, self.on_bytes))
             kind, first = self._kind(records)
             records = chain([first] if first else [], records)
@@ -422,6 +439,40 @@ class Reader:
         prompt, completion = (_text_of(record, f, what) for f in ("prompt", "completion"))
         _check_whole(len(prompt) + len(completion), what)
         return [Piece(self.n_documents, "pair", prompt, completion)] if prompt + completion else []
+
+    def _rendered(self, c: Conversation, what: str) -> str:
+        if self.template is None:
+            raise DataError(f"{what} is a conversation: give the tokenizer of a chat model")
+        try:
+            return self.template.render(c.messages, c.tools, variables=c.variables)
+        except DataError as e:
+            raise DataError(f"{what}: {e}") from e
+
+    def _labelled(self, record, what: str) -> list[Piece]:
+        """One text with its label, or two answers."""
+        if self.labels.problem == "pairs":
+            texts, chats = [], []
+            for answer, chat in pair_of(record, what):
+                messages = {**record, "messages": answer} if chat else None
+                c = read_conversation(messages, what) if chat else None
+                texts.append(self._rendered(c, what) if chat else answer)
+                chats.append(chat)
+            _check_whole(sum(map(len, texts)), what)
+            for text in texts:
+                _text_of({"text": text}, "text", what)
+            if not all(texts):
+                raise DataError(f"{what} has an empty answer")
+            return [Piece(self.n_documents, "judged", *texts, rendered=all(chats))]
+        chat = is_chat(record, self.labels.problem) and self.field not in record
+        if chat:
+            text = self._rendered(read_conversation(record, what), what)
+        else:
+            text = _text_of(record, self.field, what)
+        _check_whole(len(text), what)
+        target = self.labels.target(record, what)
+        if not text:
+            return []
+        return [Piece(self.n_documents, "labelled", text, target=target, rendered=chat)]
 
     def _conversations(self, kind: str, records: Records) -> Iterator[list[Piece]]:
         if self.template is None:

@@ -125,6 +125,8 @@ def describe(gguf, model: ModelConfig, folder: Path, dtype: str, name: str) -> D
     family = model.architecture
     if family not in ARCHITECTURES:
         raise DataError(f"{folder}: llama.cpp has no architecture for the family {family}")
+    if model.n_labels:
+        raise DataError(f"{folder}: is a classifier or a reward model, of which no GGUF is written")
     arch = ARCHITECTURES[family]
     config = text_config(read_json(folder / "config.json"))
     _check_shape(folder, model, arch)

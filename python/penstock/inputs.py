@@ -35,7 +35,7 @@ PROMPTS = {"--sample-prompt", "--sample-prompts"}
 # those of add_text_options() and the cache's
 OF_TEXT = frozenset(
     "--eos --field --no-bos --skip-bad --targets --chat-template-kwargs --date --pack --long "
-    "--val-fraction --data-cache".split()
+    "--val-fraction --data-cache --problem --label-field --labels".split()
 )
 
 
@@ -250,7 +250,9 @@ class _Encoder:
         _check_names(sources)
         firsts = [first_record(s, self.own.field, self.own.skip_bad) for s in sources]
         packs = self.own.pack == "best-fit"
-        if self.own.pack is None:
+        if self.own.problem:
+            packs = True
+        elif self.own.pack is None:
             packs = any(kind != "text" for kind, _ in firsts)
         encoding = data.read_encoding("--model", self.model, self.own, firsts)
         settings = data.text_settings(self.own) | {"seq_len": self.seq_len if packs else 0}

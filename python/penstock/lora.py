@@ -2,9 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from ._lib import check, encode_path, ffi, lib, struct, text
 from .errors import InvalidError
+from .files import DataError
+from .labels import NUMBERS
+from .model import ModelConfig, TensorFile
 
 
 @dataclass(frozen=True)
@@ -56,3 +60,25 @@ class Lora:
             if math.isnan(self.alpha):
                 raise InvalidError("alpha is nan: give a number, or None for twice the rank")
             out.alpha = self.alpha
+
+
+SCORE = "base_model.model.score.weight"  # of a classifier's adapter
+
+
+def scorer(folder: Path, adapter=None) -> ModelConfig:
+    """The model of a directory that has a `score`, or whose adapter has one."""
+    model = ModelConfig.read(folder)
+    config = Path(adapter or "") / "config.json"
+    if adapter and not model.n_labels and config.exists():
+        own = ModelConfig.read(config)
+        if own.n_labels:
+            problem = next(name for name, n in NUMBERS.items() if n == own.problem)
+            return model.score(problem, own.n_labels)
+    if adapter and not model.n_labels:
+        tensors = TensorFile(Path(adapter) / "adapter_model.safetensors")
+        n = tensors.shape(SCORE)[0] if SCORE in tensors else 0
+        if n:
+            return model.score("regression" if n == 1 else "single-label", n)
+    if not model.n_labels:
+        raise DataError(f"{folder}: has no score: it is no classifier and no reward model")
+    return model

@@ -22,7 +22,7 @@ from .command import OK, Parser, run
 from .errors import FormatError, InputOutputError
 from .export import Source, check_out, open_source, write_hf
 from .files import DataError
-from .lora import Lora
+from .lora import SCORE, Lora, scorer
 from .model import TensorFile, bf16_bits
 
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -57,6 +57,8 @@ def open_merged(model, adapter) -> Source:
     source, lora, folder = open_source(model), Lora.read(adapter), Path(adapter)
     check(lib.ps_adapter_check(encode_path(adapter), encode_path(source.folder)))
     tensors = TensorFile(folder / "adapter_model.safetensors")
+    if SCORE in tensors:
+        source = dataclasses.replace(source, model=scorer(source.folder, adapter))
     scale = lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
     return dataclasses.replace(source, tensors=Merged(source.tensors, tensors, scale))
 

@@ -114,6 +114,16 @@ class ModelConfig:
         ptr.multimodal = 0
         return ModelConfig(ptr)
 
+    def score(self, problem: str, n_labels: int = 0) -> "ModelConfig":
+        """The same with a head for `problem`: "single-label", "multi-label", "regression", "pairs",
+        or "embedding", which has no labels (ps_problem in include/penstock/model.h)."""
+        ptr = ffi.new("ps_model_config *", self._ptr[0])
+        names = [text(lib.ps_problem_name(i)) for i in range(lib.PS_N_PROBLEMS)]
+        if problem not in names[1:]:
+            raise ValueError(f"problem {problem!r}: one of {', '.join(names[1:])}")
+        check(lib.ps_model_config_score(ptr, names.index(problem), n_labels))
+        return ModelConfig(ptr)
+
     def flops(self, seq_len: int) -> dict:
         """Model FLOPs of one sequence: matmul (the blocks' products, forward), attn_fwd,
         attn_bwd, head, sequence (all of it)."""

@@ -10,6 +10,7 @@ import bisect
 
 import numpy as np
 
+from .labels import NONE
 from .shards import BEGINS_DOCUMENT, IS_TARGET
 
 BUFFER_TOKENS = 16 << 20  # documents of so many tokens are packed at once
@@ -36,7 +37,7 @@ def best_fit(lengths: list[int], row_tokens: int) -> list[list[int]]:
 
 class Packer:
     """Takes tokens and flags as a ShardWriter does, and appends rows to one. Memory: one buffer of
-    documents and their rows.
+    documents and their rows. Two judged answers are one document here, and so in one row.
 
     long: a document that is longer than a row is divided into rows and a rest, each a document, or
     it is dropped. A document without a target is dropped, so that every row has a target."""
@@ -53,11 +54,11 @@ class Packer:
         self._documents: list[tuple[np.ndarray, np.ndarray]] = []
         self._buffered = 0
 
-    def append(self, ids: np.ndarray, flags: np.ndarray) -> None:
+    def append(self, ids: np.ndarray, flags: np.ndarray, *labels: np.ndarray) -> None:
         if len(flags) and flags[0] & BEGINS_DOCUMENT:
             self._finish()
         self.n_tokens += len(ids)
-        self._parts.append((ids, flags))
+        self._parts.append((ids, flags, *labels))
         self._size += len(ids)
         if self._size > self.row_tokens:
             self._divide()
@@ -70,15 +71,16 @@ class Packer:
     def _divide(self) -> None:
         self.n_long += not self._is_long
         self._is_long = True
-        ids, flags = (np.concatenate(a) for a in zip(*self._parts))
+        arrays = [np.concatenate(a) for a in zip(*self._parts)]
+        ids = arrays[0]
         n = (len(ids) - 1) // self.row_tokens * self.row_tokens
         if self.long == "drop":
             n = len(ids)
             self._drop(n)
         else:
             for i in range(0, n, self.row_tokens):
-                self._keep(ids[i : i + self.row_tokens], flags[i : i + self.row_tokens])
-        self._parts, self._size = [(ids[n:], flags[n:])], len(ids) - n
+                self._keep(*(a[i : i + self.row_tokens] for a in arrays))
+        self._parts, self._size = [tuple(a[n:] for a in arrays)], len(ids) - n
 
     def _drop(self, n: int) -> None:
         self.n_dropped_tokens += n
@@ -91,21 +93,24 @@ class Packer:
             self._keep(*(np.concatenate(a) for a in zip(*self._parts)))
         self._parts, self._size, self._is_long = [], 0, False
 
-    def _keep(self, ids: np.ndarray, flags: np.ndarray) -> None:
-        """A part of a long document is a document too: its first token has nothing before it."""
+    def _keep(self, ids: np.ndarray, flags: np.ndarray, *labels: np.ndarray) -> None:
+        """A part of a long document is a document too: its first token has nothing before it. A label
+        may stand at the first one."""
         flags = flags.copy()
-        flags[0] = BEGINS_DOCUMENT
+        flags[0] = BEGINS_DOCUMENT | (flags[0] if labels else 0)
         if not (flags & IS_TARGET).any():
             self._drop(len(ids))
             return
-        self._documents.append((ids, flags))
+        self._documents.append((ids, flags, *labels))
         self._buffered += len(ids)
         if self._buffered >= BUFFER_TOKENS:
             self._write()
 
     def _write(self) -> None:
-        for row in best_fit([len(ids) for ids, _ in self._documents], self.row_tokens):
-            ids, flags = (np.concatenate(a) for a in zip(*(self._documents[i] for i in row)))
+        for row in best_fit([len(d[0]) for d in self._documents], self.row_tokens):
+            ids, flags, *labels = (
+                np.concatenate(a) for a in zip(*(self._documents[i] for i in row))
+            )
             left = self.row_tokens - len(ids)
             self.n_padding += left
             padding = np.zeros(left, np.uint8)
@@ -113,5 +118,6 @@ class Packer:
             self.writer.append(
                 np.concatenate([ids, np.full(left, self.pad, np.uint32)]),
                 np.concatenate([flags, padding]),
+                *(np.concatenate([x, np.full(left, NONE, np.int32)]) for x in labels),
             )
         self._documents, self._buffered = [], 0

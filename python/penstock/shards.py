@@ -143,6 +143,19 @@ def write_mask(shard: str | os.PathLike, flags: np.ndarray, row_tokens: int = 0)
     mask_path(shard).write_bytes(header + np.asarray(flags, np.uint8).tobytes())
 
 
+def label_path(shard: str | os.PathLike) -> Path:
+    """NAME.labels of NAME.bin."""
+    return Path(shard).with_suffix(".labels")
+
+
+def _label_header(shard, n_tokens: int, labels) -> bytes:
+    shard.seek(0)
+    crc = zlib.crc32(shard.read(MASK_CRC_BYTES))
+    h = np.zeros(HEADER_BYTES // 4, dtype="<u4")
+    h[:7] = 20261128, 1, labels.number, labels.n, n_tokens & 0xFFFFFFFF, n_tokens >> 32, crc
+    return h.tobytes()
+
+
 def _mask_header(shard, n_tokens: int, row_tokens: int) -> bytes:
     shard.seek(0)
     crc = zlib.crc32(shard.read(MASK_CRC_BYTES))
@@ -156,7 +169,9 @@ class ShardWriter:
     their flags to masks beside them, if there are masks.
 
     row_tokens: tokens come in rows. A shard then has as many whole rows as it holds, and one more
-    token, `pad`, which the last sequence needs."""
+    token, `pad`, which the last sequence needs.
+
+    labels: a labels.Labels; then each token's target is written too."""
 
     def __init__(
         self,
@@ -168,6 +183,7 @@ class ShardWriter:
         masks: bool = False,
         row_tokens: int = 0,
         pad: int = 0,
+        labels=None,
     ):
         self.folder, self.prefix, self.format, self.vocab_size = folder, prefix, format, vocab_size
         self.masks, self.row_tokens, self.pad = masks, row_tokens, pad
@@ -178,8 +194,11 @@ class ShardWriter:
         self.shards: list[dict] = []  # {"file", "tokens", "sha256"} of each finished shard
         self.n_tokens = self.n_targets = 0
         self._file, self._mask, self._in_shard = None, None, 0
+        self.labels, self._targets = labels, None
 
-    def append(self, ids: np.ndarray, flags: np.ndarray | None = None) -> None:
+    def append(
+        self, ids: np.ndarray, flags: np.ndarray | None = None, targets: np.ndarray | None = None
+    ) -> None:
         """flags: of each token; None where there are no masks."""
         while len(ids):
             if self._file is None:
@@ -192,6 +211,9 @@ class ShardWriter:
                 flags = flags[n:]
             else:
                 self.n_targets += n
+            if self.labels:
+                self._targets.write(targets[:n].astype("<i4").tobytes())
+                targets = targets[n:]
             self._in_shard += n
             self.n_tokens += n
             ids = ids[n:]
@@ -206,6 +228,9 @@ class ShardWriter:
         if self.masks:
             self._mask = open(mask_path(path), "w+b")
             self._mask.write(bytes(HEADER_BYTES))
+        if self.labels:
+            self._targets = open(label_path(path), "w+b")
+            self._targets.write(bytes(HEADER_BYTES))
 
     def close(self) -> None:
         """Finish the shard that is being written, if there is one."""
@@ -214,6 +239,8 @@ class ShardWriter:
         if self.row_tokens:
             self._file.write(np.array([self.pad], self.dtype).tobytes())
             self._mask.write(bytes([BEGINS_DOCUMENT]))
+            if self.labels:
+                self._targets.write(np.array([-1], "<i4").tobytes())
             self._in_shard += 1
             self.n_tokens += 1
         self._file.seek(0)
@@ -225,14 +252,19 @@ class ShardWriter:
             self._mask.write(_mask_header(self._file, self._in_shard, self.row_tokens))
             shard["mask"] = os.path.basename(self._mask.name)
             shard["mask_sha256"] = _sha256(self._mask)
+        if self.labels:
+            self._targets.seek(0)
+            self._targets.write(_label_header(self._file, self._in_shard, self.labels))
+            shard["labels"] = os.path.basename(self._targets.name)
+            shard["labels_sha256"] = _sha256(self._targets)
         self.shards.append(shard)
         self.abandon()
 
     def abandon(self) -> None:
-        for f in (self._file, self._mask):
+        for f in (self._file, self._mask, self._targets):
             if f is not None:
                 f.close()
-        self._file, self._mask, self._in_shard = None, None, 0
+        self._file, self._mask, self._targets, self._in_shard = None, None, None, 0
 
 
 def _sha256(f) -> str:

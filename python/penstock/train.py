@@ -34,6 +34,7 @@ class Validation:
 
     loss: float
     perplexity: float
+    right: float
     tokens: int
     valid_tokens: int
     seconds: float
@@ -48,6 +49,7 @@ class StepMetrics:
     loss: float
     objective: float
     z_loss: float
+    right: float  # of a model with a `score`: the accuracy, or the mean absolute error; else NaN
     tokens: int
     valid_tokens: int
     grad_norm: float

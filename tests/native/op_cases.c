@@ -104,6 +104,7 @@ const op_entry op_table[] = {
     {.kernel = &ps__k_glu_fwd, .cases = op_glu_fwd},
     {.kernel = &ps__k_glu_bwd, .cases = op_glu_bwd, .gradient_of = &ps__k_glu_fwd},
     {.kernel = &ps__k_cross_entropy, .cases = op_cross_entropy},
+    {.kernel = &ps__k_score_loss, .cases = op_score_loss},
     {.kernel = &ps__k_gemm, .cases = op_gemm},
     {.kernel = &ps__k_gemm_rows, .cases = op_gemm_rows},
     {.kernel = &ps__k_quantize, .cases = op_quantize, .same_bits = true},

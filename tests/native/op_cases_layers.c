@@ -237,6 +237,48 @@ void op_cross_entropy(visit *v, uint32_t dt) {
   }
 }
 
+/* ---- scores ---------------------------------------------------------------------------------- */
+
+/* Every third row has a target; of pairs, row 3 i + 1 is the rejected one of row 3 i. */
+static void draw_targets(int32_t *target, const ps__args_score_loss *a) {
+  for (uint32_t i = 0; i < a->rows; i++) {
+    const float number = (float)i / 16 - 1;
+    target[i] = -1;
+    if (a->problem == PS_PROBLEM_PAIRS && i % 3 < 2 && i / 3 * 3 + 1 < a->rows)
+      target[i] = i % 3 ? 1 : -2;
+    else if (a->problem == PS_PROBLEM_PAIRS || i % 3)
+      continue;
+    else if (a->problem == PS_PROBLEM_REGRESSION)
+      memcpy(&target[i], &number, sizeof number);
+    else
+      target[i] =
+          (int32_t)(i * 2654435761u %
+                    (a->problem == PS_PROBLEM_MULTI_LABEL ? (uint32_t)(1ull << a->cols) : a->cols));
+  }
+}
+
+static const uint32_t scores_test[][2] = {{1, 1}, {7, 3}, {50, 31}, {9, 1000}},
+                      scores_bench[][2] = {{8192, 1}};
+void op_score_loss(visit *v, uint32_t dt) {
+  /* fp64 inside: one rounding, and that of the product with the scale */
+  const op_tolerance grad = {1, 1e-6, 1e-7}, loss = {0, 1e-6, 1e-6};
+  EACH(s, v, scores_test, scores_bench) {
+    for (uint32_t problem = PS_PROBLEM_SINGLE_LABEL; problem <= PS_PROBLEM_EMBEDDING; problem++) {
+      const bool one = problem == PS_PROBLEM_REGRESSION || problem == PS_PROBLEM_PAIRS,
+                 trained = problem != PS_PROBLEM_EMBEDDING;
+      const ps__args_score_loss a = {s[0], one ? 1 : s[1], dt, problem};
+      const uint64_t n = (uint64_t)a.rows * a.cols;
+      if ((problem == PS_PROBLEM_MULTI_LABEL && a.cols > PS_MAX_LABEL_BITS) || !wanted(v, n))
+        continue;
+      const op_operand o[] = {op_drawn(PS_READ, dt, n, 3, grad), op_ints(a.rows, -1, 1, false),
+                              in(PS_F32, 1, 1), out(PS_F32, 2ull * a.rows, loss), out(dt, n, grad)};
+      *(float *)o[2].init = 1.0f / 64;
+      draw_targets(o[1].init, &a);
+      CASE(v, &a, trained ? 5 : 4, o, "%s %ux%u", ps_problem_name(problem), a.rows, a.cols);
+    }
+  }
+}
+
 /* ---- attention against a cache --------------------------------------------------------------- */
 
 /* rows, sequences, rows of the cache, heads, kv heads, head_dim, window. Rows are dealt out to the

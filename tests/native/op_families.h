@@ -90,6 +90,7 @@ void op_qkv_split_bwd(visit *v, uint32_t dt);
 void op_embed_fwd(visit *v, uint32_t dt);
 void op_embed_bwd(visit *v, uint32_t dt);
 void op_cross_entropy(visit *v, uint32_t dt);
+void op_score_loss(visit *v, uint32_t dt);
 void op_attention_cached(visit *v, uint32_t dt);
 /* op_cases_products.c */
 void op_sumsq(visit *v, uint32_t dt);

@@ -1,4 +1,4 @@
-/* cross_entropy.c - row of the loss. */
+/* cross_entropy.c - rows of the losses: of logits, of scores. */
 #include "kernels/ops/row.h"
 #include <math.h>
 
@@ -22,3 +22,25 @@ static ps_work work_cross_entropy(const void *args) {
 }
 PS__OP(cross_entropy, PS_CLASS_ELEMENTWISE, check_cross_entropy, .rate = PS__RATE_MEMORY,
        .work = work_cross_entropy, .bind = bind_cross_entropy);
+
+static ps_status check_score_loss(const void *args, const char *op) {
+  const ps__args_score_loss *a = args;
+  if (a->problem == PS_PROBLEM_LANGUAGE || a->problem >= PS_N_PROBLEMS)
+    return ps__fail(PS_EINVAL, "%s: problem is %u: it must be from 1 to %d", op, a->problem,
+                    PS_N_PROBLEMS - 1);
+  if ((a->problem == PS_PROBLEM_REGRESSION || a->problem == PS_PROBLEM_PAIRS) && a->cols != 1)
+    return ps__fail(PS_EINVAL, "%s: cols is %u: %s has one score", op, a->cols,
+                    ps_problem_name(a->problem));
+  if (a->problem == PS_PROBLEM_MULTI_LABEL && a->cols > PS_MAX_LABEL_BITS)
+    return ps__fail(PS_EINVAL, "%s: cols is %u: a target has %d bits", op, a->cols,
+                    PS_MAX_LABEL_BITS);
+  return ps__check_dt(a->dt, op);
+}
+PS__BIND_ROWS(bind_score_loss, ps__args_score_loss, rows)
+static ps_work work_score_loss(const void *args) {
+  const ps__args_score_loss *a = args;
+  const double moved = a->problem == PS_PROBLEM_EMBEDDING ? 0 : 2.0 * a->cols;
+  return ps__bytes_work(a->rows * (12.0 + moved * (double)ps__dt_bytes(a->dt)));
+}
+PS__OP(score_loss, PS_CLASS_ELEMENTWISE, check_score_loss, .rate = PS__RATE_MEMORY,
+       .work = work_score_loss, .bind = bind_score_loss);

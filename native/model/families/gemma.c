@@ -113,6 +113,7 @@ const ps__family ps__family_gemma2 = {.model_type = "gemma2",
                                       .decoder = &decoder};
 const ps__family ps__family_gemma3 = {.model_type = "gemma3_text",
                                       .architecture = "Gemma3ForCausalLM",
+                                      .classifier_of = "Gemma3Text",
                                       .has_default_pad = true,
                                       .default_pad = 0,
                                       .default_kv_heads = 4,

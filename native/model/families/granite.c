@@ -25,6 +25,7 @@ static const char *const own_keys[] = {"embedding_multiplier", "attention_multip
 
 const ps__family ps__family_granite = {.model_type = "granite",
                                        .architecture = "GraniteForCausalLM",
+                                       .classifier_of = "",
                                        .own_keys = own_keys,
                                        .read = read_granite,
                                        .decoder = &ps__decoder_llama};

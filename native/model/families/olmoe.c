@@ -32,6 +32,7 @@ static const char *const own_keys[] = {"clip_qkv", NULL};
 
 const ps__family ps__family_olmoe = {.model_type = "olmoe",
                                      .architecture = "OlmoeForCausalLM",
+                                     .classifier_of = "",
                                      .has_default_pad = true,
                                      .default_pad = 1,
                                      .default_norm_eps = 1e-5,
