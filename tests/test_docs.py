@@ -155,6 +155,8 @@ def test_every_option_that_a_page_names_is_in_a_help_text():
             "trace",
             "watch",
             "report",
+            "score",
+            "embed",
             "recipe_table",
             "log",
         )

@@ -48,8 +48,8 @@ ps_status ps__input_take(const ps__input *f, int *fd) {
                   f->path, f->bytes);
 }
 
-/* Closes what ps__input_take() has opened. Replaces the error of a failed read by a clearer one, if the
- * file was cut off. */
+/* Closes what ps__input_take() has opened. Replaces the error of a failed read by a clearer one, if
+ * the file was cut off. */
 ps_status ps__input_leave(const ps__input *f, int fd, ps_status st) {
   struct stat sb;
   if (st == PS_EIO && fstat(fd, &sb) == 0 && (uint64_t)sb.st_size < f->bytes)

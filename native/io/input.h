@@ -1,5 +1,5 @@
-/* input.h - a file of a dataset: read in pieces, open or opened anew for each, and then the file that
- * was checked. */
+/* input.h - a file of a dataset: read in pieces, open or opened anew for each, and then the file
+ * that was checked. */
 #ifndef PS_IO_INPUT_H
 #define PS_IO_INPUT_H
 #include "io/io.h"

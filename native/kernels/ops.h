@@ -837,7 +837,8 @@ typedef struct ps__args_score_loss {
  *                        MULTI_LABEL   mean_v of -y log p - (1 - y) log(1 - p), y = bit v of t;
  *                                      dz = (p - y) / cols
  *                        REGRESSION    (z[r] - t)^2;               dz = 2 (z[r] - t)
- *                        PAIRS         t > 0: -log sigmoid(m), m = z[r - t] - z[r]; dz = sigmoid(-m)
+ *                        PAIRS         t > 0: -log sigmoid(m), m = z[r - t] - z[r];
+ *                                      dz = sigmoid(-m)
  *                                      t < -1, which is -1 - d: loss 0, and with the rejected row
  *                                      r + d in place of r: dz = -sigmoid(-m)
  *                      Rows with target -1: loss 0, dz 0. Column 1 of a row's loss is what of it

@@ -114,11 +114,6 @@ static ps_status note_memory(ps_trainer *t, bool opening) {
   return PS_OK;
 }
 
-ps_status ps__trainer_match_head(const ps_trainer *t, ps_model_config *m) {
-  const ps_model_config *plan = &t->plan->model->cfg;
-  return plan->problem ? ps_model_config_score(m, plan->problem, plan->n_labels) : PS_OK;
-}
-
 static ps_status check_model(const ps_trainer *t) {
   ps_model_config m;
   PS_TRY(ps__model_config_read(&m, t->model_dir, false));

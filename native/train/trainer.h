@@ -264,7 +264,7 @@ ps_status ps__trainer_load(ps_trainer *t, ps_tensor_file *f, ps_tensor_file *ada
 bool ps__trainer_find_nonfinite(const ps_trainer *t, ps_param_info *out);
 /* ps__trainer_match_head() - give @m, as it was read, the head that the plan's model has.
  * ps__check_labels() - whether the labels of @ds are for the plan's model. Errors: PS_EINVAL names
- * @what (config.c).
+ * @what. Both: labels.c.
  * ps__trainer_draw_score() - the `score` that a model directory lacks (init.c).
  * ps__trainer_load_score() - a `score` that is trained beside adapters, if @f has it (params.c). */
 ps_status ps__trainer_match_head(const ps_trainer *t, ps_model_config *m);

@@ -54,7 +54,7 @@ from .documents import Piece, Reader, find_sources, first_record, is_rendered
 from .files import TOKENIZER_FILES, DataError
 from .hub import TOKENIZER
 from .hub import find as find_model
-from .labels import PROBLEMS, Labels, document, is_chat, pair
+from .labels import Labels, add_label_options, document, is_chat, pair
 from .packing import LONG, Packer
 from .shards import BEGINS_DOCUMENT, IS_TARGET, WRITABLE, ShardWriter, token_dtype
 from .terminal import raw
@@ -527,22 +527,7 @@ def add_text_options(p: Parser, pack: str) -> None:
         help="what is learned of conversations and of prompts with completions: the answers "
         "(default), the last answer, or all",
     )
-    p.add_argument(
-        "--problem",
-        choices=PROBLEMS,
-        help="the records are labelled, for a classifier or a reward model: they have a label, or "
-        "with pairs the answers chosen and rejected",
-    )
-    p.add_argument(
-        "--label-field", default="label", help="field that has the label (default: label)"
-    )
-    p.add_argument(
-        "--labels",
-        type=int,
-        default=0,
-        metavar="N",
-        help="how many labels there are (default: one more than the largest in the data)",
-    )
+    add_label_options(p)
     p.template()
     p.add_argument(
         "--pack",

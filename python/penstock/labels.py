@@ -72,6 +72,26 @@ class Labels:
         return int(number.view(np.int32))
 
 
+def add_label_options(p) -> None:
+    """Of labelled texts, to an argparse parser."""
+    p.add_argument(
+        "--problem",
+        choices=PROBLEMS,
+        help="the records are labelled, for a classifier or a reward model: they have a label, or "
+        "with pairs the answers chosen and rejected",
+    )
+    p.add_argument(
+        "--label-field", default="label", help="field that has the label (default: label)"
+    )
+    p.add_argument(
+        "--labels",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how many labels there are (default: one more than the largest in the data)",
+    )
+
+
 def is_chat(record, problem: str) -> bool:
     """The chat template writes its text."""
     if not isinstance(record, dict):
