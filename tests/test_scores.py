@@ -153,7 +153,7 @@ def plan_for(where, problem, **more):
 
 LAYOUTS = {
     "whole": {},
-    "rounds": {"chunk_tokens": ROW, "chunks_per_round": 2},
+    "rounds": {"chunk_tokens": ROW, "chunks_per_round": 2, "head_slice_tokens": 10},
     "slices": {"chunk_tokens": 10, "small": True},  # of a sequence
     "devices": {"chunk_tokens": ROW, "chunks_per_round": 1, "gpus": 2},
 }

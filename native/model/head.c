@@ -3,8 +3,8 @@
  * The logits of all of a chunk's tokens would take more memory than anything else, so they are made
  * slice by slice. A slice's gradient overwrites the normed rows, whose last use it is.
  *
- * A `score` in lm_head's place has few columns. Its slices are whole chunks, and the gradient of
- * the scores has a tensor of its own, because that of a pair is made of both documents' scores.
+ * The gradient of a `score`'s columns, which stands in lm_head's place, has a tensor of its own,
+ * because that of a pair is made of both documents' scores. A slice of pairs is a whole chunk.
  * With LoRA `score` is trained and saved with the adapters. A model for embeddings has no product:
  * its logits are the normed rows. */
 #include "core/core.h"

@@ -33,12 +33,12 @@ void ps_plan_config_resolve(ps_plan_config *c) {
 }
 
 /* Tokens whose logits take about 32 MiB, on a GPU 512 MiB: a power of two of at least 64. It
- * follows from the vocabulary, never from a cap. A slice reads the lm_head twice and its gradient's
- * sum once, so on a GPU it must have a few hundred FLOP for each byte of them. */
+ * follows from the vocabulary or the labels, never from a cap. A slice reads the lm_head twice and
+ * its gradient's sum once, so on a GPU it must have a few hundred FLOP for each byte of them. */
 static uint64_t default_head_slice(const ps_model_config *m, ps_dtype dt, uint32_t backend) {
   const uint64_t bytes = backend == PS_BACKEND_CUDA ? 512u << 20 : 32u << 20;
   uint64_t rows = 64;
-  while (rows < 4096 && rows * 2 * m->vocab_size * ps_dtype_bytes(dt) <= bytes)
+  while (rows < 4096 && rows * 2 * ps__head_columns(m) * ps_dtype_bytes(dt) <= bytes)
     rows *= 2;
   return rows;
 }

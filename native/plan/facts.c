@@ -6,7 +6,9 @@
 
 uint64_t ps__head_slice(const ps_plan *plan, uint64_t chunk_tokens) {
   uint64_t rows = plan->cfg.head_slice_tokens;
-  if (plan->model->cfg.problem) /* a few columns; a pair may be anywhere in a chunk */
+  const uint32_t problem = plan->model->cfg.problem;
+  /* a pair may be anywhere in a chunk; without a product nothing is made slice by slice */
+  if (problem == PS_PROBLEM_PAIRS || problem == PS_PROBLEM_EMBEDDING)
     return chunk_tokens;
   if (plan->head_slice_given || plan->hw.backend != PS_BACKEND_CUDA)
     return rows;
