@@ -347,6 +347,25 @@ def test_gradients_without_a_home_train_where_others_are_refused(case, tmp_path,
         trainer.grad("model.norm.weight")
 
 
+def test_inputs_are_made_again_where_saved_ones_do_not_fit(tmp_path, hardware):
+    (tmp_path / "in.json").write_text(json.dumps(COMMON | MODELS["llama"] | WIDE))
+    init = [sys.executable, ROOT / "models/init_model.py", tmp_path / "in.json", tmp_path / "model"]
+    subprocess.run(init, check=True, capture_output=True)
+    model = ModelConfig.read(tmp_path / "model")
+    kw = {"seq_len": 32, "chunk_tokens": 128, "chunks_per_round": 16, "tokens_per_step": 2048}
+    kw |= {"hardware": hardware, "threads": 2, "reserve": MIB, "recipe": "bf16", "clip_norm": 0.0}
+    kw |= {"keep_grads": False}
+    wide = Plan(model, **kw)
+    least = Plan.smallest(model, device_mem=8 * MIB, **kw)[1]
+    plan = Plan(model, device_mem=8 * MIB, host_mem=least, **kw)
+    assert plan.report["input_again_blocks"] == 2 and wide.report["input_again_blocks"] == 0
+    assert "inputs of 2 blocks are not saved" in str(plan)
+    wanted, weights = run(tmp_path / "model", wide, 2)
+    metrics, others = run(tmp_path / "model", plan, 2)
+    assert [(m.loss, m.grad_norm) for m in metrics] == [(m.loss, m.grad_norm) for m in wanted]
+    assert others == weights
+
+
 def virtual_bytes():
     return int(re.search(r"VmSize:\s*(\d+)", Path("/proc/self/status").read_text())[1]) << 10
 

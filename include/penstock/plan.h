@@ -313,6 +313,9 @@ typedef struct ps_plan_report {
   /* Units whose gradients have no memory of their own on the host: a total lives from its first
    * addition to its update. */
   uint64_t passing_grad_units;
+  /* Blocks whose input is dropped in the forward pass: before their backward pass the block below
+   * runs forward again. */
+  uint64_t input_again_blocks;
   /* BYTES that all units have between two steps: weights with master copies, gradients, optimizer
    * state. Of several copies that on the host counts. */
   uint64_t weight_bytes, grad_bytes, state_bytes;
@@ -320,7 +323,7 @@ typedef struct ps_plan_report {
    * next round's forward pass. */
   uint64_t units_kept;
   /* BYTES of saved activations by policy, over all layers and chunks of the first round. A block's
-   * input is never recomputed. */
+   * input is recomputed in input_again_blocks alone. */
   uint64_t saved_device_bytes, saved_host_bytes, saved_recompute_bytes;
   uint64_t h2d_bytes, d2h_bytes; /* copied in a step */
   /* Of a step; recompute: FLOPs done a second time, attention's scores always among them. */

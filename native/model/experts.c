@@ -8,8 +8,8 @@
  *
  * The weight stands before W_down: then what an expert gives is neither saved nor made again, and
  * the router's gradient does not read it. Rows of the experts are sorted by expert: k times the
- * columns of a tensor with rows of tokens. The choice is saved with the block's input and never
- * made again.
+ * columns of a tensor with rows of tokens. The choice is saved with the block's input, and made
+ * again with it alone.
  *
  * gpt-oss has biases on the logits, on g|u and on what an expert gives, and another gate
  * (kernels/ops.h, moe_clamp_glu). */

@@ -7,12 +7,15 @@
 enum { LARGE_STEP_OPS = 60000 };
 
 const ps__residency ps__residencies[PS__N_RESIDENCIES] = {
-    {0, 0, 0, 0, 0, 0},   {0, 0, 1, 0, 0, 0},   {8, 0, 1, 0, 0, 0},   {16, 0, 1, 0, 0, 0},
-    {32, 0, 1, 0, 0, 0},  {8, 8, 1, 0, 0, 0},   {16, 16, 1, 0, 0, 0}, {32, 16, 1, 0, 0, 0},
-    {32, 32, 1, 0, 0, 0}, {32, 32, 1, 1, 0, 0}, {0, 0, 1, 0, 4, 0},   {0, 0, 1, 0, 8, 0},
-    {0, 0, 1, 0, 16, 0},  {0, 0, 1, 0, 32, 0},  {0, 0, 0, 0, 0, 1},   {0, 0, 1, 0, 0, 1},
-    {16, 0, 1, 0, 0, 1},  {32, 0, 1, 0, 0, 1},  {0, 32, 1, 0, 0, 1},  {16, 32, 1, 0, 0, 1},
-    {32, 32, 1, 0, 0, 1}};
+    {0, 0, 0, 0, 0, 0, 0},   {0, 0, 1, 0, 0, 0, 0},   {8, 0, 1, 0, 0, 0, 0},
+    {16, 0, 1, 0, 0, 0, 0},  {32, 0, 1, 0, 0, 0, 0},  {8, 8, 1, 0, 0, 0, 0},
+    {16, 16, 1, 0, 0, 0, 0}, {32, 16, 1, 0, 0, 0, 0}, {32, 32, 1, 0, 0, 0, 0},
+    {32, 32, 1, 1, 0, 0, 0}, {0, 0, 1, 0, 4, 0, 0},   {0, 0, 1, 0, 8, 0, 0},
+    {0, 0, 1, 0, 16, 0, 0},  {0, 0, 1, 0, 32, 0, 0},  {0, 0, 0, 0, 0, 1, 0},
+    {0, 0, 1, 0, 0, 1, 0},   {16, 0, 1, 0, 0, 1, 0},  {32, 0, 1, 0, 0, 1, 0},
+    {0, 32, 1, 0, 0, 1, 0},  {16, 32, 1, 0, 0, 1, 0}, {32, 32, 1, 0, 0, 1, 0},
+    {0, 0, 0, 0, 0, 1, 16},  {0, 0, 1, 0, 0, 1, 16},  {0, 0, 0, 0, 0, 1, 32},
+    {0, 0, 1, 0, 0, 1, 32},  {0, 32, 1, 0, 0, 1, 32}};
 
 /* ---- a candidate ----------------------------------------------------------------------------- */
 
@@ -197,6 +200,9 @@ static bool admits(const ps__search_space *sp, const ps__residency *r) {
   if (r->passing && (ps__waits_for_norm(sp->plan) || sp->plan->cfg.keep_grads ||
                      sp->plan->model->n_trained == 0 || sp->plan->disk_first != UINT32_MAX))
     return false;
+  if (r->again && (ps__is_ring(sp->plan) || sp->plan->model->lora.base ||
+                   ps__first_saving(sp->plan->model) + 2 > sp->plan->model->cfg.n_layers))
+    return false;
   return !ps__totals_on_host(sp->plan) || !(r->grads || r->state || r->blocks);
 }
 
@@ -218,9 +224,10 @@ static ps_status measure_microbatch(const ps__search_space *sp, ps__microbatch *
 /* ---- recomputation --------------------------------------------------------------------------- */
 
 enum { MAX_MASKS = 1 << PS__MAX_SAVED_SETS };
-/* ns of recomputation in a block, by the sets of saved activations that are there */
+/* ns of recomputation in a block, by the sets of saved activations that are there: of its backward
+ * pass; again: of its output alone */
 typedef struct recompute_table {
-  double ns[MAX_MASKS];
+  double ns[MAX_MASKS], again[MAX_MASKS];
 } recompute_table;
 
 static ps__set tensors_of(const ps__layer_def *d, uint32_t mask) {
@@ -250,11 +257,16 @@ static void fill_recompute(const ps__search_space *sp, const ps__layer_def *d, c
       always = ps__recompute(d, d->needs, PS__UNION(tensors_of(d, n_masks - 1), x));
   for (uint32_t mask = 0; mask < n_masks; mask++) {
     const ps__set ops = ps__recompute(d, d->needs, PS__UNION(tensors_of(d, mask), x));
-    out->ns[mask] = 0;
-    for (uint32_t i = 0; i < d->n_fwd; i++)
+    const ps__set again =
+        ps__recompute(d, ps__only((uint32_t)d->output), PS__UNION(tensors_of(d, mask), x));
+    out->ns[mask] = out->again[mask] = 0;
+    for (uint32_t i = 0; i < d->n_fwd; i++) {
       /* what every mask recomputes, such as norms, is in the base already */
       if (ps__in(ops, i) && !ps__in(always, i))
         out->ns[mask] += op_ns[i];
+      if (ps__in(again, i))
+        out->again[mask] += op_ns[i];
+    }
   }
 }
 
@@ -328,13 +340,15 @@ static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, cons
     const ps__layer *of = &sp->plan->model->layer[layer + 1];
     const ps__layer_def *def = of->def;
     const uint32_t device = ps__dealt_to(sp->plan, layer + 1);
-    const bool here = device == 0;
+    const bool here = device == 0, again = ps__drops_input(sp, &m->keep, layer),
+               runs_again = ps__drops_input(sp, &m->keep, layer + 1) &&
+                            layer + 1 < sp->plan->model->cfg.n_layers;
     for (uint32_t c = 0; c < l->round[0].n_chunks; c++) {
       uint8_t policy[PS__MAX_SAVED];
       uint32_t mask = 0;
       uint64_t offloaded = 0;
       ps__allocate_policies(&of_device[device], def, l->chunk[c].n_tokens, c >= l->chunks_per_round,
-                            ps__at_boundary(sp, l, layer, c), policy);
+                            ps__at_boundary(sp, l, layer, c), again, policy);
       for (uint32_t i = 0; i < def->n_saved; i++) {
         const uint64_t bytes = def->saved[i].row_bytes * l->chunk[c].n_tokens;
         const uint8_t to = policy[i];
@@ -354,7 +368,8 @@ static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, cons
         if (c >= l->round[r].n_chunks)
           continue;
         const uint32_t i = l->round[r].first_chunk + c;
-        out->recompute_ns += table[of_chunk[i] + of->def_idx].ns[mask];
+        const recompute_table *t = &table[of_chunk[i] + of->def_idx];
+        out->recompute_ns += t->ns[mask] + (runs_again ? t->again[mask] : 0);
         out->offloaded_bytes += (double)offloaded * l->chunk[i].n_tokens / l->chunk[c].n_tokens;
       }
     }
@@ -659,14 +674,17 @@ static ps_status add_candidates(ps__search_space *sp, uint32_t idx, bool special
                          .from_host = ps__from_host_first(sp->plan),
                          .staging = sp->plan->staging,
                          .disk = (uint8_t)sp->plan->disk_level};
-      ps__saved_sums s;
-      sum_saved(sp, mb, &m, table, of_chunk, &s);
+      ps__saved_sums s = {0};
+      int again = -1; /* the residency's that s is of */
       for (uint32_t i = 0; st == PS_OK && i < PS__N_RESIDENCIES * PS__N_AHEADS; i++) {
         m.residency = (uint8_t)(i / PS__N_AHEADS);
         m.keep = ps__residencies[m.residency];
         if (!admits(sp, &m.keep) || (ps__kind_of(&m.keep) != PS__KIND_USUAL) != special ||
             (m.keep.passing && mb->layout.n_rounds > sp->plan->at->n_devices))
           continue;
+        if (again != m.keep.again)
+          sum_saved(sp, mb, &m, table, of_chunk, &s);
+        again = m.keep.again;
         m.streamed = (uint8_t)ps__blocks_of(sp, &m.keep);
         m.ahead = (uint8_t)(i % PS__N_AHEADS);
         const traffic now = with_kept_parameters(sp, &t[m.residency], &mb->layout, &s, m.ahead);

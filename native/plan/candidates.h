@@ -22,7 +22,7 @@ enum { PS__SAVED_PARTS = 96, PS__UNIT_PARTS = 32 };
 /* The search space has every so many parts on the device, and offloaded. The local search varies
  * both part by part. */
 enum { PS__DEVICE_GRID = 4, PS__HOST_GRID = 8 };
-enum { PS__MAX_MICROBATCHES = 160, PS__N_AHEADS = 3, PS__N_RESIDENCIES = 21 };
+enum { PS__MAX_MICROBATCHES = 160, PS__N_AHEADS = 3, PS__N_RESIDENCIES = 26 };
 
 /* Residency: how many parts of the units, spread evenly over the model, have their parameters and
  * their gradients on the device.
@@ -34,9 +34,11 @@ enum { PS__MAX_MICROBATCHES = 160, PS__N_AHEADS = 3, PS__N_RESIDENCIES = 21 };
  *          their state on the host, and have their gradients on the device from the first
  *          contribution to the update. The host then has no memory for these gradients.
  *   passing  totals on the host live until their updates (ps__spec.passing_grads). For plans whose
- *            updates do not wait for the norm, and one round a device. */
+ *            updates do not wait for the norm, and one round a device.
+ *   again  how many parts of the pairs of blocks have the input of the upper one made again
+ *          (ps__input_again()). Goes with passing. */
 typedef struct ps__residency {
-  uint8_t params, grads, head, state, blocks, passing;
+  uint8_t params, grads, head, state, blocks, passing, again;
 } ps__residency;
 /* Candidates of each kind are searched apart from the others. The last two are for short host
  * memory. */
@@ -165,8 +167,8 @@ double ps__total_part_bytes(const ps__search_space *sp, const ps__candidate *m);
  * kept as soon as the device's does. So both are used evenly over the pass, and the link is busy
  * from the first layer to the last. What remains is offloaded in the first round alone where
  * that budget allows, which grows by its fraction of what remains; else it is recomputed. The
- * block's input never is. device, host, extra: the budgets, in BYTES. *_fraction: by which they
- * grow. extras: the first round has more chunks than the others.
+ * block's input is where it is made again, and never else. device, host, extra: the budgets, in
+ * BYTES. *_fraction: by which they grow. extras: the first round has more chunks than the others.
  * In a ring each device has an allocator for its own layers. With one for all, a large activation
  * of every second layer would stay on one of two devices. */
 typedef struct ps__policy_allocator {
@@ -180,9 +182,13 @@ void ps__policy_allocators_of(const ps__layout *l, const ps__candidate *m,
  * @policy    [n_saved] of the layer
  * @extra     the cell is of a chunk that only the first round has.
  * @boundary  the backward pass begins with the cell (ps__at_boundary()). What it saves is on the
- *            device then in any case, and stays there. */
+ *            device then in any case, and stays there.
+ * @again     the cell's input is made again: it counts in no budget, and the host's does not grow
+ * ps__drops_input() - whether the input of block @layer, from 0, is made again. The blocks that may
+ * save are paired from the first one on; the pairs are spread evenly. */
 void ps__allocate_policies(ps__policy_allocator *d, const ps__layer_def *layer, uint32_t n_tokens,
-                           bool extra, bool boundary, uint8_t *policy);
+                           bool extra, bool boundary, bool again, uint8_t *policy);
+bool ps__drops_input(const ps__search_space *sp, const ps__residency *r, uint32_t layer);
 /* Whether the backward pass begins with this cell, in a round of the usual size or the first. layer
  * from 0. */
 bool ps__at_boundary(const ps__search_space *sp, const ps__layout *l, uint32_t layer, uint32_t c);

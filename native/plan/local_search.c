@@ -27,6 +27,7 @@ enum {
   MOVE_SPLIT,
   MOVE_SUMS,
   MOVE_FROM_HOST,
+  MOVE_AGAIN,
   MOVE_HEAD,
   MOVE_AHEAD,
   N_MOVES
@@ -43,9 +44,9 @@ static bool moved(const ps__search *s, ps__candidate *m, int what, int by) {
   const bool extra =
       one || (s->plan->at->n_devices > 1 && l->first_round_chunks > l->chunks_per_round);
   const int layers = n_layers(s);
-  uint8_t *const field[N_MOVES] = {&m->host,      &m->keep.params, &m->keep.grads, &m->extra,
-                                   &m->streamed,  &m->split,       &m->sums,       &m->from_host,
-                                   &m->keep.head, &m->ahead};
+  uint8_t *const field[N_MOVES] = {&m->host,       &m->keep.params, &m->keep.grads, &m->extra,
+                                   &m->streamed,   &m->split,       &m->sums,       &m->from_host,
+                                   &m->keep.again, &m->keep.head,   &m->ahead};
   const int split = layers < 255 ? layers + 1 : 255; /* the head too */
   const int most[N_MOVES] = {PS__SAVED_PARTS,
                              PS__UNIT_PARTS,
@@ -55,6 +56,7 @@ static bool moved(const ps__search *s, ps__candidate *m, int what, int by) {
                              cuda && ps__may_split(s->plan) ? split : 0,
                              layers,
                              ps__may_take_pieces(s->plan) ? PS__UNIT_PARTS : 0,
+                             m->keep.passing && !ps__is_ring(s->plan) ? PS__UNIT_PARTS : 0,
                              1,
                              PS__N_AHEADS - 1};
   const int to = *field[what] + by;

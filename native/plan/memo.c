@@ -41,7 +41,7 @@ void ps__memo_destroy(ps__memo *memo) {
 static memo_key key_of(const ps__candidate *m, bool whole) {
   return (memo_key){{m->microbatch, m->device, m->host, m->ahead, m->extra, m->streamed, m->split,
                      m->sums, m->from_host, m->keep.params, m->keep.grads, m->keep.head,
-                     m->keep.state, m->keep.blocks, m->keep.passing,
+                     m->keep.state, m->keep.blocks, (uint8_t)(m->keep.passing | m->keep.again << 1),
                      (uint8_t)(whole | m->staging << 1 | m->disk << 4)}};
 }
 

@@ -100,6 +100,8 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
     o->units_kept += p->layout.n_rounds > 1 && layer > 0 && layer <= p->spec.blocks_kept &&
                      !p->spec.param_resident[u];
   }
+  for (uint32_t block = 1; block <= p->spec.n_layers; block++)
+    o->input_again_blocks += ps__input_again(&p->spec, block);
   o->saved_device_bytes = s->saved_bytes[PS_POLICY_DEVICE];
   o->saved_host_bytes = s->saved_bytes[PS_POLICY_HOST] + s->saved_bytes[PS_POLICY_HOST_FIRST_ROUND];
   o->saved_recompute_bytes = s->saved_bytes[PS_POLICY_RECOMPUTE];

@@ -183,6 +183,10 @@ static void say_parameter(text *t, const ps_plan *p) {
         "                 gradients of %llu units have no memory of their own: each lives "
         "until its update\n",
         (unsigned long long)r->passing_grad_units);
+  if (r->input_again_blocks)
+    say(t,
+        "                 inputs of %llu blocks are not saved: the block below makes each again\n",
+        (unsigned long long)r->input_again_blocks);
 }
 
 /* Where state is on the disk, what that takes and how it wears the drives. */
@@ -448,6 +452,8 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
   }
   if (r->passing_grad_units)
     ps__jsonw_uint(w, "passing_grad_units", r->passing_grad_units);
+  if (r->input_again_blocks)
+    ps__jsonw_uint(w, "input_again_blocks", r->input_again_blocks);
   if (r->n_devices > 1)
     ps__jsonw_string(w, "layout", ps_layout_name((ps_plan_layout)p->cfg.layout));
   ps__jsonw_string(w, "recipe", ps_recipe_name((ps_recipe)p->cfg.recipe));

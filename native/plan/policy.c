@@ -35,6 +35,13 @@ uint32_t ps__blocks_of(const ps__search_space *sp, const ps__residency *r) {
   return last < 255 ? last : 255;
 }
 
+bool ps__drops_input(const ps__search_space *sp, const ps__residency *r, uint32_t layer) {
+  const uint32_t first = ps__first_saving(sp->plan->model),
+                 pair = layer > first ? (layer - first) / 2 : 0;
+  return layer > first && (layer - first) % 2 &&
+         (pair + 1) * r->again / PS__UNIT_PARTS != pair * r->again / PS__UNIT_PARTS;
+}
+
 static void set_policy(const ps__layer_def *d, uint32_t set, uint8_t to, uint8_t *policy) {
   for (uint32_t i = 0; i < d->n_saved; i++)
     if (d->saved[i].set == set)
@@ -61,9 +68,9 @@ static void allocate_extra(ps__policy_allocator *d, const ps__layer_def *layer, 
 }
 
 void ps__allocate_policies(ps__policy_allocator *d, const ps__layer_def *layer, uint32_t n_tokens,
-                           bool extra, bool boundary, uint8_t *policy) {
+                           bool extra, bool boundary, bool again, uint8_t *policy) {
   memset(policy, PS_POLICY_RECOMPUTE, layer->n_saved);
-  if (boundary && d->device_fraction > 0) {
+  if (boundary && d->device_fraction > 0 && !again) {
     for (uint32_t i = 0; i < layer->n_sets; i++)
       set_policy(layer, i, PS_POLICY_DEVICE, policy);
     return;
@@ -72,12 +79,12 @@ void ps__allocate_policies(ps__policy_allocator *d, const ps__layer_def *layer, 
     allocate_extra(d, layer, n_tokens, policy);
     return;
   }
-  for (uint32_t i = 0; i < layer->n_sets; i++) {
+  for (uint32_t i = again; i < layer->n_sets; i++) {
     const double bytes = (double)ps__saved_set_bytes(layer, i, n_tokens);
     d->device += d->device_fraction * bytes;
-    d->host += d->host_fraction * bytes;
+    d->host += again ? 0 : d->host_fraction * bytes;
   }
-  for (uint32_t i = 0; i < layer->n_sets; i++) {
+  for (uint32_t i = again; i < layer->n_sets; i++) {
     const double bytes = (double)ps__saved_set_bytes(layer, i, n_tokens);
     uint8_t to = PS_POLICY_RECOMPUTE;
     if (bytes == 0)
@@ -225,7 +232,8 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
     for (uint32_t c = 0; c < spec->n_chunks; c++)
       ps__allocate_policies(&of_device[ps__dealt_to(plan, l + 1)], ps__layer_of(plan->model, l + 1),
                             layout->chunk[c].n_tokens, c >= layout->chunks_per_round,
-                            ps__at_boundary(sp, layout, l, c), ps__spec_policy(spec, l, c, 0));
+                            ps__at_boundary(sp, layout, l, c), ps__drops_input(sp, r, l),
+                            ps__spec_policy(spec, l, c, 0));
   spec->blocks_kept = blocks_kept(sp, layout, spec);
   return PS_OK;
 }

@@ -1,5 +1,6 @@
 /* emit.h - the step builder's own parts. Each part names those below it alone, in the order of the
- * files: emit; batch, ring, disk, updates; totals; pieces; grads; passes; embed; units; step. */
+ * files: emit; batch, counts, ring, disk, updates; totals; pieces; grads; passes; embed; units;
+ * step. */
 #ifndef PS_STEP_EMIT_H
 #define PS_STEP_EMIT_H
 #include "step/step.h"
@@ -79,10 +80,12 @@ typedef struct ps__on_device {
   uint32_t clock;      /* chunk passes emitted so far: the time of late frees */
   ps__late_free *late;
   size_t n_late, cap_late;
-  uint32_t *batch;                /* [chunks of the step]: parts of the batch, device tensors */
-  uint32_t counters;              /* ps__n_counters() of each layer, a device tensor */
-  uint32_t *of_step;              /* [the model's layers][max_tensors]: tensors of the step */
-  uint32_t of_pass[PS__SET_BITS]; /* tensors of the running layer pass; PS__NO_VT: not made yet */
+  uint32_t *batch;   /* [chunks of the step]: parts of the batch, device tensors */
+  uint32_t counters; /* ps__n_counters() of each layer, a device tensor */
+  uint32_t *of_step; /* [the model's layers][max_tensors]: tensors of the step */
+  /* tensors of the running layer pass, PS__NO_VT: not made yet. [1]: of the block below, where that
+   * runs forward again beside the pass */
+  uint32_t of_pass[2][PS__SET_BITS];
 } ps__on_device;
 
 /* One of the rounds that run at once, and those that follow it, layer pass by layer pass: rounds i,
@@ -106,8 +109,9 @@ typedef struct ps__in_flight {
   /* [n_devices][n_chunks]: memory for what a device's next layer pass receives, forward and
    * backward; PS__NO_VT: none (ps__make_room()) */
   uint32_t *next_x, *next_dy;
-  /* saved activations [n_layers][n_chunks][max_tensors]: on the device, on the host */
-  uint32_t *kept, *away;
+  /* saved activations [n_layers][n_chunks][max_tensors]: on the device, on the host; on the device
+   * for a block that runs forward again, of which those on the host stay there */
+  uint32_t *kept, *away, *again;
 } ps__in_flight;
 
 enum { PS__NO_UNIT = UINT32_MAX };
@@ -175,6 +179,11 @@ static inline ps__on_device *ps__at_chunk(ps__builder *b, const ps__in_flight *i
   if (b->head_at && layer == ps__head_layer(b->s->model))
     return &b->dev[b->head_at[c]];
   return ps__at_layer(b, in, layer);
+}
+/* ps__layer_again() - the block that runs forward again beside layer pass @v, for the input of the
+ * pass's block (ps__input_again()); 0: none. */
+static inline uint32_t ps__layer_again(const ps__builder *b, const ps__pass *v) {
+  return v->kind == PS__PASS_BLOCK_BACK && ps__input_again(b->s->spec, v->layer) ? v->layer - 1 : 0;
 }
 /* ps__batch_of() - the running device's part of the batch for chunk @c of the running round. */
 static inline uint32_t *ps__batch_of(const ps__builder *b, uint32_t c) {
@@ -381,16 +390,19 @@ void ps__hand_on(ps__builder *b, uint32_t next, bool backward, uint32_t c, uint3
                  ps_tag tag);
 void ps__make_room(ps__builder *b, uint32_t layer, bool backward);
 
-/* ---- layers (passes.c) ----------------------------------------------------------------------- */
-void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c);
-void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c);
-/* ps__fetch_saved() - issue the copies for the round's backward chunk pass number @pass_idx. */
-void ps__fetch_saved(ps__builder *b, uint32_t pass_idx);
-void ps__head_chunk(ps__builder *b, uint32_t c);
+/* ---- counters (counts.c) --------------------------------------------------------------------- */
 /* ps__counts_begin() - the counters of all layers, 0 on all devices; none where nothing is counted.
  * ps__counts_end() - they go to the host, to ps__step.counters; a checked step's are dropped. */
 void ps__counts_begin(ps__builder *b);
 void ps__counts_end(ps__builder *b);
+
+/* ---- layers (passes.c) ----------------------------------------------------------------------- */
+void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c);
+void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c);
+/* ps__fetch_saved() - issue the copies for the round's backward chunk pass number @pass_idx, and
+ * for what of the block below runs forward again before it. */
+void ps__fetch_saved(ps__builder *b, uint32_t pass_idx);
+void ps__head_chunk(ps__builder *b, uint32_t c);
 /* ps__end_layer_pass() - free the layer pass's tensors (PS__ROWS_PASS).
  * ps__end_rounds() - free the step's on all devices (PS__ROWS_STEP). */
 void ps__end_layer_pass(ps__builder *b);

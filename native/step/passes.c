@@ -162,7 +162,6 @@ static ps__vaccess batch_access(const ps__builder *b, const chunk_pass *p, ps__s
 }
 
 static bool is_counter(ps__sym y) { return y.kind == PS__SYM_FLUSHED || y.kind == PS__SYM_ROUTED; }
-static uint64_t counter_bytes(const ps_model *m) { return 8ull * ps__n_counters(m) * m->n_layers; }
 
 static ps__vaccess counter_access(const ps__builder *b, const chunk_pass *p, ps__sym y) {
   const ps_model *m = b->s->model;
@@ -170,42 +169,6 @@ static ps__vaccess counter_access(const ps__builder *b, const chunk_pass *p, ps_
   return y.kind == PS__SYM_FLUSHED
              ? ps__part(b->on->counters, PS_READ_WRITE, first, 8ull * PS__MAX_COUNTED)
              : ps__part(b->on->counters, PS_READ_WRITE, first + routed, 8ull * m->cfg.n_experts);
-}
-
-/* On the host the counters have memory of their own. The report reads them after the updates: what
- * had the same memory in the next step, such as its first embedding rows, would wait for it. */
-void ps__counts_begin(ps__builder *b) {
-  const ps__args_fill fill = {counter_bytes(b->s->model)};
-  b->s->counters = PS__NO_VT;
-  if (!ps__n_counters(b->s->model))
-    return;
-  b->s->counters = ps__vt_persistent(b, b->s->at->host, fill.bytes * ps__n_devices(b));
-  for (uint32_t d = 0; d < ps__n_devices(b); d++) {
-    b->on = &b->dev[d];
-    b->on->counters = ps__vt_new(b, b->on->at.place, fill.bytes);
-    const ps__vaccess zero = ps__whole(b, b->on->counters, PS_WRITE);
-    ps__emit(b, &ps__k_fill_zero, b->on->at.compute, &fill, sizeof fill, &zero, 1,
-             (ps_tag){.layer = -1, .round = -1, .chunk = -1, .phase = PS__PHASE_FORWARD});
-  }
-  b->on = b->dev;
-}
-
-void ps__counts_end(ps__builder *b) {
-  const uint64_t bytes = counter_bytes(b->s->model);
-  for (uint32_t d = 0; b->s->counters != PS__NO_VT && d < ps__n_devices(b); d++) {
-    b->on = &b->dev[d];
-    if (!b->s->spec->checked)
-      ps__emit_copy(b, b->on->at.to_host, ps__whole(b, b->on->counters, PS_READ),
-                    ps__part(b->s->counters, PS_WRITE, bytes * d, bytes),
-                    (ps_tag){.layer = -1,
-                             .round = -1,
-                             .chunk = -1,
-                             .phase = PS__PHASE_UPDATE,
-                             .what = ps__counts_flushed(b->s->model) ? "counts of flushed values"
-                                                                     : "counts of routed tokens"});
-    ps__vt_free(b, b->on->counters);
-  }
-  b->on = b->dev;
 }
 
 static ps__vaccess tensor_access(const ps__builder *b, const chunk_pass *p, ps__sym y,
@@ -325,6 +288,10 @@ static uint32_t *of_step(const ps__builder *b, uint32_t layer, uint32_t tensor) 
   return &b->on->of_step[(size_t)layer * b->s->model->max_tensors + tensor];
 }
 
+static uint32_t *of_pass(const ps__builder *b, uint32_t layer) {
+  return b->on->of_pass[layer != b->in->now->layer];
+}
+
 static chunk_pass begin_chunk_pass(ps__builder *b, uint32_t layer, uint32_t c) {
   const ps__chunk *k = ps__chunk_of(b, c);
   const ps__attention_group *g = group_of(b, c);
@@ -337,7 +304,7 @@ static chunk_pass begin_chunk_pass(ps__builder *b, uint32_t layer, uint32_t c) {
       .document_rows = b->s->spec->one_document ? (uint32_t)b->s->layout->seq_len : 0,
       .step_tokens = (uint32_t)(b->s->layout->n_tokens * b->s->spec->n_hosts)};
   for (uint32_t t = 0; t < p.d->n_tensors; t++)
-    p.bound[t] = ps__in(p.d->of_step, t) ? *of_step(b, layer, t) : b->on->of_pass[t];
+    p.bound[t] = ps__in(p.d->of_step, t) ? *of_step(b, layer, t) : of_pass(b, layer)[t];
   return p;
 }
 
@@ -353,7 +320,7 @@ static bool is_done(const chunk_pass *p, const ps__op_def *op) {
 static void keep_of_pass(ps__builder *b, const chunk_pass *p) {
   for (uint32_t t = 0; t < p->d->n_tensors; t++)
     if (ps__in(p->d->of_pass, t))
-      b->on->of_pass[t] = p->bound[t];
+      of_pass(b, p->layer)[t] = p->bound[t];
     else if (ps__in(p->d->of_step, t))
       *of_step(b, p->layer, t) = p->bound[t];
 }
@@ -366,10 +333,11 @@ void ps__end_rounds(ps__builder *b) {
 }
 
 void ps__end_layer_pass(ps__builder *b) {
-  for (uint32_t t = 0; t < b->s->model->max_tensors; t++) {
-    ps__vt_free(b, b->on->of_pass[t]);
-    b->on->of_pass[t] = PS__NO_VT;
-  }
+  for (uint32_t i = 0; i < 2; i++)
+    for (uint32_t t = 0; t < b->s->model->max_tensors; t++) {
+      ps__vt_free(b, b->on->of_pass[i][t]);
+      b->on->of_pass[i][t] = PS__NO_VT;
+    }
 }
 
 static bool last_of_group(const ps__builder *b, uint32_t c) {
@@ -379,12 +347,12 @@ static bool last_of_group(const ps__builder *b, uint32_t c) {
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
-/* The group's tensors of @set, bound to @p: the group's first chunk to come makes them. */
-static void bind_group(ps__builder *b, chunk_pass *p, ps__set set) {
+/* The group's tensors of @set, bound to @p: its first chunk to come makes them, in @table. */
+static void bind_group(ps__builder *b, uint32_t *table, chunk_pass *p, ps__set set) {
   for (uint32_t t = 0; t < p->d->n_tensors; t++) {
     if (!ps__in(set, t))
       continue;
-    uint32_t *entry = ps__saved_entry(b, b->in->kept, p->layer, group_first(b, p->c), t);
+    uint32_t *entry = ps__saved_entry(b, table, p->layer, group_first(b, p->c), t);
     if (*entry == PS__NO_VT)
       *entry = ps__vt_new(b, b->on->at.place, tensor_bytes(b, p->d, p->c, t));
     p->bound[t] = *entry;
@@ -397,7 +365,7 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   const uint32_t input = (uint32_t)d->input, output = (uint32_t)d->output;
   if (ps__is_handed_on(b, layer, false, c))
     ps__send_input(b, layer, c);
-  bind_group(b, &p, d->group);
+  bind_group(b, b->in->kept, &p, d->group);
   p.bound[input] = b->in->x[c];
   ps__set saved = {{0}};
   for (uint32_t t = 0; t < d->n_tensors; t++)
@@ -451,6 +419,62 @@ static void fetch_tensor(ps__builder *b, uint32_t layer, uint32_t c, uint32_t te
   *away = PS__NO_VT;
 }
 
+/* What chunk @c of @layer has saved. */
+static ps__set saved_of(const ps__builder *b, uint32_t layer, uint32_t c) {
+  ps__set saved = {{0}};
+  for (uint32_t t = 0; t < layer_of(b, layer)->n_tensors; t++)
+    if (policy_of(b, layer, c, t) != PS_POLICY_RECOMPUTE)
+      ps__put(&saved, t);
+  return saved;
+}
+
+static bool any_uses(const ps__layer_def *d, ps__set ops, uint32_t id, uint32_t mode) {
+  bool any = false;
+  for (uint32_t i = 0; i < d->n_fwd; i++)
+    any |= ps__in(ops, i) && ps__uses(&d->fwd[i], (int)id, mode);
+  return any;
+}
+
+/* The group's tensors that were not saved and that some chunk of the group needs for its output:
+ * all chunks make their rows. */
+static ps__set group_again(const ps__builder *b, uint32_t layer, uint32_t c) {
+  const ps__layer_def *d = layer_of(b, layer);
+  const uint32_t first = group_first(b, c), n = group_of(b, c)->n_chunks;
+  ps__set need = {{0}};
+  for (uint32_t i = first; i < first + n && !ps__is_empty(d->group); i++) {
+    const ps__set saved = saved_of(b, layer, i),
+                  ops = ps__recompute(d, ps__only((uint32_t)d->output), saved);
+    for (uint32_t t = 0; t < d->n_tensors; t++)
+      if (is_group(d, t) && !ps__in(saved, t) && any_uses(d, ops, t, PS_READ))
+        ps__put(&need, t);
+  }
+  return need;
+}
+
+/* The forward ops of chunk @c that run again for the layer's output, from what was saved. */
+static ps__set ops_again(const ps__builder *b, uint32_t layer, uint32_t c) {
+  const ps__layer_def *d = layer_of(b, layer);
+  const ps__set need = PS__UNION(ps__only((uint32_t)d->output), group_again(b, layer, c));
+  return ps__recompute(d, need, saved_of(b, layer, c));
+}
+
+/* The copies stay on the host, for the layer's own backward pass. */
+static void fetch_again(ps__builder *b, uint32_t layer, uint32_t c) {
+  const ps__layer_def *d = layer_of(b, layer);
+  const ps__set ops = ops_again(b, layer, c);
+  for (uint32_t t = 0; t < d->n_tensors; t++) {
+    const uint32_t home = home_chunk(b, d, c, t),
+                   away = *ps__saved_entry(b, b->in->away, layer, home, t);
+    uint32_t *again = ps__saved_entry(b, b->in->again, layer, home, t);
+    if (away == PS__NO_VT || *again != PS__NO_VT || !any_uses(d, ops, t, PS_READ))
+      continue;
+    *again = ps__vt_new(b, b->on->at.place, b->s->vt[away].bytes);
+    ps__emit_copy(
+        b, b->on->at.to_device, ps__whole(b, away, PS_READ), ps__whole(b, *again, PS_WRITE),
+        ps__about(chunk_tag(b, layer, c, PS__PHASE_BACKWARD), d->saved[d->tensor[t].saved].name));
+  }
+}
+
 /* Backward chunk passes of a round are numbered in their order: the last layer first, in each layer
  * the last chunk first. */
 void ps__fetch_saved(ps__builder *b, uint32_t step_idx) {
@@ -463,6 +487,9 @@ void ps__fetch_saved(ps__builder *b, uint32_t step_idx) {
   ps__on_device *on = b->on;
   b->on = ps__at_layer(b, b->in, layer);
   const ps__layer_def *d = layer_of(b, layer);
+  if (last_of_group(b, c) && ps__input_again(b->s->spec, layer))
+    for (uint32_t i = group_first(b, c); i <= c; i++)
+      fetch_again(b, layer - 1, i);
   for (uint32_t t = 0; t < d->n_tensors && last_of_group(b, c); t++)
     if (is_group(d, t))
       fetch_tensor(b, layer, group_first(b, c), t);
@@ -536,7 +563,7 @@ static void rebuild_group(ps__builder *b, uint32_t layer, uint32_t c) {
   for (uint32_t i = first; i < first + n; i++) {
     chunk_pass p = begin_chunk_pass(b, layer, i);
     bind_kept(b, &p);
-    bind_group(b, &p, missing);
+    bind_group(b, b->in->kept, &p, missing);
     const ps__set have = tensors_at_hand(&p),
                   recompute = ps__recompute(d, missing, ps__without(have, missing));
     listed list[PS__SET_BITS];
@@ -550,15 +577,50 @@ static void rebuild_group(ps__builder *b, uint32_t layer, uint32_t c) {
   }
 }
 
+/* Chunk @c runs forward through @layer again, which makes the next layer's input. */
+static void run_again(ps__builder *b, uint32_t layer, uint32_t c) {
+  const ps__layer_def *d = layer_of(b, layer), *next = layer_of(b, layer + 1);
+  const ps__set had = saved_of(b, layer, c), ops = ops_again(b, layer, c);
+  chunk_pass p = begin_chunk_pass(b, layer, c);
+  bind_kept(b, &p);
+  ps__set made = {{0}}; /* of the group */
+  for (uint32_t t = 0; t < d->n_tensors; t++) {
+    if (p.bound[t] == PS__NO_VT && ps__in(had, t))
+      p.bound[t] = *ps__saved_entry(b, b->in->again, layer, home_chunk(b, d, c, t), t);
+    if (ps__in(d->group, t) && !ps__in(had, t) && any_uses(d, ops, t, PS_WRITE))
+      ps__put(&made, t);
+  }
+  bind_group(b, b->in->again, &p, made);
+  const ps__set at_hand = tensors_at_hand(&p);
+  listed list[PS__SET_BITS];
+  uint32_t n = 0;
+  for (uint32_t i = 0; i < d->n_fwd; i++)
+    if (ps__in(ops, i) && !is_done(&p, &d->fwd[i]))
+      list[n++] = (listed){&d->fwd[i], true};
+  p.keep = PS__UNION(at_hand, d->of_pass, d->of_step, ps__only((uint32_t)d->output));
+  emit_list(b, &p, list, n, PS__PHASE_RECOMPUTE, false);
+  keep_of_pass(b, &p);
+  *ps__saved_entry(b, b->in->kept, layer + 1, c, (uint32_t)next->input) = p.bound[d->output];
+  for (uint32_t t = 0; t < d->n_tensors; t++)
+    if (!is_group(d, t) || last_of_group(b, c)) {
+      uint32_t *again = ps__saved_entry(b, b->in->again, layer, home_chunk(b, d, c, t), t);
+      ps__vt_free(b, *again);
+      *again = PS__NO_VT;
+    }
+}
+
 void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   const ps__layer_def *d = layer_of(b, layer);
   const uint32_t first = group_first(b, c);
+  if (last_of_group(b, c) && ps__input_again(b->s->spec, layer))
+    for (uint32_t i = first; i <= c; i++)
+      run_again(b, layer - 1, i);
   if (group_of(b, c)->n_chunks > 1 && last_of_group(b, c))
     rebuild_group(b, layer, c);
   chunk_pass p = begin_chunk_pass(b, layer, c);
   bind_kept(b, &p);
   p.bound[d->grad] = b->in->dy[c];
-  bind_group(b, &p, d->grad_group);
+  bind_group(b, b->in->kept, &p, d->grad_group);
   p.keep = PS__UNION(ps__only((uint32_t)d->grad), d->of_pass, d->of_step);
   const bool group_over = ps__chunk_of(b, c)->row0 == 0;
   if (!group_over)

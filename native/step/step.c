@@ -313,7 +313,7 @@ static bool device_init(ps__on_device *on, const ps__step *s) {
   for (size_t i = 0; i < of_step; i++)
     on->of_step[i] = PS__NO_VT;
   for (size_t i = 0; i < PS__SET_BITS; i++)
-    on->of_pass[i] = PS__NO_VT;
+    on->of_pass[0][i] = on->of_pass[1][i] = PS__NO_VT;
   return true;
 }
 
@@ -327,13 +327,14 @@ static bool flight_init(ps__in_flight *in, const ps__step *s) {
   in->next_dy = ps__malloc(room * sizeof *in->next_dy);
   in->kept = ps__malloc(saved * sizeof *in->kept);
   in->away = ps__malloc(saved * sizeof *in->away);
+  in->again = ps__malloc(saved * sizeof *in->again);
   in->rows_host = PS__NO_VT;
-  if (!in->x || !in->dy || !in->next_x || !in->next_dy || !in->kept || !in->away)
+  if (!in->x || !in->dy || !in->next_x || !in->next_dy || !in->kept || !in->away || !in->again)
     return false;
   for (size_t i = 0; i < room; i++)
     in->next_x[i] = in->next_dy[i] = PS__NO_VT;
   for (size_t i = 0; i < saved; i++)
-    in->kept[i] = in->away[i] = PS__NO_VT;
+    in->kept[i] = in->away[i] = in->again[i] = PS__NO_VT;
   return true;
 }
 
@@ -368,12 +369,29 @@ static void builder_free(ps__builder *b) {
     ps__free(in->next_dy);
     ps__free(in->kept);
     ps__free(in->away);
+    ps__free(in->again);
   }
   ps__free(b->head_at);
   ps__free(b->gathered);
   ps__free(b->unit);
   ps__free(b->coming);
   ps__free(b->leaving);
+}
+
+/* An input that is made again is so in all its chunks, and comes from a saved one. */
+static ps_status check_inputs(const ps__spec *spec) {
+  for (uint32_t l = ps__first_saving(spec->model); l < spec->n_layers; l++) {
+    const ps__layer_def *d = ps__layer_of(spec->model, l + 1);
+    const bool again = ps__input_again(spec, l + 1);
+    bool ok = !again || (l > ps__first_saving(spec->model) && !ps__input_again(spec, l) &&
+                         !spec->ring_blocks);
+    for (uint32_t c = 0; c < spec->n_chunks; c++)
+      ok &= (*ps__spec_policy(spec, l, c, (uint32_t)d->tensor[d->input].saved) >=
+             PS_POLICY_RECOMPUTE) == again;
+    if (!ok)
+      return ps__fail(PS_EINTERNAL, "block %u: its input cannot be made again", l);
+  }
+  return PS_OK;
 }
 
 static ps_status check_spec(const ps_model *model, const ps__spec *spec) {
@@ -389,6 +407,7 @@ static ps_status check_spec(const ps_model *model, const ps__spec *spec) {
       (spec->keep_grads && spec->passing_grads))
     return ps__fail(PS_EINTERNAL, "totals pass only where no update waits for the norm and no "
                                   "gradient is kept; clipping is by one norm");
+  PS_TRY(check_inputs(spec));
   for (uint32_t u = 0; u < spec->n_units; u++) {
     if ((spec->n_devices > 1 || spec->n_hosts > 1) &&
         ((spec->grad_resident[u] && !spec->in_pieces[u]) || ps__updated_on_device(spec, u)))

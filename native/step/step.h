@@ -122,7 +122,9 @@ typedef struct ps__spec {
   /* The step looks for values that are not finite (train/replay.c). What each op of a layer writes
    * is checked, no gradient leaves the device, and nothing is updated. Needs clipping. */
   bool checked;
-  uint8_t *policy; /* [n_layers: blocks from 0][n_chunks][n_saved], PS_POLICY_* */
+  /* [n_layers: blocks from 0][n_chunks][n_saved], PS_POLICY_*. A block's input may be
+   * PS_POLICY_RECOMPUTE in all its chunks: ps__input_again() */
+  uint8_t *policy;
 } ps__spec;
 static inline uint8_t *ps__spec_policy(const ps__spec *s, uint32_t layer, uint32_t chunk,
                                        uint32_t saved) {
@@ -130,6 +132,15 @@ static inline uint8_t *ps__spec_policy(const ps__spec *s, uint32_t layer, uint32
 }
 static inline bool ps__updated_on_device(const ps__spec *s, uint32_t unit) {
   return s->update_resident[unit] || s->update_streamed[unit];
+}
+/* ps__input_again() - whether the input of @block, counted from 1, is dropped in the forward pass.
+ * Before the block's backward pass the block below runs forward again, from its own saved input,
+ * which thus is not dropped. Not in a ring, where the block below may be on another device. */
+static inline bool ps__input_again(const ps__spec *s, uint32_t block) {
+  const ps__layer_def *d = ps__layer_of(s->model, block);
+  return block >= ps__first_trained(s->model) &&
+         *ps__spec_policy(s, block - 1, 0, (uint32_t)d->tensor[d->input].saved) ==
+             PS_POLICY_RECOMPUTE;
 }
 /* ps__stages_total() - whether no contribution to the unit's total on the host is copied to it: its
  * update reads the total there, and so do other hosts by TCP alone. */

@@ -117,33 +117,45 @@ ps_status ps__units_init(ps__builder *b) {
   return ok ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for the step's units");
 }
 
-/* Whether a layer pass reads the parameters of unit @unit. A pass reads those of its own layer; the
- * head of a tied model also reads the table. The embedding's backward pass, and an embedding on the
- * host, read none. */
+/* Whether @unit is one of the block below, which runs forward again beside pass @v. */
+static bool is_below(const ps__builder *b, const ps__pass *v, uint32_t unit) {
+  const uint32_t below = ps__layer_again(b, v);
+  return below > 0 && b->s->model->unit[unit].layer == below;
+}
+
+/* Whether a layer pass reads the parameters of unit @unit. A pass reads those of its own layer, and
+ * of the one below where that runs forward again; the head of a tied model also reads the table.
+ * The embedding's backward pass, and an embedding on the host, read none. */
 static bool pass_reads(const ps__builder *b, const ps__pass *v, uint32_t unit) {
   if (v->kind == PS__PASS_EMBED_BACK || (v->kind == PS__PASS_EMBED && b->s->spec->embed_on_host))
     return false;
-  return b->s->model->unit[unit].layer == v->layer ||
+  const uint32_t layer = b->s->model->unit[unit].layer;
+  return layer == v->layer || is_below(b, v, unit) ||
          (unit == 0 && v->kind == PS__PASS_HEAD && ps__tied(b->s->model));
 }
 
 /* What may be among them, in the order in which they are fetched: the layer's units, then the
- * table. */
+ * table, or those of the block below. */
 static uint32_t pass_unit(const ps__builder *b, const ps__pass *v, uint32_t i) {
   const ps__layer *l = &b->s->model->layer[v->layer];
-  return i < l->n_units ? l->first_unit + i : 0;
+  const uint32_t below = ps__layer_again(b, v);
+  if (i < l->n_units)
+    return l->first_unit + i;
+  return below ? b->s->model->layer[below].first_unit + i - l->n_units : 0;
 }
 static uint32_t n_pass_units(const ps__builder *b, const ps__pass *v) {
-  return b->s->model->layer[v->layer].n_units + (v->kind == PS__PASS_HEAD);
+  const uint32_t below = ps__layer_again(b, v);
+  return b->s->model->layer[v->layer].n_units + (v->kind == PS__PASS_HEAD) +
+         (below ? b->s->model->layer[below].n_units : 0);
 }
 
-/* Whether the parameters that pass @v reads are kept for the forward pass of the device's next
+/* Whether parameters of @unit that pass @v reads are kept for the forward pass of the device's next
  * round; in a ring, of the next rounds that run at once. */
-static bool kept_across_rounds(const ps__builder *b, const ps__pass *v) {
+static bool kept_across_rounds(const ps__builder *b, const ps__pass *v, uint32_t unit) {
   const uint32_t n = ps__n_devices(b),
                  round = b->s->spec->ring_blocks ? v->round / n * n : v->round;
   return v->kind == PS__PASS_BLOCK_BACK && round + n < b->s->layout->n_rounds &&
-         v->layer <= b->s->spec->blocks_kept;
+         b->s->model->unit[unit].layer <= b->s->spec->blocks_kept;
 }
 
 /* Whether the running device lacks the unit's parameters for its layer pass @v. Memory for them is
@@ -158,7 +170,7 @@ static bool must_fetch(ps__builder *b, const ps__pass *v, uint32_t unit) {
   if (!resident) {
     u->weights = ps__vt_new(b, b->on->at.place, ps__unit_bytes(b, unit, ps__weights_as(b, unit)));
     if (u->weights != PS__NO_VT)
-      b->s->vt[u->weights].high = kept_across_rounds(b, v);
+      b->s->vt[u->weights].high = kept_across_rounds(b, v, unit);
   }
   return true;
 }
@@ -285,8 +297,8 @@ void ps__dequantize(ps__builder *b, uint32_t pass_idx) {
     if (!base || !pass_reads(b, v, unit))
       continue;
     const ps__args_dequantize a = {b->s->model->unit[unit].n, base, plain.dtype};
-    ps_tag tag = ps__unit_tag(b, unit, v->kind == PS__PASS_BLOCK_BACK ? PS__PHASE_BACKWARD
-                                                                      : PS__PHASE_FORWARD);
+    ps_tag tag = ps__unit_tag(
+        b, unit, v->kind == PS__PASS_BLOCK_BACK ? PS__PHASE_BACKWARD : PS__PHASE_FORWARD);
     tag.round = (int32_t)v->round;
     u->dense = ps__vt_new(b, b->on->at.place, ps__unit_bytes(b, unit, plain));
     const ps__vaccess access[2] = {ps__whole(b, u->weights, PS_READ),
@@ -305,8 +317,9 @@ void ps__pass_done(ps__builder *b, uint32_t pass_idx) {
       ps__vt_free(b, u->dense);
       u->dense = PS__NO_VT;
     }
+    /* the next layer pass is that of the block below */
     if (!pass_reads(b, v, unit) || --u->pins > 0 || b->s->spec->param_resident[unit] ||
-        kept_across_rounds(b, v))
+        kept_across_rounds(b, v, unit) || is_below(b, v, unit))
       continue;
     ps__vt_free(b, u->weights);
     u->weights = PS__NO_VT;

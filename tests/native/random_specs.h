@@ -171,6 +171,13 @@ static inline void resident_spec(ps__spec *spec, const model *m, const ps_plan_c
   memset(spec->policy, PS_POLICY_DEVICE, (size_t)spec->n_layers * spec->n_chunks * spec->n_saved);
 }
 
+/* The inputs of block @layer, counted from 0, are made again. */
+static inline void drop_inputs(ps__spec *spec, uint32_t layer) {
+  const ps__layer_def *d = ps__layer_of(spec->model, layer + 1);
+  for (uint32_t c = 0; c < spec->n_chunks; c++)
+    *ps__spec_policy(spec, layer, c, (uint32_t)d->tensor[d->input].saved) = PS_POLICY_RECOMPUTE;
+}
+
 /* Every decision by itself; a bias of the draw (mostly one policy, or an even mix) reaches the
  * corners too. */
 static inline void randomize(ps__spec *spec, const model *m, const ps__layout *l, uint64_t *state) {
@@ -226,11 +233,14 @@ static inline void randomize(ps__spec *spec, const model *m, const ps__layout *l
       for (uint32_t saved = 0; saved < spec->n_saved; saved++) {
         uint32_t policy =
             favour < 3 && rnd_below(state, 4) ? favour : rnd_below(state, PS_N_POLICIES);
-        /* a block's input is always kept somewhere */
+        /* a block's input is kept somewhere, or dropped in all chunks (below) */
         if (saved == 0 && policy >= PS_POLICY_RECOMPUTE)
           policy = rnd_below(state, 2);
         *ps__spec_policy(spec, layer, c, saved) = (uint8_t)policy;
       }
+  for (uint32_t layer = ps__first_saving(m->made) + 1; layer < spec->n_layers; layer++)
+    if (!spec->ring_blocks && !ps__input_again(spec, layer) && rnd_below(state, 2))
+      drop_inputs(spec, layer);
 }
 
 #endif

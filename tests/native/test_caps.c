@@ -89,13 +89,15 @@ static void test_bounds(uint32_t n_frozen, uint32_t lora_rank, uint32_t backend,
   CHECK(ps__plan_new(&p, &model, &cfg, &machine) == PS_OK);
   CHECK(ps__search_space_init(&sp, p, 0, &p->hooks) == PS_OK && sp.n_candidates > 100);
   uint64_t most = 0;
-  /* candidates whose gradients have no memory on the host; whose totals pass */
-  uint32_t n_blocks = 0, n_passing = 0;
+  /* candidates whose gradients have no memory on the host; whose totals pass; and some of whose
+   * inputs are made again */
+  uint32_t n_blocks = 0, n_passing = 0, n_again = 0;
   const size_t stride = everything ? CANDIDATE_STRIDE : 10 * CANDIDATE_STRIDE + 9;
   for (size_t i = 0; i < sp.n_candidates; i += everything ? 29 : 293) {
     check_candidate(&sp, &sp.candidate[i], lora_rank > 0);
     n_blocks += sp.candidate[i].keep.blocks > 0;
     n_passing += sp.candidate[i].keep.passing;
+    n_again += sp.candidate[i].keep.again > 0;
     if (sp.candidate[i].host > most)
       most = sp.candidate[i].host;
   }
@@ -103,6 +105,7 @@ static void test_bounds(uint32_t n_frozen, uint32_t lora_rank, uint32_t backend,
   CHECK((n_blocks > 0) == (backend == PS_BACKEND_CUDA));
   check_abandon(&sp, p);
   CHECK((n_passing > 0) == (clip_by == PS_CLIP_BY_PREVIOUS));
+  CHECK((n_again > 0) == (clip_by == PS_CLIP_BY_PREVIOUS) && n_again <= n_passing);
   ps__search_space_free(&sp);
   p->cfg.pinned_mem_bytes = 1;
   for (p->staging = 0; p->staging <= PS__STAGE_ALL; p->staging++) {
