@@ -3,9 +3,10 @@
     python3 bench/small_hosts.py
 
 A cell is what `penstock plan` predicts for an RTX 4090 by its name, with and without one NVMe drive
-that writes 1.5 GB/s for long and reads 5, the planner's assumption: tokens/s, or the GiB of RAM that it needs. The operating system
-keeps 4 GiB of the RAM, and a screen 2 GiB of the GPU's 24. Sequences of 4,096 tokens, 65,536 tokens
-a step, AdamW in bf16 with --state-bits 8 and --clip-by previous.
+that writes 1.5 GB/s for long and reads 5, the planner's assumption: tokens/s, or the GiB of RAM
+that it needs. The operating system keeps 4 GiB of the RAM, and a screen 2 GiB of the GPU's 24.
+Sequences of 4,096 tokens, 65,536 tokens a step, AdamW in bf16 with --state-bits 8 and --clip-by
+previous.
 """
 
 import argparse
