@@ -71,7 +71,10 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "MixtralForCausalLM": "mixtral",
     "GptOssForCausalLM": "gpt_oss",
+    "Gemma4ForCausalLM": "gemma4_text",
+    "Gemma4UnifiedForCausalLM": "gemma4_unified_text",
 }
+GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 GEMMA = ("gemma", "gemma2", "gemma3_text")
 # what transformers takes for absent keys
 KV_HEADS = dict(qwen2=32, qwen3=32, mistral=8, ministral=8, gemma2=4, gemma3_text=4, smollm3=4)
@@ -79,18 +82,21 @@ KV_HEADS |= dict(qwen3_moe=4, mixtral=8, gemma=16, seed_oss=8, exaone4=32, glm4=
 KV_HEADS |= dict(gpt_oss=8)
 HEAD_DIM = dict(qwen3=128, gemma=256, gemma2=256, gemma3_text=256)
 HEAD_DIM |= dict(seed_oss=128, glm4=128, ministral3=128, gpt_oss=64)
+KV_HEADS |= dict.fromkeys(GEMMA4, 4)
+HEAD_DIM |= dict.fromkeys(GEMMA4, 256)
 PAD = dict(phi3=32000, olmo2=1, gemma2=0, gemma3_text=0, smollm3=128004, olmoe=1)
 PAD |= dict(olmo3=1, gemma=0, seed_oss=1, hunyuan_v1_dense=0, glm4=151329, ministral3=11)
+PAD |= dict.fromkeys(GEMMA4, 0)
 QKV_BIAS = ("qwen2", "seed_oss", "glm4", "gpt_oss")  # but for qwen2 unless attention_bias is false
-TIED = (*GEMMA, "smollm3")
+TIED = (*GEMMA, *GEMMA4, "smollm3")
 # a block's norms, before and after o_proj in the file
 BEFORE = dict.fromkeys(("olmo2", "olmo3", "exaone4"), ())
 AFTER = {
     **dict.fromkeys(BEFORE, ("post_attention", "post_feedforward")),
-    **dict.fromkeys(GEMMA[1:], ("post_attention", "pre_feedforward", "post_feedforward")),
+    **dict.fromkeys(GEMMA[1:] + GEMMA4, ("post_attention", "pre_feedforward", "post_feedforward")),
     "glm4": ("post_self_attn", "post_attention", "post_mlp"),
 }
-QK_NORM = ("qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "olmoe", "qwen3_moe")
+QK_NORM = (*GEMMA4, "qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "olmoe", "qwen3_moe")
 # experts: how many, and an expert's parameters: the router's name, then gate, up and down
 EXPERTS = dict(olmoe=64, qwen3_moe=128, mixtral=8, gpt_oss=128)
 OF_EXPERTS = {
@@ -211,6 +217,9 @@ def read_sizes(path, cfg, kind):
             f"{path}: tie_word_embeddings is {json.dumps(s.tied)}: true or false is needed"
         )
     s.pad = read_pad(path, cfg, s)
+    s.full, s.full_dim, s.full_kv, s.shared_keys = (), s.head_dim, s.kv_heads, False
+    if kind in GEMMA4:
+        read_full_layers(path, cfg, s, size)
     s.experts, s.sparse = 0, ()
     if kind in EXPERTS:
         key = "num_local_experts" if cfg.get("num_local_experts") else "num_experts"
@@ -218,6 +227,23 @@ def read_sizes(path, cfg, kind):
         s.expert = size("moe_intermediate_size", 768) if kind == "qwen3_moe" else s.ffn
         s.sparse = sparse_layers(path, cfg, s)
     return s
+
+
+def read_full_layers(path, cfg, s, size):
+    """Heads of Gemma 4's full layers; native/model/families/gemma4.c says more of what is wrong."""
+    types = cfg.get("layer_types") or ["sliding_attention"] * s.layers
+    if cfg.get("layer_types") is None:
+        types[5::6] = ["full_attention"] * (s.layers // 6)
+    if cfg.get("hidden_size_per_layer_input", 256 if s.kind == "gemma4_text" else 0):
+        raise BadInput(f"{path}: hidden_size_per_layer_input is not 0: it is not supported")
+    s.full = [i for i, t in enumerate(types) if t == "full_attention" or i == s.layers - 1]
+    s.shared_keys = cfg.get("attention_k_eq_v") is True
+    s.full_dim = size("global_head_dim", 512, limit=4096)
+    if s.shared_keys:
+        s.full_kv = size("num_global_key_value_heads", s.kv_heads, limit=1 << 14)
+    for entry in (cfg.get("per_layer_config") or {}).values():
+        s.full_dim = entry.get("head_dim", s.head_dim)
+        s.full_kv = entry.get("num_key_value_heads", s.kv_heads)
 
 
 def sparse_layers(path, cfg, s):
@@ -264,23 +290,27 @@ def gpt_oss_experts(p, s, std, out):
 def list_tensors(cfg, s):
     std = float(cfg.get("initializer_range", 0.02))
     out = std / math.sqrt(2 * s.layers)
-    q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
     one = "zeros" if s.kind in GEMMA else "ones"  # Gemma's norms multiply by 1 + w
     yield Tensor("model.embed_tokens.weight", (s.vocab, s.dim), std, s.pad)
     for i in range(s.layers):
         p = f"model.layers.{i}."
+        full = i in s.full
+        head_dim = s.full_dim if full else s.head_dim
+        q, kv = s.heads * head_dim, (s.full_kv if full else s.kv_heads) * head_dim
         for name in BEFORE.get(s.kind, ("input",)):
             yield Tensor(f"{p}{name}_layernorm.weight", (s.dim,), one)
         for name, rows in (
             [("qkv", q + 2 * kv)] if s.kind == "phi3" else (("q", q), ("k", kv), ("v", kv))
         ):
+            if name == "v" and full and s.shared_keys:
+                continue
             yield Tensor(f"{p}self_attn.{name}_proj.weight", (rows, s.dim), std)
         if s.kind in QKV_BIAS and (s.kind == "qwen2" or cfg.get("attention_bias", True)):
             for name, rows in (("q", q), ("k", kv), ("v", kv)):
                 yield Tensor(f"{p}self_attn.{name}_proj.bias", (rows,), "zeros")
         if s.kind in QK_NORM:
             for name, n in (("q", q), ("k", kv)):
-                n = n if s.kind in ("olmo2", "olmo3", "olmoe") else s.head_dim
+                n = n if s.kind in ("olmo2", "olmo3", "olmoe") else head_dim
                 yield Tensor(f"{p}self_attn.{name}_norm.weight", (n,), one)
         if s.kind == "hunyuan_v1_dense":
             for name in ("query", "key"):
@@ -292,6 +322,8 @@ def list_tensors(cfg, s):
             yield Tensor(p + "self_attn.sinks", (s.heads,), std)
         for name in AFTER.get(s.kind, ("post_attention",)):
             yield Tensor(f"{p}{name}_layernorm.weight", (s.dim,), one)
+        if s.kind in GEMMA4:
+            yield Tensor(p + "layer_scalar", (1,), "ones")
         if s.kind == "gpt_oss":
             yield from gpt_oss_experts(p, s, std, out)
             continue

@@ -6,7 +6,9 @@ grouped queries, scales and caps far from 1. A name is a family, or a family and
 
 import copy
 import math
+import re
 
+GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 OFFSET = ("gemma", "gemma2", "gemma3_text")  # model types whose norms multiply by 1 + w
 
 COMMON = dict(
@@ -113,6 +115,32 @@ def gemma3(**changes):
         rope_scaling=None,
     )
     return dict(family("gemma3_text", "Gemma3ForCausalLM"), **dict(gemma, **changes))
+
+
+GEMMA4_ROPE = dict(
+    full_attention=dict(rope_type="proportional", rope_theta=5000.0, partial_rotary_factor=0.35),
+    sliding_attention=dict(rope_type="default", rope_theta=300.0),
+)
+
+
+def gemma4(model_type="gemma4_text", architecture="Gemma4ForCausalLM", **changes):
+    """Heads of 24 in windows, of 40 elsewhere."""
+    gemma = dict(
+        hidden_size=72,
+        hidden_activation="gelu_pytorch_tanh",
+        head_dim=24,
+        global_head_dim=40,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        sliding_window=9,
+        layer_types=ALTERNATING[1:] + ["full_attention"],
+        final_logit_softcapping=3.0,
+        tie_word_embeddings=True,
+        rope_parameters=GEMMA4_ROPE,
+    )
+    cfg = dict(family(model_type, architecture), **dict(gemma, **changes))
+    return {k: v for k, v in cfg.items() if k != "rope_theta"}
 
 
 def granite(**changes):
@@ -311,6 +339,14 @@ TOWERS = {
         dict(VISION, model_type="siglip_vision_model"),
         mm_tokens_per_image=4,
     ),
+    "gemma4-vision": vision_language(
+        "gemma4",
+        "Gemma4ForConditionalGeneration",
+        gemma4(),
+        dict(VISION, model_type="gemma4_vision", num_key_value_heads=1, head_dim=18, patch_size=4)
+        | dict(position_embedding_size=10, pooling_kernel_size=2),
+        tie_word_embeddings=True,
+    ),
     "qwen2_5_vl": vision_language(
         "qwen2_5_vl",
         "Qwen2_5_VLForConditionalGeneration",
@@ -352,6 +388,7 @@ FAMILIES = {
     "olmo2": olmo2(),
     "gemma2": gemma2(),
     "gemma3": gemma3(),
+    "gemma4": gemma4(),
     "granite": granite(),
     "smollm3": smollm3(),
     "olmo3": olmo3(),
@@ -392,6 +429,14 @@ VARIANTS = {
     "gemma3-linear": gemma3(
         rope_scaling=dict(rope_type="linear", factor=8.0),
         final_logit_softcapping=3.0,
+        tie_word_embeddings=False,
+    ),
+    "gemma4-values": gemma4(
+        "gemma4_unified_text",
+        "Gemma4UnifiedForCausalLM",
+        attention_k_eq_v=False,
+        use_bidirectional_attention="vision",
+        final_logit_softcapping=None,
         tie_word_embeddings=False,
     ),
     "granite-untied": granite(tie_word_embeddings=False),
@@ -441,6 +486,11 @@ def rope_of(config):
     return rope.get("full_attention", rope), rope.get("sliding_attention")
 
 
+def named_constants(model):
+    """What is on disk and not trained: Gemma 4's layer_scalar."""
+    return [(k, p) for k, p in model.named_buffers() if k.endswith("layer_scalar")]
+
+
 def random_model(cfg, seed=1):
     """transformers' model with weights that use every part: products of unit size, norm weights
     unlike each other, biases not zero."""
@@ -459,6 +509,8 @@ def random_model(cfg, seed=1):
             x = torch.randn(p.shape, generator=generator)
             if "norm" in key:
                 x = 0.2 * x + (text["model_type"] not in OFFSET)
+                if text["model_type"] in GEMMA4 and re.search("[qk]_norm", key):
+                    x = x / len(x) ** 0.25  # scores have no scale of their own
             elif key.endswith("bias"):
                 x = 0.3 * x
             elif key.endswith("sinks"):
@@ -468,6 +520,8 @@ def random_model(cfg, seed=1):
             else:
                 x = x / math.sqrt(p.shape[-1])
             p.copy_(x)
+        for i, (_, p) in enumerate(named_constants(model)):
+            p.fill_(0.7 + 0.1 * i)
             if key.endswith("gate.weight") and len(x) > 8:
                 p[5] *= 1e-3  # an expert that no token of a test's batch chooses
     return model

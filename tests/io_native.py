@@ -42,6 +42,7 @@ class ModelConfig(c.Structure):
         + [(n, u32) for n in "interleaved_rope reserved o_bias attention_sinks".split()]
         + [(n, f32) for n in ("glu_alpha", "glu_limit")]
         + [(n, u32) for n in ("problem", "n_labels")]
+        + [(n, u32) for n in "value_norm global_head_dim global_kv_heads shared_keys".split()]
         + [(n, c.c_double) for n in ("position_beta", "local_rope_theta")]
         + [(n, u32) for n in "kv_rank q_rank value_dim shared_dim n_expert_groups".split()]
         + [("n_groups_used", u32), ("router_sigmoid", u32), ("router_scale", f32)]

@@ -217,7 +217,7 @@ def test_chunk_with_prefix_and_documents(row0, lengths, dt):
         check_all(Case(201, 32, heads, row0, dt, lengths))
 
 
-@pytest.mark.parametrize("head_dim", [2, 8, 40, 80, 256])
+@pytest.mark.parametrize("head_dim", [2, 8, 40, 80, 256, 512])
 def test_head_dims_that_are_no_multiple_of_a_vector(head_dim):
     check_all(Case(100, head_dim, (4, 2), 30, F32, [60, 45]))
 

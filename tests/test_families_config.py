@@ -12,14 +12,26 @@ import families
 import io_native as ps
 import pytest
 from conftest import BUILD
-from families import ALTERNATING, CONFIGS, FAMILIES, YARN, gemma3, longrope, phi3, rope_of
+from families import (
+    ALTERNATING,
+    CONFIGS,
+    FAMILIES,
+    GEMMA4,
+    GEMMA4_ROPE,
+    YARN,
+    gemma3,
+    gemma4,
+    longrope,
+    phi3,
+    rope_of,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from penstock import ModelConfig
 from test_config import junk
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-WINDOW, NO_ROPE, LOCAL_ROPE = 1, 2, 4
+WINDOW, NO_ROPE, LOCAL_ROPE, GLOBAL = 1, 2, 4, 16
 # without transformers' default here: a model of a default's size is nobody's model
 REQUIRED = [
     "vocab_size",
@@ -30,11 +42,12 @@ REQUIRED = [
 ]
 # model_type: without it transformers reads nothing; max_position_embeddings: ours stays unknown
 EXCEPTED = ("architectures", "model_type", "max_position_embeddings")
-GELU = ("gemma", "gemma2", "gemma3_text")
+GELU = ("gemma", "gemma2", "gemma3_text", *GEMMA4)
 QK_NORM = {"qwen3": 1, "gemma3_text": 1, "olmo2": 2, "olmo3": 2, "exaone4": 1}
-QK_NORM["hunyuan_v1_dense"] = 3
-LOCAL = ("gemma3_text", "olmo3")
+QK_NORM |= dict.fromkeys(GEMMA4, 1) | {"hunyuan_v1_dense": 3}
+LOCAL = ("gemma3_text", "olmo3", *GEMMA4)
 KINDS = {"default": 0, "linear": 1, "llama3": 2, "yarn": 3, "longrope": 4, "dynamic": 5}
+KINDS["proportional"] = 6
 
 
 def save(folder, cfg):
@@ -76,6 +89,8 @@ def flags_of(t):
             flags |= NO_ROPE
         if t.model_type == "exaone4" and window is not None and not slides:
             flags |= NO_ROPE
+        if t.model_type in GEMMA4 and not slides:
+            flags |= GLOBAL
         out.append(flags)
     return out
 
@@ -91,7 +106,7 @@ def scales_of(t):
         )
         return (
             math.sqrt(t.hidden_size),
-            t.query_pre_attn_scalar**-0.5,
+            1.0 if t.model_type in GEMMA4 else t.query_pre_attn_scalar**-0.5,
             0,
             0,
             *(c or 0 for c in caps),
@@ -123,8 +138,12 @@ def check_rope(c, t):
         assert c.rope.theta == pytest.approx(larger, rel=1e-14) and c.rope.kind == 0
         return
     assert (c.rope.theta, c.rope.kind) == (s["rope_theta"], KINDS[kind])
-    assert (c.rope.rotary_dim or c.head_dim) == int(c.head_dim * partial)
-    assert c.rope.factor == s.get("factor", 0)
+    if kind == "proportional":
+        assert c.rope.rotary_dim == int(c.global_head_dim * partial // 2) * 2
+        assert c.rope.factor == s.get("factor", 1)
+    else:
+        assert (c.rope.rotary_dim or c.head_dim) == int(c.head_dim * partial)
+        assert c.rope.factor == s.get("factor", 0)
     if kind == "longrope":
         n = len(s["short_factor"])
         assert list(c.rope.short_factor[:n]) == s["short_factor"]
@@ -150,10 +169,17 @@ def check_alike(folder, cfg):
         ps.one_sentence(e.value.message, folder / "config.json")
         return False
     c = ps.read_config(folder)
-    head_dim = getattr(t, "head_dim", None) or t.hidden_size // t.num_attention_heads
+    usual = t
+    if t.model_type in GEMMA4:  # which of the layers it is has to be said
+        usual = t.per_layer_config[t.layer_types.index("sliding_attention")]
+    head_dim = getattr(usual, "head_dim", None) or t.hidden_size // t.num_attention_heads
     assert ps.lib.ps_model_family_name(c.family).decode() == (cfg.get("model_type") or t.model_type)
-    assert (c.n_kv_heads, c.head_dim) == (t.num_key_value_heads, head_dim)
+    assert (c.n_kv_heads, c.head_dim) == (usual.num_key_value_heads, head_dim)
     assert (c.vocab_size, c.dim, c.ffn_dim) == (t.vocab_size, t.hidden_size, t.intermediate_size)
+    if t.model_type in GEMMA4:
+        last = t.per_layer_config[t.num_hidden_layers - 1]
+        heads = c.global_head_dim, c.global_kv_heads, c.shared_keys
+        assert heads == (last.head_dim, last.num_key_value_heads, t.attention_k_eq_v)
     assert c.norm_eps == f32(t.rms_norm_eps)
     assert bool(c.tied_embeddings) == t.tie_word_embeddings
     assert c.pad_token_id == pad_of(t)
@@ -208,6 +234,7 @@ def test_a_missing_field_is_transformers_default_or_named(tmp_path, name):
         elif key not in EXCEPTED and (name, key) not in (
             ("qwen3-window", "use_sliding_window"),
             ("exaone4-full", "layer_types"),  # transformers divides by zero
+            ("gemma4", "hidden_size_per_layer_input"),  # 256, which is not supported
         ):
             alike += check_alike(tmp_path, without(cfg, key))
     assert alike >= 9
@@ -231,6 +258,8 @@ def test_null_is_read_as_transformers_reads_it(tmp_path, name):
             ("gemma2-plain", "sliding_window"),
             ("gemma3", "sliding_window"),
             ("gemma3-linear", "sliding_window"),
+            ("gemma4", "sliding_window"),
+            ("gemma4-values", "sliding_window"),
             ("ministral", "sliding_window"),
             ("qwen3-window", "sliding_window"),
             ("olmo3", "sliding_window"),
@@ -250,6 +279,48 @@ def test_a_pad_token_counts_from_the_end_or_is_refused(tmp_path):
         refused(tmp_path, cfg, f"pad_token_id is {pad}", "below vocab_size, 512", "null")
     refused(tmp_path, gemma3(pad_token_id=True), "pad_token_id is true or false")
     refused(tmp_path, gemma3(pad_token_id=[1]), "pad_token_id is a list")
+
+
+FULL, SLIDING = GEMMA4_ROPE["full_attention"], GEMMA4_ROPE["sliding_attention"]
+HEADS = dict(head_dim=40, num_key_value_heads=1)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(hidden_size_per_layer_input=8), ["hidden_size_per_layer_input is 8"]),
+        (dict(num_kv_shared_layers=1), ["num_kv_shared_layers is 1"]),
+        (dict(enable_moe_block=True), ["enable_moe_block is true"]),
+        (dict(use_bidirectional_attention="all"), ['use_bidirectional_attention is "all"']),
+        (dict(global_head_dim=41), ["global_head_dim is 41", "even"]),
+        (dict(num_global_key_value_heads=3), ["num_global_key_value_heads, 3"]),
+        (dict(rope_scaling=YARN), ["rope_scaling is set"]),
+        (dict(rope_parameters=dict(full_attention=FULL)), ["sliding_attention"]),
+        (
+            dict(rope_parameters=dict(GEMMA4_ROPE, full_attention=FULL | dict(rope_type="yarn"))),
+            ["full_attention", '"yarn"'],
+        ),
+        (
+            dict(global_head_dim=1024, num_attention_heads=4),
+            ["partial_rotary_factor is 0.35", "179 pairs", "1024"],
+        ),
+        (dict(per_layer_config={"0": HEADS}), ["per_layer_config", '"0"']),
+        (dict(per_layer_config={"1": dict(sliding_window=3)}), ["per_layer_config.1"]),
+        (
+            dict(layer_types=["sliding_attention"] + ["full_attention"] * 2)
+            | dict(per_layer_config={"1": HEADS, "2": dict(HEADS, head_dim=24)}),
+            ["per_layer_config.2", "alike"],
+        ),
+        (
+            dict(layer_types=["sliding_attention"] + ["full_attention"] * 2)
+            | dict(per_layer_config={"2": HEADS}),
+            ["per_layer_config has 1 layers", "2 have full_attention"],
+        ),
+    ],
+)
+def test_what_a_gemma4_cannot_be_is_refused_by_its_field(tmp_path, changes, words):
+    changes = dict(dict(layer_types=["sliding_attention", *["full_attention"] * 2]), **changes)
+    refused(tmp_path, gemma4(**changes), *words)
 
 
 def test_the_defaults_of_gemma3(tmp_path):
@@ -500,7 +571,10 @@ def test_every_family_has_values_out_of_range():
 
 
 OWN_KEYS = {
-    "sliding_window": (9, "mistral ministral ministral3 phi3 gemma2 gemma3 smollm3 olmo3 exaone4"),
+    "sliding_window": (
+        9,
+        "mistral ministral ministral3 phi3 gemma2 gemma3 smollm3 olmo3 exaone4 gemma4",
+    ),
     "use_sliding_window": (True, "smollm3"),
     "sliding_window_pattern": (2, "gemma3 exaone4"),
     "no_rope_layers": ([1, 0, 1], "smollm3"),
@@ -508,8 +582,8 @@ OWN_KEYS = {
     "rope_local_base_freq": (1e4, "gemma3"),
     "query_pre_attn_scalar": (256, "gemma2 gemma3"),
     "attn_logit_softcapping": (50.0, "gemma2"),
-    "final_logit_softcapping": (30.0, "gemma2 gemma3"),
-    "use_bidirectional_attention": (True, ""),
+    "final_logit_softcapping": (30.0, "gemma2 gemma3 gemma4"),
+    "use_bidirectional_attention": (True, "gemma4"),
     "clip_qkv": (8.0, ""),
     "embedding_multiplier": (12.0, "granite"),
     "attention_multiplier": (0.1, "granite"),
@@ -548,11 +622,13 @@ NOT_COMPUTED = [
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_not_computed_is_refused_by_name(tmp_path, name):
     for change, parts in NOT_COMPUTED:
+        if "rope_scaling" in change and name == "gemma4":
+            continue  # by test_what_a_gemma4_cannot_be_is_refused_by_its_field
         if "rope_scaling" in change and "rope_parameters" in CONFIGS[name]:
             change = {"rope_parameters": change["rope_scaling"]}
         if "attention_bias" not in change or name not in ("seed_oss", "glm4"):
             refused(tmp_path, dict(CONFIGS[name], **change), *parts)
-    key = "hidden_activation" if name in ("gemma2", "gemma3") else "hidden_act"
+    key = "hidden_activation" if name in ("gemma2", "gemma3", "gemma4") else "hidden_act"
     wrong = "silu" if name.startswith("gemma") else "gelu_pytorch_tanh"
     for act in (wrong, "gelu", "relu", 1):
         if (name, act) != ("gemma", "gelu"):  # its older name of the tanh approximation

@@ -50,7 +50,12 @@ class Qkv(ctypes.Structure):
         ("interleaved", ctypes.c_uint32),
         ("position_original", ctypes.c_uint32),
         ("position_beta", ctypes.c_float),
+        *((name, ctypes.c_uint32) for name in "whole_head value_norm shared_keys".split()),
     ]
+
+
+class LayerScale(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint32) for name in "rows cols dt accumulate_ds".split()]
 
 
 class Attention(ctypes.Structure):
@@ -175,12 +180,14 @@ def turned(x, w, a, pos):
 
 
 def roped(x, a, pos):
-    r = a.rotary_dim
-    inv_freq = torch.tensor(list(a.inv_freq[: r // 2]), dtype=torch.float64)
+    r = a.head_dim if a.whole_head else a.rotary_dim
+    inv_freq = torch.zeros(r // 2, dtype=torch.float64)
+    n = a.rotary_dim // 2
+    inv_freq[:n] = torch.tensor(list(a.inv_freq[:n]), dtype=torch.float64)
     angle = pos.double()[:, None] * inv_freq
-    cos, sin = (
-        a.attention_factor * torch.cat([f(angle)] * 2, 1)[:, None] for f in (torch.cos, torch.sin)
-    )
+    factor = torch.ones(r // 2, dtype=torch.float64)
+    factor[:n] = a.attention_factor  # of the pairs that are turned
+    cos, sin = (torch.cat([f(angle) * factor] * 2, 1)[:, None] for f in (torch.cos, torch.sin))
     x, rest = x.reshape(a.n_tokens, -1, a.head_dim).split([r, a.head_dim - r], -1)
     if a.interleaved:
         neighbours = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
@@ -192,7 +199,11 @@ def roped(x, a, pos):
 
 def qkv_split(a, qkv, pos, _q, _kv, wq=None, wk=None):
     n_q, n_k = a.n_heads * a.head_dim, a.n_kv_heads * a.head_dim
-    q, k, v = qkv.view(a.n_tokens, -1).split([n_q, n_k, n_k], 1)
+    q, k, *v = qkv.view(a.n_tokens, -1).split([n_q] + [n_k] * (1 if a.shared_keys else 2), 1)
+    v = v[0] if v else k
+    if a.value_norm:
+        v = v.reshape(a.n_tokens, -1, a.head_dim)
+        v = (v * torch.rsqrt((v * v).mean(-1, keepdim=True) + a.eps)).reshape(a.n_tokens, -1)
     q = turned(q, wq, a, pos)
     if a.position_beta:
         q = q * (1 + a.position_beta * torch.log1p(pos.double() // a.position_original))[:, None]
@@ -427,6 +438,11 @@ FORWARD = {
     "mla_kv_bwd": (Mla, mla_kv_bwd),
     "mla_cut": (Mla, mla_cut),
     "mla_pad": (Mla, mla_pad),
+    "layer_scale_fwd": (LayerScale, lambda a, x, s: [x * s]),
+    "layer_scale_bwd": (
+        LayerScale,
+        lambda a, dx, s, ds: [dx * s, ds if a.accumulate_ds else torch.zeros_like(ds)],
+    ),
     "glu_fwd": (Glu, glu),
     "cross_entropy": (CrossEntropy, cross_entropy),
     "score_loss": (ScoreLoss, score_loss),

@@ -70,6 +70,24 @@ def gemma3(text, **more):
     return model("gemma3", "Gemma3ForConditionalGeneration", base, text_config=text, **more)
 
 
+def gemma4(kind, *size, kv, **more):
+    base = dict(image_token_id=258880, video_token_id=258884, audio_token_id=258881)
+    base |= dict(audio_config=None, tie_word_embeddings=True, eos_token_id=[1, 106])
+    base |= dict(vision_config=dict(model_type=f"gemma4{kind}_vision"))
+    text = sizes(*size, model_type=f"gemma4{kind}_text", head_dim=256, global_head_dim=512)
+    text |= dict(num_global_key_value_heads=kv, attention_k_eq_v=True, sliding_window=1024)
+    text |= dict(hidden_activation="gelu_pytorch_tanh", final_logit_softcapping=30.0)
+    text |= dict(hidden_size_per_layer_input=0, use_bidirectional_attention="vision")
+    text |= dict(num_kv_shared_layers=0, enable_moe_block=False, attention_bias=False)
+    text |= dict(max_position_embeddings=262144, rms_norm_eps=1e-6, pad_token_id=0)
+    text["rope_parameters"] = dict(
+        full_attention=dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1e6),
+        sliding_attention=dict(rope_type="default", rope_theta=10000.0),
+    )
+    name = f"Gemma4{kind[1:].capitalize()}ForConditionalGeneration"
+    return model(f"gemma4{kind}", name, base, text_config=text | more)
+
+
 def gemma2(*size, **more):
     base = dict(hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh")
     base |= dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0, head_dim=256)
@@ -288,14 +306,31 @@ PUBLISHED = {
         ),
         "",
     ),
-    "Gemma 4 12B": (
-        model(
-            "gemma4",
-            "Gemma4ForConditionalGeneration",
-            dict(vision_config=dict(model_type="gemma4_vision")),
-            text_config=dict(model_type="gemma4_text", global_head_dim=512),
+    "Gemma 4 12B": (gemma4("_unified", *(262144, 3840, 15360, 48, 16, 8), kv=1), ""),
+    "Gemma 4 31B": (gemma4("", *(262144, 5376, 21504, 60, 32, 16), kv=4), ""),
+    "Gemma 4 26B-A4B": (
+        gemma4(
+            "",
+            *(262144, 2816, 2112, 30, 16, 8),
+            kv=2,
+            enable_moe_block=True,
+            num_experts=128,
+            top_k_experts=8,
+            moe_intermediate_size=704,
         ),
-        "model_type",
+        "num_experts",
+    ),
+    "Gemma 4 E4B": (
+        gemma4(
+            "",
+            *(262144, 2560, 10240, 42, 8, 2),
+            kv=None,
+            attention_k_eq_v=False,
+            sliding_window=512,
+            hidden_size_per_layer_input=256,
+            num_kv_shared_layers=18,
+        ),
+        "hidden_size_per_layer_input",
     ),
     "gpt-oss 20B": (
         model(

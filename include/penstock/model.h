@@ -61,7 +61,10 @@ typedef enum ps_rope_scaling {
   PS_ROPE_YARN = 3,     /* arXiv 2309.00071 */
   PS_ROPE_LONGROPE = 4, /* each frequency divided by its own factor, arXiv 2402.13753 */
   /* a larger theta past max_position_embeddings: a model of longer sequences is refused */
-  PS_ROPE_DYNAMIC = 5
+  PS_ROPE_DYNAMIC = 5,
+  /* the frequencies of all of head_dim, divided by factor: theta^(-2i/head_dim). The first
+   * rotary_dim/2 pairs (i, i + head_dim/2) are turned (Gemma 4) */
+  PS_ROPE_PROPORTIONAL = 6
 } ps_rope_scaling;
 
 enum { PS_ROPE_PAIRS = 128, PS_MAX_LAYERS = 4096 };
@@ -96,7 +99,8 @@ enum {
   PS_LAYER_NO_ROPE = 2,    /* SmolLM3 */
   PS_LAYER_LOCAL_ROPE = 4, /* RoPE with local_rope_theta and no scaling (Gemma 3) */
   PS_LAYER_EXPERTS = 8,    /* experts and their router in the MLP's place */
-  PS_LAYER_FLAGS = 15
+  PS_LAYER_GLOBAL = 16,    /* heads as global_head_dim, global_kv_heads and shared_keys say */
+  PS_LAYER_FLAGS = 31
 };
 
 /* What a model is for. All but a language model have an own head. SINGLE_LABEL to PAIRS have
@@ -179,6 +183,11 @@ typedef struct ps_model_config {
   float glu_alpha, glu_limit;
   uint32_t problem, n_labels; /* ps_problem, which says what n_labels may be; 0: of a language
                                * model */
+  uint32_t value_norm;        /* 1: RMSNorm on v over each head, without weights (Gemma 4) */
+  /* Layers with PS_LAYER_GLOBAL (Gemma 4); 0 in models without such layers:
+   *   global_head_dim, global_kv_heads  in place of head_dim and n_kv_heads. config.rope is theirs
+   *   shared_keys                       1: v is the norm of what k is the norm of; no v_proj */
+  uint32_t global_head_dim, global_kv_heads, shared_keys;
   /* q is multiplied by 1 + beta ln(1 + floor(position / rope.original_positions)) (Ministral 3);
    * 0: it is not */
   double position_beta;
@@ -231,7 +240,8 @@ PS_API ps_status ps_model_config_check(const ps_model_config *cfg, const char *n
 typedef enum ps_param_role {
   PS_PARAM_MATRIX = 0,
   PS_PARAM_NORM = 1, /* RMSNorm weight */
-  PS_PARAM_BIAS = 2
+  PS_PARAM_BIAS = 2,
+  PS_PARAM_CONSTANT = 3 /* not trained: its gradient is 0, and it never decays */
 } ps_param_role;
 
 enum { PS_PARAM_NAME_BYTES = 96 };

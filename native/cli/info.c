@@ -17,6 +17,9 @@ static void print_layers(const ps_model_config *cfg) {
     printf(", windows of %u tokens in %u layers", cfg->window, windows);
   if (no_rope)
     printf(", no RoPE in %u layers", no_rope);
+  if (cfg->global_head_dim)
+    printf(", %u/%u heads of %u in %u layers", cfg->n_heads, cfg->global_kv_heads,
+           cfg->global_head_dim, layers_with(cfg, PS_LAYER_GLOBAL));
   if (cfg->n_experts)
     printf(", %u experts of %u in %u layers, %u a token", cfg->n_experts, cfg->expert_dim,
            layers_with(cfg, PS_LAYER_EXPERTS), cfg->n_experts_used);
@@ -48,6 +51,8 @@ static int show_model(cli_json *j, const char *path, uint64_t seq_len, ps_model_
     cli_json_count(j, "n_heads", cfg->n_heads);
     cli_json_count(j, "n_kv_heads", cfg->n_kv_heads);
     cli_json_count(j, "head_dim", cfg->head_dim);
+    cli_json_count(j, "global_kv_heads", cfg->global_kv_heads);
+    cli_json_count(j, "global_head_dim", cfg->global_head_dim);
     cli_json_count(j, "ffn_dim", cfg->ffn_dim);
     cli_json_count(j, "vocab_size", cfg->vocab_size);
     cli_json_count(j, "n_experts", cfg->n_experts);

@@ -176,11 +176,11 @@ static void place_batch(ps__gen_plan *p) {
   b->out = take(&b->bytes, 4ull * p->rows[1]);
 }
 
-/* BYTES of a block's keys and values: those of the op that caches. */
-static uint64_t cache_bytes(const ps__gen_plan *p) {
+uint64_t ps__gen_cache_bytes(const ps__gen_plan *p, uint32_t layer) {
   const ps_model_config *c = &p->model->cfg;
-  return aligned(p->cfg.n_sequences * p->cfg.context * 2 * c->n_kv_heads * c->head_dim *
-                 ps_dtype_bytes(p->model->dt));
+  const uint32_t flags = c->layer_flags[layer - 1];
+  return aligned(p->cfg.n_sequences * p->cfg.context * 2 * ps__layer_kv_heads(c, flags) *
+                 ps__layer_head_dim(c, flags) * ps_dtype_bytes(p->model->dt));
 }
 
 static void measure(ps__gen_plan *p) {
@@ -194,8 +194,8 @@ static void measure(ps__gen_plan *p) {
     r->weights_bytes += layer_bytes(p, l);
     p->n_moved += layer_bytes(p, l) > 0;
     p->n_ops += ps__gen_n_ops(ps__layer_of(m, l));
+    r->cache_bytes += ps__gen_cache_bytes(p, l);
   }
-  r->cache_bytes = r->n_blocks * cache_bytes(p);
   for (uint32_t l = 0; l < m->n_layers; l++) {
     const ps__layer_def *d = ps__layer_of(m, l);
     if (d->output != PS__NONE)

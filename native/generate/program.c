@@ -233,11 +233,13 @@ static ps_status add_op(builder *b, const ps__layer_def *d, const ps__op_def *op
       return ps__fail(PS_EINTERNAL, "op %s of generation writes a gradient", k->name);
   }
   if (k->info->caches) {
-    const uint64_t bytes = p->report.cache_bytes / p->report.n_blocks;
+    uint64_t at = p->map.device.cache;
+    for (uint32_t l = 1; l < b->layer; l++)
+      at += ps__gen_cache_bytes(p, l);
     const ps__sym position = PS__B(PS__BATCH_POSITION);
     PS_TRY(batch_of(b, position, rows, &access[n++]));
-    access[n++] = (ps_access){p->at->dev[0].place, PS_READ_WRITE,
-                              p->map.device.cache + (b->layer - 1) * bytes, bytes};
+    access[n++] =
+        (ps_access){p->at->dev[0].place, PS_READ_WRITE, at, ps__gen_cache_bytes(p, b->layer)};
   }
   if (cached) {
     ps__args_grouped_slots of_slots = {.n_slots = p->experts.n_slots};

@@ -49,6 +49,8 @@ extern "C" {
   X(mla_kv_bwd)                                                                                    \
   X(mla_cut)                                                                                       \
   X(mla_pad)                                                                                       \
+  X(layer_scale_fwd)                                                                               \
+  X(layer_scale_bwd)                                                                               \
   X(attention_fwd)                                                                                 \
   X(attention_bwd)                                                                                 \
   X(attention_cached)                                                                              \
@@ -449,18 +451,26 @@ typedef struct ps__args_qkv {
   /* beta > 0: q is multiplied by 1 + beta ln(1 + pos / original), the quotient rounded down */
   uint32_t position_original;
   float position_beta;
+  uint32_t whole_head;  /* RoPE turns i and i + head_dim/2, whatever rotary_dim is (Gemma 4) */
+  uint32_t value_norm;  /* v is normed over each head, without weights; with PS_QK_NORM_HEAD */
+  uint32_t shared_keys; /* k is v too: qkv is [T,A+K]; with value_norm */
 } ps__args_qkv;
 /* Whether it is more than what most models have: the norm before RoPE, RoPE of halves. */
 #define ps__qkv_is_plain(a)                                                                        \
-  ((a)->qk_norm != PS_QK_NORM_LATE && !(a)->interleaved && !((a)->position_beta > 0.0f))
+  ((a)->qk_norm != PS_QK_NORM_LATE && !(a)->interleaved && !((a)->position_beta > 0.0f) &&         \
+   !(a)->whole_head && !(a)->value_norm)
+/* Elements of a row of qkv. */
+#define ps__qkv_elements(a)                                                                        \
+  (((a)->n_heads + ((a)->shared_keys ? 1 : 2) * (a)->n_kv_heads) * (a)->head_dim)
 /* qkv_split_fwd        qkv[T,A+2K] -> q[T,A] and kv[T,2K] (row: K heads then V heads), q and k
  *                      after optional RMSNorm (one rounding after norm, then RoPE, one rounding)
  *                      and RoPE at pos[t]. With PS_QK_NORM_LATE RoPE comes first, one rounding
- *                      after each.
+ *                      after each. With value_norm v = round(x rstd) of v's columns or, with
+ *                      shared_keys, of k's.
  *                      ptr: R qkv, R pos i32[T], W q, W kv, then with qk_norm R wq, R wk
  *                      (ps__q_norm_elements, ps__k_norm_elements). */
 /* qkv_split_bwd        dqkv[T,A+2K] from dq[T,A] (dt) and dkv fp32 [T,2K]: inverse RoPE, norm
- *                      backward.
+ *                      backward. With shared_keys k's columns get both gradients, added in fp32.
  *                      ptr: R dq, R dkv f32, R pos, W dqkv, then with qk_norm R qkv (raw), R wq,
  *                      R wk, W|RW dwq, W|RW dwk. */
 
@@ -484,6 +494,12 @@ typedef struct ps__args_mla {
  *                      ptr: R dkv f32[T,2 H d], R pos i32[T], W dkvb[T,H (dn+dv)], W dkr[T,dr].
  * mla_cut              y[t,h] = the first dv elements of o[t,h].  ptr: R o[T,H d], W y[T,H dv].
  * mla_pad              its backward pass, with zeros.  ptr: R dy[T,H dv], W d_o[T,H d]. */
+/* A block's output times a number that is not trained (Gemma 4's layer_scalar). */
+typedef struct ps__args_layer_scale {
+  uint32_t rows, cols, dt, accumulate_ds;
+} ps__args_layer_scale;
+/* layer_scale_fwd      x[rows,cols] = x * s[1], in place.   ptr: RW x, R s */
+/* layer_scale_bwd      dx = dx * s, in place; ds = 0.   ptr: RW dx, R s, W|RW ds */
 
 /* Attention over the rows of an attention group (a long sequence, or the sequences packed in a
  * chunk). Query row i of this chunk is group row row0+i. It sees keys doc_start[i] .. row0+i

@@ -2,18 +2,20 @@
  *
  *   q|k|v = x W_qkv + b,  o = attention(rope(norm(q)), rope(norm(k)), v),  y = o W_o
  *
- * Biases, sinks and the norms of q and k are there where the config has them. */
+ * Biases, sinks and the norms of q, k and v are there where the config has them. With shared_keys v
+ * is the norm of k's columns, and the product is q|k. */
 #include "model/attention.h"
 #include "core/core.h"
 #include "model/block.h"
 #include "model/rope.h"
 
-/* T tokens, A heads x head_dim, K kv_heads x head_dim. */
+/* T tokens, A heads x head_dim, K kv_heads x head_dim, of the layer. */
 typedef struct attention {
-  uint32_t a, k, n_qkv; /* n_qkv: A+2K */
+  uint32_t a, k, n_qkv; /* n_qkv: A+2K, with shared keys A+K */
+  bool shared_keys;
   ps__args_attention args;
   ps__args_qkv split;
-  uint8_t qkv;  /* [T,A+2K]   fused product */
+  uint8_t qkv;  /* [T,n_qkv]  fused product */
   uint8_t q;    /* [T,A]      after RoPE (and QK-norm) */
   uint8_t kv;   /* [group,2K] keys and values after RoPE */
   uint8_t o;    /* [T,A]      attention output */
@@ -21,7 +23,7 @@ typedef struct attention {
   uint8_t dout; /* [T,A] */
   uint8_t dq;   /* [T,A] */
   uint8_t dkv;  /* [group,2K] fp32; the chunks of the group add to it */
-  uint8_t dqkv; /* [T,A+2K] */
+  uint8_t dqkv; /* [T,n_qkv] */
   uint16_t w_qkv, b_qkv, w_qnorm, w_knorm, w_o, sinks;
   ps__product qkv_p, o_p;
   ps__operand o_x, qkv_dy, o_dy;
@@ -43,8 +45,8 @@ const ps__attention_names ps__attention_usual = {.q = "self_attn.q_proj.weight",
 
 static ps__args_attention attention_args(const ps_model *m, uint32_t flags) {
   return (ps__args_attention){.n_heads = m->cfg.n_heads,
-                              .n_kv_heads = m->cfg.n_kv_heads,
-                              .head_dim = m->cfg.head_dim,
+                              .n_kv_heads = ps__layer_kv_heads(&m->cfg, flags),
+                              .head_dim = ps__layer_head_dim(&m->cfg, flags),
                               .dt = m->dt,
                               .sequence_rows = (uint32_t)m->seq_len,
                               .window = flags & PS_LAYER_WINDOW ? m->cfg.window : 0,
@@ -56,34 +58,39 @@ static ps_status qkv_args(ps__args_qkv *out, const ps_model *m, uint32_t flags, 
   const ps_model_config *c = &m->cfg;
   ps_rope rope = c->rope;
   if (flags & PS_LAYER_LOCAL_ROPE)
-    rope = (ps_rope){.rotary_dim = c->rope.rotary_dim, .theta = c->local_rope_theta};
+    rope = (ps_rope){.rotary_dim = c->global_head_dim ? 0 : c->rope.rotary_dim,
+                     .theta = c->local_rope_theta};
   if (!rope.rotary_dim)
-    rope.rotary_dim = c->head_dim;
+    rope.rotary_dim = ps__layer_head_dim(c, flags);
   if (flags & PS_LAYER_NO_ROPE)
     rope.rotary_dim = 0;
   *out = (ps__args_qkv){.n_heads = c->n_heads,
-                        .n_kv_heads = c->n_kv_heads,
-                        .head_dim = c->head_dim,
+                        .n_kv_heads = ps__layer_kv_heads(c, flags),
+                        .head_dim = ps__layer_head_dim(c, flags),
                         .dt = m->dt,
                         .qk_norm = c->qk_norm,
                         .eps = c->norm_eps,
                         .norm_offset = offset,
                         .interleaved = c->interleaved_rope,
                         .position_original = c->position_beta > 0 ? c->rope.original_positions : 0,
-                        .position_beta = (float)c->position_beta};
+                        .position_beta = (float)c->position_beta,
+                        .whole_head = rope.kind == PS_ROPE_PROPORTIONAL,
+                        .value_norm = c->value_norm,
+                        .shared_keys = ps__layer_shares_keys(c, flags)};
   return ps__rope_table(out, &rope, c->max_positions, m->seq_len);
 }
 
 static ps_status begin(ps__half *h) {
   const ps_model_config *c = &h->b->m->cfg;
   attention *t = h->own;
-  t->a = c->n_heads * c->head_dim;
-  t->k = c->n_kv_heads * c->head_dim;
-  t->n_qkv = t->a + 2 * t->k;
   if (c->o_bias && c->residual_scale != 0.0f && c->residual_scale != 1.0f)
     return ps__fail(PS_EINVAL, "o_bias in a model with a residual_multiplier of %g: it must be 1",
                     (double)c->residual_scale);
   t->args = attention_args(h->b->m, h->b->flags);
+  t->a = c->n_heads * t->args.head_dim;
+  t->k = t->args.n_kv_heads * t->args.head_dim;
+  t->shared_keys = ps__layer_shares_keys(c, h->b->flags);
+  t->n_qkv = t->a + (t->shared_keys ? 1 : 2) * t->k;
   return qkv_args(&t->split, h->b->m, h->b->flags, h->b->decoder->norm_offset);
 }
 
@@ -100,7 +107,8 @@ static void define_params(ps__half *h) {
   ps__def_what(d, "qkv");
   if (n->k) {
     ps__def_param_after(d, n->k, PS_PARAM_MATRIX, t->k, dim);
-    ps__def_param_after(d, n->v, PS_PARAM_MATRIX, t->k, dim);
+    if (!t->shared_keys)
+      ps__def_param_after(d, n->v, PS_PARAM_MATRIX, t->k, dim);
   }
   if (c->qkv_bias) {
     t->b_qkv = ps__def_param(d, n->q_bias, PS_PARAM_BIAS, t->a, 0);
@@ -109,8 +117,8 @@ static void define_params(ps__half *h) {
     ps__def_param_after(d, n->v_bias, PS_PARAM_BIAS, t->k, 0);
   }
   if (c->qk_norm) {
-    t->w_qnorm = ps__half_norm(h, n->q_norm, "q and k norm", row_norm ? t->a : c->head_dim);
-    t->w_knorm = ps__half_norm(h, n->k_norm, "q and k norm", row_norm ? t->k : c->head_dim);
+    t->w_qnorm = ps__half_norm(h, n->q_norm, "q and k norm", row_norm ? t->a : t->args.head_dim);
+    t->w_knorm = ps__half_norm(h, n->k_norm, "q and k norm", row_norm ? t->k : t->args.head_dim);
   }
   t->w_o = ps__half_residual(h, n->o, "o", t->a);
   h->has_bias = c->o_bias;
@@ -133,7 +141,8 @@ static void define_sites(ps__half *h) {
   if (n->k) {
     ps__half_site(h, PS__TARGET_Q, t->a, dim);
     ps__half_site(h, PS__TARGET_K, t->k, dim);
-    ps__half_site(h, PS__TARGET_V, t->k, dim);
+    if (!t->shared_keys)
+      ps__half_site(h, PS__TARGET_V, t->k, dim);
   } else {
     ps__half_site(h, PS__TARGET_QKV, t->n_qkv, dim);
   }

@@ -97,6 +97,10 @@ static void define_params(ps__block *b, ps__half *half) {
     kind->params(h);
     h->w_post = ps__half_norm(h, h->use->post_norm, kind->post_norm, b->dim);
   }
+  if (b->decoder->layer_scale) {
+    b->w_scale = ps__def_param(b->d, b->decoder->layer_scale, PS_PARAM_CONSTANT, 1, 0);
+    ps__def_what(b->d, "layer scale");
+  }
 }
 
 /* The LoRA targets that the block has. */
@@ -167,6 +171,7 @@ static void define_saved(ps__block *b, ps__half *half) {
  * the forward op that makes a missing tensor in front of its first use. */
 static void define_ops(ps__block *b, ps__half *half) {
   ps__args_rmsnorm post = b->norm, pre = b->norm;
+  const ps__args_layer_scale scale = {.cols = b->dim, .dt = b->m->dt};
   post.has_residual = true;
   pre.add_dx = true;
   for (ps__half *h = half; h < half + PS__HALVES; h++) {
@@ -174,6 +179,11 @@ static void define_ops(ps__block *b, ps__half *half) {
     if (h->post)
       PS__FWD(b->d, ps__k_rmsnorm_fwd, post, PS__R(h->y), PS__P(h->w_post), PS__W(h->to),
               PS__R(h->in));
+  }
+  if (b->decoder->layer_scale) {
+    PS__FWD(b->d, ps__k_layer_scale_fwd, scale, PS__RW((uint8_t)b->d->output), PS__P(b->w_scale));
+    PS__BWD(b->d, ps__k_layer_scale_bwd, scale, PS__RW(b->dy), PS__P(b->w_scale),
+            PS__G(b->w_scale));
   }
   for (ps__half *h = half + PS__HALVES; h-- > half;) {
     if (h->post)

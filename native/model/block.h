@@ -4,7 +4,8 @@
  *   h = x + scale post(f(norm(x)))   f: the first half, such as attention
  *   y = h + scale post(g(norm(h)))   g: the second half, such as an MLP
  *
- * norm and post are RMSNorms; where a half has none, the identity. scale is residual_scale.
+ * norm and post are RMSNorms; where a half has none, the identity. scale is residual_scale. Where
+ * the decoder has a layer_scale, the block's output is y times that.
  *
  * The block has the residual stream, these norms and the order. A half has all else: parameters,
  * LoRA sites, tensors, FP8 operands, saved activations, ops. It is a ps__half_kind, and nothing
@@ -36,6 +37,7 @@ typedef struct ps__block {
   uint32_t dim, flags;   /* flags: PS_LAYER_* */
   bool fp8;              /* products multiply FP8 operands, where a half has such */
   ps__args_rmsnorm norm; /* of a norm over the residual stream */
+  uint16_t w_scale;      /* [1] where the decoder has a layer_scale */
   uint8_t dy;            /* [T,D] gradient of the residual stream: dY, overwritten with dX */
   struct {
     uint32_t n_out, n_in; /* n_out 0: the block has no such target */

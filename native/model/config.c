@@ -50,6 +50,35 @@ static ps_status check_sizes(const ps_model_config *c, const char *name) {
   return PS_OK;
 }
 
+/* Heads of layers with PS_LAYER_GLOBAL. */
+static ps_status check_global(const ps_model_config *c, const char *name) {
+  uint32_t flags = 0;
+  for (uint32_t l = 0; l < c->n_layers; l++)
+    flags |= c->layer_flags[l];
+  PS_TRY(ps__config_in_range(name, "value_norm", c->value_norm, 0, 1));
+  PS_TRY(ps__config_in_range(name, "attention_k_eq_v", c->shared_keys, 0, 1));
+  if (!(flags & PS_LAYER_GLOBAL))
+    return PS_OK;
+  PS_TRY(ps__config_in_range(name, "global_head_dim", c->global_head_dim, 2, MAX_HEAD_DIM));
+  PS_TRY(ps__config_in_range(name, "num_global_key_value_heads", c->global_kv_heads, 1, MAX_HEADS));
+  if (c->global_head_dim % 2 || (uint64_t)c->n_heads * c->global_head_dim > MAX_DIM)
+    return ps__fail(PS_EFORMAT,
+                    "%s: global_head_dim is %u: it must be even, and at most %u together with "
+                    "num_attention_heads, %u",
+                    name, c->global_head_dim, (unsigned)MAX_DIM, c->n_heads);
+  if (c->n_heads % c->global_kv_heads)
+    return ps__fail(PS_EFORMAT,
+                    "%s: num_attention_heads is %u: it must be a multiple of "
+                    "num_global_key_value_heads, %u",
+                    name, c->n_heads, c->global_kv_heads);
+  if ((c->value_norm && c->qk_norm != 1) || (c->shared_keys && (!c->value_norm || c->qkv_bias)))
+    return ps__fail(PS_EFORMAT,
+                    "%s: attention_k_eq_v is %u, value_norm %u, qk_norm %u and qkv_bias %u: the "
+                    "first needs the second and no biases, the second norms over heads",
+                    name, c->shared_keys, c->value_norm, c->qk_norm, c->qkv_bias);
+  return PS_OK;
+}
+
 /* yarn and longrope. A value of 0 stands for transformers' default. */
 static ps_status check_rope_lengths(const ps_model_config *c, const char *name) {
   const ps_rope *r = &c->rope;
@@ -90,14 +119,15 @@ static ps_status check_rope(const ps_model_config *c, const char *name) {
   const ps_rope *r = &c->rope;
   if (!(r->theta >= 1.0 && r->theta <= 1e15))
     return ps__fail(PS_EFORMAT, "%s: rope_theta is %g: it must be 1 to 1e15", name, r->theta);
-  PS_TRY(
-      ps__config_in_range(name, "the RoPE scaling's kind", r->kind, PS_ROPE_NONE, PS_ROPE_DYNAMIC));
-  const uint32_t rotary = r->rotary_dim ? r->rotary_dim : c->head_dim;
-  if (rotary % 2 || rotary > c->head_dim)
+  PS_TRY(ps__config_in_range(name, "the RoPE scaling's kind", r->kind, PS_ROPE_NONE,
+                             PS_ROPE_PROPORTIONAL));
+  const uint32_t head = r->kind == PS_ROPE_PROPORTIONAL ? c->global_head_dim : c->head_dim,
+                 rotary = r->rotary_dim ? r->rotary_dim : head;
+  if (rotary % 2 || rotary > head)
     return ps__fail(PS_EFORMAT,
                     "%s: head_dim x partial_rotary_factor is %u: it must be even and at most "
                     "head_dim, %u",
-                    name, rotary, c->head_dim);
+                    name, rotary, head);
   if (r->kind == PS_ROPE_NONE)
     return PS_OK;
   if (r->kind != PS_ROPE_LONGROPE && !(r->factor >= 1.0 && r->factor <= 1e6))
@@ -235,6 +265,7 @@ ps_status ps_model_config_check(const ps_model_config *c, const char *name) {
   if (!ps__family_at(c->family))
     return ps__fail(PS_EINVAL, "%s: family is %u: there is none with this number", name, c->family);
   PS_TRY(check_sizes(c, name));
+  PS_TRY(check_global(c, name));
   PS_TRY(ps__config_in_range(name, "tie_word_embeddings", c->tied_embeddings, 0, 1));
   PS_TRY(ps__config_in_range(name, "qkv_bias", c->qkv_bias, 0, 1));
   PS_TRY(ps__config_in_range(name, "qk_norm", c->qk_norm, 0, PS_QK_NORM_LATE));
@@ -487,7 +518,8 @@ static ps_status read_config(const ps__config_reader *r, ps_model_config *c) {
   c->qk_norm = family->qk_norm;
   PS_TRY(check_sizes(c, r->path)); /* bounds what the rest of reading goes over */
   PS_TRY(ps__config_pad(r, family, c));
-  PS_TRY(ps__config_rope(r, c));
+  if (!family->has_own_rope)
+    PS_TRY(ps__config_rope(r, c));
   PS_TRY(family->read(r, c));
   PS_TRY(ps__score_read(r, c));
   return ps_model_config_check(c, r->path);

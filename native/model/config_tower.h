@@ -9,8 +9,9 @@ typedef struct ps__tower {
   const char *text_type;                 /* model_type of text_config */
   const char *family;                    /* model_type of the family that its text model is */
   bool is_default;                       /* text_config without model_type is of this type */
-  bool flat; /* older files have the text model's fields beside vision_config. Either
-              * tie_word_embeddings, inner or outer, ties */
+  bool flat;      /* older files have the text model's fields beside vision_config. Either
+                   * tie_word_embeddings, inner or outer, ties */
+  bool has_audio; /* audio_config may be there: an audio tower stays as it is */
   bool tied_by_default;
   const ps__config_default *absent; /* what absent keys of text_config mean; ends with NULL */
 } ps__tower;

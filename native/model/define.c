@@ -63,14 +63,15 @@ static void add_param(ps__layer_def *d, const char *name, ps_param_role role, ui
                       uint64_t cols, uint64_t offset) {
   if (!grow(d, (void **)&d->param, d->n_params, &d->cap_params, sizeof *d->param))
     return;
-  d->param[d->n_params++] = (ps__param_def){.name = name,
-                                            .role = role,
-                                            .n_dims = cols ? 2 : 1,
-                                            .rows = rows,
-                                            .cols = cols ? cols : 1,
-                                            .offset = offset,
-                                            .init_mean = role == PS_PARAM_NORM ? 1.0f : 0.0f,
-                                            .init_std = role == PS_PARAM_MATRIX ? 0.02f : 0.0f};
+  d->param[d->n_params++] =
+      (ps__param_def){.name = name,
+                      .role = role,
+                      .n_dims = cols ? 2 : 1,
+                      .rows = rows,
+                      .cols = cols ? cols : 1,
+                      .offset = offset,
+                      .init_mean = role == PS_PARAM_NORM || role == PS_PARAM_CONSTANT ? 1.0f : 0.0f,
+                      .init_std = role == PS_PARAM_MATRIX ? 0.02f : 0.0f};
 }
 
 const char *ps__def_name(ps__layer_def *d, const char *format, uint32_t i) {

@@ -228,7 +228,7 @@ const char *ps__def_name(ps__layer_def *d, const char *format, uint32_t i);
 /* ps__def_what() - the ops of the last span work on @what, as ps_tag.what. Borrowed like names. */
 void ps__def_what(ps__layer_def *d, const char *what);
 /* ps__def_init() - what the last parameter is drawn from, where that is not the usual: N(0, 0.02)
- * for matrices, 1 for norms, 0 for biases. */
+ * for matrices, 1 for norms and constants, 0 for biases. */
 void ps__def_init(ps__layer_def *d, double mean, double std);
 /* ps__def_init_uniform() - the last parameter is drawn from the uniform distribution over [-limit,
  * limit]. */

@@ -156,6 +156,7 @@ struct ps__family {
   bool has_ntk_alpha;                /* rope_type "dynamic" with alpha is a larger theta, always */
   bool has_local_rope;               /* layers with sliding attention have RoPE of their own */
   const char *local_rope_key;        /* its theta's in transformers 4; NULL: none */
+  bool has_own_rope;                 /* read() reads RoPE; ps__config_rope() is not called */
   uint32_t qk_norm;                  /* as ps_model_config.qk_norm */
   uint32_t activation;               /* ps_activation, the one that is computed */
   const char *activation_alias;      /* its older name in config.json; NULL: none */

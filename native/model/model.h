@@ -171,6 +171,16 @@ static inline bool ps__has_score(const ps_model_config *c) { return c->n_labels 
 #define PS__SCORE "score.weight"
 /* ps__is_idle_head() - whether tensor @name is the head of a model that has another one now. */
 bool ps__is_idle_head(const ps_model_config *c, const char *name);
+/* Heads of a layer with @flags: their width, those of keys and values, and whether v is of k. */
+static inline uint32_t ps__layer_head_dim(const ps_model_config *c, uint32_t flags) {
+  return flags & PS_LAYER_GLOBAL ? c->global_head_dim : c->head_dim;
+}
+static inline uint32_t ps__layer_kv_heads(const ps_model_config *c, uint32_t flags) {
+  return flags & PS_LAYER_GLOBAL ? c->global_kv_heads : c->n_kv_heads;
+}
+static inline bool ps__layer_shares_keys(const ps_model_config *c, uint32_t flags) {
+  return flags & PS_LAYER_GLOBAL && c->shared_keys;
+}
 /* ps__n_sparse() - blocks with experts. */
 static inline uint32_t ps__n_sparse(const ps_model_config *c) {
   uint32_t n = 0;

@@ -63,6 +63,7 @@ static ps_status check(const ps_rope *r, uint32_t original) {
                     r->attention_factor);
   switch (r->kind) {
   case PS_ROPE_NONE: return PS_OK;
+  case PS_ROPE_PROPORTIONAL:
   case PS_ROPE_LINEAR: return needs("factor", r->factor);
   case PS_ROPE_LLAMA3:
     PS_TRY(needs("factor", r->factor));
@@ -76,10 +77,11 @@ static ps_status check(const ps_rope *r, uint32_t original) {
   }
 }
 
-/* theta^(2i/rotary_dim) */
-static float power_of(const ps_rope *r, uint32_t i) {
-  return (float)pow((float)r->theta, (float)(2 * i) / (float)r->rotary_dim);
+/* theta^(2i/@dim); @dim: rotary_dim, of proportional RoPE head_dim */
+static float power_at(const ps_rope *r, uint32_t i, uint32_t dim) {
+  return (float)pow((float)r->theta, (float)(2 * i) / (float)dim);
 }
+static float power_of(const ps_rope *r, uint32_t i) { return power_at(r, i, r->rotary_dim); }
 
 static float llama3(const ps_rope *r, float f) {
   const float original = (float)r->original_positions, low = (float)r->low_freq_factor,
@@ -166,12 +168,13 @@ ps_status ps__rope_table(ps__args_qkv *a, const ps_rope *r, uint32_t max_positio
   if (r->kind == PS_ROPE_YARN)
     yarn_range(r, original, &from, &to);
   for (uint32_t i = 0; i < r->rotary_dim / 2; i++) {
-    const float f = 1.0f / power_of(r, i);
-    inv_freq[i] = r->kind == PS_ROPE_LINEAR     ? f / (float)r->factor
-                  : r->kind == PS_ROPE_LLAMA3   ? llama3(r, f)
-                  : r->kind == PS_ROPE_YARN     ? yarn(r, i, from, to)
-                  : r->kind == PS_ROPE_LONGROPE ? longrope(r, i, seq_len > original)
-                                                : f;
+    const bool whole = r->kind == PS_ROPE_PROPORTIONAL;
+    const float f = 1.0f / power_at(r, i, whole ? a->head_dim : r->rotary_dim);
+    inv_freq[i] = r->kind == PS_ROPE_LINEAR || whole ? f / (float)r->factor
+                  : r->kind == PS_ROPE_LLAMA3        ? llama3(r, f)
+                  : r->kind == PS_ROPE_YARN          ? yarn(r, i, from, to)
+                  : r->kind == PS_ROPE_LONGROPE      ? longrope(r, i, seq_len > original)
+                                                     : f;
     if (!positive(inv_freq[i]))
       return ps__fail(PS_EINVAL,
                       "rope_theta %g gives pair %u of %u the frequency %g: it must be "

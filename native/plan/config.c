@@ -92,13 +92,19 @@ static ps_status check_fp8(const ps_plan *p, const ps_model_config *m) {
     const char *name;
     uint64_t value;
     bool given; /* by the caller, who may give another */
-  } sixteens[] = {{"hidden_size", m->dim, false},
-                  {"intermediate_size", m->ffn_dim, false},
-                  {"query heads times head_dim", (uint64_t)m->n_heads * m->head_dim, false},
-                  {"query, key and value heads times head_dim",
-                   ((uint64_t)m->n_heads + 2 * (uint64_t)m->n_kv_heads) * m->head_dim, false},
-                  {ps__field("seq_len"), c->seq_len, true},
-                  {ps__field("chunk_tokens"), c->chunk_tokens, true}};
+  } sixteens[] = {
+      {"hidden_size", m->dim, false},
+      {"intermediate_size", m->ffn_dim, false},
+      {"query heads times head_dim", (uint64_t)m->n_heads * m->head_dim, false},
+      {"query, key and value heads times head_dim",
+       ((uint64_t)m->n_heads + 2 * (uint64_t)m->n_kv_heads) * m->head_dim, false},
+      {"query heads times global_head_dim", (uint64_t)m->n_heads * m->global_head_dim, false},
+      {"query, key and value heads times global_head_dim",
+       ((uint64_t)m->n_heads + (2 - m->shared_keys) * (uint64_t)m->global_kv_heads) *
+           m->global_head_dim,
+       false},
+      {ps__field("seq_len"), c->seq_len, true},
+      {ps__field("chunk_tokens"), c->chunk_tokens, true}};
   if (!ps__recipes[c->recipe].fp8)
     return c->fp8_bf16_first || c->fp8_bf16_last || c->fp8_bf16_down || c->fp8_head ||
                    c->fp8_fast_accumulation

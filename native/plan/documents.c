@@ -13,9 +13,12 @@ const char *ps__documents_lack(char text[PS__DOCUMENTS_TEXT], const ps_plan *p, 
       ps__cudnn_finds_documents(sm))
     return NULL;
   bool window = false;
-  for (uint32_t i = 0; i < m->n_layers; i++)
+  uint32_t head_dim = m->head_dim;
+  for (uint32_t i = 0; i < m->n_layers; i++) {
     window |= (m->layer_flags[i] & PS_LAYER_WINDOW) && m->window < p->cfg.seq_len;
-  if (!ps__flash_takes(m->head_dim, window, m->attention_softcap > 0))
+    head_dim = m->layer_flags[i] & PS_LAYER_GLOBAL ? m->global_head_dim : head_dim;
+  }
+  if (!ps__flash_takes(head_dim, window, m->attention_softcap > 0))
     snprintf(text, PS__DOCUMENTS_TEXT,
              "no attention library takes several documents a row on compute capability %u.%u with "
              "this model's %s: train on one document a sequence",

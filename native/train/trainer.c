@@ -16,6 +16,8 @@
 
 static bool decays(const ps_trainer *t, const ps_param_info *p) {
   const uint32_t none = t->cfg.no_decay;
+  if (p->role == PS_PARAM_CONSTANT)
+    return false;
   if (p->role == PS_PARAM_NORM)
     return !(none & PS_NO_DECAY_NORM);
   if (p->role == PS_PARAM_BIAS)

@@ -7,7 +7,7 @@ import numpy as np
 from ._handle import Handle, Owner
 from ._lib import as_dict, check, encode_path, ffi, lib, struct, text
 
-ROLES = ("matrix", "norm", "bias")
+ROLES = ("matrix", "norm", "bias", "constant")
 DTYPES = {"fp32": lib.PS_F32, "bf16": lib.PS_BF16}
 SAVE_DTYPES = DTYPES | {"mxfp4": lib.PS_SAVE_MXFP4}  # of gpt-oss
 _ARRAYS = {"fp32": np.float32, "bf16": np.uint16}  # numpy has no bf16: its bits
@@ -21,9 +21,9 @@ def bf16_bits(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A tensor under its Hugging Face name. role: "matrix", "norm" or "bias". unit: 0 is the
-    embedding, 1 to n_layers are the blocks, n_layers + 1 is the head. offset: in the unit, in
-    elements."""
+    """A tensor under its Hugging Face name. role: "matrix", "norm", "bias" or "constant". unit: 0
+    is the embedding, 1 to n_layers are the blocks, n_layers + 1 is the head. offset: in the unit,
+    in elements."""
 
     index: int
     name: str

@@ -45,7 +45,7 @@ FORWARD_A_LAYER = 8
 FORWARD_POST_NORMS = 2
 FORWARD_FUSED_ATTENTION = 1
 FORWARD_HEAD = 2
-FAMILIES_WITH_POST_NORMS = ("olmo2", "gemma2", "gemma3_text")
+FAMILIES_WITH_POST_NORMS = ("olmo2", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text")
 
 
 def delta(recipe, n_layers, n_chunks, longest_sum, a_layer=A_LAYER):

@@ -101,6 +101,8 @@ const op_entry op_table[] = {
     {.kernel = &ps__k_mla_kv_bwd, .cases = op_mla_kv_bwd},
     {.kernel = &ps__k_mla_cut, .cases = op_mla_cut, .same_bits = true},
     {.kernel = &ps__k_mla_pad, .cases = op_mla_pad, .same_bits = true},
+    {.kernel = &ps__k_layer_scale_fwd, .cases = op_layer_scale_fwd, .same_bits = true},
+    {.kernel = &ps__k_layer_scale_bwd, .cases = op_layer_scale_bwd, .same_bits = true},
     {.kernel = &ps__k_glu_fwd, .cases = op_glu_fwd},
     {.kernel = &ps__k_glu_bwd, .cases = op_glu_bwd, .gradient_of = &ps__k_glu_fwd},
     {.kernel = &ps__k_cross_entropy, .cases = op_cross_entropy},

@@ -76,13 +76,50 @@ void op_glu_bwd(visit *v, uint32_t dt) {
   }
 }
 
+static const uint32_t scale_test[][2] = {{1, 1}, {5, 72}, {300, 130}, {3, 4096}},
+                      scale_bench[][2] = {{8192, 4096}};
+void op_layer_scale_fwd(visit *v, uint32_t dt) {
+  EACH(s, v, scale_test, scale_bench) {
+    const ps__args_layer_scale a = {s[0], s[1], dt, 0};
+    const uint64_t n = (uint64_t)s[0] * s[1];
+    if (!wanted(v, n))
+      continue;
+    const op_operand o[] = {op_drawn(PS_READ_WRITE, dt, n, 1, exact), in(dt, 1, 1)};
+    CASE(v, &a, 2, o, "%ux%u", s[0], s[1]);
+  }
+}
+void op_layer_scale_bwd(visit *v, uint32_t dt) {
+  EACH(s, v, scale_test, scale_bench)
+  for (uint32_t add = 0; add < (v->sizes == OP_BENCH ? 1 : 2); add++) {
+    const ps__args_layer_scale a = {s[0], s[1], dt, add};
+    const uint64_t n = (uint64_t)s[0] * s[1];
+    if (!wanted(v, n))
+      continue;
+    const op_operand o[] = {op_drawn(PS_READ_WRITE, dt, n, 1, exact), in(dt, 1, 1),
+                            sum(add, dt, 1, exact)};
+    CASE(v, &a, 3, o, "%ux%u add %u", s[0], s[1], add);
+  }
+}
+
 /* ---- q, k and v ------------------------------------------------------------------------------ */
 
-static const uint32_t qkv_test[][4] = {{1, 1, 1, 2},      {5, 4, 2, 16},  {33, 8, 2, 64},
-                                       {130, 32, 8, 128}, {9, 3, 1, 80},  {7, 5, 5, 6},
-                                       {40, 4, 1, 256},   {3, 2, 1, 512}, {2100, 2, 1, 32},
-                                       {70, 64, 8, 128},  {9, 11, 4, 320}},
+static const uint32_t qkv_test[][4] = {{1, 1, 1, 2},
+                                       {5, 4, 2, 16},
+                                       {33, 8, 2, 64},
+                                       {130, 32, 8, 128},
+                                       {9, 3, 1, 80},
+                                       {7, 5, 5, 6},
+                                       {40, 4, 1, 256},
+                                       {3, 2, 1, 512},
+                                       {2100, 2, 1, 32},
+                                       {70, 64, 8, 128},
+                                       {9, 11, 4, 320},
+                                       /* as Gemma 4 */
+                                       {9, 4, 2, 24},
+                                       {33, 8, 1, 512},
+                                       {12, 4, 4, 40}},
                       qkv_bench[][4] = {{2048, 16, 8, 64}};
+enum { GEMMA4 = 11 }; /* the first of these: pairs of the whole head, v normed, every other one k */
 /* By turns RoPE turns all of a head, half of it, and nothing. */
 static ps__args_qkv qkv_args(const uint32_t *s, size_t i, uint32_t dt, uint32_t norm,
                              uint32_t accumulate) {
@@ -112,6 +149,12 @@ static ps__args_qkv qkv_args(const uint32_t *s, size_t i, uint32_t dt, uint32_t 
     a.position_original = 70000;
     a.position_beta = 0.3f;
   }
+  if (i >= GEMMA4) {
+    a.whole_head = norm != PS_QK_NORM_ROW;
+    a.interleaved = 0;
+    a.value_norm = norm == PS_QK_NORM_HEAD;
+    a.shared_keys = a.value_norm && i % 2 == 0;
+  }
   return a;
 }
 void op_qkv_split_fwd(visit *v, uint32_t dt) {
@@ -125,7 +168,7 @@ void op_qkv_split_fwd(visit *v, uint32_t dt) {
                                         : (op_tolerance){0, 0, norm ? 4e-6 : 5e-7};
     if (!wanted(v, q + 2 * k))
       continue;
-    const op_operand o[] = {in(dt, q + 2 * k, 1),
+    const op_operand o[] = {in(dt, a.shared_keys ? q + k : q + 2 * k, 1),
                             op_ints(s[0], 0, 1048576, false),
                             out(dt, q, t),
                             out(dt, 2 * k, t),
@@ -143,7 +186,8 @@ void op_qkv_split_bwd(visit *v, uint32_t dt) {
     const ps__args_qkv a = qkv_args(s, s_i, dt, norm, add);
     const uint64_t q = (uint64_t)s[1] * s[3] * s[0], k = (uint64_t)s[2] * s[3] * s[0],
                    of_q = norm ? ps__q_norm_elements(&a) : 0,
-                   of_k = norm ? ps__k_norm_elements(&a) : 0;
+                   of_k = norm ? ps__k_norm_elements(&a) : 0,
+                   of_qkv = a.shared_keys ? q + k : q + 2 * k;
     const op_tolerance t = dt != PS_F32 ? (op_tolerance){1, 0, norm ? 1e-5 : 1e-6}
                                         : (op_tolerance){0, 0, norm ? 1e-5 : 5e-7};
     if (!wanted(v, q + 2 * k))
@@ -151,8 +195,8 @@ void op_qkv_split_bwd(visit *v, uint32_t dt) {
     const op_operand o[] = {in(dt, q, 1),
                             in(PS_F32, 2 * k, 1),
                             op_ints(s[0], 0, 1048576, false),
-                            out(dt, q + 2 * k, t),
-                            in(dt, norm ? q + 2 * k : 0, 1),
+                            out(dt, of_qkv, t),
+                            in(dt, norm ? of_qkv : 0, 1),
                             in(dt, of_q, 1),
                             in(dt, of_k, 1),
                             sum(add, dt, of_q, row_sums(dt, (double)s[0] * (heads ? s[1] : 1))),
@@ -283,11 +327,12 @@ void op_score_loss(visit *v, uint32_t dt) {
 
 /* rows, sequences, rows of the cache, heads, kv heads, head_dim, window. Rows are dealt out to the
  * sequences one by one; each sequence ends at a place of its own. */
-static const uint32_t cached_test[][7] = {{1, 1, 1, 1, 1, 2, 0},       {1, 1, 300, 4, 1, 64, 0},
-                                          {3, 3, 200, 8, 2, 16, 7},    {5, 2, 40, 6, 2, 80, 16},
-                                          {70, 3, 100, 4, 4, 32, 0},   {2, 2, 130, 24, 2, 128, 0},
-                                          {1, 1, 2000, 2, 2, 256, 0},  {4, 4, 64, 3, 3, 6, 0},
-                                          {2, 1, 1100, 16, 2, 24, 900}},
+static const uint32_t cached_test[][7] = {{1, 1, 1, 1, 1, 2, 0},        {1, 1, 300, 4, 1, 64, 0},
+                                          {3, 3, 200, 8, 2, 16, 7},     {5, 2, 40, 6, 2, 80, 16},
+                                          {70, 3, 100, 4, 4, 32, 0},    {2, 2, 130, 24, 2, 128, 0},
+                                          {1, 1, 2000, 2, 2, 256, 0},   {4, 4, 64, 3, 3, 6, 0},
+                                          {2, 1, 1100, 16, 2, 24, 900}, {3, 1, 70, 10, 1, 512, 0},
+                                          {1, 1, 9, 2, 1, 268, 0}},
                       cached_bench[][7] = {{1, 1, 4096, 32, 8, 128, 0}};
 void op_attention_cached(visit *v, uint32_t dt) {
   EACH(s, v, cached_test, cached_bench) {

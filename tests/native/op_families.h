@@ -85,6 +85,8 @@ void op_rmsnorm_fwd(visit *v, uint32_t dt);
 void op_rmsnorm_bwd(visit *v, uint32_t dt);
 void op_glu_fwd(visit *v, uint32_t dt);
 void op_glu_bwd(visit *v, uint32_t dt);
+void op_layer_scale_fwd(visit *v, uint32_t dt);
+void op_layer_scale_bwd(visit *v, uint32_t dt);
 void op_qkv_split_fwd(visit *v, uint32_t dt);
 void op_qkv_split_bwd(visit *v, uint32_t dt);
 void op_embed_fwd(visit *v, uint32_t dt);

@@ -94,10 +94,11 @@ static bool backward_agrees(sample *s) {
   return eq <= 1 && ek <= 1;
 }
 
-/* Why the library takes no such shape; NULL: it does, or the plain kernels take the few rows. */
+/* Why the library takes no such shape; NULL: it does, or the plain kernels take the few
+ * rows or the wide heads. */
 static const char *refused(const ps__args_attention *a) {
   const uint32_t n = ps__attention_documents(a), group = a->n_heads / a->n_kv_heads;
-  if (!strcmp(library, "cudnn") || a->n_tokens <= 16)
+  if (!strcmp(library, "cudnn") || a->n_tokens <= 16 || a->head_dim > 256)
     return NULL;
   if (a->softcap > 0 ||
       (a->window && a->window < (n > 1 ? a->document_rows : a->row0 + a->n_tokens)))
@@ -172,6 +173,9 @@ static void shapes(void) {
   check_case((ps__args_attention){2048, 1000, 8, 2, 128, PS_BF16, 0, ONE, 0, 0, 0, 0}, NULL);
   check_case((ps__args_attention){512, 64, 4, 2, 256, PS_BF16, 0, ONE, 0, 0, 0, 0}, NULL);
   check_case((ps__args_attention){512, 64, 4, 2, 256, PS_BF16, 0, FOUND, 0, 0, 0, 0}, late);
+  /* above 256 by the plain kernels alone */
+  check_case((ps__args_attention){512, 64, 4, 2, 512, PS_BF16, 0, ONE, 0, 0, 0, 0}, NULL);
+  check_case((ps__args_attention){512, 64, 4, 2, 512, PS_BF16, 0, FOUND, 0, 0, 1.0f, 0}, late);
 }
 
 /* Windows within a tile and across chunk and document borders, soft caps and a scale of its own:
@@ -365,7 +369,7 @@ static void refusals(void) {
   a = (ps__args_attention){77, 5, 4, 2, 64, PS_BF16, 0, 0, 0, 0, 0, 0};
   CHECK_FAILS(ps__cuda_attention_fwd(&(ps_launch){.args = &a, .exec = &gpu}), PS_EINVAL,
               "not prepared");
-  a.head_dim = 264;
+  a.head_dim = 520;
   CHECK_FAILS(ps__cuda_prepare_attention_fwd(&a, &gpu, &bytes), PS_EDEVICE, "FLASH_ATTN=1");
   printf("ok refusals\n");
 }

@@ -7,12 +7,13 @@
  *         out[i] = y[i] c - y[i+h] s,  out[i+h] = y[i+h] c + y[i] s,  i < h = rotary_dim/2;
  *         out[i] = y[i] for i >= rotary_dim. Interleaved, the pair is 2i and 2i+1. With
  *         PS_QK_NORM_LATE the norm is of what RoPE gives. With position_beta q is multiplied by
- *         1 + position_beta ln(1 + floor(pos / position_original)) at the end.
+ *         1 + position_beta ln(1 + floor(pos / position_original)) at the end. With whole_head h is
+ *         head_dim/2. With value_norm v = x * rstd; with shared_keys it is of k's x.
  *         Backward: dy by the inverse rotation; xh = x*rstd, g = dy*(w + norm_offset),
  *         dx = rstd*(g - xh*mean(g*xh)), dw = sum of dy*xh over rows, and over heads where they
  *         share a weight.
- * shapes  qkv [T, A+2K], q [T,A], kv [T,2K] in dt; dkv [T,2K] fp32; pos i32 [T]; wq, wk
- *         [head_dim], with PS_QK_NORM_ROW [A] and [K].
+ * shapes  qkv [T, A+2K], with shared_keys [T, A+K]; q [T,A], kv [T,2K] in dt; dkv [T,2K] fp32;
+ *         pos i32 [T]; wq, wk [head_dim], with PS_QK_NORM_ROW [A] and [K].
  * bytes   forward reads and writes qkv once; backward reads dq, dkv (and qkv with qk_norm) and
  *         writes dqkv.
  * determinism  a row is made by one worker; dw: partial sums of fixed tiles of rows (cpu.h),
@@ -27,6 +28,7 @@ enum { ROPE_ROWS = 32 }; /* rows that share one filling of the table of sines */
 /* Scratch of a worker. Of worker 0's, all use the partial sums. */
 typedef struct qkv_scratch {
   float *cos, *sin, *row, *x;   /* [ROPE_ROWS][half] twice, [at once] twice */
+  float *v;                     /* [head_dim], with value_norm in the backward pass */
   float *partial_q, *partial_k; /* [tiles][weights], with qk_norm in the backward pass */
 } qkv_scratch;
 
@@ -49,7 +51,7 @@ static size_t at_once(const ps__args_qkv *a) {
 }
 
 static size_t scratch_floats(const ps__args_qkv *a) {
-  return 2 * ROPE_ROWS * half_padded(a) + 4 * at_once(a);
+  return 2 * ROPE_ROWS * half_padded(a) + (a->value_norm ? 5 : 4) * at_once(a);
 }
 
 size_t ps__cpu_scratch_qkv_split_fwd(const void *args, const ps__scratch_target *target) {
@@ -72,6 +74,7 @@ static qkv_scratch scratch_of(const qkv_job *j, uint32_t worker) {
                        .sin = p + ROPE_ROWS * h,
                        .row = p + 2 * ROPE_ROWS * h,
                        .x = p + 2 * ROPE_ROWS * h + d,
+                       .v = p + 2 * ROPE_ROWS * h + 4 * d,
                        .partial_q = sums,
                        .partial_k =
                            sums + (size_t)ps__n_row_tiles(a->n_tokens) * ps__q_norm_elements(a)};
@@ -116,10 +119,10 @@ static void fill_table(const qkv_job *j, const qkv_scratch *s, int64_t first, in
                 j->pos[t], j->a.attention_factor, h);
 }
 
-/* x of one head turned by the angles; backwards with sign -1. */
+/* x of one head turned by the angles, @half pairs that are @apart; backwards with sign -1. */
 PS_CLONES static void rotate(float *restrict x, const float *cosines, const float *sines,
-                             size_t half, float sign) {
-  float *lo = x, *hi = x + half;
+                             size_t half, size_t apart, float sign) {
+  float *lo = x, *hi = x + apart;
   size_t i = 0;
   for (; i + PS_LANES <= half; i += PS_LANES) {
     ps__v a = ps__v_load(lo + i), b = ps__v_load(hi + i), c = ps__v_load(cosines + i),
@@ -136,7 +139,7 @@ PS_CLONES static void rotate(float *restrict x, const float *cosines, const floa
 
 /* The same of neighbours. */
 PS_CLONES static void rotate_neighbours(float *restrict x, const float *cosines, const float *sines,
-                                        size_t half, float sign) {
+                                        size_t half, size_t apart, float sign) {
   for (size_t i = 0; i < half; i++) {
     float a = x[2 * i], b = x[2 * i + 1], c = cosines[i], s = sines[i] * sign;
     x[2 * i] = a * c - b * s;
@@ -179,9 +182,12 @@ PS_VEC float dot(const float *a, const float *b, size_t n) {
   return ps__v_sum(sum);
 }
 
+/* @w NULL: without weights. */
 PS_CLONES static void norm_row(float *restrict x, const float *w, size_t d, float eps) {
   float rstd = 1.0f / sqrtf(dot(x, x, d) / (float)d + eps);
   size_t i = 0;
+  for (; !w && i < d; i++)
+    x[i] *= rstd;
   for (; i + PS_LANES <= d; i += PS_LANES)
     ps__v_store(x + i, ps__v_load(x + i) * rstd * ps__v_load(w + i));
   for (; i < d; i++)
@@ -214,11 +220,12 @@ PS_CLONES static void norm_row_bwd(float *restrict dy, float *restrict x, const 
 /* Every head of a row of n elements turned; backwards with sign -1. */
 static void rotate_heads(const qkv_job *j, const qkv_scratch *s, float *row, size_t n, int64_t slot,
                          float sign) {
-  const size_t h = half_padded(&j->a);
-  void (*turn)(float *restrict, const float *, const float *, size_t, float) =
+  const size_t h = half_padded(&j->a), half = j->a.rotary_dim / 2,
+               apart = j->a.whole_head ? j->a.head_dim / 2 : half;
+  void (*turn)(float *restrict, const float *, const float *, size_t, size_t, float) =
       j->a.interleaved ? rotate_neighbours : rotate;
   for (size_t c = 0; c < n; c += j->a.head_dim)
-    turn(row + c, s->cos + (size_t)slot * h, s->sin + (size_t)slot * h, j->a.rotary_dim / 2, sign);
+    turn(row + c, s->cos + (size_t)slot * h, s->sin + (size_t)slot * h, half, apart, sign);
 }
 
 /* A row rounded to the dtype of the activations. */
@@ -246,17 +253,33 @@ static void fwd_row(const qkv_job *j, const qkv_scratch *s, const float *w, size
   rotate_heads(j, s, s->row, d, slot, 1.0f);
 }
 
+/* v of a row from its columns @v of qkv. */
+static void fwd_values(const qkv_job *j, const qkv_scratch *s, const void *v, void *to, size_t n) {
+  const size_t d = j->a.head_dim;
+  const uint32_t dt = j->a.dt;
+  if (!j->a.value_norm) {
+    memcpy(to, v, n * ps__dt_bytes(dt));
+    return;
+  }
+  for (size_t c = 0; c < n; c += d) {
+    ps__load_f32(s->row, ps__celem(v, dt, c), dt, d);
+    norm_row(s->row, NULL, d, j->a.eps);
+    ps__store_f32(ps__elem(to, dt, c), dt, s->row, d);
+  }
+}
+
 static void fwd_rows(void *arg, int64_t first, int64_t end, uint32_t worker) {
   const qkv_job *j = arg;
   const ps__args_qkv *a = &j->a;
   qkv_scratch s = scratch_of(j, worker);
   const size_t n_q = (size_t)a->n_heads * a->head_dim, n_k = (size_t)a->n_kv_heads * a->head_dim,
-               w_q = ps__q_norm_elements(a), w_k = ps__k_norm_elements(a);
+               w_q = ps__q_norm_elements(a), w_k = ps__k_norm_elements(a),
+               width = ps__qkv_elements(a);
   fill_table(j, &s, first, end);
   for (int64_t t = first; t < end; t++) {
     for (size_t c = 0, d; c < n_q + n_k; c += d) {
       d = c < n_q ? w_q : w_k;
-      ps__load_f32(s.row, ps__celem(j->qkv, a->dt, (size_t)t * (n_q + 2 * n_k) + c), a->dt, d);
+      ps__load_f32(s.row, ps__celem(j->qkv, a->dt, (size_t)t * width + c), a->dt, d);
       fwd_row(j, &s, c < n_q ? j->w : j->w + w_q, d, t - first);
       if (c < n_q)
         scale_row(s.row, d, position_scale(j, t));
@@ -264,10 +287,27 @@ static void fwd_rows(void *arg, int64_t first, int64_t end, uint32_t worker) {
                          : ps__elem(j->kv, a->dt, (size_t)t * 2 * n_k + c - n_q);
       ps__store_f32(to, a->dt, s.row, d);
     }
-    memcpy(ps__elem(j->kv, a->dt, (size_t)t * 2 * n_k + n_k),
-           ps__celem(j->qkv, a->dt, (size_t)t * (n_q + 2 * n_k) + n_q + n_k),
-           n_k * ps__dt_bytes(a->dt));
+    fwd_values(j, &s, ps__celem(j->qkv, a->dt, (size_t)t * width + width - n_k),
+               ps__elem(j->kv, a->dt, (size_t)t * 2 * n_k + n_k), n_k);
   }
+}
+
+/* dx of v's norm, in @g: x becomes xh. */
+PS_CLONES static void value_norm_bwd(float *restrict g, float *restrict x, size_t d, float eps) {
+  const float rstd = 1.0f / sqrtf(dot(x, x, d) / (float)d + eps);
+  for (size_t i = 0; i < d; i++)
+    x[i] *= rstd;
+  const float mean = dot(g, x, d) / (float)d;
+  for (size_t i = 0; i < d; i++)
+    g[i] = (g[i] - x[i] * mean) * rstd;
+}
+
+/* dx of v, element @at of qkv on, in s->v. */
+static void bwd_value(const qkv_job *j, const qkv_scratch *s, const float *dv, size_t at) {
+  const size_t d = j->a.head_dim;
+  memcpy(s->v, dv, d * sizeof(float));
+  ps__load_f32(s->x, ps__celem(j->qkv, j->a.dt, at), j->a.dt, d);
+  value_norm_bwd(s->v, s->x, d, j->a.eps);
 }
 
 /* dqkv of row t; the norms' partial sums are those of the row's tile. */
@@ -276,7 +316,7 @@ static void bwd_row(const qkv_job *j, const qkv_scratch *s, int64_t t, int64_t s
   const ps__args_qkv *a = &j->a;
   const size_t n_q = (size_t)a->n_heads * a->head_dim, n_k = (size_t)a->n_kv_heads * a->head_dim,
                w_q = ps__q_norm_elements(a), w_k = ps__k_norm_elements(a),
-               at = (size_t)t * (n_q + 2 * n_k);
+               at = (size_t)t * ps__qkv_elements(a);
   const float *dkv = j->dkv + (size_t)t * 2 * n_k;
   const bool late = a->qk_norm == PS_QK_NORM_LATE;
   for (size_t c = 0, d; c < n_q + n_k; c += d) {
@@ -297,9 +337,19 @@ static void bwd_row(const qkv_job *j, const qkv_scratch *s, int64_t t, int64_t s
     }
     if (late)
       rotate_heads(j, s, s->row, d, slot, -1.0f);
+    if (c >= n_q && a->shared_keys) {
+      bwd_value(j, s, dkv + n_k + c - n_q, at + c);
+      for (size_t i = 0; i < d; i++)
+        s->row[i] += s->v[i];
+    }
     ps__store_f32(ps__elem(j->dqkv, a->dt, at + c), a->dt, s->row, d);
   }
-  ps__store_f32(ps__elem(j->dqkv, a->dt, at + n_q + n_k), a->dt, dkv + n_k, n_k);
+  if (!a->value_norm)
+    ps__store_f32(ps__elem(j->dqkv, a->dt, at + n_q + n_k), a->dt, dkv + n_k, n_k);
+  for (size_t c = 0; a->value_norm && !a->shared_keys && c < n_k; c += a->head_dim) {
+    bwd_value(j, s, dkv + n_k + c, at + n_q + n_k + c);
+    ps__store_f32(ps__elem(j->dqkv, a->dt, at + n_q + n_k + c), a->dt, s->v, a->head_dim);
+  }
 }
 
 static void bwd_rows(void *arg, int64_t first, int64_t end, uint32_t worker) {

@@ -1,8 +1,8 @@
 /* attention_cached.cu - attention of a step's rows against each sequence's keys and values so far.
  *
- * A block has one row, one kv head and up to PS_CACHED_HEADS of the heads that share it, and one
- * part of the keys that the row sees. A group of lanes takes a key, 8 elements a lane, so a key is
- * read once for all its heads and with whole 16-byte loads. Every group has an online softmax of
+ * A block has one row, one kv head and up to ps_cached_heads() of the heads that share it, and one
+ * part of the keys that the row sees. A group of lanes takes a key, EACH elements a lane, so a
+ * key is read once for all its heads and with whole 16-byte loads. Every group has an online softmax of
  * its own. The groups' sums are added in the order of groups, the parts' in the order of parts.
  *
  * bytes    2 * keys * head_dim * dt for each row and kv head: 4,096 keys, 8 kv heads of 128 in bf16
@@ -14,11 +14,7 @@
 #include "kernels/cuda/cuda_common.cuh"
 #include <math.h>
 
-enum {
-  THREADS = 128,
-  EACH = 8,
-  KEYS = 2
-}; /* EACH: elements a lane; KEYS: loads in flight a lane */
+enum { THREADS = 128, KEYS = 2 }; /* KEYS: loads in flight a lane */
 
 struct cached {
   const int32_t *sequence, *pos;
@@ -27,15 +23,15 @@ struct cached {
   float scale, cap;
 };
 
-/* Elements first .. first+7 of a head, zeros past its end. */
-template <typename T, bool WHOLE>
-__device__ __forceinline__ void load8(float (&x)[EACH], const T *p, int n) {
+/* Elements first .. first+EACH-1 of a head, zeros past its end. */
+template <typename T, bool WHOLE, int EACH>
+__device__ __forceinline__ void load_each(float (&x)[EACH], const T *p, int n) {
   if (WHOLE) {
     constexpr int V = ps_full<T>;
 #pragma unroll
     for (int i = 0; i < EACH; i += V) {
       float part[V] = {};
-      if (n > 0)
+      if (n > i)
         ps_read<T, V>(part, p + i);
 #pragma unroll
       for (int e = 0; e < V; e++)
@@ -69,7 +65,7 @@ template <typename T, int V> __global__ void append_k(T *cache, const T *kv, con
   ps_put<T, V>(cache + to + i % width, ps_load<T, V>(kv + i));
 }
 
-template <typename T, int HEADS, bool WHOLE>
+template <typename T, int HEADS, bool WHOLE, int EACH>
 __global__ void __launch_bounds__(THREADS)
     attend_k(T *out, const T *q, const T *cache, const cached c) {
   __shared__ float sums[HEADS][EACH * THREADS], tops[HEADS][THREADS], weights[HEADS][THREADS];
@@ -88,7 +84,8 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (int h = 0; h < HEADS; h++) {
     const uint32_t head = kv_head * group + h0 + ((uint32_t)h < n_heads ? h : 0);
-    load8<T, WHOLE>(query[h], q + ((size_t)row * c.heads + head) * c.d + (n > 0 ? first : 0), n);
+    load_each<T, WHOLE, EACH>(query[h],
+                              q + ((size_t)row * c.heads + head) * c.d + (n > 0 ? first : 0), n);
     top[h] = -INFINITY;
     total[h] = 0.0f;
   }
@@ -104,8 +101,8 @@ __global__ void __launch_bounds__(THREADS)
       const uint32_t at = k + u * n_groups + g;
       there[u] = at < k1;
       const T *p = keys + (size_t)(there[u] ? at : k0) * width;
-      load8<T, WHOLE>(key[u], p, n);
-      load8<T, WHOLE>(value[u], p + (size_t)c.kv_heads * c.d, n);
+      load_each<T, WHOLE, EACH>(key[u], p, n);
+      load_each<T, WHOLE, EACH>(value[u], p + (size_t)c.kv_heads * c.d, n);
     }
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {
@@ -191,39 +188,49 @@ template <typename T> __global__ void combine_k(T *out, const cached c) {
   }
 }
 
-template <typename T, int HEADS, bool WHOLE>
+template <typename T, int HEADS, bool WHOLE, int EACH>
 static void attend(cudaStream_t stream, const ps_launch *l, const cached &c) {
   T *cache = (T *)l->ptr[6], *out = (T *)l->ptr[3];
   const T *kv = (const T *)l->ptr[1];
   const uint64_t elements = (uint64_t)c.n_rows * 2 * c.kv_heads * c.d;
   constexpr int V = WHOLE ? ps_full<T> : 1;
   append_k<T, V><<<ps_ceil_div(elements, V * 256), 256, 0, stream>>>(cache, kv, c);
-  attend_k<T, HEADS, WHOLE><<<dim3(c.n_rows * c.kv_heads * c.tiles, c.parts), THREADS, 0, stream>>>(
-      out, (const T *)l->ptr[0], cache, c);
+  attend_k<T, HEADS, WHOLE, EACH>
+      <<<dim3(c.n_rows * c.kv_heads * c.tiles, c.parts), THREADS, 0, stream>>>(
+          out, (const T *)l->ptr[0], cache, c);
   const uint32_t combining = c.d < 128 ? 64 : 128;
   if (c.parts > 1)
     combine_k<T><<<c.n_rows * c.heads, combining, 0, stream>>>(out, c);
 }
 
-template <typename T, bool WHOLE>
+template <typename T, bool WHOLE, int EACH>
 static void by_heads(cudaStream_t stream, const ps_launch *l, const cached &c) {
+  constexpr int MOST = 8 * PS_CACHED_HEADS / EACH; /* ps_cached_heads() */
   const uint32_t group = c.heads / c.kv_heads;
   if (group == 1)
-    attend<T, 1, WHOLE>(stream, l, c);
+    attend<T, 1, WHOLE, EACH>(stream, l, c);
   else if (group == 2)
-    attend<T, 2, WHOLE>(stream, l, c);
+    attend<T, 2, WHOLE, EACH>(stream, l, c);
   else if (group <= 4)
-    attend<T, 4, WHOLE>(stream, l, c);
+    attend<T, 4, WHOLE, EACH>(stream, l, c);
   else
-    attend<T, PS_CACHED_HEADS, WHOLE>(stream, l, c);
+    attend<T, MOST, WHOLE, EACH>(stream, l, c);
+}
+
+template <typename T, bool WHOLE>
+static void by_width(cudaStream_t stream, const ps_launch *l, const cached &c) {
+  if (c.d > PS_CACHED_WIDE)
+    by_heads<T, WHOLE, 16>(stream, l, c);
+  else
+    by_heads<T, WHOLE, 8>(stream, l, c);
 }
 
 extern "C" ps_status ps__cuda_attention_cached(const ps_launch *l) {
   const ps__args_attention *a = (const ps__args_attention *)l->args;
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
-  if (a->head_dim > 32 * EACH)
+  if (a->head_dim > 2 * PS_CACHED_WIDE)
     return ps__fail(PS_EINVAL, "attention_cached: head_dim is %u: at most %d on CUDA", a->head_dim,
-                    32 * EACH);
+                    2 * PS_CACHED_WIDE);
   const ps_status st =
       ps_check(l, "attention_cached", 7, a->dt, ps_scratch_attention_cached(a, nullptr));
   if (st != PS_OK)
@@ -243,11 +250,12 @@ extern "C" ps_status ps__cuda_attention_cached(const ps_launch *l) {
               ps_cached_parts(a),
               ps__attention_scale(a),
               a->softcap};
-  while (c.lanes * EACH < c.d)
+  const uint32_t each = c.d > PS_CACHED_WIDE ? 16 : 8;
+  while (c.lanes * each < c.d)
     c.lanes *= 2;
   const bool whole =
-      c.d % EACH == 0 && ps_aligned(l->ptr[0]) && ps_aligned(l->ptr[1]) && ps_aligned(l->ptr[6]);
-  PS_BY_TYPE(a->dt, if (whole) by_heads<T, true>(exec->stream, l, c);
-             else by_heads<T, false>(exec->stream, l, c));
+      c.d % 8 == 0 && ps_aligned(l->ptr[0]) && ps_aligned(l->ptr[1]) && ps_aligned(l->ptr[6]);
+  PS_BY_TYPE(a->dt, if (whole) by_width<T, true>(exec->stream, l, c);
+             else by_width<T, false>(exec->stream, l, c));
   return ps_launched("attention_cached", cudaSuccess);
 }

@@ -334,8 +334,10 @@ void ps_att_plain_fwd(cudaStream_t stream, const ps_launch *l, const int32_t *do
   const uint32_t blocks = PLAIN_BLOCKS * (uint32_t)n_sms;
   if (p.d <= 128)
     plain_fwd_k<4><<<blocks, 32 * PLAIN_WARPS, 0, stream>>>(p, (__nv_bfloat16 *)l->ptr[3]);
-  else
+  else if (p.d <= 256)
     plain_fwd_k<8><<<blocks, 32 * PLAIN_WARPS, 0, stream>>>(p, (__nv_bfloat16 *)l->ptr[3]);
+  else
+    plain_fwd_k<16><<<blocks, 32 * PLAIN_WARPS, 0, stream>>>(p, (__nv_bfloat16 *)l->ptr[3]);
 }
 
 void ps_att_plain_bwd(cudaStream_t stream, const ps_launch *l, const int32_t *documents,
@@ -348,19 +350,24 @@ void ps_att_plain_bwd(cudaStream_t stream, const ps_launch *l, const int32_t *do
   if (p.d <= 128) {
     plain_dq_k<4><<<blocks, 32 * PLAIN_WARPS, 0, stream>>>(p, dq);
     plain_dkv_k<4><<<blocks, 32 * PLAIN_WARPS, 0, stream>>>(p, dkv, accumulate);
-  } else {
+  } else if (p.d <= 256) {
     plain_dq_k<8><<<blocks, 32 * PLAIN_WARPS, 0, stream>>>(p, dq);
     plain_dkv_k<8><<<blocks, 32 * PLAIN_WARPS, 0, stream>>>(p, dkv, accumulate);
+  } else {
+    plain_dq_k<16><<<blocks, 32 * PLAIN_WARPS, 0, stream>>>(p, dq);
+    plain_dkv_k<16><<<blocks, 32 * PLAIN_WARPS, 0, stream>>>(p, dkv, accumulate);
   }
 }
 
-/* As a provider: chunks of few rows, which libraries refuse. A warp a row makes no use of tensor
- * cores, so long chunks are left to libraries. */
-enum { PLAIN_ROWS = 16 };
+/* As a provider: chunks of few rows, which libraries refuse, and heads above 256 (Gemma 4's full
+ * layers), which no library takes. A warp a row makes no use of tensor cores, so that other long
+ * chunks are left to libraries. */
+enum { PLAIN_ROWS = 16, LIBRARY_HEAD_DIM = 256, PLAIN_HEAD_DIM = 512 };
 static const char *plain_refuses(const ps_att_shape *s) {
-  if (s->args.head_dim > 256)
-    return "head_dim is above 256";
-  return s->args.n_tokens > PLAIN_ROWS ? "more than 16 rows" : NULL;
+  if (s->args.head_dim > PLAIN_HEAD_DIM)
+    return "head_dim is above 512";
+  return s->args.n_tokens > PLAIN_ROWS && s->args.head_dim <= LIBRARY_HEAD_DIM ? "more than 16 rows"
+                                                                               : NULL;
 }
 static ps_status plain_prepare(const ps_att_shape *, void **plan, size_t *scratch_bytes) {
   *plan = NULL;

@@ -7,15 +7,16 @@
  *         out[i] = y[i] c - y[i+h] s,  out[i+h] = y[i+h] c + y[i] s,  i < h = rotary_dim/2;
  *         out[i] = y[i] for i >= rotary_dim. Interleaved, the pair is 2i and 2i+1. With
  *         PS_QK_NORM_LATE the norm is of what RoPE gives. With position_beta q is multiplied by
- *         1 + position_beta ln(1 + floor(pos / position_original)) at the end. The last three by
- *         the kernels for any head_dim alone.
+ *         1 + position_beta ln(1 + floor(pos / position_original)) at the end. With whole_head h is
+ *         head_dim/2. With value_norm v = x * rstd; with shared_keys it is of k's x. The last
+ *         six by the kernels for any head_dim alone.
  *         Backward: dy by the inverse rotation; xh = x*rstd, g = dy*(w + norm_offset),
  *         dx = rstd*(g - xh*mean(g*xh)), dw = sum of dy*xh over rows, and over heads where they
  *         share a weight.
  * angles  the frequencies are the argument block's, as on the cpu backend; product and reduction
  *         in fp64, as there
- * shapes  qkv [T, A+2K], q [T,A], kv [T,2K] in dt; dkv [T,2K] fp32; pos i32 [T]; wq, wk
- *         [head_dim]; head_dim even, at most 512
+ * shapes  qkv [T, A+2K], with shared_keys [T, A+K]; q [T,A], kv [T,2K] in dt; dkv [T,2K] fp32;
+ *         pos i32 [T]; wq, wk [head_dim]; head_dim even, at most 512
  * bytes   forward 2*T*(A+2K)*sizeof(dt); backward (2*T*A + T*2K)*sizeof(dt) + T*2K*4, with
  *         qk_norm T*(A+K)*sizeof(dt) more;
  *         8192 x (4096 + 2*1024) bf16 -> forward 201 MB, 42 us at 4.8 TB/s; backward 235 MB, 49
@@ -88,7 +89,7 @@ __global__ void __launch_bounds__(THREADS)
   constexpr bool LATE = NORM == PS_QK_NORM_LATE;
   __shared__ float cosines[MAX_HALF], sines[MAX_HALF];
   const uint32_t d = j.head_dim, half = d / 2, t = blockIdx.x, lane = threadIdx.x % 32;
-  const T *in = j.qkv + (size_t)t * (j.n_q + 2 * j.n_k) * d;
+  const T *in = j.qkv + (size_t)t * j.width;
   T *q = j.q + (size_t)t * j.n_q * d, *kv = j.kv + (size_t)t * 2 * j.n_k * d;
   fill_angles(cosines, sines, rope, j.pos[t]);
   __syncthreads();
@@ -146,8 +147,17 @@ __global__ void __launch_bounds__(THREADS)
       out[upper] = ps_from_f32<T>(hi * by);
     }
   }
-  for (uint32_t i = threadIdx.x; i < j.n_k * d; i += THREADS)
-    kv[j.n_k * d + i] = in[(j.n_q + j.n_k) * d + i];
+  const T *v = in + j.width - j.n_k * d;
+  for (uint32_t i = threadIdx.x; !j.value_norm && i < j.n_k * d; i += THREADS)
+    kv[j.n_k * d + i] = v[i];
+  for (uint32_t head = threadIdx.x / 32; j.value_norm && head < j.n_k; head += THREADS / 32) {
+    float ss = 0.0f;
+    for (uint32_t i = lane; i < d; i += 32)
+      ss += ps_to_f32(v[head * d + i]) * ps_to_f32(v[head * d + i]);
+    const float rstd = 1.0f / sqrtf(ps_warp_sum(ss) / (float)d + j.eps);
+    for (uint32_t i = lane; i < d; i += 32)
+      kv[(j.n_k + head) * d + i] = ps_from_f32<T>(ps_to_f32(v[head * d + i]) * rstd);
+  }
 }
 
 /* With a norm over all heads, a block a token: twice over its q and k, the second time from

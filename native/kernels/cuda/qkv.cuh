@@ -10,7 +10,7 @@ enum { THREADS = 256, SLICE_THREADS = 384, MAX_HALF = 256, PAIRS = MAX_HALF / 32
 /* @turned: pairs of a head that RoPE turns, rotary_dim/2. */
 typedef struct rope_table {
   float inv_freq[PS_ROPE_PAIRS], by, beta; /* beta, original: as position_beta of the arguments */
-  uint32_t turned, original, interleaved;
+  uint32_t turned, original, interleaved, whole; /* whole: whole_head of the arguments */
 } rope_table;
 
 /* The two elements of pair i of a head of 2 * half elements: those that RoPE turns, then the
@@ -22,11 +22,15 @@ __device__ __forceinline__ uint32_t upper_of(uint32_t i, uint32_t turned, uint32
   return i < turned ? i + turned : i + half;
 }
 
-/* The same by the table, where RoPE may turn neighbours. */
+/* The same by the table, where RoPE may turn neighbours, or halves of the whole head. */
 __device__ __forceinline__ uint32_t lower_in(uint32_t i, const rope_table &rope) {
+  if (rope.whole)
+    return i;
   return rope.interleaved && i < rope.turned ? 2 * i : lower_of(i, rope.turned);
 }
 __device__ __forceinline__ uint32_t upper_in(uint32_t i, const rope_table &rope, uint32_t half) {
+  if (rope.whole)
+    return i + half;
   return rope.interleaved && i < rope.turned ? 2 * i + 1 : upper_of(i, rope.turned, half);
 }
 /* What q is multiplied by at a position. */
@@ -44,6 +48,8 @@ template <typename T> struct qkv_job {
   T *q, *kv, *dqkv;
   float *partial_q, *partial_k;                /* [tiles][slices][head_dim], or [tiles][A], [K] */
   uint32_t n_tokens, tile, n_q, n_k, head_dim; /* n_q, n_k: heads */
+  uint32_t width;                              /* elements of a row of qkv */
+  bool value_norm, shared_keys;
   float eps, offset;
 };
 
@@ -147,6 +153,9 @@ template <typename T> static inline qkv_job<T> job_of(const ps__args_qkv *a) {
   j.n_q = a->n_heads;
   j.n_k = a->n_kv_heads;
   j.head_dim = a->head_dim;
+  j.width = ps__qkv_elements(a);
+  j.value_norm = a->value_norm;
+  j.shared_keys = a->shared_keys;
   j.eps = a->eps;
   j.offset = ps_offset(a->norm_offset);
   return j;
@@ -158,6 +167,7 @@ static inline rope_table rope_of(const ps__args_qkv *a) {
   rope.by = a->attention_factor;
   rope.turned = a->rotary_dim / 2;
   rope.interleaved = a->interleaved;
+  rope.whole = a->whole_head;
   rope.beta = a->position_beta;
   rope.original = a->position_original;
   return rope;

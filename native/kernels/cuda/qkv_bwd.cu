@@ -186,7 +186,25 @@ __global__ void __launch_bounds__(SLICE_THREADS, NORM ? 2 : 3)
   }
 }
 
-/* @MODE: as qk_norm, but not over all heads. */
+/* dx of v's norm for a head of v, by a warp. */
+template <typename T>
+__device__ __forceinline__ void value_norm_bwd(T *out, const T *x, const float *g, uint32_t d,
+                                               float eps) {
+  const uint32_t lane = threadIdx.x % 32;
+  float ss = 0.0f, sg = 0.0f;
+  for (uint32_t i = lane; i < d; i += 32) {
+    const float v = ps_to_f32(x[i]);
+    ss += v * v;
+    sg += g[i] * v;
+  }
+  const float rstd = 1.0f / sqrtf(ps_warp_sum(ss) / (float)d + eps),
+              mean = ps_warp_sum(sg) * rstd / (float)d;
+  for (uint32_t i = lane; i < d; i += 32)
+    out[i] = ps_from_f32<T>((g[i] - ps_to_f32(x[i]) * rstd * mean) * rstd);
+}
+
+/* @MODE: as qk_norm, but not over all heads. With shared keys k's columns get the gradient of both
+ * norms, which are of the same rows. */
 template <typename T, uint32_t MODE>
 __global__ void __launch_bounds__(THREADS)
     qkv_bwd_any_k(const qkv_job<T> j, const rope_table rope) {
@@ -204,7 +222,7 @@ __global__ void __launch_bounds__(THREADS)
     lo = a;
   };
   for (uint32_t t = first; t < end; t++) {
-    const size_t at = (size_t)t * (j.n_q + 2 * j.n_k) * d;
+    const size_t at = (size_t)t * j.width;
     const float *dkv = j.dkv + (size_t)t * 2 * j.n_k * d;
     __syncthreads();
     fill_angles(cosines, sines, rope, j.pos[t]);
@@ -226,7 +244,9 @@ __global__ void __launch_bounds__(THREADS)
       const T *w = is_q ? j.wq : j.wk, *x = j.qkv + at + head * d,
               *dq = j.dq + ((size_t)t * j.n_q + head) * d;
       T *out = j.dqkv + at + head * d;
-      float a[PAIRS], b[PAIRS], ss = 0.0f, sg = 0.0f;
+      const bool shared = MODE == PS_QK_NORM_HEAD && j.shared_keys && !is_q;
+      const float *dv = dkv + (shared ? j.n_k + head - j.n_q : 0) * d;
+      float a[PAIRS], b[PAIRS], ss = 0.0f, sg = 0.0f, sv = 0.0f;
 #pragma unroll
       for (int k = 0; k < PAIRS; k++) {
         const uint32_t i = lane + 32 * k;
@@ -243,12 +263,15 @@ __global__ void __launch_bounds__(THREADS)
           ss += xl * xl + xh * xh;
           sg += a[k] * (ps_to_f32(w[lower]) + j.offset) * xl +
                 b[k] * (ps_to_f32(w[upper]) + j.offset) * xh;
+          if (shared)
+            sv += dv[lower] * xl + dv[upper] * xh;
         }
       }
-      float rstd = 1.0f, mean = 0.0f;
+      float rstd = 1.0f, mean = 0.0f, mean_v = 0.0f;
       if constexpr (NORM) {
         rstd = 1.0f / sqrtf(ps_warp_sum(ss) / (float)d + j.eps);
         mean = ps_warp_sum(sg) * rstd / (float)d;
+        mean_v = shared ? ps_warp_sum(sv) * rstd / (float)d : 0.0f;
       }
 #pragma unroll
       for (int k = 0; k < PAIRS; k++) {
@@ -267,6 +290,10 @@ __global__ void __launch_bounds__(THREADS)
           dw[1][k][1] += is_q ? 0.0f : b[k] * xh;
           a[k] = (a[k] * (ps_to_f32(w[lower]) + j.offset) - xl * mean) * rstd;
           b[k] = (b[k] * (ps_to_f32(w[upper]) + j.offset) - xh * mean) * rstd;
+          if (shared) {
+            a[k] += (dv[lower] - xl * mean_v) * rstd;
+            b[k] += (dv[upper] - xh * mean_v) * rstd;
+          }
         }
         if constexpr (LATE)
           turn_back(i, a[k], b[k]);
@@ -274,8 +301,12 @@ __global__ void __launch_bounds__(THREADS)
         out[upper] = ps_from_f32<T>(b[k]);
       }
     }
-    for (uint32_t i = threadIdx.x; i < j.n_k * d; i += THREADS)
-      j.dqkv[at + (j.n_q + j.n_k) * d + i] = ps_from_f32<T>(dkv[j.n_k * d + i]);
+    const size_t at_v = at + (j.n_q + j.n_k) * d;
+    for (uint32_t i = threadIdx.x; !j.value_norm && i < j.n_k * d; i += THREADS)
+      j.dqkv[at_v + i] = ps_from_f32<T>(dkv[j.n_k * d + i]);
+    for (uint32_t head = warp; j.value_norm && !j.shared_keys && head < j.n_k; head += THREADS / 32)
+      value_norm_bwd<T>(j.dqkv + at_v + head * d, j.qkv + at_v + head * d, dkv + (j.n_k + head) * d,
+                        d, j.eps);
   }
   if constexpr (NORM) {
 #pragma unroll

@@ -143,11 +143,15 @@ enum {
   PS_CACHED_HEADS = 8,
   PS_CACHED_BLOCKS = 512,
   PS_CACHED_PARTS = 64,
-  PS_CACHED_PART_ROWS = 64
+  PS_CACHED_PART_ROWS = 64,
+  PS_CACHED_WIDE = 256 /* above it a lane has twice the elements, and a block half the heads */
 };
+static inline uint32_t ps_cached_heads(const ps__args_attention *a) {
+  return a->head_dim > PS_CACHED_WIDE ? PS_CACHED_HEADS / 2 : PS_CACHED_HEADS;
+}
 static inline uint32_t ps_cached_tiles(
     const ps__args_attention *a) { /* heads that share a kv head */
-  return (a->n_heads / a->n_kv_heads + PS_CACHED_HEADS - 1) / PS_CACHED_HEADS;
+  return (a->n_heads / a->n_kv_heads + ps_cached_heads(a) - 1) / ps_cached_heads(a);
 }
 static inline uint32_t ps_cached_parts(const ps__args_attention *a) {
   const uint64_t blocks = (uint64_t)a->n_tokens * a->n_kv_heads * ps_cached_tiles(a);

@@ -26,9 +26,16 @@ static ps_status check_qkv(const void *args, const char *op) {
                     op, (double)a->position_beta, a->position_original);
   if (a->qk_norm == PS_QK_NORM_ROW && !ps__qkv_is_plain(a))
     return ps__fail(PS_EINVAL,
-                    "%s: interleaved is %u and position_beta %g: both must be 0 with a norm over "
-                    "rows",
-                    op, a->interleaved, (double)a->position_beta);
+                    "%s: interleaved is %u, position_beta %g and whole_head %u: they must be 0 "
+                    "with a norm over rows",
+                    op, a->interleaved, (double)a->position_beta, a->whole_head);
+  if ((a->value_norm && a->qk_norm != PS_QK_NORM_HEAD) || (a->shared_keys && !a->value_norm) ||
+      (a->whole_head && a->interleaved))
+    return ps__fail(PS_EINVAL,
+                    "%s: value_norm is %u, shared_keys %u, qk_norm %u, whole_head %u and "
+                    "interleaved %u: the first needs a norm over heads, the second the first, and "
+                    "the last two exclude each other",
+                    op, a->value_norm, a->shared_keys, a->qk_norm, a->whole_head, a->interleaved);
   if (!(a->norm_offset > -INFINITY && a->norm_offset < INFINITY))
     return ps__fail(PS_EINVAL, "%s: norm_offset is %g: it must be finite", op,
                     (double)a->norm_offset);
@@ -37,8 +44,7 @@ static ps_status check_qkv(const void *args, const char *op) {
 
 /* Bytes of the rows of qkv, once. */
 static double row_bytes(const ps__args_qkv *a) {
-  return (double)a->n_tokens * (a->n_heads + 2.0 * a->n_kv_heads) * a->head_dim *
-         (double)ps__dt_bytes(a->dt);
+  return (double)a->n_tokens * ps__qkv_elements(a) * (double)ps__dt_bytes(a->dt);
 }
 PS__BIND_ROWS(bind_qkv_split_fwd, ps__args_qkv, n_tokens)
 static ps_work work_qkv_split_fwd(const void *args) {

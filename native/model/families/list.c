@@ -26,7 +26,9 @@
   X(gpt_oss)                                                                                       \
   X(deepseek_v2)                                                                                   \
   X(deepseek_v3)                                                                                   \
-  X(glm4_moe_lite)
+  X(glm4_moe_lite)                                                                                 \
+  X(gemma4)                                                                                        \
+  X(gemma4_unified)
 #define DECLARE(name) extern const ps__family ps__family_##name;
 #define ENTRY(name)   &ps__family_##name,
 
