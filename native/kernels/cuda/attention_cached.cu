@@ -3,7 +3,8 @@
  * A block has one row, one kv head and up to ps_cached_heads() of the heads that share it, and one
  * part of the keys that the row sees. A group of lanes takes a key, EACH elements a lane, so a
  * key is read once for all its heads and with whole 16-byte loads. Every group has an online
- * softmax of its own. The groups' sums are added in the order of groups, the parts' in the order of parts.
+ * softmax of its own. The groups' sums are added in the order of groups, the parts' in the order
+ * of parts.
  *
  * bytes    2 * keys * head_dim * dt for each row and kv head: 4,096 keys, 8 kv heads of 128 in bf16
  *          are 16.8 MB, 3.5 us at 4.8 TB/s. Many rows of one sequence (a prompt) read the same

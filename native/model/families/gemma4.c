@@ -1,5 +1,6 @@
 /* gemma4.c - Gemma 4 (text), its dense models: Gemma 3's block, but norms multiply by w, scores
- * have no scale, v is normed too, and a number multiplies a block's output. Layers with full attention
+ * have no scale, v is normed too, and a number multiplies a block's output. Layers with full
+ * attention
  * have heads of their own width, k as v where attention_k_eq_v says so, and RoPE of their own.
  * Defaults are those of transformers' Gemma4TextConfig and Gemma4UnifiedTextConfig (5.24). */
 #include "model/attention.h"
