@@ -134,6 +134,23 @@ MINISTRAL_ROPE = dict(
 QWEN_EXPERTS = dict(decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True)
 QWEN_EXPERTS |= dict(router_aux_loss_coef=0.001, num_experts=128, num_experts_per_tok=8)
 QWEN_EXPERTS |= dict(moe_intermediate_size=768, output_router_logits=False)
+GPT_OSS = dict(SILU, attention_bias=True, head_dim=64, max_position_embeddings=131072)
+GPT_OSS |= dict(rms_norm_eps=1e-5, sliding_window=128, swiglu_limit=7.0, rope_theta=150000)
+GPT_OSS |= dict(num_experts_per_tok=4, experts_per_token=4, initial_context_length=4096)
+GPT_OSS |= dict(router_aux_loss_coef=0.9, output_router_logits=False, pad_token_id=199999)
+GPT_OSS |= dict(tie_word_embeddings=False, eos_token_id=200002)
+GPT_OSS["quantization_config"] = dict(
+    modules_to_not_convert=["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+    quant_method="mxfp4",
+)
+GPT_OSS["rope_scaling"] = dict(
+    beta_fast=32.0,
+    beta_slow=1.0,
+    factor=32.0,
+    original_max_position_embeddings=4096,
+    rope_type="yarn",
+    truncate=False,
+)
 QWEN_VISION = dict(vision_config=dict(depth=32), vision_start_token_id=151652)
 QWEN_VISION |= dict(image_token_id=151655, video_token_id=151656, vision_end_token_id=151653)
 PIXTRAL = dict(vision_config=dict(model_type="pixtral"), image_token_index=10)
@@ -337,11 +354,22 @@ PUBLISHED = {
             "gpt_oss",
             "GptOssForCausalLM",
             sizes(201088, 2880, 2880, 24, 64, 8),
-            head_dim=64,
+            **GPT_OSS,
+            layer_types=["sliding_attention", "full_attention"] * 12,
             num_local_experts=32,
-            quantization_config=dict(quant_method="mxfp4"),
         ),
-        "architectures",
+        "",
+    ),
+    "gpt-oss 120B": (
+        model(
+            "gpt_oss",
+            "GptOssForCausalLM",
+            sizes(201088, 2880, 2880, 36, 64, 8),
+            **GPT_OSS,
+            layer_types=["sliding_attention", "full_attention"] * 18,
+            num_local_experts=128,
+        ),
+        "",
     ),
     "Mistral 7B v0.3": (mistral(32768, 4096, 14336, 32, 32, 8), ""),
     "Mistral Nemo 12B": (

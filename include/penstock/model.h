@@ -17,8 +17,8 @@ extern "C" {
 
 typedef enum ps_dtype { PS_F32 = 0, PS_BF16 = 1, PS_N_DTYPES = 2 } ps_dtype;
 PS_API size_t ps_dtype_bytes(ps_dtype dtype); /* 4, 2; 0 for an unknown one */
-/* What ps_trainer_save() takes in a dtype's place for gpt-oss: bf16, but experts' matrices in MXFP4,
- * as they are published. hidden_size and intermediate_size are multiples of 32. */
+/* What ps_trainer_save() takes in a dtype's place for gpt-oss: bf16, but experts' matrices in
+ * MXFP4, as they are published. hidden_size and intermediate_size are multiples of 32. */
 enum { PS_SAVE_MXFP4 = 100 };
 
 /* Recipes: the dtypes of weights, gradients and optimizer state, and the bytes of a parameter on

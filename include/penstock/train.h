@@ -351,8 +351,8 @@ PS_API ps_status ps_trainer_write_param(ps_trainer *t, uint32_t param, const flo
 PS_API ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst, uint64_t n);
 
 /* ps_trainer_save() - write the model as a Hugging Face directory: safetensors in @dtype (PS_F32,
- * PS_BF16 or, of gpt-oss, PS_SAVE_MXFP4, whose rounding is logged), config.json with that dtype, and the model directory's tokenizer files. A tied head is
- * left out.
+ * PS_BF16 or, of gpt-oss, PS_SAVE_MXFP4, whose rounding is logged as a warning), config.json with
+ * that dtype, and the model directory's tokenizer files. A tied head is left out.
  * @dir  is made when it is missing; its parent must exist. It may be the model directory. Other
  *       files in @dir stay, and so do its mode and owner. Its tokenizer stays where the model
  *       directory has none.
@@ -361,7 +361,8 @@ PS_API ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst,
  * the disk holds both models. Of several saves into one @dir at a time each is whole, and the last
  * to end counts.
  * Errors: PS_EIO: what could not be written, and why. @dir holds the old model, unless the message
- *         says that it holds the new one. PS_ENOMEM. PS_ESTATE: steps are in flight. */
+ *         says that it holds the new one. PS_ENOMEM. PS_ESTATE: steps are in flight. PS_EINVAL:
+ *         why the model is not saved as @dtype. */
 PS_API ps_status ps_trainer_save(ps_trainer *t, const char *dir, ps_dtype dtype);
 /* ps_trainer_save_when() - the same, but @ready is asked when the new model is whole on the disk,
  * in directory @from, just before it becomes the model of @dir. Both paths are absolute and without

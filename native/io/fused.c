@@ -3,8 +3,8 @@
  * range of the fused tensor. Fused files of all families have the same names, the others have those
  * of their family.
  *
- * gpt-oss has no other files. Its matrices are transposed, [E,D,2I] and [E,I,D], with the columns of
- * gate and up by turns; or they are MXFP4 (mxfp4.c), then not transposed: gate_up_proj_blocks
+ * gpt-oss has no other files. Its matrices are transposed, [E,D,2I] and [E,I,D], with the columns
+ * of gate and up by turns; or they are MXFP4 (mxfp4.c), then not transposed: gate_up_proj_blocks
  * [E,2I,D/32,16] with gate_up_proj_scales [E,2I,D/32]. Here an expert has gate_up_proj [2I,D] and
  * down_proj [D,I]. */
 #include "io/tensor_file.h"

@@ -1,5 +1,5 @@
-/* mxfp4.c - experts of gpt-oss in MXFP4 (OCP Microscaling Formats 1.0), and matrices that a file has
- * transposed.
+/* mxfp4.c - experts of gpt-oss in MXFP4 (OCP Microscaling Formats 1.0), and matrices that a file
+ * has transposed.
  *
  *   W[r, 32 b + i] = q * 2^(scale[r, b] - 127),  q = sign * {0, 0.5, 1, 1.5, 2, 3, 4, 6}
  *

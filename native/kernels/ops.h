@@ -558,8 +558,8 @@ enum { PS_CACHED_GROUP = 64 }; /* most heads that share a kv head */
  *                      attention_bwd needs no more: of the corrected lse and o it computes the
  *                      probabilities with the sink, and its D_t = sum d_o o is that of all keys.
  *                      ptr: RW o[T,A], RW lse f32[T,n_heads], R sink[n_heads].
- * attention_sink_bwd   dsink[h] (+)= - sum_t exp(sink[h] - lse[t,h]) sum d_o[t,h,:] o[t,h,:], of the
- *                      corrected o and lse.
+ * attention_sink_bwd   dsink[h] (+)= - sum_t exp(sink[h] - lse[t,h]) sum d_o[t,h,:] o[t,h,:],
+ *                      of the corrected o and lse.
  *                      ptr: R o, R lse, R d_o[T,A], R sink, W|RW dsink[n_heads]. */
 typedef struct ps__args_sink {
   uint32_t n_tokens, n_heads, head_dim, dt;

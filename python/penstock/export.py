@@ -14,13 +14,14 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +58,8 @@ class Source:
     @property
     def dtype(self) -> str:
         """In which no weight is rounded."""
-        only_bf16 = all(self.tensors.dtype(p.name) == "BF16" for p in self.model.params())
+        exact = ("BF16", "MXFP4")
+        only_bf16 = all(self.tensors.dtype(p.name) in exact for p in self.model.params())
         return "bf16" if only_bf16 else "fp32"
 
 
@@ -114,7 +116,9 @@ def open_source(path: str | os.PathLike) -> Source:
 
 
 def _rows_at_once(tensor: Tensor) -> int:
-    """Rows of a piece; of reordered rows whole heads."""
+    """Rows of a piece; of reordered rows whole heads; all of a matrix that is transposed."""
+    if tensor.transposed:
+        return tensor.shape[0]
     rows = max(1, PIECE_ELEMENTS // tensor.columns)
     if not tensor.heads:
         return rows
@@ -129,7 +133,7 @@ def _convert(gguf, source: Source, tensor: Tensor, first_row: int, n_rows: int) 
     dtype = "bf16" if tensor.kind == "BF16" else "fp32"
     columns = tensor.columns
     data = source.tensors.read_range(tensor.source, first_row * columns, n_rows * columns, dtype)
-    data = data.reshape(n_rows, columns)
+    data = data.reshape((columns, n_rows)).T if tensor.transposed else data.reshape(n_rows, columns)
     if tensor.heads:  # element i of a head's first half goes before element i of its second half
         half = tensor.shape[0] // tensor.heads // 2
         data = data.reshape(-1, 2, half, columns).swapaxes(1, 2).reshape(n_rows, columns)
@@ -278,7 +282,7 @@ def write_hf(
 ) -> None:
     """text_alone: of a vision-language model the text model, in place of all of it."""
     config = text_config(read_json(source.folder / "config.json"))
-    tensors = [_as_is(p, dtype) for p in source.model.params()]
+    tensors = _tensors(source.model.params(), dtype)
     read, model = source.tensors, source.model.text_alone() if text_alone else source.model
     whole = model.multimodal == 1
     others = source.model.carried(read) if whole else []
@@ -300,8 +304,31 @@ def write_hf(
         _sync(out.parent)
 
 
-def _as_is(parameter: Parameter, dtype: str) -> Tensor:
-    return Tensor(parameter.name, parameter.shape, KINDS[dtype], parameter.name)
+# gpt-oss: an expert's matrix, which files have with those of all experts, transposed
+OF_EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.((?:gate_up|down)_proj)")
+
+
+def _tensors(parameters: list[Parameter], dtype: str) -> list[Tensor]:
+    """As files have them."""
+    out, parts = [], {}
+    for p in parameters:
+        found = OF_EXPERT.fullmatch(p.name)
+        if not found:
+            out.append(Tensor(p.name, p.shape, KINDS[dtype], p.name))
+            continue
+        name = found[1] + found[3]
+        if name not in parts:
+            parts[name] = []
+            out.append(Tensor(name, p.shape[::-1], KINDS[dtype]))
+        parts[name].append(p.name)
+    return [
+        replace(
+            t, shape=(len(parts[t.name]), *t.shape), parts=tuple(parts[t.name]), transposed=True
+        )
+        if t.name in parts
+        else t
+        for t in out
+    ]
 
 
 # ---- command line --------------------------------------------------------------------------------

@@ -94,6 +94,7 @@ class Tensor:
     offset: float = 0.0  # added to each element
     values: np.ndarray | None = None
     parts: tuple = ()  # the parameters' names, one an expert, in the place of source
+    transposed: bool = False  # the parameter has the shape of the other order
 
     @property
     def columns(self) -> int:

@@ -137,7 +137,8 @@ cudaStream_t stream_of(const ps_launch *l) { return ((const ps__cuda_exec *)l->e
 } // namespace
 
 /* add_bias
- * bytes   8*rows*cols.   determinism  bitwise: elementwise.   reference  the cpu backend's, equal */
+ * bytes   8*rows*cols.   determinism  bitwise: elementwise
+ * reference  the cpu backend's, equal */
 extern "C" ps_status ps__cuda_add_bias(const ps_launch *l) {
   const ps__args_add_bias *a = (const ps__args_add_bias *)l->args;
   const ps_status st = ps_check(l, "add_bias", 2, a->dt, 0);
