@@ -73,6 +73,9 @@ ARCHITECTURES = {
     "GptOssForCausalLM": "gpt_oss",
     "Gemma4ForCausalLM": "gemma4_text",
     "Gemma4UnifiedForCausalLM": "gemma4_unified_text",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
 }
 GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 GEMMA = ("gemma", "gemma2", "gemma3_text")
@@ -100,9 +103,22 @@ QK_NORM = (*GEMMA4, "qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "olmoe"
 # experts: how many, and an expert's parameters: the router's name, then gate, up and down
 EXPERTS = dict(olmoe=64, qwen3_moe=128, mixtral=8, gpt_oss=128)
 OF_EXPERTS = {
-    **dict.fromkeys(("olmoe", "qwen3_moe"), ("mlp", ("gate_proj", "up_proj", "down_proj"))),
+    **dict.fromkeys(
+        ("olmoe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+        ("mlp", ("gate_proj", "up_proj", "down_proj")),
+    ),
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
 }
+# latent attention: what transformers takes for absent keys
+LATENT_KEYS = (
+    "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim first_k_dense_replace "
+    "n_shared_experts n_routed_experts moe_intermediate_size"
+).split()
+LATENT = dict(
+    deepseek_v2=(512, 1536, 128, 64, 128, 0, 2, 64, 1407),
+    deepseek_v3=(512, 1536, 128, 64, 128, 3, 1, 256, 2048),
+    glm4_moe_lite=(512, 768, 192, 64, 256, 1, 1, 64, 1536),
+)
 DTYPES = {"bf16": ("BF16", 2, "bfloat16"), "fp32": ("F32", 4, "float32")}
 
 # kind: "ones", "zeros", or the standard deviation; pad: a row that is zero
@@ -195,7 +211,10 @@ def read_sizes(path, cfg, kind):
     )
     absent = s.heads if "num_key_value_heads" in cfg else KV_HEADS.get(kind, s.heads)
     s.kv_heads = size("num_key_value_heads", absent, limit=1 << 14)
+    s.latent = read_latent(path, cfg, s, size) if kind in LATENT else None
     head_dim = None if "head_dim" in cfg else HEAD_DIM.get(kind)
+    if s.latent:
+        head_dim = s.latent["qk_rope_head_dim"]
     if head_dim is None and cfg.get("head_dim") is None:
         if s.dim % s.heads:
             raise BadInput(
@@ -226,6 +245,14 @@ def read_sizes(path, cfg, kind):
         s.experts = size(key, EXPERTS[kind], limit=512)
         s.expert = size("moe_intermediate_size", 768) if kind == "qwen3_moe" else s.ffn
         s.sparse = sparse_layers(path, cfg, s)
+    if s.latent:
+        s.experts, s.expert = s.latent["n_routed_experts"], s.latent["moe_intermediate_size"]
+        types = cfg.get("mlp_layer_types") if kind == "glm4_moe_lite" else None
+        s.sparse = [
+            i
+            for i in range(s.layers)
+            if (types[i] == "sparse" if types else i >= s.latent["first_k_dense_replace"])
+        ]
     return s
 
 
@@ -244,6 +271,23 @@ def read_full_layers(path, cfg, s, size):
     for entry in (cfg.get("per_layer_config") or {}).values():
         s.full_dim = entry.get("head_dim", s.head_dim)
         s.full_kv = entry.get("num_key_value_heads", s.kv_heads)
+
+
+def read_latent(path, cfg, s, size):
+    """The sizes of latent attention and its experts; native/model/config_latent.c says more of what
+    is wrong. None: q has one projection."""
+    out = dict(zip(LATENT_KEYS, LATENT[s.kind]))
+    for key in LATENT_KEYS:
+        if key == "q_lora_rank" and cfg.get(key, 1) is None:
+            out[key] = None
+        elif key in cfg and not (key == "first_k_dense_replace" and cfg[key] == 0):
+            out[key] = size(key)
+        elif key in cfg:
+            out[key] = 0
+    types = cfg.get("mlp_layer_types")
+    if types is not None and not (isinstance(types, list) and len(types) == s.layers):
+        raise BadInput(f"{path}: mlp_layer_types must be a list of num_hidden_layers, {s.layers}")
+    return out
 
 
 def sparse_layers(path, cfg, s):
@@ -287,6 +331,24 @@ def gpt_oss_experts(p, s, std, out):
         yield Tensor(f"{p}mlp.experts.{name}_proj_bias", (s.experts, n_out), "zeros")
 
 
+def list_latent(p, s, std, out):
+    """Multi-head latent attention."""
+    a = s.latent
+    rank, q = a["q_lora_rank"], s.heads * (a["qk_nope_head_dim"] + a["qk_rope_head_dim"])
+    if rank is None:
+        yield Tensor(p + "q_proj.weight", (q, s.dim), std)
+    else:
+        yield Tensor(p + "q_a_proj.weight", (rank, s.dim), std)
+        yield Tensor(p + "q_a_layernorm.weight", (rank,), "ones")
+        yield Tensor(p + "q_b_proj.weight", (q, rank), std)
+    latent, value = a["kv_lora_rank"], s.heads * a["v_head_dim"]
+    kv = s.heads * a["qk_nope_head_dim"] + value
+    yield Tensor(p + "kv_a_proj_with_mqa.weight", (latent + a["qk_rope_head_dim"], s.dim), std)
+    yield Tensor(p + "kv_a_layernorm.weight", (latent,), "ones")
+    yield Tensor(p + "kv_b_proj.weight", (kv, latent), std)
+    yield Tensor(p + "o_proj.weight", (s.dim, value), out)
+
+
 def list_tensors(cfg, s):
     std = float(cfg.get("initializer_range", 0.02))
     out = std / math.sqrt(2 * s.layers)
@@ -299,9 +361,12 @@ def list_tensors(cfg, s):
         q, kv = s.heads * head_dim, (s.full_kv if full else s.kv_heads) * head_dim
         for name in BEFORE.get(s.kind, ("input",)):
             yield Tensor(f"{p}{name}_layernorm.weight", (s.dim,), one)
-        for name, rows in (
-            [("qkv", q + 2 * kv)] if s.kind == "phi3" else (("q", q), ("k", kv), ("v", kv))
-        ):
+        if s.latent:
+            yield from list_latent(p + "self_attn.", s, std, out)
+        parts = (("q", q), ("k", kv), ("v", kv))
+        if s.kind == "phi3" or s.latent:
+            parts = [("qkv", q + 2 * kv)] if s.kind == "phi3" else ()
+        for name, rows in parts:
             if name == "v" and full and s.shared_keys:
                 continue
             yield Tensor(f"{p}self_attn.{name}_proj.weight", (rows, s.dim), std)
@@ -315,7 +380,8 @@ def list_tensors(cfg, s):
         if s.kind == "hunyuan_v1_dense":
             for name in ("query", "key"):
                 yield Tensor(f"{p}self_attn.{name}_layernorm.weight", (s.head_dim,), one)
-        yield Tensor(p + "self_attn.o_proj.weight", (s.dim, q), out)
+        if not s.latent:
+            yield Tensor(p + "self_attn.o_proj.weight", (s.dim, q), out)
         if s.kind == "gpt_oss":
             if cfg.get("attention_bias", True):
                 yield Tensor(p + "self_attn.o_proj.bias", (s.dim,), "zeros")
@@ -330,6 +396,13 @@ def list_tensors(cfg, s):
         if i in s.sparse:
             half, names = OF_EXPERTS[s.kind]
             yield Tensor(f"{p}{half}.gate.weight", (s.experts, s.dim), std)
+            if s.latent and s.kind != "deepseek_v2":
+                yield Tensor(f"{p}{half}.gate.e_score_correction_bias", (s.experts,), "zeros")
+            if s.latent:
+                n = s.expert * s.latent["n_shared_experts"]
+                for name in names[:2]:
+                    yield Tensor(f"{p}{half}.shared_experts.{name}.weight", (n, s.dim), std)
+                yield Tensor(f"{p}{half}.shared_experts.{names[2]}.weight", (s.dim, n), out)
             for e in range(s.experts):
                 for name in names[:2]:
                     yield Tensor(f"{p}{half}.experts.{e}.{name}.weight", (s.expert, s.dim), std)
