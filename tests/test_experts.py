@@ -1,6 +1,7 @@
 """Experts beside what tests/test_families.py compares with transformers: the router's terms of the
 loss, counts, the same bits under every plan, and what is refused."""
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -79,8 +80,8 @@ def oracle(cfg, alpha, beta, chunk, of_transformers=False):
     out = model(tokens, output_router_logits=True, use_cache=False)
     loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), targets.flatten())
     n_used = cfg["num_experts_per_tok"]
-    n = cfg.get("num_experts") or cfg["num_local_experts"]
     if of_transformers:
+        n = cfg.get("num_experts") or cfg["num_local_experts"]
         extra = alpha * load_balancing_loss_func(out.router_logits, n, n_used)
     else:
         extra = terms_of(out.router_logits, n_used, chunk, alpha, beta)
@@ -181,14 +182,17 @@ def state_of(trainer):
     return hashlib.sha256(b"".join(weights)).hexdigest()
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
-def test_the_same_bits_under_every_plan(directory, recipe, tmp_path):
+@pytest.mark.parametrize(
+    "name, recipe", [("qwen3_moe", "fp32"), ("qwen3_moe", "bf16"), ("deepseek_v3", "bf16")]
+)
+def test_the_same_bits_under_every_plan(directory, name, recipe, tmp_path):
     """Caps, so placements and what is made again; threads; two devices; a resume. Each chunk is of
     two sequences, but the last."""
-    where, _ = directory("qwen3_moe", 5)
+    where, _ = directory(name, 5)
+    terms = 0.02 if name == "qwen3_moe" else 0.0
     train = dict(lr=1e-2, seed=1)
     how = dict(clip_norm=1.0, chunk=2 * SEQ, recipe=recipe, router_aux_loss=None)
-    how["router_z_loss"] = 1e-3
+    how["router_z_loss"] = terms / 20
     least, _ = Plan.smallest(
         ModelConfig.read(where),
         seq_len=SEQ,
@@ -213,7 +217,7 @@ def test_the_same_bits_under_every_plan(directory, recipe, tmp_path):
     with Trainer(where, make_plan(where, **how), plain, **train) as trainer:
         list(trainer.steps(1))
         checkpoint = Checkpoint(trainer.checkpoint(tmp_path / "c"))
-    assert abs(checkpoint.plan_options["router_aux_loss"] - 0.02) < 1e-8
+    assert abs(checkpoint.plan_options["router_aux_loss"] - terms) < 1e-8
     with Trainer.resume(checkpoint, where, make_plan(where, **how, device_mem=least), plain) as t:
         list(t.steps(1))
         assert {state_of(t)} == {b[0] for b in bits}
@@ -294,6 +298,32 @@ def test_a_router_that_is_not_finite_stops_the_run(directory, tmp_path):
         ("qwen3_moe", dict(mlp_only_layers=[0, 1, 2]), ["no layer has experts"]),
         ("qwen3_moe", dict(decoder_sparse_step=0), ["decoder_sparse_step", "0"]),
         ("qwen3_moe", dict(norm_topk_prob=2), ["norm_topk_prob"]),
+        ("deepseek_v2", dict(q_lora_rank=0), ["q_lora_rank is 0"]),
+        ("deepseek_v2", dict(kv_lora_rank=0), ["kv_lora_rank is 0"]),
+        ("deepseek_v2", dict(v_head_dim=25), ["v_head_dim is 25", "24"]),
+        ("deepseek_v2", dict(qk_rope_head_dim=7), ["qk_rope_head_dim is 7", "even"]),
+        ("deepseek_v2", dict(qk_nope_head_dim=0), ["qk_nope_head_dim is 0"]),
+        ("deepseek_v2", dict(num_key_value_heads=2), ["num_key_value_heads is 2", "4"]),
+        ("deepseek_v2", dict(head_dim=9), ["head_dim is 9", "8"]),
+        ("deepseek_v2", dict(norm_topk_prob=True), ["norm_topk_prob is true"]),
+        ("deepseek_v2", dict(topk_method="noaux_tc"), ["topk_method", "noaux_tc"]),
+        ("deepseek_v2", dict(scoring_func="sigmoid"), ["scoring_func", "sigmoid"]),
+        ("deepseek_v2", dict(attention_bias=True), ["attention_bias"]),
+        ("deepseek_v2", dict(moe_layer_freq=2), ["moe_layer_freq is 2"]),
+        ("deepseek_v2", dict(n_shared_experts=0), ["n_shared_experts is 0"]),
+        ("deepseek_v3", dict(n_group=5), ["n_group is 5", "12"]),
+        ("deepseek_v3", dict(n_group=6, num_experts_per_tok=4), ["topk_group is 1", "2 experts"]),
+        ("deepseek_v3", dict(topk_group=3), ["topk_group is 3", "2"]),
+        ("deepseek_v3", dict(routed_scaling_factor=0), ["routed_scaling_factor is 0"]),
+        ("deepseek_v3", dict(first_k_dense_replace=3), ["first_k_dense_replace is 3"]),
+        ("deepseek_v3", dict(router_aux_loss_coef=0.1), ["router_aux_loss_coef is 0.1"]),
+        ("glm4_moe_lite", dict(mlp_layer_types=["sparse"]), ["mlp_layer_types", "3"]),
+        ("glm4_moe_lite", dict(mlp_layer_types=["moe"] * 3), ["mlp_layer_types[0]", "moe"]),
+        (
+            "glm4_moe_lite",
+            dict(mlp_layer_types=None, first_k_dense_replace=2),
+            ["first_k_dense_replace is 2", "mlp_layer_types"],
+        ),
     ],
     ids=str,
 )
@@ -302,6 +332,20 @@ def test_what_a_config_may_not_say(name, changes, words, tmp_path):
     with pytest.raises(FormatError) as e:
         ModelConfig.read(tmp_path)
     assert all(w in str(e.value) for w in words), e.value
+
+
+def test_layers_past_the_last_are_passed_over(directory, tmp_path):
+    """Those that predict several tokens at once, as transformers; others are refused, as are terms of
+    the loss that a router with sigmoids has not."""
+    where, _ = directory("deepseek_v3")
+    with pytest.raises(InvalidError, match="sigmoids: they must be 0"):
+        make_plan(where, router_z_loss=0.1)
+    for name, words in [("model.layers.3.eh_proj.weight", ""), ("model.layers.2.x", "not part")]:
+        other = changed(
+            where, tmp_path / name, lambda t, name=name: t.update({name: torch.ones(2)})
+        )
+        with contextlib.nullcontext() if not words else pytest.raises(FormatError, match=words):
+            Trainer(other, make_plan(other, 80), plain).close()
 
 
 def test_what_is_refused_of_experts(directory, tmp_path):
@@ -356,12 +400,13 @@ def test_in_fp8_recipes_experts_stay_in_bf16(tmp_path):
     assert 0 < abs(losses[1] - losses[0]) < loss_noise(gate, 5 * seq)
 
 
-def test_adapters_of_attention(directory, tmp_path):
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v2"])
+def test_adapters_of_attention(directory, name, tmp_path):
     """The router and the experts stay as they are, and gradients go through them: those of the
     first block's adapter are transformers' of the merged product."""
     from penstock import Lora
 
-    where, cfg = directory("qwen3_moe")
+    where, cfg = directory(name)
     lora = Lora(rank=2, alpha=2, targets="q_proj,o_proj")
     plan = make_plan(where, 80, lora=lora, router_aux_loss=None)
     with Trainer(where, plan, plain, lr=0.0) as trainer:

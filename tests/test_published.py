@@ -113,6 +113,25 @@ def long(pairs, max_positions, sliding_window):
     )
 
 
+LATENT = dict(
+    attention_bias=False,
+    ep_size=1,
+    kv_lora_rank=512,
+    moe_layer_freq=1,
+    pretraining_tp=1,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    seq_aux=True,
+    v_head_dim=128,
+)
+
+
+def mscale(x):
+    """DeepSeek's YaRN."""
+    lengths = dict(factor=40, original_max_position_embeddings=4096, type="yarn")
+    return dict(lengths, beta_fast=32, beta_slow=1, mscale=x, mscale_all_dim=x)
+
+
 def mistral(*size, **more):
     base = dict(SILU, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=1e6)
     base |= dict(sliding_window=None, tie_word_embeddings=False, head_dim=128)
@@ -586,16 +605,88 @@ PUBLISHED = {
         ),
         "",
     ),
+    "DeepSeek V2 Lite": (
+        model(
+            "deepseek_v2",
+            "DeepseekV2ForCausalLM",
+            sizes(102400, 2048, 10944, 27, 16, 16),
+            **dict(SILU, **LATENT, rope_scaling=mscale(0.707), scoring_func="softmax"),
+            aux_loss_alpha=0.001,
+            first_k_dense_replace=1,
+            max_position_embeddings=163840,
+            moe_intermediate_size=1408,
+            n_group=1,
+            n_routed_experts=64,
+            n_shared_experts=2,
+            norm_topk_prob=False,
+            num_experts_per_tok=6,
+            q_lora_rank=None,
+            rms_norm_eps=1e-6,
+            rope_theta=10000,
+            routed_scaling_factor=1.0,
+            topk_group=1,
+            topk_method="greedy",
+        ),
+        "",
+    ),
     "DeepSeek V3": (
         model(
             "deepseek_v3",
             "DeepseekV3ForCausalLM",
             sizes(129280, 7168, 18432, 61, 128, 128),
-            kv_lora_rank=512,
+            **dict(SILU, **LATENT, rope_scaling=mscale(1.0), scoring_func="sigmoid"),
+            first_k_dense_replace=3,
+            max_position_embeddings=163840,
+            moe_intermediate_size=2048,
+            n_group=8,
             n_routed_experts=256,
-            quantization_config=dict(quant_method="fp8"),
+            n_shared_experts=1,
+            norm_topk_prob=True,
+            num_experts_per_tok=8,
+            num_nextn_predict_layers=1,
+            q_lora_rank=1536,
+            quantization_config=dict(
+                activation_scheme="dynamic",
+                fmt="e4m3",
+                quant_method="fp8",
+                weight_block_size=[128, 128],
+            ),
+            rms_norm_eps=1e-6,
+            rope_theta=10000,
+            routed_scaling_factor=2.5,
+            topk_group=4,
+            topk_method="noaux_tc",
         ),
-        "architectures",
+        "",
+    ),
+    "GLM 4.7 Flash": (
+        model(
+            "glm4_moe_lite",
+            "Glm4MoeLiteForCausalLM",
+            sizes(154880, 2048, 10240, 47, 20, 20),
+            **dict(SILU, kv_lora_rank=512, q_lora_rank=768, qk_nope_head_dim=192),
+            attention_bias=False,
+            first_k_dense_replace=1,
+            max_position_embeddings=202752,
+            moe_intermediate_size=1536,
+            n_group=1,
+            n_routed_experts=64,
+            n_shared_experts=1,
+            norm_topk_prob=True,
+            num_experts_per_tok=4,
+            num_nextn_predict_layers=1,
+            pad_token_id=154820,
+            partial_rotary_factor=1.0,
+            qk_rope_head_dim=64,
+            rms_norm_eps=1e-5,
+            rope_scaling=None,
+            rope_theta=1000000,
+            routed_scaling_factor=1.8,
+            topk_group=1,
+            topk_method="noaux_tc",
+            v_head_dim=256,
+        ),
+        "",
     ),
 }
 

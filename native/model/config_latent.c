@@ -22,6 +22,9 @@ ps_status ps__config_latent(const ps__config_reader *r, const ps__latent_default
   PS_TRY(ps__config_in_range(r->path, "qk_nope_head_dim", nope, 1, 1 << 12));
   PS_TRY(
       ps__config_in_range(r->path, "qk_rope_head_dim", c->rope.rotary_dim, 2, 2 * PS_ROPE_PAIRS));
+  if (c->rope.rotary_dim % 2)
+    return ps__fail(PS_EFORMAT, "%s: qk_rope_head_dim is %u: it must be even, RoPE turns pairs",
+                    r->path, c->rope.rotary_dim);
   c->head_dim = nope + c->rope.rotary_dim;
   /* transformers writes the part that RoPE turns under this name */
   PS_TRY(ps__config_uint(r, r->j, "head_dim", c->rope.rotary_dim, &head_dim));
