@@ -609,8 +609,8 @@ static inline float ps__route_scale(float scale) { return scale == 0.0f ? 1.0f :
  *                      best groups alone are chosen, the lower of equal groups first. A group is
  *                      worth its best logit or, with sigmoid, the sum of its two best p + bias.
  *                      Weights are multiplied by scale at the end.
- *                      ptr: R logits f32[T,E], W ids u16[T,k], W weights f32[T,k], then R bias[E] of
- *                      dt if has_bias.
+ *                      ptr: R logits f32[T,E], W ids u16[T,k], W weights f32[T,k], then R bias[E]
+ *                      of dt if has_bias.
  *                      In generation the positions are not asked: a row without a token is routed
  *                      like any other, and nothing reads what comes of it. */
 /* moe_route_bwd        Gradient of the logits, from dweights and the terms of the loss that are the

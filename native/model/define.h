@@ -234,7 +234,7 @@ void ps__def_init(ps__layer_def *d, double mean, double std);
  * limit]. */
 void ps__def_init_uniform(ps__layer_def *d, double limit);
 /* ps__def_split() - the last span ends after @n elements, a multiple of PS__SPAN_ALIGN, and what
- * follows in it is a span of its own, whose index it returns: the rows of a matrix as two operands. */
+ * follows in it is a span of its own, whose index it returns: a matrix's rows as two operands. */
 uint16_t ps__def_split(ps__layer_def *d, uint64_t n);
 /* ps__def_tied() - a span that is the embedding's first, of @n elements. */
 uint16_t ps__def_tied(ps__layer_def *d, uint64_t n, bool frozen);

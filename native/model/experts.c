@@ -266,8 +266,8 @@ static ps__args_glu shared_gate_of(const ps__half *h) {
   return (ps__args_glu){.ffn_dim = m->cfg.shared_dim, .dt = m->dt, .activation = m->cfg.activation};
 }
 
-/* What the routed experts' rows are added to: the residual stream, and what the shared experts give.
- * PS__NONE: nothing. */
+/* What the routed experts' rows are added to: the residual stream, and what the shared experts
+ * give. PS__NONE: nothing. */
 static int define_shared(const ps__half *h) {
   const experts *t = h->own;
   const ps__block *b = h->b;

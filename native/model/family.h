@@ -116,8 +116,8 @@ typedef struct ps__experts_defaults { /* of absent keys */
 ps_status ps__config_experts(const ps__config_reader *r, const ps__experts_defaults *d,
                              ps_model_config *c);
 
-/* ps__config_latent() - the sizes of latent attention's heads, in place of those that other families
- * have (config_latent.c).
+/* ps__config_latent() - the sizes of latent attention's heads, in place of those that other
+ * families have (config_latent.c).
  * ps__config_latent_scale() - the scale of its scores, which RoPE's scaling changes.
  * ps__config_shared_experts() - as ps__config_experts(), with shared experts, groups and the scale
  * of weights; the first layers, first_k_dense_replace, have none. */

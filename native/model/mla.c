@@ -180,7 +180,8 @@ static void define_tensors(ps__half *h) {
   define_products(h);
 }
 
-/* kr is made again with kv: its product is small, and nothing else of the backward pass reads it. */
+/* kr is made again with kv: its product is small, and nothing else of the backward pass reads
+ * it. */
 static void define_saved(ps__half *h) {
   const mla *t = h->own;
   ps__layer_def *d = h->b->d;

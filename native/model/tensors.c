@@ -120,8 +120,8 @@ static ps_status note_biases(const ps_model *m, ps_tensor_file *f, const char *d
   if (!exact)
     ps__log(PS_LOG_WARN,
             "%s: %s has values of fp32, which this recipe rounds to bf16, in what it saves too: "
-            "experts whose scores differ by less are chosen in another order; --recipe fp32 keeps "
-            "them",
+            "experts whose scores differ by less are chosen in another order; the recipe fp32 "
+            "keeps them",
             dir, name);
   return PS_OK;
 }
