@@ -203,9 +203,9 @@ static ps_status check_experts(const ps_model_config *c, const char *name) {
 /* Latent attention. */
 static ps_status check_latent(const ps_model_config *c, const char *name) {
   const uint32_t rotary = c->rope.rotary_dim;
-  if (!c->kv_rank)
-    return ps__config_in_range(name, "v_head_dim or q_lora_rank without kv_lora_rank",
-                               c->value_dim | c->q_rank, 0, 0);
+  if (!ps__family_at(c->family)->latent)
+    return ps__config_in_range(name, "a rank or v_head_dim in a family without latent attention",
+                               c->kv_rank | c->value_dim | c->q_rank, 0, 0);
   PS_TRY(ps__config_in_range(name, "kv_lora_rank", c->kv_rank, 1, MAX_DIM));
   PS_TRY(ps__config_in_range(name, "q_lora_rank", c->q_rank, 0, MAX_DIM));
   PS_TRY(ps__config_in_range(name, "qk_rope_head_dim", rotary, 2, 2 * PS_ROPE_PAIRS));

@@ -43,6 +43,11 @@ static ps_model *create_fp8(const char *family, ps_dtype dt, float embedding_sca
                        .local_rope_theta = 1e4,
                        .rope = {.theta = 1e6}};
   ps_model *m;
+  if (ps__family_at(c.family)->latent) {
+    c.kv_rank = 8;
+    c.value_dim = 12;
+    c.rope.rotary_dim = 8;
+  }
   for (uint32_t l = 1; l < LAYERS; l += 2)
     c.layer_flags[l] = odd_flags;
   CHECK(ps__model_create(&m, &c, dt, 64, 0, NULL, fp8, NULL) == PS_OK);
