@@ -390,7 +390,11 @@ def last_token_of_5_gb(shard, folder):
     return copies
 
 
-@pytest.mark.parametrize("other", [one_token, one_mask, other_weights, last_token_of_5_gb])
+# Each task hashes 4 GiB of the largest.
+@pytest.mark.parametrize(
+    "other",
+    [one_token, one_mask, other_weights, pytest.param(last_token_of_5_gb, marks=pytest.mark.long)],
+)
 def test_other_data_is_noticed(other, given):
     model, shard, folder = given
     codes, said = end(start(model, other(shard, folder), folder / "run"))
