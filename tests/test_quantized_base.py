@@ -162,7 +162,10 @@ def test_a_checkpoint_in_fp8_is_kept_as_it_is(model, tmp_path, scales):
         tensors[name + "_scale_inv"] = s
     (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
     save_file(tensors, tmp_path / "model.safetensors")
-    kept, plain = train(tmp_path, plan_of(tmp_path, "fp8")), train(tmp_path, plan_of(tmp_path, "bf16"))
+    kept, plain = (
+        train(tmp_path, plan_of(tmp_path, "fp8")),
+        train(tmp_path, plan_of(tmp_path, "bf16")),
+    )
     assert all(np.array_equal(kept[3][n], plain[3][n]) for n in plain[3])
     assert kept[:3] == plain[:3]
 
@@ -178,7 +181,9 @@ def test_what_was_mxfp4_stays_what_it_is(model):
 
 
 def command(*words):
-    done = subprocess.run([BUILD / "bin/penstock", *map(str, words)], capture_output=True, text=True)
+    done = subprocess.run(
+        [BUILD / "bin/penstock", *map(str, words)], capture_output=True, text=True
+    )
     return done.returncode, done.stdout + done.stderr
 
 
@@ -191,7 +196,9 @@ def test_the_command_trains_resumes_and_evaluates_beside_a_quantized_base(
     code, said = command(*words, *lora, "--steps", 2)
     assert code == 0, said
     assert "nf4: 4.25 bits a weight" in said
-    resumed = command(*words, "--lora-rank", 4, "--run-dir", run, "--resume", "latest", "--steps", 3)
+    resumed = command(
+        *words, "--lora-rank", 4, "--run-dir", run, "--resume", "latest", "--steps", 3
+    )
     assert resumed[0] == 2 and "base-dtype" in resumed[1], resumed
     code, said = command(*words, *lora, "--resume", "latest", "--steps", 3)
     assert code == 0, said
@@ -202,6 +209,8 @@ def test_the_command_trains_resumes_and_evaluates_beside_a_quantized_base(
     }
     assert all(code == 0 for code, _ in losses.values()), losses
     assert losses["bf16"][1] != losses["nf4"][1]
+    assert "was trained beside a base in nf4, and is used beside one in bf16" in losses["bf16"][1]
+    assert "was trained beside" not in losses["nf4"][1]
 
 
 def test_bad_bases_are_refused_in_one_sentence(model, tmp_path, tiny_shard):
@@ -213,7 +222,10 @@ def test_bad_bases_are_refused_in_one_sentence(model, tmp_path, tiny_shard):
     for words, said in [
         (["nf4"], "--base-dtype is given without LoRA.*give --lora-rank"),
         (["int8", "--lora-rank", 4], "--base-dtype int8: give bf16, fp8, nf4 or mxfp4"),
-        (["nf4", "--lora-rank", 4, "--recipe", "fp8", "--model", deep], "LoRA with FP8 is not supported"),
+        (
+            ["nf4", "--lora-rank", 4, "--recipe", "fp8", "--model", deep],
+            "LoRA with FP8 is not supported",
+        ),
         (["nf4", "--lora-rank", 4, "--model", narrow], "columns.*multiples of 64.*--base-dtype"),
     ]:
         code, text = command(*plan, *words)

@@ -196,8 +196,8 @@ static const job_option job_options[] = {
     OPTION(ALWAYS, CLI_H_LORA | CLI_RARE, plan_config.lora.rslora, .name = "lora-rslora",
            .table = "model", .kind = CLI_FLAG,
            .help = "scale by A over the square root of R instead (rsLoRA)"),
-    OPTION(ALWAYS, CLI_H_LORA, plan_config.lora.base, .name = "base-dtype", .table = "model",
-           .kind = CLI_CHOICE, .value = "NAME", .choices = bases,
+    OPTION(ALWAYS, CLI_H_LORA | CLI_RARE, plan_config.lora.base, .name = "base-dtype",
+           .table = "model", .kind = CLI_CHOICE, .value = "NAME", .choices = bases,
            .help = "how the frozen matrices of the blocks are kept and streamed: bf16 (default), "
                    "fp8 (1.06 bytes a weight), nf4 or mxfp4 (0.53)"),
     OPTION(ALWAYS, CLI_H_LORA, train_config.adapter_dir, .name = "adapter", .table = "model",

@@ -1,15 +1,15 @@
 /* blocks.h - weights in blocks that share a scale: how a frozen base is stored (ps_base). What a
  * block's bytes are is in storage.h. A header for C, C++ and CUDA; the functions are for the host.
  *
- *   fp8    x = q s               s = amax / 448 in fp32, of 64 weights; q = x / s in e4m3
- *   nf4    x = PS__NF4_VALUES[q] s   s = amax in bf16, of 64 weights; q: the value nearest to x / s.
- *          The values are those of arXiv 2305.14314, appendix E. Of bf16 weights s is exact
- *   mxfp4  x = q s               s = 2^(floor(log2(amax)) - 2) as e8m0, of 32 weights (OCP
- *          Microscaling Formats 1.0, section 6.3); q = x / s in e2m1. What was MXFP4 before it was
- *          bf16 becomes the same weights again
+ *   fp8    x = q s            s = amax / 448 in fp32, of 64 weights; q = x / s in e4m3
+ *   nf4    x = value[q] s     s = amax in bf16, of 64 weights; value[q] is nearest to x / s. Values
+ *                             are those of arXiv 2305.14314, appendix E. Of bf16 weights s is exact
+ *   mxfp4  x = q s            s = 2^(floor(log2(amax)) - 2) as e8m0, of 32 weights (OCP
+ *                             Microscaling Formats 1.0, section 6.3); q = x / s in e2m1. What was
+ *                             MXFP4 before it was bf16 becomes the same weights again
  *
- * q is rounded to nearest, of e4m3 and e2m1 to even and saturated. Where a weight is not finite, the
- * block's scale is not, and neither are its weights. */
+ * q is rounded to nearest, of e4m3 and e2m1 to even and saturated. Where a weight is not finite,
+ * the block's scale is not, and neither are its weights. */
 #ifndef PS_CORE_BLOCKS_H
 #define PS_CORE_BLOCKS_H
 #include "core/fp8.h"
@@ -19,10 +19,22 @@ extern "C" {
 #endif
 
 #define PS__NF4_VALUES                                                                             \
-  {-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,                       \
-   -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,                      \
-   0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,         \
-   0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f}
+  {-1.0f,                                                                                          \
+   -0.6961928009986877f,                                                                           \
+   -0.5250730514526367f,                                                                           \
+   -0.39491748809814453f,                                                                          \
+   -0.28444138169288635f,                                                                          \
+   -0.18477343022823334f,                                                                          \
+   -0.09105003625154495f,                                                                          \
+   0.0f,                                                                                           \
+   0.07958029955625534f,                                                                           \
+   0.16093020141124725f,                                                                           \
+   0.24611230194568634f,                                                                           \
+   0.33791524171829224f,                                                                           \
+   0.44070982933044434f,                                                                           \
+   0.5626170039176941f,                                                                            \
+   0.7229568362236023f,                                                                            \
+   1.0f}
 
 /* ps__base_storage() - how weights of @base lie; plain @dt where that is PS_BASE_PLAIN. */
 static inline ps__storage ps__base_storage(uint32_t base, uint32_t dt) {

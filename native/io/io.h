@@ -87,7 +87,7 @@ bool ps__tensors_quantized(const ps_tensor_file *f);
 /* ps__tensors_keep_blocks() - whether tensor @idx is e4m3 with scales that blocks of PS_BASE_FP8
  * have (core/blocks.h): then its weights in blocks are those that ps_tensors_read() reads, bit for
  * bit.
- * ps__tensors_read_blocks() - all of it, as such blocks, into @dst. Errors: as ps_tensors_read(). */
+ * ps__tensors_read_blocks() - all of it as such blocks, into @dst. Errors: as ps_tensors_read(). */
 bool ps__tensors_keep_blocks(const ps_tensor_file *f, uint64_t idx);
 ps_status ps__tensors_read_blocks(const ps_tensor_file *f, uint64_t idx, void *dst);
 /* ps__tensors_passed_over() - whether tensor @idx is the scales of another, or one that only

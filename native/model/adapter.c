@@ -340,6 +340,19 @@ static ps_status check_base(const ps_model *m, const config *c, const char *dir,
   return PS_OK;
 }
 
+/* An adapter makes up for what its base lost when it was quantized. */
+static ps_status note_base(const ps_model *m, const ps_tensor_file *f, const char *dir) {
+  const char *const now = ps_base_name((ps_base)m->lora.base);
+  char was[16];
+  PS_TRY(ps__tensors_metadata(f, PS__BASE_DTYPE, was, sizeof was));
+  if (was[0] && strcmp(was, now) != 0)
+    ps__log(PS_LOG_WARN,
+            "%s: was trained beside a base in %s, and is used beside one in %s: its loss may be "
+            "another",
+            dir, was, now);
+  return PS_OK;
+}
+
 ps_status ps__adapter_open_for(const ps_model *m, const char *dir, const char *base_dir,
                                ps_tensor_file *base, ps_tensor_file **out, ps__adapter_info *what) {
   ps_lora lora;
@@ -350,6 +363,8 @@ ps_status ps__adapter_open_for(const ps_model *m, const char *dir, const char *b
   ps_status st = check_adapter(m, &lora, &c, f, dir, &n_saved);
   if (st == PS_OK && base)
     st = check_base(m, &c, dir, base_dir, base, f);
+  if (st == PS_OK)
+    st = note_base(m, f, dir);
   if (st == PS_OK) {
     *out = f;
     *what = (ps__adapter_info){c.dropout, n_saved};

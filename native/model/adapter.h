@@ -27,6 +27,8 @@ ps_status ps__adapter_open_for(const ps_model *m, const char *dir, const char *b
 
 /* The key under which the metadata of adapter_model.safetensors has ps__base_mark(). */
 #define PS__BASE_MARK "penstock_base"
+/* The same for the name of the ps_base that the adapter was trained beside; none: PS_BASE_PLAIN. */
+#define PS__BASE_DTYPE "penstock_base_dtype"
 /* A SHA-256 of samples of the base model's tensors in @f, rounded to bf16: it is the same for all
  * copies of a model, also in another dtype. PS_EIO, PS_ENOMEM. */
 ps_status ps__base_mark(const ps_model *m, ps_tensor_file *f, char hex[65]);

@@ -116,7 +116,7 @@ typedef struct ps__unit_def {
   uint32_t first_span, n_spans, first_param, n_params;
   uint64_t n; /* elements with padding, a multiple of PS__SPAN_ALIGN */
   bool frozen;
-  bool adapter; /* lies in an adapter's files, not in the model's (native/model/lora.h) */
+  bool adapter;  /* lies in an adapter's files, not in the model's (native/model/lora.h) */
   uint32_t base; /* ps_base: how its weights are kept (native/core/blocks.h) */
 } ps__unit_def;
 

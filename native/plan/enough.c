@@ -30,8 +30,7 @@ static double tokens_needed(const ps_plan *p) {
                token = 2 * all / hw->gemm_flops_per_s[m->dt] / (m->fp8.on ? 2 : 1),
                update = trained * ps__update_bytes(optimizer, recipe, PS_UPDATE_WHOLE) /
                         hw->optimizer_bytes_per_s,
-               copies = 2 * (double)ps__weights_bytes(m) /
-                        hw->link[PS_LINK_H2D].duplex_bytes_per_s;
+               copies = 2 * (double)ps__weights_bytes(m) / hw->link[PS_LINK_H2D].duplex_bytes_per_s;
   if (hw->backend == PS_BACKEND_CPU || fits(p, ps__state_bytes(optimizer, recipe, m->n_trained) +
                                                    ps__master_bytes(recipe, m->n_trained)))
     return 0;

@@ -165,8 +165,7 @@ static void say_base(text *t, const ps_model *m) {
   for (uint32_t u = 0; u < m->n_units; u++)
     n += m->unit[u].base ? m->unit[u].n : 0;
   if (m->lora.base)
-    say(t,
-        "frozen base      %s: %.4g bits a weight of %.3g billion in the blocks' matrices, %s\n",
+    say(t, "frozen base      %s: %.4g bits a weight of %.3g billion in the blocks' matrices, %s\n",
         ps_base_name((ps_base)m->lora.base), 8 * ps__stored_each(as), 1e-9 * (double)n,
         ps__format_bytes(bytes, ps__stored_bytes(as, n)));
 }

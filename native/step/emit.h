@@ -284,9 +284,9 @@ void ps__free_batch(ps__builder *b, uint32_t c, uint32_t lag);
  * Errors: PS_ENOMEM. */
 ps_status ps__units_init(ps__builder *b);
 /* ps__fetch_ahead() - issue the copies for this layer pass of all devices that have it, and for
- * those within the prefetch distance. ps__dequantize() - of the running device, what is quantized of
- * the parameters that the pass reads. ps__pass_done() - free the parameters that no later pass was
- * fetched for. */
+ * those within the prefetch distance.
+ * ps__dequantize() - what is quantized of the parameters that the running device's pass reads.
+ * ps__pass_done() - free the parameters that no later pass was fetched for. */
 void ps__fetch_ahead(ps__builder *b, uint32_t pass_idx);
 void ps__dequantize(ps__builder *b, uint32_t pass_idx);
 void ps__pass_done(ps__builder *b, uint32_t pass_idx);

@@ -191,11 +191,12 @@ static ps_status create_writer(job *j, uint32_t a) {
   ps_status st = specs && info && name && j->param[a] && j->n_of[a] && j->form[a]
                      ? fill_specs(j, a, specs, info, name, &n)
                      : no_memory(j->o);
-  const char *const meta[] = {PS__BASE_MARK, j->t->base_mark};
+  const ps_base base = (ps_base)j->t->plan->model->lora.base;
+  const char *const meta[] = {PS__BASE_MARK, j->t->base_mark, PS__BASE_DTYPE, ps_base_name(base)};
+  const uint32_t n_meta = !adapter || !j->t->base_mark[0] ? 0 : base ? 2 : 1;
   if (st == PS_OK)
-    st =
-        ps__tensors_create(&j->writer[a], j->o->stage, j->o->dir, array->stem, specs, n,
-                           adapter ? 0 : j->o->max_file_bytes, meta, adapter && j->t->base_mark[0]);
+    st = ps__tensors_create(&j->writer[a], j->o->stage, j->o->dir, array->stem, specs, n,
+                            adapter ? 0 : j->o->max_file_bytes, meta, n_meta);
   ps__free(specs);
   ps__free(info);
   ps__free(name);
