@@ -155,9 +155,9 @@ void ps__rope_angles(float *cosines, float *sines, const float *inv_freq, int32_
 void ps__rope_rotate(float *x, const float *cosines, const float *sines, size_t half, float sign,
                      bool interleaved) {
   if (interleaved)
-    rotate_neighbours(x, cosines, sines, half, sign);
+    rotate_neighbours(x, cosines, sines, half, half, sign);
   else
-    rotate(x, cosines, sines, half, sign);
+    rotate(x, cosines, sines, half, half, sign);
 }
 
 /* What q of the token is multiplied by. */
