@@ -520,10 +520,10 @@ def random_model(cfg, seed=1):
             else:
                 x = x / math.sqrt(p.shape[-1])
             p.copy_(x)
-        for i, (_, p) in enumerate(named_constants(model)):
-            p.fill_(0.7 + 0.1 * i)
             if key.endswith("gate.weight") and len(x) > 8:
                 p[5] *= 1e-3  # an expert that no token of a test's batch chooses
+        for i, (_, p) in enumerate(named_constants(model)):
+            p.fill_(0.7 + 0.1 * i)
     return model
 
 

@@ -89,6 +89,7 @@ class Case:
             self.window,
             self.scale,
             self.softcap,
+            0,
         )
 
     def forward(self, **kw):

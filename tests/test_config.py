@@ -152,8 +152,8 @@ def test_dropout_is_refused_by_training_alone(tmp_path):
     "change, parts",
     [
         (
-            dict(architectures=["GptOssForCausalLM"]),
-            ["architectures", "GptOssForCausalLM", "llama, qwen2"],
+            dict(architectures=["MambaForCausalLM"]),
+            ["architectures", "MambaForCausalLM", "llama, qwen2"],
         ),
         (dict(architectures=["LlamaForCausalLM", "X"]), ["architectures"]),
         (dict(architectures=[]), ["architectures"]),

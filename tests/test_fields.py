@@ -20,6 +20,7 @@ HAVE_OPTIONS = {
     "native/hosts/launcher.c": "a command to type",
     "native/io/safetensors.c": "a command to type, of DeepSpeed",
     "native/model/config.c": "a command to type, of Hugging Face",
+    "native/train/labels.c": "a command to type",
     "native/train/hosts.c": "tasks compare the text, whatever shell started each",
 }
 # Names in messages that are no field of a struct: a group of fields, and arguments of functions.

@@ -180,7 +180,7 @@ def turned(x, w, a, pos):
 
 
 def roped(x, a, pos):
-    r = a.head_dim if a.whole_head else a.rotary_dim
+    r = a.head_dim if getattr(a, "whole_head", 0) else a.rotary_dim
     inv_freq = torch.zeros(r // 2, dtype=torch.float64)
     n = a.rotary_dim // 2
     inv_freq[:n] = torch.tensor(list(a.inv_freq[:n]), dtype=torch.float64)

@@ -459,6 +459,7 @@ static const ps_field_name other_fields[] = {
     {"prefill_tokens", "--prefill-tokens"},
     {"ramp", "--batch-ramp"},
     {"sample_context", "--sample tokens"},
+    {"sample_sequences", "--sample"},
     {"val_dataset", "--val"},
 };
 

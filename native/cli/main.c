@@ -119,9 +119,9 @@ static int run(int argc, char **argv) {
   return cli_fail(CLI_REFUSED, "there is no command '%s' (penstock --help lists them)", argv[1]);
 }
 
-/* A plan's reserve counts what the process holds when the library first looks. It looks here, before
- * a checkpoint or data is opened, so that a resumed run has the reserve of the run that it goes on
- * with. */
+/* A plan's reserve counts what the process holds when the library first looks. It looks here,
+ * before a checkpoint or data is opened, so that a resumed run has the reserve of the run it goes
+ * on with. */
 static void note_what_is_held(void) {
   ps_hardware facts;
   (void)ps_hardware_estimate(&facts, PS_BACKEND_CPU, 0, 0);

@@ -5,7 +5,8 @@
 #include <stdbool.h>
 
 /* ps__rope_table() - by its head_dim fill @a's rotary_dim, attention_factor and inv_freq, in the
- * order and precision of transformers 4.57.1's modeling_rope_utils.py: fp32, a power rounded from fp64.
+ * order and precision of transformers 4.57.1's modeling_rope_utils.py: fp32, a power rounded from
+ * fp64.
  * @r              here rotary_dim 0 stands for no RoPE
  * @max_positions  max_position_embeddings
  * @seq_len        tokens of a training sequence; longrope takes long_factor where it is above

@@ -37,8 +37,8 @@ static bool is_mtp(const ps_model *m, const char *name) {
 
 /* A tensor that the model does not know is refused: without it the math would be another model's.
  * Passed over are rotary tables of old files, which are derived, a tied head, a head in whose place
- * the model has another, scales of quantized weights, layers past the last, and the other parts of a
- * vision-language model. */
+ * the model has another, scales of quantized weights, layers past the last, and the other parts of
+ * a vision-language model. */
 static ps_status check_unknown(const ps_model *m, const ps_tensor_file *f, const char *dir) {
   for (uint64_t i = 0; i < ps_tensors_count(f); i++) {
     ps_tensor_info info;

@@ -205,11 +205,15 @@ def reference(
         hook.remove()
     sums, counts = each.detach().double().sum(1), valid.sum(1)
     parameters = dict(model.named_parameters())
+    saved = model.state_dict().keys() - parameters.keys()  # constants among them have no gradient
+    constants = {n: b.numpy() for n, b in model.named_buffers() if n in saved}
+    weights = {n: p.detach().numpy() for n, p in parameters.items()}
+    gradients = {n: p.grad.numpy() for n, p in parameters.items()}
     return Reference(
         [(sums.sum() / counts.sum()).item(), *(sums / counts).tolist()],
-        {n: p.detach().numpy() for n, p in parameters.items()},
-        {n: p.grad.numpy() for n, p in parameters.items()},
-        {n: math.sqrt(x) for n, x in spread.items()},
+        weights | constants,
+        gradients | {n: np.zeros_like(b) for n, b in constants.items()},
+        dict.fromkeys(constants, 0.0) | {n: math.sqrt(x) for n, x in spread.items()},
         logits.detach().flatten(0, 1).numpy(),
     )
 

@@ -48,6 +48,8 @@ static ps_model *create_fp8(const char *family, ps_dtype dt, float embedding_sca
     c.value_dim = 12;
     c.rope.rotary_dim = 8;
   }
+  if (strcmp(family, "gpt_oss") == 0)
+    c.glu_limit = 7;
   for (uint32_t l = 1; l < LAYERS; l += 2)
     c.layer_flags[l] = odd_flags;
   CHECK(ps__model_create(&m, &c, dt, 64, 0, NULL, fp8, NULL) == PS_OK);
