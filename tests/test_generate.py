@@ -1,6 +1,7 @@
 """Generation: the tokens of a prompt depend on nothing but the model and the prompt's own request.
 tests/test_families.py compares the tokens of every family with those of transformers."""
 
+import ctypes
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import torch
 import transformers
 from conftest import ROOT, called
 from families import qwen3_moe, random_model
-from penstock import BudgetError, Generator, Hardware, InvalidError
+from penstock import BudgetError, DeviceError, Generator, Hardware, InvalidError
 from penstock.__main__ import _in_python
 from penstock.chat import ChatTemplate
 from penstock.data import load_tokenizer
@@ -109,6 +110,22 @@ def test_a_cap_that_is_too_small_is_refused_with_its_parts(model):
         Generator(model, context=96, batch=5, device_mem=least - 1)
     with pytest.raises(BudgetError, match=r"of host memory, .* for the embedding"):
         Generator(model, context=96, host_mem=2 << 20)
+
+
+def test_memory_that_cannot_be_pinned_is_refused_with_what_helps(model):
+    least = tokens(model, [[1]], dict(max_new_tokens=1))[1]["least_device_bytes"]
+    limit = ctypes.CDLL(str(BINARY.parent.parent / "lib/libpenstock.so")).ps__pin_limit
+    limit.argtypes = [ctypes.c_uint64]
+    limit(4 << 20)
+    try:
+        with pytest.raises(DeviceError) as why:
+            Generator(model, context=96, batch=5, device_mem=least)
+    finally:
+        limit(0)
+    words = "4.0 MiB of host memory could be pinned, generation takes .* raise device_mem, so that"
+    assert re.match(
+        f"{words} more blocks stay .*; pinned_mem is of training alone$", str(why.value)
+    )
 
 
 # ---- experts on demand ---------------------------------------------------------------------------

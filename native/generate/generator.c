@@ -145,6 +145,22 @@ static ps_status hook(void *ctx, ps__gen_hook what, uint32_t program, const ps_l
 
 /* ---- creating -------------------------------------------------------------------------------- */
 
+/* All that generation has in host memory is copied to the device from there, so no part of it can
+ * do without pinning. */
+static ps_status refuse_to_pin(const ps_generator *g, ps_status st) {
+  char most[32], all[32];
+  const uint64_t could = ps_pinned_at_most();
+  if (st != PS_EDEVICE || !could)
+    return st;
+  return ps__fail(st,
+                  "%s of host memory could be pinned, generation takes %s there: raise the limit "
+                  "(ulimit -l, the container's memlock, or its memory), or raise %s, so that more "
+                  "blocks stay on the device; %s is of training alone",
+                  ps__format_bytes(most, could),
+                  ps__format_bytes(all, ps__arena_round(g->plan->map.host.bytes)),
+                  ps__field("device_mem_bytes"), ps__field("pinned_mem_bytes"));
+}
+
 static ps_status open_engine(ps_generator *g) {
   const ps__gen_plan *p = g->plan;
   const ps__places *at = p->at;
@@ -161,7 +177,9 @@ static ps_status open_engine(ps_generator *g) {
   arena[at->host] = host;
   ps__engine_of(&e, &p->hw, at, arena, 0, cap.given, beside, p->scratch_bytes);
   e.deterministic = p->cfg.deterministic;
-  PS_TRY(ps_engine_create(&g->engine, &e));
+  const ps_status st = ps_engine_create(&g->engine, &e);
+  if (st != PS_OK)
+    return refuse_to_pin(g, st);
   g->own_turns.engine = g->engine;
   g->turns = &g->own_turns;
   g->host = ps_engine_space(g->engine, at->host);
