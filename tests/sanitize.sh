@@ -29,16 +29,19 @@ check() { # NAME SAN
   export LD_LIBRARY_PATH
   for program in "$out"/tests/test_*; do
     arguments=
-    case $program in *test_engine_hazards) arguments=500 ;; esac # random programs: each is slow here
+    # Random programs: each is slow here. Bounds of plans are found on one thread: no matter of TSan.
+    case $name$program in
+      *test_engine_hazards) arguments=500 ;;
+      tsan*test_caps) continue ;;
+    esac
     echo "== $name: $(basename "$program") $arguments"
     "$program" $arguments >"$log" 2>&1 || { cat "$log"; echo "sanitize: $program failed"; exit 1; }
   done
-  for caps in "" "--device-mem 4MiB --chunk-tokens 64 --chunks-per-round 2"; do
-    for recipe in fp32 fp32-master bf16; do
-      echo "== $name: training, $recipe $caps"
-      "$out/bin/penstock" train --model "$work/model" --data "$work/data.bin" --seq-len 64 --tokens-per-step 256 --steps 3 --recipe $recipe $caps \
-        --run-dir "$work/$name-run" --out "$work/$name-out" --force --quiet >"$log" 2>&1 || { cat "$log"; echo "sanitize: training failed"; exit 1; }
-    done
+  capped="--device-mem 4MiB --chunk-tokens 64 --chunks-per-round 2"
+  for case in "fp32" "fp32-master $capped" "bf16 $capped"; do
+    echo "== $name: training, $case"
+    "$out/bin/penstock" train --model "$work/model" --data "$work/data.bin" --seq-len 64 --tokens-per-step 256 --steps 3 --recipe $case \
+      --run-dir "$work/$name-run" --out "$work/$name-out" --force --quiet >"$log" 2>&1 || { cat "$log"; echo "sanitize: training failed"; exit 1; }
   done
   for layout in data-parallel ring; do
     echo "== $name: training on three devices, $layout"
@@ -69,7 +72,7 @@ fuzz() {
   for program in "$build"/asan/fuzz/fuzz_*; do
     name=$(basename "$program")
     echo "== asan: $name"
-    "$program" "$work/corpus/${name#fuzz_}" "${FUZZ_SECONDS:-5}" "${FUZZ_SEED:-1}" >"$log" 2>&1 || {
+    "$program" "$work/corpus/${name#fuzz_}" "${FUZZ_SECONDS:-3}" "${FUZZ_SEED:-1}" >"$log" 2>&1 || {
       cat "$log"; echo "sanitize: $name failed; its input is in fuzz-crash or fuzz-slow"; exit 1; }
     tail -1 "$log"
   done

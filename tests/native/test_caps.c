@@ -152,7 +152,7 @@ static void check_traced(ps_plan *p, const ps_plan_report *r) {
 
 /* From a cap with which optimizer state alone is not pinned down to the least one, one byte below
  * which is refused with both figures. */
-__attribute__((unused)) static void test_pinned(uint32_t lora_rank) {
+static void test_pinned(uint32_t lora_rank) {
   ps_model_config m = model;
   ps_plan_config cfg = config();
   ps_plan *p;
@@ -311,10 +311,8 @@ int main(int argc, char **argv) {
     test_bounds(2, 0, backend, PS_CLIP_BY_STEP);
     test_bounds(0, 4, backend, PS_CLIP_BY_PREVIOUS);
   }
-#ifndef __SANITIZE_THREAD__ /* its searches take six minutes there; test_search has such */
   for (uint32_t rank = 0; rank <= (PINNED_MIB < 16 ? 0 : 4); rank += 4)
     test_pinned(rank);
-#endif
   printf("ok plans pin what may be pinned, and say what that costs\n");
   test_replan();
   printf("ok candidates take as much host memory as they are said to, or more\n");

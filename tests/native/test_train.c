@@ -91,13 +91,13 @@ static void check_files(stage s) {
   check_whole(old_dir);
 }
 
-/* Returns how many places were made to fail: the first hundred, then every @stride-th or, where
- * that is more, a sixteenth further each time. */
+/* Returns how many places were made to fail: the first ones, then every @stride-th or, where that
+ * is more, a sixteenth further each time. */
 static int64_t fail_nth(int kind, ps_status (*run)(void), int64_t stride) {
   const int64_t live = ps__live_allocations();
   const int files = open_files();
   int64_t places = 0;
-  for (int64_t n = 1;; n += n < 100 ? 1 : stride > n / 16 ? stride : n / 16, places++) {
+  for (int64_t n = 1;; n += n < N_FIRST ? 1 : stride > n / 16 ? stride : n / 16, places++) {
     ps__fault_arm(kind, n);
     const ps_status st = run();
     const int64_t calls = ps__fault_count(kind);

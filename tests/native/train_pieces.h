@@ -14,9 +14,25 @@
 #include <time.h>
 
 #ifdef PS_SANITIZED
-enum { STRIDE = 997, STEP = 13, N_CANCELS = 8, N_READS = 4, RECIPE_STEP = 4, CLIP_STEP = 2 };
+enum {
+  STRIDE = 997,
+  STEP = 13,
+  N_FIRST = 8,
+  N_CANCELS = 5,
+  N_READS = 4,
+  RECIPE_STEP = 4,
+  CLIP_STEP = 2
+};
 #else
-enum { STRIDE = 97, STEP = 1, N_CANCELS = 50, N_READS = 7, RECIPE_STEP = 1, CLIP_STEP = 1 };
+enum {
+  STRIDE = 97,
+  STEP = 1,
+  N_FIRST = 100,
+  N_CANCELS = 50,
+  N_READS = 7,
+  RECIPE_STEP = 1,
+  CLIP_STEP = 1
+};
 #endif
 enum { SEQ_LEN = 16, SEQUENCES = 4, VOCAB = 96, MAX_PARAMS = 64, VAL_TOKENS = 7 * SEQ_LEN };
 
