@@ -334,7 +334,7 @@ def test_the_smallest_plan_takes_its_caps_and_no_less_is_enough(layout, tiny_mod
         Plan(model, host_mem=host - 1, **options)
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("gpus", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_all_first_rounds_are_larger_where_updates_would_not_be_hidden(gpus, tmp_path):
     """8B: AdamW on the host takes longer than a forward pass of one chunk."""
     caps = {"device_mem": "24GiB", "host_mem": "110GiB", "recipe": "bf16"}
@@ -545,7 +545,8 @@ def test_the_table_names_its_hosts(tiny_model, tmp_path):
     for rate in (0, 25e9):
         (tmp_path / "m.json").write_text(json.dumps(machine | {"network_bytes_per_s": rate}))
         where = ("--model", tiny_model, "--hardware", tmp_path / "m.json")
-        text = plan(*where, "--tokens-per-step", 2 * SEQ, "--hosts", 2, "--gpus", "1,2")
+        cut = ("--chunk-tokens", SEQ, "--chunks-per-round", 1)
+        text = plan(*where, *cut, "--tokens-per-step", 2 * SEQ, "--hosts", 2, "--gpus", "1,2")
         assert "N times those of one GPU a host, with" in text
         assert max(len(line) for line in text.splitlines() if "advice" not in line) <= 100
         told += text.splitlines()[1:2]

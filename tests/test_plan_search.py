@@ -14,7 +14,9 @@ from penstock import BudgetError, Hardware, InvalidError, ModelConfig, Plan
 from test_plan import MIB, config, rates
 
 
-@pytest.mark.parametrize("name,seconds", [("8b", 60), ("32b", 120)])
+@pytest.mark.parametrize(
+    "name,seconds", [("8b", 60), pytest.param("32b", 120, marks=pytest.mark.long)]
+)
 def test_large_models_are_planned_without_touching_memory(name, seconds):
     """A plan's time is its search: 8B 4 s and 32B 10 s on two cores; the limits leave room for
     slower machines."""
@@ -78,8 +80,7 @@ def test_the_smallest_caps_of_a_large_family_have_a_plan():
     """Of some hundred thousand members a handful fits there."""
     model = ModelConfig.read(ROOT / "models/8b.json")
     least, _ = Plan.smallest(model, **on_a_4090())
-    for device in (least, least + least // 50):
-        assert Plan(model, device_mem=device, **on_a_4090()).report["device_used_bytes"] <= device
+    assert Plan(model, device_mem=least, **on_a_4090()).report["device_used_bytes"] <= least
     with pytest.raises(BudgetError, match=f"smallest plan takes {least} bytes"):
         Plan(model, device_mem=least - 1, **on_a_4090())
 
@@ -234,14 +235,22 @@ def test_no_pinned_round_of_a_deep_model_is_faster_than_the_plan_that_was_found(
     )
 
 
-def test_to_pin_the_rounds_that_were_found_costs_nothing(tmp_path):
-    """A pinned round's members are few, and what refining between them gains is as much as
-    anywhere."""
+@pytest.fixture(scope="module")
+def at_24_and_84(tmp_path_factory):
+    """8B on an H200: what is asked for, and the plan of a free search."""
     model, ask = (
         ModelConfig.read(ROOT / "models/8b.json"),
-        on_an_h200(tmp_path, 128, seq_len=8192, host_mem="84GiB") | {"device_mem": "24GiB"},
+        on_an_h200(tmp_path_factory.mktemp("h200"), 128, seq_len=8192, host_mem="84GiB")
+        | {"device_mem": "24GiB"},
     )
-    found = Plan(model, **ask).report
+    return model, ask, Plan(model, **ask)
+
+
+def test_to_pin_the_rounds_that_were_found_costs_nothing(at_24_and_84):
+    """A pinned round's members are few, and what refining between them gains is as much as
+    anywhere."""
+    model, ask, plan = at_24_and_84
+    found = plan.report
     pinned = Plan(
         model,
         chunk_tokens=found["chunk_tokens"],
@@ -255,14 +264,11 @@ def test_to_pin_the_rounds_that_were_found_costs_nothing(tmp_path):
     )
 
 
-def test_what_the_next_forward_pass_waits_for_is_shortened_where_it_waits(tmp_path):
+def test_what_the_next_forward_pass_waits_for_is_shortened_where_it_waits(at_24_and_84):
     """AdamW on the host of 8B at 24 GiB takes longer than the first forward pass, so weights go first;
     without clipping updates run after the backward pass, and nothing is split."""
-    model, ask = (
-        ModelConfig.read(ROOT / "models/8b.json"),
-        on_an_h200(tmp_path, 128, seq_len=8192, host_mem="84GiB") | {"device_mem": "24GiB"},
-    )
-    plan, free = Plan(model, **ask), Plan(model, clip_norm=0, **ask)
+    model, ask, plan = at_24_and_84
+    free = Plan(model, clip_norm=0, **ask)
     r = plan.report
     home = r["n_units"] - r["resident_update_units"] - r["streamed_update_units"]
     assert home > r["split_update_units"] > home / 2 and "in two parts" in str(
@@ -346,7 +352,9 @@ def test_the_advice_for_a_long_sequence_is_near_the_smallest_plan(tmp_path):
     assert float(re.search(r"needs ([0-9.]+) GiB", str(refused.value))[1]) < 36
 
 
-@pytest.mark.parametrize("device_mem, recipe", [("8GiB", "bf16"), ("10GiB", "fp8")])
+@pytest.mark.parametrize(
+    "device_mem, recipe", [("8GiB", "bf16"), pytest.param("10GiB", "fp8", marks=pytest.mark.long)]
+)
 def test_the_smallest_caps_of_a_large_model_are_enough(device_mem, recipe):
     """A search that looks for the fastest first is over before it comes to what fits so tightly."""
     model = ModelConfig.read(ROOT / "models/1b.json")
