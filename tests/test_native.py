@@ -30,6 +30,7 @@ def test_native(name):
         ("test_engine_hazards", "200000"),
         ("test_plan", "all"),
         ("test_caps", "all"),
+        ("test_search", "all"),
         ("test_train_beside", "all"),
         ("test_device_faults", "all"),
         ("test_switch", "all"),

@@ -1,6 +1,7 @@
 /* The planner's search for random configurations, most of them odd: it ends within a bounded
  * time and memory, and what it plans keeps to its caps. Under UBSan: no number wraps.
- * PENSTOCK_SEARCHES=N: so many instead of 3 (1 under a sanitizer), from PENSTOCK_SEED on. */
+ * PENSTOCK_SEARCHES=N: so many instead of 3 (1 under a sanitizer), from PENSTOCK_SEED on.
+ * Usage: test_search [all: 8 searches, of which some take long] */
 #include "check.h"
 #include <penstock/plan.h>
 #include <stdio.h>
@@ -199,9 +200,13 @@ static void test_shared_evaluations(const ps_hardware *hw) {
   printf("ok plans that share evaluations are those made alone\n");
 }
 
-int main(void) {
-  const uint64_t first = number("PENSTOCK_SEED", 1),
-                 n = number("PENSTOCK_SEARCHES", SLOWER > 1 ? 1 : 3);
+int main(int argc, char **argv) {
+  const bool all = argc > 1 && !strcmp(argv[1], "all");
+  /* the second takes as long as ten others */
+  const uint64_t first = number("PENSTOCK_SEED", all || SLOWER > 1 ? 1 : 5),
+                 n = number("PENSTOCK_SEARCHES", all          ? 8
+                                                 : SLOWER > 1 ? 1
+                                                              : 3);
   ps_hardware hw = {.struct_bytes = sizeof hw};
   CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
   const int64_t before = ps__live_allocations();
