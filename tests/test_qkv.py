@@ -43,7 +43,7 @@ class Case:
         )
         words = (self.t, self.h, self.kv_h, self.d, F32, 0, 0, self.d, EPS, by, 0.0)
         table = [*inv_freq, *[0.0] * (PAIRS - len(inv_freq))]
-        return struct.pack(f"@8I3f{PAIRS}f2If", *words, *table, 0, 0, 0.0)
+        return struct.pack(f"@8I3f{PAIRS}f2If3I", *words, *table, 0, 0, 0.0, 0, 0, 0)
 
     def forward(self):
         inputs, outputs = [(0, self.qkv), (1, self.pos)], [(2, self.q), (3, self.kv)]

@@ -494,10 +494,11 @@ int cli_name_fields(void) {
 
 /* Options of the Python command's train, eval and plan, which read text. */
 static bool is_of_text(const char *name) {
-  static const char *const of_text[] = {"eos",      "field",       "no-bos",
-                                        "skip-bad", "pack",        "targets",
-                                        "date",     "data-cache",  "chat-template-kwargs",
-                                        "long",     "val-fraction"};
+  static const char *const of_text[] = {"eos",         "field",        "no-bos",
+                                        "skip-bad",    "pack",         "targets",
+                                        "date",        "data-cache",   "chat-template-kwargs",
+                                        "long",        "val-fraction", "problem",
+                                        "label-field", "labels"};
   size_t i = 0;
   while (i < sizeof of_text / sizeof *of_text && strcmp(name, of_text[i]) != 0)
     i++;

@@ -495,6 +495,7 @@ class RunLog:
         if validation is not None:
             row |= {f"val_{k}": v for k, v in asdict(validation).items()}
             row["val_s"] = row.pop("val_seconds")
+        row = {k: v for k, v in row.items() if v == v or not k.endswith("right")}  # NaN: no score
         elapsed = time.monotonic() - self._started
         done, left = metrics.step + 1 - self._first_step, self._total - metrics.step - 1
         self._tokens += metrics.tokens
