@@ -76,7 +76,7 @@ class Case:
 
     def args(self, accumulate=0):
         return struct.pack(
-            "10I2f",
+            "10I2fI",
             self.t,
             self.row0,
             self.h,
