@@ -120,9 +120,9 @@ def transformers_is_4():
         return False
 
 
-# No oracle in transformers 4: it has no Ministral 3, and OLMo 3's layers with windows have the
-# other layers' rope_theta there.
-OF_TRANSFORMERS_5 = re.compile(r"\[.*(ministral3|olmo3)")
+# No oracle in transformers 4: it has no Ministral 3 and no Gemma 4, and OLMo 3's layers with windows
+# have the other layers' rope_theta there.
+OF_TRANSFORMERS_5 = re.compile(r"\[.*(ministral3|olmo3|gemma4)")
 
 
 def pytest_collection_modifyitems(items):
