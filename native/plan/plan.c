@@ -344,6 +344,7 @@ ps_status ps__plan_from_spec(ps_plan **out, const ps_model_config *model, const 
   p->at = ps__places_with(spec->n_devices, p->cfg.n_hosts, spec->disk);
   if (st == PS_OK)
     st = ps__spec_copy(&p->spec, spec);
+  p->spec.model = p->model; /* that of @spec ends with its plan */
   if (st == PS_OK)
     st = ps__plan_compile(p, &r);
   p->cfg.ramp = NULL; /* the caller's */
