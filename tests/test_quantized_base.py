@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import BUILD
-from families import llama, random_model
+from families import llama, qwen3_moe, random_model
 from penstock import Hardware, InvalidError, Lora, ModelConfig, Plan, Trainer
 from safetensors.torch import load_file, save_file
 
@@ -43,10 +43,16 @@ def nf4_values(x):
 
 
 def mxfp4_values(x):
+    def with_scale(scale):
+        distance = np.abs(np.abs(x / scale)[..., None] - E2M1)
+        distance += 1e-9 * (np.arange(8) % 2)  # ties to even codes
+        return np.sign(x) * E2M1[distance.argmin(-1)] * scale
+
     scale = 2.0 ** (np.floor(np.log2(np.abs(x).max(1, keepdims=True).astype(np.float64))) - 2)
-    of = np.abs(x) / scale
-    distance = np.abs(of[..., None] - E2M1) + 1e-9 * (np.arange(8) % 2)  # ties to even codes
-    return np.sign(x) * E2M1[distance.argmin(-1)] * scale
+    one, two = with_scale(scale), with_scale(2 * scale)
+    errors = [np.square(x - y).sum(1, keepdims=True) for y in (one, two)]
+    assert 0.05 < (errors[1] < errors[0]).mean() < 0.5  # both occur
+    return np.where(errors[1] < errors[0], two, one)
 
 
 VALUES = {"fp8": fp8_values, "nf4": nf4_values, "mxfp4": mxfp4_values}
@@ -60,14 +66,14 @@ def is_quantized(name):
     return name.startswith("model.layers.") and "_proj.weight" in name
 
 
-def plan_of(where, base, **more):
+def plan_of(where, base, targets="all-linear", **more):
     kw = dict(chunk_tokens=SEQ, chunks_per_round=2, threads=2) | more
     return Plan(
         ModelConfig.read(where),
         seq_len=SEQ,
         tokens_per_step=SEQ * N_SEQ,
         hardware=Hardware.estimate(2, "cpu"),
-        lora=Lora(4, 12, base=base),
+        lora=Lora(4, 12, targets, base=base),
         **kw,
     )
 
@@ -112,6 +118,22 @@ def train(where, plan, weights=None):
         of = adapters(trainer)
         grads, after = ({n: f(n).tobytes() for n in of} for f in (trainer.grad, trainer.read))
     return losses, grads, after, base
+
+
+@pytest.mark.parametrize("base", ["nf4", "mxfp4"])
+def test_experts_of_a_quantized_base_are_their_dequantized_values(base, tmp_path):
+    cfg = dict(WIDTHS, num_hidden_layers=1, num_experts=4, moe_intermediate_size=64)
+    cfg = qwen3_moe(**cfg, mlp_only_layers=[])
+    random_model(cfg).to(torch.bfloat16).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(cfg))
+    plan = lambda base: plan_of(tmp_path, base, targets=["q_proj", "o_proj"])
+    losses, grads, after, read = train(tmp_path, plan(base))
+    dense = {n: v for n, v in read.items() if is_quantized(n)}
+    assert len(dense) == 4 + 4 * 3
+    plain = train(tmp_path, plan("bf16"))
+    assert all(np.array_equal(v, dequantized(base, plain[3][n])) for n, v in dense.items())
+    assert all(np.array_equal(v, plain[3][n]) for n, v in read.items() if n not in dense)
+    assert train(tmp_path, plan("bf16"), dense)[:3] == (losses, grads, after)
 
 
 @pytest.mark.parametrize("base", BASES)

@@ -56,10 +56,23 @@ static void quantize_nf4(uint8_t *dst, const float *x, uint32_t n) {
   memcpy(dst + n / 2, &scale, sizeof scale);
 }
 
+/* The sum of squared errors with scale @e, in units of that scale; @e below 255. */
+static double mxfp4_error(const float *x, uint32_t n, uint32_t e) {
+  const float inverse = ps__e8m0_value(254 - e);
+  double sum = 0;
+  for (uint32_t i = 0; i < n; i++) {
+    const double of = (double)x[i] * inverse, error = of - ps__e2m1_value(e2m1_code((float)of));
+    sum += error * error;
+  }
+  return sum;
+}
+
 static void quantize_mxfp4(uint8_t *dst, const float *x, uint32_t n) {
   const uint32_t amax = amax_bits(x, n);
   const int exponent = amax ? ilogbf(ps__bits_float(amax)) - 2 + 127 : 0;
-  const uint32_t e = amax >= 0x7f800000u ? 255 : exponent < 0 ? 0 : (uint32_t)exponent;
+  uint32_t e = amax >= 0x7f800000u ? 255 : exponent < 0 ? 0 : (uint32_t)exponent;
+  if (e < 254 && ps__bits_float(amax) * ps__e8m0_value(254 - e) > 6)
+    e += 4 * mxfp4_error(x, n, e + 1) < mxfp4_error(x, n, e);
   for (uint32_t i = 0; i < n; i += 2) {
     const float low = ldexpf(x[i], 127 - (int)e), high = ldexpf(x[i + 1], 127 - (int)e);
     dst[i / 2] = (uint8_t)(e2m1_code(low) | e2m1_code(high) << 4);

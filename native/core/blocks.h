@@ -5,8 +5,9 @@
  *   nf4    x = value[q] s     s = amax in bf16, of 64 weights; value[q] is nearest to x / s. Values
  *                             are those of arXiv 2305.14314, appendix E. Of bf16 weights s is exact
  *   mxfp4  x = q s            s = 2^(floor(log2(amax)) - 2) as e8m0, of 32 weights (OCP
- *                             Microscaling Formats 1.0, section 6.3); q = x / s in e2m1. What was
- *                             MXFP4 before it was bf16 becomes the same weights again
+ *                             Microscaling Formats 1.0, section 6.3), or 2 s where amax is above
+ *                             6 s, the largest q, and the sum of squared errors is less;
+ *                             q = x / s in e2m1. What was MXFP4 becomes the same weights again
  *
  * q is rounded to nearest, of e4m3 and e2m1 to even and saturated. Where a weight is not finite,
  * the block's scale is not, and neither are its weights. */

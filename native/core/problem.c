@@ -6,3 +6,9 @@ const char *ps_problem_name(uint32_t problem) {
                                       "regression", "pairs",        "embedding"};
   return problem < PS_N_PROBLEMS ? names[problem] : NULL;
 }
+
+const char *ps_problem_figure(uint32_t problem) {
+  return problem == PS_PROBLEM_LANGUAGE || problem >= PS_PROBLEM_EMBEDDING ? NULL
+         : problem == PS_PROBLEM_REGRESSION                                ? "mean_absolute_error"
+                                                                           : "accuracy";
+}

@@ -6,17 +6,15 @@
  * A block has 16 bytes; byte i has element 2i in its low four bits and 2i + 1 in the others, bit 3
  * is the sign. A byte of scale is E8M0; 255 is NaN. All of these numbers but those past 2^128 are
  * exact in bf16. */
+#include "core/blocks.h"
 #include "core/core.h"
 #include "core/dtype.h"
 #include "io/tensor_file.h"
 #include <inttypes.h>
-#include <math.h>
 #include <stdio.h>
 #include <string.h>
 
 enum { MAX_NAME = 1024, PIECE = 4096 /* blocks; elements of a column */, COLUMNS = 16 };
-
-static const float values[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
 
 bool ps__is_mxfp4(const tensor *t) { return !strcmp(t->info.dtype, PS__MXFP4); }
 
@@ -29,63 +27,20 @@ bool ps__mxfp4_blocks(const tensor *t) {
 
 /* ---- a block --------------------------------------------------------------------------------- */
 
-static float scale_of(uint8_t e) { return e == 255 ? NAN : ldexpf(1.0f, (int)e - 127); }
+/* native/core/blocks.h has the elements and then the scale, files have them apart. */
 
 void ps__mxfp4_decode(float *x, const uint8_t *q, uint8_t scale) {
-  const float s = scale_of(scale);
-  for (size_t i = 0; i < PS__MXFP4_BLOCK; i++) {
-    const uint32_t code = i % 2 ? q[i / 2] >> 4 : q[i / 2] & 15;
-    const float v = values[code & 7] * s;
-    x[i] = code & 8 ? -v : v;
-  }
+  uint8_t block[PS__MXFP4_BYTES + 1];
+  memcpy(block, q, PS__MXFP4_BYTES);
+  block[PS__MXFP4_BYTES] = scale;
+  ps__blocks_dequantize(x, ps__base_storage(PS_BASE_MXFP4, PS_F32), block, PS__MXFP4_BLOCK);
 }
 
-/* To the nearest of the eight; between two to that with an even code. */
-static uint32_t code_of(float x) {
-  static const float half[7] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f};
-  uint32_t code = 0;
-  while (code < 7 && (x > half[code] || (x == half[code] && code % 2)))
-    code++;
-  return code;
-}
-
-static double error_with(const float *x, int e) {
-  double sum = 0;
-  for (size_t i = 0; i < PS__MXFP4_BLOCK; i++) {
-    const float y = fabsf(ldexpf(x[i], -e));
-    const double d = ldexp((double)y - values[code_of(y)], e);
-    sum += d * d;
-  }
-  return sum;
-}
-
-/* Of the scales by which the largest number is 4 to 8 or 2 to 4, that with the smaller error: with
- * the first one, which the standard has, numbers above 6 are cut. A block that was read gives its
- * numbers again: with the larger scale they are exact, or with the smaller. */
 uint8_t ps__mxfp4_encode(const float *x, uint8_t *out) {
-  float max = 0;
-  int e;
-  bool finite = true;
-  for (size_t i = 0; i < PS__MXFP4_BLOCK; i++) {
-    finite = finite && isfinite(x[i]);
-    max = fabsf(x[i]) > max ? fabsf(x[i]) : max;
-  }
-  memset(out, 0, PS__MXFP4_BYTES);
-  if (!finite)
-    return 255;
-  if (max == 0)
-    return 0;
-  frexpf(max, &e); /* max = 0.5 .. 1 * 2^e */
-  e -= 3;          /* max / 2^e = 4 .. 8 */
-  if (error_with(x, e + 1) < error_with(x, e))
-    e++;
-  e = e < -127 ? -127 : e > 127 ? 127 : e;
-  for (size_t i = 0; i < PS__MXFP4_BLOCK; i++) {
-    const float y = ldexpf(x[i], -e);
-    const uint32_t code = code_of(fabsf(y)) | (signbit(y) ? 8u : 0);
-    out[i / 2] |= (uint8_t)(code << (i % 2 ? 4 : 0));
-  }
-  return (uint8_t)(e + 127);
+  uint8_t block[PS__MXFP4_BYTES + 1];
+  ps__blocks_quantize(block, ps__base_storage(PS_BASE_MXFP4, PS_F32), x, PS__MXFP4_BLOCK);
+  memcpy(out, block, PS__MXFP4_BYTES);
+  return block[PS__MXFP4_BYTES];
 }
 
 /* ---- reading --------------------------------------------------------------------------------- */
