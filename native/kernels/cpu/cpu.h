@@ -72,6 +72,9 @@ void ps__rope_angles(float *cosines, float *sines, const float *inv_freq, int32_
 void ps__rope_rotate(float *x, const float *cosines, const float *sines, size_t half, float sign,
                      bool interleaved);
 
+/* The dot product in fp32 of two rows of @n elements of @dt (sink.c). */
+float ps__cpu_dot(const void *x, const void *y, size_t n, uint32_t dt);
+
 /* One single-threaded product on the calling thread, C = op(A) op(B) + beta*C, row-major fp32.
  * OpenBLAS is held to one thread. */
 void ps__cpu_sgemm(bool trans_a, bool trans_b, int m, int n, int k, float alpha, const float *a,

@@ -177,23 +177,12 @@ typedef struct bias_job {
   void *db;
 } bias_job;
 
-PS_VEC float bias_dot_row(const char *x, const char *y, size_t n, uint32_t dt) {
-  ps__v sum = ps__v_set(0.0f);
-  for (size_t i = 0; i < n; i += PS_LANES)
-    sum += ps__v_read(x, dt, i, n, 0.0f) * ps__v_read(y, dt, i, n, 0.0f);
-  return ps__v_sum(sum);
-}
-PS_CLONES static float moe_bias_dot_one(const char *x, const char *y, size_t n, uint32_t dt) {
-  float sum = 0;
-  PS__BY_DTYPE(dt, DT, sum = bias_dot_row(x, y, n, DT));
-  return sum;
-}
 static void dot_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
   const bias_job *j = arg;
   const size_t bytes = j->a->cols * ps__dt_bytes(j->a->dt), k = j->a->n_used;
   for (size_t c = (size_t)first * k; c < (size_t)end * k; c++)
     j->dweights[c] +=
-        moe_bias_dot_one(j->x + c / k * bytes, j->bias + j->ids[c] * bytes, j->a->cols, j->a->dt);
+        ps__cpu_dot(j->x + c / k * bytes, j->bias + j->ids[c] * bytes, j->a->cols, j->a->dt);
 }
 
 /* moe_bias_dot

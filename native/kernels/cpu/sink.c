@@ -27,11 +27,12 @@ PS_VEC float dot_row(const char *x, const char *y, size_t n, uint32_t dt) {
     sum += ps__v_read(x, dt, i, n, 0.0f) * ps__v_read(y, dt, i, n, 0.0f);
   return ps__v_sum(sum);
 }
-PS_CLONES static float sink_dot(const char *x, const char *y, size_t n, uint32_t dt) {
+PS_CLONES static float dot(const char *x, const char *y, size_t n, uint32_t dt) {
   float sum = 0;
   PS__BY_DTYPE(dt, DT, sum = dot_row(x, y, n, DT));
   return sum;
 }
+float ps__cpu_dot(const void *x, const void *y, size_t n, uint32_t dt) { return dot(x, y, n, dt); }
 
 static void sink_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
   const sink_job *j = arg;
@@ -66,7 +67,8 @@ static void sink_bwd_task(void *arg, int64_t head, uint32_t worker) {
   double sum = 0;
   for (size_t t = 0; t < a->n_tokens; t++) {
     const size_t i = t * a->n_heads + (size_t)head;
-    sum -= exp(s - j->lse[i]) * sink_dot(j->o + i * bytes, j->d_o + i * bytes, a->head_dim, a->dt);
+    sum -=
+        exp(s - j->lse[i]) * ps__cpu_dot(j->o + i * bytes, j->d_o + i * bytes, a->head_dim, a->dt);
   }
   if (a->accumulate)
     sum += ps__load1_f32(j->dsink, a->dt, (size_t)head);

@@ -152,18 +152,23 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
+/* Whether this is the last block, which adds the counts and has no token. */
+__device__ __forceinline__ bool adds_counts(uint64_t *counts, const int32_t *offsets,
+                                            uint32_t n_experts) {
+  const bool last = blockIdx.x == gridDim.x - 1;
+  for (uint32_t e = threadIdx.x; last && counts && e < n_experts; e += THREADS)
+    counts[e] += (uint64_t)(offsets[e + 1] - offsets[e]);
+  return last;
+}
+
 /* A warp a token; the last block adds the counts. */
 template <typename T, int PER>
 __global__ void __launch_bounds__(THREADS)
     route_bwd_k(const float *logits, const uint16_t *ids, const float *weights,
                 const float *dweights, const int32_t *offsets, T *dlogits, uint64_t *counts,
                 ps__args_moe_route_bwd a) {
-  if (blockIdx.x == gridDim.x - 1) {
-    if (counts)
-      for (uint32_t e = threadIdx.x; e < a.n_experts; e += THREADS)
-        counts[e] += (uint64_t)(offsets[e + 1] - offsets[e]);
+  if (adds_counts(counts, offsets, a.n_experts))
     return;
-  }
   const uint32_t t = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (t >= a.n_tokens)
     return;
@@ -227,12 +232,8 @@ __global__ void __launch_bounds__(THREADS)
     route_sigmoid_bwd_k(const float *logits, const uint16_t *ids, const float *weights,
                         const float *dweights, const int32_t *offsets, T *dlogits, uint64_t *counts,
                         ps__args_moe_route_bwd a) {
-  if (blockIdx.x == gridDim.x - 1) {
-    if (counts)
-      for (uint32_t e = threadIdx.x; e < a.n_experts; e += THREADS)
-        counts[e] += (uint64_t)(offsets[e + 1] - offsets[e]);
+  if (adds_counts(counts, offsets, a.n_experts))
     return;
-  }
   const uint32_t t = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (t >= a.n_tokens)
     return;
