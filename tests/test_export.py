@@ -691,7 +691,7 @@ INEXPRESSIBLE = {
     "olmoe heads": (families.olmoe(), "num_key_value_heads is 2 of 4 heads"),
     "gemma head": (families.gemma(tie_word_embeddings=False), "lm_head.weight is not the"),
     "exaone4 windows": (families.exaone4(), "layers [1] have no window: llama.cpp takes it from"),
-    "ministral3": (families.ministral3(), "no architecture for the family ministral3"),
+    "ministral3": (families.ministral3(), "no GGUF is written of the family ministral3"),
     "olmo2": (families.olmo2(head_dim=24), "4 heads of 24 elements are not hidden_size 64"),
 }
 

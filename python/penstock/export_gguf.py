@@ -125,7 +125,7 @@ def describe(gguf, model: ModelConfig, folder: Path, dtype: str, name: str) -> D
     dtype: "fp32", "bf16" or "q8_0", of the matrices; all else is F32."""
     family = model.architecture
     if family not in ARCHITECTURES:
-        raise DataError(f"{folder}: llama.cpp has no architecture for the family {family}")
+        raise DataError(f"{folder}: no GGUF is written of the family {family}: export --to hf")
     if model.n_labels:
         raise DataError(f"{folder}: is a classifier or a reward model, of which no GGUF is written")
     arch = ARCHITECTURES[family]
