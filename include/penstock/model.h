@@ -128,6 +128,9 @@ typedef enum ps_problem {
 enum { PS_MAX_LABELS = 65536, PS_MAX_LABEL_BITS = 31 };
 /* ps_problem_name() - "single-label", "pairs"; NULL past the last. */
 PS_API const char *ps_problem_name(uint32_t problem);
+/* ps_problem_figure() - what ps_step_metrics.right is of: "accuracy", "mean_absolute_error"; NULL
+ * where a model has no `score`. */
+PS_API const char *ps_problem_figure(uint32_t problem);
 
 /* The fields mean what Hugging Face's names mean. ps_model_config_check() checks them. A scale or
  * a cap of 0 stands for none. */

@@ -19,11 +19,7 @@ int cli_take_labels(cli_job *job, const ps_dataset *ds, const char *option) {
              : CLI_OK;
 }
 
-const char *cli_right(const cli_job *job) {
-  return !job->config.n_labels                          ? NULL
-         : job->config.problem == PS_PROBLEM_REGRESSION ? "mean_absolute_error"
-                                                        : "accuracy";
-}
+const char *cli_right(const cli_job *job) { return ps_problem_figure(job->config.problem); }
 
 const char *cli_right_text(const cli_job *job, double right, double loss, char text[96]) {
   const char *const what = cli_right(job);

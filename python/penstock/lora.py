@@ -7,7 +7,6 @@ from pathlib import Path
 from ._lib import check, encode_path, ffi, lib, struct, text
 from .errors import InvalidError
 from .files import DataError
-from .labels import NUMBERS
 from .model import ModelConfig, TensorFile
 
 
@@ -72,8 +71,7 @@ def scorer(folder: Path, adapter=None) -> ModelConfig:
     if adapter and not model.n_labels and config.exists():
         own = ModelConfig.read(config)
         if own.n_labels:
-            problem = next(name for name, n in NUMBERS.items() if n == own.problem)
-            return model.score(problem, own.n_labels)
+            return model.score(text(lib.ps_problem_name(own.problem)), own.n_labels)
     if adapter and not model.n_labels:
         tensors = TensorFile(Path(adapter) / "adapter_model.safetensors")
         n = tensors.shape(SCORE)[0] if SCORE in tensors else 0

@@ -114,6 +114,12 @@ class ModelConfig:
         ptr.multimodal = 0
         return ModelConfig(ptr)
 
+    @property
+    def figure(self) -> str | None:
+        """What StepMetrics.right is of: "accuracy", "mean_absolute_error"; None: no `score`."""
+        name = lib.ps_problem_figure(self.problem)
+        return text(name) if name else None
+
     def score(self, problem: str, n_labels: int = 0) -> "ModelConfig":
         """The same with a head for `problem`: "single-label", "multi-label", "regression", "pairs",
         or "embedding", which has no labels (ps_problem in include/penstock/model.h)."""

@@ -421,6 +421,7 @@ class RunLog:
 
     def _open(self, trainer) -> None:
         self._plan, self._total = trainer.plan.json(), trainer.total_steps
+        self._figure = trainer.plan.model.figure
         self._started, self._first_step = time.monotonic(), trainer._first_step
         path, part = self.path / "metrics.jsonl", self.path / "metrics.jsonl.part"
         if 0 < self._total <= self._first_step and path.exists():  # all is done: nothing changes
@@ -495,7 +496,10 @@ class RunLog:
         if validation is not None:
             row |= {f"val_{k}": v for k, v in asdict(validation).items()}
             row["val_s"] = row.pop("val_seconds")
-        row = {k: v for k, v in row.items() if v == v or not k.endswith("right")}  # NaN: no score
+        for prefix in ("", "val_"):  # under the name that the command writes
+            right = row.pop(prefix + "right", None)
+            if self._figure and right is not None:
+                row[prefix + self._figure] = right
         elapsed = time.monotonic() - self._started
         done, left = metrics.step + 1 - self._first_step, self._total - metrics.step - 1
         self._tokens += metrics.tokens
