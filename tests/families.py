@@ -462,9 +462,23 @@ ALL = {**CONFIGS, **DEEP, **EXPERTS}
 
 
 def wide(cfg):
-    """Of sizes that a GPU's libraries take: heads of 64 elements, of Gemma 128."""
-    gemma = cfg["model_type"] in ("gemma2", "gemma3_text")
+    """Of sizes that a GPU's libraries take: heads of 64 elements, of Gemma 128 and in Gemma 4's full
+    layers 512, with MLA 192 of keys and 128 of values. All experts are used: in bf16 a router that
+    chooses would send some tokens to others than in fp32.
+    """
+    gemma = cfg["model_type"] in ("gemma2", "gemma3_text", *GEMMA4)
     changes = dict(hidden_size=256, intermediate_size=512, head_dim=128 if gemma else 64)
+    if cfg.get("global_head_dim"):
+        changes["global_head_dim"] = 512
+    if "kv_lora_rank" in cfg:
+        changes |= dict(kv_lora_rank=64, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+        changes |= dict(q_lora_rank=cfg["q_lora_rank"] and 96, n_group=1, topk_group=1)
+        changes["head_dim"] = 64  # of RoPE
+    if "num_experts_per_tok" in cfg:
+        names = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
+        changes |= {name: 4 for name in names if name in cfg}
+    if "moe_intermediate_size" in cfg:
+        changes["moe_intermediate_size"] = 128
     if cfg.get("sliding_window"):
         changes["sliding_window"] = 37
     if (cfg.get("rope_scaling") or {}).get("type") == "longrope":

@@ -2,9 +2,10 @@
 after, fused tensors. tests/test_families.py holds the CPU backend against transformers.
 
 The weights are bf16 numbers, so the fp32 recipe on the CPU has the exact loss and gradients of the
-same model. A gradient's error in bf16 is a random vector of many elements. Its length on the GPU
+same model. All experts are used there (families.wide). A gradient's error in bf16 is a random vector of many elements. Its length on the GPU
 and on the CPU differs by what attention rounds more (tolerance.py: 22 roundings a layer, not 18)
-and by chance, together less than a factor of 2.
+and by chance, together less than a factor of 2. Of few elements chance does more: a vector of the 4
+sinks of a layer is once in a thousand times more than 7 times as long as another.
 """
 
 import functools
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from families import CONFIGS, wide
+from families import CONFIGS, EXPERTS, OFFSET, wide
 from penstock import ModelConfig
 from test_steps import BEGIN, SLICED, WHOLE, batch, bound, first_step, make_plan
 from tolerance import loss_noise
@@ -24,12 +25,20 @@ NAMES = [
     *("mistral", "ministral", "phi3", "phi3-window", "olmo2", "gemma2", "gemma3", "granite"),
     *("smollm3", "smollm3-window", "qwen3-window", "llama-yarn"),
 ]
-
-
-RUNS = [
-    pytest.param("cpu", SLICED, id="cpu-sliced"),
-    pytest.param("cuda", WHOLE, id="cuda-whole", marks=pytest.mark.gpu),
-    pytest.param("cuda", SLICED, id="cuda-sliced", marks=pytest.mark.gpu),
+ON_GPU = [  # on the CPU tests/test_families.py and tests/test_experts.py slice their sequences
+    *("gemma", "gemma4", "gemma4-values", "olmo3", "seed_oss", "exaone4", "hunyuan", "glm4"),
+    *("ministral3", *EXPERTS),
+]
+LAYOUTS = {"whole": WHOLE, "sliced": SLICED}
+CASES = [
+    pytest.param(name, backend, layout, id=f"{name}-{backend}-{how}", marks=marks)
+    for backend, names, marks in (
+        ("cpu", NAMES, []),
+        ("cuda", NAMES + ON_GPU, [pytest.mark.gpu]),
+    )
+    for name in names
+    for how, layout in LAYOUTS.items()
+    if backend == "cuda" or how == "sliced"
 ]
 
 
@@ -38,8 +47,8 @@ def draw(name, shape, offset):
     x = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
     if "norm" in name:
         x = 0.2 * x + (not offset)
-    elif "bias" not in name:
-        x = x * (0.1 if "embed" in name else shape[1] ** -0.5)
+    elif len(shape) > 1 and "bias" not in name:
+        x = x * (0.1 if "embed" in name else shape[-1] ** -0.5)
     return torch.from_numpy(x).bfloat16().float()
 
 
@@ -47,10 +56,10 @@ def draw(name, shape, offset):
 def directory(tmp_path_factory):
     @functools.cache
     def make(name):
-        where, cfg = tmp_path_factory.mktemp("families") / name, wide(CONFIGS[name])
+        where, cfg = tmp_path_factory.mktemp("families") / name, wide({**CONFIGS, **EXPERTS}[name])
         where.mkdir()
         (where / "config.json").write_text(json.dumps(cfg))
-        offset = cfg["model_type"] in ("gemma2", "gemma3_text")
+        offset = cfg["model_type"] in OFFSET
         tensors = {p.name: draw(p.name, p.shape, offset) for p in ModelConfig.read(where).params()}
         safetensors.torch.save_file(tensors, where / "model.safetensors")
         return where
@@ -68,8 +77,7 @@ def step(where, backend, recipe, layout):
     return first_step(where, plan, lambda s: batch(s, 50))
 
 
-@pytest.mark.parametrize("backend, layout", RUNS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name, backend, layout", CASES)
 def test_a_step_of_every_family(directory, backend, name, layout):
     where = directory(name)
     exact, other = on_cpu(where, "fp32"), on_cpu(where, "bf16")
@@ -78,4 +86,7 @@ def test_a_step_of_every_family(directory, backend, name, layout):
     assert abs(found.loss - exact.loss) < noise
     for key, g in exact.grads.items():
         error, usual = (np.linalg.norm(f.grads[key] - g) for f in (found, other))
-        assert 0 < error < 2 * usual, key
+        if key.endswith("layer_scalar"):  # a constant
+            assert error == 0, key
+        else:
+            assert 0 < error < (2 if g.size >= 64 else 8) * usual, key

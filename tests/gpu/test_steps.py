@@ -23,6 +23,7 @@ import tolerance
 import torch
 from conftest import BUILD, write_shard
 from penstock import Hardware, ModelConfig, Plan, TensorFile, Trainer
+from test_parity import gradients_of
 
 SEQ, N_SEQ, VOCAB, LAYERS, BEGIN = 100, 4, 512, 4, 0  # BEGIN: the token that begins a document
 CLIP, LR, SLACK = 1.0, 3e-3, 1 << 30
@@ -160,7 +161,7 @@ def first_step(where, plan, data=batch):
         (m,) = trainer.steps(1)
         return First(
             m.loss,
-            {n: trainer.grad(n) for n in trainer.params},
+            gradients_of(trainer),
             m.valid_tokens,
             plan.report["n_chunks"],
         )
@@ -295,7 +296,13 @@ def test_packed_documents_are_as_separate_sequences(directory, backend, packing)
 # ---- the same bits -------------------------------------------------------------------------------
 
 STEPS = 4
-BITS = {"bf16-clip": ("bf16", CLIP, WHOLE), "fp32-master-slices": ("fp32-master", 0.0, SLICED)}
+BITS = {
+    "bf16-clip": ("bf16", CLIP, WHOLE, {}),
+    "fp32-master-slices": ("fp32-master", 0.0, SLICED, {}),
+    "state-of-8-bits": ("bf16", CLIP, WHOLE, {"state_bits": 8}),
+    "fp24-master": ("fp24-master", CLIP, WHOLE, {"state_bits": 8}),
+    "no-gradients-at-home": ("bf16", CLIP, (SEQ, 4), {"clip_by": "previous"}),
+}
 
 
 def trained(where, plan, steps=STEPS):
@@ -305,9 +312,9 @@ def trained(where, plan, steps=STEPS):
         return figures, {n: trainer.read(n).tobytes() for n in trainer.params}
 
 
-def budgets(where, backend, recipe, clip, layout):
+def budgets(where, backend, recipe, clip, layout, more):
     """Plans from everything resident down to the smallest device, each unlike the others."""
-    kw = {"recipe": recipe, "clip_norm": clip, "layout": layout, **SAME_BITS}
+    kw = {"recipe": recipe, "clip_norm": clip, "layout": layout, **SAME_BITS, **more}
     plans = [make_plan(where, backend, **kw)]
     most, least = plans[0].report["device_used_bytes"], smallest(where, backend, **kw)
     seen = {decisions(plans[0])}
@@ -333,9 +340,8 @@ def decisions(plan):
 
 @pytest.mark.parametrize("case", BITS)
 def test_every_budget_gives_the_same_bits(directory, backend, case):
-    recipe, clip, layout = BITS[case]
     where = directory("qwen3", 64)
-    plans = budgets(where, backend, recipe, clip, layout)
+    plans = budgets(where, backend, *BITS[case])
     reports = [p.report for p in plans]
     assert len(plans) >= 4
     assert any(r["resident_update_units"] == r["n_units"] for r in reports)  # AdamW on the device
