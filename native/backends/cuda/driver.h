@@ -17,9 +17,10 @@
   X(Init) X(DriverGetVersion) X(GetErrorName) X(GetErrorString) X(DeviceGetCount) X(DeviceGet)    \
   X(DeviceGetAttribute) X(DeviceGetName) X(DeviceTotalMem) X(DeviceGetPCIBusId)                   \
   X(DevicePrimaryCtxRetain) X(DevicePrimaryCtxRelease) X(CtxSetCurrent) X(CtxPushCurrent)         \
-  X(CtxPopCurrent) X(MemGetInfo) X(MemAlloc) X(MemFree) X(MemsetD8) X(MemHostAlloc)               \
-  X(MemFreeHost) X(MemHostGetDevicePointer) X(MemHostRegister) X(MemHostUnregister)               \
-  X(MemcpyAsync) X(StreamCreate) X(StreamDestroy) X(StreamQuery) X(StreamSynchronize)             \
+  X(CtxPopCurrent) X(MemGetInfo) X(MemAlloc) X(MemFree) X(MemsetD8) X(MemsetD8Async)              \
+  X(MemHostAlloc) X(MemFreeHost) X(MemHostGetDevicePointer) X(MemHostRegister)                    \
+  X(MemHostUnregister) X(MemcpyAsync) X(StreamCreate) X(StreamDestroy) X(StreamQuery)            \
+  X(StreamSynchronize)                                                                            \
   X(StreamWaitEvent) X(StreamWriteValue64) X(StreamWaitValue64) X(LaunchHostFunc)                 \
   X(EventCreate) X(EventDestroy) X(EventRecord) X(EventSynchronize) X(EventQuery)                 \
   X(EventElapsedTime) X(DeviceCanAccessPeer) X(DeviceGetP2PAttribute) X(CtxEnablePeerAccess)      \

@@ -5,7 +5,8 @@
  * Each distinct op (kernel, arguments and stream) runs once, at the addresses of its first
  * occurrence. Of several GPUs each has streams of its own, so each loads, builds and chooses. The
  * first one's choices of algorithms are read by the others:
- * 1. All of them run on zeros, which are valid ids, positions and documents.
+ * 1. All of them run on zeros, which are valid ids, positions, documents and offsets. What an op
+ *    reads is zeroed before it runs, because an op before it may have left other numbers there.
  * 2. Products whose algorithm was never chosen on this GPU are timed on values as in a model, since
  *    zeros flatter. The choices are kept on disk.
  * 3. The device spaces are zeroed again. */
@@ -87,10 +88,22 @@ static ps_status settle(ps__device *dev) {
   return PS_OK;
 }
 
+/* What op @idx touches of a device's memory. */
+static ps_status zero_operands(ps__device *dev, const ps_schedule *s, uint32_t idx,
+                               const ps_launch *l) {
+  const ps_access *access = &s->list.access[s->list.ops[idx].access];
+  for (uint32_t a = 0; a < l->n_ptr; a++)
+    if (ps__space_place(&dev->cfg, access[a].space)->kind == PS_PLACE_DEVICE)
+      PS__CUDA_TRY(dev->cu, MemsetD8Async((CUdeviceptr)(uintptr_t)l->ptr[a], 0, access[a].bytes,
+                                          dev->stream[l->stream].stream));
+  return PS_OK;
+}
+
 static ps_status run_once(ps__device *dev, const ps_schedule *s, const distinct *d) {
   for (uint32_t i = 0; i < d->n; i++) {
     void *ptr[PS_MAX_ACCESSES];
     const ps_launch l = launch_of(dev, s, d->op[i], ptr);
+    PS_TRY(zero_operands(dev, s, d->op[i], &l));
     PS_TRY(s->list.ops[d->op[i]].kernel->fn[PS_BACKEND_CUDA](&l));
     CUresult r = dev->cu->StreamSynchronize(dev->stream[l.stream].stream);
     if (r != CUDA_SUCCESS)
@@ -236,8 +249,6 @@ ps_status ps__cuda_warm(ps__device *dev, const ps_schedule *s) {
   ps_status st = ps__cuda_prepare_ops(dev, s);
   if (st == PS_OK)
     st = find_distinct(dev, s, &d);
-  if (st == PS_OK)
-    st = zero_spaces(dev);
   if (st == PS_OK)
     st = run_once(dev, s, &d);
   if (st == PS_OK)
