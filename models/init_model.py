@@ -10,6 +10,7 @@ Values, where L is num_hidden_layers:
     o_proj, down_proj    normal(0, initializer_range / sqrt(2 L)), so that the variance of the
                          residual stream does not grow with depth
     norms, biases        1, 0; where a family's norms multiply by 1 + w (Gemma), w is 0
+    delta-nets           A_log and dt_bias 1, the convolution normal(0, 1 / sqrt(3 width))
     pad_token_id         its row of the embedding is 0, as in transformers
 
 - Memory stays below 200 MB whatever the model's size: values are made in slices of 2^20 elements.
@@ -76,9 +77,13 @@ ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
+    "Qwen3NextForCausalLM": "qwen3_next",
 }
 GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 GEMMA = ("gemma", "gemma2", "gemma3_text")
+DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # families with gated delta-nets
 # what transformers takes for absent keys
 KV_HEADS = dict(qwen2=32, qwen3=32, mistral=8, ministral=8, gemma2=4, gemma3_text=4, smollm3=4)
 KV_HEADS |= dict(qwen3_moe=4, mixtral=8, gemma=16, seed_oss=8, exaone4=32, glm4=2, ministral3=8)
@@ -87,6 +92,9 @@ HEAD_DIM = dict(qwen3=128, gemma=256, gemma2=256, gemma3_text=256)
 HEAD_DIM |= dict(seed_oss=128, glm4=128, ministral3=128, gpt_oss=64)
 KV_HEADS |= dict.fromkeys(GEMMA4, 4)
 HEAD_DIM |= dict.fromkeys(GEMMA4, 256)
+HEAD_DIM |= dict.fromkeys(DELTA, 256)
+KV_HEADS |= dict(qwen3_5_text=4, qwen3_5_moe_text=2, qwen3_next=2)
+FFN = dict(qwen3_5_moe_text=512, qwen3_next=5632)
 PAD = dict(phi3=32000, olmo2=1, gemma2=0, gemma3_text=0, smollm3=128004, olmoe=1)
 PAD |= dict(olmo3=1, gemma=0, seed_oss=1, hunyuan_v1_dense=0, glm4=151329, ministral3=11)
 PAD |= dict.fromkeys(GEMMA4, 0)
@@ -99,12 +107,16 @@ AFTER = {
     **dict.fromkeys(GEMMA[1:] + GEMMA4, ("post_attention", "pre_feedforward", "post_feedforward")),
     "glm4": ("post_self_attn", "post_attention", "post_mlp"),
 }
-QK_NORM = (*GEMMA4, "qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "olmoe", "qwen3_moe")
+QK_NORM = ("qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "olmoe", "qwen3_moe")
+QK_NORM += (*GEMMA4, *DELTA)
 # experts: how many, and an expert's parameters: the router's name, then gate, up and down
 EXPERTS = dict(olmoe=64, qwen3_moe=128, mixtral=8, gpt_oss=128)
+EXPERTS |= dict(qwen3_5_moe_text=256, qwen3_next=512)
+EXPERT = dict(qwen3_moe=768, qwen3_5_moe_text=512, qwen3_next=512)  # others: intermediate_size
+SHARED = DELTA[1:]  # families with an expert that all tokens have, and its gate
 OF_EXPERTS = {
     **dict.fromkeys(
-        ("olmoe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+        ("olmoe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", *SHARED),
         ("mlp", ("gate_proj", "up_proj", "down_proj")),
     ),
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
@@ -203,7 +215,7 @@ def read_sizes(path, cfg, kind):
     s.vocab, s.dim, s.ffn = (
         size("vocab_size"),
         size("hidden_size", limit=1 << 20),
-        size("intermediate_size", limit=1 << 22),
+        size("intermediate_size", FFN.get(kind), limit=1 << 22),
     )
     s.layers, s.heads = (
         size("num_hidden_layers", limit=4096),
@@ -239,11 +251,17 @@ def read_sizes(path, cfg, kind):
     s.full, s.full_dim, s.full_kv, s.shared_keys = (), s.head_dim, s.kv_heads, False
     if kind in GEMMA4:
         read_full_layers(path, cfg, s, size)
+    if kind in DELTA:
+        s.linear = linear_layers(path, cfg, s)
+        keys = "num_key_heads num_value_heads key_head_dim value_head_dim conv_kernel_dim".split()
+        given = zip(keys, (16, 32, 128, 128, 4), strict=True)
+        s.nk, s.nv, s.dk, s.dv, s.taps = (size(f"linear_{k}", n, limit=1 << 14) for k, n in given)
     s.experts, s.sparse = 0, ()
     if kind in EXPERTS:
         key = "num_local_experts" if cfg.get("num_local_experts") else "num_experts"
         s.experts = size(key, EXPERTS[kind], limit=512)
-        s.expert = size("moe_intermediate_size", 768) if kind == "qwen3_moe" else s.ffn
+        s.expert = size("moe_intermediate_size", EXPERT[kind]) if kind in EXPERT else s.ffn
+        s.shared = size("shared_expert_intermediate_size", 512) if kind in SHARED else 0
         s.sparse = sparse_layers(path, cfg, s)
     if s.latent:
         s.experts, s.expert = s.latent["n_routed_experts"], s.latent["moe_intermediate_size"]
@@ -290,9 +308,22 @@ def read_latent(path, cfg, s, size):
     return out
 
 
+def linear_layers(path, cfg, s):
+    """The layers with a delta-net; native/model/families/qwen3_5.c says more of what is wrong."""
+    every, types = cfg.get("full_attention_interval", 4), cfg.get("layer_types")
+    if not isinstance(every, int) or every < 1 or not isinstance(types or [], list):
+        raise BadInput(
+            f"{path}: full_attention_interval is {json.dumps(every)} and layer_types "
+            f"{json.dumps(types)}: a positive whole number and a list are needed"
+        )
+    full = [t in ("full_attention", "attention") for t in types or ()]
+    full = full or [(i + 1) % every == 0 for i in range(s.layers)]
+    return [i for i, attends in enumerate(full) if not attends]
+
+
 def sparse_layers(path, cfg, s):
     """The layers with experts; native/model/families/qwen3_moe.c says more of what is wrong."""
-    if s.kind != "qwen3_moe":
+    if s.kind not in ("qwen3_moe", "qwen3_next"):
         return range(s.layers)
     every, dense = cfg.get("decoder_sparse_step", 1), cfg.get("mlp_only_layers") or []
     if not isinstance(every, int) or every < 1 or not isinstance(dense, list):
@@ -349,43 +380,71 @@ def list_latent(p, s, std, out):
     yield Tensor(p + "o_proj.weight", (s.dim, value), out)
 
 
+def list_delta_net(s, p, std, out):
+    p, channels, values = p + "linear_attn.", 2 * s.nk * s.dk + s.nv * s.dv, s.nv * s.dv
+    parts = (("qkv", channels), ("z", values), ("b", s.nv), ("a", s.nv))
+    if s.kind == "qwen3_next":
+        parts = (("qkvz", channels + values), ("ba", 2 * s.nv))
+    for name, rows in parts:
+        yield Tensor(f"{p}in_proj_{name}.weight", (rows, s.dim), std)
+    yield Tensor(p + "conv1d.weight", (channels, 1, s.taps), (3 * s.taps) ** -0.5)
+    yield Tensor(p + "A_log", (s.nv,), "ones")
+    yield Tensor(p + "dt_bias", (s.nv,), "ones")
+    yield Tensor(p + "norm.weight", (s.dv,), "ones")
+    yield Tensor(p + "out_proj.weight", (s.dim, values), out)
+
+
+def list_attention(cfg, s, i, p, one, std, out):
+    full = i in s.full
+    head_dim = s.full_dim if full else s.head_dim
+    q, kv = s.heads * head_dim, (s.full_kv if full else s.kv_heads) * head_dim
+    gated = 1 + (s.kind in DELTA)  # q_proj has a gate beside q
+    parts = (("q", gated * q), ("k", kv), ("v", kv))
+    if s.kind == "phi3":
+        parts = [("qkv", q + 2 * kv)]
+    for name, rows in parts:
+        if name == "v" and full and s.shared_keys:
+            continue
+        yield Tensor(f"{p}self_attn.{name}_proj.weight", (rows, s.dim), std)
+    if s.kind in QKV_BIAS and (s.kind == "qwen2" or cfg.get("attention_bias", True)):
+        for name, rows in (("q", q), ("k", kv), ("v", kv)):
+            yield Tensor(f"{p}self_attn.{name}_proj.bias", (rows,), "zeros")
+    if s.kind in QK_NORM:
+        for name, n in (("q", q), ("k", kv)):
+            n = n if s.kind in ("olmo2", "olmo3", "olmoe") else head_dim
+            yield Tensor(f"{p}self_attn.{name}_norm.weight", (n,), one)
+    if s.kind == "hunyuan_v1_dense":
+        for name in ("query", "key"):
+            yield Tensor(f"{p}self_attn.{name}_layernorm.weight", (s.head_dim,), one)
+    yield Tensor(p + "self_attn.o_proj.weight", (s.dim, q), out)
+    if s.kind == "gpt_oss":
+        if cfg.get("attention_bias", True):
+            yield Tensor(p + "self_attn.o_proj.bias", (s.dim,), "zeros")
+        yield Tensor(p + "self_attn.sinks", (s.heads,), std)
+
+
+def list_shared_expert(s, p, std, out):
+    for name in ("gate_proj", "up_proj"):
+        yield Tensor(f"{p}.{name}.weight", (s.shared, s.dim), std)
+    yield Tensor(p + ".down_proj.weight", (s.dim, s.shared), out)
+    yield Tensor(p + "_gate.weight", (1, s.dim), std)
+
+
 def list_tensors(cfg, s):
     std = float(cfg.get("initializer_range", 0.02))
     out = std / math.sqrt(2 * s.layers)
-    one = "zeros" if s.kind in GEMMA else "ones"  # Gemma's norms multiply by 1 + w
+    one = "zeros" if s.kind in GEMMA + DELTA else "ones"  # their norms multiply by 1 + w
     yield Tensor("model.embed_tokens.weight", (s.vocab, s.dim), std, s.pad)
     for i in range(s.layers):
         p = f"model.layers.{i}."
-        full = i in s.full
-        head_dim = s.full_dim if full else s.head_dim
-        q, kv = s.heads * head_dim, (s.full_kv if full else s.kv_heads) * head_dim
         for name in BEFORE.get(s.kind, ("input",)):
             yield Tensor(f"{p}{name}_layernorm.weight", (s.dim,), one)
         if s.latent:
             yield from list_latent(p + "self_attn.", s, std, out)
-        parts = (("q", q), ("k", kv), ("v", kv))
-        if s.kind == "phi3" or s.latent:
-            parts = [("qkv", q + 2 * kv)] if s.kind == "phi3" else ()
-        for name, rows in parts:
-            if name == "v" and full and s.shared_keys:
-                continue
-            yield Tensor(f"{p}self_attn.{name}_proj.weight", (rows, s.dim), std)
-        if s.kind in QKV_BIAS and (s.kind == "qwen2" or cfg.get("attention_bias", True)):
-            for name, rows in (("q", q), ("k", kv), ("v", kv)):
-                yield Tensor(f"{p}self_attn.{name}_proj.bias", (rows,), "zeros")
-        if s.kind in QK_NORM:
-            for name, n in (("q", q), ("k", kv)):
-                n = n if s.kind in ("olmo2", "olmo3", "olmoe") else head_dim
-                yield Tensor(f"{p}self_attn.{name}_norm.weight", (n,), one)
-        if s.kind == "hunyuan_v1_dense":
-            for name in ("query", "key"):
-                yield Tensor(f"{p}self_attn.{name}_layernorm.weight", (s.head_dim,), one)
-        if not s.latent:
-            yield Tensor(p + "self_attn.o_proj.weight", (s.dim, q), out)
-        if s.kind == "gpt_oss":
-            if cfg.get("attention_bias", True):
-                yield Tensor(p + "self_attn.o_proj.bias", (s.dim,), "zeros")
-            yield Tensor(p + "self_attn.sinks", (s.heads,), std)
+        elif s.kind in DELTA and i in s.linear:
+            yield from list_delta_net(s, p, std, out)
+        else:
+            yield from list_attention(cfg, s, i, p, one, std, out)
         for name in AFTER.get(s.kind, ("post_attention",)):
             yield Tensor(f"{p}{name}_layernorm.weight", (s.dim,), one)
         if s.kind in GEMMA4:
@@ -403,6 +462,8 @@ def list_tensors(cfg, s):
                 for name in names[:2]:
                     yield Tensor(f"{p}{half}.shared_experts.{name}.weight", (n, s.dim), std)
                 yield Tensor(f"{p}{half}.shared_experts.{names[2]}.weight", (s.dim, n), out)
+            if s.kind in SHARED:
+                yield from list_shared_expert(s, f"{p}{half}.shared_expert", std, out)
             for e in range(s.experts):
                 for name in names[:2]:
                     yield Tensor(f"{p}{half}.experts.{e}.{name}.weight", (s.expert, s.dim), std)

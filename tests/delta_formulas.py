@@ -14,6 +14,8 @@ Delta = struct(
     ],
 )
 GatedNorm = struct("GatedNorm", [("I", "n_tokens n_heads head_dim dt accumulate_dw"), ("f", "eps")])
+Heads = struct("Heads", [("I", "n_tokens n_groups w0 w1 w2 w3 n_first tail dt")])
+SigmoidGate = struct("SigmoidGate", [("I", "n_tokens cols n_gates dt has_residual")])
 silu = torch.nn.functional.silu
 
 
@@ -85,6 +87,42 @@ def gated_norm_bwd(a, x, z, w, dy, _dx, _dz, dw):
     return [dx, dz, g + (dw if a.accumulate_dw else 0)]
 
 
+def head_columns(a):
+    """The columns of all that the first and the second tensor have, in order."""
+    width = [a.w0, a.w1, a.w2, a.w3]
+    of = torch.arange(a.n_groups * sum(width)).view(a.n_groups, -1).split(width, 1)
+    first, second = (
+        torch.cat([p.flatten() for p in x] or [torch.arange(0)])
+        for x in (of[: a.n_first], of[a.n_first :])
+    )
+    tail = torch.arange(a.tail) + a.n_groups * sum(width)
+    return torch.cat([first, tail]), second
+
+
+def heads_split(a, x, *_):
+    x = x.view(a.n_tokens, -1)
+    return [x[:, columns] for columns in head_columns(a) if len(columns)]
+
+
+def heads_join(a, *operands):
+    columns = torch.cat(head_columns(a))
+    parts = [x.view(a.n_tokens, -1) for x in operands[:-1]]
+    out = torch.empty(a.n_tokens, len(columns), dtype=torch.float64)
+    out[:, columns] = torch.cat(parts, 1)
+    return [out]
+
+
+def sigmoid_gate(a, x, g, _y, residual=None):
+    x, g = x.view(a.n_tokens, a.n_gates, -1), g.view(a.n_tokens, a.n_gates, 1)
+    y = x * torch.sigmoid(g)
+    return [y if residual is None else y + residual.view_as(y)]
+
+
+def sigmoid_gate_bwd(a, x, g, dy, *_):
+    leaves = [v.requires_grad_() for v in (x, g)]
+    return gradients(sigmoid_gate(a, *leaves, None), [dy], leaves)
+
+
 FORMULAS = {
     "conv_fwd": (Conv, conv),
     "conv_bwd": (Conv, conv_bwd),
@@ -92,4 +130,8 @@ FORMULAS = {
     "delta_bwd": (Delta, delta_bwd),
     "gated_norm_fwd": (GatedNorm, gated_norm),
     "gated_norm_bwd": (GatedNorm, gated_norm_bwd),
+    "heads_split": (Heads, heads_split),
+    "heads_join": (Heads, heads_join),
+    "sigmoid_gate_fwd": (SigmoidGate, sigmoid_gate),
+    "sigmoid_gate_bwd": (SigmoidGate, sigmoid_gate_bwd),
 }

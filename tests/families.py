@@ -9,7 +9,8 @@ import math
 import re
 
 GEMMA4 = ("gemma4_text", "gemma4_unified_text")
-OFFSET = ("gemma", "gemma2", "gemma3_text")  # model types whose norms multiply by 1 + w
+DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+OFFSET = ("gemma", "gemma2", "gemma3_text", *DELTA)  # model types whose norms multiply by 1 + w
 
 COMMON = dict(
     vocab_size=512,
@@ -303,6 +304,36 @@ def glm4_moe_lite(**changes):
     return {k: v for k, v in cfg.items() if k != "rope_theta"}
 
 
+DELTA_NET = dict(
+    hidden_act="silu",
+    head_dim=24,
+    partial_rotary_factor=0.25,
+    layer_types=["linear_attention", "linear_attention", "full_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=12,
+    linear_value_head_dim=20,
+    linear_conv_kernel_dim=4,
+)
+
+
+def qwen3_5(**changes):
+    return family("qwen3_5_text", "Qwen3_5ForCausalLM", **dict(DELTA_NET, **changes))
+
+
+def qwen3_5_moe(**changes):
+    sparse = dict(SPARSE | DELTA_NET, num_experts=16, moe_intermediate_size=40)
+    sparse |= dict(shared_expert_intermediate_size=28)
+    return family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", **dict(sparse, **changes))
+
+
+def qwen3_next(**changes):
+    """Sparse, dense, sparse."""
+    sparse = dict(SPARSE | DELTA_NET, num_experts=16, moe_intermediate_size=40)
+    sparse |= dict(shared_expert_intermediate_size=28, norm_topk_prob=True, mlp_only_layers=[1])
+    return family("qwen3_next", "Qwen3NextForCausalLM", **dict(sparse, **changes))
+
+
 def vision_language(model_type, architecture, text, vision, **changes):
     """A text model, as a part of a model with a vision tower of odd sizes."""
     text = {k: v for k, v in text.items() if k not in ("architectures", "tie_word_embeddings")}
@@ -363,6 +394,13 @@ TOWERS = {
         dict(qwen_vision(64), deepstack_visual_indexes=[0]),
         tie_word_embeddings=True,
     ),
+    "qwen3_5-vision": vision_language(
+        "qwen3_5",
+        "Qwen3_5ForConditionalGeneration",
+        qwen3_5(rope_scaling=dict(MROPE, mrope_section=[1, 1, 1], mrope_interleaved=True)),
+        qwen_vision(64),
+        tie_word_embeddings=True,
+    ),
     "ministral3-vision": vision_language(
         "mistral3",
         "Mistral3ForConditionalGeneration",
@@ -412,6 +450,12 @@ EXPERTS = {
     "gpt_oss": gpt_oss(),
     **LATENTS,
 }
+# Families with gated delta-nets, whose states transformers does not reset between documents.
+DELTA_NETS = {
+    "qwen3_5": qwen3_5(),
+    "qwen3_5_moe": qwen3_5_moe(),
+    "qwen3_next": qwen3_next(),
+}
 # What else a config of a family may say.
 VARIANTS = {
     "llama-yarn": llama(rope_scaling=YARN),
@@ -458,7 +502,8 @@ def deep(cfg):
 
 
 DEEP = {f"{name}-deep": deep(cfg) for name, cfg in FAMILIES.items()}
-ALL = {**CONFIGS, **DEEP, **EXPERTS}
+DEEP_DELTA = {"qwen3_5-deep": deep(DELTA_NETS["qwen3_5"])}
+ALL = {**CONFIGS, **DEEP, **EXPERTS, **DELTA_NETS, **DEEP_DELTA}
 
 
 def wide(cfg):
@@ -522,7 +567,8 @@ def random_model(cfg, seed=1):
         for key, p in sorted([*model.named_parameters(), *biases]):
             x = torch.randn(p.shape, generator=generator)
             if "norm" in key:
-                x = 0.2 * x + (text["model_type"] not in OFFSET)
+                plain = text["model_type"] not in OFFSET or "linear_attn.norm" in key
+                x = 0.2 * x + plain
                 if text["model_type"] in GEMMA4 and re.search("[qk]_norm", key):
                     x = x / len(x) ** 0.25  # scores have no scale of their own
             elif key.endswith("bias"):

@@ -46,6 +46,9 @@ class ModelConfig(c.Structure):
         + [(n, c.c_double) for n in ("position_beta", "local_rope_theta")]
         + [(n, u32) for n in "kv_rank q_rank value_dim shared_dim n_expert_groups".split()]
         + [("n_groups_used", u32), ("router_sigmoid", u32), ("router_scale", f32)]
+        + [("attention_gate", u32)]
+        + [("linear_" + n, u32) for n in "key_heads value_heads key_dim value_dim".split()]
+        + [("linear_conv_width", u32)]
         + [("rope", Rope), ("layer_flags", c.c_uint8 * 4096)]
     )
 
@@ -54,7 +57,7 @@ class ParamInfo(c.Structure):
     _fields_ = [("name", c.c_char * 96)] + [
         (n, u32) for n in ("unit", "role", "n_dims", "reserved")
     ]
-    _fields_ += [("shape", u64 * 2), ("offset", u64), ("n", u64)]
+    _fields_ += [("shape", u64 * 3), ("offset", u64), ("n", u64)]
     _fields_ += [("init_mean", f32), ("init_std", f32)]
 
 

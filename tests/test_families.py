@@ -21,6 +21,8 @@ from families import (
     ALL,
     CONFIGS,
     DEEP,
+    DEEP_DELTA,
+    DELTA_NETS,
     EXPERTS,
     FAMILIES,
     OFFSET,
@@ -29,8 +31,9 @@ from families import (
     named_constants,
     random_model,
 )
-from penstock import Generator
+from penstock import Generator, InvalidError, Lora
 from penstock.model import ModelConfig
+from penstock.plan import Hardware, Plan
 from test_parity import (
     END,
     LAYOUTS,
@@ -38,6 +41,7 @@ from test_parity import (
     batch,
     documented,
     gradients_of,
+    make_plan,
     near,
     open_trainer,
     plain,
@@ -45,14 +49,15 @@ from test_parity import (
     smallest_plan,
     transformers_loss,
 )
-from tolerance import check_gradients, loss_noise, note_spread
+from tolerance import check_gradients, loss_noise, note_spread, note_spread_of_delta_nets
 
 
 def delta(name, recipe, layout):
     cfg = ALL[name]
-    exact = math.sqrt(2) if recipe == "fp32" else 1
+    exact = tolerance.of_oracle(cfg["model_type"]) if recipe == "fp32" else 1
     post_norms = cfg["model_type"] in tolerance.FAMILIES_WITH_POST_NORMS
     a_layer = tolerance.A_LAYER + tolerance.POST_NORMS * post_norms
+    a_layer += tolerance.DELTA_NET * (cfg["model_type"] in tolerance.DELTA_NETS)
     chunks = LAYOUTS[layout][3]
     return exact * tolerance.delta(recipe, cfg["num_hidden_layers"], chunks, 512, a_layer)
 
@@ -102,6 +107,18 @@ def masks(at, cfg):
     }
 
 
+def logits_of(model, name, tokens, at, **more):
+    """Of sequences with several documents; where states run on, each document is a sequence."""
+    if name not in DELTA_NETS and name not in DEEP_DELTA:
+        return model(tokens, position_ids=at, use_cache=False, **more).logits
+    begins = (at == 0).flatten().nonzero()[1:, 0].tolist()
+    parts = tokens.flatten().tensor_split(begins)
+    padded = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=1)
+    logits = model(padded, use_cache=False).logits
+    cut = [x[: len(p)] for x, p in zip(logits, parts, strict=True)]
+    return torch.cat(cut).view(*tokens.shape, -1)
+
+
 @functools.cache
 def gradients(name, documents, rounded=False):
     """(loss, {name: gradient}, {name: spread}) of the first batch. rounded: of bf16 weights."""
@@ -115,8 +132,7 @@ def gradients(name, documents, rounded=False):
     at, more = positions(tokens, documents), {}
     if name == "gpt_oss":
         more["attention_mask"] = masks(at, ALL[name])
-    ids = torch.as_tensor(tokens).long()
-    logits = model(ids, position_ids=at, use_cache=False, **more).logits
+    logits = logits_of(model, name, torch.as_tensor(tokens).long(), at, **more)
     loss = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), torch.as_tensor(targets).long().flatten(), ignore_index=-1
     )
@@ -126,6 +142,7 @@ def gradients(name, documents, rounded=False):
     grads = {key: p.grad for key, p in model.named_parameters()}
     grads |= {key: torch.zeros_like(p) for key, p in named_constants(model)}
     grads, spread = (as_on_disk(x, ALL[name]["model_type"]) for x in (grads, spread))
+    note_spread_of_delta_nets(grads, spread)
     # of experts the terms are not known: that of what they add up to serves
     spread = {
         key: math.sqrt(spread[key]) if key in spread else g.norm().item()
@@ -140,6 +157,8 @@ LAYOUTS_OF_FAMILIES = ("one-a-chunk", "packed", "sliced-4", "uneven-slices")
 CASES = [(n, layout, True) for n in FAMILIES for layout in LAYOUTS_OF_FAMILIES]
 CASES += [(n, layout, False) for n in FAMILIES for layout in ("packed", "sliced-4")]
 CASES += [(n, layout, True) for n in EXPERTS for layout in ("packed", "uneven-slices")]
+CASES += [(n, "sliced-4", True) for n in DELTA_NETS]
+CASES += [("qwen3_5", layout, True) for layout in ("packed", "uneven-slices")]
 CASES += [(n, "uneven-slices", True) for n in VARIANTS] + [(n, "packed", False) for n in VARIANTS]
 
 
@@ -169,6 +188,39 @@ def test_an_expert_without_a_row_is_among_those_compared(name):
     assert all(g.any() for key, g in grads.items() if ".experts." in key and ".5." not in key)
 
 
+@pytest.mark.parametrize("layout", ["one-a-chunk", "sliced-4"])
+def test_states_of_a_document_do_not_see_the_one_before(directory, layout):
+    """Bit for bit, of a sequence with another first document; and where it has none, they differ."""
+    n, seen = 23, {}
+    tokens, targets = batch(0, False)
+    for case, first in (("one", 5), ("other", 9), ("open", 5), ("changed", 9)):
+        row, logits = np.where(tokens == END, 3, tokens), np.empty((tokens.size, 512), np.float32)
+        row[:, : n - 1], row[:, n - 1] = first, END if case in ("one", "other") else 7
+
+        def keep(_step, token, found, logits=logits):
+            logits[token] = found
+
+        plan = make_plan(directory("qwen3_5"), layout, on_logits=keep)
+        with open_trainer(directory("qwen3_5"), plan=plan, data=lambda _, r=row: (r, targets)) as t:
+            run(t, 1)
+        seen[case] = logits.reshape(*tokens.shape, -1)[:, n:]
+    assert (seen["one"] == seen["other"]).all()
+    assert not (seen["open"] == seen["changed"]).all(-1).any()
+
+
+def test_what_has_no_delta_nets_yet_says_so(directory):
+    where = directory("qwen3_5")
+    model = ModelConfig.read(where)
+    with pytest.raises(InvalidError, match="LoRA of a gated delta-net's projections is not"):
+        make_plan(where, lora=Lora(2))
+    with pytest.raises(InvalidError, match="generation with gated delta-nets is not supported"):
+        Generator(where)
+    gpu = Hardware.estimate(2, "cpu")
+    gpu._ptr.backend = 1
+    with pytest.raises(InvalidError, match="have no CUDA kernels yet: give backend cpu"):
+        Plan(model, seq_len=40, tokens_per_step=40, hardware=gpu)
+
+
 def test_the_batches_reach_past_windows_and_lengths():
     """Documents longer than the windows, and than Phi-3's length before scaling."""
     tokens, _ = batch(0, True)
@@ -179,7 +231,7 @@ def test_the_batches_reach_past_windows_and_lengths():
     assert any(0 < n < longest for n in originals) and any(n > tokens.shape[1] for n in originals)
 
 
-@pytest.mark.parametrize("name", [*DEEP, "gemma2", "gemma3", *EXPERTS])
+@pytest.mark.parametrize("name", [*DEEP, "gemma2", "gemma3", *EXPERTS, *DEEP_DELTA])
 def test_gradients_in_the_smallest_device(directory, name):
     """Units are streamed, activations fetched or made again: by the right forward ops."""
     where = directory(name)
@@ -199,7 +251,7 @@ def test_gradients_in_bf16(directory, name, recipe):
 
 
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(n, marks=pytest.mark.oldest) for n in CONFIGS), *EXPERTS]
+    "name", [*(pytest.param(n, marks=pytest.mark.oldest) for n in CONFIGS), *EXPERTS, *DELTA_NETS]
 )
 def test_a_trained_model_opens_in_transformers(directory, tmp_path, name):
     where = directory(name)
@@ -231,7 +283,7 @@ def test_a_model_saved_in_bf16_opens_in_transformers(directory, tmp_path, name):
     assert abs(after.loss - loss) < loss_noise(bound, after.valid_tokens)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *EXPERTS])
+@pytest.mark.parametrize("name", [*FAMILIES, *EXPERTS, *DELTA_NETS])
 def test_a_fresh_model_opens_in_transformers(tmp_path, name):
     """models/init_model.py and init_weights: every parameter is there, norms multiply by 1, the pad
     token's row is zero as nn.Embedding's, and all is trained."""
@@ -243,7 +295,8 @@ def test_a_fresh_model_opens_in_transformers(tmp_path, name):
     for drawn in (True, False):
         with open_trainer(tmp_path / "m", "packed", data=plain, init_weights=drawn) as trainer:
             norm = {n: trainer.read(n) for n in trainer.params if "norm" in n}
-            assert all((w == (cfg["model_type"] not in OFFSET)).all() for w in norm.values())
+            plain_norms = cfg["model_type"] not in OFFSET
+            assert all((w == (plain_norms or "linear_attn" in n)).all() for n, w in norm.items())
             table = trainer.read("model.embed_tokens.weight")
             (first,) = run(trainer, 1)
         assert np.flatnonzero(~table.any(1)) == [cfg["pad_token_id"]]

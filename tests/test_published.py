@@ -170,6 +170,8 @@ GPT_OSS["rope_scaling"] = dict(
     rope_type="yarn",
     truncate=False,
 )
+DELTA_NET = dict(linear_num_key_heads=16, linear_num_value_heads=32, linear_conv_kernel_dim=4)
+DELTA_NET |= dict(linear_key_head_dim=128, linear_value_head_dim=128)
 QWEN_VISION = dict(vision_config=dict(depth=32), vision_start_token_id=151652)
 QWEN_VISION |= dict(image_token_id=151655, video_token_id=151656, vision_end_token_id=151653)
 PIXTRAL = dict(vision_config=dict(model_type="pixtral"), image_token_index=10)
@@ -266,26 +268,33 @@ PUBLISHED = {
     ),
     "Qwen3-Next 80B-A3B": (
         qwen3(151936, 2048, 5120, 48, 16, 2, **QWEN_EXPERTS)
-        | dict(model_type="qwen3_next", architectures=["Qwen3NextForCausalLM"]),
-        "architectures",
+        | dict(model_type="qwen3_next", architectures=["Qwen3NextForCausalLM"], head_dim=256)
+        | dict(num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512)
+        | dict(shared_expert_intermediate_size=512, full_attention_interval=4, rope_theta=1e7)
+        | dict(partial_rotary_factor=0.25, max_position_embeddings=262144)
+        | DELTA_NET,
+        "",
     ),
     "Qwen3.5 9B": (
         model(
             "qwen3_5",
             "Qwen3_5ForConditionalGeneration",
             QWEN_VISION,
-            text_config=dict(model_type="qwen3_5_text", linear_num_key_heads=16),
+            text_config=sizes(248320, 4096, 12288, 32, 16, 4)
+            | dict(DELTA_NET, model_type="qwen3_5_text", full_attention_interval=4, head_dim=256),
         ),
-        "model_type",
+        "",
     ),
     "Qwen3.5 35B-A3B": (
         model(
             "qwen3_5_moe",
             "Qwen3_5MoeForConditionalGeneration",
             QWEN_VISION,
-            text_config=dict(model_type="qwen3_5_moe_text", num_experts=256),
+            text_config=dict(DELTA_NET, model_type="qwen3_5_moe_text", num_experts=256)
+            | dict(hidden_size=2048, num_hidden_layers=40, shared_expert_intermediate_size=512)
+            | dict(num_attention_heads=16, num_key_value_heads=2, moe_intermediate_size=512),
         ),
-        "model_type",
+        "",
     ),
     "Gemma 2B": (
         model(

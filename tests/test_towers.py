@@ -32,7 +32,7 @@ from test_parity import (
     run,
     transformers_loss,
 )
-from tolerance import check_gradients, loss_noise, note_spread
+from tolerance import check_gradients, loss_noise, note_spread, note_spread_of_delta_nets
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NEW = "model.language_model."
@@ -73,9 +73,13 @@ def gradients(name):
         hook.remove()
     named = {k: p.grad for k, p in model.named_parameters()}
     named |= {k: torch.zeros_like(p) for k, p in named_constants(model)}
-    grads = text_of(named)
-    spread = {k: math.sqrt(v) for k, v in text_of(spread).items()}
-    return loss.item(), grads, {k: 0.0 for k in grads} | spread
+    grads, spread = text_of(named), text_of(spread)
+    note_spread_of_delta_nets(grads, spread)
+    return (
+        loss.item(),
+        grads,
+        {k: 0.0 for k in grads} | {k: math.sqrt(v) for k, v in spread.items()},
+    )
 
 
 def loss_of(model, tokens, targets):
@@ -132,7 +136,9 @@ def test_a_text_tower_is_trained_and_saved_as_the_same_checkpoint(directory, tmp
     a_layer = tolerance.A_LAYER
     a_layer += tolerance.POST_NORMS * (text["model_type"] in tolerance.FAMILIES_WITH_POST_NORMS)
     chunks = LAYOUTS["packed"][3]
-    bound = math.sqrt(2) * tolerance.delta("fp32", text["num_hidden_layers"], chunks, 512, a_layer)
+    a_layer += tolerance.DELTA_NET * (text["model_type"] in tolerance.DELTA_NETS)
+    bound = tolerance.delta("fp32", text["num_hidden_layers"], chunks, 512, a_layer)
+    bound *= tolerance.of_oracle(text["model_type"])
     with open_trainer(where, "packed", data=plain) as trainer:
         (first,) = run(trainer, 1)
         check_gradients(gradients_of(trainer), gradients(name), bound)

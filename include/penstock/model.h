@@ -100,7 +100,8 @@ enum {
   PS_LAYER_LOCAL_ROPE = 4, /* RoPE with local_rope_theta and no scaling (Gemma 3) */
   PS_LAYER_EXPERTS = 8,    /* experts and their router in the MLP's place */
   PS_LAYER_GLOBAL = 16,    /* heads as global_head_dim, global_kv_heads and shared_keys say */
-  PS_LAYER_FLAGS = 31
+  PS_LAYER_LINEAR = 32,    /* a gated delta-net in attention's place (Qwen3.5) */
+  PS_LAYER_FLAGS = 63
 };
 
 /* What a model is for. All but a language model have an own head. SINGLE_LABEL to PAIRS have
@@ -165,7 +166,8 @@ typedef struct ps_model_config {
    *   expert_dim                 as ffn_dim, of an expert
    *   norm_topk_prob             1: the weights of a token's experts are divided by their sum
    *   router_aux_loss            router_aux_loss_coef; what training takes unless told otherwise
-   *   shared_dim                 as ffn_dim, of the experts that every token has; 0: there are none
+   *   shared_dim                 as ffn_dim, of the experts that every token has; 0: there are none. Qwen has
+   *                              one, whose output is times the sigmoid of a gate
    *   n_expert_groups, n_groups_used  experts are chosen from so many groups of them; 0: from all
    *   router_sigmoid             1: scores are sigmoids of the logits, and the choice is that of
    *                              score plus e_score_correction_bias; else a softmax
@@ -202,6 +204,13 @@ typedef struct ps_model_config {
   uint32_t kv_rank, q_rank, value_dim;
   uint32_t shared_dim, n_expert_groups, n_groups_used, router_sigmoid;
   float router_scale;
+  /* 1: attention's output is multiplied by the sigmoid of a gate, which q_proj has beside q: head
+   * by head 2 head_dim rows (Qwen3.5) */
+  uint32_t attention_gate;
+  /* Layers with PS_LAYER_LINEAR: linear_num_key_heads, linear_num_value_heads, linear_key_head_dim,
+   * linear_value_head_dim, linear_conv_kernel_dim; 0 in models without such layers */
+  uint32_t linear_key_heads, linear_value_heads, linear_key_dim, linear_value_dim,
+      linear_conv_width;
   ps_rope rope;
   uint8_t layer_flags[PS_MAX_LAYERS]; /* PS_LAYER_*, by block from 0 */
 } ps_model_config;
@@ -252,9 +261,9 @@ enum { PS_PARAM_NAME_BYTES = 96 };
 typedef struct ps_param_info {
   char name[PS_PARAM_NAME_BYTES];
   uint32_t unit, role; /* ps_param_role */
-  uint32_t n_dims;     /* 1 or 2 */
+  uint32_t n_dims;     /* 1 or 2, of a convolution by channel 3: [channels, 1, width] */
   uint32_t init_uniform;
-  uint64_t shape[2]; /* row-major, shape[1] = 1 for a vector */
+  uint64_t shape[3]; /* row-major, shape[1] = 1 for a vector */
   /* ELEMENTS from the start of the unit. No alignment is promised: q, k, v and gate, up follow each
    * other without a gap, so that each is one fused matrix. */
   uint64_t offset;

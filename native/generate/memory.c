@@ -532,6 +532,10 @@ static ps_status plan(ps__gen_plan *p, const ps_model_config *model) {
                     "the model's head is for %s: it writes no text, and penstock score prints what "
                     "it says of texts",
                     ps_problem_name(model->problem));
+  if (ps__has_delta_nets(model))
+    return ps__fail(PS_EINVAL,
+                    "generation with gated delta-nets is not supported, because the cache holds no "
+                    "states: save the model and generate with transformers");
   PS_TRY(ps__model_create(&p->model, model, (ps_dtype)c->dtype, c->context, model->n_layers + 2,
                           NULL, NULL, &c->lora));
   PS_TRY(check_units(p));

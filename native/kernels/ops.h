@@ -82,6 +82,10 @@ extern "C" {
   X(delta_bwd)                                                                                     \
   X(gated_norm_fwd)                                                                                \
   X(gated_norm_bwd)                                                                                \
+  X(heads_split)                                                                                   \
+  X(heads_join)                                                                                    \
+  X(sigmoid_gate_fwd)                                                                              \
+  X(sigmoid_gate_bwd)                                                                              \
   X(colsum)                                                                                        \
   X(cross_entropy)                                                                                 \
   X(score_loss)                                                                                    \
@@ -629,6 +633,32 @@ typedef struct ps__args_gated_norm {
  *                      + eps); w is shared by the heads. n = n_heads d.
  *                      ptr: R x[T,n], R z[T,n], R w[d], W y[T,n].
  * gated_norm_bwd       ptr: R x, R z, R w, R dy, W dx[T,n], W dz[T,n], W|RW dw[d]. */
+
+/* Rows of projections whose columns are grouped by head: n_groups groups of up to PS_HEAD_PARTS
+ * parts, of width[] columns (0: no such part), then `tail` columns of no group. The first n_first
+ * parts go to one tensor, part by part and in each the groups in order, with the tail after them;
+ * the others go to a second tensor, alike.
+ * heads_split          ptr: R all[T,N], W first[T,N1], then W second[T,N-N1] unless N1 = N.
+ * heads_join           The inverse. ptr: R first[T,N1], then R second unless N1 = N, W all. */
+enum { PS_HEAD_PARTS = 4 };
+typedef struct ps__args_heads {
+  uint32_t n_tokens, n_groups, width[PS_HEAD_PARTS], n_first, tail, dt;
+} ps__args_heads;
+/* Columns of parts [first, end) of all groups. */
+static inline uint64_t ps__heads_columns(const ps__args_heads *a, uint32_t first, uint32_t end) {
+  uint64_t n = 0;
+  for (uint32_t p = first; p < end; p++)
+    n += (uint64_t)a->n_groups * a->width[p];
+  return n;
+}
+
+/* sigmoid_gate_fwd     y[t,c] = x[t,c] sigmoid(g[t, c / (n / m)]) (+ residual[t,c]); n = cols, a
+ *                      multiple of m = n_gates: a gate is of n / m columns.
+ *                      ptr: R x[T,n], R g[T,m], W y[T,n], then R residual[T,n] if has_residual.
+ * sigmoid_gate_bwd     ptr: R x, R g, R dy[T,n], W dx[T,n], W dg[T,m]. */
+typedef struct ps__args_sigmoid_gate {
+  uint32_t n_tokens, cols, n_gates, dt, has_residual;
+} ps__args_sigmoid_gate;
 
 typedef struct ps__args_colsum {
   uint32_t rows, cols, ld, dt, accumulate;

@@ -3,7 +3,8 @@
  *   q|k|v = x W_qkv + b,  o = attention(rope(norm(q)), rope(norm(k)), v),  y = o W_o
  *
  * Biases, sinks and the norms of q, k and v are there where the config has them. With shared_keys v
- * is the norm of k's columns, and the product is q|k. */
+ * is the norm of k's columns, and the product is q|k. With a gate W_q has one beside q, head by
+ * head, and y = (o sigmoid(gate)) W_o. */
 #include "model/attention.h"
 #include "core/core.h"
 #include "model/block.h"
@@ -12,18 +13,27 @@
 /* T tokens, A heads x head_dim, K kv_heads x head_dim, of the layer. */
 typedef struct attention {
   uint32_t a, k, n_qkv; /* n_qkv: A+2K, with shared keys A+K */
-  bool shared_keys;
+  uint32_t n_q, n_all;  /* columns of W_q: A, with a gate 2A; of the whole product */
+  bool shared_keys, gated;
   ps__args_attention args;
   ps__args_qkv split;
-  uint8_t qkv;  /* [T,n_qkv]  fused product */
-  uint8_t q;    /* [T,A]      after RoPE (and QK-norm) */
-  uint8_t kv;   /* [group,2K] keys and values after RoPE */
-  uint8_t o;    /* [T,A]      attention output */
-  uint8_t lse;  /* [T,heads]  fp32 log-sum-exp */
-  uint8_t dout; /* [T,A] */
-  uint8_t dq;   /* [T,A] */
-  uint8_t dkv;  /* [group,2K] fp32; the chunks of the group add to it */
-  uint8_t dqkv; /* [T,n_qkv] */
+  ps__args_heads heads; /* with a gate */
+  ps__args_sigmoid_gate gate_args;
+  uint8_t all;   /* [T,n_all]  fused product, which has the gate; without one qkv */
+  uint8_t gate;  /* [T,A] */
+  uint8_t og;    /* [T,A]      o times the gate's sigmoid; without one o */
+  uint8_t qkv;   /* [T,n_qkv] */
+  uint8_t q;     /* [T,A]      after RoPE (and QK-norm) */
+  uint8_t kv;    /* [group,2K] keys and values after RoPE */
+  uint8_t o;     /* [T,A]      attention output */
+  uint8_t lse;   /* [T,heads]  fp32 log-sum-exp */
+  uint8_t dog;   /* [T,A]      gradient of og; without a gate dout */
+  uint8_t dout;  /* [T,A] */
+  uint8_t dgate; /* [T,A] */
+  uint8_t dq;    /* [T,A] */
+  uint8_t dkv;   /* [group,2K] fp32; the chunks of the group add to it */
+  uint8_t dqkv;  /* [T,n_qkv] */
+  uint8_t dall;  /* [T,n_all] */
   uint16_t w_qkv, b_qkv, w_qnorm, w_knorm, w_o, sinks;
   ps__product qkv_p, o_p;
   ps__operand o_x, qkv_dy, o_dy;
@@ -91,6 +101,15 @@ static ps_status begin(ps__half *h) {
   t->k = t->args.n_kv_heads * t->args.head_dim;
   t->shared_keys = ps__layer_shares_keys(c, h->b->flags);
   t->n_qkv = t->a + (t->shared_keys ? 1 : 2) * t->k;
+  t->gated = c->attention_gate;
+  t->n_q = t->gated ? 2 * t->a : t->a;
+  t->n_all = t->n_qkv - t->a + t->n_q;
+  t->heads = (ps__args_heads){.n_groups = c->n_heads,
+                              .width = {t->args.head_dim, t->args.head_dim},
+                              .n_first = 1,
+                              .tail = t->n_qkv - t->a,
+                              .dt = h->b->m->dt};
+  t->gate_args = (ps__args_sigmoid_gate){.cols = t->a, .n_gates = t->a, .dt = h->b->m->dt};
   return qkv_args(&t->split, h->b->m, h->b->flags, h->b->decoder->norm_offset);
 }
 
@@ -103,7 +122,7 @@ static void define_params(ps__half *h) {
   const bool row_norm = c->qk_norm == PS_QK_NORM_ROW;
   const uint32_t dim = h->b->dim;
   ps__layer_def *d = h->b->d;
-  t->w_qkv = ps__def_param(d, n->q, PS_PARAM_MATRIX, n->k ? t->a : t->n_qkv, dim);
+  t->w_qkv = ps__def_param(d, n->q, PS_PARAM_MATRIX, n->k ? t->n_q : t->n_all, dim);
   ps__def_what(d, "qkv");
   if (n->k) {
     ps__def_param_after(d, n->k, PS_PARAM_MATRIX, t->k, dim);
@@ -139,14 +158,24 @@ static void define_sites(ps__half *h) {
   const ps__attention_names *n = h->use->names;
   const uint32_t dim = h->b->dim;
   if (n->k) {
-    ps__half_site(h, PS__TARGET_Q, t->a, dim);
+    ps__half_site(h, PS__TARGET_Q, t->n_q, dim);
     ps__half_site(h, PS__TARGET_K, t->k, dim);
     if (!t->shared_keys)
       ps__half_site(h, PS__TARGET_V, t->k, dim);
   } else {
-    ps__half_site(h, PS__TARGET_QKV, t->n_qkv, dim);
+    ps__half_site(h, PS__TARGET_QKV, t->n_all, dim);
   }
   ps__half_site(h, PS__TARGET_O, dim, t->a);
+}
+
+static void define_gate_tensors(ps__half *h) {
+  attention *t = h->own;
+  t->all = t->gated ? ps__half_tokens(h, "qkv_gate", t->n_all) : t->qkv;
+  t->gate = t->gated ? ps__half_tokens(h, "gate", t->a) : 0;
+  t->og = t->gated ? ps__half_tokens(h, "gated", t->a) : t->o;
+  t->dog = t->gated ? ps__half_tokens(h, "dgated", t->a) : t->dout;
+  t->dgate = t->gated ? ps__half_tokens(h, "dgate", t->a) : 0;
+  t->dall = t->gated ? ps__half_tokens(h, "dqkv_gate", t->n_all) : t->dqkv;
 }
 
 static void define_tensors(ps__half *h) {
@@ -162,10 +191,11 @@ static void define_tensors(ps__half *h) {
   t->dq = ps__half_tokens(h, "dq", t->a);
   t->dkv = ps__def_tensor(d, "dkv", PS__ROWS_GROUP, 2 * t->k, PS_F32);
   t->dqkv = ps__half_tokens(h, "dqkv", t->n_qkv);
-  t->qkv_p = ps__def_product(d, t->w_qkv, t->n_qkv, b->dim, h->fp8);
+  define_gate_tensors(h);
+  t->qkv_p = ps__def_product(d, t->w_qkv, t->n_all, b->dim, h->fp8);
   t->o_p = ps__def_product(d, t->w_o, b->dim, t->a, h->fp8);
-  t->o_x = ps__def_x(d, t->o, t->a, h->fp8);
-  t->qkv_dy = ps__def_dy(d, t->dqkv, t->n_qkv, h->fp8);
+  t->o_x = ps__def_x(d, t->og, t->a, h->fp8);
+  t->qkv_dy = ps__def_dy(d, t->dall, t->n_all, h->fp8);
   t->o_dy = ps__def_dy(d, h->dy, b->dim, h->fp8);
 }
 
@@ -186,8 +216,8 @@ static void define_counted(ps__half *h, bool of_gradients) {
 static void define_saved(ps__half *h) {
   const attention *t = h->own;
   ps__layer_def *d = h->b->d;
-  if (h->b->m->cfg.qk_norm) {
-    ps__def_saved(d, t->qkv, "qkv", PS__RANK_QKV);
+  if (h->b->m->cfg.qk_norm || t->gated) {
+    ps__def_saved(d, t->all, "qkv", PS__RANK_QKV);
   } else {
     ps__def_saved(d, t->q, "q", PS__RANK_QKV);
     ps__def_saved(d, t->kv, "kv", PS__RANK_QKV);
@@ -203,16 +233,16 @@ static ps__args_sink sink_args(const ps__half *h) {
 
 /* ---- ops ------------------------------------------------------------------------------------- */
 
-/* The columns of q, k and v in @tensor. */
+/* The columns of q, k and v in @tensor, which has n_all. */
 static ps__shared qkv_parts(const ps__half *h, uint8_t tensor) {
   const attention *t = h->own;
   const ps__adapter *lora = h->b->lora;
   return (ps__shared){tensor,
-                      t->n_qkv,
+                      t->n_all,
                       4,
                       {{&lora[PS__TARGET_Q], 0},
-                       {&lora[PS__TARGET_K], t->a},
-                       {&lora[PS__TARGET_V], t->a + t->k},
+                       {&lora[PS__TARGET_K], t->n_q},
+                       {&lora[PS__TARGET_V], t->n_q + t->k},
                        {&lora[PS__TARGET_QKV], 0}}};
 }
 
@@ -221,11 +251,13 @@ static void define_forward(ps__half *h) {
   const ps__block *b = h->b;
   const ps_model_config *c = &b->m->cfg;
   ps__layer_def *d = b->d;
-  const ps__shared parts = qkv_parts(h, t->qkv);
+  const ps__shared parts = qkv_parts(h, t->all);
   ps__half_input(h, false);
-  ps__product_forward(b->m, d, &t->qkv_p, h->x, t->qkv, 0, c->qkv_bias ? t->b_qkv : PS__NONE,
+  ps__product_forward(b->m, d, &t->qkv_p, h->x, t->all, 0, c->qkv_bias ? t->b_qkv : PS__NONE,
                       PS__NONE);
   ps__lora_forward_shared(b->m, d, h->x.stored, &parts);
+  if (t->gated)
+    PS__FWD(d, ps__k_heads_split, t->heads, PS__R(t->all), PS__W(t->qkv), PS__W(t->gate));
   PS__FWD(d, ps__k_qkv_split_fwd, t->split, PS__R(t->qkv), PS__B(PS__BATCH_POSITION), PS__W(t->q),
           PS__W(t->kv), PS__SYM_IF(c->qk_norm, PS__P(t->w_qnorm)),
           PS__SYM_IF(c->qk_norm, PS__P(t->w_knorm)));
@@ -235,12 +267,14 @@ static void define_forward(ps__half *h) {
     const ps__args_sink sink = sink_args(h);
     PS__FWD(d, ps__k_attention_sink, sink, PS__RW(t->o), PS__RW(t->lse), PS__P(t->sinks));
   }
+  if (t->gated)
+    PS__FWD(d, ps__k_sigmoid_gate_fwd, t->gate_args, PS__R(t->o), PS__R(t->gate), PS__W(t->og));
   if (h->fp8)
     ps__quantize_x(b->m, d, t->o_x, t->a, false);
   ps__half_project(h, &t->o_p, t->o_x, PS__TARGET_O);
 }
 
-/* From dy to dout. */
+/* From dy to dout, and dgate. */
 static void define_o_backward(ps__half *h) {
   const attention *t = h->own;
   const ps__block *b = h->b;
@@ -256,9 +290,12 @@ static void define_o_backward(ps__half *h) {
   if (h->has_bias)
     PS__BWD(d, ps__k_colsum, bias, PS__R(h->dy), PS__G(h->b_out));
   ps__product_dw(b->m, d, &t->o_p, t->o_dy, t->o_x, scale);
-  ps__product_dx(b->m, d, &t->o_p, t->o_dy, t->dout, scale, false);
-  ps__lora_input_grad(b->m, d, lora, dy, scale, t->dout);
-  ps__lora_weight_grads(b->m, d, lora, dy, scale, t->o);
+  ps__product_dx(b->m, d, &t->o_p, t->o_dy, t->dog, scale, false);
+  ps__lora_input_grad(b->m, d, lora, dy, scale, t->dog);
+  ps__lora_weight_grads(b->m, d, lora, dy, scale, t->og);
+  if (t->gated)
+    PS__BWD(d, ps__k_sigmoid_gate_bwd, t->gate_args, PS__R(t->o), PS__R(t->gate), PS__R(t->dog),
+            PS__W(t->dout), PS__W(t->dgate));
 }
 
 static void define_backward(ps__half *h) {
@@ -267,7 +304,7 @@ static void define_backward(ps__half *h) {
   const ps_model_config *c = &b->m->cfg;
   ps__layer_def *d = b->d;
   const ps__args_colsum bias = {.cols = t->n_qkv, .ld = t->n_qkv, .dt = b->m->dt};
-  const ps__shared parts = qkv_parts(h, t->dqkv);
+  const ps__shared parts = qkv_parts(h, t->dall);
   define_o_backward(h);
   if (c->attention_sinks) {
     const ps__args_sink sink = sink_args(h);
@@ -286,8 +323,10 @@ static void define_backward(ps__half *h) {
             PS__B(PS__BATCH_POSITION), PS__W(t->dqkv));
   if (c->qkv_bias)
     PS__BWD(d, ps__k_colsum, bias, PS__R(t->dqkv), PS__G(t->b_qkv));
+  if (t->gated)
+    PS__BWD(d, ps__k_heads_join, t->heads, PS__R(t->dqkv), PS__R(t->dgate), PS__W(t->dall));
   if (h->fp8)
-    ps__quantize_dy(b->m, d, t->qkv_dy, t->n_qkv);
+    ps__quantize_dy(b->m, d, t->qkv_dy, t->n_all);
   ps__half_input(h, true);
   ps__product_dw(b->m, d, &t->qkv_p, t->qkv_dy, h->x, 0);
   ps__product_dx(b->m, d, &t->qkv_p, t->qkv_dy, h->dx, 0, h->adds_dx);

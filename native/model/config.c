@@ -227,6 +227,31 @@ static ps_status check_latent(const ps_model_config *c, const char *name) {
   return PS_OK;
 }
 
+/* Of layers with PS_LAYER_LINEAR. */
+static ps_status check_delta(const ps_model_config *c, const char *name) {
+  PS_TRY(ps__config_in_range(name, "attention_gate", c->attention_gate, 0, 1));
+  bool any = false;
+  for (uint32_t l = 0; l < c->n_layers; l++)
+    any |= c->layer_flags[l] & PS_LAYER_LINEAR;
+  if (c->attention_gate && c->qkv_bias)
+    return ps__fail(PS_EFORMAT, "%s: qkv_bias is 1: it must be 0 with a gate of attention", name);
+  if (!any)
+    return PS_OK;
+  PS_TRY(ps__config_in_range(name, "linear_num_key_heads", c->linear_key_heads, 1, MAX_HEADS));
+  PS_TRY(ps__config_in_range(name, "linear_num_value_heads", c->linear_value_heads, 1, MAX_HEADS));
+  PS_TRY(ps__config_in_range(name, "linear_key_head_dim", c->linear_key_dim, 1, PS_MAX_DELTA_DIM));
+  PS_TRY(
+      ps__config_in_range(name, "linear_value_head_dim", c->linear_value_dim, 1, PS_MAX_DELTA_DIM));
+  PS_TRY(ps__config_in_range(name, "linear_conv_kernel_dim", c->linear_conv_width, 2, PS_MAX_CONV));
+  if (c->linear_value_heads % c->linear_key_heads ||
+      c->linear_value_heads / c->linear_key_heads > PS_MAX_DELTA_SHARE)
+    return ps__fail(PS_EFORMAT,
+                    "%s: linear_num_value_heads is %u: it must be 1 to %d times "
+                    "linear_num_key_heads, %u",
+                    name, c->linear_value_heads, PS_MAX_DELTA_SHARE, c->linear_key_heads);
+  return PS_OK;
+}
+
 static bool scale_ok(float x) { return x >= 0.0f && x <= 1e6f; }
 
 static ps_status check_layers(const ps_model_config *c, const char *name) {
@@ -302,6 +327,7 @@ ps_status ps_model_config_check(const ps_model_config *c, const char *name) {
   PS_TRY(check_layers(c, name));
   PS_TRY(check_experts(c, name));
   PS_TRY(ps__score_check(c, name));
+  PS_TRY(check_delta(c, name));
   PS_TRY(check_rope(c, name));
   return check_latent(c, name);
 }
@@ -470,7 +496,9 @@ static ps_status read_sizes(const ps__config_reader *r, const ps__family *family
                             ps_model_config *c) {
   PS_TRY(ps__config_uint(r, r->j, "vocab_size", PS__CONFIG_REQUIRED, &c->vocab_size));
   PS_TRY(ps__config_uint(r, r->j, "hidden_size", PS__CONFIG_REQUIRED, &c->dim));
-  PS_TRY(ps__config_uint(r, r->j, "intermediate_size", PS__CONFIG_REQUIRED, &c->ffn_dim));
+  PS_TRY(ps__config_uint(r, r->j, "intermediate_size",
+                         family->default_ffn_dim ? family->default_ffn_dim : PS__CONFIG_REQUIRED,
+                         &c->ffn_dim));
   PS_TRY(ps__config_uint(r, r->j, "num_hidden_layers", PS__CONFIG_REQUIRED, &c->n_layers));
   PS_TRY(ps__config_uint(r, r->j, "num_attention_heads", PS__CONFIG_REQUIRED, &c->n_heads));
   PS_TRY(ps__config_uint(r, r->j, "max_position_embeddings", 0, &c->max_positions));

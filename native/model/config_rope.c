@@ -191,7 +191,7 @@ static ps_status read_alpha(const ps__config_reader *r, const ps__json *s, ps_mo
 static ps_status read_scaling(const ps__config_reader *r, const ps__json *s, ps_model_config *c) {
   const char *type = NULL;
   PS_TRY(read_rope_type(r, c, s, &type));
-  if (ps__config_field(s, "mrope_section") && !r->outer)
+  if (ps__config_field(s, "mrope_section") && !r->outer && !ps__family_at(c->family)->has_mrope)
     return ps__fail(PS_EFORMAT, "%s: mrope_section is set: multimodal RoPE is not supported",
                     r->path);
   if (!strcmp(type, "default"))

@@ -57,7 +57,20 @@ static const ps__config_default gemma3[] = {{"vocab_size", 262208},
                                                 {"num_hidden_layers", 34},
                                                 {"num_attention_heads", 32},
                                                 {"max_position_embeddings", 262144},
-                                                {NULL, 0}};
+                                                {NULL, 0}},
+                                qwen3_5[] = {{"vocab_size", 248320},
+                                             {"hidden_size", 4096},
+                                             {"intermediate_size", 12288},
+                                             {"num_hidden_layers", 32},
+                                             {"num_attention_heads", 16},
+                                             {"max_position_embeddings", 32768},
+                                             {NULL, 0}},
+                                qwen3_5_moe[] = {{"vocab_size", 248320},
+                                                 {"hidden_size", 2048},
+                                                 {"num_hidden_layers", 40},
+                                                 {"num_attention_heads", 16},
+                                                 {"max_position_embeddings", 32768},
+                                                 {NULL, 0}};
 
 static const ps__tower towers[] = {
     {.model_type = "gemma3",
@@ -109,6 +122,18 @@ static const ps__tower towers[] = {
      .family = "ministral3",
      .tied_by_default = true,
      .absent = ministral3},
+    {.model_type = "qwen3_5",
+     .architecture = "Qwen3_5ForConditionalGeneration",
+     .text_type = "qwen3_5_text",
+     .family = "qwen3_5_text",
+     .is_default = true,
+     .absent = qwen3_5},
+    {.model_type = "qwen3_5_moe",
+     .architecture = "Qwen3_5MoeForConditionalGeneration",
+     .text_type = "qwen3_5_moe_text",
+     .family = "qwen3_5_moe_text",
+     .is_default = true,
+     .absent = qwen3_5_moe},
 };
 enum { N_TOWERS = sizeof towers / sizeof *towers };
 

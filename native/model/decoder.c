@@ -35,6 +35,11 @@ static ps_status resolve_targets(ps_model *m, const ps__decoder *decoder) {
                     "LoRA of experts and their router is not supported: give "
                     "%s q_proj,k_proj,v_proj,o_proj",
                     ps__field("lora.targets"));
+  if (ps__has_delta_nets(&m->cfg) && m->lora.targets == PS_LORA_ALL)
+    return ps__fail(PS_EINVAL,
+                    "LoRA of a gated delta-net's projections is not supported: give %s those of "
+                    "attention and MLP, such as q_proj,k_proj,v_proj,o_proj",
+                    ps__field("lora.targets"));
   bool seen[PS_LAYER_FLAGS + 1] = {false};
   uint32_t there = 0;
   for (uint32_t l = 0; l < m->cfg.n_layers; l++) {

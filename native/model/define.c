@@ -45,7 +45,10 @@ void ps__def_saved(ps__layer_def *d, uint8_t tensor, const char *name, uint32_t 
   }
   if (i == d->n_saved)
     d->saved[d->n_saved++] = (ps__saved_def){.name = name, .rank = rank};
-  d->saved[i].row_bytes += d->tensor[tensor].row_bytes;
+  if (d->tensor[tensor].rows == PS__ROWS_STATE)
+    d->saved[i].state_bytes += d->tensor[tensor].row_bytes;
+  else
+    d->saved[i].row_bytes += d->tensor[tensor].row_bytes;
   d->tensor[tensor].saved = (int)i;
 }
 
@@ -72,6 +75,11 @@ static void add_param(ps__layer_def *d, const char *name, ps_param_role role, ui
                       .offset = offset,
                       .init_mean = role == PS_PARAM_NORM || role == PS_PARAM_CONSTANT ? 1.0f : 0.0f,
                       .init_std = role == PS_PARAM_MATRIX ? 0.02f : 0.0f};
+}
+
+void ps__def_channels(ps__layer_def *d) {
+  if (d->status == PS_OK)
+    d->param[d->n_params - 1].n_dims = 3;
 }
 
 const char *ps__def_name(ps__layer_def *d, const char *format, uint32_t i) {
@@ -304,9 +312,9 @@ static ps_status number_sets(ps__layer_def *d) {
 static void derive_rows(ps__layer_def *d, ps__set written, ps__set grads) {
   for (uint32_t t = 0; t < d->n_tensors; t++) {
     const uint32_t rows = d->tensor[t].rows;
-    if (rows == PS__ROWS_GROUP && ps__in(written, t))
+    if (ps__rows_of_group(rows) && ps__in(written, t))
       ps__put(&d->group, t);
-    else if (rows == PS__ROWS_GROUP && ps__in(grads, t))
+    else if (ps__rows_of_group(rows) && ps__in(grads, t))
       ps__put(&d->grad_group, t);
     else if (rows == PS__ROWS_PASS)
       ps__put(&d->of_pass, t);
@@ -381,6 +389,6 @@ uint64_t ps__saved_set_bytes(const ps__layer_def *d, uint32_t set, uint32_t n_to
   uint64_t bytes = 0;
   for (uint32_t i = 0; i < d->n_saved; i++)
     if (d->saved[i].set == set)
-      bytes += d->saved[i].row_bytes * n_tokens;
+      bytes += ps__saved_bytes(&d->saved[i], n_tokens);
   return bytes;
 }

@@ -65,8 +65,16 @@ typedef enum ps__row_kind {
   PS__ROWS_ONE,   /* one, for any chunk */
   PS__ROWS_PASS,  /* one, for all chunks of a layer pass: what an op makes of parameters alone, such
                    * as quantized weights. The op runs before its first reader of the layer pass */
-  PS__ROWS_STEP   /* the same for all layer passes of a step over the layer, such as a scale */
+  PS__ROWS_STEP,  /* the same for all layer passes of a step over the layer, such as a scale */
+  /* What passes from a chunk of an attention group to the next. */
+  PS__ROWS_STATE, /* forward: one for each chunk of the group, which the chunk's op writes and that
+                   * of the chunk after it reads (PS__SYM_BEFORE), and one before them */
+  PS__ROWS_CARRY  /* backward: one for the group, which its chunks overwrite, last chunk first */
 } ps__row_kind;
+/* Whether the chunks of an attention group share the tensor. */
+static inline bool ps__rows_of_group(uint32_t rows) {
+  return rows == PS__ROWS_GROUP || rows == PS__ROWS_STATE || rows == PS__ROWS_CARRY;
+}
 
 enum { PS__NONE = -1 };
 
@@ -83,7 +91,7 @@ typedef struct ps__tensor_def {
  * nothing. The lower the rank, the more recomputation a byte of it saves; the input has rank 0. */
 typedef struct ps__saved_def {
   const char *name;
-  uint64_t row_bytes;
+  uint64_t row_bytes, state_bytes; /* BYTES of a token, and beside them of a chunk */
   uint32_t rank, set; /* set: the rank's number among the definition's ranks, in order */
 } ps__saved_def;
 
@@ -124,6 +132,8 @@ typedef struct ps__unit_def {
 typedef enum ps__sym_kind {
   PS__SYM_TENSOR, /* a tensor: the chunk's own rows, or the head slice's */
   PS__SYM_PREFIX, /* a group tensor's rows [0, row0 + n_tokens) */
+  PS__SYM_BEFORE, /* the row of PS__ROWS_STATE that the chunk before has written; in a group's first
+                   * chunk any memory, which the op does not read */
   PS__SYM_PARAM,  /* a span of parameters */
   PS__SYM_GRAD,   /* its gradient: a contribution's first chunk writes it, later chunks add to it */
   PS__SYM_BATCH,  /* a field of the chunk's batch, ps__batch_field */
@@ -153,7 +163,7 @@ typedef struct ps__counted {
   uint8_t tensor;   /* has a row a token and a byte an element */
 } ps__counted;
 
-enum { PS__OP_MAX_SYMS = 10, PS__ARGS_BYTES = 640 };
+enum { PS__OP_MAX_SYMS = 12, PS__ARGS_BYTES = 640 };
 typedef struct ps__op_def {
   const ps_kernel *kernel;
   const char *what; /* that of the first span among its symbols, as ps_tag.what; or NULL */
@@ -236,6 +246,8 @@ void ps__def_init_uniform(ps__layer_def *d, double limit);
 /* ps__def_split() - the last span ends after @n elements, a multiple of PS__SPAN_ALIGN, and what
  * follows in it is a span of its own, whose index it returns: a matrix's rows as two operands. */
 uint16_t ps__def_split(ps__layer_def *d, uint64_t n);
+/* ps__def_channels() - on disk the last parameter has a dimension of 1 between its two. */
+void ps__def_channels(ps__layer_def *d);
 /* ps__def_tied() - a span that is the embedding's first, of @n elements. */
 uint16_t ps__def_tied(ps__layer_def *d, uint64_t n, bool frozen);
 /* ps__def_op() - append an op to the forward or backward pass. Use PS__FWD(), PS__BWD() or
@@ -260,6 +272,7 @@ void ps__def_op(ps__layer_def *d, bool backward, bool sliced, const ps_kernel *k
 #define PS__RW_FROM(t, skip)          ((ps__sym){PS__SYM_TENSOR, PS_READ_WRITE, t, skip})
 #define PS__PRE_R(t)                  ((ps__sym){PS__SYM_PREFIX, PS_READ, t, 0})
 #define PS__PRE_W(t)                  ((ps__sym){PS__SYM_PREFIX, PS_WRITE, t, 0})
+#define PS__BEFORE(t)                 ((ps__sym){PS__SYM_BEFORE, PS_READ, t, 0})
 #define PS__P(span)                   ((ps__sym){PS__SYM_PARAM, PS_READ, span, 0})
 #define PS__G(span)                   ((ps__sym){PS__SYM_GRAD, PS_WRITE, span, 0})
 #define PS__B(field)                  ((ps__sym){PS__SYM_BATCH, PS_READ, field, 0})
@@ -274,7 +287,7 @@ void ps__def_free(ps__layer_def *d);
 
 /* ---- reading a definition -------------------------------------------------------------------- */
 static inline bool ps__sym_is_tensor(ps__sym y) {
-  return y.kind == PS__SYM_TENSOR || y.kind == PS__SYM_PREFIX;
+  return y.kind == PS__SYM_TENSOR || y.kind == PS__SYM_PREFIX || y.kind == PS__SYM_BEFORE;
 }
 /* ps__uses() - whether @op accesses tensor @id in @mode, a bit or both; no op does PS__NONE. */
 static inline bool ps__uses(const ps__op_def *op, int id, uint32_t mode) {
@@ -292,6 +305,11 @@ bool ps__op_of_pass(const ps__layer_def *d, const ps__op_def *op);
 /* ps__recompute() - the forward ops that must run again so that all tensors of @need exist where
  * those of @have do. Goes back from what is needed to the ops that make it. */
 ps__set ps__recompute(const ps__layer_def *d, ps__set need, ps__set have);
-/* ps__saved_set_bytes() - BYTES of a set of saved activations for a chunk of @n_tokens. */
+/* ps__saved_bytes() - BYTES of a saved activation for a chunk of @n_tokens. A state counts in a
+ * group of one chunk too, where none is saved.
+ * ps__saved_set_bytes() - the same of a set. */
+static inline uint64_t ps__saved_bytes(const ps__saved_def *s, uint32_t n_tokens) {
+  return s->row_bytes * n_tokens + s->state_bytes;
+}
 uint64_t ps__saved_set_bytes(const ps__layer_def *d, uint32_t set, uint32_t n_tokens);
 #endif

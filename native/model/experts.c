@@ -18,6 +18,20 @@
 #include "model/block.h"
 #include <math.h>
 
+/* What all tokens have: y + (act(g) u) W_down, S shared_dim; with a gate that is times sigmoid(x w)
+ * (Qwen). */
+typedef struct shared_experts {
+  uint32_t n; /* S; 0: there are none */
+  bool gated;
+  uint8_t gu;          /* [T,2S]  gate and up; then its gradient */
+  uint8_t s, ds;       /* [T,S]   as of an MLP */
+  uint8_t z, dz;       /* [T,D]   gated: before the gate */
+  uint8_t gate, dgate; /* [T,1]  gated: x w */
+  uint8_t y;           /* [T,D]   what they give, and the residual stream */
+  uint16_t w_gu, w_down, w_gate;
+  ps__product gu_p, down_p, gate_p;
+} shared_experts;
+
 /* T tokens, E experts, k of a token, R = kT rows, I expert dim, D dim. */
 typedef struct experts {
   uint32_t e, k, n_expert; /* n_expert: I */
@@ -37,13 +51,7 @@ typedef struct experts {
   bool biased;
   uint16_t w_router, w_bias, w_gu, w_down, b_router, b_gu, b_down;
   ps__product router_p;
-  /* the shared experts, with n_shared above 0: F their ffn dim */
-  uint32_t n_shared;
-  uint8_t shared_gu;           /* [T,2F]  gate and up; then its gradient */
-  uint8_t shared_s, shared_ds; /* [T,F]   as of an MLP */
-  uint8_t shared_y;            /* [T,D]   what they give, and the residual stream */
-  uint16_t w_shared_gu, w_shared_down;
-  ps__product shared_gu_p, shared_down_p;
+  shared_experts shared;
 } experts;
 
 const ps__experts_names ps__experts_usual = {.router = "mlp.gate.weight",
@@ -59,6 +67,14 @@ const ps__experts_names ps__experts_deepseek = {
     .shared_gate = "mlp.shared_experts.gate_proj.weight",
     .shared_up = "mlp.shared_experts.up_proj.weight",
     .shared_down = "mlp.shared_experts.down_proj.weight"};
+const ps__experts_names ps__experts_qwen = {.router = "mlp.gate.weight",
+                                            .gate = "mlp.experts.%u.gate_proj.weight",
+                                            .up = "mlp.experts.%u.up_proj.weight",
+                                            .down = "mlp.experts.%u.down_proj.weight",
+                                            .shared_gate = "mlp.shared_expert.gate_proj.weight",
+                                            .shared_up = "mlp.shared_expert.up_proj.weight",
+                                            .shared_down = "mlp.shared_expert.down_proj.weight",
+                                            .shared_router = "mlp.shared_expert_gate.weight"};
 
 static ps_status begin(ps__half *h) {
   experts *t = h->own;
@@ -68,7 +84,8 @@ static ps_status begin(ps__half *h) {
   t->e = c->n_experts;
   t->k = c->n_experts_used;
   t->n_expert = c->expert_dim;
-  t->n_shared = c->shared_dim;
+  t->shared.n = c->shared_dim;
+  t->shared.gated = ((const ps__experts_names *)h->use->names)->shared_router;
   if (c->router_sigmoid && (h->b->m->loss.router_aux > 0 || h->b->m->loss.router_z > 0))
     return ps__fail(PS_EINVAL,
                     "the router's loss terms are %g (aux) and %g (z), and this model's router has "
@@ -100,6 +117,22 @@ static void define_biases(ps__half *h) {
   ps__def_what(d, "experts' down bias");
 }
 
+/* The shared experts are read with the block, since all tokens have them. */
+static void define_shared_params(ps__half *h) {
+  experts *t = h->own;
+  shared_experts *e = &t->shared;
+  const ps__experts_names *n = h->use->names;
+  ps__layer_def *d = h->b->d;
+  e->w_gu = ps__def_param(d, n->shared_gate, PS_PARAM_MATRIX, e->n, h->b->dim);
+  ps__def_what(d, "shared experts' gate_up");
+  ps__def_param_after(d, n->shared_up, PS_PARAM_MATRIX, e->n, h->b->dim);
+  e->w_down = ps__half_residual(h, n->shared_down, "shared experts' down", e->n);
+  if (!e->gated)
+    return;
+  e->w_gate = ps__def_param(d, n->shared_router, PS_PARAM_MATRIX, 1, h->b->dim);
+  ps__def_what(d, "shared expert's gate");
+}
+
 /* The experts are a unit of their own. All of gate and up is one span, and so is all of down: each
  * is one operand of a product. */
 static void define_params(ps__half *h) {
@@ -113,12 +146,8 @@ static void define_params(ps__half *h) {
   ps__def_what(d, "router");
   if (t->biased)
     define_biases(h);
-  if (t->n_shared) {
-    t->w_shared_gu = ps__def_param(d, n->shared_gate, PS_PARAM_MATRIX, t->n_shared, dim);
-    ps__def_what(d, "shared experts' gate_up");
-    ps__def_param_after(d, n->shared_up, PS_PARAM_MATRIX, t->n_shared, dim);
-    t->w_shared_down = ps__half_residual(h, n->shared_down, "shared experts' down", t->n_shared);
-  }
+  if (t->shared.n)
+    define_shared_params(h);
   if (h->b->m->cfg.router_sigmoid) { /* it has no gradient, and stays as it is */
     ps__def_unit(d, true);
     t->w_bias = ps__def_param(d, n->bias, PS_PARAM_BIAS, t->e, 0);
@@ -154,6 +183,26 @@ static uint8_t tokens_of(const ps__half *h, const char *name, uint64_t cols, uin
   return ps__def_tensor(h->b->d, name, PS__ROWS_TOKEN, cols, dt);
 }
 
+static void define_shared_tensors(ps__half *h) {
+  experts *t = h->own;
+  shared_experts *e = &t->shared;
+  const uint32_t dim = h->b->dim;
+  ps__layer_def *d = h->b->d;
+  e->gu = ps__half_tokens(h, "shared_gate_up", 2 * (uint64_t)e->n);
+  e->s = ps__half_tokens(h, "shared_glu", e->n);
+  e->ds = ps__half_tokens(h, "dshared_glu", e->n);
+  e->y = ps__half_tokens(h, "shared_y", dim);
+  e->gu_p = ps__def_product(d, e->w_gu, 2 * e->n, dim, false);
+  e->down_p = ps__def_product(d, e->w_down, dim, e->n, false);
+  if (!e->gated)
+    return;
+  e->z = ps__half_tokens(h, "shared_out", dim);
+  e->dz = ps__half_tokens(h, "dshared_out", dim);
+  e->gate = ps__half_tokens(h, "shared_gate", 1);
+  e->dgate = ps__half_tokens(h, "dshared_gate", 1);
+  e->gate_p = ps__def_product(d, e->w_gate, 1, dim, false);
+}
+
 static void define_tensors(ps__half *h) {
   experts *t = h->own;
   const ps__block *b = h->b;
@@ -175,14 +224,8 @@ static void define_tensors(ps__half *h) {
   t->dweights = tokens_of(h, "dexpert_weights", k, PS_F32);
   t->dlogits = ps__half_tokens(h, "drouter_logits", t->e);
   t->router_p = ps__def_product(d, t->w_router, t->e, b->dim, false);
-  if (!t->n_shared)
-    return;
-  t->shared_gu = ps__half_tokens(h, "shared_gate_up", 2 * (uint64_t)t->n_shared);
-  t->shared_s = ps__half_tokens(h, "shared_glu", t->n_shared);
-  t->shared_ds = ps__half_tokens(h, "dshared_glu", t->n_shared);
-  t->shared_y = ps__half_tokens(h, "shared_y", b->dim);
-  t->shared_gu_p = ps__def_product(d, t->w_shared_gu, 2 * t->n_shared, b->dim, false);
-  t->shared_down_p = ps__def_product(d, t->w_shared_down, b->dim, t->n_shared, false);
+  if (t->shared.n)
+    define_shared_tensors(h);
 }
 
 /* The choice is saved with the block's input: under its name, so with its policy. */
@@ -192,8 +235,8 @@ static void define_saved(ps__half *h) {
   ps__def_saved(d, t->ids, "x", PS__RANK_INPUT);
   ps__def_saved(d, t->weights, "x", PS__RANK_INPUT);
   ps__def_saved(d, t->gu, "gate_up", PS__RANK_GATE_UP);
-  if (t->n_shared)
-    ps__def_saved(d, t->shared_gu, "gate_up", PS__RANK_GATE_UP);
+  if (t->shared.n)
+    ps__def_saved(d, t->shared.gu, "gate_up", PS__RANK_GATE_UP);
 }
 
 /* ---- ops ------------------------------------------------------------------------------------- */
@@ -261,40 +304,63 @@ static void define_route(const ps__half *h) {
   PS__FWD(d, ps__k_moe_index, index, PS__R(t->ids), PS__W(t->offsets), PS__W(t->slot));
 }
 
-static ps__args_glu shared_gate_of(const ps__half *h) {
+static ps__args_glu shared_glu_of(const ps__half *h) {
   const ps_model *m = h->b->m;
   return (ps__args_glu){.ffn_dim = m->cfg.shared_dim, .dt = m->dt, .activation = m->cfg.activation};
 }
+static ps__args_sigmoid_gate shared_gate_of(const ps__half *h, bool has_residual) {
+  return (ps__args_sigmoid_gate){
+      .cols = h->b->dim, .n_gates = 1, .dt = h->b->m->dt, .has_residual = has_residual};
+}
+static ps__operand stored(uint8_t tensor) { return (ps__operand){.stored = tensor}; }
 
 /* What the routed experts' rows are added to: the residual stream, and what the shared experts
  * give. PS__NONE: nothing. */
 static int define_shared(const ps__half *h) {
   const experts *t = h->own;
-  const ps__block *b = h->b;
-  const ps__args_glu glu = shared_gate_of(h);
-  const ps__operand s = {.stored = t->shared_s};
-  if (!t->n_shared)
+  const shared_experts *e = &t->shared;
+  const ps_model *m = h->b->m;
+  ps__layer_def *d = h->b->d;
+  const ps__args_glu glu = shared_glu_of(h);
+  const ps__args_sigmoid_gate gate = shared_gate_of(h, h->residual != PS__NONE);
+  if (!e->n)
     return h->residual;
-  ps__product_forward(b->m, b->d, &t->shared_gu_p, h->x, t->shared_gu, 0, PS__NONE, PS__NONE);
-  PS__FWD(b->d, ps__k_glu_fwd, glu, PS__R(t->shared_gu), PS__W(t->shared_s));
-  ps__product_forward(b->m, b->d, &t->shared_down_p, s, t->shared_y, 0, PS__NONE, h->residual);
-  return t->shared_y;
+  ps__product_forward(m, d, &e->gu_p, h->x, e->gu, 0, PS__NONE, PS__NONE);
+  PS__FWD(d, ps__k_glu_fwd, glu, PS__R(e->gu), PS__W(e->s));
+  if (!e->gated) {
+    ps__product_forward(m, d, &e->down_p, stored(e->s), e->y, 0, PS__NONE, h->residual);
+    return e->y;
+  }
+  ps__product_forward(m, d, &e->down_p, stored(e->s), e->z, 0, PS__NONE, PS__NONE);
+  ps__product_forward(m, d, &e->gate_p, h->x, e->gate, 0, PS__NONE, PS__NONE);
+  PS__FWD(d, ps__k_sigmoid_gate_fwd, gate, PS__R(e->z), PS__R(e->gate), PS__W(e->y),
+          PS__SYM_IF(gate.has_residual, PS__R((uint8_t)h->residual)));
+  return e->y;
 }
 
 /* From dy to dx, to which it adds. */
 static void define_shared_backward(const ps__half *h) {
   const experts *t = h->own;
-  const ps__block *b = h->b;
-  const ps__args_glu glu = shared_gate_of(h);
-  const ps__operand dy = {.stored = h->dy}, s = {.stored = t->shared_ds},
-                    dgu = {.stored = t->shared_gu};
-  if (!t->n_shared)
+  const shared_experts *e = &t->shared;
+  const ps_model *m = h->b->m;
+  ps__layer_def *d = h->b->d;
+  const ps__args_glu glu = shared_glu_of(h);
+  const ps__args_sigmoid_gate gate = shared_gate_of(h, false);
+  const ps__operand dz = stored(e->gated ? e->dz : h->dy);
+  if (!e->n)
     return;
-  ps__product_dx(b->m, b->d, &t->shared_down_p, dy, t->shared_ds, 0, false);
-  PS__BWD(b->d, ps__k_glu_bwd, glu, PS__RW(t->shared_ds), PS__RW(t->shared_gu)); /* leaves s */
-  ps__product_dw(b->m, b->d, &t->shared_down_p, dy, s, 0);
-  ps__product_dw(b->m, b->d, &t->shared_gu_p, dgu, h->x, 0);
-  ps__product_dx(b->m, b->d, &t->shared_gu_p, dgu, h->dx, 0, true);
+  if (e->gated)
+    PS__BWD(d, ps__k_sigmoid_gate_bwd, gate, PS__R(e->z), PS__R(e->gate), PS__R(h->dy),
+            PS__W(e->dz), PS__W(e->dgate));
+  ps__product_dx(m, d, &e->down_p, dz, e->ds, 0, false);
+  PS__BWD(d, ps__k_glu_bwd, glu, PS__RW(e->ds), PS__RW(e->gu)); /* leaves s in ds */
+  ps__product_dw(m, d, &e->down_p, dz, stored(e->ds), 0);
+  ps__product_dw(m, d, &e->gu_p, stored(e->gu), h->x, 0);
+  ps__product_dx(m, d, &e->gu_p, stored(e->gu), h->dx, 0, true);
+  if (!e->gated)
+    return;
+  ps__product_dw(m, d, &e->gate_p, stored(e->dgate), h->x, 0);
+  ps__product_dx(m, d, &e->gate_p, stored(e->dgate), h->dx, 0, true);
 }
 
 static void define_forward(ps__half *h) {

@@ -11,9 +11,11 @@ typedef struct ps__experts_names {
   const char *router_bias, *gate_bias, *down_bias;
   const char *bias;                                  /* with router_sigmoid */
   const char *shared_gate, *shared_up, *shared_down; /* with shared_dim */
+  const char *shared_router; /* its sigmoid gates what the shared expert gives; NULL: none */
 } ps__experts_names;
 
 extern const ps__half_kind ps__experts;
 extern const ps__experts_names ps__experts_usual; /* as most families have them */
 extern const ps__experts_names ps__experts_deepseek;
+extern const ps__experts_names ps__experts_qwen; /* with a gate of the shared expert */
 #endif

@@ -103,18 +103,24 @@ bool ps__score_key(const char *key);
 void ps__score_write(ps__jsonw *w, const ps_model_config *c);
 
 /* ps__config_experts() - the five fields of experts, from n_experts to router_aux_loss. The
- * family says which layers have experts. Refuses shared experts, groups, capacity and jitter. */
+ * family says which layers have experts. Refuses groups, capacity and jitter, and shared experts
+ * where the family has none. */
 typedef struct ps__experts_defaults { /* of absent keys */
   uint32_t n_experts, n_used;
   const char *count_key; /* of n_experts; NULL: num_experts, or num_local_experts */
   bool has_shared;       /* shared experts, groups and a scale: ps__config_shared_experts() */
-  bool always_renorm;    /* norm_topk_prob is no key of the family: true */
-  const char *dim_key;   /* of expert_dim, which is @dim without it; NULL: it is ffn_dim */
+  uint32_t shared_dim;   /* shared_expert_intermediate_size; 0: no key of the family */
+  bool renorm_by_default;
+  bool always_renorm;  /* norm_topk_prob is no key of the family: true */
+  const char *dim_key; /* of expert_dim, which is @dim without it; NULL: it is ffn_dim */
   uint32_t dim;
   double aux_loss;
 } ps__experts_defaults;
 ps_status ps__config_experts(const ps__config_reader *r, const ps__experts_defaults *d,
                              ps_model_config *c);
+/* ps__config_sparse_layers() - PS_LAYER_EXPERTS for each decoder_sparse_step-th layer, but for
+ * those of mlp_only_layers. */
+ps_status ps__config_sparse_layers(const ps__config_reader *r, ps_model_config *c);
 
 /* ps__config_latent() - the sizes of latent attention's heads, in place of those that other
  * families have (config_latent.c).
@@ -143,6 +149,7 @@ struct ps__family {
   /* What transformers takes for absent keys. 0: num_attention_heads, hidden_size over it, no
    * original_max_position_embeddings, 10000, 1e-6 */
   uint32_t default_kv_heads, default_head_dim, default_original_positions;
+  uint32_t default_ffn_dim; /* 0: intermediate_size must be there */
   double default_rope_theta, default_norm_eps;
   bool has_default_pad; /* where pad_token_id is absent: default_pad. Else there is none then */
   uint32_t default_pad;
@@ -151,16 +158,17 @@ struct ps__family {
   bool has_qkv_bias;      /* whatever attention_bias says */
   bool has_qkv_bias_only; /* attention_bias, true by default, says whether; there is none on o */
   bool has_partial_rope;
-  double default_partial_rope;       /* partial_rotary_factor; 0: 1 */
-  bool interleaved_rope;             /* as ps_model_config.interleaved_rope */
-  bool has_ntk_alpha;                /* rope_type "dynamic" with alpha is a larger theta, always */
-  bool has_local_rope;               /* layers with sliding attention have RoPE of their own */
-  const char *local_rope_key;        /* its theta's in transformers 4; NULL: none */
-  bool has_own_rope;                 /* read() reads RoPE; ps__config_rope() is not called */
-  uint32_t qk_norm;                  /* as ps_model_config.qk_norm */
-  uint32_t activation;               /* ps_activation, the one that is computed */
-  const char *activation_alias;      /* its older name in config.json; NULL: none */
-  const char *activation_key;        /* NULL: "hidden_act" */
+  double default_partial_rope;  /* partial_rotary_factor; 0: 1 */
+  bool interleaved_rope;        /* as ps_model_config.interleaved_rope */
+  bool has_mrope;               /* a text model's file may name M-RoPE, which is plain RoPE there */
+  bool has_ntk_alpha;           /* rope_type "dynamic" with alpha is a larger theta, always */
+  bool has_local_rope;          /* layers with sliding attention have RoPE of their own */
+  const char *local_rope_key;   /* its theta's in transformers 4; NULL: none */
+  bool has_own_rope;            /* read() reads RoPE; ps__config_rope() is not called */
+  uint32_t qk_norm;             /* as ps_model_config.qk_norm */
+  uint32_t activation;          /* ps_activation, the one that is computed */
+  const char *activation_alias; /* its older name in config.json; NULL: none */
+  const char *activation_key;   /* NULL: "hidden_act" */
   const ps__latent_defaults *latent; /* it has latent attention; NULL: none */
   bool has_mtp;        /* files may have layers past the last, for several tokens at once */
   bool is_of_5;        /* transformers 4 does not have it: its config.json needs no older keys */

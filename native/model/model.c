@@ -41,7 +41,7 @@ static ps_status add_param(ps_model *m, const ps__param_def *p, const char *pref
   ps_param_info info = {.unit = m->n_units,
                         .role = p->role,
                         .n_dims = p->n_dims,
-                        .shape = {p->rows, p->cols},
+                        .shape = {p->rows, p->n_dims == 3 ? 1 : p->cols, p->cols},
                         .offset = p->offset,
                         .n = p->rows * p->cols,
                         .init_mean = p->init_mean,

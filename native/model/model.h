@@ -199,6 +199,13 @@ static inline uint32_t ps__first_trained(const ps_model *m) {
 /* ps__logits_of() - a token's logits as fp32, with the model's soft cap, from what the head's op
  * wrote: z[ps__head_columns()] in the model's dtype. */
 void ps__logits_of(const ps_model *m, float *out, const void *z);
+/* ps__has_delta_nets() - whether layers have a gated delta-net, or attention a gate. */
+static inline bool ps__has_delta_nets(const ps_model_config *c) {
+  bool any = c->attention_gate;
+  for (uint32_t l = 0; l < c->n_layers; l++)
+    any |= c->layer_flags[l] & PS_LAYER_LINEAR;
+  return any;
+}
 /* ps__loss_row_bytes() - what the loss's op writes for a token, BYTES. */
 static inline uint64_t ps__loss_row_bytes(const ps_model *m) {
   const ps__layer_def *d = ps__layer_of(m, ps__head_layer(m));

@@ -10,7 +10,8 @@
 
 static ps_status check_tensor(const char *dir, const ps_tensor_info *info, const ps_param_info *p) {
   const bool ok = info->n_dims == p->n_dims && info->shape[0] == p->shape[0] &&
-                  (p->n_dims < 2 || info->shape[1] == p->shape[1]);
+                  (p->n_dims < 2 || info->shape[1] == p->shape[1]) &&
+                  (p->n_dims < 3 || info->shape[2] == p->shape[2]);
   if (ok)
     return PS_OK;
   return ps__fail(
@@ -25,14 +26,18 @@ int ps_model_carries(const ps_model *m, const char *name) {
   return m && name && m->cfg.multimodal && !ps__name_is_of_text(name);
 }
 
-/* Whether @name is of a layer past the last, which predicts several tokens at once. transformers
- * passes over these too. */
+/* Whether @name is of a layer that predicts several tokens at once: past the last, or mtp.*
+ * (Qwen3.5). transformers passes over these too. */
 static bool is_mtp(const ps_model *m, const char *name) {
   static const char of_layer[] = "model.layers.";
   const ps__family *family = ps__family_at(m->cfg.family);
   const size_t n = sizeof of_layer - 1;
-  return family && family->has_mtp && !strncmp(name, of_layer, n) && name[n] >= '0' &&
-         name[n] <= '9' && strtoul(name + n, NULL, 10) >= m->cfg.n_layers;
+  if (!family || !family->has_mtp)
+    return false;
+  if (!strncmp(name, "mtp.", 4))
+    return true;
+  return !strncmp(name, of_layer, n) && name[n] >= '0' && name[n] <= '9' &&
+         strtoul(name + n, NULL, 10) >= m->cfg.n_layers;
 }
 
 /* A tensor that the model does not know is refused: without it the math would be another model's.

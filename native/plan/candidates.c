@@ -61,7 +61,7 @@ double ps__saved_part_bytes(const ps__search_space *sp, const ps__candidate *m) 
     const ps__layer_def *d = ps__layer_of(sp->plan->model, layer);
     for (uint32_t c = 0; c < l->round[0].n_chunks && c < l->chunks_per_round; c++)
       for (uint32_t i = 0; i < d->n_saved; i++)
-        bytes += (double)(d->saved[i].row_bytes * l->chunk[c].n_tokens);
+        bytes += (double)ps__saved_bytes(&d->saved[i], l->chunk[c].n_tokens);
   }
   /* in a ring a device has its blocks' part of each round that runs at once */
   if (ps__is_ring(sp->plan))
@@ -201,6 +201,7 @@ static bool admits(const ps__search_space *sp, const ps__residency *r) {
                      sp->plan->model->n_trained == 0 || sp->plan->disk_first != UINT32_MAX))
     return false;
   if (r->again && (ps__is_ring(sp->plan) || sp->plan->model->lora.base ||
+                   ps__has_delta_nets(&sp->plan->model->cfg) ||
                    ps__first_saving(sp->plan->model) + 2 > sp->plan->model->cfg.n_layers))
     return false;
   return !ps__totals_on_host(sp->plan) || !(r->grads || r->state || r->blocks);
@@ -350,7 +351,7 @@ static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, cons
       ps__allocate_policies(&of_device[device], def, l->chunk[c].n_tokens, c >= l->chunks_per_round,
                             ps__at_boundary(sp, l, layer, c), again, policy);
       for (uint32_t i = 0; i < def->n_saved; i++) {
-        const uint64_t bytes = def->saved[i].row_bytes * l->chunk[c].n_tokens;
+        const uint64_t bytes = ps__saved_bytes(&def->saved[i], l->chunk[c].n_tokens);
         const uint8_t to = policy[i];
         if (to != PS_POLICY_RECOMPUTE)
           mask |= 1u << def->saved[i].set;

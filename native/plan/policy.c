@@ -148,7 +148,7 @@ static uint32_t blocks_kept(const ps__search_space *sp, const ps__layout *layout
     for (uint32_t c = 0; c < layout->chunks_per_round; c++)
       for (uint32_t i = 0; i < d->n_saved; i++)
         if (*ps__spec_policy(s, l, c, i) == PS_POLICY_DEVICE)
-          room += d->saved[i].row_bytes * layout->chunk[c].n_tokens;
+          room += ps__saved_bytes(&d->saved[i], layout->chunk[c].n_tokens);
   }
   for (uint32_t u = 0; u < s->n_units; u++) {
     const ps__unit *unit = &sp->plan->model->unit[u];

@@ -23,7 +23,11 @@ static uint32_t group_first(const ps__builder *b, uint32_t c) {
 }
 
 static bool is_group(const ps__layer_def *d, uint32_t tensor) {
-  return d->tensor[tensor].rows == PS__ROWS_GROUP;
+  return ps__rows_of_group(d->tensor[tensor].rows);
+}
+
+static bool is_state(const ps__layer_def *d, uint32_t tensor) {
+  return d->tensor[tensor].rows == PS__ROWS_STATE;
 }
 
 static uint32_t home_chunk(const ps__builder *b, const ps__layer_def *d, uint32_t c,
@@ -43,6 +47,8 @@ static int policy_of(const ps__builder *b, uint32_t layer, uint32_t c, uint32_t 
   const int saved = d->tensor[tensor].saved;
   if (saved == PS__NONE || layer < b->first_trained)
     return PS_POLICY_RECOMPUTE; /* below the first trained layer nothing goes back */
+  if (is_state(d, tensor) && group_of(b, c)->n_chunks == 1)
+    return PS_POLICY_RECOMPUTE; /* nothing reads it */
   const int policy =
       *ps__spec_policy(b->s->spec, layer - 1, home_chunk(b, d, c, tensor), (uint32_t)saved);
   if (policy != PS_POLICY_HOST_FIRST_ROUND)
@@ -55,6 +61,8 @@ static uint64_t tensor_bytes(const ps__builder *b, const ps__layer_def *d, uint3
   const uint64_t row = d->tensor[tensor].row_bytes;
   switch (d->tensor[tensor].rows) {
   case PS__ROWS_GROUP: return row * group_of(b, c)->n_rows;
+  case PS__ROWS_STATE: return row * (group_of(b, c)->n_chunks + 1);
+  case PS__ROWS_CARRY:
   case PS__ROWS_ONE:
   case PS__ROWS_PASS:
   case PS__ROWS_STEP: return row;
@@ -62,12 +70,24 @@ static uint64_t tensor_bytes(const ps__builder *b, const ps__layer_def *d, uint3
   }
 }
 
+/* The chunk's row of a state; with @before that of the chunk before it, of the first one row 0. */
+static ps__vaccess state_row(const ps__builder *b, const ps__layer_def *d, uint32_t c,
+                             uint32_t tensor, uint32_t vt, uint32_t mode, bool before) {
+  const uint64_t row = d->tensor[tensor].row_bytes;
+  const uint32_t idx = c - group_first(b, c);
+  if (before && idx == 0)
+    mode = PS_WRITE; /* not read: nobody has written it */
+  return ps__part(vt, mode, row * (idx + !before), row);
+}
+
 /* The chunk's own rows of a tensor: all of it, unless it is a group tensor. */
 static ps__vaccess own_rows(const ps__builder *b, const ps__layer_def *d, uint32_t c,
                             uint32_t tensor, uint32_t vt, uint32_t mode) {
   const uint64_t row = d->tensor[tensor].row_bytes;
   const ps__chunk *k = ps__chunk_of(b, c);
-  if (!is_group(d, tensor))
+  if (is_state(d, tensor))
+    return state_row(b, d, c, tensor, vt, mode, false);
+  if (d->tensor[tensor].rows != PS__ROWS_GROUP)
     return ps__part(vt, mode, 0, tensor_bytes(b, d, c, tensor));
   return ps__part(vt, mode, row * k->row0, row * k->n_tokens);
 }
@@ -177,6 +197,10 @@ static ps__vaccess tensor_access(const ps__builder *b, const chunk_pass *p, ps__
   const uint32_t vt = p->bound[y.id];
   if (y.skip)
     return ps__part(vt, y.mode, y.skip, tensor_bytes(b, p->d, p->c, y.id) - y.skip);
+  if (y.kind == PS__SYM_BEFORE)
+    return state_row(b, p->d, p->c, y.id, vt, y.mode, true);
+  if (t->rows == PS__ROWS_CARRY)
+    return ps__whole(b, vt, p->shape.first_dkv ? PS_WRITE : PS_READ_WRITE);
   if (y.kind == PS__SYM_PREFIX)
     return ps__part(vt, y.mode == PS_WRITE && !p->shape.first_dkv ? PS_READ_WRITE : y.mode, 0,
                     t->row_bytes * (p->shape.row0 + p->shape.n_tokens));
@@ -214,7 +238,7 @@ static void check_results(ps__builder *b, const chunk_pass *p, const ps__op_def 
     const bool unread =
         ps__sym_is_tensor(y) && op->has_unread && strcmp(p->d->tensor[y.id].name, "unread") == 0;
     const bool wide = !ps__sym_is_tensor(y) || p->d->tensor[y.id].dt < PS_N_DTYPES;
-    if ((access[i].mode & PS_WRITE) && !unread && wide && !is_counter(y))
+    if ((y.mode & PS_WRITE) && !unread && wide && !is_counter(y))
       check_result(b, p, op, y, &access[i], phase);
   }
 }
@@ -412,7 +436,10 @@ static void fetch_tensor(ps__builder *b, uint32_t layer, uint32_t c, uint32_t te
     return;
   *kept = ps__vt_new(b, b->on->at.place, b->s->vt[*away].bytes);
   const ps__layer_def *d = layer_of(b, layer);
-  ps__emit_copy(b, b->on->at.to_device, ps__whole(b, *away, PS_READ), ps__whole(b, *kept, PS_WRITE),
+  const uint64_t first = is_state(d, tensor) ? d->tensor[tensor].row_bytes : 0, /* has no values */
+      bytes = b->s->vt[*away].bytes - first;
+  ps__emit_copy(b, b->on->at.to_device, ps__part(*away, PS_READ, first, bytes),
+                ps__part(*kept, PS_WRITE, first, bytes),
                 ps__about(chunk_tag(b, layer, c, PS__PHASE_BACKWARD),
                           d->saved[d->tensor[tensor].saved].name));
   ps__vt_free(b, *away);
@@ -609,6 +636,14 @@ static void run_again(ps__builder *b, uint32_t layer, uint32_t c) {
     }
 }
 
+static ps__set states_of(const ps__layer_def *d) {
+  ps__set states = {{0}};
+  for (uint32_t t = 0; t < d->n_tensors; t++)
+    if (is_state(d, t))
+      ps__put(&states, t);
+  return states;
+}
+
 void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   const ps__layer_def *d = layer_of(b, layer);
   const uint32_t first = group_first(b, c);
@@ -621,6 +656,8 @@ void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   bind_kept(b, &p);
   p.bound[d->grad] = b->in->dy[c];
   bind_group(b, b->in->kept, &p, d->grad_group);
+  if (group_of(b, c)->n_chunks == 1)
+    bind_group(b, b->in->kept, &p, states_of(d));
   p.keep = PS__UNION(ps__only((uint32_t)d->grad), d->of_pass, d->of_step);
   const bool group_over = ps__chunk_of(b, c)->row0 == 0;
   if (!group_over)

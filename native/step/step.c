@@ -300,7 +300,7 @@ static void count_saved(ps__step *s) {
     for (uint32_t c = 0; c < s->layout->round[0].n_chunks; c++)
       for (uint32_t i = 0; i < d->n_saved; i++)
         s->saved_bytes[*ps__spec_policy(s->spec, layer, c, i)] +=
-            d->saved[i].row_bytes * s->layout->chunk[c].n_tokens;
+            ps__saved_bytes(&d->saved[i], s->layout->chunk[c].n_tokens);
   }
 }
 

@@ -145,7 +145,7 @@ static ps_status fill_specs(job *j, uint32_t a, ps_tensor_spec *specs, ps_tensor
     *s = (ps_tensor_spec){.name = p->name,
                           .dtype = array->dtype,
                           .n_dims = p->n_dims,
-                          .shape = {p->shape[0], p->shape[1]}};
+                          .shape = {p->shape[0], p->shape[1], p->shape[2]}};
     if (adapter)
       ps__peft_name(peft, p->name);
     if (array->dtype == (ps_dtype)PS__U8) { /* blocks */

@@ -155,7 +155,7 @@ class Pieces:
     def __iter__(self) -> Iterator[np.ndarray]:
         waiting: deque = deque()
         for tensor in self.tensor.each():
-            rows = tensor.shape[0] if len(tensor.shape) == 2 else 1
+            rows = math.prod(tensor.shape[:-1])
             step = _rows_at_once(tensor)
             for first in range(0, rows, step):
                 n = min(step, rows - first)

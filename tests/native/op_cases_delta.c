@@ -146,3 +146,65 @@ static void gated_norm(visit *v, uint32_t dt, bool backward) {
 }
 void op_gated_norm_fwd(visit *v, uint32_t dt) { gated_norm(v, dt, false); }
 void op_gated_norm_bwd(visit *v, uint32_t dt) { gated_norm(v, dt, true); }
+
+/* T, groups, widths, parts of the first tensor, tail */
+static const uint32_t heads_test[][8] = {{1, 1, 3, 0, 0, 0, 1, 0},
+                                         {5, 3, 4, 4, 0, 0, 1, 7},
+                                         {33, 2, 5, 5, 9, 9, 3, 0},
+                                         {70, 4, 2, 2, 0, 0, 2, 0}},
+                      heads_bench[][8] = {{8192, 16, 256, 256, 0, 0, 1, 2048}};
+
+static void heads(visit *v, uint32_t dt, bool join) {
+  EACH(s, v, heads_test, heads_bench) {
+    const ps__args_heads a = {.n_tokens = s[0],
+                              .n_groups = s[1],
+                              .width = {s[2], s[3], s[4], s[5]},
+                              .n_first = s[6],
+                              .tail = s[7],
+                              .dt = dt};
+    const uint64_t n = ps__heads_columns(&a, 0, PS_HEAD_PARTS),
+                   n1 = ps__heads_columns(&a, 0, a.n_first);
+    op_operand o[3] = {join ? in(dt, s[0] * (n1 + a.tail), 1) : in(dt, s[0] * (n + a.tail), 1)};
+    uint32_t n_o = 1;
+    if (!join)
+      o[n_o++] = out(dt, s[0] * (n1 + a.tail), exact);
+    if (n1 < n)
+      o[n_o++] = join ? in(dt, s[0] * (n - n1), 1) : out(dt, s[0] * (n - n1), exact);
+    if (join)
+      o[n_o++] = out(dt, s[0] * (n + a.tail), exact);
+    CASE(v, &a, n_o, o, "%u tokens, %u groups", s[0], s[1]);
+  }
+}
+void op_heads_split(visit *v, uint32_t dt) { heads(v, dt, false); }
+void op_heads_join(visit *v, uint32_t dt) { heads(v, dt, true); }
+
+/* T, columns, gates, residual */
+static const uint32_t sigmoid_test[][4] = {
+    {1, 1, 1, 0}, {5, 19, 19, 1}, {33, 40, 1, 1}, {7, 48, 3, 0}};
+static const uint32_t sigmoid_bench[][4] = {{8192, 4096, 4096, 0}};
+
+/* A sum of up to 40 terms of size 9, for dg */
+static void sigmoid_gate(visit *v, uint32_t dt, bool backward) {
+  EACH(s, v, sigmoid_test, sigmoid_bench) {
+    const ps__args_sigmoid_gate a = {.n_tokens = s[0],
+                                     .cols = s[1],
+                                     .n_gates = s[2],
+                                     .dt = dt,
+                                     .has_residual = backward ? 0 : s[3]};
+    const uint64_t n = (uint64_t)s[0] * s[1], m = (uint64_t)s[0] * s[2];
+    op_tolerance t = glu_tolerance(dt, PS_ACTIVATION_SILU);
+    t.of_max += 3e-6f;
+    const op_operand x = in(dt, n, 1), g = in(dt, m, 2);
+    if (backward) {
+      const op_operand o[] = {x, g, in(dt, n, 1), out(dt, n, t), out(dt, m, t)};
+      CASE(v, &a, 5, o, "%u tokens, %u columns, %u gates", s[0], s[1], s[2]);
+    } else {
+      op_operand o[4] = {x, g, out(dt, n, t)};
+      if (s[3])
+        o[3] = in(dt, n, 1);
+      CASE(v, &a, 3 + s[3], o, "%u tokens, %u columns, %u gates", s[0], s[1], s[2]);
+    }
+  }
+}
+void op_sigmoid_gate_fwd(visit *v, uint32_t dt) { sigmoid_gate(v, dt, false); }
+void op_sigmoid_gate_bwd(visit *v, uint32_t dt) { sigmoid_gate(v, dt, true); }

@@ -136,6 +136,10 @@ void op_gated_norm_bwd(visit *v, uint32_t dt);
 /* op_cases_sinks.c */
 void op_attention_sink(visit *v, uint32_t dt);
 void op_attention_sink_bwd(visit *v, uint32_t dt);
+void op_heads_split(visit *v, uint32_t dt);
+void op_heads_join(visit *v, uint32_t dt);
+void op_sigmoid_gate_fwd(visit *v, uint32_t dt);
+void op_sigmoid_gate_bwd(visit *v, uint32_t dt);
 /* op_cases_fp8.c */
 void op_quantize(visit *v, uint32_t dt);
 void op_fp8_scale(visit *v, uint32_t dt);

@@ -109,3 +109,42 @@ PS__CPU_OP(gated_norm_fwd, PS_CLASS_ELEMENTWISE, check_gated_norm, .rate = PS__R
 PS__CPU_OP(gated_norm_bwd, PS_CLASS_ELEMENTWISE, check_gated_norm, .rate = PS__RATE_MEMORY,
            .work = work_gated_norm_bwd, .bind = bind_gated_norm_bwd,
            .scratch = {ps__cpu_scratch_gated_norm_bwd, NULL});
+
+/* ---- columns by head, and gates -------------------------------------------------------------- */
+
+static ps_status check_heads(const void *args, const char *op) {
+  const ps__args_heads *a = args;
+  if (!a->n_tokens || !a->n_groups || !a->n_first || a->n_first > PS_HEAD_PARTS || !a->width[0])
+    return ps__fail(PS_EINVAL, "%s: %u rows, %u groups, %u parts of which first is no valid shape",
+                    op, a->n_tokens, a->n_groups, a->n_first);
+  return ps__check_dt(a->dt, op);
+}
+PS__BIND_ROWS(bind_heads, ps__args_heads, n_tokens)
+static ps_work work_heads(const void *args) {
+  const ps__args_heads *a = args;
+  return ps__bytes_work(2.0 * a->n_tokens *
+                        (double)(ps__heads_columns(a, 0, PS_HEAD_PARTS) + a->tail) *
+                        (double)ps__dt_bytes(a->dt));
+}
+PS__CPU_OP(heads_split, PS_CLASS_ELEMENTWISE, check_heads, .rate = PS__RATE_MEMORY,
+           .work = work_heads, .bind = bind_heads);
+PS__CPU_OP(heads_join, PS_CLASS_ELEMENTWISE, check_heads, .rate = PS__RATE_MEMORY,
+           .work = work_heads, .bind = bind_heads);
+
+static ps_status check_sigmoid_gate(const void *args, const char *op) {
+  const ps__args_sigmoid_gate *a = args;
+  if (!a->n_tokens || !a->n_gates || !a->cols || a->cols % a->n_gates)
+    return ps__fail(PS_EINVAL, "%s: %u rows of %u columns and %u gates is no valid shape", op,
+                    a->n_tokens, a->cols, a->n_gates);
+  return ps__check_dt(a->dt, op);
+}
+PS__BIND_ROWS(bind_sigmoid_gate, ps__args_sigmoid_gate, n_tokens)
+static ps_work work_sigmoid_gate(const ps__args_sigmoid_gate *a, double tensors) {
+  return ps__bytes_work(tensors * a->n_tokens * a->cols * (double)ps__dt_bytes(a->dt));
+}
+static ps_work work_sigmoid_gate_fwd(const void *args) { return work_sigmoid_gate(args, 3); }
+static ps_work work_sigmoid_gate_bwd(const void *args) { return work_sigmoid_gate(args, 5); }
+PS__CPU_OP(sigmoid_gate_fwd, PS_CLASS_ELEMENTWISE, check_sigmoid_gate, .rate = PS__RATE_MEMORY,
+           .work = work_sigmoid_gate_fwd, .bind = bind_sigmoid_gate);
+PS__CPU_OP(sigmoid_gate_bwd, PS_CLASS_ELEMENTWISE, check_sigmoid_gate, .rate = PS__RATE_MEMORY,
+           .work = work_sigmoid_gate_bwd, .bind = bind_sigmoid_gate);

@@ -28,7 +28,10 @@
   X(deepseek_v3)                                                                                   \
   X(glm4_moe_lite)                                                                                 \
   X(gemma4)                                                                                        \
-  X(gemma4_unified)
+  X(gemma4_unified)                                                                                \
+  X(qwen3_5)                                                                                       \
+  X(qwen3_5_moe)                                                                                   \
+  X(qwen3_next)
 #define DECLARE(name) extern const ps__family ps__family_##name;
 #define ENTRY(name)   &ps__family_##name,
 

@@ -11,30 +11,6 @@ static const ps__experts_defaults defaults = {.n_experts = 128,
                                               .dim = 768,
                                               .aux_loss = 0.001};
 
-/* Each decoder_sparse_step-th layer has experts, but for those of mlp_only_layers. */
-static ps_status read_sparse_layers(const ps__config_reader *r, ps_model_config *c) {
-  const ps__json *dense = ps__config_field(r->j, "mlp_only_layers");
-  uint32_t every = 0;
-  PS_TRY(ps__config_uint(r, r->j, "decoder_sparse_step", 1, &every));
-  PS_TRY(ps__config_in_range(r->path, "decoder_sparse_step", every, 1, UINT32_MAX));
-  if (dense && ps__json_type(dense) != PS_JSON_ARRAY)
-    return ps__fail(PS_EFORMAT, "%s: mlp_only_layers is %s: it must be a list", r->path,
-                    ps__config_kind(dense));
-  for (uint32_t i = 0; i < c->n_layers; i++)
-    if ((i + 1) % every == 0)
-      c->layer_flags[i] |= PS_LAYER_EXPERTS;
-  for (size_t i = 0; i < ps__json_length(dense); i++) {
-    const ps__json *x = ps__json_at(dense, i);
-    uint64_t layer;
-    if (ps__json_type(x) != PS_JSON_NUMBER || !ps__json_uint64(x, &layer) || layer >= c->n_layers)
-      return ps__fail(PS_EFORMAT,
-                      "%s: mlp_only_layers[%zu] must be a layer below num_hidden_layers, %u",
-                      r->path, i, c->n_layers);
-    c->layer_flags[layer] &= (uint8_t)~PS_LAYER_EXPERTS;
-  }
-  return PS_OK;
-}
-
 static ps_status read_qwen3_moe(const ps__config_reader *r, ps_model_config *c) {
   uint32_t windows;
   PS_TRY(ps__config_full_attention(r, c));
@@ -44,7 +20,7 @@ static ps_status read_qwen3_moe(const ps__config_reader *r, ps_model_config *c) 
                     "%s: use_sliding_window is true: windows are not supported with experts of "
                     "this family, set it to false",
                     r->path);
-  PS_TRY(read_sparse_layers(r, c));
+  PS_TRY(ps__config_sparse_layers(r, c));
   PS_TRY(ps__config_experts(r, &defaults, c));
   if (ps__n_sparse(c))
     return PS_OK;
