@@ -1,10 +1,11 @@
-"""The formulas of what only gpt-oss has (native/kernels/ops.h), for test_op_cases.py: arguments and
+"""The formulas of what only gpt-oss or Gemma 4 has (native/kernels/ops.h), for test_op_cases.py: arguments and
 operands, in fp64 where they are numbers, to the written operands in order."""
 
 import torch
 from op_runs import struct
 
 Sink = struct("Sink", [("I", "n_tokens n_heads head_dim dt accumulate")])
+Scale = struct("Scale", [("I", "n_tokens n_used n_experts dt accumulate")])
 AddBias = struct("AddBias", [("I", "rows cols dt")])
 ClampGlu = struct(
     "ClampGlu", [("I", "n_tokens n_used n_experts expert_dim dt"), ("f", "alpha limit")]
@@ -54,9 +55,16 @@ def bias_sum(a, x, ids, slot, weights, db):
     return [total + (db.view_as(total) if a.accumulate else 0)]
 
 
+def scale_bwd(a, w, ids, scale, dy, dscale=None):
+    total = torch.zeros(a.n_experts, dtype=w.dtype).index_add(0, ids.long(), dy * w)
+    return [dy * scale[ids.long()], total + (dscale if a.accumulate else 0)]
+
+
 FORMULAS = {
     "attention_sink": (Sink, sink),
     "attention_sink_bwd": (Sink, sink_bwd),
+    "moe_scale": (Scale, lambda a, w, ids, scale, _: [w * scale[ids.long()]]),
+    "moe_scale_bwd": (Scale, scale_bwd),
     "add_bias": (AddBias, lambda a, x, b: [x.view(a.rows, a.cols) + b]),
     "moe_clamp_glu": (ClampGlu, clamp_glu),
     "moe_clamp_glu_bwd": (ClampGlu, clamp_glu_bwd),

@@ -71,6 +71,8 @@ extern "C" {
   X(moe_glu)                                                                                       \
   X(moe_glu_bwd)                                                                                   \
   X(moe_combine)                                                                                   \
+  X(moe_scale)                                                                                     \
+  X(moe_scale_bwd)                                                                                 \
   X(add_bias)                                                                                      \
   X(moe_clamp_glu)                                                                                 \
   X(moe_clamp_glu_bwd)                                                                             \

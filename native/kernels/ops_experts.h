@@ -159,6 +159,19 @@ typedef struct ps__args_moe_glu {
   uint32_t n_tokens, n_used, expert_dim, dt, activation; /* activation: as ps__args_glu */
 } ps__args_moe_glu;
 
+/* A factor an expert, on the weights of its rows (Gemma 4).
+ *
+ * moe_scale            y[t,j] = w[t,j] scale[ids[t,j]].
+ *                      ptr: R w f32[T,k], R ids u16[T,k], R scale[E] of dt, W y f32[T,k].
+ * moe_scale_bwd        dscale[e] (+)= sum of dy[t,j] w[t,j] over the choices with ids[t,j] = e; then
+ *                      dy[t,j] is replaced by dw[t,j] = dy[t,j] scale[e]. All of dscale is written.
+ *                      ptr: R w f32[T,k], R ids u16[T,k], R scale[E] of dt, RW dy f32[T,k], W|RW
+ *                      dscale[E] of dt. */
+typedef struct ps__args_moe_scale {
+  uint32_t n_tokens, n_used, n_experts, dt;
+  uint32_t accumulate; /* moe_scale_bwd alone */
+} ps__args_moe_scale;
+
 /* Experts with biases and gpt-oss's gate. Their gate_up has the rows of gate and up by turns, so
  * gu[r,2i] is gate's and gu[r,2i+1] up's.
  *

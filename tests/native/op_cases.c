@@ -126,6 +126,8 @@ const op_entry op_table[] = {
     {.kernel = &ps__k_moe_fetch, .cases = op_moe_fetch, .same_bits = true},
     {.kernel = &ps__k_moe_glu, .cases = op_moe_glu},
     {.kernel = &ps__k_moe_glu_bwd, .cases = op_moe_glu_bwd},
+    {.kernel = &ps__k_moe_scale, .cases = op_moe_scale, .same_bits = true},
+    {.kernel = &ps__k_moe_scale_bwd, .cases = op_moe_scale_bwd},
     {.kernel = &ps__k_add_bias, .cases = op_add_bias, .same_bits = true},
     {.kernel = &ps__k_moe_clamp_glu, .cases = op_moe_clamp_glu},
     {.kernel = &ps__k_moe_clamp_glu_bwd, .cases = op_moe_clamp_glu_bwd},

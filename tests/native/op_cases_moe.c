@@ -352,6 +352,26 @@ static void gate(visit *v, uint32_t dt, bool backward) {
 void op_moe_glu(visit *v, uint32_t dt) { gate(v, dt, false); }
 void op_moe_glu_bwd(visit *v, uint32_t dt) { gate(v, dt, true); }
 
+/* ---- with a factor an expert ------------------------------------------------------------------ */
+
+static void scales(visit *v, uint32_t dt, bool backward) {
+  EACH(s, v, moe_test, moe_bench)
+  for (uint32_t add = 0; add < (backward && v->sizes != OP_BENCH ? 2 : 1); add++) {
+    const ps__args_moe_scale a = {s[0], s[2], s[1], dt, add};
+    const uint64_t r = (uint64_t)s[0] * s[2];
+    chosen c;
+    choose(&c, s, s_i % 2);
+    const op_operand o[] = {weights(r), ids_of(&c), in(dt, s[1], 1),
+                            backward ? op_drawn(PS_READ_WRITE, PS_F32, r, 1, exact)
+                                     : out(PS_F32, r, exact),
+                            sum(add, dt, s[1], row_sums(dt, (double)r))};
+    CASE(v, &a, backward ? 5 : 4, o, "%u tokens, %u of %u, add %u", s[0], s[2], s[1], add);
+    forget(&c);
+  }
+}
+void op_moe_scale(visit *v, uint32_t dt) { scales(v, dt, false); }
+void op_moe_scale_bwd(visit *v, uint32_t dt) { scales(v, dt, true); }
+
 /* ---- with biases ----------------------------------------------------------------------------- */
 
 void op_add_bias(visit *v, uint32_t dt) {

@@ -121,6 +121,8 @@ void op_gemm_grouped_slots(visit *v, uint32_t dt);
 void op_moe_fetch(visit *v, uint32_t dt);
 void op_moe_glu(visit *v, uint32_t dt);
 void op_moe_glu_bwd(visit *v, uint32_t dt);
+void op_moe_scale(visit *v, uint32_t dt);
+void op_moe_scale_bwd(visit *v, uint32_t dt);
 void op_add_bias(visit *v, uint32_t dt);
 void op_moe_clamp_glu(visit *v, uint32_t dt);
 void op_moe_clamp_glu_bwd(visit *v, uint32_t dt);

@@ -630,3 +630,36 @@ ps_status ps__cpu_moe_glu_bwd(const ps_launch *l) {
                                 .dweights = l->ptr[4]},
                   moe_glu_bwd_task);
 }
+
+/* ---- a factor an expert ---------------------------------------------------------------------- */
+
+/* moe_scale
+ * shapes  w, y and ids [T,k], scale [E] of dt.   bytes  10*T*k.   determinism  elementwise */
+ps_status ps__cpu_moe_scale(const ps_launch *l) {
+  const ps__args_moe_scale *a = l->args;
+  const float *w = l->ptr[0];
+  const uint16_t *ids = l->ptr[1];
+  float *y = l->ptr[3];
+  for (size_t i = 0; i < (size_t)a->n_tokens * a->n_used; i++)
+    y[i] = w[i] * ps__load1_f32(l->ptr[2], a->dt, ids[i]);
+  return PS_OK;
+}
+
+/* moe_scale_bwd
+ * shapes  w, dy and ids [T,k], scale and dscale [E] of dt.   bytes  14*T*k
+ * determinism  bitwise: an expert's choices in order, in fp64 */
+ps_status ps__cpu_moe_scale_bwd(const ps_launch *l) {
+  const ps__args_moe_scale *a = l->args;
+  const float *w = l->ptr[0];
+  const uint16_t *ids = l->ptr[1];
+  float *dy = l->ptr[3];
+  double sum[PS_MAX_EXPERTS] = {0};
+  for (size_t i = 0; i < (size_t)a->n_tokens * a->n_used; i++) {
+    sum[ids[i]] += (double)dy[i] * w[i];
+    dy[i] *= ps__load1_f32(l->ptr[2], a->dt, ids[i]);
+  }
+  for (uint32_t e = 0; e < a->n_experts; e++)
+    ps__store1_f32(l->ptr[4], a->dt, e,
+                   (float)(sum[e] + (a->accumulate ? ps__load1_f32(l->ptr[4], a->dt, e) : 0)));
+  return PS_OK;
+}

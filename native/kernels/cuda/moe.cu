@@ -493,6 +493,36 @@ __global__ void __launch_bounds__(THREADS)
     dweights[at] = dot;
 }
 
+/* ---- a factor an expert ---------------------------------------------------------------------- */
+
+template <typename T>
+__global__ void __launch_bounds__(THREADS)
+    scale_k(const float *w, const uint16_t *ids, const T *scale, float *y, uint32_t rows) {
+  const uint32_t i = blockIdx.x * THREADS + threadIdx.x;
+  if (i < rows)
+    y[i] = w[i] * ps_to_f32(scale[ids[i]]);
+}
+
+/* A block an expert: of its choices every thread adds some, in order, and the block adds these
+ * sums. No other block reads or writes what belongs to these choices. */
+template <typename T>
+__global__ void __launch_bounds__(THREADS)
+    scale_bwd_k(const float *w, const uint16_t *ids, const T *scale, float *dy, T *dscale,
+                uint32_t rows, bool accumulate) {
+  __shared__ float shared[1][32];
+  const uint32_t e = blockIdx.x;
+  const float factor = ps_to_f32(scale[e]);
+  float sum[1] = {0.0f};
+  for (uint32_t i = threadIdx.x; i < rows; i += THREADS)
+    if (ids[i] == e) {
+      sum[0] += dy[i] * w[i];
+      dy[i] *= factor;
+    }
+  ps_block_sum(sum, shared);
+  if (threadIdx.x == 0)
+    dscale[e] = ps_from_f32<T>(accumulate ? ps_to_f32(dscale[e]) + sum[0] : sum[0]);
+}
+
 cudaStream_t stream_of(const ps_launch *l) { return ((const ps__cuda_exec *)l->exec)->stream; }
 bool all_aligned(const ps_launch *l, uint32_t n) {
   for (uint32_t i = 0; i < n; i++)
@@ -685,4 +715,34 @@ extern "C" ps_status ps__cuda_moe_glu_bwd(const ps_launch *l) {
                   (T *)l->ptr[0], (T *)l->ptr[1], (const float *)l->ptr[2],
                   (const int32_t *)l->ptr[3], (float *)l->ptr[4], rows, f));
   return ps_launched("moe_glu_bwd", cudaSuccess);
+}
+
+/* moe_scale
+ * bytes   10*T*k, the factors from L2.   determinism  bitwise: elementwise
+ * reference  the cpu backend's, equal */
+extern "C" ps_status ps__cuda_moe_scale(const ps_launch *l) {
+  const ps__args_moe_scale *a = (const ps__args_moe_scale *)l->args;
+  const ps_status st = ps_check(l, "moe_scale", 4, a->dt, 0);
+  const uint32_t rows = a->n_tokens * a->n_used;
+  if (st != PS_OK || !rows)
+    return st;
+  PS_BY_TYPE(a->dt, scale_k<T><<<ps_ceil_div(rows, THREADS), THREADS, 0, stream_of(l)>>>(
+                        (const float *)l->ptr[0], (const uint16_t *)l->ptr[1], (const T *)l->ptr[2],
+                        (float *)l->ptr[3], rows));
+  return ps_launched("moe_scale", cudaSuccess);
+}
+
+/* moe_scale_bwd
+ * bytes   14*T*k of HBM; ids from L2, by every block.   determinism  bitwise: see scale_bwd_k
+ * reference  the cpu backend's: sums in another order */
+extern "C" ps_status ps__cuda_moe_scale_bwd(const ps_launch *l) {
+  const ps__args_moe_scale *a = (const ps__args_moe_scale *)l->args;
+  const ps_status st = ps_check(l, "moe_scale_bwd", 5, a->dt, 0);
+  const uint32_t rows = a->n_tokens * a->n_used;
+  if (st != PS_OK)
+    return st;
+  PS_BY_TYPE(a->dt, scale_bwd_k<T><<<a->n_experts, THREADS, 0, stream_of(l)>>>(
+                        (const float *)l->ptr[0], (const uint16_t *)l->ptr[1], (const T *)l->ptr[2],
+                        (float *)l->ptr[3], (T *)l->ptr[4], rows, a->accumulate));
+  return ps_launched("moe_scale_bwd", cudaSuccess);
 }

@@ -219,3 +219,25 @@ PS__OP(moe_glu, PS_CLASS_ELEMENTWISE, check_glu, .rate = PS__RATE_MEMORY, .work 
        .bind = bind_glu);
 PS__OP(moe_glu_bwd, PS_CLASS_ELEMENTWISE, check_glu, .rate = PS__RATE_MEMORY, .work = work_glu_bwd,
        .bind = bind_glu);
+
+/* ---- a factor an expert ---------------------------------------------------------------------- */
+
+static ps_status check_factor(const void *args, const char *op) {
+  const ps__args_moe_scale *a = args;
+  PS_TRY(ps__check_experts(a->n_tokens, a->n_experts, a->n_used, op));
+  return ps__check_dt(a->dt, op);
+}
+PS__BIND_GRADIENT(bind_factor, ps__args_moe_scale, n_tokens, accumulate)
+static ps_work work_factor(const void *args) {
+  const ps__args_moe_scale *a = args;
+  return ps__bytes_work(10.0 * a->n_tokens * a->n_used);
+}
+static ps_work work_factor_bwd(const void *args) {
+  const ps__args_moe_scale *a = args;
+  return ps__bytes_work(14.0 * a->n_tokens * a->n_used);
+}
+
+PS__OP(moe_scale, PS_CLASS_ELEMENTWISE, check_factor, .rate = PS__RATE_MEMORY, .work = work_factor,
+       .bind = bind_factor);
+PS__OP(moe_scale_bwd, PS_CLASS_ELEMENTWISE, check_factor, .rate = PS__RATE_MEMORY,
+       .work = work_factor_bwd, .bind = bind_factor);
