@@ -45,6 +45,10 @@ ADAPTED = 4 * 7  # roundings a layer
 LORA = Lora(4, 12)
 STEPS = 10
 MODELS = ("llama", "qwen2", "qwen3", "gemma2", "phi3", "olmo2", "granite")
+LATENT = {  # with experts, which have no adapters, targets must be named
+    name: Lora(8, 12, f"{q},kv_a_proj_with_mqa,kv_b_proj,o_proj")
+    for name, q in [("deepseek_v2", "q_proj"), ("deepseek_v3", "q_a_proj,q_b_proj")]
+}
 
 
 def delta(name, recipe, layout):
@@ -71,7 +75,7 @@ def adapters(name, lora=LORA):
     cfg = transformers.AutoConfig.for_model(**copy.deepcopy(ALL[name]))
     model = transformers.AutoModelForCausalLM.from_config(cfg)
     for key, p in model.named_parameters():
-        if "_proj.weight" not in key:
+        if not re.search(r"_proj\w*\.weight", key) or (name in LATENT and "mlp" in key):
             continue
         n_out, n_in = p.shape
         for part, shape in (("A", (lora.rank, n_in)), ("B", (n_out, lora.rank))):
@@ -152,15 +156,17 @@ def gradients_of(trainer):
 
 
 @pytest.mark.parametrize(
-    "name, layout", [(name, "uneven-slices") for name in MODELS] + [("qwen3", "packed")]
+    "name, layout",
+    [(name, "uneven-slices") for name in (*MODELS, *LATENT)] + [("qwen3", "packed")],
 )
 def test_losses_and_gradients_are_those_of_peft(directory, name, layout):  # noqa: F811
-    bound, plan = delta(name, "fp32", layout), make_plan(directory(name), layout)
+    lora = LATENT.get(name, LORA)
+    bound, plan = delta(name, "fp32", layout), make_plan(directory(name), layout, lora)
     with open_trainer(directory(name), plan=plan, data=plain) as trainer:
-        write_adapters(trainer, adapters(name))
+        write_adapters(trainer, adapters(name, lora))
         (first,) = trainer.steps(1)
-        check_gradients(gradients_of(trainer), expected(name), bound)
-    assert abs(first.loss - expected(name)[0]) < loss_noise(bound, first.valid_tokens)
+        check_gradients(gradients_of(trainer), expected(name, lora), bound)
+    assert abs(first.loss - expected(name, lora)[0]) < loss_noise(bound, first.valid_tokens)
 
 
 @pytest.mark.parametrize(
@@ -327,11 +333,11 @@ def test_a_frozen_base_is_kept_once(directory):  # noqa: F811
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "phi3", *LATENT])
 def test_a_saved_adapter_opens_in_peft(directory, tmp_path, name):  # noqa: F811
-    where = directory(name)
-    with open_trainer(where, plan=make_plan(where), data=plain) as trainer:
-        write_adapters(trainer, adapters(name))
+    where, lora = directory(name), LATENT.get(name, LORA)
+    with open_trainer(where, plan=make_plan(where, lora=lora), data=plain) as trainer:
+        write_adapters(trainer, adapters(name, lora))
         list(trainer.steps(2))
         trainer.save(tmp_path / "adapter")
         values = {n: trainer.read(n) for n in trainer.params if "lora_" in n}
@@ -339,6 +345,7 @@ def test_a_saved_adapter_opens_in_peft(directory, tmp_path, name):  # noqa: F811
     base = transformers.AutoModelForCausalLM.from_pretrained(
         where, dtype=torch.float64, attn_implementation="eager"
     )
+    base.config._experts_implementation = "eager"
     model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
     assert set(trained(model)) == set(values)
     assert all(np.array_equal(p.detach().numpy(), values[n]) for n, p in trained(model).items())
@@ -533,6 +540,11 @@ BAD = {
     "rank-too-large": (Lora(65537, targets="k_proj"), "rank is 65537: at most 65536"),
     "unknown-target": (Lora(4, targets="q_proj,w_proj"), "'w_proj' is unknown.*q_proj, k_proj"),
     "a-fused-target": (Lora(4, targets="qkv_proj"), "llama block has no LoRA target qkv_proj"),
+    "all-of-experts": (
+        Lora(8),
+        "give lora.targets o_proj,q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj",
+    ),
+    "an-odd-cut": (Lora(3, targets="kv_a_proj_with_mqa"), "is 24 x 3: .* a multiple of 64"),
     "alpha-0": (Lora(4, 0), "alpha is 0"),
     "alpha-nan": (Lora(4, math.nan), "alpha is nan"),
 }
@@ -541,8 +553,9 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_lora_is_refused(directory, case):  # noqa: F811
     lora, words = BAD[case]
+    name = "deepseek_v3" if case in ("all-of-experts", "an-odd-cut") else "llama"
     with pytest.raises(InvalidError, match=words):
-        make_plan(directory("llama"), lora=lora)
+        make_plan(directory(name), lora=lora)
 
 
 def test_frozen_layers_and_lora_exclude_each_other(directory):  # noqa: F811

@@ -310,8 +310,12 @@ enum {
   PS_LORA_DOWN_PROJ = 64,
   PS_LORA_QKV_PROJ = 128,     /* q, k and v where they are one matrix on disk (Phi-3) */
   PS_LORA_GATE_UP_PROJ = 256, /* gate and up, alike */
-  PS_LORA_ALL = 511,          /* all of these that the model has */
-  PS_N_LORA_TARGETS = 9
+  PS_LORA_Q_A_PROJ = 512,     /* of latent attention, which has q_proj or these two */
+  PS_LORA_Q_B_PROJ = 1024,
+  PS_LORA_KV_A_PROJ = 2048, /* kv_a_proj_with_mqa */
+  PS_LORA_KV_B_PROJ = 4096,
+  PS_LORA_ALL = 8191, /* all of these that the model has */
+  PS_N_LORA_TARGETS = 13
 };
 #define PS_MAX_LORA_ALPHA 1e6
 #define PS_MAX_LORA_RANK  65536

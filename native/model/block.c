@@ -31,9 +31,14 @@ uint16_t ps__half_residual(const ps__half *h, const char *name, const char *what
   return span;
 }
 
-void ps__half_site(const ps__half *h, uint32_t i, uint32_t n_out, uint32_t n_in) {
+void ps__half_site_cut(const ps__half *h, uint32_t i, uint32_t n_out, uint32_t n_in, uint32_t cut) {
   h->b->site[i].n_out = n_out;
   h->b->site[i].n_in = n_in;
+  h->b->site[i].cut = cut;
+}
+
+void ps__half_site(const ps__half *h, uint32_t i, uint32_t n_out, uint32_t n_in) {
+  ps__half_site_cut(h, i, n_out, n_in, 0);
 }
 
 void ps__half_input(const ps__half *h, bool backward) {
@@ -121,7 +126,8 @@ static void define_adapters(ps__block *b, ps__half *half) {
   ps__def_adapter_unit(b->d, ps__is_frozen(b->m));
   for (uint32_t i = 0; i < PS_N_LORA_TARGETS; i++)
     if (there >> i & 1)
-      ps__lora_define(b->m, b->d, i, b->site[i].n_out, b->site[i].n_in, &b->lora[i]);
+      ps__lora_define(b->m, b->d, i, b->site[i].n_out, b->site[i].n_in, b->site[i].cut,
+                      &b->lora[i]);
 }
 
 /* A post norm's input has one gradient tensor for both halves: one is done before the other

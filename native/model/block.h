@@ -41,6 +41,7 @@ typedef struct ps__block {
   uint8_t dy;            /* [T,D] gradient of the residual stream: dY, overwritten with dX */
   struct {
     uint32_t n_out, n_in; /* n_out 0: the block has no such target */
+    uint32_t cut;         /* ps__adapter.cut */
   } site[PS_N_LORA_TARGETS];
   ps__adapter lora[PS_N_LORA_TARGETS]; /* by target */
 } ps__block;
@@ -113,8 +114,10 @@ uint8_t ps__half_tokens(const ps__half *h, const char *name, uint64_t cols);
  * is smaller the more layers there are, as in GPT-2 (Radford et al. 2019, section 2.3). */
 uint16_t ps__half_norm(const ps__half *h, const char *name, const char *what, uint32_t n);
 uint16_t ps__half_residual(const ps__half *h, const char *name, const char *what, uint32_t n_in);
-/* ps__half_site() - the half has LoRA target @i, a projection of @n_in columns to @n_out. */
+/* ps__half_site() - the half has LoRA target @i, a projection of @n_in columns to @n_out.
+ * ps__half_site_cut() - to two tensors, the first one of @cut columns. */
 void ps__half_site(const ps__half *h, uint32_t i, uint32_t n_out, uint32_t n_in);
+void ps__half_site_cut(const ps__half *h, uint32_t i, uint32_t n_out, uint32_t n_in, uint32_t cut);
 /* ps__half_input() - x in the form that a pass needs. In bf16 the backward pass has a norm made
  * again by the forward op. */
 void ps__half_input(const ps__half *h, bool backward);

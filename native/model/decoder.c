@@ -27,26 +27,29 @@ static ps_status describe_embedding(ps_model *m, const ps__decoder *decoder) {
   return ps__model_add_layer(m, d, "model.");
 }
 
-/* A target is there where a block has it. */
+/* A target is there where a block has it. In a model with experts those of attention are, and they
+ * are named. */
 static ps_status resolve_targets(ps_model *m, const ps__decoder *decoder) {
-  const uint32_t attention = PS_LORA_Q_PROJ | PS_LORA_K_PROJ | PS_LORA_V_PROJ | PS_LORA_O_PROJ;
-  if (ps__n_sparse(&m->cfg) && m->lora.targets & ~attention)
-    return ps__fail(PS_EINVAL,
-                    "LoRA of experts and their router is not supported: give "
-                    "%s q_proj,k_proj,v_proj,o_proj",
-                    ps__field("lora.targets"));
   if (ps__has_delta_nets(&m->cfg) && m->lora.targets == PS_LORA_ALL)
     return ps__fail(PS_EINVAL,
                     "LoRA of a gated delta-net's projections is not supported: give %s those of "
                     "attention and MLP, such as q_proj,k_proj,v_proj,o_proj",
                     ps__field("lora.targets"));
+  const uint32_t mlp =
+      PS_LORA_GATE_PROJ | PS_LORA_UP_PROJ | PS_LORA_DOWN_PROJ | PS_LORA_GATE_UP_PROJ;
   bool seen[PS_LAYER_FLAGS + 1] = {false};
   uint32_t there = 0;
+  char names[160];
   for (uint32_t l = 0; l < m->cfg.n_layers; l++) {
     const uint32_t flags = m->cfg.layer_flags[l];
     if (!seen[flags])
       PS_TRY(ps__block_targets(m, decoder, flags, &there));
     seen[flags] = true;
+  }
+  if (ps__n_sparse(&m->cfg) && m->lora.targets & mlp) {
+    (void)ps_lora_targets_text(names, sizeof names, there & ~mlp);
+    return ps__fail(PS_EINVAL, "LoRA of experts and their router is not supported: give %s %s",
+                    ps__field("lora.targets"), names);
   }
   return ps__lora_resolve(m, there);
 }

@@ -10,9 +10,13 @@
 static const struct {
   const char *name, *a, *b;
 } target[PS_N_LORA_TARGETS] = {
-    TARGET("self_attn", q_proj), TARGET("self_attn", k_proj),   TARGET("self_attn", v_proj),
-    TARGET("self_attn", o_proj), TARGET("mlp", gate_proj),      TARGET("mlp", up_proj),
-    TARGET("mlp", down_proj),    TARGET("self_attn", qkv_proj), TARGET("mlp", gate_up_proj),
+    TARGET("self_attn", q_proj),    TARGET("self_attn", k_proj),
+    TARGET("self_attn", v_proj),    TARGET("self_attn", o_proj),
+    TARGET("mlp", gate_proj),       TARGET("mlp", up_proj),
+    TARGET("mlp", down_proj),       TARGET("self_attn", qkv_proj),
+    TARGET("mlp", gate_up_proj),    TARGET("self_attn", q_a_proj),
+    TARGET("self_attn", q_b_proj),  TARGET("self_attn", kv_a_proj_with_mqa),
+    TARGET("self_attn", kv_b_proj),
 };
 
 const char *ps__lora_target_name(uint32_t i) {
@@ -137,18 +141,20 @@ static float scale_of(const ps_lora *l, float scale) {
 }
 
 void ps__lora_define(const ps_model *m, ps__layer_def *d, uint32_t i, uint32_t n_out, uint32_t n_in,
-                     ps__adapter *out) {
+                     uint32_t cut, ps__adapter *out) {
   const uint32_t rank = m->lora.rank;
   *out = (ps__adapter){0};
   if (!(m->lora.targets >> i & 1))
     return;
-  *out = (ps__adapter){.n_out = n_out, .n_in = n_in, .rank = rank};
+  *out = (ps__adapter){.n_out = n_out, .n_in = n_in, .rank = rank, .cut = cut};
   out->a = ps__def_param(d, target[i].a, PS_PARAM_MATRIX, rank, n_in);
   ps__def_what(d, "adapter");
   ps__def_init_uniform(d, 1 / sqrt(n_in));
   out->b = ps__def_param(d, target[i].b, PS_PARAM_MATRIX, n_out, rank);
   ps__def_what(d, "adapter");
   ps__def_init(d, 0, 0);
+  if (cut)
+    out->b_rest = ps__def_split(d, (uint64_t)cut * rank);
   out->z = ps__def_tensor(d, "lora_z", PS__ROWS_TOKEN, rank, m->dt);
   out->dz = ps__def_tensor(d, "lora_dz", PS__ROWS_TOKEN, rank, m->dt);
 }
@@ -163,39 +169,90 @@ static void make_z(const ps_model *m, ps__layer_def *d, const ps__adapter *a, bo
   PS__DEF_OP(d, backward, false, ps__k_gemm, g, PS__R(x), PS__P(a->a), PS__W(z));
 }
 
+/* y += scale s z B^T of @n rows of B, the span @w. */
+static void add_output(const ps_model *m, ps__layer_def *d, const ps__adapter *a, uint16_t w,
+                       uint32_t n, ps__columns y, float scale) {
+  ps__args_gemm g = ps__gemm_args(0, n, a->rank, false, true, m->dt);
+  g.ldc = y.cols;
+  g.accumulate = true;
+  g.alpha = scale_of(&m->lora, scale);
+  PS__FWD(d, ps__k_gemm, g, PS__R(a->z), PS__P(w), PS__RW_FROM(y.tensor, skip_of(m, y)));
+}
+
 void ps__lora_forward(const ps_model *m, ps__layer_def *d, const ps__adapter *a, uint8_t x,
                       ps__columns y, float scale) {
   if (!a->n_out)
     return;
-  ps__args_gemm g = ps__gemm_args(0, a->n_out, a->rank, false, true, m->dt);
-  g.ldc = y.cols;
-  g.accumulate = true;
-  g.alpha = scale_of(&m->lora, scale);
   make_z(m, d, a, false, x, a->z);
-  PS__FWD(d, ps__k_gemm, g, PS__R(a->z), PS__P(a->b), PS__RW_FROM(y.tensor, skip_of(m, y)));
+  add_output(m, d, a, a->b, a->n_out, y, scale);
+}
+
+void ps__lora_forward_cut(const ps_model *m, ps__layer_def *d, const ps__adapter *a, uint8_t x,
+                          ps__columns y, ps__columns rest) {
+  if (!a->n_out)
+    return;
+  make_z(m, d, a, false, x, a->z);
+  add_output(m, d, a, a->b, a->cut, y, 0);
+  add_output(m, d, a, a->b_rest, a->n_out - a->cut, rest, 0);
+}
+
+/* dz (+)= scale s dY B of @n rows of B, the span @w. */
+static void make_dz(const ps_model *m, ps__layer_def *d, const ps__adapter *a, uint16_t w,
+                    uint32_t n, ps__columns dy, float scale, bool adds) {
+  ps__args_gemm g = ps__gemm_args(0, a->rank, n, false, false, m->dt);
+  g.lda = dy.cols;
+  g.accumulate = adds;
+  g.alpha = scale_of(&m->lora, scale);
+  PS__BWD(d, ps__k_gemm, g, PS__R_FROM(dy.tensor, skip_of(m, dy)), PS__P(w),
+          adds ? PS__RW(a->dz) : PS__W(a->dz));
+}
+
+/* dX += dz A */
+static void add_input_grad(const ps_model *m, ps__layer_def *d, const ps__adapter *a, uint8_t dx) {
+  ps__args_gemm g = ps__gemm_args(0, a->n_in, a->rank, false, false, m->dt);
+  g.accumulate = true;
+  PS__BWD(d, ps__k_gemm, g, PS__R(a->dz), PS__P(a->a), PS__RW(dx));
 }
 
 void ps__lora_input_grad(const ps_model *m, ps__layer_def *d, const ps__adapter *a, ps__columns dy,
                          float scale, uint8_t dx) {
   if (!a->n_out)
     return;
-  ps__args_gemm dz = ps__gemm_args(0, a->rank, a->n_out, false, false, m->dt),
-                to_dx = ps__gemm_args(0, a->n_in, a->rank, false, false, m->dt);
-  dz.lda = dy.cols;
-  dz.alpha = scale_of(&m->lora, scale);
-  to_dx.accumulate = true;
-  PS__BWD(d, ps__k_gemm, dz, PS__R_FROM(dy.tensor, skip_of(m, dy)), PS__P(a->b), PS__W(a->dz));
-  PS__BWD(d, ps__k_gemm, to_dx, PS__R(a->dz), PS__P(a->a), PS__RW(dx));
+  make_dz(m, d, a, a->b, a->n_out, dy, scale, false);
+  add_input_grad(m, d, a, dx);
+}
+
+/* dB (+)= scale s dY^T z of @n rows of B, the span @w. */
+static void b_grad(const ps_model *m, ps__layer_def *d, const ps__adapter *a, uint16_t w,
+                   uint32_t n, ps__columns dy, float scale, uint8_t z) {
+  ps__args_gemm g = ps__gemm_args(n, a->rank, 0, true, false, m->dt);
+  g.lda = dy.cols;
+  g.alpha = scale_of(&m->lora, scale);
+  PS__BWD(d, ps__k_gemm, g, PS__R_FROM(dy.tensor, skip_of(m, dy)), PS__R(z), PS__G(w));
+}
+
+/* dA (+)= dz^T x */
+static void a_grad(const ps_model *m, ps__layer_def *d, const ps__adapter *a, uint8_t x) {
+  const ps__args_gemm g = ps__gemm_args(a->rank, a->n_in, 0, true, false, m->dt);
+  PS__BWD(d, ps__k_gemm, g, PS__R(a->dz), PS__R(x), PS__G(a->a));
 }
 
 static void weight_grads(const ps_model *m, ps__layer_def *d, const ps__adapter *a, ps__columns dy,
                          float scale, uint8_t x, uint8_t z) {
-  ps__args_gemm db = ps__gemm_args(a->n_out, a->rank, 0, true, false, m->dt);
-  const ps__args_gemm da = ps__gemm_args(a->rank, a->n_in, 0, true, false, m->dt);
-  db.lda = dy.cols;
-  db.alpha = scale_of(&m->lora, scale);
-  PS__BWD(d, ps__k_gemm, db, PS__R_FROM(dy.tensor, skip_of(m, dy)), PS__R(z), PS__G(a->b));
-  PS__BWD(d, ps__k_gemm, da, PS__R(a->dz), PS__R(x), PS__G(a->a));
+  b_grad(m, d, a, a->b, a->n_out, dy, scale, z);
+  a_grad(m, d, a, x);
+}
+
+void ps__lora_backward_cut(const ps_model *m, ps__layer_def *d, const ps__adapter *a, uint8_t x,
+                           ps__columns dy, ps__columns rest, uint8_t dx) {
+  if (!a->n_out)
+    return;
+  make_dz(m, d, a, a->b, a->cut, dy, 0, false);
+  make_dz(m, d, a, a->b_rest, a->n_out - a->cut, rest, 0, true);
+  add_input_grad(m, d, a, dx);
+  b_grad(m, d, a, a->b, a->cut, dy, 0, a->z);
+  b_grad(m, d, a, a->b_rest, a->n_out - a->cut, rest, 0, a->z);
+  a_grad(m, d, a, x);
 }
 
 void ps__lora_weight_grads(const ps_model *m, ps__layer_def *d, const ps__adapter *a,

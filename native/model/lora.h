@@ -22,13 +22,18 @@ enum {
   PS__TARGET_UP,
   PS__TARGET_DOWN,
   PS__TARGET_QKV,
-  PS__TARGET_GATE_UP
+  PS__TARGET_GATE_UP,
+  PS__TARGET_Q_A,
+  PS__TARGET_Q_B,
+  PS__TARGET_KV_A,
+  PS__TARGET_KV_B
 };
 
 /* An adapter of a layer under construction; n_out 0: there is none. Tensors and spans by index. */
 typedef struct ps__adapter {
-  uint32_t n_out, n_in, rank;
-  uint16_t a, b;
+  uint32_t n_out, n_in, rank, cut; /* cut: rows of B, of those of an output of two tensors the first
+                                    * one has; 0: the output is one */
+  uint16_t a, b, b_rest;
   uint8_t z, dz; /* [T,rank] */
 } ps__adapter;
 
@@ -57,9 +62,9 @@ ps_status ps__lora_check(const ps_lora *l);
 ps_status ps__lora_resolve(ps_model *m, uint32_t there);
 
 /* Add the adapter of target @i, where it is one of the model's, to the unit. The rank may be larger
- * than n_out and n_in. */
+ * than n_out and n_in. @cut: ps__adapter.cut, a multiple of PS__SPAN_ALIGN / rank. */
 void ps__lora_define(const ps_model *m, ps__layer_def *d, uint32_t i, uint32_t n_out, uint32_t n_in,
-                     ps__adapter *out);
+                     uint32_t cut, ps__adapter *out);
 /* z = x A^T, y += scale s z B^T. @x: a tensor of n_in columns. @scale: of the projection's own
  * product. Without an adapter this and what follows do nothing. */
 void ps__lora_forward(const ps_model *m, ps__layer_def *d, const ps__adapter *a, uint8_t x,
@@ -73,6 +78,12 @@ void ps__lora_weight_grads(const ps_model *m, ps__layer_def *d, const ps__adapte
 /* The same where @x is made in the backward pass: z is made from it there. */
 void ps__lora_weight_grads_late(const ps_model *m, ps__layer_def *d, const ps__adapter *a,
                                 ps__columns dy, float scale, uint8_t x);
+/* The adapter of an output that is two tensors, with scale 1.
+ * ps__lora_input_grad() and ps__lora_weight_grads() of it. */
+void ps__lora_forward_cut(const ps_model *m, ps__layer_def *d, const ps__adapter *a, uint8_t x,
+                          ps__columns y, ps__columns rest);
+void ps__lora_backward_cut(const ps_model *m, ps__layer_def *d, const ps__adapter *a, uint8_t x,
+                           ps__columns dy, ps__columns rest, uint8_t dx);
 /* ps__lora_forward() of all adapters that share an output.
  * ps__lora_input_grad() and ps__lora_weight_grads() of them, one adapter after the other. */
 void ps__lora_forward_shared(const ps_model *m, ps__layer_def *d, uint8_t x, const ps__shared *y);

@@ -84,6 +84,13 @@ static ps_status begin(ps__half *h) {
     return ps__fail(PS_EINVAL,
                     "kv_lora_rank x hidden_size is %u x %u: the product must be a multiple of %d",
                     t->r_kv, h->b->dim, PS__SPAN_ALIGN);
+  const ps_lora *lora = &m->lora;
+  if (lora->targets != PS_LORA_ALL && lora->targets & PS_LORA_KV_A_PROJ &&
+      (uint64_t)t->r_kv * lora->rank % PS__SPAN_ALIGN)
+    return ps__fail(PS_EINVAL,
+                    "kv_lora_rank x %s is %u x %u: for target kv_a_proj_with_mqa the product must "
+                    "be a multiple of %d",
+                    ps__field("lora.rank"), t->r_kv, lora->rank, PS__SPAN_ALIGN);
   t->args = (ps__args_attention){.n_heads = t->h,
                                  .n_kv_heads = t->h,
                                  .head_dim = t->d,
@@ -126,9 +133,16 @@ static void define_params(ps__half *h) {
 
 static void define_sites(ps__half *h) {
   const mla *t = h->own;
-  if (!t->r_q)
-    ps__half_site(h, PS__TARGET_Q, t->h * t->d, h->b->dim);
-  ps__half_site(h, PS__TARGET_O, h->b->dim, t->h * t->dv);
+  const uint32_t dim = h->b->dim;
+  if (t->r_q) {
+    ps__half_site(h, PS__TARGET_Q_A, t->r_q, dim);
+    ps__half_site(h, PS__TARGET_Q_B, t->h * t->d, t->r_q);
+  } else {
+    ps__half_site(h, PS__TARGET_Q, t->h * t->d, dim);
+  }
+  ps__half_site_cut(h, PS__TARGET_KV_A, t->r_kv + t->dr, dim, t->r_kv);
+  ps__half_site(h, PS__TARGET_KV_B, t->h * (t->dn + t->dv), t->r_kv);
+  ps__half_site(h, PS__TARGET_O, dim, t->h * t->dv);
 }
 
 static void define_products(ps__half *h) {
@@ -198,8 +212,18 @@ static void define_saved(ps__half *h) {
 
 static ps__operand stored(uint8_t tensor) { return (ps__operand){.stored = tensor}; }
 
+/* Of a tensor of @cols columns. */
+static ps__columns all(uint8_t tensor, uint32_t cols) { return (ps__columns){tensor, cols, 0}; }
+
 static void forward(const ps__half *h, const ps__product *p, ps__operand x, uint8_t y) {
   ps__product_forward(h->b->m, h->b->d, p, x, y, 0, PS__NONE, PS__NONE);
+}
+
+/* A product that target @i adapts. */
+static void forward_adapted(const ps__half *h, const ps__product *p, uint32_t i, ps__operand x,
+                            uint8_t y) {
+  forward(h, p, x, y);
+  ps__lora_forward(h->b->m, h->b->d, &h->b->lora[i], x.stored, all(y, p->n_out), 0);
 }
 
 static void define_forward(ps__half *h) {
@@ -208,19 +232,19 @@ static void define_forward(ps__half *h) {
   ps__layer_def *d = b->d;
   ps__half_input(h, false);
   if (t->r_q) {
-    forward(h, &t->qa_p, h->x, t->cq);
+    forward_adapted(h, &t->qa_p, PS__TARGET_Q_A, h->x, t->cq);
     PS__FWD(d, ps__k_rmsnorm_fwd, t->q_norm, PS__R(t->cq), PS__P(t->w_qnorm), PS__W(t->nq));
-    forward(h, &t->qb_p, stored(t->nq), t->xq);
+    forward_adapted(h, &t->qb_p, PS__TARGET_Q_B, stored(t->nq), t->xq);
   } else {
-    forward(h, &t->q_p, h->x, t->xq);
-    ps__lora_forward(b->m, d, &b->lora[PS__TARGET_Q], h->x.stored,
-                     (ps__columns){t->xq, t->h * t->d, 0}, 0);
+    forward_adapted(h, &t->q_p, PS__TARGET_Q, h->x, t->xq);
   }
   PS__FWD(d, ps__k_mla_turn, t->heads, PS__R(t->xq), PS__B(PS__BATCH_POSITION), PS__W(t->q));
   forward(h, &t->c_p, h->x, t->c);
   forward(h, &t->kr_p, h->x, t->kr);
+  ps__lora_forward_cut(b->m, d, &b->lora[PS__TARGET_KV_A], h->x.stored, all(t->c, t->r_kv),
+                       all(t->kr, t->dr));
   PS__FWD(d, ps__k_rmsnorm_fwd, t->kv_norm, PS__R(t->c), PS__P(t->w_kvnorm), PS__W(t->nc));
-  forward(h, &t->kvb_p, stored(t->nc), t->kvb);
+  forward_adapted(h, &t->kvb_p, PS__TARGET_KV_B, stored(t->nc), t->kvb);
   PS__FWD(d, ps__k_mla_kv_fwd, t->heads, PS__R(t->kvb), PS__R(t->kr), PS__B(PS__BATCH_POSITION),
           PS__W(t->kv));
   PS__FWD(d, ps__k_attention_fwd, t->args, PS__R(t->q), PS__PRE_R(t->kv),
@@ -246,20 +270,29 @@ static void define_o_backward(const ps__half *h) {
     PS__BWD(d, ps__k_mla_pad, t->heads, PS__R(t->doc), PS__W(t->dout));
 }
 
-/* The expansion of a latent @c with norm @nc: from dy to dc. */
-static void define_expansion_backward(const ps__half *h, const ps__product *p, uint8_t dy,
-                                      const ps__args_rmsnorm *norm, uint16_t w, uint8_t c,
-                                      uint8_t nc, uint8_t dnc, uint8_t dc) {
+/* A product that target @i adapts: dW, and dx, to which it adds where @adds. */
+static void backward_adapted(const ps__half *h, const ps__product *p, uint32_t i, uint8_t dy,
+                             ps__operand x, uint8_t dx, bool adds) {
   const ps__block *b = h->b;
-  ps__product_dw(b->m, b->d, p, stored(dy), stored(nc), 0);
-  ps__product_dx(b->m, b->d, p, stored(dy), dnc, 0, false);
-  PS__BWD(b->d, ps__k_rmsnorm_bwd, *norm, PS__R(c), PS__P(w), PS__R(dnc), PS__W(dc), PS__G(w));
+  const ps__columns of = all(dy, p->n_out);
+  ps__product_dw(b->m, b->d, p, stored(dy), x, 0);
+  ps__product_dx(b->m, b->d, p, stored(dy), dx, 0, adds);
+  ps__lora_input_grad(b->m, b->d, &b->lora[i], of, 0, dx);
+  ps__lora_weight_grads(b->m, b->d, &b->lora[i], of, 0, x.stored);
 }
 
-/* A product of x: dW, and dx, which earlier products have written where @adds. */
-static void define_input_backward(const ps__half *h, const ps__product *p, uint8_t dy, bool adds) {
-  ps__product_dw(h->b->m, h->b->d, p, stored(dy), h->x, 0);
-  ps__product_dx(h->b->m, h->b->d, p, stored(dy), h->dx, 0, adds);
+/* From the latents' gradients to dx. */
+static void define_latent_backward(const ps__half *h) {
+  const mla *t = h->own;
+  const ps__block *b = h->b;
+  const ps__product *cut[] = {&t->c_p, &t->kr_p};
+  const uint8_t dy[] = {t->dc, t->dkr};
+  for (int i = 0; i < 2; i++) {
+    ps__product_dw(b->m, b->d, cut[i], stored(dy[i]), h->x, 0);
+    ps__product_dx(b->m, b->d, cut[i], stored(dy[i]), h->dx, 0, true);
+  }
+  ps__lora_backward_cut(b->m, b->d, &b->lora[PS__TARGET_KV_A], h->x.stored, all(t->dc, t->r_kv),
+                        all(t->dkr, t->dr), h->dx);
 }
 
 static void define_backward(ps__half *h) {
@@ -273,23 +306,20 @@ static void define_backward(ps__half *h) {
   PS__BWD(d, ps__k_mla_turn, t->back, PS__R(t->dq), PS__B(PS__BATCH_POSITION), PS__W(t->dxq));
   PS__BWD(d, ps__k_mla_kv_bwd, t->heads, PS__R(t->dkv), PS__B(PS__BATCH_POSITION), PS__W(t->dkvb),
           PS__W(t->dkr));
-  define_expansion_backward(h, &t->kvb_p, t->dkvb, &t->kv_norm, t->w_kvnorm, t->c, t->nc, t->dnc,
-                            t->dc);
-  if (t->r_q)
-    define_expansion_backward(h, &t->qb_p, t->dxq, &t->q_norm, t->w_qnorm, t->cq, t->nq, t->dnq,
-                              t->dcq);
-  ps__half_input(h, true);
+  backward_adapted(h, &t->kvb_p, PS__TARGET_KV_B, t->dkvb, stored(t->nc), t->dnc, false);
+  PS__BWD(d, ps__k_rmsnorm_bwd, t->kv_norm, PS__R(t->c), PS__P(t->w_kvnorm), PS__R(t->dnc),
+          PS__W(t->dc), PS__G(t->w_kvnorm));
   if (t->r_q) {
-    define_input_backward(h, &t->qa_p, t->dcq, h->adds_dx);
-  } else {
-    const ps__adapter *lora = &b->lora[PS__TARGET_Q];
-    const ps__columns dq = {t->dxq, t->h * t->d, 0};
-    define_input_backward(h, &t->q_p, t->dxq, h->adds_dx);
-    ps__lora_input_grad(b->m, d, lora, dq, 0, h->dx);
-    ps__lora_weight_grads(b->m, d, lora, dq, 0, h->x.stored);
+    backward_adapted(h, &t->qb_p, PS__TARGET_Q_B, t->dxq, stored(t->nq), t->dnq, false);
+    PS__BWD(d, ps__k_rmsnorm_bwd, t->q_norm, PS__R(t->cq), PS__P(t->w_qnorm), PS__R(t->dnq),
+            PS__W(t->dcq), PS__G(t->w_qnorm));
   }
-  define_input_backward(h, &t->c_p, t->dc, true);
-  define_input_backward(h, &t->kr_p, t->dkr, true);
+  ps__half_input(h, true);
+  if (t->r_q)
+    backward_adapted(h, &t->qa_p, PS__TARGET_Q_A, t->dcq, h->x, h->dx, h->adds_dx);
+  else
+    backward_adapted(h, &t->q_p, PS__TARGET_Q, t->dxq, h->x, h->dx, h->adds_dx);
+  define_latent_backward(h);
 }
 
 const ps__half_kind ps__mla = {.norm = "attention norm",
