@@ -24,6 +24,13 @@ CUT = {
 }
 CASES = {
     "bf16-no-clip": {"recipe": "bf16", "clip_norm": 0},
+    "passing": {
+        "recipe": "fp32",
+        "clip_by": "previous",
+        "keep_grads": False,
+        "chunks_per_round": 4,
+        "first_round_chunks": 4,
+    },
     "two-devices": {"recipe": "fp32", "gpus": 2, "layout": "data-parallel"},
     "master-skips-ramp-validation": {
         "recipe": "fp32-master",
@@ -57,7 +64,7 @@ def drives(tmp_path_factory):
 def least(model_dir, options, **more):
     """The least host memory that plans need."""
     model = ModelConfig.read(model_dir)
-    return Plan.smallest(model, hardware=HARDWARE, **CUT, **json.loads(options), **more)[1]
+    return Plan.smallest(model, hardware=HARDWARE, **CUT | json.loads(options), **more)[1]
 
 
 def short_of_memory(model_dir, **options):
@@ -65,7 +72,7 @@ def short_of_memory(model_dir, **options):
     key = json.dumps(options)
     without, with_disk = least(model_dir, key), least(model_dir, key, disk_mem="1GiB")
     assert 0 < with_disk < without
-    return {"host_mem": (with_disk + without) // 2, "disk_mem": "1GiB"}
+    return {"host_mem": (7 * with_disk + without) // 8, "disk_mem": "1GiB"}
 
 
 def state_after(folder, model_dir, plan, data, n, **more):
@@ -93,11 +100,13 @@ def test_bits_are_those_without_a_disk(case, tiny_model, tiny_shard, drives, tmp
     )
     data = {"val": [tiny_shard]} if "val_tokens" in options else {}
     short = short_of_memory(tiny_model, **options)
-    with_disk = Plan(model, hardware=HARDWARE, **CUT, **options, **short)
+    with_disk = Plan(model, hardware=HARDWARE, **CUT | options, **short)
     r = with_disk.report
     assert r["disk_units"] > 0 and r["disk_read_bytes"] == r["disk_write_bytes"] > 0
     assert r["disk_arena_bytes"] >= r["disk_write_bytes"] and "are written a year" in str(with_disk)
-    without = Plan(model, hardware=HARDWARE, **CUT, **options)
+    if options.get("clip_by"):  # gradients have no home either
+        assert r["passing_grad_units"] > 0 and r["grad_bytes"] < r["weight_bytes"] / 4
+    without = Plan(model, hardware=HARDWARE, **CUT | options)
     results = [
         state_after(tmp_path / name, tiny_model, plan, [tiny_shard], 3, disk=disk, **data)
         for name, plan, disk in (("without", without, None), ("with", with_disk, drives))
@@ -130,7 +139,7 @@ def test_predictions_follow_the_rates_of_the_drive(tiny_model):
 
 SHAPE = (
     "--seq-len 64 --threads 2 --recipe fp32 --tokens-per-step 256 --chunk-tokens 64 "
-    "--chunks-per-round 2 --first-round-chunks 2 --head-slice-tokens 64 --device-mem 6MiB --quiet"
+    "--chunks-per-round 4 --first-round-chunks 4 --head-slice-tokens 64 --device-mem 6MiB --quiet"
 ).split()
 
 
@@ -150,16 +159,20 @@ def words(model, shard, run):
     return [BUILD / "bin/penstock", "train", "--model", model, "--data", shard, *SHAPE, *of_run]
 
 
+@functools.cache
+def needing_disk(tiny_model, folders, *more):
+    """The options of a run that needs the disk: 3 MiB less than the least host memory without."""
+    plan = [BUILD / "bin/penstock", "plan", "--model", tiny_model, *SHAPE[:-1], "--replan", "off"]
+    rates = ["--disk", folders, "--disk-mem", "1GiB"]  # are measured, and kept
+    subprocess.run([*plan, *more, *rates], check=True, capture_output=True)
+    done = subprocess.run([*plan, *more, "--host-mem", "20MiB"], capture_output=True, text=True)
+    needed = int(re.search(r"the smallest plan takes (\d+) bytes", done.stderr)[1])
+    return [*more, *rates, "--host-mem", needed - (3 << 20)]
+
+
 @pytest.fixture(scope="module")
 def disk(tiny_model, drives):
-    """The options of a run that needs the disk: 2 MiB less than the least host memory without."""
-    plan = [BUILD / "bin/penstock", "plan", "--model", tiny_model, *SHAPE[:-1], "--replan", "off"]
-    folders = ",".join(map(str, drives))
-    rates = ["--disk", folders, "--disk-mem", "1GiB"]  # are measured, and kept
-    subprocess.run([*plan, *rates], check=True, capture_output=True)
-    done = subprocess.run([*plan, "--host-mem", "30MiB"], capture_output=True, text=True)
-    needed = int(re.search(r"the smallest plan takes (\d+) bytes", done.stderr)[1])
-    return [*rates, "--host-mem", needed - (2 << 20)]
+    return needing_disk(tiny_model, ",".join(map(str, drives)))
 
 
 REFUSED = {
@@ -188,10 +201,11 @@ def test_what_does_not_serve_is_refused(case, tiny_model, tiny_shard, drives, tm
 
 
 def test_a_failing_drive_ends_the_run_and_keeps_its_checkpoint(
-    disk, tiny_model, tiny_shard, drives, tmp_path
+    tiny_model, tiny_shard, drives, tmp_path
 ):
     """One sentence, exit code 1, and a run that goes on from the checkpoint has the bits of one
-    without a fault."""
+    without a fault. Gradients have no home."""
+    disk = needing_disk(tiny_model, ",".join(map(str, drives)), "--clip-by", "previous")
     shim = {
         "LD_PRELOAD": BUILD / "tests/libdisk_shim.so",
         "DISK_SHIM_UNDER": drives[0],
@@ -200,6 +214,7 @@ def test_a_failing_drive_ends_the_run_and_keeps_its_checkpoint(
     begin = [*disk, "--init-weights"]
     whole = train(tiny_model, tiny_shard, tmp_path / "whole", "--steps", 6, *begin)
     assert whole.returncode == 0, whole.stderr
+    assert '"passing_grad_units"' in (tmp_path / "whole/plan.json").read_text()
     shim |= {"DISK_SHIM_FAIL": 1 << 20, "DISK_SHIM_ERRNO": 5}
     four = train(tiny_model, tiny_shard, tmp_path / "4", "--steps", 4, *begin, **shim)
     n_calls = len((tmp_path / "calls").read_text().splitlines())

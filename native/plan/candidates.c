@@ -189,16 +189,15 @@ static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bo
 }
 
 /* Whether the search space may have candidates of this residency: totals and state may have to be
- * on the host, and the CPU backend's device has no processor of its own. State on the disk comes in
- * forward order, and totals that pass are updated in the order of the backward pass. */
+ * on the host, and the CPU backend's device has no processor of its own. */
 static bool admits(const ps__search_space *sp, const ps__residency *r) {
   if (r->state && sp->plan->disk_first != UINT32_MAX)
     return false;
   if (r->blocks && (sp->plan->hw.backend != PS_BACKEND_CUDA || sp->plan->cfg.keep_grads ||
                     ps__blocks_of(sp, r) == 0))
     return false;
-  if (r->passing && (ps__waits_for_norm(sp->plan) || sp->plan->cfg.keep_grads ||
-                     sp->plan->model->n_trained == 0 || sp->plan->disk_first != UINT32_MAX))
+  if (r->passing &&
+      (ps__waits_for_norm(sp->plan) || sp->plan->cfg.keep_grads || sp->plan->model->n_trained == 0))
     return false;
   if (r->again && (ps__is_ring(sp->plan) || sp->plan->model->lora.base ||
                    ps__has_delta_nets(&sp->plan->model->cfg) ||

@@ -27,14 +27,22 @@ static void read_state(ps__builder *b, uint32_t unit) {
   }
 }
 
-/* With clipping units are updated in forward order, else in backward order. */
+/* Where updates wait for the norm, units are updated in forward order. Else layers are in backward
+ * order, and the units of each in forward order. PS__NO_UNIT: it is the last one. */
+static uint32_t updated_after(const ps__builder *b, uint32_t unit) {
+  const ps_model *m = b->s->model;
+  const ps__layer *l = &m->layer[m->unit[unit].layer];
+  if (b->s->spec->clip || unit + 1 < l->first_unit + l->n_units)
+    return unit + 1 < m->n_units ? unit + 1 : PS__NO_UNIT;
+  return m->unit[unit].layer ? m->layer[m->unit[unit].layer - 1].first_unit : PS__NO_UNIT;
+}
+
 void ps__disk_read_ahead(ps__builder *b, uint32_t unit) {
   const ps__spec *spec = b->s->spec;
-  const uint32_t step = spec->clip ? 1 : UINT32_MAX; /* or -1 */
   if (!spec->disk || spec->checked)
     return;
   uint32_t n = spec->disk_lead + spec->state_on_disk[unit];
-  for (uint32_t u = unit; u < spec->n_units && n > 0; u += step)
+  for (uint32_t u = unit; u != PS__NO_UNIT && n > 0; u = updated_after(b, u))
     if (spec->state_on_disk[u]) {
       read_state(b, u);
       n--;

@@ -96,13 +96,10 @@ void ps__spec_free(ps__spec *s) {
   ps__free(s->update_split);
   ps__free(s->in_pieces);
   ps__free(s->stage_weights);
-  ps__free(s->policy);
-  s->param_resident = s->grad_resident = s->update_resident = s->update_streamed = s->update_split =
-      s->in_pieces = s->stage_weights = s->policy = NULL;
   ps__free(s->state_on_disk);
   ps__free(s->policy);
   s->param_resident = s->grad_resident = s->update_resident = s->update_streamed = s->update_split =
-      s->in_pieces = s->state_on_disk = s->policy = NULL;
+      s->in_pieces = s->stage_weights = s->state_on_disk = s->policy = NULL;
 }
 
 /* ---- rounds ---------------------------------------------------------------------------------- */
@@ -153,8 +150,11 @@ static void head_pass(ps__builder *b) {
       head_grads_begin(b);
     ps__head_chunk(b, c);
   }
-  if (b->in->round_idx + 1 == s->layout->n_rounds)
+  if (b->in->round_idx + 1 == s->layout->n_rounds) {
     emit_loss(b);
+    if (!s->spec->clip) /* before the first total is complete */
+      ps__disk_read_ahead(b, s->model->layer[head].first_unit);
+  }
   head_grads_end(b, false);
 }
 

@@ -105,8 +105,8 @@ typedef struct ps__spec {
   uint8_t *stage_weights;
   /* [n_units]: optimizer state is on the disk. It comes to the host for the update, which runs
    * there, and goes back after it (disk.c). Needs `disk`: the places of the step have a disk.
-   * Excludes update_resident, update_streamed, update_split and passing_grads, and unit 0: the
-   * rows of an embedding on the host are updated wherever they are looked up.
+   * Excludes update_resident, update_streamed and update_split, and unit 0: the rows of an
+   * embedding on the host are updated wherever they are looked up.
    *   disk_lead  how many units' state is read ahead */
   uint8_t *state_on_disk;
   uint32_t disk_lead;

@@ -148,6 +148,7 @@ static void update(ps__builder *b, uint32_t unit, uint32_t clip_scale) {
     ps__disk_take(b, unit, at.state);
     emit_update(b, unit, part, &at, h->grad, PS__NO_VT);
     ps__disk_store(b, unit);
+    ps__end_host_total(b, unit, s->spec->update_lag);
     return;
   }
   if (!ps__updated_on_device(s->spec, unit)) {

@@ -116,7 +116,7 @@ static inline void poison(ps_trainer *t, bool first) {
   /* the last step's norm may clip the next one */
   ps__step_stats *stats = (ps__step_stats *)(void *)(t->host + s->vt[s->stats].offset),
                  kept = *stats;
-  for (uint32_t space = 0; space < t->plan->at->n_places; space++)
+  for (uint32_t space = 0; space < t->plan->at->n_places && space != t->plan->at->disk; space++)
     memset((char *)ps_engine_space(t->engine, space) + state_end[space], 0xff,
            ps_engine_space_bytes(t->engine, space) - state_end[space]);
   *stats = kept;
@@ -143,7 +143,14 @@ static inline uint64_t hash_state(const ps_trainer *t) {
     const uint32_t kept[2 + PS_MAX_STATES] = {stay ? at->device_weights[d] : at->weights,
                                               at->master, at->state[0], at->state[1]};
     for (int i = 0; i < 2 + PS_MAX_STATES; i++)
-      if (kept[i] != PS__NO_VT) {
+      if (kept[i] != PS__NO_VT && s->vt[kept[i]].space == t->plan->at->disk) {
+        const uint32_t what = PS__ARRAY_STATE + (uint32_t)i - 2;
+        const uint64_t bytes = ps__array_bytes(t, u, what, at->n);
+        void *there = malloc(bytes);
+        CHECK(there && ps__array_read(t, u, what, 0, at->n, there) == PS_OK);
+        h = hash(h, there, bytes);
+        free(there);
+      } else if (kept[i] != PS__NO_VT) {
         const ps__vt *v = &s->vt[kept[i]];
         h = hash(h, (char *)ps_engine_space(t->engine, v->space) + v->offset, v->bytes);
       }

@@ -4,7 +4,6 @@
 #include "engine/engine.h"
 #include "random_specs.h"
 #include "step/moves.h"
-#include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -206,7 +205,6 @@ static void test_steps(model *m, uint64_t *state) {
       if (spec.state_on_disk[u])
         spec.update_resident[u] = spec.update_streamed[u] = spec.update_split[u] = 0;
     }
-    spec.keep_grads = spec.passing_grads = false;
     CHECK(ps__step_build(&s, m->made, &layout, &spec, NULL) == PS_OK);
     check_step(&s);
     if (i) {
@@ -240,17 +238,6 @@ static void test_random_steps(const char *root) {
   }
 }
 
-static bool has_direct_io(void) {
-  char path[300];
-  snprintf(path, sizeof path, "%s/try", dirs[0]);
-  const int fd = open(path, O_RDWR | O_CREAT | O_DIRECT, 0600);
-  const bool has = fd >= 0 && posix_fallocate(fd, 0, 4096) == 0;
-  if (fd >= 0)
-    close(fd);
-  (void)unlink(path);
-  return has;
-}
-
 int main(void) {
   const char *tmp = getenv("TMPDIR");
   for (int i = 0; i < 3; i++) {
@@ -259,7 +246,7 @@ int main(void) {
   }
   test_refused();
   test_random_steps(dirs[2]);
-  if (has_direct_io()) {
+  if (has_direct_io(dirs[0])) {
     test_round_trips(1);
     test_round_trips(3);
     test_faults(PS_FAULT_READ);

@@ -19,6 +19,10 @@ enum { SPECS_A_CASE = 1, CASE_STRIDE = 3, LEAST = 200 };
 #endif
 enum { N_STEPS = 3, SPECS_OF_ALL = 3 };
 
+static char root[200];
+static bool direct_io; /* in the root: specs may have a disk */
+static uint32_t n_specs_so_far, n_passing_to_disk;
+
 /* ---- one training ---------------------------------------------------------------------------- */
 
 typedef struct outcome {
@@ -41,6 +45,7 @@ static outcome train(const model *m, ps_plan *plan, bool one_by_one) {
   c.nesterov = plan->cfg.optimizer == PS_OPTIMIZER_SGD && plan->cfg.clip_norm > 0;
   c.lr = 1e-2;
   c.batch_fn = fill_batch;
+  c.disk = plan->at->disk == PS__NO_PLACE ? NULL : root;
   ps_trainer *t;
   CHECK(ps_trainer_create(&t, m->dir, plan, &c, NULL, NULL) == PS_OK);
   plan->hooks.fn = slow_hook;
@@ -130,8 +135,8 @@ static void check_pieces_stay(const ps__step *s) {
   }
 }
 /* The step ends with the report, which awaits the last of the weights and state that the
- * device-to-host stream copies, and the state of the units whose updates are split, from the last
- * one back. */
+ * device-to-host stream copies, and of the state that goes to the disk; and with the state of the
+ * units whose updates are split, from the last one back. */
 static void check_report(const ps__step *s) {
   size_t end = s->n_op;
   for (uint32_t u = 0; u < s->spec->n_units; u++)
@@ -139,7 +144,9 @@ static void check_report(const ps__step *s) {
       CHECK(hook_of(s, --end) == PS__HOOK_UPDATE_STATE &&
             s->op[end].tag.layer == (int32_t)s->model->unit[u].layer);
   const ps__vop *report = &s->op[end - 1];
-  uint32_t last = PS__NO_VT;
+  uint32_t last = PS__NO_VT, stored = PS__NO_VT;
+  for (size_t i = 0; i < s->n_op; i++)
+    stored = s->op[i].stream == s->at->disk_write ? s->access[s->op[i].access].vt : stored;
   for (size_t i = 0; i < s->n_op; i++)
     for (uint32_t u = 0; s->op[i].stream == s->at->dev[0].to_host && u < s->spec->n_units; u++) {
       const uint32_t to = s->access[s->op[i].access + 1].vt;
@@ -148,9 +155,11 @@ static void check_report(const ps__step *s) {
         last = to;
     }
   /* after stats, and the counters */
-  const uint32_t n = ps__n_counters(s->model) ? 2 : 1;
-  CHECK(strcmp(report->kernel->name, "report") == 0 && report->n_access == n + (last != PS__NO_VT));
+  const uint32_t n = ps__n_counters(s->model) ? 2 : 1, at_last = n + (last != PS__NO_VT);
+  CHECK(strcmp(report->kernel->name, "report") == 0 &&
+        report->n_access == at_last + (stored != PS__NO_VT));
   CHECK(last == PS__NO_VT || s->access[report->access + n].vt == last);
+  CHECK(stored == PS__NO_VT || s->access[report->access + at_last].vt == stored);
 }
 
 /* Freed at the op after the last use where nothing is issued ahead or freed late: no byte is
@@ -270,6 +279,17 @@ static void check_turns(const ps__step *s) {
             d == (last + 1 + (17 - (uint32_t)s->op[i].tag.chunk) / 4) % 2);
 }
 
+/* The state of some units; the updates of these are on the host. */
+static void put_on_disk(ps__spec *spec, uint64_t *state) {
+  spec->disk = true;
+  spec->disk_lead = rnd_below(state, MAX_LEAD);
+  for (uint32_t u = 1; u < spec->n_units; u++)
+    if (!spec->model->unit[u].frozen && rnd_below(state, 3)) {
+      spec->state_on_disk[u] = 1;
+      spec->update_resident[u] = spec->update_streamed[u] = spec->update_split[u] = 0;
+    }
+}
+
 /* @n_specs random specs give the bits of everything on the device.
  * @sections  0: specs of any layout; else of a ring whose head has so many */
 static void check_specs(const model *m, const shape *sh, ps_plan_config cfg, int n_specs,
@@ -298,6 +318,8 @@ static void check_specs(const model *m, const shape *sh, ps_plan_config cfg, int
     do
       randomize(&spec, m, &layout, state);
     while (sections && !spec.ring_blocks);
+    if (direct_io && ++n_specs_so_far % 8 == 0)
+      put_on_disk(&spec, state);
     CHECK(ps__plan_from_spec(&plan, &m->cfg, &cfg, &hw, &spec) == PS_OK);
     if (sections)
       check_heads(&plan->step, sections);
@@ -310,6 +332,7 @@ static void check_specs(const model *m, const shape *sh, ps_plan_config cfg, int
     check_update_rates(&plan->step);
     check_scales(&plan->step);
     static uint32_t turn;
+    n_passing_to_disk += spec.disk && spec.passing_grads;
     const outcome got = train(m, plan, turn++ % 2 == 0);
     if (!same(&got, &expected)) {
       describe(m, &cfg, &spec, i);
@@ -553,9 +576,9 @@ int main(int argc, char **argv) {
   const bool all = argc > 1 && !strcmp(argv[1], "all");
   test_memmap();
   const char *tmp = getenv("TMPDIR");
-  char root[200];
   snprintf(root, sizeof root, "%s/penstock-test-plan-XXXXXX", tmp && *tmp ? tmp : "/tmp");
   CHECK(mkdtemp(root));
+  direct_io = has_direct_io(root);
   for (uint32_t i = 0; i < N_MODELS; i++)
     make_model(&models[i], root);
   for (uint32_t i = 0; i < N_MODELS; i++)
@@ -570,7 +593,9 @@ int main(int argc, char **argv) {
   CHECK(n >= LEAST);
   test_shared_head(all, all ? SPECS_OF_ALL : 2, &state);
   CHECK(ps__live_allocations() == before);
-  printf("ok %u random plans train to the bits of the resident one\n", n);
+  CHECK(!direct_io || n_passing_to_disk > 3);
+  printf("ok %u random plans train to the bits of the resident one%s\n", n,
+         direct_io ? ", some with a disk" : "; none has a disk, as TMPDIR has no direct I/O");
   for (uint32_t i = 0; i < N_MODELS; i++)
     remove_folder(models[i].dir);
   CHECK(rmdir(root) == 0);
