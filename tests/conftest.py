@@ -1,7 +1,9 @@
 """What every test needs: the build products, the Python package on the path, and a tiny model with
 data."""
 
+import atexit
 import ctypes
+import functools
 import gc
 import inspect
 import os
@@ -76,6 +78,17 @@ def pytest_configure(config):
             f"{', '.join(missing)} missing: run `make test`, or `make all native-tests` and set PENSTOCK_BUILD",
             2,
         )
+
+
+@functools.cache
+def preload(library):
+    """The path by which LD_PRELOAD takes a library: a link, where its own has a space."""
+    if " " not in str(library):
+        return str(library)
+    folder = Path(tempfile.mkdtemp(prefix="penstock-preload-"))
+    atexit.register(shutil.rmtree, folder)
+    (folder / library.name).symlink_to(library)
+    return str(folder / library.name)
 
 
 def gpu_missing():

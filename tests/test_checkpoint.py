@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import BUILD, HANGS_S, ROOT, write_shard
+from conftest import BUILD, HANGS_S, ROOT, preload, write_shard
 from penstock import (
     Checkpoint,
     FormatError,
@@ -523,7 +523,7 @@ def same(out, whole):
 def slow(folder, ms=15, write_ms=0):
     """The environment in which writing a checkpoint takes its time, and reads the state late."""
     return {
-        "LD_PRELOAD": str(SHIM),
+        "LD_PRELOAD": preload(SHIM),
         "DISK_SHIM_FAIL": "0",
         "DISK_SHIM_FSYNC_MS": str(ms),
         "DISK_SHIM_WRITE_MS": str(write_ms),
@@ -771,7 +771,7 @@ def test_a_checkpoint_that_cannot_be_written_is_a_warning(whole, tiny_model, tin
         text = train(
             *(tiny_model, tiny_shard, out, "--steps", 12, "--checkpoint-every", 4, "--force"),
             env={
-                "LD_PRELOAD": str(SHIM),
+                "LD_PRELOAD": preload(SHIM),
                 "DISK_SHIM_UNDER": str(out / "checkpoints"),
                 "DISK_SHIM_FAIL": str(call),
                 "DISK_SHIM_ERRNO": str(errno.ENOSPC),

@@ -150,7 +150,7 @@ def test_an_option_of_train_alone_is_said_to_be_one(command, words):
 def test_a_stack_that_is_too_small_is_refused():
     limit = "ulimit -s 64 && exec"
     done = subprocess.run(
-        ["bash", "-c", f"{limit} {BINARY} version"], capture_output=True, text=True
+        ["bash", "-c", f'{limit} "{BINARY}" version'], capture_output=True, text=True
     )
     refused(done, "the stack is limited to 64 KiB, and 96 KiB are needed: run ulimit -s 8192 first")
 

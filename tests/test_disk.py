@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import BUILD, HANGS_S, ROOT
+from conftest import BUILD, HANGS_S, ROOT, preload
 from penstock import BudgetError, Hardware, InvalidError, ModelConfig, Plan, Trainer
 
 HARDWARE = Hardware.read(ROOT / "tests/golden/hardware-cpu.json")
@@ -207,7 +207,7 @@ def test_a_failing_drive_ends_the_run_and_keeps_its_checkpoint(
     without a fault. Gradients have no home."""
     disk = needing_disk(tiny_model, ",".join(map(str, drives)), "--clip-by", "previous")
     shim = {
-        "LD_PRELOAD": BUILD / "tests/libdisk_shim.so",
+        "LD_PRELOAD": preload(BUILD / "tests/libdisk_shim.so"),
         "DISK_SHIM_UNDER": drives[0],
         "DISK_SHIM_LOG": tmp_path / "calls",
     }
@@ -283,7 +283,7 @@ def test_a_resumed_run_needs_the_memory_of_one_that_begins(tiny_model, tiny_shar
     begun = train(tiny_model, tiny_shard, tmp_path / "run", "--steps", 2, "--init-weights")
     assert begun.returncode == 0, begun.stderr
     for held in range(0, 6 << 10, 1 << 10):
-        env = {"LD_PRELOAD": BUILD / "tests/libdisk_shim.so", "DISK_SHIM_HOLD_KIB": held}
+        env = {"LD_PRELOAD": preload(BUILD / "tests/libdisk_shim.so"), "DISK_SHIM_HOLD_KIB": held}
         needs = set()
         for run, how in (("run", ["--resume", "auto"]), ("other", ["--init-weights"])):
             more = ["--steps", 4, "--host-mem", "20MiB", *how]

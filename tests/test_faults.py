@@ -12,7 +12,7 @@ import tempfile
 
 import numpy as np
 import pytest
-from conftest import BUILD, HANGS_S, ROOT, write_shard
+from conftest import BUILD, HANGS_S, ROOT, preload, write_shard
 from safetensors.numpy import load_file
 
 SHIM = BUILD / "tests/libdisk_shim.so"
@@ -84,7 +84,7 @@ class Run:
         log = self.place.with_suffix(".log")
         self.end(
             {
-                "LD_PRELOAD": str(SHIM),
+                "LD_PRELOAD": preload(SHIM),
                 variable: str(nth),
                 "DISK_SHIM_ERRNO": str(error),
                 "DISK_SHIM_LOG": str(log),

@@ -68,7 +68,7 @@ def run(*command, **options):
 
 def compiled(command, program):
     """Compile a C program against the library of this build, and run it."""
-    command = command.replace("$PWD/build/", f"{BUILD}/").replace("-Lbuild/", f"-L{BUILD}/")
+    command = command.replace("$PWD/build/", f"{BUILD}/").replace("-Lbuild/", f"-L'{BUILD}'/")
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     return subprocess.run([program], capture_output=True, text=True)

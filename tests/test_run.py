@@ -15,7 +15,7 @@ import subprocess
 import time
 
 import pytest
-from conftest import BUILD, HANGS_S, words_of_training
+from conftest import BUILD, HANGS_S, preload, words_of_training
 from penstock import ModelConfig
 
 BINARY = BUILD / "bin/penstock"
@@ -323,7 +323,7 @@ def test_a_model_that_another_run_saves_meanwhile_stays(words, tmp_path, when):
     other = words("--steps", 1, "--out", "other")
     other[other.index("run")] = "other-run"
     assert call(other, tmp_path).returncode == 0
-    slow = {"LD_PRELOAD": str(BUILD / "tests/libdisk_shim.so"), "DISK_SHIM_FSYNC_MS": "300"}
+    slow = {"LD_PRELOAD": preload(BUILD / "tests/libdisk_shim.so"), "DISK_SHIM_FSYNC_MS": "300"}
     first = subprocess.Popen(
         words("--steps", 60, *given),
         cwd=tmp_path,

@@ -16,7 +16,7 @@ import time
 import io_native as ps
 import penstock
 import pytest
-from conftest import BUILD, HANGS_S, ROOT
+from conftest import BUILD, HANGS_S, ROOT, preload
 from penstock import export
 
 SHIM = BUILD / "tests/libdisk_shim.so"
@@ -34,7 +34,7 @@ def quick():
 
 
 def preloaded(**more):
-    return {**os.environ, "LD_PRELOAD": str(SHIM), "PYTHONPATH": str(ROOT / "python"), **more}
+    return {**os.environ, "LD_PRELOAD": preload(SHIM), "PYTHONPATH": str(ROOT / "python"), **more}
 
 
 # ---- every disk call -----------------------------------------------------------------------------
@@ -446,7 +446,7 @@ def test_ctrl_c_while_saving_is_heard_and_saves_all_or_nothing(
     trainer, tiny_model, tiny_shard, tmp_path, times
 ):
     out = tmp_path / "out"
-    env = {**os.environ, "LD_PRELOAD": str(SHIM), "DISK_SHIM_FSYNC_MS": "700"}
+    env = {**os.environ, "LD_PRELOAD": preload(SHIM), "DISK_SHIM_FSYNC_MS": "700"}
     run = subprocess.Popen(
         [
             BUILD / "bin/penstock",
