@@ -1,4 +1,4 @@
-"""Runs in an interpreter that has llama-cpp-python (test_export.py): reads {"file", "text", "n"} as
+"""Runs in an interpreter that has llama-cpp-python (test_gguf.py): reads {"file", "text", "n"} as
 JSON, prints the text's tokens, the n greedy tokens after them, and the logits before the first."""
 
 import json

@@ -17,7 +17,8 @@ from families import random_model
 from penstock import ModelConfig, export, import_gguf
 from penstock._lib import as_dict
 from safetensors.torch import load_file
-from test_export import CONFIGS, TEXT, sentencepiece_like, tokenizer, write_model
+from test_export import CONFIGS, TEXT, tokenizer, write_model
+from test_gguf import sentencepiece_like
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
