@@ -126,10 +126,10 @@ static ps_work work_heads(const void *args) {
                         (double)(ps__heads_columns(a, 0, PS_HEAD_PARTS) + a->tail) *
                         (double)ps__dt_bytes(a->dt));
 }
-PS__CPU_OP(heads_split, PS_CLASS_ELEMENTWISE, check_heads, .rate = PS__RATE_MEMORY,
-           .work = work_heads, .bind = bind_heads);
-PS__CPU_OP(heads_join, PS_CLASS_ELEMENTWISE, check_heads, .rate = PS__RATE_MEMORY,
-           .work = work_heads, .bind = bind_heads);
+PS__OP(heads_split, PS_CLASS_ELEMENTWISE, check_heads, .rate = PS__RATE_MEMORY, .work = work_heads,
+       .bind = bind_heads);
+PS__OP(heads_join, PS_CLASS_ELEMENTWISE, check_heads, .rate = PS__RATE_MEMORY, .work = work_heads,
+       .bind = bind_heads);
 
 static ps_status check_sigmoid_gate(const void *args, const char *op) {
   const ps__args_sigmoid_gate *a = args;
@@ -144,7 +144,7 @@ static ps_work work_sigmoid_gate(const ps__args_sigmoid_gate *a, double tensors)
 }
 static ps_work work_sigmoid_gate_fwd(const void *args) { return work_sigmoid_gate(args, 3); }
 static ps_work work_sigmoid_gate_bwd(const void *args) { return work_sigmoid_gate(args, 5); }
-PS__CPU_OP(sigmoid_gate_fwd, PS_CLASS_ELEMENTWISE, check_sigmoid_gate, .rate = PS__RATE_MEMORY,
-           .work = work_sigmoid_gate_fwd, .bind = bind_sigmoid_gate);
-PS__CPU_OP(sigmoid_gate_bwd, PS_CLASS_ELEMENTWISE, check_sigmoid_gate, .rate = PS__RATE_MEMORY,
-           .work = work_sigmoid_gate_bwd, .bind = bind_sigmoid_gate);
+PS__OP(sigmoid_gate_fwd, PS_CLASS_ELEMENTWISE, check_sigmoid_gate, .rate = PS__RATE_MEMORY,
+       .work = work_sigmoid_gate_fwd, .bind = bind_sigmoid_gate);
+PS__OP(sigmoid_gate_bwd, PS_CLASS_ELEMENTWISE, check_sigmoid_gate, .rate = PS__RATE_MEMORY,
+       .work = work_sigmoid_gate_bwd, .bind = bind_sigmoid_gate);
