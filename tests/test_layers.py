@@ -36,6 +36,7 @@ ALLOWED["io"] = ALLOWED["hosts"] = {"core"}
 ALLOWED["step"] -= {"hardware", "backends"}
 ALLOWED["plan"] -= {"backends"}  # it knows a machine by its rates
 ALLOWED["model"] |= {"io"}  # adapters on disk
+ALLOWED["generate"] |= {"io"}  # weights that a file has in blocks
 ALLOWED["plan"] |= {"hosts"}  # what sums over hosts take
 ALLOWED["backends"] |= {"hosts"}  # lanes of a device for NCCL
 ALLOWED["train"] |= {"hosts", "io"}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import BUILD
 from families import llama, qwen3_moe, random_model
-from penstock import Hardware, InvalidError, Lora, ModelConfig, Plan, Trainer
+from penstock import Generator, Hardware, InvalidError, Lora, ModelConfig, Plan, Trainer
 from safetensors.torch import load_file, save_file
 
 SEQ, N_SEQ, STEPS = 32, 4, 2
@@ -134,6 +134,79 @@ def test_experts_of_a_quantized_base_are_their_dequantized_values(base, tmp_path
     assert all(np.array_equal(v, dequantized(base, plain[3][n])) for n, v in dense.items())
     assert all(np.array_equal(v, plain[3][n]) for n, v in read.items() if n not in dense)
     assert train(tmp_path, plan("bf16"), dense)[:3] == (losses, grads, after)
+    with Trainer(tmp_path, plan("bf16"), batch, seed=11, lr=0.05) as trainer:
+        list(trainer.steps(2))
+        trainer.save(tmp_path / "adapter")
+    with pytest.raises(InvalidError, match="experts of a quantized base .* give auto"):
+        generated(tmp_path, tmp_path / "adapter", base, experts="on-demand")
+    found = generated(tmp_path, tmp_path / "adapter", base)
+    assert found == generated(plain_copy(tmp_path, dense), strip(tmp_path / "adapter"))
+
+
+def generated(where, adapter, base="bf16", **more):
+    """Tokens after prompts of several lengths; and what the generator takes."""
+    with Generator(where, adapter=adapter, base=base, batch=2, context=32, **more) as generator:
+        return generator.run(PROMPTS, max_new_tokens=12)
+
+
+PROMPTS = [[5, 9, 200, 31, 7], [3], list(range(40, 54))]
+
+
+def strip(adapter):
+    """Without the hash of the base, so that it is read beside another."""
+    weights = adapter / "adapter_model.safetensors"
+    save_file(load_file(weights), weights)
+    return adapter
+
+
+def plain_copy(where, dense):
+    """The model with the weights `dense` in place of its own."""
+    out = where / "dense"
+    out.mkdir()
+    (out / "config.json").write_bytes((where / "config.json").read_bytes())
+    tensors = load_file(where / "model.safetensors")
+    tensors |= {n: torch.from_numpy(v).to(torch.bfloat16) for n, v in dense.items()}
+    save_file(tensors, out / "model.safetensors")
+    return out
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_text_of_a_quantized_base_is_that_of_its_dequantized_values(tmp_path, base):
+    """By a generator, with blocks that stay and that are streamed, and beside the training."""
+    wide = WIDTHS | dict(hidden_size=256, intermediate_size=1024, num_hidden_layers=8)
+    save_model(llama(**wide), tmp_path)
+    room = dict(sample_sequences=2, sample_context=32)
+    how = dict(max_new_tokens=12)
+    with Trainer(tmp_path, plan_of(tmp_path, base, **room), batch, lr=0.05, seed=11) as trainer:
+        list(trainer.steps(1))
+        trainer.save(tmp_path / "adapter")
+        dense = {n: trainer.read(n) for n in trainer.params if is_quantized(n)}
+        sampled = trainer.sample(PROMPTS, **how)
+    adapter = strip(tmp_path / "adapter")
+    want = generated(plain_copy(tmp_path, dense), adapter)
+    assert sampled == want == generated(tmp_path, adapter, base) != generated(tmp_path, adapter)
+    words = [
+        "generate",
+        "--model",
+        tmp_path,
+        "--adapter",
+        adapter,
+        "--tokens",
+        1,
+        "--plan",
+        "--json",
+    ]
+    words += ["--max-new-tokens", 12, "--backend", "cpu", "--base-dtype"]
+    plans = [json.loads(command(*words, b)[1]) for b in ("bf16", base)]
+    n = sum(v.size for v in dense.values())
+    block, scale, each = SCALES[base]
+    assert plans[0]["weights_bytes"] - plans[1]["weights_bytes"] == 2 * n - n // block * (
+        block * each + scale
+    )
+    with Generator(tmp_path, adapter=adapter, base=base, batch=2, context=32) as generator:
+        least = generator.report["least_device_bytes"]
+        assert least < generator.report["device_used_bytes"]
+    assert generated(tmp_path, adapter, base, device_mem=least) == want
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -190,6 +263,10 @@ def test_a_checkpoint_in_fp8_is_kept_as_it_is(model, tmp_path, scales):
     )
     assert all(np.array_equal(kept[3][n], plain[3][n]) for n in plain[3])
     assert kept[:3] == plain[:3]
+    with Trainer(tmp_path, plan_of(tmp_path, "fp8"), batch, seed=11) as trainer:
+        trainer.save(tmp_path / "adapter")
+    texts = [generated(tmp_path, tmp_path / "adapter", base) for base in ("fp8", "bf16")]
+    assert texts[0] == texts[1]
 
 
 def test_what_was_mxfp4_stays_what_it_is(model):

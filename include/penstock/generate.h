@@ -56,7 +56,8 @@ typedef struct ps_generate_config {
   uint32_t init_weights;
   uint32_t reserved;
   /* The adapters of a LoRA: what ps_adapter_read() says of adapter_dir; rank 0: none. They are
-   * computed as in training, beside the weights. */
+   * computed as in training, beside the weights, which lora.base quantizes as in training: they
+   * stay so on the device, and are dequantized before each block's ops. */
   ps_lora lora;
   /* Their directory, in PEFT's layout (penstock/adapter.h): given with lora, else NULL. Borrowed
    * for ps_generator_create(), which reads it. */
@@ -84,6 +85,7 @@ typedef struct ps_generate_report {
   /* Seconds of a decode step by the link, the device's memory and the fixed cost of ops, as
    * planned, and with blocks streamed whole; 0: no rate is known. */
   double decode_s, whole_decode_s;
+  uint64_t dense_bytes; /* on the device: a block's dequantized weights; 0: none are quantized */
 } ps_generate_report;
 
 /* ps_generate_plan() - what a generator of this configuration takes on machine @hw. Pure.

@@ -9,10 +9,13 @@
 static const char *const dtypes[] = {"fp32", "bf16", NULL};
 static const uint32_t dtype_of[] = {PS_F32, PS_BF16};
 
+static const char *const bases[] = {"bf16", "fp8", "nf4", "mxfp4", NULL}; /* ps_base */
+
 static const char *const experts_of[] = {"auto", "whole", "on-demand", NULL};
 
 typedef struct generation {
   const char *model, *adapter, *tokens, *prompts;
+  uint32_t base; /* ps_base */
   cli_texts stop;
   uint64_t max_new, top_k, seed, context, batch, prefill;
   double temperature, top_p;
@@ -83,6 +86,10 @@ static int prepare(generation *g) {
   ps_lora lora = {0};
   if (g->adapter && (st = ps_adapter_read(&lora, g->adapter)) != PS_OK)
     return cli_fail_given("--adapter", st);
+  if (g->base && !g->adapter)
+    return cli_fail(CLI_REFUSED, "--base-dtype needs --adapter: give the adapter that was trained "
+                                 "beside the quantized weights");
+  lora.base = g->base;
   int code = read_prompts(g);
   for (uint32_t i = 0; i < g->stop.n && code == CLI_OK; i++)
     code = cli_ids_parse(g->stop.item[i], "--stop-tokens", &g->stops);
@@ -316,6 +323,10 @@ int cli_generate(int argc, char **argv) {
                  .help = "model directory in Hugging Face layout"),
       CLI_OPTION(CLI_H_MODEL, &g.adapter, .name = "adapter", .kind = CLI_TEXT, .value = "DIR",
                  .help = "a LoRA adapter of the model, in PEFT's layout"),
+      CLI_OPTION(CLI_H_MODEL, &g.base, .name = "base-dtype", .kind = CLI_CHOICE, .value = "NAME",
+                 .choices = bases,
+                 .help = "how the frozen matrices beside the adapter are kept and streamed: bf16 "
+                         "(default), fp8, nf4 or mxfp4"),
       CLI_OPTION(CLI_H_TEXTS, &g.tokens, .name = "tokens", .kind = CLI_TEXT, .value = "IDS",
                  .help = "a prompt: token ids, such as 1,2,3"),
       CLI_OPTION(CLI_H_TEXTS, &g.prompts, .name = "prompts", .kind = CLI_TEXT, .value = "FILE",

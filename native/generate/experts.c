@@ -26,11 +26,11 @@ uint32_t ps__gen_experts_unit(const ps__gen_plan *p, uint32_t layer) {
 
 void ps__gen_count_experts(ps__gen_plan *p) {
   ps__gen_experts *x = &p->experts;
-  const ps__storage w = ps__weight_storage(p->model);
   for (uint32_t l = 1; ps__is_block(p->model, l); l++) {
     const uint32_t unit = ps__gen_experts_unit(p, l);
     if (unit == PS__GEN_NO_UNIT)
       continue;
+    const ps__storage w = ps__gen_storage(p, unit);
     x->n_blocks++;
     x->unit_bytes = aligned(ps__stored_bytes(w, p->model->unit[unit].n));
     for (uint32_t i = 0; i < 2; i++)
@@ -75,12 +75,14 @@ uint64_t ps__gen_slots_at(const ps__gen_plan *p, uint32_t layer, uint32_t i) {
 
 /* With even routing a row chooses an expert of a block with probability k / E, whatever the rows
  * before chose, so the cache has it with probability slots / E. A fetch and the ops after it do not
- * overlap; streamed blocks come in beside the ops. An op takes op_ns at least. */
+ * overlap; streamed blocks come in beside the ops. An op takes op_ns at least. Of a quantized base
+ * all is dequantized: written, and what is used of it read again. */
 ps__gen_step ps__gen_predict(const ps__gen_plan *p, uint32_t n_slots) {
   const ps_model_config *c = &p->model->cfg;
   const ps__gen_experts *x = &p->experts;
+  const bool base = p->model->lora.base;
   const double e = x->n_blocks ? c->n_experts : 1, k = c->n_experts_used,
-               chosen = e * (1 - pow(1 - k / e, p->rows[PS__GEN_DECODE])),
+               chosen = base ? e : e * (1 - pow(1 - k / e, p->rows[PS__GEN_DECODE])),
                each = (double)x->n_blocks * (double)(x->bytes[0] + x->bytes[1]),
                link = p->hw.link[PS_LINK_H2D].bytes_per_s, memory = p->hw.device_peak_bytes_per_s;
   ps__gen_step s = {.read_bytes = (double)p->report.weights_bytes - (e - chosen) * each,
@@ -88,7 +90,7 @@ ps__gen_step ps__gen_predict(const ps__gen_plan *p, uint32_t n_slots) {
   if (n_slots)
     s.copied_bytes = chosen * (1 - n_slots / e) * each;
   const double copies = link > 0 ? s.copied_bytes / link : 0,
-               reads = memory > 0 ? s.read_bytes / memory : 0,
+               reads = memory > 0 ? (s.read_bytes + 2 * (double)p->dense_bytes) / memory : 0,
                ops = reads + 1e-9 * p->hw.op_ns * (p->n_ops + (n_slots ? x->n_blocks : 0));
   s.seconds = n_slots ? copies + ops : fmax(copies, ops);
   return s;

@@ -40,7 +40,8 @@ typedef struct ps__gen_map {
   /* of experts on demand, block after block: tables: ps__fetch_words(); counts: u64[2]; slots:
    * those of gate and up, then those of down */
   struct {
-    uint64_t batch, x[2], tensors, cache, head, resident, buffer, tables, counts, slots, bytes;
+    uint64_t batch, x[2], tensors, cache, dense, head, resident, buffer, tables, counts, slots,
+        bytes;
   } device;
   uint64_t x_bytes; /* of a residual stream's rows */
 } ps__gen_map;
@@ -88,6 +89,7 @@ typedef struct ps__gen_plan {
   uint32_t n_moved;     /* blocks with weights that are not on the device anyway */
   uint32_t n_kept;      /* of them, those that are not streamed */
   uint32_t n_ops;       /* of a step on the device, but for fetches */
+  uint64_t dense_bytes; /* of all blocks' quantized weights, dequantized */
   ps__gen_experts experts;
   ps_generate_config cfg;
   ps_hardware hw;
@@ -119,11 +121,20 @@ static inline bool ps__gen_is_moved(const ps__gen_plan *p, uint32_t unit) {
   return !p->beside.weights || p->beside.weights[unit].space != p->at->dev[0].place;
 }
 /* Where the weights of a layer's unit lie. A tied head reads the embedding's unit too.
- *   ps__gen_weights()  where ops read them
+ *   ps__gen_weights()  where ops read them, or what is dequantized for them
  *   ps__gen_source()   of a block's unit that is moved: where they are copied from in each step or,
  *                      beside a training, once a call */
 ps__gen_at ps__gen_weights(const ps__gen_plan *p, uint32_t layer, uint32_t unit);
 ps__gen_at ps__gen_source(const ps__gen_plan *p, uint32_t layer, uint32_t unit);
+/* ps__gen_storage() - how a unit's weights lie there. Those of a quantized unit are dequantized
+ * before their layer's ops, into memory that all layers share:
+ * ps__gen_dense() - where ops read them; @unit is quantized.
+ * ps__gen_dense_bytes() - BYTES of all of a layer's there. */
+static inline ps__storage ps__gen_storage(const ps__gen_plan *p, uint32_t unit) {
+  return ps__unit_storage(p->model, unit, ps__weight_storage(p->model));
+}
+ps__gen_at ps__gen_dense(const ps__gen_plan *p, uint32_t layer, uint32_t unit);
+uint64_t ps__gen_dense_bytes(const ps__gen_plan *p, uint32_t layer);
 /* Whether a unit's weights are copied to the device in each step that does not fetch them. */
 bool ps__gen_streams(const ps__gen_plan *p, uint32_t layer, uint32_t unit);
 /* A forward op as generation runs it: its kernel, and its arguments for @rows in @args, which has

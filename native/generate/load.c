@@ -1,11 +1,13 @@
 /* load.c - a generator's weights: read from files, or drawn for a benchmark. */
 #include "core/mix64.h"
 #include "generate/generate.h"
+#include "io/io.h"
 #include "model/adapter.h"
 #include <math.h>
 #include <string.h>
 
 enum { PIECE = 1 << 21 }; /* elements of a tensor that are loaded at a time */
+enum { SPLIT = 1 << 12 }; /* of those, elements that a thread quantizes at a time */
 enum { DRAWN = 1 << 18 }; /* random numbers that are drawn; then they come again */
 
 typedef struct loader {
@@ -14,6 +16,9 @@ typedef struct loader {
   const ps__gen_files *files;
   char *host;  /* the host space */
   char *piece; /* of PIECE elements, on its way to the device */
+  /* of a quantized base: PIECE elements that are to be quantized, and the threads for that */
+  char *plain;
+  ps__pool *pool;
   /* init_weights: 2 x DRAWN numbers of this mean and deviation, the second half as the first */
   char *drawn;
   float mean, std;
@@ -83,31 +88,84 @@ static void draw(loader *l, const ps_param_info *p, uint64_t n, char *dst) {
     memcpy(dst + i * each, l->drawn + from * each, (n - i < DRAWN ? n - i : DRAWN) * each);
 }
 
+/* ---- a quantized base ------------------------------------------------------------------------ */
+
+typedef struct quantize_job {
+  ps__storage as;
+  ps_dtype dt;
+  uint64_t n;
+  const char *plain;
+  char *dst;
+} quantize_job;
+
+static void quantize_part(void *arg, int64_t task, uint32_t worker) {
+  const quantize_job *j = arg;
+  float x[SPLIT];
+  const uint64_t first = (uint64_t)task * SPLIT, n = j->n - first < SPLIT ? j->n - first : SPLIT;
+  (void)worker;
+  ps__convert(x, PS_F32, j->plain + first * ps_dtype_bytes(j->dt), j->dt, n);
+  ps__blocks_quantize(j->dst + ps__stored_at(j->as, first), j->as, x, n);
+}
+
+/* @n elements of the loader's `plain`. */
+static void quantize(const loader *l, ps__storage as, uint64_t n, char *dst) {
+  quantize_job j = {as, l->plan->model->dt, n, l->plain, dst};
+  ps__pool_run(l->pool, (int64_t)((n + SPLIT - 1) / SPLIT), quantize_part, &j);
+}
+
+/* Where a parameter lies: a space, BYTES from its start. */
+static ps__gen_at place_of(const loader *l, const ps_param_info *p, uint32_t layer) {
+  const ps__gen_plan *plan = l->plan;
+  ps__gen_at at = ps__gen_streams(plan, layer, p->unit) ? ps__gen_source(plan, layer, p->unit)
+                                                        : ps__gen_weights(plan, layer, p->unit);
+  at.offset += ps__stored_at(ps__gen_storage(plan, p->unit), p->offset);
+  return at;
+}
+
+/* The blocks that the file has, as they are. */
+static ps_status load_blocks(loader *l, ps_tensor_file *f, uint64_t idx, const ps_param_info *p,
+                             uint32_t layer) {
+  const ps__gen_at at = place_of(l, p, layer);
+  const uint64_t bytes = ps__stored_bytes(ps__gen_storage(l->plan, p->unit), p->n);
+  if (at.space == l->plan->at->host)
+    return ps__tensors_read_blocks(f, idx, l->host + at.offset);
+  char *blocks = ps__malloc(bytes);
+  if (!blocks)
+    return ps__fail(PS_ENOMEM, "no memory left to read %s", p->name);
+  ps_status st = ps__tensors_read_blocks(f, idx, blocks);
+  if (st == PS_OK)
+    st = ps__engine_write(l->engine, at.space, at.offset, blocks, bytes);
+  ps__free(blocks);
+  return st;
+}
+
 /* ---- loading --------------------------------------------------------------------------------- */
 
 /* Elements of @p as @layer reads them, through the piece where it is on the device. */
 static ps_status load_param(loader *l, const ps_param_info *p, uint32_t layer) {
   const ps__gen_plan *plan = l->plan;
-  const ps__storage w = ps__weight_storage(plan->model);
+  const uint32_t base = plan->model->unit[p->unit].base;
+  const ps__storage as = ps__gen_storage(plan, p->unit);
   uint64_t idx = UINT64_MAX;
   ps_tensor_file *f = l->drawn ? NULL : find_param(l, p, &idx);
-  const ps__gen_at unit = ps__gen_streams(plan, layer, p->unit)
-                              ? ps__gen_source(plan, layer, p->unit)
-                              : ps__gen_weights(plan, layer, p->unit);
-  const bool host = unit.space == plan->at->host;
+  if (base == PS_BASE_FP8 && f && ps__tensors_keep_blocks(f, idx))
+    return load_blocks(l, f, idx, p, layer);
+  const ps__gen_at to = place_of(l, p, layer);
+  const bool host = to.space == plan->at->host;
   for (uint64_t first = 0; first < p->n; first += PIECE) {
-    const uint64_t n = p->n - first < PIECE ? p->n - first : PIECE;
-    const uint64_t at = unit.offset + ps__stored_at(w, p->offset + first),
-                   bytes = ps__stored_bytes(w, n);
-    char *dst = host ? l->host + at : l->piece;
+    const uint64_t n = p->n - first < PIECE ? p->n - first : PIECE,
+                   at = to.offset + ps__stored_at(as, first), bytes = ps__stored_bytes(as, n);
+    char *dst = host ? l->host + at : l->piece, *plain = base ? l->plain : dst;
     if (l->drawn)
-      draw(l, p, n, dst);
+      draw(l, p, n, plain);
     else if (idx == UINT64_MAX)
-      memset(dst, 0, bytes);
+      memset(plain, 0, n * ps_dtype_bytes(plan->model->dt));
     else
-      PS_TRY(ps_tensors_read(f, idx, first, n, plan->model->dt, dst));
+      PS_TRY(ps_tensors_read(f, idx, first, n, plan->model->dt, plain));
+    if (base)
+      quantize(l, as, n, dst);
     if (!host)
-      PS_TRY(ps__engine_write(l->engine, unit.space, at, l->piece, bytes));
+      PS_TRY(ps__engine_write(l->engine, to.space, at, l->piece, bytes));
   }
   return PS_OK;
 }
@@ -131,17 +189,26 @@ static ps_status load_all(loader *l, ps_progress_fn progress, void *user) {
 
 ps_status ps__gen_load(const ps__gen_plan *p, ps_engine *engine, const ps__gen_files *f,
                        ps_progress_fn progress, void *user) {
-  const bool draws = p->cfg.init_weights;
+  const bool draws = p->cfg.init_weights, quantizes = p->model->lora.base;
+  const uint64_t bytes = ps__stored_bytes(ps__weight_storage(p->model), PIECE);
   loader l = {.plan = p,
               .engine = engine,
               .files = f,
               .host = ps_engine_space(engine, p->at->host),
-              .piece = ps__malloc(ps__stored_bytes(ps__weight_storage(p->model), PIECE)),
+              .piece = ps__malloc(bytes),
+              .plain = quantizes ? ps__malloc(bytes) : NULL,
               .drawn = draws ? ps__malloc(2ull * DRAWN * ps_dtype_bytes(p->model->dt)) : NULL};
-  const ps_status st = l.piece && (l.drawn || !draws)
-                           ? load_all(&l, progress, user)
-                           : ps__fail(PS_ENOMEM, "out of memory for a piece of the weights");
+  ps_status st = l.piece && (l.drawn || !draws) && (l.plain || !quantizes)
+                     ? PS_OK
+                     : ps__fail(PS_ENOMEM, "out of memory for a piece of the weights");
+  if (st == PS_OK && quantizes)
+    st = ps__pool_create(&l.pool, ps__n_cpus(), "ps-quantize");
+  if (st == PS_OK)
+    st = load_all(&l, progress, user);
+  if (l.pool)
+    ps__pool_destroy(l.pool);
   ps__free(l.piece);
+  ps__free(l.plain);
   ps__free(l.drawn);
   return st;
 }

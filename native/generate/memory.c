@@ -12,8 +12,26 @@ static uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
 /* BYTES that generation keeps of a unit: none where the unit is on the device anyway. */
 static uint64_t unit_bytes(const ps__gen_plan *p, uint32_t unit) {
   return ps__gen_is_moved(p, unit)
-             ? aligned(ps__stored_bytes(ps__weight_storage(p->model), p->model->unit[unit].n))
+             ? aligned(ps__stored_bytes(ps__gen_storage(p, unit), p->model->unit[unit].n))
              : 0;
+}
+
+/* From the layer's first unit up to @end. */
+static uint64_t dense_before(const ps__gen_plan *p, uint32_t layer, uint32_t end) {
+  uint64_t at = 0;
+  for (uint32_t u = p->model->layer[layer].first_unit; u < end; u++)
+    if (p->model->unit[u].base)
+      at += aligned(ps__stored_bytes(ps__weight_storage(p->model), p->model->unit[u].n));
+  return at;
+}
+
+ps__gen_at ps__gen_dense(const ps__gen_plan *p, uint32_t layer, uint32_t unit) {
+  return (ps__gen_at){p->at->dev[0].place, p->map.device.dense + dense_before(p, layer, unit)};
+}
+
+uint64_t ps__gen_dense_bytes(const ps__gen_plan *p, uint32_t layer) {
+  const ps__layer *l = &p->model->layer[layer];
+  return dense_before(p, layer, l->first_unit + l->n_units);
 }
 
 /* Experts on demand lie apart from their layer's other units. */
@@ -194,6 +212,8 @@ static void measure(ps__gen_plan *p) {
     r->weights_bytes += layer_bytes(p, l);
     p->n_moved += layer_bytes(p, l) > 0;
     p->n_ops += ps__gen_n_ops(ps__layer_of(m, l));
+    p->dense_bytes += ps__gen_dense_bytes(p, l);
+    r->dense_bytes = larger(r->dense_bytes, ps__gen_dense_bytes(p, l));
     r->cache_bytes += ps__gen_cache_bytes(p, l);
   }
   for (uint32_t l = 0; l < m->n_layers; l++) {
@@ -223,6 +243,7 @@ static void place(ps__gen_plan *p) {
   map->device.tensors = take(&map->device.bytes, tensors);
   p->report.activation_bytes = map->device.bytes - aligned(p->beside.used[p->at->dev[0].place]);
   map->device.cache = take(&map->device.bytes, p->report.cache_bytes);
+  map->device.dense = take(&map->device.bytes, p->report.dense_bytes);
   map->device.head = take(&map->device.bytes, p->report.head_bytes);
   map->host.batch = take(&map->host.bytes, map->batch.bytes);
   map->host.tensors = take(&map->host.bytes, ps__gen_tensor_offset(p, first, first->n_tensors));
@@ -254,15 +275,19 @@ static uint64_t device_bytes(const ps__gen_plan *p, uint32_t kept) {
 
 static ps_status refuse_device(const ps__gen_plan *p, uint64_t cap) {
   const ps_generate_report *r = &p->report;
-  char need[32], given[32], act[32], cache[32], head[32], block[32], over[32];
+  char need[32], given[32], act[32], cache[32], head[32], block[32], over[32], dense[64] = "";
   ps__format_bytes_apart(need, r->least_device_bytes, given, cap);
+  if (r->dense_bytes)
+    snprintf(dense, sizeof dense, "%s for a dequantized one, ",
+             ps__format_bytes(over, r->dense_bytes));
   return ps__fail(
       PS_EBUDGET,
-      "generation needs %s of device memory, %s given: %s for the head, 2 x %s for blocks, %s for "
+      "generation needs %s of device memory, %s given: %s for the head, 2 x %s for blocks, %s%s "
+      "for "
       "the KV cache of %llu x %llu tokens, %s for %u rows, %s for kernels, libraries and page "
       "tables: raise %s, or lower %s, %s or %s",
       need, given, ps__format_bytes(head, r->head_bytes), ps__format_bytes(block, r->block_bytes),
-      ps__format_bytes(cache, r->cache_bytes), (unsigned long long)p->cfg.n_sequences,
+      dense, ps__format_bytes(cache, r->cache_bytes), (unsigned long long)p->cfg.n_sequences,
       (unsigned long long)p->cfg.context, ps__format_bytes(act, r->activation_bytes), most_rows(p),
       ps__format_bytes(over, r->overhead_bytes), ps__field("device_mem_bytes"),
       ps__field("context"), ps__field("n_sequences"), ps__field("prefill_tokens"));
@@ -366,7 +391,13 @@ static ps_status choose_experts(ps__gen_plan *p, uint64_t cap) {
   if (must && !x->n_blocks)
     return ps__fail(PS_EINVAL, "%s is on-demand: the model has no experts: give auto",
                     ps__field("experts"));
-  if (!x->n_blocks || asked == PS_EXPERTS_WHOLE || p->beside.weights || p->n_kept == p->n_moved)
+  if (must && p->model->lora.base)
+    return ps__fail(PS_EINVAL,
+                    "%s is on-demand: experts of a quantized base are not fetched one by one: give "
+                    "auto",
+                    ps__field("experts"));
+  if (p->model->lora.base || !x->n_blocks || asked == PS_EXPERTS_WHOLE || p->beside.weights ||
+      p->n_kept == p->n_moved)
     return PS_OK;
   const uint32_t least = ps__gen_least_slots(p, PS__GEN_DECODE);
   const ps__gen_step whole = ps__gen_predict(p, 0);
@@ -521,11 +552,6 @@ static ps_status check_units(const ps__gen_plan *p) {
 static ps_status plan(ps__gen_plan *p, const ps_model_config *model) {
   const ps_generate_config *c = &p->cfg;
   PS_TRY(check_config(p));
-  if (c->lora.base)
-    return ps__fail(PS_EINVAL,
-                    "ps_generate_config.lora.base is %u: text is generated by weights that are not "
-                    "quantized, give 0",
-                    c->lora.base);
   PS_TRY(ps_model_config_check(model, "model"));
   if (model->problem)
     return ps__fail(PS_EINVAL,

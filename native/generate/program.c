@@ -73,7 +73,27 @@ static ps_status copy_unit(builder *b, uint32_t layer, uint32_t unit) {
     return PS_OK;
   const ps__gen_at from = ps__gen_source(p, layer, unit), to = ps__gen_weights(p, layer, unit);
   return add_copy(b, p->at->dev[0].to_device, from.space, from.offset, to.space, to.offset,
-                  ps__stored_bytes(ps__weight_storage(p->model), p->model->unit[unit].n));
+                  ps__stored_bytes(ps__gen_storage(p, unit), p->model->unit[unit].n));
+}
+
+/* What is quantized of a layer's weights, for its ops. */
+static ps_status dequantize_layer(builder *b, uint32_t layer) {
+  const ps__gen_plan *p = b->p;
+  const ps_model *m = p->model;
+  const ps__layer *l = &m->layer[layer];
+  const ps__storage plain = ps__weight_storage(m);
+  for (uint32_t u = l->first_unit; u < l->first_unit + l->n_units; u++) {
+    if (!m->unit[u].base)
+      continue;
+    const uint64_t n = m->unit[u].n;
+    const ps__args_dequantize args = {n, m->unit[u].base, plain.dtype};
+    const ps__gen_at from = ps__gen_weights(p, layer, u), to = ps__gen_dense(p, layer, u);
+    const ps_access access[2] = {
+        {from.space, PS_READ, from.offset, ps__stored_bytes(ps__gen_storage(p, u), n)},
+        {to.space, PS_WRITE, to.offset, ps__stored_bytes(plain, n)}};
+    PS_TRY(add(b, &ps__k_dequantize, p->at->dev[0].compute, &args, sizeof args, access, 2));
+  }
+  return PS_OK;
 }
 
 /* Of a layer's units those that are copied in each step, or the others. */
@@ -101,7 +121,8 @@ static ps_access weights_of(const builder *b, const ps__span_def *span) {
   const ps__gen_plan *p = b->p;
   const ps__storage w = ps__weight_storage(p->model);
   const uint32_t unit = ps__unit_of_span(p->model, b->layer, span);
-  const ps__gen_at at = ps__gen_weights(p, b->layer, unit);
+  const ps__gen_at at = p->model->unit[unit].base ? ps__gen_dense(p, b->layer, unit)
+                                                  : ps__gen_weights(p, b->layer, unit);
   return (ps_access){at.space, PS_READ, at.offset + ps__stored_at(w, span->offset),
                      ps__stored_bytes(w, span->n)};
 }
@@ -256,6 +277,7 @@ static ps_status add_op(builder *b, const ps__layer_def *d, const ps__op_def *op
 static ps_status add_layer(builder *b, uint32_t rows) {
   const ps__layer_def *d = ps__layer_of(b->p->model, b->layer);
   b->products = 0;
+  PS_TRY(dequantize_layer(b, b->layer));
   for (uint32_t i = 0, n = ps__gen_n_ops(d); i < n; i++)
     PS_TRY(add_op(b, d, &d->fwd[i], rows));
   return PS_OK;

@@ -30,11 +30,6 @@ static ps_status find_weights(const ps_plan *p, ps__gen_beside *b) {
 }
 
 static ps_status check(const ps_plan_config *c) {
-  if (c->lora.base)
-    return ps__fail(PS_EINVAL,
-                    "%s is given, and text is not sampled beside a quantized base: leave out "
-                    "either it or the samples",
-                    ps__field("lora.base"));
   if (c->forward_only)
     return ps__fail(PS_EINVAL,
                     "sample_sequences is %llu: a plan that trains nothing samples "

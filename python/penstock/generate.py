@@ -162,6 +162,12 @@ def _parser() -> command.Parser:
         "--model", required=True, metavar="DIR", help=f"model directory with a tokenizer, {hub.OR}"
     )
     p.add_argument("--adapter", metavar="DIR", help="a LoRA adapter of the model, in PEFT's layout")
+    p.add_argument(
+        "--base-dtype",
+        choices=("bf16", "fp8", "nf4", "mxfp4"),
+        default="bf16",
+        help="how the frozen matrices beside the adapter are kept and streamed (default bf16)",
+    )
     p.add_argument("--prompt", metavar="TEXT", help="a prompt; its text is printed as it comes")
     p.add_argument(
         "--prompts",
@@ -309,6 +315,7 @@ def _generate(args) -> int:
                 dtype=args.dtype,
                 prefill_tokens=args.prefill_tokens,
                 adapter=args.adapter,
+                base=args.base_dtype,
                 deterministic=args.deterministic,
                 experts=args.experts,
                 hardware=_hardware(args),

@@ -1,5 +1,7 @@
 """Generates tokens from a model directory, with a cache of keys and values."""
 
+from dataclasses import replace
+
 from ._handle import ActiveHandle, Owner
 from ._lib import as_dict, callback, check, encode_path, ffi, lib, progress_callback, struct
 from .lora import Lora
@@ -65,6 +67,8 @@ class Generator(Owner):
     experts          how experts come to the device where not all fit: "whole" blocks in each step,
                      "on-demand", or "auto", the faster
     adapter          directory of a LoRA adapter of the model, in PEFT's layout; None: none
+    base             how the frozen matrices beside an adapter are kept and streamed: "bf16", "fp8",
+                     "nf4" or "mxfp4", such as the adapter was trained beside (Lora.base)
     deterministic    every run gives the same tokens, on a GPU too; some kernels are slower
     threads          host threads; 0: all CPUs
     backend, gpu     "auto", "cpu" or "cuda"; which of the visible GPUs
@@ -87,6 +91,7 @@ class Generator(Owner):
         prefill_tokens: int = 0,
         experts: str = "auto",
         adapter=None,
+        base: str = "bf16",
         deterministic: bool = False,
         threads: int = 0,
         backend: str = "auto",
@@ -113,8 +118,10 @@ class Generator(Owner):
             experts=EXPERTS[experts],
         )
         held = None
+        if adapter is None and base != "bf16":
+            raise ValueError(f"base {base!r} without an adapter: give the one that was trained so")
         if adapter is not None:
-            Lora.read(adapter).fill(cfg.lora)
+            replace(Lora.read(adapter), base=base).fill(cfg.lora)
             held = cfg.adapter_dir = ffi.new("char[]", encode_path(adapter))
         failures = []
         report = progress_callback(progress, failures)
