@@ -88,7 +88,11 @@ def by_the_book(tensors, key):
     return (x * scale).flatten(-2).float()
 
 
-def test_mxfp4_is_read_as_transformers_reads_it(packed, tmp_path):
+def exporting(model, out):
+    return ["--model", str(model), "--to", "hf", "--out", str(out)]
+
+
+def test_mxfp4_is_read_as_transformers_reads_it(packed, tmp_path, capsys):
     """And saved in bf16 exactly; saved in MXFP4 it has the same numbers again."""
     folder, tensors = packed
     with Trainer(folder, make_plan(folder, recipe="bf16"), plain, lr=0.0) as trainer:
@@ -96,6 +100,16 @@ def test_mxfp4_is_read_as_transformers_reads_it(packed, tmp_path):
         trainer.save(tmp_path / "bf16")
         trainer.save(tmp_path / "mxfp4", "mxfp4")
     saved, again = (load_file(tmp_path / d / "model.safetensors") for d in ("bf16", "mxfp4"))
+    exported = [*exporting(tmp_path / "bf16", tmp_path / "exported"), "--dtype", "mxfp4"]
+    assert export.main(exported) == 0
+    theirs = load_file(tmp_path / "exported/model.safetensors")
+    assert theirs.keys() == again.keys() and all(
+        torch.equal(x, again[k]) for k, x in theirs.items()
+    )
+    configs = [
+        json.loads((tmp_path / d / "config.json").read_text()) for d in ("exported", "mxfp4")
+    ]
+    assert configs[0] == configs[1] and "weights by 0.00% (root" in capsys.readouterr().out
     assert {k: x.shape for k, x in again.items()} == {k: x.shape for k, x in tensors.items()}
     for key in (k.removesuffix("_blocks") for k in tensors if k.endswith("_blocks")):
         theirs = convert_moe_packed_tensors(tensors[key + "_blocks"], tensors[key + "_scales"])
@@ -117,7 +131,7 @@ def test_mxfp4_is_read_as_transformers_reads_it(packed, tmp_path):
     assert all(torch.equal(x, opened[k]) for k, x in saved.items())
 
 
-def test_the_error_of_a_save_in_mxfp4_is_stated(model, tmp_path):
+def test_the_error_of_a_save_in_mxfp4_is_stated(model, tmp_path, capsys):
     """Trained by the command, whose model a second run reads."""
     data, out = shard(tmp_path), tmp_path / "out"
     words = ["--seq-len", SEQ, "--tokens-per-step", TOKENS, "--steps", 1, "--lr", 0, "--data", data]
@@ -132,6 +146,8 @@ def test_the_error_of_a_save_in_mxfp4_is_stated(model, tmp_path):
         nearest = was.abs().unflatten(-1, (-1, 32)).amax(-1, keepdim=True)
         assert ((now - was).unflatten(-1, (-1, 32)).abs() <= nearest / 4).all()
     assert 0 < stated < 15 and abs(100 * (wrong / size).sqrt() - stated) < 0.006
+    assert export.main([*exporting(model, tmp_path / "exported"), "--dtype", "mxfp4"]) == 0
+    assert f"weights by {stated:.2f}% (root" in capsys.readouterr().out
     done = binary("eval", "--model", out, "--data", data, "--seq-len", SEQ, "--json")
     assert np.isfinite(json.loads(done.stdout)["loss"])
 
@@ -265,6 +281,12 @@ def test_what_is_not_saved_in_mxfp4(model, tmp_path, capsys, tiny_model):
         "--data", shard(tmp_path), code=2,
     )  # fmt: skip
     assert "--save-dtype" in done.stderr and "gpt_oss alone" in done.stderr
+    for folder, words in (
+        (tmp_path / "odd", "intermediate_size, 40"),
+        (tiny_model, "gpt_oss alone"),
+    ):
+        assert export.main([*exporting(folder, tmp_path / "x"), "--dtype", "mxfp4"]) == 2
+        assert words in capsys.readouterr().err and not (tmp_path / "x").exists()
     pytest.importorskip("gguf")
     assert export.main(["--model", str(model), "--to", "gguf", "--out", str(tmp_path / "x")]) == 2
     assert "no GGUF is written of the family gpt_oss" in capsys.readouterr().err

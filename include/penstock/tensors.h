@@ -87,6 +87,12 @@ PS_API int ps_model_carries(const ps_model *m, const char *name);
 PS_API ps_status ps_model_check_tensors(const ps_model *m, const ps_tensor_file *f,
                                         const char *name);
 
+/* ps_mxfp4_encode() - @n fp32 numbers in OCP MXFP4, 32 of them a block: 16 bytes of elements each
+ * into @elements, a byte of scale into @scales. Adds to @error[0] the sum of squares of what that
+ * changes, to error[1] that of the numbers. Errors: PS_EINVAL: @n is no multiple of 32. */
+PS_API ps_status ps_mxfp4_encode(const float *x, uint64_t n, uint8_t *elements, uint8_t *scales,
+                                 double error[2]);
+
 typedef struct ps_tensor_writer ps_tensor_writer;
 
 /* A tensor to be written. Its data is appended later, in the order of the specs. */

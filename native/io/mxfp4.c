@@ -43,6 +43,25 @@ uint8_t ps__mxfp4_encode(const float *x, uint8_t *out) {
   return block[PS__MXFP4_BYTES];
 }
 
+ps_status ps_mxfp4_encode(const float *x, uint64_t n, uint8_t *elements, uint8_t *scales,
+                          double error[2]) {
+  float y[PS__MXFP4_BLOCK];
+  if (!x || !elements || !scales || !error)
+    return ps__fail(PS_EINVAL, "ps_mxfp4_encode: x, elements, scales and error must be given");
+  if (n % PS__MXFP4_BLOCK)
+    return ps__fail(PS_EINVAL, "ps_mxfp4_encode: %" PRIu64 " numbers are no multiple of %d", n,
+                    PS__MXFP4_BLOCK);
+  for (; n; n -= PS__MXFP4_BLOCK, x += PS__MXFP4_BLOCK, elements += PS__MXFP4_BYTES, scales++) {
+    *scales = ps__mxfp4_encode(x, elements);
+    ps__mxfp4_decode(y, elements, *scales);
+    for (int k = 0; k < PS__MXFP4_BLOCK; k++) {
+      error[0] += ((double)x[k] - y[k]) * ((double)x[k] - y[k]);
+      error[1] += (double)x[k] * x[k];
+    }
+  }
+  return PS_OK;
+}
+
 /* ---- reading --------------------------------------------------------------------------------- */
 
 /* "...mlp.experts.3.down_proj" has its scales in "...mlp.experts.down_proj_scales". */

@@ -81,16 +81,10 @@ static ps_status write_mxfp4(const source *s, ps__tensors_file *f, bool blocks, 
       return PS_ECANCELLED;
     numbers(s, first, n, buffer);
     for (uint64_t i = 0; i < n; i += PS__MXFP4_BLOCK, out += each) {
-      float x[PS__MXFP4_BLOCK], y[PS__MXFP4_BLOCK];
-      uint8_t q[PS__MXFP4_BYTES];
-      memcpy(x, buffer + i, sizeof x);
-      const uint8_t scale = ps__mxfp4_encode(x, q);
+      uint8_t q[PS__MXFP4_BYTES], scale;
+      double off[2] = {0};
+      PS_TRY(ps_mxfp4_encode(buffer + i, PS__MXFP4_BLOCK, q, &scale, blocks ? error : off));
       memcpy(out, blocks ? q : &scale, each);
-      ps__mxfp4_decode(y, q, scale);
-      for (int k = 0; blocks && k < PS__MXFP4_BLOCK; k++) {
-        error[0] += ((double)x[k] - y[k]) * ((double)x[k] - y[k]);
-        error[1] += (double)x[k] * x[k];
-      }
     }
     PS_TRY(ps__tensors_put(f, buffer, n / PS__MXFP4_BLOCK * each));
   }

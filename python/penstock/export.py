@@ -1,6 +1,6 @@
 """`penstock export`: a model or a checkpoint as a GGUF file or as a Hugging Face directory.
 
-penstock export --model DIR --to gguf|hf --out PATH [--dtype fp32|bf16|q8_0]
+penstock export --model DIR --to gguf|hf --out PATH [--dtype fp32|bf16|q8_0|mxfp4]
 
 Tensors are read, converted and written in pieces, so that memory does not grow with the model. What
 is written has a temporary name until it is complete and on the disk. GGUF needs the package gguf.
@@ -27,13 +27,13 @@ from pathlib import Path
 import numpy as np
 
 from . import hub
-from ._lib import lib, printed_warnings, text
+from ._lib import check, lib, printed_warnings, text
 from .checkpoint import Checkpoint
 from .command import OK, Parser, run
 from .errors import FormatError, InputOutputError, PenstockError
 from .export_gguf import KINDS, Tensor, describe, read_json, text_config
 from .files import DataError, copy_tokenizer, write_record
-from .model import ModelConfig, Parameter, TensorFile, write_tensors
+from .model import DTYPES, SAVE_DTYPES, ModelConfig, Parameter, TensorFile, mxfp4, write_tensors
 from .terminal import raw
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -279,10 +279,14 @@ def write_hf(
     on_bytes: Callable,
     max_shard_bytes=MAX_SHARD_BYTES,
     text_alone=False,
-) -> None:
-    """text_alone: of a vision-language model the text model, in place of all of it."""
+) -> float:
+    """text_alone: of a vision-language model the text model, in place of all of it. Returns by how
+    much experts in MXFP4 are rounded: the root mean square error, relative to theirs."""
     config = text_config(read_json(source.folder / "config.json"))
-    tensors = _tensors(source.model.params(), dtype)
+    plain = dtype if dtype in DTYPES else "bf16"
+    tensors = _tensors(source.model.params(), plain)
+    packed = [t for t in tensors if t.parts] if plain != dtype else []
+    tensors = [t for t in tensors if t not in packed]
     read, model = source.tensors, source.model.text_alone() if text_alone else source.model
     whole = model.multimodal == 1
     others = source.model.carried(read) if whole else []
@@ -290,10 +294,11 @@ def write_hf(
         folder = work / out.name
         folder.mkdir()
         own = (p for t in tensors for p in Pieces(None, source, t, pool, on_bytes))
-        pieces = itertools.chain(own, _carried(source, others, on_bytes))
+        blocks = _Blocks(source, packed, on_bytes)
+        pieces = itertools.chain(own, blocks, _carried(source, others, on_bytes))
         specs = [(read.name_on_disk(t.name) if whole else t.name, t.shape) for t in tensors]
         raw = [(n, read.shape(n), read.dtype(n), read.n_bytes(n)) for n in others]
-        write_tensors(folder, specs, dtype, pieces, max_shard_bytes, raw)
+        write_tensors(folder, specs, plain, pieces, max_shard_bytes, [*blocks.specs(), *raw])
         model.write(source.folder, dtype, folder / "config.json")
         (folder / "generation_config.json").write_bytes(_generation_config(source, config))
         copy_tokenizer(source.folder, folder)
@@ -302,6 +307,39 @@ def write_hf(
             _sync(path)
         os.rename(folder, out)
         _sync(out.parent)
+    return blocks.rounding()
+
+
+class _Blocks:
+    """gpt-oss's experts in MXFP4, as pieces: a layer's elements, then its scales."""
+
+    def __init__(self, source: Source, tensors: list[Tensor], on_bytes: Callable):
+        self.source, self.tensors, self.on_bytes = source, tensors, on_bytes
+        self.error = [0.0, 0.0]
+
+    def specs(self) -> Iterator[tuple]:
+        for t in self.tensors:
+            shape = (t.shape[0], t.shape[2], t.shape[1] // 32)
+            n = math.prod(shape)
+            yield f"{t.name}_blocks", (*shape, 16), "U8", 16 * n
+            yield f"{t.name}_scales", shape, "U8", n
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for t in self.tensors:
+            scales = []
+            for part in t.parts:  # an expert, whose rows are those that the file has as columns
+                x = self.source.tensors.read_range(part, 0, math.prod(t.shape[1:]), "fp32")
+                elements, of_them, error = mxfp4(x.reshape(t.shape[2], t.shape[1]))
+                self.error = [a + b for a, b in zip(self.error, error, strict=True)]
+                scales.append(of_them)
+                self.on_bytes(elements.nbytes)
+                yield elements
+            for of_them in scales:
+                self.on_bytes(of_them.nbytes)
+                yield of_them
+
+    def rounding(self) -> float:
+        return math.sqrt(self.error[0] / self.error[1]) if self.error[1] else 0.0
 
 
 # gpt-oss: an expert's matrix, which files have with those of all experts, transposed
@@ -351,8 +389,9 @@ def _parser() -> Parser:
     p.add_argument("--out", required=True, metavar="PATH", help="the new file or directory")
     p.add_argument(
         "--dtype",
-        choices=("fp32", "bf16", "q8_0"),
-        help="of the matrices (default: as DIR has them); q8_0 for GGUF alone",
+        choices=("fp32", "bf16", "q8_0", "mxfp4"),
+        help="of the matrices (default: as DIR has them); q8_0 for GGUF alone; mxfp4, of gpt-oss "
+        "for --to hf: experts as published, the rest bf16",
     )
     p.add_argument(
         "--text-alone",
@@ -375,10 +414,19 @@ def import_gguf(what: str):
     return gguf
 
 
+def _bytes(parameter: Parameter, dtype: str) -> int:
+    n = math.prod(parameter.shape)
+    if dtype == "mxfp4" and OF_EXPERT.fullmatch(parameter.name):
+        return n // 32 * 17
+    return n * {"fp32": 4, "bf16": 2, "mxfp4": 2}[dtype]
+
+
 def _prepare(args) -> tuple[Source, str, Callable, int, int, list[str]]:
     """Everything that may be refused: (source, dtype, write(on_bytes), tensors, bytes, notes)."""
     if args.to == "hf" and args.dtype == "q8_0":
         raise DataError("--dtype q8_0 is for --to gguf alone: give fp32 or bf16")
+    if args.to == "gguf" and args.dtype == "mxfp4":
+        raise DataError("--dtype mxfp4 is for --to hf alone: give fp32, bf16 or q8_0")
     if args.to == "gguf" and args.text_alone:
         raise DataError("--text-alone is for --to hf: a GGUF file has the text model alone")
     if not args.out or args.out.endswith("/") and args.to == "gguf":
@@ -404,8 +452,8 @@ def _prepare(args) -> tuple[Source, str, Callable, int, int, list[str]]:
     else:
         if not (source.folder / "tokenizer.json").exists():
             notes.append(f"{source.folder} has no tokenizer.json: the export has no tokenizer")
-        n_bytes = sum(math.prod(p.shape) for p in source.model.params())
-        n_bytes *= {"fp32": 4, "bf16": 2}[dtype]
+        check(lib.ps_model_config_saves_as(source.model._ptr, SAVE_DTYPES[dtype]))
+        n_bytes = sum(_bytes(p, dtype) for p in source.model.params())
         n_tensors = len(source.model.params())
         if args.text_alone and not source.model.multimodal:
             raise DataError(f"--text-alone: {source.folder} is a text model already: leave it out")
@@ -415,7 +463,7 @@ def _prepare(args) -> tuple[Source, str, Callable, int, int, list[str]]:
             n_tensors += len(others)
 
         def write(on_bytes):
-            write_hf(source, dtype, out, on_bytes, text_alone=args.text_alone)
+            return write_hf(source, dtype, out, on_bytes, text_alone=args.text_alone)
 
     check_out(out, n_bytes)
     return source, dtype, write, n_tensors, n_bytes, notes
@@ -440,7 +488,7 @@ def _export(args) -> int:
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=console.quiet) as bar:
         task = bar.add_task("", total=n_bytes)
         try:
-            write(lambda n: bar.advance(task, n))
+            rounding = write(lambda n: bar.advance(task, n))
         except FormatError as e:  # the source changed meanwhile
             raise InputOutputError(str(e)) from e
     seconds = time.monotonic() - begun
@@ -448,6 +496,11 @@ def _export(args) -> int:
         f"{args.out}: {n_tensors} tensors, {dtype}, {n_bytes / 1e9:.2f} GB in "
         f"{seconds:.1f} s ({n_bytes / 1e9 / seconds:.2f} GB/s), on the disk"
     )
+    if dtype == "mxfp4":
+        say(
+            f"{args.out}: experts are in MXFP4, which changes their weights by {rounding:.2%} (root "
+            "mean square, of theirs)"
+        )
     return OK
 
 

@@ -60,8 +60,8 @@ class ModelConfig:
 
     def write(self, model_dir, dtype: str, path) -> None:
         """Write config.json of model_dir, from which this was read, as the file path beside weights
-        of type dtype: "fp32" or "bf16"."""
-        where = encode_path(model_dir), DTYPES[dtype], encode_path(path)
+        of type dtype: "fp32", "bf16" or, of gpt-oss, "mxfp4"."""
+        where = encode_path(model_dir), SAVE_DTYPES[dtype], encode_path(path)
         check(lib.ps_model_config_write(self._ptr, *where))
 
     def __getattr__(self, name: str):
@@ -206,6 +206,18 @@ class TensorFile(Owner):
         dst = ffi.cast("void *", array.ctypes.data)
         check(lib.ps_tensors_read(self._handle.ptr, idx, first, array.size, DTYPES[dtype], dst))
         return array
+
+
+def mxfp4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[float]]:
+    """Of fp32 rows the elements and the scales in MXFP4; the sums of squares of what that changes,
+    and of the rows."""
+    x = np.ascontiguousarray(x, np.float32)
+    elements = np.empty((len(x), x.shape[1] // 32, 16), np.uint8)
+    scales = np.empty(elements.shape[:2], np.uint8)
+    error = ffi.new("double[2]")
+    to = (ffi.cast("uint8_t *", a.ctypes.data) for a in (elements, scales))
+    check(lib.ps_mxfp4_encode(ffi.cast("float *", x.ctypes.data), x.size, *to, error))
+    return elements, scales, list(error)
 
 
 def write_tensors(directory, specs, dtype: str, pieces, max_shard_bytes: int, raw=()) -> None:
