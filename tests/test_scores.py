@@ -31,6 +31,7 @@ from penstock.packing import Packer
 from penstock.score import embeddings, scores
 from penstock.shards import BEGINS_DOCUMENT, IS_TARGET, ShardWriter
 from penstock.tokenizer import train_tokenizer
+from test_hosts import trained
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 ROW, PAD = 24, 1
@@ -204,6 +205,24 @@ def test_scores_and_embeddings_are_those_of_transformers(directory):
         assert np.abs(got - want).max() < 1e-5 * np.abs(want).max()
     tied = directory("llama", None)  # a language model whose head is its table
     assert embeddings(tied, docs[:2], ROW, **options).shape == (2, 64)
+
+
+@pytest.mark.parametrize("problem", ["single-label", "pairs"])
+def test_two_hosts_train_a_score_as_one(directory, tmp_path, problem):
+    """A language model's, whose head each task draws. A total is the same sum of two contributions;
+    a loss is added in two parts, of so many documents as a step has at most."""
+    shards = write(tmp_path / "shards", problem, documents(problem))
+    cut = ("--seq-len", ROW, "--chunk-tokens", ROW, "--tokens-per-step", 2 * ROW)
+    more = (*cut, "--recipe", "fp32", "--steps", 2)
+    model = directory("llama", None)
+    one, two = (trained(model, shards, tmp_path / str(n), *more, n=n) for n in (1, 2))
+    assert (two[0], two[1][1:]) == (one[0], one[1][1:]) and len(one[0]) == 2
+    assert np.allclose(two[1][0], one[1][0], rtol=2 * 2 * ROW * 2.0**-53, atol=0)
+    rights = [
+        [json.loads(line)["accuracy"] for line in open(tmp_path / n / "metrics.jsonl")]
+        for n in ("1", "2")
+    ]
+    assert rights[0] == rights[1]
 
 
 @pytest.mark.parametrize("problem", ["multi-label", "pairs"])
