@@ -58,7 +58,7 @@ class ParamInfo(c.Structure):
         (n, u32) for n in ("unit", "role", "n_dims", "reserved")
     ]
     _fields_ += [("shape", u64 * 3), ("offset", u64), ("n", u64)]
-    _fields_ += [("init_mean", f32), ("init_std", f32)]
+    _fields_ += [("init_mean", f32), ("init_std", f32), ("exact", u32), ("reserved_", u32)]
 
 
 class Flops(c.Structure):

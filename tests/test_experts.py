@@ -15,12 +15,14 @@ from families import EXPERTS, as_on_disk, random_model
 from penstock import (
     Checkpoint,
     FormatError,
+    Generator,
     Hardware,
     InvalidError,
     ModelConfig,
     Plan,
     Trainer,
     compare,
+    export,
 )
 from penstock.files import DataError
 from penstock.tolerance import delta, loss_noise
@@ -254,6 +256,52 @@ def test_equal_logits_choose_the_first_experts(directory, tmp_path):
     assert m.expert_load == n / k
     assert m.experts_unused == (n - k) * cfg["num_hidden_layers"]
     assert abs(m.expert_entropy - np.log(k) / np.log(n)) < 1e-12
+
+
+def test_a_correction_bias_stays_fp32_in_bf16(directory, tmp_path):
+    """Logits are equal, and bf16 rounds all of the biases to 1: then the first experts are chosen."""
+    where, cfg = directory("deepseek_v3")
+    n, bias = cfg["n_routed_experts"], "model.layers.1.mlp.gate.e_score_correction_bias"
+    values = 1 + 1e-4 * torch.arange(n)
+
+    def change(tensors):
+        for key, x in tensors.items():
+            tensors[key] = x.bfloat16() if x.dtype == torch.float32 else x
+            if key.endswith("gate.weight"):
+                tensors[key].fill_(0)
+            if key.endswith("correction_bias"):
+                tensors[key] = values.clone()
+
+    def rounded(tensors):
+        change(tensors)
+        for key in (k for k in tensors if k.endswith("correction_bias")):
+            tensors[key] = tensors[key].bfloat16()
+
+    exact, other = (changed(where, tmp_path / c.__name__, c) for c in (change, rounded))
+    how = dict(router_aux_loss=None, recipe="bf16")
+    with Trainer(exact, make_plan(exact, 80, **how), plain, lr=1e-3) as trainer:
+        list(trainer.steps(1))
+        used = [
+            e
+            for e in range(n)
+            if trainer.grad(f"model.layers.1.mlp.experts.{e}.down_proj.weight").any()
+        ]
+        trainer.save(tmp_path / "saved", "bf16")
+        checkpoint = Checkpoint(trainer.checkpoint(tmp_path / "c"))
+    assert used == list(range(n))[-cfg["num_experts_per_tok"] :]
+    out = tmp_path / "exported"
+    assert export.main(["--model", str(tmp_path / "saved"), "--to", "hf", "--out", str(out)]) == 0
+    for folder in (tmp_path / "saved", out, checkpoint.path):
+        tensors = load_file(f"{folder}/model.safetensors")
+        assert torch.equal(tensors[bias], values)
+        assert tensors["model.norm.weight"].dtype == torch.bfloat16
+    with Trainer.resume(checkpoint, exact, make_plan(exact, 80, **how), plain) as trainer:
+        assert np.array_equal(trainer.read(bias), values.numpy())
+    texts = []
+    for folder in (exact, other):
+        with Generator(folder, batch=1, context=32) as generator:
+            texts.append(generator.run([[1, 2, 3]], max_new_tokens=12))
+    assert texts[0] != texts[1]
 
 
 def test_on_a_gpu_experts_get_larger_chunks_of_short_sequences(directory, tiny_model):

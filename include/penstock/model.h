@@ -271,6 +271,8 @@ typedef struct ps_param_info {
   /* A fresh model draws it from the normal distribution N(init_mean, init_std); with init_uniform
    * from the uniform distribution of the same mean and standard deviation. */
   float init_mean, init_std;
+  uint32_t exact; /* 1: its values are fp32, in files too, whatever the recipe or dtype */
+  uint32_t reserved;
 } ps_param_info;
 
 /* A model of a configuration: its units and parameters. */

@@ -22,6 +22,7 @@ typedef struct loader {
   /* init_weights: 2 x DRAWN numbers of this mean and deviation, the second half as the first */
   char *drawn;
   float mean, std;
+  ps_dtype dt; /* of the numbers */
   uint64_t n_pieces;
 } loader;
 
@@ -65,14 +66,19 @@ static ps_tensor_file *find_param(const loader *l, const ps_param_info *p, uint6
   return f->model;
 }
 
+/* That of a parameter before it is quantized. */
+static ps_dtype dtype_of(const loader *l, const ps_param_info *p) {
+  return p->exact ? PS_F32 : l->plan->model->dt;
+}
+
 /* ---- drawn weights --------------------------------------------------------------------------- */
 
 /* Uniform of the parameter's mean and deviation. A large model must be there in seconds: so few
  * numbers are drawn, and a piece begins anywhere among them. */
 static void draw(loader *l, const ps_param_info *p, uint64_t n, char *dst) {
-  const ps_dtype dt = l->plan->model->dt;
+  const ps_dtype dt = dtype_of(l, p);
   const size_t each = ps_dtype_bytes(dt);
-  if (!l->n_pieces || l->mean != p->init_mean || l->std != p->init_std) {
+  if (!l->n_pieces || l->mean != p->init_mean || l->std != p->init_std || l->dt != dt) {
     const float width = p->init_std * sqrtf(12.0f);
     for (uint64_t i = 0; i < DRAWN; i++) {
       const float u = (float)(ps__mix64((i + 1) * PS__MIX_GAMMA) >> 40) * 0x1p-24f,
@@ -82,6 +88,7 @@ static void draw(loader *l, const ps_param_info *p, uint64_t n, char *dst) {
     memcpy(l->drawn + DRAWN * each, l->drawn, DRAWN * each);
     l->mean = p->init_mean;
     l->std = p->init_std;
+    l->dt = dt;
   }
   const uint64_t from = ps__mix64(++l->n_pieces) % DRAWN;
   for (uint64_t i = 0; i < n; i += DRAWN)
@@ -159,9 +166,9 @@ static ps_status load_param(loader *l, const ps_param_info *p, uint32_t layer) {
     if (l->drawn)
       draw(l, p, n, plain);
     else if (idx == UINT64_MAX)
-      memset(plain, 0, n * ps_dtype_bytes(plan->model->dt));
+      memset(plain, 0, n * ps_dtype_bytes(dtype_of(l, p)));
     else
-      PS_TRY(ps_tensors_read(f, idx, first, n, plan->model->dt, plain));
+      PS_TRY(ps_tensors_read(f, idx, first, n, dtype_of(l, p), plain));
     if (base)
       quantize(l, as, n, dst);
     if (!host)
@@ -190,14 +197,14 @@ static ps_status load_all(loader *l, ps_progress_fn progress, void *user) {
 ps_status ps__gen_load(const ps__gen_plan *p, ps_engine *engine, const ps__gen_files *f,
                        ps_progress_fn progress, void *user) {
   const bool draws = p->cfg.init_weights, quantizes = p->model->lora.base;
-  const uint64_t bytes = ps__stored_bytes(ps__weight_storage(p->model), PIECE);
+  const uint64_t bytes = (uint64_t)PIECE * sizeof(float);
   loader l = {.plan = p,
               .engine = engine,
               .files = f,
               .host = ps_engine_space(engine, p->at->host),
               .piece = ps__malloc(bytes),
               .plain = quantizes ? ps__malloc(bytes) : NULL,
-              .drawn = draws ? ps__malloc(2ull * DRAWN * ps_dtype_bytes(p->model->dt)) : NULL};
+              .drawn = draws ? ps__malloc(2ull * DRAWN * sizeof(float)) : NULL};
   ps_status st = l.piece && (l.drawn || !draws) && (l.plain || !quantizes)
                      ? PS_OK
                      : ps__fail(PS_ENOMEM, "out of memory for a piece of the weights");

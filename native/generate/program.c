@@ -119,8 +119,9 @@ static ps_status stream_next(builder *b) {
 
 static ps_access weights_of(const builder *b, const ps__span_def *span) {
   const ps__gen_plan *p = b->p;
-  const ps__storage w = ps__weight_storage(p->model);
   const uint32_t unit = ps__unit_of_span(p->model, b->layer, span);
+  const ps__storage w =
+      p->model->unit[unit].base ? ps__weight_storage(p->model) : ps__gen_storage(p, unit);
   const ps__gen_at at = p->model->unit[unit].base ? ps__gen_dense(p, b->layer, unit)
                                                   : ps__gen_weights(p, b->layer, unit);
   return (ps_access){at.space, PS_READ, at.offset + ps__stored_at(w, span->offset),

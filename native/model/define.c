@@ -135,6 +135,12 @@ void ps__def_adapter_unit(ps__layer_def *d, bool frozen) {
     d->unit[d->n_units - 1].adapter = true;
 }
 
+void ps__def_exact_unit(ps__layer_def *d) {
+  ps__def_unit(d, true);
+  if (d->status == PS_OK)
+    d->unit[d->n_units - 1].exact = true;
+}
+
 void ps__def_base(ps__layer_def *d, uint32_t base) { d->base = base; }
 
 /* The unit of the next parameter: the last one or, where that is kept otherwise, a new one. */

@@ -126,6 +126,7 @@ typedef struct ps__unit_def {
   bool frozen;
   bool adapter;  /* lies in an adapter's files, not in the model's (native/model/lora.h) */
   uint32_t base; /* ps_base: how its weights are kept (native/core/blocks.h) */
+  bool exact;    /* its weights are fp32, where ops read them too; it is frozen */
 } ps__unit_def;
 
 /* What an access of an op stands for. */
@@ -220,8 +221,10 @@ void ps__def_saved(ps__layer_def *d, uint8_t tensor, const char *name, uint32_t 
  * that writes it (kernels/ops.h); the op's last symbol is PS__FLUSHED. */
 uint32_t ps__def_counted(ps__layer_def *d, uint8_t tensor, const char *what);
 /* ps__def_unit() - the parameters that follow are a unit of their own.
- * ps__def_adapter_unit() - the same of adapters' parameters. */
+ * ps__def_adapter_unit() - the same of adapters' parameters.
+ * ps__def_exact_unit() - the same of frozen parameters that stay fp32 whatever the recipe. */
 void ps__def_unit(ps__layer_def *d, bool frozen);
+void ps__def_exact_unit(ps__layer_def *d);
 void ps__def_adapter_unit(ps__layer_def *d, bool frozen);
 /* ps__def_param() - a tensor of parameters, which begins a span; returns the span's index.
  * @rows, @cols: its shape; cols 0: a vector of @rows.

@@ -149,7 +149,7 @@ static void define_params(ps__half *h) {
   if (t->shared.n)
     define_shared_params(h);
   if (h->b->m->cfg.router_sigmoid) { /* it has no gradient, and stays as it is */
-    ps__def_unit(d, true);
+    ps__def_exact_unit(d);
     t->w_bias = ps__def_param(d, n->bias, PS_PARAM_BIAS, t->e, 0);
     ps__def_what(d, "router's correction bias");
   }
@@ -289,7 +289,7 @@ static void define_route(const ps__half *h) {
                                     .renorm = m->cfg.norm_topk_prob,
                                     .sigmoid = m->cfg.router_sigmoid,
                                     .has_bias = corrected,
-                                    .dt = m->dt,
+                                    .dt = PS_F32,
                                     .n_groups = m->cfg.n_expert_groups,
                                     .n_groups_used = m->cfg.n_groups_used,
                                     .scale = m->cfg.router_scale};

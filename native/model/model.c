@@ -37,7 +37,8 @@ ps_status ps__model_add_def(ps_model *m, ps__layer_def **out) {
 
 static uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
-static ps_status add_param(ps_model *m, const ps__param_def *p, const char *prefix, bool frozen) {
+static ps_status add_param(ps_model *m, const ps__param_def *p, const char *prefix,
+                           const ps__unit_def *of) {
   ps_param_info info = {.unit = m->n_units,
                         .role = p->role,
                         .n_dims = p->n_dims,
@@ -46,7 +47,8 @@ static ps_status add_param(ps_model *m, const ps__param_def *p, const char *pref
                         .n = p->rows * p->cols,
                         .init_mean = p->init_mean,
                         .init_std = p->init_std,
-                        .init_uniform = p->init_uniform};
+                        .init_uniform = p->init_uniform,
+                        .exact = of->exact};
   const int length = snprintf(info.name, sizeof info.name, "%s%s", prefix, p->name);
   if (length < 0 || (size_t)length >= sizeof info.name)
     return ps__fail(PS_EINTERNAL, "the parameter name %s%s is longer than %zu bytes", prefix,
@@ -55,7 +57,7 @@ static ps_status add_param(ps_model *m, const ps__param_def *p, const char *pref
     return ps__fail(PS_ENOMEM, "out of memory for the model's parameters");
   m->param[m->n_params++] = info;
   m->n_elements += info.n;
-  m->n_trained += frozen ? 0 : info.n;
+  m->n_trained += of->frozen ? 0 : info.n;
   return PS_OK;
 }
 
@@ -94,9 +96,10 @@ static ps_status add_unit(ps_model *m, const ps__layer_def *def, const ps__unit_
                                    .n = of->n,
                                    .frozen = of->frozen,
                                    .adapter = of->adapter,
+                                   .exact = of->exact,
                                    .base = of->base};
   for (uint32_t i = 0; i < of->n_params; i++)
-    PS_TRY(add_param(m, &def->param[of->first_param + i], prefix, of->frozen));
+    PS_TRY(add_param(m, &def->param[of->first_param + i], prefix, of));
   m->max_spans = larger(m->max_spans, of->n_spans);
   m->n_units++;
   return PS_OK;

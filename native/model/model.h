@@ -17,7 +17,8 @@ typedef struct ps__unit {
   uint32_t layer, first_param, n_params, n_spans;
   const ps__span_def *span; /* [n_spans], the layer's */
   uint64_t n;               /* elements with padding */
-  bool frozen, adapter;     /* adapter, base: as in ps__unit_def */
+  bool frozen, adapter;     /* adapter, exact, base: as in ps__unit_def */
+  bool exact;
   uint32_t base;
   /* What the contributions to the unit's gradient come from: chunks; slices of chunks. Where the
    * unit's own layer has both, the chunks' parts are in the slices' contributions. */
@@ -110,12 +111,15 @@ static inline bool ps__base_is_frozen(const ps_model *m) {
 static inline const ps__layer_def *ps__layer_of(const ps_model *m, uint32_t layer) {
   return m->layer[layer].def;
 }
-/* ps__weight_storage() - of weights where ops read them, and of their gradients. */
+/* ps__weight_storage() - of weights where ops read them, and of their gradients; not of exact
+ * units. */
 static inline ps__storage ps__weight_storage(const ps_model *m) { return ps__plain(m->dt); }
 /* ps__unit_storage() - of a unit's weights on the host and the link, where these are @plain.
  * ps__weights_bytes() - BYTES of all units' weights there, without padding. */
 static inline ps__storage ps__unit_storage(const ps_model *m, uint32_t unit, ps__storage plain) {
   const uint32_t base = m->unit[unit].base;
+  if (m->unit[unit].exact)
+    return ps__plain(PS_F32);
   return base ? ps__base_storage(base, plain.dtype) : plain;
 }
 static inline uint64_t ps__weights_bytes(const ps_model *m) {

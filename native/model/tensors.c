@@ -98,39 +98,6 @@ static ps_status is_fresh(ps_tensor_file *f, const ps_param_info *p, bool *fresh
   return PS_OK;
 }
 
-/* Whether the values of the parameter are ones of bf16. */
-static ps_status is_bf16(ps_tensor_file *f, const ps_param_info *p, bool *exact) {
-  float x[512], rounded[512];
-  uint16_t bits[512];
-  const uint64_t idx = ps_tensors_find(f, p->name);
-  *exact = true;
-  if (idx == UINT64_MAX || p->n > sizeof x / sizeof *x)
-    return PS_OK;
-  PS_TRY(ps_tensors_read(f, idx, 0, p->n, PS_F32, x));
-  ps__convert(bits, PS_BF16, x, PS_F32, p->n);
-  ps__convert(rounded, PS_F32, bits, PS_BF16, p->n);
-  *exact = !memcmp(x, rounded, p->n * sizeof *x);
-  return PS_OK;
-}
-
-/* Routers' correction biases, where parameters are in bf16. */
-static ps_status note_biases(const ps_model *m, ps_tensor_file *f, const char *dir) {
-  bool exact = true;
-  const char *name = NULL;
-  for (uint32_t i = 0; exact && m->cfg.router_sigmoid && m->dt == PS_BF16 && i < m->n_params; i++)
-    if (strstr(m->param[i].name, ".e_score_correction_bias")) {
-      name = m->param[i].name;
-      PS_TRY(is_bf16(f, &m->param[i], &exact));
-    }
-  if (!exact)
-    ps__log(PS_LOG_WARN,
-            "%s: %s has values of fp32, which this recipe rounds to bf16, in what it saves too: "
-            "experts whose scores differ by less are chosen in another order; the recipe fp32 "
-            "keeps them",
-            dir, name);
-  return PS_OK;
-}
-
 ps_status ps__model_note_weights(const ps_model *m, ps_tensor_file *f, const char *dir) {
   bool fresh = !ps_tensors_initialised(f);
   for (uint32_t i = 0; fresh && i < m->n_params; i++)
@@ -141,7 +108,6 @@ ps_status ps__model_note_weights(const ps_model *m, ps_tensor_file *f, const cha
             "%s: every norm weight has its initial value: the weights look freshly initialised, "
             "as a text class of transformers saves them that was opened on a multimodal model",
             dir);
-  PS_TRY(note_biases(m, f, dir));
   if (ps__tensors_quantized(f))
     ps__log(PS_LOG_WARN,
             "%s: FP8 weights are read as their values times their scales, which bf16 rounds by at "

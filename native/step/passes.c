@@ -159,10 +159,13 @@ typedef struct listed {
 
 static ps__vaccess span_access(const ps__builder *b, const chunk_pass *p, ps__sym y) {
   const ps__span_def *span = &p->d->span[y.id];
-  const ps__unit_copy *u = &b->on->unit[ps__unit_of_span(b->s->model, p->layer, span)];
+  const uint32_t unit = ps__unit_of_span(b->s->model, p->layer, span);
+  const ps__unit_copy *u = &b->on->unit[unit];
   const ps__recipe *r = b->s->recipe;
+  if (y.kind == PS__SYM_PARAM && u->dense != PS__NO_VT)
+    return ps__elements(u->dense, y.mode, r->weights, span->offset, span->n);
   if (y.kind == PS__SYM_PARAM)
-    return ps__elements(u->dense != PS__NO_VT ? u->dense : u->weights, y.mode, r->weights,
+    return ps__elements(u->weights, y.mode, ps__unit_storage(b->s->model, unit, r->weights),
                         span->offset, span->n);
   return ps__elements(u->grad, p->shape.first_grad ? PS_WRITE : PS_READ_WRITE, r->grad,
                       span->offset, span->n);

@@ -125,10 +125,15 @@ static ps_status open_carried(job *j) {
   return PS_OK;
 }
 
-/* The specs of the array's tensors, by the names that they have on disk; those that are carried
- * come last. */
-static ps_status fill_specs(job *j, uint32_t a, ps_tensor_spec *specs, ps_tensor_info *info,
-                            disk_name *name, uint32_t *n) {
+/* In which parameter @p of the array is written. */
+static ps_dtype dtype_of(const ps__array *a, const ps_param_info *p) {
+  return p->exact && a->what == PS__ARRAY_UPDATED ? PS_F32 : a->dtype;
+}
+
+/* The specs of the array's tensors, by the names that they have on disk: those that are exact, so
+ * that they are aligned, or the others. */
+static void fill_own(job *j, uint32_t a, bool exact, ps_tensor_spec *specs, disk_name *name,
+                     uint32_t *n) {
   const ps_model *m = j->t->plan->model;
   const ps__array *array = &j->o->array[a];
   const bool weights = array->what == PS__ARRAY_UPDATED,
@@ -139,11 +144,11 @@ static ps_status fill_specs(job *j, uint32_t a, ps_tensor_spec *specs, ps_tensor
   for (uint32_t i = 0, of = 1; i < m->n_params; i += of, of = 1) {
     const ps_param_info *p = &m->param[i];
     char fused[PS_PARAM_NAME_BYTES], peft[PS__PEFT_NAME_BYTES];
-    if (!is_in(j, array, p))
+    if (!is_in(j, array, p) || (p->exact != 0) != exact)
       continue;
     ps_tensor_spec *s = &specs[*n];
     *s = (ps_tensor_spec){.name = p->name,
-                          .dtype = array->dtype,
+                          .dtype = dtype_of(array, p),
                           .n_dims = p->n_dims,
                           .shape = {p->shape[0], p->shape[1], p->shape[2]}};
     if (adapter)
@@ -163,6 +168,14 @@ static ps_status fill_specs(job *j, uint32_t a, ps_tensor_spec *specs, ps_tensor
     *n += specs_of;
     atomic_fetch_add(&j->left[p->unit * PS__N_PARTS + part_of(array)], of * specs_of);
   }
+}
+
+/* All of them; those that are carried come last. */
+static ps_status fill_specs(job *j, uint32_t a, ps_tensor_spec *specs, ps_tensor_info *info,
+                            disk_name *name, uint32_t *n) {
+  const bool weights = j->o->array[a].what == PS__ARRAY_UPDATED;
+  fill_own(j, a, true, specs, name, n);
+  fill_own(j, a, false, specs, name, n);
   for (uint32_t i = 0; weights && i < j->carried.n; i++) {
     PS_TRY(ps_tensors_info(j->carried.f, j->carried.idx[i], &info[i]));
     j->param[a][*n] = i;
@@ -281,7 +294,7 @@ static ps_status fetch(const job *j, const ps__array *a, const ps_param_info *p,
 static ps_status write_tensor(job *j, ps__tensors_file *f, const ps__array *a,
                               const ps_param_info *p, void *buffer) {
   const bool blocks = a->dtype == (ps_dtype)PS__U8;
-  const ps_dtype from = ps__array_dtype(j->t, p->unit, a->what);
+  const ps_dtype from = ps__array_dtype(j->t, p->unit, a->what), to = dtype_of(a, p);
   const uint64_t piece = PIECE_BYTES / sizeof(float);
   for (uint64_t first = 0; first < p->n; first += piece) {
     const uint64_t n = p->n - first < piece ? p->n - first : piece;
@@ -291,18 +304,17 @@ static ps_status write_tensor(job *j, ps__tensors_file *f, const ps__array *a,
     if (j->o->held)
       PS_TRY(ps__hold_check(j->t->hold));
     if (!blocks && (uint32_t)from == PS__I8) {
-      ps__updated_get(j->t, p->unit, p->offset + first, n, a->dtype, buffer);
+      ps__updated_get(j->t, p->unit, p->offset + first, n, to, buffer);
       data = buffer;
     } else {
       PS_TRY(fetch(j, a, p, first, n, buffer, &data));
     }
-    if (!blocks && (uint32_t)from != PS__I8 && a->dtype != from) {
-      ps__convert(buffer, a->dtype, data, from, n);
+    if (!blocks && (uint32_t)from != PS__I8 && to != from) {
+      ps__convert(buffer, to, data, from, n);
       data = buffer;
     }
-    PS_TRY(ps__tensors_put(f, data,
-                           blocks ? ps__array_bytes(j->t, p->unit, a->what, n)
-                                  : n * ps_dtype_bytes(a->dtype)));
+    PS_TRY(ps__tensors_put(
+        f, data, blocks ? ps__array_bytes(j->t, p->unit, a->what, n) : n * ps_dtype_bytes(to)));
   }
   return PS_OK;
 }

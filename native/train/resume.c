@@ -131,7 +131,7 @@ static ps_status check_listed(const ps__json *manifest, const char *dir, const c
 }
 
 /* Open the arrays of a stem, which are all of @dtype, those of other parts than the text model
- * apart, and in files that the manifest lists. */
+ * and correction biases, which are exact, apart, and in files that the manifest lists. */
 static ps_status open_listed(ps_tensor_file **out, const ps_checkpoint *c, const ps__json *manifest,
                              const char *stem, ps_dtype dtype) {
   const char *const needed = ps__dtypes[dtype].file_name, *path;
@@ -150,7 +150,8 @@ static ps_status open_listed(ps_tensor_file **out, const ps_checkpoint *c, const
   }
   for (uint64_t i = 0; st == PS_OK && i < ps_tensors_count(f); i++) {
     st = ps_tensors_info(f, i, &info);
-    if (st == PS_OK && ps__name_is_of_text(info.name) && strcmp(info.dtype, needed) != 0)
+    if (st == PS_OK && ps__name_is_of_text(info.name) && strcmp(info.dtype, needed) != 0 &&
+        !strstr(info.name, ".e_score_correction_bias"))
       st = ps__fail(
           PS_EFORMAT, "%s: tensor %.200s of %s is %s, and a checkpoint of recipe %s has %s there",
           c->dir, info.name, stem, info.dtype, ps__recipes[c->of.info.recipe].name, needed);

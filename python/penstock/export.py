@@ -57,9 +57,9 @@ class Source:
 
     @property
     def dtype(self) -> str:
-        """In which no weight is rounded."""
+        """In which no weight is rounded but those that stay fp32."""
         exact = ("BF16", "MXFP4")
-        only_bf16 = all(self.tensors.dtype(p.name) in exact for p in self.model.params())
+        only_bf16 = all(p.exact or self.tensors.dtype(p.name) in exact for p in self.model.params())
         return "bf16" if only_bf16 else "fp32"
 
 
@@ -296,9 +296,10 @@ def write_hf(
         own = (p for t in tensors for p in Pieces(None, source, t, pool, on_bytes))
         blocks = _Blocks(source, packed, on_bytes)
         pieces = itertools.chain(own, blocks, _carried(source, others, on_bytes))
-        specs = [(read.name_on_disk(t.name) if whole else t.name, t.shape) for t in tensors]
+        names = {t.name: read.name_on_disk(t.name) if whole else t.name for t in tensors}
+        specs = [(names[t.name], t.shape, DTYPE_OF[t.kind]) for t in tensors]
         raw = [(n, read.shape(n), read.dtype(n), read.n_bytes(n)) for n in others]
-        write_tensors(folder, specs, plain, pieces, max_shard_bytes, [*blocks.specs(), *raw])
+        write_tensors(folder, specs, pieces, max_shard_bytes, [*blocks.specs(), *raw])
         model.write(source.folder, dtype, folder / "config.json")
         (folder / "generation_config.json").write_bytes(_generation_config(source, config))
         copy_tokenizer(source.folder, folder)
@@ -342,17 +343,19 @@ class _Blocks:
         return math.sqrt(self.error[0] / self.error[1]) if self.error[1] else 0.0
 
 
+DTYPE_OF = {"F32": "fp32", "BF16": "bf16"}  # of a Tensor's kind
 # gpt-oss: an expert's matrix, which files have with those of all experts, transposed
 OF_EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.((?:gate_up|down)_proj)")
 
 
 def _tensors(parameters: list[Parameter], dtype: str) -> list[Tensor]:
-    """As files have them."""
+    """As files have them; those that stay fp32 come first."""
     out, parts = [], {}
-    for p in parameters:
+    for p in sorted(parameters, key=lambda p: not p.exact):
         found = OF_EXPERT.fullmatch(p.name)
         if not found:
-            out.append(Tensor(p.name, p.shape, KINDS[dtype], p.name))
+            kind = KINDS["fp32" if p.exact else dtype]
+            out.append(Tensor(p.name, p.shape, kind, p.name))
             continue
         name = found[1] + found[3]
         if name not in parts:
@@ -416,6 +419,8 @@ def import_gguf(what: str):
 
 def _bytes(parameter: Parameter, dtype: str) -> int:
     n = math.prod(parameter.shape)
+    if parameter.exact:
+        return 4 * n
     if dtype == "mxfp4" and OF_EXPERT.fullmatch(parameter.name):
         return n // 32 * 17
     return n * {"fp32": 4, "bf16": 2, "mxfp4": 2}[dtype]

@@ -23,7 +23,7 @@ def bf16_bits(x: np.ndarray) -> np.ndarray:
 class Parameter:
     """A tensor under its Hugging Face name. role: "matrix", "norm", "bias" or "constant". unit: 0
     is the embedding, 1 to n_layers are the blocks, n_layers + 1 is the head. offset: in the unit,
-    in elements."""
+    in elements. exact: it stays fp32, in files too, whatever the dtype."""
 
     index: int
     name: str
@@ -31,6 +31,7 @@ class Parameter:
     role: str
     unit: int
     offset: int
+    exact: bool = False
 
 
 def params_of(model) -> list[Parameter]:
@@ -39,7 +40,8 @@ def params_of(model) -> list[Parameter]:
     for i in range(lib.ps_model_n_params(model)):
         check(lib.ps_model_param(model, i, info))
         shape = tuple(info.shape[d] for d in range(info.n_dims))
-        out.append(Parameter(i, text(info.name), shape, ROLES[info.role], info.unit, info.offset))
+        place = ROLES[info.role], info.unit, info.offset, info.exact != 0
+        out.append(Parameter(i, text(info.name), shape, *place))
     return out
 
 
@@ -220,21 +222,23 @@ def mxfp4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[float]]:
     return elements, scales, list(error)
 
 
-def write_tensors(directory, specs, dtype: str, pieces, max_shard_bytes: int, raw=()) -> None:
+def write_tensors(directory, specs, pieces, max_shard_bytes: int, raw=()) -> None:
     """Write a model's safetensors into a directory, with an index where they are several files.
-    specs: (name, shape) of each tensor. pieces: arrays, which one after the other are the tensors'
+    specs: (name, shape, dtype) of each tensor, fp32 before bf16. pieces: arrays, which one after the other are the tensors'
     data. raw: (name, shape, dtype in the file, bytes) of tensors that come after those of specs,
     and are written as they are. Until all of it is on the disk the directory stays as it was."""
     out, keep = ffi.new("ps_tensor_writer **"), []
     n = len(specs) + len(raw)
     given = ffi.new("ps_tensor_spec[]", n)
-    for spec, (name, shape, *as_is) in zip(given, [*specs, *raw], strict=True):
+    for spec, (name, shape, dtype, *n_bytes) in zip(given, [*specs, *raw], strict=True):
         keep.append(ffi.new("char[]", name.encode()))
-        spec.name, spec.dtype, spec.n_dims = keep[-1], DTYPES[dtype], len(shape)
+        spec.name, spec.n_dims = keep[-1], len(shape)
         spec.shape[0 : len(shape)] = shape
-        if as_is:
-            keep.append(ffi.new("char[]", as_is[0].encode()))
-            spec.file_dtype, spec.bytes = keep[-1], as_is[1]
+        if n_bytes:
+            keep.append(ffi.new("char[]", dtype.encode()))
+            spec.file_dtype, spec.bytes = keep[-1], n_bytes[0]
+        else:
+            spec.dtype = DTYPES[dtype]
     where = encode_path(directory)
     check(lib.ps_tensors_create(out, where, b"model", given, n, max_shard_bytes, ffi.NULL, 0))
     try:
