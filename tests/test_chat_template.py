@@ -241,6 +241,107 @@ def test_what_the_assistant_thought_has_the_name_that_the_template_reads(folder,
     assert shown(folder, {"messages": chat})[1] == ["why? ho<|im_end|>\n"]
 
 
+# What the template of gpt-oss does, in other words: macros that call themselves, the day, a channel a
+# message, a tool's call that later messages need by its name, and thoughts that are left out where a
+# final answer follows.
+HARMONY = """
+{%- macro kind(p) -%}
+  {%- if p.type == "array" -%}{{- kind(p["items"]) + "[]" }}
+  {%- elif p.enum -%}{{- '"' + p.enum|join('" | "') + '"' }}{%- else -%}{{- p.type }}{%- endif -%}
+{%- endmacro -%}
+{{- "<|im_start|>system " + strftime_now("%Y-%m-%d") + effort|default("medium") + "<|im_end|>" }}
+{%- if messages[0].role in ["system", "developer"] %}
+  {{- "<|im_start|>developer " + messages[0].content + "<|im_end|>" }}
+  {%- set turns = messages[1:] %}
+{%- else %}{%- set turns = messages %}{%- endif %}
+{%- for tool in tools or [] %}
+  {%- for name, p in tool.function.parameters.properties.items() %}
+    {{- name + ("?" if name not in (tool.function.parameters.required or []) else "") }}
+    {{- ": " + kind(p) + (", default: " + p.default|tojson if p.default is defined else "") + ";" }}
+  {%- endfor %}
+{%- endfor %}
+{%- set call = namespace(name=none) %}
+{%- for m in turns %}
+  {%- if m.role == "assistant" and "tool_calls" in m %}
+    {%- set final = namespace(follows=false) %}
+    {%- for later in turns[loop.index:] %}
+      {%- if later.role == "assistant" and "tool_calls" not in later %}
+        {%- set final.follows = true %}
+      {%- endif %}
+    {%- endfor %}
+    {%- set call.name = m.tool_calls[0].function.name %}
+    {%- if m.thinking and not final.follows %}
+      {{- "<|im_start|>assistant analysis " + m.thinking + "<|im_end|>" }}
+    {%- endif %}
+    {{- "<|im_start|>assistant to=" + call.name + m.tool_calls[0].function.arguments|tojson }}
+    {{- "<|im_end|>" }}
+  {%- elif m.role == "assistant" and loop.last and not add_generation_prompt %}
+    {%- if "thinking" in m %}
+      {{- "<|im_start|>assistant analysis " + m.thinking + "<|im_end|>" }}
+    {%- endif %}
+    {{- "<|im_start|>assistant final " + m.content + "<|endoftext|>" }}
+  {%- elif m.role == "assistant" %}{{- "<|im_start|>assistant final " + m.content + "<|im_end|>" }}
+  {%- elif m.role == "tool" %}
+    {%- if call.name is none %}{{- raise_exception("no call") }}{%- endif %}
+    {{- "<|im_start|>" + call.name + " " + m.content|tojson + "<|im_end|>" }}
+  {%- else %}{{- "<|im_start|>user " + m.content + "<|im_end|>" }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt -%}<|im_start|>assistant{%- endif -%}
+"""
+PROPERTIES = {
+    "a": {"type": "string", "enum": ["x", "y"], "default": "x"},
+    "b": {"type": "array", "items": {"type": "array", "items": {"type": "number"}}},
+}
+FUNCTION = {"name": "f", "parameters": {"properties": PROPERTIES, "required": ["a"]}}
+ASKED = {"function": {"name": "f", "arguments": {"a": "é"}}, "type": "function"}
+USED = [
+    {"role": "developer", "content": "brief"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "", "thinking": "why?", "tool_calls": [ASKED]},
+    {"role": "tool", "content": '{"r": 1}'},
+]
+FINAL = " final ho<|endoftext|>"
+
+
+@pytest.mark.parametrize(
+    "messages, answers, last",
+    [
+        (TURNS, [FINAL], [FINAL]),
+        (
+            [*TURNS, TURNS[0], TURNS[1] | {"thinking": "so"}],
+            [" final ho", f" analysis so<|im_end|><|im_start|>assistant{FINAL}"],
+            [f" analysis so<|im_end|><|im_start|>assistant{FINAL}"],
+        ),
+        (USED, [' analysis why?<|im_end|><|im_start|>assistant to=f{"a": "é"}<|im_end|>'], None),
+        ([*USED, TURNS[1]], "message 3 in another way where other messages follow", [FINAL]),
+        (
+            [*USED, TURNS[1] | {"thinking": "so"}],
+            "message 3 in another way where other messages follow",
+            [f" analysis so<|im_end|><|im_start|>assistant{FINAL}"],
+        ),
+        (USED[3:], "the chat template fails: no call", "the chat template fails: no call"),
+    ],
+)
+def test_channels_and_calls_are_written_as_transformers_writes_them(
+    folder, messages, answers, last
+):
+    from transformers import PreTrainedTokenizerFast
+
+    configure(folder, HARMONY)
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    record = {"messages": messages, "tools": [{"type": "function", "function": FUNCTION}]}
+    for targets, want in (("answers", answers), ("last", last or answers)):
+        if isinstance(want, str):
+            with pytest.raises(data.DataError, match=want):
+                shown(folder, record, targets)
+            continue
+        text, learned = shown(folder, record, targets)
+        assert learned == want
+        assert text == theirs.apply_chat_template(messages, tools=record["tools"], tokenize=False)
+        ids = data.load_tokenizer(folder).encode(text, add_special_tokens=False).ids
+        assert ids == theirs.apply_chat_template(messages, tools=record["tools"], return_dict=False)
+
+
 # ---- tools, variables, days ----------------------------------------------------------------------
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "<é>"}}]

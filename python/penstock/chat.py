@@ -204,7 +204,11 @@ class ChatTemplate:
                 if not any(messages[i]["role"] == "assistant" for i in left_out):
                     return text, marked
                 return text, self._marked(text, write, trained, marked, len(messages))
-            ends = (self._span(text, write, i, i == len(messages) - 1, advice) for i in trained)
+            last = len(messages) - 1
+            ends = (
+                self._span(text, write, i, messages[i] if i == last else None, advice)
+                for i in trained
+            )
             return text, list(ends)
 
     def end_of_turn(self, added: Mapping[str, int]) -> int | None:
@@ -323,10 +327,14 @@ class ChatTemplate:
         return not text or not self._added.sub("", text).strip()
 
     def _span(
-        self, text: str, write: Callable[..., str], i: int, is_last: bool, advice: str
+        self, text: str, write: Callable[..., str], i: int, last: dict | None, advice: str
     ) -> tuple[int, int]:
-        """Of the answer in message i, which is_last of the conversation or not."""
-        before = write(i, True)
+        """Of the answer in message i; last: that message where it is the conversation's last."""
+        before, is_last = write(i, True), last is not None
+        if is_last and not text.startswith(before):
+            begin = self._begin(text, write, i, before, last)
+            if begin is not None:
+                return begin, len(text)
         end = None
         if text.startswith(before):
             upto = text if is_last else write(i + 1)
@@ -335,6 +343,24 @@ class ChatTemplate:
             text = _BEGUN.format(i + 1) if is_last else _REWRITTEN.format(i + 1) + advice
             raise DataError(text)
         return len(before), end
+
+    def _begin(
+        self, text: str, write: Callable[..., str], i: int, before: str, message: dict
+    ) -> int | None:
+        """Where the last answer, message i, begins in a text whose earlier messages are written in
+        another way than without it: gpt-oss leaves out what was thought before a tool's call. It
+        begins after the last generation prompt that another end of the text has too. None: it
+        cannot be told."""
+        try:
+            plain, followed = write(i), write(i + 1, True)
+        except DataError:
+            return None
+        prompt = before[_shared(plain, before, self._added) :]
+        at = text.rfind(prompt, 0, _shared(text, followed, self._added))
+        said = json.dumps(message, ensure_ascii=False, default=str)
+        if not prompt.strip() or at < 0 or json.dumps(prompt, ensure_ascii=False)[1:-1] in said:
+            return None
+        return at + len(prompt)
 
     def _end(
         self, text: str, write: Callable[..., str], i: int, before: str, closed: str
