@@ -96,11 +96,12 @@ static ps_status refuse_device(const ps_plan *p, uint64_t cap) {
       "%u "
       "rows: raise %s, lower %s, or give fewer or shorter prompts",
       need, given, ps__format_bytes(stays, g->beside.used[p->at->dev[0].place]),
-      ps__format_bytes(head, r->head_bytes), ps__format_bytes(blocks, n * r->block_bytes),
-      (unsigned long long)n, ps__format_bytes(cache, r->cache_bytes),
-      (unsigned long long)g->cfg.n_sequences, (unsigned long long)g->cfg.context,
-      ps__format_bytes(act, r->activation_bytes), g->rows[0] > g->rows[1] ? g->rows[0] : g->rows[1],
-      ps__field("device_mem_bytes"), ps__field("sample_context"));
+      ps__format_bytes(head, r->head_bytes),
+      ps__format_bytes(blocks, n * r->block_bytes + r->dense_bytes), (unsigned long long)n,
+      ps__format_bytes(cache, r->cache_bytes), (unsigned long long)g->cfg.n_sequences,
+      (unsigned long long)g->cfg.context, ps__format_bytes(act, r->activation_bytes),
+      g->rows[0] > g->rows[1] ? g->rows[0] : g->rows[1], ps__field("device_mem_bytes"),
+      ps__field("sample_context"));
 }
 
 ps_status ps__plan_sampling_check(const ps_plan *p) {
