@@ -174,4 +174,69 @@ static inline size_t ps_scratch_attention_cached(const void *args,
                                  256);
 }
 
+/* The gated delta rule (delta.cu): rows come in pieces of PS_DELTA_ROWS, pieces in segments. What
+ * follows is of a segment, but `borders` and `weights`. Offsets in bytes; n: pieces. */
+enum { PS_DELTA_ROWS = 64, PS_DELTA_SEGMENT = 16 };
+typedef struct ps_delta_scratch {
+  size_t inverse, pairs; /* f32 [n,nv,64,64]: of I + L; q k^T with its decay */
+  size_t rows, norms;    /* f32 [n,nv,3,64]: beta, decays; f32 [n,nk,2,64]: 1/|q|, 1/|k| */
+  /* backward: f32 [n,nv,64,dv] d, dy; [n,nv,dk,dv] states and gradients of states; [n,nk,64,dk] */
+  size_t d, dy, states, dstates, dq, dk;
+  size_t borders; /* f32 [segments,nv,dk,dv]: states with which segments begin, the first unused */
+  size_t weights; /* f64 [pieces,nv,2]: terms of da_log, ddt_bias */
+  size_t bytes;
+} ps_delta_scratch;
+static inline size_t ps_delta_take(size_t *at, size_t bytes) {
+  const size_t here = *at;
+  *at += ps_round_up(bytes, 256);
+  return here;
+}
+static inline ps_delta_scratch ps_delta_layout(const ps__args_delta *a, bool backward) {
+  const size_t all = ((size_t)a->n_tokens + PS_DELTA_ROWS - 1) / PS_DELTA_ROWS,
+               n = all < PS_DELTA_SEGMENT ? all : PS_DELTA_SEGMENT, f = sizeof(float),
+               heads = n * a->n_value_heads, keys = n * a->n_key_heads, r = PS_DELTA_ROWS,
+               state = (size_t)a->key_dim * a->value_dim;
+  ps_delta_scratch s = {0};
+  size_t at = 0;
+  s.inverse = ps_delta_take(&at, heads * r * r * f);
+  s.pairs = ps_delta_take(&at, heads * r * r * f);
+  s.rows = ps_delta_take(&at, heads * 3 * r * f);
+  s.norms = ps_delta_take(&at, keys * 2 * r * f);
+  if (backward) {
+    s.d = ps_delta_take(&at, heads * r * a->value_dim * f);
+    s.dy = ps_delta_take(&at, heads * r * a->value_dim * f);
+    s.states = ps_delta_take(&at, heads * state * f);
+    s.dstates = ps_delta_take(&at, heads * state * f);
+    s.dq = ps_delta_take(&at, keys * r * a->key_dim * f);
+    s.dk = ps_delta_take(&at, keys * r * a->key_dim * f);
+    s.borders = ps_delta_take(&at, (all + PS_DELTA_SEGMENT - 1) / PS_DELTA_SEGMENT *
+                                       a->n_value_heads * state * f);
+    s.weights = ps_delta_take(&at, all * a->n_value_heads * 2 * sizeof(double));
+  }
+  s.bytes = at;
+  return s;
+}
+static inline size_t ps_scratch_delta_fwd(const void *args, const ps__scratch_target *target) {
+  return (void)target, ps_delta_layout((const ps__args_delta *)args, false).bytes;
+}
+static inline size_t ps_scratch_delta_bwd(const void *args, const ps__scratch_target *target) {
+  return (void)target, ps_delta_layout((const ps__args_delta *)args, true).bytes;
+}
+/* dw of each tile of rows */
+enum { PS_CONV_TILES = 64, PS_GATED_NORM_TILES = 1024 };
+static inline size_t ps_scratch_conv_bwd(const void *args, const ps__scratch_target *target) {
+  const ps__args_conv *a = (const ps__args_conv *)args;
+  (void)target;
+  return ps_round_up((size_t)ps_n_row_tiles(a->n_tokens, PS_CONV_TILES) * a->channels * a->width *
+                         sizeof(float),
+                     256);
+}
+static inline size_t ps_scratch_gated_norm_bwd(const void *args, const ps__scratch_target *target) {
+  const ps__args_gated_norm *a = (const ps__args_gated_norm *)args;
+  (void)target;
+  return ps_round_up((size_t)ps_n_row_tiles(a->n_tokens * a->n_heads, PS_GATED_NORM_TILES) *
+                         a->head_dim * sizeof(float),
+                     256);
+}
+
 #endif

@@ -36,10 +36,10 @@ static ps_work work_conv(const ps__args_conv *a, double tensors) {
 static ps_work work_conv_fwd(const void *args) { return work_conv(args, 2); }
 static ps_work work_conv_bwd(const void *args) { return work_conv(args, 3); }
 
-PS__CPU_OP(conv_fwd, PS_CLASS_ELEMENTWISE, check_conv, .rate = PS__RATE_MEMORY,
-           .work = work_conv_fwd, .bind = bind_conv);
-PS__CPU_OP(conv_bwd, PS_CLASS_ELEMENTWISE, check_conv, .rate = PS__RATE_MEMORY,
-           .work = work_conv_bwd, .bind = bind_conv_bwd);
+PS__OP(conv_fwd, PS_CLASS_ELEMENTWISE, check_conv, .rate = PS__RATE_MEMORY, .work = work_conv_fwd,
+       .bind = bind_conv);
+PS__OP(conv_bwd, PS_CLASS_ELEMENTWISE, check_conv, .rate = PS__RATE_MEMORY, .work = work_conv_bwd,
+       .bind = bind_conv_bwd, .scratch = {NULL, ps_scratch_conv_bwd});
 
 /* ---- the delta rule -------------------------------------------------------------------------- */
 
@@ -79,12 +79,10 @@ static ps_work work_delta(const ps__args_delta *a, double products, double model
 static ps_work work_delta_fwd(const void *args) { return work_delta(args, 3, 3, 1); }
 static ps_work work_delta_bwd(const void *args) { return work_delta(args, 10, 6, 2); }
 
-PS__CPU_OP(delta_fwd, PS_CLASS_ATTENTION, check_delta, .rate = PS__RATE_MEMORY,
-           .work = work_delta_fwd, .bind = bind_delta,
-           .scratch = {ps__cpu_scratch_delta_fwd, NULL});
-PS__CPU_OP(delta_bwd, PS_CLASS_ATTENTION, check_delta, .rate = PS__RATE_MEMORY,
-           .work = work_delta_bwd, .bind = bind_delta_bwd,
-           .scratch = {ps__cpu_scratch_delta_bwd, NULL});
+PS__OP(delta_fwd, PS_CLASS_ATTENTION, check_delta, .rate = PS__RATE_MEMORY, .work = work_delta_fwd,
+       .bind = bind_delta, .scratch = {ps__cpu_scratch_delta_fwd, ps_scratch_delta_fwd});
+PS__OP(delta_bwd, PS_CLASS_ATTENTION, check_delta, .rate = PS__RATE_MEMORY, .work = work_delta_bwd,
+       .bind = bind_delta_bwd, .scratch = {ps__cpu_scratch_delta_bwd, ps_scratch_delta_bwd});
 
 /* ---- the norm with a gate -------------------------------------------------------------------- */
 
@@ -104,11 +102,11 @@ static ps_work work_gated_norm(const ps__args_gated_norm *a, double tensors) {
 static ps_work work_gated_norm_fwd(const void *args) { return work_gated_norm(args, 3); }
 static ps_work work_gated_norm_bwd(const void *args) { return work_gated_norm(args, 5); }
 
-PS__CPU_OP(gated_norm_fwd, PS_CLASS_ELEMENTWISE, check_gated_norm, .rate = PS__RATE_MEMORY,
-           .work = work_gated_norm_fwd, .bind = bind_gated_norm);
-PS__CPU_OP(gated_norm_bwd, PS_CLASS_ELEMENTWISE, check_gated_norm, .rate = PS__RATE_MEMORY,
-           .work = work_gated_norm_bwd, .bind = bind_gated_norm_bwd,
-           .scratch = {ps__cpu_scratch_gated_norm_bwd, NULL});
+PS__OP(gated_norm_fwd, PS_CLASS_ELEMENTWISE, check_gated_norm, .rate = PS__RATE_MEMORY,
+       .work = work_gated_norm_fwd, .bind = bind_gated_norm);
+PS__OP(gated_norm_bwd, PS_CLASS_ELEMENTWISE, check_gated_norm, .rate = PS__RATE_MEMORY,
+       .work = work_gated_norm_bwd, .bind = bind_gated_norm_bwd,
+       .scratch = {ps__cpu_scratch_gated_norm_bwd, ps_scratch_gated_norm_bwd});
 
 /* ---- columns by head, and gates -------------------------------------------------------------- */
 

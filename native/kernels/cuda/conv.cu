@@ -1,0 +1,487 @@
+/* conv.cu - short causal convolutions over rows, and the norm with a gate: what is around the gated
+ * delta rule (delta.cu). */
+#include "kernels/cuda/cuda_common.cuh"
+
+namespace {
+
+enum { THREADS = 256, WARPS = THREADS / 32, FWD_ROWS = 32, SLAB = 256 };
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+/* ---- convolution ----------------------------------------------------------------------------- */
+
+template <typename T> struct conv_job {
+  const T *x, *w, *before, *dy;
+  const int32_t *doc_start;
+  const float *carry;
+  T *y, *dx;
+  float *partial;
+  uint32_t rows, row0, channels, width, tile;
+};
+
+/* W taps or fewer of V channels from c on: those of rows t-(W-1) .. t, the first of them 0 where
+ * there are fewer, and the rows themselves. */
+template <typename T, int V, int W> struct conv_window {
+  float tap[W][V], x[W][V];
+  __device__ __forceinline__ conv_window(const conv_job<T> &j, uint32_t c) {
+#pragma unroll
+    for (int k = 0; k < W; k++)
+#pragma unroll
+      for (int e = 0; e < V; e++) {
+        const int of = k - (W - (int)j.width);
+        tap[k][e] = of < 0 ? 0.0f : ps_to_f32(j.w[(size_t)(c + e) * j.width + of]);
+        x[k][e] = 0.0f;
+      }
+  }
+  /* Row t, which may be of the chunk before, becomes the last. */
+  __device__ __forceinline__ void enter(const conv_job<T> &j, int64_t t, uint32_t c) {
+#pragma unroll
+    for (int k = 0; k + 1 < W; k++)
+#pragma unroll
+      for (int e = 0; e < V; e++)
+        x[k][e] = x[k + 1][e];
+    const int64_t before = t + (int64_t)j.width - 1;
+    if (t >= 0)
+      ps_read<T, V>(x[W - 1], j.x + (size_t)t * j.channels + c);
+    else if (before >= 0 && j.row0)
+      ps_read<T, V>(x[W - 1], j.before + (size_t)before * j.channels + c);
+    else
+#pragma unroll
+      for (int e = 0; e < V; e++)
+        x[W - 1][e] = 0.0f;
+  }
+  /* Does row t see what tap k of W takes? @first: doc_start[t]. */
+  static __device__ __forceinline__ bool sees(const conv_job<T> &j, int64_t t, int k,
+                                              int32_t first) {
+    return k >= W - (int)j.width && t - (W - 1) + k + (int64_t)j.row0 >= first;
+  }
+  __device__ __forceinline__ void sum(float (&p)[V], const conv_job<T> &j, int64_t t,
+                                      int32_t first) const {
+#pragma unroll
+    for (int e = 0; e < V; e++)
+      p[e] = 0.0f;
+#pragma unroll
+    for (int k = 0; k < W; k++)
+      if (sees(j, t, k, first))
+#pragma unroll
+        for (int e = 0; e < V; e++)
+          p[e] = fmaf(tap[k][e], x[k][e], p[e]);
+  }
+  /* The gradient of p of row t, the last that entered. */
+  __device__ __forceinline__ void slope(float (&ds)[V], const conv_job<T> &j, int64_t t,
+                                        int32_t first, uint32_t c) const {
+    float p[V];
+    sum(p, j, t, first);
+    ps_read<T, V>(ds, j.dy + (size_t)t * j.channels + c);
+#pragma unroll
+    for (int e = 0; e < V; e++) {
+      const float sig = sigmoid(p[e]);
+      ds[e] *= sig * (1.0f + p[e] * (1.0f - sig));
+    }
+  }
+};
+
+/* A thread V channels of FWD_ROWS rows. */
+template <typename T, int V, int W>
+__global__ void __launch_bounds__(THREADS) conv_fwd_k(const conv_job<T> j) {
+  const uint32_t c = (blockIdx.x * THREADS + threadIdx.x) * V;
+  const int64_t first = (int64_t)blockIdx.y * FWD_ROWS,
+                end = min(first + FWD_ROWS, (int64_t)j.rows);
+  if (c >= j.channels)
+    return;
+  conv_window<T, V, W> win(j, c);
+  for (int64_t t = first - (W - 1); t < first; t++)
+    win.enter(j, t, c);
+  for (int64_t t = first; t < end; t++) {
+    float p[V];
+    win.enter(j, t, c);
+    win.sum(p, j, t, j.doc_start[t]);
+#pragma unroll
+    for (int e = 0; e < V; e++)
+      p[e] *= sigmoid(p[e]);
+    ps_store<T, V>(j.y + (size_t)t * j.channels + c, p);
+  }
+}
+
+/* after: the last W-1 rows of those before the chunk and the chunk's. */
+template <typename T>
+__global__ void __launch_bounds__(THREADS) conv_tail_k(const conv_job<T> j, T *after) {
+  const uint64_t i = (uint64_t)blockIdx.x * THREADS + threadIdx.x;
+  const uint32_t c = (uint32_t)(i % j.channels);
+  const int64_t row = (int64_t)(i / j.channels), t = (int64_t)j.rows - (j.width - 1) + row;
+  if (row >= (int64_t)j.width - 1)
+    return;
+  after[i] = t >= 0   ? j.x[(size_t)t * j.channels + c]
+             : j.row0 ? j.before[(size_t)(row + j.rows) * j.channels + c]
+                      : ps_from_f32<T>(0.0f);
+}
+
+/* A thread V channels of a tile of rows. Row u gives its gradient ds to the rows that it sees, the
+ * last of which is complete W-1 rows later: rows behind the tile are computed once more. */
+template <typename T, int V, int W>
+__global__ void __launch_bounds__(THREADS) conv_bwd_k(const conv_job<T> j) {
+  const uint32_t c = (blockIdx.x * THREADS + threadIdx.x) * V;
+  const int64_t first = (int64_t)blockIdx.y * j.tile, end = min(first + j.tile, (int64_t)j.rows);
+  float dw[W][V] = {}, sum[W][V] = {}; /* sum[i]: so far of the gradient of row u-(W-1)+i */
+  if (c >= j.channels)
+    return;
+  conv_window<T, V, W> win(j, c);
+  for (int64_t u = first - (W - 1); u < first; u++)
+    win.enter(j, u, c);
+  for (int64_t u = first; u < end + W - 1; u++) {
+    if (u < (int64_t)j.rows) {
+      const int32_t doc = j.doc_start[u];
+      float ds[V];
+      win.enter(j, u, c);
+      win.slope(ds, j, u, doc, c);
+#pragma unroll
+      for (int k = 0; k < W; k++)
+        if (win.sees(j, u, k, doc))
+#pragma unroll
+          for (int e = 0; e < V; e++) {
+            sum[k][e] = fmaf(win.tap[k][e], ds[e], sum[k][e]);
+            if (u < end)
+              dw[k][e] = fmaf(ds[e], win.x[k][e], dw[k][e]);
+          }
+    }
+    const int64_t t = u - (W - 1), next = t - ((int64_t)j.rows - (j.width - 1));
+    if (t >= first && t < end) {
+      if (next >= 0 && j.carry)
+#pragma unroll
+        for (int e = 0; e < V; e++)
+          sum[0][e] += j.carry[(size_t)next * j.channels + c + e];
+      ps_store<T, V>(j.dx + (size_t)t * j.channels + c, sum[0]);
+    }
+#pragma unroll
+    for (int k = 0; k < W; k++)
+#pragma unroll
+      for (int e = 0; e < V; e++)
+        sum[k][e] = k + 1 < W ? sum[k + 1][e] : 0.0f;
+  }
+  float *to = j.partial + ((size_t)blockIdx.y * j.channels + c) * j.width;
+#pragma unroll
+  for (int k = 0; k < W; k++)
+#pragma unroll
+    for (int e = 0; e < V; e++)
+      if (k >= W - (int)j.width)
+        to[(size_t)e * j.width + k - (W - (int)j.width)] = dw[k][e];
+}
+
+/* A thread a channel: carry, from the gradient of the rows behind the chunk to that of the rows
+ * before it. */
+template <typename T>
+__global__ void __launch_bounds__(THREADS)
+    conv_carry_k(const conv_job<T> j, float *carry, bool has_carry) {
+  constexpr int W = PS_MAX_CONV;
+  const uint32_t c = blockIdx.x * THREADS + threadIdx.x;
+  float sum[2 * W - 1] = {}; /* of rows -(W-1) .. W-1 */
+  if (c >= j.channels)
+    return;
+  conv_window<T, 1, W> win(j, c);
+  for (int64_t u = -(W - 1); u < 0; u++)
+    win.enter(j, u, c);
+#pragma unroll
+  for (int u = 0; u < W - 1; u++) {
+    if (u >= (int)j.width - 1 || u >= (int64_t)j.rows)
+      break;
+    const int32_t doc = j.doc_start[u];
+    float ds[1];
+    win.enter(j, u, c);
+    win.slope(ds, j, u, doc, c);
+#pragma unroll
+    for (int k = 0; k < W; k++)
+      if (win.sees(j, u, k, doc))
+        sum[u + k] = fmaf(win.tap[k][0], ds[0], sum[u + k]);
+  }
+  float old[W - 1];
+#pragma unroll
+  for (int i = 0; i < W - 1; i++) {
+    const int64_t next = (int64_t)i - (int64_t)j.rows;
+    old[i] = i < (int)j.width - 1 && has_carry && next >= 0 ? carry[(size_t)next * j.channels + c]
+                                                            : 0.0f;
+  }
+#pragma unroll
+  for (int i = 0; i < W - 1; i++)
+    if (i >= W - (int)j.width) { /* row i-(W-1) is row i-(W-width) of carry */
+      const int to = i - (W - (int)j.width);
+      float back = 0.0f;
+#pragma unroll
+      for (int k = 0; k < W - 1; k++)
+        back = k == to ? old[k] : back;
+      carry[(size_t)to * j.channels + c] = sum[i] + back;
+    }
+}
+
+template <typename T> conv_job<T> conv_job_of(const ps_launch *l) {
+  const ps__args_conv *a = (const ps__args_conv *)l->args;
+  conv_job<T> j = {};
+  j.x = (const T *)l->ptr[0];
+  j.w = (const T *)l->ptr[1];
+  j.doc_start = (const int32_t *)l->ptr[2];
+  j.before = (const T *)l->ptr[3];
+  j.rows = a->n_tokens;
+  j.row0 = a->row0;
+  j.channels = a->channels;
+  j.width = a->width;
+  return j;
+}
+
+template <typename T, int V> cudaError_t conv_fwd_of(const ps_launch *l) {
+  conv_job<T> j = conv_job_of<T>(l);
+  cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
+  const dim3 grid(ps_ceil_div(j.channels, THREADS * V), ps_ceil_div(j.rows, FWD_ROWS));
+  j.y = (T *)l->ptr[4];
+  if (j.width <= 4)
+    conv_fwd_k<T, V, 4><<<grid, THREADS, 0, stream>>>(j);
+  else
+    conv_fwd_k<T, V, PS_MAX_CONV><<<grid, THREADS, 0, stream>>>(j);
+  conv_tail_k<T>
+      <<<ps_ceil_div((uint64_t)(j.width - 1) * j.channels, THREADS), THREADS, 0, stream>>>(
+          j, (T *)l->ptr[5]);
+  return cudaGetLastError();
+}
+
+template <typename T, int V> cudaError_t conv_bwd_of(const ps_launch *l) {
+  const ps__args_conv *a = (const ps__args_conv *)l->args;
+  const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
+  conv_job<T> j = conv_job_of<T>(l);
+  const uint32_t n = ps_n_row_tiles(j.rows, PS_CONV_TILES);
+  const dim3 grid(ps_ceil_div(j.channels, THREADS * V), n);
+  j.dy = (const T *)l->ptr[4];
+  j.carry = a->accumulate_carry ? (const float *)l->ptr[5] : nullptr;
+  j.dx = (T *)l->ptr[6];
+  j.partial = (float *)exec->scratch;
+  j.tile = ps_row_tile_rows(j.rows, PS_CONV_TILES);
+  if (j.width <= 4)
+    conv_bwd_k<T, V, 4><<<grid, THREADS, 0, exec->stream>>>(j);
+  else
+    conv_bwd_k<T, V, PS_MAX_CONV><<<grid, THREADS, 0, exec->stream>>>(j);
+  /* after conv_bwd_k, which reads what it replaces */
+  conv_carry_k<T><<<ps_ceil_div(j.channels, THREADS), THREADS, 0, exec->stream>>>(
+      j, (float *)l->ptr[5], a->accumulate_carry != 0);
+  const cudaError_t e = cudaGetLastError();
+  return e != cudaSuccess
+             ? e
+             : ps_add_partials(exec->stream, l->ptr[7], a->dt, j.partial, n, j.channels * j.width,
+                               j.channels * j.width, a->accumulate_dw != 0);
+}
+
+/* ---- the norm with a gate -------------------------------------------------------------------- */
+
+template <typename T> struct gate_job {
+  const T *x, *z, *w, *dy;
+  T *y, *dx, *dz;
+  float *partial;
+  uint32_t rows, dim, tile; /* rows: of heads */
+  float eps;
+};
+
+template <typename T, int V>
+__device__ __forceinline__ float gate_rstd(const T *x, uint32_t dim, float eps) {
+  float sum = 0.0f, v[V];
+  for (uint32_t i = threadIdx.x % 32 * V; i < dim; i += 32 * V) {
+    ps_read<T, V>(v, x + i);
+#pragma unroll
+    for (int e = 0; e < V; e++)
+      sum = fmaf(v[e], v[e], sum);
+  }
+  return 1.0f / sqrtf(ps_warp_sum(sum) / (float)dim + eps);
+}
+
+/* A warp a row and head. */
+template <typename T, int V>
+__global__ void __launch_bounds__(THREADS) gate_fwd_k(const gate_job<T> j) {
+  const uint32_t row = blockIdx.x * WARPS + threadIdx.x / 32;
+  const size_t at = (size_t)row * j.dim;
+  if (row >= j.rows)
+    return;
+  const float rstd = gate_rstd<T, V>(j.x + at, j.dim, j.eps);
+  for (uint32_t i = threadIdx.x % 32 * V; i < j.dim; i += 32 * V) {
+    float x[V], z[V], w[V];
+    ps_read<T, V>(x, j.x + at + i);
+    ps_read<T, V>(z, j.z + at + i);
+    ps_read<T, V>(w, j.w + i);
+#pragma unroll
+    for (int e = 0; e < V; e++)
+      x[e] = x[e] * rstd * w[e] * (z[e] * sigmoid(z[e]));
+    ps_store<T, V>(j.y + at + i, x);
+  }
+}
+
+/* A block a tile of rows and SLAB columns, whose dw are in its warps' registers; a warp takes every
+ * WARPS-th row. The row's sums are of all columns, in every slab's block. */
+template <typename T, int V>
+__global__ void __launch_bounds__(THREADS) gate_bwd_k(const gate_job<T> j) {
+  constexpr int N = SLAB / 32 / V;
+  __shared__ float shared[WARPS][SLAB];
+  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, slab = blockIdx.y * SLAB,
+                 first = blockIdx.x * j.tile, end = min(first + j.tile, j.rows);
+  float dw[N][V] = {};
+  for (uint32_t row = first + warp; row < end; row += WARPS) {
+    const size_t at = (size_t)row * j.dim;
+    const float rstd = gate_rstd<T, V>(j.x + at, j.dim, j.eps);
+    float x[V], z[V], w[V], d[V], dot = 0.0f;
+    const auto read = [&](uint32_t i) {
+      ps_read<T, V>(x, j.x + at + i);
+      ps_read<T, V>(z, j.z + at + i);
+      ps_read<T, V>(w, j.w + i);
+      ps_read<T, V>(d, j.dy + at + i);
+    };
+    for (uint32_t i = lane * V; i < j.dim; i += 32 * V) {
+      read(i);
+#pragma unroll
+      for (int e = 0; e < V; e++)
+        dot = fmaf(d[e] * (z[e] * sigmoid(z[e])) * w[e], x[e] * rstd, dot);
+    }
+    const float mean = ps_warp_sum(dot) / (float)j.dim;
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+      const uint32_t i = slab + (k * 32 + lane) * V;
+      float dx[V], dz[V];
+      if (i >= j.dim)
+        break;
+      read(i);
+#pragma unroll
+      for (int e = 0; e < V; e++) {
+        const float sig = sigmoid(z[e]), n = x[e] * rstd;
+        dx[e] = (d[e] * (z[e] * sig) * w[e] - n * mean) * rstd;
+        dz[e] = d[e] * w[e] * n * sig * (1.0f + z[e] * (1.0f - sig));
+        dw[k][e] = fmaf(d[e] * n, z[e] * sig, dw[k][e]);
+      }
+      ps_store<T, V>(j.dx + at + i, dx);
+      ps_store<T, V>(j.dz + at + i, dz);
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < N; k++)
+#pragma unroll
+    for (int e = 0; e < V; e++)
+      shared[warp][(k * 32 + lane) * V + e] = dw[k][e];
+  __syncthreads();
+  for (uint32_t i = threadIdx.x; i < SLAB && slab + i < j.dim; i += THREADS) {
+    float sum = shared[0][i];
+    for (int k = 1; k < WARPS; k++)
+      sum += shared[k][i];
+    j.partial[(size_t)blockIdx.x * j.dim + slab + i] = sum;
+  }
+}
+
+template <typename T> gate_job<T> gate_job_of(const ps_launch *l) {
+  const ps__args_gated_norm *a = (const ps__args_gated_norm *)l->args;
+  gate_job<T> j = {};
+  j.x = (const T *)l->ptr[0];
+  j.z = (const T *)l->ptr[1];
+  j.w = (const T *)l->ptr[2];
+  j.rows = a->n_tokens * a->n_heads;
+  j.dim = a->head_dim;
+  j.eps = a->eps;
+  return j;
+}
+
+template <typename T, int V> cudaError_t gate_fwd_of(const ps_launch *l) {
+  gate_job<T> j = gate_job_of<T>(l);
+  j.y = (T *)l->ptr[3];
+  gate_fwd_k<T, V>
+      <<<ps_ceil_div(j.rows, WARPS), THREADS, 0, ((const ps__cuda_exec *)l->exec)->stream>>>(j);
+  return cudaGetLastError();
+}
+
+template <typename T, int V> cudaError_t gate_bwd_of(const ps_launch *l) {
+  const ps__args_gated_norm *a = (const ps__args_gated_norm *)l->args;
+  const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
+  gate_job<T> j = gate_job_of<T>(l);
+  const uint32_t n = ps_n_row_tiles(j.rows, PS_GATED_NORM_TILES);
+  j.dy = (const T *)l->ptr[3];
+  j.dx = (T *)l->ptr[4];
+  j.dz = (T *)l->ptr[5];
+  j.partial = (float *)exec->scratch;
+  j.tile = ps_row_tile_rows(j.rows, PS_GATED_NORM_TILES);
+  gate_bwd_k<T, V><<<dim3(n, ps_ceil_div(j.dim, SLAB)), THREADS, 0, exec->stream>>>(j);
+  const cudaError_t e = cudaGetLastError();
+  return e != cudaSuccess ? e
+                          : ps_add_partials(exec->stream, l->ptr[6], a->dt, j.partial, n, j.dim,
+                                            j.dim, a->accumulate_dw != 0);
+}
+
+/* Are rows of @n elements made of vectors of @v, at the launch's addresses? */
+bool vectors(const ps_launch *l, uint32_t n, uint32_t v, uint32_t n_ptr) {
+  for (uint32_t i = 0; i < n_ptr; i++)
+    if (!ps_aligned(l->ptr[i]))
+      return false;
+  return n % v == 0;
+}
+
+} // namespace
+
+/* conv_fwd
+ * math    p[t,c] = sum_k w[c,k] x[t-(W-1)+k,c], k ascending, y = silu(p); fp32 inside, one rounding
+ *         at the store
+ * shapes  x, y [T,C], w [C,W], before and after [W-1,C], all of dt
+ * bytes   2*T*C*sizeof(dt) of HBM, and 3 rows in 32 again; 8192 x 8192 bf16 -> 268 MB, 56 us at 4.8
+ *         TB/s
+ * determinism  bitwise: each element alone.   reference  the cpu backend's */
+extern "C" ps_status ps__cuda_conv_fwd(const ps_launch *l) {
+  const ps__args_conv *a = (const ps__args_conv *)l->args;
+  const ps_status st = ps_check(l, "conv_fwd", 6, a->dt, 0);
+  if (st != PS_OK)
+    return st;
+  cudaError_t e = cudaSuccess;
+  PS_DISPATCH(a->dt, vectors(l, a->channels, ps_vector_elements(a->dt), 5),
+              e = (conv_fwd_of<T, V>(l)));
+  return ps_launched("conv_fwd", e);
+}
+
+/* conv_bwd
+ * math    ds = dy silu'(p), p again; dx[t] = sum_k w[k] ds[t+(W-1)-k] over rows that see t, those
+ *         of the next chunk in carry; dw[k] (+)= sum_t ds[t] x[t-(W-1)+k]
+ * shapes  as conv_fwd; carry f32 [W-1,C]
+ * bytes   3*T*C*sizeof(dt) of HBM, W-1 rows of a tile again; 8192 x 8192 bf16 -> 403 MB, 84 us at
+ *         4.8 TB/s; scratch: at most 64 tiles * C*W fp32
+ * determinism  bitwise: dw by tiles of rows, then the tiles in a fixed order.
+ * reference    the cpu backend's; dw within rows * 2^-24 * sum |ds x| */
+extern "C" ps_status ps__cuda_conv_bwd(const ps_launch *l) {
+  const ps__args_conv *a = (const ps__args_conv *)l->args;
+  const ps_status st = ps_check(l, "conv_bwd", 8, a->dt, ps_scratch_conv_bwd(a, NULL));
+  if (st != PS_OK)
+    return st;
+  cudaError_t e = cudaSuccess;
+  const bool pairs = vectors(l, a->channels, 2, 7);
+  PS_BY_TYPE(a->dt, e = pairs ? conv_bwd_of<T, 2>(l) : conv_bwd_of<T, 1>(l));
+  return ps_launched("conv_bwd", e);
+}
+
+/* gated_norm_fwd
+ * math    y = x rstd w silu(z) over each head, rstd = 1/sqrt(mean(x^2) + eps); fp32 inside, one
+ *         rounding at the store
+ * shapes  x, z, y [T,n_heads*d], w [d], all of dt
+ * bytes   3*T*n_heads*d*sizeof(dt) of HBM; 8192 x 4096 bf16 -> 201 MB, 42 us at 4.8 TB/s
+ * determinism  bitwise: a head's sum is one warp's.   reference  the cpu backend's */
+extern "C" ps_status ps__cuda_gated_norm_fwd(const ps_launch *l) {
+  const ps__args_gated_norm *a = (const ps__args_gated_norm *)l->args;
+  const ps_status st = ps_check(l, "gated_norm_fwd", 4, a->dt, 0);
+  if (st != PS_OK)
+    return st;
+  cudaError_t e = cudaSuccess;
+  const bool fours = vectors(l, a->head_dim, 4, 4);
+  PS_BY_TYPE(a->dt, e = fours ? gate_fwd_of<T, 4>(l) : gate_fwd_of<T, 1>(l));
+  return ps_launched("gated_norm_fwd", e);
+}
+
+/* gated_norm_bwd
+ * math    n = x rstd, s = silu(z), e = dy s w: dx = rstd (e - n mean(e n)); dz = dy w n silu'(z);
+ *         dw (+)= sum over rows and heads of dy n s
+ * shapes  as gated_norm_fwd
+ * bytes   5*T*n_heads*d*sizeof(dt) of HBM; 8192 x 4096 bf16 -> 336 MB, 70 us at 4.8 TB/s; scratch:
+ *         at most 1024 tiles * d fp32
+ * determinism  bitwise: dw by warps, tiles of rows by shape, then the tiles in a fixed order.
+ * reference    the cpu backend's; dw within rows * 2^-24 * sum |dy n s| */
+extern "C" ps_status ps__cuda_gated_norm_bwd(const ps_launch *l) {
+  const ps__args_gated_norm *a = (const ps__args_gated_norm *)l->args;
+  const ps_status st = ps_check(l, "gated_norm_bwd", 7, a->dt, ps_scratch_gated_norm_bwd(a, NULL));
+  if (st != PS_OK)
+    return st;
+  cudaError_t e = cudaSuccess;
+  const bool fours = vectors(l, a->head_dim, 4, 6);
+  PS_BY_TYPE(a->dt, e = fours ? gate_bwd_of<T, 4>(l) : gate_bwd_of<T, 1>(l));
+  return ps_launched("gated_norm_bwd", e);
+}
