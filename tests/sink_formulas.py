@@ -1,5 +1,5 @@
-"""The formulas of what only gpt-oss or Gemma 4 has (native/kernels/ops.h), for test_op_cases.py: arguments and
-operands, in fp64 where they are numbers, to the written operands in order."""
+"""The formulas of what only gpt-oss or Gemma 4 has (native/kernels/ops.h), for test_op_cases.py:
+arguments and operands, in fp64 where they are numbers, to the written operands in order."""
 
 import torch
 from op_runs import struct

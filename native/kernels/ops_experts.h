@@ -163,8 +163,9 @@ typedef struct ps__args_moe_glu {
  *
  * moe_scale            y[t,j] = w[t,j] scale[ids[t,j]].
  *                      ptr: R w f32[T,k], R ids u16[T,k], R scale[E] of dt, W y f32[T,k].
- * moe_scale_bwd        dscale[e] (+)= sum of dy[t,j] w[t,j] over the choices with ids[t,j] = e; then
- *                      dy[t,j] is replaced by dw[t,j] = dy[t,j] scale[e]. All of dscale is written.
+ * moe_scale_bwd        dscale[e] (+)= sum of dy[t,j] w[t,j] over the choices with ids[t,j] = e;
+ *                      then dy[t,j] is replaced by dw[t,j] = dy[t,j] scale[e]. All of dscale is
+ *                      written.
  *                      ptr: R w f32[T,k], R ids u16[T,k], R scale[E] of dt, RW dy f32[T,k], W|RW
  *                      dscale[E] of dt. */
 typedef struct ps__args_moe_scale {

@@ -352,7 +352,7 @@ static void gate(visit *v, uint32_t dt, bool backward) {
 void op_moe_glu(visit *v, uint32_t dt) { gate(v, dt, false); }
 void op_moe_glu_bwd(visit *v, uint32_t dt) { gate(v, dt, true); }
 
-/* ---- with a factor an expert ------------------------------------------------------------------ */
+/* ---- with a factor an expert ----------------------------------------------------------------- */
 
 static void scales(visit *v, uint32_t dt, bool backward) {
   EACH(s, v, moe_test, moe_bench)
