@@ -1,6 +1,7 @@
 """The planner: more memory is never slower, the same question has the same answer, and its numbers
 add up."""
 
+import functools
 import json
 import re
 
@@ -500,6 +501,8 @@ def test_what_is_advised_lowers_what_the_plan_needs(tmp_path, ask, advice):
 
 LOWER = {
     "state_bits 8": {"state_bits": 8},
+    "clip_by previous": {"clip_by": "previous"},
+    "disk DIR": {"disk_mem": "1TiB"},
     "optimizer lion": {"optimizer": "lion"},
     "recipe bf16": {"recipe": "bf16"},
     "lora.rank": {"lora": Lora(8)},
@@ -511,12 +514,29 @@ LOWER = {
 @pytest.mark.parametrize(
     "gib, ask, ways",
     [
-        (9.5, {}, ", or give state_bits 8 or optimizer lion or lora.rank or frozen_layers"),
+        (
+            9.5,
+            {},
+            ", or give state_bits 8 or disk DIR with disk_mem 4715MiB or optimizer lion or lora.rank "
+            "or frozen_layers",
+        ),
+        (
+            9.7,
+            {"keep_grads": False},
+            ", or give state_bits 8 or clip_by previous or disk DIR with disk_mem 4715MiB or "
+            "optimizer lion or lora.rank or frozen_layers",
+        ),
+        (
+            5.4,
+            {"keep_grads": False},
+            ", or give state_bits 8 and clip_by previous and disk DIR with disk_mem 2505MiB or "
+            "lora.rank",
+        ),
         (
             11.42,
             {"tokens_per_step": 8192},
-            ", or lower tokens_per_step, or give state_bits 8 or optimizer lion or lora.rank or "
-            "frozen_layers",
+            ", or lower tokens_per_step, or give state_bits 8 or disk DIR with disk_mem 4715MiB or "
+            "optimizer lion or lora.rank or frozen_layers",
         ),
         (12, {"recipe": "fp32-master"}, ", or give recipe bf16 or lora.rank"),
         (2, {}, ""),  # less than the weights take
@@ -531,9 +551,13 @@ def test_the_ways_out_of_too_little_host_memory_are_ways(gib, ask, ways):
     with pytest.raises(BudgetError) as refusal:
         Plan(model, host_mem=cap, **given)
     said = re.search(r"given: raise host_mem(.*) \(the smallest", str(refusal.value))[1]
-    assert said == ways
-    for way in re.findall("|".join(map(re.escape, LOWER)), said):
-        assert Plan.smallest(model, **given | LOWER[way])[1] <= cap, way
+    assert re.sub(r" \(needs [^)]*\)", "", said) == ways
+    for of in re.split(" or |, or give ", said):
+        more = [LOWER[w] for w in re.findall("|".join(map(re.escape, LOWER)), of)]
+        least = Plan.smallest(model, **functools.reduce(dict.__or__, more, given))[1] if more else 0
+        assert least <= cap, of
+        for figure in re.findall(r"needs ([\d.]+) GiB", of):
+            assert abs(least / 2**30 - float(figure)) < 0.06
 
 
 def test_a_host_cap_beyond_the_machine_is_said_to_be_one():

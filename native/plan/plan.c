@@ -304,6 +304,7 @@ ps_status ps_plan_create_sharing(ps_plan **out, ps_evaluations *shared,
   if (!out || !shared)
     return ps__fail(PS_EINVAL, "ps_plan_create: out and the shared evaluations must be given");
   PS_TRY(ps__plan_new(&p, model, cfg, hw));
+  p->one_of_many = true;
   return finish_plan(out, p, shared);
 }
 
@@ -325,8 +326,13 @@ ps_status ps__plan_of_model(ps_plan **out, ps_model *m, const ps_plan_config *cf
 ps_status ps_plan_create(ps_plan **out, const ps_model_config *model, const ps_plan_config *cfg,
                          const ps_hardware *hw) {
   ps_evaluations *own = NULL;
+  ps_plan *p = NULL;
+  if (!out)
+    return ps__fail(PS_EINVAL, "ps_plan_create: out must be given");
   PS_TRY(ps_evaluations_create(&own));
-  const ps_status st = ps_plan_create_sharing(out, own, model, cfg, hw);
+  ps_status st = ps__plan_new(&p, model, cfg, hw);
+  if (st == PS_OK)
+    st = finish_plan(out, p, own);
   ps_evaluations_destroy(own);
   return st;
 }

@@ -41,6 +41,7 @@ struct ps_plan {
   struct ps__gen_setup *sampling;
   uint8_t staging;    /* what candidates stage, where pinned memory is limited (pinned.c) */
   bool all_pinned;    /* the search goes on as if pinned memory were not limited */
+  bool one_of_many;   /* of a table of caps: a refusal does not search for ways out */
   bool counts_guests; /* the search counts the memory of the guests (beside.c) */
   ps__asked_cut asked;
   ps__room room;
