@@ -198,6 +198,7 @@ def test_an_old_file_in_the_cache_is_replaced(profiled, tiny_model, tmp_path, mo
 
 
 def test_a_description_by_hand_needs_single_rates_only(profiled, tmp_path):
+    assert profiled.as_dict()["optimizer_8_bits_bytes_per_s"] > 0
     gone = {
         name: None
         for name in json.loads(changed(profiled, tmp_path / "a.json").read_text())
@@ -212,6 +213,7 @@ def test_a_description_by_hand_needs_single_rates_only(profiled, tmp_path):
             "accumulate_sumsq_bytes_per_s",
             "sumsq_bytes_per_s",
             "gather_bytes_per_s",
+            "optimizer_8_bits_bytes_per_s",
             "gemm_fp8_flops_per_s",
             "fp8_attention_speed",
             "fp8_overhead_bytes",
@@ -248,6 +250,7 @@ def test_a_description_by_hand_needs_single_rates_only(profiled, tmp_path):
         d["measured"]
         and d["accumulate_bytes_per_s"] == d["sumsq_bytes_per_s"] == 3e9
         and d["gather_bytes_per_s"] == 5e9
+        and d["optimizer_8_bits_bytes_per_s"] == 0  # plans say that they assume it
     )
 
 

@@ -577,3 +577,25 @@ def test_a_host_cap_beyond_the_machine_is_said_to_be_one():
             hardware=Hardware.read(ROOT / "tests/golden/hardware-rtx4090.json"),
             reserve=1 << 30,
         )
+
+
+def test_updates_of_8_bit_state_take_the_measured_rate_or_the_plan_says_what_it_takes():
+    hardware = Hardware.read(ROOT / "tests/golden/hardware-rtx4090.json")
+    model, seconds = ModelConfig.read(ROOT / "models/1b.json"), []
+    hardware._ptr.measured = lib.PS_MEASURED
+    for rate in (0, 4e9, 2e9):
+        hardware._ptr.optimizer_8_bits_bytes_per_s = rate
+        plan = Plan(
+            model,
+            hardware=hardware,
+            seq_len=512,
+            tokens_per_step=1024,
+            chunk_tokens=512,
+            chunks_per_round=2,
+            first_round_chunks=2,
+            device_mem="3GiB",
+            state_bits=8,
+        )
+        assert ("updates are is assumed: penstock profile measures it" in str(plan)) == (not rate)
+        seconds.append(plan.json()["stream_busy_s"]["host"])
+    assert 1.6 < seconds[2] / seconds[1] < 2.1 and seconds[1] > 3 * seconds[0]

@@ -163,6 +163,9 @@ typedef struct ps_hardware {
   /* Of an update in two parts, each measured alone and over the bytes that it moves. Reads take
    * more time than writes, and the weights' part mostly reads. 0: the whole update's rate. */
   double optimizer_weights_bytes_per_s, optimizer_state_bytes_per_s;
+  /* A whole update of state in 8 bits, which takes more arithmetic than memory. 0: not measured;
+   * plans take what a thread did on another machine. */
+  double optimizer_8_bits_bytes_per_s;
   double accumulate_bytes_per_s;       /* gradient sums on the host */
   double accumulate_sumsq_bytes_per_s; /* a sum and its squares in one pass: the last sum's */
   double sumsq_bytes_per_s;            /* sums of squares on the host */

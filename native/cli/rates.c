@@ -130,6 +130,7 @@ void cli_hardware_table(FILE *out, const ps_hardware *hw) {
   line(out, "AdamW", hw->optimizer_bytes_per_s, gb, "GB/s", 0);
   line(out, "    weights alone", hw->optimizer_weights_bytes_per_s, gb, "GB/s", 0);
   line(out, "    state alone", hw->optimizer_state_bytes_per_s, gb, "GB/s", 0);
+  line(out, "    moments in 8 bits", hw->optimizer_8_bits_bytes_per_s, gb, "GB/s", 0);
   line(out, "sums of gradients", hw->accumulate_bytes_per_s, gb, "GB/s", 0);
   line(out, "    and their squares", hw->accumulate_sumsq_bytes_per_s, gb, "GB/s", 0);
   line(out, "sums of squares", hw->sumsq_bytes_per_s, gb, "GB/s", 0);

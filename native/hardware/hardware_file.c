@@ -142,6 +142,7 @@ static const field fields[] = {
     REAL_OF(gather_bytes_per_s, 0),
     REAL_OF(optimizer_weights_bytes_per_s, 0),
     REAL_OF(optimizer_state_bytes_per_s, 0),
+    REAL_OF(optimizer_8_bits_bytes_per_s, 0),
     REAL_OF(idle_gain, 0),
     REAL_OF(idle_most, 0),
     LIST_OF("gemm_fp32", gemm[PS_F32], gemm_entry, PS_MAX_GEMM_RATES),

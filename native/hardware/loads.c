@@ -22,10 +22,10 @@ ps_dtype ps__host_dtype(const ps__host_bench *b) {
   return (ps_dtype)ps__recipes[ps__host_recipe(b)].weights.dtype;
 }
 
-void ps__host_update(ps__host_bench *b, ps__update_part part) {
+void ps__host_update(ps__host_bench *b, ps__update_part part, uint32_t state_bits) {
   const ps__segment seg = {0, b->bytes / ps_dtype_bytes(ps__host_dtype(b)), 0.1f};
   const ps__update u = {.optimizer = PS_OPTIMIZER_ADAMW,
-                        .recipe = ps__host_recipe(b),
+                        .recipe = ps__row_of(ps__host_recipe(b), state_bits),
                         .part = part,
                         .lr = 1e-4f,
                         .beta1 = 0.9f,
@@ -40,7 +40,7 @@ void ps__host_update(ps__host_bench *b, ps__update_part part) {
 }
 static void update_whole(ps__host_bench *b, const void *args) {
   (void)args;
-  ps__host_update(b, PS_UPDATE_WHOLE);
+  ps__host_update(b, PS_UPDATE_WHOLE, 0);
 }
 
 void ps__host_accumulate(ps__host_bench *b, const void *args) {

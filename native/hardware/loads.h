@@ -33,7 +33,7 @@ void ps__host_launch(const ps__cpu_exec *exec, const ps_kernel *k, const void *a
                      void *const *ptr, uint32_t n);
 ps_recipe ps__host_recipe(const ps__host_bench *b);
 ps_dtype ps__host_dtype(const ps__host_bench *b);
-void ps__host_update(ps__host_bench *b, ps__update_part part);
+void ps__host_update(ps__host_bench *b, ps__update_part part, uint32_t state_bits);
 void ps__host_accumulate(ps__host_bench *b, const void *args);
 
 /* A load: the optimizer, or sums of gradients, in a loop on a thread of its own. It works on a

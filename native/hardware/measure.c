@@ -156,14 +156,16 @@ static void case_memory(bench *b, const void *args) {
   ps__pool_run(b->exec.pool, 64, copy_slice, b);
 }
 
-static void case_optimizer(bench *b, const void *args) { ps__host_update(b, PS_UPDATE_WHOLE); }
-static void case_weights(bench *b, const void *args) { ps__host_update(b, PS_UPDATE_WEIGHTS); }
-static void case_state(bench *b, const void *args) { ps__host_update(b, PS_UPDATE_STATE); }
-static double optimizer_rate(bench *b, ps__update_part part) {
-  static const case_fn of[PS_N_UPDATE_PARTS] = {case_optimizer, case_weights, case_state};
+static void case_optimizer(bench *b, const void *args) { ps__host_update(b, PS_UPDATE_WHOLE, 0); }
+static void case_weights(bench *b, const void *args) { ps__host_update(b, PS_UPDATE_WEIGHTS, 0); }
+static void case_state(bench *b, const void *args) { ps__host_update(b, PS_UPDATE_STATE, 0); }
+static void case_8_bits(bench *b, const void *args) { ps__host_update(b, PS_UPDATE_WHOLE, 8); }
+static double update_rate(bench *b, ps__update_part part, uint32_t state_bits, case_fn run) {
   const uint64_t n = b->bytes / ps_dtype_bytes(ps__host_dtype(b));
-  return ps__update_bytes(PS_OPTIMIZER_ADAMW, ps__host_recipe(b), part) * (double)n /
-         time_case(b, of[part], NULL);
+  const uint32_t row = ps__row_of(ps__host_recipe(b), state_bits);
+  memset(b->c, 0, b->bytes); /* moments */
+  memset(b->d, 0, b->bytes);
+  return ps__update_bytes(PS_OPTIMIZER_ADAMW, row, part) * (double)n / time_case(b, run, NULL);
 }
 
 static void case_accumulate_sumsq(bench *b, const void *args) {
@@ -226,11 +228,10 @@ static ps_status measure_host(bench *b, ps_hardware *hw) {
   hw->accumulate_bytes_per_s = 3.0 * (double)b->bytes / time_case(b, ps__host_accumulate, &sum);
   hw->accumulate_sumsq_bytes_per_s =
       3.0 * (double)b->bytes / time_case(b, case_accumulate_sumsq, &sum);
-  memset(b->c, 0, b->bytes); /* moments */
-  memset(b->d, 0, b->bytes);
-  hw->optimizer_bytes_per_s = optimizer_rate(b, PS_UPDATE_WHOLE);
-  hw->optimizer_weights_bytes_per_s = optimizer_rate(b, PS_UPDATE_WEIGHTS);
-  hw->optimizer_state_bytes_per_s = optimizer_rate(b, PS_UPDATE_STATE);
+  hw->optimizer_8_bits_bytes_per_s = update_rate(b, PS_UPDATE_WHOLE, 8, case_8_bits);
+  hw->optimizer_bytes_per_s = update_rate(b, PS_UPDATE_WHOLE, 0, case_optimizer);
+  hw->optimizer_weights_bytes_per_s = update_rate(b, PS_UPDATE_WEIGHTS, 0, case_weights);
+  hw->optimizer_state_bytes_per_s = update_rate(b, PS_UPDATE_STATE, 0, case_state);
   return PS_OK;
 }
 
@@ -248,7 +249,7 @@ static void fill(char *p, uint64_t bytes, uint32_t seed) {
 
 /* Cases that divide the time: the host's; on the CPU backend, those of its compute; with CUDA, the
  * GPU's. */
-enum { HOST_CASES = 7, COMPUTE_CASES = 3 * N_GEMM + 1 + 2 * N_ATTENTION + 2 + 3 };
+enum { HOST_CASES = 8, COMPUTE_CASES = 3 * N_GEMM + 1 + 2 * N_ATTENTION + 2 + 3 };
 
 #ifdef PS_CUDA
 /* Plans divide by what is left of the load's rate beside copies (cost.c), so the optimizer's rate

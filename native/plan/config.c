@@ -355,18 +355,28 @@ static ps_status check_batch(ps_plan_config *c, const ps_model_config *m) {
   return PS_OK;
 }
 
-/* Updates of state in 8 bits take more arithmetic than memory: ns of AdamW's element on a thread
- * with AVX-512, by part (bench/log/2026-11-28-8-bit-state.md). */
+/* Updates of state in 8 bits take more arithmetic than memory: ns of AdamW's element, by part, on a
+ * thread with AVX-512 (bench/log/2026-11-28-8-bit-state.md); where the whole update was measured,
+ * which is of fp32 on a CPU and of bf16 beside a GPU, as much more or less. */
 static void limit_updates(ps_hardware *hw, const ps_plan_config *c) {
   static const double ns[PS_N_UPDATE_PARTS] = {1.6, 0.8, 1.2};
+  const uint32_t row =
+      ps__row_of(hw->backend == PS_BACKEND_CPU ? PS_RECIPE_FP32 : PS_RECIPE_BF16, 8);
+  const double rate_8_bits = hw->optimizer_8_bits_bytes_per_s,
+               measured_ns = rate_8_bits > 0
+                                 ? 1e9 *
+                                       ps__update_bytes(PS_OPTIMIZER_ADAMW, row, PS_UPDATE_WHOLE) /
+                                       rate_8_bits
+                                 : 0,
+               by = measured_ns > 0 ? measured_ns / ns[PS_UPDATE_WHOLE] : 1.0 / hw->n_threads;
   double *const rate[PS_N_UPDATE_PARTS] = {&hw->optimizer_bytes_per_s,
                                            &hw->optimizer_weights_bytes_per_s,
                                            &hw->optimizer_state_bytes_per_s};
   const ps_optimizer optimizer = (ps_optimizer)c->optimizer;
   for (int part = 0; part < PS_N_UPDATE_PARTS; part++) {
     const double bytes = ps__update_bytes(optimizer, ps__plan_row(c), (ps__update_part)part),
-                 each = ns[part] * ps__optimizers[optimizer].n_states / PS_MAX_STATES,
-                 most = 1e9 * bytes / each * hw->n_threads;
+                 each = by * ns[part] * ps__optimizers[optimizer].n_states / PS_MAX_STATES,
+                 most = 1e9 * bytes / each;
     if (*rate[part] > most)
       *rate[part] = most;
   }

@@ -290,10 +290,13 @@ static void write_text(text *t, const ps_plan *p) {
         p->model->lora.rank, p->model->lora.alpha, 1e-6 * (double)p->model->n_trained, names);
     say_base(t, p->model);
   }
-  say(t, "optimizer        %s: %.3g bytes of state a parameter%s, %s\n",
+  const bool assumed =
+      p->cfg.state_bits && p->hw.measured && !(p->hw.optimizer_8_bits_bytes_per_s > 0);
+  say(t, "optimizer        %s: %.3g bytes of state a parameter%s, %s%s\n",
       ps_optimizer_name(p->spec.optimizer), ps__state_each(p->spec.optimizer, p->spec.recipe),
       p->cfg.state_bits ? " (8 bits)" : "",
-      ps__format_bytes(a, ps__state_bytes(p->spec.optimizer, p->spec.recipe, p->model->n_trained)));
+      ps__format_bytes(a, ps__state_bytes(p->spec.optimizer, p->spec.recipe, p->model->n_trained)),
+      assumed ? "; how fast its updates are is assumed: penstock profile measures it" : "");
   say_parameter(t, p);
   if (p->spec.sum_threads && p->spec.sum_threads < p->hw.n_threads && p->layout.n_rounds > 1)
     say(t,
