@@ -32,6 +32,10 @@ for variable in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "BUILD", "VENV", "VENV_TEST
 for variable in ("CUDA", "CUDA_ARCH", "FLASH_ATTN"):
     os.environ.pop(variable, None)
 
+# PyTorch, here and in what tests start: on small matrices its threads wait for each other in loops,
+# and beside another process of pytest-xdist they took 14 times the CPU of one thread.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # transformers', in what a test reads
 
@@ -182,17 +186,6 @@ def nothing_leaks():
     yield
     gc.collect()
     assert live() == before
-
-
-@pytest.fixture(scope="module")
-def one_thread():
-    """PyTorch on one thread: small matrices are slower on two."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

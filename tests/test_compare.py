@@ -16,8 +16,6 @@ from penstock import Hardware, ModelConfig, Plan, compare
 from penstock.shards import IS_TARGET, write_mask
 from safetensors.torch import load_file, save_file
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CONFIGS = {
     "llama": families.llama(),
     "qwen2": families.qwen2(),

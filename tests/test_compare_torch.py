@@ -37,7 +37,6 @@ def asked(tmp_path, **more):
     return torch_side.Ask(**(base | more))
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_pytorchs_losses_do_not_depend_on_how_its_step_is_cut(tmp_path):
     sides = [torch_side.run(asked(tmp_path, micro=micro)) for micro in (1, 4)]
     sides.append(torch_side.run(asked(tmp_path, micro=2, checkpoint=True)))
@@ -50,7 +49,6 @@ def test_pytorchs_losses_do_not_depend_on_how_its_step_is_cut(tmp_path):
     assert torch_side.run(asked(tmp_path))["micro"] in (1, 2, 4)
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_a_step_is_adamw_on_the_clipped_gradient_of_the_whole_batch(tmp_path, monkeypatch):
     """One step of two micro-batches against fp64 without any: the first moment is a tenth of the
     clipped gradient."""

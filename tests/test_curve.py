@@ -3,7 +3,6 @@
 import csv
 import json
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -30,7 +29,6 @@ def run(out, data, *more, code=0):
         capture_output=True,
         text=True,
         timeout=HANGS_S,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # small matrices are slower on two threads
     )
     assert done.returncode == code, done.stderr
     return done

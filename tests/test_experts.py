@@ -31,7 +31,6 @@ from test_parity import N_SEQ, SEQ, plain
 from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS = N_SEQ * SEQ
 ROOT = pathlib.Path(__file__).parents[1]
 

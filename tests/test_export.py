@@ -191,7 +191,7 @@ def with_head(folder, cfg, model, head):
     return folder
 
 
-def test_a_head_that_the_config_ties_counts_where_it_differs(tmp_path, one_thread, capsys):
+def test_a_head_that_the_config_ties_counts_where_it_differs(tmp_path, capsys):
     """As in transformers 5.24; transformers 4 would drop it, so what is written says that it is not
     tied."""
     cfg = families.llama(tie_word_embeddings=True)

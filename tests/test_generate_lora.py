@@ -16,8 +16,6 @@ from penstock.generate import main
 from test_families import model_of
 from test_lora import LORA, adapters, peft_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NEW = 20
 PROMPTS = [np.random.default_rng(n).integers(3, 512, n).tolist() for n in (5, 1, 17, 30)]
 SOME = Lora(8, 24, "q_proj,down_proj", rslora=True)

@@ -26,7 +26,6 @@ from test_parity import SEQ, plain
 from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = gpt_oss(intermediate_size=96)
 GRID = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 FUSED = ("gate_up_proj", "down_proj")

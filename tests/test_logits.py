@@ -10,8 +10,6 @@ from penstock import Hardware, InvalidError, ModelConfig, Plan
 from penstock.compare import derive_logit_tolerance
 from penstock.train import Trainer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SEQ, N = 32, 4
 
 

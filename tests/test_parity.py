@@ -24,7 +24,6 @@ from penstock.plan import Hardware, Plan
 from penstock.train import Trainer
 from tolerance import UNIT, check_gradients
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 SEQ, N_SEQ, END = 40, 5, 0  # tokens a sequence, sequences a step, the token that ends a document

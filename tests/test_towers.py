@@ -34,7 +34,6 @@ from test_parity import (
 )
 from tolerance import check_gradients, loss_noise, note_spread, note_spread_of_delta_nets
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 NEW = "model.language_model."
 TEXT = re.compile(
     r"(model\.language_model\.|language_model\.model\.|model\.(?=layers|embed_tokens|norm))"
