@@ -21,22 +21,26 @@ PY
 cuda=0
 [ -e /dev/nvidiactl ] && cuda=auto
 
-check() { # NAME SAN
+# PROGRAM NAME LOG. Random programs: each is slow here. Bounds of plans are found on one thread: no
+# matter of TSan.
+one_program='
+program=$(basename "$0") arguments=
+case $1-$program in
+  *-test_engine_hazards) arguments=500 ;;
+  tsan-test_caps) exit 0 ;;
+esac
+echo "== $1: $program $arguments"
+"$0" $arguments >"$2.$program" 2>&1 || { cat "$2.$program"; echo "sanitize: $0 failed"; exit 255; }
+'
+
+check() { # NAME SAN TARGETS
   name=$1 out=$build/$1 log=$work/$1.log
   echo "== $name: build"
-  make -s VENV="$venv" BUILD="$out" SAN="$2" CUDA=$cuda CUDNN=0 CFLAGS="-O1 -g" all native-tests fuzz-programs
+  make -s VENV="$venv" BUILD="$out" SAN="$2" CUDA=$cuda CUDNN=0 CFLAGS="-O1 -g" all native-tests $3
   LD_LIBRARY_PATH="$(cd "$out/lib" && pwd)" # a sanitizer's dlopen does not look where our library's own would
   export LD_LIBRARY_PATH
-  for program in "$out"/tests/test_*; do
-    arguments=
-    # Random programs: each is slow here. Bounds of plans are found on one thread: no matter of TSan.
-    case $name$program in
-      *test_engine_hazards) arguments=500 ;;
-      tsan*test_caps) continue ;;
-    esac
-    echo "== $name: $(basename "$program") $arguments"
-    "$program" $arguments >"$log" 2>&1 || { cat "$log"; echo "sanitize: $program failed"; exit 1; }
-  done
+  # Two at a time: those of ThreadSanitizer take longer than all that the other one runs.
+  printf '%s\n' "$out"/tests/test_* | xargs -P 2 -I{} sh -c "$one_program" {} "$name" "$log" || exit 1
   capped="--device-mem 4MiB --chunk-tokens 64 --chunks-per-round 2"
   for case in "fp32" "fp32-master $capped" "bf16 $capped"; do
     echo "== $name: training, $case"
@@ -87,11 +91,11 @@ python_with_asan() {
 }
 
 (
-  check tsan thread
+  check tsan thread ""
 ) &
 tsan=$!
 (
-  check asan address,undefined,float-cast-overflow
+  check asan address,undefined,float-cast-overflow fuzz-programs
   fuzz
   python_with_asan python/examples/dataflow.py
   python_with_asan python/examples/train_model.py "$work/model" "$work/data.bin" "$work/saved"

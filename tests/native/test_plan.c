@@ -12,10 +12,10 @@
 
 #ifdef PS_SANITIZED
 /* 13 is prime to the numbers of models, shapes and FP8's shapes: all are met */
-enum { SPECS_A_CASE = 1, CASE_STRIDE = 13, LEAST = 30 };
+enum { SPECS_A_CASE = 1, CASE_STRIDE = 13, LEAST = 30, N_MAPS = 3 };
 #else
 /* 3 is prime to models times shapes: each pair of them is met, in one recipe */
-enum { SPECS_A_CASE = 1, CASE_STRIDE = 3, LEAST = 200 };
+enum { SPECS_A_CASE = 1, CASE_STRIDE = 3, LEAST = 200, N_MAPS = 12 };
 #endif
 enum { N_STEPS = 3, SPECS_OF_ALL = 3 };
 
@@ -535,7 +535,7 @@ static void test_memmap(void) {
   static ps__vt vt[MOST];
   static uint32_t order[MOST];
   uint64_t state = 3;
-  for (int round = 0; round < 12; round++) {
+  for (int round = 0; round < N_MAPS; round++) {
     const uint32_t n = round % 3 ? 700 + rnd_below(&state, MOST - 700) : 50,
                    n_ops = 300 + rnd_below(&state, 20000);
     uint64_t base = 0, peak = 0;
