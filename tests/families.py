@@ -4,9 +4,12 @@ Each uses what its family has: windows shorter than a test's sequences, layers o
 grouped queries, scales and caps far from 1. A name is a family, or a family and what is special.
 """
 
+import contextlib
 import copy
 import math
 import re
+import sys
+from unittest import mock
 
 GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
@@ -304,8 +307,13 @@ def glm4_moe_lite(**changes):
     return {k: v for k, v in cfg.items() if k != "rope_theta"}
 
 
+# The norm after the delta rule divides by what may be far smaller than the terms that it is a sum
+# of, and so multiplies roundings, of weights and inputs alike. Gradients in bf16 were wrong by 8
+# times their bound with an eps of 1e-6, and by 0.6 with 0.1; transformers' fp64 model had the same
+# errors where it rounded its activations to bf16.
 DELTA_NET = dict(
     hidden_act="silu",
+    rms_norm_eps=0.1,
     head_dim=24,
     partial_rotary_factor=0.25,
     layer_types=["linear_attention", "linear_attention", "full_attention"],
@@ -585,6 +593,25 @@ def random_model(cfg, seed=1):
         for i, (_, p) in enumerate(named_constants(model)):
             p.fill_(0.7 + 0.1 * i)
     return model
+
+
+@contextlib.contextmanager
+def delta_rule_in_fp64(model):
+    """transformers has the gated delta rule in fp32, in an fp64 model too."""
+    import torch
+
+    class Wide:
+        float32 = torch.float64
+
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+    own = sys.modules[type(model).__module__]
+    with (
+        mock.patch.object(own, "torch", Wide()),
+        mock.patch.object(torch.Tensor, "float", lambda x: x),
+    ):
+        yield
 
 
 def as_on_disk(named, model_type):

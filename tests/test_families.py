@@ -22,12 +22,14 @@ from families import (
     CONFIGS,
     DEEP,
     DEEP_DELTA,
+    DELTA,
     DELTA_NETS,
     EXPERTS,
     FAMILIES,
     OFFSET,
     VARIANTS,
     as_on_disk,
+    delta_rule_in_fp64,
     named_constants,
     random_model,
 )
@@ -54,10 +56,9 @@ from tolerance import check_gradients, loss_noise, note_spread, note_spread_of_d
 
 def delta(name, recipe, layout):
     cfg = ALL[name]
-    exact = tolerance.of_oracle(cfg["model_type"]) if recipe == "fp32" else 1
+    exact = math.sqrt(2) if recipe == "fp32" else 1
     post_norms = cfg["model_type"] in tolerance.FAMILIES_WITH_POST_NORMS
     a_layer = tolerance.A_LAYER + tolerance.POST_NORMS * post_norms
-    a_layer += tolerance.DELTA_NET * (cfg["model_type"] in tolerance.DELTA_NETS)
     chunks = LAYOUTS[layout][3]
     return exact * tolerance.delta(recipe, cfg["num_hidden_layers"], chunks, 512, a_layer)
 
@@ -109,12 +110,13 @@ def masks(at, cfg):
 
 def logits_of(model, name, tokens, at, **more):
     """Of sequences with several documents; where states run on, each document is a sequence."""
-    if name not in DELTA_NETS and name not in DEEP_DELTA:
+    if ALL[name]["model_type"] not in DELTA:
         return model(tokens, position_ids=at, use_cache=False, **more).logits
     begins = (at == 0).flatten().nonzero()[1:, 0].tolist()
     parts = tokens.flatten().tensor_split(begins)
     padded = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=1)
-    logits = model(padded, use_cache=False).logits
+    with delta_rule_in_fp64(model):
+        logits = model(padded, use_cache=False).logits
     cut = [x[: len(p)] for x, p in zip(logits, parts, strict=True)]
     return torch.cat(cut).view(*tokens.shape, -1)
 
@@ -245,6 +247,10 @@ def test_gradients_in_the_smallest_device(directory, name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients_in_bf16(directory, name, recipe):
     check(name, "uneven-slices", True, recipe, where=directory(name))
+
+
+def test_gradients_of_delta_nets_in_bf16(directory):
+    check("qwen3_5", "uneven-slices", True, "bf16", where=directory("qwen3_5"))
 
 
 # ---- directories ---------------------------------------------------------------------------------

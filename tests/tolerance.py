@@ -5,16 +5,6 @@ import math
 from penstock.tolerance import *  # noqa: F403
 from penstock.tolerance import relative_error
 
-# Of gated delta-nets transformers takes the rule in fp32, in an fp64 model too, and in chunks: it
-# solves a triangular system of 64 rows, which multiplies rounding errors. Measured: up to 1.8 of 2.
-DELTA_NETS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-DELTA_NET = 6  # more roundings a layer than of attention: convolution, decay, a second norm
-
-
-def of_oracle(model_type):
-    """How many times our own error both sides together have in fp32."""
-    return math.sqrt(2) * (2 if model_type in DELTA_NETS else 1)
-
 
 def note_spread_of_delta_nets(grads, spread):
     """What is no module's is a sum over the same rows as its layer's products: their ratio of the
