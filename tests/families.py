@@ -309,8 +309,8 @@ def glm4_moe_lite(**changes):
 
 # The norm after the delta rule divides by what may be far smaller than the terms that it is a sum
 # of, and so multiplies roundings, of weights and inputs alike. Gradients in bf16 were wrong by 8
-# times their bound with an eps of 1e-6, and by 0.6 with 0.1; transformers' fp64 model had the same
-# errors where it rounded its activations to bf16.
+# times their bound with an eps of 1e-6, and by 0.6 with 0.1; transformers' fp64 model had errors of
+# that size where it rounded its activations to bf16.
 DELTA_NET = dict(
     hidden_act="silu",
     rms_norm_eps=0.1,
