@@ -13,6 +13,7 @@ int main(void) {
   return 0;
 }
 #else
+#  include "backends/list.h"
 #  include "engine/engine.h"
 #  include "engine/pin.h"
 #  include "hosts/net.h"
@@ -146,6 +147,7 @@ static void test_seam(void) {
 
   ps__net_device lanes;
   void *device;
+  CHECK(ps__backend_net(PS_BACKEND_CUDA, 0, &lanes) == PS_OK);
   CHECK(ps__engine_net(e, &lanes) == PS_OK);
   CHECK(lanes.api->enter(lanes.user) == PS_OK);
   CHECK(lanes.api->reserve(lanes.user, false, BYTES, &device) == PS_OK);
