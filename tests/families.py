@@ -527,6 +527,8 @@ def wide(cfg):
         changes |= dict(kv_lora_rank=64, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
         changes |= dict(q_lora_rank=cfg["q_lora_rank"] and 96, n_group=1, topk_group=1)
         changes["head_dim"] = 64  # of RoPE
+    if "linear_num_key_heads" in cfg:
+        changes |= dict(linear_key_head_dim=64, linear_value_head_dim=128, rms_norm_eps=1e-6)
     if "num_experts_per_tok" in cfg:
         names = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
         changes |= {name: 4 for name in names if name in cfg}

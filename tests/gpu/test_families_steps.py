@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from families import CONFIGS, EXPERTS, OFFSET, wide
+from families import CONFIGS, DELTA_NETS, EXPERTS, OFFSET, wide
 from penstock import ModelConfig
 from test_steps import BEGIN, SLICED, WHOLE, batch, bound, first_step, make_plan
 from tolerance import loss_noise
@@ -27,7 +27,7 @@ NAMES = [
 ]
 ON_GPU = [  # on the CPU tests/test_families.py and tests/test_experts.py slice their sequences
     *("gemma", "gemma4", "gemma4-values", "olmo3", "seed_oss", "exaone4", "hunyuan", "glm4"),
-    *("ministral3", *EXPERTS),
+    *("ministral3", *EXPERTS, *DELTA_NETS),
 ]
 LAYOUTS = {"whole": WHOLE, "sliced": SLICED}
 CASES = [
@@ -46,7 +46,7 @@ def draw(name, shape, offset):
     """bf16 numbers that use every part, as reference.random_weights()."""
     x = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
     if "norm" in name:
-        x = 0.2 * x + (not offset)
+        x = 0.2 * x + (not offset or "linear_attn" in name)
     elif len(shape) > 1 and "bias" not in name:
         x = x * (0.1 if "embed" in name else shape[-1] ** -0.5)
     return torch.from_numpy(x).bfloat16().float()
@@ -56,7 +56,10 @@ def draw(name, shape, offset):
 def directory(tmp_path_factory):
     @functools.cache
     def make(name):
-        where, cfg = tmp_path_factory.mktemp("families") / name, wide({**CONFIGS, **EXPERTS}[name])
+        where, cfg = (
+            tmp_path_factory.mktemp("families") / name,
+            wide({**CONFIGS, **EXPERTS, **DELTA_NETS}[name]),
+        )
         where.mkdir()
         (where / "config.json").write_text(json.dumps(cfg))
         offset = cfg["model_type"] in OFFSET
