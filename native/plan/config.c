@@ -440,15 +440,6 @@ static ps_status begin(ps_plan **out, const ps_model_config *m, const ps_plan_co
   return st;
 }
 
-static ps_status check_kernels(const ps_model_config *m, const ps_hardware *hw) {
-  return hw->backend == PS_BACKEND_CUDA && ps__has_delta_nets(m)
-             ? ps__fail(PS_EINVAL,
-                        "models with gated delta-nets or gated attention have no CUDA kernels yet: "
-                        "give %s cpu",
-                        ps__field("backend"))
-             : PS_OK;
-}
-
 ps_status ps__plan_new_of(ps_plan **out, ps_model *m, const ps_plan_config *cfg,
                           const ps_hardware *hw) {
   ps_plan *p;
@@ -505,7 +496,6 @@ ps_status ps__plan_new(ps_plan **out, const ps_model_config *model, const ps_pla
                     "ps_hardware.backend is %u: PS_BACKEND_CPU (0) or PS_BACKEND_CUDA (1)",
                     hw->backend);
   PS_TRY(ps_model_config_check(model, "model"));
-  PS_TRY(check_kernels(model, hw));
   PS_TRY(begin(&p, model, cfg, hw));
   ps_status st = ps__plan_model(&p->model, model, &p->cfg);
   if (st == PS_OK && !p->cfg.forward_only && p->model->n_trained == 0)
