@@ -249,6 +249,7 @@ def read_sizes(path, cfg, kind):
         )
     s.pad = read_pad(path, cfg, s)
     s.full, s.full_dim, s.full_kv, s.shared_keys = (), s.head_dim, s.kv_heads, False
+    s.experts, s.sparse = 0, ()
     if kind in GEMMA4:
         read_full_layers(path, cfg, s, size)
     if kind in DELTA:
@@ -256,7 +257,8 @@ def read_sizes(path, cfg, kind):
         keys = "num_key_heads num_value_heads key_head_dim value_head_dim conv_kernel_dim".split()
         given = zip(keys, (16, 32, 128, 128, 4), strict=True)
         s.nk, s.nv, s.dk, s.dv, s.taps = (size(f"linear_{k}", n, limit=1 << 14) for k, n in given)
-    s.experts, s.sparse = 0, ()
+    if kind == "gemma4_text" and cfg.get("enable_moe_block"):
+        s.experts, s.expert = size("num_experts", limit=512), size("moe_intermediate_size")
     if kind in EXPERTS:
         key = "num_local_experts" if cfg.get("num_local_experts") else "num_experts"
         s.experts = size(key, EXPERTS[kind], limit=512)
@@ -362,6 +364,18 @@ def gpt_oss_experts(p, s, std, out):
         yield Tensor(f"{p}mlp.experts.{name}_proj_bias", (s.experts, n_out), "zeros")
 
 
+def gemma_experts(p, s, std, out):
+    """In Gemma 4's files too; they stand beside the MLP."""
+    for name in ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2"):
+        yield Tensor(f"{p}{name}.weight", (s.dim,), "ones")
+    yield Tensor(f"{p}pre_feedforward_layernorm_2.weight", (s.dim,), "ones")
+    yield Tensor(f"{p}router.proj.weight", (s.experts, s.dim), std)
+    yield Tensor(f"{p}router.scale", (s.dim,), "ones")
+    yield Tensor(f"{p}router.per_expert_scale", (s.experts,), "ones")
+    yield Tensor(f"{p}experts.gate_up_proj", (s.experts, 2 * s.expert, s.dim), std)
+    yield Tensor(f"{p}experts.down_proj", (s.experts, s.dim, s.expert), out)
+
+
 def list_latent(p, s, std, out):
     """Multi-head latent attention."""
     a = s.latent
@@ -449,6 +463,8 @@ def list_tensors(cfg, s):
             yield Tensor(f"{p}{name}_layernorm.weight", (s.dim,), one)
         if s.kind in GEMMA4:
             yield Tensor(p + "layer_scalar", (1,), "ones")
+            if s.experts:
+                yield from gemma_experts(p, s, std, out)
         if s.kind == "gpt_oss":
             yield from gpt_oss_experts(p, s, std, out)
             continue

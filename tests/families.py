@@ -147,6 +147,12 @@ def gemma4(model_type="gemma4_text", architecture="Gemma4ForCausalLM", **changes
     return {k: v for k, v in cfg.items() if k != "rope_theta"}
 
 
+def gemma4_moe(**changes):
+    """26B-A4B: experts beside an MLP of another width."""
+    sparse = dict(enable_moe_block=True, num_experts=7, top_k_experts=3, moe_intermediate_size=40)
+    return gemma4(**dict(sparse, **changes))
+
+
 def granite(**changes):
     multipliers = dict(
         embedding_multiplier=3.0,
@@ -381,7 +387,7 @@ TOWERS = {
     "gemma4-vision": vision_language(
         "gemma4",
         "Gemma4ForConditionalGeneration",
-        gemma4(),
+        gemma4_moe(),
         dict(VISION, model_type="gemma4_vision", num_key_value_heads=1, head_dim=18, patch_size=4)
         | dict(position_embedding_size=10, pooling_kernel_size=2),
         tie_word_embeddings=True,
@@ -456,6 +462,7 @@ EXPERTS = {
     "qwen3_moe": qwen3_moe(),
     "mixtral": mixtral(),
     "gpt_oss": gpt_oss(),
+    "gemma4-moe": gemma4_moe(),
     **LATENTS,
 }
 # Families with gated delta-nets, whose states transformers does not reset between documents.
@@ -587,6 +594,8 @@ def random_model(cfg, seed=1):
                 pass
             elif "embed" in key:
                 x = 0.1 * x
+            elif key.endswith(("router.scale", "per_expert_scale")):
+                x = 0.3 * x + 1
             else:
                 x = x / math.sqrt(p.shape[-1])
             p.copy_(x)

@@ -364,6 +364,8 @@ def test_a_router_that_is_not_finite_stops_the_run(directory, tmp_path):
         ("deepseek_v3", dict(routed_scaling_factor=0), ["routed_scaling_factor is 0"]),
         ("deepseek_v3", dict(first_k_dense_replace=3), ["first_k_dense_replace is 3"]),
         ("deepseek_v3", dict(router_aux_loss_coef=0.1), ["router_aux_loss_coef is 0.1"]),
+        ("gemma4-moe", dict(num_experts=None), ["num_experts is missing"]),
+        ("gemma4-moe", dict(top_k_experts=8), ["top_k_experts is 8", "num_experts, 7"]),
         ("glm4_moe_lite", dict(mlp_layer_types=["sparse"]), ["mlp_layer_types", "3"]),
         ("glm4_moe_lite", dict(mlp_layer_types=["moe"] * 3), ["mlp_layer_types[0]", "moe"]),
         (

@@ -290,7 +290,11 @@ HEADS = dict(head_dim=40, num_key_value_heads=1)
     [
         (dict(hidden_size_per_layer_input=8), ["hidden_size_per_layer_input is 8"]),
         (dict(num_kv_shared_layers=1), ["num_kv_shared_layers is 1"]),
-        (dict(enable_moe_block=True), ["enable_moe_block is true"]),
+        (
+            dict(model_type="gemma4_unified_text", architecture="Gemma4UnifiedForCausalLM")
+            | dict(enable_moe_block=True),
+            ["enable_moe_block is true"],
+        ),
         (dict(use_bidirectional_attention="all"), ['use_bidirectional_attention is "all"']),
         (dict(global_head_dim=41), ["global_head_dim is 41", "even"]),
         (dict(num_global_key_value_heads=3), ["num_global_key_value_heads, 3"]),
@@ -622,8 +626,8 @@ NOT_COMPUTED = [
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_not_computed_is_refused_by_name(tmp_path, name):
     for change, parts in NOT_COMPUTED:
-        if "rope_scaling" in change and name == "gemma4":
-            continue  # by test_what_a_gemma4_cannot_be_is_refused_by_its_field
+        if name == "gemma4" and change.keys() & {"rope_scaling", "num_experts"}:
+            continue  # test_what_a_gemma4_cannot_be_is_refused_by_its_field; enable_moe_block says
         if "rope_scaling" in change and "rope_parameters" in CONFIGS[name]:
             change = {"rope_parameters": change["rope_scaling"]}
         if "attention_bias" not in change or name not in ("seed_oss", "glm4"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import BUILD, write_shard
-from families import gpt_oss, random_model
+from families import gemma4_moe, gpt_oss, random_model
 from penstock import (
     Checkpoint,
     FormatError,
@@ -187,9 +187,15 @@ def test_the_same_bits_under_every_plan(model):
     assert len(bits) == 1
 
 
-def test_experts_on_demand_give_the_same_tokens(tmp_path):
-    """Their biases are with the router, which is resident."""
-    cfg = gpt_oss(intermediate_size=352, num_hidden_layers=4, num_local_experts=16)
+ON_DEMAND = [
+    gpt_oss(intermediate_size=352, num_hidden_layers=4, num_local_experts=16),
+    gemma4_moe(moe_intermediate_size=352, num_experts=16),
+]
+
+
+@pytest.mark.parametrize("cfg", ON_DEMAND, ids=lambda cfg: cfg["model_type"])
+def test_experts_on_demand_give_the_same_tokens(tmp_path, cfg):
+    """What is beside experts, biases or norms, is with the router, which is resident."""
     random_model(cfg).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(cfg))
     prompts = [np.random.default_rng(1).integers(3, 512, n).tolist() for n in (5, 17)]

@@ -363,7 +363,7 @@ PUBLISHED = {
             top_k_experts=8,
             moe_intermediate_size=704,
         ),
-        "num_experts",
+        "",
     ),
     "Gemma 4 E4B": (
         gemma4(

@@ -16,7 +16,7 @@ import safetensors.torch
 import tolerance
 import torch
 import transformers
-from families import TOWERS, delta_rule_in_fp64, named_constants, random_model
+from families import TOWERS, as_on_disk, delta_rule_in_fp64, named_constants, random_model
 from penstock import FormatError, InvalidError, Lora, export, merge
 from penstock.model import ModelConfig
 from penstock.plan import Hardware, Plan
@@ -74,13 +74,10 @@ def gradients(name):
         hook.remove()
     named = {k: p.grad for k, p in model.named_parameters()}
     named |= {k: torch.zeros_like(p) for k, p in named_constants(model)}
-    grads, spread = text_of(named), text_of(spread)
+    grads, spread = (as_on_disk(text_of(x), "") for x in (named, spread))
     note_spread_of_delta_nets(grads, spread)
-    return (
-        loss.item(),
-        grads,
-        {k: 0.0 for k in grads} | {k: math.sqrt(v) for k, v in spread.items()},
-    )
+    spread = {k: math.sqrt(v) for k, v in spread.items()}
+    return loss.item(), grads, {k: g.norm().item() for k, g in grads.items()} | spread
 
 
 def loss_of(model, tokens, targets):

@@ -166,8 +166,9 @@ typedef struct ps_model_config {
    *   expert_dim                 as ffn_dim, of an expert
    *   norm_topk_prob             1: the weights of a token's experts are divided by their sum
    *   router_aux_loss            router_aux_loss_coef; what training takes unless told otherwise
-   *   shared_dim                 as ffn_dim, of the experts that every token has; 0: there are
-   *                              none. Qwen's output is multiplied by the sigmoid of a gate
+   *   shared_dim                 as ffn_dim, of the experts that every token has, in Gemma 4 of the
+   *                              MLP beside the experts; 0: there are none. Qwen's output is
+   *                              multiplied by the sigmoid of a gate
    *   n_expert_groups, n_groups_used  experts are chosen from so many groups of them; 0: from all
    *   router_sigmoid             1: scores are sigmoids of the logits, and the choice is that of
    *                              score plus e_score_correction_bias; else a softmax

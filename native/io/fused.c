@@ -6,7 +6,10 @@
  * gpt-oss has no other files. Its matrices are transposed, [E,D,2I] and [E,I,D], with the columns
  * of gate and up by turns; or they are MXFP4 (mxfp4.c), then not transposed: gate_up_proj_blocks
  * [E,2I,D/32,16] with gate_up_proj_scales [E,2I,D/32]. Here an expert has gate_up_proj [2I,D] and
- * down_proj [D,I]. */
+ * down_proj [D,I].
+ *
+ * Gemma 4 has no other files either. Its fused tensors are experts.gate_up_proj and
+ * experts.down_proj, without "mlp" before. */
 #include "io/tensor_file.h"
 #include "core/core.h"
 #include <inttypes.h>
@@ -15,14 +18,15 @@
 
 enum { MAX_NAME = 512 /* of an expert's tensor */ };
 
-/* Of a family's files without fused tensors: what stands for "mlp", and an expert's products. @up
- * NULL: gpt-oss. */
+/* Of a family's files without fused tensors: what stands for "mlp.experts", and an expert's
+ * products. @up NULL: gpt-oss. */
 typedef struct family {
-  const char *half, *down, *gate, *up, *end;
+  const char *experts, *down, *gate, *up, *end;
 } family;
-static const family usual = {"mlp", "down_proj", "gate_proj", "up_proj", ".weight"},
-                    mixtral = {"block_sparse_moe", "w2", "w1", "w3", ".weight"},
-                    gpt_oss = {"mlp", "down_proj", "gate_up_proj", NULL, ""};
+static const family usual = {"mlp.experts", "down_proj", "gate_proj", "up_proj", ".weight"},
+                    mixtral = {"block_sparse_moe.experts", "w2", "w1", "w3", ".weight"},
+                    gpt_oss = {"mlp.experts", "down_proj", "gate_up_proj", NULL, ""},
+                    gemma = {"experts", "down_proj", "gate_proj", "up_proj", ".weight"};
 
 static ps_status no_memory(const char *name) {
   return ps__fail(PS_ENOMEM, "no memory left for the experts of tensor %s", name);
@@ -44,26 +48,31 @@ static const family *family_of(const char *dir) {
   return of;
 }
 
-/* Whether @name ends with @end: *stem is then the length of what comes before. */
+/* Whether @name ends with @end, after a dot: *stem is then the length of what comes before. */
 static bool ends_with(const char *name, const char *end, size_t *stem) {
   const size_t n = strlen(name), m = strlen(end);
   *stem = n - m;
-  return n > m && !strcmp(name + n - m, end);
+  return n > m && name[n - m - 1] == '.' && !strcmp(name + n - m, end);
 }
 
 /* Tensors of an expert in @t, which is fused; 0: it is not. *stem: the length of its name before
- * "mlp". */
+ * "mlp.experts" or, in Gemma 4, "experts". */
 static uint32_t fused_in(const tensor *t, size_t *stem) {
   if (ps__mxfp4_blocks(t))
     return ends_with(t->name, "mlp.experts.down_proj_blocks", stem)      ? 1
            : ends_with(t->name, "mlp.experts.gate_up_proj_blocks", stem) ? 2
                                                                          : 0;
-  const bool fits = t->info.n_dims == 3;
-  if (fits && ends_with(t->name, "mlp.experts.down_proj", stem))
-    return 1;
-  return fits && t->info.shape[1] % 2 == 0 && ends_with(t->name, "mlp.experts.gate_up_proj", stem)
-             ? 2
-             : 0;
+  static const char *const starts[] = {"mlp.experts", "experts"};
+  for (size_t i = 0; t->info.n_dims == 3 && i < 2; i++) {
+    char name[64];
+    snprintf(name, sizeof name, "%s.down_proj", starts[i]);
+    if (ends_with(t->name, name, stem))
+      return 1;
+    snprintf(name, sizeof name, "%s.gate_up_proj", starts[i]);
+    if (t->info.shape[1] % 2 == 0 && ends_with(t->name, name, stem))
+      return 2;
+  }
+  return 0;
 }
 
 /* gpt-oss: expert @i of @of, in @out. */
@@ -90,8 +99,8 @@ static ps_status make_slice(tensor *out, const tensor *of, const family *as, siz
   const uint64_t rows = of->info.shape[1] / each, cols = of->info.shape[2];
   const bool down = strstr(of->name + stem, "down_proj");
   const char *what = down ? as->down : as->up && i % 2 ? as->up : as->gate;
-  snprintf(name, sizeof name, "%.*s%s.experts.%" PRIu64 ".%s%s", (int)stem, of->name, as->half,
-           i / each, what, as->end);
+  snprintf(name, sizeof name, "%.*s%s.%" PRIu64 ".%s%s", (int)stem, of->name, as->experts, i / each,
+           what, as->end);
   *out = *of;
   out->name = ps__strdup(name);
   out->info.name = out->name;
@@ -137,9 +146,9 @@ static ps_status split(ps_tensor_file *f, size_t most, const family *as, size_t 
 static ps_status rename_router(tensor *t, const family *as) {
   char name[MAX_NAME];
   size_t stem;
-  if (as == &usual || !ends_with(t->name, "mlp.gate.weight", &stem))
+  if (as != &mixtral || !ends_with(t->name, "mlp.gate.weight", &stem))
     return PS_OK;
-  snprintf(name, sizeof name, "%.*s%s.gate.weight", (int)stem, t->name, as->half);
+  snprintf(name, sizeof name, "%.*sblock_sparse_moe.gate.weight", (int)stem, t->name);
   char *copy = ps__strdup(name);
   if (!copy)
     return no_memory(t->name);
@@ -155,7 +164,7 @@ ps_status ps__tensors_split(ps_tensor_file *f, const char *dir, size_t most) {
     size_t stem = 0;
     const uint32_t each = fused_in(&f->tensors[i], &stem);
     if (each && !as)
-      as = family_of(dir);
+      as = strncmp(f->tensors[i].name + stem, "mlp.", 4) ? &gemma : family_of(dir);
     if (each && as->up && ps__mxfp4_blocks(&f->tensors[i]))
       return ps__fail(PS_EFORMAT, "%s: tensor \"%s\" is in MXFP4, which is read of gpt_oss alone",
                       f->files[f->tensors[i].file].path, f->tensors[i].name);
@@ -178,7 +187,9 @@ uint32_t ps__fused_name(char *out, size_t bytes, const char *param) {
                {"block_sparse_moe.experts.0.w2.weight", "mlp.experts.down_proj", 1},
                {"block_sparse_moe.gate.weight", "mlp.gate.weight", 0},
                {"mlp.experts.0.gate_up_proj", "mlp.experts.gate_up_proj", 1},
-               {"mlp.experts.0.down_proj", "mlp.experts.down_proj", 1}};
+               {"mlp.experts.0.down_proj", "mlp.experts.down_proj", 1},
+               {"experts.0.gate_proj.weight", "experts.gate_up_proj", 2},
+               {"experts.0.down_proj.weight", "experts.down_proj", 1}};
   size_t stem;
   for (size_t k = 0; k < sizeof names / sizeof *names; k++)
     if (ends_with(param, names[k].end, &stem)) {
@@ -191,5 +202,5 @@ uint32_t ps__fused_name(char *out, size_t bytes, const char *param) {
 
 bool ps__fused_transposed(const char *param) {
   size_t stem;
-  return ends_with(param, ".gate_up_proj", &stem) || ends_with(param, ".down_proj", &stem);
+  return ends_with(param, "gate_up_proj", &stem) || ends_with(param, "down_proj", &stem);
 }

@@ -106,6 +106,9 @@ static void define_params(ps__block *b, ps__half *half) {
     b->w_scale = ps__def_param(b->d, b->decoder->layer_scale, PS_PARAM_CONSTANT, 1, 0);
     ps__def_what(b->d, "layer scale");
   }
+  for (ps__half *h = half; h < half + PS__HALVES; h++)
+    if (h->use->kind->units)
+      h->use->kind->units(h);
 }
 
 /* The LoRA targets that the block has. */
@@ -168,7 +171,7 @@ static void define_saved(ps__block *b, ps__half *half) {
   ps__def_saved(b->d, half[0].in, "x", PS__RANK_INPUT);
   for (ps__half *h = half; h < half + PS__HALVES; h++) {
     h->use->kind->saved(h);
-    if (h->y != b->d->output)
+    if (h->y != b->d->output && !h->use->kind->makes_out)
       ps__def_saved(b->d, h->y, h->post ? h->use->kind->out : "h", h->use->kind->out_rank);
   }
 }

@@ -71,11 +71,14 @@ struct ps__half_kind {
   const char *norm, *post_norm; /* what their ops work on, as ps_tag.what */
   const char *out;              /* y as a saved activation, where a post norm reads it */
   ps__rank out_rank;            /* y's, wherever it is saved */
+  bool makes_out;               /* y is made again from what the half saves: it is not saved */
   size_t own_bytes;             /* of ps__half.own */
   /* its sizes and arguments, from the config. Errors: PS_EINVAL names what it cannot compute */
   ps_status (*begin)(ps__half *h);
   /* spans, in the order in which they lie in the unit, without the block's norms */
   void (*params)(ps__half *h);
+  /* units of its own, after the block's first one; NULL: it has none */
+  void (*units)(ps__half *h);
   /* ps__half_site() for each LoRA target */
   void (*sites)(ps__half *h);
   /* tensors but for those of ps__half; products; operands */

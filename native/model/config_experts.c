@@ -42,11 +42,12 @@ static ps_status refuse(const ps__config_reader *r, const ps__experts_defaults *
 
 ps_status ps__config_experts(const ps__config_reader *r, const ps__experts_defaults *d,
                              ps_model_config *c) {
+  const char *used_key = d->used_key ? d->used_key : "num_experts_per_tok";
   double aux = 0;
   uint32_t silent;
   PS_TRY(refuse(r, d));
   PS_TRY(read_count(r, d, &c->n_experts));
-  PS_TRY(ps__config_uint(r, r->j, "num_experts_per_tok", d->n_used, &c->n_experts_used));
+  PS_TRY(ps__config_uint(r, r->j, used_key, d->n_used, &c->n_experts_used));
   PS_TRY(ps__config_number(r, r->j, "router_aux_loss_coef", d->aux_loss, &aux));
   PS_TRY(ps__config_bool(r, r->j, "output_router_logits", false, &silent)); /* means nothing here */
   if (!(aux >= 0 && aux <= PS_MAX_ROUTER_LOSS))

@@ -12,9 +12,15 @@ typedef struct ps__experts_names {
   const char *bias;                                  /* with router_sigmoid */
   const char *shared_gate, *shared_up, *shared_down; /* with shared_dim */
   const char *shared_router; /* its sigmoid gates what the shared expert gives; NULL: none */
+  /* of ps__experts_beside alone: norms before the experts, after them and after the shared ones,
+   * and the factors of the router's input and of an expert's weights */
+  const char *norm, *post_norm, *shared_post_norm, *router_scale, *expert_scale;
 } ps__experts_names;
 
 extern const ps__half_kind ps__experts;
+/* Gemma 4's: an MLP, which is the shared experts, and beside it experts and a router that read the
+ * residual stream through norms of their own. */
+extern const ps__half_kind ps__experts_beside;
 extern const ps__experts_names ps__experts_usual; /* as most families have them */
 extern const ps__experts_names ps__experts_deepseek;
 extern const ps__experts_names ps__experts_qwen; /* with a gate of the shared expert */

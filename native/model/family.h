@@ -108,6 +108,7 @@ void ps__score_write(ps__jsonw *w, const ps_model_config *c);
 typedef struct ps__experts_defaults { /* of absent keys */
   uint32_t n_experts, n_used;
   const char *count_key; /* of n_experts; NULL: num_experts, or num_local_experts */
+  const char *used_key;  /* of n_experts_used; NULL: num_experts_per_tok */
   bool has_shared;       /* shared experts, groups and a scale: ps__config_shared_experts() */
   uint32_t shared_dim;   /* shared_expert_intermediate_size; 0: no key of the family */
   bool renorm_by_default;

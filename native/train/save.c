@@ -92,15 +92,16 @@ ps_status ps__trainer_write_config(ps_trainer *t, ps__stage *stage, const char *
   return ps__has_adapters(t) ? ps__adapter_write_config(t, stage, dir) : PS_OK;
 }
 
-/* gpt-oss has its experts fused in every file. */
-static bool is_gpt_oss(const ps_trainer *t) {
-  return !strcmp(ps_model_family_name(t->plan->model->cfg.family), "gpt_oss");
+/* Files of gpt-oss and Gemma 4 always have their experts fused. */
+static bool is_always_fused(const ps_trainer *t) {
+  const char *family = ps_model_family_name(t->plan->model->cfg.family);
+  return !strcmp(family, "gpt_oss") || !strcmp(family, "gemma4_text");
 }
 
 /* Whether the model was read from files with fused experts: it is written as it was read. */
 static bool was_fused(const ps_trainer *t) {
   ps_tensor_file *f;
-  if (is_gpt_oss(t))
+  if (is_always_fused(t))
     return true;
   if (!t->plan->model->cfg.n_experts || ps_tensors_open(&f, t->model_dir) != PS_OK)
     return false;

@@ -344,27 +344,33 @@ class _Blocks:
 
 
 DTYPE_OF = {"F32": "fp32", "BF16": "bf16"}  # of a Tensor's kind
-# gpt-oss: an expert's matrix, which files have with those of all experts, transposed
-OF_EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.((?:gate_up|down)_proj)")
+# an expert's matrix, which files have with those of all experts: gpt-oss, transposed; Gemma 4
+OF_GPT_OSS = re.compile(r"(.*\.experts\.)\d+\.((?:gate_up|down)_proj)")
+OF_GEMMA = re.compile(r"(.*\.\d+\.experts\.)\d+\.((?:gate|up|down)_proj)\.weight")
 
 
 def _tensors(parameters: list[Parameter], dtype: str) -> list[Tensor]:
     """As files have them; those that stay fp32 come first."""
     out, parts = [], {}
     for p in sorted(parameters, key=lambda p: not p.exact):
-        found = OF_EXPERT.fullmatch(p.name)
+        flipped, plain = OF_GPT_OSS.fullmatch(p.name), OF_GEMMA.fullmatch(p.name)
+        found = flipped or plain
         if not found:
             kind = KINDS["fp32" if p.exact else dtype]
             out.append(Tensor(p.name, p.shape, kind, p.name))
             continue
-        name = found[1] + found[3]
+        each = 2 if plain and found[2] != "down_proj" else 1  # gate, then up
+        name = found[1] + ("gate_up_proj" if each == 2 else found[2])
         if name not in parts:
             parts[name] = []
-            out.append(Tensor(name, p.shape[::-1], KINDS[dtype]))
-        parts[name].append(p.name)
+            rows, cols = p.shape[::-1] if flipped else (each * p.shape[0], p.shape[1])
+            out.append(Tensor(name, (rows, cols), KINDS[dtype], transposed=bool(flipped)))
+        parts[name].append((p.name, each))
     return [
         replace(
-            t, shape=(len(parts[t.name]), *t.shape), parts=tuple(parts[t.name]), transposed=True
+            t,
+            shape=(len(parts[t.name]) // parts[t.name][0][1], *t.shape),
+            parts=tuple(name for name, _ in parts[t.name]),
         )
         if t.name in parts
         else t
@@ -421,7 +427,7 @@ def _bytes(parameter: Parameter, dtype: str) -> int:
     n = math.prod(parameter.shape)
     if parameter.exact:
         return 4 * n
-    if dtype == "mxfp4" and OF_EXPERT.fullmatch(parameter.name):
+    if dtype == "mxfp4" and OF_GPT_OSS.fullmatch(parameter.name):
         return n // 32 * 17
     return n * {"fp32": 4, "bf16": 2, "mxfp4": 2}[dtype]
 

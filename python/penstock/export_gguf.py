@@ -107,9 +107,11 @@ class Tensor:
 
     def each(self) -> list[Tensor]:
         """The tensors of two dimensions that it is made of, one after the other."""
-        return [replace(self, shape=self.shape[1:], source=p, parts=()) for p in self.parts] or [
-            self
-        ]
+        if not self.parts:
+            return [self]
+        rows = self.shape[0] * self.shape[1] // len(self.parts)
+        shape = (rows, *self.shape[2:])
+        return [replace(self, shape=shape, source=p, parts=()) for p in self.parts]
 
 
 @dataclass

@@ -1,9 +1,10 @@
-/* gemma4.c - Gemma 4 (text), its dense models: Gemma 3's block, but norms multiply by w, scores
- * have no scale, v is normed too, and a number multiplies a block's output. Layers with full
- * attention
- * have heads of their own width, k as v where attention_k_eq_v says so, and RoPE of their own.
- * Defaults are those of transformers' Gemma4TextConfig and Gemma4UnifiedTextConfig (5.24). */
+/* gemma4.c - Gemma 4 (text): Gemma 3's block, but norms multiply by w, scores have no scale, v is
+ * normed too, and a number multiplies a block's output. Layers with full attention have heads of
+ * their own width, k as v where attention_k_eq_v says so, and RoPE of their own. With
+ * enable_moe_block every layer has experts beside its MLP. Defaults are those of transformers'
+ * Gemma4TextConfig and Gemma4UnifiedTextConfig (5.24). */
 #include "model/attention.h"
+#include "model/experts.h"
 #include "model/family.h"
 #include "model/mlp.h"
 #include <math.h>
@@ -14,12 +15,11 @@ static const uint8_t SLIDING = PS_LAYER_WINDOW | PS_LAYER_LOCAL_ROPE;
 
 /* ---- what is refused ------------------------------------------------------------------------- */
 
-/* Parts of E2B, E4B and 26B-A4B. transformers takes 256 for hidden_size_per_layer_input. */
+/* Parts of E2B and E4B. transformers takes 256 for hidden_size_per_layer_input. */
 static ps_status refuse_parts(const ps__config_reader *r, uint32_t per_layer) {
-  uint32_t width, n_shared, is_sparse;
+  uint32_t width, n_shared;
   PS_TRY(ps__config_uint(r, r->j, "hidden_size_per_layer_input", per_layer, &width));
   PS_TRY(ps__config_uint(r, r->j, "num_kv_shared_layers", 0, &n_shared));
-  PS_TRY(ps__config_bool(r, r->j, "enable_moe_block", false, &is_sparse));
   if (width)
     return ps__fail(PS_EFORMAT,
                     "%s: hidden_size_per_layer_input is %u: embeddings of each layer are not "
@@ -30,10 +30,6 @@ static ps_status refuse_parts(const ps__config_reader *r, uint32_t per_layer) {
                     "%s: num_kv_shared_layers is %u: layers without keys and values of their own "
                     "are not supported, only 0 is",
                     r->path, n_shared);
-  if (is_sparse)
-    return ps__fail(PS_EFORMAT,
-                    "%s: enable_moe_block is true: experts beside an MLP are not supported",
-                    r->path);
   return PS_OK;
 }
 
@@ -184,6 +180,43 @@ static ps_status read_rope(const ps__config_reader *r, ps_model_config *c) {
   return ps__config_local_rope(r, NULL, 10000.0, c);
 }
 
+/* ---- experts --------------------------------------------------------------------------------- */
+
+static const ps__experts_defaults experts_of = {.n_experts = PS__CONFIG_REQUIRED,
+                                                .n_used = PS__CONFIG_REQUIRED,
+                                                .count_key = "num_experts",
+                                                .used_key = "top_k_experts",
+                                                .dim_key = "moe_intermediate_size",
+                                                .dim = PS__CONFIG_REQUIRED,
+                                                .always_renorm = true};
+
+/* Without enable_moe_block the fields of experts mean nothing. The MLP beside them is what other
+ * families call shared experts. */
+static ps_status read_experts(const ps__config_reader *r, bool may_have, ps_model_config *c) {
+  static const char *const foreign[] = {"num_local_experts", "n_routed_experts"};
+  uint32_t is_sparse, n;
+  for (int i = 0; i < 2; i++) {
+    PS_TRY(ps__config_uint(r, r->j, foreign[i], 0, &n));
+    if (n)
+      return ps__fail(PS_EFORMAT, "%s: %s is %u: this family has num_experts", r->path, foreign[i],
+                      n);
+  }
+  PS_TRY(ps__config_bool(r, r->j, "enable_moe_block", false, &is_sparse));
+  if (!is_sparse)
+    return PS_OK;
+  if (!may_have)
+    return ps__fail(PS_EFORMAT, "%s: enable_moe_block is true: this family has no experts",
+                    r->path);
+  PS_TRY(ps__config_experts(r, &experts_of, c));
+  if (c->n_experts_used > c->n_experts)
+    return ps__fail(PS_EFORMAT, "%s: top_k_experts is %u: it must be at most num_experts, %u",
+                    r->path, c->n_experts_used, c->n_experts);
+  c->shared_dim = c->ffn_dim;
+  for (uint32_t i = 0; i < c->n_layers; i++)
+    c->layer_flags[i] |= PS_LAYER_EXPERTS;
+  return PS_OK;
+}
+
 /* ---- the family ------------------------------------------------------------------------------ */
 
 static ps_status read(const ps__config_reader *r, uint32_t window, ps_model_config *c) {
@@ -204,30 +237,53 @@ static ps_status read(const ps__config_reader *r, uint32_t window, ps_model_conf
 
 static ps_status read_gemma4(const ps__config_reader *r, ps_model_config *c) {
   PS_TRY(refuse_parts(r, 256));
-  return read(r, 512, c);
+  PS_TRY(read(r, 512, c));
+  return read_experts(r, true, c);
 }
 
 static ps_status read_unified(const ps__config_reader *r, ps_model_config *c) {
   PS_TRY(refuse_parts(r, 0));
-  return read(r, 1024, c);
+  PS_TRY(read(r, 1024, c));
+  return read_experts(r, false, c);
 }
 
+static const ps__experts_names names_of_experts = {
+    .router = "router.proj.weight",
+    .gate = "experts.%u.gate_proj.weight",
+    .up = "experts.%u.up_proj.weight",
+    .down = "experts.%u.down_proj.weight",
+    .shared_gate = "mlp.gate_proj.weight",
+    .shared_up = "mlp.up_proj.weight",
+    .shared_down = "mlp.down_proj.weight",
+    .norm = "pre_feedforward_layernorm_2.weight",
+    .post_norm = "post_feedforward_layernorm_2.weight",
+    .shared_post_norm = "post_feedforward_layernorm_1.weight",
+    .router_scale = "router.scale",
+    .expert_scale = "router.per_expert_scale"};
+
+static const char PRE[] = "pre_feedforward_layernorm.weight",
+                  POST[] = "post_feedforward_layernorm.weight";
 static const ps__half_use attention = {.kind = &ps__attention,
                                        .names = &ps__attention_usual,
                                        .norm = "input_layernorm.weight",
                                        .post_norm = "post_attention_layernorm.weight"},
-                          mlp = {.kind = &ps__mlp,
-                                 .names = &ps__mlp_usual,
-                                 .norm = "pre_feedforward_layernorm.weight",
-                                 .post_norm = "post_feedforward_layernorm.weight"};
+                          second[] = {{.flags = PS_LAYER_EXPERTS,
+                                       .kind = &ps__experts_beside,
+                                       .names = &names_of_experts,
+                                       .norm = PRE,
+                                       .post_norm = POST},
+                                      {.kind = &ps__mlp,
+                                       .names = &ps__mlp_usual,
+                                       .norm = PRE,
+                                       .post_norm = POST}};
 
 static const ps__decoder decoder = {
-    .half = {&attention, &mlp}, .rounds_embedding_scale = true, .layer_scale = "layer_scalar"};
+    .half = {&attention, second}, .rounds_embedding_scale = true, .layer_scale = "layer_scalar"};
 
 static const char *const own_keys[] = {"sliding_window", "final_logit_softcapping",
                                        "use_bidirectional_attention", NULL};
 
-#define FAMILY(type, class, reads)                                                                 \
+#define FAMILY(type, class, sparse, reads)                                                         \
   {.model_type = type,                                                                             \
    .architecture = class,                                                                          \
    .has_default_pad = true,                                                                        \
@@ -236,6 +292,7 @@ static const char *const own_keys[] = {"sliding_window", "final_logit_softcappin
    .default_head_dim = 256,                                                                        \
    .tied_by_default = true,                                                                        \
    .has_own_rope = true,                                                                           \
+   .has_experts = sparse,                                                                          \
    .qk_norm = 1,                                                                                   \
    .activation = PS_ACTIVATION_GELU_TANH,                                                          \
    .activation_key = "hidden_activation",                                                          \
@@ -243,6 +300,6 @@ static const char *const own_keys[] = {"sliding_window", "final_logit_softcappin
    .own_keys = own_keys,                                                                           \
    .read = reads,                                                                                  \
    .decoder = &decoder}
-const ps__family ps__family_gemma4 = FAMILY("gemma4_text", "Gemma4ForCausalLM", read_gemma4);
+const ps__family ps__family_gemma4 = FAMILY("gemma4_text", "Gemma4ForCausalLM", true, read_gemma4);
 const ps__family ps__family_gemma4_unified =
-    FAMILY("gemma4_unified_text", "Gemma4UnifiedForCausalLM", read_unified);
+    FAMILY("gemma4_unified_text", "Gemma4UnifiedForCausalLM", false, read_unified);
