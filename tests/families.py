@@ -536,9 +536,9 @@ def wide(cfg):
         changes["head_dim"] = 64  # of RoPE
     if "linear_num_key_heads" in cfg:
         changes |= dict(linear_key_head_dim=64, linear_value_head_dim=128, rms_norm_eps=1e-6)
-    if "num_experts_per_tok" in cfg:
-        names = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
-        changes |= {name: 4 for name in names if name in cfg}
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    names += ("num_experts_per_tok", "top_k_experts")
+    changes |= {name: 4 for name in names if name in cfg}
     if "moe_intermediate_size" in cfg:
         changes["moe_intermediate_size"] = 128
     if cfg.get("sliding_window"):
