@@ -76,6 +76,31 @@ def delta_bwd(a, qkv, ba, a_log, dt_bias, doc_start, before, d_o, carry, _dqkv, 
     return [*got[:3], got[3] + old[0], got[4] + old[1]]
 
 
+def conv_cached(a, x, w, sequence, _y, pos, cache):
+    cache = cache.clone().view(-1, a.width - 1, a.channels)
+    out, tail = torch.zeros(a.n_tokens, a.channels, dtype=torch.float64), a.width - 1
+    for s in sequence[pos >= 0].unique().long().tolist():
+        mine = (sequence == s) & (pos >= 0)
+        rows = torch.cat([cache[s], x.view(a.n_tokens, -1)[mine]])
+        at = torch.arange(len(rows)) - tail + int(pos[mine][0])  # positions
+        seen = rows * (at >= 0).double()[:, None]
+        out[mine] = silu((seen.unfold(0, a.width, 1) * w.view(a.channels, a.width)).sum(-1))
+        cache[s] = rows[len(rows) - tail :]
+    return [out, cache]
+
+
+def delta_cached(a, qkv, ba, a_log, dt_bias, sequence, _o, pos, cache):
+    cache = cache.clone().view(-1, a.n_value_heads, a.key_dim, a.value_dim)
+    out = torch.zeros(a.n_tokens, a.n_value_heads, a.value_dim, dtype=torch.float64)
+    of = Delta.from_buffer_copy(a)
+    for s in sequence[pos >= 0].unique().long().tolist():
+        mine = (sequence == s) & (pos >= 0)
+        of.n_tokens, of.row0 = int(mine.sum()), int(pos[mine][0])
+        rows = [x.view(a.n_tokens, -1)[mine].flatten() for x in (qkv, ba)]
+        out[mine], cache[s] = delta(of, *rows, a_log, dt_bias, torch.zeros(of.n_tokens), cache[s])
+    return [out, cache]
+
+
 def gated_norm(a, x, z, w, *_):
     x, z = (v.view(a.n_tokens, a.n_heads, a.head_dim) for v in (x, z))
     return [x * torch.rsqrt((x * x).mean(-1, keepdim=True) + a.eps) * w * silu(z)]
@@ -126,8 +151,10 @@ def sigmoid_gate_bwd(a, x, g, dy, *_):
 FORMULAS = {
     "conv_fwd": (Conv, conv),
     "conv_bwd": (Conv, conv_bwd),
+    "conv_cached": (Conv, conv_cached),
     "delta_fwd": (Delta, delta),
     "delta_bwd": (Delta, delta_bwd),
+    "delta_cached": (Delta, delta_cached),
     "gated_norm_fwd": (GatedNorm, gated_norm),
     "gated_norm_bwd": (GatedNorm, gated_norm_bwd),
     "heads_split": (Heads, heads_split),

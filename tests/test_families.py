@@ -222,8 +222,6 @@ def test_what_has_no_delta_nets_yet_says_so(directory):
         of_q = {n: trainer.read(n).shape for n in trainer.params if ".q_proj.lora_" in n}
     gated = 2 * ALL["qwen3_5"]["num_attention_heads"] * ALL["qwen3_5"]["head_dim"]
     assert {n[: len(stem) + 1]: x for n, x in of_q.items()}[stem + "B"] == (gated, 2)
-    with pytest.raises(InvalidError, match="generation with gated delta-nets is not supported"):
-        Generator(where)
 
 
 def test_the_batches_reach_past_windows_and_lengths():
@@ -346,7 +344,7 @@ def greedy(model, ids, n):
 END_OF_TEXT = 2  # COMMON's eos_token_id, where transformers stops
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *EXPERTS])
+@pytest.mark.parametrize("name", [*CONFIGS, *EXPERTS, *DELTA_NETS])
 def test_greedy_tokens_are_those_of_transformers(directory, name):
     """Prompts of several lengths at once, whose steps cut them. They are longer than longrope's
     original context, so that both sides have its long factors throughout."""
@@ -364,3 +362,28 @@ def test_greedy_tokens_are_those_of_transformers(directory, name):
     ) as generator:
         got = generator.run(prompts, max_new_tokens=8, stop_tokens=[END_OF_TEXT])
     assert got == expected
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_states_of_delta_nets_depend_on_their_sequence_alone(directory, dtype):
+    """Prompts shorter than the convolution, of one piece and of several, after those of another
+    batch; and texts beside a training, of the same weights."""
+    where, rng = directory("qwen3_5"), np.random.default_rng(0)
+    prompts = [rng.integers(3, 512, n).tolist() for n in (2, 30, 1, 17)]
+    how = dict(max_new_tokens=12, temperature=1.0, seed=[5, 6, 7, 8])
+    seen, sizes = [], []
+    for n, prefill, context in (1, 64, 48), (4, 64, 48), (4, 7, 48), (2, 1, 96):
+        options = dict(batch=n, prefill_tokens=prefill, context=context, dtype=dtype)
+        with Generator(where, **options) as generator:
+            seen.append(generator.run(prompts, **how))
+            report = generator.report
+            sizes.append([report["cache_bytes"], report["state_bytes"]])
+    assert all(texts == seen[0] for texts in seen)
+    states = sizes[0][1]
+    keys = sizes[0][0] - states
+    assert states and sizes[1:] == [[4 * keys + 4 * states, 4 * states]] * 2 + [
+        [4 * keys + 2 * states, 2 * states]
+    ]
+    plan = make_plan(where, recipe=dtype, sample_sequences=4, sample_context=48)
+    with open_trainer(where, plan=plan) as trainer:
+        assert trainer.sample(prompts, **how) == seen[0]

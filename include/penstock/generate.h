@@ -71,8 +71,9 @@ typedef struct ps_generate_report {
    * many as even routing chooses on average. Of blocks that are streamed whole all are copied. */
   uint64_t weights_bytes, streamed_bytes;
   uint64_t prefill_streamed_bytes; /* that a prefill step copies */
-  uint64_t cache_bytes;            /* of all sequences together */
-  uint64_t block_bytes;            /* the largest block's weights */
+  /* Of all sequences together: keys and values, and states of gated delta-nets. */
+  uint64_t cache_bytes;
+  uint64_t block_bytes; /* the largest block's weights */
   uint64_t head_bytes;
   uint64_t activation_bytes;     /* device memory of a step's tensors and batch */
   uint64_t overhead_bytes;       /* on the device: kernels, libraries, scratch, page tables */
@@ -86,6 +87,7 @@ typedef struct ps_generate_report {
    * planned, and with blocks streamed whole; 0: no rate is known. */
   double decode_s, whole_decode_s;
   uint64_t dense_bytes; /* on the device: a block's dequantized weights; 0: none are quantized */
+  uint64_t state_bytes; /* of cache_bytes what does not grow with the context */
 } ps_generate_report;
 
 /* ps_generate_plan() - what a generator of this configuration takes on machine @hw. Pure.

@@ -128,13 +128,16 @@ static double link_limit(const generation *g, const ps_generate_report *r) {
 
 /* The bounds of a decode step's time: what the link and the device's memory take for its bytes. */
 static void show_plan(FILE *out, const generation *g, const ps_generate_report *r) {
-  char device[32], host[32], cache[32], streamed[32], weights[32];
+  char device[32], host[32], cache[32], states[32], streamed[32], weights[32];
   fprintf(out,
           "device memory %s, host memory %s; %u of %u blocks resident; KV cache %s for %llu x %llu "
           "tokens\n",
           cli_bytes(device, r->device_used_bytes), cli_bytes(host, r->host_used_bytes),
           r->n_resident, r->n_blocks, cli_bytes(cache, r->cache_bytes),
           (unsigned long long)g->cfg.n_sequences, (unsigned long long)g->cfg.context);
+  if (r->state_bytes)
+    fprintf(out, "%s of the cache are states, whose size does not depend on the context\n",
+            cli_bytes(states, r->state_bytes));
   if (r->n_slots)
     fprintf(out,
             "experts on demand: %u of %u of a block are on the device (%.0f%%); what a step copies "
@@ -179,6 +182,7 @@ static void plan_json(cli_json *j, const generation *g, const ps_generate_report
   cli_json_number(j, "planned_steps_per_s", rate(1, r->decode_s));
   cli_json_number(j, "planned_whole_steps_per_s", rate(1, r->whole_decode_s));
   cli_json_count(j, "cache_bytes", r->cache_bytes);
+  cli_json_count(j, "state_bytes", r->state_bytes);
   cli_json_count(j, "blocks", r->n_blocks);
   cli_json_count(j, "resident_blocks", r->n_resident);
   cli_json_count(j, "prefill_rows", r->prefill_tokens);

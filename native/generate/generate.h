@@ -142,8 +142,9 @@ bool ps__gen_streams(const ps__gen_plan *p, uint32_t layer, uint32_t unit);
 const ps_kernel *ps__gen_op(const ps__op_def *op, uint32_t rows, void *args);
 /* Forward ops of a layer that a step runs: all but the head's loss. */
 uint32_t ps__gen_n_ops(const ps__layer_def *d);
-/* BYTES of the keys and values of block @layer, from 1: those of the op that caches. */
-uint64_t ps__gen_cache_bytes(const ps__gen_plan *p, uint32_t layer);
+/* BYTES that a forward op of a block keeps of all sequences from step to step: keys and values, or
+ * states. */
+uint64_t ps__gen_cache_bytes(const ps__gen_plan *p, const ps__op_def *op);
 /* The arguments of the lookup that picks, out of @rows rows, those that logits are made of. */
 ps__args_embed ps__gen_pick(const ps__gen_plan *p, uint32_t rows);
 /* Where tensor @t of a layer lies from the layer's tensors on, and its BYTES. */

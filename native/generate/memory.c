@@ -116,7 +116,8 @@ uint32_t ps__gen_n_ops(const ps__layer_def *d) {
 }
 
 uint64_t ps__gen_tensor_bytes(const ps__layer_def *d, uint32_t t, uint32_t rows) {
-  return d->tensor[t].row_bytes * (d->tensor[t].rows == PS__ROWS_ONE ? 1 : rows);
+  const uint32_t kind = d->tensor[t].rows;
+  return d->tensor[t].row_bytes * (kind == PS__ROWS_STATE ? 0 : kind == PS__ROWS_ONE ? 1 : rows);
 }
 
 static uint32_t most_rows(const ps__gen_plan *p) {
@@ -194,11 +195,28 @@ static void place_batch(ps__gen_plan *p) {
   b->out = take(&b->bytes, 4ull * p->rows[1]);
 }
 
-uint64_t ps__gen_cache_bytes(const ps__gen_plan *p, uint32_t layer) {
-  const ps_model_config *c = &p->model->cfg;
-  const uint32_t flags = c->layer_flags[layer - 1];
-  return aligned(p->cfg.n_sequences * p->cfg.context * 2 * ps__layer_kv_heads(c, flags) *
-                 ps__layer_head_dim(c, flags) * ps_dtype_bytes(p->model->dt));
+uint64_t ps__gen_cache_bytes(const ps__gen_plan *p, const ps__op_def *op) {
+  _Alignas(16) char args[PS__ARGS_BYTES];
+  const ps_kernel *k = ps__gen_op(op, 1, args);
+  return k->info->cache_bytes ? aligned(p->cfg.n_sequences * k->info->cache_bytes(args)) : 0;
+}
+
+/* Whether @op leaves something to the next chunk, whose size no sequence's length changes. */
+static bool has_state(const ps__layer_def *d, const ps__op_def *op) {
+  for (uint32_t t = 0; t < d->n_tensors; t++)
+    if (d->tensor[t].rows == PS__ROWS_STATE && ps__uses(op, (int)t, PS_WRITE))
+      return true;
+  return false;
+}
+
+/* A block's caches lie in the order of its ops. */
+static void count_caches(ps__gen_plan *p, uint32_t layer) {
+  const ps__layer_def *d = ps__layer_of(p->model, layer);
+  for (uint32_t i = 0, n = ps__gen_n_ops(d); i < n; i++) {
+    const uint64_t bytes = ps__gen_cache_bytes(p, &d->fwd[i]);
+    p->report.cache_bytes += bytes;
+    p->report.state_bytes += has_state(d, &d->fwd[i]) ? bytes : 0;
+  }
 }
 
 static void measure(ps__gen_plan *p) {
@@ -214,7 +232,7 @@ static void measure(ps__gen_plan *p) {
     p->n_ops += ps__gen_n_ops(ps__layer_of(m, l));
     p->dense_bytes += ps__gen_dense_bytes(p, l);
     r->dense_bytes = larger(r->dense_bytes, ps__gen_dense_bytes(p, l));
-    r->cache_bytes += ps__gen_cache_bytes(p, l);
+    count_caches(p, l);
   }
   for (uint32_t l = 0; l < m->n_layers; l++) {
     const ps__layer_def *d = ps__layer_of(m, l);
@@ -558,10 +576,6 @@ static ps_status plan(ps__gen_plan *p, const ps_model_config *model) {
                     "the model's head is for %s: it writes no text, and penstock score prints what "
                     "it says of texts",
                     ps_problem_name(model->problem));
-  if (ps__has_delta_nets(model))
-    return ps__fail(PS_EINVAL,
-                    "generation with gated delta-nets is not supported, because the cache holds no "
-                    "states: save the model and generate with transformers");
   PS_TRY(ps__model_create(&p->model, model, (ps_dtype)c->dtype, c->context, model->n_layers + 2,
                           NULL, NULL, &c->lora));
   PS_TRY(check_units(p));

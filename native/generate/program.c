@@ -22,6 +22,7 @@ typedef struct builder {
   uint32_t streamed; /* blocks, from the first, whose copies have been added where they need any */
   uint32_t layer, x; /* the layer whose ops are added; which residual stream has its input */
   uint32_t products; /* of the layer's experts, so far */
+  uint64_t cached;   /* BYTES of the caches of the ops so far */
 } builder;
 
 typedef struct hook_args {
@@ -241,8 +242,10 @@ static ps_status add_op(builder *b, const ps__layer_def *d, const ps__op_def *op
   const bool cached = k->info->from_slots && fetches(b);
   if (cached && b->products == 0)
     PS_TRY(add_fetch(b, d, rows));
-  for (; n < op->n_syms; n++) {
-    const ps__sym y = op->sym[n];
+  for (uint32_t i = 0; i < op->n_syms; i++) {
+    const ps__sym y = op->sym[i];
+    if (ps__sym_is_tensor(y) && d->tensor[y.id].rows == PS__ROWS_STATE)
+      continue; /* the cache has it */
     if (ps__sym_is_tensor(y))
       access[n] = tensor_of(b, d, y, rows);
     else if (y.kind == PS__SYM_PARAM && cached)
@@ -253,15 +256,14 @@ static ps_status add_op(builder *b, const ps__layer_def *d, const ps__op_def *op
       PS_TRY(batch_of(b, y, rows, &access[n]));
     else
       return ps__fail(PS_EINTERNAL, "op %s of generation writes a gradient", k->name);
+    n++;
   }
-  if (k->info->caches) {
-    uint64_t at = p->map.device.cache;
-    for (uint32_t l = 1; l < b->layer; l++)
-      at += ps__gen_cache_bytes(p, l);
+  if (k->info->cache_bytes) {
     const ps__sym position = PS__B(PS__BATCH_POSITION);
+    const uint64_t bytes = ps__gen_cache_bytes(p, op);
     PS_TRY(batch_of(b, position, rows, &access[n++]));
-    access[n++] =
-        (ps_access){p->at->dev[0].place, PS_READ_WRITE, at, ps__gen_cache_bytes(p, b->layer)};
+    access[n++] = (ps_access){place_of(b), PS_READ_WRITE, p->map.device.cache + b->cached, bytes};
+    b->cached += bytes;
   }
   if (cached) {
     ps__args_grouped_slots of_slots = {.n_slots = p->experts.n_slots};

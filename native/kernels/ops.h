@@ -80,8 +80,10 @@ extern "C" {
   X(moe_bias_sum)                                                                                  \
   X(conv_fwd)                                                                                      \
   X(conv_bwd)                                                                                      \
+  X(conv_cached)                                                                                   \
   X(delta_fwd)                                                                                     \
   X(delta_bwd)                                                                                     \
+  X(delta_cached)                                                                                  \
   X(gated_norm_fwd)                                                                                \
   X(gated_norm_bwd)                                                                                \
   X(heads_split)                                                                                   \
@@ -147,9 +149,11 @@ typedef struct ps__op_info {
   /* What computes the op in generation: of the same arguments, with the same pointers first. NULL:
    * the op itself. On the CPU a row of what it writes does not depend on the other rows. */
   const ps_kernel *in_generation;
-  /* Such a kernel reads and extends a layer's keys and values: in the place of doc_start it gets
-   * the rows' sequences, and after the other pointers their positions and the cache. */
-  bool caches;
+  /* Such a kernel may keep a cache of the sequences, their keys and values or a state: BYTES of a
+   * sequence's. In the place of doc_start it gets the rows' sequences, and after the other pointers
+   * their positions and the cache. It gets no operands that pass from a chunk to the next: the
+   * cache has them. NULL: it keeps nothing. */
+  uint64_t (*cache_bytes)(const void *args);
   /* Experts on demand: what computes the product with the slots of a cache in the place of W
    * (ps__args_grouped_slots). NULL: the op is no product of experts. */
   const ps_kernel *from_slots;
@@ -609,7 +613,14 @@ typedef struct ps__args_conv {
  *                      ptr: R x[T,C], R w[C,W], R doc_start i32[T], R before[W-1,C], W y[T,C], W
  *                      after[W-1,C].
  * conv_bwd             ptr: R x, R w, R doc_start, R before, R dy[T,C], W|RW carry f32[W-1,C], W
- *                      dx[T,C], W|RW dw[C,W]. */
+ *                      dx[T,C], W|RW dw[C,W].
+ * conv_cached          conv_fwd of T rows of several sequences, with the rows before them in the
+ *                      cache. Row t is position pos[t] of sequence sequence[t]; rows before
+ *                      position 0 count as 0. A sequence's rows stand one after the other, in order
+ *                      of position; they then enter its cache at the end, and as many leave it at
+ *                      the start. pos -1: no row; y becomes 0. row0 says nothing.
+ *                      ptr: R x, R w, R sequence i32[T], W y[T,C], R pos i32[T], RW
+ *                      cache[sequences,W-1,C]. */
 
 typedef struct ps__args_delta {
   uint32_t n_tokens, row0, n_key_heads, n_value_heads, key_dim, value_dim, dt;
@@ -625,7 +636,11 @@ typedef struct ps__args_delta {
  *                      i32[T], R before, W o[T,nv dv], W after.
  * delta_bwd            ptr: R qkv, R ba, R a_log, R dt_bias, R doc_start, R before, R d_o[T,nv dv],
  *                      W|RW carry f32[nv,dk,dv], W dqkv[T,C], W dba[T,2nv], W|RW da_log[nv], W|RW
- *                      ddt_bias[nv]. */
+ *                      ddt_bias[nv].
+ * delta_cached         delta_fwd of T rows of several sequences, whose states the cache holds. Rows
+ *                      are as in conv_cached; a sequence's state is 0 at position 0.
+ *                      ptr: R qkv, R ba, R a_log, R dt_bias, R sequence i32[T], W o[T,nv dv], R pos
+ *                      i32[T], RW cache f32[sequences,nv,dk,dv]. */
 
 typedef struct ps__args_gated_norm {
   uint32_t n_tokens, n_heads, head_dim, dt, accumulate_dw;

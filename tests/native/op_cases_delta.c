@@ -117,6 +117,73 @@ static void delta(visit *v, uint32_t dt, bool backward) {
 void op_delta_fwd(visit *v, uint32_t dt) { delta(v, dt, false); }
 void op_delta_bwd(visit *v, uint32_t dt) { delta(v, dt, true); }
 
+/* Rows of @n sequences, the last one's first: the first sequence begins, another has had as many
+ * rows as it has number. Between the first two of them is a row of none. */
+static void sequences(op_operand *sequence, op_operand *pos, uint32_t rows, uint32_t n) {
+  *sequence = op_ints(rows, 0, 1, false);
+  *pos = op_ints(rows, 0, 1, false);
+  const uint32_t each = rows / n;
+  for (uint32_t t = 0; t < rows; t++) {
+    const uint32_t i = t / each < n ? t / each : n - 1, q = n - 1 - i;
+    ((int32_t *)sequence->init)[t] = (int32_t)q;
+    ((int32_t *)pos->init)[t] =
+        n > 1 && rows > n && t == each - 1 ? -1 : (int32_t)(q + t - i * each);
+  }
+}
+
+/* T, sequences, C, W */
+static const uint32_t conv_cached_test[][4] = {{1, 1, 1, 2},
+                                               {4, 4, 19, 4},
+                                               {70, 3, 40, 4},
+                                               {9, 4, 33, 8}},
+                      conv_cached_bench[][4] = {{64, 64, 8192, 4}};
+
+void op_conv_cached(visit *v, uint32_t dt) {
+  EACH(s, v, conv_cached_test, conv_cached_bench) {
+    const ps__args_conv a = {.n_tokens = s[0], .channels = s[2], .width = s[3], .dt = dt};
+    const uint64_t n = (uint64_t)s[0] * s[2];
+    op_operand o[] = {
+        in(dt, n, 1), in(dt, (uint64_t)s[2] * s[3], 1),
+        {0},          out(dt, n, conv_tolerance(dt)),
+        {0},          op_drawn(PS_READ_WRITE, dt, (uint64_t)s[1] * (s[3] - 1) * s[2], 1, exact)};
+    sequences(&o[2], &o[4], s[0], s[1]);
+    CASE(v, &a, 6, o, "%u rows of %u, %u channels, width %u", s[0], s[1], s[2], s[3]);
+  }
+}
+
+/* T, sequences, key heads, value heads, dk, dv */
+static const uint32_t delta_cached_test[][6] = {{1, 1, 1, 1, 1, 1},
+                                                {4, 4, 1, 2, 8, 19},
+                                                {150, 3, 2, 4, 20, 33},
+                                                {9, 2, 1, 1, 256, 40}},
+                      delta_cached_bench[][6] = {{64, 64, 16, 32, 128, 128}};
+
+void op_delta_cached(visit *v, uint32_t dt) {
+  EACH(s, v, delta_cached_test, delta_cached_bench) {
+    const ps__args_delta a = {.n_tokens = s[0],
+                              .n_key_heads = s[2],
+                              .n_value_heads = s[3],
+                              .key_dim = s[4],
+                              .value_dim = s[5],
+                              .dt = dt};
+    const uint64_t c = 2 * s[2] * s[4] + s[3] * s[5], state = (uint64_t)s[3] * s[4] * s[5];
+    if (!wanted(v, s[1] * state))
+      continue;
+    op_operand o[] = {
+        in(dt, s[0] * c, 1),
+        in(dt, 2ull * s[0] * s[3], 1),
+        in(dt, s[3], 0.5f),
+        in(dt, s[3], 1),
+        {0},
+        out(dt, (uint64_t)s[0] * s[3] * s[5], delta_tolerance(dt, false)),
+        {0},
+        op_drawn(PS_READ_WRITE, PS_F32, s[1] * state, 0.3f, delta_tolerance(PS_F32, false))};
+    sequences(&o[4], &o[6], s[0], s[1]);
+    CASE(v, &a, 8, o, "%u rows of %u, heads %u of %u, %u of %u", s[0], s[1], s[2], s[4], s[3],
+         s[5]);
+  }
+}
+
 /* T, heads, d */
 static const uint32_t norm_test[][3] = {{1, 2, 7}, {5, 3, 19}, {70, 4, 64}, {300, 2, 128}},
                       norm_bench[][3] = {{8192, 32, 128}};

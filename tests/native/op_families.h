@@ -131,8 +131,10 @@ void op_moe_bias_sum(visit *v, uint32_t dt);
 /* op_cases_delta.c */
 void op_conv_fwd(visit *v, uint32_t dt);
 void op_conv_bwd(visit *v, uint32_t dt);
+void op_conv_cached(visit *v, uint32_t dt);
 void op_delta_fwd(visit *v, uint32_t dt);
 void op_delta_bwd(visit *v, uint32_t dt);
+void op_delta_cached(visit *v, uint32_t dt);
 void op_gated_norm_fwd(visit *v, uint32_t dt);
 void op_gated_norm_bwd(visit *v, uint32_t dt);
 /* op_cases_sinks.c */

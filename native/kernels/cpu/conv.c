@@ -7,7 +7,7 @@
 typedef struct conv_job {
   ps__args_conv a;
   const char *x, *w, *before, *dy;
-  const int32_t *doc_start;
+  const int32_t *doc_start; /* NULL: one document, from group row 0 on */
   char *y, *dx, *dw;
   float *carry;
 } conv_job;
@@ -35,7 +35,7 @@ PS_VEC void conv_x(ps__v *v, const conv_job *j, int64_t t, size_t c, uint32_t dt
 
 /* Whether the row that tap @k of row @t takes is of the same document. */
 static inline bool conv_sees(const conv_job *j, int64_t t, uint32_t k) {
-  return t - (int64_t)(j->a.width - 1) + k + j->a.row0 >= j->doc_start[t];
+  return t - (int64_t)(j->a.width - 1) + k + j->a.row0 >= (j->doc_start ? j->doc_start[t] : 0);
 }
 
 PS_VEC void conv_sum(ps__v *p, const conv_job *j, const ps__v *tap, int64_t t, size_t c,
@@ -100,6 +100,72 @@ ps_status ps__cpu_conv_fwd(const ps_launch *l) {
   }
   return PS_OK;
 }
+
+/* ---- of several sequences -------------------------------------------------------------------- */
+
+typedef struct conv_cached_job {
+  conv_job all; /* of all rows */
+  const int32_t *sequence, *pos;
+  char *cache;
+} conv_cached_job;
+
+/* The cache of row @t's sequence. */
+static char *conv_cache(const conv_cached_job *j, int64_t t) {
+  const ps__args_conv *a = &j->all.a;
+  return j->cache + (size_t)j->sequence[t] * (a->width - 1) * a->channels * ps__dt_bytes(a->dt);
+}
+
+static void conv_cached_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  const conv_cached_job *j = arg;
+  const size_t bytes = j->all.a.channels * ps__dt_bytes(j->all.a.dt);
+  for (int64_t t = first, last; t < end; t = last) {
+    int64_t start = t;
+    while (ps__cpu_row_continues(j->sequence, j->pos, start))
+      start--;
+    for (last = t + 1; last < end && ps__cpu_row_continues(j->sequence, j->pos, last); last++)
+      ;
+    if (j->pos[t] < 0) {
+      memset(j->all.y + (size_t)t * bytes, 0, bytes);
+      continue;
+    }
+    conv_job of = j->all;
+    of.a.row0 = (uint32_t)j->pos[start];
+    of.x += (size_t)start * bytes;
+    of.y += (size_t)start * bytes;
+    of.before = conv_cache(j, t);
+    conv_fwd_run(&of, t - start, last - start);
+  }
+}
+
+/* conv_cached
+ * math    conv_fwd's of each sequence's rows, the rows before them from its cache
+ * shapes  x, y [T,C], w [C,W], cache [sequences,W-1,C], all of dt
+ * bytes   2*T*C*sizeof(dt) and the cache of each sequence
+ * determinism  bitwise: each element alone, with conv_fwd's bits however rows are cut in calls */
+ps_status ps__cpu_conv_cached(const ps_launch *l) {
+  const ps__args_conv *a = l->args;
+  const size_t bytes = a->channels * ps__dt_bytes(a->dt), tail = a->width - 1;
+  conv_cached_job j = {.all = {.a = *a, .x = l->ptr[0], .w = l->ptr[1], .y = l->ptr[3]},
+                       .sequence = l->ptr[2],
+                       .pos = l->ptr[4],
+                       .cache = l->ptr[5]};
+  PS_TRY(ps__cpu_check_rows_of_sequences(j.sequence, j.pos, a->n_tokens, "conv_cached"));
+  ps__cpu_rows(l->exec, a->n_tokens, ps__block_rows(a->channels), conv_cached_task, &j);
+  for (int64_t t = 0; t < a->n_tokens; t++) { /* row after row enters, but for those that leave */
+    size_t more = 0;
+    while (more < tail && t + 1 + (int64_t)more < a->n_tokens &&
+           ps__cpu_row_continues(j.sequence, j.pos, t + 1 + (int64_t)more))
+      more++;
+    if (j.pos[t] < 0 || more == tail)
+      continue;
+    char *cache = conv_cache(&j, t);
+    memmove(cache, cache + bytes, (tail - 1) * bytes);
+    memcpy(cache + (tail - 1) * bytes, j.all.x + (size_t)t * bytes, bytes);
+  }
+  return PS_OK;
+}
+
+/* ---- backward -------------------------------------------------------------------------------- */
 
 /* The gradient of row t + W-1-k passes to row t by tap k. Rows are taken from the last to the
  * first: ds[u % 8] is the gradient of p of row u, kept for the W rows from t on. */

@@ -49,6 +49,14 @@ typedef void (*ps__rows_fn)(void *arg, int64_t first, int64_t end, uint32_t work
 /* Errors: PS_EINVAL where @doc_start[n] decreases or lies past its row; the message names @op. */
 ps_status ps__cpu_check_documents(const int32_t *doc_start, uint32_t n, uint32_t row0,
                                   const char *op);
+/* Whether row @t is of the same sequence as the row before it, which it follows. */
+static inline bool ps__cpu_row_continues(const int32_t *sequence, const int32_t *pos, int64_t t) {
+  return t && pos[t] > 0 && pos[t - 1] == pos[t] - 1 && sequence[t - 1] == sequence[t];
+}
+/* Errors: PS_EINVAL where a sequence or a position is none, or a row does not follow the row of the
+ * same sequence before it; the message names @op. */
+ps_status ps__cpu_check_rows_of_sequences(const int32_t *sequence, const int32_t *pos, uint32_t n,
+                                          const char *op);
 void ps__cpu_rows(const ps__cpu_exec *exec, int64_t n, int64_t block, ps__rows_fn fn, void *arg);
 
 /* Sums over rows in a fixed order. The rows are cut in ps__n_row_tiles() tiles of

@@ -17,7 +17,7 @@ typedef struct delta_job {
   size_t kp, vp;   /* dk, dv in whole lanes */
   size_t ld, n_ba; /* elements of a row of qkv, and of ba */
   const char *qkv, *ba, *a_log, *dt_bias, *d_o;
-  const int32_t *doc_start;
+  const int32_t *doc_start; /* NULL: no document begins after group row 0 */
   const float *before;
   float *after, *carry;
   char *o, *dqkv, *dba, *da_log, *ddt_bias;
@@ -114,7 +114,7 @@ static void load_values(const delta_job *j, block *b, uint32_t head) {
     load_row(b->v + (size_t)i * j->vp, j->vp, row_of(j, t), j->a.dt, at, dv);
     gates(j, t, head, &beta, &slope, &g);
     b->beta[i] = (float)beta;
-    b->decay[i] = (uint32_t)j->doc_start[t] == j->a.row0 + t ? 0 : (float)exp(g);
+    b->decay[i] = j->doc_start && (uint32_t)j->doc_start[t] == j->a.row0 + t ? 0 : (float)exp(g);
   }
 }
 
@@ -225,6 +225,53 @@ ps_status ps__cpu_delta_fwd(const ps_launch *l) {
   j.o = l->ptr[6];
   j.after = l->ptr[7];
   ps__cpu_rows(l->exec, j.a.n_key_heads, 1, fwd_head, &j);
+  return PS_OK;
+}
+
+/* ---- of several sequences -------------------------------------------------------------------- */
+
+typedef struct delta_cached_job {
+  delta_job all; /* of all rows */
+  const int32_t *sequence, *pos;
+  float *cache;
+} delta_cached_job;
+
+/* A row that begins a sequence's rows of the call takes them all, of one key head. */
+static void delta_cached_task(void *arg, int64_t task, uint32_t worker) {
+  const delta_cached_job *j = arg;
+  const ps__args_delta *a = &j->all.a;
+  const int64_t t = task / a->n_key_heads, head = task % a->n_key_heads;
+  const size_t bytes = ps__dt_bytes(a->dt), values = (size_t)a->n_value_heads * a->value_dim;
+  delta_job of = j->all;
+  of.o += (size_t)t * values * bytes;
+  if (j->pos[t] < 0 && head == 0)
+    memset(of.o, 0, values * bytes);
+  if (j->pos[t] < 0 || ps__cpu_row_continues(j->sequence, j->pos, t))
+    return;
+  of.a.row0 = (uint32_t)j->pos[t];
+  of.a.n_tokens = 1;
+  while (t + of.a.n_tokens < a->n_tokens &&
+         ps__cpu_row_continues(j->sequence, j->pos, t + of.a.n_tokens))
+    of.a.n_tokens++;
+  of.qkv += (size_t)t * of.ld * bytes;
+  of.ba += (size_t)t * of.n_ba * bytes;
+  of.before = of.after = j->cache + (size_t)j->sequence[t] * values * a->key_dim;
+  fwd_head(&of, head, head + 1, worker);
+}
+
+/* delta_cached
+ * math    delta_fwd's of each sequence's rows, from the state that its cache has and back to it
+ * shapes  as delta_fwd; cache f32 [sequences,nv,dk,dv]
+ * flops   6*T*nv*dk*dv; bytes: the state of each sequence twice; scratch as delta_fwd
+ * determinism  bitwise, with delta_fwd's bits however rows are cut in calls */
+ps_status ps__cpu_delta_cached(const ps_launch *l) {
+  const ps__args_delta *a = l->args;
+  delta_cached_job j = {
+      .all = job_of(l), .sequence = l->ptr[4], .pos = l->ptr[6], .cache = l->ptr[7]};
+  PS_TRY(ps__cpu_check_rows_of_sequences(j.sequence, j.pos, a->n_tokens, "delta_cached"));
+  j.all.doc_start = NULL;
+  j.all.o = l->ptr[5];
+  ps__pool_run(j.all.exec->pool, (int64_t)a->n_tokens * a->n_key_heads, delta_cached_task, &j);
   return PS_OK;
 }
 

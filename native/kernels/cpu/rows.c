@@ -33,3 +33,17 @@ ps_status ps__cpu_check_documents(const int32_t *doc_start, uint32_t n, uint32_t
                       doc_start[i], row0 + i);
   return PS_OK;
 }
+
+ps_status ps__cpu_check_rows_of_sequences(const int32_t *sequence, const int32_t *pos, uint32_t n,
+                                          const char *op) {
+  for (uint32_t t = 0; t < n; t++) {
+    const bool follows = !t || pos[t] < 0 || pos[t - 1] < 0 || sequence[t - 1] != sequence[t] ||
+                         ps__cpu_row_continues(sequence, pos, t);
+    if (pos[t] < -1 || sequence[t] < 0 || !follows)
+      return ps__fail(PS_EINVAL,
+                      "%s: row %u is position %d of sequence %d: neither may be negative, and rows "
+                      "of a sequence follow each other",
+                      op, t, pos[t], sequence[t]);
+  }
+  return PS_OK;
+}

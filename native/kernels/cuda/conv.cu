@@ -266,6 +266,77 @@ template <typename T, int V> cudaError_t conv_bwd_of(const ps_launch *l) {
                                j.channels * j.width, a->accumulate_dw != 0);
 }
 
+/* ---- of several sequences -------------------------------------------------------------------- */
+
+template <typename T> struct conv_cached_job {
+  const T *x, *w;
+  const int32_t *sequence, *pos;
+  T *y, *cache;
+  uint32_t rows, channels, width;
+
+  __device__ __forceinline__ bool continues(uint32_t t) const {
+    return t && pos[t] > 0 && pos[t - 1] == pos[t] - 1 && sequence[t - 1] == sequence[t];
+  }
+  __device__ __forceinline__ T *cache_of(uint32_t t, uint32_t c) const {
+    return cache + (size_t)sequence[t] * (width - 1) * channels + c;
+  }
+};
+
+/* A thread a channel of a row. */
+template <typename T>
+__global__ void __launch_bounds__(THREADS) conv_cached_k(const conv_cached_job<T> j) {
+  const uint32_t c = blockIdx.y * THREADS + threadIdx.x, t = blockIdx.x, tail = j.width - 1;
+  float p = 0.0f;
+  uint32_t here = 0; /* rows of the sequence before t that the call has, at most W-1 */
+  if (c >= j.channels)
+    return;
+  while (here < tail && j.continues(t - here))
+    here++;
+  for (uint32_t k = 0; j.pos[t] >= 0 && k < j.width; k++) {
+    const uint32_t back = tail - k; /* the row so many before t, of the call or the cache */
+    if ((int64_t)j.pos[t] - back < 0)
+      continue;
+    const T x = back <= here ? j.x[(size_t)(t - back) * j.channels + c]
+                             : j.cache_of(t, c)[(size_t)(tail + here - back) * j.channels];
+    p = fmaf(ps_to_f32(j.w[(size_t)c * j.width + k]), ps_to_f32(x), p);
+  }
+  j.y[(size_t)t * j.channels + c] = ps_from_f32<T>(p * sigmoid(p));
+}
+
+/* A thread a channel of a sequence's last row: its rows enter the cache. */
+template <typename T>
+__global__ void __launch_bounds__(THREADS) conv_cached_tail_k(const conv_cached_job<T> j) {
+  const uint32_t c = blockIdx.y * THREADS + threadIdx.x, t = blockIdx.x, tail = j.width - 1;
+  uint32_t n = 1; /* rows that enter, at most W-1 */
+  if (c >= j.channels || j.pos[t] < 0 || (t + 1 < j.rows && j.continues(t + 1)))
+    return;
+  while (n < tail && j.continues(t + 1 - n))
+    n++;
+  T *cache = j.cache_of(t, c);
+  for (uint32_t i = 0; i < tail; i++)
+    cache[(size_t)i * j.channels] = i + n < tail
+                                        ? cache[(size_t)(i + n) * j.channels]
+                                        : j.x[(size_t)(t - (tail - 1 - i)) * j.channels + c];
+}
+
+template <typename T> cudaError_t conv_cached_of(const ps_launch *l) {
+  const ps__args_conv *a = (const ps__args_conv *)l->args;
+  const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
+  const conv_cached_job<T> j = {(const T *)l->ptr[0],
+                                (const T *)l->ptr[1],
+                                (const int32_t *)l->ptr[2],
+                                (const int32_t *)l->ptr[4],
+                                (T *)l->ptr[3],
+                                (T *)l->ptr[5],
+                                a->n_tokens,
+                                a->channels,
+                                a->width};
+  const dim3 grid(a->n_tokens, ps_ceil_div(a->channels, THREADS));
+  conv_cached_k<T><<<grid, THREADS, 0, exec->stream>>>(j);
+  conv_cached_tail_k<T><<<grid, THREADS, 0, exec->stream>>>(j);
+  return cudaGetLastError();
+}
+
 /* ---- the norm with a gate -------------------------------------------------------------------- */
 
 template <typename T> struct gate_job {
@@ -448,6 +519,21 @@ extern "C" ps_status ps__cuda_conv_bwd(const ps_launch *l) {
   const bool pairs = vectors(l, a->channels, 2, 7);
   PS_BY_TYPE(a->dt, e = pairs ? conv_bwd_of<T, 2>(l) : conv_bwd_of<T, 1>(l));
   return ps_launched("conv_bwd", e);
+}
+
+/* conv_cached
+ * math    conv_fwd's, the rows before those of the call from the cache
+ * shapes  x, y [T,C], w [C,W], cache [sequences,W-1,C], all of dt
+ * bytes   2*T*C*sizeof(dt) of HBM, rows again W times from L2; the cache of each sequence twice
+ * determinism  bitwise: each element alone.   reference  the cpu backend's */
+extern "C" ps_status ps__cuda_conv_cached(const ps_launch *l) {
+  const ps__args_conv *a = (const ps__args_conv *)l->args;
+  const ps_status st = ps_check(l, "conv_cached", 6, a->dt, 0);
+  if (st != PS_OK)
+    return st;
+  cudaError_t e = cudaSuccess;
+  PS_BY_TYPE(a->dt, e = conv_cached_of<T>(l));
+  return ps_launched("conv_cached", e);
 }
 
 /* gated_norm_fwd

@@ -114,9 +114,15 @@ static ps_work work_attention_cached(const void *args) {
                    .model_flops = flops};
 }
 
+static uint64_t cache_of_attention(const void *args) {
+  const ps__args_attention *a = args;
+  return 2ull * a->sequence_rows * a->n_kv_heads * a->head_dim * ps__dt_bytes(a->dt);
+}
+
 PS__OP(attention_cached, PS_CLASS_ATTENTION, check_attention_cached, .rate = PS__RATE_MEMORY,
        .work = work_attention_cached, .bind = bind_attention_cached,
-       .scratch = {ps__cpu_scratch_attention_cached, ps_scratch_attention_cached}, .caches = true);
+       .scratch = {ps__cpu_scratch_attention_cached, ps_scratch_attention_cached},
+       .cache_bytes = cache_of_attention);
 
 /* ---- sinks ----------------------------------------------------------------------------------- */
 

@@ -36,8 +36,16 @@ static ps_work work_conv(const ps__args_conv *a, double tensors) {
 static ps_work work_conv_fwd(const void *args) { return work_conv(args, 2); }
 static ps_work work_conv_bwd(const void *args) { return work_conv(args, 3); }
 
+PS__BIND_ROWS(bind_conv_cached, ps__args_conv, n_tokens)
+static uint64_t cache_of_conv(const void *args) {
+  const ps__args_conv *a = args;
+  return (uint64_t)(a->width - 1) * a->channels * ps__dt_bytes(a->dt);
+}
+
 PS__OP(conv_fwd, PS_CLASS_ELEMENTWISE, check_conv, .rate = PS__RATE_MEMORY, .work = work_conv_fwd,
-       .bind = bind_conv);
+       .in_generation = &ps__k_conv_cached, .bind = bind_conv);
+PS__OP(conv_cached, PS_CLASS_ELEMENTWISE, check_conv, .rate = PS__RATE_MEMORY,
+       .work = work_conv_fwd, .bind = bind_conv_cached, .cache_bytes = cache_of_conv);
 PS__OP(conv_bwd, PS_CLASS_ELEMENTWISE, check_conv, .rate = PS__RATE_MEMORY, .work = work_conv_bwd,
        .bind = bind_conv_bwd, .scratch = {NULL, ps_scratch_conv_bwd});
 
@@ -79,8 +87,25 @@ static ps_work work_delta(const ps__args_delta *a, double products, double model
 static ps_work work_delta_fwd(const void *args) { return work_delta(args, 3, 3, 1); }
 static ps_work work_delta_bwd(const void *args) { return work_delta(args, 10, 6, 2); }
 
+PS__BIND_ROWS(bind_delta_cached, ps__args_delta, n_tokens)
+static uint64_t cache_of_delta(const void *args) {
+  const ps__args_delta *a = args;
+  return sizeof(float) * (uint64_t)a->n_value_heads * a->key_dim * a->value_dim;
+}
+/* States are read and written once for a sequence, at most as many as there are rows. */
+static ps_work work_delta_cached(const void *args) {
+  const ps__args_delta *a = args;
+  ps_work w = work_delta(a, 3, 3, 1);
+  w.bytes += 2.0 * a->n_tokens * (double)cache_of_delta(args);
+  return w;
+}
+
 PS__OP(delta_fwd, PS_CLASS_ATTENTION, check_delta, .rate = PS__RATE_MEMORY, .work = work_delta_fwd,
-       .bind = bind_delta, .scratch = {ps__cpu_scratch_delta_fwd, ps_scratch_delta_fwd});
+       .in_generation = &ps__k_delta_cached, .bind = bind_delta,
+       .scratch = {ps__cpu_scratch_delta_fwd, ps_scratch_delta_fwd});
+PS__OP(delta_cached, PS_CLASS_ATTENTION, check_delta, .rate = PS__RATE_MEMORY,
+       .work = work_delta_cached, .bind = bind_delta_cached,
+       .scratch = {ps__cpu_scratch_delta_fwd, NULL}, .cache_bytes = cache_of_delta);
 PS__OP(delta_bwd, PS_CLASS_ATTENTION, check_delta, .rate = PS__RATE_MEMORY, .work = work_delta_bwd,
        .bind = bind_delta_bwd, .scratch = {ps__cpu_scratch_delta_bwd, ps_scratch_delta_bwd});
 
