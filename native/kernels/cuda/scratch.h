@@ -175,13 +175,16 @@ static inline size_t ps_scratch_attention_cached(const void *args,
 }
 
 /* The gated delta rule (delta.cu): rows come in pieces of PS_DELTA_ROWS, pieces in segments. What
- * follows is of a segment, but `borders` and `weights`. Offsets in bytes; n: pieces. */
-enum { PS_DELTA_ROWS = 64, PS_DELTA_SEGMENT = 16 };
+ * follows is of a segment, but `borders` and `weights`. Offsets in bytes; n: pieces; dk': dk in
+ * whole PS_DELTA_ROWS. */
+enum { PS_DELTA_ROWS = 64, PS_DELTA_SEGMENT = 32, PS_DELTA_FACTORS = 5 };
 typedef struct ps_delta_scratch {
-  size_t inverse, pairs; /* f32 [n,nv,64,64]: of I + L; q k^T with its decay */
-  size_t rows, norms;    /* f32 [n,nv,3,64]: beta, decays; f32 [n,nk,2,64]: 1/|q|, 1/|k| */
-  /* backward: f32 [n,nv,64,dv] d, dy; [n,nv,dk,dv] states and gradients of states; [n,nk,64,dk] */
-  size_t d, dy, states, dstates, dq, dk;
+  size_t pairs;       /* f32 [n,nv,64,64]: q k^T with its decay */
+  size_t rows, norms; /* f32 [n,nv,5,64]: beta, decays; f32 [n,nk,2,64]: 1/|q|, 1/|k| */
+  size_t w, d;        /* f32 [n,nv,64,dk']; f32 [n,nv,64,dv] */
+  size_t states;      /* f32 [n,nv,dk,dv]: with which pieces begin */
+  /* backward: f32 [n,nv,64,64] (I + L)^-1; [n,nv,64,dv]; [n,nv,dk,dv]; [n,nk,64,dk] */
+  size_t inverse, dy, dstates, dq, dk;
   size_t borders; /* f32 [segments,nv,dk,dv]: states with which segments begin, the first unused */
   size_t weights; /* f64 [pieces,nv,2]: terms of da_log, ddt_bias */
   size_t bytes;
@@ -198,14 +201,15 @@ static inline ps_delta_scratch ps_delta_layout(const ps__args_delta *a, bool bac
                state = (size_t)a->key_dim * a->value_dim;
   ps_delta_scratch s = {0};
   size_t at = 0;
-  s.inverse = ps_delta_take(&at, heads * r * r * f);
   s.pairs = ps_delta_take(&at, heads * r * r * f);
-  s.rows = ps_delta_take(&at, heads * 3 * r * f);
+  s.rows = ps_delta_take(&at, heads * PS_DELTA_FACTORS * r * f);
   s.norms = ps_delta_take(&at, keys * 2 * r * f);
+  s.w = ps_delta_take(&at, heads * r * ps_round_up(a->key_dim, PS_DELTA_ROWS) * f);
+  s.d = ps_delta_take(&at, heads * r * a->value_dim * f);
+  s.states = ps_delta_take(&at, heads * state * f);
   if (backward) {
-    s.d = ps_delta_take(&at, heads * r * a->value_dim * f);
+    s.inverse = ps_delta_take(&at, heads * r * r * f);
     s.dy = ps_delta_take(&at, heads * r * a->value_dim * f);
-    s.states = ps_delta_take(&at, heads * state * f);
     s.dstates = ps_delta_take(&at, heads * state * f);
     s.dq = ps_delta_take(&at, keys * r * a->key_dim * f);
     s.dk = ps_delta_take(&at, keys * r * a->key_dim * f);

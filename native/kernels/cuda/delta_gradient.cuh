@@ -1,0 +1,312 @@
+/* delta_gradient.cuh - kernels of delta.cu's backward pass that are of each piece alone: what the
+ * chain of gradients is made of, and what is made of it. */
+#ifndef PS_KERNELS_CUDA_DELTA_GRADIENT_CUH
+#define PS_KERNELS_CUDA_DELTA_GRADIENT_CUH
+#include "kernels/cuda/delta.cuh"
+
+namespace {
+
+/* ---- U, W and H of the backward chain -------------------------------------------------------- */
+
+struct reverse_shared {
+  tile_stage<ROWS> stage;
+  float y[ROWS][LD];
+};
+
+template <typename T, bool MMA>
+__global__ void __launch_bounds__(TILE_THREADS) reverse_k(const delta_job<T> j) {
+  extern __shared__ uint4 dynamic[];
+  reverse_shared &s = *(reverse_shared *)dynamic;
+  const uint32_t piece = blockIdx.x, head = blockIdx.y, key = head / j.share, n = j.n_rows(piece),
+                 dk = j.a.key_dim, dv = j.a.value_dim;
+  const size_t at = j.at(piece, head), ld = (size_t)j.a.n_value_heads * dv, w_ld = j.w_ld();
+  const float *inverse = j.inverse + at * ROWS * ROWS, *pairs = j.pairs + at * ROWS * ROWS,
+              *norms = j.norms + j.key_at(piece, key) * 2 * ROWS,
+              *start = j.factors(piece, head, START), *end = j.factors(piece, head, END);
+  const unit_rows<T> q(j, piece, key, 0, norms), k(j, piece, key, 1, norms);
+  const T *d_o = j.d_o + (size_t)j.row0(piece) * ld + (size_t)head * dv;
+  const auto back = [&](uint32_t r, uint32_t i) { return inverse[i * ROWS + r]; };
+  tile<ROWS, MMA> x;
+  for (uint32_t first = 0; first < dv; first += ROWS) {
+    const auto out = [&](uint32_t r, uint32_t c) {
+      return r < n && first + c < dv ? ps_to_f32(d_o[r * ld + first + c]) : 0.0f;
+    };
+    x.clear();
+    x.template add<false, true, 2 * EXACT<T>>(
+        s.stage, ROWS, [&](uint32_t r, uint32_t i) { return pairs[i * ROWS + r]; }, out);
+    x.each([&](uint32_t r, uint32_t c, float v) { s.y[r][c] = v; });
+    __syncthreads();
+    x.clear();
+    x.template add<false, true>(s.stage, ROWS, back,
+                                [&](uint32_t i, uint32_t c) { return s.y[i][c]; });
+    x.each([&](uint32_t r, uint32_t c, float v) {
+      if (first + c < dv)
+        j.dy[(at * ROWS + r) * dv + first + c] = v;
+    });
+    for (uint32_t row = 0; row < dk; row += ROWS) {
+      x.clear();
+      x.template add<false, true, 2 * EXACT<T>>(
+          s.stage, ROWS,
+          [&](uint32_t r, uint32_t i) { return row + r < dk ? q(i, row + r) * start[i] : 0.0f; },
+          out);
+      x.each([&](uint32_t r, uint32_t c, float v) {
+        if (row + r < dk && first + c < dv)
+          j.dstates[(at * dk + row + r) * dv + first + c] = v;
+      });
+    }
+  }
+  for (uint32_t first = 0; first < dk; first += ROWS) {
+    x.clear();
+    x.template add<false, true>(s.stage, ROWS, back, [&](uint32_t i, uint32_t c) {
+      return first + c < dk ? end[i] * k(i, first + c) : 0.0f;
+    });
+    x.each([&](uint32_t r, uint32_t c, float w) { j.w[(at * ROWS + r) * w_ld + first + c] = w; });
+  }
+}
+
+/* ---- gradients of a piece -------------------------------------------------------------------- */
+
+struct gradient_shared {
+  tile_stage<ROWS> stage;
+  piece_gates gates;
+  float dp[ROWS][LD], dl[ROWS][LD];            /* dP M, dL beta M; then B + B^T */
+  float x[ROWS][LD], f[ROWS][LD];              /* dM M; the terms of dbeta by L */
+  float qs[ROWS][2], ks[ROWS][2], ke[ROWS][2]; /* q . S dO, k . S dY, k . dS' D */
+  float vy[ROWS], warp[1][32];
+  double dg[ROWS], dbeta[ROWS], column[ROWS];
+};
+
+/* The piece's matrices of a value head, and what dM and L give to dg and dbeta. */
+template <typename T, bool MMA>
+__device__ void find_pairs(gradient_shared &s, const delta_job<T> &j, uint32_t piece, uint32_t head,
+                           const tile<ROWS, MMA> &kk, const tile<ROWS, MMA> &qk) {
+  const uint32_t n = j.n_rows(piece), dv = j.a.value_dim, tid = threadIdx.x;
+  const size_t at = j.at(piece, head) * ROWS;
+  const float *d = j.d + at * dv, *dy = j.dy + at * dv;
+  const size_t ld = (size_t)j.a.n_value_heads * dv;
+  const T *d_o = j.d_o + (size_t)j.row0(piece) * ld + (size_t)head * dv;
+  const auto across = [&](uint32_t c, uint32_t r) { return d[(size_t)r * dv + c]; };
+  tile<ROWS, MMA> dp, dl;
+  dp.clear();
+  dl.clear();
+  dp.template add<true, false, EXACT<T>>(
+      s.stage, dv,
+      [&](uint32_t r, uint32_t c) { return r < n ? ps_to_f32(d_o[r * ld + c]) : 0.0f; }, across);
+  dl.template add<true, false>(
+      s.stage, dv, [&](uint32_t r, uint32_t c) { return -dy[(size_t)r * dv + c]; }, across);
+#pragma unroll
+  for (int i = 0; i < dp.EACH; i++) {
+    const uint32_t r = dp.row(i), c = dp.col(i);
+    const float m = c <= r ? s.gates.decay(r, c) : 0.0f, beta = (float)s.gates.beta[r],
+                by_p = dp.x[i] * m, by_l = c < r ? dl.x[i] * m : 0.0f;
+    s.dp[r][c] = by_p;
+    s.dl[r][c] = by_l * beta;
+    s.f[r][c] = by_l * kk.x[i];
+    s.x[r][c] = by_p * qk.x[i] + beta * (by_l * kk.x[i]);
+  }
+  __syncthreads();
+  if (tid < ROWS) {
+    double sum = 0, of_l = 0;
+    for (uint32_t i = 0; i < ROWS; i++) {
+      sum += (double)s.x[tid][i];
+      of_l += (double)s.f[tid][i];
+    }
+    s.dg[tid] = sum;
+    s.dbeta[tid] = of_l;
+  } else if (tid < 2 * ROWS) {
+    double sum = 0;
+    for (uint32_t i = 0; i < ROWS; i++)
+      sum += (double)s.x[i][tid - ROWS];
+    s.column[tid - ROWS] = sum;
+  }
+  __syncthreads();
+}
+
+/* dq and dk of a value head, added to those of its key head, and their rows' products. */
+template <typename T, bool MMA>
+__device__ void add_keys(gradient_shared &s, const delta_job<T> &j, uint32_t piece, uint32_t head,
+                         const unit_rows<T> &q, const unit_rows<T> &k) {
+  const uint32_t n = j.n_rows(piece), dk = j.a.key_dim, dv = j.a.value_dim, key = head / j.share;
+  const size_t at = j.at(piece, head), ld = (size_t)j.a.n_value_heads * dv;
+  const float *d = j.d + at * ROWS * dv, *dy = j.dy + at * ROWS * dv,
+              *state = j.states + at * dk * dv, *dstate = j.dstates + at * dk * dv;
+  const T *d_o = j.d_o + (size_t)j.row0(piece) * ld + (size_t)head * dv;
+  float *dq_at = j.dq + j.key_at(piece, key) * ROWS * dk,
+        *dk_at = j.dk + j.key_at(piece, key) * ROWS * dk;
+  const bool begins = head % j.share == 0;
+  for (uint32_t first = 0; first < dk; first += ROWS) {
+    tile<ROWS, MMA> dq, by_s, by_ds;
+    const auto across = [&](const float *of) {
+      return [=](uint32_t c, uint32_t r) {
+        return first + r < dk ? of[(size_t)(first + r) * dv + c] : 0.0f;
+      };
+    };
+    const auto row = [&](const float *of) {
+      return [=](uint32_t r, uint32_t c) { return of[(size_t)r * dv + c]; };
+    };
+    const auto part = [&](const unit_rows<T> &x) {
+      return [=](uint32_t r, uint32_t c) { return first + c < dk ? x(r, first + c) : 0.0f; };
+    };
+    dq.clear();
+    by_s.clear();
+    by_ds.clear();
+    dq.template add<true, false, EXACT<T>>(
+        s.stage, dv,
+        [&](uint32_t r, uint32_t c) { return r < n ? ps_to_f32(d_o[r * ld + c]) : 0.0f; },
+        across(state));
+    by_s.template add<true, false>(s.stage, dv, row(dy), across(state));
+    by_ds.template add<true, false>(s.stage, dv, row(d), across(dstate));
+    const auto with = [&](const unit_rows<T> &x) {
+      return [=](uint32_t r, uint32_t c, float v) { return part(x)(r, c) * v; };
+    };
+    dq.row_sums(s.qs, first != 0, with(q));
+    by_s.row_sums(s.ks, first != 0, with(k));
+    by_ds.row_sums(s.ke, first != 0, with(k));
+#pragma unroll
+    for (int i = 0; i < dq.EACH; i++) {
+      const uint32_t r = dq.row(i);
+      const float start = s.gates.start[r];
+      dq.x[i] *= start;
+      by_s.x[i] = s.gates.end[r] * by_ds.x[i] - (float)s.gates.beta[r] * start * by_s.x[i];
+    }
+    dq.template add<true, true>(
+        s.stage, ROWS, [&](uint32_t r, uint32_t i) { return s.dp[r][i]; }, part(k));
+    by_s.template add<false, true>(
+        s.stage, ROWS, [&](uint32_t r, uint32_t i) { return s.dp[i][r]; }, part(q));
+    by_s.template add<true, true>(
+        s.stage, ROWS, [&](uint32_t r, uint32_t i) { return s.dl[r][i] + s.dl[i][r]; }, part(k));
+#pragma unroll
+    for (int i = 0; i < dq.EACH; i++) {
+      const uint32_t r = dq.row(i), c = first + dq.col(i);
+      if (c >= dk)
+        continue;
+      float *const to_q = dq_at + (size_t)r * dk + c, *const to_k = dk_at + (size_t)r * dk + c;
+      *to_q = begins ? dq.x[i] : *to_q + dq.x[i];
+      *to_k = begins ? by_s.x[i] : *to_k + by_s.x[i];
+    }
+  }
+}
+
+/* dba and dv of a value head, and the piece's terms of da_log and ddt_bias. */
+template <typename T>
+__device__ void find_gate_gradients(gradient_shared &s, const delta_job<T> &j, uint32_t piece,
+                                    uint32_t head) {
+  const uint32_t n = j.n_rows(piece), dk = j.a.key_dim, dv = j.a.value_dim, tid = threadIdx.x,
+                 lane = tid % 32, t0 = j.row0(piece), nv = j.a.n_value_heads;
+  const size_t at = j.at(piece, head);
+  const float *dy = j.dy + at * ROWS * dv, *state = j.states + at * dk * dv,
+              *dstate = j.dstates + at * dk * dv;
+  const T *v = j.qkv + t0 * j.ld + j.values(head);
+  T *d_v = j.dqkv + t0 * j.ld + j.values(head);
+  for (uint32_t r = tid / 32; r < ROWS; r += WARPS) {
+    const float beta = (float)s.gates.beta[r];
+    float sum = 0.0f;
+    for (uint32_t c = lane; r < n && c < dv; c += 32) {
+      const float y = dy[(size_t)r * dv + c];
+      sum = fmaf(y, ps_to_f32(v[r * j.ld + c]), sum);
+      d_v[r * j.ld + c] = ps_from_f32<T>(beta * y);
+    }
+    sum = ps_warp_sum(sum);
+    if (lane == 0)
+      s.vy[r] = sum;
+  }
+  float kept[1] = {0.0f};
+  for (uint32_t i = tid; i < dk * dv; i += TILE_THREADS)
+    kept[0] = fmaf(state[i], dstate[i], kept[0]);
+  ps_block_sum<1>(kept, s.warp);
+  __syncthreads();
+  if (tid < ROWS) {
+    const double start = (double)s.gates.start[tid], ks = (double)s.ks[tid][0] + s.ks[tid][1],
+                 ke = (double)s.gates.end[tid] * ((double)s.ke[tid][0] + s.ke[tid][1]),
+                 qs = (double)s.qs[tid][0] + s.qs[tid][1];
+    s.dg[tid] += start * (qs - s.gates.beta[tid] * ks) - s.column[tid] - ke;
+    s.dbeta[tid] += (double)s.vy[tid] - start * ks;
+    s.column[tid] = ke;
+  }
+  __syncthreads();
+  if (tid == 0) { /* dg of a row: the sum of those of G from it on */
+    double sum = (double)s.gates.start[n - 1] * (double)kept[0], of_rate = 0, of_bias = 0;
+    for (uint32_t i = 0; i < n; i++)
+      sum += s.column[i];
+    for (uint32_t i = n; i-- > 0;) {
+      sum += s.dg[i];
+      s.dg[i] = s.gates.doc[i] == (int32_t)i ? 0 : sum; /* no decay where a document begins */
+      of_rate += s.dg[i] * s.gates.g[i];
+      of_bias += s.dg[i] * s.gates.slope[i];
+    }
+    double *to = j.weights + ((size_t)(j.piece0 + piece) * nv + head) * 2;
+    to[0] = of_rate;
+    to[1] = of_bias;
+  }
+  __syncthreads();
+  if (tid < n) {
+    const size_t to = (size_t)(t0 + tid) * 2 * nv + head;
+    const double beta = s.gates.beta[tid];
+    j.dba[to] = ps_from_f32<T>((float)(s.dbeta[tid] * beta * (1 - beta)));
+    j.dba[to + nv] = ps_from_f32<T>((float)(s.dg[tid] * s.gates.slope[tid]));
+  }
+  __syncthreads();
+}
+
+/* dq and dk of the piece through their norms: dx = norm (dy scale - y (y . dy) / scale). */
+template <typename T>
+__device__ void store_keys(const delta_job<T> &j, uint32_t piece, uint32_t key,
+                           const unit_rows<T> &q, const unit_rows<T> &k) {
+  const uint32_t n = j.n_rows(piece), dk = j.a.key_dim, lane = threadIdx.x % 32;
+  for (uint32_t i = threadIdx.x / 32; i < 2 * ROWS; i += WARPS) {
+    const uint32_t which = i / ROWS, r = i % ROWS;
+    const unit_rows<T> &y = which ? k : q;
+    const float *dy = (which ? j.dk : j.dq) + (j.key_at(piece, key) * ROWS + r) * dk;
+    T *to =
+        j.dqkv + (j.row0(piece) + (size_t)r) * j.ld + (which * j.a.n_key_heads + key) * (size_t)dk;
+    float dot = 0.0f;
+    if (r >= n)
+      continue;
+    for (uint32_t c = lane; c < dk; c += 32)
+      dot = fmaf(y(r, c), dy[c], dot);
+    dot = ps_warp_sum(dot) / y.scale;
+    for (uint32_t c = lane; c < dk; c += 32)
+      to[c] = ps_from_f32<T>((dy[c] * y.scale - y(r, c) * dot) * y.norm[r]);
+  }
+}
+
+template <typename T, bool MMA>
+__global__ void __launch_bounds__(TILE_THREADS) gradient_k(const delta_job<T> j) {
+  extern __shared__ uint4 dynamic[];
+  gradient_shared &s = *(gradient_shared *)dynamic;
+  const uint32_t piece = blockIdx.x, key = blockIdx.y, dk = j.a.key_dim;
+  const float *norms = j.norms + j.key_at(piece, key) * 2 * ROWS;
+  const unit_rows<T> q(j, piece, key, 0, norms), k(j, piece, key, 1, norms);
+  tile<ROWS, MMA> kk, qk;
+  find_products<T, MMA>(s.stage, dk, q, k, kk, qk);
+  for (uint32_t h = key * j.share; h < (key + 1) * j.share; h++) {
+    find_gates(s.gates, j, piece, h);
+    find_pairs<T, MMA>(s, j, piece, h, kk, qk);
+    add_keys<T, MMA>(s, j, piece, h, q, k);
+    __syncthreads();
+    find_gate_gradients(s, j, piece, h);
+  }
+  store_keys(j, piece, key, q, k);
+}
+
+/* A warp a value head: the pieces' terms by turns to the lanes, then a tree. */
+template <typename T>
+__global__ void __launch_bounds__(32)
+    weights_k(const double *terms, uint32_t n_pieces, T *da_log, T *ddt_bias, bool accumulate) {
+  const uint32_t head = blockIdx.x, nv = gridDim.x;
+  double sum[2] = {0, 0};
+  for (uint32_t p = threadIdx.x; p < n_pieces; p += 32)
+    for (int i = 0; i < 2; i++)
+      sum[i] += terms[((size_t)p * nv + head) * 2 + i];
+  for (int i = 0; i < 2; i++)
+    for (int w = 16; w > 0; w /= 2)
+      sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], w);
+  if (threadIdx.x)
+    return;
+  T *const to[] = {da_log + head, ddt_bias + head};
+  for (int i = 0; i < 2; i++)
+    *to[i] = ps_from_f32<T>((float)(sum[i] + (accumulate ? (double)ps_to_f32(*to[i]) : 0)));
+}
+
+} // namespace
+#endif
