@@ -201,11 +201,11 @@ def test_every_op_of_the_table_has_a_family():
         if not n.endswith(("_host", "_cached", "_rows"))
         # what operands of experts hold follows from the routing: such models are refused
         and not n.startswith(("moe_", "gemm_grouped"))
-        # the program has no model with sinks, biases, latent attention, a score or a quantized base
+        # the program has no model with sinks, biases, latent attention, a score, a quantized base or
+        # gated delta-nets
         and not n.startswith(("attention_sink", "mla_", "layer_scale_"))
+        and not n.startswith(("conv_", "delta_", "gated_norm_", "heads_", "sigmoid_gate_"))
         and n not in ("add_bias", "dequantize", "score_loss")
-        # no family has these yet
-        and not n.startswith(("conv_", "delta_", "gated_norm_"))
     }
     families = {k[0] if isinstance(k, tuple) else k for k in module().FAMILIES}
     assert here == families
