@@ -77,22 +77,45 @@ __device__ void invert(float (*t)[LD], const float (*l)[LD]) {
   }
 }
 
-/* norms[which][row] = 1/|x|, by warps. */
+/* norms[which][row] = 1/|x|: of four rows at a time by a warp. */
 template <typename T>
 __device__ void find_norms(float *norms, const delta_job<T> &j, uint32_t piece, uint32_t key) {
+  enum { EACH = 4 };
+  static_assert(ROWS % (EACH * WARPS) == 0, "rows of q or of k");
   const uint32_t lane = threadIdx.x % 32, n = j.n_rows(piece);
-  for (uint32_t i = threadIdx.x / 32; i < 2 * ROWS; i += WARPS) {
+  for (uint32_t i = threadIdx.x / 32; i < 2 * ROWS; i += EACH * WARPS) {
     const uint32_t which = i / ROWS, r = i % ROWS;
-    const T *x = j.keys(which, key) + (j.row0(piece) + (size_t)r) * j.ld;
-    float sum = 0.0f;
-    for (uint32_t c = lane; r < n && c < j.a.key_dim; c += 32) {
-      const float v = ps_to_f32(x[c]);
-      sum = fmaf(v, v, sum);
+    const T *x = j.keys(which, key) + j.row0(piece) * j.ld;
+    float sum[EACH] = {};
+#pragma unroll 2
+    for (uint32_t c = lane; c < j.a.key_dim; c += 32)
+#pragma unroll
+      for (uint32_t u = 0; u < EACH; u++) {
+        const float v = r + u * WARPS < n ? ps_to_f32(x[(r + u * WARPS) * j.ld + c]) : 0.0f;
+        sum[u] = fmaf(v, v, sum[u]);
+      }
+#pragma unroll
+    for (uint32_t u = 0; u < EACH; u++) {
+      const float all = ps_warp_sum(sum[u]);
+      if (lane == 0)
+        norms[i + u * WARPS] = r + u * WARPS < n ? 1.0f / sqrtf(all + 1e-6f) : 0.0f;
     }
-    sum = ps_warp_sum(sum);
-    if (lane == 0)
-      norms[i] = r < n ? 1.0f / sqrtf(sum + 1e-6f) : 0.0f;
   }
+}
+
+/* kk = k k^T, qk = q k^T of a piece and key head. */
+template <typename T, bool MMA>
+__device__ void find_products(tile_stage<ROWS> &stage, uint32_t dk, const unit_rows<T> &q,
+                              const unit_rows<T> &k, tile<ROWS, MMA> &kk, tile<ROWS, MMA> &qk) {
+  const auto across = [&](uint32_t c, uint32_t r) { return k.raw(r, c); };
+  kk.clear();
+  qk.clear();
+  kk.template add<true, false, EXACT<T> * 3>(
+      stage, dk, [&](uint32_t r, uint32_t c) { return k.raw(r, c); }, across);
+  qk.template add<true, false, EXACT<T> * 3>(
+      stage, dk, [&](uint32_t r, uint32_t c) { return q.raw(r, c); }, across);
+  kk.each([&](uint32_t r, uint32_t c, float &x) { x *= k.factor(r) * k.factor(c); });
+  qk.each([&](uint32_t r, uint32_t c, float &x) { x *= q.factor(r) * k.factor(c); });
 }
 
 struct prepare_shared {
@@ -108,14 +131,14 @@ __device__ void begin_chain(prepare_shared &s, const delta_job<T> &j, uint32_t p
   const uint32_t n = j.n_rows(piece), dk = j.a.key_dim, dv = j.a.value_dim;
   const size_t at = j.at(piece, head) * ROWS, w_ld = j.w_ld();
   const T *v = j.qkv + j.row0(piece) * j.ld + j.values(head);
-  const auto inverse = [&](uint32_t r, uint32_t i) { return s.t[r][i]; };
   tile<ROWS, MMA> x;
   for (uint32_t first = 0; first < dv; first += ROWS) {
     x.clear();
-    x.template add<true, true>(s.stage, ROWS, inverse, [&](uint32_t i, uint32_t c) {
-      return i < n && first + c < dv ? (float)s.gates.beta[i] * ps_to_f32(v[i * j.ld + first + c])
-                                     : 0.0f;
-    });
+    x.template add<true, true, 2 * EXACT<T>>(
+        s.stage, ROWS, [&](uint32_t r, uint32_t i) { return s.t[r][i] * (float)s.gates.beta[i]; },
+        [&](uint32_t i, uint32_t c) {
+          return i < n && first + c < dv ? ps_to_f32(v[i * j.ld + first + c]) : 0.0f;
+        });
     x.each([&](uint32_t r, uint32_t c, float u) {
       if (first + c < dv)
         j.d[(at + r) * dv + first + c] = u;
@@ -123,15 +146,18 @@ __device__ void begin_chain(prepare_shared &s, const delta_job<T> &j, uint32_t p
   }
   for (uint32_t first = 0; first < dk; first += ROWS) {
     x.clear();
-    x.template add<true, true>(s.stage, ROWS, inverse, [&](uint32_t i, uint32_t c) {
-      return first + c < dk ? -(float)s.gates.beta[i] * s.gates.start[i] * k(i, first + c) : 0.0f;
-    });
+    x.template add<true, true, 2 * EXACT<T>>(
+        s.stage, ROWS,
+        [&](uint32_t r, uint32_t i) {
+          return s.t[r][i] * (-(float)s.gates.beta[i] * s.gates.start[i] * k.factor(i));
+        },
+        [&](uint32_t i, uint32_t c) { return first + c < dk ? k.raw(i, first + c) : 0.0f; });
     x.each([&](uint32_t r, uint32_t c, float w) { j.w[(at + r) * w_ld + first + c] = w; });
   }
 }
 
 template <typename T, bool MMA>
-__global__ void __launch_bounds__(TILE_THREADS) prepare_k(const delta_job<T> j) {
+__global__ void __launch_bounds__(TILE_THREADS, 2) prepare_k(const delta_job<T> j) {
   extern __shared__ uint4 dynamic[];
   prepare_shared &s = *(prepare_shared *)dynamic;
   const uint32_t piece = blockIdx.x, key = blockIdx.y, dk = j.a.key_dim;
@@ -142,6 +168,10 @@ __global__ void __launch_bounds__(TILE_THREADS) prepare_k(const delta_job<T> j) 
     j.norms[j.key_at(piece, key) * 2 * ROWS + threadIdx.x] = s.norms[threadIdx.x];
   const unit_rows<T> q(j, piece, key, 0, s.norms), k(j, piece, key, 1, s.norms);
   find_products<T, MMA>(s.stage, dk, q, k, kk, qk);
+  if (j.products)
+    kk.each([&](uint32_t r, uint32_t c, float x) {
+      j.products[(j.key_at(piece, key) * ROWS + r) * ROWS + c] = x;
+    });
   for (uint32_t h = key * j.share; h < (key + 1) * j.share; h++) {
     float *pairs = j.pairs + j.at(piece, h) * ROWS * ROWS,
           *rows = j.rows + j.at(piece, h) * FACTORS * ROWS;
@@ -332,7 +362,7 @@ __global__ void __launch_bounds__(TILE_THREADS) chain_k(const delta_job<T> j) {
 }
 
 template <typename T, bool MMA>
-__global__ void __launch_bounds__(TILE_THREADS) output_k(const delta_job<T> j) {
+__global__ void __launch_bounds__(TILE_THREADS, 2) output_k(const delta_job<T> j) {
   extern __shared__ uint4 dynamic[];
   tile_stage<ROWS> &stage = *(tile_stage<ROWS> *)dynamic;
   const uint32_t piece = blockIdx.x % j.n_pieces, first = blockIdx.x / j.n_pieces * ROWS,
@@ -477,6 +507,7 @@ cudaError_t run_bwd(const ps_launch *l, const ps_delta_scratch &at) {
   j.dqkv = (T *)l->ptr[8];
   j.dba = (T *)l->ptr[9];
   j.inverse = (float *)(scratch + at.inverse);
+  j.products = (float *)(scratch + at.products);
   j.dy = (float *)(scratch + at.dy);
   j.states = (float *)(scratch + at.states);
   j.dstates = (float *)(scratch + at.dstates);

@@ -1,5 +1,5 @@
 /* delta.cuh - what the kernels of the gated delta rule share (delta.cu has the math): a segment's
- * work, its gates, products of its keys. */
+ * work, its gates. */
 #ifndef PS_KERNELS_CUDA_DELTA_CUH
 #define PS_KERNELS_CUDA_DELTA_CUH
 #include "kernels/cuda/tile.cuh"
@@ -27,9 +27,9 @@ template <typename T> struct delta_job {
   const float *from; /* states or their gradients before the segment; NULL: zeros */
   float *to;         /* and after it */
   T *o, *dqkv, *dba;
-  float *inverse, *pairs, *rows, *norms, *w;  /* inverse NULL: prepare_k does not keep it */
-  float *d, *dy, *states, *dstates, *dq, *dk; /* d and dy: U before the chain; dstates: H;
-                                               * states NULL: the chain does not keep them */
+  float *inverse, *products, *pairs, *rows, *norms, *w; /* the first two NULL: not kept */
+  float *d, *dy, *states, *dstates, *dq, *dk;           /* d and dy: U before the chain; dstates: H;
+                                                         * states NULL: the chain does not keep them */
   double *weights;
 
   __device__ uint32_t row0(uint32_t piece) const { return first + piece * ROWS; }
@@ -124,21 +124,6 @@ __device__ void find_gates(piece_gates &s, const delta_job<T> &j, uint32_t piece
     s.end[i] = i < n ? s.decay(n - 1, i) : 0.0f;
   }
   __syncthreads();
-}
-
-/* kk = k k^T, qk = q k^T of a piece and key head. */
-template <typename T, bool MMA>
-__device__ void find_products(tile_stage<ROWS> &stage, uint32_t dk, const unit_rows<T> &q,
-                              const unit_rows<T> &k, tile<ROWS, MMA> &kk, tile<ROWS, MMA> &qk) {
-  const auto across = [&](uint32_t c, uint32_t r) { return k.raw(r, c); };
-  kk.clear();
-  qk.clear();
-  kk.template add<true, false, EXACT<T> * 3>(
-      stage, dk, [&](uint32_t r, uint32_t c) { return k.raw(r, c); }, across);
-  qk.template add<true, false, EXACT<T> * 3>(
-      stage, dk, [&](uint32_t r, uint32_t c) { return q.raw(r, c); }, across);
-  kk.each([&](uint32_t r, uint32_t c, float &x) { x *= k.factor(r) * k.factor(c); });
-  qk.each([&](uint32_t r, uint32_t c, float &x) { x *= q.factor(r) * k.factor(c); });
 }
 
 } // namespace

@@ -14,7 +14,7 @@ struct reverse_shared {
 };
 
 template <typename T, bool MMA>
-__global__ void __launch_bounds__(TILE_THREADS) reverse_k(const delta_job<T> j) {
+__global__ void __launch_bounds__(TILE_THREADS, 2) reverse_k(const delta_job<T> j) {
   extern __shared__ uint4 dynamic[];
   reverse_shared &s = *(reverse_shared *)dynamic;
   const uint32_t piece = blockIdx.x, head = blockIdx.y, key = head / j.share, n = j.n_rows(piece),
@@ -57,9 +57,9 @@ __global__ void __launch_bounds__(TILE_THREADS) reverse_k(const delta_job<T> j) 
   }
   for (uint32_t first = 0; first < dk; first += ROWS) {
     x.clear();
-    x.template add<false, true>(s.stage, ROWS, back, [&](uint32_t i, uint32_t c) {
-      return first + c < dk ? end[i] * k(i, first + c) : 0.0f;
-    });
+    x.template add<false, true, 2 * EXACT<T>>(
+        s.stage, ROWS, [&](uint32_t r, uint32_t i) { return back(r, i) * (end[i] * k.factor(i)); },
+        [&](uint32_t i, uint32_t c) { return first + c < dk ? k.raw(i, first + c) : 0.0f; });
     x.each([&](uint32_t r, uint32_t c, float w) { j.w[(at * ROWS + r) * w_ld + first + c] = w; });
   }
 }
@@ -78,11 +78,12 @@ struct gradient_shared {
 
 /* The piece's matrices of a value head, and what dM and L give to dg and dbeta. */
 template <typename T, bool MMA>
-__device__ void find_pairs(gradient_shared &s, const delta_job<T> &j, uint32_t piece, uint32_t head,
-                           const tile<ROWS, MMA> &kk, const tile<ROWS, MMA> &qk) {
+__device__ void find_pairs(gradient_shared &s, const delta_job<T> &j, uint32_t piece,
+                           uint32_t head) {
   const uint32_t n = j.n_rows(piece), dv = j.a.value_dim, tid = threadIdx.x;
   const size_t at = j.at(piece, head) * ROWS;
-  const float *d = j.d + at * dv, *dy = j.dy + at * dv;
+  const float *d = j.d + at * dv, *dy = j.dy + at * dv, *pairs = j.pairs + at * ROWS,
+              *kk = j.products + j.key_at(piece, head / j.share) * ROWS * ROWS;
   const size_t ld = (size_t)j.a.n_value_heads * dv;
   const T *d_o = j.d_o + (size_t)j.row0(piece) * ld + (size_t)head * dv;
   const auto across = [&](uint32_t c, uint32_t r) { return d[(size_t)r * dv + c]; };
@@ -98,11 +99,11 @@ __device__ void find_pairs(gradient_shared &s, const delta_job<T> &j, uint32_t p
   for (int i = 0; i < dp.EACH; i++) {
     const uint32_t r = dp.row(i), c = dp.col(i);
     const float m = c <= r ? s.gates.decay(r, c) : 0.0f, beta = (float)s.gates.beta[r],
-                by_p = dp.x[i] * m, by_l = c < r ? dl.x[i] * m : 0.0f;
-    s.dp[r][c] = by_p;
+                by_l = c < r ? dl.x[i] * m : 0.0f, of_l = by_l * kk[r * ROWS + c];
+    s.dp[r][c] = dp.x[i] * m;
     s.dl[r][c] = by_l * beta;
-    s.f[r][c] = by_l * kk.x[i];
-    s.x[r][c] = by_p * qk.x[i] + beta * (by_l * kk.x[i]);
+    s.f[r][c] = of_l;
+    s.x[r][c] = dp.x[i] * pairs[r * ROWS + c] + beta * of_l;
   }
   __syncthreads();
   if (tid < ROWS) {
@@ -135,7 +136,6 @@ __device__ void add_keys(gradient_shared &s, const delta_job<T> &j, uint32_t pie
         *dk_at = j.dk + j.key_at(piece, key) * ROWS * dk;
   const bool begins = head % j.share == 0;
   for (uint32_t first = 0; first < dk; first += ROWS) {
-    tile<ROWS, MMA> dq, by_s, by_ds;
     const auto across = [&](const float *of) {
       return [=](uint32_t c, uint32_t r) {
         return first + r < dk ? of[(size_t)(first + r) * dv + c] : 0.0f;
@@ -147,43 +147,48 @@ __device__ void add_keys(gradient_shared &s, const delta_job<T> &j, uint32_t pie
     const auto part = [&](const unit_rows<T> &x) {
       return [=](uint32_t r, uint32_t c) { return first + c < dk ? x(r, first + c) : 0.0f; };
     };
-    dq.clear();
-    by_s.clear();
-    by_ds.clear();
-    dq.template add<true, false, EXACT<T>>(
-        s.stage, dv,
-        [&](uint32_t r, uint32_t c) { return r < n ? ps_to_f32(d_o[r * ld + c]) : 0.0f; },
-        across(state));
-    by_s.template add<true, false>(s.stage, dv, row(dy), across(state));
-    by_ds.template add<true, false>(s.stage, dv, row(d), across(dstate));
+    const auto raw = [&](const unit_rows<T> &x) {
+      return [=](uint32_t r, uint32_t c) { return first + c < dk ? x.raw(r, first + c) : 0.0f; };
+    };
     const auto with = [&](const unit_rows<T> &x) {
       return [=](uint32_t r, uint32_t c, float v) { return part(x)(r, c) * v; };
     };
-    dq.row_sums(s.qs, first != 0, with(q));
-    by_s.row_sums(s.ks, first != 0, with(k));
-    by_ds.row_sums(s.ke, first != 0, with(k));
+    const auto put = [&](float *to, const tile<ROWS, MMA> &x) {
 #pragma unroll
-    for (int i = 0; i < dq.EACH; i++) {
-      const uint32_t r = dq.row(i);
-      const float start = s.gates.start[r];
-      dq.x[i] *= start;
-      by_s.x[i] = s.gates.end[r] * by_ds.x[i] - (float)s.gates.beta[r] * start * by_s.x[i];
-    }
-    dq.template add<true, true>(
-        s.stage, ROWS, [&](uint32_t r, uint32_t i) { return s.dp[r][i]; }, part(k));
-    by_s.template add<false, true>(
-        s.stage, ROWS, [&](uint32_t r, uint32_t i) { return s.dp[i][r]; }, part(q));
-    by_s.template add<true, true>(
-        s.stage, ROWS, [&](uint32_t r, uint32_t i) { return s.dl[r][i] + s.dl[i][r]; }, part(k));
+      for (int i = 0; i < x.EACH; i++) {
+        const uint32_t r = x.row(i), c = first + x.col(i);
+        if (c < dk)
+          to[(size_t)r * dk + c] = begins ? x.x[i] : to[(size_t)r * dk + c] + x.x[i];
+      }
+    };
+    tile<ROWS, MMA> a, b;
+    a.clear(); /* dq */
+    a.template add<true, false, EXACT<T>>(
+        s.stage, dv,
+        [&](uint32_t r, uint32_t c) { return r < n ? ps_to_f32(d_o[r * ld + c]) : 0.0f; },
+        across(state));
+    a.row_sums(s.qs, first != 0, with(q));
+    a.each([&](uint32_t r, uint32_t, float &x) { x *= s.gates.start[r]; });
+    a.template add<true, true, 2 * EXACT<T>>(
+        s.stage, ROWS, [&](uint32_t r, uint32_t i) { return s.dp[r][i] * k.factor(i); }, raw(k));
+    put(dq_at, a);
+    a.clear(); /* dk */
+    a.template add<true, false>(s.stage, dv, row(dy), across(state));
+    a.row_sums(s.ks, first != 0, with(k));
+    b.clear();
+    b.template add<true, false>(s.stage, dv, row(d), across(dstate));
+    b.row_sums(s.ke, first != 0, with(k));
 #pragma unroll
-    for (int i = 0; i < dq.EACH; i++) {
-      const uint32_t r = dq.row(i), c = first + dq.col(i);
-      if (c >= dk)
-        continue;
-      float *const to_q = dq_at + (size_t)r * dk + c, *const to_k = dk_at + (size_t)r * dk + c;
-      *to_q = begins ? dq.x[i] : *to_q + dq.x[i];
-      *to_k = begins ? by_s.x[i] : *to_k + by_s.x[i];
+    for (int i = 0; i < a.EACH; i++) {
+      const uint32_t r = a.row(i);
+      a.x[i] = s.gates.end[r] * b.x[i] - (float)s.gates.beta[r] * s.gates.start[r] * a.x[i];
     }
+    a.template add<false, true, 2 * EXACT<T>>(
+        s.stage, ROWS, [&](uint32_t r, uint32_t i) { return s.dp[i][r] * q.factor(i); }, raw(q));
+    a.template add<true, true, 2 * EXACT<T>>(
+        s.stage, ROWS,
+        [&](uint32_t r, uint32_t i) { return (s.dl[r][i] + s.dl[i][r]) * k.factor(i); }, raw(k));
+    put(dk_at, a);
   }
 }
 
@@ -198,19 +203,30 @@ __device__ void find_gate_gradients(gradient_shared &s, const delta_job<T> &j, u
               *dstate = j.dstates + at * dk * dv;
   const T *v = j.qkv + t0 * j.ld + j.values(head);
   T *d_v = j.dqkv + t0 * j.ld + j.values(head);
-  for (uint32_t r = tid / 32; r < ROWS; r += WARPS) {
-    const float beta = (float)s.gates.beta[r];
-    float sum = 0.0f;
-    for (uint32_t c = lane; r < n && c < dv; c += 32) {
-      const float y = dy[(size_t)r * dv + c];
-      sum = fmaf(y, ps_to_f32(v[r * j.ld + c]), sum);
-      d_v[r * j.ld + c] = ps_from_f32<T>(beta * y);
+  float of_v[ROWS / WARPS] = {}; /* of a warp's rows, all loaded before one is stored */
+  for (uint32_t c = lane; c < dv; c += 32) {
+    float y[ROWS / WARPS];
+#pragma unroll
+    for (uint32_t u = 0; u < ROWS / WARPS; u++) {
+      const uint32_t r = tid / 32 + u * WARPS;
+      y[u] = r < n ? dy[(size_t)r * dv + c] : 0.0f;
+      of_v[u] = fmaf(y[u], r < n ? ps_to_f32(v[r * j.ld + c]) : 0.0f, of_v[u]);
     }
-    sum = ps_warp_sum(sum);
+#pragma unroll
+    for (uint32_t u = 0; u < ROWS / WARPS; u++) {
+      const uint32_t r = tid / 32 + u * WARPS;
+      if (r < n)
+        d_v[r * j.ld + c] = ps_from_f32<T>((float)s.gates.beta[r] * y[u]);
+    }
+  }
+#pragma unroll
+  for (uint32_t u = 0; u < ROWS / WARPS; u++) {
+    of_v[u] = ps_warp_sum(of_v[u]);
     if (lane == 0)
-      s.vy[r] = sum;
+      s.vy[tid / 32 + u * WARPS] = of_v[u];
   }
   float kept[1] = {0.0f};
+#pragma unroll 8
   for (uint32_t i = tid; i < dk * dv; i += TILE_THREADS)
     kept[0] = fmaf(state[i], dstate[i], kept[0]);
   ps_block_sum<1>(kept, s.warp);
@@ -271,17 +287,15 @@ __device__ void store_keys(const delta_job<T> &j, uint32_t piece, uint32_t key,
 }
 
 template <typename T, bool MMA>
-__global__ void __launch_bounds__(TILE_THREADS) gradient_k(const delta_job<T> j) {
+__global__ void __launch_bounds__(TILE_THREADS, 2) gradient_k(const delta_job<T> j) {
   extern __shared__ uint4 dynamic[];
   gradient_shared &s = *(gradient_shared *)dynamic;
   const uint32_t piece = blockIdx.x, key = blockIdx.y, dk = j.a.key_dim;
   const float *norms = j.norms + j.key_at(piece, key) * 2 * ROWS;
   const unit_rows<T> q(j, piece, key, 0, norms), k(j, piece, key, 1, norms);
-  tile<ROWS, MMA> kk, qk;
-  find_products<T, MMA>(s.stage, dk, q, k, kk, qk);
   for (uint32_t h = key * j.share; h < (key + 1) * j.share; h++) {
     find_gates(s.gates, j, piece, h);
-    find_pairs<T, MMA>(s, j, piece, h, kk, qk);
+    find_pairs<T, MMA>(s, j, piece, h);
     add_keys<T, MMA>(s, j, piece, h, q, k);
     __syncthreads();
     find_gate_gradients(s, j, piece, h);

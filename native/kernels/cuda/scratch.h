@@ -183,8 +183,9 @@ typedef struct ps_delta_scratch {
   size_t rows, norms; /* f32 [n,nv,5,64]: beta, decays; f32 [n,nk,2,64]: 1/|q|, 1/|k| */
   size_t w, d;        /* f32 [n,nv,64,dk']; f32 [n,nv,64,dv] */
   size_t states;      /* f32 [n,nv,dk,dv]: with which pieces begin */
-  /* backward: f32 [n,nv,64,64] (I + L)^-1; [n,nv,64,dv]; [n,nv,dk,dv]; [n,nk,64,dk] */
-  size_t inverse, dy, dstates, dq, dk;
+  /* backward: f32 [n,nv,64,64] (1 + L)^-1; [n,nk,64,64] k k^T; [n,nv,64,dv]; [n,nv,dk,dv];
+   * [n,nk,64,dk] */
+  size_t inverse, products, dy, dstates, dq, dk;
   size_t borders; /* f32 [segments,nv,dk,dv]: states with which segments begin, the first unused */
   size_t weights; /* f64 [pieces,nv,2]: terms of da_log, ddt_bias */
   size_t bytes;
@@ -209,6 +210,7 @@ static inline ps_delta_scratch ps_delta_layout(const ps__args_delta *a, bool bac
   s.states = ps_delta_take(&at, heads * state * f);
   if (backward) {
     s.inverse = ps_delta_take(&at, heads * r * r * f);
+    s.products = ps_delta_take(&at, keys * r * r * f);
     s.dy = ps_delta_take(&at, heads * r * a->value_dim * f);
     s.dstates = ps_delta_take(&at, heads * state * f);
     s.dq = ps_delta_take(&at, keys * r * a->key_dim * f);
