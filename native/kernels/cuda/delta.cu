@@ -529,7 +529,7 @@ cudaError_t run_bwd(const ps_launch *l, const ps_delta_scratch &at) {
  * math    above
  * shapes  as the cpu backend's; any dk, dv up to PS_MAX_DELTA_DIM, any number of rows
  * bytes   qkv twice, o once; scratch, written once and read once or twice (W by each slice of 32
- *         columns): 146 KB for each value head of a segment's 32 pieces at most, where dk = dv = 128
+ *         columns): 146 KB for each value head of a segment's 32 pieces where dk = dv = 128
  * determinism  bitwise: each sum is one block's, in order.
  * reference    the cpu backend's, row by row: the errors of a chain of states */
 extern "C" ps_status ps__cuda_delta_fwd(const ps_launch *l) {
@@ -546,8 +546,8 @@ extern "C" ps_status ps__cuda_delta_fwd(const ps_launch *l) {
 /* delta_bwd
  * math    above, then through sigmoid, softplus and the norms of q and k
  * shapes  as delta_fwd
- * bytes   the forward pass twice; scratch: 257 KB for each value head of a segment's pieces where
- *         dk = dv = 128, a state a segment
+ * bytes   the forward pass twice; scratch: 300 KB for each value head of a segment's pieces where
+ *         dk = dv = 128 and two heads share a key head, a state a segment
  * determinism  bitwise: value heads of a key head in order; pieces' terms of weights in a fixed
  *              order, in double.
  * reference    the cpu backend's */

@@ -28,8 +28,8 @@ template <typename T> struct delta_job {
   float *to;         /* and after it */
   T *o, *dqkv, *dba;
   float *inverse, *products, *pairs, *rows, *norms, *w; /* the first two NULL: not kept */
-  float *d, *dy, *states, *dstates, *dq, *dk;           /* d and dy: U before the chain; dstates: H;
-                                                         * states NULL: the chain does not keep them */
+  /* d and dy: U before their chain; dstates: H before it. states NULL: not kept */
+  float *d, *dy, *states, *dstates, *dq, *dk;
   double *weights;
 
   __device__ uint32_t row0(uint32_t piece) const { return first + piece * ROWS; }
