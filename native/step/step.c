@@ -13,13 +13,15 @@ static ps_status spec_alloc(ps__spec *s) {
   s->grad_resident = ps__calloc(s->n_units, 1);
   s->update_resident = ps__calloc(s->n_units, 1);
   s->update_streamed = ps__calloc(s->n_units, 1);
+  s->state_held = ps__calloc(s->n_units, 1);
   s->update_split = ps__calloc(s->n_units, 1);
   s->in_pieces = ps__calloc(s->n_units, 1);
   s->stage_weights = ps__calloc(s->n_units, 1);
   s->state_on_disk = ps__calloc(s->n_units, 1);
   s->policy = ps__calloc(policies, 1);
   if (s->param_resident && s->grad_resident && s->update_resident && s->update_streamed &&
-      s->update_split && s->in_pieces && s->stage_weights && s->state_on_disk && s->policy) {
+      s->state_held && s->update_split && s->in_pieces && s->stage_weights && s->state_on_disk &&
+      s->policy) {
     memset(s->policy, PS_POLICY_RECOMPUTE, policies);
     return PS_OK;
   }
@@ -80,6 +82,7 @@ ps_status ps__spec_copy(ps__spec *dst, const ps__spec *src) {
   memcpy(dst->grad_resident, src->grad_resident, src->n_units);
   memcpy(dst->update_resident, src->update_resident, src->n_units);
   memcpy(dst->update_streamed, src->update_streamed, src->n_units);
+  memcpy(dst->state_held, src->state_held, src->n_units);
   memcpy(dst->update_split, src->update_split, src->n_units);
   memcpy(dst->in_pieces, src->in_pieces, src->n_units);
   memcpy(dst->stage_weights, src->stage_weights, src->n_units);
@@ -93,13 +96,14 @@ void ps__spec_free(ps__spec *s) {
   ps__free(s->grad_resident);
   ps__free(s->update_resident);
   ps__free(s->update_streamed);
+  ps__free(s->state_held);
   ps__free(s->update_split);
   ps__free(s->in_pieces);
   ps__free(s->stage_weights);
   ps__free(s->state_on_disk);
   ps__free(s->policy);
-  s->param_resident = s->grad_resident = s->update_resident = s->update_streamed = s->update_split =
-      s->in_pieces = s->stage_weights = s->state_on_disk = s->policy = NULL;
+  s->param_resident = s->grad_resident = s->update_resident = s->update_streamed = s->state_held =
+      s->update_split = s->in_pieces = s->stage_weights = s->state_on_disk = s->policy = NULL;
 }
 
 /* ---- rounds ---------------------------------------------------------------------------------- */
@@ -427,6 +431,8 @@ static ps_status check_spec(const ps_model *model, const ps__spec *spec) {
       return ps__fail(PS_EINTERNAL, "unit %u: its state cannot be on the disk", u);
     if (spec->update_resident[u] && spec->update_streamed[u])
       return ps__fail(PS_EINTERNAL, "unit %u: its state is on the device and comes to it", u);
+    if (spec->state_held[u] && !spec->update_streamed[u])
+      return ps__fail(PS_EINTERNAL, "unit %u: its state stays on the device, its update is not", u);
     if (spec->update_split[u] &&
         (!spec->clip || !ps__optimizers[spec->optimizer].splits || ps__updated_on_device(spec, u) ||
          (u == 0 && spec->embed_on_host)))
@@ -619,12 +625,11 @@ ps_status ps__step_prologue(const ps__step *s, bool new_state, ps_program **out)
   ps_status st = PS_OK;
   for (uint32_t u = 0; st == PS_OK && u < s->spec->n_units; u++) {
     const ps__unit_host *h = &s->unit_host[u];
-    if (!ps__weights_stay(s->spec, u))
-      continue;
-    for (uint32_t d = 0; st == PS_OK && d < s->at->n_devices; d++)
+    const bool stay = ps__weights_stay(s->spec, u);
+    for (uint32_t d = 0; st == PS_OK && stay && d < s->at->n_devices; d++)
       if (h->device_weights[d] != PS__NO_VT)
         st = add_prologue_op(s, &p, NULL, h->weights, h->device_weights[d]);
-    if (!s->spec->update_resident[u])
+    if (!ps__state_on_device(s->spec, u))
       continue;
     if (st == PS_OK && h->device_master != PS__NO_VT)
       st = add_prologue_op(s, &p, NULL, h->master, h->device_master);

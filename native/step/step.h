@@ -87,6 +87,9 @@ typedef struct ps__spec {
    * complete where param_lead is not 0, else right before the update. The gradient stays on the
    * device from its last contribution on. Excludes update_resident. */
   uint8_t *update_streamed;
+  /* [n_units], with update_streamed: optimizer state stays on the device, so that weights and a
+   * master copy alone come and go. */
+  uint8_t *state_held;
   /* [n_units]: the update on the host runs in two parts, so that the next step's first forward pass
    * waits for less. The weights' part runs in forward order among the other updates; the state's
    * parts run after all of these, from the last unit to the first. Until then the unit's gradient
@@ -132,6 +135,10 @@ static inline uint8_t *ps__spec_policy(const ps__spec *s, uint32_t layer, uint32
 }
 static inline bool ps__updated_on_device(const ps__spec *s, uint32_t unit) {
   return s->update_resident[unit] || s->update_streamed[unit];
+}
+/* ps__state_on_device() - whether the unit's optimizer state outlives steps there. */
+static inline bool ps__state_on_device(const ps__spec *s, uint32_t unit) {
+  return s->update_resident[unit] || s->state_held[unit];
 }
 /* ps__input_again() - whether the input of @block, counted from 1, is dropped in the forward pass.
  * Before the block's backward pass the block below runs forward again, from its own saved input,
@@ -333,10 +340,10 @@ enum { PS__NO_VT = UINT32_MAX };
  *   grad             on the host; none where no gradient is copied there, or where it passes
  *                    (ps__grad_passes()): it is one while ops are emitted, and none afterwards
  *   state            state[k] of the optimizer's states, PS__NO_VT past them: on the device where
- *                    update_resident[unit], on the disk where state_on_disk[unit], else on the
+ *                    ps__state_on_device(), on the disk where state_on_disk[unit], else on the
  *                    host
  *   device_weights   [n_devices] where parameters are device-resident, on devices that read them
- *   device_master    where optimizer state is device-resident and there is a master
+ *   device_master    where the update is device-resident and there is a master
  * After every step the host has the unit's state: the master copy where there is one, else the
  * weights; and the states that are on the host. The weights beside a master copy do not
  * follow it where the device's weights stay (ps__weights_stay()): readers take the master copy

@@ -1,5 +1,6 @@
 /* updates.c - the optimizer of each unit. It runs on the host; on the device, where all its state
- * is; or on the device with state that comes for the update and goes back after it. With clipping
+ * is; or on the device with weights that come for the update and go back after it, and with state
+ * that does the same or stays there. With clipping
  * it runs after the whole norm, without clipping after the unit's total. On the host it may run in
  * two parts: what the next forward pass waits for, then the rest. */
 #include "step/emit.h"
@@ -44,7 +45,7 @@ static uint32_t send_last_norm(ps__builder *b, ps_tag tag) {
 }
 
 /* A streamed unit's state, master copy and weights come to the device. Weights that its last
- * layer pass fetched are there already and stay. */
+ * layer pass fetched are there already and stay, and so does state that is held. */
 static void stream_in(ps__builder *b, uint32_t unit) {
   const ps__unit_host *h = &b->s->unit_host[unit];
   ps__update_tensors *at = &b->unit[unit].updated;
@@ -57,7 +58,9 @@ static void stream_in(ps__builder *b, uint32_t unit) {
   if (h->master != PS__NO_VT)
     at->master = ps__bring(b, h->master, ps__about(tag, "master weights"));
   for (uint32_t k = 0; k < n_states(b); k++)
-    at->state[k] = ps__bring(b, h->state[k], ps__about(tag, "optimizer state"));
+    at->state[k] = b->s->spec->state_held[unit]
+                       ? h->state[k]
+                       : ps__bring(b, h->state[k], ps__about(tag, "optimizer state"));
 }
 
 /* Weights go first: the next step's forward pass waits for them. */
@@ -66,17 +69,18 @@ static void stream_out(ps__builder *b, uint32_t unit) {
   const ps__update_tensors *at = &b->unit[unit].updated;
   const ps_tag tag = ps__unit_tag(b, unit, PS__PHASE_UPDATE);
   const bool resident = b->s->spec->param_resident[unit], master = h->master != PS__NO_VT;
-  const uint32_t lag = b->s->spec->grad_lag;
+  const uint32_t lag = b->s->spec->grad_lag,
+                 n_moved = b->s->spec->state_held[unit] ? 0 : n_states(b);
   if (!resident || !master || ps__in_halves(b->s->spec->recipe))
     send_to_host(b, at->weights, h->weights, ps__about(tag, "weights"));
   if (master)
     send_to_host(b, at->master, h->master, ps__about(tag, "master weights"));
-  for (uint32_t k = 0; k < n_states(b); k++)
+  for (uint32_t k = 0; k < n_moved; k++)
     send_to_host(b, at->state[k], h->state[k], ps__about(tag, "optimizer state"));
   if (!resident)
     ps__vt_free_late(b, at->weights, lag);
   ps__vt_free_late(b, at->master, lag);
-  for (uint32_t k = 0; k < n_states(b); k++)
+  for (uint32_t k = 0; k < n_moved; k++)
     ps__vt_free_late(b, at->state[k], lag);
 }
 

@@ -86,6 +86,7 @@ static ps_status decide(ps__replay *r, saved where) {
   memcpy(s->param_resident, of->param_resident, s->n_units);
   memcpy(s->update_resident, of->update_resident, s->n_units);
   memcpy(s->update_streamed, of->update_streamed, s->n_units);
+  memcpy(s->state_held, of->state_held, s->n_units);
   if (of->ring_blocks) /* the first device lacks parameters that others have: it fetches all */
     memset(s->param_resident, 0, s->n_units);
   s->ring_blocks = 0;

@@ -206,7 +206,7 @@ static inline void randomize(ps__spec *spec, const model *m, const ps__layout *l
     spec->param_resident[u] = rnd_below(state, 2) != 0;
     if (m->made->unit[u].frozen) {
       spec->grad_resident[u] = spec->update_resident[u] = spec->update_streamed[u] =
-          spec->update_split[u] = 0;
+          spec->state_held[u] = spec->update_split[u] = 0;
       continue;
     }
     spec->grad_resident[u] = rnd_below(state, 2) != 0;
@@ -215,12 +215,13 @@ static inline void randomize(ps__spec *spec, const model *m, const ps__layout *l
     spec->update_resident[u] =
         spec->param_resident[u] && (spec->grad_resident[u] || !several) && rnd_below(state, 2);
     spec->update_streamed[u] = !spec->update_resident[u] && rnd_below(state, 2);
+    spec->state_held[u] = spec->update_streamed[u] && rnd_below(state, 2);
     spec->update_split[u] = may_split && !ps__updated_on_device(spec, u) && rnd_below(state, 2);
   }
   /* half of the specs have several devices, whose updates are on the host */
   spec->n_devices = rnd_below(state, 2) ? 1 : 2 + rnd_below(state, 3);
   for (uint32_t u = 0; u < spec->n_units && spec->n_devices > 1; u++)
-    spec->update_resident[u] = spec->update_streamed[u] = 0;
+    spec->update_resident[u] = spec->update_streamed[u] = spec->state_held[u] = 0;
   spec->embed_on_host = !m->cfg.tied_embeddings && rnd_below(state, 2);
   /* half of these are rings, where devices have one to three blocks in turn */
   spec->ring_blocks = spec->n_devices > 1 && rnd_below(state, 2) ? 1 + rnd_below(state, 3) : 0;
@@ -234,7 +235,7 @@ static inline void randomize(ps__spec *spec, const model *m, const ps__layout *l
     spec->grad_resident[u] &= spec->in_pieces[u];
   if (spec->embed_on_host)
     spec->param_resident[0] = spec->grad_resident[0] = spec->update_resident[0] =
-        spec->update_streamed[0] = spec->update_split[0] = 0;
+        spec->update_streamed[0] = spec->state_held[0] = spec->update_split[0] = 0;
   for (uint32_t layer = 0; layer < spec->n_layers; layer++)
     for (uint32_t c = 0; c < spec->n_chunks; c++)
       for (uint32_t saved = 0; saved < spec->n_saved; saved++) {

@@ -203,7 +203,8 @@ static void test_steps(model *m, uint64_t *state) {
     for (uint32_t u = 1; u < spec.n_units; u++) {
       spec.state_on_disk[u] = i ? of_before.state_on_disk[u] : rnd_below(state, 2) != 0;
       if (spec.state_on_disk[u])
-        spec.update_resident[u] = spec.update_streamed[u] = spec.update_split[u] = 0;
+        spec.update_resident[u] = spec.update_streamed[u] = spec.state_held[u] =
+            spec.update_split[u] = 0;
     }
     CHECK(ps__step_build(&s, m->made, &layout, &spec, NULL) == PS_OK);
     check_step(&s);

@@ -463,7 +463,8 @@ static ps_plan *plan_on_disk(void) {
   spec.disk_lead = 1;
   for (uint32_t u = 1; u < spec.n_units; u++) {
     spec.state_on_disk[u] = 1;
-    spec.update_resident[u] = spec.update_streamed[u] = spec.update_split[u] = 0;
+    spec.update_resident[u] = spec.update_streamed[u] = spec.state_held[u] = spec.update_split[u] =
+        0;
   }
   c.disk_mem_bytes = 1 << 30;
   CHECK(ps__plan_from_spec(&plan, &model, &c, &hw, &spec) == PS_OK);

@@ -233,9 +233,9 @@ static void describe(const model *m, const ps_plan_config *cfg, const ps__spec *
   printf("%u blocks kept across rounds%s\n", s->blocks_kept,
          s->embed_on_host ? ", embedding on the host" : "");
   for (uint32_t u = 0; u < s->n_units; u++) {
-    printf("unit %u param %u grad %u update %u streamed %u split %u in pieces %u\n", u,
+    printf("unit %u param %u grad %u update %u streamed %u held %u split %u in pieces %u\n", u,
            s->param_resident[u], s->grad_resident[u], s->update_resident[u], s->update_streamed[u],
-           s->update_split[u], s->in_pieces[u]);
+           s->state_held[u], s->update_split[u], s->in_pieces[u]);
   }
   for (uint32_t layer = 0; layer < s->n_layers; layer++)
     for (uint32_t c = 0; c < s->n_chunks; c++) {
@@ -286,7 +286,8 @@ static void put_on_disk(ps__spec *spec, uint64_t *state) {
   for (uint32_t u = 1; u < spec->n_units; u++)
     if (!spec->model->unit[u].frozen && rnd_below(state, 3)) {
       spec->state_on_disk[u] = 1;
-      spec->update_resident[u] = spec->update_streamed[u] = spec->update_split[u] = 0;
+      spec->update_resident[u] = spec->update_streamed[u] = spec->state_held[u] =
+          spec->update_split[u] = 0;
     }
 }
 
@@ -419,7 +420,7 @@ typedef struct counted {
 } counted;
 
 static counted count(const model *m, ps_optimizer optimizer, ps_recipe recipe, bool resident,
-                     bool streamed) {
+                     bool streamed, bool held) {
   const ps_plan_config cfg = {
       PLAN_DEFAULTS,          .recipe = recipe,   .optimizer = optimizer, .seq_len = 32,
       .tokens_per_step = 128, .chunk_tokens = 32, .chunks_per_round = 4,  .head_slice_tokens = 32,
@@ -434,6 +435,7 @@ static counted count(const model *m, ps_optimizer optimizer, ps_recipe recipe, b
   resident_spec(&spec, m, &cfg, &layout);
   memset(spec.update_resident, resident, spec.n_units);
   memset(spec.update_streamed, streamed, spec.n_units);
+  memset(spec.state_held, held, spec.n_units);
   CHECK(ps__plan_from_spec(&plan, &m->cfg, &cfg, &hw, &spec) == PS_OK);
   for (uint32_t u = 0; u < spec.n_units; u++)
     for (int k = 0; k < PS_MAX_STATES; k++) {
@@ -462,14 +464,17 @@ static void test_state_is_counted(void) {
     const ps_recipe recipe = (ps_recipe)(i % PS_N_RECIPES);
     const uint64_t each =
         (o == PS_OPTIMIZER_ADAMW ? 2u : 1u) * ps__dtypes[ps__recipes[recipe].state[0].dtype].bytes;
-    const counted host = count(m, o, recipe, false, false),
-                  device = count(m, o, recipe, true, false),
-                  streamed = count(m, o, recipe, false, true),
-                  adamw = count(m, PS_OPTIMIZER_ADAMW, recipe, false, true);
+    const counted host = count(m, o, recipe, false, false, false),
+                  device = count(m, o, recipe, true, false, false),
+                  streamed = count(m, o, recipe, false, true, false),
+                  held = count(m, o, recipe, false, true, true),
+                  adamw = count(m, PS_OPTIMIZER_ADAMW, recipe, false, true, false);
     CHECK(ps__state_bytes(o, recipe, n) == n * each);
     CHECK(host.host == n * each && host.device == 0);
     CHECK(device.host == 0 && device.device == n * each);
     CHECK(streamed.host == n * each && streamed.device == 0);
+    CHECK(held.host == 0 && held.device == n * each);
+    CHECK(streamed.in - held.in == n * each && streamed.out - held.out == n * each);
     const uint64_t less = ps__state_bytes(PS_OPTIMIZER_ADAMW, recipe, n) - n * each;
     CHECK(adamw.in - streamed.in == less && adamw.out - streamed.out == less);
   }
