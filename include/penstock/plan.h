@@ -306,7 +306,8 @@ typedef struct ps_plan_report {
    *   resident_update_units  their optimizer state is, and the update runs on the device
    *   n_units                all units of the model */
   uint64_t resident_param_units, resident_grad_units, resident_update_units, n_units;
-  /* The update runs on the device; the state comes from the host for it and goes back after it. */
+  /* The update runs on the device; the state comes from the host for it and goes back after it, but
+   * for that of held_state_units. */
   uint64_t streamed_update_units;
   /* Units updated on the host in two parts: the weights first, the state after all weights. */
   uint64_t split_update_units;
@@ -342,6 +343,8 @@ typedef struct ps_plan_report {
   /* With a disk: units whose optimizer state is there, BYTES of it, and BYTES read and written in a
    * step; else 0 */
   uint64_t disk_units, disk_arena_bytes, disk_mem_bytes, disk_read_bytes, disk_write_bytes;
+  /* Of streamed_update_units: those whose optimizer state stays on the device. */
+  uint64_t held_state_units;
 } ps_plan_report;
 
 /* ps_plan_create() - search for the fastest plan under both caps.

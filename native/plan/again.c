@@ -105,6 +105,7 @@ ps_status ps__plan_again(ps_plan **out, const ps_plan *plan, const ps_hardware *
   PS_TRY(ps__plan_new(&p, &plan->model->cfg, &cfg, &hw));
   p->asked = plan->asked;
   p->room = room_of(plan);
+  p->holds = plan->holds;
   ps__disk_level_set(p, plan->disk_level); /* nothing moves to or from the disk */
   p->most_workers = WORKERS;
   p->abandon = abandon;

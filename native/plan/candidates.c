@@ -462,7 +462,9 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
       continue;
     const bool streamed = in_blocks && !r->state;
     const double state = (double)state_bytes(sp, u);
-    if (streamed) {
+    /* its state may be held: then neither is the host's work, nor does state cross the link */
+    const bool may_hold = sp->plan->holds && ps__is_block(m, layer);
+    if (streamed && !may_hold) {
       t.to_device += state;
       t.to_host += state;
     }
@@ -474,11 +476,11 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
       t.to_device += share * bytes * (rounds - 1);
     if (grads || pieces)
       t.device_sums += part * added;
-    else if (!r->state)
+    else if (!r->state && !may_hold)
       t.host_ops += added;
-    if (r->state || streamed)
+    if (r->state || (streamed && !may_hold))
       t.device_updates += update * n;
-    else
+    else if (!may_hold)
       t.updates += update * n;
   }
   t.host_ops += t.updates;

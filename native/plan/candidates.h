@@ -63,8 +63,11 @@ typedef struct ps__candidate {
    * forward pass needs these blocks first, and the host gets a start with the others' updates.
    * 0 in the search space, but for ps__residency.blocks; the local search varies it */
   uint8_t streamed;
-  /* so many units, the head and the first blocks after the streamed ones, have their update split
-   * (ps__spec.update_split); 0 in the search space */
+  /* the first so many blocks are updated on the device and their state stays there
+   * (ps__spec.state_held), where the plan holds state; 0 in the search space */
+  uint8_t held;
+  /* so many units, the head and the first blocks after those updated on the device, have their
+   * update split (ps__spec.update_split); 0 in the search space */
   uint8_t split;
   /* chunk passes, beyond ahead, for which contributions may wait on the host to be added; 0 in the
    * search space */

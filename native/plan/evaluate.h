@@ -48,9 +48,10 @@ typedef struct ps__search {
   ps__evaluation_arrays arrays;      /* each search's own */
   /* evaluate steps with all their rounds, although shorter ones tell nearly the same */
   bool whole;
-  int kind;                            /* of the candidates: ps__kind_of() */
-  bool large;                          /* not all candidates can be evaluated */
-  bool prune;                          /* skip by the slack below, and what is evaluated */
+  uint64_t held_bytes[256]; /* of the optimizer state of the first so many blocks (held.c) */
+  int kind;                 /* of the candidates: ps__kind_of() */
+  bool large;               /* not all candidates can be evaluated */
+  bool prune;               /* skip by the slack below, and what is evaluated */
   double factor[PS__MAX_MICROBATCHES]; /* simulated time over estimate, by configuration */
   /* the least that evaluated candidates took beyond their bounds, BYTES; 0: none evaluated */
   uint64_t slack[PS__MAX_MICROBATCHES][PS__N_RESIDENCIES][PS__N_AHEADS][PS__N_MEMS];
@@ -106,6 +107,23 @@ uint64_t ps__host_taken(const ps__search *s, const uint64_t bytes[PS__N_MEMS]);
 /* ps__evaluate_begin() - in bytes what no map of the candidate goes below. ps__evaluate_map() - the
  * bytes exactly. Errors: PS_ENOMEM. ps__evaluation_end() - release it, and tell who watches. */
 ps_status ps__evaluate_begin(ps__search *s, const ps__candidate *m, ps__evaluation *e);
+/* ---- held.c: state of blocks on the device, where the plan holds state ----------------------- */
+/* ps__held_init() - set s->held_bytes. Needs the plan.
+ * ps__blocks_to_hold() - how many blocks a candidate that takes @bytes with @held blocks holds
+ * rather: as few as the host's cap asks for, and none fewer; where @place is the host, as many as
+ * the device's cap allows. @held where the plan holds no state.
+ * ps__hold_all_that_fit() - from @bytes without state that is held to host bytes that no candidate
+ * like it goes below.
+ * ps__without_held() - from the bytes of @m to those of the same candidate that holds none. */
+void ps__held_init(ps__search *s);
+uint8_t ps__blocks_to_hold(const ps__search *s, uint8_t held, const uint64_t bytes[PS__N_MEMS],
+                           uint32_t place);
+void ps__hold_all_that_fit(const ps__search *s, uint64_t bytes[PS__N_MEMS]);
+void ps__without_held(const ps__search *s, const ps__candidate *m, uint64_t bytes[PS__N_MEMS]);
+/* ps__evaluate_holding() - ps__evaluate_begin() of @m with as many blocks held as the host's cap
+ * asks for. ps__evaluate_holding_most() - with as many as the device's cap allows. */
+ps_status ps__evaluate_holding(ps__search *s, ps__candidate *m, ps__evaluation *e);
+ps_status ps__evaluate_holding_most(ps__search *s, ps__candidate *m, ps__evaluation *e);
 ps_status ps__evaluate_map(ps__search *s, ps__evaluation *e);
 void ps__evaluation_end(ps__search *s, ps__evaluation *e);
 /* ps__evaluate_time() - map the candidate where it may fit. Where it fits, simulate it with each

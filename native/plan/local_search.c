@@ -28,6 +28,7 @@ enum {
   MOVE_SUMS,
   MOVE_FROM_HOST,
   MOVE_AGAIN,
+  MOVE_HELD,
   MOVE_HEAD,
   MOVE_AHEAD,
   N_MOVES
@@ -46,7 +47,7 @@ static bool moved(const ps__search *s, ps__candidate *m, int what, int by) {
   const int layers = n_layers(s);
   uint8_t *const field[N_MOVES] = {&m->host,       &m->keep.params, &m->keep.grads, &m->extra,
                                    &m->streamed,   &m->split,       &m->sums,       &m->from_host,
-                                   &m->keep.again, &m->keep.head,   &m->ahead};
+                                   &m->keep.again, &m->held,        &m->keep.head,  &m->ahead};
   const int split = layers < 255 ? layers + 1 : 255; /* the head too */
   const int most[N_MOVES] = {PS__SAVED_PARTS,
                              PS__UNIT_PARTS,
@@ -57,6 +58,7 @@ static bool moved(const ps__search *s, ps__candidate *m, int what, int by) {
                              layers,
                              ps__may_take_pieces(s->plan) ? PS__UNIT_PARTS : 0,
                              m->keep.passing && !ps__is_ring(s->plan) ? PS__UNIT_PARTS : 0,
+                             s->plan->holds ? layers : 0,
                              1,
                              PS__N_AHEADS - 1};
   const int to = *field[what] + by;
@@ -66,6 +68,11 @@ static bool moved(const ps__search *s, ps__candidate *m, int what, int by) {
     return false;
   *field[what] = (uint8_t)to;
   return true;
+}
+
+/* BYTES that so many blocks hold more. */
+static double more_held(const ps__search *s, uint32_t from, uint32_t to) {
+  return (double)s->held_bytes[to] - (double)s->held_bytes[from];
 }
 
 ps_status ps__fill_device(ps__search *s, ps__candidate *m, uint64_t taken, double *out_ns,
@@ -90,10 +97,14 @@ ps_status ps__fill_device(ps__search *s, ps__candidate *m, uint64_t taken, doubl
     const ps_status st = ps__evaluate_time(s, m, &e, out_ns);
     *out_taken = e.bytes[PS__DEVICE_MEM];
     const uint64_t host = e.bytes[PS__HOST_MEM], pinned = e.bytes[PS__PINNED_MEM];
+    const uint8_t held = ps__blocks_to_hold(s, m->held, e.bytes, PS__DEVICE_MEM);
     ps__evaluation_end(s, &e);
     if (st != PS_OK || *out_ns > 0)
       return st;
-    if (host > s->cap[PS__HOST_MEM] || pinned > s->cap[PS__PINNED_MEM]) {
+    if (held != m->held) {
+      parts = m->device - (int)ceil(more_held(s, m->held, held) / part);
+      m->held = held;
+    } else if (host > s->cap[PS__HOST_MEM] || pinned > s->cap[PS__PINNED_MEM]) {
       const uint64_t of_all = host > s->cap[PS__HOST_MEM] ? host - s->cap[PS__HOST_MEM] : 0,
                      of_pinned =
                          pinned > s->cap[PS__PINNED_MEM] ? pinned - s->cap[PS__PINNED_MEM] : 0;
@@ -138,7 +149,8 @@ static uint32_t n_perturbations(const ps__search *s) {
 static ps_status try_candidate(ps__search *s, const descent *d, ps__candidate m, descent *out) {
   const ps__candidate *from = &d->at.candidate;
   const double units = (m.keep.params - from->keep.params) * ps__unit_part_bytes(&s->space) +
-                       (m.keep.grads - from->keep.grads) * ps__total_part_bytes(&s->space, &m);
+                       (m.keep.grads - from->keep.grads) * ps__total_part_bytes(&s->space, &m) +
+                       more_held(s, from->held, m.held);
   *out = *d;
   PS_TRY(ps__fill_device(s, &m, (uint64_t)((double)d->taken + units), &out->at.ns, &out->taken));
   out->at.candidate = m;

@@ -5,7 +5,7 @@
 
 /* What a candidate's step depends on; threads and what the search adds to a candidate are not. */
 typedef struct memo_key {
-  uint8_t byte[16];
+  uint8_t byte[17];
 } memo_key;
 
 typedef struct entry {
@@ -39,8 +39,8 @@ void ps__memo_destroy(ps__memo *memo) {
 }
 
 static memo_key key_of(const ps__candidate *m, bool whole) {
-  return (memo_key){{m->microbatch, m->device, m->host, m->ahead, m->extra, m->streamed, m->split,
-                     m->sums, m->from_host, m->keep.params, m->keep.grads, m->keep.head,
+  return (memo_key){{m->microbatch, m->device, m->host, m->ahead, m->extra, m->streamed, m->held,
+                     m->split, m->sums, m->from_host, m->keep.params, m->keep.grads, m->keep.head,
                      m->keep.state, m->keep.blocks, (uint8_t)(m->keep.passing | m->keep.again << 1),
                      (uint8_t)(whole | m->staging << 1 | m->disk << 4)}};
 }

@@ -90,6 +90,7 @@ static void fill_report(ps_plan *p, const ps__search_result *r) {
     o->resident_grad_units += p->spec.grad_resident[u];
     o->resident_update_units += p->spec.update_resident[u];
     o->streamed_update_units += p->spec.update_streamed[u];
+    o->held_state_units += p->spec.state_held[u];
     o->split_update_units += p->spec.update_split[u];
     o->staged_weight_units += p->spec.stage_weights[u];
     o->staged_total_units += s->unit_host[u].grad != PS__NO_VT && ps__stages_total(&p->spec, u) &&
@@ -194,6 +195,15 @@ ps_status ps__plan_undo(ps_plan *p) {
   return PS_OK;
 }
 
+/* Where no plan fits: the fastest of those that hold state on the device, else their smallest. */
+static ps_status find_holding(ps_plan *p, const ps__memos *m, ps__search_result *r) {
+  if (!ps__may_hold(p))
+    return PS_OK;
+  p->holds = true;
+  const ps_status st = ps__find_with_disk(p, m, r);
+  return st != PS_OK || r->step_ns > 0 ? st : ps__find_smallest_in_layouts(p, m, r);
+}
+
 /* Searches where ramp and validation count. @alone: training alone would fit. */
 static ps_status plan_with_guests(ps_plan *p, bool alone) {
   ps__search_result r = {0};
@@ -203,6 +213,8 @@ static ps_status plan_with_guests(ps_plan *p, bool alone) {
   ps_status st = alone ? ps__find_with_disk(p, &m, &r) : PS_OK;
   if (st == PS_OK && r.step_ns == 0)
     st = ps__find_smallest_in_layouts(p, &m, &r);
+  if (st == PS_OK && r.step_ns == 0)
+    st = find_holding(p, &m, &r);
   if (st == PS_OK && r.step_ns > 0) {
     st = ps__plan_compile(p, &r);
     if (st == PS_OK)
@@ -230,6 +242,8 @@ static ps_status make_plan(ps_plan *p, const ps__memos *m) {
   if (ps__plan_has_guests(p))
     return plan_with_guests(p, alone);
   PS_TRY(ps__find_smallest_in_layouts(p, m, &r));
+  if (r.step_ns == 0)
+    PS_TRY(find_holding(p, m, &r));
   return r.step_ns > 0 ? ps__plan_compile(p, &r) : ps__plan_refuse(p, m, &r);
 }
 
@@ -381,6 +395,7 @@ ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *c
   ps__memos m = {0};
   PS_TRY(ps__plan_new(&p, model, cfg, hw));
   p->counts_guests = ps__plan_has_guests(p);
+  p->holds = ps__may_hold(p);
   ps__disk_level_set(p, PS__DISK_LEVELS); /* without a disk nothing is on it */
   ps_status st = ps__memos_create(&m);
   if (st == PS_OK)

@@ -48,6 +48,7 @@ struct ps_plan {
   /* with a disk: how many of PS__DISK_LEVELS parts of the state that it holds are there, and the
    * first unit whose state is; UINT32_MAX: none is (layouts.c) */
   uint32_t disk_level, disk_first;
+  bool holds;            /* candidates may hold optimizer state on the device (held.c) */
   uint32_t most_workers; /* threads of a search; 0: one a CPU */
   /* of a search that another thread may end: it is not 0 any more. NULL: none may */
   const _Atomic uint32_t *abandon;
@@ -68,6 +69,8 @@ static inline bool ps__on_disk(const ps_plan *p, uint32_t unit) {
 }
 void ps__disk_level_set(ps_plan *p, uint32_t level);
 uint64_t ps__disk_bytes(const ps_plan *p);
+/* ps__may_hold() - whether candidates can hold optimizer state on the device (held.c). */
+bool ps__may_hold(const ps_plan *p);
 /* ps__waits_for_norm() - whether updates wait for the norm of the whole gradient. */
 static inline bool ps__waits_for_norm(const ps_plan *p) {
   return (p->cfg.clip_norm > 0 && p->cfg.clip_by == PS_CLIP_BY_STEP) ||

@@ -256,9 +256,9 @@ static void write_text(text *t, const ps_plan *p) {
   if (r->disk_units)
     snprintf(state, sizeof state, "on the disk%s",
              r->disk_units < n_trained ? " of some units" : "");
-  if (r->resident_update_units)
+  if (r->resident_update_units + r->held_state_units)
     snprintf(state, sizeof state, "on the device%s",
-             r->resident_update_units < n_trained ? " of some units" : "");
+             r->resident_update_units + r->held_state_units < n_trained ? " of some units" : "");
   if (r->units_kept)
     snprintf(kept, sizeof kept, ", %llu more kept from a round to the next",
              (unsigned long long)r->units_kept);
@@ -303,11 +303,15 @@ static void write_text(text *t, const ps_plan *p) {
         "gradients        added on the host by %u of %u threads: copies get more of the host's "
         "memory\n",
         p->spec.sum_threads, p->hw.n_threads);
-  if (r->streamed_update_units)
+  if (r->streamed_update_units > r->held_state_units)
     say(t,
         "updates          %llu units on the device, their state coming from the host and going "
         "back\n",
-        (unsigned long long)r->streamed_update_units);
+        (unsigned long long)(r->streamed_update_units - r->held_state_units));
+  if (r->held_state_units)
+    say(t, "%s %llu units on the device, their state staying there\n",
+        r->streamed_update_units > r->held_state_units ? "                " : "updates         ",
+        (unsigned long long)r->held_state_units);
   if (r->split_update_units)
     say(t,
         "%s %llu units on the host in two parts: the weights first, the state after all "
@@ -452,6 +456,8 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
                      r->all_pinned_step_s > 0 ? (double)r->tokens_per_step / r->all_pinned_step_s
                                               : 0);
   }
+  if (r->held_state_units)
+    ps__jsonw_uint(w, "held_state_units", r->held_state_units);
   if (r->passing_grad_units)
     ps__jsonw_uint(w, "passing_grad_units", r->passing_grad_units);
   if (r->input_again_blocks)
@@ -551,9 +557,9 @@ static void json_units(ps__jsonw *w, const ps_plan *p) {
                        : ps__grad_passes(&p->spec, u) ? "passing"
                                                       : streamed);
       ps__jsonw_string(w, "optimizer_state",
-                       p->spec.update_resident[u] ? "device"
-                       : p->spec.state_on_disk[u] ? "disk"
-                                                  : "host");
+                       ps__state_on_device(&p->spec, u) ? "device"
+                       : p->spec.state_on_disk[u]       ? "disk"
+                                                        : "host");
       ps__jsonw_string(w, "update",
                        ps__updated_on_device(&p->spec, u) ? "device"
                        : p->spec.update_split[u]          ? "host, weights first"

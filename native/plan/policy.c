@@ -200,6 +200,7 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
   spec->disk_lead = 1 + m->ahead;
   const ps__contributions sums =
       ps__contributions_of(layout, spec->head_slice, sp->plan->model->dt, false);
+  const uint32_t streamed = m->held > m->streamed ? m->held : m->streamed;
   for (uint32_t u = 0; u < spec->n_units; u++) {
     const uint32_t layer = plan->model->unit[u].layer;
     const bool several = ps__unit_contributions(plan->model, &sums, u) > 1,
@@ -214,12 +215,13 @@ ps_status ps__decide(const ps__search_space *sp, const ps__layout *layout, const
     spec->update_resident[u] = r->state && trained;
     spec->state_on_disk[u] = ps__on_disk(plan, u);
     spec->update_streamed[u] =
-        !r->state && layer > 0 && layer <= m->streamed && trained && !spec->state_on_disk[u];
+        !r->state && layer > 0 && layer <= streamed && trained && !spec->state_on_disk[u];
+    spec->state_held[u] = spec->update_streamed[u] && layer <= m->held;
     const bool in_blocks = r->blocks && spec->update_streamed[u];
     spec->grad_resident[u] = (ps__among(sp, u, r->grads) || in_blocks) && stays;
     const bool among = layer == ps__head_layer(plan->model)
                            ? m->split > 0
-                           : layer > m->streamed && layer < (uint32_t)m->streamed + m->split;
+                           : layer > streamed && layer < streamed + m->split;
     spec->stage_weights[u] = ps__among(sp, u, ps__stages_weights(plan)) && !spec->in_pieces[u] &&
                              !table_on_host && !ps__updated_on_device(spec, u) &&
                              !ps__weights_stay(spec, u);

@@ -87,17 +87,25 @@ static bool cannot_win(const ps__search *s, const ps__candidate *m) {
 static bool cannot_fit(const ps__search *s, const ps__candidate *m) {
   uint64_t bytes[PS__N_MEMS];
   memcpy(bytes, m->bytes, sizeof bytes);
-  if (ps__kind_of(&m->keep) != s->kind || !ps__fits(s, bytes))
+  if (ps__kind_of(&m->keep) != s->kind)
     return true;
+  ps__hold_all_that_fit(s, bytes);
+  if (!ps__fits(s, bytes))
+    return true;
+  memcpy(bytes, m->bytes, sizeof bytes);
   add_slack(s, m, bytes);
+  ps__hold_all_that_fit(s, bytes);
   return !ps__fits(s, bytes);
 }
 
 static void note_slack(ps__search *s, const ps__candidate *m, const ps__evaluation *e) {
   const uint64_t *bytes = m->bytes;
+  uint64_t taken[PS__N_MEMS];
+  memcpy(taken, e->bytes, sizeof taken);
+  ps__without_held(s, m, taken);
   for (uint32_t i = 0; i < PS__N_MEMS; i++) {
     uint64_t *slack = &s->slack[m->microbatch][m->residency][m->ahead][i],
-             now = e->bytes[i] > bytes[i] ? e->bytes[i] - bytes[i] : 0;
+             now = taken[i] > bytes[i] ? taken[i] - bytes[i] : 0;
     if (*slack == 0 || now < *slack)
       *slack = now;
   }
@@ -112,8 +120,12 @@ static void note_fastest(ps__search *s, double ns, const ps__candidate *m) {
 static ps_status evaluate(ps__search *s, const ps__candidate *from, double *out_ns) {
   ps__evaluation e;
   ps__candidate own = *from, *m = &own; /* searches that run at once share the search space */
+  uint64_t bytes[PS__N_MEMS];
   s->evaluated[from - s->space.candidate] = 1;
-  PS_TRY(ps__evaluate_begin(s, m, &e));
+  memcpy(bytes, m->bytes, sizeof bytes);
+  add_slack(s, m, bytes);
+  m->held = ps__blocks_to_hold(s, 0, bytes, PS__DEVICE_MEM);
+  PS_TRY(ps__evaluate_holding(s, m, &e));
   note_slack(s, m, &e);
   const ps_status st = ps__evaluate_time(s, m, &e, out_ns);
   ps__evaluation_end(s, &e);
@@ -278,7 +290,7 @@ static ps_status confirm_best(ps__search *s) {
   for (uint32_t i = 0, n_confirmed = 0; i < PS__N_BEST && few[i].ns > 0 && n_confirmed < 2; i++) {
     ps__evaluation e;
     double ns;
-    PS_TRY(ps__evaluate_begin(s, &few[i].candidate, &e));
+    PS_TRY(ps__evaluate_holding(s, &few[i].candidate, &e));
     const ps_status st = ps__evaluate_time(s, &few[i].candidate, &e, &ns);
     ps__evaluation_end(s, &e);
     if (st != PS_OK)
@@ -389,10 +401,13 @@ static ps_status evaluate_bytes(ps__search *s, uint32_t place, const ps__candida
   uint64_t bytes[PS__N_MEMS];
   memcpy(bytes, m->bytes, sizeof bytes);
   add_slack(s, m, bytes);
+  own.held = ps__blocks_to_hold(s, 0, bytes, place);
+  ps__hold_all_that_fit(s, bytes);
   if (!could_be_smallest(s, place, bytes))
     return PS_OK;
-  PS_TRY(ps__evaluate_begin(s, m, &e));
-  note_slack(s, m, &e);
+  PS_TRY(place == PS__HOST_MEM ? ps__evaluate_holding_most(s, &own, &e)
+                               : ps__evaluate_holding(s, &own, &e));
+  note_slack(s, &own, &e);
   ps_status st = could_be_smallest(s, place, e.bytes) ? ps__evaluate_map(s, &e) : PS_OK;
   if (st == PS_OK && e.mapped)
     note_smallest(s, e.bytes);
@@ -408,13 +423,20 @@ static ps_status evaluate_bytes_of_both(ps__search *s, uint32_t place, const ps_
   return other_links(s, m, &other) ? evaluate_bytes(s, place, &other) : PS_OK;
 }
 
+static uint64_t bytes_at(const ps__search *s, const ps__candidate *m, uint32_t space) {
+  uint64_t bytes[PS__N_MEMS];
+  memcpy(bytes, m->bytes, sizeof bytes);
+  ps__hold_all_that_fit(s, bytes);
+  return bytes[space];
+}
+
 /* In the order of the bytes in @space, the least first: what is found early rules out most of the
  * rest. */
 static ps_status find_smallest_at(ps__search *s, uint32_t place, uint32_t space, keyed *order) {
   const size_t n = s->space.n_candidates;
   ps_status st = PS_OK;
   for (size_t i = 0; i < n; i++)
-    order[i] = (keyed){s->space.candidate[i].bytes[space], (uint32_t)i};
+    order[i] = (keyed){bytes_at(s, &s->space.candidate[i], space), (uint32_t)i};
   qsort(order, n, sizeof *order, by_key);
   s->n_ops = 0;
   for (size_t i = 0; st == PS_OK && i < n && s->n_ops <= ps__budget(s, 2 * MAX_OPS); i++)
@@ -691,6 +713,7 @@ static ps_status search(ps_plan *plan, ps__memo *memo, bool sizes_only, double b
   s->memo = memo;
   s->out = out;
   s->below_ns = below_ns;
+  ps__held_init(s);
   ps__search_watch watch = {.fn = plan->cfg.progress, .user = plan->cfg.progress_user};
   pthread_mutex_init(&watch.lock, NULL);
   s->watch = &watch;

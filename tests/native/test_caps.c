@@ -213,6 +213,58 @@ static void test_replan(void) {
   printf("ok what planning again takes counts against the host's cap\n");
 }
 
+/* ---- state on the device --------------------------------------------------------------------- */
+
+/* With room on the GPU, state of the first blocks stays there where no other plan fits, down to the
+ * least cap of the host that is told.
+ * @clip_by  whether totals may pass; where not, they wait for the norm on the GPU
+ * @room     BYTES for the state of two of four blocks */
+static void test_held(uint32_t clip_by, uint64_t room) {
+  ps_model_config m = model;
+  ps_plan_config cfg = config();
+  ps_hardware gpu = {.struct_bytes = sizeof gpu};
+  ps__search_result r;
+  ps__memos memos;
+  ps_plan *p;
+  uint64_t device, least, held = 0;
+  m.dim = 512, m.ffn_dim = 2048, m.n_heads = 8, m.n_kv_heads = 8, m.head_dim = 64;
+  CHECK(ps_hardware_of_gpu(&gpu, "h200") == PS_OK);
+  cfg.clip_by = clip_by;
+  cfg.chunks_per_round = SEQUENCES;
+  CHECK(ps_plan_smallest(&m, &cfg, &gpu, &device, &least) == PS_OK);
+  cfg.device_mem_bytes = device + room;
+  CHECK(ps_plan_smallest(&m, &cfg, &gpu, &device, &least) == PS_OK);
+  CHECK(ps__plan_new(&p, &m, &cfg, &gpu) == PS_OK && ps__memos_create(&memos) == PS_OK);
+  CHECK(ps__find_smallest_in_layouts(p, &memos, &r) == PS_OK); /* none holds any */
+  ps__memos_destroy(&memos);
+  CHECK(ps_plan_destroy(p) == PS_OK);
+  const uint64_t block = 2 * 2 * (4 * 512 * 512 + 3 * 512 * 2048);
+  CHECK(least + block < r.smallest[PS__HOST_MEM]);
+  for (uint32_t i = 0; i < 3; i++) {
+    cfg.host_mem_bytes = i == 0 ? r.smallest[PS__HOST_MEM] : i == 1 ? least + block / 2 : least;
+    CHECK(ps_plan_create(&p, &m, &cfg, &gpu) == PS_OK);
+    const ps_plan_report *o = &p->report;
+    uint64_t there = 0;
+    for (uint32_t u = 0; u < p->spec.n_units; u++) {
+      const ps__vt *v = &p->step.vt[p->step.unit_host[u].state[0]];
+      there += v->space != p->at->host;
+      CHECK((v->space != p->at->host) == p->spec.state_held[u]);
+    }
+    held = there;
+    CHECK(there == o->held_state_units && there <= o->streamed_update_units);
+    CHECK((there > 0) == (i > 0) && (there > 0) == !!strstr(ps_plan_text(p), "staying there"));
+    CHECK(o->host_used_bytes <= cfg.host_mem_bytes && o->device_used_bytes <= cfg.device_mem_bytes);
+    CHECK(ps_plan_destroy(p) == PS_OK);
+  }
+  cfg.host_mem_bytes = least - block / 2;
+  CHECK_FAILS(ps_plan_create(&p, &m, &cfg, &gpu), PS_EBUDGET, "the smallest plan takes");
+  CHECK(ps_plan_smallest(&m, &cfg, &gpu, &device, &least) == PS_OK);
+  CHECK(device > cfg.device_mem_bytes); /* for one block's state more */
+  cfg.device_mem_bytes = device;
+  CHECK(ps_plan_create(&p, &m, &cfg, &gpu) == PS_OK && p->report.held_state_units > held);
+  CHECK(ps_plan_destroy(p) == PS_OK);
+}
+
 /* ---- the caps -------------------------------------------------------------------------------- */
 
 /* The plan as it would be where the GPU has @there bytes and the user gave @given. */
@@ -318,6 +370,9 @@ int main(int argc, char **argv) {
   printf("ok candidates take as much host memory as they are said to, or more\n");
   for (int i = 0; i < 4; i++)
     test_beside(i & 1, i & 2);
+  test_held(PS_CLIP_BY_STEP, 60 << 20);
+  test_held(PS_CLIP_BY_PREVIOUS, 40 << 20);
+  printf("ok state stays on the device where the host is too small for any other plan\n");
   test_documents();
   printf("ok rows with several documents that a GPU has no attention for are told\n");
   printf("ok the caps hold with a batch ramp and with validation\n");

@@ -1,0 +1,104 @@
+/* held.c - optimizer state on the device, of blocks whose weights are streamed: the way out where
+ * the host is too small for every other plan, and the device has memory left.
+ *
+ * A candidate holds the state of its first blocks (ps__candidate.held). The search space has none
+ * that does: as many blocks as the caps ask for follow from what a candidate takes without. Bytes
+ * of candidates in the search space are thus those without, and what fits is told with. */
+#include "optim/optim.h"
+#include "plan/evaluate.h"
+#include <string.h>
+
+bool ps__may_hold(const ps_plan *p) {
+  return p->hw.backend == PS_BACKEND_CUDA && !ps__totals_on_host(p) && p->model->n_trained > 0;
+}
+
+static uint32_t most_blocks(const ps_plan *p) {
+  return p->model->cfg.n_layers < 255 ? p->model->cfg.n_layers : 255;
+}
+
+static uint64_t block_bytes(const ps_plan *p, uint32_t block) {
+  const ps__recipe *r = &ps__recipes[ps__plan_row(&p->cfg)];
+  const ps__layer *l = &p->model->layer[block];
+  uint64_t bytes = 0;
+  for (uint32_t u = l->first_unit; u < l->first_unit + l->n_units; u++)
+    for (uint32_t k = 0; k < ps__optimizers[p->cfg.optimizer].n_states; k++)
+      if (!p->model->unit[u].frozen && !ps__on_disk(p, u))
+        bytes += ps__memmap_aligned(ps__stored_bytes(r->state[k], p->model->unit[u].n));
+  return bytes;
+}
+
+void ps__held_init(ps__search *s) {
+  for (uint32_t n = 1; n <= most_blocks(s->plan); n++)
+    s->held_bytes[n] = s->held_bytes[n - 1] + block_bytes(s->plan, n);
+}
+
+/* The most blocks whose state is at most @bytes; the fewest whose state is at least that. */
+static uint8_t blocks_within(const ps__search *s, uint64_t bytes) {
+  uint32_t n = most_blocks(s->plan);
+  while (n > 0 && s->held_bytes[n] > bytes)
+    n--;
+  return (uint8_t)n;
+}
+static uint8_t blocks_for(const ps__search *s, uint64_t bytes) {
+  uint32_t n = 0;
+  while (n < most_blocks(s->plan) && s->held_bytes[n] < bytes)
+    n++;
+  return (uint8_t)n;
+}
+
+uint8_t ps__blocks_to_hold(const ps__search *s, uint8_t held, const uint64_t bytes[PS__N_MEMS],
+                           uint32_t place) {
+  const uint64_t cap = s->cap[PS__DEVICE_MEM], host = s->cap[PS__HOST_MEM],
+                 most = host < s->machine ? host : s->machine, now = s->held_bytes[held];
+  if (!s->plan->holds)
+    return held;
+  if (place != PS__HOST_MEM)
+    return bytes[PS__HOST_MEM] > most ? blocks_for(s, now + bytes[PS__HOST_MEM] - most) : held;
+  if (cap == UINT64_MAX)
+    return blocks_within(s, UINT64_MAX);
+  return now + cap > bytes[PS__DEVICE_MEM] ? blocks_within(s, now + cap - bytes[PS__DEVICE_MEM])
+                                           : 0;
+}
+
+void ps__hold_all_that_fit(const ps__search *s, uint64_t bytes[PS__N_MEMS]) {
+  const uint64_t held = s->held_bytes[ps__blocks_to_hold(s, 0, bytes, PS__HOST_MEM)];
+  bytes[PS__HOST_MEM] -= held < bytes[PS__HOST_MEM] ? held : bytes[PS__HOST_MEM];
+}
+
+void ps__without_held(const ps__search *s, const ps__candidate *m, uint64_t bytes[PS__N_MEMS]) {
+  const uint64_t held = s->held_bytes[m->held];
+  bytes[PS__DEVICE_MEM] -= held < bytes[PS__DEVICE_MEM] ? held : bytes[PS__DEVICE_MEM];
+  bytes[PS__HOST_MEM] += held;
+}
+
+enum { TRIES = 6 };
+
+ps_status ps__evaluate_holding(ps__search *s, ps__candidate *m, ps__evaluation *e) {
+  PS_TRY(ps__evaluate_begin(s, m, e));
+  for (int i = 0; s->plan->holds && i < TRIES; i++) {
+    ps_status st = ps__fits(s, e->bytes) ? ps__evaluate_map(s, e) : PS_OK;
+    const uint8_t held = ps__blocks_to_hold(s, m->held, e->bytes, PS__DEVICE_MEM);
+    if (st == PS_OK && (held == m->held || e->bytes[PS__DEVICE_MEM] > s->cap[PS__DEVICE_MEM]))
+      return PS_OK;
+    ps__evaluation_end(s, e);
+    m->held = held;
+    PS_TRY(st);
+    PS_TRY(ps__evaluate_begin(s, m, e));
+  }
+  return PS_OK;
+}
+
+ps_status ps__evaluate_holding_most(ps__search *s, ps__candidate *m, ps__evaluation *e) {
+  for (int i = 0; s->plan->holds && i < TRIES; i++) {
+    PS_TRY(ps__evaluate_begin(s, m, e));
+    ps_status st =
+        e->bytes[PS__DEVICE_MEM] <= s->cap[PS__DEVICE_MEM] ? ps__evaluate_map(s, e) : PS_OK;
+    const uint8_t held = ps__blocks_to_hold(s, m->held, e->bytes, PS__HOST_MEM);
+    ps__evaluation_end(s, e);
+    PS_TRY(st);
+    if (held == m->held || (i > 0 && held > m->held))
+      break;
+    m->held = held;
+  }
+  return ps__evaluate_begin(s, m, e);
+}
