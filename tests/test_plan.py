@@ -364,8 +364,10 @@ def test_gradients_of_blocks_leave_a_host_whose_memory_is_short():
     assert short.report["host_used_bytes"] <= 54 << 30 < all_bytes
     assert all_bytes - saved <= short.report["host_arena_bytes"] < all_bytes
     assert short.report["step_s"] > ample.report["step_s"]
+    held = Plan(model, hardware=gpu, host_mem="47GiB", **question)  # not without state on the GPU
+    assert held.report["held_state_units"] > short.report["held_state_units"] == 0
     with pytest.raises(BudgetError, match="host memory"):
-        Plan(model, hardware=gpu, host_mem="47GiB", **question)
+        Plan(model, hardware=gpu, host_mem="36GiB", **question)
 
 
 def test_throughput_is_the_plans_bytes_over_the_time_of_their_ops(tmp_path):
@@ -534,7 +536,7 @@ LOWER = {
         ),
         (
             11.42,
-            {"tokens_per_step": 8192},
+            {"tokens_per_step": 65536},
             ", or lower tokens_per_step, or give state_bits 8 or disk DIR with disk_mem 4715MiB or "
             "optimizer lion or lora.rank or frozen_layers",
         ),

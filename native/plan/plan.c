@@ -195,13 +195,19 @@ ps_status ps__plan_undo(ps_plan *p) {
   return PS_OK;
 }
 
-/* Where no plan fits: the fastest of those that hold state on the device, else their smallest. */
+/* Where no plan fits: the fastest of those that hold state on the device. Where none does either,
+ * @r stays as it was. */
 static ps_status find_holding(ps_plan *p, const ps__memos *m, ps__search_result *r) {
+  ps__search_result found = {0};
   if (!ps__may_hold(p))
     return PS_OK;
   p->holds = true;
-  const ps_status st = ps__find_with_disk(p, m, r);
-  return st != PS_OK || r->step_ns > 0 ? st : ps__find_smallest_in_layouts(p, m, r);
+  const ps_status st = ps__find_with_disk(p, m, &found);
+  if (st == PS_OK && found.step_ns > 0)
+    *r = found;
+  else
+    p->holds = false;
+  return st;
 }
 
 /* Searches where ramp and validation count. @alone: training alone would fit. */
@@ -395,7 +401,6 @@ ps_status ps_plan_smallest(const ps_model_config *model, const ps_plan_config *c
   ps__memos m = {0};
   PS_TRY(ps__plan_new(&p, model, cfg, hw));
   p->counts_guests = ps__plan_has_guests(p);
-  p->holds = ps__may_hold(p);
   ps__disk_level_set(p, PS__DISK_LEVELS); /* without a disk nothing is on it */
   ps_status st = ps__memos_create(&m);
   if (st == PS_OK)

@@ -41,7 +41,6 @@ static least least_with(const ps_plan *p, ps_plan_config c) {
       ps__plan_new(&other, &p->model->cfg, &c, &hw) != PS_OK)
     return (least){0};
   other->counts_guests = ps__plan_has_guests(other);
-  other->holds = ps__may_hold(other);
   ps__disk_level_set(other, PS__DISK_LEVELS);
   if (ps__memos_create(&m) == PS_OK)
     (void)ps__find_smallest_in_layouts(other, &m, &r);
