@@ -1,6 +1,6 @@
 /* emit.h - the step builder's own parts. Each part names those below it alone, in the order of the
- * files: emit; batch, counts, ring, disk, updates; totals; pieces; grads; passes; embed; units;
- * step. */
+ * files: emit; batch, counts, ring, disk, updates; totals; pieces; grads; passes; head; embed;
+ * units; step. */
 #ifndef PS_STEP_EMIT_H
 #define PS_STEP_EMIT_H
 #include "step/step.h"

@@ -1,6 +1,6 @@
 /* passes.c - one chunk through one unit, as the unit's layer definition says: forward and backward
- * passes with recomputation, the head slice by slice. */
-#include "step/emit.h"
+ * passes with recomputation. */
+#include "step/chunk_pass.h"
 #include <string.h>
 
 uint32_t *ps__saved_entry(ps__builder *b, uint32_t *table, uint32_t layer, uint32_t c,
@@ -35,7 +35,7 @@ static uint32_t home_chunk(const ps__builder *b, const ps__layer_def *d, uint32_
   return is_group(d, tensor) ? group_first(b, c) : c;
 }
 
-static ps_tag chunk_tag(const ps__builder *b, uint32_t unit, uint32_t c, int phase) {
+ps_tag ps__chunk_tag(const ps__builder *b, uint32_t unit, uint32_t c, int phase) {
   return (ps_tag){.layer = (int32_t)unit,
                   .round = (int32_t)b->in->round_idx,
                   .chunk = (int32_t)(b->in->round->first_chunk + c),
@@ -56,8 +56,8 @@ static int policy_of(const ps__builder *b, uint32_t layer, uint32_t c, uint32_t 
   return b->in->round_idx < b->s->layout->first_rounds ? PS_POLICY_HOST : PS_POLICY_RECOMPUTE;
 }
 
-static uint64_t tensor_bytes(const ps__builder *b, const ps__layer_def *d, uint32_t c,
-                             uint32_t tensor) {
+uint64_t ps__chunk_tensor_bytes(const ps__builder *b, const ps__layer_def *d, uint32_t c,
+                                uint32_t tensor) {
   const uint64_t row = d->tensor[tensor].row_bytes;
   switch (d->tensor[tensor].rows) {
   case PS__ROWS_GROUP: return row * group_of(b, c)->n_rows;
@@ -88,7 +88,7 @@ static ps__vaccess own_rows(const ps__builder *b, const ps__layer_def *d, uint32
   if (is_state(d, tensor))
     return state_row(b, d, c, tensor, vt, mode, false);
   if (d->tensor[tensor].rows != PS__ROWS_GROUP)
-    return ps__part(vt, mode, 0, tensor_bytes(b, d, c, tensor));
+    return ps__part(vt, mode, 0, ps__chunk_tensor_bytes(b, d, c, tensor));
   return ps__part(vt, mode, row * k->row0, row * k->n_tokens);
 }
 
@@ -118,11 +118,11 @@ void ps__send_saved(ps__builder *b, uint32_t layer, uint32_t c, uint32_t tensor,
   uint32_t *away = ps__saved_entry(b, b->in->away, layer, home_chunk(b, d, c, tensor), tensor);
   if (*away == PS__NO_VT)
     *away = host_of_saved(b, (int)tensor == d->input ? layer - 1 : layer,
-                          tensor_bytes(b, d, c, tensor));
-  ps__emit_copy(
-      b, b->on->at.to_host, own_rows(b, d, c, tensor, vt, PS_READ),
-      own_rows(b, d, c, tensor, *away, PS_WRITE),
-      ps__about(chunk_tag(b, layer, c, PS__PHASE_FORWARD), d->saved[d->tensor[tensor].saved].name));
+                          ps__chunk_tensor_bytes(b, d, c, tensor));
+  ps__emit_copy(b, b->on->at.to_host, own_rows(b, d, c, tensor, vt, PS_READ),
+                own_rows(b, d, c, tensor, *away, PS_WRITE),
+                ps__about(ps__chunk_tag(b, layer, c, PS__PHASE_FORWARD),
+                          d->saved[d->tensor[tensor].saved].name));
 }
 
 void ps__send_input(ps__builder *b, uint32_t layer, uint32_t c) {
@@ -132,32 +132,20 @@ void ps__send_input(ps__builder *b, uint32_t layer, uint32_t c) {
 
 /* The gradient of chunk @c goes to the layer below, if that has a backward pass. The embedding is
  * on the device of the first block. */
-static void hand_back(ps__builder *b, uint32_t layer, uint32_t c, int phase) {
+void ps__chunk_hand_back(ps__builder *b, uint32_t layer, uint32_t c, int phase) {
   if (layer > 1 && layer > b->first_trained)
     ps__hand_on(b, layer - 1, true, c, b->s->spec->grad_lag,
-                ps__about(chunk_tag(b, layer, c, phase), "gradients of activations"));
+                ps__about(ps__chunk_tag(b, layer, c, phase), "gradients of activations"));
 }
 
 /* ---- binding and emitting a layer's ops ------------------------------------------------------ */
-
-/* A chunk on its way through a layer.
- *   slice_row  of a sliced op: the slice's first row in the chunk; shape has its rows
- *   bound      device tensors
- *   keep       tensors that the caller frees */
-typedef struct chunk_pass {
-  const ps__layer_def *d;
-  uint32_t layer, c, slice_row;
-  ps__chunk_shape shape;
-  uint32_t bound[PS__SET_BITS];
-  ps__set keep;
-} chunk_pass;
 
 typedef struct listed {
   const ps__op_def *op;
   bool recompute;
 } listed; /* recompute: the op runs for the second time */
 
-static ps__vaccess span_access(const ps__builder *b, const chunk_pass *p, ps__sym y) {
+static ps__vaccess span_access(const ps__builder *b, const ps__chunk_pass *p, ps__sym y) {
   const ps__span_def *span = &p->d->span[y.id];
   const uint32_t unit = ps__unit_of_span(b->s->model, p->layer, span);
   const ps__unit_copy *u = &b->on->unit[unit];
@@ -171,7 +159,7 @@ static ps__vaccess span_access(const ps__builder *b, const chunk_pass *p, ps__sy
                       span->offset, span->n);
 }
 
-static ps__vaccess batch_access(const ps__builder *b, const chunk_pass *p, ps__sym y) {
+static ps__vaccess batch_access(const ps__builder *b, const ps__chunk_pass *p, ps__sym y) {
   const ps__batch_chunk f = ps__batch_chunk_of(ps__chunk_of(b, p->c)->n_tokens);
   const uint64_t at[] = {[PS__BATCH_TOKENS] = f.tokens,
                          [PS__BATCH_TARGETS] = f.targets,
@@ -186,7 +174,7 @@ static ps__vaccess batch_access(const ps__builder *b, const chunk_pass *p, ps__s
 
 static bool is_counter(ps__sym y) { return y.kind == PS__SYM_FLUSHED || y.kind == PS__SYM_ROUTED; }
 
-static ps__vaccess counter_access(const ps__builder *b, const chunk_pass *p, ps__sym y) {
+static ps__vaccess counter_access(const ps__builder *b, const ps__chunk_pass *p, ps__sym y) {
   const ps_model *m = b->s->model;
   const uint64_t first = 8ull * ps__n_counters(m) * p->layer, routed = 8ull * ps__routed_at(m);
   return y.kind == PS__SYM_FLUSHED
@@ -194,12 +182,12 @@ static ps__vaccess counter_access(const ps__builder *b, const chunk_pass *p, ps_
              : ps__part(b->on->counters, PS_READ_WRITE, first + routed, 8ull * m->cfg.n_experts);
 }
 
-static ps__vaccess tensor_access(const ps__builder *b, const chunk_pass *p, ps__sym y,
+static ps__vaccess tensor_access(const ps__builder *b, const ps__chunk_pass *p, ps__sym y,
                                  bool sliced) {
   const ps__tensor_def *t = &p->d->tensor[y.id];
   const uint32_t vt = p->bound[y.id];
   if (y.skip)
-    return ps__part(vt, y.mode, y.skip, tensor_bytes(b, p->d, p->c, y.id) - y.skip);
+    return ps__part(vt, y.mode, y.skip, ps__chunk_tensor_bytes(b, p->d, p->c, y.id) - y.skip);
   if (y.kind == PS__SYM_BEFORE)
     return state_row(b, p->d, p->c, y.id, vt, y.mode, true);
   if (t->rows == PS__ROWS_CARRY)
@@ -215,13 +203,13 @@ static ps__vaccess tensor_access(const ps__builder *b, const chunk_pass *p, ps__
 }
 
 /* A sum of squares of what @op wrote: it is not finite where a value is not. */
-static void check_result(ps__builder *b, const chunk_pass *p, const ps__op_def *op, ps__sym y,
+static void check_result(ps__builder *b, const ps__chunk_pass *p, const ps__op_def *op, ps__sym y,
                          const ps__vaccess *written, int phase) {
   ps__step *s = b->s;
   const bool tensor = ps__sym_is_tensor(y);
   const ps_dtype dt = tensor ? p->d->tensor[y.id].dt : s->dt;
   const ps__args_sumsq a = {.n = written->bytes / ps_dtype_bytes(dt), .dt = dt};
-  const ps_tag tag = chunk_tag(b, p->layer, p->c, phase);
+  const ps_tag tag = ps__chunk_tag(b, p->layer, p->c, phase);
   if (!ps__grow((void **)&s->check, s->n_checks, &s->cap_checks, sizeof *s->check)) {
     s->out_of_memory = true;
     return;
@@ -234,7 +222,7 @@ static void check_result(ps__builder *b, const chunk_pass *p, const ps__op_def *
 
 /* A frozen parameter's gradient that no op reads is not checked, and neither are FP8 values: they
  * are finite where what they were made of is. */
-static void check_results(ps__builder *b, const chunk_pass *p, const ps__op_def *op,
+static void check_results(ps__builder *b, const ps__chunk_pass *p, const ps__op_def *op,
                           const ps__vaccess *access, int phase) {
   for (uint32_t i = 0; i < op->n_syms; i++) {
     const ps__sym y = op->sym[i];
@@ -246,7 +234,7 @@ static void check_results(ps__builder *b, const chunk_pass *p, const ps__op_def 
   }
 }
 
-static void emit_op(ps__builder *b, const chunk_pass *p, const ps__op_def *op, int phase) {
+void ps__chunk_emit(ps__builder *b, const ps__chunk_pass *p, const ps__op_def *op, int phase) {
   ps__vaccess access[PS__OP_MAX_SYMS];
   _Alignas(16) char args[PS__ARGS_BYTES];
   for (uint32_t i = 0; i < op->n_syms; i++) {
@@ -260,27 +248,27 @@ static void emit_op(ps__builder *b, const chunk_pass *p, const ps__op_def *op, i
   shape.first_grad |= op->has_unread;
   ps__op_args(op, &shape, args);
   ps__emit(b, op->kernel, b->on->at.compute, args, op->args_bytes, access, op->n_syms,
-           ps__about(chunk_tag(b, p->layer, p->c, phase), op->what));
+           ps__about(ps__chunk_tag(b, p->layer, p->c, phase), op->what));
   if (b->s->spec->checked)
     check_results(b, p, op, access, phase);
 }
 
 /* The tensors that an op uses and nobody made are made. */
-static void make_tensors(ps__builder *b, chunk_pass *p, const ps__op_def *op) {
+void ps__chunk_make_tensors(ps__builder *b, ps__chunk_pass *p, const ps__op_def *op) {
   for (uint32_t j = 0; j < op->n_syms; j++) {
     const uint32_t id = op->sym[j].id;
     if (!ps__sym_is_tensor(op->sym[j]) || p->bound[id] != PS__NO_VT)
       continue;
     const uint64_t bytes = p->d->tensor[id].rows == PS__ROWS_SLICE
                                ? p->d->tensor[id].row_bytes * p->shape.n_tokens
-                               : tensor_bytes(b, p->d, p->c, id);
+                               : ps__chunk_tensor_bytes(b, p->d, p->c, id);
     p->bound[id] = ps__vt_new(b, b->on->at.place, bytes);
   }
 }
 
 /* Emit a list: a tensor dies after its last use in the list, and is sent to the host after its last
  * write. */
-static void emit_list(ps__builder *b, chunk_pass *p, const listed *list, uint32_t n, int phase,
+static void emit_list(ps__builder *b, ps__chunk_pass *p, const listed *list, uint32_t n, int phase,
                       bool send) {
   uint32_t last_use[PS__SET_BITS] = {0}, last_write[PS__SET_BITS] = {0};
   for (uint32_t i = 0; i < n; i++)
@@ -294,8 +282,8 @@ static void emit_list(ps__builder *b, chunk_pass *p, const listed *list, uint32_
     }
   for (uint32_t i = 0; i < n; i++) {
     const ps__op_def *op = list[i].op;
-    make_tensors(b, p, op);
-    emit_op(b, p, op, list[i].recompute ? PS__PHASE_RECOMPUTE : phase);
+    ps__chunk_make_tensors(b, p, op);
+    ps__chunk_emit(b, p, op, list[i].recompute ? PS__PHASE_RECOMPUTE : phase);
     for (uint32_t j = 0; j < op->n_syms; j++) {
       const uint32_t id = op->sym[j].id;
       if (!ps__sym_is_tensor(op->sym[j]))
@@ -319,10 +307,10 @@ static uint32_t *of_pass(const ps__builder *b, uint32_t layer) {
   return b->on->of_pass[layer != b->in->now->layer];
 }
 
-static chunk_pass begin_chunk_pass(ps__builder *b, uint32_t layer, uint32_t c) {
+ps__chunk_pass ps__chunk_begin(ps__builder *b, uint32_t layer, uint32_t c) {
   const ps__chunk *k = ps__chunk_of(b, c);
   const ps__attention_group *g = group_of(b, c);
-  chunk_pass p = {.d = layer_of(b, layer), .layer = layer, .c = c};
+  ps__chunk_pass p = {.d = layer_of(b, layer), .layer = layer, .c = c};
   p.shape = (ps__chunk_shape){
       .n_tokens = k->n_tokens,
       .row0 = k->row0,
@@ -336,7 +324,7 @@ static chunk_pass begin_chunk_pass(ps__builder *b, uint32_t layer, uint32_t c) {
 }
 
 /* Whether a chunk before has run the op for the whole layer pass, or step. */
-static bool is_done(const chunk_pass *p, const ps__op_def *op) {
+bool ps__chunk_done(const ps__chunk_pass *p, const ps__op_def *op) {
   bool done = ps__op_of_pass(p->d, op);
   for (uint32_t j = 0; done && j < op->n_syms; j++)
     done = !(op->sym[j].mode & PS_WRITE) || p->bound[op->sym[j].id] != PS__NO_VT;
@@ -344,7 +332,7 @@ static bool is_done(const chunk_pass *p, const ps__op_def *op) {
 }
 
 /* What the chunk's ops made for the whole layer pass, and for the step. */
-static void keep_of_pass(ps__builder *b, const chunk_pass *p) {
+void ps__chunk_keep_of_pass(ps__builder *b, const ps__chunk_pass *p) {
   for (uint32_t t = 0; t < p->d->n_tensors; t++)
     if (ps__in(p->d->of_pass, t))
       of_pass(b, p->layer)[t] = p->bound[t];
@@ -375,19 +363,19 @@ static bool last_of_group(const ps__builder *b, uint32_t c) {
 /* ---- forward --------------------------------------------------------------------------------- */
 
 /* The group's tensors of @set, bound to @p: its first chunk to come makes them, in @table. */
-static void bind_group(ps__builder *b, uint32_t *table, chunk_pass *p, ps__set set) {
+static void bind_group(ps__builder *b, uint32_t *table, ps__chunk_pass *p, ps__set set) {
   for (uint32_t t = 0; t < p->d->n_tensors; t++) {
     if (!ps__in(set, t))
       continue;
     uint32_t *entry = ps__saved_entry(b, table, p->layer, group_first(b, p->c), t);
     if (*entry == PS__NO_VT)
-      *entry = ps__vt_new(b, b->on->at.place, tensor_bytes(b, p->d, p->c, t));
+      *entry = ps__vt_new(b, b->on->at.place, ps__chunk_tensor_bytes(b, p->d, p->c, t));
     p->bound[t] = *entry;
   }
 }
 
 void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
-  chunk_pass p = begin_chunk_pass(b, layer, c);
+  ps__chunk_pass p = ps__chunk_begin(b, layer, c);
   const ps__layer_def *d = p.d;
   const uint32_t input = (uint32_t)d->input, output = (uint32_t)d->output;
   if (ps__is_handed_on(b, layer, false, c))
@@ -402,10 +390,10 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   listed list[PS__SET_BITS];
   uint32_t n = 0;
   for (uint32_t i = 0; i < d->n_fwd; i++)
-    if (!is_done(&p, &d->fwd[i]))
+    if (!ps__chunk_done(&p, &d->fwd[i]))
       list[n++] = (listed){&d->fwd[i], false};
   emit_list(b, &p, list, n, PS__PHASE_FORWARD, true);
-  keep_of_pass(b, &p);
+  ps__chunk_keep_of_pass(b, &p);
 
   for (uint32_t t = 0; t < d->n_tensors; t++)
     if (ps__in(saved, t) && !ps__in(d->group, t) && t != input)
@@ -424,7 +412,7 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   }
   b->in->x[c] = p.bound[output];
   ps__hand_on(b, layer + 1, false, c, b->s->spec->saved_lag,
-              ps__about(chunk_tag(b, layer, c, PS__PHASE_FORWARD), "activations"));
+              ps__about(ps__chunk_tag(b, layer, c, PS__PHASE_FORWARD), "activations"));
   if (!ps__is_handed_on(b, layer + 1, false, c))
     ps__send_input(b, layer + 1, c);
   ps__tick(b);
@@ -443,7 +431,7 @@ static void fetch_tensor(ps__builder *b, uint32_t layer, uint32_t c, uint32_t te
       bytes = b->s->vt[*away].bytes - first;
   ps__emit_copy(b, b->on->at.to_device, ps__part(*away, PS_READ, first, bytes),
                 ps__part(*kept, PS_WRITE, first, bytes),
-                ps__about(chunk_tag(b, layer, c, PS__PHASE_BACKWARD),
+                ps__about(ps__chunk_tag(b, layer, c, PS__PHASE_BACKWARD),
                           d->saved[d->tensor[tensor].saved].name));
   ps__vt_free(b, *away);
   *away = PS__NO_VT;
@@ -499,9 +487,10 @@ static void fetch_again(ps__builder *b, uint32_t layer, uint32_t c) {
     if (away == PS__NO_VT || *again != PS__NO_VT || !any_uses(d, ops, t, PS_READ))
       continue;
     *again = ps__vt_new(b, b->on->at.place, b->s->vt[away].bytes);
-    ps__emit_copy(
-        b, b->on->at.to_device, ps__whole(b, away, PS_READ), ps__whole(b, *again, PS_WRITE),
-        ps__about(chunk_tag(b, layer, c, PS__PHASE_BACKWARD), d->saved[d->tensor[t].saved].name));
+    ps__emit_copy(b, b->on->at.to_device, ps__whole(b, away, PS_READ),
+                  ps__whole(b, *again, PS_WRITE),
+                  ps__about(ps__chunk_tag(b, layer, c, PS__PHASE_BACKWARD),
+                            d->saved[d->tensor[t].saved].name));
   }
 }
 
@@ -554,7 +543,7 @@ static void list_sources(const ps__layer_def *d, const ps__op_def *op, uint32_t 
   }
 }
 
-static ps__set tensors_at_hand(const chunk_pass *p) {
+static ps__set tensors_at_hand(const ps__chunk_pass *p) {
   ps__set have = {{0}};
   for (uint32_t t = 0; t < p->d->n_tensors; t++)
     if (p->bound[t] != PS__NO_VT)
@@ -562,7 +551,7 @@ static ps__set tensors_at_hand(const chunk_pass *p) {
   return have;
 }
 
-static void bind_kept(ps__builder *b, chunk_pass *p) {
+static void bind_kept(ps__builder *b, ps__chunk_pass *p) {
   for (uint32_t t = 0; t < p->d->n_tensors; t++)
     if (p->d->tensor[t].saved != PS__NONE || is_group(p->d, t))
       p->bound[t] = *ps__saved_entry(b, b->in->kept, p->layer, home_chunk(b, p->d, p->c, t), t);
@@ -591,7 +580,7 @@ static void rebuild_group(ps__builder *b, uint32_t layer, uint32_t c) {
       if (ps__in(d->group_sources, t) && d->tensor[t].saved != PS__NONE)
         fetch_tensor(b, layer, i, t);
   for (uint32_t i = first; i < first + n; i++) {
-    chunk_pass p = begin_chunk_pass(b, layer, i);
+    ps__chunk_pass p = ps__chunk_begin(b, layer, i);
     bind_kept(b, &p);
     bind_group(b, b->in->kept, &p, missing);
     const ps__set have = tensors_at_hand(&p),
@@ -603,7 +592,7 @@ static void rebuild_group(ps__builder *b, uint32_t layer, uint32_t c) {
         list[m++] = (listed){&d->fwd[f], true};
     p.keep = PS__UNION(have, d->of_pass, d->of_step);
     emit_list(b, &p, list, m, PS__PHASE_RECOMPUTE, false);
-    keep_of_pass(b, &p);
+    ps__chunk_keep_of_pass(b, &p);
   }
 }
 
@@ -611,7 +600,7 @@ static void rebuild_group(ps__builder *b, uint32_t layer, uint32_t c) {
 static void run_again(ps__builder *b, uint32_t layer, uint32_t c) {
   const ps__layer_def *d = layer_of(b, layer), *next = layer_of(b, layer + 1);
   const ps__set had = saved_of(b, layer, c), ops = ops_again(b, layer, c);
-  chunk_pass p = begin_chunk_pass(b, layer, c);
+  ps__chunk_pass p = ps__chunk_begin(b, layer, c);
   bind_kept(b, &p);
   ps__set made = {{0}}; /* of the group */
   for (uint32_t t = 0; t < d->n_tensors; t++) {
@@ -625,11 +614,11 @@ static void run_again(ps__builder *b, uint32_t layer, uint32_t c) {
   listed list[PS__SET_BITS];
   uint32_t n = 0;
   for (uint32_t i = 0; i < d->n_fwd; i++)
-    if (ps__in(ops, i) && !is_done(&p, &d->fwd[i]))
+    if (ps__in(ops, i) && !ps__chunk_done(&p, &d->fwd[i]))
       list[n++] = (listed){&d->fwd[i], true};
   p.keep = PS__UNION(at_hand, d->of_pass, d->of_step, ps__only((uint32_t)d->output));
   emit_list(b, &p, list, n, PS__PHASE_RECOMPUTE, false);
-  keep_of_pass(b, &p);
+  ps__chunk_keep_of_pass(b, &p);
   *ps__saved_entry(b, b->in->kept, layer + 1, c, (uint32_t)next->input) = p.bound[d->output];
   for (uint32_t t = 0; t < d->n_tensors; t++)
     if (!is_group(d, t) || last_of_group(b, c)) {
@@ -655,7 +644,7 @@ void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
       run_again(b, layer - 1, i);
   if (group_of(b, c)->n_chunks > 1 && last_of_group(b, c))
     rebuild_group(b, layer, c);
-  chunk_pass p = begin_chunk_pass(b, layer, c);
+  ps__chunk_pass p = ps__chunk_begin(b, layer, c);
   bind_kept(b, &p);
   p.bound[d->grad] = b->in->dy[c];
   bind_group(b, b->in->kept, &p, d->grad_group);
@@ -671,170 +660,37 @@ void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   const ps__set recompute = ps__recompute(d, d->needs, have);
   listed list[2 * PS__SET_BITS];
   for (uint32_t i = 0; i < d->n_bwd; i++) {
-    if (is_done(&p, &d->bwd[i]))
+    if (ps__chunk_done(&p, &d->bwd[i]))
       continue;
     list_sources(d, &d->bwd[i], d->n_fwd, recompute, &done, &have, list, &n);
     list[n++] = (listed){&d->bwd[i], false};
   }
   emit_list(b, &p, list, n, PS__PHASE_BACKWARD, false);
-  keep_of_pass(b, &p);
+  ps__chunk_keep_of_pass(b, &p);
   for (uint32_t t = 0; t < d->n_tensors; t++) {
     if (!is_group(d, t))
       *ps__saved_entry(b, b->in->kept, layer, c, t) = PS__NO_VT;
     else if (group_over)
       *ps__saved_entry(b, b->in->kept, layer, first, t) = PS__NO_VT;
   }
-  hand_back(b, layer, c, PS__PHASE_BACKWARD);
+  ps__chunk_hand_back(b, layer, c, PS__PHASE_BACKWARD);
   ps__tick(b);
 }
 
 /* ---- the embedding on the device ------------------------------------------------------------- */
 
 void ps__look_up(ps__builder *b, uint32_t c) {
-  chunk_pass p = begin_chunk_pass(b, 0, c);
+  ps__chunk_pass p = ps__chunk_begin(b, 0, c);
   p.shape.first_grad = true;
-  make_tensors(b, &p, &p.d->fwd[0]);
-  emit_op(b, &p, &p.d->fwd[0], PS__PHASE_FORWARD);
+  ps__chunk_make_tensors(b, &p, &p.d->fwd[0]);
+  ps__chunk_emit(b, &p, &p.d->fwd[0], PS__PHASE_FORWARD);
   b->in->x[c] = p.bound[p.d->output];
 }
 
 void ps__add_rows(ps__builder *b, uint32_t c) {
-  chunk_pass p = begin_chunk_pass(b, 0, c);
+  ps__chunk_pass p = ps__chunk_begin(b, 0, c);
   if (p.d->n_bwd == 0) /* frozen */
     return;
   p.bound[p.d->grad] = b->in->dy[c];
-  emit_op(b, &p, &p.d->bwd[0], PS__PHASE_BACKWARD);
-}
-
-/* ---- head ------------------------------------------------------------------------------------ */
-
-/* Sets to zero what the head's ops that run once a chunk, such as the final norm's, would have
- * written of a unit's gradient. */
-static void zero_chunk_grads(ps__builder *b, const chunk_pass *p, uint32_t unit) {
-  for (uint32_t i = 0; i < p->d->n_fwd; i++)
-    for (uint32_t j = 0; j < p->d->fwd[i].n_syms; j++) {
-      const ps__sym y = p->d->fwd[i].sym[j];
-      if (p->d->fwd[i].sliced || y.kind != PS__SYM_GRAD ||
-          ps__unit_of_span(b->s->model, p->layer, &p->d->span[y.id]) != unit)
-        continue;
-      const ps__span_def *span = &p->d->span[y.id];
-      const ps__vaccess zero =
-          ps__elements(b->on->unit[unit].grad, PS_WRITE, b->s->recipe->grad, span->offset, span->n);
-      const ps__args_fill fill = {zero.bytes};
-      ps__emit(b, &ps__k_fill_zero, b->on->at.compute, &fill, sizeof fill, &zero, 1,
-               ps__about(ps__unit_tag(b, unit, PS__PHASE_HEAD), "gradients"));
-    }
-}
-
-/* Slices of a contribution are counted over the round, so a contribution may end amid a chunk,
- * before that chunk's own ops have written their gradients: these are then set to zero. */
-static void end_full_contribution(ps__builder *b, const chunk_pass *p, uint32_t unit) {
-  const bool own = b->s->model->unit[unit].layer == p->layer;
-  if (!b->s->model->unit[unit].by_slice || b->in->head_slices == 0 ||
-      b->in->head_slices % b->s->sums.additions)
-    return;
-  if (own && !b->in->head_norm)
-    zero_chunk_grads(b, p, unit);
-  ps__grad_end(b, unit, true);
-  ps__grad_begin(b, unit);
-  if (own)
-    b->in->head_norm = false;
-}
-
-static void free_slices(ps__builder *b, chunk_pass *p) {
-  for (uint32_t t = 0; t < p->d->n_tensors; t++)
-    if (p->d->tensor[t].rows == PS__ROWS_SLICE) {
-      ps__vt_free(b, p->bound[t]);
-      p->bound[t] = PS__NO_VT;
-    }
-}
-
-/* The slice's logits go to the host before the loss's op turns them into their gradient. */
-static void give_logits(ps__builder *b, const chunk_pass *p) {
-  const uint32_t from = p->bound[p->d->logits],
-                 first = (uint32_t)ps__chunk_of(b, p->c)->first_token + p->slice_row;
-  const ps_tag tag = chunk_tag(b, p->layer, p->c, PS__PHASE_HEAD);
-  const ps__vaccess device = ps__whole(b, from, PS_READ);
-  const uint32_t host = ps__vt_new(b, b->s->at->host, device.bytes);
-  ps__emit_copy(b, b->on->at.to_host, device, ps__whole(b, host, PS_WRITE), tag);
-  const ps__vaccess read = ps__whole(b, host, PS_READ);
-  ps__emit_hook(b, PS__HOOK_LOGITS, first, b->s->at->host_ops, &read, 1,
-                ps__bytes_work((double)read.bytes), tag);
-  ps__vt_free(b, host);
-}
-
-/* The ops from @i on that run slice by slice; returns the first after them. Tensors that the slices
- * fill row by row are made before. */
-static uint32_t emit_slices(ps__builder *b, chunk_pass *p, uint32_t i) {
-  const ps__layer_def *d = p->d;
-  const ps__chunk_shape whole = p->shape;
-  const uint32_t rows = (uint32_t)b->s->spec->head_slice, unit = ps__sliced_unit(b->s->model);
-  uint32_t end = i;
-  for (; end < d->n_fwd && d->fwd[end].sliced; end++)
-    for (uint32_t j = 0; j < d->fwd[end].n_syms; j++) {
-      const ps__sym y = d->fwd[end].sym[j];
-      if (ps__sym_is_tensor(y) && d->tensor[y.id].rows != PS__ROWS_SLICE &&
-          p->bound[y.id] == PS__NO_VT)
-        p->bound[y.id] = ps__vt_new(b, b->on->at.place, tensor_bytes(b, d, p->c, y.id));
-    }
-  for (p->slice_row = 0; p->slice_row < whole.n_tokens; p->slice_row += rows) {
-    const uint32_t left = whole.n_tokens - p->slice_row;
-    end_full_contribution(b, p, unit);
-    p->shape.first_grad = b->in->head_slices++ % b->s->sums.additions == 0;
-    p->shape.n_tokens = left < rows ? left : rows;
-    for (uint32_t k = i; k < end; k++) {
-      make_tensors(b, p, &d->fwd[k]);
-      emit_op(b, p, &d->fwd[k], PS__PHASE_HEAD);
-      if (b->s->spec->keep_logits && ps__uses(&d->fwd[k], d->logits, PS_WRITE) &&
-          !ps__uses(&d->fwd[k], d->logits, PS_READ))
-        give_logits(b, p);
-    }
-    free_slices(b, p);
-  }
-  p->slice_row = 0;
-  p->shape = whole;
-  return end;
-}
-
-void ps__head_chunk(ps__builder *b, uint32_t c) {
-  ps__step *s = b->s;
-  const ps__chunk *k = ps__chunk_of(b, c);
-  const uint32_t head = ps__head_layer(s->model);
-  chunk_pass p = begin_chunk_pass(b, head, c);
-  const ps__layer_def *d = p.d;
-  p.bound[d->input] = b->in->x[c];
-  for (uint32_t i = 0; i < d->n_fwd;) {
-    if (d->fwd[i].sliced) {
-      i = emit_slices(b, &p, i);
-      continue;
-    }
-    p.shape.first_grad = !b->in->head_norm;
-    if (!is_done(&p, &d->fwd[i])) {
-      make_tensors(b, &p, &d->fwd[i]);
-      emit_op(b, &p, &d->fwd[i], PS__PHASE_HEAD);
-    }
-    i++;
-  }
-  keep_of_pass(b, &p);
-  b->in->dy[c] = d->grad == PS__NONE ? PS__NO_VT : p.bound[d->grad];
-  const uint32_t row_loss = p.bound[d->loss];
-  const uint64_t row_bytes = ps__loss_row_bytes(s->model);
-  ps__emit_copy(
-      b, b->on->at.to_host, ps__whole(b, row_loss, PS_READ),
-      ps__part(s->row_loss, PS_WRITE, row_bytes * k->first_token, row_bytes * k->n_tokens),
-      ps__about(chunk_tag(b, head, c, PS__PHASE_HEAD), "losses"));
-  b->in->head_norm = true;
-  /* where the slices' gradient is another layer's (tied embeddings), every chunk adds to these */
-  if (s->model->unit[ps__sliced_unit(s->model)].layer != head && c && ps__contribution_ends(b, c) &&
-      !ps__head_goes_on(b, c - 1)) {
-    ps__layer_grads_end(b, head, true);
-    ps__layer_grads_begin(b, head);
-    b->in->head_norm = false;
-  }
-  for (uint32_t t = 0; t < d->n_tensors; t++)
-    if ((int)t != d->grad && (int)t != d->loss && !ps__in(d->of_pass, t) && !ps__in(d->of_step, t))
-      ps__vt_free(b, p.bound[t]);
-  ps__vt_free_late(b, row_loss, s->spec->saved_lag);
-  hand_back(b, head, c, PS__PHASE_HEAD);
-  ps__tick(b);
+  ps__chunk_emit(b, &p, &p.d->bwd[0], PS__PHASE_BACKWARD);
 }
