@@ -39,8 +39,10 @@ check() { # NAME SAN TARGETS
   make -s VENV="$venv" BUILD="$out" SAN="$2" CUDA=$cuda CUDNN=0 CFLAGS="-O1 -g" all native-tests $3
   LD_LIBRARY_PATH="$(cd "$out/lib" && pwd)" # a sanitizer's dlopen does not look where our library's own would
   export LD_LIBRARY_PATH
-  # Two at a time: those of ThreadSanitizer take longer than all that the other one runs.
-  printf '%s\n' "$out"/tests/test_* | xargs -P 2 -I{} sh -c "$one_program" {} "$name" "$log" || exit 1
+  # ThreadSanitizer's take longer than all that the other one runs: two of them at a time.
+  at_once=1
+  [ "$1" = tsan ] && at_once=2
+  printf '%s\n' "$out"/tests/test_* | xargs -P $at_once -I{} sh -c "$one_program" {} "$name" "$log" || exit 1
   capped="--device-mem 4MiB --chunk-tokens 64 --chunks-per-round 2"
   for case in "fp32" "fp32-master $capped" "bf16 $capped"; do
     echo "== $name: training, $case"
