@@ -137,9 +137,9 @@ def transformers_is_4():
         return False
 
 
-# No oracle in transformers 4: it has no Ministral 3 and no Gemma 4, and OLMo 3's layers with windows
-# have the other layers' rope_theta there.
-OF_TRANSFORMERS_5 = re.compile(r"\[.*(ministral3|olmo3|gemma4)")
+# No oracle in transformers 4: it has no Ministral 3 and no Gemma 4, OLMo 3's layers with windows have
+# the other layers' rope_theta there, and DeepSeek's models with YaRN another loss than in 5.
+OF_TRANSFORMERS_5 = re.compile(r"\[.*(ministral3|olmo3|gemma4|deepseek)")
 
 
 def pytest_collection_modifyitems(items):
