@@ -202,6 +202,8 @@ static inline void randomize(ps__spec *spec, const model *m, const ps__layout *l
   spec->sum_lag = rnd_below(state, 3 * MAX_LEAD);
   spec->sum_threads = rnd_below(state, 3);
   spec->blocks_kept = rnd_below(state, spec->n_layers + 1);
+  spec->disk = false;
+  memset(spec->state_on_disk, 0, spec->n_units);
   for (uint32_t u = 0; u < spec->n_units; u++) {
     spec->param_resident[u] = rnd_below(state, 2) != 0;
     if (m->made->unit[u].frozen) {
