@@ -107,23 +107,6 @@ uint64_t ps__host_taken(const ps__search *s, const uint64_t bytes[PS__N_MEMS]);
 /* ps__evaluate_begin() - in bytes what no map of the candidate goes below. ps__evaluate_map() - the
  * bytes exactly. Errors: PS_ENOMEM. ps__evaluation_end() - release it, and tell who watches. */
 ps_status ps__evaluate_begin(ps__search *s, const ps__candidate *m, ps__evaluation *e);
-/* ---- held.c: state of blocks on the device, where the plan holds state ----------------------- */
-/* ps__held_init() - set s->held_bytes. Needs the plan.
- * ps__blocks_to_hold() - how many blocks a candidate that takes @bytes with @held blocks holds
- * rather: as few as the host's cap asks for, and none fewer; where @place is the host, as many as
- * the device's cap allows. @held where the plan holds no state.
- * ps__hold_all_that_fit() - from @bytes without state that is held to host bytes that no candidate
- * like it goes below.
- * ps__without_held() - from the bytes of @m to those of the same candidate that holds none. */
-void ps__held_init(ps__search *s);
-uint8_t ps__blocks_to_hold(const ps__search *s, uint8_t held, const uint64_t bytes[PS__N_MEMS],
-                           uint32_t place);
-void ps__hold_all_that_fit(const ps__search *s, uint64_t bytes[PS__N_MEMS]);
-void ps__without_held(const ps__search *s, const ps__candidate *m, uint64_t bytes[PS__N_MEMS]);
-/* ps__evaluate_holding() - ps__evaluate_begin() of @m with as many blocks held as the host's cap
- * asks for. ps__evaluate_holding_most() - with as many as the device's cap allows. */
-ps_status ps__evaluate_holding(ps__search *s, ps__candidate *m, ps__evaluation *e);
-ps_status ps__evaluate_holding_most(ps__search *s, ps__candidate *m, ps__evaluation *e);
 ps_status ps__evaluate_map(ps__search *s, ps__evaluation *e);
 void ps__evaluation_end(ps__search *s, ps__evaluation *e);
 /* ps__evaluate_time() - map the candidate where it may fit. Where it fits, simulate it with each
@@ -150,4 +133,20 @@ ps_status ps__fill_device(ps__search *s, ps__candidate *m, uint64_t taken, doubl
  * most two of a number of tokens a round; results in s->best. Errors: PS_ENOMEM, PS_EDEVICE
  * (threads). */
 ps_status ps__local_search(ps__search *s);
+
+/* ---- held.c: state of blocks on the device, where the plan holds state ----------------------- */
+/* ps__held_init() - set s->held_bytes. Needs the plan.
+ * ps__blocks_to_hold() - how many blocks a candidate that takes @bytes with @held blocks holds
+ * rather: as few as the host's cap asks for, and none fewer. @held where the plan holds no state.
+ * ps__hold_all_that_fit() - from @bytes without state that is held to host bytes that no candidate
+ * like it goes below.
+ * ps__without_held() - from the bytes of @m to those of the same candidate that holds none. */
+void ps__held_init(ps__search *s);
+uint8_t ps__blocks_to_hold(const ps__search *s, uint8_t held, const uint64_t bytes[PS__N_MEMS]);
+void ps__hold_all_that_fit(const ps__search *s, uint64_t bytes[PS__N_MEMS]);
+void ps__without_held(const ps__search *s, const ps__candidate *m, uint64_t bytes[PS__N_MEMS]);
+/* ps__evaluate_holding() - ps__evaluate_begin() of @m with as many blocks held as the host's cap
+ * asks for. */
+ps_status ps__evaluate_holding(ps__search *s, ps__candidate *m, ps__evaluation *e);
+
 #endif

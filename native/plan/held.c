@@ -46,22 +46,20 @@ static uint8_t blocks_for(const ps__search *s, uint64_t bytes) {
   return (uint8_t)n;
 }
 
-uint8_t ps__blocks_to_hold(const ps__search *s, uint8_t held, const uint64_t bytes[PS__N_MEMS],
-                           uint32_t place) {
-  const uint64_t cap = s->cap[PS__DEVICE_MEM], host = s->cap[PS__HOST_MEM],
-                 most = host < s->machine ? host : s->machine, now = s->held_bytes[held];
+uint8_t ps__blocks_to_hold(const ps__search *s, uint8_t held, const uint64_t bytes[PS__N_MEMS]) {
+  const uint64_t host = s->cap[PS__HOST_MEM], most = host < s->machine ? host : s->machine;
   if (!s->plan->holds)
     return held;
-  if (place != PS__HOST_MEM)
-    return bytes[PS__HOST_MEM] > most ? blocks_for(s, now + bytes[PS__HOST_MEM] - most) : held;
-  if (cap == UINT64_MAX)
-    return blocks_within(s, UINT64_MAX);
-  return now + cap > bytes[PS__DEVICE_MEM] ? blocks_within(s, now + cap - bytes[PS__DEVICE_MEM])
-                                           : 0;
+  return bytes[PS__HOST_MEM] > most
+             ? blocks_for(s, s->held_bytes[held] + bytes[PS__HOST_MEM] - most)
+             : held;
 }
 
 void ps__hold_all_that_fit(const ps__search *s, uint64_t bytes[PS__N_MEMS]) {
-  const uint64_t held = s->held_bytes[ps__blocks_to_hold(s, 0, bytes, PS__HOST_MEM)];
+  const uint64_t cap = s->cap[PS__DEVICE_MEM], taken = bytes[PS__DEVICE_MEM];
+  if (!s->plan->holds || taken >= cap)
+    return;
+  const uint64_t held = s->held_bytes[blocks_within(s, cap == UINT64_MAX ? cap : cap - taken)];
   bytes[PS__HOST_MEM] -= held < bytes[PS__HOST_MEM] ? held : bytes[PS__HOST_MEM];
 }
 
@@ -77,7 +75,7 @@ ps_status ps__evaluate_holding(ps__search *s, ps__candidate *m, ps__evaluation *
   PS_TRY(ps__evaluate_begin(s, m, e));
   for (int i = 0; s->plan->holds && i < TRIES; i++) {
     ps_status st = ps__fits(s, e->bytes) ? ps__evaluate_map(s, e) : PS_OK;
-    const uint8_t held = ps__blocks_to_hold(s, m->held, e->bytes, PS__DEVICE_MEM);
+    const uint8_t held = ps__blocks_to_hold(s, m->held, e->bytes);
     if (st == PS_OK && (held == m->held || e->bytes[PS__DEVICE_MEM] > s->cap[PS__DEVICE_MEM]))
       return PS_OK;
     ps__evaluation_end(s, e);
@@ -86,19 +84,4 @@ ps_status ps__evaluate_holding(ps__search *s, ps__candidate *m, ps__evaluation *
     PS_TRY(ps__evaluate_begin(s, m, e));
   }
   return PS_OK;
-}
-
-ps_status ps__evaluate_holding_most(ps__search *s, ps__candidate *m, ps__evaluation *e) {
-  for (int i = 0; s->plan->holds && i < TRIES; i++) {
-    PS_TRY(ps__evaluate_begin(s, m, e));
-    ps_status st =
-        e->bytes[PS__DEVICE_MEM] <= s->cap[PS__DEVICE_MEM] ? ps__evaluate_map(s, e) : PS_OK;
-    const uint8_t held = ps__blocks_to_hold(s, m->held, e->bytes, PS__HOST_MEM);
-    ps__evaluation_end(s, e);
-    PS_TRY(st);
-    if (held == m->held || (i > 0 && held > m->held))
-      break;
-    m->held = held;
-  }
-  return ps__evaluate_begin(s, m, e);
 }

@@ -97,7 +97,7 @@ ps_status ps__fill_device(ps__search *s, ps__candidate *m, uint64_t taken, doubl
     const ps_status st = ps__evaluate_time(s, m, &e, out_ns);
     *out_taken = e.bytes[PS__DEVICE_MEM];
     const uint64_t host = e.bytes[PS__HOST_MEM], pinned = e.bytes[PS__PINNED_MEM];
-    const uint8_t held = ps__blocks_to_hold(s, m->held, e.bytes, PS__DEVICE_MEM);
+    const uint8_t held = ps__blocks_to_hold(s, m->held, e.bytes);
     ps__evaluation_end(s, &e);
     if (st != PS_OK || *out_ns > 0)
       return st;

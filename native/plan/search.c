@@ -124,7 +124,7 @@ static ps_status evaluate(ps__search *s, const ps__candidate *from, double *out_
   s->evaluated[from - s->space.candidate] = 1;
   memcpy(bytes, m->bytes, sizeof bytes);
   add_slack(s, m, bytes);
-  m->held = ps__blocks_to_hold(s, 0, bytes, PS__DEVICE_MEM);
+  m->held = ps__blocks_to_hold(s, 0, bytes);
   PS_TRY(ps__evaluate_holding(s, m, &e));
   note_slack(s, m, &e);
   const ps_status st = ps__evaluate_time(s, m, &e, out_ns);
@@ -401,13 +401,10 @@ static ps_status evaluate_bytes(ps__search *s, uint32_t place, const ps__candida
   uint64_t bytes[PS__N_MEMS];
   memcpy(bytes, m->bytes, sizeof bytes);
   add_slack(s, m, bytes);
-  own.held = ps__blocks_to_hold(s, 0, bytes, place);
-  ps__hold_all_that_fit(s, bytes);
   if (!could_be_smallest(s, place, bytes))
     return PS_OK;
-  PS_TRY(place == PS__HOST_MEM ? ps__evaluate_holding_most(s, &own, &e)
-                               : ps__evaluate_holding(s, &own, &e));
-  note_slack(s, &own, &e);
+  PS_TRY(ps__evaluate_begin(s, m, &e));
+  note_slack(s, m, &e);
   ps_status st = could_be_smallest(s, place, e.bytes) ? ps__evaluate_map(s, &e) : PS_OK;
   if (st == PS_OK && e.mapped)
     note_smallest(s, e.bytes);
@@ -423,20 +420,13 @@ static ps_status evaluate_bytes_of_both(ps__search *s, uint32_t place, const ps_
   return other_links(s, m, &other) ? evaluate_bytes(s, place, &other) : PS_OK;
 }
 
-static uint64_t bytes_at(const ps__search *s, const ps__candidate *m, uint32_t space) {
-  uint64_t bytes[PS__N_MEMS];
-  memcpy(bytes, m->bytes, sizeof bytes);
-  ps__hold_all_that_fit(s, bytes);
-  return bytes[space];
-}
-
 /* In the order of the bytes in @space, the least first: what is found early rules out most of the
  * rest. */
 static ps_status find_smallest_at(ps__search *s, uint32_t place, uint32_t space, keyed *order) {
   const size_t n = s->space.n_candidates;
   ps_status st = PS_OK;
   for (size_t i = 0; i < n; i++)
-    order[i] = (keyed){bytes_at(s, &s->space.candidate[i], space), (uint32_t)i};
+    order[i] = (keyed){s->space.candidate[i].bytes[space], (uint32_t)i};
   qsort(order, n, sizeof *order, by_key);
   s->n_ops = 0;
   for (size_t i = 0; st == PS_OK && i < n && s->n_ops <= ps__budget(s, 2 * MAX_OPS); i++)
