@@ -215,6 +215,7 @@ LARGER = (  # model, tokens a sequence, recipe, part of the options
     ("8b", 131072, "bf16", ""),
     ("8b", 262144, "bf16", "chunk-tokens=65536"),
     ("7b_1b", 4096, "bf16", ""),
+    ("qwen3.5-9b", 4096, "bf16", ""),
 )
 
 
@@ -229,13 +230,28 @@ def larger() -> str:
     for model, seq_len, recipe, options in LARGER:
         r = [r for r in rows if (r["model"], r["seq_len"], r["recipe"], r["gpus"])
              == (model, seq_len, recipe, 1) and options in r["options"]
-             and (options or "lora" not in r["options"])][-1]  # fmt: skip
-        name = {"7b_1b": "7B with experts, 1B active"}.get(model, model.upper())
+             and (options or not re.search("lora|state-bits", r["options"]))][-1]  # fmt: skip
+        names = {"7b_1b": "7B with experts, 1B active", "qwen3.5-9b": "Qwen3.5-9B's shape"}
+        name = names.get(model, model.upper())
         what = f"{name}, {'LoRA' if 'lora' in options else recipe}"
         out.append([what, f"{seq_len:,}", gpu_of(r), f"{r['device_gib']:g}", f"{r['host_gib']:g}",
                     f"{r['tokens_per_step']:,}", tok(r["tokens_per_s"])])  # fmt: skip
     return table(["model", "sequence", "GPU", "its GiB", "host, GiB", "tokens a step", "tokens/s"],
                  out)  # fmt: skip
+
+
+def less_host() -> str:
+    """What less host memory costs, with 8-bit state: each file's rows in its order."""
+    out = []
+    for r in lines(RESULTS / "h200-less-host.jsonl"):
+        if r["model"] == "qwen3.5-9b":
+            continue
+        options = " ".join(f"--{o.replace('=', ' ')}" for o in r["options"].split())
+        out.append([r["model"].upper(), f"{r['host_gib']:g}", f"{r['device_gib']:g}",
+                    f"`{options}`" if options else "", f"{r['bytes_a_parameter']:.1f}",
+                    f"{r['tokens_per_step']:,}", tok(r["tokens_per_s"])])  # fmt: skip
+    return table(["model", "host, GiB", "GPU, GiB", "options", "bytes a parameter",
+                  "tokens a step", "tokens/s"], out)  # fmt: skip
 
 
 def several_gpus() -> str:
@@ -498,6 +514,7 @@ TABLES = {
     "machines-differ": machines_differ,
     "sizes": sizes,
     "larger": larger,
+    "less-host": less_host,
     "several-gpus": several_gpus,
     "beside-torch": beside_torch,
     "fp8": fp8_loss,
