@@ -4,12 +4,14 @@
  *
  * Prints a JSON object for each kernel and shape: ms (the best of the repeats), the rate, its unit,
  * and the fraction of the peak. The peak is measured in the same run: memcpy on the same threads
- * (bytes read plus written), and OpenBLAS's own threading on the same product. */
+ * (bytes read plus written), and OpenBLAS's own threading on the same product. Products of experts
+ * have the process's CPU time, as other work takes the cores. */
 #include "../tests/native/op_cases.h"
 #include "kernels/cpu/cpu.h"
 #include <cblas.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #ifdef PS_BLAS_WHEEL
 #  define BLAS(name) scipy_##name
@@ -141,6 +143,39 @@ static void bench_gemm(uint32_t m, uint32_t n, uint32_t k, uint8_t ta, uint8_t t
   fflush(stdout);
 }
 
+/* The three products of experts, by CPU time: uneven routing, with counts that are no multiples. */
+static void bench_grouped(uint32_t n_tokens, uint32_t n_used, uint32_t n_experts, uint32_t n_out,
+                          uint32_t n_in, uint32_t dt) {
+  const size_t e = ps__dtypes[dt].bytes, r = (size_t)n_tokens * n_used, x = e * r * n_in,
+               y = e * r * n_out, w = e * n_experts * n_out * n_in,
+               at = 4 * ((size_t)n_experts + 1);
+  for (uint32_t role = PS_GEMM_FORWARD; role <= PS_GEMM_WGRAD; role++) {
+    const ps__args_gemm_grouped a = {n_tokens, n_used, n_out, n_in, n_experts, dt, role, false};
+    const size_t bytes[][4] = {{x, w, at, y}, {y, w, at, x}, {y, x, at, w}};
+    fill_arena();
+    call c = prepare(&ps__k_gemm_grouped, &a, bytes[role], 4);
+    int32_t *offsets = c.ptr[2];
+    offsets[0] = 0;
+    for (uint32_t i = 1; i <= n_experts; i++)
+      offsets[i] = (int32_t)(r * i / n_experts - (i < n_experts ? i * 7 % 11 : 0));
+    double best = 1e30;
+    for (int turn = 0; turn < 4 * REPEATS; turn++) {
+      struct timespec t0, t1;
+      clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t0);
+      call_run(&c);
+      clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t1);
+      const double ns = 1e9 * (double)(t1.tv_sec - t0.tv_sec) + (double)(t1.tv_nsec - t0.tv_nsec);
+      best = ns < best ? ns : best;
+    }
+    printf("{\"kernel\": \"gemm_grouped\", \"shape\": \"%u tokens, %u of %u, %ux%u, role %u\", "
+           "\"dtype\": \"%s\", \"threads\": %u, \"cpu_ms\": %.4f, \"rate\": %.2f, \"unit\": "
+           "\"GFLOP/s\"}\n",
+           n_tokens, n_used, n_experts, n_out, n_in, role, ps__dtypes[dt].name, n_threads,
+           best * 1e-6, 2.0 * (double)r * n_out * n_in / best);
+    fflush(stdout);
+  }
+}
+
 int main(int argc, char **argv) {
   void *p = NULL, *s = NULL;
   n_threads = argc > 1 ? (uint32_t)atoi(argv[1]) : ps__n_cpus();
@@ -172,6 +207,10 @@ int main(int argc, char **argv) {
       if (i == 1 || i == 3)
         bench_gemm(shapes[i][0], shapes[i][1], shapes[i][2], 1, 0, dt);
     }
+  for (uint32_t dt = PS_F32; dt < PS_N_DTYPES && strcmp(only, "elementwise"); dt++) {
+    bench_grouped(64, 2, 8, 96, 64, dt);
+    bench_grouped(2048, 8, 128, 512, 256, dt);
+  }
   fill_arena();
   for (uint32_t dt = PS_F32; dt < PS_N_DTYPES && strcmp(only, "gemm"); dt++)
     bench_elementwise(dt);

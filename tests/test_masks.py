@@ -1,13 +1,14 @@
 """Masks beside token shards: what counts as a target, where documents begin, what is refused."""
 
 import json
+import re
 import subprocess
 
 import io_native as ps
 import numpy as np
 import pytest
 from conftest import BUILD, words_of_training, write_shard
-from families import deepseek_v3, random_model
+from families import ALL, random_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from penstock import Dataset, InvalidError, ModelConfig, Plan, Trainer
@@ -121,15 +122,20 @@ def plan(model):
     return Plan(model, seq_len=SEQ, tokens_per_step=SEQ, recipe="fp32")
 
 
+def steps_of(where, plan, shard, n):
+    """The loss and every gradient of a step over each of the shard's first n sequences. The weights
+    stay as they are."""
+    steps = []
+    with Trainer(where, plan, shard, shuffle=False, lr=0.0) as trainer:
+        for _ in range(n):
+            (m,) = trainer.steps(1)
+            grads = {p.name: trainer.grad(p.name) for p in plan.model.params() if not p.exact}
+            steps.append((m.loss, m.valid_tokens, grads))
+    return steps
+
+
 def one_step(tiny_model, plan, shard):
-    """The loss and every gradient of one step over the shard's first sequence."""
-    with Trainer(tiny_model, plan, shard, shuffle=False) as trainer:
-        (m,) = trainer.steps(1)
-        return (
-            m.loss,
-            m.valid_tokens,
-            {p.name: trainer.grad(p.name) for p in plan.model.params() if not p.exact},
-        )
+    return steps_of(tiny_model, plan, shard, 1)[0]
 
 
 def same(a, b):
@@ -155,48 +161,53 @@ def test_a_masked_token_changes_neither_loss_nor_gradients(tiny_model, plan, tmp
     assert same(masked[0], one_step(tiny_model, plan, batch))
 
 
-@pytest.fixture(scope="module")
-def latent(tmp_path_factory):
-    """Latent attention. Routers are equal for all tokens: a row of experts' products depends in its
-    last bits on its place among the rows that chose the expert, which neighbours change."""
-    where, cfg = tmp_path_factory.mktemp("latent"), deepseek_v3(num_hidden_layers=2)
-    model = random_model(cfg)
-    model.model.layers[1].mlp.gate.weight.data.zero_()
-    model.save_pretrained(where)
-    (where / "config.json").write_text(json.dumps(cfg))
-    return where
+SPARSE = ["olmoe", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "gemma4-moe"]
+SPARSE += ["qwen3_5_moe"]
 
 
-@pytest.mark.parametrize("chunk", [SEQ, SEQ // 4])
-@pytest.mark.parametrize("name", ["tiny_model", "latent"])
-def test_a_document_is_unaffected_by_its_neighbours(request, tmp_path, name, chunk):
+@pytest.mark.parametrize(
+    "name, chunk",
+    [("", SEQ), ("", SEQ // 4), *((name, SEQ) for name in SPARSE), ("deepseek_v3", SEQ // 4)],
+)
+def test_a_document_is_unaffected_by_its_neighbours(tiny_model, tmp_path, name, chunk):
     """Loss and gradients of the second of three documents, to the bit; in whole sequences and in
-    slices. Where the mask names no documents, the first one changes them."""
-    where = request.getfixturevalue(name)
+    slices. Where the mask names no documents, the first one changes them. A gradient of an expert's
+    weights sums the rows of all documents, 29 of this one and zeros elsewhere: OpenBLAS may add
+    them in another order where there are more."""
+    where = tiny_model
+    if name:
+        where, cfg = tmp_path, dict(ALL[name], num_hidden_layers=2)
+        if cfg.get("layer_types"):
+            cfg["layer_types"] = cfg["layer_types"][-2:]
+        random_model(cfg).save_pretrained(where)
+        (where / "config.json").write_text(json.dumps(cfg))
     plan = Plan(
         ModelConfig.read(where),
         seq_len=SEQ,
         tokens_per_step=SEQ,
         chunk_tokens=chunk,
         recipe="fp32",
+        **dict(router_aux_loss=0.0) if name else {},
     )
     rng = np.random.default_rng(1)
-    ids = rng.integers(0, 512, SEQ + 1)
+    ids = rng.integers(0, 512, SEQ)
     other = ids.copy()
-    other[:21], other[50:] = rng.integers(0, 512, 21), rng.integers(0, 512, SEQ - 49)
-    flags = np.zeros(SEQ + 1, np.uint8)
+    other[:21], other[50:] = rng.integers(0, 512, 21), rng.integers(0, 512, SEQ - 50)
+    flags = np.zeros(SEQ, np.uint8)
     flags[22:50] = IS_TARGET
     runs = {}
-    for begins in (0, BEGINS_DOCUMENT):
+    for begins in (BEGINS_DOCUMENT,) if name else (0, BEGINS_DOCUMENT):
         flags[[0, 21, 50]] = begins
-        runs[begins] = [
-            one_step(where, plan, masked_shard(tmp_path / "d.bin", x, flags)) for x in (ids, other)
-        ]
-    loss, n, grads = runs[BEGINS_DOCUMENT][0]
-    loss2, n2, grads2 = runs[BEGINS_DOCUMENT][1]
+        shard = masked_shard(tmp_path / "d.bin", [*ids, *other, 0], [*flags, *flags, 0])
+        runs[begins] = steps_of(where, plan, shard, 2)
+    (loss, n, grads), (loss2, n2, grads2) = runs[BEGINS_DOCUMENT]
     assert n == n2 == 28 and loss == loss2
-    assert [k for k in grads if (grads[k] != grads2[k]).any()] == []
-    assert runs[0][0][0] != runs[0][1][0]
+    for key, grad in grads.items():
+        own = re.search(r"experts\.(\d|gate_up_proj$|down_proj$)", key)
+        off = np.linalg.norm(grad - grads2[key])
+        # n terms of about right angles: their sum has 1 / sqrt(n) of their sizes' sum, or more
+        assert off <= (2 * 29**1.5 * 2**-24 * np.linalg.norm(grad) if own else 0), key
+    assert name or runs[0][0][0] != runs[0][1][0]
 
 
 def test_rows_are_not_cut_and_a_plan_for_one_document_is_refused(tiny_model, model, plan, tmp_path):

@@ -10,9 +10,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from moe_formulas import Grouped  # noqa: E402
 from op_runs import (  # noqa: E402
     BF16,
     CODE,
+    DTYPES,
     F32,
     LIB,
     PS_EFORMAT,
@@ -181,3 +183,25 @@ def test_products_of_as_many_threads_as_were_announced_map_nothing():
         96 << 20
     )  # what matmul.c asks for before OpenBLAS does
     assert LIB.ops_blas_ready(6) == 0 and mapped_bytes() == ready
+
+
+@DTYPES
+@pytest.mark.parametrize("role", [0, 1], ids=["forward", "dX"])
+def test_a_row_of_an_experts_product_has_its_bits_wherever_it_lies(dt, role):
+    """In whatever place of however many rows. The experts have the same weights."""
+    counts, n, k = [1, 2, 0, 5, 64, 261], 71, 301
+    rows, experts = sum(counts), len(counts)
+    width, out = (k, n) if role == 0 else (n, k)
+    w = torch.randn(1, n, k).to(dt).expand(experts, n, k).contiguous()
+    offsets = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+    x = torch.randn(rows, width).to(dt)
+    same = torch.rand(rows) < 0.5
+    same[:3] = True
+    x[same] = x[0].clone()
+    args = Grouped(rows, 1, n, k, experts, CODE[dt], role, 0)
+    (y,) = run(
+        "gemm_grouped",
+        args,
+        [("r", x), ("r", w), ("r", offsets), ("w", torch.empty(rows, out, dtype=dt))],
+    )
+    assert same_bits(y[same], y[:1].expand(int(same.sum()), out))

@@ -21,7 +21,7 @@
 #include "kernels/cpu/attention_job.h"
 #include <string.h>
 
-static const ps__att_isa *isa(void) {
+const ps__att_isa *ps__att_of_this_cpu(void) {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f"))
     return &ps__att_avx512;
@@ -64,7 +64,7 @@ ps_status ps__cpu_attention_fwd(const ps_launch *l) {
   PS_TRY(ps__cpu_check_documents(j.doc_start, j.a.n_tokens, j.a.row0, "attention_fwd"));
   j.out = l->ptr[3];
   j.lse = l->ptr[4];
-  ps__pool_run(j.exec->pool, att_n_tiles(&j.a) * j.a.n_heads, isa()->fwd, &j);
+  ps__pool_run(j.exec->pool, att_n_tiles(&j.a) * j.a.n_heads, ps__att_of_this_cpu()->fwd, &j);
   return PS_OK;
 }
 
@@ -90,8 +90,8 @@ ps_status ps__cpu_attention_bwd(const ps_launch *l) {
                                       att_start(&j.a, j.doc_start, i * ATT_TILE) + ATT_TILE - 1) /
                                          ATT_TILE);
   for (j.phase = 0; j.phase < n_phases; j.phase++)
-    ps__pool_run(j.exec->pool, n_tiles * j.a.n_kv_heads, isa()->bwd, &j);
+    ps__pool_run(j.exec->pool, n_tiles * j.a.n_kv_heads, ps__att_of_this_cpu()->bwd, &j);
   if (!j.want_dq)
-    ps__pool_run(j.exec->pool, n_tiles * j.a.n_heads, isa()->bwd_dq, &j);
+    ps__pool_run(j.exec->pool, n_tiles * j.a.n_heads, ps__att_of_this_cpu()->bwd_dq, &j);
   return PS_OK;
 }

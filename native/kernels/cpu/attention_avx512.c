@@ -6,5 +6,5 @@
 #  include "kernels/cpu/attention_fwd.h"
 #  include "kernels/cpu/attention_bwd.h"
 
-const ps__att_isa ps__att_avx512 = {fwd_task, bwd_task, bwd_dq_task};
+const ps__att_isa ps__att_avx512 = {fwd_task, bwd_task, bwd_dq_task, VL, mul_n, transpose};
 #endif

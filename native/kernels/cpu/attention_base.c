@@ -6,4 +6,4 @@
 #include "kernels/cpu/attention_fwd.h"
 #include "kernels/cpu/attention_bwd.h"
 
-const ps__att_isa ps__att_base = {fwd_task, bwd_task, bwd_dq_task};
+const ps__att_isa ps__att_base = {fwd_task, bwd_task, bwd_dq_task, VL, mul_n, transpose};

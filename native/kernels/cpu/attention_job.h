@@ -32,8 +32,15 @@ typedef struct ps__att_isa {
   ps__task_fn fwd;    /* task = (query tile, head) */
   ps__task_fn bwd;    /* task = (query tile, kv head) of a phase: dk, dv and, with want_dq, dq */
   ps__task_fn bwd_dq; /* task = (query tile, head): dq alone, one rounding at the store */
+  /* What products of experts share (matmul_experts.c): lanes of a vector; C = or with row_scale +=
+   * A B, for ATT_ROWS rows of nv vectors; dst[c][r] = src[r][c] * scale for ATT_TILE rows. */
+  uint32_t lanes;
+  void (*mul)(int nv, int64_t n_k, const float *a, size_t lda, const float *b, size_t ldb, float *c,
+              size_t ldc, const float *row_scale);
+  void (*transpose)(float *dst, const float *src, size_t ld, size_t n_cols, float scale);
 } ps__att_isa;
 extern const ps__att_isa ps__att_avx512, ps__att_avx2, ps__att_base;
+const ps__att_isa *ps__att_of_this_cpu(void);
 
 static inline int64_t att_n_tiles(const ps__args_attention *a) {
   return ((int64_t)a->n_tokens + ATT_TILE - 1) / ATT_TILE;

@@ -96,6 +96,13 @@ void ps__cpu_gemm_tile(const ps__cpu_exec *exec, const ps__args_gemm *a, const v
 static inline size_t ps__cpu_gemm_tile_bytes(uint32_t dt) {
   return dt == PS_F32 ? 0 : 3 * 512 * 512 * sizeof(float);
 }
+/* The same for C = op(A) op(B) with op(A) = A, of one dtype, where a row of C depends on the row of
+ * A and on B alone: not on where the row lies, nor on how many there are (matmul_experts.c). No
+ * OpenBLAS. */
+int64_t ps__cpu_experts_tiles(const ps__args_gemm *a);
+void ps__cpu_experts_tile(const ps__cpu_exec *exec, const ps__args_gemm *a, const void *x,
+                          const void *w, void *y, int64_t tile, uint32_t worker);
+size_t ps__cpu_experts_tile_bytes(void);
 /* A row of gemm_rows: y[0..n) = x[0..k) W^T, W[n,k], all of @dt. */
 void ps__cpu_gemm_row(void *y, const void *x, const void *w, uint32_t n, uint32_t k, uint32_t dt);
 /* Opens OpenBLAS, limits it to one thread, and makes the buffers that @n_threads threads in

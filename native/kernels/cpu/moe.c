@@ -392,34 +392,42 @@ static void grouped_task(void *arg, int64_t task, uint32_t worker) {
   const void *x = ps__celem(j->x, a->dt, row0 * of_x),
              *w = ps__celem(j->w, a->dt, dw ? row0 * a->n_in : matrix);
   void *y = ps__elem(j->y, a->dt, dw ? matrix : row0 * of_y);
-  if (rows)
+  if (!rows)
+    memset(y, 0, (size_t)a->n_out * a->n_in * ps__dt_bytes(a->dt));
+  else if (dw)
     ps__cpu_gemm_tile(j->exec, &g, x, w, y, task - j->first[e], worker);
   else
-    memset(y, 0, (size_t)a->n_out * a->n_in * ps__dt_bytes(a->dt));
+    ps__cpu_experts_tile(j->exec, &g, x, w, y, task - j->first[e], worker);
 }
 
 size_t ps__cpu_scratch_gemm_grouped(const void *args, const ps__scratch_target *target) {
-  return ps__cpu_gemm_tile_bytes(((const ps__args_gemm_grouped *)args)->dt);
+  const ps__args_gemm_grouped *a = args;
+  return a->role == PS_GEMM_WGRAD ? ps__cpu_gemm_tile_bytes(a->dt) : ps__cpu_experts_tile_bytes();
 }
 
 /* gemm_grouped
  * shapes  x, dx [R,K], y, dy [R,N], W, dW [E,N,K] of dt, no gaps; offsets [E+1]; no aliasing
- * bytes   the operands once when tiles stay in cache; scratch as gemm's
- * determinism  bitwise: an expert's tiles follow from its rows, each is one product of OpenBLAS */
+ * bytes   the operands once when tiles stay in cache; scratch: dW as gemm, else 208 KiB a worker
+ * determinism  bitwise. Of y and dx a row depends on its own row and W alone, whatever rows other
+ *              tokens have; dW's tiles follow from the expert's rows, each is one product of
+ *              OpenBLAS */
 ps_status ps__cpu_gemm_grouped(const ps_launch *l) {
   const ps__args_gemm_grouped *a = l->args;
-  const bool fills = a->role == PS_GEMM_WGRAD && !a->accumulate;
   grouped_job job = {.a = a,
                      .exec = l->exec,
                      .x = l->ptr[0],
                      .w = l->ptr[1],
                      .offsets = l->ptr[2],
                      .y = l->ptr[3]};
-  PS_TRY(ps__cpu_blas_ready(ps__pool_size(job.exec->pool)));
+  const bool dw = a->role == PS_GEMM_WGRAD;
+  if (dw)
+    PS_TRY(ps__cpu_blas_ready(ps__pool_size(job.exec->pool)));
   for (uint32_t e = 0; e < a->n_experts; e++) {
     const uint32_t rows = expert_rows(&job, e);
     const ps__args_gemm g = expert_product(a, rows);
-    job.first[e + 1] = job.first[e] + (rows ? ps__cpu_gemm_tiles(&g) : fills);
+    job.first[e + 1] = job.first[e] + (!rows ? dw && !a->accumulate
+                                       : dw  ? ps__cpu_gemm_tiles(&g)
+                                             : ps__cpu_experts_tiles(&g));
   }
   ps__pool_run(job.exec->pool, job.first[a->n_experts], grouped_task, &job);
   return PS_OK;
