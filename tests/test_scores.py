@@ -31,6 +31,7 @@ from penstock.packing import Packer
 from penstock.score import embeddings, scores
 from penstock.shards import BEGINS_DOCUMENT, IS_TARGET, ShardWriter
 from penstock.tokenizer import train_tokenizer
+from penstock.tolerance import note_spread
 from test_hosts import trained
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -120,9 +121,12 @@ def scores_of(model, docs):
     return model(input_ids=ids, attention_mask=(ids != PAD).long())
 
 
-def expected(where, problem, docs):
-    """(loss, what is right, scores, gradients) in fp64."""
+def expected(where, problem, docs, spread=None):
+    """(loss, what is right, scores, gradients) in fp64. spread: gets the squares of every
+    gradient's spread (tolerance.py)."""
     model = AutoModelForSequenceClassification.from_pretrained(where, dtype=torch.float64)
+    if spread is not None:
+        note_spread(model, spread)
     flat = [d for pair in docs for d in pair] if problem == "pairs" else [d for d, _ in docs]
     z = scores_of(model, flat).logits
     if problem == "pairs":
