@@ -72,7 +72,25 @@ CONFIGS = {
     "qwen3_moe": families.qwen3_moe(mlp_only_layers=[], moe_intermediate_size=32),
     "mixtral": families.mixtral() | {"sliding_window": None},
 }
-TURNED = ("llama", "mistral", "ministral", "granite", "smollm3", "mixtral")  # the rows of q and k
+DELTA = dict(rms_norm_eps=1e-6, linear_key_head_dim=16, linear_value_head_dim=16)
+# What it can express of families that are not imported.
+ONE_WAY = {
+    "gpt_oss": families.gpt_oss(swiglu_alpha=1.702, swiglu_limit=7.0),
+    "deepseek_v2": families.deepseek_v2(topk_method="greedy", rms_norm_eps=1e-6),
+    "deepseek_v3": families.deepseek_v3(rms_norm_eps=1e-6),
+    "glm4_moe_lite": families.glm4_moe_lite(
+        mlp_layer_types=["dense", "sparse", "sparse"], rms_norm_eps=1e-6
+    ),
+    "qwen3_next": families.qwen3_next(mlp_only_layers=[], **DELTA),
+    "qwen3_5": families.qwen3_5(**DELTA),
+    "qwen3_5_moe": families.qwen3_5_moe(**DELTA),
+    "gemma4": families.CONFIGS["gemma4-values"],
+    "gemma4-moe": families.gemma4_moe(),
+    "ministral3": families.ministral3(),
+}
+WRITTEN = CONFIGS | ONE_WAY
+# of these the rows of q and k
+TURNED = ("llama", "mistral", "ministral", "granite", "smollm3", "mixtral", "ministral3")
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
 
 
@@ -85,7 +103,7 @@ def tokenizer():
 
 @functools.cache
 def model_of(name):
-    return random_model(CONFIGS[name])
+    return random_model(WRITTEN[name])
 
 
 def write_model(folder, cfg, model):
@@ -106,7 +124,7 @@ def write_model(folder, cfg, model):
 def directory(tmp_path_factory):
     @functools.cache
     def make(name):
-        return write_model(tmp_path_factory.mktemp("export") / name, CONFIGS[name], model_of(name))
+        return write_model(tmp_path_factory.mktemp("export") / name, WRITTEN[name], model_of(name))
 
     return make
 
@@ -435,7 +453,27 @@ INEXPRESSIBLE = {
     "olmoe heads": (families.olmoe(), "num_key_value_heads is 2 of 4 heads"),
     "gemma head": (families.gemma(tie_word_embeddings=False), "lm_head.weight is not the"),
     "exaone4 windows": (families.exaone4(), "layers [1] have no window: llama.cpp takes it from"),
-    "ministral3": (families.ministral3(), "no GGUF is written of the family ministral3"),
+    "gpt_oss": (
+        families.gpt_oss(),
+        "swiglu_alpha is 1.3 and swiglu_limit 0.8: llama.cpp has 1.702",
+    ),
+    "deepseek_v2": (families.deepseek_v2(), "topk_method is group_limited_greedy"),
+    "deepseek_v3": (
+        families.deepseek_v3(rope_interleave=False),
+        "rope_interleave is false: llama.cpp's RoPE turns neighbours",
+    ),
+    "deepseek lite": (
+        families.deepseek_v3(num_hidden_layers=26),
+        "q_lora_rank is 20: llama.cpp has none for 26 layers",
+    ),
+    "deepseek linear": (
+        families.deepseek_v3(rope_scaling=dict(type="linear", factor=4.0)),
+        "rope_type linear has no place",
+    ),
+    "glm4_moe_lite": (families.glm4_moe_lite(), "layers [1] have no experts"),
+    "qwen3_next": (families.qwen3_next(**DELTA), "layers [1] have no experts"),
+    "qwen3_5 heads": (families.qwen3_5(), "linear_key_head_dim is 12 and linear_value_head_dim 20"),
+    "qwen3_5 eps": (families.qwen3_5(**DELTA | {"rms_norm_eps": 1e-5}), "rms_norm_eps is 1e-05"),
     "olmo2": (families.olmo2(head_dim=24), "4 heads of 24 elements are not hidden_size 64"),
 }
 
@@ -448,6 +486,27 @@ def test_what_gguf_cannot_express_is_refused(tmp_path, capsys, case):
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+NOTED = {
+    "gpt_oss": (
+        ONE_WAY["gpt_oss"] | {"rope_scaling": None},  # transformers' default, as published
+        "yarn's truncate is false, and llama.cpp rounds the ends of its range all the same: the "
+        "frequency of pair 9 is 3.38 times the model's there",
+    ),
+    "glm4_moe_lite": (
+        ONE_WAY["glm4_moe_lite"] | {"rms_norm_eps": 1e-5},
+        "rms_norm_eps is 1e-05, and llama.cpp has it in the norms of latents too",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOTED)
+def test_what_llama_cpp_computes_nearly_is_noted(tmp_path, capsys, case):
+    cfg, message = NOTED[case]
+    folder = write_model(tmp_path / "m", cfg, random_model(cfg))
+    assert run("--model", folder, "--to", "gguf", "--out", tmp_path / "o.gguf") == 0
+    assert f"note: {message}" in capsys.readouterr().out
 
 
 def test_a_window_that_llama_cpp_has_not_is_the_context(tmp_path, capsys):

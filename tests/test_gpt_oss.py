@@ -292,9 +292,6 @@ def test_what_is_not_saved_in_mxfp4(model, tmp_path, capsys, tiny_model):
     ):
         assert export.main([*exporting(folder, tmp_path / "x"), "--dtype", "mxfp4"]) == 2
         assert words in capsys.readouterr().err and not (tmp_path / "x").exists()
-    pytest.importorskip("gguf")
-    assert export.main(["--model", str(model), "--to", "gguf", "--out", str(tmp_path / "x")]) == 2
-    assert "no GGUF is written of the family gpt_oss" in capsys.readouterr().err
 
 
 def test_absent_keys_mean_what_transformers_means(tmp_path):

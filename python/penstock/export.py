@@ -31,8 +31,9 @@ from ._lib import check, lib, printed_warnings, text
 from .checkpoint import Checkpoint
 from .command import OK, Parser, run
 from .errors import FormatError, InputOutputError, PenstockError
-from .export_gguf import KINDS, Tensor, describe, read_json, text_config
+from .export_gguf import describe, read_json, text_config
 from .files import DataError, copy_tokenizer, write_record
+from .gguf_tensor import KINDS, Tensor
 from .model import DTYPES, SAVE_DTYPES, ModelConfig, Parameter, TensorFile, mxfp4, write_tensors
 from .terminal import raw
 
@@ -115,41 +116,71 @@ def open_source(path: str | os.PathLike) -> Source:
 # ---- pieces --------------------------------------------------------------------------------------
 
 
+RUN = 64  # rows that stand together: fewer are read with what stands between
+
+
 def _rows_at_once(tensor: Tensor) -> int:
-    """Rows of a piece; of reordered rows whole heads; all of a matrix that is transposed."""
+    """Rows of a piece; all of a matrix that is transposed."""
     if tensor.transposed:
         return tensor.shape[0]
-    rows = max(1, PIECE_ELEMENTS // tensor.columns)
-    if not tensor.heads:
-        return rows
-    head = tensor.shape[0] // tensor.heads
-    return max(1, rows // head) * head
+    return max(1, PIECE_ELEMENTS // tensor.columns)
 
 
-def _convert(gguf, source: Source, tensor: Tensor, first_row: int, n_rows: int) -> np.ndarray:
-    """Rows of a tensor as they stand in the file."""
+def _read(source: Source, tensor: Tensor, first: int, n: int, columns: int, dtype: str):
+    """Rows `first` and n - 1 more of those that the tensor has of its parameter."""
+
+    def read(row, n):
+        data = source.tensors.read_range(tensor.source, row * columns, n * columns, dtype)
+        return data.reshape(n, columns)
+
+    if tensor.pick_rows is None:
+        return read(first, n)
+    rows = tensor.pick_rows[first : first + n]
+    cuts = np.flatnonzero(np.diff(rows) != 1) + 1
+    if (len(cuts) + 1) * RUN <= len(rows) or not len(cuts):
+        return np.concatenate([read(int(r[0]), len(r)) for r in np.split(rows, cuts)])
+    low = int(rows.min())
+    return read(low, int(rows.max()) + 1 - low)[rows - low]
+
+
+def _convert(gguf, source: Source, tensor: Tensor, first_row: int, n_rows: int, error=None):
+    """Rows of a tensor as they stand in the file. error: what MXFP4 changes is added to it."""
     if tensor.values is not None:
         return tensor.values
-    dtype = "bf16" if tensor.kind == "BF16" else "fp32"
-    columns = tensor.columns
-    data = source.tensors.read_range(tensor.source, first_row * columns, n_rows * columns, dtype)
-    data = data.reshape((columns, n_rows)).T if tensor.transposed else data.reshape(n_rows, columns)
-    if tensor.heads:  # element i of a head's first half goes before element i of its second half
-        half = tensor.shape[0] // tensor.heads // 2
-        data = data.reshape(-1, 2, half, columns).swapaxes(1, 2).reshape(n_rows, columns)
+    dtype, columns = "bf16" if tensor.kind == "BF16" else "fp32", tensor.columns
+    if tensor.transposed:
+        data = _read(source, tensor, 0, columns, n_rows, dtype).T
+    else:
+        width = tensor.source_columns or columns
+        data = _read(source, tensor, first_row, n_rows, width, dtype)
+    if tensor.pick_columns is not None:
+        data = data[:, tensor.pick_columns]
     if tensor.offset:
         data = data + np.float32(tensor.offset)
+    if tensor.change:
+        data = tensor.change(data)
     if tensor.kind == "Q8_0":
         return gguf.quants.quantize(data, gguf.GGMLQuantizationType.Q8_0)
+    if tensor.kind == "MXFP4":
+        return _blocks(data, error)
     return np.ascontiguousarray(data)
+
+
+def _blocks(data: np.ndarray, error: list) -> np.ndarray:
+    """As llama.cpp has MXFP4: of 32 elements the scale, then elements i and i + 16 in one byte."""
+    elements, scales, changed = mxfp4(data)
+    error.append(changed)
+    pairs = np.stack((elements & 15, elements >> 4), -1).reshape(*scales.shape, 2, 16)
+    packed = pairs[:, :, 0] | pairs[:, :, 1] << 4
+    return np.concatenate((scales[:, :, None], packed), -1).reshape(len(data), -1)
 
 
 class Pieces:
     """A tensor's data, converted piece by piece by the pool's threads while pieces before it are
     written. gguf.GGUFWriter asks an array for its nbytes and for tofile()."""
 
-    def __init__(self, gguf, source: Source, tensor: Tensor, pool, on_bytes: Callable):
-        self.gguf, self.source, self.tensor = gguf, source, tensor
+    def __init__(self, gguf, source: Source, tensor: Tensor, pool, on_bytes: Callable, error=None):
+        self.gguf, self.source, self.tensor, self.error = gguf, source, tensor, error
         self.pool, self.on_bytes, self.nbytes = pool, on_bytes, tensor.n_bytes
 
     def __iter__(self) -> Iterator[np.ndarray]:
@@ -159,7 +190,8 @@ class Pieces:
             step = _rows_at_once(tensor)
             for first in range(0, rows, step):
                 n = min(step, rows - first)
-                waiting.append(self.pool.submit(_convert, self.gguf, self.source, tensor, first, n))
+                what = self.gguf, self.source, tensor, first, n, self.error
+                waiting.append(self.pool.submit(_convert, *what))
                 if len(waiting) > self.pool._max_workers:
                     yield self._next(waiting)
         while waiting:
@@ -231,7 +263,9 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0))))
 
 
-def write_gguf(gguf, source: Source, description, out: Path, on_bytes: Callable) -> None:
+def write_gguf(gguf, source: Source, description, out: Path, on_bytes: Callable) -> float:
+    """Returns by how much experts in MXFP4 are rounded, as write_hf()."""
+    error: list = []
     with _work_folder(out) as work, _pool() as pool:
         file = work / out.name
         writer = gguf.GGUFWriter(file, description.architecture)
@@ -244,13 +278,20 @@ def write_gguf(gguf, source: Source, description, out: Path, on_bytes: Callable)
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             for t in description.tensors:
-                writer.write_tensor_data(Pieces(gguf, source, t, pool, on_bytes))
+                writer.write_tensor_data(Pieces(gguf, source, t, pool, on_bytes, error))
             writer.flush()
         finally:
             writer.close()
         _sync(file)
         os.rename(file, out)
         _sync(out.parent)
+    return _rounding(error)
+
+
+def _rounding(errors: list) -> float:
+    """Of sums of squares of what MXFP4 changes, and of the weights."""
+    changed, whole = (sum(e[i] for e in errors) for i in (0, 1))
+    return math.sqrt(changed / whole) if whole else 0.0
 
 
 def _generation_config(source: Source, config: dict) -> bytes:
@@ -308,7 +349,7 @@ def write_hf(
             _sync(path)
         os.rename(folder, out)
         _sync(out.parent)
-    return blocks.rounding()
+    return _rounding(blocks.errors)
 
 
 class _Blocks:
@@ -316,7 +357,7 @@ class _Blocks:
 
     def __init__(self, source: Source, tensors: list[Tensor], on_bytes: Callable):
         self.source, self.tensors, self.on_bytes = source, tensors, on_bytes
-        self.error = [0.0, 0.0]
+        self.errors: list = []
 
     def specs(self) -> Iterator[tuple]:
         for t in self.tensors:
@@ -331,16 +372,13 @@ class _Blocks:
             for part in t.parts:  # an expert, whose rows are those that the file has as columns
                 x = self.source.tensors.read_range(part, 0, math.prod(t.shape[1:]), "fp32")
                 elements, of_them, error = mxfp4(x.reshape(t.shape[2], t.shape[1]))
-                self.error = [a + b for a, b in zip(self.error, error, strict=True)]
+                self.errors.append(error)
                 scales.append(of_them)
                 self.on_bytes(elements.nbytes)
                 yield elements
             for of_them in scales:
                 self.on_bytes(of_them.nbytes)
                 yield of_them
-
-    def rounding(self) -> float:
-        return math.sqrt(self.error[0] / self.error[1]) if self.error[1] else 0.0
 
 
 DTYPE_OF = {"F32": "fp32", "BF16": "bf16"}  # of a Tensor's kind
@@ -399,8 +437,8 @@ def _parser() -> Parser:
     p.add_argument(
         "--dtype",
         choices=("fp32", "bf16", "q8_0", "mxfp4"),
-        help="of the matrices (default: as DIR has them); q8_0 for GGUF alone; mxfp4, of gpt-oss "
-        "for --to hf: experts as published, the rest bf16",
+        help="of the matrices (default: as DIR has them); q8_0 for GGUF alone; mxfp4, of gpt-oss: "
+        "experts as published, the rest bf16",
     )
     p.add_argument(
         "--text-alone",
@@ -436,8 +474,6 @@ def _prepare(args) -> tuple[Source, str, Callable, int, int, list[str]]:
     """Everything that may be refused: (source, dtype, write(on_bytes), tensors, bytes, notes)."""
     if args.to == "hf" and args.dtype == "q8_0":
         raise DataError("--dtype q8_0 is for --to gguf alone: give fp32 or bf16")
-    if args.to == "gguf" and args.dtype == "mxfp4":
-        raise DataError("--dtype mxfp4 is for --to hf alone: give fp32, bf16 or q8_0")
     if args.to == "gguf" and args.text_alone:
         raise DataError("--text-alone is for --to hf: a GGUF file has the text model alone")
     if not args.out or args.out.endswith("/") and args.to == "gguf":
@@ -452,6 +488,8 @@ def _prepare(args) -> tuple[Source, str, Callable, int, int, list[str]]:
         name = hub.NAME.fullmatch(args.model)[2]
     dtype = args.dtype or source.dtype
     notes = list(source.notes)
+    if dtype != "q8_0":
+        check(lib.ps_model_config_saves_as(source.model._ptr, SAVE_DTYPES[dtype]))
     if gguf:
         d = describe(gguf, source.model, source.folder, dtype, name)
         notes += d.notes
@@ -459,11 +497,10 @@ def _prepare(args) -> tuple[Source, str, Callable, int, int, list[str]]:
         n_tensors = len(d.tensors)
 
         def write(on_bytes):
-            write_gguf(gguf, source, d, out, on_bytes)
+            return write_gguf(gguf, source, d, out, on_bytes)
     else:
         if not (source.folder / "tokenizer.json").exists():
             notes.append(f"{source.folder} has no tokenizer.json: the export has no tokenizer")
-        check(lib.ps_model_config_saves_as(source.model._ptr, SAVE_DTYPES[dtype]))
         n_bytes = sum(_bytes(p, dtype) for p in source.model.params())
         n_tensors = len(source.model.params())
         if args.text_alone and not source.model.multimodal:

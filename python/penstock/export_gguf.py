@@ -19,7 +19,9 @@ from ._lib import lib
 from .chat import ChatTemplate
 from .files import DataError, open_input
 from .generate import stop_tokens
-from .model import ModelConfig
+from .gguf_families import Gemma4, family_of, flags
+from .gguf_tensor import BLOCK, Tensor, halves_as_neighbours, kind_of
+from .model import ModelConfig, Parameter
 
 # llama.cpp's architecture of each family. The models of "llama" have no windows there.
 ARCHITECTURES = {
@@ -43,12 +45,22 @@ ARCHITECTURES = {
     "olmoe": "OLMOE",
     "qwen3_moe": "QWEN3MOE",
     "mixtral": "LLAMA",
+    "gpt_oss": "GPT_OSS",
+    "deepseek_v2": "DEEPSEEK2",
+    "deepseek_v3": "DEEPSEEK2",
+    "glm4_moe_lite": "DEEPSEEK2",
+    "qwen3_next": "QWEN3NEXT",
+    "qwen3_5_text": "QWEN35",
+    "qwen3_5_moe_text": "QWEN35MOE",
+    "gemma4_text": "GEMMA4",
+    "gemma4_unified_text": "GEMMA4",
+    "ministral3": "MISTRAL3",
 }
 GEMMA = ("GEMMA2", "GEMMA3")
 OFFSET = ("GEMMA", *GEMMA)  # norms multiply by what is 1 + w in the model
 # RoPE turns neighbours there, (2i, 2i + 1), and not (i, i + head_dim/2) as Hugging Face's layout.
-TURNS_NEIGHBOURS = ("LLAMA", "GRANITE", "SMOLLM3")
-HAS_WINDOWS = (*GEMMA, "EXAONE4", "OLMO2")
+TURNS_NEIGHBOURS = ("LLAMA", "GRANITE", "SMOLLM3", "MISTRAL3")
+HAS_WINDOWS = (*GEMMA, "EXAONE4", "OLMO2", "GPT_OSS", "GEMMA4")
 EVERY = 4  # layers of EXAONE 4 and OLMo 3: the last of so many has no window
 NO_ROPE_EVERY = 4  # SmolLM3's layers without RoPE, which llama.cpp counts itself
 # The scalings that each architecture's graph applies, beside none.
@@ -69,49 +81,29 @@ SCALINGS = {
     "QWEN3MOE": {"linear", "yarn"},
     "GEMMA2": {"linear", "yarn"},
     "GEMMA3": {"linear"},  # the layers with windows would be scaled too
+    "GPT_OSS": {"linear", "yarn"},
+    "DEEPSEEK2": {"yarn"},  # its graph takes any other for yarn
+    "QWEN3NEXT": {"linear", "yarn"},
+    "QWEN35": {"linear", "yarn"},
+    "QWEN35MOE": {"linear", "yarn"},
+    "GEMMA4": {"proportional"},
+    "MISTRAL3": {"linear", "llama3", "yarn", "longrope"},
 }
 SCALING_NAMES = {
     lib.PS_ROPE_LINEAR: "linear",
     lib.PS_ROPE_LLAMA3: "llama3",
     lib.PS_ROPE_YARN: "yarn",
     lib.PS_ROPE_LONGROPE: "longrope",
+    lib.PS_ROPE_PROPORTIONAL: "proportional",
 }
-ROUTER = ".ffn_gate_inp.weight"  # F32, as llama.cpp's converter has it
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
-Q8_0_BLOCK = 32  # elements that share a scale
-KINDS = {"fp32": "F32", "bf16": "BF16", "q8_0": "Q8_0"}  # GGUF's names of a --dtype
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor of the file to be written. `values`: its data where it is no parameter's."""
-
-    name: str
-    shape: tuple
-    kind: str  # "F32", "BF16" or "Q8_0"
-    source: str = ""  # the parameter's name
-    heads: int = 0  # rows are reordered within each of so many heads; 0: as they are
-    offset: float = 0.0  # added to each element
-    values: np.ndarray | None = None
-    parts: tuple = ()  # the parameters' names, one an expert, in the place of source
-    transposed: bool = False  # the parameter has the shape of the other order
-
-    @property
-    def columns(self) -> int:
-        return self.shape[-1]
-
-    @property
-    def n_bytes(self) -> int:
-        n = math.prod(self.shape)
-        return {"F32": 4 * n, "BF16": 2 * n, "Q8_0": n // Q8_0_BLOCK * 34}[self.kind]
-
-    def each(self) -> list[Tensor]:
-        """The tensors of two dimensions that it is made of, one after the other."""
-        if not self.parts:
-            return [self]
-        rows = self.shape[0] * self.shape[1] // len(self.parts)
-        shape = (rows, *self.shape[2:])
-        return [replace(self, shape=shape, source=p, parts=()) for p in self.parts]
+OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+FILE_TYPES = {
+    "fp32": "ALL_F32",
+    "bf16": "MOSTLY_BF16",
+    "q8_0": "MOSTLY_Q8_0",
+    "mxfp4": "MOSTLY_MXFP4_MOE",
+}
 
 
 @dataclass
@@ -124,26 +116,31 @@ class Description:
 
 def describe(gguf, model: ModelConfig, folder: Path, dtype: str, name: str) -> Description:
     """The file of the model whose config.json and tokenizer lie in `folder`. gguf: the package.
-    dtype: "fp32", "bf16" or "q8_0", of the matrices; all else is F32."""
+    dtype: "fp32", "bf16" or "q8_0", of the matrices, or "mxfp4", of gpt-oss's experts beside bf16;
+    all else is F32."""
     family = model.architecture
     if family not in ARCHITECTURES:
         raise DataError(f"{folder}: no GGUF is written of the family {family}: export --to hf")
     if model.n_labels:
         raise DataError(f"{folder}: is a classifier or a reward model, of which no GGUF is written")
     arch = ARCHITECTURES[family]
+    if arch not in gguf.MODEL_ARCH.__members__:
+        raise DataError(f"{folder}: this package gguf knows no {arch}: pip install -U gguf")
     config = text_config(read_json(folder / "config.json"))
     _check_shape(folder, model, arch)
-    notes: list[str] = []
+    if reason := family_of(arch).refusal(model, config):
+        raise DataError(f"{folder}: {reason}")
+    notes = [note] if (note := family_of(arch).note(model)) else []
     context = _context(folder, model, arch, notes)
-    scaling, factors = _rope(folder, model, arch)
+    scaling, factors = _rope(folder, model, arch, notes)
     notes += _special_ids(folder, config, model.vocab_size)
     tokenizer = _tokenizer(gguf, folder, model.vocab_size, notes)
     tensors = parameters(gguf, model, arch, dtype) + factors
-    whole = [t.name for t in tensors if len(t.shape) > 1 and t.kind == "F32"]
-    whole = [name for name in whole if not name.endswith(ROUTER)]
+    # those that bf16 would not leave in F32
+    whole = [t.name for t in tensors if t.kind == "F32" != kind_of(t.name, t.shape, "bf16")]
     if dtype == "q8_0" and whole:
         notes.append(
-            f"{len(whole)} matrices stay F32, because their rows are no multiple of {Q8_0_BLOCK} "
+            f"{len(whole)} matrices stay F32, because their rows are no multiple of {BLOCK} "
             f"elements: {whole[0]} and alike"
         )
 
@@ -152,9 +149,8 @@ def describe(gguf, model: ModelConfig, folder: Path, dtype: str, name: str) -> D
         # By "phi-3" and "phi3" in a name llama.cpp expects Phi-3's own special tokens.
         text = name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
         writer.add_name(re.sub("phi-?3", "Phi 3", text, flags=re.IGNORECASE))
-        file_type = {"fp32": "ALL_F32", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}[dtype]
-        writer.add_file_type(gguf.LlamaFileType[file_type])
-        if dtype == "q8_0":
+        writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
+        if dtype in ("q8_0", "mxfp4"):
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         _write_sizes(writer, model, arch, context, config)
         scaling(gguf, writer)
@@ -270,7 +266,7 @@ def _check_experts(folder: Path, model: ModelConfig, arch: str) -> None:
 
 
 def _windowed(model: ModelConfig) -> list[bool]:
-    return [bool(model.layer_flags[i] & lib.PS_LAYER_WINDOW) for i in range(model.n_layers)]
+    return flags(model, lib.PS_LAYER_WINDOW)
 
 
 def _context(folder: Path, model: ModelConfig, arch: str, notes: list[str]) -> int:
@@ -288,75 +284,93 @@ def _context(folder: Path, model: ModelConfig, arch: str, notes: list[str]) -> i
 
 
 def _write_sizes(writer, model: ModelConfig, arch: str, context: int, config: dict) -> None:
-    writer.add_vocab_size(model.vocab_size)
-    writer.add_context_length(context)
-    writer.add_embedding_length(model.dim)
-    writer.add_block_count(model.n_layers)
-    writer.add_feed_forward_length(model.ffn_dim)
-    writer.add_head_count(model.n_heads)
-    writer.add_head_count_kv(model.n_kv_heads)
-    writer.add_key_length(model.head_dim)
-    writer.add_value_length(model.head_dim)
-    writer.add_layer_norm_rms_eps(model.norm_eps)
+    sizes = dict(
+        vocab_size=model.vocab_size,
+        context_length=context,
+        embedding_length=model.dim,
+        block_count=model.n_layers,
+        feed_forward_length=model.ffn_dim,
+        head_count=model.n_heads,
+        head_count_kv=model.n_kv_heads,
+        key_length=model.head_dim,
+        value_length=model.head_dim,
+        layer_norm_rms_eps=model.norm_eps,
+        rope_dimension_count=model.rope.rotary_dim or model.head_dim,
+    )
     if model.n_experts:
-        writer.add_expert_count(model.n_experts)
-        writer.add_expert_used_count(model.n_experts_used)
-        writer.add_expert_feed_forward_length(model.expert_dim)
+        sizes["expert_count"] = model.n_experts
+        sizes["expert_used_count"] = model.n_experts_used
+        sizes["expert_feed_forward_length"] = model.expert_dim
     if arch in HAS_WINDOWS and any(_windowed(model)):
-        writer.add_sliding_window(model.window)
-        writer.add_sliding_window_pattern(_windowed(model))
+        sizes["sliding_window"] = model.window
+        sizes["sliding_window_pattern"] = _windowed(model)
     if arch == "GEMMA3":
-        writer.add_rope_freq_base_swa(model.local_rope_theta)
+        sizes["rope_freq_base_swa"] = model.local_rope_theta
     if arch == "GEMMA2":
-        writer.add_attn_logit_softcapping(model.attention_softcap)
+        sizes["attn_logit_softcapping"] = model.attention_softcap
     if model.logit_softcap:
-        writer.add_final_logit_softcapping(model.logit_softcap)
+        sizes["final_logit_softcapping"] = model.logit_softcap
     if arch == "GRANITE":
-        writer.add_embedding_scale(model.embedding_scale)
-        writer.add_residual_scale(model.residual_scale)
-        writer.add_attention_scale(model.attention_scale)
-        writer.add_logit_scale(config.get("logits_scaling", 1))
+        sizes["embedding_scale"] = model.embedding_scale
+        sizes["residual_scale"] = model.residual_scale
+        sizes["attention_scale"] = model.attention_scale
+        sizes["logit_scale"] = config.get("logits_scaling", 1)
+    for name, value in (sizes | family_of(arch).sizes(model, config)).items():
+        if not name.startswith("."):
+            getattr(writer, f"add_{name}")(value)
+        elif isinstance(value, list):
+            writer.add_array(writer.arch + name, value)
+        else:
+            writer.add_uint32(writer.arch + name, value)
 
 
 def parameters(gguf, model: ModelConfig, arch: str, dtype: str) -> list[Tensor]:
     """The model's own tensors as the file has them."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch], model.n_layers)
     out = []
-    experts: dict[str, list] = {}  # the parameters of each kind in each layer, by expert
+    experts: dict[str, tuple] = {}  # of each tensor an expert's part of it, and (expert, parameter)
     for p in model.params():
-        if EXPERT.search(p.name):
-            experts.setdefault(EXPERT.sub(".experts.", p.name), []).append(p)
-            continue
-        name = names.get_name(p.name, try_suffixes=(".weight", ".bias"))
-        if name is None:
-            raise DataError(f"GGUF has no name for the tensor {p.name}")
-        kind, heads = "F32", 0
-        if len(p.shape) == 2:
-            kind = KINDS[dtype]
-            if kind == "Q8_0" and p.shape[1] % Q8_0_BLOCK:
-                kind = "F32"
-            if name.endswith(ROUTER):
-                kind = "F32"
-            if arch in TURNS_NEIGHBOURS and ".self_attn.q_proj." in p.name:
-                heads = model.n_heads
-            if arch in TURNS_NEIGHBOURS and ".self_attn.k_proj." in p.name:
-                heads = model.n_kv_heads
-        offset = float(arch in OFFSET and p.role == "norm")
-        out.append(Tensor(name, p.shape, kind, p.name, heads, offset))
-    for key, parts in experts.items():
-        name = names.get_name(_name_of_experts(key), try_suffixes=(".weight",))
-        kind = KINDS[dtype]
-        if kind == "Q8_0" and parts[0].shape[1] % Q8_0_BLOCK:
-            kind = "F32"
-        parts.sort(key=lambda p: int(EXPERT.search(p.name)[1]))
-        shape = (len(parts), *parts[0].shape)
-        out.append(Tensor(name, shape, kind, parts=tuple(p.name for p in parts)))
-    if arch == "OLMO2" and model.tied_embeddings:  # llama.cpp reads its lm_head always
+        expert = EXPERT.search(p.name)
+        for tensor in _placed(names, model, arch, p):
+            if expert:
+                parts = experts.setdefault(tensor.name, (tensor, []))[1]
+                parts.append((int(expert[1]), p.name))
+            else:
+                out.append(tensor)
+    for tensor, parts in experts.values():
+        shape = (len(parts), *tensor.shape)
+        out.append(replace(tensor, shape=shape, parts=tuple(name for _, name in sorted(parts))))
+    if (arch == "OLMO2" or family_of(arch).always_head) and model.tied_embeddings:
         embedding = next(t for t in out if t.name == "token_embd.weight")
-        out.append(
-            Tensor("output.weight", embedding.shape, embedding.kind, "model.embed_tokens.weight")
-        )
-    return out
+        out.append(replace(embedding, name="output.weight"))
+    return [replace(t, kind=kind_of(t.name, t.shape, dtype)) for t in out]
+
+
+def _placed(names, model: ModelConfig, arch: str, p: Parameter) -> list[Tensor]:
+    """What the file has of a parameter. Of an expert's: what it has of one."""
+    key, family = EXPERT.sub(".experts.", p.name), family_of(arch)
+    layer, places = OF_LAYER.fullmatch(key), []
+    if layer:
+        places = family.place(model, p, layer[2])
+    elif p.role == "norm":
+        places = family.place(model, p, p.name)
+    own = f"blk.{layer[1]}.{family.names[layer[2]]}" if layer and layer[2] in family.names else None
+    if not own and not any(here for here, _ in places):
+        own = names.get_name(_name_of_experts(key), try_suffixes=(".weight", ".bias"))
+        if own is None:
+            raise DataError(f"GGUF has no name for the tensor {p.name}")
+    plain = Tensor(
+        own or "", p.shape, "", p.name, offset=float(arch in OFFSET and p.role == "norm")
+    )
+    if arch in TURNS_NEIGHBOURS and len(p.shape) == 2:
+        heads = {"q": model.n_heads, "k": model.n_kv_heads}
+        for which, n in heads.items():
+            if f".self_attn.{which}_proj." in p.name:
+                plain = replace(plain, pick_rows=halves_as_neighbours(p.shape[0], n))
+    return [
+        replace(plain, name=f"blk.{layer[1]}.{here}" if here else own, **changes)
+        for here, changes in places or [("", {})]
+    ]
 
 
 def _name_of_experts(key: str) -> str:
@@ -394,7 +408,48 @@ def _attention_factor(rope, original: int, max_positions: int) -> float:
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
-def _rope(folder: Path, model: ModelConfig, arch: str) -> tuple[Callable, list[Tensor]]:
+def _yarn_ramps(rope, rotary: int, original: int) -> tuple[np.ndarray, np.ndarray]:
+    """By how much of itself each frequency is divided by factor, in the model and in llama.cpp,
+    which rounds the ends of the range (native/model/rope.c has the formula)."""
+    low, high = (
+        rotary * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        for turns in (rope.beta_fast or 32, rope.beta_slow or 1)
+    )
+    pairs = np.arange(rotary // 2)
+
+    def ramp(low, high):
+        low, high = max(low, 0.0), min(high, rotary - 1.0)
+        return np.clip((pairs - low) / max(high - low, 0.001), 0, 1)
+
+    return ramp(low, high), ramp(math.floor(low), math.ceil(high))
+
+
+def _check_yarn(folder: Path, model: ModelConfig, arch: str, notes: list[str]) -> None:
+    """Refuse what llama.cpp computes in another way, or note it."""
+    rope, family = model.rope, family_of(arch)
+    fast, slow = rope.beta_fast or 32, rope.beta_slow or 1
+    otherwise = (fast, slow) != (32, 1) and not family.betas
+    if otherwise or rope.keep_fraction and not family.rounds_range:
+        raise DataError(
+            f"{folder}: yarn with beta_fast {fast:g}, beta_slow {slow:g}, truncate "
+            f"{not rope.keep_fraction}: llama.cpp has 32, 1 and true"
+        )
+    if rope.keep_fraction:
+        original = rope.original_positions or model.max_positions
+        ramps = _yarn_ramps(rope, rope.rotary_dim or model.head_dim, original)
+        own, theirs = (ramp / rope.factor + 1 - ramp for ramp in ramps)
+        most = int(np.argmax(np.abs(theirs / own - 1)))
+        if abs(theirs[most] / own[most] - 1) > 1e-6:
+            notes.append(
+                "yarn's truncate is false, and llama.cpp rounds the ends of its range all the same: "
+                f"the frequency of pair {most} is {theirs[most] / own[most]:.2f} times the model's "
+                "there, and other pairs differ less"
+            )
+
+
+def _rope(
+    folder: Path, model: ModelConfig, arch: str, notes: list[str]
+) -> tuple[Callable, list[Tensor]]:
     """A function that writes the RoPE keys, and the tensors of factors."""
     rope = model.rope
     rotary = rope.rotary_dim or model.head_dim
@@ -404,14 +459,8 @@ def _rope(folder: Path, model: ModelConfig, arch: str) -> tuple[Callable, list[T
         raise DataError(
             f"{folder}: rope_type {kind} has no place in llama.cpp's architecture {arch.lower()}"
         )
-    if kind == "yarn" and (
-        (rope.beta_fast or 32) != 32 or (rope.beta_slow or 1) != 1 or rope.keep_fraction
-    ):
-        raise DataError(
-            f"{folder}: yarn with beta_fast {rope.beta_fast or 32:g}, beta_slow "
-            f"{rope.beta_slow or 1:g}, truncate {not rope.keep_fraction}: llama.cpp has 32, 1 and "
-            "true"
-        )
+    if kind == "yarn":
+        _check_yarn(folder, model, arch, notes)
     factors = {}
     if kind == "llama3":
         factors["rope_freqs.weight"] = llama3_factors(
@@ -429,20 +478,27 @@ def _rope(folder: Path, model: ModelConfig, arch: str) -> tuple[Callable, list[T
                 [values[i] for i in range(rotary // 2)], np.float32
             )
     tensors = [Tensor(n, v.shape, "F32", values=v) for n, v in factors.items()]
+    if arch == "GEMMA4":
+        tensors += Gemma4.factors(model)
 
     def write(gguf, writer) -> None:
-        writer.add_rope_dimension_count(rotary)
         writer.add_rope_freq_base(rope.theta)
         if kind in ("linear", "yarn", "longrope"):
             writer.add_rope_scaling_type(gguf.RopeScalingType[kind.upper()])
         if kind in ("linear", "yarn"):
             writer.add_rope_scaling_factor(rope.factor)
-        if kind in ("yarn", "longrope"):
+        if kind in ("yarn", "longrope") or model.position_beta:
             writer.add_rope_scaling_orig_ctx_len(original)
-            by = _attention_factor(rope, original, model.max_positions)
-            if kind == "yarn":  # llama.cpp multiplies by this itself
-                by /= max(0.1 * math.log(rope.factor) + 1, 1.0)
+        if kind in ("yarn", "longrope"):
+            by, log = _attention_factor(rope, original, model.max_positions), None
+            if kind == "yarn":
+                by, log = family_of(arch).yarn(model, by)
             writer.add_rope_scaling_attn_factors(by)
+            if log is not None:
+                writer.add_rope_scaling_yarn_log_mul(log)
+        if kind == "yarn" and family_of(arch).betas:
+            writer.add_rope_scaling_yarn_beta_fast(rope.beta_fast or 32)
+            writer.add_rope_scaling_yarn_beta_slow(rope.beta_slow or 1)
 
     return write, tensors
 

@@ -19,9 +19,10 @@ from ._lib import printed_warnings
 from .command import OK, Parser, run
 from .errors import FormatError, InputOutputError
 from .export import Source, check_out, import_gguf, write_hf
-from .export_gguf import ARCHITECTURES, Tensor, parameters
+from .export_gguf import ARCHITECTURES, parameters
 from .files import DataError
 from .gguf_file import GgufFile
+from .gguf_tensor import Tensor
 from .import_config import FACTORS, make_config
 from .import_tokenizer import Tokenizer, write_templates
 from .model import ModelConfig, bf16_bits
@@ -41,10 +42,8 @@ class Imported:
         tensor, first_row = self.tensors[name]
         stored, columns = self.file.tensors[tensor.name], tensor.columns
         rows = np.arange(first // columns, (first + n) // columns)
-        if tensor.heads:  # of a head's rows there, the even ones are its first half here
-            head = tensor.shape[0] // tensor.heads
-            half, place = divmod(rows % head, head // 2)
-            rows = rows - rows % head + 2 * place + half
+        if tensor.pick_rows is not None:
+            rows = np.argsort(tensor.pick_rows)[rows]
         elif len(rows):
             rows = slice(first_row + rows[0], first_row + rows[-1] + 1)
         data = self.file.rows(stored, rows).ravel()
