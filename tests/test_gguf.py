@@ -34,6 +34,7 @@ from test_export import (  # noqa: F401 (directory is a fixture)
     tokenizer,
     write_model,
 )
+from tokenizers import Tokenizer
 
 # ---- GGUF: tensors -------------------------------------------------------------------------------
 
@@ -401,6 +402,38 @@ def test_llama_cpp_has_the_greedy_tokens_of_transformers(directory, tmp_path, na
     error = np.abs(np.array(got["logits"]) - logits[0].numpy()).max()
     assert error < (4e-3 if "gemma" in WRITTEN[name]["model_type"] else 1e-5)
     assert got["greedy"] == logits[:-1].argmax(1).tolist()
+
+
+CUTS = {  # by llama.cpp's name of them: as published tokenizers have them
+    "qwen35": [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
+    "deepseek-v3": [
+        r"\p{N}{1,3}",
+        "[一-龥぀-ゟ゠-ヿ]+",
+        "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+        "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_text_is_cut_as_published_tokenizers_cut_it(directory, tmp_path, name):
+    folder = shutil.copytree(directory("llama"), tmp_path / "m")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    steps = [
+        dict(type="Split", pattern=dict(Regex=regex), behavior="Isolated", invert=False)
+        for regex in CUTS[name]
+    ]
+    last = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+    content["pre_tokenizer"] = dict(type="Sequence", pretokenizers=[*steps, last])
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    fields = to_gguf(folder, tmp_path / "m.gguf").fields
+    assert fields["tokenizer.ggml.pre"].contents() == name
+    text = "It'S 12345 plans, #plan-them\n\n  \u0915\u093f 日本カナ."
+    ids = Tokenizer.from_str(json.dumps(content)).encode(text).ids
+    assert greedy_of_llama(tmp_path / "m.gguf", text, 1)["tokens"] == ids
 
 
 def sentencepiece_like():

@@ -516,6 +516,16 @@ _CASED = (
     r"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{ending}"
     r"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_MARKS = (  # letters with marks after them, as Qwen3.5 has them
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 # How text is cut before merging, and whether a word of the vocabulary is taken as it is
 # (ignore_merges): llama.cpp's name of it. None: of either kind.
 CUTS = {
@@ -524,6 +534,8 @@ CUTS = {
     (_GPT2,): {None: "gpt-2"},
     (_CL100K.format(digits=r"\p{N}{1,3}"),): {True: "llama-bpe", False: "dbrx"},
     (_CL100K.format(digits=r"\p{N}"),): {False: "qwen2"},
+    (_MARKS,): {False: "qwen35"},
+    _DEEPSEEK: {False: "deepseek-v3"},
     (_CASED.format(digits=r"\p{N}", ending=""),): {True: "tekken"},
     (_CASED.format(digits=r"\p{N}{1,3}", ending=r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"),): {
         False: "gpt-4o"
@@ -740,7 +752,7 @@ def _cut_name(path: Path, content: dict) -> str:
         elif step["type"] == "Digits" and step.get("individual_digits"):
             cuts.append("digits")
         elif step["type"] == "Split" and "Regex" in (step.get("pattern") or {}):
-            cuts.append(step["pattern"]["Regex"])
+            cuts.append(step["pattern"]["Regex"].replace("\r", r"\r").replace("\n", r"\n"))
         else:
             raise _unknown_step(path, "pre-tokenizer", step)
     if not bytes_seen:
