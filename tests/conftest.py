@@ -139,7 +139,7 @@ def transformers_is_4():
 
 # No oracle in transformers 4: it has no Ministral 3 and no Gemma 4, OLMo 3's layers with windows have
 # the other layers' rope_theta there, and DeepSeek's models with YaRN another loss than in 5.
-OF_TRANSFORMERS_5 = re.compile(r"\[.*(ministral3|olmo3|gemma4|deepseek)")
+OF_TRANSFORMERS_5 = re.compile(r"\[.*(ministral3|olmo3|gemma4|deepseek|qwen3_5|qwen3_next)")
 
 
 def pytest_collection_modifyitems(items):

@@ -33,7 +33,7 @@ from families import (
     named_constants,
     random_model,
 )
-from penstock import Generator, InvalidError, Lora
+from penstock import Generator
 from penstock.model import ModelConfig
 from test_parity import (
     END,
@@ -207,21 +207,6 @@ def test_states_of_a_document_do_not_see_the_one_before(directory, layout):
         seen[case] = logits.reshape(*tokens.shape, -1)[:, n:]
     assert (seen["one"] == seen["other"]).all()
     assert not (seen["open"] == seen["changed"]).all(-1).any()
-
-
-def test_what_has_no_delta_nets_yet_says_so(directory):
-    where = directory("qwen3_5")
-    with pytest.raises(InvalidError, match="LoRA of a gated delta-net's projections is not"):
-        make_plan(where, lora=Lora(2))
-    attention = Lora(2, targets="q_proj,o_proj")
-    with pytest.raises(InvalidError, match="conv1d.weight has 4 columns, and a quantized base"):
-        make_plan(where, lora=Lora(2, targets="q_proj,o_proj", base="nf4"))
-    with open_trainer(where, plan=make_plan(where, lora=attention)) as trainer:
-        run(trainer, 1)
-        stem = "model.layers.2.self_attn.q_proj.lora_"
-        of_q = {n: trainer.read(n).shape for n in trainer.params if ".q_proj.lora_" in n}
-    gated = 2 * ALL["qwen3_5"]["num_attention_heads"] * ALL["qwen3_5"]["head_dim"]
-    assert {n[: len(stem) + 1]: x for n, x in of_q.items()}[stem + "B"] == (gated, 2)
 
 
 def test_the_batches_reach_past_windows_and_lengths():

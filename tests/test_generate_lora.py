@@ -14,7 +14,7 @@ from families import ALL
 from penstock import Generator, InvalidError, Lora, ModelConfig, Plan, Trainer, merge
 from penstock.generate import main
 from test_families import model_of
-from test_lora import LORA, adapters, peft_model
+from test_lora import LORA, OF_EXPERTS, adapters, peft_model
 
 NEW = 20
 PROMPTS = [np.random.default_rng(n).integers(3, 512, n).tolist() for n in (5, 1, 17, 30)]
@@ -63,7 +63,8 @@ def of_peft(model):
     "name, lora",
     [
         ("llama", SOME),
-        *((name, LORA) for name in ("qwen2", "phi3-window", "gemma2", "granite")),
+        *((name, LORA) for name in ("qwen2", "phi3-window", "gemma2", "granite", "qwen3_5")),
+        ("qwen3_next", OF_EXPERTS["qwen3_next"]),
     ],
 )
 def test_greedy_tokens_are_those_of_peft_and_of_the_merged_model(saved, tmp_path, name, lora):

@@ -5,6 +5,7 @@ test_families.py.
 An adapter adds two products to a projection, and their gradients: four roundings for each of the
 seven, to the 18 of a layer (tolerance.py)."""
 
+import contextlib
 import copy
 import functools
 import json
@@ -20,7 +21,7 @@ import tolerance
 import torch
 import transformers
 from conftest import BUILD, ROOT, words_of_training
-from families import ALL, llama, qwen2, qwen3
+from families import ALL, DELTA, delta_rule_in_fp64, llama, qwen2, qwen3
 from penstock import (
     Checkpoint,
     FormatError,
@@ -44,10 +45,14 @@ ALL |= {"llama": llama(), "qwen2": qwen2(), "qwen3": qwen3()}
 ADAPTED = 4 * 7  # roundings a layer
 LORA = Lora(4, 12)
 STEPS = 10
-MODELS = ("llama", "qwen2", "qwen3", "gemma2", "phi3", "olmo2", "granite")
-LATENT = {  # with experts, which have no adapters, targets must be named
-    name: Lora(8, 12, f"{q},kv_a_proj_with_mqa,kv_b_proj,o_proj")
-    for name, q in [("deepseek_v2", "q_proj"), ("deepseek_v3", "q_a_proj,q_b_proj")]
+MODELS = ("llama", "qwen2", "qwen3", "gemma2", "phi3", "olmo2", "granite", "qwen3_5")
+OF_EXPERTS = {  # with experts, which have no adapters, targets must be named
+    name: Lora(8, 12, targets)
+    for name, targets in [
+        ("deepseek_v2", "q_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"),
+        ("deepseek_v3", "q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"),
+        ("qwen3_next", "q_proj,k_proj,v_proj,o_proj,in_proj_qkvz,in_proj_ba,out_proj"),
+    ]
 }
 
 
@@ -75,7 +80,7 @@ def adapters(name, lora=LORA):
     cfg = transformers.AutoConfig.for_model(**copy.deepcopy(ALL[name]))
     model = transformers.AutoModelForCausalLM.from_config(cfg)
     for key, p in model.named_parameters():
-        if not re.search(r"_proj\w*\.weight", key) or (name in LATENT and "mlp" in key):
+        if not re.search(r"_proj\w*\.weight", key) or (name in OF_EXPERTS and "mlp" in key):
             continue
         n_out, n_in = p.shape
         for part, shape in (("A", (lora.rank, n_in)), ("B", (n_out, lora.rank))):
@@ -118,7 +123,11 @@ def trained(model):
 
 
 def loss_of(model, tokens, targets):
-    logits = model(torch.as_tensor(tokens).long(), use_cache=False).logits
+    base, exact = model.get_base_model(), contextlib.nullcontext()
+    if base.config.model_type in DELTA and base.dtype == torch.float64:
+        exact = delta_rule_in_fp64(base)
+    with exact:
+        logits = model(torch.as_tensor(tokens).long(), use_cache=False).logits
     return torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), torch.as_tensor(targets).long().flatten(), ignore_index=-1
     )
@@ -157,10 +166,10 @@ def gradients_of(trainer):
 
 @pytest.mark.parametrize(
     "name, layout",
-    [(name, "uneven-slices") for name in (*MODELS, *LATENT)] + [("qwen3", "packed")],
+    [(name, "uneven-slices") for name in (*MODELS, *OF_EXPERTS)] + [("qwen3", "packed")],
 )
 def test_losses_and_gradients_are_those_of_peft(directory, name, layout):  # noqa: F811
-    lora = LATENT.get(name, LORA)
+    lora = OF_EXPERTS.get(name, LORA)
     bound, plan = delta(name, "fp32", layout), make_plan(directory(name), layout, lora)
     with open_trainer(directory(name), plan=plan, data=plain) as trainer:
         write_adapters(trainer, adapters(name, lora))
@@ -262,9 +271,12 @@ def train(where, plan, steps=3, values=None):
         return losses, {n: t.read(n).tobytes() for n in t.params}
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "fp32-master", "bf16"])
-def test_caps_do_not_change_a_bit(directory, recipe):  # noqa: F811
-    where = directory("gemma2-deep")
+@pytest.mark.parametrize(
+    "name, recipe",
+    [("gemma2-deep", r) for r in ("fp32", "fp32-master", "bf16")] + [("qwen3_5-deep", "bf16")],
+)
+def test_caps_do_not_change_a_bit(directory, name, recipe):  # noqa: F811
+    where = directory(name)
     plan = make_plan(where, "packed-rounds", recipe=recipe)
     chunk, a_round, _, _ = LAYOUTS["packed-rounds"]
     least, _ = Plan.smallest(
@@ -333,9 +345,9 @@ def test_a_frozen_base_is_kept_once(directory):  # noqa: F811
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "phi3", *LATENT])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "phi3", "qwen3_5", *OF_EXPERTS])
 def test_a_saved_adapter_opens_in_peft(directory, tmp_path, name):  # noqa: F811
-    where, lora = directory(name), LATENT.get(name, LORA)
+    where, lora = directory(name), OF_EXPERTS.get(name, LORA)
     with open_trainer(where, plan=make_plan(where, lora=lora), data=plain) as trainer:
         write_adapters(trainer, adapters(name, lora))
         list(trainer.steps(2))
@@ -502,8 +514,9 @@ def test_a_training_goes_on_from_a_saved_adapter(directory, tmp_path):  # noqa: 
         assert ([m.loss for m in t.steps(2)], {n: t.read(n).tobytes() for n in t.params}) == want
 
 
-def test_a_resumed_training_has_the_bits_of_one_that_was_not_stopped(directory, tmp_path):  # noqa: F811
-    where, plan = directory("qwen2"), make_plan(directory("qwen2"), recipe="fp32-master")
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_5"])
+def test_a_resumed_training_has_the_bits_of_one_that_was_not_stopped(directory, tmp_path, name):  # noqa: F811
+    where, plan = directory(name), make_plan(directory(name), recipe="fp32-master")
     with Trainer(where, plan, plain, lr=3e-3, seed=11) as t:
         list(t.steps(4))
         want = {n: t.read(n).tobytes() for n in t.params}
@@ -523,8 +536,7 @@ def test_a_resumed_training_has_the_bits_of_one_that_was_not_stopped(directory, 
         assert {n: t.read(n).tobytes() for n in t.params} == want
     # its weights are of another model
     other = tmp_path / "other"
-    model = model_of("qwen2")
-    model = copy.deepcopy(model)
+    model = copy.deepcopy(model_of(name))
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[0, 0] += 1
     model.save_pretrained(other)
@@ -652,5 +664,9 @@ def test_all_linear_is_not_what_an_adapter_of_fewer_projections_has(
         again = ["--adapter", tmp_path / name, "--lora-targets"]
         assert train(f"{name}-again", *again, targets).returncode == 0
         assert train(f"{name}-all", *again, "all-linear").returncode == code
-    done = train("no", "--adapter", tmp_path / "few", "--lora-targets", "all-linear")
-    assert "--lora-targets all-linear differs from the adapter" in done.stderr
+    (tmp_path / "delta").mkdir()
+    (tmp_path / "delta/config.json").write_text(json.dumps(ALL["qwen3_5"]))
+    for model, adapter in ((tiny_model, "few"), (tmp_path / "delta", "all")):
+        options = ["--adapter", tmp_path / adapter, "--lora-targets", "all-linear"]
+        done = command(model, tiny_shard, "--steps", 1, "--out", tmp_path / "no", *options)
+        assert "--lora-targets all-linear differs from the adapter" in done.stderr

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import BUILD
-from families import llama, qwen3_moe, random_model
+from families import llama, qwen3_5, qwen3_moe, random_model
 from penstock import Generator, Hardware, InvalidError, Lora, ModelConfig, Plan, Trainer
 from safetensors.torch import load_file, save_file
 
@@ -63,7 +63,7 @@ def dequantized(base, w):
 
 
 def is_quantized(name):
-    return name.startswith("model.layers.") and "_proj.weight" in name
+    return re.fullmatch(r"model\.layers\..*_proj\w*\.weight", name)
 
 
 def plan_of(where, base, targets="all-linear", **more):
@@ -120,16 +120,30 @@ def train(where, plan, weights=None):
     return losses, grads, after, base
 
 
-@pytest.mark.parametrize("base", ["nf4", "mxfp4"])
-def test_experts_of_a_quantized_base_are_their_dequantized_values(base, tmp_path):
-    cfg = dict(WIDTHS, num_hidden_layers=1, num_experts=4, moe_intermediate_size=64)
-    cfg = qwen3_moe(**cfg, mlp_only_layers=[])
+MOE = dict(WIDTHS, num_hidden_layers=1, num_experts=4, moe_intermediate_size=64)
+MOE = qwen3_moe(**MOE, mlp_only_layers=[])
+NET = dict(WIDTHS, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+NET = qwen3_5(**NET, linear_key_head_dim=8, linear_value_head_dim=16)
+
+
+@pytest.mark.parametrize(
+    "base, cfg, targets, n_dense",
+    [
+        ("nf4", MOE, "q_proj,o_proj", 4 + 4 * 3),
+        ("mxfp4", MOE, "q_proj,o_proj", 4 + 4 * 3),
+        ("nf4", NET, "all-linear", 5 + 4 + 2 * 3),
+    ],
+    ids=["nf4-experts", "mxfp4-experts", "nf4-delta-net"],
+)
+def test_matrices_of_a_quantized_base_are_their_dequantized_values(
+    base, cfg, targets, n_dense, tmp_path
+):
     random_model(cfg).to(torch.bfloat16).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(cfg))
-    plan = lambda base: plan_of(tmp_path, base, targets=["q_proj", "o_proj"])
+    plan = lambda base: plan_of(tmp_path, base, targets)
     losses, grads, after, read = train(tmp_path, plan(base))
     dense = {n: v for n, v in read.items() if is_quantized(n)}
-    assert len(dense) == 4 + 4 * 3
+    assert len(dense) == n_dense
     plain = train(tmp_path, plan("bf16"))
     assert all(np.array_equal(v, dequantized(base, plain[3][n])) for n, v in dense.items())
     assert all(np.array_equal(v, plain[3][n]) for n, v in read.items() if n not in dense)
@@ -137,8 +151,9 @@ def test_experts_of_a_quantized_base_are_their_dequantized_values(base, tmp_path
     with Trainer(tmp_path, plan("bf16"), batch, seed=11, lr=0.05) as trainer:
         list(trainer.steps(2))
         trainer.save(tmp_path / "adapter")
-    with pytest.raises(InvalidError, match="experts of a quantized base .* give auto"):
-        generated(tmp_path, tmp_path / "adapter", base, experts="on-demand")
+    if cfg is MOE:
+        with pytest.raises(InvalidError, match="experts of a quantized base .* give auto"):
+            generated(tmp_path, tmp_path / "adapter", base, experts="on-demand")
     found = generated(tmp_path, tmp_path / "adapter", base)
     assert found == generated(plain_copy(tmp_path, dense), strip(tmp_path / "adapter"))
 

@@ -204,12 +204,19 @@ def test_the_text_model_alone_opens_in_transformers(directory, tmp_path, name):
     assert ModelConfig.read(tmp_path / "text").multimodal == 0
 
 
-@pytest.mark.parametrize("name", ["gemma3-vision", "qwen2_5_vl"])
-def test_an_adapter_is_one_of_the_whole_model(directory, tmp_path, name):
+@pytest.mark.parametrize(
+    "name, targets",
+    [
+        ("gemma3-vision", "q_proj,o_proj,down_proj"),
+        ("qwen2_5_vl", "q_proj,o_proj,down_proj"),
+        ("qwen3_5-vision", "q_proj,in_proj_qkv,in_proj_a,out_proj"),
+    ],
+)
+def test_an_adapter_is_one_of_the_whole_model(directory, tmp_path, name, targets):
     """PEFT finds its modules in the whole model, and no others of the same names."""
     import peft
 
-    where, lora = directory(name), Lora(3, 6, "q_proj,o_proj,down_proj")
+    where, lora = directory(name), Lora(3, 6, targets)
     hardware = Hardware.estimate(2, "cpu")
     plan = Plan(
         ModelConfig.read(where),

@@ -317,14 +317,22 @@ enum {
   PS_LORA_Q_B_PROJ = 1024,
   PS_LORA_KV_A_PROJ = 2048, /* kv_a_proj_with_mqa */
   PS_LORA_KV_B_PROJ = 4096,
-  PS_LORA_ALL = 8191, /* all of these that the model has */
-  PS_N_LORA_TARGETS = 13
+  PS_LORA_IN_PROJ_QKV = 8192, /* of a gated delta-net: these five (Qwen3.5) */
+  PS_LORA_IN_PROJ_Z = 16384,
+  PS_LORA_IN_PROJ_B = 32768,
+  PS_LORA_IN_PROJ_A = 65536,
+  PS_LORA_OUT_PROJ = 131072,
+  PS_LORA_IN_PROJ_QKVZ = 262144, /* these two in place of the first four (Qwen3-Next) */
+  PS_LORA_IN_PROJ_BA = 524288,
+  PS_LORA_ALL = 1048575, /* all of these that the model has */
+  PS_N_LORA_TARGETS = 20,
+  PS_LORA_NAMES_BYTES = 256 /* room for the names of all */
 };
 #define PS_MAX_LORA_ALPHA 1e6
 #define PS_MAX_LORA_RANK  65536
 /* How the matrices of the blocks, which are frozen, are kept in host memory and cross the link. The
  * device dequantizes them before each layer pass: products and adapters have the recipe's dtype.
- * Norms, biases, routers, the embedding and the head stay as the recipe has them.
+ * Norms, biases, routers, convolutions, the embedding and the head stay as the recipe has them.
  *   BYTES a weight  fp8 1.0625, nf4 0.53125, mxfp4 0.53125
  *   PS_BASE_FP8     e4m3, an fp32 scale for 64 weights of a row. FP8 weights with scales stay as
  *                   their checkpoint has them
@@ -350,9 +358,12 @@ typedef struct ps_lora {
 } ps_lora;
 /* ps_lora_targets_parse() - targets from their names with commas, "q_proj,v_proj", or from
  * "all-linear", which is PS_LORA_ALL. Errors: PS_EINVAL names the unknown one.
- * ps_lora_targets_text() - the names with commas. Errors: PS_EINVAL: @bytes are too few. */
+ * ps_lora_targets_text() - the names with commas. Errors: PS_EINVAL: @bytes are too few.
+ * ps_lora_targets_all() - what PS_LORA_ALL stands for in a model. Errors: those of
+ *        ps_model_create(); PS_EINVAL: a model with experts has no such thing. */
 PS_API ps_status ps_lora_targets_parse(uint32_t *out, const char *names);
 PS_API ps_status ps_lora_targets_text(char *buf, uint64_t bytes, uint32_t targets);
+PS_API ps_status ps_lora_targets_all(uint32_t *out, const ps_model_config *cfg);
 
 /* ---- model FLOPs (formulas: docs/design/training.md, "Metrics") ------------------------------ */
 /* FLOPs of one sequence:

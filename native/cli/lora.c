@@ -7,15 +7,6 @@ static int differs(const cli_job *j, const char *option, double given, double ha
                   given, j->train_config.adapter_dir, has, option);
 }
 
-static bool has_all(uint32_t targets, uint32_t wanted) { return (targets & wanted) == wanted; }
-
-/* Every projection of a block, apart or fused. */
-static bool all_linear(uint32_t t) {
-  return (has_all(t, PS_LORA_Q_PROJ | PS_LORA_K_PROJ | PS_LORA_V_PROJ) || t & PS_LORA_QKV_PROJ) &&
-         (has_all(t, PS_LORA_GATE_PROJ | PS_LORA_UP_PROJ) || t & PS_LORA_GATE_UP_PROJ) &&
-         has_all(t, PS_LORA_O_PROJ | PS_LORA_DOWN_PROJ);
-}
-
 static int check_given(const cli_job *j, const ps_lora *has) {
   uint32_t targets = has->targets;
   if (j->plan_config.lora.rank && j->plan_config.lora.rank != has->rank)
@@ -27,9 +18,12 @@ static int check_given(const cli_job *j, const ps_lora *has) {
         CLI_REFUSED,
         "--lora-rslora is given, but the adapter %s was trained without it: leave it out",
         j->train_config.adapter_dir);
-  if (j->lora_targets && ps_lora_targets_parse(&targets, j->lora_targets) != PS_OK)
-    return cli_fail_status(PS_EINVAL, true);
-  if (targets != has->targets && !(targets == PS_LORA_ALL && all_linear(has->targets)))
+  ps_status st = j->lora_targets ? ps_lora_targets_parse(&targets, j->lora_targets) : PS_OK;
+  if (st == PS_OK && targets == PS_LORA_ALL)
+    st = ps_lora_targets_all(&targets, &j->config);
+  if (st != PS_OK)
+    return cli_fail_status(st, true);
+  if (targets != has->targets)
     return cli_fail(CLI_REFUSED,
                     "--lora-targets %s differs from the adapter %s: leave --lora-targets out",
                     j->lora_targets, j->train_config.adapter_dir);

@@ -257,7 +257,7 @@ static ps_status check_there(const ps_tensor_file *f, const char *dir, const ps_
 static ps_status check_adapter(const ps_model *m, const ps_lora *lora, const config *c,
                                const ps_tensor_file *f, const char *dir, uint64_t *n_saved) {
   const ps_lora *want = &m->lora;
-  char has[160], needs[160];
+  char has[PS_LORA_NAMES_BYTES], needs[PS_LORA_NAMES_BYTES];
   if (lora->rank != want->rank || lora->alpha != want->alpha || lora->rslora != want->rslora)
     return ps__fail(PS_EINVAL,
                     "%s: has LoRA rank %u and alpha %g%s, and the plan was made for %u and %g%s: "

@@ -38,3 +38,15 @@ ps_status ps_model_create(ps_model **out, const ps_model_config *cfg) {
   PS_TRY(ps_model_config_check(cfg, "model"));
   return ps__model_create(out, cfg, PS_F32, 0, 0, NULL, NULL, NULL);
 }
+
+ps_status ps_lora_targets_all(uint32_t *out, const ps_model_config *cfg) {
+  const ps_lora any = {.rank = PS__SPAN_ALIGN, .alpha = 1, .targets = PS_LORA_ALL};
+  ps_model *m;
+  if (!out)
+    return ps__fail(PS_EINVAL, "ps_lora_targets_all: no place for the result was given");
+  PS_TRY(ps_model_config_check(cfg, "model"));
+  PS_TRY(ps__model_create(&m, cfg, PS_F32, 0, 0, NULL, NULL, &any));
+  *out = m->lora.targets;
+  ps_model_destroy(m);
+  return PS_OK;
+}

@@ -27,19 +27,14 @@ static ps_status describe_embedding(ps_model *m, const ps__decoder *decoder) {
   return ps__model_add_layer(m, d, "model.");
 }
 
-/* A target is there where a block has it. In a model with experts those of attention are, and they
- * are named. */
+/* A target is there where a block has it. In a model with experts those of the first halves are,
+ * and they are named. */
 static ps_status resolve_targets(ps_model *m, const ps__decoder *decoder) {
-  if (ps__has_delta_nets(&m->cfg) && m->lora.targets == PS_LORA_ALL)
-    return ps__fail(PS_EINVAL,
-                    "LoRA of a gated delta-net's projections is not supported: give %s those of "
-                    "attention and MLP, such as q_proj,k_proj,v_proj,o_proj",
-                    ps__field("lora.targets"));
   const uint32_t mlp =
       PS_LORA_GATE_PROJ | PS_LORA_UP_PROJ | PS_LORA_DOWN_PROJ | PS_LORA_GATE_UP_PROJ;
   bool seen[PS_LAYER_FLAGS + 1] = {false};
   uint32_t there = 0;
-  char names[160];
+  char names[PS_LORA_NAMES_BYTES];
   for (uint32_t l = 0; l < m->cfg.n_layers; l++) {
     const uint32_t flags = m->cfg.layer_flags[l];
     if (!seen[flags])

@@ -77,11 +77,6 @@ static void add_param(ps__layer_def *d, const char *name, ps_param_role role, ui
                       .init_std = role == PS_PARAM_MATRIX ? 0.02f : 0.0f};
 }
 
-void ps__def_channels(ps__layer_def *d) {
-  if (d->status == PS_OK)
-    d->param[d->n_params - 1].n_dims = 3;
-}
-
 const char *ps__def_name(ps__layer_def *d, const char *format, uint32_t i) {
   char name[PS_PARAM_NAME_BYTES];
   snprintf(name, sizeof name, format, i);
@@ -144,14 +139,13 @@ void ps__def_exact_unit(ps__layer_def *d) {
 void ps__def_base(ps__layer_def *d, uint32_t base) { d->base = base; }
 
 /* The unit of the next parameter: the last one or, where that is kept otherwise, a new one. */
-static ps__unit_def *unit_of(ps__layer_def *d, const char *name, ps_param_role role,
-                             uint64_t cols) {
+static ps__unit_def *unit_of(ps__layer_def *d, const char *name, bool quantizes, uint64_t cols) {
   if (d->n_units == 0)
     ps__def_unit(d, false);
   if (d->status != PS_OK)
     return NULL;
   ps__unit_def *u = &d->unit[d->n_units - 1];
-  const uint32_t base = u->frozen && !u->adapter && role == PS_PARAM_MATRIX ? d->base : 0;
+  const uint32_t base = u->frozen && !u->adapter && quantizes ? d->base : 0;
   if (base && cols % PS__SPAN_ALIGN)
     note(d, ps__fail(PS_EINVAL,
                      "%s has %llu columns, and a quantized base has multiples of %d: leave %s out",
@@ -165,19 +159,31 @@ static ps__unit_def *unit_of(ps__layer_def *d, const char *name, ps_param_role r
   return u;
 }
 
-uint16_t ps__def_param(ps__layer_def *d, const char *name, ps_param_role role, uint64_t rows,
-                       uint64_t cols) {
-  ps__unit_def *u = unit_of(d, name, role, cols);
+/* @channels: on disk there is a dimension of 1 between its two. */
+static uint16_t new_span(ps__layer_def *d, const char *name, ps_param_role role, uint64_t rows,
+                         uint64_t cols, bool channels) {
+  ps__unit_def *u = unit_of(d, name, role == PS_PARAM_MATRIX && !channels, cols);
   if (!u)
     return 0;
   const uint64_t n = rows * (cols ? cols : 1);
   const uint16_t span = add_span(
       d, (ps__span_def){.offset = u->n, .n = n, .unit = d->n_units - 1, .frozen = u->frozen});
   add_param(d, name, role, rows, cols, u->n);
+  if (channels && d->status == PS_OK)
+    d->param[d->n_params - 1].n_dims = 3;
   u->n_spans++;
   u->n_params++;
   u->n = ps__span_round(u->n + n);
   return span;
+}
+
+uint16_t ps__def_param(ps__layer_def *d, const char *name, ps_param_role role, uint64_t rows,
+                       uint64_t cols) {
+  return new_span(d, name, role, rows, cols, false);
+}
+
+uint16_t ps__def_channels(ps__layer_def *d, const char *name, uint64_t rows, uint64_t cols) {
+  return new_span(d, name, PS_PARAM_MATRIX, rows, cols, true);
 }
 
 void ps__def_param_after(ps__layer_def *d, const char *name, ps_param_role role, uint64_t rows,

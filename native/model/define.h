@@ -233,6 +233,9 @@ uint16_t ps__def_param(ps__layer_def *d, const char *name, ps_param_role role, u
                        uint64_t cols);
 void ps__def_param_after(ps__layer_def *d, const char *name, ps_param_role role, uint64_t rows,
                          uint64_t cols);
+/* ps__def_channels() - a matrix of @cols taps for each of @rows channels, which begins a span. On
+ * disk it has a dimension of 1 between its two. No product reads it, and no base quantizes it. */
+uint16_t ps__def_channels(ps__layer_def *d, const char *name, uint64_t rows, uint64_t cols);
 /* ps__def_base() - frozen matrices that follow are kept as @base (ps_base), those of adapters not.
  * They and other parameters are units of their own. */
 void ps__def_base(ps__layer_def *d, uint32_t base);
@@ -249,8 +252,6 @@ void ps__def_init_uniform(ps__layer_def *d, double limit);
 /* ps__def_split() - the last span ends after @n elements, a multiple of PS__SPAN_ALIGN, and what
  * follows in it is a span of its own, whose index it returns: a matrix's rows as two operands. */
 uint16_t ps__def_split(ps__layer_def *d, uint64_t n);
-/* ps__def_channels() - on disk the last parameter has a dimension of 1 between its two. */
-void ps__def_channels(ps__layer_def *d);
 /* ps__def_tied() - a span that is the embedding's first, of @n elements. */
 uint16_t ps__def_tied(ps__layer_def *d, uint64_t n, bool frozen);
 /* ps__def_op() - append an op to the forward or backward pass. Use PS__FWD(), PS__BWD() or

@@ -84,9 +84,8 @@ static void define_params(ps__half *h) {
   ps__def_what(d, "delta b and a");
   if (!t->grouped)
     ps__def_param_after(d, n->a, PS_PARAM_MATRIX, nv, dim);
-  t->w_conv = ps__def_param(d, n->conv, PS_PARAM_MATRIX, t->c, t->conv.width);
+  t->w_conv = ps__def_channels(d, n->conv, t->c, t->conv.width);
   ps__def_what(d, "convolution");
-  ps__def_channels(d);
   ps__def_init_uniform(d, 1.0 / sqrt(t->conv.width));
   t->w_a_log = ps__def_param(d, n->a_log, PS_PARAM_BIAS, nv, 0);
   ps__def_what(d, "decay");
@@ -99,7 +98,22 @@ static void define_params(ps__half *h) {
   t->w_out = ps__half_residual(h, n->out, "delta out", t->z_dim);
 }
 
-static void define_sites(ps__half *h) { (void)h; }
+/* Qwen3-Next has two targets in the place of four. The rows of their B are grouped as those of
+ * their W are. */
+static void define_sites(ps__half *h) {
+  const delta *t = h->own;
+  const uint32_t dim = h->b->dim, nv = t->rule.n_value_heads;
+  if (t->grouped) {
+    ps__half_site(h, PS__TARGET_IN_QKVZ, t->c + t->z_dim, dim);
+    ps__half_site(h, PS__TARGET_IN_BA, t->n_ba, dim);
+  } else {
+    ps__half_site(h, PS__TARGET_IN_QKV, t->c, dim);
+    ps__half_site(h, PS__TARGET_IN_Z, t->z_dim, dim);
+    ps__half_site(h, PS__TARGET_IN_B, nv, dim);
+    ps__half_site(h, PS__TARGET_IN_A, nv, dim);
+  }
+  ps__half_site(h, PS__TARGET_OUT, dim, t->z_dim);
+}
 
 static void define_tensors(ps__half *h) {
   delta *t = h->own;
@@ -150,16 +164,41 @@ static void define_saved(ps__half *h) {
 
 static ps__operand of(uint8_t tensor) { return (ps__operand){.stored = tensor}; }
 
+/* What the products of x write, or the gradients of that: as in delta.qkv_p, z_p and ba_p. */
+typedef struct inputs {
+  ps__shared qkv, z, ba;
+} inputs;
+
+static inputs inputs_of(const ps__half *h, uint8_t qkv, uint8_t z, uint8_t ba) {
+  const delta *t = h->own;
+  const ps__adapter *lora = h->b->lora;
+  return (inputs){.qkv = {qkv,
+                          t->qkv_p.n_out,
+                          2,
+                          {{&lora[PS__TARGET_IN_QKV], 0}, {&lora[PS__TARGET_IN_QKVZ], 0}}},
+                  .z = {z, t->z_dim, 1, {{&lora[PS__TARGET_IN_Z], 0}}},
+                  .ba = {ba,
+                         t->n_ba,
+                         3,
+                         {{&lora[PS__TARGET_IN_B], 0},
+                          {&lora[PS__TARGET_IN_A], t->rule.n_value_heads},
+                          {&lora[PS__TARGET_IN_BA], 0}}}};
+}
+
+static void forward(const ps__half *h, const ps__product *p, const ps__shared *y) {
+  ps__product_forward(h->b->m, h->b->d, p, h->x, y->tensor, 0, PS__NONE, PS__NONE);
+  ps__lora_forward_shared(h->b->m, h->b->d, h->x.stored, y);
+}
+
 static void define_inputs(const ps__half *h) {
   const delta *t = h->own;
-  const ps_model *m = h->b->m;
   ps__layer_def *d = h->b->d;
-  const uint8_t qkv = t->grouped ? t->all : t->u, ba = t->grouped ? t->all_ba : t->ba;
+  const inputs y = inputs_of(h, t->grouped ? t->all : t->u, t->z, t->grouped ? t->all_ba : t->ba);
   ps__half_input(h, false);
-  ps__product_forward(m, d, &t->qkv_p, h->x, qkv, 0, PS__NONE, PS__NONE);
+  forward(h, &t->qkv_p, &y.qkv);
   if (!t->grouped)
-    ps__product_forward(m, d, &t->z_p, h->x, t->z, 0, PS__NONE, PS__NONE);
-  ps__product_forward(m, d, &t->ba_p, h->x, ba, 0, PS__NONE, PS__NONE);
+    forward(h, &t->z_p, &y.z);
+  forward(h, &t->ba_p, &y.ba);
   if (!t->grouped)
     return;
   PS__FWD(d, ps__k_heads_split, t->qkvz, PS__R(t->all), PS__W(t->u), PS__W(t->z));
@@ -177,29 +216,32 @@ static void define_forward(ps__half *h) {
           PS__W(t->state));
   PS__FWD(d, ps__k_gated_norm_fwd, t->norm, PS__R(t->o), PS__R(t->z), PS__P(t->w_norm),
           PS__W(t->g));
-  ps__half_project(h, &t->out_p, of(t->g), PS__TARGET_O);
+  ps__half_project(h, &t->out_p, of(t->g), PS__TARGET_OUT);
+}
+
+static void backward(const ps__half *h, const ps__product *p, const ps__shared *dy, bool adds) {
+  const ps_model *m = h->b->m;
+  ps__layer_def *d = h->b->d;
+  ps__product_dw(m, d, p, of(dy->tensor), h->x, 0);
+  ps__product_dx(m, d, p, of(dy->tensor), h->dx, 0, adds);
+  ps__lora_backward_shared(m, d, h->x.stored, dy, h->dx);
 }
 
 /* From the gradients of u, z and ba to those of the weights and of x. */
 static void define_inputs_backward(const ps__half *h) {
   const delta *t = h->own;
-  const ps_model *m = h->b->m;
   ps__layer_def *d = h->b->d;
-  const ps__operand dqkv = of(t->grouped ? t->dall : t->du),
-                    dba = of(t->grouped ? t->dall_ba : t->dba);
+  const inputs dy =
+      inputs_of(h, t->grouped ? t->dall : t->du, t->dz, t->grouped ? t->dall_ba : t->dba);
   if (t->grouped) {
     PS__BWD(d, ps__k_heads_join, t->qkvz, PS__R(t->du), PS__R(t->dz), PS__W(t->dall));
     PS__BWD(d, ps__k_heads_join, t->heads_ba, PS__R(t->dba), PS__W(t->dall_ba));
   }
   ps__half_input(h, true);
-  ps__product_dw(m, d, &t->qkv_p, dqkv, h->x, 0);
-  ps__product_dx(m, d, &t->qkv_p, dqkv, h->dx, 0, h->adds_dx);
-  if (!t->grouped) {
-    ps__product_dw(m, d, &t->z_p, of(t->dz), h->x, 0);
-    ps__product_dx(m, d, &t->z_p, of(t->dz), h->dx, 0, true);
-  }
-  ps__product_dw(m, d, &t->ba_p, dba, h->x, 0);
-  ps__product_dx(m, d, &t->ba_p, dba, h->dx, 0, true);
+  backward(h, &t->qkv_p, &dy.qkv, h->adds_dx);
+  if (!t->grouped)
+    backward(h, &t->z_p, &dy.z, true);
+  backward(h, &t->ba_p, &dy.ba, true);
 }
 
 static void define_backward(ps__half *h) {
@@ -207,8 +249,12 @@ static void define_backward(ps__half *h) {
   const ps_model *m = h->b->m;
   ps__layer_def *d = h->b->d;
   const float scale = m->cfg.residual_scale;
+  const ps__columns dy = ps__half_dy_columns(h);
+  const ps__adapter *lora = &h->b->lora[PS__TARGET_OUT];
   ps__product_dw(m, d, &t->out_p, of(h->dy), of(t->g), scale);
   ps__product_dx(m, d, &t->out_p, of(h->dy), t->dg, scale, false);
+  ps__lora_input_grad(m, d, lora, dy, scale, t->dg);
+  ps__lora_weight_grads(m, d, lora, dy, scale, t->g);
   PS__BWD(d, ps__k_gated_norm_bwd, t->norm, PS__R(t->o), PS__R(t->z), PS__P(t->w_norm),
           PS__R(t->dg), PS__W(t->d_o), PS__W(t->dz), PS__G(t->w_norm));
   PS__BWD(d, ps__k_delta_bwd, t->rule, PS__R(t->qkv), PS__R(t->ba), PS__P(t->w_a_log),

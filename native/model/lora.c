@@ -10,13 +10,26 @@
 static const struct {
   const char *name, *a, *b;
 } target[PS_N_LORA_TARGETS] = {
-    TARGET("self_attn", q_proj),    TARGET("self_attn", k_proj),
-    TARGET("self_attn", v_proj),    TARGET("self_attn", o_proj),
-    TARGET("mlp", gate_proj),       TARGET("mlp", up_proj),
-    TARGET("mlp", down_proj),       TARGET("self_attn", qkv_proj),
-    TARGET("mlp", gate_up_proj),    TARGET("self_attn", q_a_proj),
-    TARGET("self_attn", q_b_proj),  TARGET("self_attn", kv_a_proj_with_mqa),
+    TARGET("self_attn", q_proj),
+    TARGET("self_attn", k_proj),
+    TARGET("self_attn", v_proj),
+    TARGET("self_attn", o_proj),
+    TARGET("mlp", gate_proj),
+    TARGET("mlp", up_proj),
+    TARGET("mlp", down_proj),
+    TARGET("self_attn", qkv_proj),
+    TARGET("mlp", gate_up_proj),
+    TARGET("self_attn", q_a_proj),
+    TARGET("self_attn", q_b_proj),
+    TARGET("self_attn", kv_a_proj_with_mqa),
     TARGET("self_attn", kv_b_proj),
+    TARGET("linear_attn", in_proj_qkv),
+    TARGET("linear_attn", in_proj_z),
+    TARGET("linear_attn", in_proj_b),
+    TARGET("linear_attn", in_proj_a),
+    TARGET("linear_attn", out_proj),
+    TARGET("linear_attn", in_proj_qkvz),
+    TARGET("linear_attn", in_proj_ba),
 };
 
 const char *ps__lora_target_name(uint32_t i) {
@@ -55,7 +68,7 @@ static const char *list_names(char *buf, size_t bytes, uint32_t targets) {
 
 ps_status ps_lora_targets_parse(uint32_t *out, const char *names) {
   uint32_t targets = 0;
-  char known[160];
+  char known[PS_LORA_NAMES_BYTES];
   if (!out || !names)
     return ps__fail(PS_EINVAL, "ps_lora_targets_parse: out and names must be given");
   if (strcmp(names, "all-linear") == 0) {
@@ -123,7 +136,7 @@ ps_status ps__lora_check(const ps_lora *l) {
 }
 
 ps_status ps__lora_resolve(ps_model *m, uint32_t there) {
-  char missing[160], has[160];
+  char missing[PS_LORA_NAMES_BYTES], has[PS_LORA_NAMES_BYTES];
   if (m->lora.targets == PS_LORA_ALL)
     m->lora.targets = there;
   if (m->lora.targets & ~there)

@@ -26,7 +26,14 @@ enum {
   PS__TARGET_Q_A,
   PS__TARGET_Q_B,
   PS__TARGET_KV_A,
-  PS__TARGET_KV_B
+  PS__TARGET_KV_B,
+  PS__TARGET_IN_QKV,
+  PS__TARGET_IN_Z,
+  PS__TARGET_IN_B,
+  PS__TARGET_IN_A,
+  PS__TARGET_OUT,
+  PS__TARGET_IN_QKVZ,
+  PS__TARGET_IN_BA
 };
 
 /* An adapter of a layer under construction; n_out 0: there is none. Tensors and spans by index. */

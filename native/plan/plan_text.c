@@ -284,7 +284,7 @@ static void write_text(text *t, const ps_plan *p) {
         1e-9 * (double)(p->model->n_elements - p->model->n_trained),
         1e-9 * (double)p->model->n_elements);
   if (p->model->lora.rank) {
-    char names[160];
+    char names[PS_LORA_NAMES_BYTES];
     (void)ps_lora_targets_text(names, sizeof names, p->model->lora.targets);
     say(t, "adapters         LoRA of rank %u, alpha %g, %.3g million parameters: %s\n",
         p->model->lora.rank, p->model->lora.alpha, 1e-6 * (double)p->model->n_trained, names);

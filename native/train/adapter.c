@@ -49,12 +49,12 @@ ps_status ps__adapter_load(ps_trainer *t, ps_tensor_file *f) {
 /* Names of modules. In a vision-language model other parts have modules of the same names, so there
  * it is a pattern of the text model's alone. @names: with commas, overwritten. */
 static void fill_targets(const ps_trainer *t, ps__jsonw *w, char *names) {
-  char pattern[320];
+  char pattern[PS_LORA_NAMES_BYTES + 96];
   if (t->plan->model->cfg.multimodal) {
     for (char *at = names; (at = strchr(at, ','));)
       *at = '|';
     snprintf(pattern, sizeof pattern,
-             "model\\.language_model\\.layers\\.\\d+\\.(self_attn|mlp)\\.(%s)", names);
+             "model\\.language_model\\.layers\\.\\d+\\.(self_attn|linear_attn|mlp)\\.(%s)", names);
     ps__jsonw_string(w, "target_modules", pattern);
     return;
   }
@@ -67,7 +67,7 @@ static void fill_targets(const ps_trainer *t, ps__jsonw *w, char *names) {
 /* The fields of PEFT's LoraConfig that say something; it has defaults for the others. */
 static void fill_config(const ps_trainer *t, ps__jsonw *w) {
   const ps_lora *l = &t->plan->model->lora;
-  char names[160];
+  char names[PS_LORA_NAMES_BYTES];
   (void)ps_lora_targets_text(names, sizeof names, l->targets);
   ps__jsonw_object(w, NULL);
   ps__jsonw_string(w, "peft_type", "LORA");

@@ -39,7 +39,7 @@ class Lora:
     @classmethod
     def of(cls, lora) -> "Lora | None":
         """That of a ps_lora; None where it has no adapters."""
-        names = ffi.new("char[]", 256)
+        names = ffi.new("char[]", lib.PS_LORA_NAMES_BYTES)
         check(lib.ps_lora_targets_text(names, len(names), lora.targets))
         if not lora.rank:
             return None
