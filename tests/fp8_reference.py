@@ -62,13 +62,15 @@ class Fp8Llama:
     """@fp8: the blocks whose products have FP8 operands; @down: their down projections too; @head:
     the head's."""
 
+    offset = 0.0  # of norms' weights
+
     def __init__(self, cfg, weights, fp8=(), down=True, head=False, wrong=1.0):
         self.cfg, self.fp8, self.down, self.head, self.wrong = cfg, fp8, down, head, wrong
         self.w = {k: v.detach().bfloat16().double().requires_grad_() for k, v in weights.items()}
 
     def norm(self, x, name):
         unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.cfg["rms_norm_eps"])
-        return stored(unit * self.w[name])
+        return stored(unit * (self.w[name] + self.offset))
 
     def product(self, x, names, fp8):
         w = torch.cat([self.w[name] for name in names])
@@ -90,12 +92,15 @@ class Fp8Llama:
         weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
         return stored(torch.einsum("nhij,njhd->nihd", weights, v).reshape(n * s, -1))
 
+    def first_half(self, y, p, fp8, n, s, cos, sin):
+        names = [f"{p}self_attn.{c}_proj.weight" for c in "qkv"]
+        o = self.attention(stored(self.product(y, names, fp8)), n, s, cos, sin)
+        return self.product(o, [p + "self_attn.o_proj.weight"], fp8)
+
     def block(self, x, i, n, s, cos, sin):
         p, fp8 = f"model.layers.{i}.", i in self.fp8
         y = self.norm(x, p + "input_layernorm.weight")
-        names = [f"{p}self_attn.{c}_proj.weight" for c in "qkv"]
-        o = self.attention(stored(self.product(y, names, fp8)), n, s, cos, sin)
-        h = stored(x + self.product(o, [p + "self_attn.o_proj.weight"], fp8))
+        h = stored(x + self.first_half(y, p, fp8, n, s, cos, sin))
         y = self.norm(h, p + "post_attention_layernorm.weight")
         names = [f"{p}mlp.{c}_proj.weight" for c in ("gate", "up")]
         gate_up = stored(self.product(y, names, fp8))
@@ -132,3 +137,60 @@ class Fp8Llama:
             part.backward()
             loss += part.item()
         return loss, {k: w.grad.clone() for k, w in self.w.items()}
+
+
+class Fp8DeltaNet(Fp8Llama):
+    """Qwen3.5, or Qwen3-Next without experts, of delta-nets alone. @nets: their products have FP8
+    operands, but for that of b and a."""
+
+    offset = 1.0
+
+    def __init__(self, *given, nets=True, **more):
+        super().__init__(*given, **more)
+        self.nets = nets
+        self.nk, self.nv, self.dk, self.dv = (
+            self.cfg["linear_" + key]
+            for key in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+        )
+
+    def inputs(self, y, p, fp8):
+        """q, k and v in one tensor, z, b and a: [T, columns]"""
+        share = self.nv // self.nk
+        if p + "in_proj_qkv.weight" in self.w:
+            u, z = (stored(self.product(y, [p + f"in_proj_{c}.weight"], fp8)) for c in ("qkv", "z"))
+            ba = self.product(y, [p + f"in_proj_{c}.weight" for c in "ba"], False)
+            return u, z, *stored(ba).chunk(2, -1)
+        by_head = [self.dk, self.dk, share * self.dv, share * self.dv]
+        qkvz = stored(self.product(y, [p + "in_proj_qkvz.weight"], fp8))
+        qkvz = qkvz.view(len(y), self.nk, -1).split(by_head, -1)
+        ba = stored(self.product(y, [p + "in_proj_ba.weight"], False)).view(len(y), self.nk, -1)
+        q, k, v, z, b, a = (x.flatten(1) for x in (*qkvz, *ba.chunk(2, -1)))
+        return torch.cat([q, k, v], -1), z, b, a
+
+    def rule(self, qkv, b, a, p, n, s):
+        nk, nv, dk, dv = self.nk, self.nv, self.dk, self.dv
+        q, k, v = qkv.view(n, s, -1).split([nk * dk, nk * dk, nv * dv], -1)
+        q, k = (x.reshape(n, s, nk, dk) for x in (q, k))
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        q, k = (x.repeat_interleave(nv // nk, 2) for x in (q * dk**-0.5, k))
+        v, beta = v.reshape(n, s, nv, dv), torch.sigmoid(b).view(n, s, nv)
+        soft = torch.nn.functional.softplus(a + self.w[p + "dt_bias"])
+        decay = torch.exp(-torch.exp(self.w[p + "A_log"]) * soft).view(n, s, nv, 1, 1)
+        state, out = torch.zeros(n, nv, dk, dv).double(), []
+        for t in range(s):
+            state = state * decay[:, t]
+            d = beta[:, t, :, None] * (v[:, t] - torch.einsum("nhkv,nhk->nhv", state, k[:, t]))
+            state = state + torch.einsum("nhk,nhv->nhkv", k[:, t], d)
+            out.append(torch.einsum("nhkv,nhk->nhv", state, q[:, t]))
+        return stored(torch.stack(out, 1))
+
+    def first_half(self, y, p, fp8, n, s, _cos, _sin):
+        p, fp8 = p + "linear_attn.", fp8 and self.nets
+        u, z, b, a = self.inputs(y, p, fp8)
+        w = self.w[p + "conv1d.weight"]
+        rows = torch.nn.functional.pad(u.view(n, s, -1).mT, (w.shape[-1] - 1, 0))
+        qkv = torch.nn.functional.conv1d(rows, w, groups=len(w)).mT
+        o = self.rule(stored(torch.nn.functional.silu(qkv)), b, a, p, n, s)
+        unit = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + self.cfg["rms_norm_eps"])
+        g = unit * self.w[p + "norm.weight"] * torch.nn.functional.silu(z.view(o.shape))
+        return self.product(stored(g).reshape(n * s, -1), [p + "out_proj.weight"], fp8)

@@ -17,7 +17,7 @@ from test_cli import job, penstock, refused, words  # noqa: F401 (job is a fixtu
 
 torch = pytest.importorskip("torch")
 import reference as ref  # noqa: E402
-from fp8_reference import Fp8Llama, Fp8Product  # noqa: E402
+from fp8_reference import Fp8DeltaNet, Fp8Llama, Fp8Product  # noqa: E402
 from penstock import tolerance  # noqa: E402
 
 SEQ, N_SEQ, A_CHUNK = 48, 4, 2
@@ -160,6 +160,55 @@ def test_blocks_of_every_kind(tmp_path, name):
     off = errors(grads["fp8"], grads["bf16"])
     gate = (13 * 0.045**2 + 14 * 0.065**2) ** 0.5
     assert np.mean(list(off.values())) < gate and 0.02 < max(off.values()) < 2 * gate
+
+
+DELTA_NET = dict(
+    hidden_size=64,
+    intermediate_size=352,
+    layer_types=["linear_attention"] * 3,
+    linear_key_head_dim=8,
+    linear_value_head_dim=16,
+    tie_word_embeddings=False,
+)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        families.qwen3_5(**DELTA_NET),
+        families.qwen3_next(**DELTA_NET, mlp_only_layers=[0, 1, 2]),
+    ],
+    ids=["qwen3_5", "qwen3_next"],
+)
+def test_products_of_delta_nets_have_fp8_operands(tmp_path, config):
+    """But for that of b and a. 3 blocks have 12 or 15 products forward, and one more backward."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    all_fp8 = {"fp8_bf16_first": 0, "fp8_bf16_last": 0}
+    plans = [make_plan(tmp_path, device_mem=cap, **all_fp8) for cap in (None, "2MiB")]
+    assert plans[1].report["saved_host_bytes"] > 0
+    generator, weights, steps = torch.Generator().manual_seed(1), {}, []
+    for p in plans[0].params():
+        x = torch.randn(p.shape, generator=generator)
+        weights[p.name] = x / p.shape[-1] ** 0.5 if len(p.shape) > 1 else 0.2 * x
+    for plan in plans:
+        with Trainer(tmp_path, plan, batch, lr=0.0, init_weights=True) as trainer:
+            for name, w in weights.items():
+                trainer.write(name, w.numpy())
+            (m,) = trainer.steps(1)
+            grads = {k: torch.as_tensor(trainer.grad(k)).double() for k in trainer.params}
+            steps.append((m.loss, m.fp8_flushed, grads))
+    (loss, flushed, grads), again = steps
+    assert (loss, flushed) == again[:2] and flushed > 0
+    assert all(torch.equal(again[2][k], g) for k, g in grads.items())
+    near, far = (
+        Fp8DeltaNet(config, weights, fp8=(0, 1, 2), nets=nets).gradients(*batch(), A_CHUNK)
+        for nets in (True, False)
+    )
+    noise = tolerance.delta("bf16", n_layers=3, n_chunks=2, longest_sum=352)
+    assert abs(loss - near[0]) < tolerance.loss_noise(noise, int((batch()[1] >= 0).sum()))
+    gate = (12 * 0.045**2 + 13 * 0.065**2) ** 0.5
+    off, of_bf16 = (list(errors(grads, x[1]).values()) for x in (near, far))
+    assert max(off) < gate and np.mean(off) < min(gate / 2, 0.3 * np.mean(of_bf16))
 
 
 def test_a_frozen_layer_of_the_family_with_the_most_tensors(tmp_path):
@@ -358,6 +407,10 @@ def test_a_size_that_is_no_multiple_of_16_is_refused(tiny_model, tmp_path):
     (other / "config.json").write_text(json.dumps(CONFIG | {"intermediate_size": 350}))
     done = penstock("plan", "--model", other, "--seq-len", 64, "--recipe", "fp8-master")
     refused(done, "intermediate_size is 350, no multiple of 16.*give --recipe fp32-master")
+    for part, size in (("key", "twice .* is 20"), ("value", "linear_value_head_dim is 20")):
+        config = families.qwen3_5(**DELTA_NET | {f"linear_{part}_head_dim": 5})
+        (other / "config.json").write_text(json.dumps(config))
+        refused(penstock("plan", "--model", other, "--seq-len", 64, "--recipe", "fp8"), size)
     (other / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 514}))
     plain = ["plan", "--model", other, "--seq-len", 64, "--recipe", "fp8-master"]
     refused(

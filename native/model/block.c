@@ -48,14 +48,16 @@ void ps__half_input(const ps__half *h, bool backward) {
                                        .dt_q = PS__E4M3,
                                        .forms = backward ? PS_FORM_COLS : PS_FORM_ROWS,
                                        .count = backward ? x.count : 0};
-  if (h->fp8 && h->pre)
+  if (h->fp8 && h->pre && !h->use->kind->stores_x) {
     PS__DEF_OP(b->d, backward, false, ps__k_rmsnorm_quantize, q, PS__R(h->in), PS__P(h->w_norm),
                PS__W(backward ? x.scale_t : x.scale), PS__W(backward ? x.qt : x.q),
                PS__SYM_IF(q.count, PS__FLUSHED));
-  else if (h->fp8)
-    ps__quantize_x(b->m, b->d, x, b->dim, backward);
-  else if (h->pre && !backward)
+    return;
+  }
+  if (h->pre && !backward)
     PS__FWD(b->d, ps__k_rmsnorm_fwd, b->norm, PS__R(h->in), PS__P(h->w_norm), PS__W(x.stored));
+  if (h->fp8)
+    ps__quantize_x(b->m, b->d, x, b->dim, backward);
 }
 
 void ps__half_project(const ps__half *h, const ps__product *p, ps__operand act, uint32_t i) {
@@ -147,7 +149,8 @@ static void define_tensors(ps__block *b, ps__half *half) {
     h->dy = h->post ? dpost : b->dy;
     h->dx = h->pre ? tokens(b, "dnorm") : b->dy;
     h->adds_dx = !h->pre;
-    h->x = ps__def_x(d, !h->pre ? stream : h->fp8 ? 0 : tokens(b, "norm"), b->dim, h->fp8);
+    const bool stores = !h->fp8 || h->use->kind->stores_x;
+    h->x = ps__def_x(d, !h->pre ? stream : stores ? tokens(b, "norm") : 0, b->dim, h->fp8);
     h->use->kind->tensors(h);
     h->y = h->post ? tokens(b, h->use->kind->out) : 0;
     h->to = stream = tokens(b, last ? "y" : "h");

@@ -55,7 +55,8 @@ typedef struct ps__half {
   bool fp8;       /* products multiply FP8 operands */
   uint16_t w_norm, w_post;
   uint8_t in, to; /* [T,D] the residual stream before and after the half */
-  ps__operand x;  /* [T,D] the half's input, norm(in) or in; with FP8 a norm is not stored */
+  ps__operand x;  /* [T,D] the half's input, norm(in) or in; with FP8 a norm is not stored, but
+                   * for kinds with stores_x */
   uint8_t y;      /* [T,D] what the half writes: scale f(x), and in where there is no post */
   int residual;   /* a tensor that y has in it, `in`; PS__NONE with a post norm */
   bool has_bias;  /* ps__half_project() adds the span b_out; only where residual_scale is 1 */
@@ -72,6 +73,7 @@ struct ps__half_kind {
   const char *out;              /* y as a saved activation, where a post norm reads it */
   ps__rank out_rank;            /* y's, wherever it is saved */
   bool makes_out;               /* y is made again from what the half saves: it is not saved */
+  bool stores_x;                /* in FP8 too, where some products read x in bf16 */
   size_t own_bytes;             /* of ps__half.own */
   /* its sizes and arguments, from the config. Errors: PS_EINVAL names what it cannot compute */
   ps_status (*begin)(ps__half *h);

@@ -138,7 +138,7 @@ typedef enum ps__sym_kind {
   PS__SYM_PARAM,  /* a span of parameters */
   PS__SYM_GRAD,   /* its gradient: a contribution's first chunk writes it, later chunks add to it */
   PS__SYM_BATCH,  /* a field of the chunk's batch, ps__batch_field */
-  PS__SYM_FLUSHED, /* the layer's counters of flushed values: u64[PS__MAX_COUNTED] */
+  PS__SYM_FLUSHED, /* the layer's counters of flushed values: u64[ps__n_flushed()] */
   PS__SYM_ROUTED   /* the layer's counts of tokens by expert: u64[n_experts] */
 } ps__sym_kind;
 typedef enum ps__batch_field {
@@ -158,7 +158,7 @@ typedef struct ps__sym {
 
 /* A tensor whose values that became zero when they were quantized are counted, over the step. The
  * op that writes @tensor runs once a chunk. */
-enum { PS__MAX_COUNTED = 8 };
+enum { PS__MAX_COUNTED = 16 };
 typedef struct ps__counted {
   const char *what; /* borrowed, as names are */
   uint8_t tensor;   /* has a row a token and a byte an element */

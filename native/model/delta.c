@@ -6,7 +6,10 @@
  *
  * From a chunk of a sequence to the next pass the last rows of u and the states of the value heads,
  * and backward their gradients. Both are saved with the block's input and never made again:
- * it would take all chunks before. */
+ * it would take all chunks before.
+ *
+ * b and a are a few columns that decide how fast a state decays: their product is in bf16 in FP8
+ * recipes too. */
 #include "model/delta.h"
 #include "model/block.h"
 #include <math.h>
@@ -30,6 +33,7 @@ typedef struct delta {
   uint8_t dqkv, du, dba;   /* [T,C], [T,C], [T,2nv] */
   uint16_t w_qkv, w_z, w_ba, w_conv, w_a_log, w_dt_bias, w_norm, w_out;
   ps__product qkv_p, z_p, ba_p, out_p;
+  ps__operand qkv_dy, z_dy, out_x, out_dy;
 } delta;
 
 #define NAMES                                                                                      \
@@ -115,6 +119,22 @@ static void define_sites(ps__half *h) {
   ps__half_site(h, PS__TARGET_OUT, dim, t->z_dim);
 }
 
+static void define_products(ps__half *h) {
+  delta *t = h->own;
+  const uint32_t dim = h->b->dim, n_qkv = t->c + (t->grouped ? t->z_dim : 0);
+  ps__layer_def *d = h->b->d;
+  t->qkv_p = ps__def_product(d, t->w_qkv, n_qkv, dim, h->fp8);
+  t->qkv_dy = ps__def_dy(d, t->grouped ? t->dall : t->du, n_qkv, h->fp8);
+  if (!t->grouped) {
+    t->z_p = ps__def_product(d, t->w_z, t->z_dim, dim, h->fp8);
+    t->z_dy = ps__def_dy(d, t->dz, t->z_dim, h->fp8);
+  }
+  t->ba_p = ps__def_product(d, t->w_ba, t->n_ba, dim, false);
+  t->out_p = ps__def_product(d, t->w_out, dim, t->z_dim, h->fp8);
+  t->out_x = ps__def_x(d, t->g, t->z_dim, h->fp8);
+  t->out_dy = ps__def_dy(d, h->dy, dim, h->fp8);
+}
+
 static void define_tensors(ps__half *h) {
   delta *t = h->own;
   const ps__block *b = h->b;
@@ -143,10 +163,22 @@ static void define_tensors(ps__half *h) {
   t->dqkv = ps__half_tokens(h, "dconv", t->c);
   t->du = ps__half_tokens(h, "ddelta_qkv", t->c);
   t->dba = ps__half_tokens(h, "ddelta_ba", t->n_ba);
-  t->qkv_p = ps__def_product(d, t->w_qkv, t->c + (t->grouped ? t->z_dim : 0), b->dim, false);
-  t->z_p = ps__def_product(d, t->w_z, t->z_dim, b->dim, false);
-  t->ba_p = ps__def_product(d, t->w_ba, t->n_ba, b->dim, false);
-  t->out_p = ps__def_product(d, t->w_out, b->dim, t->z_dim, false);
+  define_products(h);
+}
+
+/* Without z_p where qkv_p has z. */
+static void define_counted(ps__half *h, bool of_gradients) {
+  delta *t = h->own;
+  ps__layer_def *d = h->b->d;
+  if (!of_gradients) {
+    h->x.count = ps__def_counted(d, h->x.qt, "the input of a delta-net");
+    t->out_x.count = ps__def_counted(d, t->out_x.qt, "the gated norm of a delta-net");
+    return;
+  }
+  t->qkv_dy.count = ps__def_counted(d, t->qkv_dy.qt, "the gradient of a delta-net's q, k and v");
+  if (!t->grouped)
+    t->z_dy.count = ps__def_counted(d, t->z_dy.qt, "the gradient of a delta-net's z");
+  t->out_dy.count = ps__def_counted(d, t->out_dy.qt, "the gradient of a delta-net's output");
 }
 
 static void define_saved(ps__half *h) {
@@ -161,8 +193,6 @@ static void define_saved(ps__half *h) {
 }
 
 /* ---- ops ------------------------------------------------------------------------------------- */
-
-static ps__operand of(uint8_t tensor) { return (ps__operand){.stored = tensor}; }
 
 /* What the products of x write, or the gradients of that: as in delta.qkv_p, z_p and ba_p. */
 typedef struct inputs {
@@ -216,32 +246,39 @@ static void define_forward(ps__half *h) {
           PS__W(t->state));
   PS__FWD(d, ps__k_gated_norm_fwd, t->norm, PS__R(t->o), PS__R(t->z), PS__P(t->w_norm),
           PS__W(t->g));
-  ps__half_project(h, &t->out_p, of(t->g), PS__TARGET_OUT);
+  if (h->fp8)
+    ps__quantize_x(h->b->m, d, t->out_x, t->z_dim, false);
+  ps__half_project(h, &t->out_p, t->out_x, PS__TARGET_OUT);
 }
 
-static void backward(const ps__half *h, const ps__product *p, const ps__shared *dy, bool adds) {
+static void backward(const ps__half *h, const ps__product *p, ps__operand dy,
+                     const ps__shared *parts, bool adds) {
   const ps_model *m = h->b->m;
   ps__layer_def *d = h->b->d;
-  ps__product_dw(m, d, p, of(dy->tensor), h->x, 0);
-  ps__product_dx(m, d, p, of(dy->tensor), h->dx, 0, adds);
-  ps__lora_backward_shared(m, d, h->x.stored, dy, h->dx);
+  ps__product_dw(m, d, p, dy, h->x, 0);
+  ps__product_dx(m, d, p, dy, h->dx, 0, adds);
+  ps__lora_backward_shared(m, d, h->x.stored, parts, h->dx);
 }
 
 /* From the gradients of u, z and ba to those of the weights and of x. */
 static void define_inputs_backward(const ps__half *h) {
   const delta *t = h->own;
   ps__layer_def *d = h->b->d;
-  const inputs dy =
-      inputs_of(h, t->grouped ? t->dall : t->du, t->dz, t->grouped ? t->dall_ba : t->dba);
+  const ps__operand dba = {.stored = t->grouped ? t->dall_ba : t->dba};
+  const inputs parts = inputs_of(h, t->qkv_dy.stored, t->dz, dba.stored);
   if (t->grouped) {
     PS__BWD(d, ps__k_heads_join, t->qkvz, PS__R(t->du), PS__R(t->dz), PS__W(t->dall));
     PS__BWD(d, ps__k_heads_join, t->heads_ba, PS__R(t->dba), PS__W(t->dall_ba));
   }
+  if (h->fp8)
+    ps__quantize_dy(h->b->m, d, t->qkv_dy, t->qkv_p.n_out);
+  if (h->fp8 && !t->grouped)
+    ps__quantize_dy(h->b->m, d, t->z_dy, t->z_dim);
   ps__half_input(h, true);
-  backward(h, &t->qkv_p, &dy.qkv, h->adds_dx);
+  backward(h, &t->qkv_p, t->qkv_dy, &parts.qkv, h->adds_dx);
   if (!t->grouped)
-    backward(h, &t->z_p, &dy.z, true);
-  backward(h, &t->ba_p, &dy.ba, true);
+    backward(h, &t->z_p, t->z_dy, &parts.z, true);
+  backward(h, &t->ba_p, dba, &parts.ba, true);
 }
 
 static void define_backward(ps__half *h) {
@@ -251,8 +288,12 @@ static void define_backward(ps__half *h) {
   const float scale = m->cfg.residual_scale;
   const ps__columns dy = ps__half_dy_columns(h);
   const ps__adapter *lora = &h->b->lora[PS__TARGET_OUT];
-  ps__product_dw(m, d, &t->out_p, of(h->dy), of(t->g), scale);
-  ps__product_dx(m, d, &t->out_p, of(h->dy), t->dg, scale, false);
+  if (h->fp8) {
+    ps__quantize_dy(m, d, t->out_dy, h->b->dim);
+    ps__quantize_x(m, d, t->out_x, t->z_dim, true);
+  }
+  ps__product_dw(m, d, &t->out_p, t->out_dy, t->out_x, scale);
+  ps__product_dx(m, d, &t->out_p, t->out_dy, t->dg, scale, false);
   ps__lora_input_grad(m, d, lora, dy, scale, t->dg);
   ps__lora_weight_grads(m, d, lora, dy, scale, t->g);
   PS__BWD(d, ps__k_gated_norm_bwd, t->norm, PS__R(t->o), PS__R(t->z), PS__P(t->w_norm),
@@ -270,4 +311,6 @@ const ps__half_kind ps__delta = {.norm = "delta norm",
                                  .out = "delta_proj",
                                  .out_rank = PS__RANK_ATTENTION_OUT,
                                  .own_bytes = sizeof(delta),
-                                 PS__HALF_FUNCTIONS};
+                                 PS__HALF_FUNCTIONS,
+                                 .counted = define_counted,
+                                 .stores_x = true};

@@ -119,6 +119,7 @@ ps_status ps__model_add_layer(ps_model *m, ps__layer_def *def, const char *prefi
     PS_TRY(add_unit(m, def, &def->unit[i], prefix));
   m->max_tensors = larger(m->max_tensors, def->n_tensors);
   m->max_saved = larger(m->max_saved, def->n_saved);
+  m->max_counted = larger(m->max_counted, def->n_counted);
   PS_TRY(mark_gradients(m, m->n_layers, def->fwd, def->n_fwd));
   PS_TRY(mark_gradients(m, m->n_layers, def->bwd, def->n_bwd));
   m->n_layers++;

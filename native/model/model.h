@@ -60,11 +60,11 @@ struct ps_model {
   ps__layer *layer;
   ps__unit *unit;
   ps_param_info *param;
-  uint32_t *bucket, n_buckets;     /* parameters by the hash of their names; UINT32_MAX: free */
-  uint64_t n_elements;             /* without padding */
-  uint64_t n_trained;              /* of them, those of units that are not frozen */
-  uint32_t max_tensors, max_saved; /* of any definition */
-  uint32_t max_spans;              /* of any unit */
+  uint32_t *bucket, n_buckets; /* parameters by the hash of their names; UINT32_MAX: free */
+  uint64_t n_elements;         /* without padding */
+  uint64_t n_trained;          /* of them, those of units that are not frozen */
+  uint32_t max_tensors, max_saved, max_counted; /* of any definition */
+  uint32_t max_spans;                           /* of any unit */
 };
 
 /* ps__model_create() - as ps_model_create(), with what the definitions of ops depend on. The units

@@ -103,6 +103,10 @@ static ps_status check_fp8(const ps_plan *p, const ps_model_config *m) {
        ((uint64_t)m->n_heads + (2 - m->shared_keys) * (uint64_t)m->global_kv_heads) *
            m->global_head_dim,
        false},
+      {"linear_num_value_heads times linear_value_head_dim",
+       (uint64_t)m->linear_value_heads * m->linear_value_dim, false},
+      {"twice linear_num_key_heads times linear_key_head_dim",
+       2 * (uint64_t)m->linear_key_heads * m->linear_key_dim, false},
       {ps__field("seq_len"), c->seq_len, true},
       {ps__field("chunk_tokens"), c->chunk_tokens, true}};
   if (!ps__recipes[c->recipe].fp8)

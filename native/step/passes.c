@@ -178,7 +178,7 @@ static ps__vaccess counter_access(const ps__builder *b, const ps__chunk_pass *p,
   const ps_model *m = b->s->model;
   const uint64_t first = 8ull * ps__n_counters(m) * p->layer, routed = 8ull * ps__routed_at(m);
   return y.kind == PS__SYM_FLUSHED
-             ? ps__part(b->on->counters, PS_READ_WRITE, first, 8ull * PS__MAX_COUNTED)
+             ? ps__part(b->on->counters, PS_READ_WRITE, first, 8ull * ps__n_flushed(m))
              : ps__part(b->on->counters, PS_READ_WRITE, first + routed, 8ull * m->cfg.n_experts);
 }
 

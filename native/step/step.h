@@ -186,14 +186,15 @@ static inline bool ps__counts_flushed(const ps_model *m) {
   return m->fp8.on && m->n_frozen < m->n_layers;
 }
 /* ps__counts_routed() - whether it counts the tokens of each expert, likewise.
- * ps__n_counters() - counters of a layer, u64: PS__MAX_COUNTED of flushed values, where they are
- * counted, then one for each expert.
+ * ps__n_flushed() - counters of a layer, u64, of flushed values: a multiple of 8.
+ * ps__n_counters() - these, where they are counted, then one for each expert.
  * ps__routed_at() - the first of those. */
 static inline bool ps__counts_routed(const ps_model *m) {
   return m->cfg.n_experts && m->n_frozen < m->n_layers;
 }
+static inline uint32_t ps__n_flushed(const ps_model *m) { return (m->max_counted + 7) / 8 * 8; }
 static inline uint32_t ps__routed_at(const ps_model *m) {
-  return ps__counts_flushed(m) ? PS__MAX_COUNTED : 0;
+  return ps__counts_flushed(m) ? ps__n_flushed(m) : 0;
 }
 static inline uint32_t ps__n_counters(const ps_model *m) {
   return ps__routed_at(m) + (ps__counts_routed(m) ? m->cfg.n_experts : 0);
@@ -245,8 +246,8 @@ void ps__spec_free(ps__spec *s);
  *           time: the trainer orders the two row by row (train/rows.c). That UPDATE ends before
  *           this step's next op on the table or its gradient, which comes after the chunk's
  *           backward pass.
- *   REPORT  R stats; where something is counted (ps__n_counters()), R the counters
- *           u64[n_devices][n_layers][PS__MAX_COUNTED] of the model's layers; where units are
+ *   REPORT  R stats; where something is counted, R the counters
+ *           u64[n_devices][n_layers][ps__n_counters()] of the model's layers; where units are
  *           updated on the device, R what is copied to the host last. Of a checked step: R
  *           f64[n_checks], a sum of squares for each check */
 typedef enum ps__hook {
