@@ -199,6 +199,7 @@ def test_an_old_file_in_the_cache_is_replaced(profiled, tiny_model, tmp_path, mo
 
 def test_a_description_by_hand_needs_single_rates_only(profiled, tmp_path):
     assert profiled.as_dict()["optimizer_8_bits_bytes_per_s"] > 0
+    assert [e["heads"] for e in entries(profiled.as_dict()["delta"])] == [2]
     gone = {
         name: None
         for name in json.loads(changed(profiled, tmp_path / "a.json").read_text())
@@ -209,6 +210,7 @@ def test_a_description_by_hand_needs_single_rates_only(profiled, tmp_path):
             "measured",
             "gemm_bf16",
             "attention_bf16",
+            "delta_rule",
             "accumulate_bytes_per_s",
             "accumulate_sumsq_bytes_per_s",
             "sumsq_bytes_per_s",
@@ -240,7 +242,7 @@ def test_a_description_by_hand_needs_single_rates_only(profiled, tmp_path):
             memory_bytes_per_s=2e10,
         )
     ).as_dict()
-    assert not entries(d["attention"]) and not entries(d["gemm"])
+    assert not entries(d["attention"]) and not entries(d["gemm"]) and not entries(d["delta"])
     assert (
         d["attention_flops_per_s"][1],
         d["attention_bwd_flops_per_s"][1],

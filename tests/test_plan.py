@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 from conftest import ROOT
+from families import qwen3_5
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from penstock import BudgetError, Hardware, InvalidError, Lora, ModelConfig, Plan
@@ -601,3 +602,32 @@ def test_updates_of_8_bit_state_take_the_measured_rate_or_the_plan_says_what_it_
         assert ("updates are is assumed: penstock profile measures it" in str(plan)) == (not rate)
         seconds.append(plan.json()["stream_busy_s"]["host"])
     assert 1.6 < seconds[2] / seconds[1] < 2.1 and seconds[1] > 3 * seconds[0]
+
+
+def test_delta_nets_take_the_measured_rate_or_the_plan_says_what_it_takes(tmp_path):
+    hardware = Hardware.read(ROOT / "tests/golden/hardware-rtx4090.json")
+    (tmp_path / "config.json").write_text(json.dumps(qwen3_5(max_position_embeddings=512)))
+    model, seconds = ModelConfig.read(tmp_path), []
+    for measured, rate in (
+        (lib.PS_ESTIMATED, 0),
+        (lib.PS_MEASURED, 0),
+        (lib.PS_MEASURED, 1e8),
+    ):
+        hardware._ptr.measured = measured
+        delta = hardware._ptr.delta[0]
+        delta.heads = 4 if rate else 0
+        delta.forward_elements_per_s = delta.backward_elements_per_s = rate
+        plan = Plan(
+            model,
+            hardware=hardware,
+            seq_len=512,
+            tokens_per_step=512,
+            chunk_tokens=512,
+            chunks_per_round=1,
+            first_round_chunks=1,
+            device_mem="3GiB",
+        )
+        said = "the rate of their delta rule is an estimate: penstock profile measures it"
+        assert (said in str(plan)) == (measured == lib.PS_MEASURED and not rate)
+        seconds.append(plan.json()["stream_busy_s"]["compute"])
+    assert seconds[0] == seconds[1] and seconds[2] > 2 * seconds[1]

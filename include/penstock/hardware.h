@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-enum { PS_MAX_GEMM_RATES = 6, PS_MAX_ATTENTION_RATES = 12 };
+enum { PS_MAX_GEMM_RATES = 6, PS_MAX_ATTENTION_RATES = 12, PS_MAX_DELTA_RATES = 4 };
 
 /* Products of a chunk's rows (tokens) with a model's weights. rows 0 ends a table. Between two
  * entries a rate is linear in log(rows); outside them it is the nearest entry's. */
@@ -39,6 +39,18 @@ typedef struct ps_attention_rate {
   uint32_t rows, kv_rows, packed, found;
   double forward_flops_per_s, backward_flops_per_s;
 } ps_attention_rate;
+
+/* The gated delta rule of a chunk, by its value heads; heads 0 ends a table. A rate is in elements
+ * of states a second: a row updates key_dim * value_dim of them in each value head. It is not in
+ * FLOPs, because the kernels' arithmetic depends on how they cut the rows. The rows of a chunk
+ * follow each other, also those of several sequences. So the rate depends on heads, which run in
+ * parallel, and not on rows. It is measured with heads of 128 by 128, as models have them (on the
+ * CPU 128 by 64), and serves all widths. Between two entries it is linear in log(heads); outside
+ * them it is the nearest entry's. */
+typedef struct ps_delta_rate {
+  uint32_t heads, reserved;
+  double forward_elements_per_s, backward_elements_per_s;
+} ps_delta_rate;
 
 /* Contention: the rates that a host op and copies have when they use the host's memory at the same
  * time. */
@@ -157,6 +169,10 @@ typedef struct ps_hardware {
    * pair the first holds for all lengths; without the first the speed is 1. */
   double heads64_attention_speed, heads64_attention_bwd_speed;
   double heads64_long_attention_speed, heads64_long_attention_bwd_speed;
+  /* The delta rule, of all dtypes. On the CPU backend an entry has as many heads as there are
+   * threads: a key head with its value heads is one thread's. An empty table: an estimate from what
+   * an H200 takes, by the GPU's SMs and memory; of a CPU by its products. */
+  ps_delta_rate delta[PS_MAX_DELTA_RATES];
   double elementwise_bytes_per_s; /* norms and the like, through device memory */
   ps_link_rate link[PS_N_LINKS];  /* ps_link_kind */
   double optimizer_bytes_per_s;   /* AdamW on the host, all threads */

@@ -44,6 +44,7 @@ static const struct {
     ENTRY(ps_lora),
     ENTRY(ps_gemm_rate),
     ENTRY(ps_attention_rate),
+    ENTRY(ps_delta_rate),
     ENTRY(ps_contention_rate),
     ENTRY(ps_link_rate),
     ENTRY(ps_rate_difference),

@@ -80,6 +80,15 @@ static void attention_lines(FILE *out, const ps_hardware *hw, double peak) {
   line(out, "    backward", hw->heads64_long_attention_bwd_speed, 0.01, "%", 0);
 }
 
+static void delta_lines(FILE *out, const ps_hardware *hw) {
+  char what[64];
+  for (const ps_delta_rate *r = hw->delta; r < hw->delta + PS_MAX_DELTA_RATES && r->heads; r++) {
+    snprintf(what, sizeof what, "delta rule, %u value heads, forward", r->heads);
+    line(out, what, r->forward_elements_per_s, 1e9, "Gelem/s", 0);
+    line(out, "    backward", r->backward_elements_per_s, 1e9, "Gelem/s", 0);
+  }
+}
+
 /* The rates of copies and of a host op that run at once. */
 static void contention_lines(FILE *out, const ps_hardware *hw) {
   char what[64];
@@ -118,6 +127,7 @@ void cli_hardware_table(FILE *out, const ps_hardware *hw) {
   fprintf(out, "  %-44s %9s %-8s %6s\n", "case (bf16; alone unless said)", "rate", "", "of peak");
   products_lines(out, hw, peak);
   attention_lines(out, hw, peak);
+  delta_lines(out, hw);
   line(out, "norms and SwiGLU, read and written", hw->elementwise_bytes_per_s, gb, "GB/s",
        hw->device_peak_bytes_per_s);
   line(out, "copy to the device", hw->link[PS_LINK_H2D].bytes_per_s, gb, "GB/s", link);

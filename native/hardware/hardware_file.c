@@ -60,6 +60,9 @@ static const field attention_entry[] = {POSITIVE(ps_attention_rate, rows),
                                         RATE(ps_attention_rate, forward_flops_per_s),
                                         RATE(ps_attention_rate, backward_flops_per_s),
                                         END};
+static const field delta_entry[] = {POSITIVE(ps_delta_rate, heads),
+                                    RATE(ps_delta_rate, forward_elements_per_s),
+                                    RATE(ps_delta_rate, backward_elements_per_s), END};
 static const field contention_entry[] = {
     POSITIVE(ps_contention_rate, kinds),        POSITIVE(ps_contention_rate, threads),
     RATE(ps_contention_rate, h2d_bytes_per_s),  RATE(ps_contention_rate, d2h_bytes_per_s),
@@ -149,6 +152,7 @@ static const field fields[] = {
     LIST_OF("gemm_bf16", gemm[PS_BF16], gemm_entry, PS_MAX_GEMM_RATES),
     LIST_OF("gemm_fp8", gemm_fp8, gemm_entry, PS_MAX_GEMM_RATES),
     LIST_OF("gemm_grouped", gemm_grouped, gemm_entry, PS_MAX_GEMM_RATES),
+    LIST_OF("delta_rule", delta, delta_entry, PS_MAX_DELTA_RATES),
     LIST_OF("attention_fp32", attention[PS_F32], attention_entry, PS_MAX_ATTENTION_RATES),
     LIST_OF("attention_bf16", attention[PS_BF16], attention_entry, PS_MAX_ATTENTION_RATES),
     LIST_OF("memory_shares", contention, contention_entry, PS_MAX_CONTENTION_RATES),

@@ -110,6 +110,45 @@ static void measure_attention(bench *b, ps_attention_rate *r, uint32_t dt) {
   r->backward_flops_per_s = 10.0 * HEADS * HEAD_DIM * pairs / time_case(b, case_attention_bwd, &a);
 }
 
+/* Rows of as many key heads as there are threads, each with a value head, so that none waits: their
+ * q, k and v are in a, the weights and d_o in b, one document in d. In c are o and the state, or
+ * dqkv and the other gradients; in the second half of a the state's gradient. The backward pass
+ * keeps 67 states in scratch, which with values of 64 take no more of it than products do. */
+enum { DELTA_ROWS = 64, DELTA_KEY = 128, DELTA_VALUE = 64, DELTA_HEADS = 64 };
+static void case_delta_fwd(bench *b, const void *args) {
+  void *ptr[8] = {b->a, b->b, b->b, b->b, b->d, NULL, b->c, b->c + b->bytes / 2};
+  ps__host_launch(&b->exec, &ps__k_delta_fwd, args, ptr, 8);
+}
+static void case_delta_bwd(bench *b, const void *args) {
+  char *small = b->c + b->bytes / 2;
+  void *ptr[12] = {b->a,
+                   b->b,
+                   b->b,
+                   b->b,
+                   b->d,
+                   NULL,
+                   b->b,
+                   b->a + b->bytes / 2,
+                   b->c,
+                   small,
+                   small + (1 << 20),
+                   small + (2 << 20)};
+  ps__host_launch(&b->exec, &ps__k_delta_bwd, args, ptr, 12);
+}
+
+/* Elements of states a second, of all threads. */
+static double delta_rate(bench *b, uint32_t n_threads, case_fn run) {
+  const uint32_t heads = n_threads < DELTA_HEADS ? n_threads : DELTA_HEADS;
+  const ps__args_delta a = {.n_tokens = DELTA_ROWS,
+                            .n_key_heads = heads,
+                            .n_value_heads = heads,
+                            .key_dim = DELTA_KEY,
+                            .value_dim = DELTA_VALUE,
+                            .dt = PS_BF16};
+  memset(b->d, 0, DELTA_ROWS * sizeof(int32_t));
+  return (double)DELTA_ROWS * n_threads * DELTA_KEY * DELTA_VALUE / time_case(b, run, &a);
+}
+
 static void case_elementwise(bench *b, const void *args) {
   void *ptr[3] = {b->a, b->b, b->c};
   ps__host_launch(&b->exec, &ps__k_rmsnorm_fwd, args, ptr, 3);
@@ -139,6 +178,8 @@ static void measure_compute(bench *b, ps_hardware *hw) {
   hw->attention_bwd_flops_per_s[PS_F32] = fp32.backward_flops_per_s;
   hw->attention_flops_per_s[PS_BF16] = attention[1].forward_flops_per_s;
   hw->attention_bwd_flops_per_s[PS_BF16] = attention[1].backward_flops_per_s;
+  hw->delta[0] = (ps_delta_rate){hw->n_threads, 0, delta_rate(b, hw->n_threads, case_delta_fwd),
+                                 delta_rate(b, hw->n_threads, case_delta_bwd)};
   hw->elementwise_bytes_per_s = 8.0 * NORM_ROWS * NORM_COLS / time_case(b, case_elementwise, &norm);
   hw->link[PS_LINK_H2D].bytes_per_s = hw->link[PS_LINK_D2H].bytes_per_s =
       hw->link[PS_LINK_H2D].duplex_bytes_per_s = (double)b->bytes / time_case(b, case_copy, NULL);
@@ -249,7 +290,7 @@ static void fill(char *p, uint64_t bytes, uint32_t seed) {
 
 /* Cases that divide the time: the host's; on the CPU backend, those of its compute; with CUDA, the
  * GPU's. */
-enum { HOST_CASES = 8, COMPUTE_CASES = 3 * N_GEMM + 1 + 2 * N_ATTENTION + 2 + 3 };
+enum { HOST_CASES = 8, COMPUTE_CASES = 3 * N_GEMM + 1 + 2 * N_ATTENTION + 2 + 2 + 3 };
 
 #ifdef PS_CUDA
 /* Plans divide by what is left of the load's rate beside copies (cost.c), so the optimizer's rate

@@ -120,6 +120,8 @@ typedef enum ps__rate {
   PS__RATE_GEMM_GROUPED,  /* FLOPs, by role and rows an expert; ps__args_gemm_grouped */
   PS__RATE_ATTENTION_FWD, /* FLOPs, by rows, keys and documents; arguments: ps__args_attention */
   PS__RATE_ATTENTION_BWD,
+  PS__RATE_DELTA_FWD, /* elements of states, by value heads; arguments: ps__args_delta */
+  PS__RATE_DELTA_BWD,
   /* on host threads; on a GPU all of these are priced as PS__RATE_MEMORY */
   PS__RATE_OPTIMIZER,
   PS__RATE_OPTIMIZER_WEIGHTS, /* an update's parts */

@@ -3,6 +3,7 @@
 #include "hosts/net.h"
 #include "plan/plan_impl.h"
 #include <math.h>
+#include <string.h>
 
 static double rate_ns(double work, double per_s) { return per_s > 0 ? work / per_s * 1e9 : 0; }
 static double larger(double a, double b) { return a > b ? a : b; }
@@ -72,6 +73,52 @@ static double grouped_rate(const ps_hardware *hw, const ps__args_gemm_grouped *a
     return product_rate(hw->gemm_grouped, a->role, rows / a->n_experts, otherwise);
   return product_rate(hw->gemm[a->dt], a->role, rows / a->n_experts, otherwise) *
          (hw->backend == PS_BACKEND_CPU ? 1 : rows / (rows + lost));
+}
+
+/* An SM's seconds and the memory's bytes of an element of a state. Of an H200 with 32 heads of 128
+ * by 128: 2.12 ms forward and 8.55 ms backward at 8,192 tokens
+ * (bench/log/2026-11-28-delta-kernels.md); bytes are those of scratch, each written once and read
+ * one and a half times. Pieces of rows follow each other and wait for memory and barriers, so the
+ * rest goes by SMs, not by the peak of products. */
+static double delta_estimate_s(const ps_hardware *hw, double sm_s, double bytes) {
+  return sm_s / larger(hw->n_sms, 1) + bytes / hw->elementwise_bytes_per_s;
+}
+
+/* Of a CPU, elements over FLOPs of products in fp32, as two threads of an EPYC with AVX-512 had
+ * them (2026-11-28). */
+static const double CPU_DELTA_FWD = 0.11, CPU_DELTA_BWD = 0.025;
+
+void ps__delta_rates(const ps_hardware *hw, ps_delta_rate out[PS_MAX_DELTA_RATES]) {
+  const double products = hw->gemm_flops_per_s[PS_F32];
+  memmove(out, hw->delta, sizeof hw->delta);
+  if (out[0].heads)
+    return;
+  out[0] =
+      hw->backend == PS_BACKEND_CPU
+          ? (ps_delta_rate){hw->n_threads, 0, CPU_DELTA_FWD * products, CPU_DELTA_BWD * products}
+          : (ps_delta_rate){32, 0, 1 / delta_estimate_s(hw, 53e-12, 0.35),
+                            1 / delta_estimate_s(hw, 214e-12, 1.41)};
+}
+
+/* On the CPU a task is a key head's: where these are no multiple of the threads, some wait. */
+static double delta_busy(const ps_hardware *hw, const ps__args_delta *a) {
+  const double threads = larger(hw->n_threads, 1);
+  return hw->backend == PS_BACKEND_CPU ? a->n_key_heads / (ceil(a->n_key_heads / threads) * threads)
+                                       : 1;
+}
+
+static double delta_ns(const ps__cost_model *m, const ps__args_delta *a, bool backward) {
+  const ps_hardware *hw = m->hw;
+  const double elements = (double)a->n_tokens * a->n_value_heads * a->key_dim * a->value_dim;
+  ps_delta_rate table[PS_MAX_DELTA_RATES];
+  node n[PS_MAX_DELTA_RATES];
+  uint32_t count = 0;
+  ps__delta_rates(hw, table);
+  for (const ps_delta_rate *r = table; count < PS_MAX_DELTA_RATES && r->heads; r++)
+    n[count++] =
+        (node){r->heads, backward ? r->backward_elements_per_s : r->forward_elements_per_s};
+  return rate_ns(elements,
+                 m->compute_speed * delta_busy(hw, a) * rate_at(n, count, a->n_value_heads));
 }
 
 static bool is_slice(const ps_attention_rate *r) { return r->kv_rows > r->rows; }
@@ -180,6 +227,8 @@ static double device_ns(const ps__cost_model *m, const ps_kernel *kernel, const 
                                    heads_speed(hw, a, pairs, backward) *
                                    attention_rate(hw, a, pairs, backward));
   }
+  case PS__RATE_DELTA_FWD: return delta_ns(m, args, false);
+  case PS__RATE_DELTA_BWD: return delta_ns(m, args, true);
   default: return bytes_ns;
   }
 }

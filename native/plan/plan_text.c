@@ -80,6 +80,14 @@ static void say_pinned(text *t, const ps_plan_report *r) {
   say(t, "\n");
 }
 
+/* Where all rates are estimates, the predicted time says so. */
+static void say_delta(text *t, const ps_plan *p) {
+  if (p->model->cfg.linear_key_heads && p->hw.measured && !p->hw.delta[0].heads)
+    say(t,
+        "delta-nets       the rate of their delta rule is an estimate: penstock profile measures "
+        "it\n");
+}
+
 static void say_experts(text *t, const ps_model *m) {
   say(t,
       "experts          %u in each of %u blocks, %u a token; auxiliary loss %g, router z-loss %g\n",
@@ -268,6 +276,7 @@ static void write_text(text *t, const ps_plan *p) {
       where(r->resident_grad_units, r->n_units), state, ps_recipe_name((ps_recipe)p->cfg.recipe));
   if (p->model->cfg.n_experts)
     say_experts(t, p->model);
+  say_delta(t, p);
   if (p->model->fp8.on)
     say(t,
         "FP8              products of %u of %u blocks%s%s%s%s; the first %u and the last %u in "

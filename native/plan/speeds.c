@@ -31,6 +31,8 @@ static uint32_t device_resource(const ps_hardware *hw, const ps__vop *op) {
     return hw->gemm_grouped[0].rows ? PS__SPEED_GEMM_GROUPED : PS__SPEED_GEMM;
   case PS__RATE_ATTENTION_FWD: return PS__SPEED_ATTENTION_FWD;
   case PS__RATE_ATTENTION_BWD: return PS__SPEED_ATTENTION_BWD;
+  case PS__RATE_DELTA_FWD: return PS__SPEED_DELTA_FWD;
+  case PS__RATE_DELTA_BWD: return PS__SPEED_DELTA_BWD;
   default:
     return hw->backend == PS_BACKEND_CPU && op->kernel->op_class == PS_CLASS_OPTIMIZER
                ? PS__SPEED_UPDATES

@@ -26,6 +26,8 @@ typedef enum ps__resource {
   PS__SPEED_GEMM_GROUPED, /* products of experts */
   PS__SPEED_ATTENTION_FWD,
   PS__SPEED_ATTENTION_BWD,
+  PS__SPEED_DELTA_FWD, /* the delta rule */
+  PS__SPEED_DELTA_BWD,
   PS__SPEED_ELEMENTWISE,
   PS__SPEED_DISK_READ,
   PS__SPEED_DISK_WRITE,

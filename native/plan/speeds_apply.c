@@ -414,6 +414,18 @@ static void apply_products(ps_hardware *hw, const ps__speeds *s) {
   }
 }
 
+/* Where the description has no rates, the estimates that plans take. */
+static void apply_delta(ps_hardware *hw, const ps__speeds *s) {
+  const double forward = factor(s, PS__SPEED_DELTA_FWD), backward = factor(s, PS__SPEED_DELTA_BWD);
+  if (!(mean_speed(s, PS__SPEED_DELTA_FWD, PS__SPEED_DELTA_BWD, ANY_SET) > 0))
+    return;
+  ps__delta_rates(hw, hw->delta);
+  for (int i = 0; i < PS_MAX_DELTA_RATES; i++) {
+    hw->delta[i].forward_elements_per_s *= forward;
+    hw->delta[i].backward_elements_per_s *= backward;
+  }
+}
+
 /* Both ways share the drive, whose rate for both together follows what they have as means. */
 static void apply_disk(ps_hardware *hw, const ps__speeds *s) {
   const double both = mean_speed(s, PS__SPEED_DISK_READ, PS__SPEED_DISK_WRITE, ANY_SET);
@@ -432,6 +444,7 @@ void ps__speeds_apply(ps_hardware *hw, const ps__speeds *s) {
   else
     apply_shared_memory(hw, s);
   apply_products(hw, s);
+  apply_delta(hw, s);
   hw->gather_bytes_per_s *= factor(s, PS__SPEED_GATHER);
   hw->link[PS_LINK_PEER].bytes_per_s *= factor(s, PS__SPEED_PEERS);
   apply_disk(hw, s);

@@ -29,7 +29,7 @@ struct ps__observer {
   uint32_t n_marked;      /* of them that are read */
   double marked_s[MARKED];
   /* of steps that took the same time; and the last step that they are of */
-  ps__speeds seen[COMPARED], speeds;
+  ps__speeds seen[COMPARED + 1], speeds; /* one more, to measure into */
   double seen_s;
   uint32_t n_seen;
   uint64_t seen_step;
@@ -118,14 +118,14 @@ static ps_status predict(ps__observer *o, const ps_plan *p) {
 
 /* Speeds of steps that took another time are those of another machine. */
 static ps_status learn(ps__observer *o, const ps_plan *p, uint64_t step) {
-  ps__speeds s;
+  ps__speeds *s = &o->seen[COMPARED];
   const double took = o->marked_s[MARKED / 2];
-  PS_TRY(ps__speeds_measure(&s, p, &p->hw, o->events));
+  PS_TRY(ps__speeds_measure(s, p, &p->hw, o->events));
   if (o->n_seen && fabs(took / o->seen_s - 1) > PS__NOTICED)
     o->n_seen = 0;
   if (o->n_seen == COMPARED)
     memmove(o->seen, o->seen + 1, --o->n_seen * sizeof *o->seen);
-  o->seen[o->n_seen++] = s;
+  o->seen[o->n_seen++] = *s;
   o->seen_s = took;
   ps__speeds_median(&o->speeds, o->seen, o->n_seen);
   PS_TRY(predict(o, p));

@@ -429,6 +429,12 @@ static const ps__args_attention some_attention = {.n_tokens = 256,
                                                   .head_dim = 64,
                                                   .dt = PS_BF16,
                                                   .document_rows = 256};
+static const ps__args_delta some_delta = {.n_tokens = 256,
+                                          .n_key_heads = 2,
+                                          .n_value_heads = 4,
+                                          .key_dim = 16,
+                                          .value_dim = 16,
+                                          .dt = PS_BF16};
 typedef struct speed_case {
   const ps_kernel *kernel;
   const void *args;
@@ -472,6 +478,50 @@ static void grouped_products_have_the_rate_of_their_rows(void) {
     CHECK(same(rate_of(&hw, &ps__k_gemm_grouped, compute, &g, work), (9 - role) * 1e12));
     g.n_tokens = 2048;
     CHECK(same(rate_of(&hw, &ps__k_gemm_grouped, compute, &g, work), (14 - role) * 1e12));
+  }
+}
+
+static double delta_elements_per_s(const ps_hardware *hw, uint32_t keys, uint32_t values,
+                                   bool backward) {
+  const ps__cost_model m = ps__cost_model_of(hw, false, ps__places_of(1, 1), 2, 0);
+  const ps__args_delta a = {.n_tokens = 8192,
+                            .n_key_heads = keys,
+                            .n_value_heads = values,
+                            .key_dim = 128,
+                            .value_dim = 128,
+                            .dt = PS_BF16};
+  return 1e9 * 8192 * values * 128 * 128 /
+         ps__cost_ns(&m, backward ? &ps__k_delta_bwd : &ps__k_delta_fwd,
+                     ps__places_of(1, 1)->dev[0].compute, &a, (ps_work){.flops = 1, .bytes = 1});
+}
+
+/* By value heads. Without a table what an H200 took, by SMs and memory; on the CPU a thread takes a
+ * key head at a time. */
+static void the_delta_rule_has_the_rate_of_its_heads(void) {
+  const double h200[] = {8192.0 * 32 * 16384 / 2.12e-3, 8192.0 * 32 * 16384 / 8.55e-3};
+  ps_hardware gpu = {.backend = PS_BACKEND_CUDA, .n_sms = 132, .elementwise_bytes_per_s = 3.87e12},
+              slow = gpu, cpu = {.backend = PS_BACKEND_CPU, .n_threads = 4};
+  slow.n_sms /= 2;
+  slow.elementwise_bytes_per_s /= 2;
+  cpu.gemm_flops_per_s[PS_F32] = 1e12;
+  for (int backward = 0; backward < 2; backward++) {
+    const double estimate = delta_elements_per_s(&gpu, 16, 32, backward),
+                 all = delta_elements_per_s(&cpu, 4, 4, backward);
+    CHECK(fabs(estimate / h200[backward] - 1) < 0.02);
+    CHECK(same(delta_elements_per_s(&slow, 16, 64, backward), estimate / 2));
+    CHECK(all > 1e10 && same(delta_elements_per_s(&cpu, 8, 32, backward), all));
+    CHECK(same(delta_elements_per_s(&cpu, 5, 10, backward), all * 5 / 8));
+  }
+  gpu.delta[0] = (ps_delta_rate){32, 0, 5e12, 3e12};
+  gpu.delta[1] = (ps_delta_rate){8, 0, 1e12, 1e11};
+  const struct {
+    uint32_t heads;
+    double forward, backward;
+  } is[] = {
+      {4, 1e12, 1e11}, {8, 1e12, 1e11}, {16, 3e12, 1.55e12}, {32, 5e12, 3e12}, {64, 5e12, 3e12}};
+  for (size_t i = 0; i < sizeof is / sizeof *is; i++) {
+    CHECK(same(delta_elements_per_s(&gpu, 4, is[i].heads, false), is[i].forward));
+    CHECK(same(delta_elements_per_s(&gpu, 4, is[i].heads, true), is[i].backward));
   }
 }
 
@@ -546,6 +596,7 @@ static void gpus_that_compute_at_once_are_slower(const ps_hardware *of) {
                            {&ps__k_gemm_fp8, &some_fp8_product, true},
                            {&ps__k_attention_fwd, &some_attention, true},
                            {&ps__k_attention_bwd, &some_attention, true},
+                           {&ps__k_delta_fwd, &some_delta, true},
                            {&ps__k_rmsnorm_fwd, NULL, false}};
   const ps_work work = {.flops = 1e9, .bytes = 1e6};
   ps_hardware hw = *of, known;
@@ -625,6 +676,7 @@ int main(void) {
   single_rates_fill_what_is_absent();
   fp8_products_have_the_rate_of_their_role();
   grouped_products_have_the_rate_of_their_rows();
+  the_delta_rule_has_the_rate_of_its_heads();
   document_rows_count_where_they_divide_the_chunk();
   printf("ok rates by shape: 200 machines\n");
   return 0;

@@ -75,7 +75,7 @@ static void test_paced(void) {
 /* ---- speeds ---------------------------------------------------------------------------------- */
 
 /* 1B in bf16 on an H200 whose caps let parameters, activations and updates travel. */
-static ps_plan *plan_on_gpus(const ps_hardware *gpu, uint32_t n) {
+static ps_plan *plan_of(const char *model, const ps_hardware *gpu, uint32_t n) {
   ps_model_config m = {.struct_bytes = sizeof m};
   const ps_plan_config c = {PLAN_DEFAULTS,
                             .recipe = PS_RECIPE_BF16,
@@ -88,12 +88,15 @@ static ps_plan *plan_on_gpus(const ps_hardware *gpu, uint32_t n) {
                             .layout = PS_LAYOUT_DATA_PARALLEL,
                             .clip_norm = 0.5};
   ps_plan *plan;
-  CHECK(ps_model_config_read(&m, "models/1b.json") == PS_OK);
+  CHECK(ps_model_config_read(&m, model) == PS_OK);
   m.n_layers = 4;
   CHECK(ps_plan_create(&plan, &m, &c, gpu) == PS_OK);
   return plan;
 }
 
+static ps_plan *plan_on_gpus(const ps_hardware *gpu, uint32_t n) {
+  return plan_of("models/1b.json", gpu, n);
+}
 static ps_plan *plan_on_gpu(const ps_hardware *gpu) { return plan_on_gpus(gpu, 1); }
 
 static double fraction_of(uint64_t *state) { return (double)(rnd(state) >> 11) * 0x1p-53; }
@@ -219,6 +222,40 @@ static void test_speeds(void) {
   free(events);
   CHECK(ps_plan_destroy(plan) == PS_OK);
   printf("ok rates are found from the marks of a step, and tell its time\n");
+}
+
+/* Three of four blocks are delta-nets. Their rates are found too: where the description has none,
+ * from the estimates. */
+static void test_delta_nets(void) {
+  static const char config[] =
+      "{\"model_type\": \"qwen3_5_text\", \"vocab_size\": 4096, \"hidden_size\": 1024, "
+      "\"num_hidden_layers\": 4, \"intermediate_size\": 2048, \"num_attention_heads\": 8, "
+      "\"num_key_value_heads\": 2, \"head_dim\": 128}";
+  static ps_hardware gpu, is, seen;
+  static ps__speeds speeds;
+  char path[PATH_MAX];
+  snprintf(path, sizeof path, "%s/delta.json", root);
+  FILE *f = fopen(path, "w");
+  CHECK(f && fputs(config, f) >= 0 && fclose(f) == 0);
+  gpu.struct_bytes = sizeof gpu;
+  CHECK(ps_hardware_describe(&gpu, "docs/hardware-h200.json") == PS_OK);
+  memset(gpu.delta, 0, sizeof gpu.delta);
+  is = seen = gpu;
+  ps__delta_rates(&gpu, is.delta);
+  is.delta[0].forward_elements_per_s *= 0.7;
+  is.delta[0].backward_elements_per_s *= 0.6;
+  ps_plan *plan = plan_of(path, &gpu, 1);
+  ps_trace_event *events = calloc(3 * plan->step.n_op, sizeof *events);
+  const double ns = simulate(plan, &is, events);
+  CHECK(ps__speeds_measure(&speeds, plan, &gpu, events) == PS_OK);
+  ps__speeds_apply(&seen, &speeds);
+  CHECK(off(seen.delta[0].forward_elements_per_s, is.delta[0].forward_elements_per_s) < 0.02);
+  CHECK(off(seen.delta[0].backward_elements_per_s, is.delta[0].backward_elements_per_s) < 0.02);
+  CHECK(off(seen.elementwise_bytes_per_s, gpu.elementwise_bytes_per_s) < 0.02);
+  CHECK(off(simulate(plan, &seen, events), ns) < 0.01);
+  free(events);
+  CHECK(ps_plan_destroy(plan) == PS_OK && unlink(path) == 0);
+  printf("ok the rates of delta-nets are found\n");
 }
 
 /* Times of ops that scatter are not taken for sets that are twice as fast and others that stand. */
@@ -613,6 +650,7 @@ static void tests(void) {
     return;
   test_slow_drive();
   test_speeds();
+  test_delta_nets();
   test_scatter();
   test_two_gpus();
   for (size_t i = 0; i < sizeof shares / sizeof *shares; i++)

@@ -100,14 +100,15 @@ static ps_work work_delta_cached(const void *args) {
   return w;
 }
 
-PS__OP(delta_fwd, PS_CLASS_ATTENTION, check_delta, .rate = PS__RATE_MEMORY, .work = work_delta_fwd,
-       .in_generation = &ps__k_delta_cached, .bind = bind_delta,
+PS__OP(delta_fwd, PS_CLASS_ATTENTION, check_delta, .rate = PS__RATE_DELTA_FWD,
+       .work = work_delta_fwd, .in_generation = &ps__k_delta_cached, .bind = bind_delta,
        .scratch = {ps__cpu_scratch_delta_fwd, ps_scratch_delta_fwd});
 PS__OP(delta_cached, PS_CLASS_ATTENTION, check_delta, .rate = PS__RATE_MEMORY,
        .work = work_delta_cached, .bind = bind_delta_cached,
        .scratch = {ps__cpu_scratch_delta_fwd, NULL}, .cache_bytes = cache_of_delta);
-PS__OP(delta_bwd, PS_CLASS_ATTENTION, check_delta, .rate = PS__RATE_MEMORY, .work = work_delta_bwd,
-       .bind = bind_delta_bwd, .scratch = {ps__cpu_scratch_delta_bwd, ps_scratch_delta_bwd});
+PS__OP(delta_bwd, PS_CLASS_ATTENTION, check_delta, .rate = PS__RATE_DELTA_BWD,
+       .work = work_delta_bwd, .bind = bind_delta_bwd,
+       .scratch = {ps__cpu_scratch_delta_bwd, ps_scratch_delta_bwd});
 
 /* ---- the norm with a gate -------------------------------------------------------------------- */
 
