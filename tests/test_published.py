@@ -174,6 +174,15 @@ DELTA_NET = dict(linear_num_key_heads=16, linear_num_value_heads=32, linear_conv
 DELTA_NET |= dict(linear_key_head_dim=128, linear_value_head_dim=128)
 QWEN_VISION = dict(vision_config=dict(depth=32), vision_start_token_id=151652)
 QWEN_VISION |= dict(image_token_id=151655, video_token_id=151656, vision_end_token_id=151653)
+MISTRAL_FP8 = dict(activation_scheme="static", dequantize=False, quant_method="fp8")
+MISTRAL_FP8 |= dict(weight_block_size=None)
+MISTRAL_FP8["modules_to_not_convert"] = [
+    "model.vision_tower",
+    "model.multi_modal_projector",
+    "lm_head",
+    "model.vision_tower",
+    "model.multi_modal_projector",
+]
 PIXTRAL = dict(vision_config=dict(model_type="pixtral"), image_token_index=10)
 PIXTRAL |= dict(multimodal_projector_bias=False, spatial_merge_size=2, vision_feature_layer=-1)
 OLMO3_TYPES = (["sliding_attention"] * 3 + ["full_attention"]) * 8
@@ -434,10 +443,14 @@ PUBLISHED = {
             "mistral3",
             "Mistral3ForConditionalGeneration",
             PIXTRAL,
-            text_config=sizes(131072, 4096, 14336, 34, 32, 8) | dict(model_type="ministral3"),
-            quantization_config=dict(quant_method="fp8"),
+            text_config=sizes(131072, 4096, 14336, 34, 32, 8)
+            | dict(SILU, model_type="ministral3", head_dim=128, rms_norm_eps=1e-5)
+            | dict(max_position_embeddings=262144, rope_parameters=MINISTRAL_ROPE)
+            | dict(sliding_window=None, tie_word_embeddings=False),
+            tie_word_embeddings=False,
+            quantization_config=MISTRAL_FP8,
         ),
-        "quantization_config",
+        "",
     ),
     "Mixtral 8x7B": (
         mistral(32000, 4096, 14336, 32, 32, 8, num_local_experts=8, num_experts_per_tok=2)

@@ -132,6 +132,7 @@ SCALES = {
     "rows": ("_scale", (200, 1), torch.float32, (1, 300)),
     "one": ("_scale", (), torch.float32, (200, 300)),
     "one of one": ("_scale_inv", (1,), torch.bfloat16, (200, 300)),
+    "one of Mistral": ("_scale_inv", (), torch.bfloat16, (200, 300)),
     "powers of two": ("_scale_inv", (2, 3), torch.float8_e8m0fnu, (128, 128)),
 }
 

@@ -33,6 +33,7 @@ from test_parity import (
     run,
     transformers_loss,
 )
+from test_published import MISTRAL_FP8
 from tolerance import check_gradients, loss_noise, note_spread, note_spread_of_delta_nets
 
 NEW = "model.language_model."
@@ -204,6 +205,45 @@ def test_the_text_model_alone_opens_in_transformers(directory, tmp_path, name):
     assert ModelConfig.read(tmp_path / "text").multimodal == 0
 
 
+def in_fp8(given, where, matrix):
+    """The checkpoint with what `matrix` matches in FP8, as Mistral publishes Ministral 3: a scale a
+    tensor, and one of its inputs. Returns all weights, so rounded."""
+    tensors = {}
+    for path in given.glob("*.safetensors"):
+        tensors |= safetensors.torch.load_file(path)
+    rounded = dict(tensors)
+    for name in [n for n in tensors if re.search(matrix, n)]:
+        scale = tensors[name].float().abs().amax() / 448
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        tensors[name + "_scale_inv"] = scale
+        tensors[name.replace(".weight", ".activation_scale")] = torch.tensor(0.01)
+        rounded[name] = tensors[name].float() * scale
+    where.mkdir()
+    safetensors.torch.save_file(tensors, where / "model.safetensors", {"format": "pt"})
+    config = TOWERS["ministral3-vision"] | {"quantization_config": MISTRAL_FP8}
+    (where / "config.json").write_text(json.dumps(config))
+    return rounded
+
+
+def test_a_text_tower_in_fp8_is_saved_without_scales(directory, tmp_path, capsys):
+    given = directory("ministral3-vision")
+    rounded = in_fp8(given, tmp_path / "m", r"language_model\..*_proj\.weight$")
+    words = ("--to", "hf", "--dtype", "fp32", "--quiet")
+    where = ["--model", str(tmp_path / "m"), "--out", str(tmp_path / "out")]
+    assert export.main([*where, *words]) == 0
+    saved = safetensors.torch.load_file(tmp_path / "out/model.safetensors")
+    assert saved.keys() == rounded.keys()
+    for name, x in rounded.items():
+        assert torch.equal(saved[name], x) and saved[name].dtype == x.dtype, name
+    assert json.loads((tmp_path / "out/config.json").read_text()) == TOWERS["ministral3-vision"]
+    in_fp8(given, tmp_path / "other", r"multi_modal_projector\.linear_1\.weight$")
+    where = ["--model", str(tmp_path / "other"), "--out", str(tmp_path / "no")]
+    assert export.main([*where, *words]) == 2
+    assert "linear_1.weight of another part than the text model is quantized" in (
+        capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize(
     "name, targets",
     [
@@ -284,7 +324,7 @@ REFUSED = [
     (dict(text_config=None), "text_config is missing: the text model's config is needed there"),
     (dict(text_config=dict(model_type="qwen3_5_text")), 'model_type is "qwen3_5_text": of model'),
     (dict(model_type="llama4", architectures=None), 'model_type is "llama4": of multimodal models'),
-    (dict(quantization_config=dict(quant_method="fp8")), "quantization_config is set"),
+    (dict(quantization_config=dict(quant_method="awq")), "quant_method is awq"),
     (dict(audio_config={}), "audio_config is set"),
     (dict(model_type="qwen3_vl"), "must agree"),
 ]

@@ -93,6 +93,8 @@ ps_status ps__tensors_read_blocks(const ps_tensor_file *f, uint64_t idx, void *d
 /* ps__tensors_passed_over() - whether tensor @idx is the scales of another, or one that only
  * quantized products need. */
 bool ps__tensors_passed_over(const ps_tensor_file *f, uint64_t idx);
+/* ps__tensors_has_scales() - whether tensor @idx is quantized. */
+bool ps__tensors_has_scales(const ps_tensor_file *f, uint64_t idx);
 /* ps__tensors_check_dtype() - whether ps_tensors_read() converts tensor @idx. PS_EFORMAT. */
 ps_status ps__tensors_check_dtype(const ps_tensor_file *f, uint64_t idx);
 /* ps__fused_name() - the name in such files of the tensor that begins with parameter @param, in

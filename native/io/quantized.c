@@ -99,6 +99,10 @@ bool ps__tensors_passed_over(const ps_tensor_file *f, uint64_t idx) {
   return f->tensors[idx].passed_over;
 }
 
+bool ps__tensors_has_scales(const ps_tensor_file *f, uint64_t idx) {
+  return f->tensors[idx].scales != NULL;
+}
+
 bool ps__tensors_quantized(const ps_tensor_file *f) {
   bool any = false;
   for (size_t i = 0; i < f->n; i++)

@@ -182,11 +182,7 @@ static ps_status check_whole(const ps__config_reader *r, const ps__tower *t, con
   if (ps__config_field(r->j, "audio_config") && !t->has_audio)
     return ps__fail(PS_EFORMAT, "%s: audio_config is set: model_type \"%s\" has no such field",
                     r->path, t->model_type);
-  if (ps__config_field(r->j, "quantization_config"))
-    return ps__fail(PS_EFORMAT,
-                    "%s: quantization_config is set: quantized weights cannot be trained, use the "
-                    "unquantized model",
-                    r->path);
+  PS_TRY(ps__config_check_quantization(r));
   if (!text || ps__json_type(text) != PS_JSON_OBJECT)
     return ps__fail(PS_EFORMAT, "%s: text_config is %s: the text model's config is needed there",
                     r->path, text ? ps__config_kind(text) : "missing");

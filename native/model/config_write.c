@@ -171,6 +171,8 @@ static bool fill_whole(ps__jsonw *w, const char *at, const ps__json *j, const ps
   for (size_t i = 0; i < ps__json_length(j); i++) {
     const char *key = ps__json_key(j, i);
     const bool text = !at && !strcmp(key, "text_config");
+    if (ps__config_is_quantization(key))
+      continue;
     if (is_dtype_key(key))
       ps__jsonw_string(w, key, dtype);
     else if (!c->tied_embeddings && !strcmp(key, TIE))

@@ -55,6 +55,11 @@ static ps_status check_unknown(const ps_model *m, const ps_tensor_file *f, const
       return ps__fail(PS_EFORMAT,
                       "%s: tensor %s is not part of the model that config.json describes", dir,
                       info.name);
+    if (ps_model_carries(m, info.name) && ps__tensors_has_scales(f, i))
+      return ps__fail(PS_EFORMAT,
+                      "%s: tensor %s of another part than the text model is quantized: what is "
+                      "saved has no quantization_config, use the unquantized model",
+                      dir, info.name);
   }
   return PS_OK;
 }
