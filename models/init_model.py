@@ -22,17 +22,14 @@ Values, where L is num_hidden_layers:
 
 Exit codes: 0 done, 1 the disk failed at the end, 2 bad input, 130 interrupted.
 
-This script and model_dir.py beside it stand alone on purpose: they need Python and numpy, but no
-build of Penstock. So they have their own copy of two things: open_input()
+This script, model_dir.py and model_values.py beside it stand alone on purpose: they need Python and
+numpy, but no build of Penstock. So they have their own copy of two things: open_input()
 (python/penstock/files.py, native/core/file.c) and the replacement of a model directory
 (native/io/stage.c). Change both copies together.
 """
 
 import argparse
-import collections
-import concurrent.futures
 import errno
-import hashlib
 import json
 import math
 import os
@@ -43,12 +40,9 @@ import stat
 import sys
 import time
 
-import numpy as np
 from model_dir import PENDING, SAVE, TOKENIZER, Halfway, Stage
+from model_values import DTYPES, Tensor, write_json, write_model
 
-SLICE = 1 << 20
-# in the files' metadata: the weights are fresh on purpose (native/io/safetensors.c)
-INITIALISED = "penstock_initialised_by"
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
@@ -131,10 +125,6 @@ LATENT = dict(
     deepseek_v3=(512, 1536, 128, 64, 128, 3, 1, 256, 2048),
     glm4_moe_lite=(512, 768, 192, 64, 256, 1, 1, 64, 1536),
 )
-DTYPES = {"bf16": ("BF16", 2, "bfloat16"), "fp32": ("F32", 4, "float32")}
-
-# kind: "ones", "zeros", or the standard deviation; pad: a row that is zero
-Tensor = collections.namedtuple("Tensor", "name shape kind pad", defaults=[None])
 
 
 class BadInput(Exception):
@@ -493,115 +483,7 @@ def list_tensors(cfg, s):
         yield Tensor("lm_head.weight", (s.vocab, s.dim), std)
 
 
-# ---- values --------------------------------------------------------------------------------------
-
-
-def to_bf16(x):
-    """The bf16 bits of fp32 values, rounded to nearest even. Overwrites x."""
-    bits = x.view(np.uint32)
-    odd = bits >> 16
-    odd &= 1
-    bits += odd
-    bits += 0x7FFF
-    bits >>= 16
-    return bits.astype(np.uint16)
-
-
-def make_slice(seed, tensor, k, n, dtype):
-    """Bytes of elements [k * SLICE, k * SLICE + n) of the tensor."""
-    if tensor.kind in ("ones", "zeros"):
-        x = np.full(n, tensor.kind == "ones", dtype=np.float32)
-    else:
-        digest = hashlib.sha256(f"{seed}:{tensor.name}".encode()).digest()
-        key = np.frombuffer(digest[:16], dtype="<u8").astype(np.uint64)
-        counter = np.array([0, 0, k, 0], dtype=np.uint64)
-        x = np.random.Generator(np.random.Philox(key=key, counter=counter)).standard_normal(
-            n, dtype=np.float32
-        )
-        x *= np.float32(tensor.kind)
-        if tensor.pad is not None:
-            dim = tensor.shape[1]
-            at = tensor.pad * dim - k * SLICE
-            x[max(at, 0) : max(at + dim, 0)] = 0
-    return (
-        to_bf16(x).astype("<u2", copy=False) if dtype == "bf16" else x.astype("<f4", copy=False)
-    ).data
-
-
-def slices(seed, tensors, dtype, workers):
-    """The bytes of all tensors in order. Threads make them ahead of the writer."""
-    jobs = (
-        (t, k, min(SLICE, math.prod(t.shape) - k * SLICE))
-        for t in tensors
-        for k in range(-(-math.prod(t.shape) // SLICE))
-    )
-    pending = collections.deque()
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        for t, k, n in jobs:
-            pending.append(pool.submit(make_slice, seed, t, k, n, dtype))
-            if len(pending) > workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-
-
 # ---- files ---------------------------------------------------------------------------------------
-
-
-def cut_shards(tensors, element, limit):
-    shards, room = [[]], limit
-    for t in tensors:
-        size = math.prod(t.shape) * element
-        if shards[-1] and size > room:
-            shards.append([])
-            room = limit
-        shards[-1].append(t)
-        room -= size
-    return shards
-
-
-def write_shard(path, shard, seed, dtype, workers, progress):
-    name, element, _ = DTYPES[dtype]
-    header, at = {"__metadata__": {"format": "pt", INITIALISED: "models/init_model.py"}}, 0
-    for t in shard:
-        end = at + math.prod(t.shape) * element
-        header[t.name] = {"dtype": name, "shape": list(t.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "xb") as f:
-        f.write(len(text).to_bytes(8, "little") + text)
-        for piece in slices(seed, shard, dtype, workers):
-            f.write(piece)
-            progress(piece.nbytes)
-
-
-def write_model(folder, tensors, args, progress):
-    shards = cut_shards(tensors, DTYPES[args.dtype][1], args.max_shard_size)
-    workers = min(4, os.cpu_count() or 1)
-    files, weight_map = [], {}
-    for i, shard in enumerate(shards):
-        one = len(shards) == 1
-        files.append(
-            "model.safetensors" if one else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-        )
-        write_shard(
-            os.path.join(folder, files[-1]), shard, args.seed, args.dtype, workers, progress
-        )
-        weight_map.update((t.name, files[-1]) for t in shard)
-    if len(shards) > 1:
-        total = sum(math.prod(t.shape) for t in tensors) * DTYPES[args.dtype][1]
-        write_json(
-            os.path.join(folder, "model.safetensors.index.json"),
-            {"metadata": {"total_size": total}, "weight_map": weight_map},
-        )
-    return files
-
-
-def write_json(path, value):
-    with open(path, "x", encoding="utf-8") as f:
-        json.dump(value, f, indent=2, ensure_ascii=False)
-        f.write("\n")
 
 
 def token_names(path, tokenizer):
