@@ -19,6 +19,8 @@ from test_plan import config, rates
 BINARY = BUILD / "bin/penstock"
 GPUS = {
     "network_bytes_per_s",  # stated by a file, not measured
+    "heads512_attention_flops_per_s",
+    "heads512_attention_bwd_flops_per_s",
     "device_peak_bytes_per_s",
     "link_peak_bytes_per_s",
 }

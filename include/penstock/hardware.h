@@ -151,7 +151,7 @@ typedef struct ps_hardware {
   double gemm_fp8_flops_per_s;
   ps_gemm_rate gemm_fp8[PS_MAX_GEMM_RATES];
   /* CUDA: products of bf16 an expert (mixture of experts), by the rows that an expert has on
-   * average, with a random number of rows each. ps_hardware_get() with ask->experts and
+   * average, with a random number of rows each. ps_hardware_get() with a model that has experts and
    * ps_hardware_profile() measure them. An empty table: the rate of a product of
    * as many rows, less half a tile of 128 rows an expert. */
   ps_gemm_rate gemm_grouped[PS_MAX_GEMM_RATES];
@@ -169,6 +169,9 @@ typedef struct ps_hardware {
    * pair the first holds for all lengths; without the first the speed is 1. */
   double heads64_attention_speed, heads64_attention_bwd_speed;
   double heads64_long_attention_speed, heads64_long_attention_bwd_speed;
+  /* CUDA: attention with heads of 512, and of all above 256, which no library has: the plain
+   * kernels', by 4 and 10 FLOPs as above. 0: an estimate from elementwise_bytes_per_s. */
+  double heads512_attention_flops_per_s, heads512_attention_bwd_flops_per_s;
   /* The delta rule, of all dtypes. On the CPU backend an entry has as many heads as there are
    * threads: a key head with its value heads is one thread's. An empty table: an estimate from what
    * an H200 takes, by the GPU's SMs and memory; of a CPU by its products. */
@@ -250,7 +253,7 @@ PS_API ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32
  * CUDA: the context is made, the libraries are loaded, and products' algorithms are chosen as a run
  * chooses them; device_overhead_bytes is what that took. The table leaves out attention that takes
  * more scratch than plans expect, and finding documents where no library does it. The rates of
- * FP8 and of experts are left to ps_hardware_get().
+ * FP8, of experts, of the delta rule on CUDA and of heads above 256 are left to ps_hardware_get().
  * Blocks. Errors: PS_EINVAL, PS_ENOMEM, PS_EDEVICE; PS_EBUDGET where less than 38 MB + 5 MB a
  * thread are left (on CUDA 1.6 GiB), or @device_mem_bytes is less than
  * ps_hardware_measure_bytes(). */
@@ -264,7 +267,7 @@ PS_API ps_status ps_hardware_measure(ps_hardware *out, uint32_t backend, uint32_
 PS_API uint64_t ps_hardware_measure_bytes(const ps_hardware *hw);
 
 /* ps_hardware_profile() - ps_hardware_measure() in full: longer, and on CUDA in more memory, with
- * the rates of FP8 and of experts. All is measured three times, pass after pass, and of each rate
+ * the rates that it leaves out. All is measured three times, pass after pass, and of each rate
  * the median counts, so that the machine need not be quiet all the time (moved_percent).
  * @seconds 0: 5; on CUDA 125, which is 0.7 s a case and pass. On CUDA the host's cases use three
  * quarters of the memory that is free. Arguments and errors otherwise as above. */
@@ -307,7 +310,7 @@ typedef struct ps_hardware_ask {
   uint32_t n_devices;    /* CUDA: the rates of so many GPUs from @device on together, too; 0: 1 */
   uint32_t fp8;          /* 1: the rates of FP8 products too, on a GPU that has them */
   uint32_t how;          /* ps_hardware_how */
-  uint32_t experts;      /* 1: the rates of products of experts too, on a GPU */
+  uint32_t reserved;
   /* Caps of what measuring may take: of what each GPU loses to the process, and of the process's
    * host memory; 0: none. PS_HARDWARE_IN_FULL has none of device memory. */
   uint64_t device_mem_bytes, host_mem_bytes;
@@ -316,6 +319,9 @@ typedef struct ps_hardware_ask {
    * none, or how is not PS_HARDWARE_ONCE: 3 s and up to 8 GiB written, in full 20 s and up to 256
    * GiB. NULL: no disk. The file keeps the rates of one disk. */
   const char *disk;
+  /* The model to plan for, on a GPU: the rates of products of experts, of the delta rule and of
+   * attention's heads above 256 too, where it has them. NULL: none of these. */
+  const ps_model_config *model;
   ps_hardware_note_fn note; /* NULL: nothing is told */
   void *user;
 } ps_hardware_ask;
@@ -323,12 +329,12 @@ typedef struct ps_hardware_ask {
 /* ps_hardware_get() - this machine's rates. A file of the user's cache (ps_hardware_cache_path())
  * keeps them; it is measured anew where ps_hardware_read() says so, and where its rates are
  * PS_MEASURED_TIGHT and there is more memory now. Where a cap leaves no room to measure, the file's
- * rates count, else estimates. With ask->fp8, ask->experts and with several GPUs, what the file
+ * rates count, else estimates. With ask->fp8, ask->model and with several GPUs, what the file
  * lacks of them is measured and added. Where a cap leaves no room for that, a line of the log says
  * so, and the rates stay as they are.
  * @ask  borrowed for the call.
  * Takes what ps_hardware_measure() takes; with CUDA also up to a minute for FP8's products, 10 s
- * for those of experts, and 15 s and 4.4 GiB a GPU for several GPUs.
+ * for each of what ask->model needs, and 15 s and 4.4 GiB a GPU for several GPUs.
  * Threads: any; ask->note is called by this one. Of processes that measure at once each writes the
  *         file as a whole. Blocks: as long as measuring takes.
  * Errors: PS_EINVAL, PS_ENOMEM, PS_EDEVICE; several GPUs: as ps_hardware_gpus_check(). PS_EBUDGET

@@ -252,7 +252,7 @@ typedef struct cli_device {
 
 /* cli_hardware_get() - read the machine's rates from the user's cache. On first use measure and
  * cache them, and say so on stderr unless @quiet. @device_bytes, @host_bytes: caps meanwhile, 0:
- * none. @fp8, @experts: those of FP8 products and of products of experts too.
+ * none. @fp8: those of FP8 products too. @model: those that it needs (ps_hardware_ask); or NULL.
  * cli_hardware_measure() - measure the rates now and cache them. @full: by ps_hardware_profile().
  * @seconds 0: as long as the device needs. *kept: whether the cache has them.
  * cli_bound_threads() - lower device->threads to @n_cpus, and say so. cli_hardware_get() and
@@ -260,7 +260,7 @@ typedef struct cli_device {
  * cli_gpus_check() - whether a training or an evaluation can run on device->n_gpus. Exit code.
  * cli_on_gpu() - whether it runs on a GPU. */
 int cli_hardware_get(ps_hardware *out, cli_device *device, uint64_t device_bytes,
-                     uint64_t host_bytes, bool fp8, bool experts, bool quiet);
+                     uint64_t host_bytes, bool fp8, const ps_model_config *model, bool quiet);
 int cli_hardware_measure(ps_hardware *out, cli_device *device, bool full, double seconds,
                          bool *kept);
 void cli_bound_threads(cli_device *device, uint32_t n_cpus, bool quiet);

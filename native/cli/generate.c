@@ -112,7 +112,7 @@ static int prepare(generation *g) {
                                 .lora = lora,
                                 .adapter_dir = g->adapter};
   return code == CLI_OK ? cli_hardware_get(&g->hw, &g->device, g->device_mem, g->host_mem, false,
-                                           false, g->quiet)
+                                           NULL, g->quiet)
                         : code;
 }
 

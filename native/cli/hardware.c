@@ -98,10 +98,10 @@ static int get(ps_hardware *out, ps_hardware_ask *ask, cli_device *d, told *t) {
 }
 
 int cli_hardware_get(ps_hardware *out, cli_device *d, uint64_t device_bytes, uint64_t host_bytes,
-                     bool fp8, bool experts, bool quiet) {
+                     bool fp8, const ps_model_config *model, bool quiet) {
   return get(out,
              &(ps_hardware_ask){.fp8 = fp8,
-                                .experts = experts,
+                                .model = model,
                                 .device_mem_bytes = device_bytes,
                                 .host_mem_bytes = host_bytes},
              d, &(told){.quiet = quiet});

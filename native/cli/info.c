@@ -109,7 +109,7 @@ static int show_data(cli_json *j, const cli_texts *paths, uint32_t vocab_size, u
 static int show_machine(cli_json *j) {
   ps_hardware hw = {.struct_bytes = sizeof hw};
   cli_device any = {0};
-  int code = cli_hardware_get(&hw, &any, 0, 0, false, false, j != NULL);
+  int code = cli_hardware_get(&hw, &any, 0, 0, false, NULL, j != NULL);
   if (code != CLI_OK)
     return code;
   if (j) {

@@ -560,8 +560,7 @@ static int get_hardware(cli_job *j) {
   const char *other = j->hardware_file ? "hardware" : j->gpu_model ? "gpu-model" : NULL;
   if (!other)
     return cli_hardware_get(&j->hardware, &j->device, j->plan_config.device_mem_bytes,
-                            j->plan_config.host_mem_bytes, has_fp8(j), j->config.n_experts > 0,
-                            j->quiet);
+                            j->plan_config.host_mem_bytes, has_fp8(j), &j->config, j->quiet);
   if (j->hardware_file && j->gpu_model)
     return cli_fail(CLI_REFUSED,
                     "--hardware and --gpu-model both describe a machine: leave one out");

@@ -78,6 +78,9 @@ static void attention_lines(FILE *out, const ps_hardware *hw, double peak) {
   line(out, "    backward", hw->heads64_attention_bwd_speed, 0.01, "%", 0);
   line(out, "    a sequence of 131072, forward", hw->heads64_long_attention_speed, 0.01, "%", 0);
   line(out, "    backward", hw->heads64_long_attention_bwd_speed, 0.01, "%", 0);
+  line(out, "attention with heads of 512, forward", hw->heads512_attention_flops_per_s, 1e9,
+       "GFLOP/s", peak);
+  line(out, "    backward", hw->heads512_attention_bwd_flops_per_s, 1e9, "GFLOP/s", peak);
 }
 
 static void delta_lines(FILE *out, const ps_hardware *hw) {

@@ -102,13 +102,23 @@ static ps_status measure(getting *g, bool from_file) {
   return PS_OK;
 }
 
-/* Rates that are measured when they are first needed: of FP8's products, of products of experts, of
- * several GPUs. */
+/* Rates that are measured when they are first needed: of FP8's products, of what some models have,
+ * of several GPUs. */
 static ps_status add(getting *g, ps_status (*more)(ps_hardware *, const ps_hardware_ask *)) {
   const ps_hardware before = g->hw;
   PS_TRY(more(&g->hw, g->ask));
   if (g->hw.measured && memcmp(&before, &g->hw, sizeof before) != 0)
     keep(g, false);
+  return PS_OK;
+}
+
+static ps_status add_model(getting *g, const ps_model_config *m) {
+  if (m->n_experts)
+    PS_TRY(add(g, ps__hardware_experts));
+  if (m->linear_key_heads)
+    PS_TRY(add(g, ps__hardware_delta));
+  if (m->head_dim > 256 || m->global_head_dim > 256)
+    PS_TRY(add(g, ps__hardware_heads512));
   return PS_OK;
 }
 
@@ -123,8 +133,8 @@ static ps_status get(getting *g) {
     PS_TRY(measure(g, from_file));
   if (ask->fp8)
     PS_TRY(add(g, ps__hardware_fp8));
-  if (ask->experts)
-    PS_TRY(add(g, ps__hardware_experts));
+  if (ask->model)
+    PS_TRY(add_model(g, ask->model));
   if (ask->disk)
     PS_TRY(add(g, ps__hardware_disk));
   return add(g, ps__hardware_peers);

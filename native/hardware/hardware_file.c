@@ -139,6 +139,8 @@ static const field fields[] = {
     REAL_OF(heads64_attention_bwd_speed, 0),
     REAL_OF(heads64_long_attention_speed, 0),
     REAL_OF(heads64_long_attention_bwd_speed, 0),
+    REAL_OF(heads512_attention_flops_per_s, 0),
+    REAL_OF(heads512_attention_bwd_flops_per_s, 0),
     REAL_OF(accumulate_bytes_per_s, 0),
     REAL_OF(accumulate_sumsq_bytes_per_s, 0),
     REAL_OF(sumsq_bytes_per_s, 0),

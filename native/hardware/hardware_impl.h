@@ -44,6 +44,12 @@ bool ps__hardware_lacks_fp8(const ps_hardware *hw);
  * experts needs, gemm_grouped, on any GPU. */
 ps_status ps__hardware_experts(ps_hardware *hw, const ps_hardware_ask *ask);
 bool ps__hardware_lacks_experts(const ps_hardware *hw);
+/* ps__hardware_delta(), ps__hardware_lacks_delta() - the same of delta, the delta rule's rates.
+ * ps__hardware_heads512(), ps__hardware_lacks_heads512() - of heads512_attention_flops_per_s. */
+ps_status ps__hardware_delta(ps_hardware *hw, const ps_hardware_ask *ask);
+bool ps__hardware_lacks_delta(const ps_hardware *hw);
+ps_status ps__hardware_heads512(ps_hardware *hw, const ps_hardware_ask *ask);
+bool ps__hardware_lacks_heads512(const ps_hardware *hw);
 /* ps__hardware_disk() - the rates of ask->disk, as ps_hardware_ask says (disk.c). PS_EINVAL,
  * PS_EBUDGET, PS_EBUSY, PS_EIO: a directory does not serve. */
 ps_status ps__hardware_disk(ps_hardware *hw, const ps_hardware_ask *ask);

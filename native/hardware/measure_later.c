@@ -1,5 +1,5 @@
-/* measure_later.c - the rates of FP8 products and of products of experts, each measured when a plan
- * first needs them. */
+/* measure_later.c - the rates of FP8 products, of products of experts, of the delta rule and of
+ * attention's heads above 256, each measured when a plan first needs them. */
 #include "hardware/hardware_impl.h"
 #ifdef PS_CUDA
 #  include "backends/cuda/probe.h"
@@ -16,6 +16,13 @@ bool ps__hardware_lacks_experts(const ps_hardware *hw) {
   return measured_gpu(hw) && !hw->gemm_grouped[0].rows;
 }
 
+bool ps__hardware_lacks_delta(const ps_hardware *hw) {
+  return measured_gpu(hw) && !hw->delta[0].heads;
+}
+bool ps__hardware_lacks_heads512(const ps_hardware *hw) {
+  return measured_gpu(hw) && !(hw->heads512_attention_flops_per_s > 0);
+}
+
 #ifdef PS_CUDA
 static const double SECONDS = 0.35; /* of a case, about as many as ps_hardware_measure() takes */
 
@@ -24,7 +31,9 @@ typedef struct more {
   ps_status (*measure)(ps_hardware *hw, double seconds, const ps__host_work *host);
 } more;
 static const more fp8 = {"FP8 products", "10 s to a minute", ps__cuda_measure_fp8},
-                  experts = {"products of experts", "10 s", ps__cuda_measure_grouped};
+                  experts = {"products of experts", "10 s", ps__cuda_measure_grouped},
+                  delta = {"delta rule", "10 s", ps__cuda_measure_delta},
+                  heads512 = {"attention with heads of 512", "10 s", ps__cuda_measure_heads512};
 
 static ps_status measure(ps_hardware *hw, const ps_hardware_ask *ask, const more *m) {
   ps__host_places at = {.stride = 2ull * PS__COPY_BYTES, .n = 1};
@@ -66,4 +75,10 @@ ps_status ps__hardware_fp8(ps_hardware *hw, const ps_hardware_ask *ask) {
 }
 ps_status ps__hardware_experts(ps_hardware *hw, const ps_hardware_ask *ask) {
   return ps__hardware_lacks_experts(hw) ? MEASURE(hw, ask, &experts) : PS_OK;
+}
+ps_status ps__hardware_delta(ps_hardware *hw, const ps_hardware_ask *ask) {
+  return ps__hardware_lacks_delta(hw) ? MEASURE(hw, ask, &delta) : PS_OK;
+}
+ps_status ps__hardware_heads512(ps_hardware *hw, const ps_hardware_ask *ask) {
+  return ps__hardware_lacks_heads512(hw) ? MEASURE(hw, ask, &heads512) : PS_OK;
 }

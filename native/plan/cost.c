@@ -195,6 +195,18 @@ static double heads_speed(const ps_hardware *hw, const ps__args_attention *a, do
              : usual + (longer - usual) * log(keys / USUAL_KEYS) / log(LONG_KEYS / USUAL_KEYS);
 }
 
+/* Of the plain kernels. Their estimate is the memory's rate: forward they read 4 head_dim bytes of
+ * keys and values for as many FLOPs of a pair and head, backward 10 for 10, from a cache, and wait
+ * for it. */
+double ps__plain_rate(const ps_hardware *hw, bool backward) {
+  const double measured =
+      backward ? hw->heads512_attention_bwd_flops_per_s : hw->heads512_attention_flops_per_s;
+  return measured > 0 ? measured : hw->elementwise_bytes_per_s;
+}
+bool ps__plain_attention(const ps_hardware *hw, const ps__args_attention *a) {
+  return hw->backend == PS_BACKEND_CUDA && a->head_dim > 256;
+}
+
 /* fp8_attention_speed is measured with USUAL_KEYS keys a row. The clock follows the mean power.
  * With more keys a row attention takes more of the time, so products lower its clock by less. */
 static double speed_beside_fp8(const ps__cost_model *m, const ps__args_attention *a, double pairs) {
@@ -222,6 +234,8 @@ static double device_ns(const ps__cost_model *m, const ps_kernel *kernel, const 
   case PS__RATE_ATTENTION_BWD: {
     const ps__args_attention *a = args;
     const bool backward = rate == PS__RATE_ATTENTION_BWD;
+    if (ps__plain_attention(hw, a))
+      return rate_ns(work.flops, m->compute_speed * ps__plain_rate(hw, backward));
     const double pairs = work.flops / ((backward ? 10.0 : 4.0) * a->n_heads * a->head_dim);
     return rate_ns(work.flops, m->compute_speed * speed_beside_fp8(m, a, pairs) *
                                    heads_speed(hw, a, pairs, backward) *

@@ -270,6 +270,9 @@ double ps__disk_rate(const ps_hardware *hw, bool write);
 double ps__disk_duplex(const ps_hardware *hw);
 /* ps__delta_rates() - hw->delta, or one entry of estimates. @out may be hw->delta. */
 void ps__delta_rates(const ps_hardware *hw, ps_delta_rate out[PS_MAX_DELTA_RATES]);
+/* ps__plain_attention() - whether attention has the plain kernels' rate, ps__plain_rate(). */
+double ps__plain_rate(const ps_hardware *hw, bool backward);
+bool ps__plain_attention(const ps_hardware *hw, const ps__args_attention *a);
 bool ps__gpus_measured(const ps_hardware *hw, uint32_t n_devices);
 const ps_contention_rate *ps__gpus_copies(const ps_hardware *hw, uint32_t n_devices);
 void ps__cost(void *model, const ps_op_view *op, ps_sim_cost *out); /* a ps_sim_cost_fn */

@@ -81,8 +81,14 @@ static void say_pinned(text *t, const ps_plan_report *r) {
 }
 
 /* Where all rates are estimates, the predicted time says so. */
-static void say_delta(text *t, const ps_plan *p) {
-  if (p->model->cfg.linear_key_heads && p->hw.measured && !p->hw.delta[0].heads)
+static void say_estimates(text *t, const ps_plan *p) {
+  const ps_model_config *c = &p->model->cfg;
+  const bool wide = c->head_dim > 256 || c->global_head_dim > 256;
+  if (wide && p->hw.backend == PS_BACKEND_CUDA && p->hw.measured &&
+      !(p->hw.heads512_attention_flops_per_s > 0))
+    say(t, "attention        the rate of heads above 256 is an estimate: penstock profile measures "
+           "it\n");
+  if (c->linear_key_heads && p->hw.measured && !p->hw.delta[0].heads)
     say(t,
         "delta-nets       the rate of their delta rule is an estimate: penstock profile measures "
         "it\n");
@@ -276,7 +282,7 @@ static void write_text(text *t, const ps_plan *p) {
       where(r->resident_grad_units, r->n_units), state, ps_recipe_name((ps_recipe)p->cfg.recipe));
   if (p->model->cfg.n_experts)
     say_experts(t, p->model);
-  say_delta(t, p);
+  say_estimates(t, p);
   if (p->model->fp8.on)
     say(t,
         "FP8              products of %u of %u blocks%s%s%s%s; the first %u and the last %u in "

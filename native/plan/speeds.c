@@ -22,15 +22,17 @@ static uint32_t host_resource(const ps__vop *op) {
   }
 }
 
-static uint32_t device_resource(const ps_hardware *hw, const ps__vop *op) {
+static uint32_t device_resource(const ps_hardware *hw, const ps__vop *op, const void *args) {
   switch (ps__op_rate(op->kernel)) {
   case PS__RATE_GEMM: return PS__SPEED_GEMM;
   case PS__RATE_GEMM_FP8: return PS__SPEED_GEMM_FP8;
   /* until they have rates of their own they are priced as other products */
   case PS__RATE_GEMM_GROUPED:
     return hw->gemm_grouped[0].rows ? PS__SPEED_GEMM_GROUPED : PS__SPEED_GEMM;
-  case PS__RATE_ATTENTION_FWD: return PS__SPEED_ATTENTION_FWD;
-  case PS__RATE_ATTENTION_BWD: return PS__SPEED_ATTENTION_BWD;
+  case PS__RATE_ATTENTION_FWD:
+    return ps__plain_attention(hw, args) ? PS__SPEED_PLAIN_FWD : PS__SPEED_ATTENTION_FWD;
+  case PS__RATE_ATTENTION_BWD:
+    return ps__plain_attention(hw, args) ? PS__SPEED_PLAIN_BWD : PS__SPEED_ATTENTION_BWD;
   case PS__RATE_DELTA_FWD: return PS__SPEED_DELTA_FWD;
   case PS__RATE_DELTA_BWD: return PS__SPEED_DELTA_BWD;
   default:
@@ -42,7 +44,8 @@ static uint32_t device_resource(const ps_hardware *hw, const ps__vop *op) {
 
 /* NONE: the op's time says nothing of the machine, as it reads files of tokens or waits for other
  * hosts. */
-static uint32_t resource_of(const ps__places *at, const ps_hardware *hw, const ps__vop *op) {
+static uint32_t resource_of(const ps__places *at, const ps_hardware *hw, const ps__vop *op,
+                            const void *args) {
   if (ps__link_of(at, op->stream))
     switch (ps__direction(at, op->stream)) {
     case PS__TO_DEVICE: return PS__SPEED_H2D;
@@ -55,7 +58,7 @@ static uint32_t resource_of(const ps__places *at, const ps_hardware *hw, const p
     return NONE;
   if (op->stream == at->io)
     return op->tag.layer >= 0 ? PS__SPEED_GATHER : NONE;
-  return ps__stream_on_host(at, op->stream) ? host_resource(op) : device_resource(hw, op);
+  return ps__stream_on_host(at, op->stream) ? host_resource(op) : device_resource(hw, op, args);
 }
 
 /* Which bit of a set says that the resource is in use; 0: none does. */
@@ -388,7 +391,8 @@ static void measure(sweep *s, const room *m, const ps_hardware *hw, ps__speeds *
       ps__cost_model_of(hw, p->model->fp8.on, p->step.at, hw->n_threads, p->spec.sum_threads);
   ps__step_costs(&p->step, &model, false, m->cost);
   for (size_t i = 0; i < s->n_ops; i++)
-    m->resource[i] = (uint8_t)resource_of(p->step.at, hw, &p->step.op[i]);
+    m->resource[i] =
+        (uint8_t)resource_of(p->step.at, hw, &p->step.op[i], p->step.args + p->step.op[i].args);
   for (uint32_t i = 0; i < 2 * STEPS * s->n_ops; i++)
     m->point[i] = i;
   qsort_r(m->point, 2 * STEPS * s->n_ops, sizeof *m->point, by_time, (void *)s->events);

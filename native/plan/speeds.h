@@ -26,6 +26,8 @@ typedef enum ps__resource {
   PS__SPEED_GEMM_GROUPED, /* products of experts */
   PS__SPEED_ATTENTION_FWD,
   PS__SPEED_ATTENTION_BWD,
+  PS__SPEED_PLAIN_FWD, /* attention with heads above 256 on a GPU */
+  PS__SPEED_PLAIN_BWD,
   PS__SPEED_DELTA_FWD, /* the delta rule */
   PS__SPEED_DELTA_BWD,
   PS__SPEED_ELEMENTWISE,

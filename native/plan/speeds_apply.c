@@ -415,6 +415,14 @@ static void apply_products(ps_hardware *hw, const ps__speeds *s) {
 }
 
 /* Where the description has no rates, the estimates that plans take. */
+static void apply_plain(ps_hardware *hw, const ps__speeds *s) {
+  const double forward = ps__plain_rate(hw, false), backward = ps__plain_rate(hw, true);
+  if (!(mean_speed(s, PS__SPEED_PLAIN_FWD, PS__SPEED_PLAIN_BWD, ANY_SET) > 0))
+    return;
+  hw->heads512_attention_flops_per_s = forward * factor(s, PS__SPEED_PLAIN_FWD);
+  hw->heads512_attention_bwd_flops_per_s = backward * factor(s, PS__SPEED_PLAIN_BWD);
+}
+
 static void apply_delta(ps_hardware *hw, const ps__speeds *s) {
   const double forward = factor(s, PS__SPEED_DELTA_FWD), backward = factor(s, PS__SPEED_DELTA_BWD);
   if (!(mean_speed(s, PS__SPEED_DELTA_FWD, PS__SPEED_DELTA_BWD, ANY_SET) > 0))
@@ -439,12 +447,13 @@ static void apply_disk(ps_hardware *hw, const ps__speeds *s) {
 }
 
 void ps__speeds_apply(ps_hardware *hw, const ps__speeds *s) {
+  apply_plain(hw, s); /* before the memory's rate changes, from which the estimate follows */
+  apply_delta(hw, s);
   if (hw->contention[0].kinds)
     apply_measured(hw, s);
   else
     apply_shared_memory(hw, s);
   apply_products(hw, s);
-  apply_delta(hw, s);
   hw->gather_bytes_per_s *= factor(s, PS__SPEED_GATHER);
   hw->link[PS_LINK_PEER].bytes_per_s *= factor(s, PS__SPEED_PEERS);
   apply_disk(hw, s);

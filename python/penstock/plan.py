@@ -165,14 +165,14 @@ class Hardware:
         gpus: int = 1,
         fp8: bool = False,
         device_mem=None,
-        experts: bool = False,
+        model: ModelConfig | None = None,
         disk=None,
     ) -> "Hardware":
         """This machine's rates, measured once for each thread count and then read from the user's
         cache ($XDG_CACHE_HOME/penstock or ~/.cache/penstock), which the command line uses too.
         gpus: measure the rates of so many GPUs together, too. fp8: measure those of FP8 products,
-        too, on a GPU that has them; experts: those of products of experts. disk: those of a disk,
-        as Trainer takes it.
+        too, on a GPU that has them. model: those that its plan needs besides: of experts, of
+        delta-nets, of heads above 256. disk: those of a disk, as Trainer takes it.
 
         Two cases give a warning. The cache cannot be written: the next call measures again.
         host_mem or device_mem leaves no room to measure: the rates are estimated."""
@@ -191,7 +191,7 @@ class Hardware:
             n_threads=threads,
             n_devices=gpus,
             fp8=int(fp8),
-            experts=int(experts),
+            model=model._ptr if model else ffi.NULL,
             device_mem_bytes=device_mem_bytes,
             host_mem_bytes=host_mem_bytes,
             note=note,
@@ -313,7 +313,7 @@ def _configure(given: dict) -> tuple:
         gpus=gpus,
         fp8=text(lib.ps_recipe_name(config.recipe)).startswith("fp8"),
         device_mem=given["device_mem"],
-        experts=given["model"].n_experts > 0,
+        model=given["model"],
     )
     return config, hardware, ramp
 

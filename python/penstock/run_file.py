@@ -86,7 +86,7 @@ def prepare(path, changes: dict) -> tuple:
         **{name: options[name] for name in _HARDWARE if name in options},
         gpus=options.get("gpus", 1),
         fp8=(options.get("recipe") or "").startswith("fp8"),
-        experts=model.n_experts > 0,
+        model=model,
         disk=options.get("disk"),
     )
     chosen = {name: v for name, v in options.items() if name in of_plan}

@@ -589,6 +589,30 @@ static void narrow_heads_have_their_own_speed(const ps_hardware *hw) {
   }
 }
 
+/* The plain kernels', on a GPU alone; until they are measured, the memory's. */
+static void wide_heads_have_the_rate_of_plain_kernels(const ps_hardware *of) {
+  const uint32_t compute = ps__places_of(1, 1)->dev[0].compute;
+  const ps_work work = {.flops = 1e15};
+  ps__args_attention a = some_attention;
+  ps_hardware hw = *of;
+  hw.elementwise_bytes_per_s = 3e12;
+  for (int known = 0; known < 2; known++) {
+    a.head_dim = 512;
+    hw.backend = PS_BACKEND_CUDA;
+    hw.heads512_attention_flops_per_s = known * 4e12;
+    hw.heads512_attention_bwd_flops_per_s = known * 5e12;
+    CHECK(same(rate_of(&hw, &ps__k_attention_fwd, compute, &a, work), known ? 4e12 : 3e12));
+    CHECK(same(rate_of(&hw, &ps__k_attention_bwd, compute, &a, work), known ? 5e12 : 3e12));
+    hw.backend = PS_BACKEND_CPU;
+    CHECK(same(rate_of(&hw, &ps__k_attention_fwd, compute, &a, work),
+               rate_of(of, &ps__k_attention_fwd, compute, &a, work)));
+    hw.backend = PS_BACKEND_CUDA;
+    a.head_dim = 256;
+    CHECK(same(rate_of(&hw, &ps__k_attention_fwd, compute, &a, work),
+               rate_of(of, &ps__k_attention_fwd, compute, &a, work)));
+  }
+}
+
 /* Of as many GPUs as were measured at once, products and attention have the speed there. Norms do
  * not, nor does any op of fewer or more GPUs. */
 static void gpus_that_compute_at_once_are_slower(const ps_hardware *of) {
@@ -671,6 +695,7 @@ int main(void) {
     sums_take_time_from_their_gpu(&hw);
     fp8_slows_attention(&hw);
     narrow_heads_have_their_own_speed(&hw);
+    wide_heads_have_the_rate_of_plain_kernels(&hw);
     gpus_that_compute_at_once_are_slower(&hw);
   }
   single_rates_fill_what_is_absent();

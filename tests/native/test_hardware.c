@@ -268,19 +268,32 @@ static void fp8_is_measured_where_a_gpu_has_it_and_its_rates_are_missing(void) {
   }
 }
 
-static void experts_are_measured_where_a_gpu_lacks_their_rates(void) {
+typedef struct later {
+  bool (*lacks)(const ps_hardware *hw);
+  ps_status (*get)(ps_hardware *hw, const ps_hardware_ask *ask);
+} later;
+
+/* Of what some models have. */
+static void rates_are_measured_later_where_a_gpu_lacks_them(void) {
+  static const later rates[] = {{ps__hardware_lacks_experts, ps__hardware_experts},
+                                {ps__hardware_lacks_delta, ps__hardware_delta},
+                                {ps__hardware_lacks_heads512, ps__hardware_heads512}};
   const ps_hardware gpu = {
       .backend = PS_BACKEND_CUDA, .compute_capability = 80, .measured = PS_MEASURED};
   ps_hardware other[] = {gpu, gpu, gpu};
   other[0].backend = PS_BACKEND_CPU;
   other[1].measured = PS_ESTIMATED;
   other[2].gemm_grouped[0].rows = 64;
-  CHECK(ps__hardware_lacks_experts(&gpu));
-  for (size_t i = 0; i < sizeof other / sizeof *other; i++) {
-    const ps_hardware before = other[i];
-    CHECK(!ps__hardware_lacks_experts(&other[i]));
-    CHECK(ps__hardware_experts(&other[i], &(ps_hardware_ask){.experts = 1}) == PS_OK);
-    CHECK(memcmp(&before, &other[i], sizeof before) == 0);
+  other[2].delta[0].heads = 16;
+  other[2].heads512_attention_flops_per_s = 1;
+  for (const later *r = rates; r < rates + sizeof rates / sizeof *rates; r++) {
+    CHECK(r->lacks(&gpu));
+    for (size_t i = 0; i < sizeof other / sizeof *other; i++) {
+      const ps_hardware before = other[i];
+      CHECK(!r->lacks(&other[i]));
+      CHECK(r->get(&other[i], &(ps_hardware_ask){0}) == PS_OK);
+      CHECK(memcmp(&before, &other[i], sizeof before) == 0);
+    }
   }
 }
 
@@ -310,7 +323,7 @@ int main(void) {
   without_a_cache_the_run_goes_on();
   wrong_asks_are_refused();
   fp8_is_measured_where_a_gpu_has_it_and_its_rates_are_missing();
-  experts_are_measured_where_a_gpu_lacks_their_rates();
+  rates_are_measured_later_where_a_gpu_lacks_them();
   nothing_is_measured_beyond_a_cap_of_device_memory();
   rates_of_an_arena_replace_those_known();
   rates_of_several_passes_are_their_medians();

@@ -224,38 +224,72 @@ static void test_speeds(void) {
   printf("ok rates are found from the marks of a step, and tell its time\n");
 }
 
-/* Three of four blocks are delta-nets. Their rates are found too: where the description has none,
- * from the estimates. */
-static void test_delta_nets(void) {
-  static const char config[] =
-      "{\"model_type\": \"qwen3_5_text\", \"vocab_size\": 4096, \"hidden_size\": 1024, "
-      "\"num_hidden_layers\": 4, \"intermediate_size\": 2048, \"num_attention_heads\": 8, "
-      "\"num_key_value_heads\": 2, \"head_dim\": 128}";
+/* A model whose blocks have ops that others' do not, and the rates of these, of which a description
+ * may have none. */
+typedef struct family_case {
+  const char *what, *config;
+  void (*slow_down)(ps_hardware *is);
+  size_t forward, backward; /* offsets in ps_hardware */
+} family_case;
+
+static void slow_delta(ps_hardware *is) {
+  ps__delta_rates(is, is->delta);
+  is->delta[0].forward_elements_per_s *= 0.7;
+  is->delta[0].backward_elements_per_s *= 0.6;
+}
+static void slow_plain(ps_hardware *is) {
+  is->heads512_attention_flops_per_s = 0.7 * ps__plain_rate(is, false);
+  is->heads512_attention_bwd_flops_per_s = 0.6 * ps__plain_rate(is, true);
+}
+
+#define SIZES                                                                                      \
+  "\"vocab_size\": 4096, \"hidden_size\": 1024, \"intermediate_size\": 2048, "                     \
+  "\"num_attention_heads\": 8, \"num_key_value_heads\": 2}"
+static const family_case families[] = {
+    {"delta-nets", "{\"model_type\": \"qwen3_5_text\", \"num_hidden_layers\": 4, " SIZES,
+     slow_delta, offsetof(ps_hardware, delta[0].forward_elements_per_s),
+     offsetof(ps_hardware, delta[0].backward_elements_per_s)},
+    {"heads of 512",
+     "{\"model_type\": \"gemma4_text\", \"num_hidden_layers\": 4, \"global_head_dim\": 512, "
+     "\"layer_types\": [\"sliding_attention\", \"full_attention\", \"sliding_attention\", "
+     "\"full_attention\"], \"hidden_size_per_layer_input\": 0, \"num_kv_shared_layers\": 0, " SIZES,
+     slow_plain, offsetof(ps_hardware, heads512_attention_flops_per_s),
+     offsetof(ps_hardware, heads512_attention_bwd_flops_per_s)}};
+
+static double rate_at(const ps_hardware *h, size_t offset) {
+  double rate;
+  memcpy(&rate, (const char *)h + offset, sizeof rate);
+  return rate;
+}
+
+/* They are found from the estimates, and other rates do not move. */
+static void test_family(const family_case *c) {
   static ps_hardware gpu, is, seen;
   static ps__speeds speeds;
   char path[PATH_MAX];
-  snprintf(path, sizeof path, "%s/delta.json", root);
+  snprintf(path, sizeof path, "%s/family.json", root);
   FILE *f = fopen(path, "w");
-  CHECK(f && fputs(config, f) >= 0 && fclose(f) == 0);
+  CHECK(f && fputs(c->config, f) >= 0 && fclose(f) == 0);
   gpu.struct_bytes = sizeof gpu;
   CHECK(ps_hardware_describe(&gpu, "docs/hardware-h200.json") == PS_OK);
   memset(gpu.delta, 0, sizeof gpu.delta);
+  gpu.heads512_attention_flops_per_s = gpu.heads512_attention_bwd_flops_per_s = 0;
   is = seen = gpu;
-  ps__delta_rates(&gpu, is.delta);
-  is.delta[0].forward_elements_per_s *= 0.7;
-  is.delta[0].backward_elements_per_s *= 0.6;
+  c->slow_down(&is);
   ps_plan *plan = plan_of(path, &gpu, 1);
   ps_trace_event *events = calloc(3 * plan->step.n_op, sizeof *events);
   const double ns = simulate(plan, &is, events);
   CHECK(ps__speeds_measure(&speeds, plan, &gpu, events) == PS_OK);
   ps__speeds_apply(&seen, &speeds);
-  CHECK(off(seen.delta[0].forward_elements_per_s, is.delta[0].forward_elements_per_s) < 0.02);
-  CHECK(off(seen.delta[0].backward_elements_per_s, is.delta[0].backward_elements_per_s) < 0.02);
+  CHECK(off(rate_at(&seen, c->forward), rate_at(&is, c->forward)) < 0.02);
+  CHECK(off(rate_at(&seen, c->backward), rate_at(&is, c->backward)) < 0.02);
   CHECK(off(seen.elementwise_bytes_per_s, gpu.elementwise_bytes_per_s) < 0.02);
+  CHECK(off(seen.attention[PS_BF16][0].forward_flops_per_s,
+            gpu.attention[PS_BF16][0].forward_flops_per_s) < 0.05);
   CHECK(off(simulate(plan, &seen, events), ns) < 0.01);
   free(events);
   CHECK(ps_plan_destroy(plan) == PS_OK && unlink(path) == 0);
-  printf("ok the rates of delta-nets are found\n");
+  printf("ok the rates of %s are found\n", c->what);
 }
 
 /* Times of ops that scatter are not taken for sets that are twice as fast and others that stand. */
@@ -650,7 +684,8 @@ static void tests(void) {
     return;
   test_slow_drive();
   test_speeds();
-  test_delta_nets();
+  for (size_t i = 0; i < sizeof families / sizeof *families; i++)
+    test_family(&families[i]);
   test_scatter();
   test_two_gpus();
   for (size_t i = 0; i < sizeof shares / sizeof *shares; i++)

@@ -7,7 +7,15 @@
 #include "backends/cuda/probe.h"
 #include "kernels/cuda/cuda_ops.h"
 
-enum { TOKENS = 8192, DIM = 4096, HEADS = 32, KV_HEADS = 8, HEAD_DIM = 128, NARROW_HEAD_DIM = 64 };
+enum {
+  TOKENS = 8192,
+  DIM = 4096,
+  HEADS = 32,
+  KV_HEADS = 8,
+  HEAD_DIM = 128,
+  NARROW_HEAD_DIM = 64,
+  WIDE_HEAD_DIM = 512
+};
 
 enum { FORWARD, DGRAD, WGRAD, MAX_PARTS };
 /* of the time: about a streamed step's */
@@ -95,7 +103,7 @@ ps_status ps__bench_add_elapsed(const ps__bench *b, CUevent from, CUevent to, do
 
 /* ---- bench_compute.c ------------------------------------------------------------------------- */
 
-/* ps__bench_attention_scratch() - BYTES of scratch that attention of the shapes takes.
+/* ps__bench_scratch() - BYTES of scratch that attention of the shapes and the delta rule take.
  * ps__bench_prepare() - plans for attention of the usual shape. Before all others.
  * ps__bench_tune_usual() - chooses the algorithms of the usual products.
  * ps__bench_usual_turn() - those products, forward and both gradients, and attention of the usual
@@ -107,9 +115,11 @@ ps_status ps__bench_add_elapsed(const ps__bench *b, CUevent from, CUevent to, do
  *     the usual shape between products of both kinds, one after the other. So it depends on no
  *     other measurement.
  * ps__bench_grouped() - products of experts in bf16, between attention.
+ * ps__bench_delta() - the delta rule, between products.
+ * ps__bench_heads512() - attention with heads of 512, between products.
  * ps__bench_idle() - the gain of idle time.
  * ps__bench_attention() - attention of all shapes, and with heads of 64 that of two of them. */
-uint64_t ps__bench_attention_scratch(const ps_hardware *hw);
+uint64_t ps__bench_scratch(const ps_hardware *hw);
 ps_status ps__bench_prepare(ps__bench *b);
 ps_status ps__bench_tune_usual(ps__bench *b);
 ps_status ps__bench_usual_turn(ps__bench *b);
@@ -117,6 +127,8 @@ ps_status ps__bench_load(ps__bench *b, double seconds);
 ps_status ps__bench_products(ps__bench *b, double seconds, double *full);
 ps_status ps__bench_fp8(ps__bench *b, double seconds);
 ps_status ps__bench_grouped(ps__bench *b, double seconds);
+ps_status ps__bench_delta(ps__bench *b, double seconds);
+ps_status ps__bench_heads512(ps__bench *b, double seconds);
 ps_status ps__bench_idle(ps__bench *b, double seconds, double full);
 ps_status ps__bench_attention(ps__bench *b, double seconds);
 

@@ -19,6 +19,7 @@ enum {
   N_PRODUCTS = sizeof products / sizeof *products,
   N_GEMM = sizeof gemm_rows / sizeof *gemm_rows,
   N_ATTENTION = sizeof attention_shapes / sizeof *attention_shapes,
+  ATTENTION_SHORT = 0,
   ATTENTION_USUAL = 1,
   ATTENTION_LONG = 2,
   GEMM_USUAL = 2
@@ -456,6 +457,61 @@ ps_status ps__bench_grouped(ps__bench *b, double seconds) {
   return PS_OK;
 }
 
+/* ---- the delta rule -------------------------------------------------------------------------- */
+
+/* Qwen3.5's layers, whose sizes differ in value heads alone: 16 in 2B, 32 in 4B to 35B, 64 in the
+ * largest. Places in MiB, of 64 value heads: what is read lies before Y; results from OUT on. */
+enum { DELTA_KEY_HEADS = 16, DELTA_DIM = 128, MOST_DELTA_HEADS = 64 };
+enum { DELTA_BA = 192, DELTA_WEIGHT = 196, DELTA_D_O = 256, DELTA_CARRY = 16 };
+enum { DELTA_DBA = OUT + 192, DELTA_DWEIGHT = OUT + 196 };
+static const uint32_t delta_heads[] = {16, 32, MOST_DELTA_HEADS};
+enum { N_DELTA = sizeof delta_heads / sizeof *delta_heads };
+
+static ps__args_delta delta_args(uint32_t heads) {
+  return (ps__args_delta){.n_tokens = TOKENS,
+                          .n_key_heads = DELTA_KEY_HEADS,
+                          .n_value_heads = heads,
+                          .key_dim = DELTA_DIM,
+                          .value_dim = DELTA_DIM,
+                          .dt = PS_BF16};
+}
+
+/* Part 0 forward, part 1 backward. No state comes before: the rows are a sequence's first. */
+static ps_status run_delta(ps__bench *b, const void *args, uint32_t part) {
+  void *qkv = value(b, X), *ba = value(b, DELTA_BA), *w = value(b, DELTA_WEIGHT),
+       *doc = sum(b, DOC_START), *state = sum(b, DKV), *carry = sum(b, DELTA_CARRY);
+  void *fwd[8] = {qkv, ba, w, w, doc, state, value(b, OUT), state},
+       *bwd[12] = {qkv,
+                   ba,
+                   w,
+                   w,
+                   doc,
+                   state,
+                   value(b, DELTA_D_O),
+                   carry,
+                   value(b, OUT),
+                   value(b, DELTA_DBA),
+                   value(b, DELTA_DWEIGHT),
+                   value(b, DELTA_DWEIGHT + 1)};
+  return part == 0 ? ps__bench_launch(b, &ps__k_delta_fwd, args, fwd, 8)
+                   : ps__bench_launch(b, &ps__k_delta_bwd, args, bwd, 12);
+}
+
+/* On the documents of ps__bench_prepare(): one. */
+ps_status ps__bench_delta(ps__bench *b, double seconds) {
+  ps_delta_rate rate[N_DELTA];
+  for (int i = 0; i < N_DELTA; i++) {
+    const ps__args_delta a = delta_args(delta_heads[i]);
+    const double elements = (double)TOKENS * a.n_value_heads * DELTA_DIM * DELTA_DIM;
+    const ps__timed t = {run_delta, &a, 2, usual_products, PRODUCTS_SHARE};
+    double s[MAX_PARTS];
+    PS_TRY(ps__bench_time_parts(b, &t, seconds, s));
+    rate[i] = (ps_delta_rate){delta_heads[i], 0, elements / s[0], elements / s[1]};
+  }
+  memcpy(b->hw->delta, rate, sizeof rate);
+  return PS_OK;
+}
+
 /* ---- idle time ------------------------------------------------------------------------------- */
 
 /* The gain of idle time. Products of the usual rows and then attention run beside copies, and after
@@ -530,8 +586,22 @@ ps_status ps__bench_attention(ps__bench *b, double seconds) {
                          &b->hw->heads64_long_attention_bwd_speed);
 }
 
-uint64_t ps__bench_attention_scratch(const ps_hardware *hw) {
-  uint64_t most = 0;
+/* Heads above 256 have the plain kernels, which take so long that one short sequence serves. The
+ * documents of the usual shape are written again. */
+ps_status ps__bench_heads512(ps__bench *b, double seconds) {
+  ps_attention_rate r = attention_shapes[ATTENTION_SHORT];
+  bool fits = false;
+  PS_TRY(time_attention(b, seconds, WIDE_HEAD_DIM, PRODUCTS_SHARE, &r, &fits));
+  if (fits) {
+    b->hw->heads512_attention_flops_per_s = r.forward_flops_per_s;
+    b->hw->heads512_attention_bwd_flops_per_s = r.backward_flops_per_s;
+  }
+  return ps__bench_prepare(b);
+}
+
+uint64_t ps__bench_scratch(const ps_hardware *hw) {
+  const ps__args_delta delta = delta_args(MOST_DELTA_HEADS);
+  uint64_t most = ps_scratch_delta_bwd(&delta, NULL);
   for (int i = 0; i < 4 * N_ATTENTION; i++) {
     const ps__args_attention a =
         attention_args(&attention_shapes[i / 4], i / 2 % 2 ? NARROW_HEAD_DIM : HEAD_DIM);

@@ -48,6 +48,8 @@ static ps_status measure(ps__bench *b, double seconds, bool profile) {
   if (profile) {
     PS_TRY(measure_fp8(b, seconds));
     PS_TRY(ps__bench_grouped(b, seconds));
+    PS_TRY(ps__bench_delta(b, seconds));
+    PS_TRY(ps__bench_heads512(b, seconds));
   }
   PS_TRY(ps__bench_bandwidths(b, seconds));
   PS_TRY(ps__cuda_memory_used(hw->device, &used));
@@ -76,6 +78,15 @@ static ps_status measure_grouped_alone(ps__bench *b, double seconds) {
   return ps__bench_grouped(b, seconds);
 }
 
+static ps_status measure_delta_alone(ps__bench *b, double seconds) {
+  PS_TRY(load(b, seconds));
+  return ps__bench_delta(b, seconds);
+}
+static ps_status measure_heads512_alone(ps__bench *b, double seconds) {
+  PS_TRY(load(b, seconds));
+  return ps__bench_heads512(b, seconds);
+}
+
 static ps_status pin(ps__bench *b) {
   CUresult r = CUDA_SUCCESS;
   for (; r == CUDA_SUCCESS && b->n_pinned < b->host->places.n; b->n_pinned += r == CUDA_SUCCESS)
@@ -85,7 +96,7 @@ static ps_status pin(ps__bench *b) {
 }
 
 uint64_t ps__bench_memory_bytes(const ps_hardware *hw) {
-  return ps_round_up(VALUES + SUMS + ps__bench_attention_scratch(hw) +
+  return ps_round_up(VALUES + SUMS + ps__bench_scratch(hw) +
                          ps__cuda_workspace_bytes(hw->compute_capability),
                      2u << 20);
 }
@@ -97,7 +108,7 @@ uint64_t ps__cuda_measure_bytes(const ps_hardware *hw) {
 
 ps_status ps__bench_open(ps__bench *b) {
   const size_t workspace = ps__cuda_workspace_bytes(b->hw->compute_capability);
-  const uint64_t scratch = ps__bench_attention_scratch(b->hw);
+  const uint64_t scratch = ps__bench_scratch(b->hw);
   b->memory_bytes = ps__bench_memory_bytes(b->hw);
   CUresult r = b->cu->MemAlloc(&b->memory, b->memory_bytes);
   if (r == CUDA_SUCCESS)
@@ -172,4 +183,12 @@ ps_status ps__cuda_measure_fp8(ps_hardware *hw, double seconds, const ps__host_w
 
 ps_status ps__cuda_measure_grouped(ps_hardware *hw, double seconds, const ps__host_work *host) {
   return on_gpu(hw, seconds, host, measure_grouped_alone);
+}
+
+ps_status ps__cuda_measure_delta(ps_hardware *hw, double seconds, const ps__host_work *host) {
+  return on_gpu(hw, seconds, host, measure_delta_alone);
+}
+
+ps_status ps__cuda_measure_heads512(ps_hardware *hw, double seconds, const ps__host_work *host) {
+  return on_gpu(hw, seconds, host, measure_heads512_alone);
 }

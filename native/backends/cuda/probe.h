@@ -51,7 +51,8 @@ typedef struct ps__host_places {
 bool ps__cuda_driver_there(void);
 
 /* ps__cuda_measure() - the GPU's rates and device_overhead_bytes into @hw; with @profile also
- * those of FP8 operands, on GPUs of compute capability 8.9 and later.
+ * those of FP8 operands, on GPUs of compute capability 8.9 and later, and of what
+ *           the functions below measure.
  * @seconds  of each of PS__CUDA_CASES cases (PS__CUDA_MORE_CASES more with @profile). The first
  *           two cases are load that is not counted, and last up to 5 s: a large GPU is bound by its
  *           power, and its clock falls only after some seconds. Of every other case the second half
@@ -63,7 +64,7 @@ bool ps__cuda_driver_there(void);
  * Products are measured with attention between them and attention with products between, as in a
  * step. Takes 3.6 GiB of device memory meanwhile and pins @host's places. CUDA has no fp32
  * attention: its rate is bf16's. Errors: PS_EDEVICE, PS_ENOMEM. */
-enum { PS__CUDA_CASES = 26, PS__CUDA_CASES_A_LOAD = 4, PS__CUDA_MORE_CASES = 10 };
+enum { PS__CUDA_CASES = 26, PS__CUDA_CASES_A_LOAD = 4, PS__CUDA_MORE_CASES = 14 };
 typedef struct ps__host_work {
   ps__host_places places;
   const ps__host_load *load;
@@ -82,6 +83,10 @@ uint64_t ps__cuda_measure_bytes(const ps_hardware *hw);
 ps_status ps__cuda_measure_fp8(ps_hardware *hw, double seconds, const ps__host_work *host);
 /* ps__cuda_measure_grouped() - the same of gemm_grouped: up to 5 s of load, then 4 cases. */
 ps_status ps__cuda_measure_grouped(ps_hardware *hw, double seconds, const ps__host_work *host);
+/* ps__cuda_measure_delta() - the same of delta: up to 5 s of load, then 3 cases.
+ * ps__cuda_measure_heads512() - of heads512_attention_flops_per_s and its backward: then 1 case. */
+ps_status ps__cuda_measure_delta(ps_hardware *hw, double seconds, const ps__host_work *host);
+ps_status ps__cuda_measure_heads512(ps_hardware *hw, double seconds, const ps__host_work *host);
 
 /* ps__cuda_measure_gpus() - what @n GPUs from hw->device on do at once:
  *   n_gpus, gpus_contention  copies of all of them, alone and beside each load, @seconds a case;
