@@ -10,9 +10,11 @@ import sys
 import numpy as np
 import pytest
 from conftest import BUILD, words_of_training
+from families import EXPERTS
 from penstock import (
     BudgetError,
     Generator,
+    Hardware,
     InvalidError,
     Lora,
     ModelConfig,
@@ -24,7 +26,8 @@ from penstock import (
 )
 from penstock.data import train_tokenizer
 from penstock.runs import RunDirectory
-from test_budget import LONG_ROUNDS, PACKED_ROUNDS, batch_of, hardware, model_dir  # noqa: F401
+from safetensors.numpy import save_file
+from test_budget import LONG_ROUNDS, PACKED_ROUNDS, VOCAB, batch_of, hardware, model_dir  # noqa: F401
 
 MIB = 1 << 20
 STEPS, NEW = 2, 12
@@ -112,6 +115,31 @@ def test_texts_are_a_generators_under_every_cap_and_training_is_unchanged(
     what = (folder, {"adapter": saved}) if more is LORA else (saved, {})
     with Generator(what[0], dtype=dtype, context=CONTEXT, batch=3, **what[1]) as generator:
         assert generator.run(PROMPTS, **HOW) == want[0][-1]
+
+
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_texts_do_not_depend_on_where_experts_are(tmp_path, frozen):
+    """On the device, where frozen ones stay; copied with their block; or on demand, which needs all
+    of the host's memory pinned."""
+    cfg = dict(EXPERTS["qwen3_moe"], num_hidden_layers=4, moe_intermediate_size=200)
+    cfg["vocab_size"] = VOCAB
+    (tmp_path / "config.json").write_text(json.dumps(cfg))
+    model, rng = ModelConfig.read(tmp_path), np.random.default_rng(0)
+    drawn = {p.name: rng.standard_normal(p.shape, np.float32) / 8 for p in model.params()}
+    save_file(drawn, tmp_path / "model.safetensors")
+    kw = dict(seq_len=16, tokens_per_step=16, recipe="fp32")
+    kw |= dict(threads=2, hardware=Hardware.estimate(2, "cpu"), router_aux_loss=0.0)
+    kw |= dict(frozen_layers=frozen)
+    least, runs, slots = Plan.smallest(model, **kw)[0], [], []
+    pinned = {"pinned_mem": 20 * MIB}
+    for add, more in ((0, {}), (2, {}), (6, {}), (6, pinned)):
+        more |= {"device_mem": least + add * MIB, "sample_sequences": 2, "sample_context": CONTEXT}
+        plan = Plan(model, **kw, **more)
+        slots.append(plan.json()["sample_expert_slots"])
+        runs.append(trained(tmp_path, plan, True))
+    assert slots[0] == slots[3] == 0 and slots[1] != slots[2] and min(slots[1:3]) >= 6
+    assert runs[0][1] == trained(tmp_path, Plan(model, **kw), False)[1]
+    assert all(run == runs[0] for run in runs)
 
 
 @pytest.fixture(scope="module")

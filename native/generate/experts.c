@@ -21,7 +21,8 @@ const ps__span_def *ps__gen_experts_span(const ps__layer_def *d, uint32_t i) {
 
 uint32_t ps__gen_experts_unit(const ps__gen_plan *p, uint32_t layer) {
   const ps__span_def *span = ps__gen_experts_span(ps__layer_of(p->model, layer), 0);
-  return span ? ps__unit_of_span(p->model, layer, span) : PS__GEN_NO_UNIT;
+  const uint32_t unit = span ? ps__unit_of_span(p->model, layer, span) : PS__GEN_NO_UNIT;
+  return span && ps__gen_is_moved(p, unit) ? unit : PS__GEN_NO_UNIT;
 }
 
 void ps__gen_count_experts(ps__gen_plan *p) {

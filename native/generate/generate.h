@@ -80,6 +80,7 @@ typedef struct ps__gen_beside {
   ps__gen_at *weights;  /* [n_units]; the plan owns it after ps__gen_plan_beside() */
   uint32_t n_units;
   uint64_t used[PS_MAX_PLACES], arena[PS_MAX_PLACES];
+  bool pageable; /* not all of the host's memory is pinned: the device cannot read experts there */
 } ps__gen_beside;
 
 typedef struct ps__gen_plan {
@@ -152,7 +153,8 @@ uint64_t ps__gen_tensor_offset(const ps__gen_plan *p, const ps__layer_def *d, ui
 uint64_t ps__gen_tensor_bytes(const ps__layer_def *d, uint32_t t, uint32_t rows);
 
 /* ---- experts on demand (experts.c) ----------------------------------------------------------- */
-/* The unit of a layer that has its experts; PS__GEN_NO_UNIT: it has none. */
+/* The unit of a layer that has its experts; PS__GEN_NO_UNIT: it has none, or a training has them on
+ * the device. */
 enum { PS__GEN_NO_UNIT = UINT32_MAX };
 uint32_t ps__gen_experts_unit(const ps__gen_plan *p, uint32_t layer);
 /* ps__gen_count_experts() - n_blocks, bytes and unit_bytes of p->experts.

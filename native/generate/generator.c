@@ -435,6 +435,8 @@ static ps_status bring_weights(ps_generator *g) {
   const uint32_t load = PS__GEN_LOAD;
   if (!g->setup->schedule[load])
     return PS_OK;
+  if (g->plan->experts.n_slots) /* LOAD empties the counts on the device */
+    memset(g->host + g->plan->map.host.counts, 0, 16ull * g->plan->experts.n_blocks);
   PS_TRY(begin(g, load));
   return ps__turn_end(g->run[load], ps__turn_steps(g->run[load], 1));
 }

@@ -369,8 +369,10 @@ static uint64_t with_slots(ps__gen_plan *p, uint32_t n_slots) {
   const uint64_t arena = p->map.device.bytes + aligned(dense_bytes(p)) +
                          x->n_blocks * x->table_bytes + aligned(16ull * x->n_blocks) +
                          slots_bytes(p);
-  return ps__arena_round(arena) + p->report.overhead_bytes +
-         ps__page_table_bytes(&p->hw, p->map.host.bytes + x->n_blocks * x->unit_bytes);
+  return p->beside.weights
+             ? ps__arena_round(arena)
+             : ps__arena_round(arena) + p->report.overhead_bytes +
+                   ps__page_table_bytes(&p->hw, p->map.host.bytes + x->n_blocks * x->unit_bytes);
 }
 
 static ps_status refuse_slots(ps__gen_plan *p, uint32_t least, uint64_t cap) {
@@ -391,8 +393,10 @@ static uint64_t host_bytes(const ps__gen_plan *p, uint64_t arena) {
          512ull * 64 * p->report.n_blocks + ps__host_reserve(&p->hw);
 }
 
-/* Whether the host has room for all experts. */
+/* Whether the host has room for all experts. A training has them. */
 static bool host_holds(const ps__gen_plan *p, uint64_t device) {
+  if (p->beside.weights)
+    return true;
   const uint64_t cap = p->cfg.host_mem_bytes, has = p->hw.host_memory_bytes,
                  need = host_bytes(p, p->map.host.bytes +
                                           p->experts.n_blocks * (p->experts.unit_bytes + ALIGN));
@@ -414,7 +418,7 @@ static ps_status choose_experts(ps__gen_plan *p, uint64_t cap) {
                     "%s is on-demand: experts of a quantized base are not fetched one by one: give "
                     "auto",
                     ps__field("experts"));
-  if (p->model->lora.base || !x->n_blocks || asked == PS_EXPERTS_WHOLE || p->beside.weights ||
+  if (p->model->lora.base || !x->n_blocks || asked == PS_EXPERTS_WHOLE || p->beside.pageable ||
       p->n_kept == p->n_moved)
     return PS_OK;
   const uint32_t least = ps__gen_least_slots(p, PS__GEN_DECODE);
@@ -450,7 +454,8 @@ static void place_experts(ps__gen_plan *p) {
   map->device.counts = take(&map->device.bytes, 16ull * x->n_blocks);
   map->device.slots = map->device.buffer = take(&map->device.bytes, slots_bytes(p));
   map->host.counts = take(&map->host.bytes, 16ull * x->n_blocks);
-  map->host.streamed = take(&map->host.bytes, x->n_blocks * x->unit_bytes);
+  if (!p->beside.weights)
+    map->host.streamed = take(&map->host.bytes, x->n_blocks * x->unit_bytes);
   r->n_resident = r->n_blocks - x->n_blocks;
   r->prefill_streamed_bytes = x->fetches[PS__GEN_PREFILL] ? 0 : x->n_blocks * x->unit_bytes;
 }

@@ -239,7 +239,7 @@ static ps_status add_op(builder *b, const ps__layer_def *d, const ps__op_def *op
   ps_access access[PS_MAX_ACCESSES];
   uint32_t n = 0, args_bytes = op->args_bytes;
   const ps_kernel *k = ps__gen_op(op, rows, args);
-  const bool cached = k->info->from_slots && fetches(b);
+  const bool cached = k->info->from_slots && fetches(b) && p->block[b->layer - 1].streamed;
   if (cached && b->products == 0)
     PS_TRY(add_fetch(b, d, rows));
   for (uint32_t i = 0; i < op->n_syms; i++) {
@@ -345,13 +345,24 @@ static ps_status build(builder *b) {
   return add_output(b);
 }
 
+/* Training has overwritten the caches: they have nothing, and nothing is counted. */
+static ps_status empty_caches(builder *b) {
+  const ps__gen_plan *p = b->p;
+  const uint64_t end = p->map.device.counts + 16ull * p->experts.n_blocks;
+  const ps__args_fill fill = {end - p->map.device.tables};
+  const ps_access access = {place_of(b), PS_WRITE, p->map.device.tables, fill.bytes};
+  return p->experts.n_slots
+             ? add(b, &ps__k_fill_zero, p->at->dev[0].compute, &fill, sizeof fill, &access, 1)
+             : PS_OK;
+}
+
 /* The head's weights and the blocks' that stay; of a tied head also the embedding's table. */
 static ps_status build_load(builder *b) {
   const ps__gen_plan *p = b->p;
   const uint32_t head = ps__head_layer(p->model);
+  PS_TRY(empty_caches(b));
   for (uint32_t l = 1; l <= head; l++)
-    if (l == head || !p->block[l - 1].streamed)
-      PS_TRY(copy_layer(b, l, false));
+    PS_TRY(copy_layer(b, l, false));
   return ps__tied(p->model) ? copy_unit(b, head, 0) : PS_OK;
 }
 

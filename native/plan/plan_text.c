@@ -521,6 +521,7 @@ static void json_sizes(ps__jsonw *w, const ps_plan *p) {
     ps__jsonw_uint(w, "sample_context", p->cfg.sample_context);
     ps__jsonw_uint(w, "sample_cache_bytes", g->cache_bytes);
     ps__jsonw_uint(w, "sample_streamed_bytes", g->streamed_bytes);
+    ps__jsonw_uint(w, "sample_expert_slots", g->n_slots);
   }
   if (p->guests.n_ramp) {
     ps__jsonw_array(w, "batch_ramp");

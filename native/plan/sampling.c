@@ -12,7 +12,7 @@ static ps__gen_at at_of(const ps__step *s, uint32_t vt) {
 
 static ps_status find_weights(const ps_plan *p, ps__gen_beside *b) {
   const uint32_t n = p->model->n_units;
-  *b = (ps__gen_beside){.at = p->at, .n_units = n};
+  *b = (ps__gen_beside){.at = p->at, .n_units = n, .pageable = p->cfg.pinned_mem_bytes > 0};
   b->weights = ps__calloc(n, sizeof *b->weights);
   if (!b->weights)
     return ps__fail(PS_ENOMEM, "out of memory for the places of weights");
