@@ -59,22 +59,32 @@ class Fp8Product(torch.autograd.Function):
 
 
 class Fp8Llama:
-    """@fp8: the blocks whose products have FP8 operands; @down: their down projections too; @head:
-    the head's."""
+    """@fp8: the blocks whose products have FP8 operands; @first, @down: those of their first halves
+    and their down projections too; @head: the head's."""
 
     offset = 0.0  # of norms' weights
 
-    def __init__(self, cfg, weights, fp8=(), down=True, head=False, wrong=1.0):
-        self.cfg, self.fp8, self.down, self.head, self.wrong = cfg, fp8, down, head, wrong
+    def __init__(self, cfg, weights, fp8=(), first=True, down=True, head=False, wrong=1.0):
+        self.cfg, self.fp8, self.first, self.down = cfg, fp8, first, down
+        self.head, self.wrong = head, wrong
         self.w = {k: v.detach().bfloat16().double().requires_grad_() for k, v in weights.items()}
 
-    def norm(self, x, name):
-        unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.cfg["rms_norm_eps"])
+    def norm(self, x, name, eps=None):
+        eps = eps or self.cfg["rms_norm_eps"]
+        unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
         return stored(unit * (self.w[name] + self.offset))
 
     def product(self, x, names, fp8):
         w = torch.cat([self.w[name] for name in names])
         return Fp8Product.apply(x, w, self.wrong) if fp8 else x @ w.T
+
+    @staticmethod
+    def scores(q, k, v):
+        n, s, _, hd = q.shape
+        scores = torch.einsum("nihd,njhd->nhij", q, k) / math.sqrt(hd)
+        mask = torch.ones(s, s, dtype=torch.bool).tril()
+        weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
+        return stored(torch.einsum("nhij,njhd->nihd", weights, v).reshape(n * s, -1))
 
     def attention(self, qkv, n, s, cos, sin):
         heads, kv_heads = self.cfg["num_attention_heads"], self.cfg["num_key_value_heads"]
@@ -87,10 +97,7 @@ class Fp8Llama:
 
         q, k = turn(q), turn(k)
         k, v = (a.repeat_interleave(heads // kv_heads, 2) for a in (k, v))
-        scores = torch.einsum("nihd,njhd->nhij", q, k) / math.sqrt(hd)
-        mask = torch.ones(s, s, dtype=torch.bool).tril()
-        weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
-        return stored(torch.einsum("nhij,njhd->nihd", weights, v).reshape(n * s, -1))
+        return self.scores(q, k, v)
 
     def first_half(self, y, p, fp8, n, s, cos, sin):
         names = [f"{p}self_attn.{c}_proj.weight" for c in "qkv"]
@@ -100,13 +107,15 @@ class Fp8Llama:
     def block(self, x, i, n, s, cos, sin):
         p, fp8 = f"model.layers.{i}.", i in self.fp8
         y = self.norm(x, p + "input_layernorm.weight")
-        h = stored(x + self.first_half(y, p, fp8, n, s, cos, sin))
+        h = stored(x + self.first_half(y, p, fp8 and self.first, n, s, cos, sin))
         y = self.norm(h, p + "post_attention_layernorm.weight")
-        names = [f"{p}mlp.{c}_proj.weight" for c in ("gate", "up")]
-        gate_up = stored(self.product(y, names, fp8))
+        return stored(h + self.second_half(y, p + "mlp.", fp8))
+
+    def second_half(self, y, p, fp8):
+        gate_up = stored(self.product(y, [f"{p}{c}_proj.weight" for c in ("gate", "up")], fp8))
         gate, up = gate_up.chunk(2, -1)
         y = stored(torch.nn.functional.silu(gate) * up)
-        return stored(h + self.product(y, [p + "mlp.down_proj.weight"], fp8 and self.down))
+        return self.product(y, [p + "down_proj.weight"], fp8 and self.down)
 
     def chunk_loss(self, tokens, targets, n_valid):
         """The chunk's part of the loss: its rows are quantized together."""
@@ -136,18 +145,17 @@ class Fp8Llama:
             )
             part.backward()
             loss += part.item()
-        return loss, {k: w.grad.clone() for k, w in self.w.items()}
+        return loss, {k: w.grad.clone() for k, w in self.w.items() if w.grad is not None}
 
 
 class Fp8DeltaNet(Fp8Llama):
-    """Qwen3.5, or Qwen3-Next without experts, of delta-nets alone. @nets: their products have FP8
-    operands, but for that of b and a."""
+    """Qwen3.5, or Qwen3-Next without experts, of delta-nets alone. Their product of b and a never
+    has FP8 operands."""
 
     offset = 1.0
 
-    def __init__(self, *given, nets=True, **more):
+    def __init__(self, *given, **more):
         super().__init__(*given, **more)
-        self.nets = nets
         self.nk, self.nv, self.dk, self.dv = (
             self.cfg["linear_" + key]
             for key in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
@@ -185,7 +193,7 @@ class Fp8DeltaNet(Fp8Llama):
         return stored(torch.stack(out, 1))
 
     def first_half(self, y, p, fp8, n, s, _cos, _sin):
-        p, fp8 = p + "linear_attn.", fp8 and self.nets
+        p += "linear_attn."
         u, z, b, a = self.inputs(y, p, fp8)
         w = self.w[p + "conv1d.weight"]
         rows = torch.nn.functional.pad(u.view(n, s, -1).mT, (w.shape[-1] - 1, 0))
@@ -194,3 +202,51 @@ class Fp8DeltaNet(Fp8Llama):
         unit = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + self.cfg["rms_norm_eps"])
         g = unit * self.w[p + "norm.weight"] * torch.nn.functional.silu(z.view(o.shape))
         return self.product(stored(g).reshape(n * s, -1), [p + "out_proj.weight"], fp8)
+
+
+class Fp8Latent(Fp8Llama):
+    """DeepSeek-V3 with RoPE that is not scaled, whose pairs are apart. Tokens go to all experts."""
+
+    def second_half(self, y, p, fp8):
+        if p + "gate.weight" not in self.w:
+            return super().second_half(y, p, fp8)
+        of = torch.sigmoid(y @ self.w[p + "gate.weight"].T)
+        of = of / of.sum(-1, keepdim=True) * self.cfg["routed_scaling_factor"]
+        routed = [
+            of[:, e, None] * super(Fp8Latent, self).second_half(y, f"{p}experts.{e}.", False)
+            for e in range(of.shape[1])
+        ]
+        return sum(routed) + super().second_half(y, p + "shared_experts.", False)
+
+    def first_half(self, y, p, fp8, n, s, _cos, _sin):
+        p, heads, rank = p + "self_attn.", self.cfg["num_attention_heads"], self.cfg["kv_lora_rank"]
+        dn, dr, dv = (
+            self.cfg[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        )
+        at = torch.arange(s).double()[:, None]
+        angle = at * self.cfg["rope_theta"] ** (-torch.arange(0, dr, 2).double() / dr)
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+
+        def turn(x):
+            first, second = x.chunk(2, -1)
+            return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+        def norm(x, name):
+            return self.norm(x, p + name, 1e-6)
+
+        if self.cfg["q_lora_rank"]:
+            latent = stored(self.product(y, [p + "q_a_proj.weight"], fp8))
+            latent = norm(latent, "q_a_layernorm.weight")
+            q = self.product(latent, [p + "q_b_proj.weight"], fp8)
+        else:
+            q = self.product(y, [p + "q_proj.weight"], fp8)
+        q_n, q_r = stored(q).view(n, s, heads, dn + dr).split([dn, dr], -1)
+        c, k_r = (
+            stored(Fp8Product.apply(y, w, self.wrong) if fp8 else y @ w.T)
+            for w in self.w[p + "kv_a_proj_with_mqa.weight"].split([rank, dr])
+        )
+        c = norm(c, "kv_a_layernorm.weight")
+        kv = stored(self.product(c, [p + "kv_b_proj.weight"], fp8)).view(n, s, heads, dn + dv)
+        k_r = turn(k_r.view(n, s, 1, dr)).expand(n, s, heads, dr)
+        q, k = (stored(torch.cat(x, -1)) for x in ((q_n, turn(q_r)), (kv[..., :dn], k_r)))
+        return self.product(self.scores(q, k, kv[..., dn:]), [p + "o_proj.weight"], fp8)

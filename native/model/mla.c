@@ -34,6 +34,8 @@ typedef struct mla {
   uint8_t dnq, dcq, dnc, dc;
   uint16_t w_q, w_qa, w_qnorm, w_qb, w_c, w_kr, w_kvnorm, w_kvb, w_o;
   ps__product q_p, qa_p, qb_p, c_p, kr_p, kvb_p, o_p;
+  ps__operand nq_x, nc_x, oc_x;                          /* of nq, nc, oc */
+  ps__operand xq_dy, cq_dy, c_dy, kr_dy, kvb_dy, out_dy; /* of dxq, dcq, dc, dkr, dkvb, dy */
 } mla;
 
 const ps__mla_names ps__mla_usual = {.q = "self_attn.q_proj.weight",
@@ -150,15 +152,24 @@ static void define_products(ps__half *h) {
   const uint32_t dim = h->b->dim;
   ps__layer_def *d = h->b->d;
   if (t->r_q) {
-    t->qa_p = ps__def_product(d, t->w_qa, t->r_q, dim, false);
-    t->qb_p = ps__def_product(d, t->w_qb, t->h * t->d, t->r_q, false);
+    t->qa_p = ps__def_product(d, t->w_qa, t->r_q, dim, h->fp8);
+    t->qb_p = ps__def_product(d, t->w_qb, t->h * t->d, t->r_q, h->fp8);
+    t->nq_x = ps__def_x(d, t->nq, t->r_q, h->fp8);
+    t->cq_dy = ps__def_dy(d, t->dcq, t->r_q, h->fp8);
   } else {
-    t->q_p = ps__def_product(d, t->w_q, t->h * t->d, dim, false);
+    t->q_p = ps__def_product(d, t->w_q, t->h * t->d, dim, h->fp8);
   }
-  t->c_p = ps__def_product(d, t->w_c, t->r_kv, dim, false);
-  t->kr_p = ps__def_product(d, t->w_kr, t->dr, dim, false);
-  t->kvb_p = ps__def_product(d, t->w_kvb, t->h * (t->dn + t->dv), t->r_kv, false);
-  t->o_p = ps__def_product(d, t->w_o, dim, t->h * t->dv, false);
+  t->c_p = ps__def_product(d, t->w_c, t->r_kv, dim, h->fp8);
+  t->kr_p = ps__def_product(d, t->w_kr, t->dr, dim, h->fp8);
+  t->kvb_p = ps__def_product(d, t->w_kvb, t->h * (t->dn + t->dv), t->r_kv, h->fp8);
+  t->o_p = ps__def_product(d, t->w_o, dim, t->h * t->dv, h->fp8);
+  t->nc_x = ps__def_x(d, t->nc, t->r_kv, h->fp8);
+  t->oc_x = ps__def_x(d, t->oc, t->h * t->dv, h->fp8);
+  t->xq_dy = ps__def_dy(d, t->dxq, t->h * t->d, h->fp8);
+  t->c_dy = ps__def_dy(d, t->dc, t->r_kv, h->fp8);
+  t->kr_dy = ps__def_dy(d, t->dkr, t->dr, h->fp8);
+  t->kvb_dy = ps__def_dy(d, t->dkvb, t->h * (t->dn + t->dv), h->fp8);
+  t->out_dy = ps__def_dy(d, h->dy, dim, h->fp8);
 }
 
 static void define_tensors(ps__half *h) {
@@ -194,6 +205,26 @@ static void define_tensors(ps__half *h) {
   define_products(h);
 }
 
+static void define_counted(ps__half *h, bool of_gradients) {
+  mla *t = h->own;
+  ps__layer_def *d = h->b->d;
+  if (!of_gradients) {
+    h->x.count = ps__def_counted(d, h->x.qt, "the input of the latents");
+    if (t->r_q)
+      t->nq_x.count = ps__def_counted(d, t->nq_x.qt, "q's latent");
+    t->nc_x.count = ps__def_counted(d, t->nc_x.qt, "the latent of k and v");
+    t->oc_x.count = ps__def_counted(d, t->oc_x.qt, "the output of attention");
+    return;
+  }
+  t->xq_dy.count = ps__def_counted(d, t->xq_dy.qt, "the gradient of q");
+  if (t->r_q)
+    t->cq_dy.count = ps__def_counted(d, t->cq_dy.qt, "the gradient of q's latent");
+  t->c_dy.count = ps__def_counted(d, t->c_dy.qt, "the gradient of the latent of k and v");
+  t->kr_dy.count = ps__def_counted(d, t->kr_dy.qt, "the gradient of k's rotated part");
+  t->kvb_dy.count = ps__def_counted(d, t->kvb_dy.qt, "the gradient of k and v");
+  t->out_dy.count = ps__def_counted(d, t->out_dy.qt, "the gradient of o's output");
+}
+
 /* kr is made again with kv: its product is small, and nothing else of the backward pass reads
  * it. */
 static void define_saved(ps__half *h) {
@@ -210,7 +241,16 @@ static void define_saved(ps__half *h) {
 
 /* ---- ops ------------------------------------------------------------------------------------- */
 
-static ps__operand stored(uint8_t tensor) { return (ps__operand){.stored = tensor}; }
+/* The forms of an X or a dY in which FP8 products read it. */
+static void quantize_x(const ps__half *h, ps__operand x, uint32_t cols, bool backward) {
+  if (h->fp8)
+    ps__quantize_x(h->b->m, h->b->d, x, cols, backward);
+}
+
+static void quantize_dy(const ps__half *h, ps__operand dy, uint32_t cols) {
+  if (h->fp8)
+    ps__quantize_dy(h->b->m, h->b->d, dy, cols);
+}
 
 /* Of a tensor of @cols columns. */
 static ps__columns all(uint8_t tensor, uint32_t cols) { return (ps__columns){tensor, cols, 0}; }
@@ -234,7 +274,8 @@ static void define_forward(ps__half *h) {
   if (t->r_q) {
     forward_adapted(h, &t->qa_p, PS__TARGET_Q_A, h->x, t->cq);
     PS__FWD(d, ps__k_rmsnorm_fwd, t->q_norm, PS__R(t->cq), PS__P(t->w_qnorm), PS__W(t->nq));
-    forward_adapted(h, &t->qb_p, PS__TARGET_Q_B, stored(t->nq), t->xq);
+    quantize_x(h, t->nq_x, t->r_q, false);
+    forward_adapted(h, &t->qb_p, PS__TARGET_Q_B, t->nq_x, t->xq);
   } else {
     forward_adapted(h, &t->q_p, PS__TARGET_Q, h->x, t->xq);
   }
@@ -244,14 +285,16 @@ static void define_forward(ps__half *h) {
   ps__lora_forward_cut(b->m, d, &b->lora[PS__TARGET_KV_A], h->x.stored, all(t->c, t->r_kv),
                        all(t->kr, t->dr));
   PS__FWD(d, ps__k_rmsnorm_fwd, t->kv_norm, PS__R(t->c), PS__P(t->w_kvnorm), PS__W(t->nc));
-  forward_adapted(h, &t->kvb_p, PS__TARGET_KV_B, stored(t->nc), t->kvb);
+  quantize_x(h, t->nc_x, t->r_kv, false);
+  forward_adapted(h, &t->kvb_p, PS__TARGET_KV_B, t->nc_x, t->kvb);
   PS__FWD(d, ps__k_mla_kv_fwd, t->heads, PS__R(t->kvb), PS__R(t->kr), PS__B(PS__BATCH_POSITION),
           PS__W(t->kv));
   PS__FWD(d, ps__k_attention_fwd, t->args, PS__R(t->q), PS__PRE_R(t->kv),
           PS__B(PS__BATCH_DOC_START), PS__W(t->o), PS__W(t->lse));
   if (t->oc != t->o)
     PS__FWD(d, ps__k_mla_cut, t->heads, PS__R(t->o), PS__W(t->oc));
-  ps__half_project(h, &t->o_p, stored(t->oc), PS__TARGET_O);
+  quantize_x(h, t->oc_x, t->o_p.n_in, false);
+  ps__half_project(h, &t->o_p, t->oc_x, PS__TARGET_O);
 }
 
 /* From dy to dout. */
@@ -262,8 +305,10 @@ static void define_o_backward(const ps__half *h) {
   const float scale = b->m->cfg.residual_scale;
   const ps__columns dy = ps__half_dy_columns(h);
   const ps__adapter *lora = &b->lora[PS__TARGET_O];
-  ps__product_dw(b->m, d, &t->o_p, stored(h->dy), stored(t->oc), scale);
-  ps__product_dx(b->m, d, &t->o_p, stored(h->dy), t->doc, scale, false);
+  quantize_dy(h, t->out_dy, b->dim);
+  quantize_x(h, t->oc_x, t->o_p.n_in, true);
+  ps__product_dw(b->m, d, &t->o_p, t->out_dy, t->oc_x, scale);
+  ps__product_dx(b->m, d, &t->o_p, t->out_dy, t->doc, scale, false);
   ps__lora_input_grad(b->m, d, lora, dy, scale, t->doc);
   ps__lora_weight_grads(b->m, d, lora, dy, scale, t->oc);
   if (t->oc != t->o)
@@ -271,12 +316,12 @@ static void define_o_backward(const ps__half *h) {
 }
 
 /* A product that target @i adapts: dW, and dx, to which it adds where @adds. */
-static void backward_adapted(const ps__half *h, const ps__product *p, uint32_t i, uint8_t dy,
+static void backward_adapted(const ps__half *h, const ps__product *p, uint32_t i, ps__operand dy,
                              ps__operand x, uint8_t dx, bool adds) {
   const ps__block *b = h->b;
-  const ps__columns of = all(dy, p->n_out);
-  ps__product_dw(b->m, b->d, p, stored(dy), x, 0);
-  ps__product_dx(b->m, b->d, p, stored(dy), dx, 0, adds);
+  const ps__columns of = all(dy.stored, p->n_out);
+  ps__product_dw(b->m, b->d, p, dy, x, 0);
+  ps__product_dx(b->m, b->d, p, dy, dx, 0, adds);
   ps__lora_input_grad(b->m, b->d, &b->lora[i], of, 0, dx);
   ps__lora_weight_grads(b->m, b->d, &b->lora[i], of, 0, x.stored);
 }
@@ -286,10 +331,11 @@ static void define_latent_backward(const ps__half *h) {
   const mla *t = h->own;
   const ps__block *b = h->b;
   const ps__product *cut[] = {&t->c_p, &t->kr_p};
-  const uint8_t dy[] = {t->dc, t->dkr};
+  const ps__operand dy[] = {t->c_dy, t->kr_dy};
   for (int i = 0; i < 2; i++) {
-    ps__product_dw(b->m, b->d, cut[i], stored(dy[i]), h->x, 0);
-    ps__product_dx(b->m, b->d, cut[i], stored(dy[i]), h->dx, 0, true);
+    quantize_dy(h, dy[i], cut[i]->n_out);
+    ps__product_dw(b->m, b->d, cut[i], dy[i], h->x, 0);
+    ps__product_dx(b->m, b->d, cut[i], dy[i], h->dx, 0, true);
   }
   ps__lora_backward_cut(b->m, b->d, &b->lora[PS__TARGET_KV_A], h->x.stored, all(t->dc, t->r_kv),
                         all(t->dkr, t->dr), h->dx);
@@ -306,19 +352,24 @@ static void define_backward(ps__half *h) {
   PS__BWD(d, ps__k_mla_turn, t->back, PS__R(t->dq), PS__B(PS__BATCH_POSITION), PS__W(t->dxq));
   PS__BWD(d, ps__k_mla_kv_bwd, t->heads, PS__R(t->dkv), PS__B(PS__BATCH_POSITION), PS__W(t->dkvb),
           PS__W(t->dkr));
-  backward_adapted(h, &t->kvb_p, PS__TARGET_KV_B, t->dkvb, stored(t->nc), t->dnc, false);
+  quantize_dy(h, t->kvb_dy, t->kvb_p.n_out);
+  quantize_x(h, t->nc_x, t->r_kv, true);
+  backward_adapted(h, &t->kvb_p, PS__TARGET_KV_B, t->kvb_dy, t->nc_x, t->dnc, false);
   PS__BWD(d, ps__k_rmsnorm_bwd, t->kv_norm, PS__R(t->c), PS__P(t->w_kvnorm), PS__R(t->dnc),
           PS__W(t->dc), PS__G(t->w_kvnorm));
+  quantize_dy(h, t->xq_dy, t->h * t->d);
   if (t->r_q) {
-    backward_adapted(h, &t->qb_p, PS__TARGET_Q_B, t->dxq, stored(t->nq), t->dnq, false);
+    quantize_x(h, t->nq_x, t->r_q, true);
+    backward_adapted(h, &t->qb_p, PS__TARGET_Q_B, t->xq_dy, t->nq_x, t->dnq, false);
     PS__BWD(d, ps__k_rmsnorm_bwd, t->q_norm, PS__R(t->cq), PS__P(t->w_qnorm), PS__R(t->dnq),
             PS__W(t->dcq), PS__G(t->w_qnorm));
+    quantize_dy(h, t->cq_dy, t->r_q);
   }
   ps__half_input(h, true);
   if (t->r_q)
-    backward_adapted(h, &t->qa_p, PS__TARGET_Q_A, t->dcq, h->x, h->dx, h->adds_dx);
+    backward_adapted(h, &t->qa_p, PS__TARGET_Q_A, t->cq_dy, h->x, h->dx, h->adds_dx);
   else
-    backward_adapted(h, &t->q_p, PS__TARGET_Q, t->dxq, h->x, h->dx, h->adds_dx);
+    backward_adapted(h, &t->q_p, PS__TARGET_Q, t->xq_dy, h->x, h->dx, h->adds_dx);
   define_latent_backward(h);
 }
 
@@ -328,4 +379,4 @@ const ps__half_kind ps__mla = {.norm = "attention norm",
                                .out_rank = PS__RANK_ATTENTION_OUT,
                                .own_bytes = sizeof(mla),
                                PS__HALF_FUNCTIONS,
-                               .counted = NULL}; /* in bf16 whatever the recipe */
+                               .counted = define_counted};

@@ -84,10 +84,8 @@ static ps_status check_switches(const ps_plan_config *c) {
   return PS_OK;
 }
 
-/* What FP8 asks of the model, the batch and the GPU. */
-static ps_status check_fp8(const ps_plan *p, const ps_model_config *m) {
-  const ps_plan_config *c = &p->cfg;
-  const char *const recipe = ps__recipes[c->recipe].name;
+/* Rows and columns of the products of FP8 operands. */
+static ps_status check_fp8_sizes(const ps_plan_config *c, const ps_model_config *m) {
   const struct {
     const char *name;
     uint64_t value;
@@ -107,8 +105,27 @@ static ps_status check_fp8(const ps_plan *p, const ps_model_config *m) {
        (uint64_t)m->linear_value_heads * m->linear_value_dim, false},
       {"twice linear_num_key_heads times linear_key_head_dim",
        2 * (uint64_t)m->linear_key_heads * m->linear_key_dim, false},
+      {"q_lora_rank", m->q_rank, false},
+      {"kv_lora_rank", m->kv_rank, false},
+      {"qk_rope_head_dim", m->kv_rank ? m->rope.rotary_dim : 0, false},
+      {"query heads times v_head_dim", (uint64_t)m->n_heads * m->value_dim, false},
       {ps__field("seq_len"), c->seq_len, true},
       {ps__field("chunk_tokens"), c->chunk_tokens, true}};
+  for (size_t i = 0; i < sizeof sixteens / sizeof *sixteens; i++)
+    if (sixteens[i].value % 16)
+      return ps__fail(PS_EINVAL,
+                      "%s is %llu, no multiple of 16, which products of FP8 operands need: give "
+                      "%s%s %s",
+                      sixteens[i].name, (unsigned long long)sixteens[i].value,
+                      sixteens[i].given ? "a multiple of 16, or " : "", ps__field("recipe"),
+                      ps__recipes[ps__recipes[c->recipe].arrays].name);
+  return PS_OK;
+}
+
+/* What FP8 asks of the model, the batch and the GPU. */
+static ps_status check_fp8(const ps_plan *p, const ps_model_config *m) {
+  const ps_plan_config *c = &p->cfg;
+  const char *const recipe = ps__recipes[c->recipe].name;
   if (!ps__recipes[c->recipe].fp8)
     return c->fp8_bf16_first || c->fp8_bf16_last || c->fp8_bf16_down || c->fp8_head ||
                    c->fp8_fast_accumulation
@@ -125,14 +142,7 @@ static ps_status check_fp8(const ps_plan *p, const ps_model_config *m) {
                     (unsigned long long)(m->vocab_size % 16 ? m->vocab_size : c->head_slice_tokens),
                     m->vocab_size % 16 ? "leave out " : "give a multiple of 16",
                     m->vocab_size % 16 ? ps__field("fp8_head") : "");
-  for (size_t i = 0; i < sizeof sixteens / sizeof *sixteens; i++)
-    if (sixteens[i].value % 16)
-      return ps__fail(PS_EINVAL,
-                      "%s is %llu, no multiple of 16, which products of FP8 operands need: give "
-                      "%s%s %s",
-                      sixteens[i].name, (unsigned long long)sixteens[i].value,
-                      sixteens[i].given ? "a multiple of 16, or " : "", ps__field("recipe"),
-                      ps__recipes[ps__recipes[c->recipe].arrays].name);
+  PS_TRY(check_fp8_sizes(c, m));
   if ((uint64_t)c->fp8_bf16_first + c->fp8_bf16_last >= m->n_layers)
     return ps__fail(PS_EINVAL,
                     "the first %u and the last %u blocks stay in bf16, and the model has %u: none "
