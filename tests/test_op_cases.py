@@ -197,8 +197,16 @@ def roped(x, a, pos):
     return torch.cat([x * cos + half * sin, rest], -1).reshape(a.n_tokens, -1)
 
 
-def qkv_split(a, qkv, pos, _q, _kv, wq=None, wk=None):
+def qkv_split(a, qkv, pos, _q, _kv=None, wq=None, wk=None):
     n_q, n_k = a.n_heads * a.head_dim, a.n_kv_heads * a.head_dim
+    if not n_k:  # in the place of kv stands wq
+        q = turned(qkv.view(a.n_tokens, -1), _kv, a, pos)
+        if a.position_beta:
+            q = (
+                q
+                * (1 + a.position_beta * torch.log1p(pos.double() // a.position_original))[:, None]
+            )
+        return [q]
     q, k, *v = qkv.view(a.n_tokens, -1).split([n_q] + [n_k] * (1 if a.shared_keys else 2), 1)
     v = v[0] if v else k
     if a.value_norm:
@@ -477,7 +485,21 @@ def rmsnorm_bwd(formula, a, x, w, dy, dx, dw):
     return [got[0] + (dx if a.add_dx else 0), got[1] + (dw if a.accumulate_dw else 0)]
 
 
-def qkv_split_bwd(formula, a, dq, dkv, pos, dqkv, x=None, wq=None, wk=None, dwq=None, dwk=None):
+def qkv_split_bwd(formula, a, dq, *more):
+    return (
+        q_split_bwd(formula, a, dq, *more) if not a.n_kv_heads else qkv_bwd(formula, a, dq, *more)
+    )
+
+
+def q_split_bwd(formula, a, dq, pos, dqkv, x=None, wq=None, dwq=None):
+    """Without keys and values."""
+    if not a.qk_norm:
+        return derivative(formula, a, (dqkv, pos, None), [dq], (0,))
+    dx, gq = derivative(formula, a, (x, pos, None, wq), [dq], (0, 3))
+    return [dx, gq + (dwq if a.accumulate_dw else 0)]
+
+
+def qkv_bwd(formula, a, dq, dkv, pos, dqkv, x=None, wq=None, wk=None, dwq=None, dwk=None):
     if not a.qk_norm:
         return derivative(formula, a, (dqkv, pos, None, None), [dq, dkv], (0,))
     dx, gq, gk = derivative(formula, a, (x, pos, None, None, wq, wk), [dq, dkv], (0, 4, 5))

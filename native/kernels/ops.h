@@ -471,6 +471,10 @@ typedef struct ps__args_qkv {
 #define ps__qkv_is_plain(a)                                                                        \
   ((a)->qk_norm != PS_QK_NORM_LATE && !(a)->interleaved && !((a)->position_beta > 0.0f) &&         \
    !(a)->whole_head && !(a)->value_norm)
+/* Pointers of the forward, of the backward pass. */
+#define ps__qkv_pointers(a) (((a)->qk_norm ? 6 : 4) - ((a)->n_kv_heads ? 0 : (a)->qk_norm ? 2 : 1))
+#define ps__qkv_grad_pointers(a)                                                                   \
+  (((a)->qk_norm ? 9 : 4) - ((a)->n_kv_heads ? 0 : (a)->qk_norm ? 3 : 1))
 /* Elements of a row of qkv. */
 #define ps__qkv_elements(a)                                                                        \
   (((a)->n_heads + ((a)->shared_keys ? 1 : 2) * (a)->n_kv_heads) * (a)->head_dim)
@@ -480,11 +484,12 @@ typedef struct ps__args_qkv {
  *                      after each. With value_norm v = round(x rstd) of v's columns or, with
  *                      shared_keys, of k's.
  *                      ptr: R qkv, R pos i32[T], W q, W kv, then with qk_norm R wq, R wk
- *                      (ps__q_norm_elements, ps__k_norm_elements). */
+ *                      (ps__q_norm_elements, ps__k_norm_elements). n_kv_heads 0: q alone, and kv
+ *                      and wk are left out. */
 /* qkv_split_bwd        dqkv[T,A+2K] from dq[T,A] (dt) and dkv fp32 [T,2K]: inverse RoPE, norm
  *                      backward. With shared_keys k's columns get both gradients, added in fp32.
  *                      ptr: R dq, R dkv f32, R pos, W dqkv, then with qk_norm R qkv (raw), R wq,
- *                      R wk, W|RW dwq, W|RW dwk. */
+ *                      R wk, W|RW dwq, W|RW dwk. n_kv_heads 0: dkv, wk and dwk are left out. */
 
 /* Multi-head latent attention: H heads, dn = nope_dim elements of a key that have no position, dr =
  * rotary_dim elements that RoPE turns, dv = value_dim <= d = dn + dr. Keys share one rotated part.

@@ -117,9 +117,21 @@ static const uint32_t qkv_test[][4] = {{1, 1, 1, 2},
                                        /* as Gemma 4 */
                                        {9, 4, 2, 24},
                                        {33, 8, 1, 512},
-                                       {12, 4, 4, 40}},
+                                       {12, 4, 4, 40},
+                                       {9, 3, 0, 40},
+                                       {33, 8, 0, 64}},
                       qkv_bench[][4] = {{2048, 16, 8, 64}};
 enum { GEMMA4 = 11 }; /* the first of these: pairs of the whole head, v normed, every other one k */
+/* The operands that there are without keys and values. */
+static uint32_t without_kv(op_operand *o, uint32_t n, const ps__args_qkv *a, uint64_t left_out) {
+  uint32_t kept = 0;
+  for (uint32_t i = 0; i < n; i++)
+    if (a->n_kv_heads || !(left_out >> i & 1))
+      o[kept++] = o[i];
+    else
+      free(o[i].init);
+  return kept;
+}
 /* By turns RoPE turns all of a head, half of it, and nothing. */
 static ps__args_qkv qkv_args(const uint32_t *s, size_t i, uint32_t dt, uint32_t norm,
                              uint32_t accumulate) {
@@ -168,15 +180,18 @@ void op_qkv_split_fwd(visit *v, uint32_t dt) {
                                         : (op_tolerance){0, 0, norm ? 4e-6 : 5e-7};
     if (!wanted(v, q + 2 * k))
       continue;
-    const op_operand o[] = {in(dt, a.shared_keys ? q + k : q + 2 * k, 1),
-                            op_ints(s[0], 0, 1048576, false),
-                            out(dt, q, t),
-                            out(dt, 2 * k, t),
-                            in(dt, norm ? ps__q_norm_elements(&a) : 0, 1),
-                            in(dt, norm ? ps__k_norm_elements(&a) : 0, 1)};
-    CASE(v, &a, norm ? 6 : 4, o, "T%u heads %u/%u d%u norm %u", s[0], s[1], s[2], s[3], norm);
+    if (!s[2] && norm == PS_QK_NORM_ROW)
+      continue; /* refused */
+    op_operand o[] = {in(dt, a.shared_keys ? q + k : q + 2 * k, 1),
+                      op_ints(s[0], 0, 1048576, false),
+                      out(dt, q, t),
+                      out(dt, 2 * k, t),
+                      in(dt, norm ? ps__q_norm_elements(&a) : 0, 1),
+                      in(dt, norm ? ps__k_norm_elements(&a) : 0, 1)};
     for (uint32_t i = norm ? 6 : 4; i < 6; i++)
       free(o[i].init);
+    const uint32_t n = without_kv(o, norm ? 6 : 4, &a, 1 << 3 | 1 << 5);
+    CASE(v, &a, n, o, "T%u heads %u/%u d%u norm %u", s[0], s[1], s[2], s[3], norm);
   }
 }
 void op_qkv_split_bwd(visit *v, uint32_t dt) {
@@ -192,18 +207,21 @@ void op_qkv_split_bwd(visit *v, uint32_t dt) {
                                         : (op_tolerance){0, 0, norm ? 1e-5 : 5e-7};
     if (!wanted(v, q + 2 * k))
       continue;
-    const op_operand o[] = {in(dt, q, 1),
-                            in(PS_F32, 2 * k, 1),
-                            op_ints(s[0], 0, 1048576, false),
-                            out(dt, of_qkv, t),
-                            in(dt, norm ? of_qkv : 0, 1),
-                            in(dt, of_q, 1),
-                            in(dt, of_k, 1),
-                            sum(add, dt, of_q, row_sums(dt, (double)s[0] * (heads ? s[1] : 1))),
-                            sum(add, dt, of_k, row_sums(dt, (double)s[0] * (heads ? s[2] : 1)))};
-    CASE(v, &a, norm ? 9 : 4, o, "T%u heads %u/%u d%u flags %u", s[0], s[1], s[2], s[3], flags);
+    if (!s[2] && norm == PS_QK_NORM_ROW)
+      continue; /* refused */
+    op_operand o[] = {in(dt, q, 1),
+                      in(PS_F32, 2 * k, 1),
+                      op_ints(s[0], 0, 1048576, false),
+                      out(dt, of_qkv, t),
+                      in(dt, norm ? of_qkv : 0, 1),
+                      in(dt, of_q, 1),
+                      in(dt, of_k, 1),
+                      sum(add, dt, of_q, row_sums(dt, (double)s[0] * (heads ? s[1] : 1))),
+                      sum(add, dt, of_k, row_sums(dt, (double)s[0] * (heads ? s[2] : 1)))};
     for (uint32_t i = norm ? 9 : 4; i < 9; i++)
       free(o[i].init);
+    const uint32_t n = without_kv(o, norm ? 9 : 4, &a, 1 << 1 | 1 << 6 | 1 << 8);
+    CASE(v, &a, n, o, "T%u heads %u/%u d%u flags %u", s[0], s[1], s[2], s[3], flags);
   }
 }
 

@@ -379,7 +379,7 @@ static void start(qkv_job *j, const ps_launch *l, const void *wq, const void *wk
   j->w = s.x + at_once(a);
   if (a->qk_norm) {
     ps__load_f32(j->w, wq, a->dt, w_q);
-    ps__load_f32(j->w + w_q, wk, a->dt, w_k);
+    ps__load_f32(j->w + w_q, wk ? wk : wq, a->dt, w_k);
     for (size_t i = 0; i < w_q + w_k && a->norm_offset != 0.0f; i++)
       j->w[i] += a->norm_offset;
   }
@@ -387,26 +387,29 @@ static void start(qkv_job *j, const ps_launch *l, const void *wq, const void *wk
 
 ps_status ps__cpu_qkv_split_fwd(const ps_launch *l) {
   const ps__args_qkv *a = l->args;
-  qkv_job j = {.qkv = l->ptr[0], .pos = l->ptr[1], .q = l->ptr[2], .kv = l->ptr[3]};
-  start(&j, l, a->qk_norm ? l->ptr[4] : NULL, a->qk_norm ? l->ptr[5] : NULL);
+  const uint32_t w = a->n_kv_heads ? 4 : 3; /* without keys and values q stands in for them */
+  qkv_job j = {.qkv = l->ptr[0], .pos = l->ptr[1], .q = l->ptr[2], .kv = l->ptr[w - 1]};
+  start(&j, l, a->qk_norm ? l->ptr[w] : NULL, a->qk_norm && a->n_kv_heads ? l->ptr[w + 1] : NULL);
   ps__cpu_rows(j.exec, a->n_tokens, ROPE_ROWS, fwd_rows, &j);
   return PS_OK;
 }
 
 ps_status ps__cpu_qkv_split_bwd(const ps_launch *l) {
   const ps__args_qkv *a = l->args;
-  qkv_job j = {.dq = l->ptr[0], .dkv = l->ptr[1], .pos = l->ptr[2], .dqkv = l->ptr[3]};
+  const uint32_t kv = a->n_kv_heads ? 1 : 0; /* without keys and values dq stands in for theirs */
+  qkv_job j = {.dq = l->ptr[0], .dkv = l->ptr[kv], .pos = l->ptr[kv + 1], .dqkv = l->ptr[kv + 2]};
   if (a->qk_norm)
-    j.qkv = l->ptr[4];
-  start(&j, l, a->qk_norm ? l->ptr[5] : NULL, a->qk_norm ? l->ptr[6] : NULL);
+    j.qkv = l->ptr[kv + 3];
+  start(&j, l, a->qk_norm ? l->ptr[kv + 4] : NULL, a->qk_norm && kv ? l->ptr[kv + 5] : NULL);
   ps__cpu_rows(j.exec, a->n_tokens, ps__row_tile_rows(a->n_tokens), bwd_rows, &j);
   if (a->qk_norm) {
     qkv_scratch s = scratch_of(&j, 0);
     int64_t tiles = ps__n_row_tiles(a->n_tokens);
-    ps__add_partials(j.exec, l->ptr[7], a->dt, s.partial_q, tiles, ps__q_norm_elements(a),
+    ps__add_partials(j.exec, l->ptr[kv ? 7 : 5], a->dt, s.partial_q, tiles, ps__q_norm_elements(a),
                      a->accumulate_dw);
-    ps__add_partials(j.exec, l->ptr[8], a->dt, s.partial_k, tiles, ps__k_norm_elements(a),
-                     a->accumulate_dw);
+    if (kv)
+      ps__add_partials(j.exec, l->ptr[8], a->dt, s.partial_k, tiles, ps__k_norm_elements(a),
+                       a->accumulate_dw);
   }
   return PS_OK;
 }

@@ -203,12 +203,13 @@ static void launch_fwd(const ps_launch *l, const ps__args_qkv *a, const rope_tab
   j.qkv = (const T *)l->ptr[0];
   j.pos = (const int32_t *)l->ptr[1];
   j.q = (T *)l->ptr[2];
-  j.kv = (T *)l->ptr[3];
+  if (a->n_kv_heads)
+    j.kv = (T *)l->ptr[3];
   if (a->qk_norm) {
-    j.wq = (const T *)l->ptr[4];
-    j.wk = (const T *)l->ptr[5];
+    j.wq = (const T *)l->ptr[a->n_kv_heads ? 4 : 3];
+    j.wk = a->n_kv_heads ? (const T *)l->ptr[5] : j.wq; /* read, and of no use */
   }
-  const bool fit = vectors_fit(l, a, a->qk_norm ? 6 : 4);
+  const bool fit = vectors_fit(l, a, ps__qkv_pointers(a));
   const uint32_t each = ps_qkv_heads_each(a);
   const dim3 grid(a->n_tokens, ps_qkv_slices(a));
   if (fit && a->qk_norm)
@@ -227,7 +228,7 @@ static void launch_fwd(const ps_launch *l, const ps__args_qkv *a, const rope_tab
 
 extern "C" ps_status ps__cuda_qkv_split_fwd(const ps_launch *l) {
   const ps__args_qkv *a = (const ps__args_qkv *)l->args;
-  const ps_status st = check_shape(l, "qkv_split_fwd", a->qk_norm ? 6 : 4, 0);
+  const ps_status st = check_shape(l, "qkv_split_fwd", ps__qkv_pointers(a), 0);
   if (st != PS_OK || !a->n_tokens)
     return st;
   const rope_table rope = rope_of(a);

@@ -410,13 +410,15 @@ static cudaError_t launch_bwd(const ps_launch *l, const ps__args_qkv *a, const r
   qkv_job<T> j = job_of<T>(a);
   j.tile = a->qk_norm ? ps_row_tile_rows(a->n_tokens, PS_NORM_TILES) : 1;
   j.dq = (const T *)l->ptr[0];
-  j.dkv = (const float *)l->ptr[1];
-  j.pos = (const int32_t *)l->ptr[2];
-  j.dqkv = (T *)l->ptr[3];
+  const uint32_t kv = a->n_kv_heads ? 1 : 0;
+  if (kv)
+    j.dkv = (const float *)l->ptr[1];
+  j.pos = (const int32_t *)l->ptr[kv + 1];
+  j.dqkv = (T *)l->ptr[kv + 2];
   if (a->qk_norm) {
-    j.qkv = (const T *)l->ptr[4];
-    j.wq = (const T *)l->ptr[5];
-    j.wk = (const T *)l->ptr[6];
+    j.qkv = (const T *)l->ptr[kv + 3];
+    j.wq = (const T *)l->ptr[kv + 4];
+    j.wk = kv ? (const T *)l->ptr[6] : j.wq; /* read, and of no use */
     j.partial_q = (float *)exec->scratch;
     j.partial_k = j.partial_q + (size_t)n_partials(a, fit) * ps__q_norm_elements(a);
   }
@@ -450,19 +452,20 @@ extern "C" ps_status ps__cuda_qkv_split_bwd(const ps_launch *l) {
   const ps__args_qkv *a = (const ps__args_qkv *)l->args;
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
   const ps_status st =
-      check_shape(l, "qkv_split_bwd", a->qk_norm ? 9 : 4, ps_scratch_qkv_split_bwd(a, NULL));
+      check_shape(l, "qkv_split_bwd", ps__qkv_grad_pointers(a), ps_scratch_qkv_split_bwd(a, NULL));
   if (st != PS_OK)
     return st;
   const rope_table rope = rope_of(a);
-  const bool fit = vectors_fit(l, a, a->qk_norm ? 7 : 4);
+  const uint32_t dw = a->n_kv_heads ? 7 : 5;
+  const bool fit = vectors_fit(l, a, a->qk_norm ? dw : ps__qkv_grad_pointers(a));
   cudaError_t e = cudaSuccess;
   if (a->n_tokens)
     PS_BY_TYPE(a->dt, e = launch_bwd<T>(l, a, rope, fit));
   const float *partial = (const float *)exec->scratch;
-  for (int which = 0; which < 2 && a->qk_norm && e == cudaSuccess; which++) {
+  for (int which = 0; which < (a->n_kv_heads ? 2 : 1) && a->qk_norm && e == cudaSuccess; which++) {
     const uint32_t n = n_partials(a, fit),
                    cols = which ? ps__k_norm_elements(a) : ps__q_norm_elements(a);
-    e = ps_add_partials(exec->stream, l->ptr[7 + which], a->dt, partial, n, cols, cols,
+    e = ps_add_partials(exec->stream, l->ptr[dw + which], a->dt, partial, n, cols, cols,
                         a->accumulate_dw != 0);
     partial += (size_t)n * cols;
   }

@@ -4,9 +4,11 @@
 
 static ps_status check_qkv(const void *args, const char *op) {
   const ps__args_qkv *a = args;
-  if (!a->n_heads || !a->n_kv_heads)
-    return ps__fail(PS_EINVAL, "%s: n_heads is %u, n_kv_heads %u: at least 1 each", op, a->n_heads,
-                    a->n_kv_heads);
+  if (!a->n_heads || (!a->n_kv_heads && a->qk_norm == PS_QK_NORM_ROW))
+    return ps__fail(PS_EINVAL,
+                    "%s: n_heads is %u, n_kv_heads %u: at least 1 of the first, and with a norm "
+                    "over rows of both",
+                    op, a->n_heads, a->n_kv_heads);
   if (!a->head_dim || a->head_dim % 2)
     return ps__fail(PS_EINVAL, "%s: head_dim is %u: it must be even and positive", op, a->head_dim);
   if (a->rotary_dim % 2 || a->rotary_dim > a->head_dim || a->rotary_dim > 2 * PS_ROPE_PAIRS)

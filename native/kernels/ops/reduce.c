@@ -9,8 +9,10 @@ static ps_work work_copy_bytes(const void *args) {
 }
 PS__ROW(fill_zero, PS_CLASS_ELEMENTWISE, ps__cpu_fill_zero, PS_CUDA_FN(fill_zero),
         .rate = PS__RATE_MEMORY, .work = work_fill_zero);
+/* No chunk decides what a definition copies: parameters. */
+static void bind_copy_bytes(void *args, const ps__chunk_shape *chunk) { (void)args, (void)chunk; }
 PS__ROW(copy_bytes, PS_CLASS_ELEMENTWISE, ps__cpu_copy_bytes, PS_CUDA_FN(copy_bytes),
-        .rate = PS__RATE_MEMORY, .work = work_copy_bytes);
+        .rate = PS__RATE_MEMORY, .work = work_copy_bytes, .bind = bind_copy_bytes);
 
 /* Bytes of an element's low byte, read and written. */
 static double low_bytes(const ps__args_accumulate *a) {
@@ -20,12 +22,21 @@ static ps_work work_accumulate(const void *args) {
   const ps__args_accumulate *a = args;
   return ps__bytes_work((3.0 * (double)ps__dt_bytes(a->dt) + low_bytes(a)) * (double)a->n);
 }
+/* A definition has the elements of a token. */
+static void bind_accumulate(void *args, const ps__chunk_shape *chunk) {
+  ((ps__args_accumulate *)args)->n *= chunk->n_tokens;
+}
 PS__ROW(accumulate, PS_CLASS_ELEMENTWISE, ps__cpu_accumulate, PS_CUDA_FN(accumulate),
-        .rate = PS__RATE_MEMORY, .work = work_accumulate);
+        .rate = PS__RATE_MEMORY, .work = work_accumulate, .bind = bind_accumulate);
 PS__ROW(accumulate_host, PS_CLASS_OPTIMIZER, ps__cpu_accumulate, NULL, .rate = PS__RATE_ACCUMULATE,
         .work = work_accumulate);
 
-PS__BIND_GRADIENT(bind_colsum, ps__args_colsum, rows, accumulate)
+/* rows 0 in a definition: the chunk's tokens. */
+static void bind_colsum(void *args, const ps__chunk_shape *chunk) {
+  ps__args_colsum *a = args;
+  a->rows = a->rows ? a->rows : chunk->n_tokens;
+  a->accumulate = !chunk->first_grad;
+}
 static ps_work work_colsum(const void *args) {
   const ps__args_colsum *a = args;
   return ps__bytes_work((double)a->rows * a->cols * (double)ps__dt_bytes(a->dt));
