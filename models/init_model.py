@@ -239,7 +239,7 @@ def read_sizes(path, cfg, kind):
         )
     s.pad = read_pad(path, cfg, s)
     s.full, s.full_dim, s.full_kv, s.shared_keys = (), s.head_dim, s.kv_heads, False
-    s.experts, s.sparse = 0, ()
+    s.experts, s.sparse, s.sharing, s.wide, s.per_layer = 0, (), s.layers, 1, 0
     if kind in GEMMA4:
         read_full_layers(path, cfg, s, size)
     if kind in DELTA:
@@ -271,8 +271,11 @@ def read_full_layers(path, cfg, s, size):
     types = cfg.get("layer_types") or ["sliding_attention"] * s.layers
     if cfg.get("layer_types") is None:
         types[5::6] = ["full_attention"] * (s.layers // 6)
-    if cfg.get("hidden_size_per_layer_input", 256 if s.kind == "gemma4_text" else 0):
-        raise BadInput(f"{path}: hidden_size_per_layer_input is not 0: it is not supported")
+    s.sharing = s.layers - (cfg.get("num_kv_shared_layers") or 0)
+    s.wide = 1 + (cfg.get("use_double_wide_mlp") is True)
+    if s.kind == "gemma4_text" and cfg.get("hidden_size_per_layer_input") != 0:
+        s.per_layer = size("hidden_size_per_layer_input", 256)
+        s.per_layer_vocab = size("vocab_size_per_layer_input", 262144, limit=1 << 24)
     s.full = [i for i, t in enumerate(types) if t == "full_attention" or i == s.layers - 1]
     s.shared_keys = cfg.get("attention_k_eq_v") is True
     s.full_dim = size("global_head_dim", 512, limit=4096)
@@ -366,6 +369,15 @@ def gemma_experts(p, s, std, out):
     yield Tensor(f"{p}experts.down_proj", (s.experts, s.dim, s.expert), out)
 
 
+def per_layer_inputs(s, std):
+    """Gemma 4 E2B and E4B: a table and a product for the layers together."""
+    n = s.layers * s.per_layer
+    table = "model.embed_tokens_per_layer.weight"
+    yield Tensor(table, (s.per_layer_vocab, n), std, s.pad)
+    yield Tensor("model.per_layer_model_projection.weight", (n, s.dim), std)
+    yield Tensor("model.per_layer_projection_norm.weight", (s.per_layer,), "ones")
+
+
 def list_latent(p, s, std, out):
     """Multi-head latent attention."""
     a = s.latent
@@ -407,14 +419,14 @@ def list_attention(cfg, s, i, p, one, std, out):
     if s.kind == "phi3":
         parts = [("qkv", q + 2 * kv)]
     for name, rows in parts:
-        if name == "v" and full and s.shared_keys:
+        if (name == "v" and full and s.shared_keys) or (name != "q" and i >= s.sharing):
             continue
         yield Tensor(f"{p}self_attn.{name}_proj.weight", (rows, s.dim), std)
     if s.kind in QKV_BIAS and (s.kind == "qwen2" or cfg.get("attention_bias", True)):
         for name, rows in (("q", q), ("k", kv), ("v", kv)):
             yield Tensor(f"{p}self_attn.{name}_proj.bias", (rows,), "zeros")
     if s.kind in QK_NORM:
-        for name, n in (("q", q), ("k", kv)):
+        for name, n in (("q", q), ("k", kv))[: 1 if i >= s.sharing else 2]:
             n = n if s.kind in ("olmo2", "olmo3", "olmoe") else head_dim
             yield Tensor(f"{p}self_attn.{name}_norm.weight", (n,), one)
     if s.kind == "hunyuan_v1_dense":
@@ -455,6 +467,10 @@ def list_tensors(cfg, s):
             yield Tensor(p + "layer_scalar", (1,), "ones")
             if s.experts:
                 yield from gemma_experts(p, s, std, out)
+            if s.per_layer:
+                yield Tensor(p + "per_layer_input_gate.weight", (s.per_layer, s.dim), std)
+                yield Tensor(p + "per_layer_projection.weight", (s.dim, s.per_layer), out)
+                yield Tensor(p + "post_per_layer_input_norm.weight", (s.dim,), "ones")
         if s.kind == "gpt_oss":
             yield from gpt_oss_experts(p, s, std, out)
             continue
@@ -475,9 +491,12 @@ def list_tensors(cfg, s):
                     yield Tensor(f"{p}{half}.experts.{e}.{name}.weight", (s.expert, s.dim), std)
                 yield Tensor(f"{p}{half}.experts.{e}.{names[2]}.weight", (s.dim, s.expert), out)
             continue
+        ffn = s.ffn * (s.wide if i >= s.sharing else 1)
         for name, n in [("gate_up", 2)] if s.kind in ("phi3", "glm4") else (("gate", 1), ("up", 1)):
-            yield Tensor(f"{p}mlp.{name}_proj.weight", (n * s.ffn, s.dim), std)
-        yield Tensor(p + "mlp.down_proj.weight", (s.dim, s.ffn), out)
+            yield Tensor(f"{p}mlp.{name}_proj.weight", (n * ffn, s.dim), std)
+        yield Tensor(p + "mlp.down_proj.weight", (s.dim, ffn), out)
+    if s.per_layer:
+        yield from per_layer_inputs(s, std)
     yield Tensor("model.norm.weight", (s.dim,), one)
     if not s.tied:
         yield Tensor("lm_head.weight", (s.vocab, s.dim), std)

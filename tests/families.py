@@ -147,6 +147,23 @@ def gemma4(model_type="gemma4_text", architecture="Gemma4ForCausalLM", **changes
     return {k: v for k, v in cfg.items() if k != "rope_theta"}
 
 
+# Both kinds of layers, of which the last three have no keys and values of their own.
+SHARED_KV = dict(
+    num_hidden_layers=6,
+    layer_types=ALTERNATING[:2] * 3,
+    num_kv_shared_layers=3,
+    use_double_wide_mlp=True,
+)
+
+
+PER_LAYER = dict(hidden_size_per_layer_input=20, vocab_size_per_layer_input=517)
+
+
+def gemma4_e2b(**changes):
+    """E2B: these, and embeddings of each layer."""
+    return gemma4(**dict(SHARED_KV, **PER_LAYER, attention_k_eq_v=False, **changes))
+
+
 def gemma4_moe(**changes):
     """26B-A4B: experts beside an MLP of another width."""
     sparse = dict(enable_moe_block=True, num_experts=7, top_k_experts=3, moe_intermediate_size=40)
@@ -387,7 +404,7 @@ TOWERS = {
     "gemma4-vision": vision_language(
         "gemma4",
         "Gemma4ForConditionalGeneration",
-        gemma4_moe(),
+        gemma4_moe(**dict(SHARED_KV, **PER_LAYER, use_double_wide_mlp=False)),
         dict(VISION, model_type="gemma4_vision", num_key_value_heads=1, head_dim=18, patch_size=4)
         | dict(position_embedding_size=10, pooling_kernel_size=2),
         tie_word_embeddings=True,
@@ -498,6 +515,12 @@ VARIANTS = {
         final_logit_softcapping=None,
         tie_word_embeddings=False,
     ),
+    "gemma4-shared": gemma4(
+        "gemma4_unified_text",
+        "Gemma4UnifiedForCausalLM",
+        **dict(SHARED_KV, num_kv_shared_layers=2),
+    ),
+    "gemma4-e2b": gemma4_e2b(),
     "granite-untied": granite(tie_word_embeddings=False),
     "exaone4-full": exaone4(sliding_window=None, layer_types=["full_attention"] * 3)
     | dict(sliding_window_pattern=None),
@@ -625,11 +648,27 @@ def delta_rule_in_fp64(model):
         yield
 
 
+# By the dimension that has the layers.
+LAYERS_PARTS = {
+    "embed_tokens_per_layer.weight": 1,
+    "per_layer_model_projection.weight": 0,
+    "per_layer_projection_norm.weight": None,
+}
+
+
 def as_on_disk(named, model_type):
     """{name: tensor} of a model in memory, where transformers 5 has a layer's experts as two
-    tensors, under the names of files."""
+    tensors, under the names of files; and layers' parts of Gemma 4's shared tensors."""
     out = {}
     for key, x in named.items():
+        stem, _, what = key.rpartition("model.")
+        if what in LAYERS_PARTS and isinstance(x, float):
+            continue  # of parts no spread is known
+        if what in LAYERS_PARTS:
+            n = sum(k.endswith("per_layer_input_gate.weight") for k in named)
+            parts = [x] if x.ndim == 1 else x.chunk(n, LAYERS_PARTS[what])
+            out |= {f"{stem}model.layers.{i}.{what}": part for i, part in enumerate(parts)}
+            continue
         if model_type == "mixtral":
             key = key.replace(".mlp.", ".block_sparse_moe.")
         gate, up, down = (

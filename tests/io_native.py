@@ -48,7 +48,10 @@ class ModelConfig(c.Structure):
         + [("n_groups_used", u32), ("router_sigmoid", u32), ("router_scale", f32)]
         + [("attention_gate", u32)]
         + [("linear_" + n, u32) for n in "key_heads value_heads key_dim value_dim".split()]
-        + [("linear_conv_width", u32)]
+        + [
+            (n, u32)
+            for n in "linear_conv_width double_wide_mlp per_layer_dim per_layer_vocab".split()
+        ]
         + [("rope", Rope), ("layer_flags", c.c_uint8 * 4096)]
     )
 

@@ -219,7 +219,7 @@ def test_the_batches_reach_past_windows_and_lengths():
     assert any(0 < n < longest for n in originals) and any(n > tokens.shape[1] for n in originals)
 
 
-@pytest.mark.parametrize("name", [*DEEP, "gemma2", "gemma3", *EXPERTS, *DEEP_DELTA])
+@pytest.mark.parametrize("name", [*DEEP, "gemma2", "gemma3", "gemma4-e2b", *EXPERTS, *DEEP_DELTA])
 def test_gradients_in_the_smallest_device(directory, name):
     """Units are streamed, activations fetched or made again: by the right forward ops."""
     where = directory(name)
@@ -275,7 +275,7 @@ def test_a_model_saved_in_bf16_opens_in_transformers(directory, tmp_path, name):
     assert abs(after.loss - loss) < loss_noise(bound, after.valid_tokens)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *EXPERTS, *DELTA_NETS])
+@pytest.mark.parametrize("name", [*FAMILIES, "gemma4-e2b", *EXPERTS, *DELTA_NETS])
 def test_a_fresh_model_opens_in_transformers(tmp_path, name):
     """models/init_model.py and init_weights: every parameter is there, norms multiply by 1, the pad
     token's row is zero as nn.Embedding's, and all is trained."""

@@ -31,7 +31,7 @@ from penstock import ModelConfig
 from test_config import junk
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-WINDOW, NO_ROPE, LOCAL_ROPE, GLOBAL = 1, 2, 4, 16
+WINDOW, NO_ROPE, LOCAL_ROPE, GLOBAL, SHARED_KV = 1, 2, 4, 16, 64
 # without transformers' default here: a model of a default's size is nobody's model
 REQUIRED = [
     "vocab_size",
@@ -91,6 +91,8 @@ def flags_of(t):
             flags |= NO_ROPE
         if t.model_type in GEMMA4 and not slides:
             flags |= GLOBAL
+        if i >= t.num_hidden_layers - (getattr(t, "num_kv_shared_layers", None) or 0):
+            flags |= SHARED_KV
         out.append(flags)
     return out
 
@@ -180,6 +182,9 @@ def check_alike(folder, cfg):
         last = t.per_layer_config[t.num_hidden_layers - 1]
         heads = c.global_head_dim, c.global_kv_heads, c.shared_keys
         assert heads == (last.head_dim, last.num_key_value_heads, t.attention_k_eq_v)
+        e = getattr(t, "hidden_size_per_layer_input", 0)
+        assert (c.per_layer_dim, c.per_layer_vocab) == (e, e and t.vocab_size_per_layer_input)
+        assert c.double_wide_mlp == (t.use_double_wide_mlp and t.num_kv_shared_layers > 0)
     assert c.norm_eps == f32(t.rms_norm_eps)
     assert bool(c.tied_embeddings) == t.tie_word_embeddings
     assert c.pad_token_id == pad_of(t)
@@ -234,12 +239,14 @@ def test_a_missing_field_is_transformers_default_or_named(tmp_path, name):
         elif key not in EXCEPTED and (name, key) not in (
             ("qwen3-window", "use_sliding_window"),
             ("exaone4-full", "layer_types"),  # transformers divides by zero
-            ("gemma4", "hidden_size_per_layer_input"),  # 256, which is not supported
+            ("gemma4-shared", "layer_types"),  # its model then fails
+            ("gemma4-e2b", "layer_types"),
         ):
             alike += check_alike(tmp_path, without(cfg, key))
     assert alike >= 9
     refused(tmp_path, without(cfg, "model_type", "architectures"), "architectures", "model_type")
-    assert ps.read_config(save(tmp_path, without(cfg, "architectures"))).n_layers == 3
+    n_layers = cfg["num_hidden_layers"]
+    assert ps.read_config(save(tmp_path, without(cfg, "architectures"))).n_layers == n_layers
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -260,6 +267,10 @@ def test_null_is_read_as_transformers_reads_it(tmp_path, name):
             ("gemma3-linear", "sliding_window"),
             ("gemma4", "sliding_window"),
             ("gemma4-values", "sliding_window"),
+            ("gemma4-shared", "sliding_window"),
+            ("gemma4-e2b", "sliding_window"),
+            ("gemma4-shared", "layer_types"),  # the last layer is then the only full one
+            ("gemma4-e2b", "layer_types"),
             ("ministral", "sliding_window"),
             ("qwen3-window", "sliding_window"),
             ("olmo3", "sliding_window"),
@@ -288,8 +299,22 @@ HEADS = dict(head_dim=40, num_key_value_heads=1)
 @pytest.mark.parametrize(
     "changes, words",
     [
-        (dict(hidden_size_per_layer_input=8), ["hidden_size_per_layer_input is 8"]),
-        (dict(num_kv_shared_layers=1), ["num_kv_shared_layers is 1"]),
+        (
+            dict(model_type="gemma4_unified_text", architecture="Gemma4UnifiedForCausalLM")
+            | dict(hidden_size_per_layer_input=8),
+            ["hidden_size_per_layer_input is 8"],
+        ),
+        (
+            dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=511),
+            ["vocab_size_per_layer_input is 511", "vocab_size, 512"],
+        ),
+        (dict(num_kv_shared_layers=3), ["num_kv_shared_layers is 3", "num_hidden_layers, 3"]),
+        (dict(num_kv_shared_layers=2), ["num_kv_shared_layers: layer 1", "of the same type"]),
+        (
+            dict(num_kv_shared_layers=1, use_double_wide_mlp=True, enable_moe_block=True)
+            | dict(num_experts=7, top_k_experts=3, moe_intermediate_size=40),
+            ["use_double_wide_mlp is true", "without experts"],
+        ),
         (
             dict(model_type="gemma4_unified_text", architecture="Gemma4UnifiedForCausalLM")
             | dict(enable_moe_block=True),

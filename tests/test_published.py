@@ -374,6 +374,21 @@ PUBLISHED = {
         ),
         "",
     ),
+    "Gemma 4 E2B": (
+        gemma4(
+            "",
+            *(262144, 1536, 6144, 35, 8, 1),
+            kv=None,
+            attention_k_eq_v=False,
+            sliding_window=512,
+            layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 7,
+            hidden_size_per_layer_input=256,
+            vocab_size_per_layer_input=262144,
+            num_kv_shared_layers=20,
+            use_double_wide_mlp=True,
+        ),
+        "",
+    ),
     "Gemma 4 E4B": (
         gemma4(
             "",
@@ -382,9 +397,11 @@ PUBLISHED = {
             attention_k_eq_v=False,
             sliding_window=512,
             hidden_size_per_layer_input=256,
+            vocab_size_per_layer_input=262144,
             num_kv_shared_layers=18,
+            use_double_wide_mlp=False,
         ),
-        "hidden_size_per_layer_input",
+        "",
     ),
     "gpt-oss 20B": (
         model(

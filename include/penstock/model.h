@@ -101,7 +101,9 @@ enum {
   PS_LAYER_EXPERTS = 8,    /* experts and their router in the MLP's place */
   PS_LAYER_GLOBAL = 16,    /* heads as global_head_dim, global_kv_heads and shared_keys say */
   PS_LAYER_LINEAR = 32,    /* a gated delta-net in attention's place (Qwen3.5) */
-  PS_LAYER_FLAGS = 63
+  PS_LAYER_SHARED_KV = 64, /* no keys and values of its own: it has those of the last layer without
+                            * this flag whose other flags are the same (Gemma 4 E2B, E4B) */
+  PS_LAYER_FLAGS = 127
 };
 
 /* What a model is for. All but a language model have an own head. SINGLE_LABEL to PAIRS have
@@ -212,6 +214,10 @@ typedef struct ps_model_config {
    * linear_value_head_dim, linear_conv_kernel_dim; 0 in models without such layers */
   uint32_t linear_key_heads, linear_value_heads, linear_key_dim, linear_value_dim,
       linear_conv_width;
+  uint32_t double_wide_mlp; /* 1: ffn_dim of layers with PS_LAYER_SHARED_KV counts twice */
+  /* Per-layer embeddings (Gemma 4 E2B, E4B): hidden_size_per_layer_input, 0: there are none;
+   * vocab_size_per_layer_input */
+  uint32_t per_layer_dim, per_layer_vocab;
   ps_rope rope;
   uint8_t layer_flags[PS_MAX_LAYERS]; /* PS_LAYER_*, by block from 0 */
 } ps_model_config;

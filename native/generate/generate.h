@@ -22,7 +22,7 @@ enum { PS__GEN_PREFILL, PS__GEN_DECODE, PS__GEN_LOAD, PS__GEN_PROGRAMS };
 
 /* Offsets of a step's batch, BYTES from its start. What the device needs of it is one range. */
 typedef struct ps__gen_batch {
-  uint64_t tokens;             /* int32[rows], on the host alone */
+  uint64_t tokens;             /* int32[rows]; on the device too where ops there look them up */
   uint64_t sequence, position; /* int32[rows] */
   uint64_t out;                /* int32[n_sequences]: the rows that logits are made of */
   uint64_t for_device, bytes;  /* where the device's range begins; all */
@@ -40,8 +40,8 @@ typedef struct ps__gen_map {
   /* of experts on demand, block after block: tables: ps__fetch_words(); counts: u64[2]; slots:
    * those of gate and up, then those of down */
   struct {
-    uint64_t batch, x[2], tensors, cache, dense, head, resident, buffer, tables, counts, slots,
-        bytes;
+    uint64_t batch, x[2], tensors, carried, cache, dense, head, resident, buffer, tables, counts,
+        slots, bytes;
   } device;
   uint64_t x_bytes; /* of a residual stream's rows */
 } ps__gen_map;
@@ -146,6 +146,12 @@ uint32_t ps__gen_n_ops(const ps__layer_def *d);
 /* BYTES that a forward op of a block keeps of all sequences from step to step: keys and values, or
  * states. */
 uint64_t ps__gen_cache_bytes(const ps__gen_plan *p, const ps__op_def *op);
+/* BYTES from map.device.cache to the caches of block @layer. One with PS_LAYER_SHARED_KV has those
+ * of the block whose keys and values it reads. */
+uint64_t ps__gen_cache_offset(const ps__gen_plan *p, uint32_t layer);
+/* BYTES from map.device.carried to a tensor that passes between blocks; of PS__N_CARRIED: to the
+ * end. */
+uint64_t ps__gen_carried_offset(const ps__gen_plan *p, uint32_t carried);
 /* The arguments of the lookup that picks, out of @rows rows, those that logits are made of. */
 ps__args_embed ps__gen_pick(const ps__gen_plan *p, uint32_t rows);
 /* Where tensor @t of a layer lies from the layer's tensors on, and its BYTES. */

@@ -134,7 +134,7 @@ uint64_t ps__gen_tensor_offset(const ps__gen_plan *p, const ps__layer_def *d, ui
     bool used = false;
     for (uint32_t k = 0; k < n; k++)
       used |= ps__uses(&d->fwd[k], (int)i, PS_READ_WRITE);
-    at += used ? aligned(ps__gen_tensor_bytes(d, i, rows)) : 0;
+    at += used && !ps__in(d->carried, i) ? aligned(ps__gen_tensor_bytes(d, i, rows)) : 0;
   }
   return at;
 }
@@ -190,7 +190,8 @@ static void place_batch(ps__gen_plan *p) {
   const uint64_t rows = 4ull * most_rows(p);
   b->tokens = take(&b->bytes, rows);
   b->sequence = take(&b->bytes, rows);
-  b->for_device = ps__gen_looks_up_there(p) ? b->tokens : b->sequence;
+  b->for_device =
+      ps__gen_looks_up_there(p) || p->model->cfg.per_layer_dim ? b->tokens : b->sequence;
   b->position = take(&b->bytes, rows);
   b->out = take(&b->bytes, 4ull * p->rows[1]);
 }
@@ -209,9 +210,43 @@ static bool has_state(const ps__layer_def *d, const ps__op_def *op) {
   return false;
 }
 
-/* A block's caches lie in the order of its ops. */
+/* Of a block's ops, in whose order they lie; 0 where they are another block's. */
+static uint64_t caches_of(const ps__gen_plan *p, uint32_t layer) {
+  const ps__layer_def *d = ps__layer_of(p->model, layer);
+  uint64_t bytes = 0;
+  for (uint32_t i = 0, n = ps__gen_n_ops(d); i < n; i++)
+    bytes += ps__gen_cache_bytes(p, &d->fwd[i]);
+  return p->model->cfg.layer_flags[layer - 1] & PS_LAYER_SHARED_KV ? 0 : bytes;
+}
+
+uint64_t ps__gen_cache_offset(const ps__gen_plan *p, uint32_t layer) {
+  const uint32_t of = ps__kv_source(&p->model->cfg, layer - 1) + 1;
+  uint64_t at = 0;
+  for (uint32_t l = 1; l < of; l++)
+    at += caches_of(p, l);
+  return at;
+}
+
+uint64_t ps__gen_carried_offset(const ps__gen_plan *p, uint32_t carried) {
+  uint64_t bytes[PS__N_CARRIED] = {0}, at = 0;
+  for (uint32_t k = 0; k < p->model->n_defs; k++) {
+    const ps__layer_def *d = p->model->def[k];
+    for (uint32_t i = 0; i < d->n_fwd; i++)
+      for (uint32_t k = 0; k < d->fwd[i].n_syms; k++) {
+        const ps__sym y = d->fwd[i].sym[k];
+        if (ps__sym_is_tensor(y) && ps__in(d->carried, y.id))
+          bytes[d->tensor[y.id].carried] = aligned(ps__gen_tensor_bytes(d, y.id, most_rows(p)));
+      }
+  }
+  for (uint32_t i = 0; i < carried; i++)
+    at += bytes[i];
+  return at;
+}
+
 static void count_caches(ps__gen_plan *p, uint32_t layer) {
   const ps__layer_def *d = ps__layer_of(p->model, layer);
+  if (!caches_of(p, layer))
+    return;
   for (uint32_t i = 0, n = ps__gen_n_ops(d); i < n; i++) {
     const uint64_t bytes = ps__gen_cache_bytes(p, &d->fwd[i]);
     p->report.cache_bytes += bytes;
@@ -259,6 +294,7 @@ static void place(ps__gen_plan *p) {
   for (uint32_t i = 0; i < 2; i++)
     map->device.x[i] = take(&map->device.bytes, map->x_bytes);
   map->device.tensors = take(&map->device.bytes, tensors);
+  map->device.carried = take(&map->device.bytes, ps__gen_carried_offset(p, PS__N_CARRIED));
   p->report.activation_bytes = map->device.bytes - aligned(p->beside.used[p->at->dev[0].place]);
   map->device.cache = take(&map->device.bytes, p->report.cache_bytes);
   map->device.dense = take(&map->device.bytes, p->report.dense_bytes);

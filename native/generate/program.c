@@ -22,7 +22,7 @@ typedef struct builder {
   uint32_t streamed; /* blocks, from the first, whose copies have been added where they need any */
   uint32_t layer, x; /* the layer whose ops are added; which residual stream has its input */
   uint32_t products; /* of the layer's experts, so far */
-  uint64_t cached;   /* BYTES of the caches of the ops so far */
+  uint64_t cached;   /* BYTES from the caches' start to that of the layer's next op */
 } builder;
 
 typedef struct hook_args {
@@ -184,6 +184,10 @@ static ps_access tensor_of(const builder *b, const ps__layer_def *d, ps__sym y, 
   const uint64_t bytes = ps__gen_tensor_bytes(d, y.id, rows) - y.skip;
   if (block && y.id == d->input)
     return (ps_access){p->at->dev[0].place, y.mode, p->map.device.x[b->x] + y.skip, bytes};
+  if (ps__in(d->carried, y.id))
+    return (ps_access){
+        p->at->dev[0].place, y.mode,
+        p->map.device.carried + ps__gen_carried_offset(p, d->tensor[y.id].carried) + y.skip, bytes};
   if ((block || (b->layer == 0 && !host)) && y.id == d->output)
     return (ps_access){p->at->dev[0].place, y.mode, p->map.device.x[block && !b->x] + y.skip,
                        bytes};
@@ -280,6 +284,7 @@ static ps_status add_op(builder *b, const ps__layer_def *d, const ps__op_def *op
 static ps_status add_layer(builder *b, uint32_t rows) {
   const ps__layer_def *d = ps__layer_of(b->p->model, b->layer);
   b->products = 0;
+  b->cached = ps__is_block(b->p->model, b->layer) ? ps__gen_cache_offset(b->p, b->layer) : 0;
   PS_TRY(dequantize_layer(b, b->layer));
   for (uint32_t i = 0, n = ps__gen_n_ops(d); i < n; i++)
     PS_TRY(add_op(b, d, &d->fwd[i], rows));

@@ -106,6 +106,15 @@ uint32_t ps__fused_name(char *out, size_t bytes, const char *param);
  * ps__tensors_transposed() - whether tensor @idx is cut from one: ranges of it are slow to read. */
 bool ps__fused_transposed(const char *param);
 bool ps__tensors_transposed(const ps_tensor_file *f, uint64_t idx);
+/* ps__sliced_name() - of a parameter that is a layer's part of a tensor that all layers share, that
+ * tensor's name, in @out of @bytes, and how its parts stand in it (sliced.c). */
+typedef enum ps__slices {
+  PS__SLICES_NONE,
+  PS__SLICES_ROWS,
+  PS__SLICES_COLUMNS,
+  PS__SLICES_WHOLE /* one layer has all of it */
+} ps__slices;
+ps__slices ps__sliced_name(char *out, size_t bytes, const char *param);
 /* ---- MXFP4 (mxfp4.c) ----
  * ps__mxfp4_encode() - 32 numbers as a byte of scale, which is returned, and 16 of elements. */
 #define PS__MXFP4 "MXFP4"

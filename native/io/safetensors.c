@@ -378,11 +378,13 @@ static ps_status make_index(ps_tensor_file *f, const char *path) {
   return PS_OK;
 }
 
-/* By the names of a text model whose experts are a tensor each. */
+/* By the names of a text model whose experts, and layers' parts, are a tensor each. */
 static ps_status name_anew(ps_tensor_file *f, const char *path) {
   PS_TRY(ps__tensors_rename(f));
+  bool sliced;
   PS_TRY(ps__tensors_split(f, path, MAX_TENSORS));
-  if (!f->fused && !f->names)
+  PS_TRY(ps__tensors_slice(f, MAX_TENSORS, &sliced));
+  if (!f->fused && !f->names && !sliced)
     return PS_OK;
   ps__free(f->by_name);
   f->by_name = NULL;
@@ -704,6 +706,8 @@ ps_status ps_tensors_read(ps_tensor_file *f, uint64_t idx, uint64_t first, uint6
     return ps__tensors_dequantize(f, t, first, n, dtype, dst);
   if (t->transposed)
     return ps__tensors_read_transposed(f, t, first, n, dtype, dst);
+  if (t->row_stride)
+    return ps__tensors_read_strided(f, t, first, n, dtype, dst);
   const uint32_t kind = ps__dtype_of_file(t->info.dtype);
   const size_t from = ps__dtypes[kind].bytes;
   uint64_t at = t->begin + first * from;

@@ -19,6 +19,7 @@ typedef struct tensor {
   bool passed_over; /* it belongs to a quantized tensor: no model has it as a parameter */
   const struct tensor *scales;     /* of a quantized tensor; NULL: it is not quantized */
   uint64_t scale_rows, scale_cols; /* that one scale is of */
+  uint64_t row_stride;             /* BYTES from row to row in the file; 0: rows have no gaps */
   bool transposed;                 /* the file has [shape[1], shape[0]] */
   uint64_t expert;                 /* gpt-oss: which one it is of */
 } tensor;
@@ -56,6 +57,12 @@ bool ps__is_mxfp4(const tensor *t);
 ps_status ps__mxfp4_pair(ps_tensor_file *f, tensor *t);
 ps_status ps__mxfp4_read(const ps_tensor_file *f, const tensor *t, uint64_t first, uint64_t n,
                          ps_dtype dtype, void *dst);
+/* ps__tensors_slice() - puts each layer's part in the place of tensors that all layers share
+ * (sliced.c). @any: there are such, and by_name is to be made anew. Errors: as ps__tensors_split().
+ * ps__tensors_read_strided() - ps_tensors_read() of @t, which has gaps between rows. */
+ps_status ps__tensors_slice(ps_tensor_file *f, size_t most, bool *any);
+ps_status ps__tensors_read_strided(const ps_tensor_file *f, const tensor *t, uint64_t first,
+                                   uint64_t n, ps_dtype dtype, void *dst);
 /* ps__tensors_read_transposed() - ps_tensors_read() of @t, which the file has transposed. */
 ps_status ps__tensors_read_transposed(const ps_tensor_file *f, const tensor *t, uint64_t first,
                                       uint64_t n, ps_dtype dtype, void *dst);

@@ -2,6 +2,9 @@
  *
  *   q|k|v = x W_qkv + b,  o = attention(rope(norm(q)), rope(norm(k)), v),  y = o W_o
  *
+ * Without keys and values of its own the product is q alone, and kv is what another block carries
+ * here (ps__def_carried()); its gradient, too, is added to what the others give.
+ *
  * Biases, sinks and the norms of q, k and v are there where the config has them. With shared_keys v
  * is the norm of k's columns, and the product is q|k. With a gate W_q has one beside q, head by
  * head, and y = (o sigmoid(gate)) W_o. */
@@ -15,6 +18,7 @@ typedef struct attention {
   uint32_t a, k, n_qkv; /* n_qkv: A+2K, with shared keys A+K */
   uint32_t n_q, n_all;  /* columns of W_q: A, with a gate 2A; of the whole product */
   bool shared_keys, gated;
+  bool own_kv; /* k, v and their norms */
   ps__args_attention args;
   ps__args_qkv split;
   ps__args_heads heads; /* with a gate */
@@ -75,7 +79,7 @@ static ps_status qkv_args(ps__args_qkv *out, const ps_model *m, uint32_t flags, 
   if (flags & PS_LAYER_NO_ROPE)
     rope.rotary_dim = 0;
   *out = (ps__args_qkv){.n_heads = c->n_heads,
-                        .n_kv_heads = ps__layer_kv_heads(c, flags),
+                        .n_kv_heads = flags & PS_LAYER_SHARED_KV ? 0 : ps__layer_kv_heads(c, flags),
                         .head_dim = ps__layer_head_dim(c, flags),
                         .dt = m->dt,
                         .qk_norm = c->qk_norm,
@@ -99,8 +103,9 @@ static ps_status begin(ps__half *h) {
   t->args = attention_args(h->b->m, h->b->flags);
   t->a = c->n_heads * t->args.head_dim;
   t->k = t->args.n_kv_heads * t->args.head_dim;
+  t->own_kv = !(h->b->flags & PS_LAYER_SHARED_KV);
   t->shared_keys = ps__layer_shares_keys(c, h->b->flags);
-  t->n_qkv = t->a + (t->shared_keys ? 1 : 2) * t->k;
+  t->n_qkv = t->a + (!t->own_kv ? 0 : t->shared_keys ? 1 : 2) * t->k;
   t->gated = c->attention_gate;
   t->n_q = t->gated ? 2 * t->a : t->a;
   t->n_all = t->n_qkv - t->a + t->n_q;
@@ -124,7 +129,7 @@ static void define_params(ps__half *h) {
   ps__layer_def *d = h->b->d;
   t->w_qkv = ps__def_param(d, n->q, PS_PARAM_MATRIX, n->k ? t->n_q : t->n_all, dim);
   ps__def_what(d, "qkv");
-  if (n->k) {
+  if (n->k && t->own_kv) {
     ps__def_param_after(d, n->k, PS_PARAM_MATRIX, t->k, dim);
     if (!t->shared_keys)
       ps__def_param_after(d, n->v, PS_PARAM_MATRIX, t->k, dim);
@@ -137,7 +142,8 @@ static void define_params(ps__half *h) {
   }
   if (c->qk_norm) {
     t->w_qnorm = ps__half_norm(h, n->q_norm, "q and k norm", row_norm ? t->a : t->args.head_dim);
-    t->w_knorm = ps__half_norm(h, n->k_norm, "q and k norm", row_norm ? t->k : t->args.head_dim);
+    if (t->own_kv)
+      t->w_knorm = ps__half_norm(h, n->k_norm, "q and k norm", row_norm ? t->k : t->args.head_dim);
   }
   t->w_o = ps__half_residual(h, n->o, "o", t->a);
   h->has_bias = c->o_bias;
@@ -159,8 +165,9 @@ static void define_sites(ps__half *h) {
   const uint32_t dim = h->b->dim;
   if (n->k) {
     ps__half_site(h, PS__TARGET_Q, t->n_q, dim);
-    ps__half_site(h, PS__TARGET_K, t->k, dim);
-    if (!t->shared_keys)
+    if (t->own_kv)
+      ps__half_site(h, PS__TARGET_K, t->k, dim);
+    if (t->own_kv && !t->shared_keys)
       ps__half_site(h, PS__TARGET_V, t->k, dim);
   } else {
     ps__half_site(h, PS__TARGET_QKV, t->n_all, dim);
@@ -191,6 +198,11 @@ static void define_tensors(ps__half *h) {
   t->dq = ps__half_tokens(h, "dq", t->a);
   t->dkv = ps__def_tensor(d, "dkv", PS__ROWS_GROUP, 2 * t->k, PS_F32);
   t->dqkv = ps__half_tokens(h, "dqkv", t->n_qkv);
+  if (b->flags & (PS_LAYER_SHARED_KV | PS__BLOCK_GIVES_KV)) {
+    const bool global = b->flags & PS_LAYER_GLOBAL;
+    ps__def_carried(d, t->kv, global ? PS__CARRIED_KV_GLOBAL : PS__CARRIED_KV);
+    ps__def_carried(d, t->dkv, global ? PS__CARRIED_DKV_GLOBAL : PS__CARRIED_DKV);
+  }
   define_gate_tensors(h);
   t->qkv_p = ps__def_product(d, t->w_qkv, t->n_all, b->dim, h->fp8);
   t->o_p = ps__def_product(d, t->w_o, b->dim, t->a, h->fp8);
@@ -259,8 +271,8 @@ static void define_forward(ps__half *h) {
   if (t->gated)
     PS__FWD(d, ps__k_heads_split, t->heads, PS__R(t->all), PS__W(t->qkv), PS__W(t->gate));
   PS__FWD(d, ps__k_qkv_split_fwd, t->split, PS__R(t->qkv), PS__B(PS__BATCH_POSITION), PS__W(t->q),
-          PS__W(t->kv), PS__SYM_IF(c->qk_norm, PS__P(t->w_qnorm)),
-          PS__SYM_IF(c->qk_norm, PS__P(t->w_knorm)));
+          PS__SYM_IF(t->own_kv, PS__W(t->kv)), PS__SYM_IF(c->qk_norm, PS__P(t->w_qnorm)),
+          PS__SYM_IF(c->qk_norm && t->own_kv, PS__P(t->w_knorm)));
   PS__FWD(d, ps__k_attention_fwd, t->args, PS__R(t->q), PS__PRE_R(t->kv),
           PS__B(PS__BATCH_DOC_START), PS__W(t->o), PS__W(t->lse));
   if (c->attention_sinks) {
@@ -315,9 +327,10 @@ static void define_backward(ps__half *h) {
           PS__B(PS__BATCH_DOC_START), PS__R(t->o), PS__R(t->lse), PS__R(t->dout), PS__W(t->dq),
           PS__PRE_W(t->dkv));
   if (c->qk_norm)
-    PS__BWD(d, ps__k_qkv_split_bwd, t->split, PS__R(t->dq), PS__R(t->dkv),
+    PS__BWD(d, ps__k_qkv_split_bwd, t->split, PS__R(t->dq), PS__SYM_IF(t->own_kv, PS__R(t->dkv)),
             PS__B(PS__BATCH_POSITION), PS__W(t->dqkv), PS__R(t->qkv), PS__P(t->w_qnorm),
-            PS__P(t->w_knorm), PS__G(t->w_qnorm), PS__G(t->w_knorm));
+            PS__SYM_IF(t->own_kv, PS__P(t->w_knorm)), PS__G(t->w_qnorm),
+            PS__SYM_IF(t->own_kv, PS__G(t->w_knorm)));
   else
     PS__BWD(d, ps__k_qkv_split_bwd, t->split, PS__R(t->dq), PS__R(t->dkv),
             PS__B(PS__BATCH_POSITION), PS__W(t->dqkv));

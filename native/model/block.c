@@ -1,6 +1,7 @@
 /* block.c - the residual stream of a block, the norms around its halves, and their order. */
 #include "model/block.h"
 #include "core/core.h"
+#include "model/per_layer.h"
 #include <math.h>
 
 /* ---- what halves call ------------------------------------------------------------------------ */
@@ -95,7 +96,7 @@ static ps_status begin(ps__block *b, ps__half *half) {
 }
 
 /* In the order in which they lie in the unit. */
-static void define_params(ps__block *b, ps__half *half) {
+static void define_params(ps__block *b, ps__half *half, ps__per_layer *after) {
   ps__def_unit(b->d, ps__base_is_frozen(b->m));
   ps__def_base(b->d, b->m->lora.base);
   for (ps__half *h = half; h < half + PS__HALVES; h++) {
@@ -111,6 +112,7 @@ static void define_params(ps__block *b, ps__half *half) {
   for (ps__half *h = half; h < half + PS__HALVES; h++)
     if (h->use->kind->units)
       h->use->kind->units(h);
+  ps__per_layer_params(b, after);
 }
 
 /* The LoRA targets that the block has. */
@@ -137,7 +139,7 @@ static void define_adapters(ps__block *b, ps__half *half) {
 
 /* A post norm's input has one gradient tensor for both halves: one is done before the other
  * begins. */
-static void define_tensors(ps__block *b, ps__half *half) {
+static void define_tensors(ps__block *b, ps__half *half, ps__per_layer *after) {
   ps__layer_def *d = b->d;
   uint8_t stream = tokens(b, "x");
   d->input = stream;
@@ -153,12 +155,12 @@ static void define_tensors(ps__block *b, ps__half *half) {
     h->x = ps__def_x(d, !h->pre ? stream : stores ? tokens(b, "norm") : 0, b->dim, h->fp8);
     h->use->kind->tensors(h);
     h->y = h->post ? tokens(b, h->use->kind->out) : 0;
-    h->to = stream = tokens(b, last ? "y" : "h");
+    h->to = stream = tokens(b, !last ? "h" : after->e ? "r" : "y");
     h->residual = h->post ? PS__NONE : (int)h->in;
     if (!h->post)
       h->y = h->to;
   }
-  d->output = stream;
+  d->output = ps__per_layer_tensors(b, after, stream);
 }
 
 static void define_counted(ps__block *b, ps__half *half) {
@@ -181,7 +183,7 @@ static void define_saved(ps__block *b, ps__half *half) {
 
 /* Norms' outputs are read in the backward pass although they are never saved: the step builder puts
  * the forward op that makes a missing tensor in front of its first use. */
-static void define_ops(ps__block *b, ps__half *half) {
+static void define_ops(ps__block *b, ps__half *half, const ps__per_layer *after) {
   ps__args_rmsnorm post = b->norm, pre = b->norm;
   const ps__args_layer_scale scale = {.cols = b->dim, .dt = b->m->dt};
   post.has_residual = true;
@@ -192,11 +194,13 @@ static void define_ops(ps__block *b, ps__half *half) {
       PS__FWD(b->d, ps__k_rmsnorm_fwd, post, PS__R(h->y), PS__P(h->w_post), PS__W(h->to),
               PS__R(h->in));
   }
+  ps__per_layer_forward(b, after);
   if (b->decoder->layer_scale) {
     PS__FWD(b->d, ps__k_layer_scale_fwd, scale, PS__RW((uint8_t)b->d->output), PS__P(b->w_scale));
     PS__BWD(b->d, ps__k_layer_scale_bwd, scale, PS__RW(b->dy), PS__P(b->w_scale),
             PS__G(b->w_scale));
   }
+  ps__per_layer_backward(b, after);
   for (ps__half *h = half + PS__HALVES; h-- > half;) {
     if (h->post)
       PS__BWD(b->d, ps__k_rmsnorm_bwd, b->norm, PS__R(h->y), PS__P(h->w_post), PS__R(b->dy),
@@ -206,17 +210,20 @@ static void define_ops(ps__block *b, ps__half *half) {
       PS__BWD(b->d, ps__k_rmsnorm_bwd, pre, PS__R(h->in), PS__P(h->w_norm), PS__R(h->dx),
               PS__RW(b->dy), PS__G(h->w_norm));
   }
+  ps__per_layer_end(b, after);
 }
 
 static ps_status define(ps__block *b, ps__half *half) {
   PS_TRY(ps__model_add_def(b->m, &b->d));
+  ps__per_layer after;
   PS_TRY(begin(b, half));
-  define_params(b, half);
+  ps__per_layer_begin(b, &after);
+  define_params(b, half, &after);
   define_adapters(b, half);
-  define_tensors(b, half);
+  define_tensors(b, half, &after);
   define_counted(b, half);
   define_saved(b, half);
-  define_ops(b, half);
+  define_ops(b, half, &after);
   return PS_OK;
 }
 

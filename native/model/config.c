@@ -252,6 +252,42 @@ static ps_status check_delta(const ps_model_config *c, const char *name) {
   return PS_OK;
 }
 
+/* Of layers with PS_LAYER_SHARED_KV. */
+static ps_status check_shared(const ps_model_config *c, const char *name) {
+  bool any = false;
+  PS_TRY(ps__config_in_range(name, "use_double_wide_mlp", c->double_wide_mlp, 0, 1));
+  for (uint32_t l = 0; l < c->n_layers; l++) {
+    any |= c->layer_flags[l] & PS_LAYER_SHARED_KV;
+    if (ps__kv_source(c, l) == PS__NO_BLOCK)
+      return ps__fail(PS_EFORMAT,
+                      "%s: num_kv_shared_layers: layer %u has no keys and values of its own, and "
+                      "no layer before it of the same type has: lower it",
+                      name, l);
+  }
+  if (any && (c->qk_norm != 1 || c->qkv_bias || c->attention_gate || c->kv_rank))
+    return ps__fail(PS_EFORMAT,
+                    "%s: num_kv_shared_layers is above 0: it needs norms of q and k over heads, "
+                    "and no biases, gate or latent of attention",
+                    name);
+  if (any && c->double_wide_mlp && (c->shared_dim || 2 * (uint64_t)c->ffn_dim > MAX_FFN))
+    return ps__fail(PS_EFORMAT,
+                    "%s: use_double_wide_mlp is true: layers without experts of at most %d columns "
+                    "can have it, and intermediate_size is %u",
+                    name, MAX_FFN / 2, c->ffn_dim);
+  return PS_OK;
+}
+
+static ps_status check_per_layer(const ps_model_config *c, const char *name) {
+  PS_TRY(ps__config_in_range(name, "hidden_size_per_layer_input", c->per_layer_dim, 0, MAX_DIM));
+  if (!c->per_layer_dim)
+    return PS_OK;
+  if (!ps__family_at(c->family)->decoder->per_layer)
+    return ps__fail(PS_EFORMAT, "%s: hidden_size_per_layer_input is %u: this family has none", name,
+                    c->per_layer_dim);
+  return ps__config_in_range(name, "vocab_size_per_layer_input", c->per_layer_vocab, c->vocab_size,
+                             MAX_VOCAB);
+}
+
 static bool scale_ok(float x) { return x >= 0.0f && x <= 1e6f; }
 
 static ps_status check_layers(const ps_model_config *c, const char *name) {
@@ -269,6 +305,8 @@ static ps_status check_layers(const ps_model_config *c, const char *name) {
   for (uint32_t l = 0; l < c->n_layers; l++)
     flags |= c->layer_flags[l];
   PS_TRY(ps__config_in_range(name, "layer_flags", flags, 0, PS_LAYER_FLAGS));
+  PS_TRY(check_shared(c, name));
+  PS_TRY(check_per_layer(c, name));
   if (flags & PS_LAYER_WINDOW)
     PS_TRY(ps__config_in_range(name, "sliding_window", c->window, 1, MAX_POSITIONS));
   if ((flags & PS_LAYER_LOCAL_ROPE) && !(c->local_rope_theta >= 1.0 && c->local_rope_theta <= 1e15))

@@ -32,7 +32,7 @@ static ps_status describe_embedding(ps_model *m, const ps__decoder *decoder) {
 static ps_status resolve_targets(ps_model *m, const ps__decoder *decoder) {
   const uint32_t mlp =
       PS_LORA_GATE_PROJ | PS_LORA_UP_PROJ | PS_LORA_DOWN_PROJ | PS_LORA_GATE_UP_PROJ;
-  bool seen[PS_LAYER_FLAGS + 1] = {false};
+  bool seen[PS_LAYER_FLAGS + 1] = {false}; /* what more a block is changes no target */
   uint32_t there = 0;
   char names[PS_LORA_NAMES_BYTES];
   for (uint32_t l = 0; l < m->cfg.n_layers; l++) {
@@ -49,20 +49,28 @@ static ps_status resolve_targets(ps_model *m, const ps__decoder *decoder) {
   return ps__lora_resolve(m, there);
 }
 
+/* The definition of an earlier block that is like block @l; NULL: none is. */
+static ps__layer_def *alike(const ps_model *m, uint32_t l, bool fp8) {
+  const uint32_t flags = ps__block_flags(&m->cfg, l);
+  for (uint32_t i = l; i-- > 0;)
+    if (ps__block_flags(&m->cfg, i) == flags && (i + 1 < m->n_frozen) == ps__is_frozen(m) &&
+        ps__fp8_block(&m->fp8, i, m->cfg.n_layers) == fp8)
+      return m->def[m->layer[i + 1].def_idx];
+  return NULL;
+}
+
 ps_status ps__describe_decoder(ps_model *m, const ps__decoder *decoder) {
-  ps__layer_def *kind[2][2][PS_LAYER_FLAGS + 1] = {{{NULL}}}; /* frozen or not; FP8 or not */
   if (m->lora.rank)
     PS_TRY(resolve_targets(m, decoder));
   PS_TRY(describe_embedding(m, decoder));
   for (uint32_t l = 0; l < m->cfg.n_layers; l++) {
-    const uint32_t flags = m->cfg.layer_flags[l];
     const bool fp8 = ps__fp8_block(&m->fp8, l, m->cfg.n_layers);
-    ps__layer_def **def = &kind[ps__is_frozen(m)][fp8][flags];
+    ps__layer_def *def = alike(m, l, fp8);
     char prefix[32];
     snprintf(prefix, sizeof prefix, "model.layers.%u.", l);
-    if (!*def)
-      PS_TRY(ps__describe_block(m, decoder, flags, fp8, def));
-    PS_TRY(ps__model_add_layer(m, *def, prefix));
+    if (!def)
+      PS_TRY(ps__describe_block(m, decoder, ps__block_flags(&m->cfg, l), fp8, &def));
+    PS_TRY(ps__model_add_layer(m, def, prefix));
   }
   return ps__describe_head(m, decoder);
 }

@@ -21,10 +21,11 @@ typedef struct ps__half_use {
 enum { PS__HALVES = 2 };
 typedef struct ps__decoder {
   const ps__half_use *half[PS__HALVES];
-  float norm_offset;           /* added to the weights of all norms (Gemma: 1) */
-  bool rounds_embedding_scale; /* to the dtype of the activations (Gemma) */
-  const char *layer_scale;     /* a number by which a block's output is multiplied; it is not
-                                * trained. NULL: none (Gemma 4) */
+  float norm_offset;                           /* added to the weights of all norms (Gemma: 1) */
+  bool rounds_embedding_scale;                 /* to the dtype of the activations (Gemma) */
+  const struct ps__per_layer_names *per_layer; /* of per-layer embeddings; NULL: none (Gemma 4) */
+  const char *layer_scale; /* a number by which a block's output is multiplied; it is not
+                            * trained. NULL: none (Gemma 4) */
 } ps__decoder;
 
 /* ps__describe_decoder() - the embedding, a definition for each kind of block that the config's

@@ -52,6 +52,10 @@ void ps__def_saved(ps__layer_def *d, uint8_t tensor, const char *name, uint32_t 
   d->tensor[tensor].saved = (int)i;
 }
 
+void ps__def_carried(ps__layer_def *d, uint8_t tensor, ps__carried as) {
+  d->tensor[tensor].carried = as;
+}
+
 uint32_t ps__def_counted(ps__layer_def *d, uint8_t tensor, const char *what) {
   if (d->n_counted == PS__MAX_COUNTED) {
     note(d, ps__fail(PS_EINTERNAL, "a layer counts flushed values of more than %d tensors",
@@ -324,7 +328,11 @@ static ps_status number_sets(ps__layer_def *d) {
 static void derive_rows(ps__layer_def *d, ps__set written, ps__set grads) {
   for (uint32_t t = 0; t < d->n_tensors; t++) {
     const uint32_t rows = d->tensor[t].rows;
-    if (ps__rows_of_group(rows) && ps__in(written, t))
+    if (d->tensor[t].carried) {
+      ps__put(&d->carried, t);
+      if (ps__in(grads, t))
+        ps__put(&d->grad_carried, t);
+    } else if (ps__rows_of_group(rows) && ps__in(written, t))
       ps__put(&d->group, t);
     else if (ps__rows_of_group(rows) && ps__in(grads, t))
       ps__put(&d->grad_group, t);

@@ -78,10 +78,28 @@ static inline bool ps__rows_of_group(uint32_t rows) {
 
 enum { PS__NONE = -1 };
 
+/* A tensor that passes from block to block beside the residual stream, one for a chunk or its
+ * attention group. Forward, the first block that has it makes it, and others read it. A gradient is
+ * made in the backward pass: the last block that has it writes it, the others add to it, and the
+ * first one reads the sum. */
+typedef enum ps__carried {
+  PS__CARRIED_NONE,
+  PS__CARRIED_KV, /* keys and values that several blocks read, and those of PS_LAYER_GLOBAL */
+  PS__CARRIED_DKV,
+  PS__CARRIED_KV_GLOBAL,
+  PS__CARRIED_DKV_GLOBAL,
+  PS__CARRIED_X0, /* of per-layer embeddings: the first block's input, the norm's weights */
+  PS__CARRIED_DX0,
+  PS__CARRIED_NORM,
+  PS__CARRIED_DNORM,
+  PS__N_CARRIED
+} ps__carried;
+
 typedef struct ps__tensor_def {
   const char *name;
   uint64_t row_bytes; /* BYTES of a row */
   uint32_t rows;      /* ps__row_kind */
+  uint32_t carried;   /* ps__carried */
   ps_dtype dt;
   int saved; /* index in ps__layer_def.saved; PS__NONE: never saved */
 } ps__tensor_def;
@@ -207,6 +225,8 @@ typedef struct ps__layer_def {
   ps__set grad_group;    /* group tensors that only backward ops write */
   ps__set of_pass;       /* tensors of a layer pass */
   ps__set of_step;       /* tensors of a step */
+  ps__set carried;       /* those that pass between blocks: in none of the sets of groups */
+  ps__set grad_carried;  /* those of them that are gradients */
   ps_status status;
 } ps__layer_def;
 
@@ -217,6 +237,8 @@ uint8_t ps__def_tensor(ps__layer_def *d, const char *name, ps__row_kind rows, ui
                        uint32_t dt);
 /* ps__def_saved() - @tensor may be saved, under @name: with other tensors of that name. */
 void ps__def_saved(ps__layer_def *d, uint8_t tensor, const char *name, uint32_t rank);
+/* ps__def_carried() - @tensor passes between blocks; it is not saved. */
+void ps__def_carried(ps__layer_def *d, uint8_t tensor, ps__carried as);
 /* ps__def_counted() - flushed values of @tensor are counted. Returns the argument `count` of the op
  * that writes it (kernels/ops.h); the op's last symbol is PS__FLUSHED. */
 uint32_t ps__def_counted(ps__layer_def *d, uint8_t tensor, const char *what);

@@ -22,7 +22,7 @@ const ps__mlp_names ps__mlp_usual = {
 static ps_status begin(ps__half *h) {
   mlp *t = h->own;
   const ps__fp8 *fp8 = &h->b->m->fp8;
-  t->f = h->b->m->cfg.ffn_dim;
+  t->f = ps__layer_ffn_dim(&h->b->m->cfg, h->b->flags);
   t->down_fp8 = h->fp8 && !fp8->bf16_down;
   return PS_OK;
 }

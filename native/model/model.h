@@ -185,6 +185,40 @@ static inline uint32_t ps__layer_kv_heads(const ps_model_config *c, uint32_t fla
 static inline bool ps__layer_shares_keys(const ps_model_config *c, uint32_t flags) {
   return flags & PS_LAYER_GLOBAL && c->shared_keys;
 }
+static inline uint32_t ps__layer_ffn_dim(const ps_model_config *c, uint32_t flags) {
+  return flags & PS_LAYER_SHARED_KV && c->double_wide_mlp ? 2 * c->ffn_dim : c->ffn_dim;
+}
+/* What a block is beside its layer_flags: others read its keys and values; it is the first one, the
+ * last one of a model with per-layer embeddings. */
+enum { PS__BLOCK_GIVES_KV = 256, PS__BLOCK_FIRST = 512, PS__BLOCK_LAST = 1024 };
+/* ps__kv_source() - the block whose keys and values block @l reads: itself, unless it has
+ * PS_LAYER_SHARED_KV. PS__NO_BLOCK: none is alike.
+ * ps__block_flags() - layer_flags and PS__BLOCK_* of block @l. */
+enum { PS__NO_BLOCK = UINT32_MAX };
+static inline uint32_t ps__kv_source(const ps_model_config *c, uint32_t l) {
+  const uint32_t alike = c->layer_flags[l] & ~(uint32_t)PS_LAYER_SHARED_KV;
+  while (l < c->n_layers && c->layer_flags[l] != alike)
+    l--;
+  return l < c->n_layers ? l : PS__NO_BLOCK;
+}
+static inline uint32_t ps__block_flags(const ps_model_config *c, uint32_t l) {
+  uint32_t flags = c->layer_flags[l];
+  uint32_t next = l + 1; /* that is alike */
+  while (next < c->n_layers && (c->layer_flags[next] & ~(uint32_t)PS_LAYER_SHARED_KV) != flags)
+    next++;
+  if (next < c->n_layers && c->layer_flags[next] != flags)
+    flags |= PS__BLOCK_GIVES_KV;
+  if (c->per_layer_dim)
+    flags |= (l == 0 ? PS__BLOCK_FIRST : 0) | (l + 1 == c->n_layers ? PS__BLOCK_LAST : 0);
+  return flags;
+}
+/* ps__has_carried() - whether blocks read what others have made, besides the residual stream. */
+static inline bool ps__has_carried(const ps_model_config *c) {
+  bool any = c->per_layer_dim > 0;
+  for (uint32_t l = 0; l < c->n_layers; l++)
+    any |= (c->layer_flags[l] & PS_LAYER_SHARED_KV) != 0;
+  return any;
+}
 /* ps__n_sparse() - blocks with experts. */
 static inline uint32_t ps__n_sparse(const ps_model_config *c) {
   uint32_t n = 0;

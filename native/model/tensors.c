@@ -40,10 +40,26 @@ static bool is_mtp(const ps_model *m, const char *name) {
          strtoul(name + n, NULL, 10) >= m->cfg.n_layers;
 }
 
+/* Whether @name is of keys and values that a layer has not, but those of another: files may have
+ * them, and transformers passes over them too. */
+static bool is_unused_kv(const ps_model *m, const char *name) {
+  static const char *const rest[] = {".self_attn.k_proj.weight", ".self_attn.v_proj.weight",
+                                     ".self_attn.k_norm.weight"};
+  static const char of_layer[] = "model.layers.";
+  char *end = NULL;
+  if (strncmp(name, of_layer, sizeof of_layer - 1))
+    return false;
+  const unsigned long layer = strtoul(name + sizeof of_layer - 1, &end, 10);
+  bool any = false;
+  for (size_t i = 0; i < sizeof rest / sizeof *rest; i++)
+    any |= !strcmp(end, rest[i]);
+  return any && layer < m->cfg.n_layers && m->cfg.layer_flags[layer] & PS_LAYER_SHARED_KV;
+}
+
 /* A tensor that the model does not know is refused: without it the math would be another model's.
  * Passed over are rotary tables of old files, which are derived, a tied head, a head in whose place
- * the model has another, scales of quantized weights, layers past the last, and the other parts of
- * a vision-language model. */
+ * the model has another, scales of quantized weights, layers past the last, unused keys and values,
+ * and the other parts of a vision-language model. */
 static ps_status check_unknown(const ps_model *m, const ps_tensor_file *f, const char *dir) {
   for (uint64_t i = 0; i < ps_tensors_count(f); i++) {
     ps_tensor_info info;
@@ -51,7 +67,7 @@ static ps_status check_unknown(const ps_model *m, const ps_tensor_file *f, const
     if (ps_model_find(m, info.name) == UINT32_MAX && !strstr(info.name, "rotary_emb.inv_freq") &&
         !(m->cfg.tied_embeddings && strcmp(info.name, "lm_head.weight") == 0) &&
         !ps__is_idle_head(&m->cfg, info.name) && !ps__tensors_passed_over(f, i) &&
-        !is_mtp(m, info.name) && !ps_model_carries(m, info.name))
+        !is_mtp(m, info.name) && !is_unused_kv(m, info.name) && !ps_model_carries(m, info.name))
       return ps__fail(PS_EFORMAT,
                       "%s: tensor %s is not part of the model that config.json describes", dir,
                       info.name);

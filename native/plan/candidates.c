@@ -253,7 +253,7 @@ static void fill_recompute(const ps__search_space *sp, const ps__layer_def *d, c
                                  d->fwd[i].kernel->info->work(args));
   }
   const uint32_t n_masks = 1u << d->n_sets;
-  const ps__set x = tensors_of(d, 1), /* the input, and what is saved with it */
+  const ps__set x = PS__UNION(tensors_of(d, 1), d->carried), /* the input; what is there anyway */
       always = ps__recompute(d, d->needs, PS__UNION(tensors_of(d, n_masks - 1), x));
   for (uint32_t mask = 0; mask < n_masks; mask++) {
     const ps__set ops = ps__recompute(d, d->needs, PS__UNION(tensors_of(d, mask), x));

@@ -193,7 +193,8 @@ static ps_status check_places(ps_plan *p, const ps_model_config *m) {
   if (c->layout >= PS_N_LAYOUTS)
     return ps__fail(PS_EINVAL, "layout %u is unknown: 0 is auto, 1 is data-parallel, 2 is ring",
                     c->layout);
-  if (c->layout == PS_LAYOUT_AUTO && (c->n_devices == 1 || m->n_layers < c->n_devices))
+  if (c->layout == PS_LAYOUT_AUTO &&
+      (c->n_devices == 1 || m->n_layers < c->n_devices || ps__has_carried(m)))
     c->layout = PS_LAYOUT_DATA_PARALLEL;
   if (c->layout == PS_LAYOUT_RING && c->n_devices == 1)
     return ps__fail(PS_EINVAL,
@@ -201,6 +202,12 @@ static ps_status check_places(ps_plan *p, const ps_model_config *m) {
                     "%s, or leave %s out",
                     ps__field("layout"), ps__field("n_devices"), ps__field("n_devices"),
                     ps__field("layout"));
+  if (c->layout == PS_LAYOUT_RING && ps__has_carried(m))
+    return ps__fail(PS_EINVAL,
+                    "%s ring deals layers to several GPUs, and layers of this model read what "
+                    "others have made (num_kv_shared_layers, hidden_size_per_layer_input): leave "
+                    "%s out",
+                    ps__field("layout"), ps__field("layout"));
   if (c->layout == PS_LAYOUT_RING && m->n_layers < c->n_devices)
     return ps__fail(PS_EINVAL,
                     "%s ring: %u blocks cannot be dealt to %u GPUs: lower %s, or leave "

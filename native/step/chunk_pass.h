@@ -6,13 +6,15 @@
 /* A chunk on its way through a layer.
  *   slice_row  of a sliced op: the slice's first row in the chunk; shape has its rows
  *   bound      device tensors
- *   keep       tensors that the caller frees */
+ *   keep       tensors that the caller frees
+ *   fresh      gradients that pass between blocks and that no block has written of the chunk, or
+ *              of its group */
 typedef struct ps__chunk_pass {
   const ps__layer_def *d;
   uint32_t layer, c, slice_row;
   ps__chunk_shape shape;
   uint32_t bound[PS__SET_BITS];
-  ps__set keep;
+  ps__set keep, fresh;
 } ps__chunk_pass;
 
 /* ps__chunk_begin() - chunk @c of the round before it enters layer @layer; nothing is bound but
@@ -22,7 +24,8 @@ typedef struct ps__chunk_pass {
  * ps__chunk_make_tensors() - those that @op uses and nobody made are made.
  * ps__chunk_emit() - emits @op.
  * ps__chunk_done() - whether a chunk before has run @op for the whole layer pass, or step.
- * ps__chunk_keep_of_pass() - what is for the whole layer pass, or step, stays for the chunks after.
+ * ps__chunk_keep_of_pass() - what is for the whole layer pass, or step, stays for the chunks after;
+ * what passes between blocks, for other blocks.
  * ps__chunk_hand_back() - the gradient of the chunk goes to the layer below. */
 ps__chunk_pass ps__chunk_begin(ps__builder *b, uint32_t layer, uint32_t c);
 ps_tag ps__chunk_tag(const ps__builder *b, uint32_t unit, uint32_t c, int phase);

@@ -112,6 +112,7 @@ typedef struct ps__in_flight {
   /* saved activations [n_layers][n_chunks][max_tensors]: on the device, on the host; on the device
    * for a block that runs forward again, of which those on the host stay there */
   uint32_t *kept, *away, *again;
+  uint32_t *carried; /* [PS__N_CARRIED][n_chunks]: what passes between blocks, on the device */
 } ps__in_flight;
 
 enum { PS__NO_UNIT = UINT32_MAX };
@@ -128,12 +129,13 @@ typedef struct ps__builder {
    * (ps__deal_head()) */
   uint32_t *head_at;
   bool has_head[PS_MAX_DEVICES];
-  uint32_t embedded;       /* rounds whose embedding's contributions were added */
-  ps__unit_progress *unit; /* [n_units] */
-  uint32_t next_fetch;     /* the first layer pass that nothing was fetched for */
-  uint32_t first_trained;  /* ps__first_trained() */
-  uint32_t checks;         /* of a checked step: the sums of squares, a device tensor */
-  uint32_t staged;         /* memory of the last staged parameters, or PS__NO_VT */
+  uint32_t embedded;                   /* rounds whose embedding's contributions were added */
+  ps__unit_progress *unit;             /* [n_units] */
+  uint32_t next_fetch;                 /* the first layer pass that nothing was fetched for */
+  uint32_t first_trained;              /* ps__first_trained() */
+  uint32_t carried_end[PS__N_CARRIED]; /* the last layer whose pass needs it (ps__carried_init()) */
+  uint32_t checks;                     /* of a checked step: the sums of squares, a device tensor */
+  uint32_t staged;                     /* memory of the last staged parameters, or PS__NO_VT */
   /* device copy of the batch header, for updates without clipping; PS__NO_VT before the first */
   uint32_t header;
   /* device copy of the norm of the step before, where that clips updates on the device */
@@ -403,6 +405,8 @@ void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c);
  * for what of the block below runs forward again before it. */
 void ps__fetch_saved(ps__builder *b, uint32_t pass_idx);
 void ps__head_chunk(ps__builder *b, uint32_t c);
+/* ps__carried_init() - of each tensor that passes between blocks, where its life ends. */
+void ps__carried_init(ps__builder *b);
 /* ps__end_layer_pass() - free the layer pass's tensors (PS__ROWS_PASS).
  * ps__end_rounds() - free the step's on all devices (PS__ROWS_STEP). */
 void ps__end_layer_pass(ps__builder *b);

@@ -22,6 +22,11 @@ static uint32_t group_first(const ps__builder *b, uint32_t c) {
   return group_of(b, c)->first_chunk - b->in->round->first_chunk;
 }
 
+static bool last_of_group(const ps__builder *b, uint32_t c) {
+  const ps__attention_group *g = group_of(b, c);
+  return b->in->round->first_chunk + c == g->first_chunk + g->n_chunks - 1;
+}
+
 static bool is_group(const ps__layer_def *d, uint32_t tensor) {
   return ps__rows_of_group(d->tensor[tensor].rows);
 }
@@ -69,6 +74,51 @@ uint64_t ps__chunk_tensor_bytes(const ps__builder *b, const ps__layer_def *d, ui
   default: return row * ps__chunk_of(b, c)->n_tokens;
   }
 }
+
+/* ---- what passes between blocks -------------------------------------------------------------- */
+
+static bool has_carried(const ps__layer_def *d, uint32_t carried) {
+  bool has = false;
+  for (uint32_t t = 0; t < d->n_tensors; t++)
+    has |= d->tensor[t].carried == carried;
+  return has;
+}
+
+/* Its life ends with the backward pass of the first block that has it and is trained or, where none
+ * is, with the forward pass of the last one. */
+void ps__carried_init(ps__builder *b) {
+  const uint32_t head = ps__head_layer(b->s->model);
+  for (uint32_t i = 1; i < PS__N_CARRIED; i++) {
+    uint32_t end = b->first_trained > 1 ? b->first_trained : 1;
+    while (end < head && !has_carried(layer_of(b, end), i))
+      end++;
+    for (uint32_t l = head; end >= head && l-- > 1;)
+      end = has_carried(layer_of(b, l), i) ? l : end;
+    b->carried_end[i] = end;
+  }
+}
+
+static uint32_t *carried_entry(const ps__builder *b, const ps__layer_def *d, uint32_t c,
+                               uint32_t tensor) {
+  return &b->in->carried[(size_t)d->tensor[tensor].carried * b->s->spec->n_chunks +
+                         home_chunk(b, d, c, tensor)];
+}
+
+static void end_carried(ps__builder *b, uint32_t layer, uint32_t c, bool backward) {
+  const ps__layer_def *d = layer_of(b, layer);
+  const bool ends = backward || layer < b->first_trained,
+             group_over = backward ? ps__chunk_of(b, c)->row0 == 0 : last_of_group(b, c);
+  for (uint32_t t = 0; ends && t < d->n_tensors; t++) {
+    if (!ps__in(d->carried, t) || b->carried_end[d->tensor[t].carried] != layer ||
+        (is_group(d, t) && !group_over))
+      continue;
+    uint32_t *entry = carried_entry(b, d, c, t);
+    ps__vt_free(b, *entry);
+    *entry = PS__NO_VT;
+  }
+}
+
+/* ---- bytes and rows -------------------------------------------------------------------------- */
 
 /* The chunk's row of a state; with @before that of the chunk before it, of the first one row 0. */
 static ps__vaccess state_row(const ps__builder *b, const ps__layer_def *d, uint32_t c,
@@ -190,6 +240,8 @@ static ps__vaccess tensor_access(const ps__builder *b, const ps__chunk_pass *p, 
     return ps__part(vt, y.mode, y.skip, ps__chunk_tensor_bytes(b, p->d, p->c, y.id) - y.skip);
   if (y.kind == PS__SYM_BEFORE)
     return state_row(b, p->d, p->c, y.id, vt, y.mode, true);
+  if (ps__in(p->d->grad_carried, y.id) && y.mode == PS_WRITE && !ps__in(p->fresh, y.id))
+    y.mode = PS_READ_WRITE;
   if (t->rows == PS__ROWS_CARRY)
     return ps__whole(b, vt, p->shape.first_dkv ? PS_WRITE : PS_READ_WRITE);
   if (y.kind == PS__SYM_PREFIX)
@@ -246,6 +298,10 @@ void ps__chunk_emit(ps__builder *b, const ps__chunk_pass *p, const ps__op_def *o
   }
   ps__chunk_shape shape = p->shape;
   shape.first_grad |= op->has_unread;
+  for (uint32_t i = 0; i < op->n_syms; i++)
+    if (ps__sym_is_tensor(op->sym[i]) && op->sym[i].mode & PS_WRITE &&
+        ps__in(p->d->grad_carried, op->sym[i].id))
+      shape.first_grad = ps__in(p->fresh, op->sym[i].id);
   ps__op_args(op, &shape, args);
   ps__emit(b, op->kernel, b->on->at.compute, args, op->args_bytes, access, op->n_syms,
            ps__about(ps__chunk_tag(b, p->layer, p->c, phase), op->what));
@@ -319,7 +375,14 @@ ps__chunk_pass ps__chunk_begin(ps__builder *b, uint32_t layer, uint32_t c) {
       .document_rows = b->s->spec->one_document ? (uint32_t)b->s->layout->seq_len : 0,
       .step_tokens = (uint32_t)(b->s->layout->n_tokens * b->s->spec->n_hosts)};
   for (uint32_t t = 0; t < p.d->n_tensors; t++)
-    p.bound[t] = ps__in(p.d->of_step, t) ? *of_step(b, layer, t) : of_pass(b, layer)[t];
+    p.bound[t] = ps__in(p.d->of_step, t)   ? *of_step(b, layer, t)
+                 : ps__in(p.d->carried, t) ? *carried_entry(b, p.d, c, t)
+                                           : of_pass(b, layer)[t];
+  for (uint32_t t = 0; t < p.d->n_tensors; t++)
+    if (ps__in(p.d->grad_carried, t) && p.bound[t] == PS__NO_VT)
+      ps__put(&p.fresh, t);
+    else if (ps__in(p.d->grad_carried, t) && is_group(p.d, t))
+      p.shape.first_dkv = false; /* blocks after this one have added to it */
   return p;
 }
 
@@ -336,6 +399,8 @@ void ps__chunk_keep_of_pass(ps__builder *b, const ps__chunk_pass *p) {
   for (uint32_t t = 0; t < p->d->n_tensors; t++)
     if (ps__in(p->d->of_pass, t))
       of_pass(b, p->layer)[t] = p->bound[t];
+    else if (ps__in(p->d->carried, t))
+      *carried_entry(b, p->d, p->c, t) = p->bound[t];
     else if (ps__in(p->d->of_step, t))
       *of_step(b, p->layer, t) = p->bound[t];
 }
@@ -355,9 +420,9 @@ void ps__end_layer_pass(ps__builder *b) {
     }
 }
 
-static bool last_of_group(const ps__builder *b, uint32_t c) {
-  const ps__attention_group *g = group_of(b, c);
-  return b->in->round->first_chunk + c == g->first_chunk + g->n_chunks - 1;
+/* Tensors that outlive a chunk's pass. */
+static ps__set outlive(const ps__layer_def *d) {
+  return PS__UNION(d->of_pass, d->of_step, d->carried);
 }
 
 /* ---- forward --------------------------------------------------------------------------------- */
@@ -386,7 +451,7 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   for (uint32_t t = 0; t < d->n_tensors; t++)
     if (policy_of(b, layer, c, t) == PS_POLICY_DEVICE)
       ps__put(&saved, t);
-  p.keep = PS__UNION(saved, d->group, d->of_pass, d->of_step, ps__only(input), ps__only(output));
+  p.keep = PS__UNION(saved, d->group, outlive(d), ps__only(input), ps__only(output));
   listed list[PS__SET_BITS];
   uint32_t n = 0;
   for (uint32_t i = 0; i < d->n_fwd; i++)
@@ -410,6 +475,7 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
     ps__vt_free_late(b, *entry, to_host ? b->s->spec->saved_lag : 0);
     *entry = PS__NO_VT;
   }
+  end_carried(b, layer, c, false);
   b->in->x[c] = p.bound[output];
   ps__hand_on(b, layer + 1, false, c, b->s->spec->saved_lag,
               ps__about(ps__chunk_tag(b, layer, c, PS__PHASE_FORWARD), "activations"));
@@ -437,13 +503,13 @@ static void fetch_tensor(ps__builder *b, uint32_t layer, uint32_t c, uint32_t te
   *away = PS__NO_VT;
 }
 
-/* What chunk @c of @layer has saved. */
+/* What chunk @c of @layer has saved, and what passes between blocks. */
 static ps__set saved_of(const ps__builder *b, uint32_t layer, uint32_t c) {
   ps__set saved = {{0}};
   for (uint32_t t = 0; t < layer_of(b, layer)->n_tensors; t++)
     if (policy_of(b, layer, c, t) != PS_POLICY_RECOMPUTE)
       ps__put(&saved, t);
-  return saved;
+  return PS__UNION(saved, layer_of(b, layer)->carried);
 }
 
 static bool any_uses(const ps__layer_def *d, ps__set ops, uint32_t id, uint32_t mode) {
@@ -553,7 +619,7 @@ static ps__set tensors_at_hand(const ps__chunk_pass *p) {
 
 static void bind_kept(ps__builder *b, ps__chunk_pass *p) {
   for (uint32_t t = 0; t < p->d->n_tensors; t++)
-    if (p->d->tensor[t].saved != PS__NONE || is_group(p->d, t))
+    if ((p->d->tensor[t].saved != PS__NONE || is_group(p->d, t)) && !ps__in(p->d->carried, t))
       p->bound[t] = *ps__saved_entry(b, b->in->kept, p->layer, home_chunk(b, p->d, p->c, t), t);
 }
 
@@ -590,7 +656,7 @@ static void rebuild_group(ps__builder *b, uint32_t layer, uint32_t c) {
     for (uint32_t f = 0; f < d->n_fwd; f++)
       if (ps__in(recompute, f))
         list[m++] = (listed){&d->fwd[f], true};
-    p.keep = PS__UNION(have, d->of_pass, d->of_step);
+    p.keep = PS__UNION(have, outlive(d));
     emit_list(b, &p, list, m, PS__PHASE_RECOMPUTE, false);
     ps__chunk_keep_of_pass(b, &p);
   }
@@ -616,7 +682,7 @@ static void run_again(ps__builder *b, uint32_t layer, uint32_t c) {
   for (uint32_t i = 0; i < d->n_fwd; i++)
     if (ps__in(ops, i) && !ps__chunk_done(&p, &d->fwd[i]))
       list[n++] = (listed){&d->fwd[i], true};
-  p.keep = PS__UNION(at_hand, d->of_pass, d->of_step, ps__only((uint32_t)d->output));
+  p.keep = PS__UNION(at_hand, outlive(d), ps__only((uint32_t)d->output));
   emit_list(b, &p, list, n, PS__PHASE_RECOMPUTE, false);
   ps__chunk_keep_of_pass(b, &p);
   *ps__saved_entry(b, b->in->kept, layer + 1, c, (uint32_t)next->input) = p.bound[d->output];
@@ -650,7 +716,7 @@ void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
   bind_group(b, b->in->kept, &p, d->grad_group);
   if (group_of(b, c)->n_chunks == 1)
     bind_group(b, b->in->kept, &p, states_of(d));
-  p.keep = PS__UNION(ps__only((uint32_t)d->grad), d->of_pass, d->of_step);
+  p.keep = PS__UNION(ps__only((uint32_t)d->grad), outlive(d));
   const bool group_over = ps__chunk_of(b, c)->row0 == 0;
   if (!group_over)
     p.keep = PS__UNION(p.keep, d->group, d->grad_group);
@@ -673,6 +739,7 @@ void ps__backward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
     else if (group_over)
       *ps__saved_entry(b, b->in->kept, layer, first, t) = PS__NO_VT;
   }
+  end_carried(b, layer, c, true);
   ps__chunk_hand_back(b, layer, c, PS__PHASE_BACKWARD);
   ps__tick(b);
 }

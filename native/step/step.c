@@ -332,9 +332,13 @@ static bool flight_init(ps__in_flight *in, const ps__step *s) {
   in->kept = ps__malloc(saved * sizeof *in->kept);
   in->away = ps__malloc(saved * sizeof *in->away);
   in->again = ps__malloc(saved * sizeof *in->again);
+  in->carried = ps__malloc((size_t)PS__N_CARRIED * spec->n_chunks * sizeof *in->carried);
   in->rows_host = PS__NO_VT;
-  if (!in->x || !in->dy || !in->next_x || !in->next_dy || !in->kept || !in->away || !in->again)
+  if (!in->x || !in->dy || !in->next_x || !in->next_dy || !in->kept || !in->away || !in->again ||
+      !in->carried)
     return false;
+  for (size_t i = 0; i < (size_t)PS__N_CARRIED * spec->n_chunks; i++)
+    in->carried[i] = PS__NO_VT;
   for (size_t i = 0; i < room; i++)
     in->next_x[i] = in->next_dy[i] = PS__NO_VT;
   for (size_t i = 0; i < saved; i++)
@@ -374,6 +378,7 @@ static void builder_free(ps__builder *b) {
     ps__free(in->kept);
     ps__free(in->away);
     ps__free(in->again);
+    ps__free(in->carried);
   }
   ps__free(b->head_at);
   ps__free(b->gathered);
@@ -405,8 +410,9 @@ static ps_status check_spec(const ps_model *model, const ps__spec *spec) {
   if (spec->n_devices == 0 || spec->n_devices > PS_MAX_DEVICES)
     return ps__fail(PS_EINTERNAL, "a step has 1 to %d devices, not %u", PS_MAX_DEVICES,
                     spec->n_devices);
-  if (spec->ring_blocks && (spec->n_devices == 1 || spec->checked))
-    return ps__fail(PS_EINTERNAL, "one device, and a checked step, have no ring");
+  if (spec->ring_blocks && (spec->n_devices == 1 || spec->checked || ps__has_carried(&model->cfg)))
+    return ps__fail(PS_EINTERNAL, "one device, a checked step, and blocks that read what others "
+                                  "have made, have no ring");
   if ((spec->clip && (spec->clip_previous || spec->passing_grads)) ||
       (spec->keep_grads && spec->passing_grads))
     return ps__fail(PS_EINTERNAL, "totals pass only where no update waits for the norm and no "
@@ -487,6 +493,7 @@ ps_status ps__step_emit_in(ps__step *s, ps__step_arrays *arrays, const ps_model 
   if (st == PS_OK)
     st = ps__units_init(&b);
   if (st == PS_OK) {
+    ps__carried_init(&b);
     ps__make_batch(&b);
     if (spec->checked)
       b.checks = ps__vt_new(&b, s->at->dev[0].place, 8);

@@ -130,6 +130,22 @@ static ps_dtype dtype_of(const ps__array *a, const ps_param_info *p) {
   return p->exact && a->what == PS__ARRAY_UPDATED ? PS_F32 : a->dtype;
 }
 
+/* Where @p is a layer's part of a tensor that all share: that tensor as @spec, with its name in
+ * @name, whose parts the first layer's stands for. False: it is another layer's. */
+static bool merge(const ps_model *m, const ps_param_info *p, char name[PS_PARAM_NAME_BYTES],
+                  ps_tensor_spec *spec, ps__form *form) {
+  const ps__slices as = ps__sliced_name(name, PS_PARAM_NAME_BYTES, p->name);
+  *form = as == PS__SLICES_ROWS      ? PS__FORM_ROWS
+          : as == PS__SLICES_COLUMNS ? PS__FORM_COLUMNS
+                                     : PS__FORM_PLAIN;
+  if (as == PS__SLICES_NONE)
+    return true;
+  spec->name = name;
+  if (as != PS__SLICES_WHOLE)
+    spec->shape[as == PS__SLICES_COLUMNS] *= m->cfg.n_layers;
+  return m->unit[p->unit].layer == 1;
+}
+
 /* The specs of the array's tensors, by the names that they have on disk: those that are exact, so
  * that they are aligned, or the others. */
 static void fill_own(job *j, uint32_t a, bool exact, ps_tensor_spec *specs, disk_name *name,
@@ -157,8 +173,12 @@ static void fill_own(job *j, uint32_t a, bool exact, ps_tensor_spec *specs, disk
       s->n_dims = 1;
       s->shape[0] = ps__array_bytes(j->t, p->unit, array->what, p->n);
     }
+    ps__form form = PS__FORM_PLAIN;
     if (j->o->fused)
       of = fuse(m, i, fused, s);
+    if (j->o->merged && !merge(m, p, fused, s, &form))
+      continue;
+    j->form[a][*n] = (uint8_t)form;
     ps__name_on_disk(name[*n], sizeof *name, layout, adapter ? peft : s->name);
     s->name = name[*n];
     j->param[a][*n] = i;
@@ -358,8 +378,10 @@ static ps_status write_file(job *j, const out_file *of, ps__hashed *hashed, void
     const ps_param_info *p = &j->t->plan->model->param[j->param[of->array][i]];
     const ps__form form = (ps__form)j->form[of->array][i];
     for (uint32_t k = 0; st == PS_OK && k < j->n_of[of->array][i]; k++)
-      st = form == PS__FORM_PLAIN
-               ? write_held_tensor(j, &f, array, p + k, buffer)
+      st = form == PS__FORM_PLAIN ? write_held_tensor(j, &f, array, p + k, buffer)
+           : form == PS__FORM_ROWS || form == PS__FORM_COLUMNS
+               ? ps__form_write_merged(j->t, &f, array, p, form, buffer,
+                                       PIECE_BYTES / sizeof(float), &j->failed)
                : ps__form_write(j->t, &f, array, p + k, form, buffer, PIECE_BYTES / sizeof(float),
                                 &j->failed, j->error[of - j->file]);
   }

@@ -18,6 +18,7 @@ typedef struct ps__output {
   uint32_t n_arrays;
   uint64_t max_file_bytes;
   bool fused;         /* a layer's experts are one tensor, as in the files that were read */
+  bool merged;        /* layers' parts of a tensor that all share are that tensor (io/sliced.c) */
   bool mxfp4;         /* with fused: experts of gpt-oss in MXFP4, the other tensors in bf16 */
   bool held;          /* steps run meanwhile: each part is awaited and released (hold.h) */
   ps__hashed *hashed; /* out, owned by the caller: the tensors' files */
@@ -30,7 +31,9 @@ typedef enum ps__form {
   PS__FORM_PLAIN,
   PS__FORM_TRANSPOSED,
   PS__FORM_BLOCKS, /* of MXFP4 */
-  PS__FORM_SCALES
+  PS__FORM_SCALES,
+  PS__FORM_ROWS,   /* of all layers' parts, one after the other */
+  PS__FORM_COLUMNS /* the same, side by side */
 } ps__form;
 /* ps__form_spec() - the spec of @form of the fused tensor [experts, rows, cols] of parameters @p,
  * whose name is in @name of @bytes and may become longer.
@@ -42,6 +45,11 @@ void ps__form_spec(ps_tensor_spec *spec, ps__form form, const ps_param_info *p, 
 ps_status ps__form_write(const ps_trainer *t, ps__tensors_file *f, const ps__array *a,
                          const ps_param_info *p, ps__form form, float *buffer, uint64_t room,
                          const _Atomic uint32_t *failed, double error[2]);
+/* ps__form_write_merged() - write the parts that all layers have of the tensor of @p, the first
+ * layer's. The rest as ps__form_write(). */
+ps_status ps__form_write_merged(const ps_trainer *t, ps__tensors_file *f, const ps__array *a,
+                                const ps_param_info *p, ps__form form, float *buffer, uint64_t room,
+                                const _Atomic uint32_t *failed);
 
 /* CPUs for what runs beside the steps: half of all, because training has work for the others. */
 uint32_t ps__cpus_beside_training(void);

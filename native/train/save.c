@@ -134,6 +134,7 @@ static ps_status save(ps_trainer *t, const char *dir, ps_dtype given, uint64_t m
                   .array = &weights,
                   .n_arrays = 1,
                   .fused = !ps__has_adapters(t) && was_fused(t),
+                  .merged = !ps__has_adapters(t),
                   .mxfp4 = mxfp4,
                   .max_file_bytes = max_shard_bytes};
   ps_status st = ps__trainer_write_config(t, stage, dir, given);

@@ -34,7 +34,9 @@ class Tensor:
     offset: float = 0.0  # added to each element
     change: Callable | None = None  # of each element
     values: np.ndarray | None = None
-    parts: tuple = ()  # the parameters' names, one an expert, in the place of source
+    # the parameters' names, one an expert or a layer, in the place of source
+    parts: tuple = ()
+    beside: bool = False  # the parts stand side by side, not one after the other
     transposed: bool = False  # the parameter has the shape of the other order
 
     @property
@@ -50,7 +52,7 @@ class Tensor:
 
     def each(self) -> list[Tensor]:
         """The tensors of two dimensions that it is made of, one after the other."""
-        if not self.parts:
+        if not self.parts or self.beside:
             return [self]
         rows = self.shape[0] * self.shape[1] // len(self.parts)
         shape, own = (rows, *self.shape[2:]), [self.pick_rows] * len(self.parts)

@@ -7,6 +7,7 @@
 #include "model/experts.h"
 #include "model/family.h"
 #include "model/mlp.h"
+#include "model/per_layer.h"
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,21 +16,15 @@ static const uint8_t SLIDING = PS_LAYER_WINDOW | PS_LAYER_LOCAL_ROPE;
 
 /* ---- what is refused ------------------------------------------------------------------------- */
 
-/* Parts of E2B and E4B. transformers takes 256 for hidden_size_per_layer_input. */
-static ps_status refuse_parts(const ps__config_reader *r, uint32_t per_layer) {
-  uint32_t width, n_shared;
-  PS_TRY(ps__config_uint(r, r->j, "hidden_size_per_layer_input", per_layer, &width));
-  PS_TRY(ps__config_uint(r, r->j, "num_kv_shared_layers", 0, &n_shared));
-  if (width)
+/* A part of E2B and E4B, which the unified model has not. */
+static ps_status refuse_per_layer(const ps__config_reader *r) {
+  uint32_t n;
+  PS_TRY(ps__config_uint(r, r->j, "hidden_size_per_layer_input", 0, &n));
+  if (n)
     return ps__fail(PS_EFORMAT,
-                    "%s: hidden_size_per_layer_input is %u: embeddings of each layer are not "
-                    "supported, only 0 is",
-                    r->path, width);
-  if (n_shared)
-    return ps__fail(PS_EFORMAT,
-                    "%s: num_kv_shared_layers is %u: layers without keys and values of their own "
-                    "are not supported, only 0 is",
-                    r->path, n_shared);
+                    "%s: hidden_size_per_layer_input is %u: this family has no embeddings of each "
+                    "layer, only 0 is supported",
+                    r->path, n);
   return PS_OK;
 }
 
@@ -61,6 +56,35 @@ static ps_status read_layers(const ps__config_reader *r, uint32_t window, ps_mod
     sliding += slides;
   }
   return ps__config_needs_window(r, c, sliding, "sliding_window is null");
+}
+
+/* The last layers have no keys and values of their own. */
+static ps_status read_shared(const ps__config_reader *r, ps_model_config *c) {
+  uint32_t n;
+  PS_TRY(ps__config_uint(r, r->j, "num_kv_shared_layers", 0, &n));
+  PS_TRY(ps__config_bool(r, r->j, "use_double_wide_mlp", false, &c->double_wide_mlp));
+  if (n >= c->n_layers)
+    return ps__fail(PS_EFORMAT,
+                    "%s: num_kv_shared_layers is %u: it must be below num_hidden_layers, %u",
+                    r->path, n, c->n_layers);
+  for (uint32_t i = c->n_layers - n; i < c->n_layers; i++)
+    c->layer_flags[i] |= PS_LAYER_SHARED_KV;
+  if (!n)
+    c->double_wide_mlp = 0; /* of these layers alone */
+  return PS_OK;
+}
+
+/* Of E2B and E4B. */
+static ps_status read_per_layer_inputs(const ps__config_reader *r, ps_model_config *c) {
+  PS_TRY(ps__config_uint(r, r->j, "hidden_size_per_layer_input", 256, &c->per_layer_dim));
+  if (!c->per_layer_dim)
+    return PS_OK;
+  PS_TRY(ps__config_uint(r, r->j, "vocab_size_per_layer_input", 262144, &c->per_layer_vocab));
+  if (c->per_layer_vocab < c->vocab_size)
+    return ps__fail(PS_EFORMAT,
+                    "%s: vocab_size_per_layer_input is %u: it must be at least vocab_size, %u",
+                    r->path, c->per_layer_vocab, c->vocab_size);
+  return PS_OK;
 }
 
 /* An entry of per_layer_config: the layer, and its heads. */
@@ -223,6 +247,7 @@ static ps_status read(const ps__config_reader *r, uint32_t window, ps_model_conf
   double cap = 0;
   PS_TRY(check_direction(r));
   PS_TRY(read_layers(r, window, c));
+  PS_TRY(read_shared(r, c));
   PS_TRY(read_heads(r, c));
   PS_TRY(ps__config_in_range(r->path, "global_head_dim", c->global_head_dim, 2, 4096));
   PS_TRY(read_rope(r, c));
@@ -236,13 +261,13 @@ static ps_status read(const ps__config_reader *r, uint32_t window, ps_model_conf
 }
 
 static ps_status read_gemma4(const ps__config_reader *r, ps_model_config *c) {
-  PS_TRY(refuse_parts(r, 256));
+  PS_TRY(read_per_layer_inputs(r, c));
   PS_TRY(read(r, 512, c));
   return read_experts(r, true, c);
 }
 
 static ps_status read_unified(const ps__config_reader *r, ps_model_config *c) {
-  PS_TRY(refuse_parts(r, 0));
+  PS_TRY(refuse_per_layer(r));
   PS_TRY(read(r, 1024, c));
   return read_experts(r, false, c);
 }
@@ -277,8 +302,17 @@ static const ps__half_use attention = {.kind = &ps__attention,
                                        .norm = PRE,
                                        .post_norm = POST}};
 
-static const ps__decoder decoder = {
-    .half = {&attention, second}, .rounds_embedding_scale = true, .layer_scale = "layer_scalar"};
+static const ps__per_layer_names per_layer = {.in = "per_layer_input_gate.weight",
+                                              .out = "per_layer_projection.weight",
+                                              .post = "post_per_layer_input_norm.weight",
+                                              .context = "per_layer_model_projection.weight",
+                                              .table = "embed_tokens_per_layer.weight",
+                                              .norm = "per_layer_projection_norm.weight"};
+
+static const ps__decoder decoder = {.half = {&attention, second},
+                                    .rounds_embedding_scale = true,
+                                    .per_layer = &per_layer,
+                                    .layer_scale = "layer_scalar"};
 
 static const char *const own_keys[] = {"sliding_window", "final_logit_softcapping",
                                        "use_bidirectional_attention", NULL};
