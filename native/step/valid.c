@@ -194,7 +194,8 @@ static bool op_valid(const ps__step *s, use *of, uint32_t idx) {
 }
 
 /* The place of a contribution among its unit's that @op adds to the total; -1 where it adds none.
- * Sums of squares add span by span: the first span stands for all. */
+ * Sums of squares add span by span: the first span stands for all. A block's own additions have no
+ * index. */
 static int64_t contribution_of(const ps__step *s, const ps__vop *op) {
   const void *args = s->args + op->args;
   if (op->kernel == &ps__k_embed_bwd_host)
@@ -203,7 +204,7 @@ static int64_t contribution_of(const ps__step *s, const ps__vop *op) {
       op->kernel != &ps__k_accumulate_sumsq_host)
     return -1;
   const ps__args_accumulate *a = args;
-  return a->first ? -1 : (int64_t)a->index;
+  return a->first || !a->index ? -1 : (int64_t)a->index;
 }
 
 /* ps__unit_tag(), read back. An op of a chunk, the embedding's, is about its layer's first unit. */

@@ -49,11 +49,15 @@ static model models[] = {
          "\"hidden_size\":32,\"intermediate_size\":64,\"num_attention_heads\":4,\"num_key_value_"
          "heads\":2,\"head_dim\":16,"
          "\"tie_word_embeddings\":false,\"attention_bias\":false,\"use_sliding_window\":false}"},
-    {.name = "qwen3-tied",
-     .json = "{\"architectures\":[\"Qwen3ForCausalLM\"],\"model_type\":\"qwen3\"," COMMON
-             "\"hidden_size\":32,\"intermediate_size\":64,\"num_attention_heads\":2,\"num_key_"
-             "value_heads\":2,\"head_dim\":16,"
-             "\"tie_word_embeddings\":true,\"attention_bias\":false,\"use_sliding_window\":false}"},
+    /* tied, and blocks read what others have made */
+    {.name = "gemma4",
+     .json = "{\"architectures\":[\"Gemma4ForCausalLM\"],\"model_type\":\"gemma4_text\",\"vocab_"
+             "size\":96,\"num_hidden_layers\":4,\"hidden_size\":32,\"intermediate_size\":64,\"num_"
+             "attention_heads\":4,\"num_key_value_heads\":2,\"head_dim\":16,\"global_head_dim\":16,"
+             "\"num_global_key_value_heads\":1,\"attention_k_eq_v\":true,\"layer_types\":["
+             "\"sliding_attention\",\"full_attention\",\"sliding_attention\",\"full_attention\"],"
+             "\"sliding_window\":9,\"num_kv_shared_layers\":2,\"use_double_wide_mlp\":true,"
+             "\"hidden_size_per_layer_input\":16,\"vocab_size_per_layer_input\":96}"},
     /* FP8's cases leave this one out, and the one with adapters */
     {.name = "qwen3-moe",
      .json = "{\"architectures\":[\"Qwen3MoeForCausalLM\"],\"model_type\":\"qwen3_moe\"," COMMON
@@ -227,6 +231,8 @@ static inline void randomize(ps__spec *spec, const model *m, const ps__layout *l
   spec->embed_on_host = !m->cfg.tied_embeddings && rnd_below(state, 2);
   /* half of these are rings, where devices have one to three blocks in turn */
   spec->ring_blocks = spec->n_devices > 1 && rnd_below(state, 2) ? 1 + rnd_below(state, 3) : 0;
+  if (ps__has_carried(&m->cfg))
+    spec->ring_blocks = 0;
   spec->ring_by_host = spec->ring_blocks && rnd_below(state, 2);
   for (uint32_t u = 0; u < spec->n_units; u++)
     spec->in_pieces[u] = spec->n_devices > 1 && rnd_below(state, 3) &&
