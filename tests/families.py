@@ -553,6 +553,8 @@ def wide(cfg):
     changes = dict(hidden_size=256, intermediate_size=512, head_dim=128 if gemma else 64)
     if cfg.get("global_head_dim"):
         changes["global_head_dim"] = 512
+    if cfg.get("hidden_size_per_layer_input"):
+        changes["hidden_size_per_layer_input"] = 64
     if "kv_lora_rank" in cfg:
         changes |= dict(kv_lora_rank=64, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
         changes |= dict(q_lora_rank=cfg["q_lora_rank"] and 96, n_group=1, topk_group=1)
