@@ -161,7 +161,7 @@ PER_LAYER = dict(hidden_size_per_layer_input=20, vocab_size_per_layer_input=517)
 
 def gemma4_e2b(**changes):
     """E2B: these, and embeddings of each layer."""
-    return gemma4(**dict(SHARED_KV, **PER_LAYER, attention_k_eq_v=False, **changes))
+    return gemma4(**SHARED_KV | PER_LAYER | dict(attention_k_eq_v=False) | changes)
 
 
 def gemma4_moe(**changes):

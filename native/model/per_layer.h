@@ -1,4 +1,4 @@
-/* per_layer.h - per-layer embeddings (Gemma 4 E2B and E4B): what a block adds after its second half
+/* per_layer.h - per-layer embeddings (Gemma 4 E2B, E4B): what a block adds after its second half
  * (docs/design/carried.md, "Per-layer embeddings").
  *
  *   p = (norm(x0 W_context^T / sqrt(D)) + sqrt(e) table[id]) / sqrt(2)      [T, e]
