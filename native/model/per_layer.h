@@ -1,8 +1,8 @@
 /* per_layer.h - per-layer embeddings (Gemma 4 E2B, E4B): what a block adds after its second half
  * (docs/design/carried.md, "Per-layer embeddings").
  *
- *   p = (norm(x0 W_context^T / sqrt(D)) + sqrt(e) table[id]) / sqrt(2)      [T, e]
- *   y = r + post(s W_out^T),  s = gelu(r W_in^T) p                          r: after the second half
+ *   p = (norm(x0 W_context^T / sqrt(D)) + sqrt(e) table[id]) / sqrt(2)                     [T, e]
+ *   y = r + post(s W_out^T),  s = gelu(r W_in^T) p           r: the stream after the second half
  *
  * x0 is what the first block gets. W_context and the table are a block's own: rows and columns of
  * what is one tensor on disk. The norm's weights are one for all blocks. */
