@@ -9,12 +9,14 @@ so in fp32 both sides are wrong by delta (penstock/tolerance.py) at most: sqrt(2
 import functools
 import json
 import math
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import reference as ref
+import safetensors.torch
 import tolerance
 import torch
 from families import (
@@ -33,7 +35,7 @@ from families import (
     named_constants,
     random_model,
 )
-from penstock import Generator
+from penstock import Generator, InvalidError, Lora, Plan
 from penstock.model import ModelConfig
 from test_parity import (
     END,
@@ -207,6 +209,29 @@ def test_states_of_a_document_do_not_see_the_one_before(directory, layout):
         seen[case] = logits.reshape(*tokens.shape, -1)[:, n:]
     assert (seen["one"] == seen["other"]).all()
     assert not (seen["open"] == seen["changed"]).all(-1).any()
+
+
+def test_layers_without_keys_of_their_own(directory, tmp_path):
+    """Files may have keys and values that no layer reads; LoRA has no such targets there; a ring of
+    layers is refused."""
+    where, stem, kept = directory("gemma4-e2b"), "model.layers.4.self_attn.", []
+    shutil.copytree(where, tmp_path / "m")
+    for unused in (
+        {},
+        {f"{stem}{n}.weight": torch.ones(3) for n in ("k_proj", "v_proj", "k_norm")},
+    ):
+        safetensors.torch.save_file(unused, tmp_path / "m/more.safetensors")
+        names = safetensors.torch.load_file(where / "model.safetensors")
+        files = {n: "model.safetensors" for n in names} | {n: "more.safetensors" for n in unused}
+        index = {"metadata": {}, "weight_map": files}
+        (tmp_path / "m/model.safetensors.index.json").write_text(json.dumps(index))
+        plan = make_plan(where, lora=Lora(2, targets="q_proj,k_proj"))
+        with open_trainer(tmp_path / "m", plan=plan) as trainer:
+            kept.append([step.loss for step in run(trainer, 2)])
+            adapted = {n.split(".")[2] for n in trainer.params if "k_proj.lora_A" in n}
+    assert kept[0] == kept[1] and adapted == {"0", "1", "2"}
+    with pytest.raises(InvalidError, match="layout ring .*num_kv_shared_layers"):
+        Plan(ModelConfig.read(where), seq_len=48, tokens_per_step=96, gpus=2, layout="ring")
 
 
 def test_the_batches_reach_past_windows_and_lengths():
