@@ -80,7 +80,7 @@ def adapters(name, lora=LORA):
     cfg = transformers.AutoConfig.for_model(**copy.deepcopy(ALL[name]))
     model = transformers.AutoModelForCausalLM.from_config(cfg)
     for key, p in model.named_parameters():
-        if not re.search(r"_proj\w*\.weight", key) or (name in OF_EXPERTS and "mlp" in key):
+        if not re.search(r"_proj(_\w+)?\.weight", key) or (name in OF_EXPERTS and "mlp" in key):
             continue
         n_out, n_in = p.shape
         for part, shape in (("A", (lora.rank, n_in)), ("B", (n_out, lora.rank))):
@@ -166,7 +166,8 @@ def gradients_of(trainer):
 
 @pytest.mark.parametrize(
     "name, layout",
-    [(name, "uneven-slices") for name in (*MODELS, *OF_EXPERTS)] + [("qwen3", "packed")],
+    [(name, "uneven-slices") for name in (*MODELS, *OF_EXPERTS, "gemma4-e2b")]
+    + [("qwen3", "packed")],
 )
 def test_losses_and_gradients_are_those_of_peft(directory, name, layout):  # noqa: F811
     lora = OF_EXPERTS.get(name, LORA)
