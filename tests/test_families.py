@@ -244,7 +244,7 @@ def test_the_batches_reach_past_windows_and_lengths():
     assert any(0 < n < longest for n in originals) and any(n > tokens.shape[1] for n in originals)
 
 
-@pytest.mark.parametrize("name", [*DEEP, "gemma2", "gemma3", "gemma4-e2b", *EXPERTS, *DEEP_DELTA])
+@pytest.mark.parametrize("name", [*DEEP, "gemma2", "gemma3", *EXPERTS, *DEEP_DELTA])
 def test_gradients_in_the_smallest_device(directory, name):
     """Units are streamed, activations fetched or made again: by the right forward ops."""
     where = directory(name)
