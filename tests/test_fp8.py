@@ -217,14 +217,6 @@ def test_products_of_other_first_halves_have_fp8_operands(tmp_path, oracle, conf
     assert abs(loss - near[0]) < tolerance.loss_noise(noise, int((batch()[1] >= 0).sum()))
     gate = (3 * products * 0.045**2 + (3 * products + 1) * 0.065**2) ** 0.5
     off, of_bf16 = (list(errors(grads, x[1]).values()) for x in (near, far))
-    print(
-        "XX",
-        gate,
-        max(off),
-        np.mean(off),
-        np.mean(of_bf16),
-        max(errors(grads, near[1]).items(), key=lambda x: x[1]),
-    )
     assert max(off) < gate and np.mean(off) < min(gate / 2, 0.3 * np.mean(of_bf16))
 
 

@@ -2,11 +2,16 @@
 PyTorch."""
 
 import functools
+import json
 
+import families
 import pytest
 import reference as ref
+import safetensors.torch
 import torch
-from penstock import Hardware, Trainer
+from penstock import Hardware, ModelConfig, Trainer
+from test_families_steps import draw
+from test_fp8 import DELTA_NET, LATENT
 from test_steps import (
     LR,
     ONE_DOCUMENT,
@@ -25,10 +30,28 @@ SHORT = {"seq": ROWS, "tokens_per_step": 4 * ROWS, "layout": (ROWS, 2)}
 FP8 = {"recipe": "fp8", "fp8_bf16_first": 0, "fp8_bf16_last": 0}
 
 
+OTHERS = {"qwen3_5": families.qwen3_5(**DELTA_NET), "deepseek_v3": families.deepseek_v3(**LATENT)}
+
+
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    where = tmp_path_factory.mktemp("fp8") / "model"
-    return ref.write_directory(where, config("llama", 64), weights("llama", 64))
+def directories(tmp_path_factory):
+    @functools.cache
+    def make(name):
+        where = tmp_path_factory.mktemp("fp8") / name
+        if name == "llama":
+            return ref.write_directory(where, config("llama", 64), weights("llama", 64))
+        where.mkdir()
+        (where / "config.json").write_text(json.dumps(OTHERS[name]))
+        tensors = {p.name: draw(p.name, p.shape, False) for p in ModelConfig.read(where).params()}
+        safetensors.torch.save_file(tensors, where / "model.safetensors")
+        return where
+
+    return make
+
+
+@pytest.fixture
+def directory(directories):
+    return directories("llama")
 
 
 def data(step):
@@ -56,17 +79,19 @@ def distance(a, b):
     return float(torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(b))
 
 
-def test_gradients_are_nearer_to_the_cpu_than_fp8_is_to_bf16(directory):
+@pytest.mark.parametrize("name", ["llama", *OTHERS])
+def test_gradients_are_nearer_to_the_cpu_than_fp8_is_to_bf16(directories, name):
     """Both quantise alike but for values that other roundings to bf16 take over a boundary of FP8.
     Quantising otherwise, as by another scale, would give errors of their own: root 2 farther."""
+    where = directories(name)
     gpu, cpu, bf16 = (
-        gradients(directory, *of) for of in (("cuda", "fp8"), ("cpu", "fp8"), ("cpu", "bf16"))
+        gradients(where, *of) for of in (("cuda", "fp8"), ("cpu", "fp8"), ("cpu", "bf16"))
     )
     shares = {}
-    for name, exact in bf16.grads.items():
-        fp8 = distance(cpu.grads[name], exact)
-        assert fp8 > 0.01, name  # products were in FP8
-        shares[name] = distance(gpu.grads[name], cpu.grads[name]) / fp8
+    for param, exact in bf16.grads.items():
+        fp8 = distance(cpu.grads[param], exact)
+        assert fp8 > 0.01, param  # products were in FP8
+        shares[param] = distance(gpu.grads[param], cpu.grads[param]) / fp8
     print("GPU - CPU, as a share of FP8 - bf16:", {n: round(s, 2) for n, s in shares.items()})
     print("losses:", gpu.loss, cpu.loss, bf16.loss)
     assert max(shares.values()) < 1
