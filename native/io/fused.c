@@ -118,7 +118,19 @@ static ps_status make_slice(tensor *out, const tensor *of, const family *as, siz
   return out->name ? PS_OK : no_memory(of->name);
 }
 
-/* The first slice takes the fused tensor's place, the others follow all tensors. */
+ps_status ps__tensors_part(ps_tensor_file *f, size_t at, uint64_t i, const tensor *part) {
+  void *tensors = f->tensors;
+  const bool grown = i == 0 || ps__grow(&tensors, f->n, &f->cap, sizeof *part);
+  f->tensors = tensors;
+  if (!grown) {
+    ps__free(part->name);
+    return ps__fail(PS_ENOMEM, "no memory left for the parts of tensors in %s",
+                    f->files[part->file].path);
+  }
+  f->tensors[i ? f->n++ : at] = *part;
+  return PS_OK;
+}
+
 static ps_status split(ps_tensor_file *f, size_t most, const family *as, size_t at, size_t stem,
                        uint32_t each) {
   const tensor of = f->tensors[at];
@@ -128,15 +140,8 @@ static ps_status split(ps_tensor_file *f, size_t most, const family *as, size_t 
                     f->files[of.file].path, of.name, of.info.shape[0]);
   for (uint64_t i = 0; i < n; i++) {
     tensor t;
-    void *tensors = f->tensors;
     PS_TRY(make_slice(&t, &of, as, stem, i, each));
-    const bool grown = i == 0 || ps__grow(&tensors, f->n, &f->cap, sizeof t);
-    f->tensors = tensors;
-    if (!grown) {
-      ps__free(t.name);
-      return no_memory(of.name);
-    }
-    f->tensors[i ? f->n++ : at] = t;
+    PS_TRY(ps__tensors_part(f, at, i, &t));
   }
   ps__free(of.name);
   return PS_OK;

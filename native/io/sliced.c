@@ -70,20 +70,12 @@ static ps_status cut(tensor *out, const tensor *of, const char *rest, uint64_t i
   return give_name(out, i, rest);
 }
 
-/* The first part takes the whole's place, the others follow all tensors. */
 static ps_status split(ps_tensor_file *f, size_t at, const char *rest, uint64_t n) {
   const tensor of = f->tensors[at];
   for (uint64_t i = 0; i < n; i++) {
     tensor t;
-    void *tensors = f->tensors;
     PS_TRY(cut(&t, &of, rest, i, n));
-    const bool grown = i == 0 || ps__grow(&tensors, f->n, &f->cap, sizeof t);
-    f->tensors = tensors;
-    if (!grown) {
-      ps__free(t.name);
-      return no_memory(of.name);
-    }
-    f->tensors[i ? f->n++ : at] = t;
+    PS_TRY(ps__tensors_part(f, at, i, &t));
   }
   ps__free(of.name);
   return PS_OK;

@@ -41,6 +41,10 @@ struct ps_tensor_file {
  * tensors. */
 ps_status ps__tensors_split(ps_tensor_file *f, const char *dir, size_t most);
 
+/* ps__tensors_part() - @part is the @i-th of tensor @at: the first takes the whole's place, others
+ * follow all tensors. Takes part->name, also where it fails. Errors: PS_ENOMEM. */
+ps_status ps__tensors_part(ps_tensor_file *f, size_t at, uint64_t i, const tensor *part);
+
 /* ps__tensors_pair() - finds the scales of tensors in FP8, and what else belongs to them. The last
  * step of opening. Errors: PS_EFORMAT: scales of another shape or dtype. */
 ps_status ps__tensors_pair(ps_tensor_file *f);
