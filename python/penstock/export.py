@@ -33,7 +33,7 @@ from .command import OK, Parser, run
 from .errors import FormatError, InputOutputError, PenstockError
 from .export_gguf import describe, read_json, text_config
 from .files import DataError, copy_tokenizer, write_record
-from .gguf_tensor import KINDS, Tensor
+from .gguf_tensor import KINDS, Tensor, of_all_layers
 from .model import DTYPES, SAVE_DTYPES, ModelConfig, Parameter, TensorFile, mxfp4, write_tensors
 from .terminal import raw
 
@@ -389,35 +389,15 @@ DTYPE_OF = {"F32": "fp32", "BF16": "bf16"}  # of a Tensor's kind
 # an expert's matrix, which files have with those of all experts: gpt-oss, transposed; Gemma 4
 OF_GPT_OSS = re.compile(r"(.*\.experts\.)\d+\.((?:gate_up|down)_proj)")
 OF_GEMMA = re.compile(r"(.*\.\d+\.experts\.)\d+\.((?:gate|up|down)_proj)\.weight")
-# a layer's part of what is one tensor for all layers (native/io/sliced.c): Gemma 4
-OF_LAYERS = re.compile(
-    r"model\.layers\.\d+\.(embed_tokens_per_layer|per_layer_model_projection"
-    r"|per_layer_projection_norm)\.weight"
-)
-
-
-def _of_layers(layers: dict[str, list[Parameter]], kind: str) -> list[Tensor]:
-    out = []
-    for name, of in layers.items():
-        names, (rows, *columns) = tuple(p.name for p in of), of[0].shape
-        if "embed" in name:
-            out.append(Tensor(name, (rows, len(of) * columns[0]), kind, parts=names, beside=True))
-        elif columns:
-            out.append(Tensor(name, (len(of) * rows, *columns), kind, parts=names))
-        else:
-            out.append(Tensor(name, (rows,), kind, names[0]))
-    return out
 
 
 def _tensors(parameters: list[Parameter], dtype: str) -> list[Tensor]:
     """As files have them; those that stay fp32 come first."""
-    out, parts, layers = [], {}, {}
+    out, parts = [], {}
+    layers, parameters = of_all_layers(parameters, KINDS[dtype])
     for p in sorted(parameters, key=lambda p: not p.exact):
         flipped, plain = OF_GPT_OSS.fullmatch(p.name), OF_GEMMA.fullmatch(p.name)
-        found, shared = flipped or plain, OF_LAYERS.fullmatch(p.name)
-        if shared:
-            layers.setdefault(f"model.{shared[1]}.weight", []).append(p)
-            continue
+        found = flipped or plain
         if not found:
             kind = KINDS["fp32" if p.exact else dtype]
             out.append(Tensor(p.name, p.shape, kind, p.name))
@@ -429,7 +409,7 @@ def _tensors(parameters: list[Parameter], dtype: str) -> list[Tensor]:
             rows, cols = p.shape[::-1] if flipped else (each * p.shape[0], p.shape[1])
             out.append(Tensor(name, (rows, cols), KINDS[dtype], transposed=bool(flipped)))
         parts[name].append((p.name, each))
-    return _of_layers(layers, KINDS[dtype]) + [
+    return layers + [
         replace(
             t,
             shape=(len(parts[t.name]) // parts[t.name][0][1], *t.shape),

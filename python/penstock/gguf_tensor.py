@@ -4,10 +4,13 @@ from, and what is done to them on the way."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+
+from .model import Parameter
 
 BLOCK = 32  # elements that share a scale, in Q8_0 and MXFP4
 BLOCK_BYTES = {"Q8_0": 34, "MXFP4": 17}
@@ -16,6 +19,12 @@ ELEMENT_BYTES = {"F32": 4, "BF16": 2}
 KINDS = {"fp32": "F32", "bf16": "BF16", "q8_0": "Q8_0", "mxfp4": "BF16"}
 # Matrices that llama.cpp reads in F32: routers, convolutions, gates of one row.
 ALWAYS_F32 = (".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".ssm_conv1d.weight")
+
+# a layer's part of what is one tensor for all layers (native/io/sliced.c): Gemma 4
+OF_LAYERS = re.compile(
+    r"model\.layers\.\d+\.(embed_tokens_per_layer|per_layer_model_projection"
+    r"|per_layer_projection_norm)\.weight"
+)
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,24 @@ def kind_of(name: str, shape: tuple, dtype: str) -> str:
         return "F32"
     kind = "MXFP4" if dtype == "mxfp4" and "_exps." in name else KINDS[dtype]
     return "F32" if kind in BLOCK_BYTES and shape[-1] % BLOCK else kind
+
+
+def of_all_layers(parameters: list[Parameter], kind: str) -> tuple[list[Tensor], list[Parameter]]:
+    """The tensors that files have for all layers and parameters have by layer; and the other
+    parameters."""
+    out, layers, others = [], {}, []
+    for p in parameters:
+        shared = OF_LAYERS.fullmatch(p.name)
+        (layers.setdefault(f"model.{shared[1]}.weight", []) if shared else others).append(p)
+    for name, of in layers.items():
+        names, (rows, *columns) = tuple(p.name for p in of), of[0].shape
+        if "embed" in name:
+            out.append(Tensor(name, (rows, len(of) * columns[0]), kind, parts=names, beside=True))
+        elif columns:
+            out.append(Tensor(name, (len(of) * rows, *columns), kind, parts=names))
+        else:
+            out.append(Tensor(name, (rows,), kind, names[0]))
+    return out, others
 
 
 def halves_as_neighbours(n_rows: int, heads: int) -> np.ndarray:
