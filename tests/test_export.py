@@ -86,6 +86,10 @@ ONE_WAY = {
     "qwen3_5_moe": families.qwen3_5_moe(**DELTA),
     "gemma4": families.CONFIGS["gemma4-values"],
     "gemma4-moe": families.gemma4_moe(),
+    "gemma4-shared": families.CONFIGS["gemma4-shared"],
+    "gemma4-e2b": families.gemma4_e2b(
+        num_kv_shared_layers=2, hidden_size=64, hidden_size_per_layer_input=16
+    ),
     "ministral3": families.ministral3(),
 }
 WRITTEN = CONFIGS | ONE_WAY
@@ -475,6 +479,14 @@ INEXPRESSIBLE = {
     "qwen3_5 heads": (families.qwen3_5(), "linear_key_head_dim is 12 and linear_value_head_dim 20"),
     "qwen3_5 eps": (families.qwen3_5(**DELTA | {"rms_norm_eps": 1e-5}), "rms_norm_eps is 1e-05"),
     "olmo2": (families.olmo2(head_dim=24), "4 heads of 24 elements are not hidden_size 64"),
+    "gemma4 keys": (
+        families.gemma4_e2b(),
+        "layer 3 has the keys and values of layer 1: llama.cpp takes those of layer 2",
+    ),
+    "gemma4 one layer": (
+        families.gemma4(num_hidden_layers=1, layer_types=["full_attention"]),
+        "layers with their own keys and values: 1, and llama.cpp needs two",
+    ),
 }
 
 

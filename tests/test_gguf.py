@@ -88,6 +88,12 @@ NAMES = {
     "post_feedforward_layernorm_1": "post_ffw_norm_1",
     "post_feedforward_layernorm_2": "post_ffw_norm_2",
     "layer_scalar": "layer_output_scale.weight",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
     "self_attn.sinks": "attn_sinks.weight",
     **{
         f"mlp.{here}.{what}_proj": f"ffn_{what}_shexp"
@@ -133,6 +139,8 @@ def expected_values(name, x, cfg):
         return x + 1
     if cfg["model_type"] in DELTA and ("linear_attn" in name or "shared_expert_gate" in name):
         return expected_of_delta(name.split(".", 4)[-1], x, cfg)
+    if "embed_tokens_per_layer" in name:
+        return x[: cfg["vocab_size"]]
     heads = {"q": cfg["num_attention_heads"], "k": cfg["num_key_value_heads"]}
     for c, n in heads.items():
         if cfg["model_type"] in TURNED and f"{c}_proj" in name:
@@ -218,7 +226,7 @@ CASES = [
     *((name, dtype) for name in CONFIGS for dtype in ("fp32", "bf16", "q8_0")),
     *((name, "fp32") for name in ONE_WAY),
     *(("gpt_oss", dtype) for dtype in ("bf16", "q8_0", "mxfp4")),
-    *((name, "q8_0") for name in ("deepseek_v3", "qwen3_5_moe")),
+    *((name, "q8_0") for name in ("deepseek_v3", "qwen3_5_moe", "gemma4-e2b")),
 ]
 F32 = ("gate_inp", "ssm_conv1d", "bias")
 
@@ -247,6 +255,8 @@ def test_gguf_has_the_weights_bit_for_bit(directory, tmp_path, name, dtype, monk
         "phi3": {"rope_factors_long.weight", "rope_factors_short.weight"},
         "gemma4": {"rope_freqs.weight"},
         "gemma4-moe": {"rope_freqs.weight"},
+        "gemma4-shared": {"rope_freqs.weight"},
+        "gemma4-e2b": {"rope_freqs.weight"},
     }.get(name, set())
     for n, x in wanted.items():
         got, kind = found[n], found[n].tensor_type.name
@@ -311,6 +321,11 @@ KEYS = {  # after the architecture's name; llama.cpp's tests below run what they
         "embedding_length_per_layer_input": 0,
     },
     "gemma4": {"final_logit_softcapping": 0.0},
+    "gemma4-e2b": {
+        "attention.shared_kv_layers": 2,
+        "embedding_length_per_layer_input": 16,
+        "feed_forward_length": [96, 96, 96, 96, 192, 192],
+    },
     "ministral3": {"attention.temperature_scale": 0.3, "rope.scaling.yarn_beta_fast": 32.0},
 }
 

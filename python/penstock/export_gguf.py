@@ -20,7 +20,7 @@ from .chat import ChatTemplate
 from .files import DataError, open_input
 from .generate import stop_tokens
 from .gguf_families import Gemma4, family_of, flags
-from .gguf_tensor import BLOCK, Tensor, halves_as_neighbours, kind_of
+from .gguf_tensor import BLOCK, Tensor, halves_as_neighbours, kind_of, of_all_layers
 from .model import ModelConfig, Parameter
 
 # llama.cpp's architecture of each family. The models of "llama" have no windows there.
@@ -327,9 +327,10 @@ def _write_sizes(writer, model: ModelConfig, arch: str, context: int, config: di
 def parameters(gguf, model: ModelConfig, arch: str, dtype: str) -> list[Tensor]:
     """The model's own tensors as the file has them."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch], model.n_layers)
-    out = []
+    layers, others = of_all_layers(model.params(), "")
+    out = [_of_vocabulary(names, model, t) for t in layers]
     experts: dict[str, tuple] = {}  # of each tensor an expert's part of it, and (expert, parameter)
-    for p in model.params():
+    for p in others:
         expert = EXPERT.search(p.name)
         for tensor in _placed(names, model, arch, p):
             if expert:
@@ -344,6 +345,13 @@ def parameters(gguf, model: ModelConfig, arch: str, dtype: str) -> list[Tensor]:
         embedding = next(t for t in out if t.name == "token_embd.weight")
         out.append(replace(embedding, name="output.weight"))
     return [replace(t, kind=kind_of(t.name, t.shape, dtype)) for t in out]
+
+
+def _of_vocabulary(names, model: ModelConfig, tensor: Tensor) -> Tensor:
+    """A tensor for all layers by llama.cpp's name. Tables of more rows than tokens lose the others,
+    which no token reads."""
+    shape = (model.vocab_size, tensor.columns) if tensor.beside else tensor.shape
+    return replace(tensor, name=names.get_name(tensor.name, try_suffixes=(".weight",)), shape=shape)
 
 
 def _placed(names, model: ModelConfig, arch: str, p: Parameter) -> list[Tensor]:

@@ -287,15 +287,24 @@ class Gemma4(Family):
     }
 
     def refusal(self, model, config):
-        for field in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
-            if config.get(field):
-                return f"{field} is {config[field]}: no GGUF is written of such a Gemma 4"
+        window = flags(model, lib.PS_LAYER_WINDOW)
+        own = model.n_layers - sum(flags(model, lib.PS_LAYER_SHARED_KV))
+        if own < 2:
+            return f"layers with their own keys and values: {own}, and llama.cpp needs two"
+        for i in range(own, model.n_layers):
+            last = max(j for j in range(own) if window[j] == window[i])
+            if last != (there := own - (2 if window[i] else 1)):
+                return (
+                    f"layer {i} has the keys and values of layer {last}: llama.cpp takes those of "
+                    f"layer {there}"
+                )
 
     def sizes(self, model, config):
         whole = model.global_head_dim or model.head_dim
+        shared = flags(model, lib.PS_LAYER_SHARED_KV)
         sizes = dict(
-            shared_kv_layers=0,
-            embedding_length_per_layer_input=0,
+            shared_kv_layers=sum(shared),
+            embedding_length_per_layer_input=model.per_layer_dim,
             key_length=whole,
             value_length=whole,
             key_length_swa=model.head_dim,
@@ -305,6 +314,8 @@ class Gemma4(Family):
             rope_freq_base_swa=model.local_rope_theta,
             final_logit_softcapping=model.logit_softcap,  # without the key llama.cpp has 30
         )
+        if model.double_wide_mlp:
+            sizes["feed_forward_length"] = [model.ffn_dim * (2 if s else 1) for s in shared]
         if model.global_kv_heads:
             wide = flags(model, lib.PS_LAYER_GLOBAL)
             sizes["head_count_kv"] = [
