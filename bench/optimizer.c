@@ -91,13 +91,14 @@ static void measure(ps__pool *pool, state *st, int reps) {
   double copy_gb_s = 8.0 * (double)st->n / (plain < nontemporal ? plain : nontemporal) * 1e-9;
   double bytes = ps__update_bytes(st->u.optimizer, st->u.recipe, st->u.part) * (double)st->n,
          gb_s = bytes / t * 1e-9;
-  printf("{\"bench\":\"optimizer\",\"optimizer\":\"%s\",\"recipe\":\"%s\",\"simd\":\"%s\",\"part\":"
-         "\"%s\",\"threads\":%"
+  printf("{\"bench\":\"optimizer\",\"optimizer\":\"%s\",\"recipe\":\"%s\",\"state_bits\":%u,"
+         "\"simd\":\"%s\",\"part\":\"%s\",\"threads\":%"
          "u,\"params\":%llu,\"reps\":%d,\"gparam_s\":%.3f,"
          "\"gb_s\":%.2f,\"copy_gb_s\":%.2f,\"of_copy\":%.3f}\n",
-         ps_optimizer_name(st->u.optimizer), ps_recipe_name(st->u.recipe), simd_names[st->simd],
-         part_names[st->u.part], ps__pool_size(pool), (unsigned long long)st->n, reps,
-         (double)st->n / t * 1e-9, gb_s, copy_gb_s, gb_s / copy_gb_s);
+         ps_optimizer_name(st->u.optimizer), ps__recipes[st->u.recipe].name,
+         ps__recipes[st->u.recipe].state_bits, simd_names[st->simd], part_names[st->u.part],
+         ps__pool_size(pool), (unsigned long long)st->n, reps, (double)st->n / t * 1e-9, gb_s,
+         copy_gb_s, gb_s / copy_gb_s);
   fflush(stdout);
 }
 
@@ -147,9 +148,9 @@ static ps__update update_of(ps_optimizer o) {
 
 static void measure_optimizer(ps__pool *pool, state *st, ps_optimizer o, int reps) {
   st->u = update_of(o);
-  for (int recipe = 0; recipe < PS__N_UPDATE_RECIPES; recipe++)
-    for (int simd = 0; simd <= (int)ps__simd_best(); simd++) {
-      st->u.recipe = (ps_recipe)recipe;
+  for (uint32_t row = 0; row < PS__N_ROWS; row++)
+    for (int simd = 0; ps__recipes[row].arrays == row && simd <= (int)ps__simd_best(); simd++) {
+      st->u.recipe = row;
       st->simd = (ps__simd)simd;
       for (int part = 0; part < (ps__optimizers[o].splits ? PS_N_UPDATE_PARTS : 1); part++) {
         st->u.part = (ps__update_part)part;
