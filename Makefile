@@ -105,7 +105,8 @@ demo-chat: ## fine-tune a chat model, 93 MB to download (CHATS="file.jsonl": on 
 PYTEST = PENSTOCK_BUILD="$(BUILD)" PYTHONPATH=python $(VENV_TEST)/bin/python -m pytest -q
 # One process a CPU, at most four: a test's own threads and memory come on top.
 PYTEST_PARALLEL := -n auto --maxprocesses=4 --dist loadgroup --no-loadscope-reorder
-test: all native-tests bench-programs venv-test ## tests but long ones (TESTS="files, options of pytest")
+test: all native-tests bench-programs venv-test
+test: ## all tests but the long ones (TESTS="files or options of pytest")
 	$(PYTEST) $(PYTEST_PARALLEL) $(or $(TESTS),tests)
 test-long: all native-tests venv-test ## the tests that take minutes (TESTS="...": some)
 	$(PYTEST) -m long $(or $(TESTS),tests)
