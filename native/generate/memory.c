@@ -229,8 +229,8 @@ uint64_t ps__gen_cache_offset(const ps__gen_plan *p, uint32_t layer) {
 
 uint64_t ps__gen_carried_offset(const ps__gen_plan *p, uint32_t carried) {
   uint64_t bytes[PS__N_CARRIED] = {0}, at = 0;
-  for (uint32_t k = 0; k < p->model->n_defs; k++) {
-    const ps__layer_def *d = p->model->def[k];
+  for (uint32_t of = 0; of < p->model->n_defs; of++) {
+    const ps__layer_def *d = p->model->def[of];
     for (uint32_t i = 0; i < d->n_fwd; i++)
       for (uint32_t k = 0; k < d->fwd[i].n_syms; k++) {
         const ps__sym y = d->fwd[i].sym[k];
