@@ -41,8 +41,9 @@ MODEL = {
 
 def in_use():
     """MiB of the first visible GPU that nvidia-smi shows as used."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
     done = subprocess.run(
-        ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
+        ["nvidia-smi", "-i", first, "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
         capture_output=True,
         text=True,
         check=True,
