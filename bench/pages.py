@@ -215,7 +215,9 @@ LARGER = (  # model, tokens a sequence, recipe, part of the options
     ("8b", 131072, "bf16", ""),
     ("8b", 262144, "bf16", "chunk-tokens=65536"),
     ("7b_1b", 4096, "bf16", ""),
+    ("qwen3-30b-a3b", 4096, "bf16", ""),
     ("qwen3.5-9b", 4096, "bf16", ""),
+    ("70b", 8192, "fp8", "state-bits=8"),
 )
 
 
@@ -231,9 +233,11 @@ def larger() -> str:
         r = [r for r in rows if (r["model"], r["seq_len"], r["recipe"], r["gpus"])
              == (model, seq_len, recipe, 1) and options in r["options"]
              and (options or not re.search("lora|state-bits", r["options"]))][-1]  # fmt: skip
-        names = {"7b_1b": "7B with experts, 1B active", "qwen3.5-9b": "Qwen3.5-9B's shape"}
+        names = {"7b_1b": "7B with experts, 1B active", "qwen3.5-9b": "Qwen3.5-9B's shape",
+                 "qwen3-30b-a3b": "Qwen3-30B-A3B's shape"}  # fmt: skip
         name = names.get(model, model.upper())
         what = f"{name}, {'LoRA' if 'lora' in options else recipe}"
+        what += ", 8-bit state" if "state-bits=8" in options else ""
         out.append([what, f"{seq_len:,}", gpu_of(r), f"{r['device_gib']:g}", f"{r['host_gib']:g}",
                     f"{r['tokens_per_step']:,}", tok(r["tokens_per_s"])])  # fmt: skip
     return table(["model", "sequence", "GPU", "its GiB", "host, GiB", "tokens a step", "tokens/s"],
