@@ -208,11 +208,9 @@ def sizes() -> str:
 
 
 LARGER = (  # model, tokens a sequence, recipe, part of the options
-    ("15b", 8192, "bf16", ""),
     ("32b", 8192, "bf16", ""),
     ("32b", 8192, "fp8", ""),
     ("32b", 8192, "bf16", "lora-rank=16"),
-    ("8b", 131072, "bf16", ""),
     ("8b", 262144, "bf16", "chunk-tokens=65536"),
     ("7b_1b", 4096, "bf16", ""),
     ("qwen3-30b-a3b", 4096, "bf16", ""),
