@@ -26,56 +26,11 @@
  * The backward pass first finds the states with which segments begin, then takes the segments from
  * the last to the first. */
 #include "kernels/cuda/delta_gradient.cuh"
+#include "kernels/cuda/delta_mma.h"
 
 namespace {
 
 /* ---- prepare --------------------------------------------------------------------------------- */
-
-/* t = (I + l)^-1, l strictly lower triangular, [64][LD]: blocks of 16 on the diagonal by
- * substitution, the others from those left of and above them. */
-__device__ void invert(float (*t)[LD], const float (*l)[LD]) {
-  enum { B = 16, N = ROWS / B };
-  const uint32_t r = threadIdx.x / B, c = threadIdx.x % B;
-  for (uint32_t i = threadIdx.x; i < ROWS * ROWS; i += TILE_THREADS)
-    t[i / ROWS][i % ROWS] = 0.0f;
-  __syncthreads();
-  if (threadIdx.x < ROWS) { /* r: the block, c: its column */
-    float x[B];
-#pragma unroll
-    for (int i = 0; i < B; i++) {
-      x[i] = i == (int)c ? 1.0f : 0.0f;
-#pragma unroll
-      for (int k = 0; k < i; k++)
-        x[i] = fmaf(-l[r * B + i][r * B + k], x[k], x[i]);
-      t[r * B + i][r * B + c] = x[i];
-    }
-  }
-  __syncthreads();
-  for (uint32_t off = 1; off < N; off++) {
-    for (uint32_t i = off; i < N; i++) { /* the sum of l_ik t_kj, j = i - off, in place of t_ij */
-      const uint32_t j = i - off;
-      float sum = 0.0f;
-      for (uint32_t k = j * B; k < i * B; k++)
-        sum = fmaf(l[i * B + r][k], t[k][j * B + c], sum);
-      t[i * B + r][j * B + c] = sum;
-    }
-    __syncthreads();
-    float x[N];
-#pragma unroll
-    for (uint32_t i = 1; i < N; i++) {
-      x[i] = 0.0f;
-      if (i >= off)
-        for (uint32_t k = 0; k < B; k++)
-          x[i] = fmaf(-t[i * B + r][i * B + k], t[i * B + k][(i - off) * B + c], x[i]);
-    }
-    __syncthreads();
-#pragma unroll
-    for (uint32_t i = 1; i < N; i++)
-      if (i >= off)
-        t[i * B + r][(i - off) * B + c] = x[i];
-    __syncthreads();
-  }
-}
 
 /* norms[which][row] = 1/|x|: of four rows at a time by a warp. */
 template <typename T>
@@ -104,15 +59,15 @@ __device__ void find_norms(float *norms, const delta_job<T> &j, uint32_t piece, 
 }
 
 /* kk = k k^T, qk = q k^T of a piece and key head. */
-template <typename T, bool MMA>
+template <typename T>
 __device__ void find_products(tile_stage<ROWS> &stage, uint32_t dk, const unit_rows<T> &q,
-                              const unit_rows<T> &k, tile<ROWS, MMA> &kk, tile<ROWS, MMA> &qk) {
+                              const unit_rows<T> &k, tile<ROWS> &kk, tile<ROWS> &qk) {
   const auto across = [&](uint32_t c, uint32_t r) { return k.raw(r, c); };
   kk.clear();
   qk.clear();
-  kk.template add<true, false, EXACT<T> * 3>(
+  kk.template add<true, false>(
       stage, dk, [&](uint32_t r, uint32_t c) { return k.raw(r, c); }, across);
-  qk.template add<true, false, EXACT<T> * 3>(
+  qk.template add<true, false>(
       stage, dk, [&](uint32_t r, uint32_t c) { return q.raw(r, c); }, across);
   kk.each([&](uint32_t r, uint32_t c, float &x) { x *= k.factor(r) * k.factor(c); });
   qk.each([&](uint32_t r, uint32_t c, float &x) { x *= q.factor(r) * k.factor(c); });
@@ -125,16 +80,16 @@ struct prepare_shared {
 };
 
 /* U and W of the forward chain. */
-template <typename T, bool MMA>
+template <typename T>
 __device__ void begin_chain(prepare_shared &s, const delta_job<T> &j, uint32_t piece, uint32_t head,
                             const unit_rows<T> &k) {
   const uint32_t n = j.n_rows(piece), dk = j.a.key_dim, dv = j.a.value_dim;
   const size_t at = j.at(piece, head) * ROWS, w_ld = j.w_ld();
   const T *v = j.qkv + j.row0(piece) * j.ld + j.values(head);
-  tile<ROWS, MMA> x;
+  tile<ROWS> x;
   for (uint32_t first = 0; first < dv; first += ROWS) {
     x.clear();
-    x.template add<true, true, 2 * EXACT<T>>(
+    x.template add<true, true>(
         s.stage, ROWS, [&](uint32_t r, uint32_t i) { return s.t[r][i] * (float)s.gates.beta[i]; },
         [&](uint32_t i, uint32_t c) {
           return i < n && first + c < dv ? ps_to_f32(v[i * j.ld + first + c]) : 0.0f;
@@ -146,7 +101,7 @@ __device__ void begin_chain(prepare_shared &s, const delta_job<T> &j, uint32_t p
   }
   for (uint32_t first = 0; first < dk; first += ROWS) {
     x.clear();
-    x.template add<true, true, 2 * EXACT<T>>(
+    x.template add<true, true>(
         s.stage, ROWS,
         [&](uint32_t r, uint32_t i) {
           return s.t[r][i] * (-(float)s.gates.beta[i] * s.gates.start[i] * k.factor(i));
@@ -156,18 +111,18 @@ __device__ void begin_chain(prepare_shared &s, const delta_job<T> &j, uint32_t p
   }
 }
 
-template <typename T, bool MMA>
+template <typename T>
 __global__ void __launch_bounds__(TILE_THREADS, 2) prepare_k(const delta_job<T> j) {
   extern __shared__ uint4 dynamic[];
   prepare_shared &s = *(prepare_shared *)dynamic;
   const uint32_t piece = blockIdx.x, key = blockIdx.y, dk = j.a.key_dim;
-  tile<ROWS, MMA> kk, qk;
+  tile<ROWS> kk, qk;
   find_norms(s.norms, j, piece, key);
   __syncthreads();
   if (threadIdx.x < 2 * ROWS)
     j.norms[j.key_at(piece, key) * 2 * ROWS + threadIdx.x] = s.norms[threadIdx.x];
   const unit_rows<T> q(j, piece, key, 0, s.norms), k(j, piece, key, 1, s.norms);
-  find_products<T, MMA>(s.stage, dk, q, k, kk, qk);
+  find_products<T>(s.stage, dk, q, k, kk, qk);
   if (j.products)
     kk.each([&](uint32_t r, uint32_t c, float x) {
       j.products[(j.key_at(piece, key) * ROWS + r) * ROWS + c] = x;
@@ -175,7 +130,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2) prepare_k(const delta_job<T> 
   for (uint32_t h = key * j.share; h < (key + 1) * j.share; h++) {
     float *pairs = j.pairs + j.at(piece, h) * ROWS * ROWS,
           *rows = j.rows + j.at(piece, h) * FACTORS * ROWS;
-    find_gates(s.gates, j, piece, h);
+    find_gates(threadIdx.x < ROWS ? &s.gates : nullptr, j, piece, h, threadIdx.x);
     if (threadIdx.x < ROWS) {
       const uint32_t i = threadIdx.x;
       const float beta = (float)s.gates.beta[i], start = s.gates.start[i], end = s.gates.end[i];
@@ -190,6 +145,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2) prepare_k(const delta_job<T> 
       const uint32_t r = kk.row(i), c = kk.col(i);
       const float m = c <= r ? s.gates.decay(r, c) : 0.0f;
       s.l[r][c] = c < r ? (float)s.gates.beta[r] * kk.x[i] * m : 0.0f;
+      s.t[r][c] = 0.0f;
       pairs[r * ROWS + c] = qk.x[i] * m;
     }
     __syncthreads();
@@ -197,7 +153,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2) prepare_k(const delta_job<T> 
     if (j.inverse)
       for (uint32_t i = threadIdx.x; i < ROWS * ROWS; i += TILE_THREADS)
         j.inverse[j.at(piece, h) * ROWS * ROWS + i] = s.t[i / ROWS][i % ROWS];
-    begin_chain<T, MMA>(s, j, piece, h, k);
+    begin_chain<T>(s, j, piece, h, k);
     __syncthreads();
   }
 }
@@ -205,7 +161,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2) prepare_k(const delta_job<T> 
 /* ---- piece after piece ----------------------------------------------------------------------- */
 
 /* 64 x 64 elements of W or of the keys, on their way to shared memory while those before them are
- * multiplied. Lengths of rows: no two lanes of a warp meet in a bank in tile::mma. */
+ * multiplied. */
 enum { W_LD = ROWS + 4, K_LD = ROWS + 8, S_LD = SLICE + 8, MAX_RING = 3 };
 struct alignas(16) chain_chunk {
   float x[ROWS * K_LD];
@@ -284,7 +240,7 @@ template <typename T> struct chain_stream {
 };
 
 /* Columns [first, first + n) of a value head's state, or of its gradient, all pieces long. */
-template <typename T, bool MMA>
+template <typename T>
 __global__ void __launch_bounds__(TILE_THREADS) chain_k(const delta_job<T> j) {
   extern __shared__ uint4 dynamic[];
   chain_shared &s = *(chain_shared *)dynamic;
@@ -309,7 +265,7 @@ __global__ void __launch_bounds__(TILE_THREADS) chain_k(const delta_job<T> j) {
                 keep = j.factors(piece, head, START)[j.n_rows(piece) - 1];
     float *const x = xs + j.at(piece, head) * ROWS * dv + col0;
     float *const state = kept ? kept + piece * (size_t)j.a.n_value_heads * dk * dv : nullptr;
-    tile<SLICE, MMA> a, u;
+    tile<SLICE> a, u;
     float f[u.EACH];
 #pragma unroll
     for (int e = 0; e < u.EACH; e++) {
@@ -341,7 +297,7 @@ __global__ void __launch_bounds__(TILE_THREADS) chain_k(const delta_job<T> j) {
       stream.enter();
       const T *k = (const T *)stream.chunk(step).x;
       a.clear();
-      a.template add_shared<ROWS, EXACT<T>>(
+      a.template add_shared<ROWS>(
           [&](uint32_t r, uint32_t i) { return ps_to_f32(k[i * K_LD + r]); },
           [&](uint32_t i, uint32_t c) { return s.y[i][c]; });
 #pragma unroll
@@ -361,7 +317,7 @@ __global__ void __launch_bounds__(TILE_THREADS) chain_k(const delta_job<T> j) {
         j.to[state_at(i / SLICE, i % SLICE)] = s.state[i / SLICE][i % SLICE];
 }
 
-template <typename T, bool MMA>
+template <typename T>
 __global__ void __launch_bounds__(TILE_THREADS, 2) output_k(const delta_job<T> j) {
   extern __shared__ uint4 dynamic[];
   tile_stage<ROWS> &stage = *(tile_stage<ROWS> *)dynamic;
@@ -376,9 +332,9 @@ __global__ void __launch_bounds__(TILE_THREADS, 2) output_k(const delta_job<T> j
   const auto columns = [&](const float *x) {
     return [=](uint32_t i, uint32_t c) { return first + c < dv ? x[(size_t)i * dv + c] : 0.0f; };
   };
-  tile<ROWS, MMA> x;
+  tile<ROWS> x;
   x.clear();
-  x.template add<true, true, EXACT<T>>(
+  x.template add<true, true>(
       stage, dk, [&](uint32_t r, uint32_t c) { return q.raw(r, c); }, columns(state));
   x.each([&](uint32_t r, uint32_t, float &v) { v *= start[r] * q.factor(r); });
   x.template add<true, true>(
@@ -394,15 +350,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2) output_k(const delta_job<T> j
 template <typename T> delta_job<T> job_of(const ps_launch *l, const ps_delta_scratch &at) {
   delta_job<T> j = {};
   char *scratch = (char *)((const ps__cuda_exec *)l->exec)->scratch;
-  j.a = *(const ps__args_delta *)l->args;
-  j.share = j.a.n_value_heads / j.a.n_key_heads;
-  j.ld = 2 * (size_t)j.a.n_key_heads * j.a.key_dim + (size_t)j.a.n_value_heads * j.a.value_dim;
-  j.scale = (float)(1 / sqrt((double)j.a.key_dim));
-  j.qkv = (const T *)l->ptr[0];
-  j.ba = (const T *)l->ptr[1];
-  j.a_log = (const T *)l->ptr[2];
-  j.dt_bias = (const T *)l->ptr[3];
-  j.doc_start = (const int32_t *)l->ptr[4];
+  fill_rows(j, l);
   j.pairs = (float *)(scratch + at.pairs);
   j.rows = (float *)(scratch + at.rows);
   j.norms = (float *)(scratch + at.norms);
@@ -412,100 +360,71 @@ template <typename T> delta_job<T> job_of(const ps_launch *l, const ps_delta_scr
   return j;
 }
 
-uint32_t n_pieces(const ps__args_delta &a) { return ps_ceil_div(a.n_tokens, ROWS); }
-uint32_t n_segments(const ps__args_delta &a) { return ps_ceil_div(n_pieces(a), PS_DELTA_SEGMENT); }
-
-/* @j becomes segment @i. */
-template <typename T> void enter(delta_job<T> &j, uint32_t i) {
-  const uint32_t all = n_pieces(j.a);
-  j.piece0 = i * PS_DELTA_SEGMENT;
-  j.first = j.piece0 * ROWS;
-  j.n_pieces = all - j.piece0 < PS_DELTA_SEGMENT ? all - j.piece0 : PS_DELTA_SEGMENT;
-}
-
-/* On a block for each of @across and @heads, with shared memory above 48 KB too. */
 template <typename T>
-cudaError_t launch(void (*kernel)(const delta_job<T>), const delta_job<T> &j, uint32_t across,
-                   uint32_t heads, size_t bytes, cudaStream_t stream) {
-  const cudaError_t e = /* of this device's context */
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
-  if (e != cudaSuccess)
-    return e;
-  kernel<<<dim3(across, heads), TILE_THREADS, bytes, stream>>>(j);
-  return cudaGetLastError();
+cudaError_t launch_by_piece(void (*kernel)(const delta_job<T>), const delta_job<T> &j,
+                            uint32_t heads, size_t bytes, cudaStream_t stream) {
+  return launch(kernel, j, j.n_pieces, heads, TILE_THREADS, bytes, stream);
 }
 template <typename T>
-cudaError_t launch_by_piece(void (*kernel)(const delta_job<T>), const delta_job<T> &j, size_t bytes,
-                            cudaStream_t stream) {
-  return launch(kernel, j, j.n_pieces, j.a.n_key_heads, bytes, stream);
-}
-template <typename T, bool MMA>
 cudaError_t launch_chain(delta_job<T> &j, const float *from, float *to, bool backward,
                          cudaStream_t stream) {
   j.from = from;
   j.to = to;
   j.backward = backward;
-  return launch(chain_k<T, MMA>, j, ps_ceil_div(j.a.value_dim, SLICE), j.a.n_value_heads,
+  return launch(chain_k<T>, j, ps_ceil_div(j.a.value_dim, SLICE), j.a.n_value_heads, TILE_THREADS,
                 chain_bytes(j.a.key_dim), stream);
 }
 
 /* Segment @i of @j, as far as D and the state behind it. */
-template <typename T, bool MMA>
+template <typename T>
 cudaError_t forward(delta_job<T> &j, uint32_t i, const float *from, float *to,
                     cudaStream_t stream) {
-  enter(j, i);
-  const cudaError_t e = launch_by_piece<T>(prepare_k<T, MMA>, j, sizeof(prepare_shared), stream);
-  return e != cudaSuccess ? e : launch_chain<T, MMA>(j, from, to, false, stream);
+  enter(j, i, PS_DELTA_SEGMENT);
+  const cudaError_t e =
+      launch_by_piece(prepare_k<T>, j, j.a.n_key_heads, sizeof(prepare_shared), stream);
+  return e != cudaSuccess ? e : launch_chain(j, from, to, false, stream);
 }
 
-template <typename T, bool MMA>
-cudaError_t run_fwd(const ps_launch *l, const ps_delta_scratch &at) {
+template <typename T> cudaError_t run_fwd(const ps_launch *l, const ps_delta_scratch &at) {
   delta_job<T> j = job_of<T>(l, at);
   const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
   float *const before = j.a.row0 ? (float *)l->ptr[5] : nullptr, *const after = (float *)l->ptr[7];
   cudaError_t e = cudaSuccess;
   j.o = (T *)l->ptr[6];
   j.states = (float *)((char *)exec->scratch + at.states);
-  for (uint32_t i = 0; i < n_segments(j.a) && e == cudaSuccess; i++) {
-    e = forward<T, MMA>(j, i, i ? after : before, after, exec->stream);
+  for (uint32_t i = 0; i < n_segments(j.a, PS_DELTA_SEGMENT) && e == cudaSuccess; i++) {
+    e = forward(j, i, i ? after : before, after, exec->stream);
     if (e == cudaSuccess)
-      e = launch(output_k<T, MMA>, j, j.n_pieces * ps_ceil_div(j.a.value_dim, ROWS),
-                 j.a.n_value_heads, sizeof(tile_stage<ROWS>), exec->stream);
+      e = launch(output_k<T>, j, j.n_pieces * ps_ceil_div(j.a.value_dim, ROWS), j.a.n_value_heads,
+                 TILE_THREADS, sizeof(tile_stage<ROWS>), exec->stream);
   }
   return e;
 }
 
 /* Segment @i of the backward pass, after those behind it. */
-template <typename T, bool MMA>
+template <typename T>
 cudaError_t backward(delta_job<T> &j, uint32_t i, const float *from, float *carry, bool has_carry,
                      cudaStream_t stream) {
-  cudaError_t e = forward<T, MMA>(j, i, from, nullptr, stream);
+  cudaError_t e = forward(j, i, from, nullptr, stream);
   if (e == cudaSuccess)
-    e = launch(reverse_k<T, MMA>, j, j.n_pieces, j.a.n_value_heads, sizeof(reverse_shared), stream);
+    e = launch_by_piece(reverse_k<T>, j, j.a.n_value_heads, sizeof(reverse_shared), stream);
   if (e == cudaSuccess)
-    e = launch_chain<T, MMA>(j, has_carry ? carry : nullptr, carry, true, stream);
+    e = launch_chain(j, has_carry ? carry : nullptr, carry, true, stream);
   return e != cudaSuccess
              ? e
-             : launch_by_piece<T>(gradient_k<T, MMA>, j, sizeof(gradient_shared), stream);
+             : launch_by_piece(gradient_k<T>, j, j.a.n_key_heads, sizeof(gradient_shared), stream);
 }
 
-template <typename T, bool MMA>
-cudaError_t run_bwd(const ps_launch *l, const ps_delta_scratch &at) {
-  delta_job<T> j = job_of<T>(l, at);
+template <typename T> cudaError_t run_bwd(const ps_launch *l, const ps_delta_scratch &at) {
+  delta_job<T> j = job_of<T>(l, at), first;
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
   char *scratch = (char *)((const ps__cuda_exec *)l->exec)->scratch;
-  const size_t states = (size_t)j.a.n_value_heads * j.a.key_dim * j.a.value_dim;
-  float *const borders = (float *)(scratch + at.borders), *const carry = (float *)l->ptr[7];
-  const auto border = [&](uint32_t i) {
-    return i ? borders + i * states : j.a.row0 ? (float *)l->ptr[5] : nullptr;
-  };
-  const uint32_t n = n_segments(j.a);
-  cudaError_t e = cudaSuccess;
-  for (uint32_t i = 0; i + 1 < n && e == cudaSuccess; i++)
-    e = forward<T, MMA>(j, i, border(i), border(i + 1), stream);
+  float *const carry = (float *)l->ptr[7];
   j.d_o = (const T *)l->ptr[6];
   j.dqkv = (T *)l->ptr[8];
   j.dba = (T *)l->ptr[9];
+  j.weights = (double *)(scratch + at.weights);
+  first = j;
   j.inverse = (float *)(scratch + at.inverse);
   j.products = (float *)(scratch + at.products);
   j.dy = (float *)(scratch + at.dy);
@@ -513,14 +432,13 @@ cudaError_t run_bwd(const ps_launch *l, const ps_delta_scratch &at) {
   j.dstates = (float *)(scratch + at.dstates);
   j.dq = (float *)(scratch + at.dq);
   j.dk = (float *)(scratch + at.dk);
-  j.weights = (double *)(scratch + at.weights);
-  for (uint32_t i = n; i-- > 0 && e == cudaSuccess;)
-    e = backward<T, MMA>(j, i, border(i), carry, i + 1 < n || j.a.accumulate_carry, stream);
-  if (e != cudaSuccess)
-    return e;
-  weights_k<T><<<j.a.n_value_heads, 32, 0, stream>>>(j.weights, n_pieces(j.a), (T *)l->ptr[10],
-                                                     (T *)l->ptr[11], j.a.accumulate_dw != 0);
-  return cudaGetLastError();
+  const cudaError_t e = run_segments(
+      j, l, (float *)(scratch + at.borders),
+      [&](uint32_t i, const float *from, float *to) { return forward(first, i, from, to, stream); },
+      [&](uint32_t i, const float *from, bool has_carry) {
+        return backward(j, i, from, carry, has_carry, stream);
+      });
+  return e != cudaSuccess ? e : add_weights(j, l, stream);
 }
 
 } // namespace
@@ -534,12 +452,15 @@ cudaError_t run_bwd(const ps_launch *l, const ps_delta_scratch &at) {
  * reference    the cpu backend's, row by row: the errors of a chain of states */
 extern "C" ps_status ps__cuda_delta_fwd(const ps_launch *l) {
   const ps__args_delta *a = (const ps__args_delta *)l->args;
-  const ps_delta_scratch at = ps_delta_layout(a, false);
-  const ps_status st = ps_check(l, "delta_fwd", 8, a->dt, at.bytes);
+  const ps_status st = ps_check(l, "delta_fwd", 8, a->dt, ps_delta_bytes(a, false));
   if (st != PS_OK)
     return st;
+  const ps_delta_scratch at = ps_delta_layout(a, false);
   cudaError_t e = cudaSuccess;
-  PS_BY_TYPE(a->dt, e = run_fwd<T, sizeof(T) == 2>(l, at));
+  if (ps_delta_mma_takes(l, false))
+    e = ps_delta_mma_fwd(l);
+  else
+    PS_BY_TYPE(a->dt, e = run_fwd<T>(l, at));
   return ps_launched("delta_fwd", e);
 }
 
@@ -553,11 +474,14 @@ extern "C" ps_status ps__cuda_delta_fwd(const ps_launch *l) {
  * reference    the cpu backend's */
 extern "C" ps_status ps__cuda_delta_bwd(const ps_launch *l) {
   const ps__args_delta *a = (const ps__args_delta *)l->args;
-  const ps_delta_scratch at = ps_delta_layout(a, true);
-  const ps_status st = ps_check(l, "delta_bwd", 12, a->dt, at.bytes);
+  const ps_status st = ps_check(l, "delta_bwd", 12, a->dt, ps_delta_bytes(a, true));
   if (st != PS_OK)
     return st;
+  const ps_delta_scratch at = ps_delta_layout(a, true);
   cudaError_t e = cudaSuccess;
-  PS_BY_TYPE(a->dt, e = run_bwd<T, sizeof(T) == 2>(l, at));
+  if (ps_delta_mma_takes(l, true))
+    e = ps_delta_mma_bwd(l);
+  else
+    PS_BY_TYPE(a->dt, e = run_bwd<T>(l, at));
   return ps_launched("delta_bwd", e);
 }

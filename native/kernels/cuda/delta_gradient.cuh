@@ -13,7 +13,7 @@ struct reverse_shared {
   float y[ROWS][LD];
 };
 
-template <typename T, bool MMA>
+template <typename T>
 __global__ void __launch_bounds__(TILE_THREADS, 2) reverse_k(const delta_job<T> j) {
   extern __shared__ uint4 dynamic[];
   reverse_shared &s = *(reverse_shared *)dynamic;
@@ -26,13 +26,13 @@ __global__ void __launch_bounds__(TILE_THREADS, 2) reverse_k(const delta_job<T> 
   const unit_rows<T> q(j, piece, key, 0, norms), k(j, piece, key, 1, norms);
   const T *d_o = j.d_o + (size_t)j.row0(piece) * ld + (size_t)head * dv;
   const auto back = [&](uint32_t r, uint32_t i) { return inverse[i * ROWS + r]; };
-  tile<ROWS, MMA> x;
+  tile<ROWS> x;
   for (uint32_t first = 0; first < dv; first += ROWS) {
     const auto out = [&](uint32_t r, uint32_t c) {
       return r < n && first + c < dv ? ps_to_f32(d_o[r * ld + first + c]) : 0.0f;
     };
     x.clear();
-    x.template add<false, true, 2 * EXACT<T>>(
+    x.template add<false, true>(
         s.stage, ROWS, [&](uint32_t r, uint32_t i) { return pairs[i * ROWS + r]; }, out);
     x.each([&](uint32_t r, uint32_t c, float v) { s.y[r][c] = v; });
     __syncthreads();
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2) reverse_k(const delta_job<T> 
     });
     for (uint32_t row = 0; row < dk; row += ROWS) {
       x.clear();
-      x.template add<false, true, 2 * EXACT<T>>(
+      x.template add<false, true>(
           s.stage, ROWS,
           [&](uint32_t r, uint32_t i) { return row + r < dk ? q(i, row + r) * start[i] : 0.0f; },
           out);
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2) reverse_k(const delta_job<T> 
   }
   for (uint32_t first = 0; first < dk; first += ROWS) {
     x.clear();
-    x.template add<false, true, 2 * EXACT<T>>(
+    x.template add<false, true>(
         s.stage, ROWS, [&](uint32_t r, uint32_t i) { return back(r, i) * (end[i] * k.factor(i)); },
         [&](uint32_t i, uint32_t c) { return first + c < dk ? k.raw(i, first + c) : 0.0f; });
     x.each([&](uint32_t r, uint32_t c, float w) { j.w[(at * ROWS + r) * w_ld + first + c] = w; });
@@ -69,15 +69,15 @@ __global__ void __launch_bounds__(TILE_THREADS, 2) reverse_k(const delta_job<T> 
 struct gradient_shared {
   tile_stage<ROWS> stage;
   piece_gates gates;
-  float dp[ROWS][LD], dl[ROWS][LD];            /* dP M, dL beta M; then B + B^T */
-  float x[ROWS][LD], f[ROWS][LD];              /* dM M; the terms of dbeta by L */
-  float qs[ROWS][2], ks[ROWS][2], ke[ROWS][2]; /* q . S dO, k . S dY, k . dS' D */
+  float dp[ROWS][LD], dl[ROWS][LD];   /* dP M, dL beta M; then B + B^T */
+  float x[ROWS][LD], f[ROWS][LD];     /* dM M; the terms of dbeta by L */
+  float qs[ROWS], ks[ROWS], ke[ROWS]; /* q . S dO, k . S dY, k . dS' D */
   float vy[ROWS], warp[1][32];
   double dg[ROWS], dbeta[ROWS], column[ROWS];
 };
 
 /* The piece's matrices of a value head, and what dM and L give to dg and dbeta. */
-template <typename T, bool MMA>
+template <typename T>
 __device__ void find_pairs(gradient_shared &s, const delta_job<T> &j, uint32_t piece,
                            uint32_t head) {
   const uint32_t n = j.n_rows(piece), dv = j.a.value_dim, tid = threadIdx.x;
@@ -87,10 +87,10 @@ __device__ void find_pairs(gradient_shared &s, const delta_job<T> &j, uint32_t p
   const size_t ld = (size_t)j.a.n_value_heads * dv;
   const T *d_o = j.d_o + (size_t)j.row0(piece) * ld + (size_t)head * dv;
   const auto across = [&](uint32_t c, uint32_t r) { return d[(size_t)r * dv + c]; };
-  tile<ROWS, MMA> dp, dl;
+  tile<ROWS> dp, dl;
   dp.clear();
   dl.clear();
-  dp.template add<true, false, EXACT<T>>(
+  dp.template add<true, false>(
       s.stage, dv,
       [&](uint32_t r, uint32_t c) { return r < n ? ps_to_f32(d_o[r * ld + c]) : 0.0f; }, across);
   dl.template add<true, false>(
@@ -124,7 +124,7 @@ __device__ void find_pairs(gradient_shared &s, const delta_job<T> &j, uint32_t p
 }
 
 /* dq and dk of a value head, added to those of its key head, and their rows' products. */
-template <typename T, bool MMA>
+template <typename T>
 __device__ void add_keys(gradient_shared &s, const delta_job<T> &j, uint32_t piece, uint32_t head,
                          const unit_rows<T> &q, const unit_rows<T> &k) {
   const uint32_t n = j.n_rows(piece), dk = j.a.key_dim, dv = j.a.value_dim, key = head / j.share;
@@ -153,7 +153,7 @@ __device__ void add_keys(gradient_shared &s, const delta_job<T> &j, uint32_t pie
     const auto with = [&](const unit_rows<T> &x) {
       return [=](uint32_t r, uint32_t c, float v) { return part(x)(r, c) * v; };
     };
-    const auto put = [&](float *to, const tile<ROWS, MMA> &x) {
+    const auto put = [&](float *to, const tile<ROWS> &x) {
 #pragma unroll
       for (int i = 0; i < x.EACH; i++) {
         const uint32_t r = x.row(i), c = first + x.col(i);
@@ -161,15 +161,15 @@ __device__ void add_keys(gradient_shared &s, const delta_job<T> &j, uint32_t pie
           to[(size_t)r * dk + c] = begins ? x.x[i] : to[(size_t)r * dk + c] + x.x[i];
       }
     };
-    tile<ROWS, MMA> a, b;
+    tile<ROWS> a, b;
     a.clear(); /* dq */
-    a.template add<true, false, EXACT<T>>(
+    a.template add<true, false>(
         s.stage, dv,
         [&](uint32_t r, uint32_t c) { return r < n ? ps_to_f32(d_o[r * ld + c]) : 0.0f; },
         across(state));
     a.row_sums(s.qs, first != 0, with(q));
     a.each([&](uint32_t r, uint32_t, float &x) { x *= s.gates.start[r]; });
-    a.template add<true, true, 2 * EXACT<T>>(
+    a.template add<true, true>(
         s.stage, ROWS, [&](uint32_t r, uint32_t i) { return s.dp[r][i] * k.factor(i); }, raw(k));
     put(dq_at, a);
     a.clear(); /* dk */
@@ -183,9 +183,9 @@ __device__ void add_keys(gradient_shared &s, const delta_job<T> &j, uint32_t pie
       const uint32_t r = a.row(i);
       a.x[i] = s.gates.end[r] * b.x[i] - (float)s.gates.beta[r] * s.gates.start[r] * a.x[i];
     }
-    a.template add<false, true, 2 * EXACT<T>>(
+    a.template add<false, true>(
         s.stage, ROWS, [&](uint32_t r, uint32_t i) { return s.dp[i][r] * q.factor(i); }, raw(q));
-    a.template add<true, true, 2 * EXACT<T>>(
+    a.template add<true, true>(
         s.stage, ROWS,
         [&](uint32_t r, uint32_t i) { return (s.dl[r][i] + s.dl[i][r]) * k.factor(i); }, raw(k));
     put(dk_at, a);
@@ -232,9 +232,8 @@ __device__ void find_gate_gradients(gradient_shared &s, const delta_job<T> &j, u
   ps_block_sum<1>(kept, s.warp);
   __syncthreads();
   if (tid < ROWS) {
-    const double start = (double)s.gates.start[tid], ks = (double)s.ks[tid][0] + s.ks[tid][1],
-                 ke = (double)s.gates.end[tid] * ((double)s.ke[tid][0] + s.ke[tid][1]),
-                 qs = (double)s.qs[tid][0] + s.qs[tid][1];
+    const double start = (double)s.gates.start[tid], ks = (double)s.ks[tid],
+                 ke = (double)s.gates.end[tid] * (double)s.ke[tid], qs = (double)s.qs[tid];
     s.dg[tid] += start * (qs - s.gates.beta[tid] * ks) - s.column[tid] - ke;
     s.dbeta[tid] += (double)s.vy[tid] - start * ks;
     s.column[tid] = ke;
@@ -286,7 +285,7 @@ __device__ void store_keys(const delta_job<T> &j, uint32_t piece, uint32_t key,
   }
 }
 
-template <typename T, bool MMA>
+template <typename T>
 __global__ void __launch_bounds__(TILE_THREADS, 2) gradient_k(const delta_job<T> j) {
   extern __shared__ uint4 dynamic[];
   gradient_shared &s = *(gradient_shared *)dynamic;
@@ -294,32 +293,13 @@ __global__ void __launch_bounds__(TILE_THREADS, 2) gradient_k(const delta_job<T>
   const float *norms = j.norms + j.key_at(piece, key) * 2 * ROWS;
   const unit_rows<T> q(j, piece, key, 0, norms), k(j, piece, key, 1, norms);
   for (uint32_t h = key * j.share; h < (key + 1) * j.share; h++) {
-    find_gates(s.gates, j, piece, h);
-    find_pairs<T, MMA>(s, j, piece, h);
-    add_keys<T, MMA>(s, j, piece, h, q, k);
+    find_gates(threadIdx.x < ROWS ? &s.gates : nullptr, j, piece, h, threadIdx.x);
+    find_pairs<T>(s, j, piece, h);
+    add_keys<T>(s, j, piece, h, q, k);
     __syncthreads();
     find_gate_gradients(s, j, piece, h);
   }
   store_keys(j, piece, key, q, k);
-}
-
-/* A warp a value head: the pieces' terms by turns to the lanes, then a tree. */
-template <typename T>
-__global__ void __launch_bounds__(32)
-    weights_k(const double *terms, uint32_t n_pieces, T *da_log, T *ddt_bias, bool accumulate) {
-  const uint32_t head = blockIdx.x, nv = gridDim.x;
-  double sum[2] = {0, 0};
-  for (uint32_t p = threadIdx.x; p < n_pieces; p += 32)
-    for (int i = 0; i < 2; i++)
-      sum[i] += terms[((size_t)p * nv + head) * 2 + i];
-  for (int i = 0; i < 2; i++)
-    for (int w = 16; w > 0; w /= 2)
-      sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], w);
-  if (threadIdx.x)
-    return;
-  T *const to[] = {da_log + head, ddt_bias + head};
-  for (int i = 0; i < 2; i++)
-    *to[i] = ps_from_f32<T>((float)(sum[i] + (accumulate ? (double)ps_to_f32(*to[i]) : 0)));
 }
 
 } // namespace

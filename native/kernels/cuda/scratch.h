@@ -222,11 +222,64 @@ static inline ps_delta_scratch ps_delta_layout(const ps__args_delta *a, bool bac
   s.bytes = at;
   return s;
 }
+/* On the tensor cores (delta_mma.cu) another layout: bf16 of at most PS_DELTA_MMA_KEYS columns of
+ * keys, in rows of whole 16 bytes. What follows is of a segment of PS_DELTA_MMA_SEGMENT pieces
+ * forward, PS_DELTA_SEGMENT backward. */
+enum {
+  PS_DELTA_MMA_KEYS = 128,
+  PS_DELTA_MMA_COLUMNS = 32,
+  PS_DELTA_MMA_SEGMENT = 128,
+  PS_DELTA_PAIR_BYTES = 4 * 10 * 512, /* triangular matrices of a piece and value head */
+  PS_DELTA_TERM_BYTES = 4368,         /* its gates */
+  /* of 16 columns of values in pairs of bf16: a piece's rows, a state */
+  PS_DELTA_ROW_BYTES = 2 * PS_DELTA_ROWS * 16 * 2,
+  PS_DELTA_STATE_BYTES = 2 * PS_DELTA_MMA_KEYS * 16 * 2
+};
+typedef struct ps_delta_mma_scratch {
+  size_t pairs, terms;           /* [n,nv] */
+  size_t d, dy, states, dstates; /* backward: [n,nv,dv / 16] */
+  size_t sums;                   /* f32 [n,nk,2,64,PS_DELTA_MMA_KEYS]: dq, dk */
+  size_t borders, weights;       /* as in ps_delta_scratch */
+  size_t bytes;
+} ps_delta_mma_scratch;
+static inline bool ps_delta_on_mma(const ps__args_delta *a) {
+  return a->dt == PS_BF16 && a->key_dim <= PS_DELTA_MMA_KEYS && a->key_dim % 8 == 0 &&
+         a->value_dim % 8 == 0;
+}
+static inline ps_delta_mma_scratch ps_delta_mma_layout(const ps__args_delta *a, bool backward) {
+  const size_t all = ((size_t)a->n_tokens + PS_DELTA_ROWS - 1) / PS_DELTA_ROWS,
+               segment = backward ? (size_t)PS_DELTA_SEGMENT : (size_t)PS_DELTA_MMA_SEGMENT,
+               n = all < segment ? all : segment, heads = n * a->n_value_heads,
+               tiles = heads * (ps_round_up(a->value_dim, PS_DELTA_MMA_COLUMNS) / 16);
+  ps_delta_mma_scratch s = {0};
+  size_t at = 0;
+  s.pairs = ps_delta_take(&at, heads * PS_DELTA_PAIR_BYTES);
+  s.terms = ps_delta_take(&at, heads * PS_DELTA_TERM_BYTES);
+  if (backward) {
+    s.d = ps_delta_take(&at, tiles * PS_DELTA_ROW_BYTES);
+    s.dy = ps_delta_take(&at, tiles * PS_DELTA_ROW_BYTES);
+    s.states = ps_delta_take(&at, tiles * PS_DELTA_STATE_BYTES);
+    s.dstates = ps_delta_take(&at, tiles * PS_DELTA_STATE_BYTES);
+    s.sums = ps_delta_take(&at, n * a->n_key_heads * 2 * PS_DELTA_ROWS * PS_DELTA_MMA_KEYS *
+                                    sizeof(float));
+    s.borders = ps_delta_take(&at, (all + segment - 1) / segment * a->n_value_heads * a->key_dim *
+                                       a->value_dim * sizeof(float));
+    s.weights = ps_delta_take(&at, all * a->n_value_heads * 2 * sizeof(double));
+  }
+  s.bytes = at;
+  return s;
+}
+/* Enough for both, as addresses may be aligned or not. */
+static inline size_t ps_delta_bytes(const ps__args_delta *a, bool backward) {
+  const size_t any = ps_delta_layout(a, backward).bytes,
+               mma = ps_delta_on_mma(a) ? ps_delta_mma_layout(a, backward).bytes : 0;
+  return any > mma ? any : mma;
+}
 static inline size_t ps_scratch_delta_fwd(const void *args, const ps__scratch_target *target) {
-  return (void)target, ps_delta_layout((const ps__args_delta *)args, false).bytes;
+  return (void)target, ps_delta_bytes((const ps__args_delta *)args, false);
 }
 static inline size_t ps_scratch_delta_bwd(const void *args, const ps__scratch_target *target) {
-  return (void)target, ps_delta_layout((const ps__args_delta *)args, true).bytes;
+  return (void)target, ps_delta_bytes((const ps__args_delta *)args, true);
 }
 /* dw of each tile of rows */
 enum { PS_CONV_TILES = 64, PS_GATED_NORM_TILES = 1024 };

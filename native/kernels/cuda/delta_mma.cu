@@ -1,0 +1,107 @@
+/* delta_mma.cu - the gated delta rule on the tensor cores: bf16, heads of at most 128 columns of
+ * keys (delta.cu has the math, and the kernels for all else). Of a segment:
+ *   mma_prepare_k   a block for each piece and key head: (1 + L)^-1, P, gates and norms
+ *   mma_chain_k     a block for each value head and 32 columns, piece after piece: D, S; with O
+ *   mma_reverse_k   the same from the last piece to the first: dY, dS
+ *   mma_gradient_k  a block for each piece and key head: dqkv, dba
+ * Unlike there, the chains have no U and W: they take D = (1 + L)^-1 beta (V - start K S) as it
+ * stands, whose factors but (1 + L)^-1 and S are bf16 as they come. Numbers that are not bf16 are
+ * products' factors as two that are (fragment.cuh). */
+#include "kernels/cuda/delta_mma.h"
+#include "kernels/cuda/delta_mma_chain.cuh"
+#include "kernels/cuda/delta_mma_gradient.cuh"
+
+namespace {
+
+/* Shared memory that a block of the current device may have. */
+size_t shared_bytes(const ps_launch *l) {
+  int bytes = 0;
+  const int device = ((const ps__cuda_exec *)l->exec)->device;
+  return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) ==
+                 cudaSuccess
+             ? (size_t)bytes
+             : 0;
+}
+
+mma_job job_of(const ps_launch *l, const ps_delta_mma_scratch &at) {
+  mma_job j = {};
+  char *scratch = (char *)((const ps__cuda_exec *)l->exec)->scratch;
+  fill_rows(j, l);
+  j.pairs = (piece_pairs *)(scratch + at.pairs);
+  j.terms = (piece_terms *)(scratch + at.terms);
+  /* pieces on their way do not change bits */
+  j.ring = shared_bytes(l) < chain_bytes(CHAIN_MAX_RING) ? CHAIN_MAX_RING - 1 : CHAIN_MAX_RING;
+  return j;
+}
+
+cudaError_t prepare(const mma_job &j, cudaStream_t stream) {
+  return launch(mma_prepare_k, j, j.n_pieces, j.a.n_key_heads, TILE_THREADS, sizeof(prepare_shared),
+                stream);
+}
+cudaError_t chain(mma_job &j, void (*kernel)(const mma_job), const float *from, float *to,
+                  cudaStream_t stream) {
+  j.from = from;
+  j.to = to;
+  return launch(kernel, j, ps_ceil_div(j.a.value_dim, COLUMNS), j.a.n_value_heads, CHAIN_THREADS,
+                chain_bytes(j.ring), stream);
+}
+template <chain_kind KIND>
+cudaError_t forward(mma_job &j, const float *from, float *to, cudaStream_t stream) {
+  const cudaError_t e = prepare(j, stream);
+  return e != cudaSuccess ? e : chain(j, mma_chain_k<KIND>, from, to, stream);
+}
+
+} // namespace
+
+bool ps_delta_mma_takes(const ps_launch *l, bool backward) {
+  const size_t chain = chain_bytes(CHAIN_MAX_RING - 1), gradient = sizeof(gradient_shared);
+  return ps_delta_on_mma((const ps__args_delta *)l->args) && ps_aligned(l->ptr[0]) &&
+         (!backward || ps_aligned(l->ptr[6])) &&
+         shared_bytes(l) >= (backward && gradient > chain ? gradient : chain);
+}
+
+cudaError_t ps_delta_mma_fwd(const ps_launch *l) {
+  mma_job j = job_of(l, ps_delta_mma_layout((const ps__args_delta *)l->args, false));
+  cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
+  float *const before = j.a.row0 ? (float *)l->ptr[5] : nullptr, *const after = (float *)l->ptr[7];
+  cudaError_t e = cudaSuccess;
+  j.o = (bf16 *)l->ptr[6];
+  for (uint32_t i = 0; i < n_segments(j.a, PS_DELTA_MMA_SEGMENT) && e == cudaSuccess; i++) {
+    enter(j, i, PS_DELTA_MMA_SEGMENT);
+    e = forward<CHAIN_OUTPUT>(j, i ? after : before, after, stream);
+  }
+  return e;
+}
+
+cudaError_t ps_delta_mma_bwd(const ps_launch *l) {
+  const ps_delta_mma_scratch at = ps_delta_mma_layout((const ps__args_delta *)l->args, true);
+  mma_job j = job_of(l, at);
+  cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
+  char *scratch = (char *)((const ps__cuda_exec *)l->exec)->scratch;
+  float *const carry = (float *)l->ptr[7];
+  j.d_o = (const bf16 *)l->ptr[6];
+  j.dqkv = (bf16 *)l->ptr[8];
+  j.dba = (bf16 *)l->ptr[9];
+  j.weights = (double *)(scratch + at.weights);
+  j.d = (value_rows *)(scratch + at.d);
+  j.dy = (value_rows *)(scratch + at.dy);
+  j.states = (value_state *)(scratch + at.states);
+  j.dstates = (value_state *)(scratch + at.dstates);
+  j.sums = (float4 *)(scratch + at.sums);
+  const cudaError_t e = run_segments(
+      j, l, (float *)(scratch + at.borders),
+      [&](uint32_t i, const float *from, float *to) {
+        enter(j, i, PS_DELTA_SEGMENT);
+        return forward<CHAIN_STATE>(j, from, to, stream);
+      },
+      [&](uint32_t i, const float *from, bool has_carry) {
+        enter(j, i, PS_DELTA_SEGMENT);
+        cudaError_t of = forward<CHAIN_KEEP>(j, from, nullptr, stream);
+        if (of == cudaSuccess)
+          of = chain(j, mma_reverse_k, has_carry ? carry : nullptr, carry, stream);
+        return of != cudaSuccess ? of
+                                 : launch(mma_gradient_k, j, j.n_pieces, j.a.n_key_heads,
+                                          GRADIENT_THREADS, sizeof(gradient_shared), stream);
+      });
+  return e != cudaSuccess ? e : add_weights(j, l, stream);
+}

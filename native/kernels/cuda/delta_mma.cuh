@@ -1,0 +1,234 @@
+/* delta_mma.cuh - the gated delta rule on the tensor cores (delta_mma.cu): a segment's work, and
+ * what is of each piece alone before its chain. */
+#ifndef PS_KERNELS_CUDA_DELTA_MMA_CUH
+#define PS_KERNELS_CUDA_DELTA_MMA_CUH
+#include "kernels/cuda/delta.cuh"
+#include "kernels/cuda/fragment.cuh"
+
+namespace {
+
+typedef __nv_bfloat16 bf16;
+
+/* Tiles of a piece's rows, of the keys' columns; a head has at most KEYS of those. */
+enum { ROW_TILES = ROWS / 16, KEY_TILES = PS_DELTA_MMA_KEYS / 16 };
+/* Columns of values of a chain's block. */
+enum { COLUMNS = PS_DELTA_MMA_COLUMNS, COLUMN_TILES = COLUMNS / 16 };
+
+/* What the chains take of a piece and value head by row: beta; the decay from the piece's begin
+ * with 1/|k|, that to its end with 1/|k|, the former with 1/|q| and the scale. */
+struct alignas(16) chain_gates {
+  float beta[ROWS], k_start[ROWS], k_end[ROWS], q_start[ROWS];
+  float keep, unused[3]; /* decay of the state by the piece */
+};
+struct alignas(16) piece_terms {
+  chain_gates chain;
+  float norm_q[ROWS], norm_k[ROWS]; /* 1/|q| with the scale, 1/|k| */
+  piece_gates gates;
+};
+/* (1 + L)^-1 - 1 and P, their nearest bf16 numbers and the rest. */
+struct piece_pairs {
+  frag_tile t[2][FRAG_TRIANGLE], p[2][FRAG_TRIANGLE];
+};
+/* Of 16 columns of values, by columns: [column][row or key], nearest and rest. */
+struct value_rows {
+  frag_tile x[2][ROW_TILES];
+};
+struct value_state {
+  frag_tile x[2][KEY_TILES];
+};
+static_assert(sizeof(piece_pairs) == PS_DELTA_PAIR_BYTES &&
+                  sizeof(piece_terms) == PS_DELTA_TERM_BYTES &&
+                  sizeof(value_rows) == PS_DELTA_ROW_BYTES &&
+                  sizeof(value_state) == PS_DELTA_STATE_BYTES,
+              "what scratch.h counts");
+
+struct mma_job : delta_rows<bf16> {
+  piece_pairs *pairs; /* [piece][value head], as terms */
+  piece_terms *terms;
+  value_rows *d, *dy; /* [piece][value head][16 columns], as states */
+  value_state *states, *dstates;
+  float4 *sums; /* dq and dk of a key head, as gradient_k's threads have them */
+  uint32_t ring;
+
+  /* Tiles of a value head's columns, in those of whole blocks of the chains. */
+  __device__ uint32_t columns() const {
+    return (a.value_dim + COLUMNS - 1) / COLUMNS * COLUMN_TILES;
+  }
+  __device__ size_t column_at(uint32_t piece, uint32_t head, uint32_t tile) const {
+    return at(piece, head) * columns() + tile;
+  }
+};
+
+/* CHUNKS chunks of 8 columns of 64 rows of @x, of which @n rows of @valid columns are there: to
+ * tiles of shared memory, zeros elsewhere. By THREADS threads, of which this is @tid; eight rows of
+ * WIDE chunks are neighbours'. */
+template <uint32_t CHUNKS, uint32_t THREADS>
+__device__ __forceinline__ void load_tiles(frag_tile *to, const bf16 *x, size_t ld, uint32_t n,
+                                           uint32_t valid, uint32_t tid) {
+  constexpr uint32_t WIDE = CHUNKS < 4 ? CHUNKS : 4, AT_ONCE = THREADS / WIDE,
+                     STEPS = AT_ONCE < ROWS ? ROWS / AT_ONCE : 1,
+                     ACROSS = AT_ONCE < ROWS ? WIDE : AT_ONCE / ROWS * WIDE;
+  static_assert(ROWS * CHUNKS % THREADS == 0 && (STEPS == 1 || AT_ONCE % 16 == 0),
+                "a thread's chunks are whole tiles apart");
+  const uint32_t r = tid % 8 + tid / (8 * WIDE) % 8 * 8,
+                 c = tid / 8 % WIDE + tid / (ROWS * WIDE) * WIDE;
+  char *at = (char *)to + frag_chunk(CHUNKS / 2, r, c);
+  const bool whole = n == ROWS && valid >= CHUNKS * 8;
+#pragma unroll
+  for (uint32_t i = 0; i < STEPS; i++) {
+    const uint32_t row = r + i * AT_ONCE;
+    const bf16 *of_row = x + (whole || row < n ? row * ld : 0);
+    if (whole) {
+#pragma unroll
+      for (uint32_t e = 0; e < CHUNKS / ACROSS; e++)
+        ps_copy_async(at + frag_chunk(CHUNKS / 2, i * AT_ONCE, e * ACROSS),
+                      of_row + (c + e * ACROSS) * 8);
+    } else {
+#pragma unroll 1
+      for (uint32_t e = 0; e < CHUNKS / ACROSS; e++) {
+        const uint32_t col = (c + e * ACROSS) * 8;
+        const bool there = row < n && col < valid;
+        ps_copy_async(at + frag_chunk(CHUNKS / 2, i * AT_ONCE, e * ACROSS),
+                      of_row + (there ? col : 0), there);
+      }
+    }
+  }
+}
+/* BYTES, a multiple of 16. */
+template <uint32_t BYTES, uint32_t THREADS>
+__device__ __forceinline__ void load_bytes(void *to, const void *from, uint32_t tid) {
+  static_assert(BYTES % 16 == 0, "whole vectors");
+#pragma unroll
+  for (uint32_t i = 0; i < BYTES; i += THREADS * 16)
+    if (i + tid * 16 < BYTES)
+      ps_copy_async((char *)to + i + tid * 16, (const char *)from + i + tid * 16);
+}
+
+/* ---- prepare --------------------------------------------------------------------------------- */
+
+enum { GATE_HEADS = 2 };
+struct prepare_shared {
+  frag_tile q[ROW_TILES][KEY_TILES], k[ROW_TILES][KEY_TILES];
+  float l[ROWS][LD], t[ROWS][LD], part[2][2 * ROWS], norms[2 * ROWS];
+  piece_gates gates[GATE_HEADS];
+};
+
+/* norms[row of q, then of k]: 1/|x|, times the scale of q. */
+__device__ inline void find_norms(prepare_shared &s, float scale, uint32_t n) {
+  const uint32_t row = threadIdx.x % (2 * ROWS), half = threadIdx.x / (2 * ROWS), r = row % ROWS;
+  const char *x = (const char *)(row < ROWS ? s.q : s.k);
+  float sum = 0.0f;
+#pragma unroll
+  for (uint32_t c = 0; c < KEY_TILES; c++) {
+    const uint4 v = *(const uint4 *)(x + frag_chunk(KEY_TILES, r, half * KEY_TILES + c));
+    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      sum = fmaf(frag_high(w[i]), frag_high(w[i]), fmaf(frag_low(w[i]), frag_low(w[i]), sum));
+  }
+  s.part[half][row] = sum;
+  __syncthreads();
+  if (half == 0)
+    s.norms[row] = r < n ? (row < ROWS ? scale : 1.0f) / sqrtf(sum + s.part[1][row] + 1e-6f) : 0.0f;
+  __syncthreads();
+}
+
+/* (1 + L)^-1 - 1 from s.t to tiles of memory. */
+__device__ inline void store_inverse(const prepare_shared &s, piece_pairs &to) {
+  for (uint32_t i = threadIdx.x / 32; i < FRAG_TRIANGLE; i += WARPS) {
+    const uint32_t row = i < 1 ? 0 : i < 3 ? 1 : i < 6 ? 2 : 3, col = i - frag_triangle(row, 0);
+    frag_sum x;
+    frag high, low;
+#pragma unroll
+    for (int e = 0; e < 8; e += 2) {
+      const float2 v =
+          *(const float2 *)&s.t[row * 16 + frag_row(e % 4)][col * 16 + frag_col(e / 4, 0)];
+      const int32_t above = (int32_t)(frag_row(e % 4) - frag_col(e / 4, 0));
+      x[e / 4][e % 4] = row == col && above == 0 ? 0.0f : v.x;
+      x[e / 4][e % 4 + 1] = row == col && above == 1 ? 0.0f : v.y;
+    }
+    frag_split(high, low, x);
+    frag_store(to.t[0][i], high);
+    frag_store(to.t[1][i], low);
+  }
+}
+
+/* A block for each piece and key head. */
+__global__ void __launch_bounds__(TILE_THREADS, 3) mma_prepare_k(const mma_job j) {
+  extern __shared__ uint4 dynamic[];
+  prepare_shared &s = *(prepare_shared *)dynamic;
+  const uint32_t piece = blockIdx.x, key = blockIdx.y, n = j.n_rows(piece), tid = threadIdx.x,
+                 m = tid / 32 % 4, c = tid / 128 * 2; /* the warp's row of tiles, its columns */
+  const size_t row0 = j.row0(piece) * j.ld;
+  load_tiles<2 * KEY_TILES, TILE_THREADS>(s.q[0], j.keys(0, key) + row0, j.ld, n, j.a.key_dim, tid);
+  load_tiles<2 * KEY_TILES, TILE_THREADS>(s.k[0], j.keys(1, key) + row0, j.ld, n, j.a.key_dim, tid);
+  ps_copy_commit();
+  ps_copy_wait<0>();
+  __syncthreads();
+  find_norms(s, j.scale, n);
+  frag_sum kk[2], qk[2];
+  frag_clear(kk);
+  frag_clear(qk);
+#pragma unroll
+  for (int i = 0; i < KEY_TILES; i++) {
+    frag q, k, b;
+    frag_load<FRAG_A>(q, s.q[m][i]);
+    frag_load<FRAG_A>(k, s.k[m][i]);
+#pragma unroll
+    for (int u = 0; u < 2; u++)
+      if (c + u <= m) {
+        frag_load<FRAG_B>(b, s.k[c + u][i]);
+        frag_add(kk[u], k, b);
+        frag_add(qk[u], q, b);
+      }
+  }
+  for (uint32_t h = 0; h < j.share; h++) {
+    const uint32_t head = key * j.share + h, row = tid % ROWS;
+    if (h % GATE_HEADS == 0) {
+      const uint32_t ahead = tid / ROWS;
+      __syncthreads();
+      find_gates(ahead < GATE_HEADS && h + ahead < j.share ? &s.gates[ahead] : nullptr, j, piece,
+                 head + ahead, row);
+    }
+    const piece_gates &gates = s.gates[h % GATE_HEADS];
+    piece_terms &terms = j.terms[j.at(piece, head)];
+    piece_pairs &pairs = j.pairs[j.at(piece, head)];
+    if (tid < ROWS) {
+      const float q = s.norms[row], k = s.norms[ROWS + row];
+      terms.chain.beta[row] = (float)gates.beta[row];
+      terms.chain.k_start[row] = gates.start[row] * k;
+      terms.chain.k_end[row] = gates.end[row] * k;
+      terms.chain.q_start[row] = gates.start[row] * q;
+      terms.norm_q[row] = q;
+      terms.norm_k[row] = k;
+      if (row == n - 1)
+        terms.chain.keep = gates.start[row];
+    }
+    for (uint32_t i = tid; i < sizeof gates / 16; i += TILE_THREADS)
+      ((uint4 *)&terms.gates)[i] = ((const uint4 *)&gates)[i];
+#pragma unroll
+    for (int u = 0; u < 2; u++) {
+      if (c + u > m)
+        continue;
+      frag_sum p;
+      frag high, low;
+#pragma unroll
+      for (int e = 0; e < 8; e++) {
+        const uint32_t r = m * 16 + frag_row(e % 4), i = (c + u) * 16 + frag_col(e / 4, e % 4);
+        const float decay = i <= r ? gates.decay(r, i) * s.norms[ROWS + i] : 0.0f;
+        p[e / 4][e % 4] = qk[u][e / 4][e % 4] * s.norms[r] * decay;
+        s.l[r][i] =
+            i < r ? (float)gates.beta[r] * (kk[u][e / 4][e % 4] * s.norms[ROWS + r] * decay) : 0.0f;
+      }
+      frag_split(high, low, p);
+      frag_store(pairs.p[0][frag_triangle(m, c + u)], high);
+      frag_store(pairs.p[1][frag_triangle(m, c + u)], low);
+    }
+    __syncthreads();
+    invert(s.t, s.l);
+    store_inverse(s, pairs);
+  }
+}
+
+} // namespace
+#endif

@@ -1,0 +1,422 @@
+/* delta_mma_chain.cuh - what goes from piece to piece on the tensor cores (delta_mma.cu): the state
+ * and its gradient, and with them O.
+ *
+ * A block has COLUMNS columns of a value head, all pieces long: two warps that carry the state, 16
+ * columns each, in registers, and two beside them that do what the state does not wait for and
+ * bring the next pieces. All is computed by columns, S^T and D^T: sums of one product are then the
+ * first factor of the next as they are, and the second factors are rows as they lie in memory. */
+#ifndef PS_KERNELS_CUDA_DELTA_MMA_CHAIN_CUH
+#define PS_KERNELS_CUDA_DELTA_MMA_CHAIN_CUH
+#include "kernels/cuda/delta_mma.cuh"
+
+namespace {
+
+enum { CHAIN_THREADS = 128, ASIDE_THREADS = 64 };
+static_assert(ASIDE_THREADS == 32 * COLUMN_TILES, "a warp aside for each of the state");
+
+struct chain_stage {
+  frag_tile k[ROW_TILES][KEY_TILES], q[ROW_TILES][KEY_TILES];
+  piece_pairs pairs;
+  frag_tile v[ROW_TILES][COLUMN_TILES]; /* backward: the gradient of O */
+  chain_gates gates;
+};
+/* Between a warp of the state and the one beside it. */
+struct chain_exchange {
+  uint4 state[COLUMN_TILES][2 * KEY_TILES][32]; /* S as a factor; backward: Q^T start dO */
+  uint4 rows[COLUMN_TILES][2 * ROW_TILES][32];  /* D; backward: P^T dO */
+};
+struct chain_shared {
+  chain_exchange with;
+  chain_stage stage[1]; /* j.ring of them */
+};
+enum { CHAIN_MAX_RING = 3 };
+constexpr size_t chain_bytes(uint32_t ring) {
+  return sizeof(chain_exchange) + ring * sizeof(chain_stage);
+}
+
+/* Forward with O, with all that the backward pass needs of it, for the last state alone; backward. */
+enum chain_kind { CHAIN_OUTPUT, CHAIN_KEEP, CHAIN_STATE, CHAIN_REVERSE };
+template <chain_kind KIND>
+constexpr bool has_queries = KIND == CHAIN_OUTPUT || KIND == CHAIN_REVERSE;
+
+/* Threads aside: begin to load @step's piece, if there is one. */
+template <chain_kind KIND>
+__device__ __forceinline__ void load_stage(chain_stage &to, const mma_job &j, uint32_t step,
+                                           uint32_t head, uint32_t col0, uint32_t tid) {
+  if (step < j.n_pieces) {
+    const uint32_t piece = KIND == CHAIN_REVERSE ? j.n_pieces - 1 - step : step,
+                   n = j.n_rows(piece), key = head / j.share;
+    const size_t row0 = j.row0(piece), at = j.at(piece, head);
+    load_tiles<2 * KEY_TILES, ASIDE_THREADS>(to.k[0], j.keys(1, key) + row0 * j.ld, j.ld, n,
+                                             j.a.key_dim, tid);
+    if (has_queries<KIND>)
+      load_tiles<2 * KEY_TILES, ASIDE_THREADS>(to.q[0], j.keys(0, key) + row0 * j.ld, j.ld, n,
+                                               j.a.key_dim, tid);
+    load_bytes<has_queries<KIND> ? sizeof to.pairs : sizeof to.pairs.t, ASIDE_THREADS>(
+        &to.pairs, &j.pairs[at], tid);
+    const size_t ld = KIND == CHAIN_REVERSE ? (size_t)j.a.n_value_heads * j.a.value_dim : j.ld;
+    const bf16 *v =
+        KIND == CHAIN_REVERSE ? j.d_o + (size_t)head * j.a.value_dim : j.qkv + j.values(head);
+    load_tiles<2 * COLUMN_TILES, ASIDE_THREADS>(to.v[0], v + row0 * ld + col0, ld, n,
+                                                j.a.value_dim - col0, tid);
+    load_bytes<sizeof to.gates, ASIDE_THREADS>(&to.gates, &j.terms[at].chain, tid);
+  }
+  ps_copy_commit();
+}
+/* Where in the ring a step's piece is, and the one before it; there the piece comes that is
+ * j.ring - 1 after it. */
+struct chain_place {
+  uint32_t at, before;
+  __device__ explicit chain_place(const mma_job &j) : at(0), before(j.ring - 1) {}
+  __device__ __forceinline__ void next(const mma_job &j) {
+    before = at;
+    at = at + 1 == j.ring ? 0 : at + 1;
+  }
+};
+/* All but the j.ring - 2 latest have landed. */
+__device__ __forceinline__ void wait_stage(const mma_job &j) {
+  if (j.ring == CHAIN_MAX_RING)
+    ps_copy_wait<CHAIN_MAX_RING - 2>();
+  else
+    ps_copy_wait<0>();
+}
+
+/* f(element of @s, index in [dk,dv] of a head's state), for those that are there. */
+template <typename F>
+__device__ __forceinline__ void each_of_state(frag_sum (&s)[KEY_TILES], const mma_job &j,
+                                              uint32_t col, F f) {
+#pragma unroll
+  for (int i = 0; i < KEY_TILES; i++)
+#pragma unroll
+    for (int e = 0; e < 8; e++) {
+      const uint32_t k = i * 16 + frag_col(e / 4, e % 4), c = col + frag_row(e % 4);
+      if (k < j.a.key_dim && c < j.a.value_dim)
+        f(s[i][e / 4][e % 4], (size_t)k * j.a.value_dim + c);
+    }
+}
+
+/* x = (k s)^T; visit(tile, nearest, rest) of s. */
+template <typename F>
+__device__ __forceinline__ void times_state(frag_sum (&x)[ROW_TILES],
+                                            const frag_sum (&s)[KEY_TILES],
+                                            const frag_tile (*k)[KEY_TILES], F visit) {
+  frag_clear(x);
+#pragma unroll
+  for (int i = 0; i < KEY_TILES; i++) {
+    frag high, low, b[ROW_TILES];
+    frag_split(high, low, s[i]);
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; r++)
+      frag_load<FRAG_B>(b[r], k[r][i]);
+    visit(i, high, low);
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; r++)
+      frag_add(x[r], high, b[r]);
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; r++)
+      frag_add(x[r], low, b[r]);
+  }
+}
+/* u = (k^T x)^T, of @N tiles of keys from @first on; x: the sum of its PARTS. */
+template <int PARTS, int N>
+__device__ __forceinline__ void times_rows(frag_sum (&u)[N], const frag (&x)[PARTS][ROW_TILES],
+                                           const frag_tile (*k)[KEY_TILES], int first) {
+  frag_sum rest[N];
+  frag_clear(u);
+  frag_clear(rest);
+#pragma unroll
+  for (int r = 0; r < ROW_TILES; r++) {
+    frag b[N];
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      frag_load<FRAG_BT>(b[i], k[r][first + i]);
+#pragma unroll
+    for (int part = 0; part < PARTS; part++)
+#pragma unroll
+      for (int i = 0; i < N; i++)
+        frag_add(part ? rest[i] : u[i], x[part][r], b[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < N; i++)
+#pragma unroll
+    for (int e = 0; e < 8; e++)
+      u[i][e / 4][e % 4] += rest[i][e / 4][e % 4];
+}
+/* s = keep s + (k^T x)^T, x in two parts or three. */
+template <int PARTS>
+__device__ __forceinline__ void add_rows(frag_sum (&s)[KEY_TILES], float keep,
+                                         const frag_sum (&x)[ROW_TILES],
+                                         const frag_tile (*k)[KEY_TILES]) {
+  frag part[PARTS][ROW_TILES];
+#pragma unroll
+  for (int r = 0; r < ROW_TILES; r++)
+    if constexpr (PARTS == 2)
+      frag_split(part[0][r], part[1][r], x[r]);
+    else
+      frag_split(part[0][r], part[1][r], part[2][r], x[r]);
+#pragma unroll
+  for (int i = 0; i < KEY_TILES; i += 2) {
+    frag_sum u[2];
+    times_rows(u, part, k, i);
+#pragma unroll
+    for (int e = 0; e < 16; e++) {
+      float &y = s[i + e / 8][e / 4 % 2][e % 4];
+      y = fmaf(keep, y, u[e / 8][e / 4 % 2][e % 4]);
+    }
+  }
+}
+/* x f, of rows: f(element, its row of the piece). */
+template <typename F> __device__ __forceinline__ void each_row(frag_sum (&x)[ROW_TILES], F f) {
+#pragma unroll
+  for (int r = 0; r < ROW_TILES; r++)
+#pragma unroll
+    for (int e = 0; e < 8; e++)
+      f(x[r][e / 4][e % 4], r * 16 + frag_col(e / 4, e % 4));
+}
+__device__ __forceinline__ void split_rows(frag (&part)[2][ROW_TILES],
+                                           const frag_sum (&x)[ROW_TILES]) {
+#pragma unroll
+  for (int r = 0; r < ROW_TILES; r++)
+    frag_split(part[0][r], part[1][r], x[r]);
+}
+__device__ __forceinline__ void keep_rows(value_rows &to, const frag_sum (&x)[ROW_TILES]) {
+#pragma unroll
+  for (int r = 0; r < ROW_TILES; r++) {
+    frag high, low;
+    frag_split(high, low, x[r]);
+    frag_store(to.x[0][r], high);
+    frag_store(to.x[1][r], low);
+  }
+}
+__device__ __forceinline__ void give(uint4 &to, const frag &x) {
+  to = make_uint4(x[0], x[1], x[2], x[3]);
+}
+__device__ __forceinline__ void take(frag &x, const uint4 &from) {
+  x[0] = from.x, x[1] = from.y, x[2] = from.z, x[3] = from.w;
+}
+__device__ __forceinline__ void give(uint4 &to, const float (&x)[4]) {
+  to = make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
+                  __float_as_uint(x[3]));
+}
+__device__ __forceinline__ void take_sum(float (&x)[4], const uint4 &from) {
+  x[0] += __uint_as_float(from.x), x[1] += __uint_as_float(from.y);
+  x[2] += __uint_as_float(from.z), x[3] += __uint_as_float(from.w);
+}
+
+__device__ __forceinline__ void give_rows(uint4 (*to)[32], const frag_sum (&x)[ROW_TILES]) {
+#pragma unroll
+  for (int i = 0; i < 2 * ROW_TILES; i++)
+    give(to[i][threadIdx.x % 32], x[i / 2][i % 2]);
+}
+__device__ __forceinline__ void take_rows(frag_sum (&x)[ROW_TILES], const uint4 (*from)[32]) {
+#pragma unroll
+  for (int i = 0; i < 2 * ROW_TILES; i++)
+    take_sum(x[i / 2][i % 2], from[i][threadIdx.x % 32]);
+}
+
+/* ---- forward --------------------------------------------------------------------------------- */
+
+/* O of a piece, from start Q S in @o: P D is added. */
+__device__ __forceinline__ void finish_output(frag_sum (&o)[ROW_TILES], const chain_stage &at,
+                                              const chain_exchange &with, const mma_job &j,
+                                              uint32_t piece, uint32_t head, uint32_t col0,
+                                              uint32_t w) {
+  const uint32_t lane = threadIdx.x % 32, n = j.n_rows(piece), dv = j.a.value_dim;
+  frag d[3][ROW_TILES];
+  frag_sum x[ROW_TILES];
+  frag_clear(x);
+  take_rows(x, with.rows[w]);
+#pragma unroll
+  for (int r = 0; r < ROW_TILES; r++)
+    frag_split(d[0][r], d[1][r], d[2][r], x[r]);
+  frag_add_triangle<false>(o, d, at.pairs.p);
+  const size_t ld = (size_t)j.a.n_value_heads * dv;
+  const uint32_t c = col0 + w * 16 + lane % 4 * 2;
+  bf16 *to = j.o + j.row0(piece) * ld + (size_t)head * dv + c;
+#pragma unroll
+  for (int e = 0; e < 4 * ROW_TILES; e++) { /* eight rows and eight columns */
+    const int r = e / 2 * 8, half = e % 2;
+    const float *x = &o[r / 16][r / 8 % 2][2 * half];
+    const uint32_t word = frag_transposed(frag_pack(x[0], x[1])), row = r + lane / 4;
+    if (row < n && c + half * 8 < dv)
+      *(uint32_t *)(to + row * ld + half * 8) = word;
+  }
+}
+
+/* D and the state, in pieces' order: with O, or kept for the backward pass. */
+template <chain_kind KIND>
+__global__ void __launch_bounds__(CHAIN_THREADS) mma_chain_k(const mma_job j) {
+  constexpr bool OUTPUT = KIND == CHAIN_OUTPUT, KEEP = KIND == CHAIN_KEEP;
+  extern __shared__ uint4 dynamic[];
+  chain_shared &s = *(chain_shared *)dynamic;
+  const uint32_t head = blockIdx.y, col0 = blockIdx.x * COLUMNS, lane = threadIdx.x % 32,
+                 w = threadIdx.x / 32 % COLUMN_TILES, col = col0 + w * 16,
+                 tid = threadIdx.x - ASIDE_THREADS;
+  chain_exchange &with = s.with;
+  chain_place place(j);
+  const size_t of_state = (size_t)head * j.a.key_dim * j.a.value_dim;
+  if (threadIdx.x >= CHAIN_THREADS - ASIDE_THREADS) {
+    frag_sum o[ROW_TILES];
+    for (uint32_t i = 0; i + 1 < j.ring; i++)
+      load_stage<KIND>(s.stage[i], j, i, head, col0, tid);
+    wait_stage(j);
+    __syncthreads();
+    for (uint32_t i = 0; i < j.n_pieces; i++, place.next(j)) {
+      if (OUTPUT && i)
+        finish_output(o, s.stage[place.before], with, j, i - 1, head, col0, w);
+      __syncthreads(); /* S is there; the stage of the piece before is free */
+      load_stage<KIND>(s.stage[place.before], j, i + j.ring - 1, head, col0, tid);
+      if (OUTPUT) {
+        const chain_stage &at = s.stage[place.at];
+        frag_clear(o);
+#pragma unroll
+        for (int k = 0; k < KEY_TILES; k++) {
+          frag high, low, b[ROW_TILES];
+          take(high, with.state[w][2 * k][lane]);
+          take(low, with.state[w][2 * k + 1][lane]);
+#pragma unroll
+          for (int r = 0; r < ROW_TILES; r++)
+            frag_load<FRAG_B>(b[r], at.q[r][k]);
+#pragma unroll
+          for (int r = 0; r < ROW_TILES; r++)
+            frag_add(o[r], high, b[r]);
+#pragma unroll
+          for (int r = 0; r < ROW_TILES; r++)
+            frag_add(o[r], low, b[r]);
+        }
+        each_row(o, [&](float &x, uint32_t r) { x *= at.gates.q_start[r]; });
+      }
+      wait_stage(j);
+      __syncthreads(); /* D and the next stage are there; S may be overwritten */
+    }
+    if (OUTPUT)
+      finish_output(o, s.stage[place.before], with, j, j.n_pieces - 1, head, col0, w);
+    return;
+  }
+  frag_sum state[KEY_TILES], x[ROW_TILES];
+  frag_clear(state);
+  if (j.from)
+    each_of_state(state, j, col, [&](float &v, size_t at) { v = j.from[of_state + at]; });
+  __syncthreads();
+  for (uint32_t i = 0; i < j.n_pieces; i++, place.next(j)) {
+    const chain_stage &at = s.stage[place.at];
+    const size_t tile = j.column_at(i, head, col / 16);
+    times_state(x, state, at.k, [&](int k, const frag &high, const frag &low) {
+      if (OUTPUT) {
+        give(with.state[w][2 * k][lane], high);
+        give(with.state[w][2 * k + 1][lane], low);
+      } else if (KEEP) {
+        frag_store(j.states[tile].x[0][k], high);
+        frag_store(j.states[tile].x[1][k], low);
+      }
+    });
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; r++) { /* beta (V - start K S) */
+      frag v;
+      frag_load<FRAG_AT>(v, at.v[r][w]);
+#pragma unroll
+      for (int e = 0; e < 8; e++) {
+        const uint32_t row = r * 16 + frag_col(e / 4, e % 4), word = v[e / 2];
+        float &y = x[r][e / 4][e % 4];
+        y = at.gates.beta[row] *
+            fmaf(-at.gates.k_start[row], y, e % 2 ? frag_high(word) : frag_low(word));
+      }
+    }
+    frag part[2][ROW_TILES];
+    split_rows(part, x);
+    frag_add_triangle<false>(x, part, at.pairs.t);
+    if (OUTPUT)
+      give_rows(with.rows[w], x);
+    else if (KEEP)
+      keep_rows(j.d[tile], x);
+    each_row(x, [&](float &v, uint32_t r) { v *= at.gates.k_end[r]; });
+    /* in fp32 a row's term may be all of a state: in three parts */
+    add_rows<3>(state, at.gates.keep, x, at.k);
+    __syncthreads();
+  }
+  if (j.to)
+    each_of_state(state, j, col, [&](float &v, size_t at) { j.to[of_state + at] = v; });
+}
+
+/* ---- backward -------------------------------------------------------------------------------- */
+
+/* dY and the state's gradient, from the last piece to the first. */
+__global__ void __launch_bounds__(CHAIN_THREADS) mma_reverse_k(const mma_job j) {
+  extern __shared__ uint4 dynamic[];
+  chain_shared &s = *(chain_shared *)dynamic;
+  const uint32_t head = blockIdx.y, col0 = blockIdx.x * COLUMNS, lane = threadIdx.x % 32,
+                 w = threadIdx.x / 32 % COLUMN_TILES, col = col0 + w * 16,
+                 tid = threadIdx.x - ASIDE_THREADS;
+  chain_exchange &with = s.with;
+  chain_place place(j);
+  const size_t of_state = (size_t)head * j.a.key_dim * j.a.value_dim;
+  if (threadIdx.x >= CHAIN_THREADS - ASIDE_THREADS) {
+    for (uint32_t i = 0; i + 1 < j.ring; i++)
+      load_stage<CHAIN_REVERSE>(s.stage[i], j, i, head, col0, tid);
+    wait_stage(j);
+    __syncthreads();
+    for (uint32_t i = 0; i < j.n_pieces; i++, place.next(j)) {
+      const chain_stage &at = s.stage[place.at];
+      frag d_o[1][ROW_TILES], part[2][ROW_TILES];
+      frag_sum x[ROW_TILES];
+      frag_clear(x);
+#pragma unroll
+      for (int r = 0; r < ROW_TILES; r++)
+        frag_load<FRAG_AT>(d_o[0][r], at.v[r][w]);
+      frag_add_triangle<true>(x, d_o, at.pairs.p);
+      give_rows(with.rows[w], x);
+      __syncthreads(); /* P^T dO is there; the stage of the piece before is free */
+      load_stage<CHAIN_REVERSE>(s.stage[place.before], j, i + j.ring - 1, head, col0, tid);
+#pragma unroll
+      for (int r = 0; r < ROW_TILES; r++)
+#pragma unroll
+        for (int e = 0; e < 8; e++)
+          x[r][e / 4][e % 4] = at.gates.q_start[r * 16 + frag_col(e / 4, e % 4)] *
+                               (e % 2 ? frag_high(d_o[0][r][e / 2]) : frag_low(d_o[0][r][e / 2]));
+      split_rows(part, x);
+#pragma unroll
+      for (int k = 0; k < KEY_TILES; k += 2) {
+        frag_sum u[2];
+        times_rows(u, part, at.q, k);
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+          give(with.state[w][2 * k + e][lane], u[e / 2][e % 2]);
+      }
+      wait_stage(j);
+      __syncthreads(); /* Q^T start dO and the next stage are there */
+    }
+    return;
+  }
+  frag_sum state[KEY_TILES], x[ROW_TILES];
+  frag_clear(state);
+  if (j.from)
+    each_of_state(state, j, col, [&](float &v, size_t at) { v = j.from[of_state + at]; });
+  __syncthreads();
+  for (uint32_t i = 0; i < j.n_pieces; i++, place.next(j)) {
+    const chain_stage &at = s.stage[place.at];
+    const size_t tile = j.column_at(j.n_pieces - 1 - i, head, col / 16);
+    times_state(x, state, at.k, [&](int k, const frag &high, const frag &low) {
+      frag_store(j.dstates[tile].x[0][k], high);
+      frag_store(j.dstates[tile].x[1][k], low);
+    });
+    __syncthreads();
+    each_row(x, [&](float &v, uint32_t r) { v *= at.gates.k_end[r]; });
+    take_rows(x, with.rows[w]);
+    frag part[2][ROW_TILES];
+    split_rows(part, x);
+    frag_add_triangle<true>(x, part, at.pairs.t);
+    keep_rows(j.dy[tile], x);
+    each_row(x, [&](float &v, uint32_t r) { v *= -at.gates.beta[r] * at.gates.k_start[r]; });
+    add_rows<2>(state, at.gates.keep, x, at.k);
+    __syncthreads();
+#pragma unroll
+    for (int e = 0; e < 2 * KEY_TILES; e++)
+      take_sum(state[e / 2][e % 2], with.state[w][e][lane]);
+  }
+  if (j.to)
+    each_of_state(state, j, col, [&](float &v, size_t at) { j.to[of_state + at] = v; });
+}
+
+} // namespace
+#endif

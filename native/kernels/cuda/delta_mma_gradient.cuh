@@ -1,0 +1,418 @@
+/* delta_mma_gradient.cuh - the backward pass's gradients of a piece, on the tensor cores
+ * (delta_mma.cu).
+ *
+ * Of keys and queries: by the rows of qkv as they are, x, with y = x norm. With A the gradient of y
+ * times norm, that of x is A - x norm^2 (x . A): 1/|x| of the columns of P and L comes in before
+ * their products, that of the rows too. */
+#ifndef PS_KERNELS_CUDA_DELTA_MMA_GRADIENT_CUH
+#define PS_KERNELS_CUDA_DELTA_MMA_GRADIENT_CUH
+#include "kernels/cuda/delta_mma.cuh"
+
+namespace {
+
+/* Warps by fours: of 16 rows, and of 32 columns of keys or 16 rows of the other factor. */
+enum { GRADIENT_THREADS = 512, GRADIENT_RING = 3, ACROSS = 4 };
+
+/* Of 16 columns of values. */
+struct gradient_stage {
+  value_state s, ds;
+  value_rows d, dy;
+  frag_tile d_o[ROW_TILES], v[ROW_TILES];
+};
+using across_sums = float[ROWS][ACROSS];
+struct gradient_shared {
+  gradient_stage ring[GRADIENT_RING];
+  frag_tile q[ROW_TILES][KEY_TILES], k[ROW_TILES][KEY_TILES];
+  frag_tile dp[2][FRAG_TRIANGLE], dl[2][FRAG_TRIANGLE]; /* dP M and dL beta M, both with norms */
+  piece_terms terms;
+  across_sums qs, ks, ke; /* q . S dO, k . S dY, k . dS' D without norms */
+  across_sums of_m, of_l; /* rows of dM M and of dbeta by L */
+  across_sums column;     /* columns of dM M, by rows of tiles */
+  float vy[ROWS], kept[GRADIENT_THREADS / 32];
+};
+
+/* Sums of a row of tiles: in every lane of the row's four. */
+__device__ __forceinline__ float row_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+__device__ __forceinline__ float column_sum(float x) {
+#pragma unroll
+  for (int w = 4; w < 32; w *= 2)
+    x += __shfl_xor_sync(0xffffffffu, x, w);
+  return x;
+}
+/* to[row][c] = the sum over the row of x . of, tiles of which @of is in shared memory. */
+__device__ __forceinline__ void dot_rows(across_sums to, const frag_sum (&x)[2],
+                                         const frag_tile *of, uint32_t m, uint32_t c) {
+  const uint32_t lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint32_t word = of[2 * c + i / 2].w[(half * 2 + i % 2) * 32 + lane];
+      sum = fmaf(x[i / 2][i % 2][2 * half], frag_low(word), sum);
+      sum = fmaf(x[i / 2][i % 2][2 * half + 1], frag_high(word), sum);
+    }
+    sum = row_sum(sum);
+    if (lane % 4 == 0)
+      to[m * 16 + frag_row(2 * half)][c] = sum;
+  }
+}
+
+/* Begins to load the 16 columns of @step: of the key head's value heads in turn. */
+__device__ __forceinline__ void load_gradient_stage(gradient_shared &s, const mma_job &j,
+                                                    uint32_t step, uint32_t piece, uint32_t key) {
+  const uint32_t columns = j.columns(), h = step / columns, tile = step % columns,
+                 head = key * j.share + h, n = j.n_rows(piece), dv = j.a.value_dim;
+  if (h < j.share) {
+    gradient_stage &to = s.ring[step % GRADIENT_RING];
+    const size_t at = j.column_at(piece, head, tile), row0 = j.row0(piece),
+                 ld = (size_t)j.a.n_value_heads * dv;
+    const uint32_t tid = threadIdx.x, col = tile * 16, valid = col < dv ? dv - col : 0;
+    load_bytes<sizeof to.s, GRADIENT_THREADS>(&to.s, &j.states[at], tid);
+    load_bytes<sizeof to.ds, GRADIENT_THREADS>(&to.ds, &j.dstates[at], tid);
+    if (tid < 256)
+      load_bytes<sizeof to.d, 256>(&to.d, &j.d[at], tid);
+    else
+      load_bytes<sizeof to.dy, 256>(&to.dy, &j.dy[at], tid - 256);
+    if (tid < 128)
+      load_tiles<2, 128>(to.d_o, j.d_o + row0 * ld + (size_t)head * dv + (valid ? col : 0), ld, n,
+                         valid, tid);
+    else if (tid < 256)
+      load_tiles<2, 128>(to.v, j.qkv + row0 * j.ld + j.values(head) + (valid ? col : 0), j.ld, n,
+                         valid, tid - 128);
+  }
+  ps_copy_commit();
+}
+
+/* Two columns of dv, of the thread's row; returns their part of v . dY. */
+__device__ __forceinline__ float store_values(const gradient_stage &at, const gradient_shared &s,
+                                              const mma_job &j, uint32_t piece, uint32_t head,
+                                              uint32_t tile) {
+  const uint32_t r = threadIdx.x / 8, c = threadIdx.x % 8 * 2, col = tile * 16 + c;
+  const auto y = [&](uint32_t i) {
+    const uint32_t word = frag_word(i, r % 16);
+    const uint32_t high = at.dy.x[0][r / 16].w[word], low = at.dy.x[1][r / 16].w[word];
+    return r % 2 ? frag_high(high) + frag_high(low) : frag_low(high) + frag_low(low);
+  };
+  const float y0 = y(c), y1 = y(c + 1), beta = s.terms.chain.beta[r];
+  const uint32_t v = at.v[r / 16].w[frag_word(r % 16, c)];
+  if (r < j.n_rows(piece) && col < j.a.value_dim)
+    *(uint32_t *)(j.dqkv + (j.row0(piece) + (size_t)r) * j.ld + j.values(head) + col) =
+        frag_pack(beta * y0, beta * y1);
+  return fmaf(y0, frag_low(v), y1 * frag_high(v));
+}
+/* The thread's part of the sum of S dS'. */
+__device__ __forceinline__ float states_dot(const gradient_stage &at) {
+  const uint32_t *const s = (const uint32_t *)&at.s, *const ds = (const uint32_t *)&at.ds;
+  constexpr uint32_t REST = sizeof at.s.x[0] / 4;
+  float sum = 0.0f;
+#pragma unroll
+  for (uint32_t from = 0; from < REST; from += GRADIENT_THREADS) {
+    const uint32_t i = from + threadIdx.x, high = s[i], low = s[i + REST], d_high = ds[i],
+                   d_low = ds[i + REST];
+    sum = fmaf(frag_low(high) + frag_low(low), frag_low(d_high) + frag_low(d_low), sum);
+    sum = fmaf(frag_high(high) + frag_high(low), frag_high(d_high) + frag_high(d_low), sum);
+  }
+  return sum;
+}
+
+/* A value head's sums over the columns of values. */
+struct gradient_sums {
+  frag_sum q[2], y[2], d[2]; /* dO S^T, dY S^T, D dS'^T */
+  frag_sum p, l;             /* dO D^T, dY D^T */
+};
+__device__ __forceinline__ void add_columns(gradient_sums &x, const gradient_stage &at, uint32_t m,
+                                            uint32_t c) {
+  frag o, y, y_low, d, d_low, b, b_low;
+  frag_load<FRAG_A>(o, at.d_o[m]);
+  frag_load<FRAG_AT>(y, at.dy.x[0][m]);
+  frag_load<FRAG_AT>(y_low, at.dy.x[1][m]);
+  frag_load<FRAG_AT>(d, at.d.x[0][m]);
+  frag_load<FRAG_AT>(d_low, at.d.x[1][m]);
+#pragma unroll
+  for (int u = 0; u < 2; u++) {
+    frag_load<FRAG_BT>(b, at.s.x[0][2 * c + u]);
+    frag_load<FRAG_BT>(b_low, at.s.x[1][2 * c + u]);
+    frag_add(x.q[u], o, b);
+    frag_add(x.y[u], y, b);
+    frag_add(x.q[u], o, b_low);
+    frag_add(x.y[u], y, b_low);
+    frag_add(x.y[u], y_low, b);
+    frag_load<FRAG_BT>(b, at.ds.x[0][2 * c + u]);
+    frag_load<FRAG_BT>(b_low, at.ds.x[1][2 * c + u]);
+    frag_add(x.d[u], d, b);
+    frag_add(x.d[u], d, b_low);
+    frag_add(x.d[u], d_low, b);
+  }
+  if (c <= m) {
+    frag_load<FRAG_BT>(b, at.d.x[0][c]);
+    frag_load<FRAG_BT>(b_low, at.d.x[1][c]);
+    frag_add(x.p, o, b);
+    frag_add(x.l, y, b);
+    frag_add(x.p, o, b_low);
+    frag_add(x.l, y, b_low);
+    frag_add(x.l, y_low, b);
+  }
+}
+
+/* Tile (m, c) of dP M and dL beta M, and what dM and L give to dg and dbeta. */
+__device__ __forceinline__ void find_pairs(gradient_shared &s, const gradient_sums &x, uint32_t m,
+                                           uint32_t c) {
+  const uint32_t lane = threadIdx.x % 32;
+  frag_sum product[2], dp, dl; /* q k^T, k k^T of rows as they are */
+  frag_clear(product);
+#pragma unroll
+  for (int i = 0; i < KEY_TILES; i++) {
+    frag q, k, b;
+    frag_load<FRAG_A>(q, s.q[m][i]);
+    frag_load<FRAG_A>(k, s.k[m][i]);
+    frag_load<FRAG_B>(b, s.k[c][i]);
+    frag_add(product[0], q, b);
+    frag_add(product[1], k, b);
+  }
+  float of_m[2] = {}, of_l[2] = {}, column[4] = {};
+#pragma unroll
+  for (int e = 0; e < 8; e++) {
+    const uint32_t r = m * 16 + frag_row(e % 4), i = c * 16 + frag_col(e / 4, e % 4);
+    const float decay = i <= r ? s.terms.gates.decay(r, i) * s.terms.norm_k[i] : 0.0f,
+                by_p = x.p[e / 4][e % 4] * (decay * s.terms.norm_q[r]),
+                by_l = i < r ? -x.l[e / 4][e % 4] * (decay * s.terms.norm_k[r]) : 0.0f,
+                beta = s.terms.chain.beta[r], l = by_l * product[1][e / 4][e % 4],
+                all = fmaf(by_p, product[0][e / 4][e % 4], beta * l);
+    dp[e / 4][e % 4] = by_p;
+    dl[e / 4][e % 4] = by_l * beta;
+    of_m[e / 2 % 2] += all;
+    of_l[e / 2 % 2] += l;
+    column[e / 4 * 2 + e % 2] += all;
+  }
+  frag high, low;
+  frag_split(high, low, dp);
+  frag_store(s.dp[0][frag_triangle(m, c)], high);
+  frag_store(s.dp[1][frag_triangle(m, c)], low);
+  frag_split(high, low, dl);
+  frag_store(s.dl[0][frag_triangle(m, c)], high);
+  frag_store(s.dl[1][frag_triangle(m, c)], low);
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const float row_m = row_sum(of_m[half]), row_l = row_sum(of_l[half]);
+    if (lane % 4 == 0) {
+      s.of_m[m * 16 + frag_row(2 * half)][c] = row_m;
+      s.of_l[m * 16 + frag_row(2 * half)][c] = row_l;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float sum = column_sum(column[i]);
+    if (lane < 4)
+      s.column[c * 16 + frag_col(i / 2, i % 2)][m] = sum;
+  }
+}
+
+/* x += of y: of tile (m, k) of a triangle as A, or of (k, m) as its transpose. */
+template <frag_kind KIND>
+__device__ __forceinline__ void add_pairs(frag_sum (&x)[2], const frag_tile (*of)[FRAG_TRIANGLE],
+                                          uint32_t m, uint32_t k, const frag_tile *y) {
+  const uint32_t at = KIND == FRAG_A ? frag_triangle(m, k) : frag_triangle(k, m);
+  frag high, low, b[2];
+  frag_load<KIND>(high, of[0][at]);
+  frag_load<KIND>(low, of[1][at]);
+  frag_load<FRAG_BT>(b[0], y[0]);
+  frag_load<FRAG_BT>(b[1], y[1]);
+  frag_add(x[0], high, b[0]);
+  frag_add(x[1], high, b[1]);
+  frag_add(x[0], low, b[0]);
+  frag_add(x[1], low, b[1]);
+}
+
+/* A warp: dba of a value head, and the piece's terms of da_log and ddt_bias. A lane has two rows:
+ * 2 lane and the next. */
+__device__ __forceinline__ void find_gate_gradients(const gradient_shared &s, const mma_job &j,
+                                                    uint32_t piece, uint32_t head) {
+  const uint32_t lane = threadIdx.x % 32, n = j.n_rows(piece), nv = j.a.n_value_heads;
+  const piece_gates &gates = s.terms.gates;
+  double dg[2], dbeta[2], ends = 0, kept = 0;
+#pragma unroll
+  for (int u = 0; u < 2; u++) {
+    const uint32_t r = 2 * lane + u, m = r / 16;
+    double of_m = 0, of_l = 0, column = 0, qs = 0, ks = 0, ke = 0;
+#pragma unroll
+    for (uint32_t c = 0; c < ACROSS; c++) {
+      of_m += c <= m ? (double)s.of_m[r][c] : 0;
+      of_l += c <= m ? (double)s.of_l[r][c] : 0;
+      column += c >= m ? (double)s.column[r][c] : 0;
+      qs += (double)s.qs[r][c];
+      ks += (double)s.ks[r][c];
+      ke += (double)s.ke[r][c];
+    }
+    qs *= (double)s.terms.chain.q_start[r];
+    ks *= (double)s.terms.chain.k_start[r];
+    ke *= (double)s.terms.chain.k_end[r];
+    dg[u] = of_m - column + qs - gates.beta[r] * ks - ke;
+    dbeta[u] = of_l + (double)s.vy[r] - ks;
+    ends += ke;
+  }
+#pragma unroll
+  for (int w = 16; w > 0; w /= 2)
+    ends += __shfl_xor_sync(0xffffffffu, ends, w);
+  for (int i = 0; i < GRADIENT_THREADS / 32; i++)
+    kept += (double)s.kept[i];
+  /* dg of a row: the sum of those of G from it on */
+  double sum = dg[0] + dg[1], of_rate = 0, of_bias = 0;
+#pragma unroll
+  for (uint32_t w = 1; w < 32; w *= 2) {
+    const double behind = __shfl_down_sync(0xffffffffu, sum, w);
+    sum += lane + w < 32 ? behind : 0;
+  }
+  const double behind = __shfl_down_sync(0xffffffffu, sum, 1);
+  sum = ends + (double)s.terms.chain.keep * kept + (lane < 31 ? behind : 0);
+#pragma unroll
+  for (int u = 1; u >= 0; u--) {
+    const uint32_t r = 2 * lane + u;
+    sum += dg[u];
+    if (r >= n)
+      continue;
+    /* no decay where a document begins */
+    const double g = gates.doc[r] == (int32_t)r ? 0 : sum, beta = gates.beta[r];
+    const size_t to = (size_t)(j.row0(piece) + r) * 2 * nv + head;
+    of_rate += g * gates.g[r];
+    of_bias += g * gates.slope[r];
+    j.dba[to] = ps_from_f32<bf16>((float)(dbeta[u] * beta * (1 - beta)));
+    j.dba[to + nv] = ps_from_f32<bf16>((float)(g * gates.slope[r]));
+  }
+#pragma unroll
+  for (int w = 16; w > 0; w /= 2) {
+    of_rate += __shfl_xor_sync(0xffffffffu, of_rate, w);
+    of_bias += __shfl_xor_sync(0xffffffffu, of_bias, w);
+  }
+  if (lane == 0) {
+    double *to = j.weights + ((size_t)(j.piece0 + piece) * nv + head) * 2;
+    to[0] = of_rate;
+    to[1] = of_bias;
+  }
+}
+
+/* The thread's tiles of dq or dk, through the norm, to dqkv. */
+__device__ __forceinline__ void store_keys(const mma_job &j, uint32_t piece, uint32_t key,
+                                           uint32_t which, const frag_sum (&x)[2],
+                                           const frag_tile *of, const float *norm,
+                                           const across_sums dot, uint32_t m, uint32_t c) {
+  const uint32_t lane = threadIdx.x % 32, n = j.n_rows(piece), dk = j.a.key_dim;
+  const float scale = which ? 1.0f : j.scale;
+  bf16 *to = j.dqkv + j.row0(piece) * j.ld + j.keys_at(which, key);
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const uint32_t r = m * 16 + frag_row(2 * half);
+    const float y = norm[r] / scale,
+                f = y * y * ((dot[r][0] + dot[r][1]) + (dot[r][2] + dot[r][3]));
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint32_t word = of[2 * c + i / 2].w[(half * 2 + i % 2) * 32 + lane],
+                     col = (2 * c + i / 2) * 16 + frag_col(i % 2, 0);
+      if (r < n && col < dk)
+        *(uint32_t *)(to + r * j.ld + col) =
+            frag_pack(fmaf(-frag_low(word), f, x[i / 2][i % 2][2 * half]),
+                      fmaf(-frag_high(word), f, x[i / 2][i % 2][2 * half + 1]));
+    }
+  }
+}
+
+/* A block for each piece and key head. */
+__global__ void __launch_bounds__(GRADIENT_THREADS, 1) mma_gradient_k(const mma_job j) {
+  extern __shared__ uint4 dynamic[];
+  gradient_shared &s = *(gradient_shared *)dynamic;
+  const uint32_t piece = blockIdx.x, key = blockIdx.y, n = j.n_rows(piece), tid = threadIdx.x,
+                 lane = tid % 32, m = tid / 32 % 4, c = tid / 128, columns = j.columns();
+  const size_t row0 = j.row0(piece) * j.ld;
+  float4 *const kept = j.sums + j.key_at(piece, key) * 8 * GRADIENT_THREADS + tid;
+  load_tiles<2 * KEY_TILES, GRADIENT_THREADS>(s.q[0], j.keys(0, key) + row0, j.ld, n, j.a.key_dim,
+                                              tid);
+  load_tiles<2 * KEY_TILES, GRADIENT_THREADS>(s.k[0], j.keys(1, key) + row0, j.ld, n, j.a.key_dim,
+                                              tid);
+  for (uint32_t i = 0; i + 1 < GRADIENT_RING; i++)
+    load_gradient_stage(s, j, i, piece, key);
+  for (uint32_t h = 0; h < j.share; h++) {
+    const uint32_t head = key * j.share + h;
+    gradient_sums x;
+    float vy = 0.0f, dot = 0.0f;
+    frag_clear(x.q);
+    frag_clear(x.y);
+    frag_clear(x.d);
+#pragma unroll
+    for (int e = 0; e < 8; e++)
+      x.p[e / 4][e % 4] = x.l[e / 4][e % 4] = 0.0f;
+    __syncthreads(); /* nobody is in the terms of the head before */
+    for (uint32_t i = tid; i < sizeof s.terms / 16; i += GRADIENT_THREADS)
+      ((uint4 *)&s.terms)[i] = ((const uint4 *)&j.terms[j.at(piece, head)])[i];
+    for (uint32_t i = 0; i < columns; i++) {
+      const uint32_t step = h * columns + i;
+      ps_copy_wait<GRADIENT_RING - 2>();
+      __syncthreads();
+      load_gradient_stage(s, j, step + GRADIENT_RING - 1, piece, key);
+      const gradient_stage &at = s.ring[step % GRADIENT_RING];
+      add_columns(x, at, m, c);
+      vy += store_values(at, s, j, piece, head, i);
+      dot += states_dot(at);
+    }
+    dot_rows(s.qs, x.q, s.q[m], m, c);
+    dot_rows(s.ks, x.y, s.k[m], m, c);
+    dot_rows(s.ke, x.d, s.k[m], m, c);
+    if (c <= m)
+      find_pairs(s, x, m, c);
+#pragma unroll
+    for (int w = 1; w < 8; w *= 2)
+      vy += __shfl_xor_sync(0xffffffffu, vy, w);
+    if (tid % 8 == 0)
+      s.vy[tid / 8] = vy;
+    dot = ps_warp_sum(dot);
+    if (lane == 0)
+      s.kept[tid / 32] = dot;
+#pragma unroll
+    for (int e = 0; e < 16; e++) {
+      const uint32_t r = m * 16 + frag_row(e % 4);
+      const chain_gates &gates = s.terms.chain;
+      float &d = x.d[e / 8][e / 4 % 2][e % 4];
+      x.q[e / 8][e / 4 % 2][e % 4] *= gates.q_start[r];
+      d = gates.k_end[r] * d - gates.beta[r] * gates.k_start[r] * x.y[e / 8][e / 4 % 2][e % 4];
+    }
+    __syncthreads();
+    if (tid / 32 == GRADIENT_THREADS / 32 - 1)
+      find_gate_gradients(s, j, piece, head);
+#pragma unroll
+    for (uint32_t k = 0; k < ROW_TILES; k++) {
+      if (k <= m) {
+        add_pairs<FRAG_A>(x.q, s.dp, m, k, &s.k[k][2 * c]);
+        add_pairs<FRAG_A>(x.d, s.dl, m, k, &s.k[k][2 * c]);
+      }
+      if (k >= m) {
+        add_pairs<FRAG_AT>(x.d, s.dp, m, k, &s.q[k][2 * c]);
+        add_pairs<FRAG_AT>(x.d, s.dl, m, k, &s.k[k][2 * c]);
+      }
+    }
+    /* value heads of a key head, in order */
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      float (&v)[4] = i < 4 ? x.q[i / 2][i % 2] : x.d[i / 2 - 2][i % 2];
+      if (h) {
+        const float4 before = kept[i * GRADIENT_THREADS];
+        v[0] = before.x + v[0], v[1] = before.y + v[1];
+        v[2] = before.z + v[2], v[3] = before.w + v[3];
+      }
+      if (h + 1 < j.share)
+        kept[i * GRADIENT_THREADS] = make_float4(v[0], v[1], v[2], v[3]);
+    }
+    if (h + 1 < j.share)
+      continue;
+    __syncthreads();
+    dot_rows(s.qs, x.q, s.q[m], m, c);
+    dot_rows(s.ks, x.d, s.k[m], m, c);
+    __syncthreads();
+    store_keys(j, piece, key, 0, x.q, s.q[m], s.terms.norm_q, s.qs, m, c);
+    store_keys(j, piece, key, 1, x.d, s.k[m], s.terms.norm_k, s.ks, m, c);
+  }
+}
+
+} // namespace
+#endif
