@@ -3,10 +3,9 @@
     python3 bench/generate.py --out bench/results/h200-generate.jsonl 1b 8b 8b:6
     python3 bench/generate.py --new-tokens 200 qwen3-30b-a3b:24:1:whole qwen3-30b-a3b:24:1:on-demand
 
-A case is MODEL[:DEVICE_GIB[:BATCH[:EXPERTS]]]. MODEL names a file of models/ or of bench/. The
-binary draws the weights, in memory. EXPERTS is --experts. DEVICE_GIB 0 means no cap. Tokens are
-drawn at temperature 1: greedy ones of random weights repeat, and then experts would too. A case
-prints one JSON object:
+A case is MODEL[:DEVICE_GIB[:BATCH[:EXPERTS]]]. MODEL names a file of models/. The binary draws the
+weights, in memory. EXPERTS is --experts. DEVICE_GIB 0 means no cap. Tokens are drawn at temperature
+1: greedy ones of random weights repeat, and then experts would too. A case prints one JSON object:
 
     decode_tokens_per_s   and of it the fraction of the lower of two limits, "of_limit":
     memory_limit          the weights' bytes at the device memory's peak, times the batch
@@ -45,8 +44,7 @@ def measure(case, args, binary):
         *case.split(":"),
         *("0", str(args.batch), "auto")[case.count(":") :],
     )
-    found = [ROOT / folder / f"{name}.json" for folder in ("models", "bench")]
-    config = json.loads(next((p for p in found if p.exists()), found[0]).read_text())
+    config = json.loads((ROOT / "models" / f"{name}.json").read_text())
     draw = random.Random(1)
     with (
         tempfile.TemporaryDirectory() as folder,

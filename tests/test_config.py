@@ -308,7 +308,12 @@ junk = st.one_of(
 
 # ---- parameters ----------------------------------------------------------------------------------
 
-MODELS = sorted((ps.ROOT / "models").glob("*.json"))
+# Without the families whose sinks, convolutions and decays have other roles and sizes.
+MODELS = [
+    p
+    for p in sorted((ps.ROOT / "models").glob("*.json"))
+    if json.loads(p.read_text())["model_type"] not in ("gpt_oss", "qwen3_5_text")
+]
 
 
 def params(c):
