@@ -235,7 +235,7 @@ def larger() -> str:
                  "qwen3-30b-a3b": "Qwen3-30B-A3B's shape"}  # fmt: skip
         name = names.get(model, model.upper())
         what = f"{name}, {'LoRA' if 'lora' in options else recipe}"
-        what += ", 8-bit state" if "state-bits=8" in options else ""
+        what += ", 8-bit state, `--clip-by previous`" if "state-bits=8" in options else ""
         out.append([what, f"{seq_len:,}", gpu_of(r), f"{r['device_gib']:g}", f"{r['host_gib']:g}",
                     f"{r['tokens_per_step']:,}", tok(r["tokens_per_s"])])  # fmt: skip
     return table(["model", "sequence", "GPU", "its GiB", "host, GiB", "tokens a step", "tokens/s"],
