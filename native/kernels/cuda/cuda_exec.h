@@ -26,6 +26,9 @@ typedef struct ps__cuda_exec {
   int n_sms;
   /* the same bits in every run: products take the first algorithm instead of the fastest timed */
   bool deterministic;
+  /* shared memory that a block may have at most, where that is less than the device's: tests run
+   * the kernels of smaller GPUs so; 0: the device's */
+  size_t shared_bytes;
 } ps__cuda_exec;
 
 /* ps__cuda_blas_create() - a cuBLASLt handle for the current device; products use @workspace,

@@ -6,22 +6,36 @@
  *   mma_gradient_k  a block for each piece and key head: dqkv, dba
  * Unlike there, the chains have no U and W: they take D = (1 + L)^-1 beta (V - start K S) as it
  * stands, whose factors but (1 + L)^-1 and S are bf16 as they come. Numbers that are not bf16 are
- * products' factors as two that are (fragment.cuh). */
+ * products' factors as two that are (fragment.cuh).
+ *
+ * A block may have 99 KB of shared memory with compute capability 8.6, 8.9 and 12.0: there SMALL
+ * kernels run, which load less of what comes next. The others take 147 KB or more. Sums have the
+ * same order in both, so that on one GPU the bits are the same. */
 #include "kernels/cuda/delta_mma.h"
 #include "kernels/cuda/delta_mma_chain.cuh"
 #include "kernels/cuda/delta_mma_gradient.cuh"
 
 namespace {
 
-/* Shared memory that a block of the current device may have. */
+/* Shared memory that a block of the launch's device may have. */
 size_t shared_bytes(const ps_launch *l) {
   int bytes = 0;
-  const int device = ((const ps__cuda_exec *)l->exec)->device;
-  return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) ==
-                 cudaSuccess
-             ? (size_t)bytes
-             : 0;
+  const ps__cuda_exec *exec = (const ps__cuda_exec *)l->exec;
+  if (cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, exec->device) !=
+      cudaSuccess)
+    return 0;
+  return exec->shared_bytes && exec->shared_bytes < (size_t)bytes ? exec->shared_bytes
+                                                                  : (size_t)bytes;
 }
+
+constexpr size_t most(size_t x, size_t y) { return x > y ? x : y; }
+/* What the largest blocks take: of all GPUs, and where not SMALL. */
+constexpr size_t small_bytes = most(chain_small_bytes, sizeof(gradient_shared<true>)),
+                 large_bytes =
+                     most(chain_bytes(CHAIN_MAX_RING - 1), sizeof(gradient_shared<false>));
+static_assert(small_bytes <= 99 << 10 && sizeof(prepare_shared<true>) < small_bytes &&
+                  sizeof(prepare_shared<false>) < large_bytes,
+              "a block has 99 KB with compute capability 8.6, 8.9 and 12.0");
 
 mma_job job_of(const ps_launch *l, const ps_delta_mma_scratch &at) {
   mma_job j = {};
@@ -29,35 +43,38 @@ mma_job job_of(const ps_launch *l, const ps_delta_mma_scratch &at) {
   fill_rows(j, l);
   j.pairs = (piece_pairs *)(scratch + at.pairs);
   j.terms = (piece_terms *)(scratch + at.terms);
-  /* pieces on their way do not change bits */
-  j.ring = shared_bytes(l) < chain_bytes(CHAIN_MAX_RING) ? CHAIN_MAX_RING - 1 : CHAIN_MAX_RING;
+  /* what is on its way does not change bits */
+  const size_t bytes = shared_bytes(l);
+  j.small = bytes < large_bytes;
+  j.ring = bytes < chain_bytes(CHAIN_MAX_RING) ? CHAIN_MAX_RING - 1 : CHAIN_MAX_RING;
   return j;
 }
 
 cudaError_t prepare(const mma_job &j, cudaStream_t stream) {
-  return launch(mma_prepare_k, j, j.n_pieces, j.a.n_key_heads, TILE_THREADS, sizeof(prepare_shared),
-                stream);
+  return launch(j.small ? mma_prepare_k<true> : mma_prepare_k<false>, j, j.n_pieces,
+                j.a.n_key_heads, TILE_THREADS,
+                j.small ? sizeof(prepare_shared<true>) : sizeof(prepare_shared<false>), stream);
 }
-cudaError_t chain(mma_job &j, void (*kernel)(const mma_job), const float *from, float *to,
-                  cudaStream_t stream) {
+cudaError_t chain(mma_job &j, void (*small)(const mma_job), void (*large)(const mma_job),
+                  const float *from, float *to, cudaStream_t stream) {
   j.from = from;
   j.to = to;
-  return launch(kernel, j, ps_ceil_div(j.a.value_dim, COLUMNS), j.a.n_value_heads, CHAIN_THREADS,
-                chain_bytes(j.ring), stream);
+  return launch(j.small ? small : large, j, ps_ceil_div(j.a.value_dim, COLUMNS), j.a.n_value_heads,
+                CHAIN_THREADS, j.small ? chain_small_bytes : chain_bytes(j.ring), stream);
 }
 template <chain_kind KIND>
 cudaError_t forward(mma_job &j, const float *from, float *to, cudaStream_t stream) {
   const cudaError_t e = prepare(j, stream);
-  return e != cudaSuccess ? e : chain(j, mma_chain_k<KIND>, from, to, stream);
+  return e != cudaSuccess
+             ? e
+             : chain(j, mma_chain_k<KIND, true>, mma_chain_k<KIND, false>, from, to, stream);
 }
 
 } // namespace
 
 bool ps_delta_mma_takes(const ps_launch *l, bool backward) {
-  const size_t chain = chain_bytes(CHAIN_MAX_RING - 1), gradient = sizeof(gradient_shared);
   return ps_delta_on_mma((const ps__args_delta *)l->args) && ps_aligned(l->ptr[0]) &&
-         (!backward || ps_aligned(l->ptr[6])) &&
-         shared_bytes(l) >= (backward && gradient > chain ? gradient : chain);
+         (!backward || ps_aligned(l->ptr[6])) && shared_bytes(l) >= small_bytes;
 }
 
 cudaError_t ps_delta_mma_fwd(const ps_launch *l) {
@@ -98,10 +115,14 @@ cudaError_t ps_delta_mma_bwd(const ps_launch *l) {
         enter(j, i, PS_DELTA_SEGMENT);
         cudaError_t of = forward<CHAIN_KEEP>(j, from, nullptr, stream);
         if (of == cudaSuccess)
-          of = chain(j, mma_reverse_k, has_carry ? carry : nullptr, carry, stream);
-        return of != cudaSuccess ? of
-                                 : launch(mma_gradient_k, j, j.n_pieces, j.a.n_key_heads,
-                                          GRADIENT_THREADS, sizeof(gradient_shared), stream);
+          of = chain(j, mma_reverse_k<true>, mma_reverse_k<false>, has_carry ? carry : nullptr,
+                     carry, stream);
+        if (of == cudaSuccess)
+          of = launch(j.small ? mma_gradient_k<true> : mma_gradient_k<false>, j, j.n_pieces,
+                      j.a.n_key_heads, GRADIENT_THREADS,
+                      j.small ? sizeof(gradient_shared<true>) : sizeof(gradient_shared<false>),
+                      stream);
+        return of;
       });
   return e != cudaSuccess ? e : add_weights(j, l, stream);
 }

@@ -4,6 +4,7 @@
 #define PS_KERNELS_CUDA_DELTA_MMA_CUH
 #include "kernels/cuda/delta.cuh"
 #include "kernels/cuda/fragment.cuh"
+#include <type_traits>
 
 namespace {
 
@@ -49,6 +50,7 @@ struct mma_job : delta_rows<bf16> {
   value_state *states, *dstates;
   float4 *sums; /* dq and dk of a key head, as gradient_k's threads have them */
   uint32_t ring;
+  bool small; /* shared memory is: the kernels' SMALL */
 
   /* Tiles of a value head's columns, in those of whole blocks of the chains. */
   __device__ uint32_t columns() const {
@@ -58,6 +60,10 @@ struct mma_job : delta_rows<bf16> {
     return at(piece, head) * columns() + tile;
   }
 };
+
+/* Of shared memory, where SMALL: X lies elsewhere. */
+struct alignas(16) elsewhere {};
+template <bool SMALL, typename X> using unless_small = std::conditional_t<SMALL, elsewhere, X>;
 
 /* CHUNKS chunks of 8 columns of 64 rows of @x, of which @n rows of @valid columns are there: to
  * tiles of shared memory, zeros elsewhere. By THREADS threads, of which this is @tid; eight rows of
@@ -107,16 +113,29 @@ __device__ __forceinline__ void load_bytes(void *to, const void *from, uint32_t 
 /* ---- prepare --------------------------------------------------------------------------------- */
 
 enum { GATE_HEADS = 2 };
-struct prepare_shared {
+struct prepare_rows {
   frag_tile q[ROW_TILES][KEY_TILES], k[ROW_TILES][KEY_TILES];
+};
+/* SMALL: l and t come where the rows were, so that two blocks fit. */
+template <bool SMALL> struct prepare_shared {
+  unless_small<SMALL, prepare_rows> own;
   float l[ROWS][LD], t[ROWS][LD], part[2][2 * ROWS], norms[2 * ROWS];
   piece_gates gates[GATE_HEADS];
+
+  __device__ prepare_rows &rows() {
+    if constexpr (SMALL)
+      return *(prepare_rows *)l;
+    else
+      return own;
+  }
 };
+static_assert(sizeof(prepare_rows) <= 2 * ROWS * LD * sizeof(float), "rows in l and t");
 
 /* norms[row of q, then of k]: 1/|x|, times the scale of q. */
-__device__ inline void find_norms(prepare_shared &s, float scale, uint32_t n) {
+template <bool SMALL>
+__device__ inline void find_norms(prepare_shared<SMALL> &s, float scale, uint32_t n) {
   const uint32_t row = threadIdx.x % (2 * ROWS), half = threadIdx.x / (2 * ROWS), r = row % ROWS;
-  const char *x = (const char *)(row < ROWS ? s.q : s.k);
+  const char *x = (const char *)(row < ROWS ? s.rows().q : s.rows().k);
   float sum = 0.0f;
 #pragma unroll
   for (uint32_t c = 0; c < KEY_TILES; c++) {
@@ -134,7 +153,8 @@ __device__ inline void find_norms(prepare_shared &s, float scale, uint32_t n) {
 }
 
 /* (1 + L)^-1 - 1 from s.t to tiles of memory. */
-__device__ inline void store_inverse(const prepare_shared &s, piece_pairs &to) {
+template <bool SMALL>
+__device__ inline void store_inverse(const prepare_shared<SMALL> &s, piece_pairs &to) {
   for (uint32_t i = threadIdx.x / 32; i < FRAG_TRIANGLE; i += WARPS) {
     const uint32_t row = i < 1 ? 0 : i < 3 ? 1 : i < 6 ? 2 : 3, col = i - frag_triangle(row, 0);
     frag_sum x;
@@ -154,14 +174,18 @@ __device__ inline void store_inverse(const prepare_shared &s, piece_pairs &to) {
 }
 
 /* A block for each piece and key head. */
-__global__ void __launch_bounds__(TILE_THREADS, 3) mma_prepare_k(const mma_job j) {
+template <bool SMALL>
+__global__ void __launch_bounds__(TILE_THREADS, SMALL ? 2 : 3) mma_prepare_k(const mma_job j) {
   extern __shared__ uint4 dynamic[];
-  prepare_shared &s = *(prepare_shared *)dynamic;
+  prepare_shared<SMALL> &s = *(prepare_shared<SMALL> *)dynamic;
+  prepare_rows &rows = s.rows();
   const uint32_t piece = blockIdx.x, key = blockIdx.y, n = j.n_rows(piece), tid = threadIdx.x,
                  m = tid / 32 % 4, c = tid / 128 * 2; /* the warp's row of tiles, its columns */
   const size_t row0 = j.row0(piece) * j.ld;
-  load_tiles<2 * KEY_TILES, TILE_THREADS>(s.q[0], j.keys(0, key) + row0, j.ld, n, j.a.key_dim, tid);
-  load_tiles<2 * KEY_TILES, TILE_THREADS>(s.k[0], j.keys(1, key) + row0, j.ld, n, j.a.key_dim, tid);
+  load_tiles<2 * KEY_TILES, TILE_THREADS>(rows.q[0], j.keys(0, key) + row0, j.ld, n, j.a.key_dim,
+                                          tid);
+  load_tiles<2 * KEY_TILES, TILE_THREADS>(rows.k[0], j.keys(1, key) + row0, j.ld, n, j.a.key_dim,
+                                          tid);
   ps_copy_commit();
   ps_copy_wait<0>();
   __syncthreads();
@@ -172,12 +196,12 @@ __global__ void __launch_bounds__(TILE_THREADS, 3) mma_prepare_k(const mma_job j
 #pragma unroll
   for (int i = 0; i < KEY_TILES; i++) {
     frag q, k, b;
-    frag_load<FRAG_A>(q, s.q[m][i]);
-    frag_load<FRAG_A>(k, s.k[m][i]);
+    frag_load<FRAG_A>(q, rows.q[m][i]);
+    frag_load<FRAG_A>(k, rows.k[m][i]);
 #pragma unroll
     for (int u = 0; u < 2; u++)
       if (c + u <= m) {
-        frag_load<FRAG_B>(b, s.k[c + u][i]);
+        frag_load<FRAG_B>(b, rows.k[c + u][i]);
         frag_add(kk[u], k, b);
         frag_add(qk[u], q, b);
       }

@@ -27,39 +27,54 @@ struct chain_exchange {
 };
 struct chain_shared {
   chain_exchange with;
-  chain_stage stage[1]; /* j.ring of them */
+  chain_stage stage[1]; /* j.ring of them; SMALL: two, of the second the keys alone */
 };
 enum { CHAIN_MAX_RING = 3 };
 constexpr size_t chain_bytes(uint32_t ring) {
   return sizeof(chain_exchange) + ring * sizeof(chain_stage);
 }
+constexpr size_t chain_small_bytes = chain_bytes(CHAIN_MAX_RING - 2) + sizeof(chain_stage::k);
+static_assert(offsetof(chain_stage, k) == 0, "keys begin a stage");
 
-/* Forward with O, with all that the backward pass needs of it, for the last state alone; backward. */
+/* Forward with O, with all that the backward pass needs of it, for the last state alone; then
+ * backward. */
 enum chain_kind { CHAIN_OUTPUT, CHAIN_KEEP, CHAIN_STATE, CHAIN_REVERSE };
 template <chain_kind KIND>
 constexpr bool has_queries = KIND == CHAIN_OUTPUT || KIND == CHAIN_REVERSE;
 
-/* Threads aside: begin to load @step's piece, if there is one. */
-template <chain_kind KIND>
+/* Parts of a stage, which SMALL loads one by one. A barrier cuts a step in two. Keys are read in
+ * both halves, so that SMALL has two places for them; all else is read in one half and loaded in
+ * the other. READ_FIRST: P, forward in the step after its piece's; the gradient of O. READ_SECOND:
+ * q, (1 + L)^-1, gates; V. */
+enum : uint32_t { KEYS = 1, READ_FIRST = 2, READ_SECOND = 4, WHOLE = 7 };
+
+/* Threads aside: begin to load PARTS of @step's piece, if there is one. */
+template <chain_kind KIND, uint32_t PARTS>
 __device__ __forceinline__ void load_stage(chain_stage &to, const mma_job &j, uint32_t step,
                                            uint32_t head, uint32_t col0, uint32_t tid) {
   if (step < j.n_pieces) {
     const uint32_t piece = KIND == CHAIN_REVERSE ? j.n_pieces - 1 - step : step,
                    n = j.n_rows(piece), key = head / j.share;
     const size_t row0 = j.row0(piece), at = j.at(piece, head);
-    load_tiles<2 * KEY_TILES, ASIDE_THREADS>(to.k[0], j.keys(1, key) + row0 * j.ld, j.ld, n,
-                                             j.a.key_dim, tid);
-    if (has_queries<KIND>)
+    constexpr bool t = PARTS & READ_SECOND, p = has_queries<KIND> && PARTS & READ_FIRST;
+    if constexpr (PARTS & KEYS)
+      load_tiles<2 * KEY_TILES, ASIDE_THREADS>(to.k[0], j.keys(1, key) + row0 * j.ld, j.ld, n,
+                                               j.a.key_dim, tid);
+    if constexpr (has_queries<KIND> && PARTS & READ_SECOND)
       load_tiles<2 * KEY_TILES, ASIDE_THREADS>(to.q[0], j.keys(0, key) + row0 * j.ld, j.ld, n,
                                                j.a.key_dim, tid);
-    load_bytes<has_queries<KIND> ? sizeof to.pairs : sizeof to.pairs.t, ASIDE_THREADS>(
-        &to.pairs, &j.pairs[at], tid);
-    const size_t ld = KIND == CHAIN_REVERSE ? (size_t)j.a.n_value_heads * j.a.value_dim : j.ld;
-    const bf16 *v =
-        KIND == CHAIN_REVERSE ? j.d_o + (size_t)head * j.a.value_dim : j.qkv + j.values(head);
-    load_tiles<2 * COLUMN_TILES, ASIDE_THREADS>(to.v[0], v + row0 * ld + col0, ld, n,
-                                                j.a.value_dim - col0, tid);
-    load_bytes<sizeof to.gates, ASIDE_THREADS>(&to.gates, &j.terms[at].chain, tid);
+    if constexpr (t || p)
+      load_bytes<(t + p) * sizeof to.pairs.t, ASIDE_THREADS>(
+          t ? to.pairs.t : to.pairs.p, t ? j.pairs[at].t : j.pairs[at].p, tid);
+    if constexpr (PARTS & (KIND == CHAIN_REVERSE ? READ_FIRST : READ_SECOND)) {
+      const size_t ld = KIND == CHAIN_REVERSE ? (size_t)j.a.n_value_heads * j.a.value_dim : j.ld;
+      const bf16 *v =
+          KIND == CHAIN_REVERSE ? j.d_o + (size_t)head * j.a.value_dim : j.qkv + j.values(head);
+      load_tiles<2 * COLUMN_TILES, ASIDE_THREADS>(to.v[0], v + row0 * ld + col0, ld, n,
+                                                  j.a.value_dim - col0, tid);
+    }
+    if constexpr (PARTS & READ_SECOND)
+      load_bytes<sizeof to.gates, ASIDE_THREADS>(&to.gates, &j.terms[at].chain, tid);
   }
   ps_copy_commit();
 }
@@ -79,6 +94,38 @@ __device__ __forceinline__ void wait_stage(const mma_job &j) {
     ps_copy_wait<CHAIN_MAX_RING - 2>();
   else
     ps_copy_wait<0>();
+}
+
+/* What has place @at in the ring, but the keys, which are s.stage[at].k. */
+template <bool SMALL>
+__device__ __forceinline__ chain_stage &stage_at(chain_shared &s, uint32_t at) {
+  return s.stage[SMALL ? 0 : at];
+}
+/* What threads aside begin to load before the first step, and in the halves of @step. Where not
+ * SMALL the second half takes a whole piece, j.ring - 1 steps ahead. */
+template <chain_kind KIND, bool SMALL>
+__device__ __forceinline__ void load_ahead(chain_shared &s, const mma_job &j, uint32_t head,
+                                           uint32_t col0, uint32_t tid) {
+  for (uint32_t i = 0; i + 1 < j.ring; i++)
+    load_stage<KIND, SMALL ? KEYS | READ_FIRST : WHOLE>(s.stage[i], j, i, head, col0, tid);
+  wait_stage(j);
+}
+template <chain_kind KIND, bool SMALL>
+__device__ __forceinline__ void load_first(chain_shared &s, const mma_job &j, uint32_t step,
+                                           uint32_t head, uint32_t col0, uint32_t tid) {
+  if constexpr (SMALL)
+    load_stage<KIND, READ_SECOND>(s.stage[0], j, step, head, col0, tid);
+}
+template <chain_kind KIND, bool SMALL>
+__device__ __forceinline__ void load_second(chain_shared &s, const mma_job &j,
+                                            const chain_place &place, uint32_t step, uint32_t head,
+                                            uint32_t col0, uint32_t tid) {
+  if constexpr (SMALL) {
+    load_stage<KIND, KEYS>(s.stage[place.before], j, step + 1, head, col0, tid);
+    load_stage<KIND, READ_FIRST>(s.stage[0], j, KIND == CHAIN_REVERSE ? step + 1 : step, head, col0,
+                                 tid);
+  } else
+    load_stage<KIND, WHOLE>(s.stage[place.before], j, step + j.ring - 1, head, col0, tid);
 }
 
 /* f(element of @s, index in [dk,dv] of a head's state), for those that are there. */
@@ -244,7 +291,7 @@ __device__ __forceinline__ void finish_output(frag_sum (&o)[ROW_TILES], const ch
 }
 
 /* D and the state, in pieces' order: with O, or kept for the backward pass. */
-template <chain_kind KIND>
+template <chain_kind KIND, bool SMALL>
 __global__ void __launch_bounds__(CHAIN_THREADS) mma_chain_k(const mma_job j) {
   constexpr bool OUTPUT = KIND == CHAIN_OUTPUT, KEEP = KIND == CHAIN_KEEP;
   extern __shared__ uint4 dynamic[];
@@ -257,17 +304,18 @@ __global__ void __launch_bounds__(CHAIN_THREADS) mma_chain_k(const mma_job j) {
   const size_t of_state = (size_t)head * j.a.key_dim * j.a.value_dim;
   if (threadIdx.x >= CHAIN_THREADS - ASIDE_THREADS) {
     frag_sum o[ROW_TILES];
-    for (uint32_t i = 0; i + 1 < j.ring; i++)
-      load_stage<KIND>(s.stage[i], j, i, head, col0, tid);
-    wait_stage(j);
+    load_ahead<KIND, SMALL>(s, j, head, col0, tid);
     __syncthreads();
     for (uint32_t i = 0; i < j.n_pieces; i++, place.next(j)) {
+      load_first<KIND, SMALL>(s, j, i, head, col0, tid);
       if (OUTPUT && i)
-        finish_output(o, s.stage[place.before], with, j, i - 1, head, col0, w);
+        finish_output(o, stage_at<SMALL>(s, place.before), with, j, i - 1, head, col0, w);
+      if (SMALL)
+        wait_stage(j);
       __syncthreads(); /* S is there; the stage of the piece before is free */
-      load_stage<KIND>(s.stage[place.before], j, i + j.ring - 1, head, col0, tid);
+      load_second<KIND, SMALL>(s, j, place, i, head, col0, tid);
       if (OUTPUT) {
-        const chain_stage &at = s.stage[place.at];
+        const chain_stage &at = stage_at<SMALL>(s, place.at);
         frag_clear(o);
 #pragma unroll
         for (int k = 0; k < KEY_TILES; k++) {
@@ -290,7 +338,7 @@ __global__ void __launch_bounds__(CHAIN_THREADS) mma_chain_k(const mma_job j) {
       __syncthreads(); /* D and the next stage are there; S may be overwritten */
     }
     if (OUTPUT)
-      finish_output(o, s.stage[place.before], with, j, j.n_pieces - 1, head, col0, w);
+      finish_output(o, stage_at<SMALL>(s, place.before), with, j, j.n_pieces - 1, head, col0, w);
     return;
   }
   frag_sum state[KEY_TILES], x[ROW_TILES];
@@ -299,9 +347,10 @@ __global__ void __launch_bounds__(CHAIN_THREADS) mma_chain_k(const mma_job j) {
     each_of_state(state, j, col, [&](float &v, size_t at) { v = j.from[of_state + at]; });
   __syncthreads();
   for (uint32_t i = 0; i < j.n_pieces; i++, place.next(j)) {
-    const chain_stage &at = s.stage[place.at];
+    const chain_stage &at = stage_at<SMALL>(s, place.at);
+    const auto &keys = s.stage[place.at].k;
     const size_t tile = j.column_at(i, head, col / 16);
-    times_state(x, state, at.k, [&](int k, const frag &high, const frag &low) {
+    times_state(x, state, keys, [&](int k, const frag &high, const frag &low) {
       if (OUTPUT) {
         give(with.state[w][2 * k][lane], high);
         give(with.state[w][2 * k + 1][lane], low);
@@ -332,7 +381,7 @@ __global__ void __launch_bounds__(CHAIN_THREADS) mma_chain_k(const mma_job j) {
       keep_rows(j.d[tile], x);
     each_row(x, [&](float &v, uint32_t r) { v *= at.gates.k_end[r]; });
     /* in fp32 a row's term may be all of a state: in three parts */
-    add_rows<3>(state, at.gates.keep, x, at.k);
+    add_rows<3>(state, at.gates.keep, x, keys);
     __syncthreads();
   }
   if (j.to)
@@ -342,6 +391,7 @@ __global__ void __launch_bounds__(CHAIN_THREADS) mma_chain_k(const mma_job j) {
 /* ---- backward -------------------------------------------------------------------------------- */
 
 /* dY and the state's gradient, from the last piece to the first. */
+template <bool SMALL>
 __global__ void __launch_bounds__(CHAIN_THREADS) mma_reverse_k(const mma_job j) {
   extern __shared__ uint4 dynamic[];
   chain_shared &s = *(chain_shared *)dynamic;
@@ -352,12 +402,11 @@ __global__ void __launch_bounds__(CHAIN_THREADS) mma_reverse_k(const mma_job j) 
   chain_place place(j);
   const size_t of_state = (size_t)head * j.a.key_dim * j.a.value_dim;
   if (threadIdx.x >= CHAIN_THREADS - ASIDE_THREADS) {
-    for (uint32_t i = 0; i + 1 < j.ring; i++)
-      load_stage<CHAIN_REVERSE>(s.stage[i], j, i, head, col0, tid);
-    wait_stage(j);
+    load_ahead<CHAIN_REVERSE, SMALL>(s, j, head, col0, tid);
     __syncthreads();
     for (uint32_t i = 0; i < j.n_pieces; i++, place.next(j)) {
-      const chain_stage &at = s.stage[place.at];
+      const chain_stage &at = stage_at<SMALL>(s, place.at);
+      load_first<CHAIN_REVERSE, SMALL>(s, j, i, head, col0, tid);
       frag d_o[1][ROW_TILES], part[2][ROW_TILES];
       frag_sum x[ROW_TILES];
       frag_clear(x);
@@ -366,8 +415,10 @@ __global__ void __launch_bounds__(CHAIN_THREADS) mma_reverse_k(const mma_job j) 
         frag_load<FRAG_AT>(d_o[0][r], at.v[r][w]);
       frag_add_triangle<true>(x, d_o, at.pairs.p);
       give_rows(with.rows[w], x);
+      if (SMALL)
+        wait_stage(j);
       __syncthreads(); /* P^T dO is there; the stage of the piece before is free */
-      load_stage<CHAIN_REVERSE>(s.stage[place.before], j, i + j.ring - 1, head, col0, tid);
+      load_second<CHAIN_REVERSE, SMALL>(s, j, place, i, head, col0, tid);
 #pragma unroll
       for (int r = 0; r < ROW_TILES; r++)
 #pragma unroll
@@ -394,9 +445,10 @@ __global__ void __launch_bounds__(CHAIN_THREADS) mma_reverse_k(const mma_job j) 
     each_of_state(state, j, col, [&](float &v, size_t at) { v = j.from[of_state + at]; });
   __syncthreads();
   for (uint32_t i = 0; i < j.n_pieces; i++, place.next(j)) {
-    const chain_stage &at = s.stage[place.at];
+    const chain_stage &at = stage_at<SMALL>(s, place.at);
+    const auto &keys = s.stage[place.at].k;
     const size_t tile = j.column_at(j.n_pieces - 1 - i, head, col / 16);
-    times_state(x, state, at.k, [&](int k, const frag &high, const frag &low) {
+    times_state(x, state, keys, [&](int k, const frag &high, const frag &low) {
       frag_store(j.dstates[tile].x[0][k], high);
       frag_store(j.dstates[tile].x[1][k], low);
     });
@@ -408,7 +460,7 @@ __global__ void __launch_bounds__(CHAIN_THREADS) mma_reverse_k(const mma_job j) 
     frag_add_triangle<true>(x, part, at.pairs.t);
     keep_rows(j.dy[tile], x);
     each_row(x, [&](float &v, uint32_t r) { v *= -at.gates.beta[r] * at.gates.k_start[r]; });
-    add_rows<2>(state, at.gates.keep, x, at.k);
+    add_rows<2>(state, at.gates.keep, x, keys);
     __syncthreads();
 #pragma unroll
     for (int e = 0; e < 2 * KEY_TILES; e++)

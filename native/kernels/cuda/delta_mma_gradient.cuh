@@ -11,7 +11,7 @@
 namespace {
 
 /* Warps by fours: of 16 rows, and of 32 columns of keys or 16 rows of the other factor. */
-enum { GRADIENT_THREADS = 512, GRADIENT_RING = 3, ACROSS = 4 };
+enum { GRADIENT_THREADS = 512, ACROSS = 4 };
 
 /* Of 16 columns of values. */
 struct gradient_stage {
@@ -19,17 +19,33 @@ struct gradient_stage {
   value_rows d, dy;
   frag_tile d_o[ROW_TILES], v[ROW_TILES];
 };
+/* dP M and dL beta M, both with norms. */
+struct gradient_pairs {
+  frag_tile dp[2][FRAG_TRIANGLE], dl[2][FRAG_TRIANGLE];
+};
 using across_sums = float[ROWS][ACROSS];
-struct gradient_shared {
-  gradient_stage ring[GRADIENT_RING];
+/* SMALL: two stages, and the pairs lie in the second. A head's tiles of columns are even in number,
+ * so that its last are in that stage, and the next head's first are not. */
+template <bool SMALL> struct gradient_shared {
+  static constexpr uint32_t RING = SMALL ? 2 : 3;
+  gradient_stage ring[RING];
   frag_tile q[ROW_TILES][KEY_TILES], k[ROW_TILES][KEY_TILES];
-  frag_tile dp[2][FRAG_TRIANGLE], dl[2][FRAG_TRIANGLE]; /* dP M and dL beta M, both with norms */
+  unless_small<SMALL, gradient_pairs> own;
   piece_terms terms;
   across_sums qs, ks, ke; /* q . S dO, k . S dY, k . dS' D without norms */
   across_sums of_m, of_l; /* rows of dM M and of dbeta by L */
   across_sums column;     /* columns of dM M, by rows of tiles */
   float vy[ROWS], kept[GRADIENT_THREADS / 32];
+
+  __device__ gradient_pairs &pairs() {
+    if constexpr (SMALL)
+      return *(gradient_pairs *)&ring[1];
+    else
+      return own;
+  }
 };
+static_assert(sizeof(gradient_pairs) <= sizeof(gradient_stage) && COLUMN_TILES % 2 == 0,
+              "a head's pairs in the stage of its last columns");
 
 /* Sums of a row of tiles: in every lane of the row's four. */
 __device__ __forceinline__ float row_sum(float x) {
@@ -62,12 +78,13 @@ __device__ __forceinline__ void dot_rows(across_sums to, const frag_sum (&x)[2],
 }
 
 /* Begins to load the 16 columns of @step: of the key head's value heads in turn. */
-__device__ __forceinline__ void load_gradient_stage(gradient_shared &s, const mma_job &j,
+template <uint32_t RING>
+__device__ __forceinline__ void load_gradient_stage(gradient_stage (&ring)[RING], const mma_job &j,
                                                     uint32_t step, uint32_t piece, uint32_t key) {
   const uint32_t columns = j.columns(), h = step / columns, tile = step % columns,
                  head = key * j.share + h, n = j.n_rows(piece), dv = j.a.value_dim;
   if (h < j.share) {
-    gradient_stage &to = s.ring[step % GRADIENT_RING];
+    gradient_stage &to = ring[step % RING];
     const size_t at = j.column_at(piece, head, tile), row0 = j.row0(piece),
                  ld = (size_t)j.a.n_value_heads * dv;
     const uint32_t tid = threadIdx.x, col = tile * 16, valid = col < dv ? dv - col : 0;
@@ -88,9 +105,10 @@ __device__ __forceinline__ void load_gradient_stage(gradient_shared &s, const mm
 }
 
 /* Two columns of dv, of the thread's row; returns their part of v . dY. */
-__device__ __forceinline__ float store_values(const gradient_stage &at, const gradient_shared &s,
-                                              const mma_job &j, uint32_t piece, uint32_t head,
-                                              uint32_t tile) {
+template <bool SMALL>
+__device__ __forceinline__ float store_values(const gradient_stage &at,
+                                              const gradient_shared<SMALL> &s, const mma_job &j,
+                                              uint32_t piece, uint32_t head, uint32_t tile) {
   const uint32_t r = threadIdx.x / 8, c = threadIdx.x % 8 * 2, col = tile * 16 + c;
   const auto y = [&](uint32_t i) {
     const uint32_t word = frag_word(i, r % 16);
@@ -159,8 +177,10 @@ __device__ __forceinline__ void add_columns(gradient_sums &x, const gradient_sta
 }
 
 /* Tile (m, c) of dP M and dL beta M, and what dM and L give to dg and dbeta. */
-__device__ __forceinline__ void find_pairs(gradient_shared &s, const gradient_sums &x, uint32_t m,
-                                           uint32_t c) {
+template <bool SMALL>
+__device__ __forceinline__ void find_pairs(gradient_shared<SMALL> &s, const gradient_sums &x,
+                                           uint32_t m, uint32_t c) {
+  gradient_pairs &to = s.pairs();
   const uint32_t lane = threadIdx.x % 32;
   frag_sum product[2], dp, dl; /* q k^T, k k^T of rows as they are */
   frag_clear(product);
@@ -190,11 +210,11 @@ __device__ __forceinline__ void find_pairs(gradient_shared &s, const gradient_su
   }
   frag high, low;
   frag_split(high, low, dp);
-  frag_store(s.dp[0][frag_triangle(m, c)], high);
-  frag_store(s.dp[1][frag_triangle(m, c)], low);
+  frag_store(to.dp[0][frag_triangle(m, c)], high);
+  frag_store(to.dp[1][frag_triangle(m, c)], low);
   frag_split(high, low, dl);
-  frag_store(s.dl[0][frag_triangle(m, c)], high);
-  frag_store(s.dl[1][frag_triangle(m, c)], low);
+  frag_store(to.dl[0][frag_triangle(m, c)], high);
+  frag_store(to.dl[1][frag_triangle(m, c)], low);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const float row_m = row_sum(of_m[half]), row_l = row_sum(of_l[half]);
@@ -229,8 +249,10 @@ __device__ __forceinline__ void add_pairs(frag_sum (&x)[2], const frag_tile (*of
 
 /* A warp: dba of a value head, and the piece's terms of da_log and ddt_bias. A lane has two rows:
  * 2 lane and the next. */
-__device__ __forceinline__ void find_gate_gradients(const gradient_shared &s, const mma_job &j,
-                                                    uint32_t piece, uint32_t head) {
+template <bool SMALL>
+__device__ __forceinline__ void find_gate_gradients(const gradient_shared<SMALL> &s,
+                                                    const mma_job &j, uint32_t piece,
+                                                    uint32_t head) {
   const uint32_t lane = threadIdx.x % 32, n = j.n_rows(piece), nv = j.a.n_value_heads;
   const piece_gates &gates = s.terms.gates;
   double dg[2], dbeta[2], ends = 0, kept = 0;
@@ -320,9 +342,12 @@ __device__ __forceinline__ void store_keys(const mma_job &j, uint32_t piece, uin
 }
 
 /* A block for each piece and key head. */
+template <bool SMALL>
 __global__ void __launch_bounds__(GRADIENT_THREADS, 1) mma_gradient_k(const mma_job j) {
   extern __shared__ uint4 dynamic[];
-  gradient_shared &s = *(gradient_shared *)dynamic;
+  gradient_shared<SMALL> &s = *(gradient_shared<SMALL> *)dynamic;
+  constexpr uint32_t RING = s.RING;
+  const gradient_pairs &pairs = s.pairs();
   const uint32_t piece = blockIdx.x, key = blockIdx.y, n = j.n_rows(piece), tid = threadIdx.x,
                  lane = tid % 32, m = tid / 32 % 4, c = tid / 128, columns = j.columns();
   const size_t row0 = j.row0(piece) * j.ld;
@@ -331,8 +356,8 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, 1) mma_gradient_k(const mma_
                                               tid);
   load_tiles<2 * KEY_TILES, GRADIENT_THREADS>(s.k[0], j.keys(1, key) + row0, j.ld, n, j.a.key_dim,
                                               tid);
-  for (uint32_t i = 0; i + 1 < GRADIENT_RING; i++)
-    load_gradient_stage(s, j, i, piece, key);
+  for (uint32_t i = 0; i + 1 < RING; i++)
+    load_gradient_stage(s.ring, j, i, piece, key);
   for (uint32_t h = 0; h < j.share; h++) {
     const uint32_t head = key * j.share + h;
     gradient_sums x;
@@ -348,10 +373,10 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, 1) mma_gradient_k(const mma_
       ((uint4 *)&s.terms)[i] = ((const uint4 *)&j.terms[j.at(piece, head)])[i];
     for (uint32_t i = 0; i < columns; i++) {
       const uint32_t step = h * columns + i;
-      ps_copy_wait<GRADIENT_RING - 2>();
+      ps_copy_wait<RING - 2>();
       __syncthreads();
-      load_gradient_stage(s, j, step + GRADIENT_RING - 1, piece, key);
-      const gradient_stage &at = s.ring[step % GRADIENT_RING];
+      load_gradient_stage(s.ring, j, step + RING - 1, piece, key);
+      const gradient_stage &at = s.ring[step % RING];
       add_columns(x, at, m, c);
       vy += store_values(at, s, j, piece, head, i);
       dot += states_dot(at);
@@ -359,6 +384,8 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, 1) mma_gradient_k(const mma_
     dot_rows(s.qs, x.q, s.q[m], m, c);
     dot_rows(s.ks, x.y, s.k[m], m, c);
     dot_rows(s.ke, x.d, s.k[m], m, c);
+    if (SMALL)
+      __syncthreads(); /* nobody is in the last stage, where pairs come */
     if (c <= m)
       find_pairs(s, x, m, c);
 #pragma unroll
@@ -383,12 +410,12 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, 1) mma_gradient_k(const mma_
 #pragma unroll
     for (uint32_t k = 0; k < ROW_TILES; k++) {
       if (k <= m) {
-        add_pairs<FRAG_A>(x.q, s.dp, m, k, &s.k[k][2 * c]);
-        add_pairs<FRAG_A>(x.d, s.dl, m, k, &s.k[k][2 * c]);
+        add_pairs<FRAG_A>(x.q, pairs.dp, m, k, &s.k[k][2 * c]);
+        add_pairs<FRAG_A>(x.d, pairs.dl, m, k, &s.k[k][2 * c]);
       }
       if (k >= m) {
-        add_pairs<FRAG_AT>(x.d, s.dp, m, k, &s.q[k][2 * c]);
-        add_pairs<FRAG_AT>(x.d, s.dl, m, k, &s.k[k][2 * c]);
+        add_pairs<FRAG_AT>(x.d, pairs.dp, m, k, &s.q[k][2 * c]);
+        add_pairs<FRAG_AT>(x.d, pairs.dl, m, k, &s.k[k][2 * c]);
       }
     }
     /* value heads of a key head, in order */
