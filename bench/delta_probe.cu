@@ -4,9 +4,10 @@
  * build: nvcc -std=c++17 -O3 -Iinclude -Inative -D_GNU_SOURCE with
  *        -gencode arch=compute_90,code=sm_90, of this file, of native/kernels/cuda/delta*.cu but
  *        delta_cached.cu, and of native/core/dtype.c
- * usage: delta_probe [once] [tokens]...     nothing: 8192 32768
+ * usage: delta_probe [once] [small] [tokens]...     nothing: 8192 32768
  *
- * Prints the best and the median of 7 runs of each op. once: each runs once, for a profiler. */
+ * Prints the best and the median of 7 runs of each op. once: each runs once, for a profiler.
+ * small: the kernels for GPUs whose blocks have 99 KB of shared memory. */
 #include "kernels/cuda/cuda_ops.h"
 #include "kernels/cuda/scratch.h"
 #include <algorithm>
@@ -91,7 +92,7 @@ static void time_op(const char *name, ps_status (*op)(const ps_launch *), const 
   fflush(stdout);
 }
 
-static void time_tokens(uint32_t tokens, bool once) {
+static void time_tokens(uint32_t tokens, bool once, bool small) {
   const ps__args_delta a = {.n_tokens = tokens,
                             .row0 = 0,
                             .n_key_heads = 16,
@@ -108,6 +109,7 @@ static void time_tokens(uint32_t tokens, bool once) {
   MUST(cudaStreamCreateWithFlags(&exec.stream, cudaStreamNonBlocking));
   exec.scratch_bytes = std::max(ps_scratch_delta_fwd(&a, NULL), ps_scratch_delta_bwd(&a, NULL));
   exec.scratch = zeros(exec.scratch_bytes);
+  exec.shared_bytes = small ? 99 << 10 : 0;
   void *qkv = normals(t * c, 1), *ba = normals(t * 2 * a.n_value_heads, 1),
        *a_log = normals(a.n_value_heads, 0.5), *dt_bias = normals(a.n_value_heads, 1),
        *doc = zeros(t * sizeof(int32_t)), *before = zeros(state), *after = zeros(state),
@@ -132,13 +134,18 @@ static void time_tokens(uint32_t tokens, bool once) {
 }
 
 int main(int argc, char **argv) {
-  const bool once = argc > 1 && strcmp(argv[1], "once") == 0;
+  bool once = false, small = false;
   std::vector<uint32_t> tokens;
-  for (int i = once ? 2 : 1; i < argc; i++)
-    tokens.push_back((uint32_t)atoi(argv[i]));
+  for (int i = 1; i < argc; i++)
+    if (strcmp(argv[i], "once") == 0)
+      once = true;
+    else if (strcmp(argv[i], "small") == 0)
+      small = true;
+    else
+      tokens.push_back((uint32_t)atoi(argv[i]));
   if (tokens.empty())
     tokens = {8192, 32768};
   for (uint32_t n : tokens)
-    time_tokens(n, once);
+    time_tokens(n, once, small);
   return 0;
 }
