@@ -26,7 +26,7 @@ typedef struct ps__update_tensors {
 /* A unit's gradient and update, wherever they are. */
 typedef struct ps__unit_progress {
   /* device tensor of the step's total, where gradients are device-resident or the update runs on
-   * the device */
+   * the device: on that device */
   uint32_t total;
   uint32_t low; /* the total's low bytes, in its space; PS__NO_VT: it has none */
   /* device tensor of the total's sums of squares, until an update on the device without clipping */
@@ -80,6 +80,11 @@ typedef struct ps__on_device {
   uint32_t clock;      /* chunk passes emitted so far: the time of late frees */
   ps__late_free *late;
   size_t n_late, cap_late;
+  /* for updates there, PS__NO_VT before the first: copies of the batch header (without clipping),
+   * of the norm of the step before (where that clips), and of the norm's half of stats */
+  uint32_t header, last_norm, clip_scale;
+  /* what the stream to the host wrote last of weights or state on the host; PS__NO_VT: nothing */
+  uint32_t last_sent;
   uint32_t *batch;   /* [chunks of the step]: parts of the batch, device tensors */
   uint32_t counters; /* ps__n_counters() of each layer, a device tensor */
   uint32_t *of_step; /* [the model's layers][max_tensors]: tensors of the step */
@@ -136,12 +141,6 @@ typedef struct ps__builder {
   uint32_t carried_end[PS__N_CARRIED]; /* the last layer whose pass needs it (ps__carried_init()) */
   uint32_t checks;                     /* of a checked step: the sums of squares, a device tensor */
   uint32_t staged;                     /* memory of the last staged parameters, or PS__NO_VT */
-  /* device copy of the batch header, for updates without clipping; PS__NO_VT before the first */
-  uint32_t header;
-  /* device copy of the norm of the step before, where that clips updates on the device */
-  uint32_t last_norm;
-  /* what the device-to-host stream wrote last of weights or state on the host */
-  uint32_t last_sent;
   /* [n_units], without clipping: in the order in which totals were complete */
   ps__coming *coming;
   uint32_t n_coming, n_updated;

@@ -7,8 +7,8 @@
  * norm nor update waits for the host's. */
 static bool ends_on_device(const ps__builder *b, uint32_t unit) {
   const uint32_t i = b->unit[unit].contribution;
-  return b->s->spec->update_streamed[unit] && !b->s->spec->grad_resident[unit] && i > 0 &&
-         i + 1 == ps__n_contributions(b, unit);
+  return b->s->spec->update_streamed[unit] && ps__total_on_device(b->s->spec, unit) &&
+         !b->s->spec->grad_resident[unit] && i > 0 && i + 1 == ps__n_contributions(b, unit);
 }
 
 void ps__fetch_total(ps__builder *b, uint32_t unit) {
@@ -123,7 +123,7 @@ void ps__grad_end(ps__builder *b, uint32_t unit, bool more) {
     return;
   }
   const bool resident = s->spec->grad_resident[unit],
-             on_device = ps__updated_on_device(s->spec, unit), ends = ends_on_device(b, unit);
+             on_device = ps__total_on_device(s->spec, unit), ends = ends_on_device(b, unit);
   const uint32_t n = ps__n_contributions(b, unit), i = u->contribution++;
   const bool last = i + 1 == n;
   if (ends || (resident && i > 0)) {

@@ -310,6 +310,7 @@ static void count_saved(ps__step *s) {
 
 static bool device_init(ps__on_device *on, const ps__step *s) {
   const size_t of_step = (size_t)s->model->n_layers * s->model->max_tensors;
+  on->header = on->last_norm = on->clip_scale = on->last_sent = PS__NO_VT;
   on->batch = ps__malloc(s->layout->n_chunks * sizeof *on->batch);
   on->of_step = ps__malloc(of_step * sizeof *on->of_step);
   if (!on->batch || !on->of_step)
@@ -420,11 +421,13 @@ static ps_status check_spec(const ps_model *model, const ps__spec *spec) {
   PS_TRY(check_inputs(spec));
   for (uint32_t u = 0; u < spec->n_units; u++) {
     if ((spec->n_devices > 1 || spec->n_hosts > 1) &&
-        ((spec->grad_resident[u] && !spec->in_pieces[u]) || ps__updated_on_device(spec, u)))
+        ((spec->grad_resident[u] && !spec->in_pieces[u]) || spec->update_resident[u]))
       return ps__fail(PS_EINTERNAL,
-                      "unit %u: with several devices or hosts, updates are on the host, and so are "
-                      "totals that are not in pieces",
+                      "unit %u: with several devices or hosts, weights come from the host, and "
+                      "totals that are not in pieces are there",
                       u);
+    if (spec->n_hosts > 1 && ps__updated_on_device(spec, u))
+      return ps__fail(PS_EINTERNAL, "unit %u: with several hosts, updates are on the host", u);
     if (spec->in_pieces[u] &&
         (spec->n_devices == 1 || (u == 0 && (ps__tied(model) || spec->embed_on_host)) ||
          (spec->ring_blocks && model->unit[u].layer != ps__head_layer(model))))
@@ -479,8 +482,6 @@ ps_status ps__step_emit_in(ps__step *s, ps__step_arrays *arrays, const ps_model 
   s->of_step = ps__contributions_of(layout, spec->head_slice, s->dt, true);
   ps__builder b = {.s = s,
                    .hooks = hooks,
-                   .header = PS__NO_VT,
-                   .last_norm = PS__NO_VT,
                    .checks = PS__NO_VT,
                    .staged = PS__NO_VT,
                    .exchanging = PS__NO_UNIT,

@@ -56,8 +56,8 @@ typedef struct ps__spec {
    * save */
   uint32_t n_units, n_layers, n_chunks, n_saved;
   /* n_devices rounds run at once. All devices fetch from the host, where contributions are added in
-   * the order of the rounds. With several devices state is on the host, and so are updates and
-   * complete totals. */
+   * the order of the rounds, and totals are complete. Updates are on the host, or each on one of
+   * the devices (ps__updater()), to which the total then comes. */
   uint32_t n_devices;
   /* 0: round r runs on device r mod n_devices. Else layers are dealt to the devices in a ring, so
    * many consecutive blocks at a time: ps__device_of(). A chunk's activations go from device to
@@ -65,8 +65,8 @@ typedef struct ps__spec {
   uint32_t ring_blocks;
   bool ring_by_host;
   /* Hosts that train together, each with a part of the step's sequences: the program is that of one
-   * of them. Totals and updates are on the host, as with several devices. A unit's total is
-   * complete when those of all hosts are added to each other (EXCHANGE).
+   * of them. Totals and updates are on the host. A unit's total is complete when those of all hosts
+   * are added to each other (EXCHANGE).
    * over_nccl: by way of the first device's memory (hosts/net.h), which costs depend on alone */
   uint32_t n_hosts;
   bool over_nccl;
@@ -80,12 +80,14 @@ typedef struct ps__spec {
    * With several devices only units in pieces may have it: their pieces stay on their devices. */
   uint8_t *param_resident, *grad_resident;
   /* [n_units]: optimizer state is device-resident and the update runs on the device. Needs
-   * param_resident, and grad_resident where the total has several contributions. */
+   * param_resident, and grad_resident where the total has several contributions. Excludes several
+   * devices. */
   uint8_t *update_resident;
   /* [n_units]: optimizer state is on the host, the update runs on the device. The state comes to
    * the device for the update and goes back after it. It comes as soon as the unit's total is
    * complete where param_lead is not 0, else right before the update. The gradient stays on the
-   * device from its last contribution on. Excludes update_resident. */
+   * device from its last contribution on; with several devices it comes from the host with the
+   * state (ps__total_on_device()). Excludes update_resident. */
   uint8_t *update_streamed;
   /* [n_units], with update_streamed: optimizer state stays on the device, so that weights and a
    * master copy alone come and go. */
@@ -136,6 +138,19 @@ static inline uint8_t *ps__spec_policy(const ps__spec *s, uint32_t layer, uint32
 static inline bool ps__updated_on_device(const ps__spec *s, uint32_t unit) {
   return s->update_resident[unit] || s->update_streamed[unit];
 }
+/* ps__updater() - the device that updates the unit, where a device does. Layers are dealt to the
+ * devices one at a time, so that each holds the state of as many. In a ring of single blocks
+ * (ring_blocks 1) it is the device that runs the block. It depends on the number of devices alone,
+ * so that state stays where it is when a training goes on with another plan. */
+static inline uint32_t ps__updater(const ps__spec *s, uint32_t unit) {
+  const uint32_t layer = s->model->unit[unit].layer;
+  return layer ? (layer - 1) % s->n_devices : 0;
+}
+/* ps__total_on_device() - whether the unit's total is complete on the device that updates it. With
+ * several devices it is complete on the host in any case. */
+static inline bool ps__total_on_device(const ps__spec *s, uint32_t unit) {
+  return ps__updated_on_device(s, unit) && s->n_devices == 1;
+}
 /* ps__state_on_device() - whether the unit's optimizer state outlives steps there. */
 static inline bool ps__state_on_device(const ps__spec *s, uint32_t unit) {
   return s->update_resident[unit] || s->state_held[unit];
@@ -160,9 +175,11 @@ static inline bool ps__grad_passes(const ps__spec *s, uint32_t unit) {
   return s->passing_grads && !(unit == 0 && s->embed_on_host);
 }
 /* ps__weights_stay() - whether the unit's weights are on the device from the prologue on and are
- * never fetched: they are resident, and either updated on the device or frozen. */
+ * never fetched: they are resident, and either frozen or updated on the device. Of several devices
+ * all fetch what one of them has updated. */
 static inline bool ps__weights_stay(const ps__spec *s, uint32_t unit) {
-  return s->param_resident[unit] && (ps__updated_on_device(s, unit) || s->model->unit[unit].frozen);
+  return s->param_resident[unit] &&
+         ((ps__updated_on_device(s, unit) && s->n_devices == 1) || s->model->unit[unit].frozen);
 }
 /* ps__device_of() - the device that runs @layer for a round r, where @at is r mod n_devices. In a
  * ring a device runs its blocks for all rounds, the one of the first block the embedding too, and
@@ -340,9 +357,9 @@ enum { PS__NO_VT = UINT32_MAX };
  *   weights, master  on the host; master where the recipe has one and the unit is not frozen
  *   grad             on the host; none where no gradient is copied there, or where it passes
  *                    (ps__grad_passes()): it is one while ops are emitted, and none afterwards
- *   state            state[k] of the optimizer's states, PS__NO_VT past them: on the device where
- *                    ps__state_on_device(), on the disk where state_on_disk[unit], else on the
- *                    host
+ *   state            state[k] of the optimizer's states, PS__NO_VT past them: on the device that
+ *                    updates the unit where ps__state_on_device(), on the disk where
+ *                    state_on_disk[unit], else on the host
  *   device_weights   [n_devices] where parameters are device-resident, on devices that read them
  *   device_master    where the update is device-resident and there is a master
  * After every step the host has the unit's state: the master copy where there is one, else the

@@ -6,7 +6,7 @@ static bool grad_goes_to_host(const ps__builder *b, uint32_t unit) {
   const ps__spec *spec = b->s->spec;
   if (b->s->model->unit[unit].frozen || spec->checked)
     return false;
-  return !ps__updated_on_device(spec, unit) || spec->keep_grads ||
+  return !ps__total_on_device(spec, unit) || spec->keep_grads ||
          (!spec->grad_resident[unit] && ps__n_contributions(b, unit) > 1);
 }
 
@@ -37,9 +37,10 @@ static void make_unit_host(ps__builder *b, uint32_t unit) {
                 : PS__NO_VT;
   const bool on_device = s->spec->update_resident[unit],
              on_disk = s->spec->state_on_disk[unit] && updated_here;
-  const uint32_t place = ps__state_on_device(s->spec, unit) ? b->on->at.place
-                         : on_disk                          ? s->at->disk
-                                                            : s->at->host;
+  const uint32_t place = ps__state_on_device(s->spec, unit)
+                             ? b->dev[ps__updater(s->spec, unit)].at.place
+                         : on_disk ? s->at->disk
+                                   : s->at->host;
   b->n_on_disk += on_disk;
   for (uint32_t k = 0; k < PS_MAX_STATES; k++)
     h->state[k] = k < ps__optimizers[s->spec->optimizer].n_states && updated_here

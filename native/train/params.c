@@ -54,7 +54,7 @@ ps_status ps_trainer_read_grad(ps_trainer *t, uint32_t param, float *dst, uint64
     return ps__fail(PS_ESTATE,
                     "the plan changed after the last step, whose gradients are gone: read them "
                     "after the next step, or make the plan with keep_grads");
-  if (ps__updated_on_device(&t->plan->spec, p.unit) && !t->plan->spec.keep_grads)
+  if (ps__total_on_device(&t->plan->spec, p.unit) && !t->plan->spec.keep_grads)
     return ps__fail(
         PS_ESTATE,
         "the gradient of %s stays on the device: make the plan with keep_grads to read it", p.name);

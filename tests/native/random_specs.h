@@ -224,10 +224,9 @@ static inline void randomize(ps__spec *spec, const model *m, const ps__layout *l
     spec->state_held[u] = spec->update_streamed[u] && rnd_below(state, 2);
     spec->update_split[u] = may_split && !ps__updated_on_device(spec, u) && rnd_below(state, 2);
   }
-  /* half of the specs have several devices, whose updates are on the host */
+  /* half of the specs have several devices, on which weights are not the only copy */
   spec->n_devices = rnd_below(state, 2) ? 1 : 2 + rnd_below(state, 3);
-  for (uint32_t u = 0; u < spec->n_units && spec->n_devices > 1; u++)
-    spec->update_resident[u] = spec->update_streamed[u] = spec->state_held[u] = 0;
+  memset(spec->update_resident, 0, spec->n_devices > 1 ? spec->n_units : 0);
   spec->embed_on_host = !m->cfg.tied_embeddings && rnd_below(state, 2);
   /* half of these are rings, where devices have one to three blocks in turn */
   spec->ring_blocks = spec->n_devices > 1 && rnd_below(state, 2) ? 1 + rnd_below(state, 3) : 0;

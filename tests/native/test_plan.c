@@ -114,8 +114,8 @@ static void check_scales(const ps__step *s) {
                   ps__layer_of(s->model, l)->fwd[i].what;
   CHECK(n >= expected && n <= expected * s->at->n_devices);
 }
-/* A total whose pieces stay on their devices goes to the host once, and never comes back. No device
- * has more of it than its piece. */
+/* A total whose pieces stay on their devices goes to the host once, and comes back for an update on
+ * a device alone, whole. No device has more of it than its piece before. */
 static void check_pieces_stay(const ps__step *s) {
   for (uint32_t u = 0; u < s->spec->n_units; u++) {
     uint64_t sent = 0, fetched = 0;
@@ -131,11 +131,12 @@ static void check_pieces_stay(const ps__step *s) {
             ps__unit_contributions(s->model, &s->sums, u) == 1);
       fetched += a[0].vt == s->unit_host[u].grad ? a[0].bytes : 0;
     }
-    CHECK(sent == s->vt[s->unit_host[u].grad].bytes && fetched == 0);
+    const uint64_t whole = s->vt[s->unit_host[u].grad].bytes;
+    CHECK(sent == whole && fetched == (ps__updated_on_device(s->spec, u) ? whole : 0));
   }
 }
-/* The step ends with the report, which awaits the last of the weights and state that the
- * device-to-host stream copies, and of the state that goes to the disk; and with the state of the
+/* The step ends with the report, which awaits the last of the weights and state that each device's
+ * stream copies to the host, and of the state that goes to the disk; and with the state of the
  * units whose updates are split, from the last one back. */
 static void check_report(const ps__step *s) {
   size_t end = s->n_op;
@@ -144,22 +145,24 @@ static void check_report(const ps__step *s) {
       CHECK(hook_of(s, --end) == PS__HOOK_UPDATE_STATE &&
             s->op[end].tag.layer == (int32_t)s->model->unit[u].layer);
   const ps__vop *report = &s->op[end - 1];
-  uint32_t last = PS__NO_VT, stored = PS__NO_VT;
+  /* after stats, and the counters */
+  uint32_t stored = PS__NO_VT, n = ps__n_counters(s->model) ? 2 : 1;
   for (size_t i = 0; i < s->n_op; i++)
     stored = s->op[i].stream == s->at->disk_write ? s->access[s->op[i].access].vt : stored;
-  for (size_t i = 0; i < s->n_op; i++)
-    for (uint32_t u = 0; s->op[i].stream == s->at->dev[0].to_host && u < s->spec->n_units; u++) {
-      const uint32_t to = s->access[s->op[i].access + 1].vt;
-      const ps__unit_host *h = &s->unit_host[u];
-      if (to == h->weights || to == h->master || to == h->state[0] || to == h->state[1])
-        last = to;
-    }
-  /* after stats, and the counters */
-  const uint32_t n = ps__n_counters(s->model) ? 2 : 1, at_last = n + (last != PS__NO_VT);
+  for (uint32_t d = 0; d < s->at->n_devices; d++) {
+    uint32_t last = PS__NO_VT;
+    for (size_t i = 0; i < s->n_op; i++)
+      for (uint32_t u = 0; s->op[i].stream == s->at->dev[d].to_host && u < s->spec->n_units; u++) {
+        const uint32_t to = s->access[s->op[i].access + 1].vt;
+        const ps__unit_host *h = &s->unit_host[u];
+        if (to == h->weights || to == h->master || to == h->state[0] || to == h->state[1])
+          last = to;
+      }
+    CHECK(last == PS__NO_VT || s->access[report->access + n++].vt == last);
+  }
   CHECK(strcmp(report->kernel->name, "report") == 0 &&
-        report->n_access == at_last + (stored != PS__NO_VT));
-  CHECK(last == PS__NO_VT || s->access[report->access + n].vt == last);
-  CHECK(stored == PS__NO_VT || s->access[report->access + at_last].vt == stored);
+        report->n_access == n + (stored != PS__NO_VT));
+  CHECK(stored == PS__NO_VT || s->access[report->access + n].vt == stored);
 }
 
 /* Freed at the op after the last use where nothing is issued ahead or freed late: no byte is
@@ -579,6 +582,91 @@ static void test_memmap(void) {
   printf("ok the memory map is the greedy one, and no smaller than what is alive at once\n");
 }
 
+/* ---- state on several devices ---------------------------------------------------------------- */
+
+/* Each unit's state is on one device, which updates it. Layers take turns. */
+static void check_held(const ps__step *s) {
+  uint32_t n_updates = 0;
+  for (uint32_t u = 0; u < s->spec->n_units; u++) {
+    const uint32_t layer = s->model->unit[u].layer, d = layer ? (layer - 1) % s->at->n_devices : 0;
+    CHECK(s->vt[s->unit_host[u].state[0]].space ==
+          (s->spec->state_held[u] ? s->at->dev[d].place : s->at->host));
+  }
+  for (size_t i = 0; i < s->n_op; i++) {
+    const ps__args_hook *a = (const void *)(s->args + s->op[i].args);
+    if (hook_of(s, i) != PS__HOOK_UPDATE)
+      continue;
+    const uint32_t state = s->vt[s->unit_host[a->unit].state[0]].space;
+    CHECK(s->op[i].stream == (state == s->at->host ? s->at->host_ops : s->at->dev[state].compute));
+    n_updates++;
+  }
+  CHECK(n_updates == s->spec->n_units);
+}
+
+/* The first @blocks hold their state on 2 or 3 devices, which train to the bits of one that has
+ * everything: rounds on devices, and rings in which a block's device updates it and in which
+ * another one does. Some parameters are resident, and totals pass where they may. */
+static void check_holding(const model *m, const ps_plan_config *cfg, const ps_hardware *hw,
+                          uint32_t blocks) {
+  static const struct {
+    uint32_t n_devices, ring_blocks;
+  } of[] = {{1, 0}, {2, 0}, {3, 0}, {2, 1}, {3, 2}};
+  ps__layout layout;
+  outcome expected, got;
+  CHECK(ps__layout_init(&layout, cfg->seq_len, 7, cfg->chunk_tokens, cfg->chunks_per_round, 0, 0) ==
+        PS_OK);
+  for (size_t i = 0; i < sizeof of / sizeof *of; i++) {
+    ps__spec spec;
+    ps_plan *plan;
+    resident_spec(&spec, m, cfg, &layout);
+    for (uint32_t u = 0; i && u < spec.n_units; u++) {
+      const uint32_t layer = m->made->unit[u].layer;
+      spec.grad_resident[u] = 0;
+      spec.param_resident[u] = (u + i) % 2;
+      spec.update_streamed[u] = spec.state_held[u] = layer > 0 && layer <= blocks;
+    }
+    spec.n_devices = of[i].n_devices;
+    spec.ring_blocks = of[i].ring_blocks;
+    spec.passing_grads = i && !spec.clip;
+    spec.param_lead = spec.grad_lag = spec.update_lag = i % 2;
+    CHECK(ps__plan_from_spec(&plan, &m->cfg, cfg, hw, &spec) == PS_OK);
+    check_step(&plan->step);
+    check_report(&plan->step);
+    if (i)
+      check_held(&plan->step);
+    got = train(m, plan, i % 2);
+    expected = i ? expected : got;
+    CHECK(same(&got, &expected));
+    ps_plan_destroy(plan);
+    ps__spec_free(&spec);
+  }
+  ps__layout_free(&layout);
+}
+
+/* Every recipe, with its state as it says and in 8 bits, and every way of clipping. */
+static void test_held_by_several(bool all) {
+  const model *m = &models[0];
+  ps_hardware hw = {.struct_bytes = sizeof hw};
+  CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
+  for (uint32_t i = 0; i < 2 * PS_N_RECIPES * 3; i += all ? 1 : 2) {
+    ps_plan_config cfg = {PLAN_DEFAULTS,
+                          .recipe = i / 6,
+                          .state_bits = i % 2 ? 8 : 0,
+                          .seq_len = 16,
+                          .tokens_per_step = 7 * 16,
+                          .chunk_tokens = 32,
+                          .chunks_per_round = 1,
+                          .head_slice_tokens = 16,
+                          .clip_norm = i / 2 % 3 ? 0.5 : 0,
+                          .clip_by = i / 2 % 3 == 2 ? PS_CLIP_BY_PREVIOUS : PS_CLIP_BY_STEP,
+                          .n_threads = 2};
+    if (!all) /* both states by turns */
+      cfg.state_bits = i / 2 % 2 ? 0 : 8;
+    check_holding(m, &cfg, &hw, 2 + i / 2 % 2);
+  }
+  printf("ok several devices hold the state of what they update, and train to the same bits\n");
+}
+
 int main(int argc, char **argv) {
   const bool all = argc > 1 && !strcmp(argv[1], "all");
   test_memmap();
@@ -598,6 +686,7 @@ int main(int argc, char **argv) {
   for (uint32_t i = 0; i < N_CASES; i += all ? 1 : CASE_STRIDE)
     n += run_case(i, all ? SPECS_OF_ALL : SPECS_A_CASE, &state);
   CHECK(n >= LEAST);
+  test_held_by_several(all);
   test_shared_head(all, all ? SPECS_OF_ALL : 2, &state);
   CHECK(ps__live_allocations() == before);
   CHECK(!direct_io || (int)n_passing_to_disk >= PASSING);

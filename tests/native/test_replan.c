@@ -236,8 +236,10 @@ static void test_disagreements(void) {
 
 /* ---- what happens meanwhile ------------------------------------------------------------------ */
 
-/* Random decisions; of 0 the arenas and scratch hold all others'. */
-enum { N_PLANS = 6 };
+/* Random decisions; of 0 the arenas and scratch hold all others'. With several devices, on which
+ * units' state may lie. */
+enum { N_PLANS = 6, MOST_DEVICES = 2 };
+static uint32_t n_devices = 1;
 static ps_plan *plan_number(uint32_t number) {
   ps_plan_config cfg = tiny_config(1);
   ps_hardware hw = {.struct_bytes = sizeof hw};
@@ -254,7 +256,7 @@ static ps_plan *plan_number(uint32_t number) {
   resident_spec(&spec, &models[0], &cfg, &layout);
   do
     randomize(&spec, &models[0], &layout, &state);
-  while (spec.n_devices != 1);
+  while (spec.n_devices != n_devices);
   spec.keep_grads = false;
   CHECK(ps__plan_from_spec(&plan, &models[0].cfg, &cfg, &hw, &spec) == PS_OK);
   ps__spec_free(&spec);
@@ -264,11 +266,14 @@ static ps_plan *plan_number(uint32_t number) {
 
 static ps_plan *first_plan(void) {
   ps_plan *plan = plan_number(0);
+  uint64_t held = plan->report.held_state_units;
   for (uint32_t i = 1; i < N_PLANS; i++) {
     ps_plan *other = plan_number(i);
+    held += other->report.held_state_units;
     ps__step_widen(&plan->step, &other->step);
     ps_plan_destroy(other);
   }
+  CHECK(held > 0);
   return plan;
 }
 
@@ -493,13 +498,14 @@ static void test_cancel(void) {
 
 /* ---- kills ----------------------------------------------------------------------------------- */
 
-/* Goes on from the newest checkpoint to the last known step. It switches after each step, and
- * writes a checkpoint after every second one. */
+/* Goes on from the newest checkpoint to the last known step, with as many devices as @seed says. It
+ * switches after each step, and writes a checkpoint after every second one. */
 static uint64_t train_on(uint32_t seed) {
   ps_checkpoint *from = NULL;
   ps_checkpoint_info info = {.struct_bytes = sizeof info};
   training a;
   uint64_t step = 0;
+  n_devices = 1 + seed % MOST_DEVICES;
   CHECK(ps_checkpoint_latest(&from, folder) == PS_OK);
   if (from) {
     CHECK(ps_checkpoint_get_info(from, &info) == PS_OK);
@@ -575,11 +581,14 @@ int main(int argc, char **argv) {
   test_two_tasks();
   test_disagreements();
   know_states();
-  test_beside();
-  test_watched();
-  test_checkpoint();
-  test_faults();
-  test_cancel();
+  for (n_devices = 1; n_devices <= MOST_DEVICES; n_devices++) {
+    printf("%u device%s:\n", n_devices, n_devices > 1 ? "s" : "");
+    test_beside();
+    test_watched();
+    test_checkpoint();
+    test_faults();
+    test_cancel();
+  }
   test_kill();
   CHECK(ps__live_allocations() == before);
   for (uint64_t step = 0; step <= N_KNOWN; step++) {
