@@ -60,6 +60,9 @@ ps_status ps__trainer_idle(ps_trainer *t) {
   if (t->torn)
     return ps__fail(PS_ESTATE, "an error came while weights moved to the places of another plan: "
                                "go on from the last checkpoint");
+  if (t->unordered)
+    return ps__fail(PS_ESTATE, "a device failed, and what others then copied to the host is in no "
+                               "order: go on from the last checkpoint");
   if (t->sticky == PS_OK && t->n_reported != t->n_submitted)
     return ps__fail(PS_ESTATE, "%llu steps are in flight: wait for them first",
                     (unsigned long long)(t->n_submitted - t->n_reported));
@@ -105,6 +108,15 @@ static void explain_nonfinite(ps_trainer *t, bool mixed) {
   }
 }
 
+/* After one of several devices has failed, the others run what they were given in no order
+ * (engine/backend.h). Where they update units, they copy weights to the host. */
+static bool copies_in_no_order(const ps_trainer *t, ps_status st) {
+  bool any = false;
+  for (uint32_t u = 0; u < t->plan->spec.n_units; u++)
+    any |= ps__updated_on_device(&t->plan->spec, u);
+  return st == PS_EDEVICE && t->plan->at->n_devices > 1 && any;
+}
+
 /* Keeps the error that stops the trainer, and adds what it means for the weights. */
 static void keep_error(ps_trainer *t, ps_status st) {
   char *message = t->sticky_message;
@@ -118,7 +130,11 @@ static void keep_error(ps_trainer *t, ps_status st) {
       !t->plan->cfg.forward_only && atomic_load(&t->updating) > atomic_load(&t->ended);
   if (st == PS_ENUMERIC)
     explain_nonfinite(t, mixed);
-  if (mixed)
+  t->unordered = copies_in_no_order(t, st);
+  if (t->unordered)
+    snprintf(message + strlen(message), LAST_BYTES,
+             "; weights that the other devices updated are lost: go on from the last checkpoint");
+  else if (mixed)
     snprintf(message + strlen(message), LAST_BYTES,
              "; this was during a step's updates: some weights, also in a model that is saved now, "
              "may be one step ahead of the others");

@@ -82,6 +82,7 @@ struct ps_trainer {
   bool owns_plan; /* plan came by a switch (switch.c) */
   /* a switch has failed between its first copy and its last: weights are in neither place */
   bool torn;
+  bool unordered;                   /* a device failed beside others that update units: state.c */
   uint64_t n_switches, switched_at; /* the last one: after so many steps */
   double switch_s;                  /* SECONDS of switches since the step that was reported last */
   _Atomic uint32_t switching;       /* 1 during a switch */

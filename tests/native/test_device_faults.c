@@ -1,7 +1,8 @@
 /* test_device_faults.c - trainings on three devices in which one op fails in the second step:
- * rounds on devices, parameters in pieces, and a ring of layers, directly and by the host. The
- * first step is done, the second ends in one sentence with the op's name, place in the model and
- * stream, and nothing hangs or leaks. Usage: test_device_faults [all: every op, not every ninth] */
+ * rounds on devices, parameters in pieces, and a ring of layers, directly and by the host; with
+ * updates on the host, and on the devices that hold the units' state. The first step is done, the
+ * second ends in one sentence with the op's name, place in the model and stream, and nothing hangs
+ * or leaks. Usage: test_device_faults [all: every op, not every ninth] */
 #include "tiny_model.h"
 #include "train/trainer.h"
 
@@ -29,12 +30,16 @@ typedef struct layout {
   bool pieces, by_host;
   uint32_t ring_blocks;
   bool stay; /* the pieces of totals, on their devices */
+  bool held; /* the state, on the device that updates the unit */
 } layout;
-static const layout layouts[] = {{.name = "rounds on devices"},
-                                 {.name = "in pieces", .pieces = true},
-                                 {.name = "in pieces, totals stay", .pieces = true, .stay = true},
-                                 {.name = "a ring", .ring_blocks = 1},
-                                 {.name = "a ring by the host", .by_host = true, .ring_blocks = 1}};
+static const layout layouts[] = {
+    {.name = "rounds on devices"},
+    {.name = "in pieces", .pieces = true},
+    {.name = "in pieces, totals stay", .pieces = true, .stay = true},
+    {.name = "a ring", .ring_blocks = 1},
+    {.name = "a ring by the host", .by_host = true, .ring_blocks = 1},
+    {.name = "rounds that hold state", .held = true},
+    {.name = "a ring that holds state", .ring_blocks = 1, .held = true}};
 
 static ps_plan *make_plan(const layout *how, bool clip) {
   ps_hardware hw = {.struct_bytes = sizeof hw};
@@ -71,6 +76,8 @@ static ps_plan *make_plan(const layout *how, bool clip) {
     s.in_pieces[u] = how->pieces;
   for (uint32_t u = 1; u < s.n_units; u++)
     s.grad_resident[u] = how->stay;
+  memset(s.update_streamed, how->held, s.n_units);
+  memset(s.state_held, how->held, s.n_units);
   CHECK(ps__plan_from_spec(&plan, &config, &cfg, &hw, &s) == PS_OK);
   ps__spec_free(&s);
   ps__layout_free(&cut);
@@ -80,8 +87,9 @@ static ps_plan *make_plan(const layout *how, bool clip) {
 /* ---- a failing op ---------------------------------------------------------------------------- */
 
 static const ps_kernel *whole;
+static ps_status fail_as = PS_EIO;
 static ps_status fail_second(const ps_launch *l) {
-  return l->step == 1 ? ps__fail(PS_EIO, "injected") : whole->fn[PS_BACKEND_CPU](l);
+  return l->step == 1 ? ps__fail(fail_as, "injected") : whole->fn[PS_BACKEND_CPU](l);
 }
 
 static ps_status fill_batch(void *user, uint64_t step, int32_t *tokens, int32_t *targets,
@@ -92,6 +100,43 @@ static ps_status fill_batch(void *user, uint64_t step, int32_t *tokens, int32_t 
     targets[i] = (int32_t)rnd_below(&state, VOCAB);
   }
   return PS_OK;
+}
+
+/* A device that fails: where the others update units, what they copied then is of no step, and no
+ * weights are read. */
+static void test_failed_device(const layout *how) {
+  ps_plan *plan = make_plan(how, true);
+  ps__oplist *l = &plan->schedule->list;
+  ps_train_config c = {0};
+  ps_trainer *t;
+  ps_step_metrics m;
+  ps_param_info p;
+  float *x;
+  size_t i = 0;
+  while (l->ops[i].stream != plan->at->dev[1].compute)
+    i++;
+  ps_kernel broken = *l->ops[i].kernel;
+  whole = l->ops[i].kernel;
+  broken.fn[PS_BACKEND_CPU] = fail_second;
+  l->ops[i].kernel = &broken;
+  fail_as = PS_EDEVICE;
+  ps_train_config_init(&c);
+  c.batch_fn = fill_batch;
+  CHECK(ps_trainer_create(&t, model_dir, plan, &c, NULL, NULL) == PS_OK);
+  CHECK(ps_trainer_submit(t, 2) == PS_OK && ps_trainer_wait(t, &m) == PS_OK);
+  CHECK(ps_trainer_wait(t, &m) == PS_EDEVICE);
+  CHECK(!!strstr(ps_last_error(), "are lost: go on from the last checkpoint") == how->held);
+  CHECK(ps_model_param(model, 0, &p) == PS_OK && (x = malloc(p.n * sizeof *x)));
+  if (how->held)
+    CHECK_FAILS(ps_trainer_read_param(t, 0, x, p.n), PS_ESTATE, "a device failed, and what others");
+  else
+    CHECK(ps_trainer_read_param(t, 0, x, p.n) == PS_OK);
+  free(x);
+  const ps_status end = ps_trainer_destroy(t);
+  CHECK(end == PS_OK || end == PS_EDEVICE);
+  l->ops[i].kernel = whole;
+  fail_as = PS_EIO;
+  ps_plan_destroy(plan);
 }
 
 /* Two steps and one behind them. Returns the first one's loss; @st is how the second ended. */
@@ -166,9 +211,12 @@ int main(int argc, char **argv) {
   for (size_t i = 0; i < sizeof layouts / sizeof *layouts; i++)
     for (int clip = 0; clip < 2; clip++)
       n += test_ops(&layouts[i], clip, all ? 1 : STRIDE);
+  for (size_t i = 0; i < sizeof layouts / sizeof *layouts; i++)
+    test_failed_device(&layouts[i]);
   ps_model_destroy(model);
   remove_folder(model_dir);
   CHECK(rmdir(root) == 0);
   printf("ok %u ops of three devices fail, one at a time, and are named\n", n);
+  printf("ok after a device has failed, weights that the others updated are not read\n");
   return 0;
 }

@@ -7,8 +7,9 @@
  * program order (engine/release.h).
  *
  * After a GPU has failed, what waits for it would wait for ever. The other GPUs are let go all at
- * once then, by the thread that found the failure. What they do is in no order, and is copied to
- * gradients and activations alone: with several GPUs weights and state are updated on the host. */
+ * once then, by the thread that found the failure. What they do is in no order. Where all updates
+ * are on the host it is copied to gradients and activations alone. Else it may be copied to
+ * weights, which are not read any more (train/state.c). */
 #include "backends/cuda/device.h"
 #include "engine/release.h"
 #include <stdatomic.h>
