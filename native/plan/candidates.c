@@ -447,9 +447,13 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
     const bool dealt = ps__is_ring(sp->plan) && layer != ps__head_layer(m);
     /* the head of one round is shared, and device 0 may have no part of it */
     const bool shared = ps__is_ring(sp->plan) && !dealt && l->n_rounds == 1;
+    /* its state may be held: then neither its update nor, with one device, its sums are the host's
+     * work, and state does not cross the link */
+    const bool may_hold = sp->plan->holds && ps__is_block(m, layer),
+               sums_may_leave = may_hold && !ps__totals_on_host(sp->plan);
     if (ps__dealt_to(sp->plan, layer) != 0 || shared) {
       t.host_ops += frozen ? 0 : added;
-      t.updates += frozen ? 0 : update * n;
+      t.updates += frozen || may_hold ? 0 : update * n;
       continue;
     }
     if (!stays && (frozen || !r->state))
@@ -462,8 +466,6 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
       continue;
     const bool streamed = in_blocks && !r->state;
     const double state = (double)state_bytes(sp, u);
-    /* its state may be held: then neither is the host's work, nor does state cross the link */
-    const bool may_hold = sp->plan->holds && ps__is_block(m, layer);
     if (streamed && !may_hold) {
       t.to_device += state;
       t.to_host += state;
@@ -476,7 +478,7 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
       t.to_device += share * bytes * (rounds - 1);
     if (grads || pieces)
       t.device_sums += part * added;
-    else if (!r->state && !may_hold)
+    else if (!r->state && !sums_may_leave)
       t.host_ops += added;
     if (r->state || (streamed && !may_hold))
       t.device_updates += update * n;

@@ -48,10 +48,12 @@ typedef struct ps__search {
   ps__evaluation_arrays arrays;      /* each search's own */
   /* evaluate steps with all their rounds, although shorter ones tell nearly the same */
   bool whole;
-  uint64_t held_bytes[256]; /* of the optimizer state of the first so many blocks (held.c) */
-  int kind;                 /* of the candidates: ps__kind_of() */
-  bool large;               /* not all candidates can be evaluated */
-  bool prune;               /* skip by the slack below, and what is evaluated */
+  /* BYTES of the optimizer state of the first so many blocks: of all, and of those that one device
+   * holds, the one that holds the most (held.c) */
+  uint64_t held_bytes[256], held_there[256];
+  int kind;                            /* of the candidates: ps__kind_of() */
+  bool large;                          /* not all candidates can be evaluated */
+  bool prune;                          /* skip by the slack below, and what is evaluated */
   double factor[PS__MAX_MICROBATCHES]; /* simulated time over estimate, by configuration */
   /* the least that evaluated candidates took beyond their bounds, BYTES; 0: none evaluated */
   uint64_t slack[PS__MAX_MICROBATCHES][PS__N_RESIDENCIES][PS__N_AHEADS][PS__N_MEMS];
@@ -135,7 +137,7 @@ ps_status ps__fill_device(ps__search *s, ps__candidate *m, uint64_t taken, doubl
 ps_status ps__local_search(ps__search *s);
 
 /* ---- held.c: state of blocks on the device, where the plan holds state ----------------------- */
-/* ps__held_init() - set s->held_bytes. Needs the plan.
+/* ps__held_init() - set s->held_bytes and s->held_there. Needs the plan.
  * ps__blocks_to_hold() - how many blocks a candidate that takes @bytes with @held blocks holds
  * rather: as few as the host's cap asks for, and none fewer. @held where the plan holds no state.
  * ps__hold_all_that_fit() - from @bytes without state that is held to host bytes that no candidate

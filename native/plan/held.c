@@ -3,13 +3,16 @@
  *
  * A candidate holds the state of its first blocks (ps__candidate.held). The search space has none
  * that does: as many blocks as the caps ask for follow from what a candidate takes without. Bytes
- * of candidates in the search space are thus those without, and what fits is told with. */
+ * of candidates in the search space are thus those without, and what fits is told with.
+ *
+ * Several devices of a host divide the blocks among them, in either layout (ps__updater()): so many
+ * more blocks are held under the same cap. */
 #include "optim/optim.h"
 #include "plan/evaluate.h"
 #include <string.h>
 
 bool ps__may_hold(const ps_plan *p) {
-  return p->hw.backend == PS_BACKEND_CUDA && !ps__totals_on_host(p) && p->model->n_trained > 0;
+  return p->hw.backend == PS_BACKEND_CUDA && p->cfg.n_hosts == 1 && p->model->n_trained > 0;
 }
 
 static uint32_t most_blocks(const ps_plan *p) {
@@ -28,14 +31,21 @@ static uint64_t block_bytes(const ps_plan *p, uint32_t block) {
 }
 
 void ps__held_init(ps__search *s) {
-  for (uint32_t n = 1; n <= most_blocks(s->plan); n++)
-    s->held_bytes[n] = s->held_bytes[n - 1] + block_bytes(s->plan, n);
+  uint64_t on[PS_MAX_DEVICES] = {0};
+  for (uint32_t n = 1; n <= most_blocks(s->plan); n++) {
+    const uint64_t bytes = block_bytes(s->plan, n);
+    uint64_t *here = &on[ps__held_by(s->plan, n)];
+    *here += bytes;
+    s->held_bytes[n] = s->held_bytes[n - 1] + bytes;
+    s->held_there[n] = s->held_there[n - 1] > *here ? s->held_there[n - 1] : *here;
+  }
 }
 
-/* The most blocks whose state is at most @bytes; the fewest whose state is at least that. */
+/* The most blocks whose state is at most @bytes on a device; the fewest whose state is at least
+ * @bytes. */
 static uint8_t blocks_within(const ps__search *s, uint64_t bytes) {
   uint32_t n = most_blocks(s->plan);
-  while (n > 0 && s->held_bytes[n] > bytes)
+  while (n > 0 && s->held_there[n] > bytes)
     n--;
   return (uint8_t)n;
 }
@@ -64,9 +74,9 @@ void ps__hold_all_that_fit(const ps__search *s, uint64_t bytes[PS__N_MEMS]) {
 }
 
 void ps__without_held(const ps__search *s, const ps__candidate *m, uint64_t bytes[PS__N_MEMS]) {
-  const uint64_t held = s->held_bytes[m->held];
-  bytes[PS__DEVICE_MEM] -= held < bytes[PS__DEVICE_MEM] ? held : bytes[PS__DEVICE_MEM];
-  bytes[PS__HOST_MEM] += held;
+  const uint64_t there = s->held_there[m->held];
+  bytes[PS__DEVICE_MEM] -= there < bytes[PS__DEVICE_MEM] ? there : bytes[PS__DEVICE_MEM];
+  bytes[PS__HOST_MEM] += s->held_bytes[m->held];
 }
 
 enum { TRIES = 6 };

@@ -70,9 +70,9 @@ static bool moved(const ps__search *s, ps__candidate *m, int what, int by) {
   return true;
 }
 
-/* BYTES that so many blocks hold more. */
+/* BYTES of a device that so many blocks hold more. */
 static double more_held(const ps__search *s, uint32_t from, uint32_t to) {
-  return (double)s->held_bytes[to] - (double)s->held_bytes[from];
+  return (double)s->held_there[to] - (double)s->held_there[from];
 }
 
 ps_status ps__fill_device(ps__search *s, ps__candidate *m, uint64_t taken, double *out_ns,

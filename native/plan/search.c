@@ -167,9 +167,13 @@ static ps_status evaluate_rings(ps__search *s) {
     ps__candidate m = s->space.candidate[i];
     ps__evaluation e;
     double ns;
-    if (begun[m.microbatch] || !ps__fits(s, m.bytes) || is_too_slow(s, &m))
+    uint64_t bytes[PS__N_MEMS];
+    memcpy(bytes, m.bytes, sizeof bytes);
+    ps__hold_all_that_fit(s, bytes);
+    if (begun[m.microbatch] || !ps__fits(s, bytes) || is_too_slow(s, &m))
       continue;
     begun[m.microbatch] = true;
+    m.held = ps__blocks_to_hold(s, 0, m.bytes);
     PS_TRY(ps__evaluate_begin(s, &m, &e));
     uint64_t taken = e.bytes[PS__DEVICE_MEM];
     ps__evaluation_end(s, &e);

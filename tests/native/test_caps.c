@@ -215,39 +215,81 @@ static void test_replan(void) {
 
 /* ---- state on the device --------------------------------------------------------------------- */
 
-/* With room on the GPU, state of the first blocks stays there where no other plan fits: under the
- * least cap of the host that is told, which is that of plans that hold none.
+/* What a GPU has of the state of the first blocks, which are alike: its part, and the first GPU the
+ * most. */
+static void check_parts(ps_plan *p) {
+  static ps__search s;
+  const uint32_t n_devices = p->at->n_devices;
+  memset(&s, 0, sizeof s);
+  s.plan = p;
+  ps__held_init(&s);
+  for (uint32_t n = 1; n <= p->spec.n_layers; n++)
+    CHECK(s.held_there[n] == s.held_bytes[(n + n_devices - 1) / n_devices] &&
+          s.held_bytes[n] == n * s.held_bytes[1] && s.held_bytes[1] > 0);
+}
+
+/* A plan for other rates of a training that goes on: it holds state where @p does, or more or less
+ * of it, in the arenas of @p. */
+static void check_again(const ps_plan *p, const ps_hardware *of) {
+  ps_hardware rates = *of;
+  ps_plan *next;
+  rates.optimizer_bytes_per_s /= 2;
+  CHECK(ps_plan_again(&next, p, &rates, 0) == PS_OK && next->report.held_state_units > 0);
+  for (uint32_t u = 0; u < p->spec.n_units; u++) {
+    const uint32_t was = p->step.vt[p->step.unit_host[u].state[0]].space,
+                   is = next->step.vt[next->step.unit_host[u].state[0]].space;
+    CHECK(is == was || is == p->at->host || was == p->at->host);
+  }
+  for (uint32_t i = 0; i < p->at->n_places; i++)
+    CHECK(next->step.space_bytes[i] <= ps__plan_reserved(p, i));
+  CHECK(ps_plan_destroy(next) == PS_OK);
+}
+
+/* With room on the GPUs, state of the first blocks stays there where no other plan fits: under the
+ * least cap of the host that is told, which is that of plans that hold none. Several GPUs have a
+ * part of these blocks each, in either layout.
  * @clip_by  whether totals may pass; where not, they wait for the norm on the GPU
- * @room     BYTES for the state of two of four blocks */
-static void test_held(uint32_t clip_by, uint64_t room) {
+ * @room     BYTES of each GPU for the state of two of four blocks
+ * @most     so many halves of a block's state less still have a plan */
+static void test_held(uint32_t clip_by, uint64_t room, uint32_t n_devices, uint32_t layout,
+                      uint32_t most) {
   ps_model_config m = model;
   ps_plan_config cfg = config();
   ps_hardware gpu = {.struct_bytes = sizeof gpu};
   ps_plan *p;
-  uint64_t device, least, held = 0;
+  uint64_t device, least;
   m.dim = 512, m.ffn_dim = 2048, m.n_heads = 8, m.n_kv_heads = 8, m.head_dim = 64;
   CHECK(ps_hardware_of_gpu(&gpu, "h200") == PS_OK);
   cfg.clip_by = clip_by;
-  cfg.chunks_per_round = SEQUENCES;
+  cfg.chunks_per_round = SEQUENCES / n_devices;
+  cfg.n_devices = n_devices;
+  cfg.layout = layout;
   CHECK(ps_plan_smallest(&m, &cfg, &gpu, &device, &least) == PS_OK);
   cfg.device_mem_bytes = device + room;
   CHECK(ps_plan_smallest(&m, &cfg, &gpu, &device, &least) == PS_OK);
   const uint64_t block = 2 * 2 * (4 * 512 * 512 + 3 * 512 * 2048);
-  for (uint32_t i = 0; i < 3; i++) {
+  for (uint32_t i = 0; i <= most; i += i ? most - 1 : 1) {
     cfg.host_mem_bytes = least - i * block / 2;
     CHECK(ps_plan_create(&p, &m, &cfg, &gpu) == PS_OK);
     const ps_plan_report *o = &p->report;
-    uint64_t there = 0;
+    uint64_t there = 0, on[PS_MAX_DEVICES] = {0};
     for (uint32_t u = 0; u < p->spec.n_units; u++) {
       const ps__vt *v = &p->step.vt[p->step.unit_host[u].state[0]];
       there += v->space != p->at->host;
       CHECK((v->space != p->at->host) == p->spec.state_held[u]);
+      on[v->space] += v->space != p->at->host;
+      CHECK(v->space == p->at->host || layout != PS_LAYOUT_RING ||
+            v->space == ps__device_of(&p->spec, p->model->unit[u].layer, 0));
     }
+    check_parts(p);
+    if (i == most)
+      check_again(p, &gpu);
+    for (uint32_t d = 1; d < n_devices; d++)
+      CHECK(on[d] <= on[d - 1] && on[d] + 1 >= on[d - 1]);
     CHECK(there == o->held_state_units && there <= o->streamed_update_units);
-    CHECK((there > 0) == (i > 0) && there >= held);
+    CHECK((there > 0) == (i > 0) && 2 * there >= i);
     CHECK((there > 0) == !!strstr(ps_plan_text(p), "staying there"));
     CHECK(o->host_used_bytes <= cfg.host_mem_bytes && o->device_used_bytes <= cfg.device_mem_bytes);
-    held = there;
     CHECK(ps_plan_destroy(p) == PS_OK);
   }
   cfg.host_mem_bytes = least - 4 * block;
@@ -359,8 +401,11 @@ int main(int argc, char **argv) {
   printf("ok candidates take as much host memory as they are said to, or more\n");
   for (int i = 0; i < 4; i++)
     test_beside(i & 1, i & 2);
-  test_held(PS_CLIP_BY_STEP, 60 << 20);
-  test_held(PS_CLIP_BY_PREVIOUS, 40 << 20);
+  for (uint32_t i = 0; i < 3; i++) {
+    const uint32_t layout = i == 2 ? PS_LAYOUT_RING : PS_LAYOUT_DATA_PARALLEL, n = i ? 2 : 1;
+    test_held(PS_CLIP_BY_STEP, 60 << 20, n, layout, i ? 7 : 2);
+    test_held(PS_CLIP_BY_PREVIOUS, 40 << 20, n, layout, i ? 7 : 2);
+  }
   printf("ok state stays on the device where the host is too small for any other plan\n");
   test_documents();
   printf("ok rows with several documents that a GPU has no attention for are told\n");
