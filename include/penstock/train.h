@@ -255,13 +255,16 @@ PS_API ps_status ps_trainer_submit(ps_trainer *t, uint64_t n);
  *         trainer's own batch function.
  * When a step fails, the steps before it are completed, and wait reports them first. The next wait
  * returns the error, and so does every later submit and wait. Nothing is in flight then: weights
- * can be read and saved. They are those after ps_trainer_steps_done() steps, with two exceptions,
+ * can be read and saved. They are those after ps_trainer_steps_done() steps, with three exceptions,
  * which the message states:
  *   - The error or a cancel came while the optimizer ran. Some weights may then be one step ahead
  *     of the others. Where updates do not wait for the norm (clip_norm 0, PS_CLIP_BY_PREVIOUS) it
  *     runs during the whole step.
  *   - Updates do not wait for the norm and a gradient is not finite. Layers above the one named are
- *     a step ahead. */
+ *     a step ahead.
+ *   - PS_EDEVICE with several GPUs, of which some update units (ps_plan_report.held_state_units).
+ *     Weights are lost: what reads or saves them fails with PS_ESTATE. Go on from the last
+ *     checkpoint. This also holds where a validation or a switch fails so. */
 PS_API ps_status ps_trainer_wait(ps_trainer *t, ps_step_metrics *out);
 /* The result of a validation. */
 typedef struct ps_validation {

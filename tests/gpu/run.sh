@@ -2,8 +2,9 @@
 # run.sh [native] [steps] [sanitizers] - the tests that need a GPU; without words all three parts.
 #
 # What checks bits and errors runs side by side on the first GPU. What measures memory or time runs
-# alone: on the second GPU meanwhile, or after the rest where there is one. Nothing else may use the
-# GPUs. By the times of its parts on H200s it takes some 15 minutes on one, and 10 on two.
+# alone: on the second GPU at the same time, or after the others on a machine with a single GPU.
+# Tests of several GPUs come then, on all of them, and the sanitizers last. Nothing else may use the
+# GPUs. From the times of its parts, all takes some 15 minutes on one H200 and 10 on two.
 #
 # A line for each test with its time, and of one that failed the end of its log. Exit code 0: all
 # passed; 77: there is no usable GPU, and why; else 1.
