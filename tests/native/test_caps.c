@@ -401,10 +401,12 @@ int main(int argc, char **argv) {
   printf("ok candidates take as much host memory as they are said to, or more\n");
   for (int i = 0; i < 4; i++)
     test_beside(i & 1, i & 2);
-  for (uint32_t i = 0; i < 3; i++) {
+  for (uint32_t i = 0; i < 3; i++) { /* two GPUs with one way of clipping each */
     const uint32_t layout = i == 2 ? PS_LAYOUT_RING : PS_LAYOUT_DATA_PARALLEL, n = i ? 2 : 1;
-    test_held(PS_CLIP_BY_STEP, 60 << 20, n, layout, i ? 7 : 2);
-    test_held(PS_CLIP_BY_PREVIOUS, 40 << 20, n, layout, i ? 7 : 2);
+    if (everything || i != 1)
+      test_held(PS_CLIP_BY_STEP, 60 << 20, n, layout, i ? 7 : 2);
+    if (everything || i != 2)
+      test_held(PS_CLIP_BY_PREVIOUS, 40 << 20, n, layout, i ? 7 : 2);
   }
   printf("ok state stays on the device where the host is too small for any other plan\n");
   test_documents();

@@ -75,7 +75,7 @@ static inline ps_train_config train_config(ps_dataset *ds) {
 /* The plan without a cap (everything is resident, updates included), the tightest (everything
  * streams, updates on the host), one that streams everything and updates on the device all the
  * same, or one that streams everything and updates on the host, with clipping in two parts. Or two
- * devices that hold the state of what each updates: the rounds on them, or the layers in a ring.
+ * devices that hold the state of what each updates, rounds on them.
  * STATE_STREAMED, of some tests: streams the state alone, and updates on the device. */
 typedef enum placement {
   RESIDENT,
@@ -83,13 +83,12 @@ typedef enum placement {
   STREAMED,
   IN_PARTS,
   HELD,
-  HELD_IN_RING,
   N_PLACEMENTS,
   STATE_STREAMED = N_PLACEMENTS
 } placement;
 
 static inline ps_plan *make_streamed_plan(const ps_plan_config *cfg, placement where) {
-  const bool there = where != IN_PARTS, held = where == HELD || where == HELD_IN_RING;
+  const bool there = where != IN_PARTS, held = where == HELD;
   ps_plan *plan;
   ps__layout layout;
   ps__spec spec;
@@ -107,7 +106,6 @@ static inline ps_plan *make_streamed_plan(const ps_plan_config *cfg, placement w
   spec.param_lead = spec.saved_lead = spec.saved_lag = spec.grad_lag = spec.sum_lag = 1;
   memset(spec.param_resident, where == STATE_STREAMED, spec.n_units);
   spec.n_devices = held ? 2 : 1;
-  spec.ring_blocks = where == HELD_IN_RING;
   memset(spec.update_streamed, there, spec.n_units);
   memset(spec.state_held, held, spec.n_units);
   memset(spec.update_split, !there && spec.clip && ps__optimizers[spec.optimizer].splits,

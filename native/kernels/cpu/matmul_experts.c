@@ -4,6 +4,7 @@
  * ones of the last four being zeros, and every element is one chain of additions in the order of
  * K. */
 #include "kernels/cpu/attention_job.h"
+#include <string.h>
 
 /* A tile of C, and the depth that is packed at once: W's part is to stay in a core's cache. */
 enum { TILE_ROWS = 256, TILE_COLS = ATT_TILE, DEPTH = 256 };
