@@ -343,7 +343,7 @@ typedef struct ps_plan_report {
   /* With a disk: units whose optimizer state is there, BYTES of it, and BYTES read and written in a
    * step; else 0 */
   uint64_t disk_units, disk_arena_bytes, disk_mem_bytes, disk_read_bytes, disk_write_bytes;
-  /* Of streamed_update_units: those whose optimizer state stays on the device, of several on one. */
+  /* Of streamed_update_units: those whose optimizer state stays on a device, each on one. */
   uint64_t held_state_units;
 } ps_plan_report;
 
