@@ -128,8 +128,6 @@ BEGUN_FIRST = [
 ]
 
 
-# Before pytest-xdist's own hook, which reads the groups.
-@pytest.hookimpl(tryfirst=True)
 def transformers_is_4():
     try:
         return version("transformers").startswith("4.")
@@ -142,6 +140,8 @@ def transformers_is_4():
 OF_TRANSFORMERS_5 = re.compile(r"\[.*(ministral3|olmo3|gemma4|deepseek|qwen3_5|qwen3_next)")
 
 
+# Before pytest-xdist's own hook, which reads the groups.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     for item in items if transformers_is_4() else []:
         if item.get_closest_marker("oldest") and OF_TRANSFORMERS_5.search(item.name):

@@ -42,6 +42,13 @@ def test_long_tests_run_only_when_asked_for(tmp_path):
     assert "pytest -q -m long" in dry.stdout, dry.stdout + dry.stderr
 
 
+def test_a_files_tests_share_a_process_of_pytest_xdist(request):
+    """Each process would make a file's fixtures anew: a third of the time of `make test`."""
+    if not getattr(request.config.option, "loadgroup", False):
+        pytest.skip("not run by pytest-xdist with --dist loadgroup")
+    assert request.node.nodeid.endswith("@test_make.py")
+
+
 def make(*arguments, cwd=ROOT, **environment):
     return subprocess.run(
         ["make", *map(str, arguments)],
