@@ -105,20 +105,31 @@ static void run_copy(void *arg) {
   free(w);
 }
 
+/* Numbers that are converted in one call. */
+enum { AT_ONCE = 512 };
+static uint64_t at_once(uint64_t left) { return left < AT_ONCE ? left : AT_ONCE; }
+
+/* total += term, of @n elements; of the first term: total = term. */
+static void add_term(float *total, const float *term, uint64_t n, bool first) {
+  for (uint64_t i = 0; i < n; i++)
+    total[i] = first ? term[i] : total[i] + term[i];
+}
+
 static void run_add(void *arg) {
   work *w = arg;
   const ps__net_add *a = &w->add;
   const size_t e = ps_dtype_bytes(a->dt);
-  for (uint64_t i = 0; i < a->n; i++) {
-    float total = 0, term;
+  for (uint64_t i = 0, n; i < a->n; i += n) {
+    float total[AT_ONCE], term[AT_ONCE];
+    n = at_once(a->n - i);
     for (uint32_t r = 0; r < a->n_hosts; r++) {
       const char *from =
           r == a->rank ? (char *)a->mine
                        : (const char *)a->received + (r < a->rank ? r : r - 1) * a->stride_bytes;
-      ps__dtypes[a->dt].to_f32(r ? &term : &total, from + i * e, 1);
-      total += r ? term : 0;
+      ps__dtypes[a->dt].to_f32(term, from + i * e, n);
+      add_term(total, term, n, r == 0);
     }
-    ps__dtypes[a->dt].from_f32((char *)a->mine + i * e, &total, 1);
+    ps__dtypes[a->dt].from_f32((char *)a->mine + i * e, total, n);
   }
   free(w);
 }
@@ -263,28 +274,34 @@ static float value(uint32_t rank, uint64_t i) {
   return ldexpf(f, (int)(x >> 60) - 8);
 }
 
+/* Numbers @first to @first + @n - 1 of rank @k, in the rank's dtype. */
+static void values(const rank *r, uint32_t k, uint64_t first, uint64_t n, void *out) {
+  float f[AT_ONCE];
+  for (uint64_t i = 0; i < n; i++)
+    f[i] = value(k, first + i);
+  ps__dtypes[r->dt].from_f32(out, f, n);
+}
+
 static void fill(const rank *r, void *data) {
-  const size_t e = ps_dtype_bytes(r->dt);
-  for (uint64_t i = 0; i < r->count; i++) {
-    const float f = value(r->rank, i);
-    ps__dtypes[r->dt].from_f32((char *)data + i * e, &f, 1);
+  for (uint64_t i = 0, n; i < r->count; i += n) {
+    n = at_once(r->count - i);
+    values(r, r->rank, i, n, (char *)data + i * ps_dtype_bytes(r->dt));
   }
 }
 
 /* The contract, element by element. */
 static void expect(const rank *r, const void *data) {
   const size_t e = ps_dtype_bytes(r->dt);
-  for (uint64_t i = 0; i < r->count; i++) {
-    float total = 0, term;
-    char bits[4];
+  for (uint64_t i = 0, n; i < r->count; i += n) {
+    float total[AT_ONCE], term[AT_ONCE], bits[AT_ONCE];
+    n = at_once(r->count - i);
     for (uint32_t k = 0; k < r->n; k++) {
-      const float f = value(k, i);
-      ps__dtypes[r->dt].from_f32(bits, &f, 1);
-      ps__dtypes[r->dt].to_f32(k ? &term : &total, bits, 1);
-      total += k ? term : 0;
+      values(r, k, i, n, bits);
+      ps__dtypes[r->dt].to_f32(term, bits, n);
+      add_term(total, term, n, k == 0);
     }
-    ps__dtypes[r->dt].from_f32(bits, &total, 1);
-    CHECK(memcmp(bits, (const char *)data + i * e, e) == 0);
+    ps__dtypes[r->dt].from_f32(bits, total, n);
+    CHECK(memcmp(bits, (const char *)data + i * e, n * e) == 0);
   }
 }
 
