@@ -404,9 +404,9 @@ typedef struct shared {
 
 static const shared shares[] = {{"in parts", true, IN_PARTS, 8e9, 0.8, 0},
                                 {"in parts, ops that scatter", true, IN_PARTS, 8e9, 0.8, 0.2},
-                                {"state too", true, TIGHT, 6e9, 0.6, 0.2},
+                                {"state too", true, FOUND, 6e9, 0.6, 0.2},
                                 {"by bandwidth alone", false, IN_PARTS, 8e9, 0.8, 0},
-                                {"by bandwidth, ops that scatter", false, TIGHT, 8e9, 1, 0.05}};
+                                {"by bandwidth, ops that scatter", false, FOUND, 8e9, 1, 0.05}};
 
 /* From step 6 on copies, sums and updates share a slower memory. By the run's rates a step takes
  * what steps take, and another plan's step what it takes on that machine. */
@@ -520,16 +520,16 @@ static void test_notices(void) {
 static ps_plan *plan_on_disk(void) {
   const ps_hardware was = hw;
   ps_plan_config c = plan_config(PS_RECIPE_FP32, true);
-  ps_plan *plan, *tight;
+  ps_plan *plan, *found;
   ps__spec spec;
   c.trace_steps = 2;
   hw = roomy();
   hw.link[PS_LINK_DISK_READ].bytes_per_s = hw.link[PS_LINK_DISK_WRITE].bytes_per_s = 2e9;
   hw.link[PS_LINK_DISK_READ].duplex_bytes_per_s = hw.link[PS_LINK_DISK_WRITE].duplex_bytes_per_s =
       4e9;
-  tight = make_plan_of(c, TIGHT);
-  CHECK(ps__spec_copy(&spec, &tight->spec) == PS_OK);
-  CHECK(ps_plan_destroy(tight) == PS_OK);
+  found = make_plan_of(c, FOUND);
+  CHECK(ps__spec_copy(&spec, &found->spec) == PS_OK);
+  CHECK(ps_plan_destroy(found) == PS_OK);
   spec.disk = true;
   spec.disk_lead = 1;
   for (uint32_t u = 1; u < spec.n_units; u++) {

@@ -72,61 +72,58 @@ static inline ps_train_config train_config(ps_dataset *ds) {
   return c;
 }
 
-/* The plan without a cap (everything is resident, updates included), the tightest (everything
- * streams, updates on the host), one that streams everything and updates on the device all the
- * same, or one that streams everything and updates on the host, with clipping in two parts. Or two
- * devices that hold the state of what each updates, rounds on them.
- * STATE_STREAMED, of some tests: streams the state alone, and updates on the device. */
+/* Where a plan keeps things. It is made of these decisions, not searched for: under the caps that a
+ * model of this size can be given, a search leaves all of it on the device. */
 typedef enum placement {
-  RESIDENT,
-  TIGHT,
-  STREAMED,
-  IN_PARTS,
-  HELD,
+  RESIDENT, /* weights, totals, state and activations stay on the device, which updates */
+  TIGHT,    /* everything streams, activations are recomputed, updates are on the host */
+  STREAMED, /* the same, but the device updates: its state streams too */
+  IN_PARTS, /* as TIGHT, and with clipping updates are in two parts */
+  HELD,     /* two devices hold the state of what each updates, rounds run on them */
   N_PLACEMENTS,
-  STATE_STREAMED = N_PLACEMENTS
+  /* of some tests */
+  STATE_STREAMED = N_PLACEMENTS, /* weights stay, state streams */
+  FOUND                          /* what a search without caps finds */
 } placement;
 
-static inline ps_plan *make_streamed_plan(const ps_plan_config *cfg, placement where) {
-  const bool there = where != IN_PARTS, held = where == HELD;
+static inline void place(ps__spec *s, placement where) {
+  const bool all = where == RESIDENT, held = where == HELD;
+  memset(s->param_resident, all || where == STATE_STREAMED, s->n_units);
+  memset(s->grad_resident, all, s->n_units);
+  memset(s->update_resident, all, s->n_units);
+  if (all)
+    memset(s->policy, PS_POLICY_DEVICE, (size_t)s->n_layers * s->n_chunks * s->n_saved);
+  s->n_devices = held ? 2 : 1;
+  memset(s->update_streamed, where == STREAMED || where == STATE_STREAMED || held, s->n_units);
+  memset(s->state_held, held, s->n_units);
+  memset(s->update_split, where == IN_PARTS && s->clip && ps__optimizers[s->optimizer].splits,
+         s->n_units);
+}
+
+static inline ps_plan *make_plan_of(ps_plan_config cfg, placement where) {
   ps_plan *plan;
   ps__layout layout;
   ps__spec spec;
-  CHECK(ps__layout_init(&layout, cfg->seq_len, SEQUENCES, cfg->chunk_tokens, cfg->chunks_per_round,
-                        0, 0) == PS_OK);
+  if (where == FOUND) {
+    CHECK(ps_plan_create(&plan, &model, &cfg, &hw) == PS_OK);
+    return plan;
+  }
+  CHECK(ps__layout_init(&layout, cfg.seq_len, SEQUENCES, cfg.chunk_tokens, cfg.chunks_per_round, 0,
+                        0) == PS_OK);
   CHECK(ps__spec_init(&spec, params, &layout) == PS_OK);
-  spec.recipe = ps__plan_row(cfg);
-  spec.optimizer = (ps_optimizer)cfg->optimizer;
+  spec.recipe = ps__plan_row(&cfg);
+  spec.optimizer = (ps_optimizer)cfg.optimizer;
   spec.chunk_tokens = layout.chunk_tokens;
   spec.chunks_per_round = layout.chunks_per_round;
   spec.first_round_chunks = layout.first_round_chunks;
   spec.first_rounds = layout.first_rounds;
   spec.head_slice = SEQ_LEN;
-  spec.clip = cfg->clip_norm > 0 || cfg->non_finite == PS_NON_FINITE_SKIP;
+  spec.clip = cfg.clip_norm > 0 || cfg.non_finite == PS_NON_FINITE_SKIP;
   spec.param_lead = spec.saved_lead = spec.saved_lag = spec.grad_lag = spec.sum_lag = 1;
-  memset(spec.param_resident, where == STATE_STREAMED, spec.n_units);
-  spec.n_devices = held ? 2 : 1;
-  memset(spec.update_streamed, there, spec.n_units);
-  memset(spec.state_held, held, spec.n_units);
-  memset(spec.update_split, !there && spec.clip && ps__optimizers[spec.optimizer].splits,
-         spec.n_units);
-  CHECK(ps__plan_from_spec(&plan, &model, cfg, &hw, &spec) == PS_OK);
+  place(&spec, where);
+  CHECK(ps__plan_from_spec(&plan, &model, &cfg, &hw, &spec) == PS_OK);
   ps__spec_free(&spec);
   ps__layout_free(&layout);
-  return plan;
-}
-
-static inline ps_plan *make_plan_of(ps_plan_config cfg, placement where) {
-  ps_plan *plan;
-  uint64_t host, val_tokens = cfg.val_tokens;
-  if (where >= STREAMED)
-    return make_streamed_plan(&cfg, where);
-  cfg.val_tokens = 0;
-  if (where == TIGHT)
-    CHECK(ps_plan_smallest(&model, &cfg, &hw, &cfg.device_mem_bytes, &host) == PS_OK &&
-          cfg.device_mem_bytes > 0);
-  cfg.val_tokens = val_tokens;
-  CHECK(ps_plan_create(&plan, &model, &cfg, &hw) == PS_OK);
   return plan;
 }
 
