@@ -404,7 +404,8 @@ for region in (Region(0, 2**21 - 8, 4), Region(0, -4, 4), Region(0, 2**62, 4), R
 def interrupted(use):
     run = run_of(lambda step, x: time.sleep(0.002))
     run.submit(10**6)
-    timer = threading.Timer(0.1, signal.raise_signal, (signal.SIGINT,))
+    main = threading.main_thread().ident  # raise_signal() would not end its time.sleep()
+    timer = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT))
     timer.start()
     try:
         use(run)
