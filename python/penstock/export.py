@@ -162,7 +162,7 @@ def _convert(gguf, source: Source, tensor: Tensor, first_row: int, n_rows: int, 
     if tensor.offset:
         data = data + np.float32(tensor.offset)
     if tensor.change:
-        data = tensor.change(data)
+        data = tensor.change.there(data)
     if tensor.kind == "Q8_0":
         return gguf.quants.quantize(data, gguf.GGMLQuantizationType.Q8_0)
     if tensor.kind == "MXFP4":

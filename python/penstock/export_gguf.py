@@ -19,43 +19,10 @@ from ._lib import lib
 from .chat import ChatTemplate
 from .files import DataError, open_input
 from .generate import stop_tokens
-from .gguf_families import Gemma4, family_of, flags
+from .gguf_families import ARCHITECTURES, Gemma4, family_of, flags
 from .gguf_tensor import BLOCK, Tensor, halves_as_neighbours, kind_of, of_all_layers
 from .model import ModelConfig, Parameter
 
-# llama.cpp's architecture of each family. The models of "llama" have no windows there.
-ARCHITECTURES = {
-    "llama": "LLAMA",
-    "mistral": "LLAMA",
-    "ministral": "LLAMA",
-    "qwen2": "QWEN2",
-    "qwen3": "QWEN3",
-    "gemma2": "GEMMA2",
-    "gemma3_text": "GEMMA3",
-    "phi3": "PHI3",
-    "olmo2": "OLMO2",
-    "olmo3": "OLMO2",
-    "gemma": "GEMMA",
-    "seed_oss": "SEED_OSS",
-    "exaone4": "EXAONE4",
-    "hunyuan_v1_dense": "HUNYUAN_DENSE",
-    "glm4": "GLM4",
-    "granite": "GRANITE",
-    "smollm3": "SMOLLM3",
-    "olmoe": "OLMOE",
-    "qwen3_moe": "QWEN3MOE",
-    "mixtral": "LLAMA",
-    "gpt_oss": "GPT_OSS",
-    "deepseek_v2": "DEEPSEEK2",
-    "deepseek_v3": "DEEPSEEK2",
-    "glm4_moe_lite": "DEEPSEEK2",
-    "qwen3_next": "QWEN3NEXT",
-    "qwen3_5_text": "QWEN35",
-    "qwen3_5_moe_text": "QWEN35MOE",
-    "gemma4_text": "GEMMA4",
-    "gemma4_unified_text": "GEMMA4",
-    "ministral3": "MISTRAL3",
-}
 GEMMA = ("GEMMA2", "GEMMA3")
 OFFSET = ("GEMMA", *GEMMA)  # norms multiply by what is 1 + w in the model
 # RoPE turns neighbours there, (2i, 2i + 1), and not (i, i + head_dim/2) as Hugging Face's layout.
@@ -123,7 +90,7 @@ def describe(gguf, model: ModelConfig, folder: Path, dtype: str, name: str) -> D
         raise DataError(f"{folder}: no GGUF is written of the family {family}: export --to hf")
     if model.n_labels:
         raise DataError(f"{folder}: is a classifier or a reward model, of which no GGUF is written")
-    arch = ARCHITECTURES[family]
+    arch = ARCHITECTURES[family][0]
     if arch not in gguf.MODEL_ARCH.__members__:
         raise DataError(f"{folder}: this package gguf knows no {arch}: pip install -U gguf")
     config = text_config(read_json(folder / "config.json"))

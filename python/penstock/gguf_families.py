@@ -1,5 +1,6 @@
-"""Architectures of llama.cpp that are more than a row of penstock.export_gguf's tables: what their
-loaders want of names, shapes and keys beside what all have, and what their graphs cannot compute."""
+"""The families that GGUF files have, for export and import: llama.cpp's architecture of each, and
+what the loaders of some want of names, shapes and keys beside what all have. What sizes() and yarn()
+write, config() and read_yarn() read. place() says for both ways how tensors are laid out."""
 
 from __future__ import annotations
 
@@ -9,8 +10,45 @@ from collections.abc import Iterator
 import numpy as np
 
 from ._lib import lib
-from .gguf_tensor import Tensor
+from .files import DataError
+from .gguf_tensor import NEGATIVE_EXP, Tensor
 from .model import ModelConfig, Parameter
+
+# Of each family: llama.cpp's architecture, and the class of transformers. Of several families with
+# one architecture the first is what a file is taken for, unless Family.model_type() says otherwise.
+# The models of "llama" have no windows there.
+ARCHITECTURES = {
+    "llama": ("LLAMA", "LlamaForCausalLM"),
+    "mistral": ("LLAMA", "MistralForCausalLM"),
+    "ministral": ("LLAMA", "MinistralForCausalLM"),
+    "qwen2": ("QWEN2", "Qwen2ForCausalLM"),
+    "qwen3": ("QWEN3", "Qwen3ForCausalLM"),
+    "gemma2": ("GEMMA2", "Gemma2ForCausalLM"),
+    "gemma3_text": ("GEMMA3", "Gemma3ForCausalLM"),
+    "phi3": ("PHI3", "Phi3ForCausalLM"),
+    "olmo2": ("OLMO2", "Olmo2ForCausalLM"),
+    "olmo3": ("OLMO2", "Olmo3ForCausalLM"),
+    "gemma": ("GEMMA", "GemmaForCausalLM"),
+    "seed_oss": ("SEED_OSS", "SeedOssForCausalLM"),
+    "exaone4": ("EXAONE4", "Exaone4ForCausalLM"),
+    "hunyuan_v1_dense": ("HUNYUAN_DENSE", "HunYuanDenseV1ForCausalLM"),
+    "glm4": ("GLM4", "Glm4ForCausalLM"),
+    "granite": ("GRANITE", "GraniteForCausalLM"),
+    "smollm3": ("SMOLLM3", "SmolLM3ForCausalLM"),
+    "olmoe": ("OLMOE", "OlmoeForCausalLM"),
+    "qwen3_moe": ("QWEN3MOE", "Qwen3MoeForCausalLM"),
+    "mixtral": ("LLAMA", "MixtralForCausalLM"),
+    "gpt_oss": ("GPT_OSS", "GptOssForCausalLM"),
+    "deepseek_v2": ("DEEPSEEK2", "DeepseekV2ForCausalLM"),
+    "deepseek_v3": ("DEEPSEEK2", "DeepseekV3ForCausalLM"),
+    "glm4_moe_lite": ("DEEPSEEK2", "Glm4MoeLiteForCausalLM"),
+    "qwen3_next": ("QWEN3NEXT", "Qwen3NextForCausalLM"),
+    "qwen3_5_text": ("QWEN35", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe_text": ("QWEN35MOE", "Qwen3_5MoeForCausalLM"),
+    "gemma4_text": ("GEMMA4", "Gemma4ForCausalLM"),
+    "gemma4_unified_text": ("GEMMA4", "Gemma4UnifiedForCausalLM"),
+    "ministral3": ("MISTRAL3", "Ministral3ForCausalLM"),
+}
 
 
 def flags(model: ModelConfig, flag: int) -> list[bool]:
@@ -25,6 +63,11 @@ class Family:
     always_head = False  # llama.cpp reads output.weight also where it is the embedding
     betas = False  # its loader reads those of yarn
     rounds_range = False  # it is written although llama.cpp rounds the ends of yarn's range
+    # For import: whether config() has experts, keys with a number a layer, heads of its own, RoPE of
+    # its own; RoPE on a part of a head; RoPE under transformers 5's name.
+    has_experts = by_layer = own_heads = own_rope = partial_rope = rope_parameters = False
+    # Tensors of older converters, which are a parameter whole: of each tensor that they stand for.
+    older: dict[str, str] = {}
 
     def refusal(self, model: ModelConfig, config: dict) -> str | None:
         """What llama.cpp's graph computes in another way than the model."""
@@ -46,8 +89,27 @@ class Family:
         by `by`. llama.cpp multiplies by 1 + 0.1 ln(factor) itself."""
         return by / max(0.1 * math.log(model.rope.factor) + 1, 1.0), None
 
+    # ---- import ----------------------------------------------------------------------------------
+
+    def model_type(self, keys, default: str) -> str:
+        """transformers' model_type of the file's model. keys: import_config.Keys."""
+        return default
+
+    def config(self, keys, config: dict, notes: list[str]) -> None:
+        """Add to config.json what the family has beside what all have; notes: for the user."""
+
+    def read_yarn(self, keys, by: float, factor: float) -> dict:
+        """What the file's attn_factor `by`, 1 where there is none, says in config.json."""
+        usual = max(0.1 * math.log(max(factor, 1)) + 1, 1.0)
+        return {} if abs(by - 1) < 1e-6 else {"attention_factor": by * usual}
+
+    def unused(self, model: ModelConfig) -> set[str]:
+        """Tensors that files may have and no layer reads."""
+        return set()
+
 
 class GptOss(Family):
+    has_experts = True
     names = {
         "self_attn.sinks": "attn_sinks.weight",
         "mlp.experts.down_proj": "ffn_down_exps.weight",
@@ -65,6 +127,20 @@ class GptOss(Family):
 
     def sizes(self, model, config):
         return _windows(model)
+
+    def config(self, keys, config, notes):
+        """Alpha and limit of the gate are the graph's."""
+        config |= _experts(keys, "num_local_experts", "intermediate_size")
+        config["attention_bias"] = "blk.0.attn_q.bias" in keys.file.tensors
+        config["swiglu_limit"] = 7.0
+        config["sliding_window"] = keys.count("attention.sliding_window", 0) or None
+        windows = bool(config["sliding_window"])
+        config["layer_types"] = keys.layer_types(config["num_hidden_layers"], windows, 2)
+        scaling = config["rope_scaling"] = config["rope_scaling"] or {"rope_type": "default"}
+        if scaling["rope_type"] == "yarn":
+            config["rope_scaling"] = {"beta_fast": 32.0, "beta_slow": 1.0} | scaling
+            config["rope_scaling"]["truncate"] = False
+            notes.append("yarn's truncate is false, as gpt-oss has it: no key says so")
 
     def place(self, model, p, name):
         """A gate's row stands before its up's."""
@@ -85,6 +161,8 @@ class DeepSeek(Family):
     two, of which the keys' is transposed."""
 
     names = {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
+    has_experts = own_heads = own_rope = True
+    older = dict.fromkeys(("attn_k_b.weight", "attn_v_b.weight"), "attn_kv_b.weight")
     # llama.cpp takes these for models whose q has one projection, by their layers and vocabulary.
     lite = ((26, None), (27, None), (48, 128256))
 
@@ -174,6 +252,66 @@ class DeepSeek(Family):
             return super().yarn(model, by)
         return by, 0.1 * by_key / log
 
+    def model_type(self, keys, default):
+        """GLM-4.7-Flash computes what DeepSeek-V3 does. It has neither yarn nor groups."""
+        if keys.count("expert_gating_func", 1) != 2:
+            return "deepseek_v2"
+        plain = (keys.any("rope.scaling.type") or "none") == "none"
+        plain &= keys.count("expert_group_count", 1) <= 1 and bool(self._q_rank(keys))
+        return "glm4_moe_lite" if plain else "deepseek_v3"
+
+    @staticmethod
+    def _q_rank(keys) -> int | None:
+        return keys.count("attention.q_lora_rank", 0) or None
+
+    def config(self, keys, config, notes):
+        kind, layers = config["model_type"], config["num_hidden_layers"]
+        rope = keys.count("rope.dimension_count")
+        key, value = (
+            keys.count(f"attention.{x}_length_mla", 0) or keys.count(f"attention.{x}_length")
+            for x in ("key", "value")
+        )
+        dense = keys.count("leading_dense_block_count", 0)
+        groups = keys.count("expert_group_count", 1), keys.count("expert_group_used_count", 1)
+        config |= _experts(keys, "n_routed_experts", "moe_intermediate_size") | dict(
+            num_key_value_heads=config["num_attention_heads"],
+            attention_bias=False,
+            q_lora_rank=self._q_rank(keys),
+            kv_lora_rank=keys.count("attention.kv_lora_rank"),
+            qk_nope_head_dim=key - rope,
+            qk_rope_head_dim=rope,
+            v_head_dim=value,
+            n_shared_experts=keys.count("expert_shared_count"),
+            n_group=groups[0],
+            topk_group=groups[1],
+            norm_topk_prob=keys.any("expert_weights_norm") is True,
+            routed_scaling_factor=keys.number("expert_weights_scale", 0) or 1.0,
+        )
+        if kind == "glm4_moe_lite":
+            types = ["dense" if i < dense else "sparse" for i in range(min(layers, 1 << 16))]
+            config["mlp_layer_types"] = types
+            config["rope_parameters"] = dict(rope_type="default", rope_theta=keys.theta())
+            notes.append("GLM-4.7-Flash and DeepSeek-V3 are one architecture in the file")
+            return
+        config |= dict(first_k_dense_replace=dense, rope_theta=keys.theta())
+        config["rope_scaling"] = keys.scaling(config, rope)
+        if kind == "deepseek_v2":
+            grouped = 0 < groups[1] < groups[0]
+            config["topk_method"] = "group_limited_greedy" if grouped else "greedy"
+
+    def read_yarn(self, keys, by, factor):
+        """yarn() the other way."""
+        log = 0.1 * math.log(max(factor, 1))
+        multiplier = keys.number("rope.scaling.yarn_log_multiplier", 0)
+        whole = by * (1 + multiplier / 0.1 * log)
+        if not multiplier and keys.any("rope.scaling.attn_factor") is not None:
+            by *= 1 + log
+            whole = by
+        if abs(whole - 1) < 1e-6 or log <= 0:
+            return {"attention_factor": by} if abs(by - 1 - log) >= 1e-6 else {}
+        mscales = [(x - 1) / log for x in (by * whole, whole)]
+        return dict(zip(("mscale", "mscale_all_dim"), map(_decimal, mscales), strict=True))
+
 
 class Delta(Family):
     """Gated delta-nets. `tiled`: llama.cpp has head h of v with head h % key heads of q and k, and
@@ -181,7 +319,14 @@ class Delta(Family):
 
     def __init__(self, tiled: bool, sections: bool):
         self.tiled, self.sections = tiled, sections
+        self.rope_parameters = sections  # of Qwen3.5
+        self.older = (
+            {}
+            if sections
+            else dict.fromkeys(("attn_qkv.weight", "attn_gate.weight"), "ssm_in.weight")
+        )
 
+    has_experts = partial_rope = True
     names = {
         "linear_attn.dt_bias": "ssm_dt.bias",
         "linear_attn.A_log": "ssm_a",
@@ -228,6 +373,36 @@ class Delta(Family):
             sizes["rope_dimension_sections"] = [*(rope.get("mrope_section") or thirds), 0]
         return sizes
 
+    def config(self, keys, config, notes):
+        layers, values = config["num_hidden_layers"], keys.count("ssm.time_step_rank")
+        linear = keys.any("attention.recurrent_layers")
+        if linear is None:
+            linear = max(1, keys.count("full_attention_interval", 4))
+        linear = keys.by_layer("attention.recurrent_layers", linear, layers)
+        types = ["linear_attention" if x else "full_attention" for x in linear]
+        config |= dict(
+            layer_types=types,
+            linear_conv_kernel_dim=keys.count("ssm.conv_kernel"),
+            linear_num_key_heads=keys.count("ssm.group_count"),
+            linear_num_value_heads=values,
+            linear_key_head_dim=keys.count("ssm.state_size"),
+            linear_value_head_dim=keys.count("ssm.inner_size") // max(values, 1),
+        )
+        if keys.count("expert_count", 0):
+            config |= _experts(keys, "num_experts", "moe_intermediate_size")
+            shared = keys.count("expert_shared_feed_forward_length")
+            config["shared_expert_intermediate_size"] = shared
+            if not self.sections:
+                config |= dict(norm_topk_prob=True, mlp_only_layers=[], decoder_sparse_step=1)
+        sections = keys.any("rope.dimension_sections")
+        if (
+            self.sections
+            and isinstance(sections, list)
+            and "factor" not in config["rope_parameters"]
+        ):
+            more = dict(mrope_section=sections[:3], mrope_interleaved=True)
+            config["rope_parameters"] |= more
+
     def _tiled(self, model, size: int) -> np.ndarray | None:
         """The order of the heads of v, which have so many rows."""
         keys, values = model.linear_key_heads, model.linear_value_heads
@@ -249,7 +424,7 @@ class Delta(Family):
         if what in ("in_proj_a.weight", "in_proj_b.weight"):
             return [("", dict(pick_rows=one))]
         if what == "A_log":
-            return [(here, dict(pick_columns=one, change=lambda x: -np.exp(x)))]
+            return [(here, dict(pick_columns=one, change=NEGATIVE_EXP))]
         if what == "dt_bias":
             return [(here, dict(pick_columns=one))]
         if what == "in_proj_z.weight":
@@ -278,6 +453,7 @@ def _qkvz(model: ModelConfig, p: Parameter) -> list[tuple[str, dict]]:
 
 
 class Gemma4(Family):
+    has_experts = by_layer = own_heads = own_rope = True
     names = {
         "layer_scalar": "layer_output_scale.weight",
         "router.scale": "ffn_gate_inp.scale",
@@ -323,6 +499,101 @@ class Gemma4(Family):
             ]
         return sizes | _windows(model)
 
+    def model_type(self, keys, default):
+        """Both compute the same. transformers 5.24 computes layers that share keys in the first alone
+        with embeddings of each layer."""
+        shares = keys.count("attention.shared_kv_layers", 0)
+        plain = shares and not keys.count("embedding_length_per_layer_input", 0)
+        unified = plain or "tokenizer.ggml.suppress_tokens" in keys.file.keys
+        return "gemma4_unified_text" if unified else default
+
+    def config(self, keys, config, notes):
+        layers, stored = config["num_hidden_layers"], keys.file.tensors
+        window = keys.count("attention.sliding_window", 0)
+        types = keys.layer_types(layers, bool(window), 6)
+        shared = keys.count("attention.shared_kv_layers", 0)
+        full = [i for i in range(layers) if types[i] == "full_attention"]
+        slides = [i for i in range(layers) if types[i] != "full_attention"]
+        heads = keys.by_layer(
+            "attention.head_count_kv", keys.any("attention.head_count_kv"), layers
+        )
+        widths = keys.by_layer("feed_forward_length", keys.any("feed_forward_length"), layers)
+        same_keys = any(
+            i < layers - shared and f"blk.{i}.attn_v.weight" not in stored for i in full
+        )
+        whole = keys.count("attention.key_length")
+        dim = keys.count("attention.key_length_swa", whole)
+        config |= dict(
+            head_dim=dim,
+            global_head_dim=whole,
+            num_key_value_heads=heads[(slides or full)[0]],
+            num_global_key_value_heads=heads[full[0]] if full and same_keys else None,
+            attention_k_eq_v=same_keys,
+            num_kv_shared_layers=shared,
+            intermediate_size=widths[0],
+            use_double_wide_mlp=widths[-1] == 2 * widths[0],
+            hidden_size_per_layer_input=keys.count("embedding_length_per_layer_input", 0),
+            sliding_window=window or None,
+            layer_types=types,
+            final_logit_softcapping=keys.number("final_logit_softcapping", 30.0) or None,
+            enable_moe_block=keys.count("expert_count", 0) > 0,
+        )
+        if config["model_type"] == "gemma4_unified_text":
+            del config["enable_moe_block"]
+        if config["hidden_size_per_layer_input"]:
+            table = stored.get("per_layer_token_embd.weight")
+            config["vocab_size_per_layer_input"] = table.shape[0] if table else config["vocab_size"]
+        if config.get("enable_moe_block"):
+            config |= _experts(keys, "num_experts", "moe_intermediate_size", "top_k_experts")
+        self._check_by_layer(keys, heads, widths, layers - shared, slides, config)
+        config["rope_parameters"] = dict(
+            full_attention=self._read_factors(keys, whole),
+            sliding_attention=dict(
+                rope_type="default", rope_theta=keys.number("rope.freq_base_swa", 10000.0)
+            ),
+        )
+
+    @staticmethod
+    def _check_by_layer(keys, heads, widths, own, slides, config) -> None:
+        n = config["num_global_key_value_heads"] or config["num_key_value_heads"]
+        want = [config["num_key_value_heads"] if i in slides else n for i in range(len(heads))]
+        wide = [
+            widths[0] * (2 if i >= own and widths[-1] != widths[0] else 1)
+            for i in range(len(widths))
+        ]
+        for name, has, needs in (
+            ("attention.head_count_kv", heads, want),
+            ("feed_forward_length", widths, wide),
+        ):
+            if has != needs:
+                at = next(i for i in range(len(has)) if has[i] != needs[i])
+                raise DataError(
+                    f"{keys.path}: {keys.prefix}.{name} is {has[at]} in layer {at}: {needs[at]} is "
+                    "what the other layers and attention.sliding_window_pattern ask for"
+                )
+
+    @staticmethod
+    def _read_factors(keys, whole: int) -> dict:
+        """factors() the other way."""
+        freqs = keys.factors("rope_freqs.weight", whole) or [1.0] * (whole // 2)
+        turned = sum(x < 1e20 for x in freqs)
+        if not turned or freqs != [freqs[0]] * turned + [1e30] * (len(freqs) - turned):
+            raise DataError(
+                f"{keys.path}: tensor rope_freqs.weight is not one factor for the first pairs of a "
+                "head and 1e30 for the others"
+            )
+        part = 2 * turned / whole
+        if math.floor(part * whole / 2) < turned:  # by a rounding
+            part = (2 * turned + 1) / whole
+        rope = dict(rope_type="proportional", rope_theta=keys.theta(), partial_rotary_factor=part)
+        return rope if freqs[0] == 1 else rope | {"factor": freqs[0]}
+
+    def unused(self, model):
+        """Files have keys and values of layers too that read those of others."""
+        shared = [i for i, s in enumerate(flags(model, lib.PS_LAYER_SHARED_KV)) if s]
+        names = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
+        return {f"blk.{i}.{name}" for i in shared for name in names}
+
     @staticmethod
     def factors(model: ModelConfig) -> Iterator[Tensor]:
         """What the frequencies of layers without windows are divided by. Proportional RoPE leaves
@@ -341,6 +612,31 @@ class Mistral3(Family):
     def sizes(self, model, config):
         return dict(attn_temperature_scale=model.position_beta) if model.position_beta else {}
 
+    def model_type(self, keys, default):
+        """llama.cpp's converter writes Mistral Small 3.1 so, which has no such scale."""
+        return default if self._beta(keys) else "mistral"
+
+    @staticmethod
+    def _beta(keys) -> float:
+        return keys.number("attention.temperature_scale", 0)
+
+    def config(self, keys, config, notes):
+        config["sliding_window"] = None
+        if config["model_type"] == "mistral":
+            return
+        rope = dict(rope_theta=config.pop("rope_theta"))
+        rope |= config.pop("rope_scaling") or {"rope_type": "default"}
+        original = keys.count("rope.scaling.original_context_length")
+        rope |= dict(llama_4_scaling_beta=self._beta(keys))
+        config["rope_parameters"] = rope | dict(original_max_position_embeddings=original)
+
+    def read_yarn(self, keys, by, factor):
+        """llama.cpp's converter writes mscale_all_dim, and mscale is 1."""
+        over = keys.number("rope.scaling.yarn_log_multiplier", 0)
+        if not over:
+            return super().read_yarn(keys, by, factor)
+        return dict(mscale=1.0, mscale_all_dim=over)
+
 
 def _windows(model: ModelConfig) -> dict:
     """Loaders that want the length and the pattern also where no layer has a window."""
@@ -348,8 +644,29 @@ def _windows(model: ModelConfig) -> dict:
     return dict(sliding_window=model.window or model.max_positions, sliding_window_pattern=has)
 
 
+def _experts(keys, count: str, dim: str, used: str = "num_experts_per_tok") -> dict:
+    """Their numbers and width, by their names in config.json."""
+    found = dict(expert_count=count, expert_used_count=used, expert_feed_forward_length=dim)
+    return {name: keys.count(key) for key, name in found.items()}
+
+
+def _decimal(x: float) -> float:
+    """The shortest decimal near x, which comes from numbers in fp32."""
+    for digits in range(1, 9):
+        short = float(f"{x:.{digits}g}")
+        if abs(short - x) <= 2e-6 * abs(x):
+            break
+    return short
+
+
+class Partial(Family):
+    partial_rope = True
+
+
 ROW = Family()
 FAMILIES = {
+    "PHI3": Partial(),
+    "GLM4": Partial(),
     "GPT_OSS": GptOss(),
     "DEEPSEEK2": DeepSeek(),
     "QWEN3NEXT": Delta(tiled=False, sections=False),

@@ -166,14 +166,25 @@ class GgufFile:
             ) from e
         return name, shape, kind, offset
 
+    def architecture_name(self, name: str) -> str | None:
+        """llama.cpp's name of an architecture of the package gguf; None: it knows none."""
+        arch = self._gguf.MODEL_ARCH.__members__.get(name)
+        return self._gguf.MODEL_ARCH_NAMES[arch] if arch is not None else None
+
     # ---- values ----------------------------------------------------------------------------------
 
-    def rows(self, tensor: Stored, which) -> np.ndarray:
-        """Rows of a tensor in fp32. which: a slice or indices."""
-        data, kind = np.ascontiguousarray(tensor.data[which]), self._gguf.GGMLQuantizationType
+    def rows(self, tensor: Stored, which, columns: tuple[int, int] | None = None) -> np.ndarray:
+        """Rows of a tensor in fp32. which: a slice or indices. columns: the first, and the one after
+        the last; None: all."""
+        first, last = columns or (0, tensor.shape[-1])
+        per_block, block_bytes = self._gguf.GGML_QUANT_SIZES[tensor.kind]
+        begin, end = first // per_block, -(-last // per_block)  # whole blocks
+        data = tensor.data[which, begin * block_bytes : end * block_bytes]
+        data, kind = np.ascontiguousarray(data), self._gguf.GGMLQuantizationType
         if tensor.kind == kind.F32:
             return data.view(np.float32)
-        return self._gguf.quants.dequantize(data, tensor.kind).astype(np.float32, copy=False)
+        data = self._gguf.quants.dequantize(data, tensor.kind).astype(np.float32, copy=False)
+        return data[:, first - begin * per_block : last - begin * per_block]
 
     def check_kind(self, tensor: Stored) -> None:
         """Refuse a type whose values cannot be had."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .model import Parameter
+from .model import Parameter, bf16_bits
 
 BLOCK = 32  # elements that share a scale, in Q8_0 and MXFP4
 BLOCK_BYTES = {"Q8_0": 34, "MXFP4": 17}
@@ -28,6 +28,27 @@ OF_LAYERS = re.compile(
 
 
 @dataclass(frozen=True)
+class Change:
+    """What is done to each element, and what undoes it."""
+
+    there: Callable
+    back: Callable
+
+
+def _logarithm(y: np.ndarray) -> np.ndarray:
+    """x of y = -exp(x) in fp32: what bf16 has, where its y is the same within a rounding, else the
+    nearest in fp32."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        x = np.log(-y.astype(np.float64))
+    near = (bf16_bits(x.astype(np.float32)).astype(np.uint32) << 16).view(np.float32)
+    same = np.abs(near - x) <= 2.0**-22.5  # exp's rounding and that of y: below 2^-23 each
+    return np.where(same, near, x.astype(np.float32))
+
+
+NEGATIVE_EXP = Change(lambda x: -np.exp(x), _logarithm)
+
+
+@dataclass(frozen=True)
 class Tensor:
     """A tensor of the file to be written. Of its parameter, `source`, it has the rows `pick_rows`,
     in that order, and of these the columns `pick_columns`; None: all. `values`: its data where it is
@@ -41,7 +62,7 @@ class Tensor:
     pick_columns: np.ndarray | None = None
     source_columns: int = 0  # 0: as many as the tensor has
     offset: float = 0.0  # added to each element
-    change: Callable | None = None  # of each element
+    change: Change | None = None
     values: np.ndarray | None = None
     # the parameters' names, one an expert or a layer, in the place of source
     parts: tuple = ()
@@ -63,8 +84,9 @@ class Tensor:
         """The tensors of two dimensions that it is made of, one after the other."""
         if not self.parts or self.beside:
             return [self]
-        rows = self.shape[0] * self.shape[1] // len(self.parts)
-        shape, own = (rows, *self.shape[2:]), [self.pick_rows] * len(self.parts)
+        n, columns = len(self.parts), self.shape[2:] if len(self.shape) > 2 else self.shape[1:]
+        shape = (math.prod(self.shape) // math.prod(columns) // n, *columns)
+        own = [self.pick_rows] * n
         if self.pick_rows is not None and self.pick_rows.ndim == 2:
             own = self.pick_rows
         return [

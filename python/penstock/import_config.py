@@ -7,32 +7,17 @@ import math
 
 import numpy as np
 
-from .export_gguf import ARCHITECTURES, EVERY, NO_ROPE_EVERY, OFFSET, llama3_factors
+from .export_gguf import EVERY, NO_ROPE_EVERY, OFFSET, llama3_factors
 from .files import DataError
+from .gguf_families import ARCHITECTURES, ROW, family_of
 from .gguf_file import GgufFile
 
-# Of each architecture, llama.cpp's name: transformers' model_type and class.
-FAMILIES = {
-    "llama": ("llama", "LlamaForCausalLM"),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
-    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
-    "phi3": ("phi3", "Phi3ForCausalLM"),
-    "olmo2": ("olmo2", "Olmo2ForCausalLM"),
-    "gemma": ("gemma", "GemmaForCausalLM"),
-    "seed_oss": ("seed_oss", "SeedOssForCausalLM"),
-    "exaone4": ("exaone4", "Exaone4ForCausalLM"),
-    "hunyuan-dense": ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
-    "glm4": ("glm4", "Glm4ForCausalLM"),
-    "granite": ("granite", "GraniteForCausalLM"),
-    "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
-    "olmoe": ("olmoe", "OlmoeForCausalLM"),
-    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
-}
-OLMO3 = ("olmo3", "Olmo3ForCausalLM")  # "olmo2" with windows
-MIXTRAL = ("mixtral", "MixtralForCausalLM")  # "llama" with experts
-WITH_EXPERTS = ("llama", "olmoe", "qwen3moe")
+# Text models of vision-language models, whose images need another file: on text they compute what
+# these architectures do.
+TEXT_OF = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
+OLMO3 = "olmo3"  # "olmo2" with windows
+MIXTRAL = "mixtral"  # "llama" with experts
+WITH_EXPERTS = ("llama", "olmoe", "qwen3moe")  # beside those of families of their own
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _PATTERN = {
     "gemma2": 2,
@@ -44,82 +29,158 @@ _LLAMA3_LENGTHS = [8192, *(1 << i for i in range(4, 21) if i != 13)]
 
 
 class Keys:
-    """The keys of the file's architecture, each of the kind that is wanted."""
+    """The keys of the file's architecture, each of the kind that is wanted. arch: llama.cpp's name
+    of it, prefix: what the file's keys begin with, architecture: the name in ARCHITECTURES."""
 
     def __init__(self, file: GgufFile):
         self.file, self.path = file, file.path
-        self.arch = file.keys.get("general.architecture")
-        if self.arch not in FAMILIES:
+        self.prefix = file.keys.get("general.architecture")
+        text = isinstance(self.prefix, str)
+        self.arch = TEXT_OF.get(self.prefix, self.prefix) if text else None
+        known = {file.architecture_name(arch): arch for arch, _ in ARCHITECTURES.values()}
+        known.pop(None, None)  # those that this package gguf does not know
+        if self.arch not in known:
             raise DataError(
-                f"{self.path}: general.architecture is {str(self.arch)[:40]!r}: what is imported is "
-                f"{', '.join(FAMILIES)}"
+                f"{self.path}: general.architecture is {str(self.prefix)[:40]!r}: what is imported "
+                f"is {', '.join([*known, *TEXT_OF])}"
             )
-
-    @property
-    def family(self) -> str:
-        return ARCHITECTURES[FAMILIES[self.arch][0]]
+        self.architecture = known[self.arch]
+        self.family = family_of(self.architecture)
 
     def number(self, name: str, default=None, kinds=(int, float)):
-        key = f"{self.arch}.{name}"
+        key = f"{self.prefix}.{name}"
         value = self.file.keys.get(key, default)
         if value is None:
             raise DataError(f"{self.path}: the key {key} is missing")
+        if isinstance(value, list) and value and (value == value[:1] * len(value)):
+            value = value[0]  # a number a layer, all the same
         if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
             raise DataError(f"{self.path}: the key {key} is {str(value)[:60]}: a number is needed")
         return value
 
     def count(self, name: str, default: int | None = None) -> int:
-        return self.number(name, default, (int,))
+        value = self.number(name, default, (int,))
+        if value < 0:
+            raise DataError(f"{self.path}: the key {self.prefix}.{name} is {value}: it is negative")
+        return value
 
     def any(self, name: str):
-        return self.file.keys.get(f"{self.arch}.{name}")
+        return self.file.keys.get(f"{self.prefix}.{name}")
+
+    def by_layer(self, name: str, value, layers: int) -> list:
+        """`value` of that key as a list with an entry a layer: a list, a number of all layers, or of
+        truth values the n of which every nth is false."""
+        truth = name.endswith(("_pattern", "_layers"))
+        kind, whole = bool if truth else int, isinstance(value, int) and not isinstance(value, bool)
+        if whole and layers <= 1 << 16 and value > 0:
+            value = [(i + 1) % value != 0 if truth else value for i in range(layers)]
+        if (
+            not isinstance(value, list)
+            or len(value) != layers
+            or not all(isinstance(x, kind) and (truth or not isinstance(x, bool)) for x in value)
+        ):
+            raise DataError(
+                f"{self.path}: the key {self.prefix}.{name} does not have a "
+                f"{'truth value' if truth else 'number'} for each of {layers} layers"
+            )
+        return value
+
+    def layer_types(self, layers: int, windows: bool, every: int) -> list[str]:
+        """every: each so manieth layer has no window, where no key says."""
+        name = "attention.sliding_window_pattern"
+        pattern = self.any(name)
+        pattern = self.by_layer(name, every if pattern is None else pattern, layers)
+        return ["sliding_attention" if w and windows else "full_attention" for w in pattern]
+
+    def theta(self) -> float:
+        return self.number("rope.freq_base", 10000.0)
+
+    def scaling(self, config: dict, turned: int) -> dict | None:
+        """rope_scaling of config.json. turned: elements of a head that RoPE turns."""
+        return _scaling(self, config, turned)
+
+    def factors(self, name: str, turned: int) -> list[float] | None:
+        return _factors(self, name, turned)
 
 
-def make_config(file: GgufFile) -> tuple[dict, list[str]]:
-    """config.json's content, and notes. What is out of range ps_model_config_read refuses."""
+def make_config(file: GgufFile) -> tuple[dict, list[str], str]:
+    """config.json's content, notes, and the architecture in ARCHITECTURES. What is out of range
+    ps_model_config_read refuses."""
     keys = Keys(file)
+    family, notes = keys.family, []
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise DataError(f"{file.path}: tensor token_embd.weight is missing")
     n_experts = keys.count("expert_count", 0)
-    if n_experts and keys.arch not in WITH_EXPERTS:
+    if n_experts and keys.arch not in WITH_EXPERTS and not family.has_experts:
         raise DataError(
             f"{file.path}: has {n_experts} experts: of {keys.arch} they are not supported"
         )
-    mixtral = n_experts and keys.arch == "llama"
-    windows = keys.count("attention.sliding_window", 0)
-    olmo3 = windows and keys.arch == "olmo2"
-    model_type, architecture = MIXTRAL if mixtral else OLMO3 if olmo3 else FAMILIES[keys.arch]
+    model_type = _model_type(keys, bool(n_experts))
     dim, heads = keys.count("embedding_length"), keys.count("attention.head_count")
-    head_dim = keys.count("attention.key_length", dim // max(heads, 1))
-    if keys.count("attention.value_length", head_dim) != head_dim:
-        raise DataError(f"{file.path}: keys and values of a head have different lengths")
-    gemma = keys.family in OFFSET
+    gelu = keys.architecture in (*OFFSET, "GEMMA4")
     config = {
-        "architectures": [architecture],
+        "architectures": [ARCHITECTURES[model_type][1]],
         "model_type": model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": dim,
-        "intermediate_size": keys.count("feed_forward_length"),
-        "num_hidden_layers": keys.count("block_count"),
+        "num_hidden_layers": _layers(keys, notes),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.count("attention.head_count_kv", heads),
         "max_position_embeddings": keys.count("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
-        "hidden_activation" if gemma else "hidden_act": "gelu_pytorch_tanh" if gemma else "silu",
+        "hidden_activation" if gelu else "hidden_act": "gelu_pytorch_tanh" if gelu else "silu",
         "tie_word_embeddings": _is_tied(file),
         "attention_dropout": 0.0,
     }
-    own = ("qwen3", "qwen3moe", "seed_oss", "hunyuan-dense", "glm4")  # with a default of their own
-    if gemma or keys.arch in own or head_dim * heads != dim:
-        config["head_dim"] = head_dim
-    notes: list[str] = []
-    if n_experts or keys.arch in ("olmoe", "qwen3moe"):
+    if not family.by_layer:  # else config() reads them
+        narrow = keys.any("expert_feed_forward_length") if family.has_experts else None
+        config["intermediate_size"] = keys.count("feed_forward_length", narrow)
+        config["num_key_value_heads"] = keys.count("attention.head_count_kv", heads)
+    head_dim = 0 if family.own_heads else _add_heads(keys, config, gelu or family is not ROW)
+    if (n_experts or keys.arch in ("olmoe", "qwen3moe")) and not family.has_experts:
         _add_experts(keys, config)
-    _add_family(keys, config, head_dim, notes)
-    _add_rope(keys, config, head_dim)
+    if family is ROW or keys.arch in ("phi3", "glm4"):
+        _add_family(keys, config, head_dim, notes)
+    if not family.own_rope:
+        _add_rope(keys, config, head_dim)
     _add_ids(file, config)
-    return config, notes
+    family.config(keys, config, notes)
+    return config, notes, keys.architecture
+
+
+def _model_type(keys: Keys, has_experts: bool) -> str:
+    if has_experts and keys.arch == "llama":
+        return MIXTRAL
+    if keys.arch == "olmo2" and keys.count("attention.sliding_window", 0):
+        return OLMO3
+    first = next(kind for kind, (arch, _) in ARCHITECTURES.items() if arch == keys.architecture)
+    return keys.family.model_type(keys, first)
+
+
+def _layers(keys: Keys, notes: list[str]) -> int:
+    """Without those that predict further tokens, which come last."""
+    layers, more = keys.count("block_count"), keys.count("nextn_predict_layers", 0)
+    if more:
+        notes.append(
+            f"layers that predict further tokens are left out: the last {more} of {layers}"
+        )
+    if more >= layers > 0:
+        raise DataError(
+            f"{keys.path}: {keys.prefix}.nextn_predict_layers is {more}, and block_count {layers}: "
+            "no layer is left"
+        )
+    return layers - more
+
+
+def _add_heads(keys: Keys, config: dict, always: bool) -> int:
+    dim, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = keys.count("attention.key_length", dim // max(heads, 1))
+    if keys.count("attention.value_length", head_dim) != head_dim:
+        raise DataError(f"{keys.path}: keys and values of a head have different lengths")
+    own = ("qwen3", "qwen3moe", "seed_oss", "hunyuan-dense", "glm4")  # with a default of their own
+    if (always and keys.arch != "phi3") or keys.arch in own or head_dim * heads != dim:
+        config["head_dim"] = head_dim
+    return head_dim
 
 
 def _is_tied(file: GgufFile) -> bool:
@@ -135,7 +196,7 @@ def _add_family(keys: Keys, config: dict, head_dim: int, notes: list[str]) -> No
     layers, arch = config["num_hidden_layers"], keys.arch
     window = keys.count("attention.sliding_window", 0)
     if arch in ("gemma2", "gemma3"):
-        config["layer_types"] = _layer_types(keys, layers, bool(window))
+        config["layer_types"] = keys.layer_types(layers, bool(window), _PATTERN[arch])
         config["sliding_window"] = window or None
         largest = layers == (46 if arch == "gemma2" else 62)  # as export_gguf._check_shape()
         width = config["hidden_size"] // max(config["num_attention_heads"], 1)
@@ -145,14 +206,16 @@ def _add_family(keys: Keys, config: dict, head_dim: int, notes: list[str]) -> No
             cap = keys.number(name, default if arch == "gemma2" else 0)
             config[name] = cap or None
     elif arch == "exaone4" or (arch == "olmo2" and window):
-        config["layer_types"] = _layer_types(keys, layers, bool(window))
+        config["layer_types"] = keys.layer_types(layers, bool(window), _PATTERN[arch])
         config["sliding_window"] = window or None
     elif arch == "phi3" and window:
         config["sliding_window"] = window
     elif arch == "phi3":
         config["sliding_window"] = None
     elif window:
-        notes.append(f"{arch}.attention.sliding_window is {window}: left out, as llama.cpp does")
+        notes.append(
+            f"{keys.prefix}.attention.sliding_window is {window}: left out, as llama.cpp does"
+        )
     if arch == "gemma3":
         config["rope_local_base_freq"] = keys.number("rope.freq_base_swa", 10000.0)
     if arch in ("seed_oss", "glm4"):
@@ -183,20 +246,6 @@ def _add_experts(keys: Keys, config: dict) -> None:
         config["norm_topk_prob"] = qwen
 
 
-def _layer_types(keys: Keys, layers: int, windows: bool) -> list[str]:
-    pattern = keys.any("attention.sliding_window_pattern")
-    if pattern is None:
-        pattern = _PATTERN[keys.arch]
-    if isinstance(pattern, int) and not isinstance(pattern, bool) and 0 < pattern:
-        pattern = [(i + 1) % pattern != 0 for i in range(min(layers, 1 << 16))]
-    if not isinstance(pattern, list) or len(pattern) != layers:
-        raise DataError(
-            f"{keys.path}: {keys.arch}.attention.sliding_window_pattern does not say of {layers} "
-            "layers which have a window"
-        )
-    return ["sliding_attention" if w and windows else "full_attention" for w in pattern]
-
-
 def _add_ids(file: GgufFile, config: dict) -> None:
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         i = file.keys.get(f"tokenizer.ggml.{key}_token_id")
@@ -208,16 +257,22 @@ def _add_ids(file: GgufFile, config: dict) -> None:
 
 
 def _add_rope(keys: Keys, config: dict, head_dim: int) -> None:
-    config["rope_theta"] = keys.number("rope.freq_base", 10000.0)
+    config["rope_theta"] = keys.theta()
     turned = keys.count("rope.dimension_count", head_dim)
-    if keys.arch in ("phi3", "glm4") and 0 < turned < head_dim:
+    if keys.family.partial_rope and 0 < turned < head_dim:
         config["partial_rotary_factor"] = turned / head_dim
     elif turned != head_dim:
         raise DataError(
-            f"{keys.path}: {keys.arch}.rope.dimension_count is {turned}, and a head has {head_dim} "
+            f"{keys.path}: {keys.prefix}.rope.dimension_count is {turned}, and a head has {head_dim} "
             "elements: RoPE must turn all of them"
         )
     config["rope_scaling"] = _scaling(keys, config, turned)
+    if keys.family.rope_parameters:
+        rope = config.pop("rope_scaling") or {"rope_type": "default"}
+        for name in ("rope_theta", "partial_rotary_factor"):
+            if name in config:
+                rope[name] = config.pop(name)
+        config["rope_parameters"] = rope
 
 
 def _scaling(keys: Keys, config: dict, turned: int) -> dict | None:
@@ -245,13 +300,14 @@ def _scaling(keys: Keys, config: dict, turned: int) -> dict | None:
         for name in ("beta_fast", "beta_slow"):
             if keys.any(f"rope.scaling.yarn_{name}") is not None:
                 scaling[name] = float(keys.number(f"rope.scaling.yarn_{name}"))
-        if abs(by - 1) >= 1e-6:  # llama.cpp multiplies by its own factor too
-            scaling["attention_factor"] = by * max(0.1 * math.log(max(factor, 1)) + 1, 1.0)
-        return scaling
+        if keys.any("rope.scaling.yarn_attn_factor") is not None:
+            scaling["attention_factor"] = keys.number("rope.scaling.yarn_attn_factor")
+            return scaling
+        return scaling | keys.family.read_yarn(keys, by, factor)
     if kind == "none":
         return None
     raise DataError(
-        f"{keys.path}: {keys.arch}.rope.scaling.type is {str(kind)[:40]!r}, which is not supported"
+        f"{keys.path}: {keys.prefix}.rope.scaling.type is {str(kind)[:40]!r}, which is not supported"
     )
 
 

@@ -8,9 +8,12 @@ directory has a temporary name until it is complete and on the disk. Needs the p
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import tempfile
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,59 +22,162 @@ from ._lib import printed_warnings
 from .command import OK, Parser, run
 from .errors import FormatError, InputOutputError
 from .export import Source, check_out, import_gguf, write_hf
-from .export_gguf import ARCHITECTURES, parameters
+from .export_gguf import parameters
 from .files import DataError
-from .gguf_file import GgufFile
+from .gguf_families import family_of
+from .gguf_file import GgufFile, Stored
 from .gguf_tensor import Tensor
 from .import_config import FACTORS, make_config
 from .import_tokenizer import Tokenizer, write_templates
 from .model import ModelConfig, bf16_bits
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a tensor of the file has of a parameter. `tensor` has two dimensions or one. Its first
+    row and its first column are where in the file's."""
+
+    tensor: Tensor
+    stored: Stored
+    row: int
+    column: int
+
+    def fill(self, file: GgufFile, out: np.ndarray, first: int) -> None:
+        """Put what it has of the parameter's rows from `first` on into out."""
+        t, rows, here = self.tensor, slice(None), np.arange(first, first + len(out))
+        if t.pick_rows is not None:
+            here = np.flatnonzero((t.pick_rows >= first) & (t.pick_rows < first + len(out)))
+            rows = t.pick_rows[here] - first
+        if not len(here):
+            return
+        if t.transposed:
+            whole = slice(self.row, self.row + t.shape[0])
+            out[rows] = self._restored(file.rows(self.stored, whole, self._columns())[:, here]).T
+            return
+        at = here + self.row
+        if at[-1] - at[0] == len(at) - 1 and np.all(np.diff(at) == 1):
+            at = slice(at[0], at[-1] + 1)
+        data = self._restored(file.rows(self.stored, at, self._columns()))
+        if t.pick_columns is None:
+            out[rows] = data
+        else:
+            out[:, t.pick_columns] = data
+
+    def _columns(self) -> tuple[int, int]:
+        return self.column, self.column + self.tensor.columns
+
+    def _restored(self, data: np.ndarray) -> np.ndarray:
+        if self.tensor.offset:
+            data = data - np.float32(self.tensor.offset)
+        return self.tensor.change.back(data) if self.tensor.change else data
+
+
 class Imported:
     """The tensors of the file under their Hugging Face names, as TensorFile reads them."""
 
-    def __init__(self, file: GgufFile, tensors: list[Tensor]):
-        self.file, self.tensors = file, {}  # a parameter's tensor, and its first row there
-        for tensor in tensors:  # the first of two that are one is the parameter's own
-            for e, part in enumerate(tensor.each()):
-                self.tensors.setdefault(part.source, (part, e * part.shape[0]))
+    def __init__(self, file: GgufFile, model: ModelConfig, tensors: list[Tensor]):
+        self.file = file
+        self.columns = {p.name: p.shape[-1] for p in model.params()}
+        self.parts: dict[str, list[Part]] = {}
+        for tensor in tensors:
+            if tensor.values is None:
+                for part in _parts(tensor, file.tensors[tensor.name]):
+                    self._add(part)
+
+    def _add(self, part: Part) -> None:
+        """Of two tensors that are one, the first is the parameter's own."""
+        parts = self.parts.setdefault(part.tensor.source, [])
+        if not any(p.tensor.pick_rows is None and p.tensor.pick_columns is None for p in parts):
+            parts.append(part)
 
     def read_range(self, name: str, first: int, n: int, dtype: str) -> np.ndarray:
         """Whole rows: @first and @n are multiples of the columns."""
-        tensor, first_row = self.tensors[name]
-        stored, columns = self.file.tensors[tensor.name], tensor.columns
-        rows = np.arange(first // columns, (first + n) // columns)
-        if tensor.pick_rows is not None:
-            rows = np.argsort(tensor.pick_rows)[rows]
-        elif len(rows):
-            rows = slice(first_row + rows[0], first_row + rows[-1] + 1)
-        data = self.file.rows(stored, rows).ravel()
-        if tensor.offset:
-            data = data - np.float32(tensor.offset)
-        return bf16_bits(np.ascontiguousarray(data)) if dtype == "bf16" else data
+        columns = self.columns[name]
+        out = np.empty((n // columns, columns), np.float32)
+        for part in self.parts[name]:
+            part.fill(self.file, out, first // columns)
+        if any(p.tensor.change for p in self.parts[name]) and not np.isfinite(out).all():
+            stored = self.parts[name][0].stored.name
+            raise DataError(f"{self.file.path}: tensor {stored} has a number that is not below 0")
+        out = out.ravel()
+        return bf16_bits(out) if dtype == "bf16" else out
 
 
-def _check_tensors(file: GgufFile, tensors: list[Tensor]) -> None:
+def _parts(tensor: Tensor, stored: Stored) -> list[Part]:
+    if tensor.beside:  # of each parameter some columns
+        columns = tensor.columns // len(tensor.parts)
+        one = replace(tensor, shape=(tensor.shape[0], columns), parts=(), beside=False)
+        return [
+            Part(replace(one, source=name), stored, 0, i * columns)
+            for i, name in enumerate(tensor.parts)
+        ]
+    each = tensor.each()
+    rows = math.prod(each[0].shape[:-1])
+    return [Part(t, stored, i * rows, 0) for i, t in enumerate(each)]
+
+
+def _as_stored(
+    file: GgufFile, model: ModelConfig, arch: str, tensors: list[Tensor]
+) -> list[Tensor]:
+    """The tensors, with those in the place of others that only some converters write: a parameter
+    whole that newer ones cut in two, a matrix of each expert, gates and ups of all experts in one."""
+    shapes, out = {p.name: p.shape for p in model.params()}, {}
+    for t in tensors:
+        layer, _, name = t.name.rpartition(".weight")[0].rpartition(".")
+        older = family_of(arch).older.get(f"{name}.weight", "")
+        each, fused = f"{layer}.{name.removesuffix('_exps')}", f"{layer}.ffn_gate_up_exps.weight"
+        if t.name in file.tensors or t.values is not None:
+            out[t.name] = t
+        elif f"{layer}.{older}" in file.tensors:
+            source = t.source or t.parts[0]
+            whole = Tensor(f"{layer}.{older}", shapes[source], "", source, offset=t.offset)
+            out[whole.name] = whole
+        elif name in ("ffn_gate_exps", "ffn_up_exps") and fused in file.tensors:
+            n, rows, *columns = t.shape
+            two = out.setdefault(fused, Tensor(fused, (n, 2 * rows, *columns), ""))
+            parts = two.parts + t.parts  # gates, then ups; at last an expert's after each other
+            if len(parts) == 2 * n:
+                parts = tuple(x for both in zip(parts[:n], parts[n:], strict=True) for x in both)
+            out[fused] = replace(two, parts=parts)
+        elif name.endswith("_exps") and f"{each}.0.weight" in file.tensors:
+            for e, source in enumerate(t.parts):
+                one = f"{each}.{e}.weight"
+                out[one] = Tensor(one, t.shape[1:], "", source)
+        else:
+            out[t.name] = t
+    return [*out.values()]
+
+
+def _check_tensors(file: GgufFile, model: ModelConfig, arch: str, tensors: list[Tensor]) -> None:
     """Every tensor of the model is there, of its shape and of a type that can be read, and none is
     left over."""
     for tensor in tensors:
         stored = file.tensors.get(tensor.name)
+        if tensor.values is not None:
+            continue
         if stored is None:
             raise DataError(f"{file.path}: tensor {tensor.name} is missing")
-        if stored.shape != tuple(tensor.shape):
+        if not _alike(stored.shape, tensor.shape):
             raise DataError(
                 f"{file.path}: tensor {tensor.name} has shape {[*stored.shape]}, and the model "
                 f"needs {[*tensor.shape]}"
             )
         file.check_kind(stored)
-    known = {t.name for t in tensors} | {*FACTORS}
+    known = {t.name for t in tensors} | {*FACTORS} | family_of(arch).unused(model)
     left = sorted(file.tensors.keys() - known - {"output.weight"})
+    past = re.compile(r"blk\.(\d+)\.")  # layers that predict further tokens
+    if file.keys.get(f"{file.keys['general.architecture']}.nextn_predict_layers"):
+        left = [n for n in left if not (at := past.match(n)) or int(at[1]) < model.n_layers]
     if left:
         raise DataError(
             f"{file.path}: tensor {left[0][:80]} is not part of the model, and {len(left)} in all "
             "are not"
         )
+
+
+def _alike(a: tuple, b: tuple) -> bool:
+    """Dimensions of 1 are left out by some converters."""
+    return a[-1:] == b[-1:] and [n for n in a if n != 1] == [n for n in b if n != 1]
 
 
 def _stops(keys: dict, config: dict) -> list[int]:
@@ -108,17 +214,17 @@ def _default_dtype(file: GgufFile) -> str:
 def open_gguf(gguf, path, folder: Path, tokenizer: bool) -> tuple[Source, list[str]]:
     """The file's model, whose small files are written into `folder`, and notes."""
     file = GgufFile(gguf, path)
-    config, notes = make_config(file)
+    config, notes, arch = make_config(file)
     _write_small_files(file, config, folder, tokenizer)
     try:
         model = ModelConfig.read(folder)
         family = model.architecture
     except FormatError as e:  # what it says of config.json, the file says
         raise DataError(str(e).replace(f"{folder}/config.json", str(path))) from e
-    tensors = parameters(gguf, model, ARCHITECTURES[family], "fp32")
-    _check_tensors(file, tensors)
+    tensors = _as_stored(file, model, arch, parameters(gguf, model, arch, "fp32"))
+    _check_tensors(file, model, arch, tensors)
     what = f"{family}, {_kinds(file)}"
-    return Source(folder, what, model, Imported(file, tensors)), notes
+    return Source(folder, what, model, Imported(file, model, tensors)), notes
 
 
 def _kinds(file: GgufFile) -> str:
@@ -136,7 +242,11 @@ def _parser() -> Parser:
         "fine-tune it.",
         epilog="example: penstock import my.gguf --out my_model",
     )
-    p.add_argument("file", metavar="FILE.gguf", help="the file; quantized weights are dequantized")
+    p.add_argument(
+        "file",
+        metavar="FILE.gguf",
+        help="the file; quantized weights are dequantized",
+    )
     p.add_argument("--out", required=True, metavar="DIR", help="the new directory")
     p.add_argument(
         "--dtype",
