@@ -128,13 +128,13 @@ def test_transformers_computes_the_same(exported, tmp_path, name):
 QUANTIZED = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 F16 BF16 Q2_K Q3_K Q4_K Q5_K Q6_K".split()
 
 
-def rewritten(file, out, kinds=lambda name: None, keys=(), change=lambda t: t):
+def rewritten(file, out, kinds=lambda name: None, keys=(), change=lambda t: t, **split):
     """The file once more, with other tensors and keys: `change` makes {name: data} of that of the
     file; keys: {name: value}, of the architecture, None leaves it out. kinds: the types of which
     tensors have random blocks."""
     reader, keys = gguf.GGUFReader(file), dict(keys)
     arch = reader.fields["general.architecture"].contents()
-    writer = gguf.GGUFWriter(out, arch)
+    writer = gguf.GGUFWriter(out, arch, **split)
     for field in reader.fields.values():
         name = field.name.removeprefix(f"{arch}.")
         if field.name.startswith("GGUF.") or field.name == "general.architecture":
@@ -222,6 +222,48 @@ def test_tensors_of_other_converters(exported, tmp_path, case):
     assert config_of(tmp_path / "back") == config_of(folder) | dict(
         eos_token_id=0, router_aux_loss=config_of(tmp_path / "back")["router_aux_loss"]
     )
+
+
+@pytest.fixture(scope="module")
+def split(exported, tmp_path_factory):
+    """Three files of a model."""
+    where = tmp_path_factory.mktemp("split")
+    rewritten(exported("qwen3")[1], where / "m.gguf", split_max_tensors=14)
+    return sorted(where.iterdir())
+
+
+def test_a_split_model_is_read_from_any_of_its_files(exported, split, tmp_path):
+    assert [p.name for p in split] == [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    first = load_file(exported("qwen3")[0] / "model.safetensors")
+    for i in (0, 2):
+        assert run(split[i], "--out", tmp_path / f"o{i}", "--quiet") == 0
+        back = load_file(tmp_path / f"o{i}/model.safetensors")
+        assert first.keys() == back.keys()
+        assert all(torch.equal(back[k], x) for k, x in first.items())
+        assert (tmp_path / f"o{i}/tokenizer.json").exists()
+
+
+SPLITS = {
+    "missing": ({0: 0, 2: 2}, "is one of 3 files, of which", "m-00002-of-00003.gguf is missing"),
+    "name": ({0: None}, "says that it is file 0 of 3, from 0 on: the names of all must end as"),
+    "twice": (
+        {0: 0, 1: 0, 2: 2},
+        "m-00002-of-00003.gguf: says that it is another file than number 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPLITS)
+def test_split_files_that_are_refused(split, tmp_path, capsys, case):
+    files, *messages = SPLITS[case]
+    for to, source in files.items():
+        name = "other.gguf" if source is None else split[to].name
+        (tmp_path / name).write_bytes(split[source or 0].read_bytes())
+    before = sorted(tmp_path.iterdir())
+    assert run(before[0], "--out", tmp_path / "o") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and all(m in error for m in messages), error
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.oldest

@@ -1,4 +1,4 @@
-"""Reading a GGUF file: its keys, and where its tensors are.
+"""Reading a GGUF file, or the files that one is split into: its keys, and where its tensors are.
 
 The whole header is checked against the file's size before anything is made of it, so that a cut or
 damaged file costs neither memory nor time. Data stay in the file, which is mapped."""
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import struct
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ MOST_DIMS = 4
 _NUMBERS = dict(enumerate("u1 i1 u2 i2 u4 i4 f4 ? - - u8 i8 f8".split()))  # numpy's, by GGUF's type
 _STRING, _ARRAY = 8, 9
 LEAST_TENSOR_BYTES = 8 + 4 + 4 + 8  # of its description
+PART = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.gguf", re.DOTALL)  # the name of one of several files
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,10 @@ class _Cut(Exception):
 
 
 class GgufFile:
-    """A GGUF file, opened. keys: {name: value}. tensors: {name: Stored}. DataError: it is none."""
+    """A GGUF file, opened. keys: {name: value}. tensors: {name: Stored}. DataError: it is none.
+    alone: without the other files, where it is one of several."""
 
-    def __init__(self, gguf, path: str | os.PathLike):
+    def __init__(self, gguf, path: str | os.PathLike, alone: bool = False):
         self.path, self._gguf, self._at = path, gguf, 0
         try:
             with open_input(path) as f:
@@ -58,6 +61,47 @@ class GgufFile:
             ) from e
         except UnicodeDecodeError as e:
             raise DataError(f"{path}: a name in it is not UTF-8: fetch it again") from e
+        if not alone:
+            self._join_others()
+
+    def _join_others(self) -> None:
+        """The tensors of all files that the model is split into, and the keys of the first."""
+        n, no = self.keys.get("split.count", 1), self.keys.get("split.no", 0)
+        if n in (0, 1):
+            return
+        name = PART.fullmatch(os.fspath(self.path))
+        if not name or (int(name[2]) - 1, int(name[3])) != (no, n):
+            raise DataError(
+                f"{self.path}: says that it is file {no} of {n}, from 0 on: the names of all must end "
+                "as -00001-of-00002.gguf does, where 00001 is the first file and 00002 their number"
+            )
+        files = [f"{name[1]}{i:05d}-of-{name[3]}.gguf" for i in range(1, n + 1)]
+        parts = [self if i == no else self._other(f, i, n) for i, f in enumerate(files)]
+        tensors = {}
+        for part in parts:
+            if twice := tensors.keys() & part.tensors.keys():
+                raise DataError(
+                    f"{part.path}: has tensor {min(twice)[:80]}, as a file before it has"
+                )
+            tensors |= part.tensors
+        self.keys, self.tensors = parts[0].keys, tensors
+        if self.keys.get("split.tensors.count", len(tensors)) != len(tensors):
+            raise DataError(
+                f"{self.path}: says that its {n} files have {self.keys['split.tensors.count']} "
+                f"tensors, and they have {len(tensors)}"
+            )
+
+    def _other(self, path: str, i: int, n: int) -> GgufFile:
+        if not os.path.exists(path):
+            raise DataError(
+                f"{self.path}: is one of {n} files, of which {path} is missing: fetch it"
+            )
+        part = GgufFile(self._gguf, path, alone=True)
+        if (part.keys.get("split.no"), part.keys.get("split.count")) != (i, n):
+            raise DataError(
+                f"{path}: says that it is another file than number {i}, from 0 on, of {n}"
+            )
+        return part
 
     def _take(self, n: int) -> memoryview:
         if n > len(self._view) - self._at:

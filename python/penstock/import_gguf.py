@@ -245,7 +245,7 @@ def _parser() -> Parser:
     p.add_argument(
         "file",
         metavar="FILE.gguf",
-        help="the file; quantized weights are dequantized",
+        help="the file, or any of those that it is split into; quantized weights are dequantized",
     )
     p.add_argument("--out", required=True, metavar="DIR", help="the new directory")
     p.add_argument(
