@@ -2,11 +2,13 @@
 them, tokenizers encode alike, and files that are damaged or of other models are refused."""
 
 import functools
+import json
 import os
 import resource
 import struct
 import subprocess
 import sys
+import types
 
 import gguf
 import numpy as np
@@ -14,12 +16,12 @@ import pytest
 import torch
 from conftest import ROOT
 from families import named_constants, random_model
-from penstock import ModelConfig, export, import_gguf
+from penstock import ModelConfig, export, gguf_file, import_gguf, import_tokenizer
 from penstock._lib import as_dict
 from safetensors.torch import load_file
 from test_export import CONFIGS, ONE_WAY, TEXT, WRITTEN, tokenizer, write_model
 from test_gguf import sentencepiece_like
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -297,6 +299,29 @@ def test_quantized_tensors_are_what_the_package_gguf_makes_of_them(tmp_path, mon
             assert torch.equal(got, torch.tensor(values[f"blk.{i}.{theirs}.weight"])), theirs
 
 
+OF_32 = "Q8_0 Q4_0 Q5_1 MXFP4 Q4_1 Q5_0".split()  # blocks of 32
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "qwen3_next", "qwen3_5", "gemma4-e2b"])
+def test_quantized_tensors_are_laid_out_as_others(exported, tmp_path, monkeypatch, name):
+    """The file with blocks comes out as the file with the numbers that the package gguf makes of
+    them."""
+    file = exported(name)[1]
+    wide = [t for t in gguf.GGUFReader(file).tensors if len(t.shape) > 1 and t.shape[0] % 32 == 0]
+    kinds = {t.name: OF_32[i % 6] for i, t in enumerate(wide) if t.name.endswith(".weight")}
+    kinds |= {n: "MXFP4" for n in kinds if name == "gpt_oss" and "_exps" in n}
+    kinds = {n: gguf.GGMLQuantizationType[kind] for n, kind in kinds.items()}
+    values = rewritten(file, tmp_path / "q.gguf", kinds.get)
+    rewritten(file, tmp_path / "f.gguf", change=lambda t: t | values)
+    monkeypatch.setattr(export, "PIECE_ELEMENTS", 700)  # several pieces, which cut heads
+    for which in "qf":
+        words = [tmp_path / f"{which}.gguf", "--out", tmp_path / which, "--dtype", "fp32"]
+        assert run(*words, "--quiet") == 0
+    blocks, numbers = (load_file(tmp_path / w / "model.safetensors") for w in "qf")
+    assert blocks.keys() == numbers.keys() and len(values) > 10
+    assert all(torch.equal(x, blocks[key]) for key, x in numbers.items())
+
+
 # ---- tokenizers ----------------------------------------------------------------------------------
 
 
@@ -330,9 +355,35 @@ def test_a_sentencepiece_vocabulary_comes_back(tmp_path):
     assert export.main([str(w) for w in words]) == 0
     assert run(tmp_path / "m.gguf", "--out", tmp_path / "o", "--quiet") == 0
     back = Tokenizer.from_file(str(tmp_path / "o/tokenizer.json"))
-    for text in (TEXT, "The planner's plan: 12 é 🚀 steps,  two spaces", " x", ""):
+    texts = (TEXT, "The planner's plan: 12 é 🚀 steps,  two spaces", " x", "")
+    for text in texts:
         ids = back.encode(text, add_special_tokens=False).ids
         assert ids == t.encode(text).ids and back.decode(ids) == text
+    # the same with merges, as llama.cpp's converter writes Gemma 4's
+    keys = gguf_file.GgufFile(gguf, tmp_path / "m.gguf").keys
+    more = dict(model="gemma4", add_space_prefix=False)
+    more["merges"] = [" ".join(m) for m in content["model"]["merges"]]
+    keys |= {f"tokenizer.ggml.{name}": value for name, value in more.items()}
+    file = types.SimpleNamespace(path="m.gguf", keys=keys)
+    back = Tokenizer.from_str(json.dumps(import_tokenizer.Tokenizer(file, 512).content()))
+    t.normalizer = normalizers.Replace(" ", "\u2581")
+    for text in texts:
+        ids = back.encode(text, add_special_tokens=False).ids
+        assert ids == t.encode(text).ids and back.decode(ids) == text
+
+
+ALIASES = {"glm4": "dbrx", "hunyuan-dense": "deepseek-v3", "exaone4": "gpt-2"}
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_cuts_that_llama_cpp_names_twice(exported, name):
+    """gpt-2 is that of the exported file, and CUTS has the others."""
+    keys = gguf_file.GgufFile(gguf, exported("qwen3")[1]).keys
+    made = []
+    for pre in (name, ALIASES[name]):
+        file = types.SimpleNamespace(path="m.gguf", keys=keys | {"tokenizer.ggml.pre": pre})
+        made.append(import_tokenizer.Tokenizer(file, 512).content())
+    assert made[0] == made[1]
 
 
 # ---- refusals ------------------------------------------------------------------------------------

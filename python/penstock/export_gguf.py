@@ -495,6 +495,10 @@ _MARKS = (  # letters with marks after them, as Qwen3.5 has them
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_SEED = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _DEEPSEEK = (
     r"\p{N}{1,3}",
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
@@ -511,6 +515,7 @@ CUTS = {
     (_CL100K.format(digits=r"\p{N}"),): {False: "qwen2"},
     (_MARKS,): {False: "qwen35"},
     _DEEPSEEK: {False: "deepseek-v3"},
+    (_SEED,): {False: "seed-coder"},
     (_CASED.format(digits=r"\p{N}", ending=""),): {True: "tekken"},
     (_CASED.format(digits=r"\p{N}{1,3}", ending=r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"),): {
         False: "gpt-4o"

@@ -1,6 +1,6 @@
 """The families that GGUF files have, for export and import: llama.cpp's architecture of each, and
-what the loaders of some want of names, shapes and keys beside what all have. What sizes() and yarn()
-write, config() and read_yarn() read. place() says for both ways how tensors are laid out."""
+what the loaders of some want of names, shapes and keys beside what all have. config() and
+read_yarn() read what sizes() and yarn() write. place() lays tensors out for both."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ class Family:
     always_head = False  # llama.cpp reads output.weight also where it is the embedding
     betas = False  # its loader reads those of yarn
     rounds_range = False  # it is written although llama.cpp rounds the ends of yarn's range
-    # For import: whether config() has experts, keys with a number a layer, heads of its own, RoPE of
-    # its own; RoPE on a part of a head; RoPE under transformers 5's name.
-    has_experts = by_layer = own_heads = own_rope = partial_rope = rope_parameters = False
+    # For import: what config() reads alone; RoPE on a part of a head, and under transformers 5's name
+    has_experts = by_layer = own_heads = own_rope = False
+    partial_rope = rope_parameters = False
     # Tensors of older converters, which are a parameter whole: of each tensor that they stand for.
     older: dict[str, str] = {}
 
@@ -500,8 +500,8 @@ class Gemma4(Family):
         return sizes | _windows(model)
 
     def model_type(self, keys, default):
-        """Both compute the same. transformers 5.24 computes layers that share keys in the first alone
-        with embeddings of each layer."""
+        """Both compute the same. Of layers that share keys, transformers 5.24 computes the first with
+        embeddings of each layer alone."""
         shares = keys.count("attention.shared_kv_layers", 0)
         plain = shares and not keys.count("embedding_length_per_layer_input", 0)
         unified = plain or "tokenizer.ggml.suppress_tokens" in keys.file.keys

@@ -72,8 +72,8 @@ class GgufFile:
         name = PART.fullmatch(os.fspath(self.path))
         if not name or (int(name[2]) - 1, int(name[3])) != (no, n):
             raise DataError(
-                f"{self.path}: says that it is file {no} of {n}, from 0 on: the names of all must end "
-                "as -00001-of-00002.gguf does, where 00001 is the first file and 00002 their number"
+                f"{self.path}: says that it is file {no} of {n}, from 0 on: the names of all must "
+                "end as -00001-of-00002.gguf does, where 00001 is the first file, and 00002 the last"
             )
         files = [f"{name[1]}{i:05d}-of-{name[3]}.gguf" for i in range(1, n + 1)]
         parts = [self if i == no else self._other(f, i, n) for i, f in enumerate(files)]
@@ -218,8 +218,8 @@ class GgufFile:
     # ---- values ----------------------------------------------------------------------------------
 
     def rows(self, tensor: Stored, which, columns: tuple[int, int] | None = None) -> np.ndarray:
-        """Rows of a tensor in fp32. which: a slice or indices. columns: the first, and the one after
-        the last; None: all."""
+        """Rows of a tensor in fp32. which: a slice or indices. columns: the first of them, and the
+        one after the last; None: all."""
         first, last = columns or (0, tensor.shape[-1])
         per_block, block_bytes = self._gguf.GGML_QUANT_SIZES[tensor.kind]
         begin, end = first // per_block, -(-last // per_block)  # whole blocks

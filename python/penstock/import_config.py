@@ -68,8 +68,8 @@ class Keys:
         return self.file.keys.get(f"{self.prefix}.{name}")
 
     def by_layer(self, name: str, value, layers: int) -> list:
-        """`value` of that key as a list with an entry a layer: a list, a number of all layers, or of
-        truth values the n of which every nth is false."""
+        """`value` of that key as a list with an entry a layer. It is a list, a number of all layers,
+        or of truth values the n of which every nth is false."""
         truth = name.endswith(("_pattern", "_layers"))
         kind, whole = bool if truth else int, isinstance(value, int) and not isinstance(value, bool)
         if whole and layers <= 1 << 16 and value > 0:
@@ -263,8 +263,8 @@ def _add_rope(keys: Keys, config: dict, head_dim: int) -> None:
         config["partial_rotary_factor"] = turned / head_dim
     elif turned != head_dim:
         raise DataError(
-            f"{keys.path}: {keys.prefix}.rope.dimension_count is {turned}, and a head has {head_dim} "
-            "elements: RoPE must turn all of them"
+            f"{keys.path}: {keys.prefix}.rope.dimension_count is {turned}, and a head has "
+            f"{head_dim} elements: RoPE must turn all of them"
         )
     config["rope_scaling"] = _scaling(keys, config, turned)
     if keys.family.rope_parameters:
@@ -307,7 +307,8 @@ def _scaling(keys: Keys, config: dict, turned: int) -> dict | None:
     if kind == "none":
         return None
     raise DataError(
-        f"{keys.path}: {keys.prefix}.rope.scaling.type is {str(kind)[:40]!r}, which is not supported"
+        f"{keys.path}: {keys.prefix}.rope.scaling.type is {str(kind)[:40]!r}, which is not "
+        "supported"
     )
 
 

@@ -120,7 +120,7 @@ def _as_stored(
     file: GgufFile, model: ModelConfig, arch: str, tensors: list[Tensor]
 ) -> list[Tensor]:
     """The tensors, with those in the place of others that only some converters write: a parameter
-    whole that newer ones cut in two, a matrix of each expert, gates and ups of all experts in one."""
+    whole that newer ones cut in two, a matrix of each expert, gates and ups of experts in one."""
     shapes, out = {p.name: p.shape for p in model.params()}, {}
     for t in tensors:
         layer, _, name = t.name.rpartition(".weight")[0].rpartition(".")

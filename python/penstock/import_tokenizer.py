@@ -21,6 +21,10 @@ ALIASES = {
     "olmo": "gpt-2",
     "refact": "smollm",
     "deepseek-r1-qwen": "qwen2",
+    "glm4": "dbrx",
+    "chatglm-bpe": "dbrx",
+    "hunyuan-dense": "deepseek-v3",
+    "exaone4": "gpt-2",
 }
 ADDS_BOS = ("llama-bpe", "tekken")  # where no key says, as llama.cpp has it
 NFC = ("qwen2",)  # the models that llama.cpp names so compose characters first
@@ -38,8 +42,10 @@ class Tokenizer:
         self.path, self.keys = file.path, file.keys
         self.vocab_size = vocab_size
         self.kind = self._key("model", str)
-        if self.kind not in ("gpt2", "llama"):
-            raise self._refused(f"of type {self.kind[:40]!r}: only BPE (gpt2, llama) is rebuilt")
+        if self.kind not in ("gpt2", "llama", "gemma4"):
+            raise self._refused(
+                f"of type {self.kind[:40]!r}: only BPE (gpt2, llama, gemma4) is rebuilt"
+            )
         self.tokens = self._list("tokens", str)
         self.types = self._list("token_type", int, [NORMAL] * len(self.tokens))
         n = len(self.tokens)
@@ -137,16 +143,20 @@ class Tokenizer:
         steps = [_step(cut) for cut in cuts if cut != "bytes"]
         steps.append({**_BYTES, "use_regex": "bytes" in cuts})
         pre = steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps}
+        normalizer = {"type": "NFC"} if name in NFC else None
+        return normalizer, pre, _BYTES, self._model(self._merges(), ignore_merges=bool(whole))
+
+    def _merges(self) -> list[list[str]]:
         merges = []
         for merge in self._list("merges", str, []) if self.keys.get(_MERGES) else []:
             left, _, right = merge.partition(" ")
             if left not in self.vocab or right not in self.vocab or left + right not in self.vocab:
                 raise self._refused(f"whose merge {merge[:60]!r} is not of its tokens")
             merges.append([left, right])
-        normalizer = {"type": "NFC"} if name in NFC else None
-        return normalizer, pre, _BYTES, self._model(merges, ignore_merges=bool(whole))
+        return merges
 
-    def _sentencepiece(self) -> tuple:
+    def _merges_of_scores(self) -> list[list[str]]:
+        """Of every two tokens whose union is a token, in the order of its score."""
         scores = self._list("scores", float)
         if len(scores) != len(self.tokens):
             raise self._refused(f"of {len(self.tokens):,} tokens and {len(scores):,} scores")
@@ -156,7 +166,10 @@ class Tokenizer:
             splits = ((token[:k], token[k:]) for k in range(1, len(token)))
             pairs = [(plain[a], plain[b], a, b) for a, b in splits if a in plain and b in plain]
             merges += [(-scores[i], i, *pair) for pair in sorted(pairs)]
-        merges = [[a, b] for *_, a, b in sorted(merges)]
+        return [[a, b] for *_, a, b in sorted(merges)]
+
+    def _sentencepiece(self) -> tuple:
+        merges = self._merges() if self.kind == "gemma4" else self._merges_of_scores()
         prefix = self.keys.get("tokenizer.ggml.add_space_prefix", True)
         steps = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
         steps.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
