@@ -96,7 +96,9 @@ def comes_back(exported, tmp_path, name, dtype):
 @pytest.mark.parametrize(
     "name", [*(pytest.param(n, marks=pytest.mark.oldest) for n in CONFIGS), *ONE_WAY]
 )
-def test_an_exported_file_comes_back_to_the_bit(exported, tmp_path, name):
+def test_an_exported_file_comes_back_to_the_bit(exported, tmp_path, monkeypatch, name):
+    exported(name)
+    monkeypatch.setattr(export, "PIECE_ELEMENTS", 700)  # several pieces, which cut heads
     comes_back(exported, tmp_path, name, "fp32")
 
 
@@ -500,6 +502,59 @@ def test_the_width_of_experts_may_be_feed_forward_length(exported, tmp_path, nam
     other.write_bytes(file.read_bytes().replace(b"expert_feed_forward_l", b"expert_feed_forward_x"))
     assert run(other, "--out", tmp_path / "back", "--quiet") == 0
     assert config_of(tmp_path / "back")["expert_dim"] == config_of(folder)["expert_dim"] == 96
+
+
+def another(name, x):
+    return lambda t: {**t, name: np.array(x, np.float32)}
+
+
+def without(name):
+    return lambda t: {n: x for n, x in t.items() if n != name}
+
+
+OF_FAMILIES = {  # the model, other keys, other tensors, and what is said
+    "rank": ("deepseek_v3", {"attention.kv_lora_rank": None}, None, "kv_lora_rank is missing"),
+    "k_b": (
+        "deepseek_v3",
+        {},
+        without("blk.1.attn_k_b.weight"),
+        "blk.1.attn_k_b.weight is missing",
+    ),
+    "rope": ("deepseek_v3", {"rope.dimension_count": 22}, None, "qk_nope_head_dim is -2"),
+    "alike": (
+        "gemma4-moe",
+        {"attention.head_count_kv": [1, 2, 2]},
+        None,
+        "gemma4.attention.head_count_kv is 2 in layer 2: 1 is what the other layers",
+    ),
+    "factors": ("gemma4-moe", {}, another("rope_freqs.weight", range(20)), "is not one factor for"),
+    "short": ("gemma4-moe", {"attention.head_count_kv": [1, 2]}, None, "for each of 3 layers"),
+    "decay": (
+        "qwen3_5",
+        {},
+        another("blk.0.ssm_a", [-1, -1, 2, -1]),
+        "tensor blk.0.ssm_a has a number that is not below 0",
+    ),
+    "recurrent": (
+        "qwen3_5",
+        {"attention.recurrent_layers": [True]},
+        None,
+        "qwen35.attention.recurrent_layers does not have a truth value for each of 3 layers",
+    ),
+    "all mtp": ("qwen3_5", {"nextn_predict_layers": 3}, None, "no layer is left"),
+    "state": ("qwen3_next", {"ssm.state_size": None}, None, "ssm.state_size is missing"),
+    "sinks": ("gpt_oss", {}, without("blk.0.attn_sinks.weight"), "attn_sinks.weight is missing"),
+}
+
+
+@pytest.mark.parametrize("case", OF_FAMILIES)
+def test_files_of_families_that_are_refused(exported, tmp_path, capsys, case):
+    name, keys, change, message = OF_FAMILIES[case]
+    file = tmp_path / "m.gguf"
+    rewritten(exported(name)[1], file, keys=keys, change=change or (lambda t: t))
+    assert run(file, "--out", tmp_path / "back", "--no-tokenizer", "--quiet") == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and [*tmp_path.iterdir()] == [file], error
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ class Family:
     always_head = False  # llama.cpp reads output.weight also where it is the embedding
     betas = False  # its loader reads those of yarn
     rounds_range = False  # it is written although llama.cpp rounds the ends of yarn's range
-    # For import: what config() reads alone; RoPE on a part of a head, and under transformers 5's name
+    # For import: what config() alone reads; RoPE on a part of a head, and by transformers 5's name
     has_experts = by_layer = own_heads = own_rope = False
     partial_rope = rope_parameters = False
     # Tensors of older converters, which are a parameter whole: of each tensor that they stand for.
@@ -500,8 +500,8 @@ class Gemma4(Family):
         return sizes | _windows(model)
 
     def model_type(self, keys, default):
-        """Both compute the same. Of layers that share keys, transformers 5.24 computes the first with
-        embeddings of each layer alone."""
+        """Both compute the same. transformers 5.24 has layers that share keys in the first only with
+        embeddings of each layer."""
         shares = keys.count("attention.shared_kv_layers", 0)
         plain = shares and not keys.count("embedding_length_per_layer_input", 0)
         unified = plain or "tokenizer.ggml.suppress_tokens" in keys.file.keys

@@ -73,7 +73,7 @@ class GgufFile:
         if not name or (int(name[2]) - 1, int(name[3])) != (no, n):
             raise DataError(
                 f"{self.path}: says that it is file {no} of {n}, from 0 on: the names of all must "
-                "end as -00001-of-00002.gguf does, where 00001 is the first file, and 00002 the last"
+                "end as -00001-of-00002.gguf does, where 00001 is the first file and 00002 the last"
             )
         files = [f"{name[1]}{i:05d}-of-{name[3]}.gguf" for i in range(1, n + 1)]
         parts = [self if i == no else self._other(f, i, n) for i, f in enumerate(files)]

@@ -68,7 +68,7 @@ class Keys:
         return self.file.keys.get(f"{self.prefix}.{name}")
 
     def by_layer(self, name: str, value, layers: int) -> list:
-        """`value` of that key as a list with an entry a layer. It is a list, a number of all layers,
+        """`value` of that key as a list with an entry a layer. It is one, or a number of all layers,
         or of truth values the n of which every nth is false."""
         truth = name.endswith(("_pattern", "_layers"))
         kind, whole = bool if truth else int, isinstance(value, int) and not isinstance(value, bool)

@@ -124,6 +124,7 @@ def _as_stored(
     shapes, out = {p.name: p.shape for p in model.params()}, {}
     for t in tensors:
         layer, _, name = t.name.rpartition(".weight")[0].rpartition(".")
+        pair = [f"{layer}.ffn_{x}_exps.weight" for x in ("gate", "up")]
         older = family_of(arch).older.get(f"{name}.weight", "")
         each, fused = f"{layer}.{name.removesuffix('_exps')}", f"{layer}.ffn_gate_up_exps.weight"
         if t.name in file.tensors or t.values is not None:
@@ -132,7 +133,7 @@ def _as_stored(
             source = t.source or t.parts[0]
             whole = Tensor(f"{layer}.{older}", shapes[source], "", source, offset=t.offset)
             out[whole.name] = whole
-        elif name in ("ffn_gate_exps", "ffn_up_exps") and fused in file.tensors:
+        elif t.name in pair and fused in file.tensors and not {*pair} & file.tensors.keys():
             n, rows, *columns = t.shape
             two = out.setdefault(fused, Tensor(fused, (n, 2 * rows, *columns), ""))
             parts = two.parts + t.parts  # gates, then ups; at last an expert's after each other
