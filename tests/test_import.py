@@ -18,6 +18,7 @@ from conftest import ROOT
 from families import named_constants, random_model
 from penstock import ModelConfig, export, gguf_file, import_gguf, import_tokenizer
 from penstock._lib import as_dict
+from penstock.model import TensorFile
 from safetensors.torch import load_file
 from test_export import CONFIGS, ONE_WAY, TEXT, WRITTEN, tokenizer, write_model
 from test_gguf import sentencepiece_like
@@ -322,6 +323,22 @@ def test_quantized_tensors_are_laid_out_as_others(exported, tmp_path, monkeypatc
     blocks, numbers = (load_file(tmp_path / w / "model.safetensors") for w in "qf")
     assert blocks.keys() == numbers.keys() and len(values) > 10
     assert all(torch.equal(x, blocks[key]) for key, x in numbers.items())
+
+
+def test_experts_in_mxfp4_stay_as_they_are(exported, tmp_path, capsys):
+    """gpt-oss as it is published: the blocks of a file in MXFP4 come back as blocks."""
+    file = exported("gpt_oss", "mxfp4")[1]
+    for dtype in ("mxfp4", "bf16"):
+        assert run(file, "--out", tmp_path / dtype, "--dtype", dtype) == 0
+    assert "changes their weights by 0.00%" in capsys.readouterr().out
+    config = json.loads((tmp_path / "mxfp4/config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "mxfp4"
+    on_disk = load_file(tmp_path / "mxfp4/model.safetensors")
+    assert "model.layers.0.mlp.experts.down_proj_blocks" in on_disk
+    packed, plain = (TensorFile(tmp_path / d) for d in ("mxfp4", "bf16"))
+    assert all(np.array_equal(packed.read(name), plain.read(name)) for name in plain.names)
+    assert run(exported("llama")[1], "--out", tmp_path / "o", "--dtype", "mxfp4") == 2
+    assert "mxfp4" in capsys.readouterr().err
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------

@@ -466,7 +466,7 @@ def import_gguf(what: str):
     return gguf
 
 
-def _bytes(parameter: Parameter, dtype: str) -> int:
+def bytes_of(parameter: Parameter, dtype: str) -> int:
     n = math.prod(parameter.shape)
     if parameter.exact:
         return 4 * n
@@ -506,7 +506,7 @@ def _prepare(args) -> tuple[Source, str, Callable, int, int, list[str]]:
     else:
         if not (source.folder / "tokenizer.json").exists():
             notes.append(f"{source.folder} has no tokenizer.json: the export has no tokenizer")
-        n_bytes = sum(_bytes(p, dtype) for p in source.model.params())
+        n_bytes = sum(bytes_of(p, dtype) for p in source.model.params())
         n_tensors = len(source.model.params())
         if args.text_alone and not source.model.multimodal:
             raise DataError(f"--text-alone: {source.folder} is a text model already: leave it out")

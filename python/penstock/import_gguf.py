@@ -1,6 +1,6 @@
 """`penstock import`: the model in a GGUF file as a Hugging Face directory.
 
-penstock import FILE.gguf --out DIR [--dtype fp32|bf16] [--no-tokenizer]
+penstock import FILE.gguf --out DIR [--dtype fp32|bf16|mxfp4] [--no-tokenizer]
 
 Tensors are read, dequantized and written in pieces, so that memory does not grow with the model. The
 directory has a temporary name until it is complete and on the disk. Needs the package gguf."""
@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ._lib import printed_warnings
+from ._lib import check, lib, printed_warnings
 from .command import OK, Parser, run
 from .errors import FormatError, InputOutputError
-from .export import Source, check_out, import_gguf, write_hf
+from .export import Source, bytes_of, check_out, import_gguf, write_hf
 from .export_gguf import parameters
 from .files import DataError
 from .gguf_families import family_of
@@ -29,7 +29,7 @@ from .gguf_file import GgufFile, Stored
 from .gguf_tensor import Tensor
 from .import_config import FACTORS, make_config
 from .import_tokenizer import Tokenizer, write_templates
-from .model import ModelConfig, bf16_bits
+from .model import SAVE_DTYPES, ModelConfig, bf16_bits
 
 
 @dataclass(frozen=True)
@@ -251,8 +251,9 @@ def _parser() -> Parser:
     p.add_argument("--out", required=True, metavar="DIR", help="the new directory")
     p.add_argument(
         "--dtype",
-        choices=("fp32", "bf16"),
-        help="of the weights (default: bf16; fp32 where the matrices are F32 or F16)",
+        choices=("fp32", "bf16", "mxfp4"),
+        help="of the weights (default: bf16; fp32 where the matrices are F32 or F16); mxfp4, of "
+        "gpt-oss: experts in MXFP4, the rest in bf16",
     )
     p.add_argument(
         "--no-tokenizer",
@@ -273,7 +274,8 @@ def _import(args, folder: Path) -> int:
         check_out(out, 0)
         source, notes = open_gguf(gguf, args.file, folder, not args.no_tokenizer)
         dtype = args.dtype or _default_dtype(source.tensors.file)
-        n_bytes = source.model.n_elements * {"fp32": 4, "bf16": 2}[dtype]
+        check(lib.ps_model_config_saves_as(source.model._ptr, SAVE_DTYPES[dtype]))
+        n_bytes = sum(bytes_of(p, dtype) for p in source.model.params())
         check_out(out, n_bytes)
     except (InputOutputError, OSError) as e:  # nothing was written yet
         raise DataError(str(e)) from e
@@ -281,12 +283,17 @@ def _import(args, folder: Path) -> int:
     for note in notes:
         say(f"note: {note}")
     begun = time.monotonic()
-    write_hf(source, dtype, out, lambda n: None)
+    rounding = write_hf(source, dtype, out, lambda n: None)
     n = source.model.n_elements
     say(
         f"{args.out}: {n / 1e6:.1f} million parameters, {dtype}, {n_bytes / 1e9:.2f} GB in "
         f"{time.monotonic() - begun:.1f} s, on the disk"
     )
+    if dtype == "mxfp4":
+        say(
+            f"{args.out}: experts are in MXFP4, which changes their weights by {rounding:.2%} "
+            "(root mean square, of theirs)"
+        )
     return OK
 
 
