@@ -253,8 +253,10 @@ class DeepSeek(Family):
         return by, 0.1 * by_key / log
 
     def model_type(self, keys, default):
-        """GLM-4.7-Flash computes what DeepSeek-V3 does. It has neither yarn nor groups."""
-        if keys.count("expert_gating_func", 1) != 2:
+        """GLM-4.7-Flash computes what DeepSeek-V3 does. It has neither yarn nor groups. Without the
+        key, the correction bias of sigmoid routing says it."""
+        has_bias = any(name.endswith(".exp_probs_b.bias") for name in keys.file.tensors)
+        if keys.count("expert_gating_func", 2 if has_bias else 1) != 2:
             return "deepseek_v2"
         plain = (keys.any("rope.scaling.type") or "none") == "none"
         plain &= keys.count("expert_group_count", 1) <= 1 and bool(self._q_rank(keys))
@@ -271,7 +273,8 @@ class DeepSeek(Family):
             keys.count(f"attention.{x}_length_mla", 0) or keys.count(f"attention.{x}_length")
             for x in ("key", "value")
         )
-        dense = keys.count("leading_dense_block_count", 0)
+        sparse = keys.layers_with("ffn_gate_inp.weight", layers)
+        dense = (sparse + [True]).index(True)
         groups = keys.count("expert_group_count", 1), keys.count("expert_group_used_count", 1)
         config |= _experts(keys, "n_routed_experts", "moe_intermediate_size") | dict(
             num_key_value_heads=config["num_attention_heads"],
@@ -288,8 +291,7 @@ class DeepSeek(Family):
             routed_scaling_factor=keys.number("expert_weights_scale", 0) or 1.0,
         )
         if kind == "glm4_moe_lite":
-            types = ["dense" if i < dense else "sparse" for i in range(min(layers, 1 << 16))]
-            config["mlp_layer_types"] = types
+            config["mlp_layer_types"] = ["sparse" if s else "dense" for s in sparse]
             config["rope_parameters"] = dict(rope_type="default", rope_theta=keys.theta())
             notes.append("GLM-4.7-Flash and DeepSeek-V3 are one architecture in the file")
             return
@@ -374,12 +376,10 @@ class Delta(Family):
         return sizes
 
     def config(self, keys, config, notes):
-        layers, values = config["num_hidden_layers"], keys.count("ssm.time_step_rank")
-        linear = keys.any("attention.recurrent_layers")
-        if linear is None:
-            linear = max(1, keys.count("full_attention_interval", 4))
-        linear = keys.by_layer("attention.recurrent_layers", linear, layers)
-        types = ["linear_attention" if x else "full_attention" for x in linear]
+        """Which layers have delta-nets the tensors say: converters write full_attention_interval 4
+        also where layer_types says otherwise."""
+        values, types = keys.count("ssm.time_step_rank"), ("full_attention", "linear_attention")
+        types = [types[has] for has in keys.layers_with("ssm_a", config["num_hidden_layers"])]
         config |= dict(
             layer_types=types,
             linear_conv_kernel_dim=keys.count("ssm.conv_kernel"),
@@ -500,8 +500,8 @@ class Gemma4(Family):
         return sizes | _windows(model)
 
     def model_type(self, keys, default):
-        """Both compute the same. transformers 5.24 has layers that share keys in the first only with
-        embeddings of each layer."""
+        """Both compute the same. Of models whose layers share keys, transformers 5.24 opens as the
+        first only those with embeddings of each layer."""
         shares = keys.count("attention.shared_kv_layers", 0)
         plain = shares and not keys.count("embedding_length_per_layer_input", 0)
         unified = plain or "tokenizer.ggml.suppress_tokens" in keys.file.keys
@@ -514,24 +514,26 @@ class Gemma4(Family):
         shared = keys.count("attention.shared_kv_layers", 0)
         full = [i for i in range(layers) if types[i] == "full_attention"]
         slides = [i for i in range(layers) if types[i] != "full_attention"]
-        heads = keys.by_layer(
-            "attention.head_count_kv", keys.any("attention.head_count_kv"), layers
-        )
-        widths = keys.by_layer("feed_forward_length", keys.any("feed_forward_length"), layers)
         same_keys = any(
             i < layers - shared and f"blk.{i}.attn_v.weight" not in stored for i in full
         )
         whole = keys.count("attention.key_length")
         dim = keys.count("attention.key_length_swa", whole)
+        widths = [keys.rows(f"blk.{i}.ffn_gate.weight") for i in (0, max(layers, 1) - 1)]
+
+        def heads(of, width):
+            """As the first of these layers has them, of which the key may say otherwise."""
+            return keys.rows(f"blk.{of[0]}.attn_k.weight") // max(width, 1) if of else 0
+
         config |= dict(
             head_dim=dim,
             global_head_dim=whole,
-            num_key_value_heads=heads[(slides or full)[0]],
-            num_global_key_value_heads=heads[full[0]] if full and same_keys else None,
+            num_key_value_heads=heads(slides, dim) or heads(full, whole),
+            num_global_key_value_heads=heads(full, whole) if same_keys else None,
             attention_k_eq_v=same_keys,
             num_kv_shared_layers=shared,
             intermediate_size=widths[0],
-            use_double_wide_mlp=widths[-1] == 2 * widths[0],
+            use_double_wide_mlp=widths[0] != widths[1],
             hidden_size_per_layer_input=keys.count("embedding_length_per_layer_input", 0),
             sliding_window=window or None,
             layer_types=types,
@@ -545,32 +547,12 @@ class Gemma4(Family):
             config["vocab_size_per_layer_input"] = table.shape[0] if table else config["vocab_size"]
         if config.get("enable_moe_block"):
             config |= _experts(keys, "num_experts", "moe_intermediate_size", "top_k_experts")
-        self._check_by_layer(keys, heads, widths, layers - shared, slides, config)
         config["rope_parameters"] = dict(
             full_attention=self._read_factors(keys, whole),
             sliding_attention=dict(
                 rope_type="default", rope_theta=keys.number("rope.freq_base_swa", 10000.0)
             ),
         )
-
-    @staticmethod
-    def _check_by_layer(keys, heads, widths, own, slides, config) -> None:
-        n = config["num_global_key_value_heads"] or config["num_key_value_heads"]
-        want = [config["num_key_value_heads"] if i in slides else n for i in range(len(heads))]
-        wide = [
-            widths[0] * (2 if i >= own and widths[-1] != widths[0] else 1)
-            for i in range(len(widths))
-        ]
-        for name, has, needs in (
-            ("attention.head_count_kv", heads, want),
-            ("feed_forward_length", widths, wide),
-        ):
-            if has != needs:
-                at = next(i for i in range(len(has)) if has[i] != needs[i])
-                raise DataError(
-                    f"{keys.path}: {keys.prefix}.{name} is {has[at]} in layer {at}: {needs[at]} is "
-                    "what the other layers and attention.sliding_window_pattern ask for"
-                )
 
     @staticmethod
     def _read_factors(keys, whole: int) -> dict:

@@ -67,30 +67,30 @@ class Keys:
     def any(self, name: str):
         return self.file.keys.get(f"{self.prefix}.{name}")
 
-    def by_layer(self, name: str, value, layers: int) -> list:
-        """`value` of that key as a list with an entry a layer. It is one, or a number of all layers,
-        or of truth values the n of which every nth is false."""
-        truth = name.endswith(("_pattern", "_layers"))
-        kind, whole = bool if truth else int, isinstance(value, int) and not isinstance(value, bool)
-        if whole and layers <= 1 << 16 and value > 0:
-            value = [(i + 1) % value != 0 if truth else value for i in range(layers)]
-        if (
-            not isinstance(value, list)
-            or len(value) != layers
-            or not all(isinstance(x, kind) and (truth or not isinstance(x, bool)) for x in value)
-        ):
-            raise DataError(
-                f"{self.path}: the key {self.prefix}.{name} does not have a "
-                f"{'truth value' if truth else 'number'} for each of {layers} layers"
-            )
-        return value
-
     def layer_types(self, layers: int, windows: bool, every: int) -> list[str]:
         """every: each so manieth layer has no window, where no key says."""
         name = "attention.sliding_window_pattern"
         pattern = self.any(name)
-        pattern = self.by_layer(name, every if pattern is None else pattern, layers)
+        pattern = every if pattern is None else pattern
+        if isinstance(pattern, int) and not isinstance(pattern, bool) and 0 < pattern:
+            pattern = [(i + 1) % pattern != 0 for i in range(min(layers, 1 << 16))]
+        if not isinstance(pattern, list) or len(pattern) != layers:
+            raise DataError(
+                f"{self.path}: {self.prefix}.{name} does not say of {layers} layers which have a "
+                "window"
+            )
         return ["sliding_attention" if w and windows else "full_attention" for w in pattern]
+
+    def layers_with(self, name: str, layers: int) -> list[bool]:
+        """Which layers have a tensor of that name."""
+        stored = self.file.tensors
+        return [f"blk.{i}.{name}" in stored for i in range(min(layers, 1 << 16))]
+
+    def rows(self, name: str) -> int:
+        """Of a matrix of the file."""
+        if name not in self.file.tensors:
+            raise DataError(f"{self.path}: tensor {name} is missing")
+        return self.file.tensors[name].shape[0]
 
     def theta(self) -> float:
         return self.number("rope.freq_base", 10000.0)

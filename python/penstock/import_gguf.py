@@ -123,12 +123,16 @@ def _as_stored(
     whole that newer ones cut in two, a matrix of each expert, gates and ups of experts in one."""
     shapes, out = {p.name: p.shape for p in model.params()}, {}
     for t in tensors:
+        if t.beside:  # with rows that no token reads, where the file has them
+            t = replace(t, shape=(shapes[t.parts[0]][0], t.columns))
         layer, _, name = t.name.rpartition(".weight")[0].rpartition(".")
         pair = [f"{layer}.ffn_{x}_exps.weight" for x in ("gate", "up")]
         older = family_of(arch).older.get(f"{name}.weight", "")
         each, fused = f"{layer}.{name.removesuffix('_exps')}", f"{layer}.ffn_gate_up_exps.weight"
         if t.name in file.tensors or t.values is not None:
             out[t.name] = t
+        elif t.name == "output.weight" and model.tied_embeddings:
+            continue  # export writes it for some architectures even so
         elif f"{layer}.{older}" in file.tensors:
             source = t.source or t.parts[0]
             whole = Tensor(f"{layer}.{older}", shapes[source], "", source, offset=t.offset)
