@@ -137,13 +137,15 @@ def test_transformers_computes_the_same(exported, tmp_path, name):
 QUANTIZED = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 F16 BF16 Q2_K Q3_K Q4_K Q5_K Q6_K".split()
 
 
-def rewritten(file, out, kinds=lambda name: None, keys=(), change=lambda t: t, **split):
+def rewritten(
+    file, out, kinds=lambda name: None, keys=(), change=lambda t: t, rename=None, **split
+):
     """The file once more, with other tensors and keys: `change` makes {name: data} of that of the
     file; keys: {name: value}, of the architecture, None leaves it out. kinds: the types of which
-    tensors have random blocks."""
+    tensors have random blocks. rename: another architecture."""
     reader, keys = gguf.GGUFReader(file), dict(keys)
     arch = reader.fields["general.architecture"].contents()
-    writer = gguf.GGUFWriter(out, arch, **split)
+    writer = gguf.GGUFWriter(out, rename or arch, **split)
     for field in reader.fields.values():
         name = field.name.removeprefix(f"{arch}.")
         if field.name.startswith("GGUF.") or field.name == "general.architecture":
@@ -151,7 +153,8 @@ def rewritten(file, out, kinds=lambda name: None, keys=(), change=lambda t: t, *
         types, value = field.types, keys.get(name, field.contents())
         sub = types[-1] if types[0] == gguf.GGUFValueType.ARRAY else None
         if value is not None:
-            writer.add_key_value(field.name, value, types[0], sub_type=sub)
+            to = field.name.replace(f"{arch}.", f"{rename or arch}.")
+            writer.add_key_value(to, value, types[0], sub_type=sub)
     for name in keys.keys() - {f.removeprefix(f"{arch}.") for f in reader.fields}:
         writer.add_uint32(f"{arch}.{name}", keys[name])
     rng, values = np.random.default_rng(3), {}
@@ -251,6 +254,13 @@ def test_tensors_of_other_converters(exported, tmp_path, case):
     assert config_of(tmp_path / "back") == config_of(folder) | dict(
         eos_token_id=0, router_aux_loss=config_of(tmp_path / "back")["router_aux_loss"]
     )
+
+
+def test_text_of_a_vision_language_model(exported, tmp_path):
+    folder, file = exported("qwen3")
+    rewritten(file, tmp_path / "m.gguf", rename="qwen3vl")
+    assert run(tmp_path / "m.gguf", "--out", tmp_path / "back", "--quiet") == 0
+    assert config_of(tmp_path / "back") == config_of(folder) | dict(eos_token_id=0)
 
 
 @pytest.fixture(scope="module")

@@ -137,7 +137,7 @@ class GptOss(Family):
         windows = bool(config["sliding_window"])
         config["layer_types"] = keys.layer_types(config["num_hidden_layers"], windows, 2)
         scaling = config["rope_scaling"] = config["rope_scaling"] or {"rope_type": "default"}
-        if scaling["rope_type"] == "yarn":
+        if scaling.get("rope_type") == "yarn":
             config["rope_scaling"] = {"beta_fast": 32.0, "beta_slow": 1.0} | scaling
             config["rope_scaling"]["truncate"] = False
             notes.append("yarn's truncate is false, as gpt-oss has it: no key says so")
@@ -293,7 +293,9 @@ class DeepSeek(Family):
         if kind == "glm4_moe_lite":
             config["mlp_layer_types"] = ["sparse" if s else "dense" for s in sparse]
             config["rope_parameters"] = dict(rope_type="default", rope_theta=keys.theta())
-            notes.append("GLM-4.7-Flash and DeepSeek-V3 are one architecture in the file")
+            notes.append(
+                "it is taken for GLM-4.7-Flash, which the file does not tell from DeepSeek-V3"
+            )
             return
         config |= dict(first_k_dense_replace=dense, rope_theta=keys.theta())
         config["rope_scaling"] = keys.scaling(config, rope)
@@ -302,11 +304,13 @@ class DeepSeek(Family):
             config["topk_method"] = "group_limited_greedy" if grouped else "greedy"
 
     def read_yarn(self, keys, by, factor):
-        """yarn() the other way."""
+        """yarn() the other way. Without both keys transformers' own factors hold."""
         log = 0.1 * math.log(max(factor, 1))
         multiplier = keys.number("rope.scaling.yarn_log_multiplier", 0)
         whole = by * (1 + multiplier / 0.1 * log)
-        if not multiplier and keys.any("rope.scaling.attn_factor") is not None:
+        if not multiplier and keys.any("rope.scaling.attn_factor") is None:
+            return {}
+        if not multiplier:
             by *= 1 + log
             whole = by
         if abs(whole - 1) < 1e-6 or log <= 0:
