@@ -60,13 +60,16 @@ class Fp8Product(torch.autograd.Function):
 
 class Fp8Llama:
     """@fp8: the blocks whose products have FP8 operands; @first, @down: those of their first halves
-    and their down projections too; @head: the head's."""
+    and their down projections too; @head: the head's. Products of weights with adapters, in
+    PEFT's names, have these beside them: @lora_scale is theirs."""
 
     offset = 0.0  # of norms' weights
 
-    def __init__(self, cfg, weights, fp8=(), first=True, down=True, head=False, wrong=1.0):
+    def __init__(
+        self, cfg, weights, fp8=(), first=True, down=True, head=False, wrong=1.0, lora_scale=0.0
+    ):
         self.cfg, self.fp8, self.first, self.down = cfg, fp8, first, down
-        self.head, self.wrong = head, wrong
+        self.head, self.wrong, self.lora_scale = head, wrong, lora_scale
         self.w = {k: v.detach().bfloat16().double().requires_grad_() for k, v in weights.items()}
 
     def norm(self, x, name, eps=None):
@@ -74,9 +77,20 @@ class Fp8Llama:
         unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
         return stored(unit * (self.w[name] + self.offset))
 
-    def product(self, x, names, fp8):
+    def product(self, x, names, fp8, residual=0):
         w = torch.cat([self.w[name] for name in names])
-        return Fp8Product.apply(x, w, self.wrong) if fp8 else x @ w.T
+        y = Fp8Product.apply(x, w, self.wrong) if fp8 else x @ w.T
+        return self.adapted(residual + y, x, names)
+
+    def adapted(self, y, x, names):
+        """The columns of @y that have an adapter, with its product: x and y as they are stored."""
+        parts = []
+        for part, name in zip(y.split([len(self.w[name]) for name in names], -1), names):
+            a, b = (self.w.get(name.replace("weight", f"lora_{c}.weight")) for c in "AB")
+            if a is not None:
+                part = stored(stored(part) + self.lora_scale * stored(x @ a.T) @ b.T)
+            parts.append(part)
+        return torch.cat(parts, -1)
 
     @staticmethod
     def scores(q, k, v):
@@ -99,23 +113,23 @@ class Fp8Llama:
         k, v = (a.repeat_interleave(heads // kv_heads, 2) for a in (k, v))
         return self.scores(q, k, v)
 
-    def first_half(self, y, p, fp8, n, s, cos, sin):
+    def first_half(self, y, p, fp8, n, s, cos, sin, residual):
         names = [f"{p}self_attn.{c}_proj.weight" for c in "qkv"]
         o = self.attention(stored(self.product(y, names, fp8)), n, s, cos, sin)
-        return self.product(o, [p + "self_attn.o_proj.weight"], fp8)
+        return self.product(o, [p + "self_attn.o_proj.weight"], fp8, residual)
 
     def block(self, x, i, n, s, cos, sin):
         p, fp8 = f"model.layers.{i}.", i in self.fp8
         y = self.norm(x, p + "input_layernorm.weight")
-        h = stored(x + self.first_half(y, p, fp8 and self.first, n, s, cos, sin))
+        h = stored(self.first_half(y, p, fp8 and self.first, n, s, cos, sin, x))
         y = self.norm(h, p + "post_attention_layernorm.weight")
-        return stored(h + self.second_half(y, p + "mlp.", fp8))
+        return stored(self.second_half(y, p + "mlp.", fp8, h))
 
-    def second_half(self, y, p, fp8):
+    def second_half(self, y, p, fp8, residual=0):
         gate_up = stored(self.product(y, [f"{p}{c}_proj.weight" for c in ("gate", "up")], fp8))
         gate, up = gate_up.chunk(2, -1)
         y = stored(torch.nn.functional.silu(gate) * up)
-        return self.product(y, [p + "down_proj.weight"], fp8 and self.down)
+        return self.product(y, [p + "down_proj.weight"], fp8 and self.down, residual)
 
     def chunk_loss(self, tokens, targets, n_valid):
         """The chunk's part of the loss: its rows are quantized together."""
@@ -192,7 +206,7 @@ class Fp8DeltaNet(Fp8Llama):
             out.append(torch.einsum("nhkv,nhk->nhv", state, q[:, t]))
         return stored(torch.stack(out, 1))
 
-    def first_half(self, y, p, fp8, n, s, _cos, _sin):
+    def first_half(self, y, p, fp8, n, s, _cos, _sin, residual):
         p += "linear_attn."
         u, z, b, a = self.inputs(y, p, fp8)
         w = self.w[p + "conv1d.weight"]
@@ -201,24 +215,25 @@ class Fp8DeltaNet(Fp8Llama):
         o = self.rule(stored(torch.nn.functional.silu(qkv)), b, a, p, n, s)
         unit = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + self.cfg["rms_norm_eps"])
         g = unit * self.w[p + "norm.weight"] * torch.nn.functional.silu(z.view(o.shape))
-        return self.product(stored(g).reshape(n * s, -1), [p + "out_proj.weight"], fp8)
+        g = stored(g).reshape(n * s, -1)
+        return self.product(g, [p + "out_proj.weight"], fp8, residual)
 
 
 class Fp8Latent(Fp8Llama):
     """DeepSeek-V3 with RoPE that is not scaled, whose pairs are apart. Tokens go to all experts."""
 
-    def second_half(self, y, p, fp8):
+    def second_half(self, y, p, fp8, residual=0):
         if p + "gate.weight" not in self.w:
-            return super().second_half(y, p, fp8)
+            return super().second_half(y, p, fp8, residual)
         of = torch.sigmoid(y @ self.w[p + "gate.weight"].T)
         of = of / of.sum(-1, keepdim=True) * self.cfg["routed_scaling_factor"]
         routed = [
             of[:, e, None] * super(Fp8Latent, self).second_half(y, f"{p}experts.{e}.", False)
             for e in range(of.shape[1])
         ]
-        return sum(routed) + super().second_half(y, p + "shared_experts.", False)
+        return residual + sum(routed) + super().second_half(y, p + "shared_experts.", False)
 
-    def first_half(self, y, p, fp8, n, s, _cos, _sin):
+    def first_half(self, y, p, fp8, n, s, _cos, _sin, residual):
         p, heads, rank = p + "self_attn.", self.cfg["num_attention_heads"], self.cfg["kv_lora_rank"]
         dn, dr, dv = (
             self.cfg[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -241,12 +256,15 @@ class Fp8Latent(Fp8Llama):
         else:
             q = self.product(y, [p + "q_proj.weight"], fp8)
         q_n, q_r = stored(q).view(n, s, heads, dn + dr).split([dn, dr], -1)
-        c, k_r = (
-            stored(Fp8Product.apply(y, w, self.wrong) if fp8 else y @ w.T)
-            for w in self.w[p + "kv_a_proj_with_mqa.weight"].split([rank, dr])
+        kv_a = p + "kv_a_proj_with_mqa.weight"
+        parts = (
+            Fp8Product.apply(y, w, self.wrong) if fp8 else y @ w.T
+            for w in self.w[kv_a].split([rank, dr])
         )
+        c, k_r = stored(self.adapted(torch.cat(list(parts), -1), y, [kv_a])).split([rank, dr], -1)
         c = norm(c, "kv_a_layernorm.weight")
         kv = stored(self.product(c, [p + "kv_b_proj.weight"], fp8)).view(n, s, heads, dn + dv)
         k_r = turn(k_r.view(n, s, 1, dr)).expand(n, s, heads, dr)
         q, k = (stored(torch.cat(x, -1)) for x in ((q_n, turn(q_r)), (kv[..., :dn], k_r)))
-        return self.product(self.scores(q, k, kv[..., dn:]), [p + "o_proj.weight"], fp8)
+        o = self.scores(q, k, kv[..., dn:])
+        return self.product(o, [p + "o_proj.weight"], fp8, residual)

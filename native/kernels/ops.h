@@ -144,6 +144,7 @@ typedef struct ps__chunk_shape {
   bool first_dkv;          /* first chunk of the attention group in backward order */
   uint32_t document_rows;  /* as in ps__args_attention */
   uint32_t step_tokens;    /* of the whole step, on all devices and hosts; 0 outside training */
+  bool again;              /* a forward op that runs again: it counts nothing */
 } ps__chunk_shape;
 
 typedef struct ps__op_info {

@@ -162,17 +162,16 @@ static void define_params(ps__half *h) {
 static void define_sites(ps__half *h) {
   const attention *t = h->own;
   const ps__attention_names *n = h->use->names;
-  const uint32_t dim = h->b->dim;
   if (n->k) {
-    ps__half_site(h, PS__TARGET_Q, t->n_q, dim);
+    ps__half_x_site(h, PS__TARGET_Q, t->n_q);
     if (t->own_kv)
-      ps__half_site(h, PS__TARGET_K, t->k, dim);
+      ps__half_x_site(h, PS__TARGET_K, t->k);
     if (t->own_kv && !t->shared_keys)
-      ps__half_site(h, PS__TARGET_V, t->k, dim);
+      ps__half_x_site(h, PS__TARGET_V, t->k);
   } else {
-    ps__half_site(h, PS__TARGET_QKV, t->n_all, dim);
+    ps__half_x_site(h, PS__TARGET_QKV, t->n_all);
   }
-  ps__half_site(h, PS__TARGET_O, dim, t->a);
+  ps__half_site(h, PS__TARGET_O, h->b->dim, t->a);
 }
 
 static void define_gate_tensors(ps__half *h) {

@@ -32,15 +32,23 @@ uint16_t ps__half_residual(const ps__half *h, const char *name, const char *what
   return span;
 }
 
-void ps__half_site_cut(const ps__half *h, uint32_t i, uint32_t n_out, uint32_t n_in, uint32_t cut) {
+void ps__half_site(ps__half *h, uint32_t i, uint32_t n_out, uint32_t n_in) {
   h->b->site[i].n_out = n_out;
   h->b->site[i].n_in = n_in;
+  h->b->site[i].cut = 0;
+}
+
+void ps__half_x_site(ps__half *h, uint32_t i, uint32_t n_out) {
+  ps__half_site(h, i, n_out, h->b->dim);
+  h->x_sites |= 1u << i;
+}
+
+void ps__half_x_site_cut(ps__half *h, uint32_t i, uint32_t n_out, uint32_t cut) {
+  ps__half_x_site(h, i, n_out);
   h->b->site[i].cut = cut;
 }
 
-void ps__half_site(const ps__half *h, uint32_t i, uint32_t n_out, uint32_t n_in) {
-  ps__half_site_cut(h, i, n_out, n_in, 0);
-}
+bool ps__half_adapts(const ps__half *h, uint32_t i) { return h->b->lora[i].n_out > 0; }
 
 void ps__half_input(const ps__half *h, bool backward) {
   const ps__block *b = h->b;
@@ -48,8 +56,10 @@ void ps__half_input(const ps__half *h, bool backward) {
   const ps__args_rmsnorm_quantize q = {.norm = b->norm,
                                        .dt_q = PS__E4M3,
                                        .forms = backward ? PS_FORM_COLS : PS_FORM_ROWS,
-                                       .count = backward ? x.count : 0};
-  if (h->fp8 && h->pre && !h->use->kind->stores_x) {
+                                       .count = backward || ps__counts_forward(b->m) ? x.count : 0};
+  if (h->fp8 && h->pre && !h->stores_x) {
+    if (backward && ps__base_is_frozen(b->m))
+      return;
     PS__DEF_OP(b->d, backward, false, ps__k_rmsnorm_quantize, q, PS__R(h->in), PS__P(h->w_norm),
                PS__W(backward ? x.scale_t : x.scale), PS__W(backward ? x.qt : x.q),
                PS__SYM_IF(q.count, PS__FLUSHED));
@@ -137,6 +147,13 @@ static void define_adapters(ps__block *b, ps__half *half) {
                       &b->lora[i]);
 }
 
+static bool stores_x(const ps__half *h) {
+  bool read = !h->fp8 || h->use->kind->stores_x;
+  for (uint32_t i = 0; i < PS_N_LORA_TARGETS; i++)
+    read |= h->x_sites >> i & 1 && ps__half_adapts(h, i);
+  return read;
+}
+
 /* A post norm's input has one gradient tensor for both halves: one is done before the other
  * begins. */
 static void define_tensors(ps__block *b, ps__half *half, ps__per_layer *after) {
@@ -151,8 +168,8 @@ static void define_tensors(ps__block *b, ps__half *half, ps__per_layer *after) {
     h->dy = h->post ? dpost : b->dy;
     h->dx = h->pre ? tokens(b, "dnorm") : b->dy;
     h->adds_dx = !h->pre;
-    const bool stores = !h->fp8 || h->use->kind->stores_x;
-    h->x = ps__def_x(d, !h->pre ? stream : stores ? tokens(b, "norm") : 0, b->dim, h->fp8);
+    h->stores_x = stores_x(h);
+    h->x = ps__def_x(d, !h->pre ? stream : h->stores_x ? tokens(b, "norm") : 0, b->dim, h->fp8);
     h->use->kind->tensors(h);
     h->y = h->post ? tokens(b, h->use->kind->out) : 0;
     h->to = stream = tokens(b, !last ? "h" : after->e ? "r" : "y");

@@ -50,13 +50,14 @@ typedef struct ps__block {
 typedef struct ps__half {
   ps__block *b;
   const ps__half_use *use;
-  void *own;      /* the kind's own, zeroed at first: sizes, tensors, spans, products */
-  bool pre, post; /* which norms there are */
-  bool fp8;       /* products multiply FP8 operands */
+  void *own;        /* the kind's own, zeroed at first: sizes, tensors, spans, products */
+  bool pre, post;   /* which norms there are */
+  bool fp8;         /* products multiply FP8 operands */
+  uint32_t x_sites; /* LoRA targets, by bit, whose adapters read x */
+  bool stores_x;    /* x is stored: without FP8, for kinds with stores_x, and where one reads it */
   uint16_t w_norm, w_post;
   uint8_t in, to; /* [T,D] the residual stream before and after the half */
-  ps__operand x;  /* [T,D] the half's input, norm(in) or in; with FP8 a norm is not stored, but
-                   * for kinds with stores_x */
+  ps__operand x;  /* [T,D] the half's input, norm(in) or in; a norm is stored with stores_x */
   uint8_t y;      /* [T,D] what the half writes: scale f(x), and in where there is no post */
   int residual;   /* a tensor that y has in it, `in`; PS__NONE with a post norm */
   bool has_bias;  /* ps__half_project() adds the span b_out; only where residual_scale is 1 */
@@ -120,11 +121,15 @@ uint8_t ps__half_tokens(const ps__half *h, const char *name, uint64_t cols);
 uint16_t ps__half_norm(const ps__half *h, const char *name, const char *what, uint32_t n);
 uint16_t ps__half_residual(const ps__half *h, const char *name, const char *what, uint32_t n_in);
 /* ps__half_site() - the half has LoRA target @i, a projection of @n_in columns to @n_out.
- * ps__half_site_cut() - to two tensors, the first one of @cut columns. */
-void ps__half_site(const ps__half *h, uint32_t i, uint32_t n_out, uint32_t n_in);
-void ps__half_site_cut(const ps__half *h, uint32_t i, uint32_t n_out, uint32_t n_in, uint32_t cut);
-/* ps__half_input() - x in the form that a pass needs. In bf16 the backward pass has a norm made
- * again by the forward op. */
+ * ps__half_x_site() - a projection of x.
+ * ps__half_x_site_cut() - of x, to two tensors, the first one of @cut columns. */
+void ps__half_site(ps__half *h, uint32_t i, uint32_t n_out, uint32_t n_in);
+void ps__half_x_site(ps__half *h, uint32_t i, uint32_t n_out);
+void ps__half_x_site_cut(ps__half *h, uint32_t i, uint32_t n_out, uint32_t cut);
+/* ps__half_adapts() - whether the block has an adapter of target @i. */
+bool ps__half_adapts(const ps__half *h, uint32_t i);
+/* ps__half_input() - x in the form that a pass needs. Where it is stored, the backward pass has a
+ * norm made again by the forward op. */
 void ps__half_input(const ps__half *h, bool backward);
 /* ps__half_project() - y = in + scale act W^T, the adapter of target @i included: the last op of a
  * half that ends with a product. */

@@ -106,17 +106,17 @@ static void define_params(ps__half *h) {
  * their W are. */
 static void define_sites(ps__half *h) {
   const delta *t = h->own;
-  const uint32_t dim = h->b->dim, nv = t->rule.n_value_heads;
+  const uint32_t nv = t->rule.n_value_heads;
   if (t->grouped) {
-    ps__half_site(h, PS__TARGET_IN_QKVZ, t->c + t->z_dim, dim);
-    ps__half_site(h, PS__TARGET_IN_BA, t->n_ba, dim);
+    ps__half_x_site(h, PS__TARGET_IN_QKVZ, t->c + t->z_dim);
+    ps__half_x_site(h, PS__TARGET_IN_BA, t->n_ba);
   } else {
-    ps__half_site(h, PS__TARGET_IN_QKV, t->c, dim);
-    ps__half_site(h, PS__TARGET_IN_Z, t->z_dim, dim);
-    ps__half_site(h, PS__TARGET_IN_B, nv, dim);
-    ps__half_site(h, PS__TARGET_IN_A, nv, dim);
+    ps__half_x_site(h, PS__TARGET_IN_QKV, t->c);
+    ps__half_x_site(h, PS__TARGET_IN_Z, t->z_dim);
+    ps__half_x_site(h, PS__TARGET_IN_B, nv);
+    ps__half_x_site(h, PS__TARGET_IN_A, nv);
   }
-  ps__half_site(h, PS__TARGET_OUT, dim, t->z_dim);
+  ps__half_site(h, PS__TARGET_OUT, h->b->dim, t->z_dim);
 }
 
 static void define_products(ps__half *h) {

@@ -135,16 +135,15 @@ static void define_params(ps__half *h) {
 
 static void define_sites(ps__half *h) {
   const mla *t = h->own;
-  const uint32_t dim = h->b->dim;
   if (t->r_q) {
-    ps__half_site(h, PS__TARGET_Q_A, t->r_q, dim);
+    ps__half_x_site(h, PS__TARGET_Q_A, t->r_q);
     ps__half_site(h, PS__TARGET_Q_B, t->h * t->d, t->r_q);
   } else {
-    ps__half_site(h, PS__TARGET_Q, t->h * t->d, dim);
+    ps__half_x_site(h, PS__TARGET_Q, t->h * t->d);
   }
-  ps__half_site_cut(h, PS__TARGET_KV_A, t->r_kv + t->dr, dim, t->r_kv);
+  ps__half_x_site_cut(h, PS__TARGET_KV_A, t->r_kv + t->dr, t->r_kv);
   ps__half_site(h, PS__TARGET_KV_B, t->h * (t->dn + t->dv), t->r_kv);
-  ps__half_site(h, PS__TARGET_O, dim, t->h * t->dv);
+  ps__half_site(h, PS__TARGET_O, h->b->dim, t->h * t->dv);
 }
 
 static void define_products(ps__half *h) {

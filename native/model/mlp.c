@@ -9,7 +9,7 @@ typedef struct mlp {
   uint32_t f;
   bool down_fp8;
   uint8_t gu; /* [T,2F] gate and up; the backward pass overwrites it with its gradient */
-  uint8_t s;  /* [T,F]  gated product; with down_fp8 none */
+  uint8_t s;  /* [T,F]  gated product; with down_fp8 only where down's adapter reads it */
   uint8_t ds; /* [T,F]  gradient of s, then overwritten with s */
   uint16_t w_gu, w_down;
   ps__product gu_p, down_p;
@@ -45,14 +45,29 @@ static void define_params(ps__half *h) {
 static void define_sites(ps__half *h) {
   const mlp *t = h->own;
   const ps__mlp_names *n = h->use->names;
-  const uint32_t dim = h->b->dim;
   if (n->up) {
-    ps__half_site(h, PS__TARGET_GATE, t->f, dim);
-    ps__half_site(h, PS__TARGET_UP, t->f, dim);
+    ps__half_x_site(h, PS__TARGET_GATE, t->f);
+    ps__half_x_site(h, PS__TARGET_UP, t->f);
   } else {
-    ps__half_site(h, PS__TARGET_GATE_UP, 2 * t->f, dim);
+    ps__half_x_site(h, PS__TARGET_GATE_UP, 2 * t->f);
   }
-  ps__half_site(h, PS__TARGET_DOWN, dim, t->f);
+  ps__half_site(h, PS__TARGET_DOWN, h->b->dim, t->f);
+}
+
+/* Whether one op makes the gated product and quantizes it, which is then stored nowhere; likewise
+ * backward with gate and up's gradient. Adapters read what is stored. */
+static bool quantizes_product(const ps__half *h) {
+  const mlp *t = h->own;
+  return t->down_fp8 && !ps__half_adapts(h, PS__TARGET_DOWN);
+}
+static bool quantizes_gradient(const ps__half *h) {
+  return quantizes_product(h) && !ps__half_adapts(h, PS__TARGET_GATE) &&
+         !ps__half_adapts(h, PS__TARGET_UP) && !ps__half_adapts(h, PS__TARGET_GATE_UP);
+}
+/* Whether the forward pass counts what is flushed of the product. The op that quantizes the
+ * gradient does so backward, with both forms, which nobody reads beside adapters. */
+static bool counts_product(const ps__half *h) {
+  return ps__counts_forward(h->b->m) && !quantizes_gradient(h);
 }
 
 static void define_tensors(ps__half *h) {
@@ -60,7 +75,7 @@ static void define_tensors(ps__half *h) {
   const ps__block *b = h->b;
   ps__layer_def *d = b->d;
   t->gu = ps__half_tokens(h, "gate_up", 2 * t->f);
-  t->s = t->down_fp8 ? 0 : ps__half_tokens(h, "glu", t->f);
+  t->s = quantizes_product(h) ? 0 : ps__half_tokens(h, "glu", t->f);
   t->ds = ps__half_tokens(h, "dglu", t->f);
   t->gu_p = ps__def_product(d, t->w_gu, 2 * t->f, b->dim, h->fp8);
   t->down_p = ps__def_product(d, t->w_down, b->dim, t->f, t->down_fp8);
@@ -111,11 +126,16 @@ static void define_gate(const ps__half *h) {
                                    .dt = glu.dt,
                                    .activation = glu.activation,
                                    .dt_q = PS__E4M3,
-                                   .forms = PS_FORM_ROWS};
+                                   .forms = PS_FORM_ROWS,
+                                   .count = counts_product(h) ? t->down_x.count : 0};
+  if (quantizes_product(h)) {
+    PS__FWD(d, ps__k_glu_quantize, q, PS__R(t->gu), PS__W(t->down_x.scale), PS__W(t->down_x.q),
+            PS__SYM_IF(q.count, PS__FLUSHED));
+    return;
+  }
+  PS__FWD(d, ps__k_glu_fwd, glu, PS__R(t->gu), PS__W(t->s));
   if (t->down_fp8)
-    PS__FWD(d, ps__k_glu_quantize, q, PS__R(t->gu), PS__W(t->down_x.scale), PS__W(t->down_x.q));
-  else
-    PS__FWD(d, ps__k_glu_fwd, glu, PS__R(t->gu), PS__W(t->s));
+    ps__quantize_x(m, d, t->down_x, t->f, false);
 }
 
 static void define_forward(ps__half *h) {
@@ -140,7 +160,7 @@ static void define_gate_backward(const ps__half *h) {
                                    .activation = glu.activation,
                                    .dt_q = PS__E5M2,
                                    .count = t->gu_dy.count};
-  if (t->down_fp8) {
+  if (quantizes_gradient(h)) {
     PS__BWD(d, ps__k_glu_bwd_quantize, q, PS__R(t->ds), PS__R(t->gu), PS__W(t->gu_dy.scale),
             PS__W(t->gu_dy.q), PS__W(t->gu_dy.qt), PS__W(t->down_x.scale_t), PS__W(t->down_x.qt),
             PS__SYM_IF(q.count, PS__FLUSHED));

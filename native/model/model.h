@@ -107,6 +107,11 @@ static inline bool ps__is_frozen(const ps_model *m) { return m->n_layers < m->n_
 static inline bool ps__base_is_frozen(const ps_model *m) {
   return ps__is_frozen(m) || m->lora.rank > 0;
 }
+/* ps__counts_forward() - whether the flushed values of its products' X are counted in the forward
+ * pass: beside adapters, as the backward pass does not quantize X. */
+static inline bool ps__counts_forward(const ps_model *m) {
+  return m->lora.rank > 0 && !ps__is_frozen(m);
+}
 
 static inline const ps__layer_def *ps__layer_of(const ps_model *m, uint32_t layer) {
   return m->layer[layer].def;

@@ -51,20 +51,23 @@ void ps__quantize_x(const ps_model *m, ps__layer_def *d, ps__operand x, uint32_t
                                .dt = m->dt,
                                .dt_q = PS__E4M3,
                                .forms = backward ? PS_FORM_COLS : PS_FORM_ROWS,
-                               .count = backward ? x.count : 0};
+                               .count = backward || ps__counts_forward(m) ? x.count : 0};
+  if (backward && ps__base_is_frozen(m))
+    return;
   PS__DEF_OP(d, backward, false, ps__k_quantize, a, PS__R(x.stored),
              PS__W(backward ? x.scale_t : x.scale), PS__W(backward ? x.qt : x.q),
              PS__SYM_IF(a.count, PS__FLUSHED));
 }
 
 void ps__quantize_dy(const ps_model *m, ps__layer_def *d, ps__operand dy, uint32_t cols) {
+  const bool dw = !ps__base_is_frozen(m);
   const ps__args_quantize a = {.cols = cols,
                                .dt = m->dt,
                                .dt_q = PS__E5M2,
-                               .forms = PS_FORM_ROWS | PS_FORM_COLS,
+                               .forms = dw ? PS_FORM_ROWS | PS_FORM_COLS : PS_FORM_ROWS,
                                .count = dy.count};
-  PS__BWD(d, ps__k_quantize, a, PS__R(dy.stored), PS__W(dy.scale), PS__W(dy.q), PS__W(dy.qt),
-          PS__SYM_IF(a.count, PS__FLUSHED));
+  PS__BWD(d, ps__k_quantize, a, PS__R(dy.stored), PS__W(dy.scale), PS__W(dy.q),
+          PS__SYM_IF(dw, PS__W(dy.qt)), PS__SYM_IF(a.count, PS__FLUSHED));
 }
 
 /* W in the form of the pass; its scale, once a step. */

@@ -21,7 +21,8 @@ typedef struct ps__product {
 /* X or dY.
  *   stored  in the dtype of activations; that alone without FP8
  *   q, qt   forms ROWS and COLS, with their scales; scale_t may be scale
- *   count   of ps__def_counted(), for the op of the backward pass that writes qt; 0: not counted */
+ *   count   of ps__def_counted(), for the op of the backward pass that writes qt. Of frozen weights
+ *           that op writes q; X is counted forward (ps__counts_forward()). 0: not counted */
 typedef struct ps__operand {
   uint8_t stored, q, scale, qt, scale_t;
   uint32_t count;
@@ -36,7 +37,8 @@ ps__operand ps__def_x(ps__layer_def *d, uint8_t stored, uint32_t cols, bool fp8)
 ps__operand ps__def_dy(ps__layer_def *d, uint8_t stored, uint32_t cols, bool fp8);
 
 /* ps__quantize_x() - X's form for the forward pass, or for @backward.
- * ps__quantize_dy() - both forms. */
+ * ps__quantize_dy() - both forms.
+ * Form COLS is for dW: frozen weights have none of X and of dY. */
 void ps__quantize_x(const ps_model *m, ps__layer_def *d, ps__operand x, uint32_t cols,
                     bool backward);
 void ps__quantize_dy(const ps_model *m, ps__layer_def *d, ps__operand dy, uint32_t cols);

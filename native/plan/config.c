@@ -149,12 +149,6 @@ static ps_status check_fp8(const ps_plan *p, const ps_model_config *m) {
                     "would compute in FP8; lower %s or %s",
                     c->fp8_bf16_first, c->fp8_bf16_last, m->n_layers, ps__field("fp8_bf16_first"),
                     ps__field("fp8_bf16_last"));
-  if (c->lora.rank)
-    return ps__fail(
-        PS_EINVAL,
-        "LoRA with FP8 is not supported, because adapters read activations that FP8 does "
-        "not store: give %s %s",
-        ps__field("recipe"), ps__recipes[ps__recipes[c->recipe].arrays].name);
   if (p->hw.backend == PS_BACKEND_CUDA && p->hw.compute_capability < 89)
     return ps__fail(
         PS_EINVAL,

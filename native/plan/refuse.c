@@ -175,7 +175,7 @@ static const char *ways_out(ways *w, const ps_plan *p, uint64_t need, uint64_t t
                  leanest = with_weights(c, lean, n),
                  state = ps__state_bytes((ps_optimizer)c->optimizer, now, n),
                  lion = ps__state_bytes(PS_OPTIMIZER_LION, now, n);
-  const bool whole = !fp8 && !p->model->lora.rank;
+  const bool whole = !p->model->lora.rank;
   const struct {
     const char *field, *value;
     bool enough;

@@ -286,24 +286,31 @@ static void check_results(ps__builder *b, const ps__chunk_pass *p, const ps__op_
   }
 }
 
+/* An op that runs again counts nothing: it lacks the counters, its last symbol. */
+static uint32_t n_accesses(const ps__op_def *op, bool again) {
+  return op->n_syms - (again && op->sym[op->n_syms - 1].kind == PS__SYM_FLUSHED);
+}
+
 void ps__chunk_emit(ps__builder *b, const ps__chunk_pass *p, const ps__op_def *op, int phase) {
   ps__vaccess access[PS__OP_MAX_SYMS];
   _Alignas(16) char args[PS__ARGS_BYTES];
-  for (uint32_t i = 0; i < op->n_syms; i++) {
+  ps__chunk_shape shape = p->shape;
+  shape.again = phase == PS__PHASE_RECOMPUTE;
+  const uint32_t n = n_accesses(op, shape.again);
+  for (uint32_t i = 0; i < n; i++) {
     const ps__sym y = op->sym[i];
     access[i] = y.kind == PS__SYM_BATCH ? batch_access(b, p, y)
                 : is_counter(y)         ? counter_access(b, p, y)
                 : ps__sym_is_tensor(y)  ? tensor_access(b, p, y, op->sliced)
                                         : span_access(b, p, y);
   }
-  ps__chunk_shape shape = p->shape;
   shape.first_grad |= op->has_unread;
-  for (uint32_t i = 0; i < op->n_syms; i++)
+  for (uint32_t i = 0; i < n; i++)
     if (ps__sym_is_tensor(op->sym[i]) && op->sym[i].mode & PS_WRITE &&
         ps__in(p->d->grad_carried, op->sym[i].id))
       shape.first_grad = ps__in(p->fresh, op->sym[i].id);
   ps__op_args(op, &shape, args);
-  ps__emit(b, op->kernel, b->on->at.compute, args, op->args_bytes, access, op->n_syms,
+  ps__emit(b, op->kernel, b->on->at.compute, args, op->args_bytes, access, n,
            ps__about(ps__chunk_tag(b, p->layer, p->c, phase), op->what));
   if (b->s->spec->checked)
     check_results(b, p, op, access, phase);

@@ -33,7 +33,7 @@ static ps_status check_glu_quantize(const void *args, const char *op) {
 static ps_status check_glu_bwd_quantize(const void *args, const char *op) {
   return check_forms(args, PS_FORM_COLS, op);
 }
-PS__BIND_ROWS(bind_glu_quantize, ps__args_glu_quantize, n_tokens)
+PS__BIND_COUNTED(bind_glu_quantize, ps__args_glu_quantize, n_tokens)
 static double glu_quantize_bytes(const ps__args_glu_quantize *a, double read, double written) {
   return (double)a->n_tokens * a->ffn_dim * (2.0 * read * (double)ps__dt_bytes(a->dt) + written);
 }

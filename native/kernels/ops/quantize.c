@@ -46,6 +46,7 @@ static void bind_quantize(void *args, const ps__chunk_shape *chunk) {
   ps__args_quantize *a = args;
   if (!a->rows)
     a->rows = chunk->n_tokens;
+  a->count = chunk->again ? 0 : a->count;
 }
 static ps_work work_quantize(const void *args) {
   const ps__args_quantize *a = args;

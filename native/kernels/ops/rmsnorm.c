@@ -33,7 +33,7 @@ static ps_status check_rmsnorm_quantize(const void *args, const char *op) {
   PS_TRY(check_rmsnorm(&a->norm, op));
   return ps__check_forms(a->norm.dt, a->dt_q, a->forms, op);
 }
-PS__BIND_ROWS(bind_rmsnorm_quantize, ps__args_rmsnorm_quantize, norm.rows)
+PS__BIND_COUNTED(bind_rmsnorm_quantize, ps__args_rmsnorm_quantize, norm.rows)
 static ps_work work_rmsnorm_quantize(const void *args) {
   const ps__args_rmsnorm_quantize *a = args;
   return ps__bytes_work((double)a->norm.rows * a->norm.cols *

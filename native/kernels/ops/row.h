@@ -46,10 +46,17 @@
   PS__ROW(op, class, cpu_##op, NULL, __VA_ARGS__)
 
 /* PS__BIND_ROWS() - a bind() by which @field of the arguments is the chunk's rows.
+ * PS__BIND_COUNTED() - and `count` is 0 where the op runs again.
  * PS__BIND_GRADIENT() - with @accumulate, set but in the first chunk that writes a gradient. */
 #define PS__BIND_ROWS(bind, type, field)                                                           \
   static void bind(void *args, const ps__chunk_shape *chunk) {                                     \
     ((type *)args)->field = chunk->n_tokens;                                                       \
+  }
+#define PS__BIND_COUNTED(bind, type, field)                                                        \
+  static void bind(void *args, const ps__chunk_shape *chunk) {                                     \
+    ((type *)args)->field = chunk->n_tokens;                                                       \
+    if (chunk->again)                                                                              \
+      ((type *)args)->count = 0;                                                                   \
   }
 #define PS__BIND_GRADIENT(bind, type, field, accumulate)                                           \
   static void bind(void *args, const ps__chunk_shape *chunk) {                                     \
