@@ -58,20 +58,20 @@ static model models[] = {
              "\"sliding_attention\",\"full_attention\",\"sliding_attention\",\"full_attention\"],"
              "\"sliding_window\":9,\"num_kv_shared_layers\":2,\"use_double_wide_mlp\":true,"
              "\"hidden_size_per_layer_input\":16,\"vocab_size_per_layer_input\":96}"},
-    /* FP8's cases leave this one out, and the one with adapters */
-    {.name = "qwen3-moe",
-     .json = "{\"architectures\":[\"Qwen3MoeForCausalLM\"],\"model_type\":\"qwen3_moe\"," COMMON
-             "\"hidden_size\":32,\"intermediate_size\":64,\"num_attention_heads\":4,\"num_key_"
-             "value_heads\":2,\"head_dim\":16,\"moe_intermediate_size\":24,\"num_experts\":6,"
-             "\"num_experts_per_tok\":2,\"norm_topk_prob\":true,\"mlp_only_layers\":[1]}"},
     {.name = "qwen2-lora",
      .lora = {.rank = 3, .targets = PS_LORA_ALL, .alpha = 6},
      .json = "{\"architectures\":[\"Qwen2ForCausalLM\"],\"model_type\":\"qwen2\"," COMMON
              "\"hidden_size\":32,\"intermediate_size\":64,\"num_attention_heads\":4,\"num_key_"
              "value_heads\":2,\"tie_word_embeddings\":false,"
              "\"use_sliding_window\":false}"},
+    /* FP8's cases leave this one out */
+    {.name = "qwen3-moe",
+     .json = "{\"architectures\":[\"Qwen3MoeForCausalLM\"],\"model_type\":\"qwen3_moe\"," COMMON
+             "\"hidden_size\":32,\"intermediate_size\":64,\"num_attention_heads\":4,\"num_key_"
+             "value_heads\":2,\"head_dim\":16,\"moe_intermediate_size\":24,\"num_experts\":6,"
+             "\"num_experts_per_tok\":2,\"norm_topk_prob\":true,\"mlp_only_layers\":[1]}"},
 };
-enum { N_MODELS = sizeof models / sizeof *models, N_FP8_MODELS = N_MODELS - 2 };
+enum { N_MODELS = sizeof models / sizeof *models, N_FP8_MODELS = N_MODELS - 1 };
 
 static inline void make_model(model *m, const char *root) {
   snprintf(m->dir, sizeof m->dir, "%s/%s", root, m->name);
