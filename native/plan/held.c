@@ -34,7 +34,7 @@ void ps__held_init(ps__search *s) {
   uint64_t on[PS_MAX_DEVICES] = {0};
   for (uint32_t n = 1; n <= most_blocks(s->plan); n++) {
     const uint64_t bytes = block_bytes(s->plan, n);
-    uint64_t *here = &on[ps__held_by(s->plan, n)];
+    uint64_t *here = &on[ps__updater_of_layer(n, s->plan->at->n_devices)];
     *here += bytes;
     s->held_bytes[n] = s->held_bytes[n - 1] + bytes;
     s->held_there[n] = s->held_there[n - 1] > *here ? s->held_there[n - 1] : *here;

@@ -69,12 +69,8 @@ static inline bool ps__on_disk(const ps_plan *p, uint32_t unit) {
 }
 void ps__disk_level_set(ps_plan *p, uint32_t level);
 uint64_t ps__disk_bytes(const ps_plan *p);
-/* ps__may_hold() - whether candidates can hold optimizer state on devices (held.c).
- * ps__held_by() - the device that holds the state of @block's units, from 1: ps__updater(). */
+/* ps__may_hold() - whether candidates can hold optimizer state on devices (held.c). */
 bool ps__may_hold(const ps_plan *p);
-static inline uint32_t ps__held_by(const ps_plan *p, uint32_t block) {
-  return (block - 1) % p->at->n_devices;
-}
 /* ps__waits_for_norm() - whether updates wait for the norm of the whole gradient. */
 static inline bool ps__waits_for_norm(const ps_plan *p) {
   return (p->cfg.clip_norm > 0 && p->cfg.clip_by == PS_CLIP_BY_STEP) ||

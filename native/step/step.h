@@ -141,10 +141,13 @@ static inline bool ps__updated_on_device(const ps__spec *s, uint32_t unit) {
 /* ps__updater() - the device that updates the unit, where a device does. Layers are dealt to the
  * devices one at a time, so that each holds the state of as many. In a ring of single blocks
  * (ring_blocks 1) it is the device that runs the block. It depends on the number of devices alone,
- * so that state stays where it is when a training goes on with another plan. */
+ * so that state stays where it is when a training goes on with another plan.
+ * ps__updater_of_layer() - the same by the unit's layer. */
+static inline uint32_t ps__updater_of_layer(uint32_t layer, uint32_t n_devices) {
+  return layer ? (layer - 1) % n_devices : 0;
+}
 static inline uint32_t ps__updater(const ps__spec *s, uint32_t unit) {
-  const uint32_t layer = s->model->unit[unit].layer;
-  return layer ? (layer - 1) % s->n_devices : 0;
+  return ps__updater_of_layer(s->model->unit[unit].layer, s->n_devices);
 }
 /* ps__total_on_device() - whether the unit's total is complete on the device that updates it. With
  * several devices it is complete on the host in any case. */
@@ -178,8 +181,7 @@ static inline bool ps__grad_passes(const ps__spec *s, uint32_t unit) {
  * never fetched: they are resident, and either frozen or updated on the device. Of several devices
  * all fetch what one of them has updated. */
 static inline bool ps__weights_stay(const ps__spec *s, uint32_t unit) {
-  return s->param_resident[unit] &&
-         ((ps__updated_on_device(s, unit) && s->n_devices == 1) || s->model->unit[unit].frozen);
+  return s->param_resident[unit] && (ps__total_on_device(s, unit) || s->model->unit[unit].frozen);
 }
 /* ps__device_of() - the device that runs @layer for a round r, where @at is r mod n_devices. In a
  * ring a device runs its blocks for all rounds, the one of the first block the embedding too, and
