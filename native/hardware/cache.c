@@ -102,23 +102,23 @@ static ps_status measure(getting *g, bool from_file) {
   return PS_OK;
 }
 
-/* Rates that are measured when they are first needed: of FP8's products, of what some models have,
- * of several GPUs. */
+/* After rates were measured because they are first needed: @before are those without. */
+static void keep_more(getting *g, const ps_hardware *before) {
+  if (g->hw.measured && memcmp(before, &g->hw, sizeof *before) != 0)
+    keep(g, false);
+}
+
 static ps_status add(getting *g, ps_status (*more)(ps_hardware *, const ps_hardware_ask *)) {
   const ps_hardware before = g->hw;
   PS_TRY(more(&g->hw, g->ask));
-  if (g->hw.measured && memcmp(&before, &g->hw, sizeof before) != 0)
-    keep(g, false);
+  keep_more(g, &before);
   return PS_OK;
 }
 
-static ps_status add_model(getting *g, const ps_model_config *m) {
-  if (m->n_experts)
-    PS_TRY(add(g, ps__hardware_experts));
-  if (m->linear_key_heads)
-    PS_TRY(add(g, ps__hardware_delta));
-  if (m->head_dim > 256 || m->global_head_dim > 256)
-    PS_TRY(add(g, ps__hardware_heads512));
+static ps_status add_extra(getting *g, ps__extra extra) {
+  const ps_hardware before = g->hw;
+  PS_TRY(ps__hardware_extra(&g->hw, g->ask, extra));
+  keep_more(g, &before);
   return PS_OK;
 }
 
@@ -131,10 +131,15 @@ static ps_status get(getting *g) {
   if (!from_file ||
       (g->hw.measured == PS_MEASURED_TIGHT && ps__hardware_ample(&g->hw, ask->host_mem_bytes)))
     PS_TRY(measure(g, from_file));
-  if (ask->fp8)
-    PS_TRY(add(g, ps__hardware_fp8));
-  if (ask->model)
-    PS_TRY(add_model(g, ask->model));
+  const ps_model_config *m = ask->model;
+  const bool needs[PS__N_EXTRAS] = {[PS__EXTRA_FP8] = ask->fp8,
+                                    [PS__EXTRA_EXPERTS] = m && m->n_experts,
+                                    [PS__EXTRA_DELTA] = m && m->linear_key_heads,
+                                    [PS__EXTRA_HEADS512] =
+                                        m && (m->head_dim > 256 || m->global_head_dim > 256)};
+  for (int e = 0; e < PS__N_EXTRAS; e++)
+    if (needs[e])
+      PS_TRY(add_extra(g, (ps__extra)e));
   if (ask->disk)
     PS_TRY(add(g, ps__hardware_disk));
   return add(g, ps__hardware_peers);

@@ -1,8 +1,8 @@
 /* hardware_impl.h - what the files of native/hardware share. */
 #ifndef PS_HARDWARE_IMPL_H
 #define PS_HARDWARE_IMPL_H
+#include "backends/cuda/probe.h"
 #include "core/core.h"
-#include <penstock/hardware.h>
 
 /* ps__hardware_facts() - clear *hw, then fill in what the system and the driver report. Errors:
  * PS_EINVAL, PS_EDEVICE. */
@@ -30,26 +30,15 @@ void ps__hardware_note(const ps_hardware_ask *ask, ps_hardware_note note, const 
     __attribute__((format(printf, 3, 4)));
 ps_status ps__hardware_measure(ps_hardware *out, const ps_hardware_ask *ask);
 bool ps__hardware_ample(const ps_hardware *hw, uint64_t host_mem_bytes);
-/* ps__hardware_fp8() - what a plan of a recipe with FP8 needs beside the rates in bf16:
- * gemm_fp8_flops_per_s, gemm_fp8, fp8_attention_speed and fp8_overhead_bytes. They are measured
- * where @hw lacks them. Where cuBLASLt has no such products, or the host has too little memory, or
- * the cap of device memory is too low, a line of the log says so, @hw stays as it is, and the next
- * call tries again. Takes 256 MiB of host memory, 3.6 GiB of device memory, and 8 s; half a minute
- * more where the GPU's FP8 products were never timed. On an error @hw is untouched.
- * ps__hardware_lacks_fp8() - whether it would measure: @hw is of a GPU of compute capability 8.9 or
- * later, has measured rates, and has no gemm_fp8. */
-ps_status ps__hardware_fp8(ps_hardware *hw, const ps_hardware_ask *ask);
-bool ps__hardware_lacks_fp8(const ps_hardware *hw);
-/* ps__hardware_experts(), ps__hardware_lacks_experts() - the same of what a plan of a model with
- * experts needs, gemm_grouped, on any GPU. */
-ps_status ps__hardware_experts(ps_hardware *hw, const ps_hardware_ask *ask);
-bool ps__hardware_lacks_experts(const ps_hardware *hw);
-/* ps__hardware_delta(), ps__hardware_lacks_delta() - the same of delta, the delta rule's rates.
- * ps__hardware_heads512(), ps__hardware_lacks_heads512() - of heads512_attention_flops_per_s. */
-ps_status ps__hardware_delta(ps_hardware *hw, const ps_hardware_ask *ask);
-bool ps__hardware_lacks_delta(const ps_hardware *hw);
-ps_status ps__hardware_heads512(ps_hardware *hw, const ps_hardware_ask *ask);
-bool ps__hardware_lacks_heads512(const ps_hardware *hw);
+/* ps__hardware_extra() - rates that some plans need beside those of ps_hardware_measure(), measured
+ * where @hw lacks them. Where cuBLASLt has no products of FP8, or the host has too little memory,
+ * or the cap of device memory is too low, a line of the log says so, @hw stays as it is, and the
+ * next call tries again. Takes 256 MiB of host memory, 3.6 GiB of device memory, and 8 s; half a
+ * minute more where the GPU's FP8 products were never timed. On an error @hw is untouched.
+ * ps__hardware_lacks() - whether it would measure: @hw is of a GPU that computes such, has measured
+ * rates, and not these. */
+ps_status ps__hardware_extra(ps_hardware *hw, const ps_hardware_ask *ask, ps__extra extra);
+bool ps__hardware_lacks(const ps_hardware *hw, ps__extra extra);
 /* ps__hardware_disk() - the rates of ask->disk, as ps_hardware_ask says (disk.c). PS_EINVAL,
  * PS_EBUDGET, PS_EBUSY, PS_EIO: a directory does not serve. */
 ps_status ps__hardware_disk(ps_hardware *hw, const ps_hardware_ask *ask);

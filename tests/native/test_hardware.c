@@ -259,25 +259,18 @@ static void fp8_is_measured_where_a_gpu_has_it_and_its_rates_are_missing(void) {
   other[1].compute_capability = 86;
   other[2].measured = PS_ESTIMATED;
   other[3].gemm_fp8[0].rows = 256;
-  CHECK(ps__hardware_lacks_fp8(&gpu));
+  CHECK(ps__hardware_lacks(&gpu, PS__EXTRA_FP8));
   for (size_t i = 0; i < sizeof other / sizeof *other; i++) {
     const ps_hardware before = other[i];
-    CHECK(!ps__hardware_lacks_fp8(&other[i]));
-    CHECK(ps__hardware_fp8(&other[i], &(ps_hardware_ask){.fp8 = 1}) == PS_OK);
+    CHECK(!ps__hardware_lacks(&other[i], PS__EXTRA_FP8));
+    CHECK(ps__hardware_extra(&other[i], &(ps_hardware_ask){.fp8 = 1}, PS__EXTRA_FP8) == PS_OK);
     CHECK(memcmp(&before, &other[i], sizeof before) == 0);
   }
 }
 
-typedef struct later {
-  bool (*lacks)(const ps_hardware *hw);
-  ps_status (*get)(ps_hardware *hw, const ps_hardware_ask *ask);
-} later;
-
 /* Of what some models have. */
 static void rates_are_measured_later_where_a_gpu_lacks_them(void) {
-  static const later rates[] = {{ps__hardware_lacks_experts, ps__hardware_experts},
-                                {ps__hardware_lacks_delta, ps__hardware_delta},
-                                {ps__hardware_lacks_heads512, ps__hardware_heads512}};
+  static const ps__extra rates[] = {PS__EXTRA_EXPERTS, PS__EXTRA_DELTA, PS__EXTRA_HEADS512};
   const ps_hardware gpu = {
       .backend = PS_BACKEND_CUDA, .compute_capability = 80, .measured = PS_MEASURED};
   ps_hardware other[] = {gpu, gpu, gpu};
@@ -286,12 +279,12 @@ static void rates_are_measured_later_where_a_gpu_lacks_them(void) {
   other[2].gemm_grouped[0].rows = 64;
   other[2].delta[0].heads = 16;
   other[2].heads512_attention_flops_per_s = 1;
-  for (const later *r = rates; r < rates + sizeof rates / sizeof *rates; r++) {
-    CHECK(r->lacks(&gpu));
+  for (const ps__extra *r = rates; r < rates + sizeof rates / sizeof *rates; r++) {
+    CHECK(ps__hardware_lacks(&gpu, *r));
     for (size_t i = 0; i < sizeof other / sizeof *other; i++) {
       const ps_hardware before = other[i];
-      CHECK(!r->lacks(&other[i]));
-      CHECK(r->get(&other[i], &(ps_hardware_ask){0}) == PS_OK);
+      CHECK(!ps__hardware_lacks(&other[i], *r));
+      CHECK(ps__hardware_extra(&other[i], &(ps_hardware_ask){0}, *r) == PS_OK);
       CHECK(memcmp(&before, &other[i], sizeof before) == 0);
     }
   }
@@ -309,10 +302,12 @@ static void nothing_is_measured_beyond_a_cap_of_device_memory(void) {
   hw.device_overhead_bytes = (1ull << 30) + 5;
   CHECK(ps_hardware_measure_bytes(&hw) == takes + 5);
   hw.device_overhead_bytes = 0;
-  CHECK(ps__hardware_fp8(&hw, &(ps_hardware_ask){.device_mem_bytes = takes - 1}) == PS_OK);
+  CHECK(ps__hardware_extra(&hw, &(ps_hardware_ask){.device_mem_bytes = takes - 1}, PS__EXTRA_FP8) ==
+        PS_OK);
   CHECK(memcmp(&before, &hw, sizeof hw) == 0);
   if (!ps_hardware_n_gpus())
-    CHECK(ps__hardware_fp8(&hw, &(ps_hardware_ask){.device_mem_bytes = takes}) < 0);
+    CHECK(ps__hardware_extra(&hw, &(ps_hardware_ask){.device_mem_bytes = takes}, PS__EXTRA_FP8) <
+          0);
 }
 
 int main(void) {

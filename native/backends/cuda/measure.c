@@ -61,30 +61,17 @@ static ps_status measure(ps__bench *b, double seconds, bool profile) {
   return ps__bench_memory(b, seconds);
 }
 
-static ps_status measure_rates(ps__bench *b, double seconds) { return measure(b, seconds, false); }
-static ps_status measure_all(ps__bench *b, double seconds) { return measure(b, seconds, true); }
-/* The load of a step in bf16, before what is measured by itself. */
-static ps_status load(ps__bench *b, double seconds) {
+/* After the load of a step in bf16. */
+static ps_status measure_extra(ps__bench *b, ps__extra extra, double seconds) {
   PS_TRY(fill(b));
   PS_TRY(ps__bench_prepare(b));
-  return ps__bench_load(b, seconds);
-}
-static ps_status measure_fp8_alone(ps__bench *b, double seconds) {
-  PS_TRY(load(b, seconds));
-  return measure_fp8(b, seconds);
-}
-static ps_status measure_grouped_alone(ps__bench *b, double seconds) {
-  PS_TRY(load(b, seconds));
-  return ps__bench_grouped(b, seconds);
-}
-
-static ps_status measure_delta_alone(ps__bench *b, double seconds) {
-  PS_TRY(load(b, seconds));
-  return ps__bench_delta(b, seconds);
-}
-static ps_status measure_heads512_alone(ps__bench *b, double seconds) {
-  PS_TRY(load(b, seconds));
-  return ps__bench_heads512(b, seconds);
+  PS_TRY(ps__bench_load(b, seconds));
+  switch (extra) {
+  case PS__EXTRA_FP8: return measure_fp8(b, seconds);
+  case PS__EXTRA_EXPERTS: return ps__bench_grouped(b, seconds);
+  case PS__EXTRA_DELTA: return ps__bench_delta(b, seconds);
+  default: return ps__bench_heads512(b, seconds);
+  }
 }
 
 static ps_status pin(ps__bench *b) {
@@ -146,8 +133,9 @@ void ps__bench_close(ps__bench *b) {
     b->cu->MemFree(b->memory);
 }
 
-static ps_status on_gpu(ps_hardware *hw, double seconds, const ps__host_work *host,
-                        ps_status (*run)(ps__bench *b, double seconds)) {
+/* @extra PS__N_EXTRAS: all rates, with @profile all extras. */
+static ps_status on_gpu(ps_hardware *hw, ps__extra extra, double seconds, bool profile,
+                        const ps__host_work *host) {
   ps__bench b = {.hw = hw, .host = host};
   CUdevice dev;
   CUcontext ctx, old;
@@ -164,7 +152,7 @@ static ps_status on_gpu(ps_hardware *hw, double seconds, const ps__host_work *ho
   if (st == PS_OK)
     st = pin(&b);
   if (st == PS_OK)
-    st = run(&b, seconds);
+    st = extra < PS__N_EXTRAS ? measure_extra(&b, extra, seconds) : measure(&b, seconds, profile);
   ps__bench_close(&b);
   for (uint32_t i = 0; i < b.n_pinned; i++)
     b.cu->MemHostUnregister(place(&b, i));
@@ -174,21 +162,10 @@ static ps_status on_gpu(ps_hardware *hw, double seconds, const ps__host_work *ho
 
 ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool profile,
                            const ps__host_work *host) {
-  return on_gpu(hw, seconds, host, profile ? measure_all : measure_rates);
+  return on_gpu(hw, PS__N_EXTRAS, seconds, profile, host);
 }
 
-ps_status ps__cuda_measure_fp8(ps_hardware *hw, double seconds, const ps__host_work *host) {
-  return on_gpu(hw, seconds, host, measure_fp8_alone);
-}
-
-ps_status ps__cuda_measure_grouped(ps_hardware *hw, double seconds, const ps__host_work *host) {
-  return on_gpu(hw, seconds, host, measure_grouped_alone);
-}
-
-ps_status ps__cuda_measure_delta(ps_hardware *hw, double seconds, const ps__host_work *host) {
-  return on_gpu(hw, seconds, host, measure_delta_alone);
-}
-
-ps_status ps__cuda_measure_heads512(ps_hardware *hw, double seconds, const ps__host_work *host) {
-  return on_gpu(hw, seconds, host, measure_heads512_alone);
+ps_status ps__cuda_measure_extra(ps_hardware *hw, ps__extra extra, double seconds,
+                                 const ps__host_work *host) {
+  return on_gpu(hw, extra, seconds, false, host);
 }

@@ -51,8 +51,7 @@ typedef struct ps__host_places {
 bool ps__cuda_driver_there(void);
 
 /* ps__cuda_measure() - the GPU's rates and device_overhead_bytes into @hw; with @profile also
- * those of FP8 operands, on GPUs of compute capability 8.9 and later, and of what
- *           the functions below measure.
+ * every ps__extra, FP8 on GPUs of compute capability 8.9 and later.
  * @seconds  of each of PS__CUDA_CASES cases (PS__CUDA_MORE_CASES more with @profile). The first
  *           two cases are load that is not counted, and last up to 5 s: a large GPU is bound by its
  *           power, and its clock falls only after some seconds. Of every other case the second half
@@ -76,17 +75,18 @@ ps_status ps__cuda_measure(ps_hardware *hw, double seconds, bool profile,
  * and 1 GiB for the context and the kernels, or device_overhead_bytes where that is more. */
 uint64_t ps__cuda_measure_bytes(const ps_hardware *hw);
 
-/* ps__cuda_measure_fp8() - what ps__cuda_measure() leaves out without @profile: the rates of FP8
- * products, fp8_attention_speed and fp8_overhead_bytes. Up to 5 s of load, then 6 cases of
- * @seconds. Where cuBLASLt lacks a product, a line says so and the rates stay as they are. Takes of
- * @host one place, and device memory and errors as above. */
-ps_status ps__cuda_measure_fp8(ps_hardware *hw, double seconds, const ps__host_work *host);
-/* ps__cuda_measure_grouped() - the same of gemm_grouped: up to 5 s of load, then 4 cases. */
-ps_status ps__cuda_measure_grouped(ps_hardware *hw, double seconds, const ps__host_work *host);
-/* ps__cuda_measure_delta() - the same of delta: up to 5 s of load, then 3 cases.
- * ps__cuda_measure_heads512() - of heads512_attention_flops_per_s and its backward: then 1 case. */
-ps_status ps__cuda_measure_delta(ps_hardware *hw, double seconds, const ps__host_work *host);
-ps_status ps__cuda_measure_heads512(ps_hardware *hw, double seconds, const ps__host_work *host);
+/* ps__cuda_measure_extra() - rates that ps__cuda_measure() leaves out without @profile: up to 5 s
+ * of load, then the cases of @seconds. Where cuBLASLt lacks a product of FP8, a line says so and
+ * those rates stay as they are. Takes of @host one place, and device memory and errors as above. */
+typedef enum ps__extra {
+  PS__EXTRA_FP8,      /* FP8 products, fp8_attention_speed, fp8_overhead_bytes: 6 cases */
+  PS__EXTRA_EXPERTS,  /* gemm_grouped: 4 cases */
+  PS__EXTRA_DELTA,    /* delta: 3 cases */
+  PS__EXTRA_HEADS512, /* heads512_attention_flops_per_s and its backward: 1 case */
+  PS__N_EXTRAS
+} ps__extra;
+ps_status ps__cuda_measure_extra(ps_hardware *hw, ps__extra extra, double seconds,
+                                 const ps__host_work *host);
 
 /* ps__cuda_measure_gpus() - what @n GPUs from hw->device on do at once:
  *   n_gpus, gpus_contention  copies of all of them, alone and beside each load, @seconds a case;
