@@ -15,6 +15,11 @@ typedef struct ps__half_use {
   const void *names;            /* the kind's own: ps__attention_names, ps__mlp_names */
   const char *norm, *post_norm; /* before the half, after it; NULL: none */
 } ps__half_use;
+/* The halves of a block with Llama's norms, which stand before them. */
+#define PS__FIRST_HALF(flags_, kind_, names_)                                                      \
+  {.flags = flags_, .kind = &kind_, .names = &names_, .norm = "input_layernorm.weight"}
+#define PS__SECOND_HALF(flags_, kind_, names_)                                                     \
+  {.flags = flags_, .kind = &kind_, .names = &names_, .norm = "post_attention_layernorm.weight"}
 
 /* A layer has the first use in each list whose flags it has. So a list ends with flags 0. Names
  * outside blocks are fixed: model.embed_tokens.weight, model.norm.weight, lm_head.weight. */

@@ -184,6 +184,7 @@ struct ps__family {
 
 /* ps__family_at() - by ps_model_config.family; NULL past the last. */
 const ps__family *ps__family_at(uint32_t idx);
-/* Llama's pre-norm decoder, for families with its names (families/llama.c). */
-extern const ps__decoder ps__decoder_llama;
+/* Decoders for families with their names: Llama's, whose norms stand before the halves
+ * (families/llama.c), and that of OLMo 2, whose norms stand after them (families/olmo2.c). */
+extern const ps__decoder ps__decoder_llama, ps__decoder_olmo2;
 #endif

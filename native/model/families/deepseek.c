@@ -7,13 +7,10 @@
 #include "model/mlp.h"
 #include <string.h>
 
-static const char NORM_1[] = "input_layernorm.weight", NORM_2[] = "post_attention_layernorm.weight";
-static const ps__half_use first = {.kind = &ps__mla, .names = &ps__mla_usual, .norm = NORM_1},
-                          second[] = {{.flags = PS_LAYER_EXPERTS,
-                                       .kind = &ps__experts,
-                                       .names = &ps__experts_deepseek,
-                                       .norm = NORM_2},
-                                      {.kind = &ps__mlp, .names = &ps__mlp_usual, .norm = NORM_2}};
+static const ps__half_use first = PS__FIRST_HALF(0, ps__mla, ps__mla_usual),
+                          second[] = {
+                              PS__SECOND_HALF(PS_LAYER_EXPERTS, ps__experts, ps__experts_deepseek),
+                              PS__SECOND_HALF(0, ps__mlp, ps__mlp_usual)};
 static const ps__decoder decoder = {.half = {&first, second}};
 
 /* A key that is @want, absent or null. */

@@ -1,18 +1,7 @@
 /* exaone4.c - EXAONE 4: norms after attention and MLP instead of before, norms on the heads of q
  * and k. Where there is a sliding window, all layers but every fourth have it, and the others have
  * no RoPE. Defaults are those of transformers' Exaone4Config (5.24). */
-#include "model/attention.h"
 #include "model/family.h"
-#include "model/mlp.h"
-
-static const ps__half_use attention = {.kind = &ps__attention,
-                                       .names = &ps__attention_usual,
-                                       .post_norm = "post_attention_layernorm.weight"},
-                          mlp = {.kind = &ps__mlp,
-                                 .names = &ps__mlp_usual,
-                                 .post_norm = "post_feedforward_layernorm.weight"};
-
-static const ps__decoder decoder = {.half = {&attention, &mlp}};
 
 static ps_status read_exaone4(const ps__config_reader *r, ps_model_config *c) {
   const ps__json *pattern = ps__config_field(r->j, "sliding_window_pattern");
@@ -49,4 +38,4 @@ const ps__family ps__family_exaone4 = {.model_type = "exaone4",
                                        .qk_norm = 1,
                                        .own_keys = own_keys,
                                        .read = read_exaone4,
-                                       .decoder = &decoder};
+                                       .decoder = &ps__decoder_olmo2};

@@ -71,12 +71,8 @@ static ps_status read_gemma1(const ps__config_reader *r, ps_model_config *c) {
   return ps__config_full_attention(r, c);
 }
 
-static const ps__half_use attention1 = {.kind = &ps__attention,
-                                        .names = &ps__attention_usual,
-                                        .norm = "input_layernorm.weight"},
-                          mlp1 = {.kind = &ps__mlp,
-                                  .names = &ps__mlp_usual,
-                                  .norm = "post_attention_layernorm.weight"};
+static const ps__half_use attention1 = PS__FIRST_HALF(0, ps__attention, ps__attention_usual),
+                          mlp1 = PS__SECOND_HALF(0, ps__mlp, ps__mlp_usual);
 
 static const ps__decoder decoder1 = {
     .half = {&attention1, &mlp1}, .norm_offset = 1.0f, .rounds_embedding_scale = true};
@@ -88,25 +84,20 @@ static const char *const gemma3_keys[] = {"sliding_window",          "query_pre_
                                           "final_logit_softcapping", "sliding_window_pattern",
                                           "rope_local_base_freq",    NULL};
 
+#define OF_ALL                                                                                     \
+  .has_default_pad = true, .default_pad = 0, .default_head_dim = 256, .tied_by_default = true,     \
+  .activation = PS_ACTIVATION_GELU_TANH
 const ps__family ps__family_gemma = {.model_type = "gemma",
                                      .architecture = "GemmaForCausalLM",
-                                     .has_default_pad = true,
-                                     .default_pad = 0,
                                      .default_kv_heads = 16,
-                                     .default_head_dim = 256,
-                                     .tied_by_default = true,
-                                     .activation = PS_ACTIVATION_GELU_TANH,
+                                     OF_ALL,
                                      .activation_alias = "gelu",
                                      .read = read_gemma1,
                                      .decoder = &decoder1};
 const ps__family ps__family_gemma2 = {.model_type = "gemma2",
                                       .architecture = "Gemma2ForCausalLM",
-                                      .has_default_pad = true,
-                                      .default_pad = 0,
                                       .default_kv_heads = 4,
-                                      .default_head_dim = 256,
-                                      .tied_by_default = true,
-                                      .activation = PS_ACTIVATION_GELU_TANH,
+                                      OF_ALL,
                                       .activation_key = "hidden_activation",
                                       .own_keys = gemma2_keys,
                                       .read = read_gemma2,
@@ -114,16 +105,12 @@ const ps__family ps__family_gemma2 = {.model_type = "gemma2",
 const ps__family ps__family_gemma3 = {.model_type = "gemma3_text",
                                       .architecture = "Gemma3ForCausalLM",
                                       .classifier_of = "Gemma3Text",
-                                      .has_default_pad = true,
-                                      .default_pad = 0,
                                       .default_kv_heads = 4,
-                                      .default_head_dim = 256,
                                       .default_rope_theta = 1e6,
-                                      .tied_by_default = true,
                                       .has_local_rope = true,
                                       .local_rope_key = "rope_local_base_freq",
                                       .qk_norm = 1,
-                                      .activation = PS_ACTIVATION_GELU_TANH,
+                                      OF_ALL,
                                       .activation_key = "hidden_activation",
                                       .own_keys = gemma3_keys,
                                       .read = read_gemma3,

@@ -75,12 +75,8 @@ static const ps__experts_names names = {.router = "mlp.router.weight",
                                         .router_bias = "mlp.router.bias",
                                         .gate_bias = "mlp.experts.gate_up_proj_bias",
                                         .down_bias = "mlp.experts.down_proj_bias"};
-static const ps__half_use attention = {.kind = &ps__attention,
-                                       .names = &ps__attention_usual,
-                                       .norm = "input_layernorm.weight"},
-                          experts = {.kind = &ps__experts,
-                                     .names = &names,
-                                     .norm = "post_attention_layernorm.weight"};
+static const ps__half_use attention = PS__FIRST_HALF(0, ps__attention, ps__attention_usual),
+                          experts = PS__SECOND_HALF(0, ps__experts, names);
 
 static const ps__decoder decoder = {.half = {&attention, &experts}};
 

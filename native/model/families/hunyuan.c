@@ -10,12 +10,8 @@ static const ps__attention_names names = {.q = "self_attn.q_proj.weight",
                                           .q_norm = "self_attn.query_layernorm.weight",
                                           .k_norm = "self_attn.key_layernorm.weight",
                                           .o = "self_attn.o_proj.weight"};
-static const ps__half_use attention = {.kind = &ps__attention,
-                                       .names = &names,
-                                       .norm = "input_layernorm.weight"},
-                          mlp = {.kind = &ps__mlp,
-                                 .names = &ps__mlp_usual,
-                                 .norm = "post_attention_layernorm.weight"};
+static const ps__half_use attention = PS__FIRST_HALF(0, ps__attention, names),
+                          mlp = PS__SECOND_HALF(0, ps__mlp, ps__mlp_usual);
 
 static const ps__decoder decoder = {.half = {&attention, &mlp}};
 

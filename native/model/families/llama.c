@@ -4,12 +4,8 @@
 #include "model/family.h"
 #include "model/mlp.h"
 
-static const ps__half_use attention = {.kind = &ps__attention,
-                                       .names = &ps__attention_usual,
-                                       .norm = "input_layernorm.weight"},
-                          mlp = {.kind = &ps__mlp,
-                                 .names = &ps__mlp_usual,
-                                 .norm = "post_attention_layernorm.weight"};
+static const ps__half_use attention = PS__FIRST_HALF(0, ps__attention, ps__attention_usual),
+                          mlp = PS__SECOND_HALF(0, ps__mlp, ps__mlp_usual);
 
 const ps__decoder ps__decoder_llama = {.half = {&attention, &mlp}};
 

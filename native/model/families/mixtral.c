@@ -19,12 +19,8 @@ static const ps__experts_names names = {.router = "block_sparse_moe.gate.weight"
                                         .gate = "block_sparse_moe.experts.%u.w1.weight",
                                         .up = "block_sparse_moe.experts.%u.w3.weight",
                                         .down = "block_sparse_moe.experts.%u.w2.weight"};
-static const ps__half_use attention = {.kind = &ps__attention,
-                                       .names = &ps__attention_usual,
-                                       .norm = "input_layernorm.weight"},
-                          experts = {.kind = &ps__experts,
-                                     .names = &names,
-                                     .norm = "post_attention_layernorm.weight"};
+static const ps__half_use attention = PS__FIRST_HALF(0, ps__attention, ps__attention_usual),
+                          experts = PS__SECOND_HALF(0, ps__experts, names);
 
 static const ps__decoder decoder = {.half = {&attention, &experts}};
 

@@ -18,7 +18,7 @@ static ps_status read_olmo3(const ps__config_reader *r, ps_model_config *c) {
   return ps__config_sliding_layers(r, c, PS_LAYER_WINDOW | PS_LAYER_LOCAL_ROPE, 4);
 }
 
-static const ps__decoder decoder = {.half = {&attention, &mlp}};
+const ps__decoder ps__decoder_olmo2 = {.half = {&attention, &mlp}};
 
 const ps__family ps__family_olmo2 = {.model_type = "olmo2",
                                      .architecture = "Olmo2ForCausalLM",
@@ -28,7 +28,7 @@ const ps__family ps__family_olmo2 = {.model_type = "olmo2",
                                      .qk_norm = 2,
                                      .has_type_alone = true,
                                      .read = ps__config_full_attention,
-                                     .decoder = &decoder};
+                                     .decoder = &ps__decoder_olmo2};
 
 static const char *const olmo3_keys[] = {"sliding_window", NULL};
 
@@ -42,4 +42,4 @@ const ps__family ps__family_olmo3 = {.model_type = "olmo3",
                                      .has_local_rope = true,
                                      .own_keys = olmo3_keys,
                                      .read = read_olmo3,
-                                     .decoder = &decoder};
+                                     .decoder = &ps__decoder_olmo2};

@@ -19,12 +19,8 @@ static ps_status read_olmoe(const ps__config_reader *r, ps_model_config *c) {
   return ps__config_experts(r, &defaults, c);
 }
 
-static const ps__half_use attention = {.kind = &ps__attention,
-                                       .names = &ps__attention_usual,
-                                       .norm = "input_layernorm.weight"},
-                          experts = {.kind = &ps__experts,
-                                     .names = &ps__experts_usual,
-                                     .norm = "post_attention_layernorm.weight"};
+static const ps__half_use attention = PS__FIRST_HALF(0, ps__attention, ps__attention_usual),
+                          experts = PS__SECOND_HALF(0, ps__experts, ps__experts_usual);
 
 static const ps__decoder decoder = {.half = {&attention, &experts}};
 

@@ -17,12 +17,8 @@ static const ps__attention_names attention_names = {.q = "self_attn.qkv_proj.wei
                                                     .o = "self_attn.o_proj.weight"};
 static const ps__mlp_names mlp_names = {.gate = "mlp.gate_up_proj.weight",
                                         .down = "mlp.down_proj.weight"};
-static const ps__half_use attention = {.kind = &ps__attention,
-                                       .names = &attention_names,
-                                       .norm = "input_layernorm.weight"},
-                          mlp = {.kind = &ps__mlp,
-                                 .names = &mlp_names,
-                                 .norm = "post_attention_layernorm.weight"};
+static const ps__half_use attention = PS__FIRST_HALF(0, ps__attention, attention_names),
+                          mlp = PS__SECOND_HALF(0, ps__mlp, mlp_names);
 
 static const ps__decoder decoder = {.half = {&attention, &mlp}};
 

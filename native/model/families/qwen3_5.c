@@ -72,21 +72,12 @@ static ps_status read_3_5_moe(const ps__config_reader *r, ps_model_config *c) {
   return ps__config_experts(r, &defaults, c);
 }
 
-#define FIRST(names_)                                                                              \
-  {{.flags = PS_LAYER_LINEAR,                                                                      \
-    .kind = &ps__delta,                                                                            \
-    .names = &names_,                                                                              \
-    .norm = "input_layernorm.weight"},                                                             \
-   {.kind = &ps__attention, .names = &ps__attention_usual, .norm = "input_layernorm.weight"}}
-static const ps__half_use first_3_5[] = FIRST(ps__delta_qwen3_5),
-                          first_next[] = FIRST(ps__delta_qwen3_next),
-                          second[] = {{.flags = PS_LAYER_EXPERTS,
-                                       .kind = &ps__experts,
-                                       .names = &ps__experts_qwen,
-                                       .norm = "post_attention_layernorm.weight"},
-                                      {.kind = &ps__mlp,
-                                       .names = &ps__mlp_usual,
-                                       .norm = "post_attention_layernorm.weight"}};
+#define GATED PS__FIRST_HALF(0, ps__attention, ps__attention_usual)
+static const ps__half_use
+    first_3_5[] = {PS__FIRST_HALF(PS_LAYER_LINEAR, ps__delta, ps__delta_qwen3_5), GATED},
+    first_next[] = {PS__FIRST_HALF(PS_LAYER_LINEAR, ps__delta, ps__delta_qwen3_next), GATED},
+    second[] = {PS__SECOND_HALF(PS_LAYER_EXPERTS, ps__experts, ps__experts_qwen),
+                PS__SECOND_HALF(0, ps__mlp, ps__mlp_usual)};
 
 static const ps__decoder qwen3_5 = {.half = {first_3_5, second}, .norm_offset = 1.0f},
                          qwen3_next = {.half = {first_next, second}, .norm_offset = 1.0f};
@@ -94,42 +85,33 @@ static const ps__decoder qwen3_5 = {.half = {first_3_5, second}, .norm_offset = 
 /* Published files have them, without effect. */
 static const char *const own_keys[] = {"use_sliding_window", "sliding_window", NULL};
 
+#define OF_ALL                                                                                     \
+  .default_head_dim = 256, .has_partial_rope = true, .default_partial_rope = 0.25, .qk_norm = 1,   \
+  .has_mtp = true
 const ps__family ps__family_qwen3_5 = {.model_type = "qwen3_5_text",
                                        .architecture = "Qwen3_5ForCausalLM",
                                        .default_kv_heads = 4,
-                                       .default_head_dim = 256,
-                                       .has_partial_rope = true,
-                                       .default_partial_rope = 0.25,
                                        .has_mrope = true,
-                                       .qk_norm = 1,
-                                       .has_mtp = true,
+                                       OF_ALL,
                                        .is_of_5 = true,
                                        .read = read_delta,
                                        .decoder = &qwen3_5};
 const ps__family ps__family_qwen3_5_moe = {.model_type = "qwen3_5_moe_text",
                                            .architecture = "Qwen3_5MoeForCausalLM",
                                            .default_kv_heads = 2,
-                                           .default_head_dim = 256,
                                            .default_ffn_dim = 512,
                                            .has_experts = true,
-                                           .has_partial_rope = true,
-                                           .default_partial_rope = 0.25,
                                            .has_mrope = true,
-                                           .qk_norm = 1,
-                                           .has_mtp = true,
+                                           OF_ALL,
                                            .is_of_5 = true,
                                            .read = read_3_5_moe,
                                            .decoder = &qwen3_5};
 const ps__family ps__family_qwen3_next = {.model_type = "qwen3_next",
                                           .architecture = "Qwen3NextForCausalLM",
                                           .default_kv_heads = 2,
-                                          .default_head_dim = 256,
                                           .default_ffn_dim = 5632,
                                           .has_experts = true,
-                                          .has_partial_rope = true,
-                                          .default_partial_rope = 0.25,
-                                          .qk_norm = 1,
-                                          .has_mtp = true,
+                                          OF_ALL,
                                           .own_keys = own_keys,
                                           .read = read_next,
                                           .decoder = &qwen3_next};

@@ -30,16 +30,10 @@ static ps_status read_qwen3_moe(const ps__config_reader *r, ps_model_config *c) 
                   r->path);
 }
 
-static const ps__half_use attention = {.kind = &ps__attention,
-                                       .names = &ps__attention_usual,
-                                       .norm = "input_layernorm.weight"},
-                          second[] = {{.flags = PS_LAYER_EXPERTS,
-                                       .kind = &ps__experts,
-                                       .names = &ps__experts_usual,
-                                       .norm = "post_attention_layernorm.weight"},
-                                      {.kind = &ps__mlp,
-                                       .names = &ps__mlp_usual,
-                                       .norm = "post_attention_layernorm.weight"}};
+static const ps__half_use attention = PS__FIRST_HALF(0, ps__attention, ps__attention_usual),
+                          second[] = {
+                              PS__SECOND_HALF(PS_LAYER_EXPERTS, ps__experts, ps__experts_usual),
+                              PS__SECOND_HALF(0, ps__mlp, ps__mlp_usual)};
 
 static const ps__decoder decoder = {.half = {&attention, second}};
 
