@@ -18,6 +18,8 @@ _Static_assert(PS_N_OPTIMIZERS == 3, "a new optimizer: name its states above, el
   {#key, option, kind, offsetof(ps__settings, info.key), fixed, false}
 #define NEWER(of, key, option, kind)                                                               \
   {#key, option, kind, offsetof(ps__settings, of.key), false, true}
+#define BOTH(key, option, kind) /* fixed, and newer */                                             \
+  {#key, option, kind, offsetof(ps__settings, info.key), true, true}
 const ps__setting ps__train_settings[] = {
     TRAIN(lr_kind, "lr-schedule", PS__U32, false),
     TRAIN(lr, "lr", PS__F64, false),
@@ -50,7 +52,7 @@ const ps__setting ps__batch_settings[] = {
     PLAN(seq_len, "seq-len", PS__U64, true),
     PLAN(tokens_per_step, "tokens-per-step", PS__U64, true),
     PLAN(n_sequences, "number of sequences in the data", PS__U64, true),
-    {"data_mix", "weights of the data", PS__U64, offsetof(ps__settings, info.data_mix), true, true},
+    BOTH(data_mix, "weights of the data", PS__U64),
     PLAN(chunk_tokens, "chunk-tokens", PS__U64, false),
     PLAN(chunks_per_round, "chunks-per-round", PS__U64, false),
     PLAN(first_round_chunks, "first-round-chunks", PS__U64, false),
@@ -61,16 +63,12 @@ const ps__setting ps__batch_settings[] = {
     LORA(targets, PS__U32),
     LORA(rslora, PS__U32),
     {"lora_base", "base-dtype", PS__U32, offsetof(ps__settings, info.lora.base), true, true},
-    {"fp8_bf16_first", "fp8-bf16-first", PS__U32, offsetof(ps__settings, info.fp8_bf16_first), true,
-     true},
-    {"fp8_bf16_last", "fp8-bf16-last", PS__U32, offsetof(ps__settings, info.fp8_bf16_last), true,
-     true},
-    {"fp8_bf16_down", "fp8-bf16-down", PS__U32, offsetof(ps__settings, info.fp8_bf16_down), true,
-     true},
-    {"fp8_head", "fp8-head", PS__U32, offsetof(ps__settings, info.fp8_head), true, true},
-    {"fp8_fast_accumulation", "fp8-fast-accumulation", PS__U32,
-     offsetof(ps__settings, info.fp8_fast_accumulation), true, true},
-    {"n_hosts", "number of hosts", PS__U32, offsetof(ps__settings, info.n_hosts), false, true},
+    BOTH(fp8_bf16_first, "fp8-bf16-first", PS__U32),
+    BOTH(fp8_bf16_last, "fp8-bf16-last", PS__U32),
+    BOTH(fp8_bf16_down, "fp8-bf16-down", PS__U32),
+    BOTH(fp8_head, "fp8-head", PS__U32),
+    BOTH(fp8_fast_accumulation, "fp8-fast-accumulation", PS__U32),
+    NEWER(info, n_hosts, "number of hosts", PS__U32),
     NEWER(info, z_loss, "z-loss", PS__F64),
     NEWER(info, label_smoothing, "label-smoothing", PS__F64),
     NEWER(info, router_aux_loss, "router-aux-loss", PS__F64),
