@@ -184,10 +184,8 @@ uint32_t ps__host_total(ps__builder *b, uint32_t unit) {
 }
 
 void ps__end_host_total(ps__builder *b, uint32_t unit, uint32_t lag) {
-  if (!ps__grad_passes(b->s->spec, unit))
-    return;
-  ps__vt_free_late(b, b->s->unit_host[unit].grad, lag);
-  b->s->unit_host[unit].grad = PS__NO_VT;
+  if (ps__grad_passes(b->s->spec, unit))
+    ps__vt_drop(b, &b->s->unit_host[unit].grad, lag);
 }
 
 const ps__chunk *ps__chunk_of(const ps__builder *b, uint32_t c) {

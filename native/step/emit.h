@@ -202,6 +202,11 @@ uint32_t ps__vt_alias(ps__builder *b, uint32_t by, uint64_t offset, uint64_t byt
 void ps__vt_free(ps__builder *b, uint32_t vt);
 /* ps__vt_free_late() - the same after so many more chunk passes. */
 void ps__vt_free_late(ps__builder *b, uint32_t vt, uint32_t chunk_passes);
+/* ps__vt_drop() - the same, and *vt becomes PS__NO_VT. */
+static inline void ps__vt_drop(ps__builder *b, uint32_t *vt, uint32_t chunk_passes) {
+  ps__vt_free_late(b, *vt, chunk_passes);
+  *vt = PS__NO_VT;
+}
 /* ps__tick() - a chunk pass has ended on the running device. ps__flush_late() - all late frees of
  * all devices are due now. */
 void ps__tick(ps__builder *b);

@@ -92,8 +92,7 @@ static void let_wait(ps__builder *b, uint32_t unit, bool more) {
   }
   in->waiting[in->n_waiting++] =
       (ps__waiting){send_grad(b, unit, u->grad, PS__NO_VT), more ? 0 : b->s->spec->sum_lag};
-  ps__vt_free_late(b, u->grad, b->s->spec->grad_lag);
-  u->grad = PS__NO_VT;
+  ps__vt_drop(b, &u->grad, b->s->spec->grad_lag);
 }
 
 void ps__add_waiting(ps__builder *b) {
@@ -108,8 +107,7 @@ void ps__grad_end(ps__builder *b, uint32_t unit, bool more) {
   ps__unit_progress *u = &b->unit[unit];
   uint32_t *grad = &b->on->unit[unit].grad;
   if (s->spec->checked) {
-    ps__vt_free(b, *grad);
-    *grad = PS__NO_VT;
+    ps__vt_drop(b, grad, 0);
     u->contribution++;
     return;
   }

@@ -36,10 +36,8 @@ static void end_full_contribution(ps__builder *b, const ps__chunk_pass *p, uint3
 
 static void free_slices(ps__builder *b, ps__chunk_pass *p) {
   for (uint32_t t = 0; t < p->d->n_tensors; t++)
-    if (p->d->tensor[t].rows == PS__ROWS_SLICE) {
-      ps__vt_free(b, p->bound[t]);
-      p->bound[t] = PS__NO_VT;
-    }
+    if (p->d->tensor[t].rows == PS__ROWS_SLICE)
+      ps__vt_drop(b, &p->bound[t], 0);
 }
 
 /* The slice's logits go to the host before the loss's op turns them into their gradient. */

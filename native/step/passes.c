@@ -112,9 +112,7 @@ static void end_carried(ps__builder *b, uint32_t layer, uint32_t c, bool backwar
     if (!ps__in(d->carried, t) || b->carried_end[d->tensor[t].carried] != layer ||
         (is_group(d, t) && !group_over))
       continue;
-    uint32_t *entry = carried_entry(b, d, c, t);
-    ps__vt_free(b, *entry);
-    *entry = PS__NO_VT;
+    ps__vt_drop(b, carried_entry(b, d, c, t), 0);
   }
 }
 
@@ -356,8 +354,7 @@ static void emit_list(ps__builder *b, ps__chunk_pass *p, const listed *list, uin
       if (last_use[id] != i || ps__in(p->keep, id) || p->bound[id] == PS__NO_VT)
         continue;
       const bool to_host = send && policy_of(b, p->layer, p->c, id) == PS_POLICY_HOST;
-      ps__vt_free_late(b, p->bound[id], to_host ? b->s->spec->saved_lag : 0);
-      p->bound[id] = PS__NO_VT;
+      ps__vt_drop(b, &p->bound[id], to_host ? b->s->spec->saved_lag : 0);
     }
   }
 }
@@ -421,10 +418,8 @@ void ps__end_rounds(ps__builder *b) {
 
 void ps__end_layer_pass(ps__builder *b) {
   for (uint32_t i = 0; i < 2; i++)
-    for (uint32_t t = 0; t < b->s->model->max_tensors; t++) {
-      ps__vt_free(b, b->on->of_pass[i][t]);
-      b->on->of_pass[i][t] = PS__NO_VT;
-    }
+    for (uint32_t t = 0; t < b->s->model->max_tensors; t++)
+      ps__vt_drop(b, &b->on->of_pass[i][t], 0);
 }
 
 /* Tensors that outlive a chunk's pass. */
@@ -478,9 +473,8 @@ void ps__forward_chunk(ps__builder *b, uint32_t layer, uint32_t c) {
     if (!ps__in(d->group, t) || ps__in(saved, t))
       continue;
     const bool to_host = policy_of(b, layer, c, t) == PS_POLICY_HOST;
-    uint32_t *entry = ps__saved_entry(b, b->in->kept, layer, group_first(b, c), t);
-    ps__vt_free_late(b, *entry, to_host ? b->s->spec->saved_lag : 0);
-    *entry = PS__NO_VT;
+    ps__vt_drop(b, ps__saved_entry(b, b->in->kept, layer, group_first(b, c), t),
+                to_host ? b->s->spec->saved_lag : 0);
   }
   end_carried(b, layer, c, false);
   b->in->x[c] = p.bound[output];
@@ -506,8 +500,7 @@ static void fetch_tensor(ps__builder *b, uint32_t layer, uint32_t c, uint32_t te
                 ps__part(*kept, PS_WRITE, first, bytes),
                 ps__about(ps__chunk_tag(b, layer, c, PS__PHASE_BACKWARD),
                           d->saved[d->tensor[tensor].saved].name));
-  ps__vt_free(b, *away);
-  *away = PS__NO_VT;
+  ps__vt_drop(b, away, 0);
 }
 
 /* What chunk @c of @layer has saved, and what passes between blocks. */
@@ -694,11 +687,8 @@ static void run_again(ps__builder *b, uint32_t layer, uint32_t c) {
   ps__chunk_keep_of_pass(b, &p);
   *ps__saved_entry(b, b->in->kept, layer + 1, c, (uint32_t)next->input) = p.bound[d->output];
   for (uint32_t t = 0; t < d->n_tensors; t++)
-    if (!is_group(d, t) || last_of_group(b, c)) {
-      uint32_t *again = ps__saved_entry(b, b->in->again, layer, home_chunk(b, d, c, t), t);
-      ps__vt_free(b, *again);
-      *again = PS__NO_VT;
-    }
+    if (!is_group(d, t) || last_of_group(b, c))
+      ps__vt_drop(b, ps__saved_entry(b, b->in->again, layer, home_chunk(b, d, c, t), t), 0);
 }
 
 static ps__set states_of(const ps__layer_def *d) {

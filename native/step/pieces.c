@@ -83,8 +83,7 @@ void ps__begin_pieces(ps__builder *b, uint32_t unit) {
     if (u->low != PS__NO_VT)
       u->low_piece[d] = bring_piece(b, d, low_of(u->low, PS_READ, p), tag);
   }
-  ps__vt_free(b, u->low);
-  u->low = PS__NO_VT;
+  ps__vt_drop(b, &u->low, 0);
 }
 
 /* The running device's contribution to piece @p of device @d, on that device; *sent: it is a tensor
@@ -117,10 +116,8 @@ static void add_piece(ps__builder *b, uint32_t unit, uint32_t d, piece p, uint32
   ps__emit(b, &ps__k_accumulate, b->dev[d].at.sums, &a, sizeof a, access, n,
            ps__about(ps__unit_tag(b, unit, PS__PHASE_UPDATE), "gradients"));
   ps__vt_free_late(b, sent, b->s->spec->grad_lag);
-  if (u->low_piece[d] != PS__NO_VT && !(mode & PS_LOW_WRITE)) {
-    ps__vt_free(b, u->low_piece[d]);
-    u->low_piece[d] = PS__NO_VT;
-  }
+  if (!(mode & PS_LOW_WRITE))
+    ps__vt_drop(b, &u->low_piece[d], 0);
 }
 
 /* A new tensor on device @d, with the piece @from that is there. */

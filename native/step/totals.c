@@ -38,10 +38,8 @@ static ps__args_accumulate addition(ps__builder *b, uint32_t unit, uint32_t i, u
 }
 
 static void low_used(ps__builder *b, uint32_t unit, uint32_t mode) {
-  if (mode & PS_LOW_WRITE)
-    return;
-  ps__vt_free(b, b->unit[unit].low);
-  b->unit[unit].low = PS__NO_VT;
+  if (!(mode & PS_LOW_WRITE))
+    ps__vt_drop(b, &b->unit[unit].low, 0);
 }
 
 void ps__add_to_total(ps__builder *b, uint32_t unit, uint32_t i, uint32_t space, uint32_t grad,

@@ -316,15 +316,12 @@ void ps__pass_done(ps__builder *b, uint32_t pass_idx) {
   for (uint32_t i = 0; i < n_pass_units(b, v); i++) {
     const uint32_t unit = pass_unit(b, v, i);
     ps__unit_copy *u = &b->on->unit[unit];
-    if (pass_reads(b, v, unit)) {
-      ps__vt_free(b, u->dense);
-      u->dense = PS__NO_VT;
-    }
+    if (pass_reads(b, v, unit))
+      ps__vt_drop(b, &u->dense, 0);
     /* the next layer pass is that of the block below */
     if (!pass_reads(b, v, unit) || --u->pins > 0 || b->s->spec->param_resident[unit] ||
         kept_across_rounds(b, v, unit) || is_below(b, v, unit))
       continue;
-    ps__vt_free(b, u->weights);
-    u->weights = PS__NO_VT;
+    ps__vt_drop(b, &u->weights, 0);
   }
 }
