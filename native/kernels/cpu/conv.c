@@ -216,12 +216,10 @@ PS_VEC void conv_bwd_channels(const conv_job *j, size_t c, uint32_t dt) {
     }
 }
 
-PS_CLONES static void conv_bwd_run(const conv_job *j, int64_t first, int64_t end) {
+PS_CLONES static void conv_bwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  const conv_job *j = arg;
   for (int64_t i = first; i < end; i++)
     PS__BY_DTYPE(j->a.dt, DT, conv_bwd_channels(j, (size_t)i * PS_LANES, DT));
-}
-static void conv_bwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
-  conv_bwd_run(arg, first, end);
 }
 
 /* conv_bwd
@@ -298,14 +296,12 @@ PS_VEC void gate_bwd_heads(const gate_job *j, int64_t first, int64_t end, float 
   }
 }
 
-PS_CLONES static void gate_fwd_run(const gate_job *j, int64_t first, int64_t end) {
+PS_CLONES static void gate_fwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  const gate_job *j = arg;
   PS__BY_DTYPE(j->a.dt, DT, gate_fwd_heads(j, first, end, DT));
 }
 PS_CLONES static void gate_bwd_run(const gate_job *j, int64_t first, int64_t end, float *dw) {
   PS__BY_DTYPE(j->a.dt, DT, gate_bwd_heads(j, first, end, dw, DT));
-}
-static void gate_fwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
-  gate_fwd_run(arg, first, end);
 }
 static uint32_t gate_rows(const ps__args_gated_norm *a) { return a->n_tokens * a->n_heads; }
 static void gate_bwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) {

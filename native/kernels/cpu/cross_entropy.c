@@ -144,7 +144,8 @@ PS_VEC void ce_rows(const ce_job *j, int64_t first, int64_t end, uint32_t dt, bo
   }
 }
 
-PS_CLONES static void ce_run(const ce_job *j, int64_t first, int64_t end) {
+PS_CLONES static void ce_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  const ce_job *j = arg;
   const bool more = ps__loss_columns(j->z_loss, j->smoothing) > 1;
   if (more && j->cap > 0.0f)
     PS__BY_DTYPE(j->dt, DT, ce_rows(j, first, end, DT, true, true));
@@ -154,10 +155,6 @@ PS_CLONES static void ce_run(const ce_job *j, int64_t first, int64_t end) {
     PS__BY_DTYPE(j->dt, DT, ce_rows(j, first, end, DT, true, false));
   else
     PS__BY_DTYPE(j->dt, DT, ce_rows(j, first, end, DT, false, false));
-}
-
-static void ce_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
-  ce_run(arg, first, end);
 }
 
 /* cross_entropy

@@ -128,17 +128,13 @@ PS_VEC void gate_bwd_rows(const gate_job *j, int64_t first, int64_t end, uint32_
     }
 }
 
-PS_CLONES static void gate_fwd_run(const gate_job *j, int64_t first, int64_t end) {
+PS_CLONES static void gate_fwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  const gate_job *j = arg;
   PS__BY_DTYPE(j->a.dt, DT, gate_fwd_rows(j, first, end, DT));
 }
-PS_CLONES static void gate_bwd_run(const gate_job *j, int64_t first, int64_t end) {
+PS_CLONES static void gate_bwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  const gate_job *j = arg;
   PS__BY_DTYPE(j->a.dt, DT, gate_bwd_rows(j, first, end, DT));
-}
-static void gate_fwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
-  gate_fwd_run(arg, first, end);
-}
-static void gate_bwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
-  gate_bwd_run(arg, first, end);
 }
 
 /* sigmoid_gate_fwd

@@ -321,11 +321,9 @@ PS_VEC void combine_rows(const moe_rows_job *j, int64_t first, int64_t end, uint
     }
   }
 }
-PS_CLONES static void moe_combine_run(const moe_rows_job *j, int64_t first, int64_t end) {
+PS_CLONES static void combine_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  const moe_rows_job *j = arg;
   PS__BY_DTYPE(j->dt, DT, combine_rows(j, first, end, DT));
-}
-static void combine_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
-  moe_combine_run(arg, first, end);
 }
 
 /* moe_combine
@@ -593,17 +591,13 @@ PS_VEC void moe_glu_bwd_rows(const moe_glu_job *j, int64_t first, int64_t end, u
   }
 }
 
-PS_CLONES static void moe_glu_run(const moe_glu_job *j, int64_t first, int64_t end) {
+PS_CLONES static void moe_glu_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  const moe_glu_job *j = arg;
   GLU_ROWS(moe_glu_rows, j, first, end);
 }
-PS_CLONES static void moe_glu_bwd_run(const moe_glu_job *j, int64_t first, int64_t end) {
+PS_CLONES static void moe_glu_bwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  const moe_glu_job *j = arg;
   GLU_ROWS(moe_glu_bwd_rows, j, first, end);
-}
-static void moe_glu_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
-  moe_glu_run(arg, first, end);
-}
-static void moe_glu_bwd_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
-  moe_glu_bwd_run(arg, first, end);
 }
 
 static ps_status glu_over(const ps_launch *l, moe_glu_job job, ps__rows_fn task) {

@@ -10,7 +10,8 @@ typedef struct add_job {
   const void *b;
 } add_job;
 
-PS_CLONES static void bias_rows(const add_job *j, int64_t first, int64_t end) {
+PS_CLONES static void bias_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  const add_job *j = arg;
   const size_t n = j->a->cols;
   for (int64_t r = first; r < end; r++) {
     float *x = j->x + (size_t)r * n;
@@ -18,9 +19,6 @@ PS_CLONES static void bias_rows(const add_job *j, int64_t first, int64_t end) {
       ps__v_write(x, PS_F32, i, n,
                   ps__v_read(x, PS_F32, i, n, 0.0f) + ps__v_read(j->b, j->a->dt, i, n, 0.0f));
   }
-}
-static void bias_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
-  bias_rows(arg, first, end);
 }
 
 /* add_bias

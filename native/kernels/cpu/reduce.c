@@ -130,11 +130,9 @@ PS_VEC void partials_cols(const partials_job *j, size_t first, size_t end, uint3
     ps__v_write(j->out, dt, i, end, sum);
   }
 }
-PS_CLONES static void reduce_partials(const partials_job *j, int64_t first, int64_t end) {
+PS_CLONES static void partials_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
+  const partials_job *j = arg;
   PS__BY_DTYPE(j->dt, DT, partials_cols(j, (size_t)first, (size_t)end, DT));
-}
-static void partials_task(void *arg, int64_t first, int64_t end, uint32_t worker) {
-  reduce_partials(arg, first, end);
 }
 
 void ps__add_partials(const ps__cpu_exec *exec, void *out, uint32_t dt, const float *partial,
