@@ -263,5 +263,9 @@ void ps__jsonw_number_text(ps__jsonw *w, const char *key, const char *text);
 void ps__jsonw_bool(ps__jsonw *w, const char *key, bool value);
 /* NULL when memory ran out on the way */
 const char *ps__jsonw_text(ps__jsonw *w, size_t *bytes);
+/* ps__jsonw_replace() - ps__replace_text() with it; ps__jsonw_cache() - ps__cache_write(). Both
+ * free @w. */
+ps_status ps__jsonw_replace(ps__jsonw *w, const char *path);
+ps_status ps__jsonw_cache(ps__jsonw *w, const char *path);
 
 #endif

@@ -184,3 +184,18 @@ const char *ps__jsonw_text(ps__jsonw *w, size_t *bytes) {
     *bytes = w->n;
   return w->text;
 }
+
+static ps_status write_out(ps__jsonw *w, const char *path,
+                           ps_status (*write)(const char *path, const char *text, size_t bytes)) {
+  size_t bytes = 0;
+  const char *text = ps__jsonw_text(w, &bytes);
+  const ps_status st = write(path, text, bytes);
+  ps__jsonw_free(w);
+  return st;
+}
+ps_status ps__jsonw_replace(ps__jsonw *w, const char *path) {
+  return write_out(w, path, ps__replace_text);
+}
+ps_status ps__jsonw_cache(ps__jsonw *w, const char *path) {
+  return write_out(w, path, ps__cache_write);
+}

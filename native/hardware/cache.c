@@ -30,7 +30,6 @@ typedef struct getting {
 /* With the measurements of before, and with this one where @measured: g->hw follows all of them. */
 static ps_status write_file(getting *g, bool measured) {
   ps__jsonw *w = NULL;
-  size_t n = 0;
   ps_hardware hw = g->hw, before;
   ps__kept *k = ps__calloc(1, sizeof *k);
   if (!k)
@@ -43,11 +42,8 @@ static ps_status write_file(getting *g, bool measured) {
     g->hw = hw;
   }
   ps_status st = ps__hardware_text(&w, &hw, k);
-  if (st == PS_OK) {
-    const char *text = ps__jsonw_text(w, &n);
-    st = ps__cache_write(g->path, text, n);
-  }
-  ps__jsonw_free(w);
+  if (st == PS_OK)
+    st = ps__jsonw_cache(w, g->path);
   ps__free(k);
   return st;
 }
@@ -164,15 +160,11 @@ ps_status ps_hardware_get(ps_hardware *out, const ps_hardware_ask *ask) {
 static ps_status remember(ps__kept *k, ps_hardware *file, const char *path,
                           const ps_hardware *rates, ps_rates_of of) {
   ps__jsonw *w = NULL;
-  size_t n = 0;
   ps__kept_read(k, path, file);
   ps__kept_add(k, rates, of);
   ps__kept_rates(k, file);
   PS_TRY(ps__hardware_text(&w, file, k));
-  const char *text = ps__jsonw_text(w, &n);
-  const ps_status st = ps__cache_write(path, text, n);
-  ps__jsonw_free(w);
-  return st;
+  return ps__jsonw_cache(w, path);
 }
 
 ps_status ps_hardware_remember(const ps_hardware *rates, ps_rates_of of) {

@@ -548,11 +548,7 @@ ps_status ps_hardware_write(const ps_hardware *hw, const char *path) {
     return ps__fail(PS_EINVAL, "ps_hardware_write: hw and path must be given");
   ps__jsonw *w = NULL;
   PS_TRY(ps__hardware_text(&w, hw, NULL));
-  size_t n = 0;
-  const char *text = ps__jsonw_text(w, &n);
-  const ps_status st = ps__replace_text(path, text, n);
-  ps__jsonw_free(w);
-  return st;
+  return ps__jsonw_replace(w, path);
 }
 
 ps_status ps_hardware_json(char *out, uint64_t room, const ps_hardware *hw) {

@@ -62,9 +62,5 @@ ps_status ps_hosts_rate_write(const ps_hosts *h, double bytes_per_s, const char 
   ps__jsonw_uint(w, "n_hosts", h->n);
   ps__jsonw_string(w, "machine", machine);
   ps__jsonw_end(w);
-  size_t bytes = 0;
-  const char *text = ps__jsonw_text(w, &bytes);
-  const ps_status st = ps__cache_write(path, text, bytes);
-  ps__jsonw_free(w);
-  return st;
+  return ps__jsonw_cache(w, path);
 }

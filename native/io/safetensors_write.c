@@ -169,8 +169,18 @@ static void shard_name(const ps_tensor_writer *w, size_t k, char *buf, size_t by
     snprintf(buf, bytes, "%s-%05zu-of-%05zu.safetensors", w->stem, k + 1, w->n_shards);
 }
 
-/* Makes a header: its length, the JSON, and spaces up to a multiple of 8. The JSON is read back by
- * the strict reader, which refuses names that are not UTF-8. */
+/* What @j has written, which the strict reader reads back: it refuses names that are not UTF-8, or
+ * that are used twice. */
+static ps_status text_of(const ps_tensor_writer *w, ps__jsonw *j, const char *path,
+                         const char **text, size_t *bytes) {
+  ps__json *back = NULL;
+  *text = ps__jsonw_text(j, bytes);
+  const ps_status st = *text ? ps__json_parse(&back, *text, *bytes, path) : no_memory(w->dir);
+  ps__json_free(back);
+  return st == PS_EFORMAT ? bad_names(w->dir) : st;
+}
+
+/* Makes a header: its length, the JSON, and spaces up to a multiple of 8. */
 static ps_status make_header(ps_tensor_writer *w, size_t k) {
   const shard *s = &w->shards[k];
   uint64_t at = 0;
@@ -198,13 +208,9 @@ static ps_status make_header(ps_tensor_writer *w, size_t k) {
   }
   ps__jsonw_end(j);
   size_t bytes = 0;
-  const char *text = ps__jsonw_text(j, &bytes);
-  size_t padded = (bytes + 7) / 8 * 8;
-  ps__json *back = NULL;
-  ps_status st = text ? ps__json_parse(&back, text, bytes, s->path) : no_memory(w->dir);
-  ps__json_free(back);
-  if (st == PS_EFORMAT)
-    st = bad_names(w->dir);
+  const char *text;
+  ps_status st = text_of(w, j, s->path, &text, &bytes);
+  const size_t padded = (bytes + 7) / 8 * 8;
   if (st == PS_OK && padded > PS__MAX_HEADER_BYTES)
     st = ps__fail(PS_EINVAL,
                   "%s: its header would have %zu bytes, at most %d are allowed: write more shards",
@@ -243,12 +249,8 @@ static ps_status make_index(ps_tensor_writer *w) {
   }
   ps__jsonw_end(j);
   ps__jsonw_end(j);
-  const char *text = ps__jsonw_text(j, &w->index_bytes);
-  ps__json *back = NULL;
-  ps_status st = text ? ps__json_parse(&back, text, w->index_bytes, w->dir) : no_memory(w->dir);
-  ps__json_free(back);
-  if (st == PS_EFORMAT)
-    st = bad_names(w->dir);
+  const char *text;
+  ps_status st = text_of(w, j, w->dir, &text, &w->index_bytes);
   if (st == PS_OK && w->n_shards > 1 && !(w->index_text = ps__strdup(text)))
     st = no_memory(w->dir);
   ps__jsonw_free(j);

@@ -250,14 +250,10 @@ ps_status ps_model_config_saves_as(const ps_model_config *c, uint32_t dtype) {
 ps_status ps_model_config_write(const ps_model_config *cfg, const char *model_dir, ps_dtype dtype,
                                 const char *path) {
   ps__jsonw *w;
-  size_t bytes = 0;
   if (!cfg || !model_dir || !path)
     return ps__fail(PS_EINVAL, "ps_model_config_write: cfg, model_dir and path must be given");
   PS_TRY(ps_model_config_saves_as(cfg, dtype));
   PS_TRY(ps_model_config_check(cfg, "ps_model_config_write"));
   PS_TRY(ps__config_fill(&w, cfg, model_dir, dtype));
-  const char *text = ps__jsonw_text(w, &bytes);
-  const ps_status st = ps__replace_text(path, text, bytes);
-  ps__jsonw_free(w);
-  return st;
+  return ps__jsonw_replace(w, path);
 }
