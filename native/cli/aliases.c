@@ -104,10 +104,9 @@ static const struct {
     {"job.dump-folder", "give --run-dir for the run's files, and --out for the model"},
 };
 
-/* @name is among the words of @names. */
-static bool is_among(const char *names, const char *name) {
+bool cli_among(const char *words, const char *name) {
   const size_t n = strlen(name);
-  for (const char *at = names; *at; at += strcspn(at, " "), at += *at == ' ')
+  for (const char *at = words; *at; at += strcspn(at, " "), at += *at == ' ')
     if (strcspn(at, " ") == n && strncmp(at, name, n) == 0)
       return true;
   return false;
@@ -121,14 +120,14 @@ void cli_plain_name(char *name) {
 
 const char *cli_synonym(const char *name) {
   for (size_t i = 0; i < sizeof synonyms / sizeof *synonyms; i++)
-    if (is_among(synonyms[i].names, name))
+    if (cli_among(synonyms[i].names, name))
       return synonyms[i].option;
   return NULL;
 }
 
 const char *cli_answer(const char *name) {
   for (size_t i = 0; i < sizeof answers / sizeof *answers; i++)
-    if (is_among(answers[i].names, name))
+    if (cli_among(answers[i].names, name))
       return answers[i].says;
   return NULL;
 }

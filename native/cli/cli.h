@@ -166,7 +166,9 @@ struct cli_command {
 /* Names that other trainers have for options (aliases.c). @name has dashes in place of underscores,
  * which cli_plain_name() replaces.
  * cli_synonym() - what the option is called here; cli_answer() - what to give in its place, for a
- * name without a synonym, after "there is no option --name: ". NULL: no such name. */
+ * name without a synonym, after "there is no option --name: ". NULL: no such name.
+ * cli_among() - whether @name is one of @words, which are parted by blanks. */
+bool cli_among(const char *words, const char *name);
 void cli_plain_name(char *name);
 const char *cli_synonym(const char *name);
 const char *cli_answer(const char *name);
@@ -460,8 +462,9 @@ int cli_run_file_read(const cli_command *command, const char *path);
 int cli_run_file_show(const char *path);
 int cli_run_file_check(const cli_job *job);
 char *cli_run_file_text(const cli_job *job);
-/* cli_options_text() - a line for each option of train but those of @without; NULL: no memory. */
-char *cli_options_text(cli_job *job, const char *const *without);
+/* cli_options_text() - a line for each option of train but those among @without, words; NULL: no
+ * memory. */
+char *cli_options_text(cli_job *job, const char *without);
 int cli_run_file_write(const cli_job *job);
 
 /* cli_plan_grid() - print the predicted tokens per second of a prepared job under each pair of

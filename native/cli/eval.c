@@ -132,36 +132,11 @@ static int evaluate(cli_job *job) {
 }
 
 /* The options of a training that say what is computed, and where. */
-static const char *const kept[] = {"config",
-                                   "model",
-                                   "data",
-                                   "steps",
-                                   "seq-len",
-                                   "device-mem",
-                                   "host-mem",
-                                   "recipe",
-                                   "fp8",
-                                   "fp8-bf16-first",
-                                   "fp8-bf16-last",
-                                   "fp8-bf16-down",
-                                   "fp8-head",
-                                   "fp8-fast-accumulation",
-                                   "adapter",
-                                   "base-dtype",
-                                   "backend",
-                                   "tokens-per-step",
-                                   "chunk-tokens",
-                                   "gpu",
-                                   "gpus",
-                                   "layout",
-                                   "threads",
-                                   "json",
-                                   "chunks-per-round",
-                                   "head-slice-tokens",
-                                   "document-token",
-                                   "deterministic",
-                                   "quiet",
-                                   "document-end-token"};
+static const char kept[] =
+    "config model data steps seq-len device-mem host-mem recipe fp8 fp8-bf16-first "
+    "fp8-bf16-last fp8-bf16-down fp8-head fp8-fast-accumulation adapter base-dtype backend "
+    "tokens-per-step chunk-tokens gpu gpus layout threads json chunks-per-round "
+    "head-slice-tokens document-token deterministic quiet document-end-token";
 
 /* Those whose text in train speaks of training. */
 static const struct {
@@ -184,10 +159,7 @@ int cli_eval(int argc, char **argv) {
   cli_job_options(&job, options, true);
   size_t n = 0;
   for (size_t i = 0; options[i].name; i++) {
-    bool keep = false;
-    for (size_t k = 0; k < sizeof kept / sizeof *kept; k++)
-      keep |= !strcmp(options[i].name, kept[k]);
-    if (!keep)
+    if (!cli_among(kept, options[i].name))
       continue;
     options[n] = options[i];
     for (size_t k = 0; k < sizeof said / sizeof *said; k++)

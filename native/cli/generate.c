@@ -308,16 +308,13 @@ static int plan_only(generation *g) {
 /* Options of the Python command alone, which has a tokenizer. */
 static bool hint_of_text(const cli_command *c, const char *typed, const char *name,
                          char says[512]) {
-  static const char *const of_text[] = {"prompt", "chat", "system", "stop"};
-  for (size_t i = 0; i < sizeof of_text / sizeof *of_text; i++)
-    if (strcmp(name, of_text[i]) == 0) {
-      snprintf(says, 512,
-               "--%s is an option of the Python command, which has a tokenizer: run python "
-               "-m penstock generate, or give --tokens",
-               name);
-      return true;
-    }
-  return cli_job_hint(c, typed, name, says);
+  if (!cli_among("prompt chat system stop", name))
+    return cli_job_hint(c, typed, name, says);
+  snprintf(says, 512,
+           "--%s is an option of the Python command, which has a tokenizer: run python -m penstock "
+           "generate, or give --tokens",
+           name);
+  return true;
 }
 
 int cli_generate(int argc, char **argv) {

@@ -493,17 +493,8 @@ int cli_name_fields(void) {
 }
 
 /* Options of the Python command's train, eval and plan, which read text. */
-static bool is_of_text(const char *name) {
-  static const char *const of_text[] = {"eos",         "field",        "no-bos",
-                                        "skip-bad",    "pack",         "targets",
-                                        "date",        "data-cache",   "chat-template-kwargs",
-                                        "long",        "val-fraction", "problem",
-                                        "label-field", "labels"};
-  size_t i = 0;
-  while (i < sizeof of_text / sizeof *of_text && strcmp(name, of_text[i]) != 0)
-    i++;
-  return i < sizeof of_text / sizeof *of_text;
-}
+static const char of_text[] = "eos field no-bos skip-bad pack targets date data-cache "
+                              "chat-template-kwargs long val-fraction problem label-field labels";
 
 bool cli_job_hint(const cli_command *c, const char *typed, const char *name, char says[512]) {
   static cli_job job; /* the stack may be small */
@@ -511,7 +502,7 @@ bool cli_job_hint(const cli_command *c, const char *typed, const char *name, cha
   cli_job_init(&job);
   cli_job_options(&job, options, true);
   const char *answer = c->job ? cli_answer(name) : NULL;
-  if (c->job && is_of_text(name))
+  if (c->job && cli_among(of_text, name))
     snprintf(says, 512,
              "--%s is an option of the Python command, which reads text and conversations: run the "
              "penstock that make python installs, or penstock data",

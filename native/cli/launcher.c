@@ -14,35 +14,10 @@ int cli_task_read(ps_hosts_task *t) {
 /* ---- the meeting ----------------------------------------------------------------------------- */
 
 /* Options that may differ between hosts: where files are, caps, the machine, what is printed. */
-static const char *const of_one_host[] = {"config",
-                                          "model",
-                                          "data",
-                                          "device-mem",
-                                          "host-mem",
-                                          "disk",
-                                          "disk-mem",
-                                          "disk-tbw",
-                                          "backend",
-                                          "gpu",
-                                          "gpus",
-                                          "threads",
-                                          "peak-tflops",
-                                          "val",
-                                          "adapter",
-                                          "json",
-                                          "quiet",
-                                          "out",
-                                          "force",
-                                          "no-save",
-                                          "save-wait",
-                                          "resume",
-                                          "run-dir",
-                                          "trace-steps",
-                                          "sample-prompts",
-                                          "hosts-wait",
-                                          "layout",
-                                          "hosts-insecure",
-                                          NULL};
+static const char of_one_host[] =
+    "config model data device-mem host-mem disk disk-mem disk-tbw backend gpu gpus threads "
+    "peak-tflops val adapter json quiet out force no-save save-wait resume run-dir trace-steps "
+    "sample-prompts hosts-wait layout hosts-insecure";
 
 /* @user: whether it is --quiet, which drops no warnings. */
 static void print_line(void *user, ps_log_level level, const char *line) {

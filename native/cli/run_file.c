@@ -296,13 +296,7 @@ static void write_options(FILE *f, const cli_option *options) {
   }
 }
 
-static bool among(const char *name, const char *const *names) {
-  while (*names && strcmp(*names, name) != 0)
-    names++;
-  return *names != NULL;
-}
-
-char *cli_options_text(cli_job *job, const char *const *without) {
+char *cli_options_text(cli_job *job, const char *without) {
   cli_option options[CLI_MAX_OPTIONS];
   char *text = NULL;
   size_t bytes;
@@ -311,7 +305,7 @@ char *cli_options_text(cli_job *job, const char *const *without) {
     return NULL;
   cli_job_options(job, options, true);
   for (const cli_option *o = options; o->name; o++) {
-    if (among(o->name, without))
+    if (cli_among(without, o->name))
       continue;
     fprintf(f, "--%s ", o->name);
     if (has_value(o))
