@@ -35,6 +35,7 @@ static int find_newest(const cli_job *job, ps_checkpoint **out) {
 static void take(uint64_t *option, uint64_t value) { *option = *option ? *option : value; }
 
 int cli_resume_open(cli_job *job, ps_checkpoint **out) {
+  ps_plan_config *c = &job->plan_config;
   ps_checkpoint_info info = {.struct_bytes = sizeof info};
   *out = NULL;
   if (!job->resume)
@@ -61,15 +62,14 @@ int cli_resume_open(cli_job *job, ps_checkpoint **out) {
   }
   job->first_step = info.step;
   job->checkpoints.newest = strdup(ps_checkpoint_dir(*out));
-  take(&job->plan_config.tokens_per_step, info.tokens_per_step);
-  take(&job->plan_config.chunk_tokens, info.chunk_tokens);
-  take(&job->plan_config.chunks_per_round, info.chunks_per_round);
-  if (job->plan_config.chunk_tokens == info.chunk_tokens &&
-      job->plan_config.chunks_per_round == info.chunks_per_round)
-    take(&job->plan_config.first_round_chunks, info.first_round_chunks);
-  if (job->plan_config.first_round_chunks == info.first_round_chunks)
-    take(&job->plan_config.first_rounds, info.first_rounds);
-  take(&job->plan_config.head_slice_tokens, info.head_slice_tokens);
+  take(&c->tokens_per_step, info.tokens_per_step);
+  take(&c->chunk_tokens, info.chunk_tokens);
+  take(&c->chunks_per_round, info.chunks_per_round);
+  if (c->chunk_tokens == info.chunk_tokens && c->chunks_per_round == info.chunks_per_round)
+    take(&c->first_round_chunks, info.first_round_chunks);
+  if (c->first_round_chunks == info.first_round_chunks)
+    take(&c->first_rounds, info.first_rounds);
+  take(&c->head_slice_tokens, info.head_slice_tokens);
   return CLI_OK;
 }
 

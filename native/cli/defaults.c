@@ -57,24 +57,25 @@ static trained what_is_trained(const cli_job *job) {
 
 /* What the checkpoint's run has had, where the user says nothing. */
 static void take(cli_job *job, const ps_train_config *then) {
+  ps_train_config *c = &job->train_config;
   if (!job->lr_schedule_given) {
-    job->train_config.lr_kind = then->lr_kind;
-    job->train_config.decay_steps =
-        job->train_config.decay_steps ? job->train_config.decay_steps : then->decay_steps;
-    job->train_config.min_lr = job->min_lr_given ? job->train_config.min_lr : then->min_lr;
+    c->lr_kind = then->lr_kind;
+    c->decay_steps = c->decay_steps ? c->decay_steps : then->decay_steps;
+    c->min_lr = job->min_lr_given ? c->min_lr : then->min_lr;
   }
-  job->train_config.lr = isnan(job->train_config.lr) ? then->lr : job->train_config.lr;
+  c->lr = isnan(c->lr) ? then->lr : c->lr;
   if (!job->warmup_given && isnan(job->warmup_ratio)) {
-    job->train_config.warmup_steps = then->warmup_steps;
+    c->warmup_steps = then->warmup_steps;
     job->warmup_given = true;
   }
-  if (!job->train_config.total_steps && isnan(job->epochs))
-    job->train_config.total_steps = then->total_steps;
-  job->train_config.shuffle = job->shuffle_given ? job->train_config.shuffle : then->shuffle != 0;
+  if (!c->total_steps && isnan(job->epochs))
+    c->total_steps = then->total_steps;
+  c->shuffle = job->shuffle_given ? c->shuffle : then->shuffle != 0;
   job->lr_schedule_given = job->shuffle_given = true;
 }
 
 int cli_defaults_read(cli_job *job, const ps_checkpoint *from) {
+  ps_train_config *c = &job->train_config;
   job->records = job->data_marks_documents;
   if (from) {
     ps_train_config then = {.struct_bytes = sizeof then};
@@ -84,15 +85,14 @@ int cli_defaults_read(cli_job *job, const ps_checkpoint *from) {
     take(job, &then);
   }
   if (!job->lr_schedule_given)
-    job->train_config.lr_kind = PS_LR_KIND_COSINE;
+    c->lr_kind = PS_LR_KIND_COSINE;
   if (!job->shuffle_given)
-    job->train_config.shuffle = job->records;
-  if (isnan(job->train_config.lr)) {
+    c->shuffle = job->records;
+  if (isnan(c->lr)) {
     const trained what = what_is_trained(job);
-    job->train_config.lr =
-        what == FRESH_WEIGHTS
-            ? ps_optimizer_default((ps_optimizer)job->plan_config.optimizer, PS_HYPER_LR)
-            : rates[what][job->plan_config.optimizer];
+    c->lr = what == FRESH_WEIGHTS
+                ? ps_optimizer_default((ps_optimizer)job->plan_config.optimizer, PS_HYPER_LR)
+                : rates[what][job->plan_config.optimizer];
     job->lr_of = words[what];
   }
   return CLI_OK;
@@ -138,15 +138,12 @@ uint64_t cli_expected_steps(const cli_job *job, const ps_dataset *ds) {
 /* ---- after the plan -------------------------------------------------------------------------- */
 
 static void choose_steps(cli_job *job, const ps_dataset *ds) {
+  uint64_t *steps = &job->train_config.total_steps;
   const bool whole = !isnan(job->epochs) || job->records; /* all of them are read */
   const uint64_t n = (uint64_t)(sequences_of(job, ds) + 0.5);
-  (void)ps_plan_steps_of(job->plan, n, &job->train_config.total_steps);
-  job->train_config.total_steps +=
-      !job->train_config.total_steps ||
-      (whole && ps_plan_sequences_before(job->plan, job->train_config.total_steps) < n);
-  job->train_config.total_steps = job->train_config.total_steps < job->first_step
-                                      ? job->first_step
-                                      : job->train_config.total_steps;
+  (void)ps_plan_steps_of(job->plan, n, steps);
+  *steps += !*steps || (whole && ps_plan_sequences_before(job->plan, *steps) < n);
+  *steps = *steps < job->first_step ? job->first_step : *steps;
 }
 
 static void choose_warmup(cli_job *job) {
@@ -159,16 +156,15 @@ static void choose_warmup(cli_job *job) {
 }
 
 int cli_defaults_run(cli_job *job, const ps_dataset *ds) {
-  job->steps_chosen = !job->train_config.total_steps;
+  uint64_t *steps = &job->train_config.total_steps;
+  job->steps_chosen = !*steps;
   if (job->steps_chosen)
     choose_steps(job, ds);
-  if (job->train_config.total_steps > PS_MAX_STEPS)
+  if (*steps > PS_MAX_STEPS)
     return cli_fail(CLI_REFUSED, "--epochs %g are %llu steps: at most %d are possible",
-                    epochs_of(job), (unsigned long long)job->train_config.total_steps,
-                    PS_MAX_STEPS);
+                    epochs_of(job), (unsigned long long)*steps, PS_MAX_STEPS);
   choose_warmup(job);
-  const double left_s =
-      (double)(job->train_config.total_steps - job->first_step) * job->report.step_s;
+  const double left_s = (double)(*steps - job->first_step) * job->report.step_s;
   if (!job->checkpoint_given && left_s > checkpoint_s) {
     job->checkpoint_every.seconds = checkpoint_s;
     job->checkpoint_chosen = true;
@@ -177,23 +173,21 @@ int cli_defaults_run(cli_job *job, const ps_dataset *ds) {
 }
 
 void cli_defaults_note(const cli_job *job, cli_progress *p) {
+  const ps_train_config *c = &job->train_config;
   cli_progress_note(p, "%llu steps, lr %g%s%s, %s after %llu steps of warm-up, sequences %s",
-                    (unsigned long long)job->train_config.total_steps, job->train_config.lr,
-                    job->lr_of ? " for " : "", job->lr_of ? job->lr_of : "",
-                    cli_lr_schedules[job->train_config.lr_kind],
-                    (unsigned long long)job->train_config.warmup_steps,
-                    job->train_config.shuffle ? "shuffled" : "in their order");
-  if (job->steps_chosen && job->train_config.total_steps < FEW_STEPS)
+                    (unsigned long long)c->total_steps, c->lr, job->lr_of ? " for " : "",
+                    job->lr_of ? job->lr_of : "", cli_lr_schedules[c->lr_kind],
+                    (unsigned long long)c->warmup_steps,
+                    c->shuffle ? "shuffled" : "in their order");
+  if (job->steps_chosen && c->total_steps < FEW_STEPS)
     cli_progress_note(p,
                       "the run has %llu step%s: lower --tokens-per-step (%llu now), or raise "
                       "--epochs, for a training that learns more",
-                      (unsigned long long)job->train_config.total_steps,
-                      job->train_config.total_steps == 1 ? "" : "s",
+                      (unsigned long long)c->total_steps, c->total_steps == 1 ? "" : "s",
                       (unsigned long long)job->report.tokens_per_step);
-  else if (job->steps_chosen && job->train_config.total_steps < LEAST_STEPS &&
-           job->lr_of == words[ALL_WEIGHTS])
+  else if (job->steps_chosen && c->total_steps < LEAST_STEPS && job->lr_of == words[ALL_WEIGHTS])
     cli_progress_note(p,
                       "%llu steps at this learning rate change a model little: for a small set of "
                       "examples raise --lr (%g, say), or --epochs",
-                      (unsigned long long)job->train_config.total_steps, 10 * job->train_config.lr);
+                      (unsigned long long)c->total_steps, 10 * c->lr);
 }

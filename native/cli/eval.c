@@ -25,25 +25,24 @@ static uint64_t steps_of_pass(const cli_job *job, const ps_dataset *ds) {
  * at the ends of shards, where they fill no sequence. The last token of a shard is a target
  * alone. */
 static void count_tokens(const cli_job *job, const ps_dataset *ds, result *r) {
-  const uint64_t all = n_sequences(job, ds),
-                 passes = job->train_config.total_steps / steps_of_pass(job, ds),
-                 rest = job->train_config.total_steps % steps_of_pass(job, ds) *
-                        job->report.n_sequences,
+  const uint64_t seq_len = job->plan_config.seq_len, n_steps = job->train_config.total_steps;
+  const uint64_t all = n_sequences(job, ds), passes = n_steps / steps_of_pass(job, ds),
+                 rest = n_steps % steps_of_pass(job, ds) * job->report.n_sequences,
                  targets = ps_dataset_n_tokens(ds) - ps_dataset_n_shards(ds);
   if (!all) {
-    r->tokens = job->train_config.total_steps * job->report.n_sequences * job->plan_config.seq_len;
+    r->tokens = n_steps * job->report.n_sequences * seq_len;
     return;
   }
-  r->tokens = (passes * all + rest) * job->plan_config.seq_len;
-  const uint64_t read = (passes ? all : rest) * job->plan_config.seq_len;
+  r->tokens = (passes * all + rest) * seq_len;
+  const uint64_t read = (passes ? all : rest) * seq_len;
   r->left_out = targets > read ? targets - read : 0;
 }
 
 /* Two steps are in flight: the second one's batch comes in while the first one computes. */
 static int run_steps(const cli_job *job, ps_trainer *t, result *r) {
-  ps_status st =
-      ps_trainer_submit(t, job->train_config.total_steps < 2 ? job->train_config.total_steps : 2);
-  for (uint64_t i = 0; st == PS_OK && i < job->train_config.total_steps; i++) {
+  const uint64_t n_steps = job->train_config.total_steps;
+  ps_status st = ps_trainer_submit(t, n_steps < 2 ? n_steps : 2);
+  for (uint64_t i = 0; st == PS_OK && i < n_steps; i++) {
     ps_step_metrics m;
     st = ps_trainer_wait(t, &m);
     if (st != PS_OK)
@@ -52,15 +51,14 @@ static int run_steps(const cli_job *job, ps_trainer *t, result *r) {
     r->right += m.valid_tokens ? m.right * (double)m.valid_tokens : 0;
     r->counted += m.valid_tokens;
     r->seconds += m.step_s;
-    if (i + 2 < job->train_config.total_steps)
+    if (i + 2 < n_steps)
       st = ps_trainer_submit(t, 1);
   }
   if (st == PS_OK && !r->counted)
     return cli_fail(CLI_FAILED,
                     "the data has no target in %llu step%s: give other data, or more "
                     "--steps",
-                    (unsigned long long)job->train_config.total_steps,
-                    job->train_config.total_steps == 1 ? "" : "s");
+                    (unsigned long long)n_steps, n_steps == 1 ? "" : "s");
   return st == PS_OK ? CLI_OK : cli_fail_status(st, false);
 }
 

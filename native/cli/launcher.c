@@ -143,6 +143,7 @@ int cli_task_measure(cli_job *job) {
 
 /* What rank 0 decides of the step's cut, which must be the same on all hosts. */
 int cli_task_share_plan(cli_job *job, int code) {
+  ps_plan_config *c = &job->plan_config;
   if (!job->hosts || code != CLI_OK)
     return code;
   uint64_t cut[6] = {0};
@@ -155,13 +156,12 @@ int cli_task_share_plan(cli_job *job, int code) {
   const ps_status st = ps_hosts_share(job->hosts, cut, sizeof cut);
   if (st != PS_OK)
     return task_failed(st);
-  job->plan_config.chunk_tokens = cut[0];
-  job->plan_config.chunks_per_round = cut[1];
-  job->plan_config.first_round_chunks = cut[2];
-  job->plan_config.first_rounds = cut[3];
-  job->plan_config.head_slice_tokens = cut[4];
-  job->plan_config.tokens_per_step =
-      job->plan_config.tokens_per_step ? job->plan_config.tokens_per_step : cut[5];
+  c->chunk_tokens = cut[0];
+  c->chunks_per_round = cut[1];
+  c->first_round_chunks = cut[2];
+  c->first_rounds = cut[3];
+  c->head_slice_tokens = cut[4];
+  c->tokens_per_step = c->tokens_per_step ? c->tokens_per_step : cut[5];
   return CLI_OK;
 }
 

@@ -335,6 +335,7 @@ int cli_run_file_show(const char *path) {
 
 /* What the plan and the optimizer chose where the user did not. */
 static void resolve(cli_job *job) {
+  ps_plan_config *c = &job->plan_config;
   const ps_plan_report *plan = &job->report;
   double *const hyper[PS_N_HYPERS] = {[PS_HYPER_LR] = &job->train_config.lr,
                                       [PS_HYPER_BETA1] = &job->train_config.beta1,
@@ -344,24 +345,23 @@ static void resolve(cli_job *job) {
                                       [PS_HYPER_WEIGHT_DECAY] = &job->train_config.weight_decay};
   for (int h = 0; h < PS_N_HYPERS; h++)
     if (hyper[h] && isnan(*hyper[h]))
-      *hyper[h] = ps_optimizer_default((ps_optimizer)job->plan_config.optimizer, (ps_hyper)h);
-  job->plan_config.tokens_per_step = plan->tokens_per_step;
-  job->plan_config.chunk_tokens = plan->chunk_tokens;
-  job->plan_config.chunks_per_round = plan->chunks_per_round;
-  job->plan_config.first_round_chunks = plan->first_round_chunks;
-  job->plan_config.first_rounds = plan->first_rounds;
-  job->plan_config.head_slice_tokens = plan->head_slice_tokens;
+      *hyper[h] = ps_optimizer_default((ps_optimizer)c->optimizer, (ps_hyper)h);
+  c->tokens_per_step = plan->tokens_per_step;
+  c->chunk_tokens = plan->chunk_tokens;
+  c->chunks_per_round = plan->chunks_per_round;
+  c->first_round_chunks = plan->first_round_chunks;
+  c->first_rounds = plan->first_rounds;
+  c->head_slice_tokens = plan->head_slice_tokens;
   job->lr_schedule_given = job->min_lr_given = job->warmup_given = job->shuffle_given = true;
   job->no_save_given = job->no_save;
   job->out = job->default_out ? NULL : job->out; /* it follows --run-dir */
   job->checkpoint_given |= job->checkpoint_chosen;
   job->epochs = job->warmup_ratio = NAN; /* steps and warmup-steps have them */
-  const bool fp8 =
-      job->plan_config.recipe == PS_RECIPE_FP8 || job->plan_config.recipe == PS_RECIPE_FP8_MASTER;
+  const bool fp8 = c->recipe == PS_RECIPE_FP8 || c->recipe == PS_RECIPE_FP8_MASTER;
   if (!fp8) /* else the file would speak of FP8 */
-    job->plan_config.fp8_bf16_first = job->plan_config.fp8_bf16_last = PS_DEFAULT;
-  if (!job->plan_config.lora.rank)
-    job->plan_config.lora.alpha = NAN;
+    c->fp8_bf16_first = c->fp8_bf16_last = PS_DEFAULT;
+  if (!c->lora.rank)
+    c->lora.alpha = NAN;
 }
 
 /* The tokens that the steps of a stage train: whole sequences, equally many on each host. */
