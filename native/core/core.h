@@ -46,8 +46,15 @@ char *ps__strdup(const char *s);
 ps_status ps__map(void **out, size_t bytes, const char *what);
 void ps__unmap(void *p, size_t bytes);
 /* Make room for one more element in an array of @n elements and capacity *cap. False: no memory is
- * left. */
+ * left. PS_GROW() - of an array of any type. */
 bool ps__grow(void **items, size_t n, size_t *cap, size_t item_bytes);
+#define PS_GROW(items, n, cap)                                                                     \
+  ({                                                                                               \
+    void *items_ = (items);                                                                        \
+    const bool grown_ = ps__grow(&items_, n, &(cap), sizeof *(items));                             \
+    (items) = items_;                                                                              \
+    grown_;                                                                                        \
+  })
 
 /* ---- fault injection, exported for tests ----------------------------------------------------- */
 /* Let the @nth call of a kind from now on fail; 0: none. */

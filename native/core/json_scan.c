@@ -94,13 +94,9 @@ static ps_status put(ps__json_scan *s, const char *bytes, size_t n) {
     snprintf(what, sizeof what, "a string or number is longer than %zu bytes", s->max_text);
     return fail(s, what);
   }
-  while (s->cap - s->n < n + 1) { /* and the NUL */
-    void *text = s->text;
-    const bool grown = ps__grow(&text, s->cap, &s->cap, 1);
-    s->text = text;
-    if (!grown)
+  while (s->cap - s->n < n + 1) /* and the NUL */
+    if (!PS_GROW(s->text, s->cap, s->cap))
       return ps__fail(PS_ENOMEM, "%s: no memory left to read it", s->name);
-  }
   memcpy(s->text + s->n, bytes, n);
   s->n += n;
   s->text[s->n] = 0;

@@ -166,7 +166,7 @@ static ps_status emit(compiler *c, size_t op, const needs *need) {
     const bool before = time <= n;
     if (before && !(c->rules & PS__RULE_CROSS_STEP))
       continue;
-    if (!ps__grow((void **)&sch->waits, sch->n_waits, &c->waits_cap, sizeof *sch->waits))
+    if (!PS_GROW(sch->waits, sch->n_waits, c->waits_cap))
       return ps__fail(PS_ENOMEM, "schedule: out of memory at wait %zu", sch->n_waits);
     sch->waits[sch->n_waits++] =
         (ps_wait){.stream = s, .steps_back = before, .value = before ? time : time - n};

@@ -119,10 +119,7 @@ static ps_status make_slice(tensor *out, const tensor *of, const family *as, siz
 }
 
 ps_status ps__tensors_part(ps_tensor_file *f, size_t at, uint64_t i, const tensor *part) {
-  void *tensors = f->tensors;
-  const bool grown = i == 0 || ps__grow(&tensors, f->n, &f->cap, sizeof *part);
-  f->tensors = tensors;
-  if (!grown) {
+  if (i && !PS_GROW(f->tensors, f->n, f->cap)) {
     ps__free(part->name);
     return ps__fail(PS_ENOMEM, "no memory left for the parts of tensors in %s",
                     f->files[part->file].path);

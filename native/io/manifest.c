@@ -37,10 +37,7 @@ static ps_status no_memory(const char *dir) {
 
 /* Takes @path over. */
 static ps_status add(entries *e, const char *dir, char *path, const char *name, uint64_t bytes) {
-  void *items = e->item;
-  const bool grown = ps__grow(&items, e->n, &e->cap, sizeof *e->item);
-  e->item = items;
-  char *copy = grown && path ? ps__strdup(name) : NULL;
+  char *copy = PS_GROW(e->item, e->n, e->cap) && path ? ps__strdup(name) : NULL;
   if (!copy) {
     ps__free(path);
     return no_memory(dir);

@@ -10,10 +10,7 @@
 /* ---- "A:0.7,B:0.3" --------------------------------------------------------------------------- */
 
 static ps_status add_source(ps__sources *s, const char *path, size_t length, double weight) {
-  void *items = s->item;
-  const bool grown = ps__grow(&items, s->n, &s->cap, sizeof *s->item);
-  s->item = items;
-  char *copy = grown ? ps__calloc(length + 1, 1) : NULL;
+  char *copy = PS_GROW(s->item, s->n, s->cap) ? ps__calloc(length + 1, 1) : NULL;
   if (!copy)
     return ps__fail(PS_ENOMEM, "no memory left for the path of token shards");
   memcpy(copy, path, length);

@@ -246,10 +246,7 @@ static ps_status add_tensor(ps_tensor_file *f, ps__json_scan *s, const ps__json_
         PS_EFORMAT,
         "%s: tensor \"%.100s\" is one more than the %d that are read: it may not be a model's file",
         path, e->key, MAX_TENSORS);
-  void *tensors = f->tensors;
-  const bool grown = ps__grow(&tensors, f->n, &f->cap, sizeof *f->tensors);
-  f->tensors = tensors;
-  char *name = grown ? ps__strdup(e->key) : NULL;
+  char *name = PS_GROW(f->tensors, f->n, f->cap) ? ps__strdup(e->key) : NULL;
   if (!name)
     return no_memory(path);
   tensor *t = &f->tensors[f->n++];
@@ -334,10 +331,7 @@ static ps_status check_header(data_file *d, uint64_t file_bytes) {
 
 /* Opens the file. Frees @path or keeps it, on failure too. */
 static ps_status add_file(ps_tensor_file *f, char *path) {
-  void *files = f->files;
-  bool grown = ps__grow(&files, f->n_files, &f->cap_files, sizeof *f->files);
-  f->files = files;
-  if (!grown) {
+  if (!PS_GROW(f->files, f->n_files, f->cap_files)) {
     ps_status st = no_memory(path);
     ps__free(path);
     return st;
@@ -421,10 +415,7 @@ static ps_status add_name(names *list, const char *name, const char *path) {
       return PS_OK;
   if (list->n == MAX_FILES)
     return ps__fail(PS_EFORMAT, "%s: weight_map names more than %d files", path, MAX_FILES);
-  void *items = list->item;
-  const bool grown = ps__grow(&items, list->n, &list->cap, sizeof *list->item);
-  list->item = items;
-  char *copy = grown ? ps__strdup(name) : NULL;
+  char *copy = PS_GROW(list->item, list->n, list->cap) ? ps__strdup(name) : NULL;
   if (!copy)
     return no_memory(path);
   list->item[list->n++] = copy;

@@ -137,10 +137,7 @@ static ps_status cut_shards(ps_tensor_writer *w, uint64_t max_bytes) {
     uint64_t bytes = i < w->n ? spec_bytes(&w->specs[i]) : 0;
     shard *last = w->n_shards ? &w->shards[w->n_shards - 1] : NULL;
     if (i < w->n ? begins_shard(&w->specs[i], last, max_bytes) : !last) {
-      void *shards = w->shards;
-      bool grown = ps__grow(&shards, w->n_shards, &w->cap_shards, sizeof *w->shards);
-      w->shards = shards;
-      if (!grown)
+      if (!PS_GROW(w->shards, w->n_shards, w->cap_shards))
         return no_memory(w->dir);
       last = &w->shards[w->n_shards++];
       *last = (shard){.first = i};

@@ -329,10 +329,7 @@ static ps_status add_mask(token_shard *s) {
 
 /* Frees @path or keeps it, on failure too. */
 static ps_status add_shard(ps_dataset *ds, char *path) {
-  void *shards = ds->shards;
-  bool grown = ps__grow(&shards, ds->n, &ds->cap, sizeof *ds->shards);
-  ds->shards = shards;
-  if (!grown) {
+  if (!PS_GROW(ds->shards, ds->n, ds->cap)) {
     ps_status st = no_memory(path);
     ps__free(path);
     return st;
@@ -382,10 +379,7 @@ static ps_status list_folder(const char *folder, char ***names, size_t *n) {
       break;
     if (!ends_in_bin(e->d_name) || e->d_name[0] == '.')
       continue;
-    void *items = *names;
-    bool grown = ps__grow(&items, *n, &cap, sizeof **names);
-    *names = items;
-    char *path = grown ? ps__path_join(folder, e->d_name) : NULL;
+    char *path = PS_GROW(*names, *n, cap) ? ps__path_join(folder, e->d_name) : NULL;
     if (path)
       (*names)[(*n)++] = path;
     else

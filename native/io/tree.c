@@ -31,10 +31,7 @@ bool ps__starts_with(const char *name, const char *prefix) {
 }
 
 static bool add_name(ps__names *names, const char *name) {
-  void *items = names->item;
-  const bool grown = ps__grow(&items, names->n, &names->cap, sizeof *names->item);
-  names->item = items;
-  if (grown && (names->item[names->n] = ps__strdup(name))) {
+  if (PS_GROW(names->item, names->n, names->cap) && (names->item[names->n] = ps__strdup(name))) {
     names->n++;
     return true;
   }

@@ -25,7 +25,7 @@ ps_status ps__model_begin(ps_model **out, const ps_model_config *cfg, ps_dtype d
 
 ps_status ps__model_add_def(ps_model *m, ps__layer_def **out) {
   ps__layer_def *d = ps__calloc(1, sizeof *d);
-  if (!d || !ps__grow((void **)&m->def, m->n_defs, &m->cap_defs, sizeof *m->def)) {
+  if (!d || !PS_GROW(m->def, m->n_defs, m->cap_defs)) {
     ps__free(d);
     return ps__fail(PS_ENOMEM, "out of memory for a layer's definition");
   }
@@ -53,7 +53,7 @@ static ps_status add_param(ps_model *m, const ps__param_def *p, const char *pref
   if (length < 0 || (size_t)length >= sizeof info.name)
     return ps__fail(PS_EINTERNAL, "the parameter name %s%s is longer than %zu bytes", prefix,
                     p->name, sizeof info.name - 1);
-  if (!ps__grow((void **)&m->param, m->n_params, &m->cap_params, sizeof *m->param))
+  if (!PS_GROW(m->param, m->n_params, m->cap_params))
     return ps__fail(PS_ENOMEM, "out of memory for the model's parameters");
   m->param[m->n_params++] = info;
   m->n_elements += info.n;
@@ -86,7 +86,7 @@ static ps_status mark_gradients(ps_model *m, uint32_t layer, const ps__op_def *o
 
 static ps_status add_unit(ps_model *m, const ps__layer_def *def, const ps__unit_def *of,
                           const char *prefix) {
-  if (!ps__grow((void **)&m->unit, m->n_units, &m->cap_units, sizeof *m->unit))
+  if (!PS_GROW(m->unit, m->n_units, m->cap_units))
     return ps__fail(PS_ENOMEM, "out of memory for the model's units");
   m->unit[m->n_units] = (ps__unit){.layer = m->n_layers,
                                    .first_param = m->n_params,
@@ -109,7 +109,7 @@ ps_status ps__model_add_layer(ps_model *m, ps__layer_def *def, const char *prefi
   uint32_t idx = 0;
   if (ps__is_empty(def->made))
     PS_TRY(ps__def_finish(def));
-  if (!ps__grow((void **)&m->layer, m->n_layers, &m->cap_layers, sizeof *m->layer))
+  if (!PS_GROW(m->layer, m->n_layers, m->cap_layers))
     return ps__fail(PS_ENOMEM, "out of memory for the model's layers");
   while (m->def[idx] != def)
     idx++;

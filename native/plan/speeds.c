@@ -119,7 +119,7 @@ static int by_time(const void *pa, const void *pb, void *user) {
 static void close_piece(sweep *s, uint32_t stream) {
   piece *p = &s->open[stream];
   if (p->ns > 0) {
-    if (s->n == s->cap && !ps__grow((void **)&s->piece, s->n, &s->cap, sizeof *s->piece)) {
+    if (s->n == s->cap && !PS_GROW(s->piece, s->n, s->cap)) {
       s->out_of_memory = true;
       return;
     }

@@ -20,7 +20,7 @@ static ps_status add(totals *t, uint32_t stream, uint32_t awaited, const char *w
                       strcmp(t->stall[i].what, what) != 0))
     i++;
   if (i == t->n) {
-    if (!ps__grow((void **)&t->stall, t->n, &t->cap, sizeof *t->stall))
+    if (!PS_GROW(t->stall, t->n, t->cap))
       return ps__fail(PS_ENOMEM, "out of memory for what %zu stalls are of", t->n);
     t->stall[t->n] = (ps_stall){.stream = stream, .awaited_stream = awaited};
     snprintf(t->stall[t->n++].what, sizeof t->stall->what, "%s", what);

@@ -5,7 +5,7 @@
 
 static uint32_t new_vt(ps__builder *b, ps__vt t) {
   ps__step *s = b->s;
-  if (!ps__grow((void **)&s->vt, s->n_vt, &s->cap_vt, sizeof *s->vt)) {
+  if (!PS_GROW(s->vt, s->n_vt, s->cap_vt)) {
     s->out_of_memory = true;
     return PS__NO_VT;
   }
@@ -49,7 +49,7 @@ void ps__vt_free_late(ps__builder *b, uint32_t vt, uint32_t steps) {
     ps__vt_free(b, vt);
     return;
   }
-  if (!ps__grow((void **)&b->on->late, b->on->n_late, &b->on->cap_late, sizeof *b->on->late)) {
+  if (!PS_GROW(b->on->late, b->on->n_late, b->on->cap_late)) {
     b->s->out_of_memory = true;
     return;
   }
@@ -126,11 +126,11 @@ static void emit(ps__builder *b, const ps_kernel *kernel, uint32_t stream, const
   if (args_bytes && !push_args(s, args, args_bytes))
     goto out;
   for (uint32_t i = 0; i < n_access; i++) {
-    if (!ps__grow((void **)&s->access, s->n_access, &s->cap_access, sizeof *s->access))
+    if (!PS_GROW(s->access, s->n_access, s->cap_access))
       goto out;
     s->access[s->n_access++] = access[i];
   }
-  if (!ps__grow((void **)&s->op, s->n_op, &s->cap_op, sizeof *s->op))
+  if (!PS_GROW(s->op, s->n_op, s->cap_op))
     goto out;
   s->op[s->n_op++] = op;
   s->model_flops += work.model_flops;

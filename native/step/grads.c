@@ -86,7 +86,7 @@ static bool before_its_turn(const ps__builder *b, uint32_t unit) {
 static void let_wait(ps__builder *b, uint32_t unit, bool more) {
   ps__in_flight *in = b->in;
   ps__unit_copy *u = &b->on->unit[unit];
-  if (!ps__grow((void **)&in->waiting, in->n_waiting, &in->cap_waiting, sizeof *in->waiting)) {
+  if (!PS_GROW(in->waiting, in->n_waiting, in->cap_waiting)) {
     b->s->out_of_memory = true;
     return;
   }

@@ -86,7 +86,7 @@ typedef struct placed_list {
 } placed_list;
 
 static bool insert(placed_list *l, placed e) {
-  if (!ps__grow((void **)&l->p, l->n, &l->cap, sizeof *l->p))
+  if (!PS_GROW(l->p, l->n, l->cap))
     return false;
   size_t lo = 0, hi = l->n;
   while (lo < hi) {
@@ -134,7 +134,7 @@ static bool append_whole(window *w, placed e) {
       l->p[l->n - 1].end = l->p[l->n - 1].reach = e.end;
     return true;
   }
-  if (!ps__grow((void **)&l->p, l->n, &l->cap, sizeof *l->p))
+  if (!PS_GROW(l->p, l->n, l->cap))
     return false;
   l->p[l->n++] = e;
   return true;

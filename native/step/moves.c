@@ -16,7 +16,7 @@ void ps__moves_free(ps__moves *m) {
 }
 
 static ps_status add(ps__moves *m, ps__move one) {
-  if (!ps__grow((void **)&m->move, m->n, &m->cap, sizeof *m->move))
+  if (!PS_GROW(m->move, m->n, m->cap))
     return ps__fail(PS_ENOMEM, "out of memory for the moves of a memory map");
   m->move[m->n++] = one;
   return PS_OK;
@@ -180,7 +180,7 @@ static ps_status cut(ordering *o, const ps__moves *all, uint64_t most) {
       const uint64_t left = m->bytes - at, n = left < bytes ? left : bytes;
       if (o->n == MOST_PIECES)
         return ps__fail(PS_EBUDGET, "the arenas leave no room to move: too little is free in them");
-      if (!ps__grow((void **)&o->piece, o->n, &o->cap, sizeof *o->piece))
+      if (!PS_GROW(o->piece, o->n, o->cap))
         return ps__fail(PS_ENOMEM, "out of memory for the moves of a memory map");
       o->piece[o->n++] = (piece){.m = {m->from, m->to, m->src + at, m->dst + at, n},
                                  .through = through && shift_of(m) < n};

@@ -45,7 +45,7 @@ ps_status ps__step_map_over(ps__step *s, const ps__step *t) {
   const uint32_t n = s->at->n_places, block = (uint32_t)s->n_vt;
   bool fits = s->spec->n_units == t->spec->n_units && s->at == t->at;
   for (uint32_t space = 0; space < n; space++) {
-    if (!ps__grow((void **)&s->vt, s->n_vt, &s->cap_vt, sizeof *s->vt))
+    if (!PS_GROW(s->vt, s->n_vt, s->cap_vt))
       return ps__fail(PS_ENOMEM, "out of memory for the step's tables");
     s->vt[s->n_vt++] = (ps__vt){.bytes = ps__step_persistent_bytes(t, space),
                                 .last = UINT32_MAX,

@@ -260,7 +260,7 @@ static void check_result(ps__builder *b, const ps__chunk_pass *p, const ps__op_d
   const ps_dtype dt = tensor ? p->d->tensor[y.id].dt : s->dt;
   const ps__args_sumsq a = {.n = written->bytes / ps_dtype_bytes(dt), .dt = dt};
   const ps_tag tag = ps__chunk_tag(b, p->layer, p->c, phase);
-  if (!ps__grow((void **)&s->check, s->n_checks, &s->cap_checks, sizeof *s->check)) {
+  if (!PS_GROW(s->check, s->n_checks, s->cap_checks)) {
     s->out_of_memory = true;
     return;
   }

@@ -89,10 +89,7 @@ static ps_status list_folder(const char *folder, found **out, size_t *n) {
   for (const struct dirent *e; d && st == PS_OK && (e = readdir(d)); errno = 0) {
     if (!is_checkpoint(e->d_name, &step))
       continue;
-    void *items = list;
-    const bool grown = ps__grow(&items, *n, &cap, sizeof *list);
-    list = items;
-    char *name = grown ? ps__strdup(e->d_name) : NULL;
+    char *name = PS_GROW(list, *n, cap) ? ps__strdup(e->d_name) : NULL;
     if (name) {
       list[*n] = (found){.name = name, .step = step};
       st = read_listed(folder, &list[(*n)++]);

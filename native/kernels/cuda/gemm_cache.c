@@ -217,7 +217,7 @@ const ps__gemm_choice *ps__gemm_cache_find(const ps__gemm_cache *c, const ps__ge
 
 ps_status ps__gemm_cache_add(ps__gemm_cache *c, const ps__gemm_choice *choice) {
   ps__gemm_choice *old = (ps__gemm_choice *)ps__gemm_cache_find(c, &choice->key);
-  if (!old && !ps__grow((void **)&c->choice, c->n, &c->cap, sizeof *c->choice))
+  if (!old && !PS_GROW(c->choice, c->n, c->cap))
     return ps__fail(PS_ENOMEM, "out of memory for %zu matrix algorithms", c->n + 1);
   if (!old)
     old = &c->choice[c->n++];
