@@ -10,45 +10,12 @@
  * small: the kernels for GPUs whose blocks have 99 KB of shared memory. */
 #include "kernels/cuda/cuda_ops.h"
 #include "kernels/cuda/scratch.h"
+#include "probe.cuh"
 #include <algorithm>
-#include <cmath>
-#include <cstdarg>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <cuda_bf16.h>
-#include <cuda_runtime.h>
 #include <vector>
 
-typedef __nv_bfloat16 bf16;
-
-static void must(cudaError_t e, int line) {
-  if (e == cudaSuccess)
-    return;
-  printf("FAILED: line %d: %s\n", line, cudaGetErrorString(e));
-  exit(1);
-}
-#define MUST(call) must((call), __LINE__)
-
-/* What the kernels count on from the library. */
-extern "C" ps_status ps__fail(ps_status code, const char *fmt, ...) {
-  va_list ap;
-  va_start(ap, fmt);
-  printf("refused: ");
-  vprintf(fmt, ap);
-  printf("\n");
-  va_end(ap);
-  return code;
-}
-
-static uint64_t seed = 1;
-static double uniform() {
-  seed = seed * 6364136223846793005ull + 1442695040888963407ull;
-  return (double)(seed >> 11) / 9007199254740992.0;
-}
-static double normal() {
-  return std::sqrt(-2.0 * std::log(1.0 - uniform())) * std::cos(6.283185307179586 * uniform());
-}
 static void *zeros(size_t bytes) {
   void *p;
   MUST(cudaMalloc(&p, bytes));

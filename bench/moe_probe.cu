@@ -10,27 +10,15 @@
  * Each part runs in a process of its own, with a limit of time: a kernel that hangs or faults ends
  * its part alone. The shapes and the routing are those of bench/compare_grouped.py. */
 #include "kernels/cuda/grouped.h"
+#include "probe.cuh"
 #include <algorithm>
-#include <cmath>
 #include <csignal>
-#include <cstdarg>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <sys/wait.h>
-#include <unistd.h>
 #include <vector>
 
-typedef __nv_bfloat16 bf16;
-
-static void must(cudaError_t e, int line) {
-  if (e == cudaSuccess)
-    return;
-  printf("  FAILED: line %d: %s\n", line, cudaGetErrorString(e));
-  fflush(stdout);
-  _exit(1);
-}
 static void well(ps_status st, int line) {
   if (st == PS_OK)
     return;
@@ -38,20 +26,10 @@ static void well(ps_status st, int line) {
   fflush(stdout);
   _exit(1);
 }
-#define MUST(call) must((call), __LINE__)
 #define WELL(call) well((call), __LINE__)
 
 /* ---- what the kernels count on from the library ---------------------------------------------- */
 
-extern "C" ps_status ps__fail(ps_status code, const char *fmt, ...) {
-  va_list ap;
-  va_start(ap, fmt);
-  printf("  refused: ");
-  vprintf(fmt, ap);
-  printf("\n");
-  va_end(ap);
-  return code;
-}
 extern "C" ps_status ps__check_moe(uint32_t, uint32_t, uint32_t, const char *) { return PS_OK; }
 extern "C" ps_status ps__check_moe_route_bwd(const ps__args_moe_route_bwd *, const char *) {
   return PS_OK;
@@ -83,14 +61,6 @@ template <typename T> static std::vector<T> host(const T *p, size_t n) {
   MUST(cudaDeviceSynchronize());
   MUST(cudaMemcpy(v.data(), p, n * sizeof(T), cudaMemcpyDeviceToHost));
   return v;
-}
-static uint64_t seed = 1;
-static double uniform() {
-  seed = seed * 6364136223846793005ull + 1442695040888963407ull;
-  return (double)(seed >> 11) / 9007199254740992.0;
-}
-static double normal() {
-  return std::sqrt(-2.0 * std::log(1.0 - uniform())) * std::cos(6.283185307179586 * uniform());
 }
 template <typename T> static T as(double x) { return (T)(float)x; }
 template <> bf16 as<bf16>(double x) { return __float2bfloat16((float)x); }
