@@ -222,40 +222,11 @@ class Hardware:
         return as_dict(self._ptr)
 
 
-# The arguments of Plan() that are fields of ps_plan_config under the same name. None: its default.
-_NUMBERS = (
-    "seq_len",
-    "clip_norm",
-    "document_token",
-    "document_end_token",
-    "tokens_per_step",
-    "chunk_tokens",
-    "chunks_per_round",
-    "first_round_chunks",
-    "first_rounds",
-    "head_slice_tokens",
-    "trace_steps",
-    "z_loss",
-    "label_smoothing",
-    "router_aux_loss",
-    "router_z_loss",
-    "val_tokens",
-    "disk_tbw",
-    "sample_sequences",
-    "sample_context",
-    "state_bits",
-    "fp8_bf16_first",
-    "fp8_bf16_last",
-)
-_FLAGS = (
-    "keep_grads",
-    "one_document",
-    "deterministic",
-    "forward_only",
-    "fp8_bf16_down",
-    "fp8_head",
-    "fp8_fast_accumulation",
-)
+# An argument of Plan() that is called as a field of ps_plan_config sets it, None but for its default.
+# These have other values than the field.
+_FIELDS = {name for name, _ in ffi.typeof("ps_plan_config").fields}
+_OTHER_VALUES = {"recipe", "optimizer", "layout", "non_finite", "clip_by", "replan"}
+_OTHER_VALUES |= {"lora", "hosts", "progress"}
 _SIZES = ("device_mem", "host_mem", "pinned_mem", "disk_mem", "reserve")
 
 
@@ -289,8 +260,7 @@ def _configure(given: dict) -> tuple:
         **_named("recipe", lib.ps_recipe_parse, given["recipe"]),
         **_named("optimizer", lib.ps_optimizer_parse, given["optimizer"]),
         **_named("layout", lib.ps_layout_parse, given["layout"]),
-        **{name: given[name] for name in _NUMBERS},
-        **{name: int(given[name]) for name in _FLAGS},
+        **{name: given[name] for name in given.keys() & _FIELDS - _OTHER_VALUES},
         "replan": given["replan"] != "off",
         **{f"{name}_bytes": parse_bytes(given[name], name) for name in _SIZES},
     }
@@ -298,7 +268,7 @@ def _configure(given: dict) -> tuple:
     lib.ps_plan_config_init(config)
     for name, value in fields.items():
         if value is not None:
-            setattr(config, name, value)
+            setattr(config, name, int(value) if isinstance(value, (bool, np.bool_)) else value)
     if lora:
         lora.fill(config.lora)
     lib.ps_plan_config_resolve(config)
