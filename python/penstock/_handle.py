@@ -204,6 +204,19 @@ class Owner:
             self._handle.drop()
 
 
+class Closable(Owner):
+    """An owner that ends at close(), or with its `with` block."""
+
+    def close(self) -> None:
+        self._handle.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+
 # ---- objects dropped with steps in flight, and the interpreter's exit ----------------------------
 
 _active = weakref.WeakSet()

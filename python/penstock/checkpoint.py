@@ -5,34 +5,16 @@ import time
 import warnings
 from dataclasses import dataclass
 
-from ._handle import Handle, Owner
+from ._handle import Closable, Handle
 from ._lib import check, encode_path, ffi, lib, struct, text
 from .errors import PenstockError
 from .lora import Lora
 
-_CUT = (
-    "chunk_tokens",
-    "chunks_per_round",
-    "first_round_chunks",
-    "first_rounds",
-    "head_slice_tokens",
-)
+_CUT = "chunk_tokens chunks_per_round first_round_chunks first_rounds head_slice_tokens".split()
 _TERMS = (
-    "z_loss",
-    "label_smoothing",
-    "router_aux_loss",
-    "router_z_loss",
-    "clip_norm",
-    "document_token",
-    "document_end_token",
-)
-_FP8 = (
-    "fp8_bf16_first",
-    "fp8_bf16_last",
-    "fp8_bf16_down",
-    "fp8_head",
-    "fp8_fast_accumulation",
-)
+    "z_loss label_smoothing router_aux_loss router_z_loss clip_norm document_token "
+    "document_end_token fp8_bf16_first fp8_bf16_last fp8_bf16_down fp8_head fp8_fast_accumulation"
+).split()
 
 
 @dataclass(frozen=True)
@@ -107,7 +89,7 @@ class Checkpoints:
             warnings.warn(f"no checkpoint was written, and training goes on: {e}", stacklevel=4)
 
 
-class Checkpoint(Owner):
+class Checkpoint(Closable):
     """The checkpoint in `directory`. Every file is checked against the manifest's SHA-256.
 
     step         steps that were trained: the next step's number
@@ -148,7 +130,7 @@ class Checkpoint(Owner):
         how the batch is cut, terms of the loss, clipping, documents."""
         return {
             name: getattr(self._info, name)
-            for name in ("seq_len", "tokens_per_step", *_CUT, *_TERMS, *_FP8)
+            for name in ("seq_len", "tokens_per_step", *_CUT, *_TERMS)
         } | {
             "recipe": text(lib.ps_recipe_name(self._info.recipe)),
             "state_bits": self._info.state_bits,
@@ -160,9 +142,3 @@ class Checkpoint(Owner):
 
     def close(self) -> None:
         self._handle.drop()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.close()

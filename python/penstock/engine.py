@@ -14,7 +14,7 @@ from math import prod
 
 import numpy as np
 
-from ._handle import ActiveHandle, Handle, Owner
+from ._handle import ActiveHandle, Closable, Handle, Owner
 from ._lib import callback, check, encode_path, error, ffi, lib, struct, text
 
 PLACE_KINDS = {"host": 0, "device": 1}
@@ -132,7 +132,7 @@ class Region:
         return prod(self.shape) * self.dtype.itemsize
 
 
-class Engine(Owner):
+class Engine(Closable):
     """Owns the spaces' memory and the streams' threads. Places, links, spaces and streams are
     known by their index in these lists; without `places` all is on the host.
 
@@ -212,12 +212,6 @@ class Engine(Owner):
         """Stop the threads, and release the memory when the last array of it is dropped. BusyError:
         a run of this engine is open."""
         self._handle.close()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.close()
 
 
 class _Memory:

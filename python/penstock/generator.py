@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ._handle import ActiveHandle, Owner
+from ._handle import ActiveHandle, Closable
 from ._lib import as_dict, callback, check, encode_path, ffi, lib, progress_callback, struct
 from .lora import Lora
 from .model import DTYPES
@@ -52,7 +52,7 @@ def generate(
     return out, as_dict(stats)
 
 
-class Generator(Owner):
+class Generator(Closable):
     """Tokens that follow prompts, from the model directory `model_dir`.
 
     with Generator("my_model", batch=4, context=2048, device_mem="6GiB") as generator:
@@ -166,15 +166,6 @@ class Generator(Owner):
                 **options,
             )
         return out
-
-    def close(self) -> None:
-        self._handle.close()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.close()
 
 
 def _destroy(ptr) -> int:

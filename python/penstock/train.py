@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from . import run_file
-from ._handle import ActiveHandle, Owner
+from ._handle import ActiveHandle, Closable
 from ._lib import as_dict, callback, check, encode_path, error, ffi, lib, progress_callback, struct
 from .checkpoint import Checkpoint, CheckpointReport, Checkpoints
 from .dataset import Dataset
@@ -112,21 +112,10 @@ def _as_int32(values, what: str, n: int) -> np.ndarray:
 
 
 _HYPERS = {"lr", "beta1", "beta2", "eps", "momentum", "weight_decay"}
-_SETTINGS = _HYPERS | {
-    "nesterov",
-    "no_decay",
-    "lr_schedule",
-    "min_lr",
-    "warmup_steps",
-    "total_steps",
-    "decay_steps",
-    "max_skips",
-    "replan",
-    "trust_rates",
-    "seed",
-    "first_step",
-    "shuffle",
-}
+_SETTINGS = _HYPERS | set(
+    "nesterov no_decay lr_schedule min_lr warmup_steps total_steps decay_steps max_skips replan "
+    "trust_rates seed first_step shuffle".split()
+)
 
 
 def _set(cfg, settings: dict) -> None:
@@ -179,7 +168,7 @@ def _batch_callback(data, failures: list):
     return callback("ps_batch_fn", fill, failures, lib.PS_EINVAL)
 
 
-class Trainer(Owner):
+class Trainer(Closable):
     """Trains the model directory `model_dir` by `plan`.
 
     with Trainer("my_model", plan, data="shards/", lr=3e-4, total_steps=100) as trainer:
@@ -607,9 +596,3 @@ class Trainer(Owner):
         """Wait for the steps in flight, and release the memory. StateError: called inside
         batch()."""
         self._handle.close()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.close()
