@@ -57,7 +57,7 @@ from .hub import find as find_model
 from .labels import Labels, add_label_options, document, is_chat, pair
 from .packing import LONG, Packer
 from .shards import BEGINS_DOCUMENT, IS_TARGET, WRITABLE, ShardWriter, token_dtype
-from .terminal import raw
+from .terminal import progress
 from .tokenizer import (
     EOS_NAMES,
     call,
@@ -651,36 +651,6 @@ def text_settings(args: argparse.Namespace) -> dict:
         "bos": not args.no_bos,
         "skip_bad": args.skip_bad,
     }
-
-
-@contextlib.contextmanager
-def progress(total: int, quiet: bool) -> Iterator[Callable[[str], OnBytes]]:
-    """bar(what) is a function that counts bytes of `total` in a new bar on a terminal's stderr."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    console = Console(file=raw(sys.stderr), quiet=quiet or not sys.stderr.isatty())
-    columns = (
-        TextColumn("{task.description:<20}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=console.quiet) as bars:
-
-        def counter(what: str) -> OnBytes:
-            task = bars.add_task(what, total=total)
-            return lambda n: bars.advance(task, n)
-
-        yield counter
 
 
 def _train_encoding(args: argparse.Namespace, on_bytes: OnBytes) -> Encoding:

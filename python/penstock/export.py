@@ -16,7 +16,6 @@ import math
 import os
 import re
 import shutil
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -35,7 +34,7 @@ from .export_gguf import describe, read_json, text_config
 from .files import DataError, copy_tokenizer, write_record
 from .gguf_tensor import KINDS, Tensor, of_all_layers
 from .model import DTYPES, SAVE_DTYPES, ModelConfig, Parameter, TensorFile, mxfp4, write_tensors
-from .terminal import raw
+from .terminal import progress
 
 MAX_SHARD_BYTES = 5_000_000_000
 PIECE_ELEMENTS = 8 << 20  # that are converted at once
@@ -523,10 +522,6 @@ def _prepare(args) -> tuple[Source, str, Callable, int, int, list[str]]:
 
 
 def _export(args) -> int:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-    from rich.progress import TransferSpeedColumn as SpeedColumn
-
     try:
         source, dtype, write, n_tensors, n_bytes, notes = _prepare(args)
     except (InputOutputError, OSError) as e:  # nothing was written yet
@@ -535,13 +530,10 @@ def _export(args) -> int:
     say(f"{source.folder}: {source.what}")
     for note in notes:
         say(f"note: {note}")
-    console = Console(file=raw(sys.stderr), quiet=args.quiet or not sys.stderr.isatty())
-    columns = (TextColumn("writing"), BarColumn(), DownloadColumn(), SpeedColumn())
     begun = time.monotonic()
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=console.quiet) as bar:
-        task = bar.add_task("", total=n_bytes)
+    with progress(n_bytes, args.quiet) as bar:
         try:
-            rounding = write(lambda n: bar.advance(task, n))
+            rounding = write(bar("writing"))
         except FormatError as e:  # the source changed meanwhile
             raise InputOutputError(str(e)) from e
     seconds = time.monotonic() - begun

@@ -19,6 +19,7 @@ from pathlib import Path
 from .files import COMPRESSED, SHARD_MAGIC, TEXT_SUFFIXES, DataError
 from .hub import CONFIG, TOKENIZER, WEIGHTS, may_name
 from .hub import find as find_model
+from .terminal import progress
 from .words import Words
 
 # what each command needs of a model
@@ -257,7 +258,7 @@ class _Encoder:
         encoding = data.read_encoding("--model", self.model, self.own, firsts)
         settings = data.text_settings(self.own) | {"seq_len": self.seq_len if packs else 0}
         total = sum(s.path.stat().st_size for s in sources)
-        with data.progress(total, self.quiet) as bar:
+        with progress(total, self.quiet) as bar:
             read, before = bar("reading"), _states(sources)
             inputs = {
                 "files": [[s.path.suffix, s.named, _sha256(s.path, read)] for s in sources],

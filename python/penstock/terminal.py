@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends
 
@@ -57,3 +57,21 @@ class Printable:
     def __rich_console__(self, console, options):
         for part in console.render(self.content, options):
             yield part if part.control else part._replace(text=printable(part.text))
+
+
+@contextlib.contextmanager
+def progress(total: int, quiet: bool) -> Iterator[Callable[[str], Callable[[int], None]]]:
+    """bar(what) is a function that counts bytes of `total` in a new bar on a terminal's stderr."""
+    from rich import progress as rich
+    from rich.console import Console
+
+    console = Console(file=raw(sys.stderr), quiet=quiet or not sys.stderr.isatty())
+    columns = (rich.TextColumn("{task.description:<20}"), rich.BarColumn(), rich.DownloadColumn())
+    columns += (rich.TransferSpeedColumn(), rich.TimeRemainingColumn())
+    with rich.Progress(*columns, console=console, disable=console.quiet) as bars:
+
+        def counter(what: str) -> Callable[[int], None]:
+            task = bars.add_task(what, total=total)
+            return lambda n: bars.advance(task, n)
+
+        yield counter
