@@ -10,19 +10,7 @@ from importlib import import_module
 from . import inputs
 
 # each a module with main(argv), which returns the exit code
-IN_PYTHON = (
-    "compare",
-    "data",
-    "embed",
-    "export",
-    "generate",
-    "import",
-    "log",
-    "merge",
-    "report",
-    "score",
-    "watch",
-)
+IN_PYTHON = "compare data embed export generate import log merge report score watch".split()
 NAMES = {"import": "import_gguf"}  # of modules whose command has another name
 OF_IDS = {"--tokens", "--plan"}  # options of the binary's own `generate`, which needs no tokenizer
 

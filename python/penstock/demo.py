@@ -45,24 +45,9 @@ def standard_library() -> list[Path]:
     name."""
     folder = Path(sysconfig.get_path("stdlib"))
     modules = sorted(folder.glob("*.py"))
-    packages = sorted(
-        p
-        for name in (
-            "asyncio",
-            "collections",
-            "concurrent",
-            "email",
-            "http",
-            "importlib",
-            "json",
-            "logging",
-            "multiprocessing",
-            "unittest",
-            "urllib",
-            "xml",
-        )
-        for p in (folder / name).rglob("*.py")
-    )
+    names = "asyncio collections concurrent email http importlib json logging multiprocessing"
+    names = f"{names} unittest urllib xml".split()
+    packages = sorted(p for name in names for p in (folder / name).rglob("*.py"))
     out, total = [], 0
     for path in modules + packages:
         total += path.stat().st_size
@@ -88,18 +73,8 @@ def call(*command) -> str:
 
 def make_data(files: list[Path], out: Path) -> dict:
     started = time.monotonic()
-    call(
-        sys.executable,
-        "-m",
-        "penstock.data",
-        *files,
-        "--out",
-        out,
-        "--train-tokenizer",
-        VOCABULARY,
-        "--force",
-        "--quiet",
-    )
+    command = [sys.executable, "-m", "penstock.data", *files, "--out", out]
+    call(*command, "--train-tokenizer", VOCABULARY, "--force", "--quiet")
     about = json.loads((out / "dataset.json").read_text())
     size = sum(path.stat().st_size for path in files if path.is_file())
     console.print(
@@ -260,16 +235,8 @@ def run(args) -> None:
     console.print(call(binary, "info", "--model", out / "init", "--seq-len", SEQ_LEN).strip())
     console.rule("3. two memory caps that are too small")
     cache = profile(binary)
-    shape = [
-        "--model",
-        out / "init",
-        "--seq-len",
-        SEQ_LEN,
-        "--tokens-per-step",
-        TOKENS_PER_STEP,
-        "--recipe",
-        args.recipe,
-    ]
+    shape = ["--model", out / "init", "--seq-len", SEQ_LEN]
+    shape += ["--tokens-per-step", TOKENS_PER_STEP, "--recipe", args.recipe]
     device, host, plan = choose_caps([binary, "plan", *shape, "--json", "--quiet"])
     console.rule("4. training")
     steps = args.steps or max(
