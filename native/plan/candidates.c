@@ -53,6 +53,13 @@ static uint32_t rounds_at_once(const ps__search_space *sp, const ps__layout *l) 
   return l->n_rounds < n ? l->n_rounds : n;
 }
 
+double ps__offloaded_part_bytes(const ps__search_space *sp, const ps__candidate *m) {
+  const uint32_t n = ps__is_ring(sp->plan)
+                         ? sp->plan->at->n_devices
+                         : rounds_at_once(sp, &sp->microbatch[m->microbatch].layout);
+  return ps__saved_part_bytes(sp, m) * n;
+}
+
 double ps__saved_part_bytes(const ps__search_space *sp, const ps__candidate *m) {
   const ps__layout *l = &sp->microbatch[m->microbatch].layout;
   double bytes = 0;
@@ -324,6 +331,17 @@ static uint32_t device_rounds(const ps__search_space *sp, const ps__layout *l) {
   return (l->n_rounds + n - 1) / n;
 }
 
+/* Whether the last round has all that the first one has. */
+static bool last_is_whole(const ps__layout *l) {
+  const ps__round *last = &l->round[l->n_rounds - 1];
+  if (last->n_chunks < l->round[0].n_chunks)
+    return false;
+  for (uint32_t c = 0; c < l->round[0].n_chunks; c++)
+    if (l->chunk[last->first_chunk + c].n_tokens < l->chunk[c].n_tokens)
+      return false;
+  return true;
+}
+
 /* All rounds give their chunks the same policies by position, as ps__spec holds them. What is
  * device 0's is that of its rounds, or in a ring of its layers. */
 static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, const ps__candidate *m,
@@ -378,7 +396,7 @@ static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, cons
    * smaller */
   const uint64_t aliased = aliasable_bytes(sp);
   const uint32_t at_once = rounds_at_once(sp, l), left = l->n_rounds - at_once,
-                 whole = at_once - (at_once > 1 && !left),
+                 whole = at_once - (at_once > 1 && !left && !last_is_whole(l)),
                  firsts = l->first_rounds < whole ? l->first_rounds : whole;
   if (ps__is_ring(sp->plan))
     out->device_bytes = firsts * out->device_bytes + (whole - firsts) * kept;

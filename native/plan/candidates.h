@@ -155,10 +155,12 @@ static inline uint64_t ps__unit_bytes(const ps__search_space *sp, uint32_t unit)
   return ps__stored_bytes(ps__unit_storage(m, unit, ps__weight_storage(m)), m->unit[unit].n);
 }
 /* ps__saved_part_bytes() - BYTES of device memory of one part of the saved bytes;
+ * ps__offloaded_part_bytes() - of the host's memory that one part takes where it is offloaded.
  * ps__unit_part_bytes() - of one part of the units' parameters.
  * ps__total_part_bytes() - of one part of the units' totals, where these stay on the device. Of
  * totals in pieces that is one device's piece with its low bytes. */
 double ps__saved_part_bytes(const ps__search_space *sp, const ps__candidate *m);
+double ps__offloaded_part_bytes(const ps__search_space *sp, const ps__candidate *m);
 double ps__unit_part_bytes(const ps__search_space *sp);
 double ps__total_part_bytes(const ps__search_space *sp, const ps__candidate *m);
 

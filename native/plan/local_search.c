@@ -108,8 +108,9 @@ ps_status ps__fill_device(ps__search *s, ps__candidate *m, uint64_t taken, doubl
       const uint64_t of_all = host > s->cap[PS__HOST_MEM] ? host - s->cap[PS__HOST_MEM] : 0,
                      of_pinned =
                          pinned > s->cap[PS__PINNED_MEM] ? pinned - s->cap[PS__PINNED_MEM] : 0;
-      const double of_host = ps__is_ring(s->plan) ? part * s->plan->at->n_devices : part,
-                   over = (double)(of_all > of_pinned ? of_all : of_pinned) / of_host + 1;
+      const double over = (double)(of_all > of_pinned ? of_all : of_pinned) /
+                              ps__offloaded_part_bytes(&s->space, m) +
+                          1;
       if (over > m->host)
         return PS_OK;
       m->host -= (uint8_t)over;

@@ -39,7 +39,7 @@ static ps_plan_config config(void) {
 /* ---- bounds ---------------------------------------------------------------------------------- */
 
 /* Frozen blocks have no gradient that saved activations could lie in: where no block has one, all
- * that is offloaded counts, beside the weights. */
+ * that is offloaded counts, beside the weights. So does that of two devices' rounds at once. */
 static void check_candidate(const ps__search_space *sp, const ps__candidate *m, bool no_grads) {
   const ps_plan *p = sp->plan;
   const ps__layout *l = &sp->microbatch[m->microbatch].layout;
@@ -53,13 +53,15 @@ static void check_candidate(const ps__search_space *sp, const ps__candidate *m, 
   const uint64_t over = ps__host_overhead(p, &s, &p->guests, &scratch, &trace);
   /* what an arena is rounded up by is more than all gradients of so small a model */
   const uint64_t arena = s.space_bytes[host];
-  CHECK(m->bytes[host] <=
+  CHECK(m->bytes[PS__HOST_MEM] <=
         (ps__kind_of(&m->keep) == PS__KIND_USUAL ? ps__arena_round(arena) : arena) + over);
   CHECK(m->bytes[PS__PINNED_MEM] <= ps__pinned_bytes(arena, s.pageable_bytes));
   const uint64_t apart =
       sp->microbatch[m->microbatch].base[ps__embed_on_host(sp, l, &m->keep)].host_bytes;
-  CHECK(!no_grads || l->n_rounds > 1 ||
-        m->bytes[host] >= apart + p->model->n_elements * 2 + s.saved_bytes[PS_POLICY_HOST]);
+  const uint32_t at_once = p->at->n_devices;
+  CHECK(!no_grads || l->n_rounds != at_once || l->n_chunks % at_once ||
+        m->bytes[PS__HOST_MEM] >=
+            apart + p->model->n_elements * 2 + at_once * s.saved_bytes[PS_POLICY_HOST]);
   ps__step_free(&s);
   ps__spec_free(&spec);
 }
@@ -76,13 +78,16 @@ static void check_abandon(const ps__search_space *sp, ps_plan *p) {
   p->abandon = NULL;
 }
 
-static void test_bounds(uint32_t n_frozen, uint32_t lora_rank, uint32_t backend, uint32_t clip_by) {
+static void test_bounds(uint32_t n_frozen, uint32_t lora_rank, uint32_t backend, uint32_t clip_by,
+                        uint32_t n_devices) {
   ps_plan_config cfg = config();
   ps_hardware machine = hw;
   static ps__search_space sp; /* 48 KB */
   ps_plan *p;
   cfg.n_frozen_layers = n_frozen;
   cfg.clip_by = clip_by;
+  cfg.n_devices = n_devices;
+  cfg.layout = n_devices > 1 ? PS_LAYOUT_DATA_PARALLEL : PS_LAYOUT_AUTO;
   if (lora_rank)
     cfg.lora = (ps_lora){.rank = lora_rank, .targets = PS_LORA_ALL, .alpha = 8};
   machine.backend = backend;
@@ -93,7 +98,7 @@ static void test_bounds(uint32_t n_frozen, uint32_t lora_rank, uint32_t backend,
    * inputs are made again */
   uint32_t n_blocks = 0, n_passing = 0, n_again = 0;
   const size_t stride = everything ? CANDIDATE_STRIDE : 10 * CANDIDATE_STRIDE + 9;
-  for (size_t i = 0; i < sp.n_candidates; i += everything ? 29 : 293) {
+  for (size_t i = 0; i < sp.n_candidates; i += everything ? 29 : n_devices > 1 ? 101 : 293) {
     check_candidate(&sp, &sp.candidate[i], lora_rank > 0);
     n_blocks += sp.candidate[i].keep.blocks > 0;
     n_passing += sp.candidate[i].keep.passing;
@@ -102,7 +107,7 @@ static void test_bounds(uint32_t n_frozen, uint32_t lora_rank, uint32_t backend,
       most = sp.candidate[i].host;
   }
   CHECK(most > PS__SAVED_PARTS / 2);
-  CHECK((n_blocks > 0) == (backend == PS_BACKEND_CUDA));
+  CHECK((n_blocks > 0) == (backend == PS_BACKEND_CUDA && n_devices == 1));
   check_abandon(&sp, p);
   CHECK((n_passing > 0) == (clip_by == PS_CLIP_BY_PREVIOUS));
   CHECK((n_again > 0) == (clip_by == PS_CLIP_BY_PREVIOUS) && n_again <= n_passing);
@@ -389,10 +394,11 @@ int main(int argc, char **argv) {
   CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
   const int64_t before = ps__live_allocations();
   for (uint32_t backend = PS_BACKEND_CPU; backend <= PS_BACKEND_CUDA; backend++) {
-    test_bounds(0, 0, backend, PS_CLIP_BY_STEP);
-    test_bounds(0, 0, backend, PS_CLIP_BY_PREVIOUS);
-    test_bounds(2, 0, backend, PS_CLIP_BY_STEP);
-    test_bounds(0, 4, backend, PS_CLIP_BY_PREVIOUS);
+    test_bounds(0, 0, backend, PS_CLIP_BY_STEP, 1);
+    test_bounds(0, 0, backend, PS_CLIP_BY_PREVIOUS, 1);
+    test_bounds(2, 0, backend, PS_CLIP_BY_STEP, 1);
+    test_bounds(0, 4, backend, PS_CLIP_BY_PREVIOUS, 1);
+    test_bounds(0, 4, backend, PS_CLIP_BY_PREVIOUS, 2);
   }
   for (uint32_t rank = 0; rank <= (PINNED_MIB < 16 ? 0 : 4); rank += 4)
     test_pinned(rank);
