@@ -31,6 +31,7 @@ COLUMNS = [
     ("8B bf16", "8b", [], False),
     ("8B FP8", "8b", ["--recipe", "fp8"], True),
     ("8B LoRA", "8b", LORA, False),
+    ("8B LoRA, FP8", "8b", [*LORA, "--recipe", "fp8-master"], True),
     ("32B LoRA", "32b", LORA, False),
 ]
 
