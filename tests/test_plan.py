@@ -356,6 +356,7 @@ def test_device_memory_counts_the_page_tables_of_pinned_host_memory(tmp_path):
             Plan(config(tmp_path), hardware=hardware, device_mem=least - 1, **question)
 
 
+@pytest.mark.long
 def test_gradients_of_blocks_leave_a_host_whose_memory_is_short():
     """8B with AdamW has 8 bytes a parameter on the host. Where that does not fit, the first blocks
     have 6: their gradients stay on the GPU, which updates them."""

@@ -80,6 +80,7 @@ def on_a_4090(tokens_per_step=131072, host_mem="90GiB", hardware=None, **kw):
     )
 
 
+@pytest.mark.long
 def test_the_smallest_caps_of_a_large_family_have_a_plan():
     """Of some hundred thousand members a handful fits there."""
     model = ModelConfig.read(ROOT / "models/8b.json")
@@ -89,6 +90,7 @@ def test_the_smallest_caps_of_a_large_family_have_a_plan():
         Plan(model, device_mem=least - 1, **on_a_4090())
 
 
+@pytest.mark.long
 def test_a_plan_for_less_memory_is_a_plan_for_more():
     """Under 128 GiB of host memory a search under 12 GiB of the device alone finds a plan 0.35%
     slower than one under 8, the next cap of the ladder."""

@@ -98,8 +98,8 @@ def test_words_are_read_and_changed_as_the_program_reads_them():
 def test_the_options_of_text_are_known_without_packages_and_by_the_program():
     named = {o for a in inputs.text_parser("train")._actions for o in a.option_strings}
     assert named - {"-h", "--help"} == inputs.OF_TEXT
-    source = (ROOT / "native/cli/job.c").read_text().split("of_text[] = {")[1]
-    listed = re.findall(r'"([\w-]+)"', source.split("}")[0])
+    source = (ROOT / "native/cli/job.c").read_text().split("of_text[] = ")[1]
+    listed = " ".join(re.findall(r'"([^"]+)"', source.split(";")[0])).split()
     assert {f"--{name}" for name in listed} == inputs.OF_TEXT
 
 
