@@ -334,7 +334,8 @@ def test_the_smallest_plan_takes_its_caps_and_no_less_is_enough(layout, tiny_mod
         Plan(model, host_mem=host - 1, **options)
 
 
-@pytest.mark.parametrize("gpus", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("gpus", [1, 2])
 def test_all_first_rounds_are_larger_where_updates_would_not_be_hidden(gpus, tmp_path):
     """8B: AdamW on the host takes longer than a forward pass of one chunk."""
     caps = {"device_mem": "24GiB", "host_mem": "110GiB", "recipe": "bf16"}

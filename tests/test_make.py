@@ -95,6 +95,7 @@ def checkout(tmp_path_factory):
 QUICK = ["CUDA=0", "CFLAGS=-O0", f"BLAS_PYTHON={sys.executable}", f"-j{os.cpu_count()}"]
 
 
+@pytest.mark.long
 def test_a_checkout_with_a_space_builds_and_a_changed_setting_builds_again(checkout):
     done = make(*QUICK, "lib", cwd=checkout)
     assert done.returncode == 0, done.stderr

@@ -164,6 +164,7 @@ def test_a_step_of_too_many_ops_is_refused_before_it_is_emitted(tmp_path):
     assert time.process_time() - begin < 1
 
 
+@pytest.mark.long
 def test_sums_run_on_fewer_threads_where_copies_are_what_a_step_waits_for(tmp_path):
     """Sums on all threads leave copies to the device a quarter of the link, on a half of them all
     of it."""
@@ -395,17 +396,19 @@ def test_the_smallest_caps_of_a_large_model_on_two_devices_are_enough():
 
 def test_a_machine_with_too_little_memory_is_told_what_it_lacks():
     """No cap of host memory is given, so it is the machine's that is short, and no device's."""
-    model = ModelConfig.read(ROOT / "models/8b.json")
-    given = dict(seq_len=8192, tokens_per_step=65536, recipe="fp32-master", device_mem="24GiB")
-    given |= dict(hardware=Hardware.read(ROOT / "tests/golden/hardware-rtx4090.json"))
+    model = ModelConfig.read(ROOT / "models/1b.json")
+    machine = Hardware.read(ROOT / "tests/golden/hardware-rtx4090.json")
+    machine._ptr.host_memory_bytes = 8 << 30
+    given = dict(seq_len=4096, tokens_per_step=32768, recipe="fp32-master", device_mem="6GiB")
+    given |= dict(hardware=machine)
     _, host = Plan.smallest(model, **given)
-    assert host > 96 << 30
+    assert host > 8 << 30
     larger = Hardware.read(ROOT / "tests/golden/hardware-rtx4090.json")
     larger._ptr.host_memory_bytes = host
     report = Plan(model, host_mem=host, **given | {"hardware": larger}).report
-    assert report["host_used_bytes"] == host
+    assert host - (1 << 20) < report["host_used_bytes"] <= host
     has = (
-        r"needs [\d.]+ GiB of host memory, the machine has 96\.0 GiB: take a machine with more host"
+        r"needs [\d.]+ GiB of host memory, the machine has 8\.0 GiB: take a machine with more host"
     )
     with pytest.raises(BudgetError, match=has + rf".*\(the smallest plan takes {host} bytes\)"):
         Plan(model, **given)
