@@ -344,7 +344,7 @@ static void test_again(void) {
   } cases[] = {{PS_RECIPE_BF16, 1, 0, 0},
                {PS_RECIPE_FP32_MASTER, 1, 0, 1},
                {PS_RECIPE_FP8_MASTER, 1, 0, 3},
-               {PS_RECIPE_BF16, 2, PS_LAYOUT_DATA_PARALLEL, 6},
+               {PS_RECIPE_BF16, 2, PS_LAYOUT_DATA_PARALLEL, N_MODELS - 1}, /* experts */
                {PS_RECIPE_BF16, 2, PS_LAYOUT_RING, 4}};
   const ps_ramp_stage stage = {32, 2};
   uint64_t state = 5;
