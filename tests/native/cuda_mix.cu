@@ -72,6 +72,12 @@ extern "C" ps_status work_cuda(const ps_launch *l) {
   return cudaGetLastError() == cudaSuccess ? PS_OK : PS_EDEVICE;
 }
 
+/* Keeps the default stream busy, on which cuMemsetD8 waits its turn. */
+extern "C" bool work_on_default_stream(uint64_t ns) {
+  work_k<<<1, 1>>>(ns);
+  return cudaGetLastError() == cudaSuccess;
+}
+
 /* Step 2 writes to an address that is nobody's. */
 extern "C" ps_status stray_cuda(const ps_launch *l) {
   stray_k<<<1, 1, 0, stream_of(l)>>>(

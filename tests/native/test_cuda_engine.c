@@ -21,6 +21,7 @@ int main(void) {
 ps_status mix_cuda(const ps_launch *l);
 ps_status work_cuda(const ps_launch *l);
 ps_status stray_cuda(const ps_launch *l);
+_Bool work_on_default_stream(uint64_t ns);
 _Bool mix_load(void);
 #  define RP_CUDA_FN mix_cuda
 #  include "random_program.h"
@@ -378,6 +379,28 @@ static ps_status doze(const ps_launch *l) {
 static const ps_kernel k_doze = {
     .name = "doze", .op_class = PS_CLASS_OTHER, .fn = {doze, work_cuda}};
 
+/* A warm-up leaves zeros. Beside other work on the GPU they come late: nothing that a run writes may
+ * be zeroed after it. */
+static void test_zeros_come_first(void) {
+  enum { BUSY_NS = 100000000, VALUE = 42 };
+  ps_engine *e = open_engine(4096);
+  unsigned char *host = ps_engine_space(e, HOST);
+  ps_program *p = program();
+  add_copy(p, D2H, DEVICE, 0, HOST, 0, 8);
+  ps_schedule *s = compiled(p);
+  CHECK(work_on_default_stream(BUSY_NS) && ps__engine_warm(e, s) == PS_OK);
+  CHECK(ps_schedule_destroy(s) == PS_OK);
+  host[0] = VALUE;
+  move(e, true, 0, 8);
+  const struct timespec longer = {.tv_nsec = 2 * BUSY_NS};
+  nanosleep(&longer, NULL);
+  host[0] = 0;
+  move(e, false, 0, 8);
+  CHECK(host[0] == VALUE);
+  CHECK(ps_engine_close(e) == PS_OK);
+  printf("ok what a run writes is not zeroed late\n");
+}
+
 /* A chain host, copy, 300 us of GPU, copy, host: every op after the one that it waits for, and
  * as long as it takes. The host's and the GPU's clocks are held together to 30 us: an event and
  * a look at the clock are within that of each other. */
@@ -433,6 +456,7 @@ int main(int argc, char **argv) {
   test_refusals();
   test_pageable();
   test_seam();
+  test_zeros_come_first();
   test_random("with stream memory operations", n, seed);
   test_mutation("read after write", PS__RULE_RAW, n / 4 + 20, seed);
   test_mutation("write after read", PS__RULE_WAR, n / 4 + 20, seed);

@@ -144,6 +144,9 @@ void ps__cuda_let_others_go(ps__device *dev);
 ps_status ps__cuda_map(ps__device *dev, uint32_t space, uint64_t bytes, ps__mapping *out);
 void ps__cuda_unmap(ps__device *dev, const ps__mapping *m);
 ps_status ps__cuda_peak(ps__device *dev, const ps__mapping *m, uint64_t *out_bytes);
+/* Zeros in the current context, and returns when they are there: cuMemsetD8 itself may return
+ * earlier, and the engine's streams do not wait for it. */
+ps_status ps__cuda_zero(const ps__cuda_driver *cu, CUdeviceptr p, uint64_t bytes);
 ps_status ps__cuda_transfer(ps__device *dev, void *dst, const void *src, uint64_t bytes);
 ps_status ps__cuda_copy(ps__device *dev, uint32_t stream, void *dst, const void *src,
                         uint64_t bytes);

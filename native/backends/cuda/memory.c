@@ -15,6 +15,12 @@ static const uint64_t TOUCH_BYTES = (uint64_t)64 << 20;
 
 /* ---- device spaces --------------------------------------------------------------------------- */
 
+ps_status ps__cuda_zero(const ps__cuda_driver *cu, CUdeviceptr p, uint64_t bytes) {
+  PS__CUDA_TRY(cu, MemsetD8(p, 0, bytes));
+  PS__CUDA_TRY(cu, StreamSynchronize(NULL));
+  return PS_OK;
+}
+
 static ps_status map_device(ps__device *dev, uint32_t space, uint64_t bytes, ps__mapping *out) {
   const ps__cuda_driver *cu = dev->cu;
   CUdeviceptr p = 0;
@@ -32,10 +38,10 @@ static ps_status map_device(ps__device *dev, uint32_t space, uint64_t bytes, ps_
   }
   if (r != CUDA_SUCCESS)
     return ps__cuda_fail(cu, r, "cuMemAlloc");
-  r = cu->MemsetD8(p, 0, bytes);
-  if (r != CUDA_SUCCESS) {
+  const ps_status st = ps__cuda_zero(cu, p, bytes);
+  if (st != PS_OK) {
     cu->MemFree(p);
-    return ps__cuda_fail(cu, r, "cuMemsetD8");
+    return st;
   }
   ps__live_add(1);
   *out = (ps__mapping){.addr = (void *)(uintptr_t)p, .bytes = bytes};

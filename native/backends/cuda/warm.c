@@ -118,8 +118,8 @@ static ps_status zero_spaces(ps__device *dev) {
   for (uint32_t i = 0; i < dev->cfg.n_spaces; i++)
     if (ps__space_place(&dev->cfg, i)->kind == PS_PLACE_DEVICE && dev->space[i].bytes) {
       ps__cuda_turn_to(dev, ps__cuda_gpu_at(dev, dev->cfg.space[i].place));
-      PS__CUDA_TRY(dev->cu,
-                   MemsetD8((CUdeviceptr)(uintptr_t)dev->space[i].addr, 0, dev->space[i].bytes));
+      PS_TRY(
+          ps__cuda_zero(dev->cu, (CUdeviceptr)(uintptr_t)dev->space[i].addr, dev->space[i].bytes));
     }
   return PS_OK;
 }
