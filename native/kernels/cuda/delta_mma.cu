@@ -64,11 +64,35 @@ cudaError_t chain(mma_job &j, void (*small)(const mma_job), void (*large)(const 
 }
 template <chain_kind KIND>
 cudaError_t forward(mma_job &j, const float *from, float *to, cudaStream_t stream) {
-  const cudaError_t e = prepare(j, stream);
-  return e != cudaSuccess
-             ? e
-             : chain(j, mma_chain_k<KIND, true>, mma_chain_k<KIND, false>, from, to, stream);
+  return chain(j, mma_chain_k<KIND, true>, mma_chain_k<KIND, false>, from, to, stream);
 }
+
+/* What the backward pass prepares: groups of pieces, whose segments then take it from there. */
+struct prepared_group {
+  enum : uint32_t { SEGMENTS = PS_DELTA_MMA_SEGMENT / PS_DELTA_SEGMENT, NONE = UINT32_MAX };
+  static_assert(PS_DELTA_MMA_SEGMENT % PS_DELTA_SEGMENT == 0, "whole segments");
+  piece_pairs *pairs;
+  piece_terms *terms;
+  uint32_t group = NONE;
+
+  explicit prepared_group(const mma_job &j) : pairs(j.pairs), terms(j.terms) {}
+
+  /* @j becomes segment @i. */
+  cudaError_t enter_segment(mma_job &j, uint32_t i, cudaStream_t stream) {
+    if (group != i / SEGMENTS) {
+      group = i / SEGMENTS;
+      j.pairs = pairs, j.terms = terms;
+      enter(j, group, PS_DELTA_MMA_SEGMENT);
+      const cudaError_t e = prepare(j, stream);
+      if (e != cudaSuccess)
+        return e;
+    }
+    const size_t at = (size_t)(i % SEGMENTS) * PS_DELTA_SEGMENT * j.a.n_value_heads;
+    j.pairs = pairs + at, j.terms = terms + at;
+    enter(j, i, PS_DELTA_SEGMENT);
+    return cudaSuccess;
+  }
+};
 
 } // namespace
 
@@ -85,7 +109,9 @@ cudaError_t ps_delta_mma_fwd(const ps_launch *l) {
   j.o = (bf16 *)l->ptr[6];
   for (uint32_t i = 0; i < n_segments(j.a, PS_DELTA_MMA_SEGMENT) && e == cudaSuccess; i++) {
     enter(j, i, PS_DELTA_MMA_SEGMENT);
-    e = forward<CHAIN_OUTPUT>(j, i ? after : before, after, stream);
+    e = prepare(j, stream);
+    if (e == cudaSuccess)
+      e = forward<CHAIN_OUTPUT>(j, i ? after : before, after, stream);
   }
   return e;
 }
@@ -105,15 +131,17 @@ cudaError_t ps_delta_mma_bwd(const ps_launch *l) {
   j.states = (value_state *)(scratch + at.states);
   j.dstates = (value_state *)(scratch + at.dstates);
   j.sums = (float4 *)(scratch + at.sums);
+  prepared_group prepared(j);
   const cudaError_t e = run_segments(
       j, l, (float *)(scratch + at.borders),
       [&](uint32_t i, const float *from, float *to) {
-        enter(j, i, PS_DELTA_SEGMENT);
-        return forward<CHAIN_STATE>(j, from, to, stream);
+        const cudaError_t of = prepared.enter_segment(j, i, stream);
+        return of != cudaSuccess ? of : forward<CHAIN_STATE>(j, from, to, stream);
       },
       [&](uint32_t i, const float *from, bool has_carry) {
-        enter(j, i, PS_DELTA_SEGMENT);
-        cudaError_t of = forward<CHAIN_KEEP>(j, from, nullptr, stream);
+        cudaError_t of = prepared.enter_segment(j, i, stream);
+        if (of == cudaSuccess)
+          of = forward<CHAIN_KEEP>(j, from, nullptr, stream);
         if (of == cudaSuccess)
           of = chain(j, mma_reverse_k<true>, mma_reverse_k<false>, has_carry ? carry : nullptr,
                      carry, stream);

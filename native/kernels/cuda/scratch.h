@@ -223,8 +223,8 @@ static inline ps_delta_scratch ps_delta_layout(const ps__args_delta *a, bool bac
   return s;
 }
 /* On the tensor cores (delta_mma.cu) another layout: bf16 of at most PS_DELTA_MMA_KEYS columns of
- * keys, in rows of whole 16 bytes. What follows is of a segment of PS_DELTA_MMA_SEGMENT pieces
- * forward, PS_DELTA_SEGMENT backward. */
+ * keys, in rows of whole 16 bytes. `pairs` and `terms` are of a group of PS_DELTA_MMA_SEGMENT
+ * pieces, which forward is the segment; backward a segment has PS_DELTA_SEGMENT. */
 enum {
   PS_DELTA_MMA_KEYS = 128,
   PS_DELTA_MMA_COLUMNS = 32,
@@ -236,7 +236,7 @@ enum {
   PS_DELTA_STATE_BYTES = 2 * PS_DELTA_MMA_KEYS * 16 * 2
 };
 typedef struct ps_delta_mma_scratch {
-  size_t pairs, terms;           /* [n,nv] */
+  size_t pairs, terms;           /* [pieces of a group,nv] */
   size_t d, dy, states, dstates; /* backward: [n,nv,dv / 16] */
   size_t sums;                   /* f32 [n,nk,2,64,PS_DELTA_MMA_KEYS]: dq, dk */
   size_t borders, weights;       /* as in ps_delta_scratch */
@@ -248,13 +248,14 @@ static inline bool ps_delta_on_mma(const ps__args_delta *a) {
 }
 static inline ps_delta_mma_scratch ps_delta_mma_layout(const ps__args_delta *a, bool backward) {
   const size_t all = ((size_t)a->n_tokens + PS_DELTA_ROWS - 1) / PS_DELTA_ROWS,
-               segment = backward ? (size_t)PS_DELTA_SEGMENT : (size_t)PS_DELTA_MMA_SEGMENT,
-               n = all < segment ? all : segment, heads = n * a->n_value_heads,
-               tiles = heads * (ps_round_up(a->value_dim, PS_DELTA_MMA_COLUMNS) / 16);
+               group = all < PS_DELTA_MMA_SEGMENT ? all : PS_DELTA_MMA_SEGMENT,
+               n = all < PS_DELTA_SEGMENT ? all : PS_DELTA_SEGMENT,
+               tiles =
+                   n * a->n_value_heads * (ps_round_up(a->value_dim, PS_DELTA_MMA_COLUMNS) / 16);
   ps_delta_mma_scratch s = {0};
   size_t at = 0;
-  s.pairs = ps_delta_take(&at, heads * PS_DELTA_PAIR_BYTES);
-  s.terms = ps_delta_take(&at, heads * PS_DELTA_TERM_BYTES);
+  s.pairs = ps_delta_take(&at, group * a->n_value_heads * PS_DELTA_PAIR_BYTES);
+  s.terms = ps_delta_take(&at, group * a->n_value_heads * PS_DELTA_TERM_BYTES);
   if (backward) {
     s.d = ps_delta_take(&at, tiles * PS_DELTA_ROW_BYTES);
     s.dy = ps_delta_take(&at, tiles * PS_DELTA_ROW_BYTES);
@@ -262,8 +263,9 @@ static inline ps_delta_mma_scratch ps_delta_mma_layout(const ps__args_delta *a, 
     s.dstates = ps_delta_take(&at, tiles * PS_DELTA_STATE_BYTES);
     s.sums = ps_delta_take(&at, n * a->n_key_heads * 2 * PS_DELTA_ROWS * PS_DELTA_MMA_KEYS *
                                     sizeof(float));
-    s.borders = ps_delta_take(&at, (all + segment - 1) / segment * a->n_value_heads * a->key_dim *
-                                       a->value_dim * sizeof(float));
+    s.borders =
+        ps_delta_take(&at, (all + PS_DELTA_SEGMENT - 1) / PS_DELTA_SEGMENT * a->n_value_heads *
+                               a->key_dim * a->value_dim * sizeof(float));
     s.weights = ps_delta_take(&at, all * a->n_value_heads * 2 * sizeof(double));
   }
   s.bytes = at;
