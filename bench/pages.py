@@ -215,6 +215,7 @@ LARGER = (  # model, tokens a sequence, recipe, part of the options
     ("7b_1b", 4096, "bf16", ""),
     ("qwen3-30b-a3b", 4096, "bf16", ""),
     ("qwen3.5-9b", 4096, "bf16", ""),
+    ("qwen3.5-9b", 4096, "fp8", ""),
     ("70b", 8192, "fp8", "state-bits=8"),
 )
 
@@ -327,8 +328,8 @@ def fp8_gain() -> str:
         same = bf16.get(tuple(r[n] for n in names))
         if same:
             of.setdefault(r["seq_len"], []).append(r["tokens_per_s"] / same["tokens_per_s"])
-    said = [f"at {n:,} tokens {min(v):.2f} to {max(v):.2f} in {len(v)} pairs"
-            for n, v in sorted(of.items())]  # fmt: skip
+    said = [f"at {n:,} tokens {min(v):.2f} to {max(v):.2f} in {len(v)} pairs" if v[1:]
+            else f"at {n:,} tokens {v[0]:.2f}" for n, v in sorted(of.items())]  # fmt: skip
     return wrapped(f"Its speed over that of bf16 under the same caps: {', '.join(said)}.")
 
 
