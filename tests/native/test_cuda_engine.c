@@ -379,8 +379,8 @@ static ps_status doze(const ps_launch *l) {
 static const ps_kernel k_doze = {
     .name = "doze", .op_class = PS_CLASS_OTHER, .fn = {doze, work_cuda}};
 
-/* A warm-up leaves zeros. Beside other work on the GPU they come late: nothing that a run writes may
- * be zeroed after it. */
+/* A warm-up leaves zeros. Beside other work on the GPU they come late: nothing that a run writes
+ * may be zeroed after it. */
 static void test_zeros_come_first(void) {
   enum { BUSY_NS = 100000000, VALUE = 42 };
   ps_engine *e = open_engine(4096);
