@@ -4,7 +4,8 @@
 
 namespace {
 
-enum { THREADS = 256, WARPS = THREADS / 32, FWD_ROWS = 32, SLAB = 256 };
+/* AHEAD, GATE_ROWS: rows that a thread loads before it computes the first of them. */
+enum { THREADS = 256, WARPS = THREADS / 32, FWD_ROWS = 32, SLAB = 256, AHEAD = 4, GATE_ROWS = 2 };
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
@@ -33,14 +34,22 @@ template <typename T, int V, int W> struct conv_window {
         x[k][e] = 0.0f;
       }
   }
-  /* Row t, which may be of the chunk before, becomes the last. */
-  __device__ __forceinline__ void enter(const conv_job<T> &j, int64_t t, uint32_t c) {
+  __device__ __forceinline__ void shift() {
 #pragma unroll
     for (int k = 0; k + 1 < W; k++)
 #pragma unroll
       for (int e = 0; e < V; e++)
         x[k][e] = x[k + 1][e];
+  }
+  /* @row becomes the last. */
+  __device__ __forceinline__ void enter(const ps_vec<T, V> &row) {
+    shift();
+    ps_unpack<T, V>(x[W - 1], row);
+  }
+  /* Row t, which may be of the chunk before, becomes the last. */
+  __device__ __forceinline__ void enter(const conv_job<T> &j, int64_t t, uint32_t c) {
     const int64_t before = t + (int64_t)j.width - 1;
+    shift();
     if (t >= 0)
       ps_read<T, V>(x[W - 1], j.x + (size_t)t * j.channels + c);
     else if (before >= 0 && j.row0)
@@ -67,12 +76,12 @@ template <typename T, int V, int W> struct conv_window {
         for (int e = 0; e < V; e++)
           p[e] = fmaf(tap[k][e], x[k][e], p[e]);
   }
-  /* The gradient of p of row t, the last that entered. */
+  /* The gradient of p of row t, the last that entered, from that of y. */
   __device__ __forceinline__ void slope(float (&ds)[V], const conv_job<T> &j, int64_t t,
-                                        int32_t first, uint32_t c) const {
+                                        int32_t first, const ps_vec<T, V> &dy) const {
     float p[V];
     sum(p, j, t, first);
-    ps_read<T, V>(ds, j.dy + (size_t)t * j.channels + c);
+    ps_unpack<T, V>(ds, dy);
 #pragma unroll
     for (int e = 0; e < V; e++) {
       const float sig = sigmoid(p[e]);
@@ -92,14 +101,27 @@ __global__ void __launch_bounds__(THREADS) conv_fwd_k(const conv_job<T> j) {
   conv_window<T, V, W> win(j, c);
   for (int64_t t = first - (W - 1); t < first; t++)
     win.enter(j, t, c);
-  for (int64_t t = first; t < end; t++) {
-    float p[V];
-    win.enter(j, t, c);
-    win.sum(p, j, t, j.doc_start[t]);
+  for (int64_t begin = first; begin < end; begin += AHEAD) {
+    ps_vec<T, V> x[AHEAD];
+    int32_t doc[AHEAD];
 #pragma unroll
-    for (int e = 0; e < V; e++)
-      p[e] *= sigmoid(p[e]);
-    ps_store<T, V>(j.y + (size_t)t * j.channels + c, p);
+    for (int i = 0; i < AHEAD; i++)
+      if (begin + i < end) {
+        x[i] = ps_load<T, V>(j.x + (size_t)(begin + i) * j.channels + c);
+        doc[i] = j.doc_start[begin + i];
+      }
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) {
+      float p[V];
+      if (begin + i >= end)
+        break;
+      win.enter(x[i]);
+      win.sum(p, j, begin + i, doc[i]);
+#pragma unroll
+      for (int e = 0; e < V; e++)
+        p[e] *= sigmoid(p[e]);
+      ps_store<T, V>(j.y + (size_t)(begin + i) * j.channels + c, p);
+    }
   }
 }
 
@@ -128,35 +150,49 @@ __global__ void __launch_bounds__(THREADS) conv_bwd_k(const conv_job<T> j) {
   conv_window<T, V, W> win(j, c);
   for (int64_t u = first - (W - 1); u < first; u++)
     win.enter(j, u, c);
-  for (int64_t u = first; u < end + W - 1; u++) {
-    if (u < (int64_t)j.rows) {
-      const int32_t doc = j.doc_start[u];
-      float ds[V];
-      win.enter(j, u, c);
-      win.slope(ds, j, u, doc, c);
+  for (int64_t begin = first; begin < end + W - 1; begin += AHEAD) {
+    ps_vec<T, V> x[AHEAD], dy[AHEAD];
+    int32_t doc[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++)
+      if (begin + i < min(end + W - 1, (int64_t)j.rows)) {
+        const size_t at = (size_t)(begin + i) * j.channels + c;
+        x[i] = ps_load<T, V>(j.x + at);
+        dy[i] = ps_load<T, V>(j.dy + at);
+        doc[i] = j.doc_start[begin + i];
+      }
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) {
+      const int64_t u = begin + i, t = u - (W - 1), next = t - ((int64_t)j.rows - (j.width - 1));
+      if (u >= end + W - 1)
+        break;
+      if (u < (int64_t)j.rows) {
+        float ds[V];
+        win.enter(x[i]);
+        win.slope(ds, j, u, doc[i], dy[i]);
+#pragma unroll
+        for (int k = 0; k < W; k++)
+          if (win.sees(j, u, k, doc[i]))
+#pragma unroll
+            for (int e = 0; e < V; e++) {
+              sum[k][e] = fmaf(win.tap[k][e], ds[e], sum[k][e]);
+              if (u < end)
+                dw[k][e] = fmaf(ds[e], win.x[k][e], dw[k][e]);
+            }
+      }
+      if (t >= first && t < end) {
+        if (next >= 0 && j.carry)
+#pragma unroll
+          for (int e = 0; e < V; e++)
+            sum[0][e] += j.carry[(size_t)next * j.channels + c + e];
+        ps_store<T, V>(j.dx + (size_t)t * j.channels + c, sum[0]);
+      }
 #pragma unroll
       for (int k = 0; k < W; k++)
-        if (win.sees(j, u, k, doc))
-#pragma unroll
-          for (int e = 0; e < V; e++) {
-            sum[k][e] = fmaf(win.tap[k][e], ds[e], sum[k][e]);
-            if (u < end)
-              dw[k][e] = fmaf(ds[e], win.x[k][e], dw[k][e]);
-          }
-    }
-    const int64_t t = u - (W - 1), next = t - ((int64_t)j.rows - (j.width - 1));
-    if (t >= first && t < end) {
-      if (next >= 0 && j.carry)
 #pragma unroll
         for (int e = 0; e < V; e++)
-          sum[0][e] += j.carry[(size_t)next * j.channels + c + e];
-      ps_store<T, V>(j.dx + (size_t)t * j.channels + c, sum[0]);
+          sum[k][e] = k + 1 < W ? sum[k + 1][e] : 0.0f;
     }
-#pragma unroll
-    for (int k = 0; k < W; k++)
-#pragma unroll
-      for (int e = 0; e < V; e++)
-        sum[k][e] = k + 1 < W ? sum[k + 1][e] : 0.0f;
   }
   float *to = j.partial + ((size_t)blockIdx.y * j.channels + c) * j.width;
 #pragma unroll
@@ -187,7 +223,7 @@ __global__ void __launch_bounds__(THREADS)
     const int32_t doc = j.doc_start[u];
     float ds[1];
     win.enter(j, u, c);
-    win.slope(ds, j, u, doc, c);
+    win.slope(ds, j, u, doc, ps_load<T, 1>(j.dy + (size_t)u * j.channels + c));
 #pragma unroll
     for (int k = 0; k < W; k++)
       if (win.sees(j, u, k, doc))
@@ -359,6 +395,115 @@ __device__ __forceinline__ float gate_rstd(const T *x, uint32_t dim, float eps) 
   return 1.0f / sqrtf(ps_warp_sum(sum) / (float)dim + eps);
 }
 
+/* A row that is at most a vector a lane, in registers: what the kernels for any width read again.
+ * Sums have their order. Lanes behind the row's end have zeros. */
+template <typename T, int V> struct gate_row {
+  ps_vec<T, V> x, z, d;
+
+  __device__ __forceinline__ void load(const gate_job<T> &j, uint32_t row, bool there,
+                                       bool backward) {
+    const size_t at = (size_t)row * j.dim + threadIdx.x % 32 * V;
+#pragma unroll
+    for (int e = 0; e < V; e++)
+      x.e[e] = z.e[e] = d.e[e] = ps_from_f32<T>(0.0f);
+    if (there) {
+      x = ps_load<T, V>(j.x + at);
+      z = ps_load<T, V>(j.z + at);
+      if (backward)
+        d = ps_load<T, V>(j.dy + at);
+    }
+  }
+  __device__ __forceinline__ float rstd(const gate_job<T> &j) const {
+    float sum = 0.0f, v[V];
+    ps_unpack<T, V>(v, x);
+#pragma unroll
+    for (int e = 0; e < V; e++)
+      sum = fmaf(v[e], v[e], sum);
+    return 1.0f / sqrtf(ps_warp_sum(sum) / (float)j.dim + j.eps);
+  }
+};
+
+/* A warp GATE_ROWS rows and heads, of a vector a lane each. */
+template <typename T, int V>
+__global__ void __launch_bounds__(THREADS) gate_fwd_one_k(const gate_job<T> j) {
+  const uint32_t first = (blockIdx.x * WARPS + threadIdx.x / 32) * GATE_ROWS,
+                 at = threadIdx.x % 32 * V;
+  gate_row<T, V> row[GATE_ROWS];
+  float w[V] = {};
+  if (at < j.dim)
+    ps_read<T, V>(w, j.w + at);
+#pragma unroll
+  for (uint32_t i = 0; i < GATE_ROWS; i++)
+    row[i].load(j, first + i, first + i < j.rows && at < j.dim, false);
+#pragma unroll
+  for (uint32_t i = 0; i < GATE_ROWS; i++) {
+    const float rstd = row[i].rstd(j);
+    float x[V], z[V];
+    ps_unpack<T, V>(x, row[i].x);
+    ps_unpack<T, V>(z, row[i].z);
+#pragma unroll
+    for (int e = 0; e < V; e++)
+      x[e] = x[e] * rstd * w[e] * (z[e] * sigmoid(z[e]));
+    if (first + i < j.rows && at < j.dim)
+      ps_store<T, V>(j.y + (size_t)(first + i) * j.dim + at, x);
+  }
+}
+
+/* A block a tile of rows of a vector a lane each, GATE_ROWS at once; as gate_bwd_k. */
+template <typename T, int V>
+__global__ void __launch_bounds__(THREADS) gate_bwd_one_k(const gate_job<T> j) {
+  __shared__ float shared[WARPS][32 * V];
+  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, at = lane * V,
+                 first = blockIdx.x * j.tile, end = min(first + j.tile, j.rows);
+  float w[V] = {}, dw[V] = {};
+  if (at < j.dim)
+    ps_read<T, V>(w, j.w + at);
+  for (uint32_t begin = first + warp; begin < end; begin += GATE_ROWS * WARPS) {
+    gate_row<T, V> row[GATE_ROWS];
+#pragma unroll
+    for (uint32_t i = 0; i < GATE_ROWS; i++)
+      row[i].load(j, begin + i * WARPS, begin + i * WARPS < end && at < j.dim, true);
+#pragma unroll
+    for (uint32_t i = 0; i < GATE_ROWS; i++) {
+      const uint32_t r = begin + i * WARPS;
+      if (r >= end)
+        break;
+      const float rstd = row[i].rstd(j);
+      float x[V], z[V], d[V], sig[V], dot = 0.0f;
+      ps_unpack<T, V>(x, row[i].x);
+      ps_unpack<T, V>(z, row[i].z);
+      ps_unpack<T, V>(d, row[i].d);
+#pragma unroll
+      for (int e = 0; e < V; e++) {
+        sig[e] = sigmoid(z[e]);
+        dot = fmaf(d[e] * (z[e] * sig[e]) * w[e], x[e] * rstd, dot);
+      }
+      const float mean = ps_warp_sum(dot) / (float)j.dim;
+#pragma unroll
+      for (int e = 0; e < V; e++) {
+        const float n = x[e] * rstd, g = d[e];
+        dw[e] = fmaf(g * n, z[e] * sig[e], dw[e]);
+        d[e] = (g * (z[e] * sig[e]) * w[e] - n * mean) * rstd;
+        z[e] = g * w[e] * n * sig[e] * (1.0f + z[e] * (1.0f - sig[e]));
+      }
+      if (at < j.dim) {
+        ps_store<T, V>(j.dx + (size_t)r * j.dim + at, d);
+        ps_store<T, V>(j.dz + (size_t)r * j.dim + at, z);
+      }
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < V; e++)
+    shared[warp][at + e] = dw[e];
+  __syncthreads();
+  for (uint32_t i = threadIdx.x; i < j.dim; i += THREADS) {
+    float sum = shared[0][i];
+    for (int k = 1; k < WARPS; k++)
+      sum += shared[k][i];
+    j.partial[(size_t)blockIdx.x * j.dim + i] = sum;
+  }
+}
+
 /* A warp a row and head. */
 template <typename T, int V>
 __global__ void __launch_bounds__(THREADS) gate_fwd_k(const gate_job<T> j) {
@@ -451,9 +596,12 @@ template <typename T> gate_job<T> gate_job_of(const ps_launch *l) {
 
 template <typename T, int V> cudaError_t gate_fwd_of(const ps_launch *l) {
   gate_job<T> j = gate_job_of<T>(l);
+  cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
   j.y = (T *)l->ptr[3];
-  gate_fwd_k<T, V>
-      <<<ps_ceil_div(j.rows, WARPS), THREADS, 0, ((const ps__cuda_exec *)l->exec)->stream>>>(j);
+  if (j.dim <= 32 * V)
+    gate_fwd_one_k<T, V><<<ps_ceil_div(j.rows, GATE_ROWS * WARPS), THREADS, 0, stream>>>(j);
+  else
+    gate_fwd_k<T, V><<<ps_ceil_div(j.rows, WARPS), THREADS, 0, stream>>>(j);
   return cudaGetLastError();
 }
 
@@ -467,7 +615,10 @@ template <typename T, int V> cudaError_t gate_bwd_of(const ps_launch *l) {
   j.dz = (T *)l->ptr[5];
   j.partial = (float *)exec->scratch;
   j.tile = ps_row_tile_rows(j.rows, PS_GATED_NORM_TILES);
-  gate_bwd_k<T, V><<<dim3(n, ps_ceil_div(j.dim, SLAB)), THREADS, 0, exec->stream>>>(j);
+  if (j.dim <= 32 * V)
+    gate_bwd_one_k<T, V><<<n, THREADS, 0, exec->stream>>>(j);
+  else
+    gate_bwd_k<T, V><<<dim3(n, ps_ceil_div(j.dim, SLAB)), THREADS, 0, exec->stream>>>(j);
   const cudaError_t e = cudaGetLastError();
   return e != cudaSuccess ? e
                           : ps_add_partials(exec->stream, l->ptr[6], a->dt, j.partial, n, j.dim,
