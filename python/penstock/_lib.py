@@ -57,8 +57,10 @@ def _load():
     ffi = FFI()
     ffi.cdef(declarations.read_text())
     lib = ffi.dlopen(str(path))
-    for name in ffi.list_types()[0]:
-        ctype = ffi.typeof(name)
+    names = ffi.list_types()[0]
+    # the types of all names at once: cffi parses each text with all names before it
+    pointers = ffi.typeof(f"void (*)({', '.join(f'{name} *' for name in names)})").args
+    for name, ctype in zip(names, (pointer.item for pointer in pointers), strict=True):
         if ctype.kind != "struct" or not ctype.fields:
             continue
         size = lib.ps_abi_size(name.encode())
