@@ -3,9 +3,11 @@
 import csv
 import json
 import math
+import re
 import statistics
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import families
 import numpy as np
@@ -105,8 +107,11 @@ def test_a_name_that_is_no_curve_is_answered(tiny_shard, tmp_path):
         "fp8:first=1,first=2": "give each option once",
         "torch-fp8:x,z": "after the colon give some of x, w, dy",
     }.items():
-        done = run(tmp_path / "no", tiny_shard, "--curves", name, code=2)
-        assert done.stderr.startswith(f"curve.py: --curves {name}: {said}")
+        asked = SimpleNamespace(curves=[name], broken_build=None)
+        with pytest.raises(curve.Refused, match=re.escape(f"--curves {name}: {said}")):
+            curve.check_curves(asked)
+    done = run(tmp_path / "no", tiny_shard, "--curves", name, code=2)
+    assert done.stderr.startswith(f"curve.py: --curves {name}: {said}")
     assert list(tmp_path.iterdir()) == []
 
 
