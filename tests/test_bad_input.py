@@ -61,7 +61,7 @@ def metrics(run_dir):
 
 @pytest.fixture(scope="module", autouse=True)
 def profiled(cache_of_this_run):
-    subprocess.run([BINARY, "profile", "--seconds", "0.2"], check=True, capture_output=True)
+    subprocess.run([BINARY, "profile", "--quick"], check=True, capture_output=True)
 
 
 def whole_model(path):

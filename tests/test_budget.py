@@ -468,7 +468,7 @@ def test_the_process_stays_under_its_host_cap(threads, model_dir, tmp_path):
     shard = write_shard(tmp_path / "a.bin", np.random.default_rng(5).integers(0, VOCAB, 40000))
     # rates are cached first: measuring them takes memory of its own, once, before a run
     subprocess.run(
-        [BUILD / "bin/penstock", "profile", "--threads", str(threads)],
+        [BUILD / "bin/penstock", "profile", "--quick", "--threads", str(threads)],
         check=True,
         capture_output=True,
         env=os.environ | {"XDG_CACHE_HOME": str(cache)},

@@ -359,7 +359,7 @@ def test_profile_says_when_other_work_takes_the_machine(tiny_model, tmp_path):
     ]
     try:
         done = penstock(
-            "profile", "--backend", "cpu", "--seconds", 1, env={"XDG_CACHE_HOME": str(tmp_path)}
+            "profile", "--backend", "cpu", "--quick", env={"XDG_CACHE_HOME": str(tmp_path)}
         )
         quiet = penstock(
             "plan",

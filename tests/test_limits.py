@@ -31,7 +31,7 @@ def limited(words, kind, value, cwd):
 @pytest.fixture(scope="module", autouse=True)
 def profiled(cache_of_this_run):
     subprocess.run(
-        [BINARY, "profile", "--backend", "cpu", "--seconds", "0.2"], check=True, capture_output=True
+        [BINARY, "profile", "--backend", "cpu", "--quick"], check=True, capture_output=True
     )
 
 

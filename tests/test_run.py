@@ -25,7 +25,7 @@ ENDLESS = 10**6
 @pytest.fixture(scope="module", autouse=True)
 def profiled(cache_of_this_run):
     subprocess.run(
-        [BINARY, "profile", "--backend", "cpu", "--seconds", "0.2"], check=True, capture_output=True
+        [BINARY, "profile", "--backend", "cpu", "--quick"], check=True, capture_output=True
     )
 
 
