@@ -25,10 +25,17 @@ PY
 cuda=0
 [ -e /dev/nvidiactl ] && cuda=auto
 
-# PROGRAM NAME LOG. Random programs: each is slow here.
+# PROGRAM NAME LOG. Random programs: each is slow here. So are searches for plans: test_search,
+# test_replan and with ASan test_switch have some. What runs on one thread is no matter of
+# ThreadSanitizer.
 one_program='
 program=$(basename "$0") arguments=
-[ "$program" = test_engine_hazards ] && arguments=500
+case $1-$program in
+  *-test_engine_hazards) arguments=500 ;;
+  asan-test_caps) arguments=bounds ;;
+  tsan-test_hardware | tsan-test_optim | tsan-test_plan | tsan-test_replan | tsan-test_switch)
+    arguments=threads ;;
+esac
 echo "== $1: $program $arguments"
 "$0" $arguments >"$2.$program" 2>&1 || { cat "$2.$program"; echo "sanitize: $0 failed"; exit 255; }
 '

@@ -1,5 +1,7 @@
 /* test_hardware.c - this machine's rates: kept in the user's cache, what is told of them, and what
- * is measured when a plan first needs it. */
+ * is measured when a plan first needs it.
+ * Usage: test_hardware [threads: what several threads measure, for ThreadSanitizer, under which all
+ * rates take minutes] */
 #include "check.h"
 #include "hardware/arena.h"
 #include "hardware/hardware_impl.h"
@@ -310,8 +312,13 @@ static void nothing_is_measured_beyond_a_cap_of_device_memory(void) {
           0);
 }
 
-int main(void) {
+int main(int argc, char **argv) {
   ps_hardware measured;
+  if (argc > 1 && !strcmp(argv[1], "threads")) {
+    an_arena_that_is_measured_stays_zero();
+    printf("ok an arena's rates\n");
+    return 0;
+  }
   rates_are_measured_once(&measured);
   what_trainings_saw_is_remembered(&measured);
   a_cap_leaves_estimates();

@@ -1,5 +1,6 @@
 /* test_optim.c - the host optimizer: same bits from every variant, any cut and any number of
- * threads; the random generator; how arrays are stored. */
+ * threads; the random generator; how arrays are stored.
+ * Usage: test_optim [threads: what several threads do, for ThreadSanitizer] */
 #undef NDEBUG /* core/storage.h asserts */
 #include "core/core.h"
 #include "kernels/ops.h"
@@ -493,7 +494,11 @@ static void test_storage(void) {
   printf("ok slices of stored arrays add up\n");
 }
 
-int main(void) {
+int main(int argc, char **argv) {
+  if (argc > 1 && !strcmp(argv[1], "threads")) {
+    test_threads_and_cuts();
+    return 0;
+  }
   test_storage();
   test_conversions();
   test_simd_same_bits();

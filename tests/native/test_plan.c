@@ -7,7 +7,8 @@
  * plan that keeps parameters, gradients and saved activations on the device. Memory is poisoned
  * with NaN before the run (and between steps, where they are run one by one), so that a read of
  * what this step did not write shows.
- * Usage: test_plan [all: every case, with more decisions] */
+ * Usage: test_plan [all: every case, with more decisions | threads: a third of the cases, for
+ * ThreadSanitizer, under which each takes seconds] */
 #include "random_specs.h"
 
 #ifdef PS_SANITIZED
@@ -378,8 +379,8 @@ static uint32_t layout_chunks(const shape *sh) {
  * each of PS__MOST_ADDITIONS slices; of a tied model of as many chunks, too. Where the head has no
  * gradients, a section is a chunk. The fourth shape's first chunk in the head's order is one slice,
  * so no contribution but the last ends with a chunk. */
-/* @all: every model in every case, not every second one by turns. */
-static void test_shared_head(bool all, int n_specs, uint64_t *state) {
+/* @stride: of the models in a case, by turns. */
+static void test_shared_head(uint32_t stride, int n_specs, uint64_t *state) {
   static const struct {
     shape sh;
     uint32_t slice, recipe, sections, sections_tied;
@@ -407,7 +408,7 @@ static void test_shared_head(bool all, int n_specs, uint64_t *state) {
                                   .n_threads = 2};
       if (ps__has_carried(&m->cfg)) /* no ring */
         continue;
-      if ((!all && (i + k) % 2) || (cases[i].recipe >= PS_RECIPE_FP8 && k >= N_FP8_MODELS))
+      if ((i + k) % stride || (cases[i].recipe >= PS_RECIPE_FP8 && k >= N_FP8_MODELS))
         continue;
       check_specs(m, &cases[i].sh, cfg, n_specs,
                   m->lora.rank             ? layout_chunks(&cases[i].sh)
@@ -643,13 +644,13 @@ static void check_holding(const model *m, const ps_plan_config *cfg, const ps_ha
   ps__layout_free(&layout);
 }
 
-/* Every recipe, with its state as it says and in 8 bits, and every way of clipping; unless @all, of
- * these a sixth. */
-static void test_held_by_several(bool all) {
+/* Every recipe, with its state as it says and in 8 bits, and every way of clipping: of these each
+ * @stride-th. */
+static void test_held_by_several(uint32_t stride) {
   const model *m = &models[0];
   ps_hardware hw = {.struct_bytes = sizeof hw};
   CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
-  for (uint32_t i = 0; i < 2 * PS_N_RECIPES * 3; i += all ? 1 : 7) {
+  for (uint32_t i = 0; i < 2 * PS_N_RECIPES * 3; i += stride) {
     ps_plan_config cfg = {PLAN_DEFAULTS,
                           .recipe = i / 6,
                           .state_bits = i % 2 ? 8 : 0,
@@ -667,8 +668,10 @@ static void test_held_by_several(bool all) {
 }
 
 int main(int argc, char **argv) {
-  const bool all = argc > 1 && !strcmp(argv[1], "all");
-  test_memmap();
+  const bool all = argc > 1 && !strcmp(argv[1], "all"),
+             threads = argc > 1 && !strcmp(argv[1], "threads");
+  if (!threads)
+    test_memmap();
   const char *tmp = getenv("TMPDIR");
   snprintf(root, sizeof root, "%s/penstock-test-plan-XXXXXX", tmp && *tmp ? tmp : "/tmp");
   CHECK(mkdtemp(root));
@@ -678,15 +681,17 @@ int main(int argc, char **argv) {
   for (uint32_t i = 0; i < N_MODELS; i++)
     CHECK(ps__model_create(&models[i].made, &models[i].cfg, PS_F32, 0, 0, NULL, NULL,
                            &models[i].lora) == PS_OK);
-  test_state_is_counted();
+  if (!threads)
+    test_state_is_counted();
   const int64_t before = ps__live_allocations();
   uint64_t state = 20261121;
+  const uint32_t less = threads ? 3 : 1, stride = all ? 1 : CASE_STRIDE * less;
   uint32_t n = 0;
-  for (uint32_t i = 0; i < N_CASES; i += all ? 1 : CASE_STRIDE)
+  for (uint32_t i = 0; i < N_CASES; i += stride)
     n += run_case(i, all ? SPECS_OF_ALL : SPECS_A_CASE, &state);
-  CHECK(n >= LEAST);
-  test_held_by_several(all);
-  test_shared_head(all, all ? SPECS_OF_ALL : 2, &state);
+  CHECK(n >= LEAST / less);
+  test_held_by_several(all ? 1 : threads ? 13 : 7);
+  test_shared_head(all ? 1 : threads ? 7 : 2, all ? SPECS_OF_ALL : 2, &state);
   CHECK(ps__live_allocations() == before);
   CHECK(!direct_io || (int)n_passing_to_disk >= PASSING);
   printf("ok %u random plans train to the bits of the resident one%s\n", n,

@@ -1,6 +1,8 @@
 /* test_replan.c - a training that plans again by itself and switches: alone, and with another task.
  * And what may happen meanwhile: kills, cancels, failures, checkpoints, validations, samples.
- * Usage: test_replan [train ROOT SEED: a training that switches at each step, to be killed] */
+ * Usage: test_replan [train ROOT SEED: a training that switches at each step, to be killed |
+ * threads: without the search for another cut, whose threads are those of the searches for other
+ * rates, for ThreadSanitizer] */
 #include "hosts_ranks.h"
 #include "random_specs.h"
 #include "train/replan.h"
@@ -554,7 +556,8 @@ static void test_kill(void) {
 int main(int argc, char **argv) {
   const char *tmp = getenv("TMPDIR");
   model *m = &models[0];
-  const bool child = argc == 4 && !strcmp(argv[1], "train");
+  const bool child = argc == 4 && !strcmp(argv[1], "train"),
+             threads = argc == 2 && !strcmp(argv[1], "threads");
   if (child)
     snprintf(root, sizeof root, "%s", argv[2]);
   else {
@@ -577,7 +580,8 @@ int main(int argc, char **argv) {
     return train_on((uint32_t)atoi(argv[3])) ? 0 : 1;
   const int64_t before = ps__live_allocations();
   test_by_itself();
-  test_cut();
+  if (!threads)
+    test_cut();
   test_two_tasks();
   test_disagreements();
   know_states();
