@@ -176,7 +176,7 @@ $(BUILD)/tests/libfake_nccl.so: tests/native/fake_nccl.c tests/native/fake_nccl.
 	@mkdir -p $(dir $@)
 	$(call run,LINK,$@)$(COMPILE_C) -shared $(PS_LDFLAGS) $(LDFLAGS) -o $@ $<
 
--include $(LIB_OBJ:.o=.d) $(CLI_OBJ:.o=.d) $(ARCHS_OBJ:.o=.d) $(DRAW_SETS:.o=.d)
+-include $(LIB_OBJ:.o=.d) $(CLI_OBJ:.o=.d) $(ARCHS_OBJ:.fatbin=.d) $(DRAW_SETS:.o=.d)
 -include $(TEST_SRC:%.c=$(BUILD)/obj/%.d) $(BENCH_SRC:%.c=$(BUILD)/obj/%.d)
 -include $(FUZZ_BIN:$(BUILD)/%=$(BUILD)/obj/tests/%.d) $(OP_CASES:%.c=$(BUILD)/obj/%.d)
 -include $(BUILD)/obj/tests/native/ops_shim.d $(STANDIN:.o=.d)

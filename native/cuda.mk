@@ -155,21 +155,25 @@ $(STAMP_cu):
 	@$(if $(FLASH_ATTN_NOTE),echo '$(FLASH_ATTN_NOTE)')
 
 # CU_FLAGS: of single objects.
-COMPILE_CU = $(NVCC) $(PS_NVCCFLAGS) $(CU_FLAGS) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d)
+COMPILE_CU = $(NVCC) $(PS_NVCCFLAGS) $(CU_FLAGS) $(NVCCFLAGS) -MMD -MP -MF $(basename $@).d
 $(BUILD)/obj/%.o: %.cu $(STAMP_cu) | $(CUBLAS_STAMP)
 	@mkdir -p $(dir $@)
 	$(call run,NVCC,$<)$(COMPILE_CU) -c $< -o $@
 $(BUILD)/obj/native/kernels/cuda/gemm_grouped_90.o: \
   PS_NVCCFLAGS := $(subst $(GENCODE),$(call codes,90a),$(PS_NVCCFLAGS))
 
-# Objects of cuda-archs, which nothing links: a library of all of them would be three times as
-# large. Attention libraries have flags of their own, and are for one kind of GPU.
+# Machine code of cuda-archs, which nothing links: a library of all of them would be three times as
+# large. Attention libraries have flags of their own, and are for one kind of GPU. Every other build
+# compiles the host's side. The first of ARCHS makes the PTX for all: the kernels have no code that
+# is for a newer GPU alone.
 ARCHS_SRC := $(filter-out %/attention_flash.cu %/attention_flash4.cu %/gemm_grouped_90.cu,$(CU_SRC))
-ARCHS_OBJ := $(ARCHS_SRC:%.cu=$(BUILD)/archs/%.o)
-$(BUILD)/archs/%.o: PS_NVCCFLAGS := $(subst $(GENCODE),$(call codes,$(ARCHS)),$(PS_NVCCFLAGS))
-$(BUILD)/archs/%.o: %.cu $(STAMP_cu) | $(CUBLAS_STAMP)
+ARCHS_OBJ := $(ARCHS_SRC:%.cu=$(BUILD)/archs/%.fatbin)
+archs_code = $(foreach a,$1,-gencode arch=compute_$(firstword $1),code=sm_$(a))
+$(BUILD)/archs/%.fatbin: PS_NVCCFLAGS := \
+  $(subst $(GENCODE),$(call archs_code,$(ARCHS)),$(PS_NVCCFLAGS))
+$(BUILD)/archs/%.fatbin: %.cu $(STAMP_cu) | $(CUBLAS_STAMP)
 	@mkdir -p $(dir $@)
-	$(call run,NVCC,$< for $(ARCHS))$(COMPILE_CU) -c $< -o $@
+	$(call run,NVCC,$< for $(ARCHS))$(COMPILE_CU) -fatbin $< -o $@
 
 ifneq ($(FLASH_ATTN_1),)
 $(FLASH_STAMP): python/fetch_flash_attn.py python/requirements-flash.txt
