@@ -20,6 +20,12 @@ header = struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253)
 open(sys.argv[1], "wb").write(header + struct.pack("<4000H", *tokens))
 PY
 
+# This machine's rates, which the trainings would measure: under a sanitizer that takes minutes, and
+# test_hardware does it with ASan.
+if [ -x "$build/bin/penstock" ]; then
+  "$build/bin/penstock" profile --backend cpu --quick >/dev/null 2>&1 || true
+fi
+
 # CUDA's sources are no sanitizer's; `make test` compiles them. Where no GPU is, tests that need
 # them would skip.
 cuda=0
