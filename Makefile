@@ -112,7 +112,7 @@ test-long: all native-tests venv-test ## the tests that take minutes (TESTS="...
 	$(PYTEST) -m long $(or $(TESTS),tests)
 test-oldest: all native-tests $(BUILD)/oldest/.done ## tests with the oldest transformers
 	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH="$(BUILD)/oldest:python" $(VENV_TEST)/bin/python -m pytest \
-	  -q -n auto --maxprocesses=4 -m oldest $(or $(TESTS),tests)
+	  -q -n auto --maxprocesses=4 -m oldest $(or $(TESTS),$$(grep -l 'mark[.]oldest' tests/*.py))
 golden: all native-tests venv-test ## write tests/golden anew, in a commit of its own that says why
 	$(PYTEST) -m "long or not long" --write-golden tests/test_golden.py
 GPU_TESTS := tests/test_native.py tests/test_cuda_bad_input.py tests/gpu
