@@ -351,6 +351,7 @@ def test_what_is_needed_and_what_is_given_read_differently(tiny_model):
         assert done.returncode == 2 and needs != given, done.stderr
 
 
+@pytest.mark.long  # its loops take all CPUs from the tests beside it
 def test_profile_says_when_other_work_takes_the_machine(tiny_model, tmp_path):
     """One busy loop a CPU beside it: rates come out at about half."""
     hogs = [

@@ -540,11 +540,12 @@ LOWER = {
             ", or give state_bits 8 and clip_by previous and disk DIR with disk_mem 2505MiB or "
             "lora.rank",
         ),
-        (
+        pytest.param(
             11.42,
             {"tokens_per_step": 65536},
             ", or lower tokens_per_step, or give state_bits 8 or disk DIR with disk_mem 4715MiB or "
             "optimizer lion or lora.rank or frozen_layers",
+            marks=pytest.mark.long,
         ),
         (12, {"recipe": "fp32-master"}, ", or give recipe bf16 or lora.rank"),
         (2, {}, ""),  # less than the weights take
