@@ -58,12 +58,13 @@ programs() {
   done
 }
 
-# Reports name functions and lines, for which -g1 is enough: -g takes twice the time.
+# The libraries are what test_hosts_net opens. Reports name functions and lines, for which -g1 is
+# enough: -g takes twice the time.
 check() { # NAME SAN TARGETS
   name=$1 out=$build/$1 log=$work/$1.log
   echo "== $name: build"
   make -s VENV="$venv" BUILD="$out" SAN="$2" CUDA=$cuda CUDNN=0 CFLAGS="-O1 -g1" all $3 \
-    $(programs "$name") "$out/tests/libfake_nccl.so"
+    $(programs "$name") "$out/tests/libfake_nccl.so" "$out/tests/libdisk_shim.so"
   # a sanitizer's dlopen does not look where our library's own would
   LD_LIBRARY_PATH="$(cd "$out/lib" && pwd)"
   export LD_LIBRARY_PATH
