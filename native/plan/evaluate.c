@@ -63,17 +63,20 @@ void ps__evaluation_arrays_free(ps__evaluation_arrays *p) {
   *p = (ps__evaluation_arrays){0};
 }
 
+static ps_status reserve_costs(ps__evaluation_arrays *arrays, size_t n) {
+  if (n > arrays->n_cost) {
+    ps__free(arrays->cost);
+    arrays->cost = ps__malloc(n * sizeof *arrays->cost);
+    arrays->n_cost = arrays->cost ? n : 0;
+  }
+  return arrays->cost ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for a simulation");
+}
+
 static ps_status simulation_init(simulation *r, const ps__step *step,
                                  ps__evaluation_arrays *arrays) {
   *r = (simulation){0};
-  if (step->n_op > arrays->n_cost) {
-    ps__free(arrays->cost);
-    arrays->cost = ps__malloc(step->n_op * sizeof *arrays->cost);
-    arrays->n_cost = arrays->cost ? step->n_op : 0;
-  }
+  PS_TRY(reserve_costs(arrays, step->n_op));
   r->cost = arrays->cost;
-  if (!r->cost)
-    return ps__fail(PS_ENOMEM, "out of memory for a simulation");
   if (!arrays->bare_program)
     PS_TRY(ps_program_create(&arrays->bare_program, step->at->n_places, step->at->n_streams));
   PS_TRY(ps__step_bare_program(step, arrays->bare_program));
@@ -124,6 +127,23 @@ static ps_status best_threads(const ps_hardware *hw, const ps__step *step, uint3
   }
   simulation_free(&r);
   return st;
+}
+
+/* What best_threads() cannot go below: what the busiest stream or shared resource works, with the
+ * best number of threads. */
+static ps_status least_ns(const ps_hardware *hw, const ps__step *step,
+                          ps__evaluation_arrays *arrays, double *out_ns) {
+  static const double no_waits[PS__SIM_STEADY + 1] = {0};
+  PS_TRY(reserve_costs(arrays, step->n_op));
+  for (uint32_t i = 0; i == 0 || ps__sum_threads(hw, i); i++) {
+    ps__cost_model m =
+        ps__cost_model_of(hw, step->model->fp8.on, step->at, hw->n_threads, ps__sum_threads(hw, i));
+    ps__step_costs(step, &m, i > 0, arrays->cost);
+    const double ns = ps__steady_ns(step, arrays->cost, no_waits);
+    if (i == 0 || ns < *out_ns)
+      *out_ns = ns;
+  }
+  return PS_OK;
 }
 
 /* ---- a candidate's exact memory -------------------------------------------------------------- */
@@ -215,6 +235,12 @@ ps_status ps__evaluate_begin(ps__search *s, const ps__candidate *m, ps__evaluati
     }
     e->known.n_op = e->step.n_op;
     add_overhead(s, e, alive, e->known.at_least);
+    const ps_status st =
+        s->large ? PS_OK : least_ns(&s->plan->hw, &e->step, &s->arrays, &e->known.least_ns);
+    if (st != PS_OK) {
+      ps__evaluation_end(s, e);
+      return st;
+    }
     remember(s, e);
   }
   s->n_ops += e->known.n_op;
@@ -262,10 +288,15 @@ void ps__note_best(ps__search *s, double ns, const ps__candidate *m) {
   s->best[i] = (ps__fastest){ns, *m};
 }
 
-/* @out_ns: of a step, by simulation; 0 where it does not fit. */
+/* Whether no simulation of the candidate can be faster than the best so far. */
+static bool is_slower(const ps__search *s, const ps__evaluation *e) {
+  return s->winners_only && s->best[0].ns > 0 && e->known.least_ns >= s->best[0].ns;
+}
+
+/* @out_ns: of a step, by simulation; 0 where it does not fit, or is slower than the best. */
 ps_status ps__evaluate_time(ps__search *s, ps__candidate *m, ps__evaluation *e, double *out_ns) {
   *out_ns = 0;
-  ps_status st = ps__fits(s, e->bytes) ? ps__evaluate_map(s, e) : PS_OK;
+  ps_status st = ps__fits(s, e->bytes) && !is_slower(s, e) ? ps__evaluate_map(s, e) : PS_OK;
   if (st != PS_OK || !e->mapped || !ps__fits(s, e->bytes))
     return st;
   s->out->n_feasible++;

@@ -54,6 +54,7 @@ typedef struct ps__search {
   int kind;                            /* of the candidates: ps__kind_of() */
   bool large;                          /* not all candidates can be evaluated */
   bool prune;                          /* skip by the slack below, and what is evaluated */
+  bool winners_only;                   /* what cannot be faster than the best is not simulated */
   double factor[PS__MAX_MICROBATCHES]; /* simulated time over estimate, by configuration */
   /* the least that evaluated candidates took beyond their bounds, BYTES; 0: none evaluated */
   uint64_t slack[PS__MAX_MICROBATCHES][PS__N_RESIDENCIES][PS__N_AHEADS][PS__N_MEMS];
@@ -64,6 +65,7 @@ typedef struct ps__known {
   uint64_t n_op;                 /* of the step's ops; 0: nothing is known */
   uint64_t at_least[PS__N_MEMS]; /* BYTES that no memory map goes below */
   uint64_t bytes[PS__N_MEMS];    /* exact, where mapped */
+  double least_ns;               /* that no simulated step goes below; 0 in a large search space */
   double ns;                     /* a simulated step, where > 0 */
   bool mapped;
   uint8_t threads; /* ps__candidate.threads with which a step takes ns */
@@ -113,7 +115,8 @@ ps_status ps__evaluate_map(ps__search *s, ps__evaluation *e);
 void ps__evaluation_end(ps__search *s, ps__evaluation *e);
 /* ps__evaluate_time() - map the candidate where it may fit. Where it fits, simulate it with each
  * number of threads for sums, keep the best number, and note the candidate among the best.
- * @out_ns  of a step; 0 where the candidate does not fit. Errors: PS_ENOMEM. */
+ * @out_ns  of a step; 0 where the candidate does not fit or, with s->winners_only, cannot be faster
+ *          than the best. Errors: PS_ENOMEM. */
 ps_status ps__evaluate_time(ps__search *s, ps__candidate *m, ps__evaluation *e, double *out_ns);
 /* ps__evaluate_on() - ns of a step of @m, with its number of threads for sums, on a machine with
  * other rates. Errors: PS_ENOMEM. */

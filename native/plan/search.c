@@ -204,6 +204,7 @@ static ps_status find_fastest(ps__search *s) {
   ranked *order[2];
   size_t at[2] = {0};
   s->n_ops = 0;
+  s->winners_only = false; /* of each configuration one is simulated, however slow */
   PS_TRY(ps__is_ring(s->plan) && s->large ? evaluate_rings(s) : evaluate_microbatches(s));
   order[0] = ps__malloc(2 * (sp->n_candidates + 1) * sizeof *order[0]);
   if (!order[0])
@@ -216,6 +217,7 @@ static ps_status find_fastest(ps__search *s) {
   }
   qsort(order[0], sp->n_candidates, sizeof *order[0], by_rank);
   ps_status st = PS_OK;
+  s->winners_only = !s->large; /* a large search varies slower ones, too */
   for (uint32_t turn = 0, idle = 0;
        st == PS_OK && idle < 2 &&
        s->n_ops <= ps__budget(s, s->best[0].ns > 0 ? MAX_OPS : 4 * MAX_OPS);
