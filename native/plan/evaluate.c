@@ -129,10 +129,8 @@ static ps_status best_threads(const ps_hardware *hw, const ps__step *step, uint3
   return st;
 }
 
-/* What best_threads() cannot go below: what the busiest stream or shared resource works, with the
- * best number of threads. */
-static ps_status least_ns(const ps_hardware *hw, const ps__step *step,
-                          ps__evaluation_arrays *arrays, double *out_ns) {
+ps_status ps__least_ns(const ps_hardware *hw, const ps__step *step, ps__evaluation_arrays *arrays,
+                       double *out_ns) {
   static const double no_waits[PS__SIM_STEADY + 1] = {0};
   PS_TRY(reserve_costs(arrays, step->n_op));
   for (uint32_t i = 0; i == 0 || ps__sum_threads(hw, i); i++) {
@@ -236,7 +234,7 @@ ps_status ps__evaluate_begin(ps__search *s, const ps__candidate *m, ps__evaluati
     e->known.n_op = e->step.n_op;
     add_overhead(s, e, alive, e->known.at_least);
     const ps_status st =
-        s->large ? PS_OK : least_ns(&s->plan->hw, &e->step, &s->arrays, &e->known.least_ns);
+        s->large ? PS_OK : ps__least_ns(&s->plan->hw, &e->step, &s->arrays, &e->known.least_ns);
     if (st != PS_OK) {
       ps__evaluation_end(s, e);
       return st;

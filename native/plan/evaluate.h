@@ -58,6 +58,8 @@ typedef struct ps__search {
   double factor[PS__MAX_MICROBATCHES]; /* simulated time over estimate, by configuration */
   /* the least that evaluated candidates took beyond their bounds, BYTES; 0: none evaluated */
   uint64_t slack[PS__MAX_MICROBATCHES][PS__N_RESIDENCIES][PS__N_AHEADS][PS__N_MEMS];
+  /* that no step goes below, whatever it saves (ps__known.least_ns); 0: not known */
+  double least_ns[PS__MAX_MICROBATCHES][PS__N_RESIDENCIES][PS__N_AHEADS];
 } ps__search;
 
 /* What evaluating a candidate gives, as far as it went. */
@@ -118,10 +120,14 @@ void ps__evaluation_end(ps__search *s, ps__evaluation *e);
  * @out_ns  of a step; 0 where the candidate does not fit or, with s->winners_only, cannot be faster
  *          than the best. Errors: PS_ENOMEM. */
 ps_status ps__evaluate_time(ps__search *s, ps__candidate *m, ps__evaluation *e, double *out_ns);
-/* ps__evaluate_on() - ns of a step of @m, with its number of threads for sums, on a machine with
+/* ps__least_ns() - ns that no simulation of an emitted step goes below: what the busiest of its
+ * streams and shared resources works, with the best number of threads for sums. Errors: PS_ENOMEM.
+ * ps__evaluate_on() - ns of a step of @m, with its number of threads for sums, on a machine with
  * other rates. Errors: PS_ENOMEM. */
 ps_status ps__evaluate_on(ps__search *s, const ps__candidate *m, const ps_hardware *hw,
                           double *out_ns);
+ps_status ps__least_ns(const ps_hardware *hw, const ps__step *step, ps__evaluation_arrays *arrays,
+                       double *out_ns);
 void ps__note_best(ps__search *s, double ns, const ps__candidate *m);
 
 /* ps__fill_device() - give @m as many parts on the device as fit, as far as a few evaluations tell,

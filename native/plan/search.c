@@ -185,16 +185,43 @@ static ps_status evaluate_rings(ps__search *s) {
   return PS_OK;
 }
 
+/* Whether the step is slower than the best one even if it kept all saved activations on the device:
+ * what is offloaded or recomputed adds ops, and the fewer of them stay, the fewer parameters are
+ * kept across rounds. Many candidates differ in nothing else, and share what this costs. A block
+ * that holds its state may take its update off the busiest stream. */
+static ps_status is_slower_in_any_case(ps__search *s, const ps__candidate *m, bool *out) {
+  double *least = &s->least_ns[m->microbatch][m->residency][m->ahead];
+  *out = false;
+  if (!s->winners_only || s->best[0].ns == 0 || s->plan->holds)
+    return PS_OK;
+  if (*least == 0) {
+    const uint64_t n_ops = s->n_ops; /* not of the budget: no search ends earlier by it */
+    ps__candidate all = *m;
+    ps__evaluation e;
+    all.device = PS__SAVED_PARTS;
+    all.host = 0;
+    PS_TRY(ps__evaluate_begin(s, &all, &e));
+    *least = e.known.least_ns;
+    ps__evaluation_end(s, &e);
+    s->n_ops = n_ops;
+  }
+  *out = *least >= s->best[0].ns;
+  return PS_OK;
+}
+
 /* The next candidate in an order that is worth an evaluation; NULL: none is left. */
-static ps__candidate *next_of(const ps__search *s, const ranked *order, size_t *at) {
+static ps_status next_of(ps__search *s, const ranked *order, size_t *at, ps__candidate **out) {
   const ps__search_space *sp = &s->space;
-  while (*at < sp->n_candidates) {
+  *out = NULL;
+  while (!*out && *at < sp->n_candidates) {
     ps__candidate *m = &sp->candidate[order[(*at)++].idx];
+    bool slower;
     if ((s->evaluated[m - sp->candidate] && s->prune) || cannot_win(s, m) || cannot_fit(s, m))
       continue;
-    return m;
+    PS_TRY(is_slower_in_any_case(s, m, &slower));
+    *out = slower ? NULL : m;
   }
-  return NULL;
+  return PS_OK;
 }
 
 /* In the order of the estimates and, in turn, of the estimates times the factor of their
@@ -222,10 +249,11 @@ static ps_status find_fastest(ps__search *s) {
        st == PS_OK && idle < 2 &&
        s->n_ops <= ps__budget(s, s->best[0].ns > 0 ? MAX_OPS : 4 * MAX_OPS);
        turn ^= 1) {
-    ps__candidate *m = next_of(s, order[turn], &at[turn]);
+    ps__candidate *m;
     double ns;
+    st = next_of(s, order[turn], &at[turn], &m);
     idle = m ? 0 : idle + 1;
-    if (m)
+    if (st == PS_OK && m)
       st = evaluate(s, m, &ns);
   }
   ps__free(order[0]);

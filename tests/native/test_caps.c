@@ -67,6 +67,33 @@ static void check_candidate(const ps__search_space *sp, const ps__candidate *m, 
   ps__spec_free(&spec);
 }
 
+static double least_ns(const ps__search_space *sp, const ps__candidate *m) {
+  const ps__layout *l = &sp->microbatch[m->microbatch].layout;
+  ps__evaluation_arrays arrays = {0};
+  ps__step_hooks hooks;
+  ps__spec spec;
+  ps__step s;
+  double ns;
+  CHECK(ps__candidate_spec(sp, m, l, &spec) == PS_OK);
+  CHECK(ps__step_build(&s, sp->plan->model, l, &spec, &hooks) == PS_OK);
+  CHECK(ps__least_ns(&sp->plan->hw, &s, &arrays, &ns) == PS_OK);
+  ps__evaluation_arrays_free(&arrays);
+  ps__step_free(&s);
+  ps__spec_free(&spec);
+  return ns;
+}
+
+/* What rules candidates out: the bound of their time, and the work of the same one that keeps all
+ * saved activations on the device. */
+static void check_least_time(const ps__search_space *sp, const ps__candidate *m) {
+  ps__candidate all = *m;
+  all.device = PS__SAVED_PARTS;
+  all.host = 0;
+  const double own = least_ns(sp, m), most = own * (1 + 1e-9); /* sums in another order */
+  CHECK(m->bound_ns <= most);
+  CHECK(least_ns(sp, &all) <= most);
+}
+
 /* A search that is to end evaluates nothing more, also on a slower machine. */
 static void check_abandon(const ps__search_space *sp, ps_plan *p) {
   static ps__search s; /* 48 KB */
@@ -101,6 +128,8 @@ static void test_bounds(uint32_t n_frozen, uint32_t lora_rank, uint32_t backend,
   const size_t stride = everything ? CANDIDATE_STRIDE : 10 * CANDIDATE_STRIDE + 9;
   for (size_t i = 0; i < sp.n_candidates; i += everything ? 29 : n_devices > 1 ? 101 : 293) {
     check_candidate(&sp, &sp.candidate[i], lora_rank > 0);
+    if (everything || i % 2)
+      check_least_time(&sp, &sp.candidate[i]);
     n_blocks += sp.candidate[i].keep.blocks > 0;
     n_passing += sp.candidate[i].keep.passing;
     n_again += sp.candidate[i].keep.again > 0;
