@@ -164,6 +164,18 @@ double ps__offloaded_part_bytes(const ps__search_space *sp, const ps__candidate 
 double ps__unit_part_bytes(const ps__search_space *sp);
 double ps__total_part_bytes(const ps__search_space *sp, const ps__candidate *m);
 
+/* ---- what a residency takes (residency.c) ---------------------------------------------------- */
+/* ps__unit_state_bytes() - BYTES of optimizer state and master weights of a unit.
+ * ps__staying_bytes() - device BYTES of the units that stay there, at least.
+ * ps__host_state_bytes() - host BYTES of parameters, optimizer state and gradients, at least.
+ * ps__pageable_bytes() - what of the host's arena need not be pinned, at most. */
+uint64_t ps__unit_state_bytes(const ps__search_space *sp, uint32_t unit);
+uint64_t ps__staying_bytes(const ps__search_space *sp, const ps__layout *l, const ps__residency *r);
+uint64_t ps__host_state_bytes(const ps__search_space *sp, const ps__layout *l,
+                              const ps__residency *r);
+uint64_t ps__pageable_bytes(const ps__search_space *sp, const ps__layout *l,
+                            const ps__residency *r);
+
 /* ---- decisions (policy.c) -------------------------------------------------------------------- */
 /* The policy allocator gives the saved activations of a round's (layer, chunk) cells their
  * policies, cell by cell in forward order. It has an allowance for the host, one for the device
