@@ -7,8 +7,9 @@
 #include <string.h>
 
 enum { PIECE = 1 << 21 }; /* elements of a tensor that are loaded at a time */
-enum { SPLIT = 1 << 12 }; /* of those, elements that a thread quantizes at a time */
+enum { SPLIT = 1 << 12 }; /* of those, elements that a thread converts or quantizes at a time */
 enum { DRAWN = 1 << 18 }; /* random numbers that are drawn; then they come again */
+_Static_assert(DRAWN % SPLIT == 0, "drawn numbers are converted SPLIT at a time");
 
 typedef struct loader {
   const ps__gen_plan *plan;
@@ -80,10 +81,13 @@ static void draw(loader *l, const ps_param_info *p, uint64_t n, char *dst) {
   const size_t each = ps_dtype_bytes(dt);
   if (!l->n_pieces || l->mean != p->init_mean || l->std != p->init_std || l->dt != dt) {
     const float width = p->init_std * sqrtf(12.0f);
-    for (uint64_t i = 0; i < DRAWN; i++) {
-      const float u = (float)(ps__mix64((i + 1) * PS__MIX_GAMMA) >> 40) * 0x1p-24f,
-                  x = p->init_mean + width * (u - 0.5f);
-      ps__dtypes[dt].from_f32(l->drawn + i * each, &x, 1);
+    float x[SPLIT];
+    for (uint64_t i = 0; i < DRAWN; i += SPLIT) {
+      for (uint64_t k = 0; k < SPLIT; k++) {
+        const float u = (float)(ps__mix64((i + k + 1) * PS__MIX_GAMMA) >> 40) * 0x1p-24f;
+        x[k] = p->init_mean + width * (u - 0.5f);
+      }
+      ps__dtypes[dt].from_f32(l->drawn + i * each, x, SPLIT);
     }
     memcpy(l->drawn + DRAWN * each, l->drawn, DRAWN * each);
     l->mean = p->init_mean;
