@@ -27,6 +27,7 @@ struct ps__replan {
   _Atomic uint32_t over, abandon;
   ps_status st;
   char why[256];
+  double took_s;   /* SECONDS of the search */
   double now_s;    /* of a step of the plan that runs, at these rates */
   double cost_s;   /* of a switch to next */
   ps_plan *next;   /* NULL: none was found */
@@ -120,7 +121,9 @@ static void search_beside(void *arg) {
   ps__replan *r = arg;
   if (!atomic_load(&is_injected)) /* a test waits for it */
     ps__thread_background();
+  const uint64_t begin = ps__now_ns();
   r->st = search(r);
+  r->took_s = (double)(ps__now_ns() - begin) * 1e-9;
   if (r->st != PS_OK)
     snprintf(r->why, sizeof r->why, "%s", ps_last_error());
   malloc_trim(0); /* a search takes more than it leaves */
@@ -237,6 +240,18 @@ static bool is_worth(const ps_trainer *t) {
   return gain > LEAST_GAIN * r->now_s && gain * (double)n > r->cost_s;
 }
 
+/* What became of the notice that began the search. */
+static void say_stays(const ps_trainer *t) {
+  const ps__replan *r = t->replan;
+  ps__log(
+      PS_LOG_INFO,
+      "step %llu: the plan stays: by the rates of this run a step takes %.4g s, and %.4g s by "
+      "the best other plan, which took %.2g s to find; a switch must gain %.0f%%, and earn back "
+      "its %.2g s within %d steps",
+      step_of(t, t->n_reported - 1), r->now_s, r->next->report.step_s, r->took_s, 100 * LEAST_GAIN,
+      r->cost_s, EARNED_BACK);
+}
+
 static void end_search(ps_trainer *t) {
   ps__replan *r = t->replan;
   ps__thread_join(r->thread);
@@ -250,6 +265,7 @@ static void end_search(ps_trainer *t) {
   }
   say_cut(t);
   if (!is_worth(t)) {
+    say_stays(t);
     go_on_as_before(t);
     return;
   }

@@ -69,13 +69,24 @@ static void inject_other(const ps_plan *plan) {
   ps__replan_inject(&rates);
 }
 
+static char said[4][400];
+static uint32_t n_said, n_stays;
+static void hear(void *user, ps_log_level level, const char *message) {
+  (void)user;
+  n_stays += level == PS_LOG_INFO && strstr(message, ": the plan stays: by the rates of this run");
+  /* the rest is what steps took beside the plan */
+  if (level == PS_LOG_WARN && n_said < 4 && !strstr(message, ": steps take "))
+    snprintf(said[n_said++], sizeof said[0], "%s", message);
+}
+
 /* A task's training: its losses, and when it switched. */
 typedef struct record {
   double loss[MOST_STEPS];
   uint64_t n, switched, state, chunk_tokens; /* the last: of the plan at the end */
 } record;
 
-/* @out->n 0: until STEPS_AFTER steps after a switch; else so many. Two steps are in flight. */
+/* @out->n 0: until STEPS_AFTER steps after a switch, or a plan is said to stay; else so many. Two
+ * steps are in flight. */
 static void train_until(const model *m, ps_plan *plan, ps_hosts *hosts, uint32_t replan,
                         record *out) {
   const char *paths[] = {shard};
@@ -102,21 +113,14 @@ static void train_until(const model *m, ps_plan *plan, ps_hosts *hosts, uint32_t
     }
     if (replan && !metrics.n_switches && !out->n)
       usleep(10000);
+    if (n_stays && !out->n)
+      end = n_submitted;
   }
   out->n = done;
   out->state = hash_state(t);
   out->chunk_tokens = ps_trainer_plan(t)->layout.chunk_tokens;
   CHECK(ps_trainer_destroy(t) == PS_OK);
   CHECK(ps_dataset_close(c.dataset) == PS_OK);
-}
-
-static char said[4][400];
-static uint32_t n_said;
-static void hear(void *user, ps_log_level level, const char *message) {
-  (void)user;
-  /* the rest is what steps took beside the plan */
-  if (level == PS_LOG_WARN && n_said < 4 && !strstr(message, ": steps take "))
-    snprintf(said[n_said++], sizeof said[0], "%s", message);
 }
 
 static void test_by_itself(void) {
@@ -139,6 +143,27 @@ static void test_by_itself(void) {
   ps_plan_destroy(plan);
   printf("ok a training switches by itself, after %llu steps, with the same bits\n",
          (unsigned long long)switched);
+}
+
+/* The plan is the fastest for the rates, of which one is a little less now. */
+static void test_stays(void) {
+  ps_plan *slow = slow_plan(1, false), *fastest;
+  ps_hardware rates = slow->hw;
+  static record of;
+  rates.optimizer_bytes_per_s *= 0.9;
+  CHECK(ps__plan_again(&fastest, slow, &rates, false, NULL) == PS_OK);
+  rates.optimizer_bytes_per_s *= 0.999;
+  ps__replan_inject(&rates);
+  ps_log_set(hear, NULL);
+  n_said = n_stays = 0;
+  train_until(&models[0], fastest, NULL, PS_REPLAN_AUTO, &of);
+  ps_log_set(NULL, NULL);
+  CHECK(!of.switched && n_stays == 1 && n_said == 0);
+  n_stays = 0;
+  ps__replan_inject(NULL);
+  ps_plan_destroy(fastest);
+  ps_plan_destroy(slow);
+  printf("ok where a search gains too little a line says so, and the plan stays\n");
 }
 
 /* Larger chunks would be faster: by auto a line says so, by cut they are taken. */
@@ -580,6 +605,7 @@ int main(int argc, char **argv) {
     return train_on((uint32_t)atoi(argv[3])) ? 0 : 1;
   const int64_t before = ps__live_allocations();
   test_by_itself();
+  test_stays();
   if (!threads)
     test_cut();
   test_two_tasks();
