@@ -49,13 +49,14 @@ static void set_policy(const ps__layer_def *d, uint32_t set, uint8_t to, uint8_t
 }
 
 /* A chunk that only the first round has. The device memory belongs to what every round has, so the
- * chunk's input is offloaded. More of it is offloaded by a fraction of its own, and the rest is
- * recomputed. */
+ * chunk's input is offloaded, unless it is made again. More of it is offloaded by a fraction of its
+ * own, and the rest is recomputed. */
 static void allocate_extra(ps__policy_allocator *d, const ps__layer_def *layer, uint32_t n_tokens,
-                           uint8_t *policy) {
-  set_policy(layer, 0,
-             d->host_fraction > 0 || d->extra_fraction > 0 ? PS_POLICY_HOST : PS_POLICY_DEVICE,
-             policy);
+                           bool again, uint8_t *policy) {
+  if (!again)
+    set_policy(layer, 0,
+               d->host_fraction > 0 || d->extra_fraction > 0 ? PS_POLICY_HOST : PS_POLICY_DEVICE,
+               policy);
   for (uint32_t i = 1; i < layer->n_sets; i++)
     d->extra += d->extra_fraction * (double)ps__saved_set_bytes(layer, i, n_tokens);
   for (uint32_t i = 1; i < layer->n_sets && d->extra_fraction > 0; i++) {
@@ -76,7 +77,7 @@ void ps__allocate_policies(ps__policy_allocator *d, const ps__layer_def *layer, 
     return;
   }
   if (extra && d->device_fraction < 1) {
-    allocate_extra(d, layer, n_tokens, policy);
+    allocate_extra(d, layer, n_tokens, again, policy);
     return;
   }
   for (uint32_t i = again; i < layer->n_sets; i++) {

@@ -152,6 +152,29 @@ static void test_bounds(uint32_t n_frozen, uint32_t lora_rank, uint32_t backend,
   CHECK(ps_plan_destroy(p) == PS_OK);
 }
 
+/* Two devices have a round each, of which the first has a chunk more: an input that is made again is
+ * so in that chunk, too. */
+static void test_again_in_a_larger_round(void) {
+  ps_plan_config cfg = config();
+  static ps__search_space sp; /* 48 KB */
+  ps_plan *p;
+  uint32_t n = 0;
+  cfg.clip_by = PS_CLIP_BY_PREVIOUS;
+  cfg.n_devices = 2;
+  cfg.layout = PS_LAYOUT_DATA_PARALLEL;
+  cfg.tokens_per_step = 3 * SEQ_LEN;
+  cfg.chunks_per_round = 1;
+  cfg.first_round_chunks = 2;
+  CHECK(ps__plan_new(&p, &model, &cfg, &hw) == PS_OK);
+  CHECK(ps__search_space_init(&sp, p, 0, &p->hooks) == PS_OK);
+  for (size_t i = 0; i < sp.n_candidates; i++)
+    if (sp.candidate[i].keep.again && n++ % 10 == 0)
+      check_candidate(&sp, &sp.candidate[i], false);
+  CHECK(n > 100);
+  ps__search_space_free(&sp);
+  CHECK(ps_plan_destroy(p) == PS_OK);
+}
+
 /* ---- pinned memory --------------------------------------------------------------------------- */
 
 /* What an engine of the plan would pin is what the plan says, within the cap. */
@@ -430,6 +453,7 @@ int main(int argc, char **argv) {
     test_bounds(0, 4, backend, PS_CLIP_BY_PREVIOUS, 1);
     test_bounds(0, 4, backend, PS_CLIP_BY_PREVIOUS, 2);
   }
+  test_again_in_a_larger_round();
   printf("ok candidates take as much host memory as they are said to, or more\n");
   if (argc > 1 && !strcmp(argv[1], "bounds")) {
     CHECK(ps__live_allocations() == before);
