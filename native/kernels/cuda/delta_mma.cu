@@ -1,5 +1,5 @@
 /* delta_mma.cu - the gated delta rule on the tensor cores: bf16, heads of at most 128 columns of
- * keys (delta.cu has the math, and the kernels for all else). Of a segment:
+ * keys (delta.cu has the math, and the kernels for all else). Of a segment, the first of a group:
  *   mma_prepare_k   a block for each piece and key head: (1 + L)^-1, P, gates and norms
  *   mma_chain_k     a block for each value head and 32 columns, piece after piece: D, S; with O
  *   mma_reverse_k   the same from the last piece to the first: dY, dS
