@@ -152,8 +152,8 @@ static void test_bounds(uint32_t n_frozen, uint32_t lora_rank, uint32_t backend,
   CHECK(ps_plan_destroy(p) == PS_OK);
 }
 
-/* Two devices have a round each, of which the first has a chunk more: an input that is made again is
- * so in that chunk, too. */
+/* Two devices have a round each, of which the first has a chunk more: an input that is made again
+ * is so in that chunk, too. */
 static void test_again_in_a_larger_round(void) {
   ps_plan_config cfg = config();
   static ps__search_space sp; /* 48 KB */
