@@ -627,10 +627,7 @@ template <typename T, int V> cudaError_t gate_bwd_of(const ps_launch *l) {
 
 /* Are rows of @n elements made of vectors of @v, at the launch's addresses? */
 bool vectors(const ps_launch *l, uint32_t n, uint32_t v, uint32_t n_ptr) {
-  for (uint32_t i = 0; i < n_ptr; i++)
-    if (!ps_aligned(l->ptr[i]))
-      return false;
-  return n % v == 0;
+  return n % v == 0 && ps_all_aligned(l, n_ptr);
 }
 
 } // namespace

@@ -159,6 +159,13 @@ static inline uint32_t ps_ceil_div(uint64_t n, uint64_t by) {
   return (uint32_t)((n + by - 1) / by);
 }
 static inline bool ps_aligned(const void *p) { return (uintptr_t)p % 16 == 0; }
+/* The same of the launch's first @n addresses. */
+static inline bool ps_all_aligned(const ps_launch *l, uint32_t n) {
+  for (uint32_t i = 0; i < n; i++)
+    if (!ps_aligned(l->ptr[i]))
+      return false;
+  return true;
+}
 
 /* The status of the launches made so far, named for the op. */
 static inline ps_status ps_launched(const char *op, cudaError_t e) {

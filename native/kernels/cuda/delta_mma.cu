@@ -1,6 +1,7 @@
 /* delta_mma.cu - the gated delta rule on the tensor cores: bf16, heads of at most 128 columns of
- * keys (delta.cu has the math, and the kernels for all else). Of a segment, the first of a group:
+ * keys (delta.cu has the math, and the kernels for all else). Of a group of pieces:
  *   mma_prepare_k   a block for each piece and key head: (1 + L)^-1, P, gates and norms
+ * and of each of its segments:
  *   mma_chain_k     a block for each value head and 32 columns, piece after piece: D, S; with O
  *   mma_reverse_k   the same from the last piece to the first: dY, dS
  *   mma_gradient_k  a block for each piece and key head: dqkv, dba
@@ -77,7 +78,7 @@ struct prepared_group {
 
   explicit prepared_group(const mma_job &j) : pairs(j.pairs), terms(j.terms) {}
 
-  /* @j becomes segment @i. */
+  /* @j becomes segment @i, whose group is prepared where the last segment was of another. */
   cudaError_t enter_segment(mma_job &j, uint32_t i, cudaStream_t stream) {
     if (group != i / SEGMENTS) {
       group = i / SEGMENTS;

@@ -4,7 +4,8 @@
 
 namespace {
 
-enum { THREADS = 256, TOKEN_BLOCKS = 1024, AT_ONCE = 4 };
+enum { THREADS = 256, AT_ONCE = 4 };
+enum { TOKEN_BLOCKS = 1024 }; /* so many share a column's tokens, at most */
 
 /* A thread V columns of the row with all of them, which are of one part, of every gridDim.y-th
  * token: AT_ONCE loads, then as many stores. */
@@ -47,13 +48,6 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
-/* Are all @n_ptr of the launch's addresses those of vectors? */
-bool all_aligned(const ps_launch *l, uint32_t n_ptr) {
-  bool aligned = true;
-  for (uint32_t i = 0; i < n_ptr; i++)
-    aligned = aligned && ps_aligned(l->ptr[i]);
-  return aligned;
-}
 /* Are parts and tail whole vectors? */
 bool whole_parts(const ps__args_heads *a) {
   bool whole = ps_whole(a->dt, a->tail);
@@ -74,7 +68,7 @@ ps_status move(const ps_launch *l, const char *op, bool join) {
     return st;
   const uint32_t all = join ? (has_second ? 2 : 1) : 0, first = join ? 0 : 1;
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
-  PS_DISPATCH(a->dt, whole_parts(a) && all_aligned(l, n_ptr),
+  PS_DISPATCH(a->dt, whole_parts(a) && ps_all_aligned(l, n_ptr),
               const dim3 grid(ps_ceil_div(n_all, (uint64_t)THREADS * V),
                               a->n_tokens < TOKEN_BLOCKS ? a->n_tokens : TOKEN_BLOCKS);
               move_k<T, V><<<grid, THREADS, 0, stream>>>(
@@ -178,7 +172,7 @@ extern "C" ps_status ps__cuda_sigmoid_gate_fwd(const ps_launch *l) {
     return st;
   const uint32_t each = a->cols / a->n_gates;
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
-  PS_DISPATCH(a->dt, ps_whole(a->dt, each == 1 ? n : each) && all_aligned(l, n_ptr),
+  PS_DISPATCH(a->dt, ps_whole(a->dt, each == 1 ? n : each) && ps_all_aligned(l, n_ptr),
               gate_fwd_k<T, V><<<ps_ceil_div(n, (uint64_t)THREADS * V), THREADS, 0, stream>>>(
                   (const T *)l->ptr[0], (const T *)l->ptr[1], (T *)l->ptr[2],
                   a->has_residual ? (const T *)l->ptr[3] : nullptr, n, each));
@@ -199,7 +193,7 @@ extern "C" ps_status ps__cuda_sigmoid_gate_bwd(const ps_launch *l) {
   const uint32_t each = a->cols / a->n_gates;
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
   if (each == 1)
-    PS_DISPATCH(a->dt, ps_whole(a->dt, gates) && all_aligned(l, 5),
+    PS_DISPATCH(a->dt, ps_whole(a->dt, gates) && ps_all_aligned(l, 5),
                 gate_bwd_each_k<T, V>
                 <<<ps_ceil_div(gates, (uint64_t)THREADS * V), THREADS, 0, stream>>>(
                     (const T *)l->ptr[0], (const T *)l->ptr[1], (const T *)l->ptr[2],
