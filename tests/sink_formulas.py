@@ -49,9 +49,13 @@ def bias_dot(a, dy, bias, ids, dweights):
     return [dweights + (of_choice * bias.view(a.n_experts, -1)[ids.long()]).sum(1)]
 
 
-def bias_sum(a, x, ids, slot, weights, db):
-    rows = x.view(len(slot), -1)[slot.long()] * (weights[:, None] if a.weighted else 1)
-    total = torch.zeros(a.n_experts, a.cols, dtype=x.dtype).index_add(0, ids.long(), rows)
+def bias_sum(a, x, offsets, slot, weights, db):
+    of_row = torch.ones(len(slot), dtype=x.dtype)
+    if a.weighted:
+        of_row[slot.long()] = weights
+    rows = x.view(len(slot), -1) * of_row[:, None]
+    cut = zip(offsets.long().tolist(), offsets.long().tolist()[1:], strict=False)
+    total = torch.stack([rows[first:end].sum(0) for first, end in cut])
     return [total + (db.view_as(total) if a.accumulate else 0)]
 
 

@@ -548,9 +548,9 @@ static void define_gate_backward(const ps__half *h) {
           PS__R(t->ids), PS__R(t->weights), PS__R(t->slot), PS__W(t->dweights)); /* s in ds */
   PS__BWD(d, ps__k_moe_bias_dot, dot, PS__R(h->dy), PS__P(t->b_down), PS__R(t->ids),
           PS__RW(t->dweights));
-  PS__BWD(d, ps__k_moe_bias_sum, of_gu, PS__R(t->gu), PS__R(t->ids), PS__R(t->slot),
+  PS__BWD(d, ps__k_moe_bias_sum, of_gu, PS__R(t->gu), PS__R(t->offsets), PS__R(t->slot),
           PS__R(t->weights), PS__G(t->b_gu));
-  PS__BWD(d, ps__k_moe_bias_sum, of_down, PS__R(t->dz), PS__R(t->ids), PS__R(t->slot),
+  PS__BWD(d, ps__k_moe_bias_sum, of_down, PS__R(t->dz), PS__R(t->offsets), PS__R(t->slot),
           PS__R(t->weights), PS__G(t->b_down));
 }
 

@@ -327,12 +327,12 @@ void op_moe_fetch(visit *v, uint32_t dt) {
 /* The sum of a row is of up to 8 + 33 * 7 terms of both signs. */
 static void gate(visit *v, uint32_t dt, bool backward) {
   EACH(s, v, moe_test, moe_bench) {
-    const ps__args_moe_glu a = {.n_tokens = s[0],
-                                .n_used = s[2],
-                                .expert_dim = v->sizes == OP_BENCH ? 1024 : 8 + 33 * s_i,
-                                .dt = dt,
-                                .activation =
-                                    s_i % 2 ? PS_ACTIVATION_GELU_TANH : PS_ACTIVATION_SILU};
+    const ps__args_moe_glu a = {
+        .n_tokens = s[0],
+        .n_used = s[2],
+        .expert_dim = v->sizes == OP_BENCH ? 1024 : 8 + (s_i % 2 ? 33 : 40) * s_i,
+        .dt = dt,
+        .activation = s_i % 2 ? PS_ACTIVATION_GELU_TANH : PS_ACTIVATION_SILU};
     const uint64_t r = (uint64_t)s[0] * s[2], n = r * a.expert_dim;
     const op_tolerance t = glu_tolerance(dt, a.activation);
     chosen c;
@@ -395,13 +395,14 @@ static op_operand on_grid(uint32_t mode, uint32_t dt, uint64_t n, float scale, f
 }
 static void clamp_gate(visit *v, uint32_t dt, bool backward) {
   EACH(s, v, moe_test, moe_bench) {
-    const ps__args_moe_clamp_glu a = {.n_tokens = s[0],
-                                      .n_used = s[2],
-                                      .n_experts = s[1],
-                                      .expert_dim = v->sizes == OP_BENCH ? 1024 : 8 + 33 * s_i,
-                                      .dt = dt,
-                                      .alpha = 1.702f,
-                                      .limit = 2.03f};
+    const ps__args_moe_clamp_glu a = {
+        .n_tokens = s[0],
+        .n_used = s[2],
+        .n_experts = s[1],
+        .expert_dim = v->sizes == OP_BENCH ? 1024 : 8 + (s_i % 2 ? 33 : 40) * s_i,
+        .dt = dt,
+        .alpha = 1.702f,
+        .limit = 2.03f};
     const uint64_t r = (uint64_t)s[0] * s[2], n = r * a.expert_dim;
     const op_tolerance t = glu_tolerance(dt, PS_ACTIVATION_GELU_TANH);
     chosen c;
@@ -435,7 +436,7 @@ static ps__args_moe_bias bias_args(const visit *v, const uint32_t *s, uint32_t i
   return (ps__args_moe_bias){.n_tokens = s[0],
                              .n_used = s[2],
                              .n_experts = s[1],
-                             .cols = v->sizes == OP_BENCH ? 2048 : 8 + 53 * i,
+                             .cols = v->sizes == OP_BENCH ? 2048 : 8 + (i % 2 ? 53 : 56) * i,
                              .dt = dt};
 }
 void op_moe_bias_dot(visit *v, uint32_t dt) {
@@ -460,7 +461,7 @@ void op_moe_bias_sum(visit *v, uint32_t dt) {
     chosen c;
     choose(&c, s, s_i % 2);
     const op_operand o[] = {
-        in(dt, r * a.cols, 1), ids_of(&c), slots_of(&c), weights(r),
+        in(dt, r * a.cols, 1), offsets_of(&c), slots_of(&c), weights(r),
         sum(a.accumulate, dt, (uint64_t)s[1] * a.cols, row_sums(dt, (double)r))};
     CASE(v, &a, 5, o, "%u tokens, %u of %u, %u columns, form %u", s[0], s[2], s[1], a.cols, form);
     forget(&c);

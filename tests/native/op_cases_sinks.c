@@ -2,7 +2,11 @@
 #include "op_families.h"
 
 /* T, heads, head_dim */
-static const uint32_t sink_test[][3] = {{1, 1, 2}, {7, 3, 24}, {130, 8, 64}, {33, 4, 40}},
+static const uint32_t sink_test[][3] = {{1, 1, 2},
+                                        {7, 3, 24},
+                                        {130, 8, 64},
+                                        {33, 4, 40},
+                                        {2100, 3, 20}},
                       sink_bench[][3] = {{8192, 64, 64}};
 
 /* exp is 2 ulp off and its argument half an ulp of 20; the sum's terms have both signs */

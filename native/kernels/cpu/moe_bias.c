@@ -169,7 +169,7 @@ typedef struct bias_job {
   const ps__args_moe_bias *a;
   const char *x, *bias;
   const uint16_t *ids;
-  const int32_t *slot;
+  const int32_t *slot, *offsets;
   const float *weights;
   float *dweights;
   void *db;
@@ -213,10 +213,11 @@ static void sum_task(void *arg, int64_t task, uint32_t worker) {
                c0 = (size_t)task % blocks * SUM_COLS,
                n = a->cols - c0 < SUM_COLS ? a->cols - c0 : SUM_COLS,
                rows = (size_t)a->n_tokens * a->n_used;
+  const int32_t first = j->offsets[e], end = j->offsets[e + 1];
   void *db = ps__elem(j->db, a->dt, e * a->cols + c0);
   float sum[SUM_COLS] = {0}, had[SUM_COLS];
   for (size_t i = 0; i < rows; i++)
-    if (j->ids[i] == e)
+    if (j->slot[i] >= first && j->slot[i] < end)
       moe_bias_sum_row(sum, ps__celem(j->x, a->dt, (size_t)j->slot[i] * a->cols + c0), n,
                        a->weighted ? j->weights[i] : 1.0f, a->dt);
   if (a->accumulate)
@@ -233,7 +234,7 @@ ps_status ps__cpu_moe_bias_sum(const ps_launch *l) {
   const ps__args_moe_bias *a = l->args;
   bias_job job = {.a = a,
                   .x = l->ptr[0],
-                  .ids = l->ptr[1],
+                  .offsets = l->ptr[1],
                   .slot = l->ptr[2],
                   .weights = l->ptr[3],
                   .db = l->ptr[4]};

@@ -174,6 +174,28 @@ static inline size_t ps_scratch_attention_cached(const void *args,
                                  256);
 }
 
+/* moe_bias_sum: parts that each expert's rows are cut in, so that a GPU has enough blocks. Their
+ * sums, and the rows' weights. */
+enum { PS_MOE_BIAS_PARTS = 512 };
+static inline uint32_t ps_moe_bias_parts(uint32_t n_experts) {
+  return n_experts < PS_MOE_BIAS_PARTS ? PS_MOE_BIAS_PARTS / n_experts : 1;
+}
+static inline size_t ps_scratch_moe_bias_sum(const void *args, const ps__scratch_target *target) {
+  const ps__args_moe_bias *a = (const ps__args_moe_bias *)args;
+  const size_t parts = (size_t)a->n_experts * ps_moe_bias_parts(a->n_experts);
+  (void)target;
+  return ps_round_up((parts * a->cols + (size_t)a->n_tokens * a->n_used) * sizeof(float), 256);
+}
+/* attention_sink_bwd: terms of a tile of rows, at most one an element of a head. */
+enum { PS_SINK_TILES = 256 };
+static inline size_t ps_scratch_sink_bwd(const void *args, const ps__scratch_target *target) {
+  const ps__args_sink *a = (const ps__args_sink *)args;
+  (void)target;
+  return ps_round_up((size_t)ps_n_row_tiles(a->n_tokens, PS_SINK_TILES) * a->n_heads * a->head_dim *
+                         sizeof(double),
+                     256);
+}
+
 /* The gated delta rule (delta.cu): rows come in pieces of PS_DELTA_ROWS, pieces in segments. What
  * follows is of a segment, but `borders` and `weights`. Offsets in bytes; n: pieces; dk': dk in
  * whole PS_DELTA_ROWS. */

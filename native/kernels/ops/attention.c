@@ -143,4 +143,4 @@ static ps_work work_sink(const void *args) {
 PS__OP(attention_sink, PS_CLASS_ATTENTION, check_sink, .rate = PS__RATE_MEMORY, .work = work_sink,
        .bind = bind_sink);
 PS__OP(attention_sink_bwd, PS_CLASS_ATTENTION, check_sink, .rate = PS__RATE_MEMORY,
-       .work = work_sink, .bind = bind_sink);
+       .work = work_sink, .bind = bind_sink, .scratch = {NULL, ps_scratch_sink_bwd});

@@ -52,4 +52,4 @@ PS__OP(moe_clamp_glu_bwd, PS_CLASS_ELEMENTWISE, check_gate, .rate = PS__RATE_MEM
 PS__OP(moe_bias_dot, PS_CLASS_ELEMENTWISE, check_bias, .rate = PS__RATE_MEMORY, .work = work_bias,
        .bind = bind_bias);
 PS__OP(moe_bias_sum, PS_CLASS_ELEMENTWISE, check_bias, .rate = PS__RATE_MEMORY, .work = work_bias,
-       .bind = bind_bias);
+       .bind = bind_bias, .scratch = {NULL, ps_scratch_moe_bias_sum});
