@@ -1,6 +1,6 @@
 /* conv.cu - short causal convolutions over rows, and the norm with a gate: what is around the gated
  * delta rule (delta.cu). */
-#include "kernels/cuda/cuda_common.cuh"
+#include "kernels/cuda/glu.cuh"
 
 namespace {
 
@@ -25,14 +25,24 @@ template <typename T> struct conv_job {
 template <typename T, int V, int W> struct conv_window {
   float tap[W][V], x[W][V];
   __device__ __forceinline__ conv_window(const conv_job<T> &j, uint32_t c) {
+    T own[V * W]; /* as they lie: W taps of each channel */
+    if (V > 1 && (int)j.width == W) {
+      constexpr int N = ps_full<T>;
 #pragma unroll
-    for (int k = 0; k < W; k++)
+      for (int i = 0; i < V * W; i += N)
+        *(ps_vec<T, N> *)(own + i) = ps_load<T, N>(j.w + (size_t)c * W + i);
+    } else {
 #pragma unroll
-      for (int e = 0; e < V; e++) {
-        const int of = k - (W - (int)j.width);
-        tap[k][e] = of < 0 ? 0.0f : ps_to_f32(j.w[(size_t)(c + e) * j.width + of]);
-        x[k][e] = 0.0f;
+      for (int i = 0; i < V * W; i++) {
+        const int of = i % W - (W - (int)j.width);
+        own[i] = of < 0 ? ps_from_f32<T>(0.0f) : j.w[(size_t)(c + i / W) * j.width + of];
       }
+    }
+#pragma unroll
+    for (int i = 0; i < V * W; i++) {
+      tap[i % W][i / W] = ps_to_f32(own[i]);
+      x[i % W][i / W] = 0.0f;
+    }
   }
   __device__ __forceinline__ void shift() {
 #pragma unroll
@@ -59,33 +69,32 @@ template <typename T, int V, int W> struct conv_window {
       for (int e = 0; e < V; e++)
         x[W - 1][e] = 0.0f;
   }
-  /* Does row t see what tap k of W takes? @first: doc_start[t]. */
-  static __device__ __forceinline__ bool sees(const conv_job<T> &j, int64_t t, int k,
-                                              int32_t first) {
-    return k >= W - (int)j.width && t - (W - 1) + k + (int64_t)j.row0 >= first;
+  /* The rows before row t that it sees, at most width-1. @first: doc_start[t]. */
+  static __device__ __forceinline__ int reach(const conv_job<T> &j, int64_t t, int32_t first) {
+    return (int)min(t + (int64_t)j.row0 - first, (int64_t)j.width - 1);
   }
-  __device__ __forceinline__ void sum(float (&p)[V], const conv_job<T> &j, int64_t t,
-                                      int32_t first) const {
+  /* Does a row see what tap k of W takes? */
+  static __device__ __forceinline__ bool sees(int reach, int k) { return W - 1 - k <= reach; }
+  __device__ __forceinline__ void sum(float (&p)[V], int reach) const {
 #pragma unroll
     for (int e = 0; e < V; e++)
       p[e] = 0.0f;
 #pragma unroll
     for (int k = 0; k < W; k++)
-      if (sees(j, t, k, first))
+      if (sees(reach, k))
 #pragma unroll
         for (int e = 0; e < V; e++)
           p[e] = fmaf(tap[k][e], x[k][e], p[e]);
   }
-  /* The gradient of p of row t, the last that entered, from that of y. */
-  __device__ __forceinline__ void slope(float (&ds)[V], const conv_job<T> &j, int64_t t,
-                                        int32_t first, const ps_vec<T, V> &dy) const {
+  /* The gradient of p of the last row that entered, from that of y. */
+  __device__ __forceinline__ void slope(float (&ds)[V], int reach, const ps_vec<T, V> &dy) const {
     float p[V];
-    sum(p, j, t, first);
+    sum(p, reach);
     ps_unpack<T, V>(ds, dy);
 #pragma unroll
     for (int e = 0; e < V; e++) {
-      const float sig = sigmoid(p[e]);
-      ds[e] *= sig * (1.0f + p[e] * (1.0f - sig));
+      const float s = sig<T>(p[e]);
+      ds[e] *= s * (1.0f + p[e] * (1.0f - s));
     }
   }
 };
@@ -116,10 +125,10 @@ __global__ void __launch_bounds__(THREADS) conv_fwd_k(const conv_job<T> j) {
       if (begin + i >= end)
         break;
       win.enter(x[i]);
-      win.sum(p, j, begin + i, doc[i]);
+      win.sum(p, win.reach(j, begin + i, doc[i]));
 #pragma unroll
       for (int e = 0; e < V; e++)
-        p[e] *= sigmoid(p[e]);
+        p[e] *= sig<T>(p[e]);
       ps_store<T, V>(j.y + (size_t)(begin + i) * j.channels + c, p);
     }
   }
@@ -168,11 +177,12 @@ __global__ void __launch_bounds__(THREADS) conv_bwd_k(const conv_job<T> j) {
         break;
       if (u < (int64_t)j.rows) {
         float ds[V];
+        const int reach = win.reach(j, u, doc[i]);
         win.enter(x[i]);
-        win.slope(ds, j, u, doc[i], dy[i]);
+        win.slope(ds, reach, dy[i]);
 #pragma unroll
         for (int k = 0; k < W; k++)
-          if (win.sees(j, u, k, doc[i]))
+          if (win.sees(reach, k))
 #pragma unroll
             for (int e = 0; e < V; e++) {
               sum[k][e] = fmaf(win.tap[k][e], ds[e], sum[k][e]);
@@ -220,13 +230,13 @@ __global__ void __launch_bounds__(THREADS)
   for (int u = 0; u < W - 1; u++) {
     if (u >= (int)j.width - 1 || u >= (int64_t)j.rows)
       break;
-    const int32_t doc = j.doc_start[u];
+    const int reach = win.reach(j, u, j.doc_start[u]);
     float ds[1];
     win.enter(j, u, c);
-    win.slope(ds, j, u, doc, ps_load<T, 1>(j.dy + (size_t)u * j.channels + c));
+    win.slope(ds, reach, ps_load<T, 1>(j.dy + (size_t)u * j.channels + c));
 #pragma unroll
     for (int k = 0; k < W; k++)
-      if (win.sees(j, u, k, doc))
+      if (win.sees(reach, k))
         sum[u + k] = fmaf(win.tap[k][0], ds[0], sum[u + k]);
   }
   float old[W - 1];
@@ -336,7 +346,7 @@ __global__ void __launch_bounds__(THREADS) conv_cached_k(const conv_cached_job<T
                              : j.cache_of(t, c)[(size_t)(tail + here - back) * j.channels];
     p = fmaf(ps_to_f32(j.w[(size_t)c * j.width + k]), ps_to_f32(x), p);
   }
-  j.y[(size_t)t * j.channels + c] = ps_from_f32<T>(p * sigmoid(p));
+  j.y[(size_t)t * j.channels + c] = ps_from_f32<T>(p * sig<T>(p));
 }
 
 /* A thread a channel of a sequence's last row: its rows enter the cache. */
@@ -664,8 +674,8 @@ extern "C" ps_status ps__cuda_conv_bwd(const ps_launch *l) {
   if (st != PS_OK)
     return st;
   cudaError_t e = cudaSuccess;
-  const bool pairs = vectors(l, a->channels, 2, 7);
-  PS_BY_TYPE(a->dt, e = pairs ? conv_bwd_of<T, 2>(l) : conv_bwd_of<T, 1>(l));
+  const bool fours = vectors(l, a->channels, 4, 7);
+  PS_BY_TYPE(a->dt, e = fours ? conv_bwd_of<T, 4>(l) : conv_bwd_of<T, 1>(l));
   return ps_launched("conv_bwd", e);
 }
 
