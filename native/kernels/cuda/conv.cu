@@ -493,7 +493,7 @@ __global__ void __launch_bounds__(THREADS) gate_bwd_one_k(const gate_job<T> j) {
       for (int e = 0; e < V; e++) {
         const float n = x[e] * rstd, g = d[e];
         dw[e] = fmaf(g * n, z[e] * sig[e], dw[e]);
-        d[e] = (g * (z[e] * sig[e]) * w[e] - n * mean) * rstd;
+        d[e] = fmaf(g * (z[e] * sig[e]), w[e], -(n * mean)) * rstd;
         z[e] = g * w[e] * n * sig[e] * (1.0f + z[e] * (1.0f - sig[e]));
       }
       if (at < j.dim) {
@@ -570,7 +570,7 @@ __global__ void __launch_bounds__(THREADS) gate_bwd_k(const gate_job<T> j) {
 #pragma unroll
       for (int e = 0; e < V; e++) {
         const float sig = sigmoid(z[e]), n = x[e] * rstd;
-        dx[e] = (d[e] * (z[e] * sig) * w[e] - n * mean) * rstd;
+        dx[e] = fmaf(d[e] * (z[e] * sig), w[e], -(n * mean)) * rstd;
         dz[e] = d[e] * w[e] * n * sig * (1.0f + z[e] * (1.0f - sig));
         dw[k][e] = fmaf(d[e] * n, z[e] * sig, dw[k][e]);
       }

@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (int e = 0; e < V; e++) {
     v[e] *= sigmoid(gate[e]);
-    v[e] = residual ? v[e] + add[e] : v[e];
+    v[e] = residual ? __fadd_rn(v[e], add[e]) : v[e]; /* in no element an FMA */
   }
   ps_store<T, V>(y + i, v);
 }
