@@ -4,8 +4,9 @@
 
 namespace {
 
-/* AHEAD, GATE_ROWS: rows that a thread loads before it computes the first of them. */
-enum { THREADS = 256, WARPS = THREADS / 32, FWD_ROWS = 32, SLAB = 256, AHEAD = 4, GATE_ROWS = 2 };
+/* AHEAD: rows that a thread loads before it computes the first of them. SLAB: columns of a block of
+ * the gated norm, where rows have more than a vector a lane. */
+enum { THREADS = 256, WARPS = THREADS / 32, FWD_ROWS = 32, AHEAD = 4, SLAB = 256 };
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
@@ -393,189 +394,147 @@ template <typename T> struct gate_job {
   float eps;
 };
 
-template <typename T, int V>
-__device__ __forceinline__ float gate_rstd(const T *x, uint32_t dim, float eps) {
-  float sum = 0.0f, v[V];
-  for (uint32_t i = threadIdx.x % 32 * V; i < dim; i += 32 * V) {
-    ps_read<T, V>(v, x + i);
-#pragma unroll
-    for (int e = 0; e < V; e++)
-      sum = fmaf(v[e], v[e], sum);
-  }
-  return 1.0f / sqrtf(ps_warp_sum(sum) / (float)dim + eps);
-}
+/* A lane's part of a row: N vectors, every 32nd from column c on. One after the row's end is the
+ * row's last, which no sum takes again. */
+template <typename T, int V, int N> struct gate_row {
+  ps_vec<T, V> x[N], z[N], w[N], d[N];
 
-/* A row that is at most a vector a lane, in registers: what the kernels for any width read again.
- * Sums have their order. Lanes behind the row's end have zeros. */
-template <typename T, int V> struct gate_row {
-  ps_vec<T, V> x, z, d;
-
-  __device__ __forceinline__ void load(const gate_job<T> &j, uint32_t row, bool there,
+  __device__ __forceinline__ void load(const gate_job<T> &j, uint32_t row, uint32_t c,
                                        bool backward) {
-    const size_t at = (size_t)row * j.dim + threadIdx.x % 32 * V;
 #pragma unroll
-    for (int e = 0; e < V; e++)
-      x.e[e] = z.e[e] = d.e[e] = ps_from_f32<T>(0.0f);
-    if (there) {
-      x = ps_load<T, V>(j.x + at);
-      z = ps_load<T, V>(j.z + at);
+    for (int k = 0; k < N; k++) {
+      const uint32_t in = min(c + k * 32 * V, j.dim - V);
+      const size_t at = (size_t)row * j.dim + in;
+      x[k] = ps_load<T, V>(j.x + at);
+      z[k] = ps_load<T, V>(j.z + at);
+      w[k] = ps_load<T, V>(j.w + in);
       if (backward)
-        d = ps_load<T, V>(j.dy + at);
+        d[k] = ps_load<T, V>(j.dy + at);
     }
   }
-  __device__ __forceinline__ float rstd(const gate_job<T> &j) const {
-    float sum = 0.0f, v[V];
-    ps_unpack<T, V>(v, x);
+  /* The mean of what f(part, k, sum) adds for vector k of a part, over the columns in order. This
+   * is the part at c; where N is 1 a row has no other. */
+  template <typename F>
+  __device__ __forceinline__ float mean(const gate_job<T> &j, uint32_t row, uint32_t c,
+                                        bool backward, F f) const {
+    float sum = 0.0f;
+    const auto add = [&](const gate_row &part, uint32_t from) {
 #pragma unroll
-    for (int e = 0; e < V; e++)
-      sum = fmaf(v[e], v[e], sum);
-    return 1.0f / sqrtf(ps_warp_sum(sum) / (float)j.dim + j.eps);
+      for (int k = 0; k < N; k++) {
+        float more = sum;
+        f(part, k, more);
+        sum = from + k * 32 * V < j.dim ? more : sum;
+      }
+    };
+    if constexpr (N == 1)
+      add(*this, c);
+    else
+      for (uint32_t i = threadIdx.x % 32 * V; i < j.dim; i += N * 32 * V) {
+        gate_row part = *this;
+        if (i != c)
+          part.load(j, row, i, backward);
+        add(part, i);
+      }
+    return ps_warp_sum(sum) / (float)j.dim;
+  }
+  __device__ __forceinline__ float rstd(const gate_job<T> &j, uint32_t row, uint32_t c) const {
+    const float squares = mean(j, row, c, false, [](const gate_row &part, int k, float &sum) {
+      float v[V];
+      ps_unpack<T, V>(v, part.x[k]);
+#pragma unroll
+      for (int e = 0; e < V; e++)
+        sum = fmaf(v[e], v[e], sum);
+    });
+    return 1.0f / sqrtf(squares + j.eps);
   }
 };
+/* Rows that a warp loads before it computes the first of them. */
+template <int N> constexpr uint32_t gate_rows = N == 1 ? 2 : 1;
 
-/* A warp GATE_ROWS rows and heads, of a vector a lane each. */
-template <typename T, int V>
-__global__ void __launch_bounds__(THREADS) gate_fwd_one_k(const gate_job<T> j) {
-  const uint32_t first = (blockIdx.x * WARPS + threadIdx.x / 32) * GATE_ROWS,
-                 at = threadIdx.x % 32 * V;
-  gate_row<T, V> row[GATE_ROWS];
-  float w[V] = {};
-  if (at < j.dim)
-    ps_read<T, V>(w, j.w + at);
+/* A warp gate_rows rows and heads, N vectors a lane. Blocks of another y have other columns of the
+ * rows; each sums all of them. */
+template <typename T, int V, int N>
+__global__ void __launch_bounds__(THREADS) gate_fwd_k(const gate_job<T> j) {
+  constexpr uint32_t ROWS = gate_rows<N>;
+  const uint32_t first = (blockIdx.x * WARPS + threadIdx.x / 32) * ROWS,
+                 at = (blockIdx.y * N * 32 + threadIdx.x % 32) * V;
+  gate_row<T, V, N> row[ROWS];
 #pragma unroll
-  for (uint32_t i = 0; i < GATE_ROWS; i++)
-    row[i].load(j, first + i, first + i < j.rows && at < j.dim, false);
+  for (uint32_t i = 0; i < ROWS; i++)
+    row[i].load(j, min(first + i, j.rows - 1), at, false);
 #pragma unroll
-  for (uint32_t i = 0; i < GATE_ROWS; i++) {
-    const float rstd = row[i].rstd(j);
-    float x[V], z[V];
-    ps_unpack<T, V>(x, row[i].x);
-    ps_unpack<T, V>(z, row[i].z);
+  for (uint32_t i = 0; i < ROWS; i++) {
+    const uint32_t r = first + i;
+    if (r >= j.rows)
+      break;
+    const float rstd = row[i].rstd(j, r, at);
 #pragma unroll
-    for (int e = 0; e < V; e++)
-      x[e] = x[e] * rstd * w[e] * (z[e] * sigmoid(z[e]));
-    if (first + i < j.rows && at < j.dim)
-      ps_store<T, V>(j.y + (size_t)(first + i) * j.dim + at, x);
+    for (int k = 0; k < N; k++) {
+      const uint32_t c = at + k * 32 * V;
+      float x[V], z[V], w[V];
+      ps_unpack<T, V>(x, row[i].x[k]);
+      ps_unpack<T, V>(z, row[i].z[k]);
+      ps_unpack<T, V>(w, row[i].w[k]);
+#pragma unroll
+      for (int e = 0; e < V; e++)
+        x[e] = x[e] * rstd * w[e] * (z[e] * sigmoid(z[e]));
+      if (c < j.dim)
+        ps_store<T, V>(j.y + (size_t)r * j.dim + c, x);
+    }
   }
 }
 
-/* A block a tile of rows of a vector a lane each, GATE_ROWS at once; as gate_bwd_k. */
-template <typename T, int V>
-__global__ void __launch_bounds__(THREADS) gate_bwd_one_k(const gate_job<T> j) {
-  __shared__ float shared[WARPS][32 * V];
-  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, at = lane * V,
-                 first = blockIdx.x * j.tile, end = min(first + j.tile, j.rows);
-  float w[V] = {}, dw[V] = {};
-  if (at < j.dim)
-    ps_read<T, V>(w, j.w + at);
-  for (uint32_t begin = first + warp; begin < end; begin += GATE_ROWS * WARPS) {
-    gate_row<T, V> row[GATE_ROWS];
+/* The same for a block and a tile of rows, whose dw are in its warps' registers; a warp takes every
+ * WARPS-th row. */
+template <typename T, int V, int N>
+__global__ void __launch_bounds__(THREADS) gate_bwd_k(const gate_job<T> j) {
+  constexpr uint32_t ROWS = gate_rows<N>, COLS = N * 32 * V;
+  __shared__ float shared[WARPS][COLS];
+  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, slab = blockIdx.y * COLS,
+                 at = slab + lane * V, first = blockIdx.x * j.tile,
+                 end = min(first + j.tile, j.rows);
+  float dw[N][V] = {};
+  for (uint32_t begin = first + warp; begin < end; begin += ROWS * WARPS) {
+    gate_row<T, V, N> row[ROWS];
 #pragma unroll
-    for (uint32_t i = 0; i < GATE_ROWS; i++)
-      row[i].load(j, begin + i * WARPS, begin + i * WARPS < end && at < j.dim, true);
+    for (uint32_t i = 0; i < ROWS; i++)
+      row[i].load(j, min(begin + i * WARPS, end - 1), at, true);
 #pragma unroll
-    for (uint32_t i = 0; i < GATE_ROWS; i++) {
+    for (uint32_t i = 0; i < ROWS; i++) {
       const uint32_t r = begin + i * WARPS;
       if (r >= end)
         break;
-      const float rstd = row[i].rstd(j);
-      float x[V], z[V], d[V], sig[V], dot = 0.0f;
-      ps_unpack<T, V>(x, row[i].x);
-      ps_unpack<T, V>(z, row[i].z);
-      ps_unpack<T, V>(d, row[i].d);
+      const float rstd = row[i].rstd(j, r, at);
+      float x[V], z[V], w[V], d[V];
+      const auto unpack = [&](const gate_row<T, V, N> &part, int k) {
+        ps_unpack<T, V>(x, part.x[k]);
+        ps_unpack<T, V>(z, part.z[k]);
+        ps_unpack<T, V>(w, part.w[k]);
+        ps_unpack<T, V>(d, part.d[k]);
+      };
+      const float mean =
+          row[i].mean(j, r, at, true, [&](const gate_row<T, V, N> &part, int k, float &dot) {
+            unpack(part, k);
 #pragma unroll
-      for (int e = 0; e < V; e++) {
-        sig[e] = sigmoid(z[e]);
-        dot = fmaf(d[e] * (z[e] * sig[e]) * w[e], x[e] * rstd, dot);
+            for (int e = 0; e < V; e++)
+              dot = fmaf(d[e] * (z[e] * sigmoid(z[e])) * w[e], x[e] * rstd, dot);
+          });
+#pragma unroll
+      for (int k = 0; k < N; k++) {
+        const uint32_t c = at + k * 32 * V;
+        unpack(row[i], k);
+#pragma unroll
+        for (int e = 0; e < V; e++) {
+          const float sig = sigmoid(z[e]), n = x[e] * rstd, g = d[e];
+          dw[k][e] = fmaf(g * n, z[e] * sig, dw[k][e]);
+          d[e] = fmaf(g * (z[e] * sig), w[e], -(n * mean)) * rstd;
+          z[e] = g * w[e] * n * sig * (1.0f + z[e] * (1.0f - sig));
+        }
+        if (c < j.dim) {
+          ps_store<T, V>(j.dx + (size_t)r * j.dim + c, d);
+          ps_store<T, V>(j.dz + (size_t)r * j.dim + c, z);
+        }
       }
-      const float mean = ps_warp_sum(dot) / (float)j.dim;
-#pragma unroll
-      for (int e = 0; e < V; e++) {
-        const float n = x[e] * rstd, g = d[e];
-        dw[e] = fmaf(g * n, z[e] * sig[e], dw[e]);
-        d[e] = fmaf(g * (z[e] * sig[e]), w[e], -(n * mean)) * rstd;
-        z[e] = g * w[e] * n * sig[e] * (1.0f + z[e] * (1.0f - sig[e]));
-      }
-      if (at < j.dim) {
-        ps_store<T, V>(j.dx + (size_t)r * j.dim + at, d);
-        ps_store<T, V>(j.dz + (size_t)r * j.dim + at, z);
-      }
-    }
-  }
-#pragma unroll
-  for (int e = 0; e < V; e++)
-    shared[warp][at + e] = dw[e];
-  __syncthreads();
-  for (uint32_t i = threadIdx.x; i < j.dim; i += THREADS) {
-    float sum = shared[0][i];
-    for (int k = 1; k < WARPS; k++)
-      sum += shared[k][i];
-    j.partial[(size_t)blockIdx.x * j.dim + i] = sum;
-  }
-}
-
-/* A warp a row and head. */
-template <typename T, int V>
-__global__ void __launch_bounds__(THREADS) gate_fwd_k(const gate_job<T> j) {
-  const uint32_t row = blockIdx.x * WARPS + threadIdx.x / 32;
-  const size_t at = (size_t)row * j.dim;
-  if (row >= j.rows)
-    return;
-  const float rstd = gate_rstd<T, V>(j.x + at, j.dim, j.eps);
-  for (uint32_t i = threadIdx.x % 32 * V; i < j.dim; i += 32 * V) {
-    float x[V], z[V], w[V];
-    ps_read<T, V>(x, j.x + at + i);
-    ps_read<T, V>(z, j.z + at + i);
-    ps_read<T, V>(w, j.w + i);
-#pragma unroll
-    for (int e = 0; e < V; e++)
-      x[e] = x[e] * rstd * w[e] * (z[e] * sigmoid(z[e]));
-    ps_store<T, V>(j.y + at + i, x);
-  }
-}
-
-/* A block a tile of rows and SLAB columns, whose dw are in its warps' registers; a warp takes every
- * WARPS-th row. The row's sums are of all columns, in every slab's block. */
-template <typename T, int V>
-__global__ void __launch_bounds__(THREADS) gate_bwd_k(const gate_job<T> j) {
-  constexpr int N = SLAB / 32 / V;
-  __shared__ float shared[WARPS][SLAB];
-  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, slab = blockIdx.y * SLAB,
-                 first = blockIdx.x * j.tile, end = min(first + j.tile, j.rows);
-  float dw[N][V] = {};
-  for (uint32_t row = first + warp; row < end; row += WARPS) {
-    const size_t at = (size_t)row * j.dim;
-    const float rstd = gate_rstd<T, V>(j.x + at, j.dim, j.eps);
-    float x[V], z[V], w[V], d[V], dot = 0.0f;
-    const auto read = [&](uint32_t i) {
-      ps_read<T, V>(x, j.x + at + i);
-      ps_read<T, V>(z, j.z + at + i);
-      ps_read<T, V>(w, j.w + i);
-      ps_read<T, V>(d, j.dy + at + i);
-    };
-    for (uint32_t i = lane * V; i < j.dim; i += 32 * V) {
-      read(i);
-#pragma unroll
-      for (int e = 0; e < V; e++)
-        dot = fmaf(d[e] * (z[e] * sigmoid(z[e])) * w[e], x[e] * rstd, dot);
-    }
-    const float mean = ps_warp_sum(dot) / (float)j.dim;
-#pragma unroll
-    for (int k = 0; k < N; k++) {
-      const uint32_t i = slab + (k * 32 + lane) * V;
-      float dx[V], dz[V];
-      if (i >= j.dim)
-        break;
-      read(i);
-#pragma unroll
-      for (int e = 0; e < V; e++) {
-        const float sig = sigmoid(z[e]), n = x[e] * rstd;
-        dx[e] = fmaf(d[e] * (z[e] * sig), w[e], -(n * mean)) * rstd;
-        dz[e] = d[e] * w[e] * n * sig * (1.0f + z[e] * (1.0f - sig));
-        dw[k][e] = fmaf(d[e] * n, z[e] * sig, dw[k][e]);
-      }
-      ps_store<T, V>(j.dx + at + i, dx);
-      ps_store<T, V>(j.dz + at + i, dz);
     }
   }
 #pragma unroll
@@ -584,7 +543,7 @@ __global__ void __launch_bounds__(THREADS) gate_bwd_k(const gate_job<T> j) {
     for (int e = 0; e < V; e++)
       shared[warp][(k * 32 + lane) * V + e] = dw[k][e];
   __syncthreads();
-  for (uint32_t i = threadIdx.x; i < SLAB && slab + i < j.dim; i += THREADS) {
+  for (uint32_t i = threadIdx.x; i < COLS && slab + i < j.dim; i += THREADS) {
     float sum = shared[0][i];
     for (int k = 1; k < WARPS; k++)
       sum += shared[k][i];
@@ -609,9 +568,10 @@ template <typename T, int V> cudaError_t gate_fwd_of(const ps_launch *l) {
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
   j.y = (T *)l->ptr[3];
   if (j.dim <= 32 * V)
-    gate_fwd_one_k<T, V><<<ps_ceil_div(j.rows, GATE_ROWS * WARPS), THREADS, 0, stream>>>(j);
+    gate_fwd_k<T, V, 1><<<ps_ceil_div(j.rows, gate_rows<1> * WARPS), THREADS, 0, stream>>>(j);
   else
-    gate_fwd_k<T, V><<<ps_ceil_div(j.rows, WARPS), THREADS, 0, stream>>>(j);
+    gate_fwd_k<T, V, SLAB / 32 / V>
+        <<<dim3(ps_ceil_div(j.rows, WARPS), ps_ceil_div(j.dim, SLAB)), THREADS, 0, stream>>>(j);
   return cudaGetLastError();
 }
 
@@ -626,9 +586,10 @@ template <typename T, int V> cudaError_t gate_bwd_of(const ps_launch *l) {
   j.partial = (float *)exec->scratch;
   j.tile = ps_row_tile_rows(j.rows, PS_GATED_NORM_TILES);
   if (j.dim <= 32 * V)
-    gate_bwd_one_k<T, V><<<n, THREADS, 0, exec->stream>>>(j);
+    gate_bwd_k<T, V, 1><<<n, THREADS, 0, exec->stream>>>(j);
   else
-    gate_bwd_k<T, V><<<dim3(n, ps_ceil_div(j.dim, SLAB)), THREADS, 0, exec->stream>>>(j);
+    gate_bwd_k<T, V, SLAB / 32 / V>
+        <<<dim3(n, ps_ceil_div(j.dim, SLAB)), THREADS, 0, exec->stream>>>(j);
   const cudaError_t e = cudaGetLastError();
   return e != cudaSuccess ? e
                           : ps_add_partials(exec->stream, l->ptr[6], a->dt, j.partial, n, j.dim,
