@@ -5,8 +5,9 @@
 namespace {
 
 /* AHEAD: rows that a thread loads before it computes the first of them. SLAB: columns of a block of
- * the gated norm, where rows have more than a vector a lane. */
+ * the gated norm, where rows have more than a vector a lane. GRID_Y: most blocks in y. */
 enum { THREADS = 256, WARPS = THREADS / 32, FWD_ROWS = 32, AHEAD = 4, SLAB = 256 };
+enum { GRID_Y = 65535 };
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
@@ -100,12 +101,11 @@ template <typename T, int V, int W> struct conv_window {
   }
 };
 
-/* A thread V channels of FWD_ROWS rows. */
+/* A thread V channels of a tile of rows. */
 template <typename T, int V, int W>
 __global__ void __launch_bounds__(THREADS) conv_fwd_k(const conv_job<T> j) {
   const uint32_t c = (blockIdx.x * THREADS + threadIdx.x) * V;
-  const int64_t first = (int64_t)blockIdx.y * FWD_ROWS,
-                end = min(first + FWD_ROWS, (int64_t)j.rows);
+  const int64_t first = (int64_t)blockIdx.y * j.tile, end = min(first + j.tile, (int64_t)j.rows);
   if (c >= j.channels)
     return;
   conv_window<T, V, W> win(j, c);
@@ -276,7 +276,9 @@ template <typename T> conv_job<T> conv_job_of(const ps_launch *l) {
 template <typename T, int V> cudaError_t conv_fwd_of(const ps_launch *l) {
   conv_job<T> j = conv_job_of<T>(l);
   cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
-  const dim3 grid(ps_ceil_div(j.channels, THREADS * V), ps_ceil_div(j.rows, FWD_ROWS));
+  const uint32_t least = ps_ceil_div(j.rows, GRID_Y);
+  j.tile = least > FWD_ROWS ? least : FWD_ROWS;
+  const dim3 grid(ps_ceil_div(j.channels, THREADS * V), ps_ceil_div(j.rows, j.tile));
   j.y = (T *)l->ptr[4];
   if (j.width <= 4)
     conv_fwd_k<T, V, 4><<<grid, THREADS, 0, stream>>>(j);
