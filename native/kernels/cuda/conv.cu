@@ -9,8 +9,6 @@ namespace {
 enum { THREADS = 256, WARPS = THREADS / 32, FWD_ROWS = 32, AHEAD = 4, SLAB = 256 };
 enum { GRID_Y = 65535 };
 
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-
 /* ---- convolution ----------------------------------------------------------------------------- */
 
 template <typename T> struct conv_job {
@@ -479,7 +477,7 @@ __global__ void __launch_bounds__(THREADS) gate_fwd_k(const gate_job<T> j) {
       ps_unpack<T, V>(w, row[i].w[k]);
 #pragma unroll
       for (int e = 0; e < V; e++)
-        x[e] = x[e] * rstd * w[e] * (z[e] * sigmoid(z[e]));
+        x[e] = x[e] * rstd * w[e] * (z[e] * sig<T>(z[e]));
       if (c < j.dim)
         ps_store<T, V>(j.y + (size_t)r * j.dim + c, x);
     }
@@ -519,7 +517,7 @@ __global__ void __launch_bounds__(THREADS) gate_bwd_k(const gate_job<T> j) {
             unpack(part, k);
 #pragma unroll
             for (int e = 0; e < V; e++)
-              dot = fmaf(d[e] * (z[e] * sigmoid(z[e])) * w[e], x[e] * rstd, dot);
+              dot = fmaf(d[e] * (z[e] * sig<T>(z[e])) * w[e], x[e] * rstd, dot);
           });
 #pragma unroll
       for (int k = 0; k < N; k++) {
@@ -527,10 +525,10 @@ __global__ void __launch_bounds__(THREADS) gate_bwd_k(const gate_job<T> j) {
         unpack(row[i], k);
 #pragma unroll
         for (int e = 0; e < V; e++) {
-          const float sig = sigmoid(z[e]), n = x[e] * rstd, g = d[e];
-          dw[k][e] = fmaf(g * n, z[e] * sig, dw[k][e]);
-          d[e] = fmaf(g * (z[e] * sig), w[e], -(n * mean)) * rstd;
-          z[e] = g * w[e] * n * sig * (1.0f + z[e] * (1.0f - sig));
+          const float s = sig<T>(z[e]), n = x[e] * rstd, g = d[e];
+          dw[k][e] = fmaf(g * n, z[e] * s, dw[k][e]);
+          d[e] = fmaf(g * (z[e] * s), w[e], -(n * mean)) * rstd;
+          z[e] = g * w[e] * n * s * (1.0f + z[e] * (1.0f - s));
         }
         if (c < j.dim) {
           ps_store<T, V>(j.dx + (size_t)r * j.dim + c, d);

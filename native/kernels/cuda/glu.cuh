@@ -1,4 +1,4 @@
-/* glu.cuh - an element of the gated activation and of its gradient, for glu.cu and moe.cu. */
+/* glu.cuh - the sigmoid, and an element of a gated activation and of its gradient. */
 #ifndef PS_KERNELS_CUDA_GLU_CUH
 #define PS_KERNELS_CUDA_GLU_CUH
 #include "kernels/cuda/cuda_common.cuh"

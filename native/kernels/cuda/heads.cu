@@ -1,6 +1,6 @@
 /* heads.cu - columns by head, and gates of a sigmoid: what is around attention with a gate and the
  * gated delta rule. ops.h has the math. */
-#include "kernels/cuda/cuda_common.cuh"
+#include "kernels/cuda/glu.cuh"
 
 namespace {
 
@@ -77,8 +77,6 @@ ps_status move(const ps_launch *l, const char *op, bool join) {
   return ps_launched(op, cudaSuccess);
 }
 
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-
 /* V elements a thread: of one gate, or of a gate each. */
 template <typename T, int V>
 __global__ void __launch_bounds__(THREADS)
@@ -100,7 +98,7 @@ __global__ void __launch_bounds__(THREADS)
   }
 #pragma unroll
   for (int e = 0; e < V; e++) {
-    v[e] *= sigmoid(gate[e]);
+    v[e] *= sig<T>(gate[e]);
     v[e] = residual ? __fadd_rn(v[e], add[e]) : v[e]; /* in no element an FMA */
   }
   ps_store<T, V>(y + i, v);
@@ -119,7 +117,7 @@ __global__ void __launch_bounds__(THREADS)
   ps_read<T, V>(d, dy + i);
 #pragma unroll
   for (int e = 0; e < V; e++) {
-    const float s = sigmoid(gate[e]);
+    const float s = sig<T>(gate[e]);
     v[e] = d[e] * v[e] * s * (1.0f - s);
     d[e] *= s;
   }
@@ -135,7 +133,7 @@ __global__ void __launch_bounds__(THREADS)
   const uint64_t k = ((uint64_t)blockIdx.x * THREADS + threadIdx.x) / 32;
   if (k >= gates)
     return;
-  const float s = sigmoid(ps_to_f32(g[k]));
+  const float s = sig<T>(ps_to_f32(g[k]));
   float sum = 0.0f;
   for (uint32_t c = lane; c < each; c += 32) {
     const uint64_t i = k * each + c;
