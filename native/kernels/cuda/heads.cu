@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (int e = 0; e < V; e++) {
     const float s = sig<T>(gate[e]);
-    v[e] = d[e] * v[e] * s * (1.0f - s);
+    v[e] = fmaf(d[e], v[e], 0.0f) * s * (1.0f - s); /* a sum of one, whose zero is +0 */
     d[e] *= s;
   }
   ps_store<T, V>(dx + i, d);
