@@ -185,7 +185,8 @@ void op_delta_cached(visit *v, uint32_t dt) {
 }
 
 /* T, heads, d */
-static const uint32_t norm_test[][3] = {{1, 2, 7}, {5, 3, 19}, {70, 4, 64}, {300, 2, 128}},
+static const uint32_t norm_test[][3] = {{1, 2, 7},     {5, 3, 19},  {70, 4, 64},
+                                        {300, 2, 128}, {9, 2, 260}, {6, 3, 301}},
                       norm_bench[][3] = {{8192, 32, 128}};
 
 static void gated_norm(visit *v, uint32_t dt, bool backward) {
@@ -222,7 +223,8 @@ void op_gated_norm_bwd(visit *v, uint32_t dt) { gated_norm(v, dt, true); }
 static const uint32_t heads_test[][8] = {{1, 1, 3, 0, 0, 0, 1, 0},
                                          {5, 3, 4, 4, 0, 0, 1, 7},
                                          {33, 2, 5, 5, 9, 9, 3, 0},
-                                         {70, 4, 2, 2, 0, 0, 2, 0}},
+                                         {70, 4, 2, 2, 0, 0, 2, 0},
+                                         {2100, 2, 8, 16, 8, 0, 1, 16}},
                       heads_bench[][8] = {{8192, 16, 256, 256, 0, 0, 1, 2048}};
 
 static void heads(visit *v, uint32_t dt, bool join) {
@@ -251,7 +253,7 @@ void op_heads_join(visit *v, uint32_t dt) { heads(v, dt, true); }
 
 /* T, columns, gates, residual */
 static const uint32_t sigmoid_test[][4] = {
-    {1, 1, 1, 0}, {5, 19, 19, 1}, {33, 40, 1, 1}, {7, 48, 3, 0}};
+    {1, 1, 1, 0}, {5, 19, 19, 1}, {33, 40, 1, 1}, {7, 48, 3, 0}, {6, 64, 64, 1}};
 static const uint32_t sigmoid_bench[][4] = {{8192, 4096, 4096, 0}};
 
 /* A sum of up to 40 terms of size 9, for dg */
