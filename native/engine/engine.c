@@ -303,6 +303,11 @@ ps_status ps__engine_write(ps_engine *e, uint32_t space, uint64_t offset, const 
   return transfer(e, (char *)e->space[space].addr + offset, src, bytes);
 }
 
+void ps__engine_awaited(ps_engine *e, bool on) {
+  if (e->backend->awaited)
+    e->backend->awaited(e->device, on);
+}
+
 ps_status ps_engine_close(ps_engine *e) {
   if (!e)
     return PS_OK;

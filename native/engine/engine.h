@@ -107,6 +107,9 @@ ps_status ps__engine_read(ps_engine *engine, uint32_t space, uint64_t offset, vo
                           uint64_t bytes);
 ps_status ps__engine_write(ps_engine *engine, uint32_t space, uint64_t offset, const void *src,
                            uint64_t bytes);
+/* ps__engine_awaited() - backend.h's awaited(): whether host ops may wait for a thread that calls
+ * ps__engine_read(). */
+void ps__engine_awaited(ps_engine *engine, bool on);
 
 /* ps__run_create() - ps_run_create(), also of a plan's schedule: its trainer's engine runs it. */
 ps_status ps__run_create(ps_run **out, ps_engine *engine, ps_schedule *schedule,

@@ -4,6 +4,7 @@
  * (arrays.c), each part of the state after the last update that the checkpoint has, while the next
  * update of the part waits (hold.c). Then come the manifest and the rename that makes the
  * checkpoint whole. Whatever fails leaves no checkpoint, and training goes on. */
+#include "engine/engine.h"
 #include "train/adapter.h"
 #include "train/arrays.h"
 #include "train/resume.h"
@@ -108,6 +109,26 @@ static ps_status write_manifest(ps__writing *c, const ps__stage *stage, const ps
 
 /* ---- the writer's thread --------------------------------------------------------------------- */
 
+/* Whether ops of the host may wait for the writer while it reads a device's memory, and devices for
+ * those. With clipping they do not: all units whose state is on a device are updated first of the
+ * blocks, and before each of these updates the submitting thread waits. */
+static bool reads_beside_waits(const ps_trainer *t) {
+  const ps__spec *spec = &t->plan->spec;
+  bool reads = false, waits = false;
+  for (uint32_t u = 0; u < spec->n_units && !spec->clip; u++) {
+    const bool frozen = t->plan->model->unit[u].frozen;
+    reads |= !frozen && ps__state_on_device(spec, u);
+    waits |= !frozen && !ps__updated_on_device(spec, u);
+  }
+  return reads && waits;
+}
+
+/* Nothing is read any more: also where writing failed, and what is frozen. */
+static void release_all(ps_trainer *t) {
+  ps__hold_release_all(t->hold);
+  ps__engine_awaited(t->engine, false);
+}
+
 static double seconds_since(uint64_t begin_ns) { return (double)(ps__now_ns() - begin_ns) * 1e-9; }
 
 static ps_status write_arrays(ps__writing *c, ps__stage *stage, ps__output *o) {
@@ -125,7 +146,7 @@ static ps_status write_arrays(ps__writing *c, ps__stage *stage, ps__output *o) {
                                ps__state_dtype(t->plan->spec.recipe, k), PS__ARRAY_STATE + k};
   const ps_status st = ps__trainer_write_arrays(c->t, o);
   c->report.held_s = seconds_since(c->begin_ns);
-  ps__hold_release_all(c->t->hold); /* where writing failed, and what is frozen */
+  release_all(c->t);
   return st;
 }
 
@@ -157,7 +178,7 @@ static ps_status write_checkpoint(ps__writing *c) {
   ps__stage *stage;
   ps_status st = ps__stage_open(&stage, c->dir);
   if (st != PS_OK) {
-    ps__hold_release_all(c->t->hold);
+    release_all(c->t);
     return st;
   }
   st = write_all(c, stage);
@@ -196,10 +217,11 @@ static ps_status start(ps_trainer *t, const char *dir) {
   c->report.step = t->cfg.first_step + c->n_steps;
   c->begin_ns = ps__now_ns();
   ps__skips_mark(t, c->n_steps);
+  ps__engine_awaited(t->engine, reads_beside_waits(t));
   ps__hold_begin(t->hold, c->n_steps);
   const ps_status st = ps__thread_start(&c->thread, write_beside, c, "ps-checkpoint");
   if (st != PS_OK) {
-    ps__hold_release_all(t->hold);
+    release_all(t);
     free_writing(c);
     return st;
   }

@@ -401,6 +401,50 @@ static void test_zeros_come_first(void) {
   printf("ok what a run writes is not zeroed late\n");
 }
 
+static _Atomic bool is_open, was_read;
+static ps_status wait_for_gate(const ps_launch *l) {
+  while (!atomic_load(&is_open))
+    usleep(1000);
+  return PS_OK;
+}
+static const ps_kernel k_gate = {.name = "gate", .op_class = PS_CLASS_OTHER, .fn = {wait_for_gate}};
+
+static void read_beside(void *engine) {
+  char there[8];
+  CHECK(ps__engine_read(engine, DEVICE, 1024, there, sizeof there) == PS_OK);
+  atomic_store(&was_read, true);
+}
+
+/* The GPU has more to do than its queue takes, and waits for a host op. That op waits for a thread
+ * that reads device memory, as an update waits for a checkpoint's writer. */
+static void test_read_that_is_awaited(void) {
+  enum { N_WORK = 5000, PATIENCE_MS = 10000 };
+  ps_engine *e = open_engine(4096);
+  ps_program *p = program();
+  ps__thread *t;
+  add(p, &k_gate, HOST_A, 0, HOST, PS_READ_WRITE, 0);
+  add_copy(p, H2D, HOST, 0, DEVICE, 0, 8);
+  for (uint32_t i = 0; i < N_WORK; i++)
+    add(p, &k_work, COMPUTE, 0, DEVICE, PS_READ_WRITE, 0);
+  ps_schedule *s = compiled(p);
+  ps_run *r = start(e, s, 0);
+  ps__engine_awaited(e, true);
+  CHECK(ps_run_submit(r, 1) == PS_OK);
+  usleep(200000); /* the queue is full by now, if it is filled */
+  CHECK(ps__thread_start(&t, read_beside, e, "reader") == PS_OK);
+  for (int i = 0; i < PATIENCE_MS && !atomic_load(&was_read); i++)
+    usleep(1000);
+  const bool in_time = atomic_load(&was_read);
+  atomic_store(&is_open, true);
+  ps__thread_join(t);
+  ps__engine_awaited(e, false);
+  CHECK(ps_run_wait(r, 1) == PS_OK);
+  ps_run_destroy(r);
+  CHECK(ps_schedule_destroy(s) == PS_OK && ps_engine_close(e) == PS_OK);
+  CHECK(in_time);
+  printf("ok device memory is read while a host op waits for that, and the GPU for the op\n");
+}
+
 /* A chain host, copy, 300 us of GPU, copy, host: every op after the one that it waits for, and
  * as long as it takes. The host's and the GPU's clocks are held together to 30 us: an event and
  * a look at the clock are within that of each other. */
@@ -464,6 +508,7 @@ int main(int argc, char **argv) {
   test_host_error();
   test_cancel();
   test_trace();
+  test_read_that_is_awaited();
   ps__cuda_without_mem_ops(true);
   test_random("without them", n / 4, seed);
   test_host_error();

@@ -285,13 +285,15 @@ static bool cuda_wait(ps__device *dev, uint32_t stream, uint32_t awaited, uint64
     return ps__counter_wait(&a->host.counter, value, abort_flag);
   if (!a->stream && atomic_load_explicit(a->word, memory_order_acquire) >= value)
     return true;
-  if (!a->stream && dev->net)
+  if (!a->stream && (dev->net || atomic_load(&dev->awaited)))
     return ps__counter_wait(&a->host.counter, value, abort_flag);
   return submitted(
       dev, waiter,
       dev->cu->StreamWaitValue64(waiter->stream, a->word_dev, value, CU_STREAM_WAIT_VALUE_GEQ),
       "cuStreamWaitValue64");
 }
+
+static void cuda_awaited(ps__device *dev, bool on) { atomic_store(&dev->awaited, on); }
 
 static void CUDA_CB write_note(void *arg) {
   ps__cuda_note *n = arg;
@@ -344,6 +346,7 @@ const ps__backend ps__backend_cuda = {
     .exec = cuda_exec,
     .copy = ps__cuda_copy,
     .transfer = ps__cuda_transfer,
+    .awaited = cuda_awaited,
     .prepare = cuda_prepare,
     .finish = cuda_finish,
     .warm = ps__cuda_warm,

@@ -33,7 +33,8 @@
  * The host stream that exchanges totals over NCCL does call the driver (net.c), and what it queues
  * may share a hardware queue with the engine's streams. Then a device stream's wait for a host
  * stream blocks the submitting thread too, outside the driver. So all that is queued comes to its
- * end without that host stream. */
+ * end without that host stream. The same holds while a host op may wait for a thread that reads
+ * device memory (awaited()), because that thread calls the driver. */
 #ifndef PS_BACKENDS_CUDA_DEVICE_H
 #define PS_BACKENDS_CUDA_DEVICE_H
 #include "backends/cuda/driver.h"
@@ -104,6 +105,7 @@ struct ps__device {
   _Atomic bool submits;        /* the submitting thread is in the run */
   _Atomic uint64_t n_begun;    /* 1 + the number of the last device op that was begun */
   bool net;                    /* a host stream calls the driver (net.c) */
+  _Atomic bool awaited;        /* a host op may wait for a thread that calls the driver */
   const ps_schedule *schedule; /* borrowed for one run */
   ps__mapping space[PS_MAX_SPACES];
   void *words;
