@@ -1,6 +1,8 @@
 """Data that is mixed by weight: `--data A:0.7,B:0.3`."""
 
 import json
+import locale
+import shutil
 import subprocess
 
 import numpy as np
@@ -94,6 +96,27 @@ def test_data_without_weights_is_read_as_before(folder):
 def test_a_path_with_a_colon_is_a_path_where_it_exists(folder, tmp_path):
     shard = write_shard(tmp_path / "a:0.5", np.arange(99))
     assert Dataset(shard, 1000).n_tokens == 99
+
+
+def test_weights_have_a_point_in_every_locale(folder, tmp_path, monkeypatch):
+    """A program that calls locale.setlocale(), as for numbers with a comma, changes C's strtod()."""
+    if not shutil.which("localedef"):
+        pytest.skip("no localedef")
+    source = tmp_path / "comma"
+    source.write_text(
+        'LC_NUMERIC\ndecimal_point ","\nthousands_sep ""\ngrouping -1\nEND LC_NUMERIC\n'
+    )
+    command = ["localedef", "--force", "--quiet", "-i", source, tmp_path / "xx_XX"]
+    subprocess.run(command, check=False, capture_output=True)  # its code tells of warnings
+    monkeypatch.setenv("LOCPATH", str(tmp_path))
+    before = locale.setlocale(locale.LC_NUMERIC)
+    locale.setlocale(locale.LC_NUMERIC, "xx_XX")
+    try:
+        assert locale.localeconv()["decimal_point"] == ","
+        mixed = open_mix(folder, MIXES[0])
+    finally:
+        locale.setlocale(locale.LC_NUMERIC, before)
+    assert read_in_order(mixed, 50) == read_in_order(open_mix(folder, MIXES[0]), 50)
 
 
 REFUSED = {

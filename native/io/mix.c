@@ -2,6 +2,7 @@
 #include "io/mix.h"
 #include "core/core.h"
 #include "core/mix64.h"
+#include <locale.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,6 +25,17 @@ void ps__mix_free(ps__sources *s) {
   ps__free(s->item);
 }
 
+/* A number with a point, whatever the caller's locale has. NAN: there is none, or no memory. */
+static double number_at(const char *text, char **end) {
+  const locale_t c = newlocale(LC_ALL_MASK, "C", (locale_t)0);
+  *end = (char *)text;
+  if (!c)
+    return NAN;
+  const double value = strtod_l(text, end, c);
+  freelocale(c);
+  return value;
+}
+
 /* The weight at the end of the @length bytes at @part, after the last colon; NAN: there is none. */
 static double weight_of(const char *part, size_t length, size_t *path_length) {
   const char *colon = memrchr(part, ':', length);
@@ -33,7 +45,7 @@ static double weight_of(const char *part, size_t length, size_t *path_length) {
     if (!strchr("0123456789.eE+-", *c))
       return NAN;
   char *end;
-  const double weight = strtod(colon + 1, &end);
+  const double weight = number_at(colon + 1, &end);
   *path_length = (size_t)(colon - part);
   return end == part + length ? weight : NAN;
 }
