@@ -189,6 +189,64 @@ def test_pairs_learn_the_completion(folder, tmp_path):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 
 
+def blank_before(kind):
+    """A tokenizer that puts a blank before a text, as those of Llama 2, of Mistral and of T5, and as
+    a byte-level one that is told to."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    special = ["<unk>", "</s>"]
+    blank = decoders.Replace("▁", " ")
+    if kind == "normalizer":
+        t = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+        t.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+        t.decoder = decoders.Sequence([blank, decoders.ByteFallback(), decoders.Fuse()])
+        special += [f"<0x{i:02X}>" for i in range(256)]
+        trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, show_progress=False)
+    elif kind == "bytes":
+        t = Tokenizer(models.BPE())
+        t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        t.decoder = decoders.ByteLevel()
+        bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
+        trainer = trainers.BpeTrainer(
+            vocab_size=300, special_tokens=special, initial_alphabet=bytes_, show_progress=False
+        )
+    else:
+        t = Tokenizer(models.Unigram())
+        t.normalizer = normalizers.Replace("\n", " ")  # a line end is no token of its own
+        t.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        t.decoder = decoders.Sequence([blank, decoders.Fuse()])
+        trainer = trainers.UnigramTrainer(
+            vocab_size=60, special_tokens=special, unk_token="<unk>", show_progress=False
+        )
+    t.train_from_iterator(["Q: what is it? A: yes def f(x): return 2+2=4 hello"] * 50, trainer)
+    return t
+
+
+@pytest.mark.parametrize("kind", ["normalizer", "unigram", "bytes"])
+def test_no_blank_comes_between_a_prompt_and_its_completion(tmp_path, kind):
+    t = blank_before(kind)
+    pairs = [
+        ("Q: what is it? A:", " yes"),
+        ("2+2=", "4"),
+        ("def f(", "x): return x"),
+        ("", "hello"),
+    ]
+    source = jsonl(tmp_path / "p.jsonl", [{"prompt": a, "completion": b} for a, b in pairs])
+    data.write_shards([source], tmp_path / "out", t)
+    ids, targets = read_all(tmp_path / "out")
+    eos, at = t.token_to_id("</s>"), 0
+    for prompt, completion in pairs:
+        end = ids.tolist().index(eos, at)
+        n = at + len(t.encode(prompt).ids)
+        learned = targets[at : end + 1] >= 0
+        # the first token of a document has none before it
+        assert learned.tolist() == [at < i and n <= i for i in range(at, end + 1)]
+        assert t.decode(ids[at:end].tolist()).removeprefix(" ") == prompt + completion
+        at = end + 1
+
+
 def test_alpacas_records_are_conversations(folder, tmp_path):
     """With input, system and history as LLaMA-Factory reads them; an array in a .json file, and a
     record a line in one, are read as .jsonl is; and all of them compressed."""

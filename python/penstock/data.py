@@ -64,6 +64,7 @@ from .tokenizer import (
     find_bos,
     find_eos,
     load_tokenizer,
+    puts_blank,
     train_tokenizer,
     vocabulary_size,
 )
@@ -374,7 +375,7 @@ def _encode(
     texts = encode(fast, [p.text for p in by_kind["text"]])
     tokenizer.encode_special_tokens = False
     prompts = encode(fast, [p.text for p in by_kind["pair"]])
-    completions = encode(fast, [p.completion for p in by_kind["pair"]])
+    completions = iter(_completions(tokenizer, by_kind["pair"]))
     chats = encode(tokenizer.encode_batch, [p.text for p in by_kind["chat"]])
     firsts = encode(fast, [p.text for p in by_kind["labelled"] + by_kind["judged"]])
     labelled = [list(next(firsts).ids) for _ in by_kind["labelled"]]
@@ -396,7 +397,7 @@ def _encode(
             ids = np.asarray(next(texts).ids, np.uint32)
             yield _Encoded(p.document, ids, np.ones(len(ids), bool), True)
         elif p.kind == "pair":
-            prompt, completion = [*bos, *next(prompts).ids], next(completions).ids
+            prompt, completion = [*bos, *next(prompts).ids], next(completions)
             ids = np.asarray([*prompt, *completion, eos], np.uint32)
             learned = np.arange(len(ids)) >= (0 if targets == "all" else len(prompt))
             yield _Encoded(p.document, ids, learned, False)
@@ -407,6 +408,29 @@ def _encode(
             for a, b in p.spans:
                 learned |= (begin >= a) & (begin < b)
             yield _Encoded(p.document, np.asarray(encoded.ids, np.uint32), learned, False)
+
+
+def _completions(tokenizer, pairs: list[Piece]) -> list[list[int]]:
+    """The ids of completions. A tokenizer that puts a blank before a text would put one between a
+    prompt and its completion: there a completion is encoded after a line end, whose ids go. Where
+    it has other ids then, both texts are encoded as one, and a token of both is the prompt's."""
+
+    def encode(texts: list[str], function: Callable = tokenizer.encode_batch_fast) -> list:
+        return call(function, texts, add_special_tokens=False) if texts else []
+
+    plain = [list(e.ids) for e in encode([p.completion for p in pairs])]
+    after = [i for i, p in enumerate(pairs) if p.text and p.completion]
+    if not after or not puts_blank(tokenizer):
+        return plain
+    line_end = list(encode(["\n"])[0].ids)
+    for i, e in zip(after, encode(["\n" + pairs[i].completion for i in after])):
+        if list(e.ids[: len(line_end)]) == line_end:
+            plain[i] = list(e.ids[len(line_end) :])
+        else:
+            prompt = pairs[i].text
+            both = encode([prompt + pairs[i].completion], tokenizer.encode_batch)[0]
+            plain[i] = [t for t, (at, _) in zip(both.ids, both.offsets) if at >= len(prompt)]
+    return plain
 
 
 def _check_written(reader: Reader, writers: dict[str, ShardWriter], val_fraction: float) -> None:

@@ -152,6 +152,14 @@ def find_bos(tokenizer) -> list[int]:
     return []
 
 
+def puts_blank(tokenizer) -> bool:
+    """Whether a text's tokens begin with a blank that the text lacks, as SentencePiece has it (and
+    byte-level tokenizers with add_prefix_space). Two texts joined then have other tokens than the
+    two have."""
+    first = call(tokenizer.encode, "a", add_special_tokens=False).tokens[:1]
+    return bool(first) and first[0].startswith(("\u2581", "\u0120"))
+
+
 # what may be one word: letters and digits, other visible characters, or blanks
 _LONG = re.compile(rf"[^\W_]{{{WORD},}}|(?:[^\w\s]|_){{{WORD},}}|\s{{{WORD},}}")
 
