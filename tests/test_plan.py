@@ -297,6 +297,17 @@ def test_an_embedding_at_home_costs_its_rows_on_the_link(tmp_path):
     assert to_device - at_the_turn <= r["h2d_bytes"] <= to_device and at_the_turn < table * rounds
 
 
+def test_an_embedding_of_2_to_the_32_elements_stays_at_home(tmp_path):
+    """Its elements do not fit 32 bits."""
+    model = config(
+        tmp_path, vocab_size=1 << 18, hidden_size=1 << 14, num_hidden_layers=1, head_dim=64
+    )
+    ask = {"seq_len": 256, "tokens_per_step": 512, "chunk_tokens": 256, "chunks_per_round": 1}
+    ask["hardware"] = rates(copy=1e9, host_memory_bytes=1 << 40)
+    least, _ = Plan.smallest(model, **ask)
+    assert Plan(model, device_mem=least, **ask).json()["embed_on_host"]
+
+
 def test_a_plan_does_not_depend_on_what_the_process_did_since_the_first(tmp_path):
     model, ask = config(tmp_path), {"seq_len": 64, "hardware": rates()}
     first = Plan(model, host_mem="16GiB", **ask)

@@ -124,7 +124,7 @@ double ps__lookup_bytes(const ps__search_space *sp, const ps__layout *l) {
 }
 double ps__table_bytes(const ps__search_space *sp) {
   const ps_model *m = sp->plan->model;
-  return (double)ps__stored_bytes(ps__weight_storage(m), m->cfg.vocab_size * m->cfg.dim);
+  return (double)ps__stored_bytes(ps__weight_storage(m), (uint64_t)m->cfg.vocab_size * m->cfg.dim);
 }
 
 bool ps__embed_on_host(const ps__search_space *sp, const ps__layout *l, const ps__residency *r) {
