@@ -69,7 +69,7 @@ PS_API ps_status ps_layout_parse(ps_plan_layout *out, const char *name);
  * @token     of the step's tokens, sequence after sequence.
  * @logits    [vocab_size], with the model's soft cap where it has one; valid during the call.
  * Threads: a thread of the engine calls it, one call at a time: once for each token of a step, in
- *          any order, before the step's metrics.
+ *          any order, before the step's metrics. It may not call CUDA, as ps_batch_fn() may not.
  * Errors:  a negative return stops the run, and ps_trainer_wait() returns it. */
 typedef ps_status (*ps_logits_fn)(void *user, uint64_t step, uint64_t token, const float *logits,
                                   uint64_t vocab_size);

@@ -178,7 +178,9 @@ class Trainer(Closable):
 
     data                  a Dataset, a path, a list of paths, or batch(step) -> (tokens, targets):
                           two integer arrays of tokens_per_step elements, sequence after sequence. A
-                          target of -1 is not counted
+                          target of -1 is not counted. A GPU waits for batch(), which therefore may
+                          not use CUDA itself, nor wait for a thread that does (PyTorch's pinning
+                          of memory does)
     lr, weight_decay      of the plan's optimizer; None: its default
     beta1, beta2, eps     adamw's; beta1 and beta2 are lion's too. None: the optimizer's default
     momentum, nesterov    sgd's
