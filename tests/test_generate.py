@@ -625,6 +625,8 @@ def test_prompts_may_have_any_line_separator_of_unicode(tmp_path):
     assert read_prompts(tmp_path / "p") == prompts
     (tmp_path / "p").write_text('\n"a"\r\n{"prompt": "b"}')
     assert read_prompts(tmp_path / "p") == ["a", "b"]
+    (tmp_path / "p").write_text('"a"\n', encoding="utf-8-sig")  # with a BOM, as data may have
+    assert read_prompts(tmp_path / "p") == ["a"]
 
 
 def test_the_ids_that_end_a_text_are_checked(tmp_path):

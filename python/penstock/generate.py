@@ -92,7 +92,7 @@ def read_prompts(path: Path) -> list:
     """Of a file with a JSON value a line: a string, {"prompt": TEXT} or {"messages": [...]}, which
     may have "tools" and "chat_template_kwargs" too. A text, or a Conversation, each."""
     try:
-        with open_input(path, "r", encoding="utf-8") as f:
+        with open_input(path, "r", encoding="utf-8-sig") as f:  # without a BOM at the begin
             lines = f.read().split("\n")
     except (OSError, UnicodeDecodeError) as e:
         raise DataError(f"{path}: cannot be read: {getattr(e, 'strerror', None) or e}") from e
