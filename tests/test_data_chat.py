@@ -247,6 +247,19 @@ def test_no_blank_comes_between_a_prompt_and_its_completion(tmp_path, kind):
         at = end + 1
 
 
+@pytest.mark.parametrize("kind", ["normalizer", "bytes"])
+def test_no_blank_comes_between_the_pieces_of_a_text(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr("penstock.data.BATCH_CHARS", 1 << 17)  # of two pieces
+    t = blank_before(kind)
+    text = "hello it is\nx: 2\n" * (7 * (1 << 16) // 18)
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.txt").write_text("hello")
+    data.write_shards([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "out", t)
+    eos, encode = t.token_to_id("</s>"), lambda s: t.encode(s, add_special_tokens=False).ids
+    ids = read_shard(tmp_path / "out/train-00000.bin").tolist()
+    assert ids == [*encode(text), eos, *encode("hello"), eos]
+
+
 def test_alpacas_records_are_conversations(folder, tmp_path):
     """With input, system and history as LLaMA-Factory reads them; an array in a .json file, and a
     record a line in one, are read as .jsonl is; and all of them compressed."""

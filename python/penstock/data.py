@@ -21,7 +21,8 @@ what `penstock train --data DIR` reads:
   padding. Otherwise documents follow one another.
 - Text is read and encoded in pieces of about 64 Ki characters, so that memory is bounded whatever
   the size of a file. A piece ends at a line end before a line that begins with a visible character,
-  where GPT-like tokenizers divide text too. All cores encode pieces.
+  where GPT-like tokenizers divide text too. Tokenizers that put a blank before a text put none
+  before its other pieces. All cores encode pieces.
 - Validation takes a piece whenever it has less than its fraction. A document of one piece is never
   divided.
 - Files get temporary names and are renamed at the end. A run that fails leaves nothing.
@@ -341,7 +342,7 @@ def _encode_all(
     literal = tokenizer.encode_special_tokens
     try:
         for batch in _batches(reader):
-            for piece in _encode(batch, tokenizer, bos, eos, targets):
+            for piece in _encode(batch, tokenizer, bos, eos, targets, splitter.document):
                 if cut and piece.targets is not None and not piece.starts:
                     piece = _cut(piece, cut, reader.labels)
                 splitter.add(piece)
@@ -361,9 +362,9 @@ def _cut(piece: _Encoded, n: int, labels: Labels) -> _Encoded:
 
 
 def _encode(
-    batch: list[Piece], tokenizer, bos: list[int], eos: int, targets: str
+    batch: list[Piece], tokenizer, bos: list[int], eos: int, targets: str, last: int
 ) -> Iterator[_Encoded]:
-    """Encode pieces, each kind at once. "<|endoftext|>" inside a text is encoded as plain
+    """Encode pieces, each kind at once. last: the document of the piece before these. "<|endoftext|>" inside a text is encoded as plain
     characters. In conversations and pairs special tokens are what they are."""
     by_kind = {k: [p for p in batch if p.kind == k] for k in KINDS}
     tokenizer.encode_special_tokens = True
@@ -372,7 +373,7 @@ def _encode(
     def encode(function: Callable, texts: list[str]) -> Iterator:
         return iter(call(function, texts, add_special_tokens=False))
 
-    texts = encode(fast, [p.text for p in by_kind["text"]])
+    texts = iter(_texts(tokenizer, by_kind["text"], last))
     tokenizer.encode_special_tokens = False
     prompts = encode(fast, [p.text for p in by_kind["pair"]])
     completions = iter(_completions(tokenizer, by_kind["pair"]))
@@ -394,7 +395,7 @@ def _encode(
             ids = np.asarray(a + b, np.uint32)
             yield _Encoded(p.document, ids, is_target, False, targets, (len(a),))
         elif p.kind == "text":
-            ids = np.asarray(next(texts).ids, np.uint32)
+            ids = np.asarray(next(texts), np.uint32)
             yield _Encoded(p.document, ids, np.ones(len(ids), bool), True)
         elif p.kind == "pair":
             prompt, completion = [*bos, *next(prompts).ids], next(completions)
@@ -410,27 +411,44 @@ def _encode(
             yield _Encoded(p.document, np.asarray(encoded.ids, np.uint32), learned, False)
 
 
+def _texts(tokenizer, pieces: list[Piece], last: int) -> list[list[int]]:
+    """The ids of pieces of texts; last: the document of the piece before them."""
+    before = [last, *(p.document for p in pieces)]
+    within = [i for i, p in enumerate(pieces) if p.document == before[i]]
+    ids: list = [None] * len(pieces)
+    if within and puts_blank(tokenizer):
+        for i, after in zip(within, _after_line_end(tokenizer, [pieces[i].text for i in within])):
+            ids[i] = after
+    plain = iter(_plain(tokenizer, [p.text for p, x in zip(pieces, ids) if x is None]))
+    return [next(plain) if x is None else x for x in ids]
+
+
 def _completions(tokenizer, pairs: list[Piece]) -> list[list[int]]:
-    """The ids of completions. A tokenizer that puts a blank before a text would put one between a
-    prompt and its completion: there a completion is encoded after a line end, whose ids go. Where
-    it has other ids then, both texts are encoded as one, and a token of both is the prompt's."""
-
-    def encode(texts: list[str], function: Callable = tokenizer.encode_batch_fast) -> list:
-        return call(function, texts, add_special_tokens=False) if texts else []
-
-    plain = [list(e.ids) for e in encode([p.completion for p in pairs])]
-    after = [i for i, p in enumerate(pairs) if p.text and p.completion]
-    if not after or not puts_blank(tokenizer):
+    """The ids of completions. Where a line end does not help (_after_line_end()), prompt and
+    completion are encoded as one, and a token of both is the prompt's."""
+    plain = _plain(tokenizer, [p.completion for p in pairs])
+    within = [i for i, p in enumerate(pairs) if p.text and p.completion]
+    if not within or not puts_blank(tokenizer):
         return plain
-    line_end = list(encode(["\n"])[0].ids)
-    for i, e in zip(after, encode(["\n" + pairs[i].completion for i in after])):
-        if list(e.ids[: len(line_end)]) == line_end:
-            plain[i] = list(e.ids[len(line_end) :])
-        else:
+    for i, after in zip(within, _after_line_end(tokenizer, [pairs[i].completion for i in within])):
+        if after is None:
             prompt = pairs[i].text
-            both = encode([prompt + pairs[i].completion], tokenizer.encode_batch)[0]
-            plain[i] = [t for t, (at, _) in zip(both.ids, both.offsets) if at >= len(prompt)]
+            both = call(tokenizer.encode, prompt + pairs[i].completion, add_special_tokens=False)
+            after = [t for t, (at, _) in zip(both.ids, both.offsets) if at >= len(prompt)]
+        plain[i] = after
     return plain
+
+
+def _plain(tokenizer, texts: list[str]) -> list[list[int]]:
+    found = call(tokenizer.encode_batch_fast, texts, add_special_tokens=False) if texts else []
+    return [list(e.ids) for e in found]
+
+
+def _after_line_end(tokenizer, texts: list[str]) -> list[list[int] | None]:
+    """The ids of texts that follow another text. A tokenizer that puts a blank before a text would
+    put one there. After a line end, whose ids go, it puts none. None: there it has other ids."""
+    end, *found = _plain(tokenizer, ["\n", *("\n" + t for t in texts)])
+    return [ids[len(end) :] if ids[: len(end)] == end else None for ids in found]
 
 
 def _check_written(reader: Reader, writers: dict[str, ShardWriter], val_fraction: float) -> None:
