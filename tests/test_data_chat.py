@@ -190,8 +190,8 @@ def test_pairs_learn_the_completion(folder, tmp_path):
 
 
 def blank_before(kind):
-    """A tokenizer that puts a blank before a text, as those of Llama 2, of Mistral and of T5, and as
-    a byte-level one that is told to."""
+    """A tokenizer that puts a blank before a text, as those of Llama 2, Mistral and T5, and as a
+    byte-level one that is told to."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     special = ["<unk>", "</s>"]

@@ -99,7 +99,7 @@ def test_a_path_with_a_colon_is_a_path_where_it_exists(folder, tmp_path):
 
 
 def test_weights_have_a_point_in_every_locale(folder, tmp_path, monkeypatch):
-    """A program that calls locale.setlocale(), as for numbers with a comma, changes C's strtod()."""
+    """A program that calls locale.setlocale() changes what C's strtod() reads."""
     if not shutil.which("localedef"):
         pytest.skip("no localedef")
     source = tmp_path / "comma"

@@ -364,8 +364,9 @@ def _cut(piece: _Encoded, n: int, labels: Labels) -> _Encoded:
 def _encode(
     batch: list[Piece], tokenizer, bos: list[int], eos: int, targets: str, last: int
 ) -> Iterator[_Encoded]:
-    """Encode pieces, each kind at once. last: the document of the piece before these. "<|endoftext|>" inside a text is encoded as plain
-    characters. In conversations and pairs special tokens are what they are."""
+    """Encode pieces, each kind at once. last: the document of the piece before these.
+    "<|endoftext|>" inside a text is encoded as plain characters. In conversations and pairs special
+    tokens are what they are."""
     by_kind = {k: [p for p in batch if p.kind == k] for k in KINDS}
     tokenizer.encode_special_tokens = True
     fast = tokenizer.encode_batch_fast
