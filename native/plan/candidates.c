@@ -47,16 +47,10 @@ ps_status ps__search_space_shorten(ps__search_space *sp) {
   return PS_OK;
 }
 
-/* How many rounds run at once. */
-static uint32_t rounds_at_once(const ps__search_space *sp, const ps__layout *l) {
-  const uint32_t n = sp->plan->at->n_devices;
-  return l->n_rounds < n ? l->n_rounds : n;
-}
-
 double ps__offloaded_part_bytes(const ps__search_space *sp, const ps__candidate *m) {
   const uint32_t n = ps__is_ring(sp->plan)
                          ? sp->plan->at->n_devices
-                         : rounds_at_once(sp, &sp->microbatch[m->microbatch].layout);
+                         : ps__rounds_at_once(sp, &sp->microbatch[m->microbatch].layout);
   return ps__saved_part_bytes(sp, m) * n;
 }
 
@@ -72,7 +66,7 @@ double ps__saved_part_bytes(const ps__search_space *sp, const ps__candidate *m) 
   }
   /* in a ring a device has its blocks' part of each round that runs at once */
   if (ps__is_ring(sp->plan))
-    bytes *= (double)rounds_at_once(sp, l) / sp->plan->at->n_devices;
+    bytes *= (double)ps__rounds_at_once(sp, l) / sp->plan->at->n_devices;
   return bytes / PS__SAVED_PARTS;
 }
 
@@ -120,12 +114,16 @@ uint32_t ps__search_space_workers(const ps__search_space *sp, uint32_t n) {
 
 /* ---- what a configuration costs in any case -------------------------------------------------- */
 
-/* The most bytes alive on the device at the forward/backward boundary: between the head and the end
- * of the first backward chunk pass, without saved activations and without the units of the head and
- * the last layer. While every saved activation of the round is alive, so much more is. */
-static ps_status boundary_bytes(const ps__search_space *sp, const ps__step *s, uint64_t saved,
+/* The most bytes alive on the device in the head of a round of device 0, without saved activations,
+ * without the parameters of the head and of the last layer, which may be among those that stay, and
+ * without a gradient's bytes of the last layer. Every candidate of the configuration has the same
+ * tensors there, and beside them its own saved activations of the round and what stays. So all of
+ * these are alive at once. The head's gradient is in the bytes: a total that stays is a tensor of
+ * its own beside the contribution that the pass makes, but in the first round, where it counts
+ * once. With several devices it is left out, and the bound is so much lower. */
+static ps_status boundary_bytes(const ps__search_space *sp, const ps__step *s, uint32_t round,
                                 uint64_t *out) {
-  const uint32_t layers = sp->plan->model->cfg.n_layers;
+  const uint32_t layers = sp->plan->model->cfg.n_layers, of_head = s->at->n_devices > 1 ? 2 : 1;
   uint64_t alive = 0, most = 0;
   int64_t *change = ps__calloc(s->n_op + 1, sizeof *change);
   if (!change)
@@ -140,15 +138,25 @@ static ps_status boundary_bytes(const ps__search_space *sp, const ps__step *s, u
   for (size_t i = 0; i < s->n_op; i++) {
     const ps__vop *op = &s->op[i];
     alive += (uint64_t)change[i];
-    if (op->tag.phase == PS__PHASE_HEAD && op->tag.round == 0 &&
+    if (op->tag.phase == PS__PHASE_HEAD && op->tag.round == (int32_t)round &&
         op->stream == s->at->dev[0].compute && alive > most)
       most = alive;
   }
   ps__free(change);
-  const uint64_t apart = saved + 2 * (layer_bytes(sp, layers + 1) + layer_bytes(sp, layers)) +
-                         (ps__tied(sp->plan->model) ? 2 * ps__unit_bytes(sp, 0) : 0);
+  const uint64_t apart = ps__saved_of_round(sp, s->layout, round) +
+                         of_head * layer_bytes(sp, layers + 1) + 2 * layer_bytes(sp, layers) +
+                         (ps__tied(sp->plan->model) ? of_head * ps__unit_bytes(sp, 0) : 0);
   *out = most > apart ? most - apart : 0;
   return PS_OK;
+}
+
+/* Ops that a candidate may lack: they are not on compute streams. What it fetches, sends and adds on
+ * the host depends on what stays on the device. */
+static uint64_t ops_of_units(const ps__step *s) {
+  uint64_t n = 0;
+  for (size_t i = 0; i < s->n_op; i++)
+    n += !ps__is_compute(s->at, s->op[i].stream);
+  return n;
 }
 
 static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bool embed_on_host,
@@ -159,7 +167,7 @@ static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bo
   ps__microbatch_base *base = &mb->base[embed_on_host];
   ps__spec spec;
   ps__step s;
-  uint64_t scratch, trace, boundary = 0;
+  uint64_t scratch, trace, boundary[2] = {0};
   *base = (ps__microbatch_base){0};
   PS_TRY(ps__decide(sp, &mb->layout, &all, embed_on_host, &spec));
   ps_status st = ps__step_emit_in(&s, arrays, sp->plan->model, &mb->layout, &spec, hooks);
@@ -181,11 +189,15 @@ static ps_status measure_base(const ps__search_space *sp, ps__microbatch *mb, bo
     }
     /* in a ring not all saved activations of device 0 are alive at its head */
     if (!ps__is_ring(sp->plan))
-      st = boundary_bytes(sp, &s, s.saved_bytes[PS_POLICY_DEVICE], &boundary);
-    base->device_bytes = ps__device_overhead(&sp->plan->hw, sp->plan->model->fp8.on, s.at,
-                                             s.scratch_bytes, &scratch) +
-                         ps__net_memory(sp->plan) + boundary;
-    base->host_bytes = ps__host_overhead(sp->plan, &s, &sp->plan->guests, &scratch, &trace);
+      st = boundary_bytes(sp, &s, 0, &boundary[0]);
+    if (st == PS_OK && s.at->n_devices == 1 && mb->layout.n_rounds > 1)
+      st = boundary_bytes(sp, &s, 1, &boundary[1]);
+    for (uint32_t i = 0; i < 2; i++)
+      base->device_bytes[i] = ps__device_overhead(&sp->plan->hw, sp->plan->model->fp8.on, s.at,
+                                                  s.scratch_bytes, &scratch) +
+                              ps__net_memory(sp->plan) + boundary[i];
+    base->host_bytes = ps__host_overhead(sp->plan, &s, &sp->plan->guests, &scratch, &trace) -
+                       ops_of_units(&s) * ps__bytes_an_op(sp->plan);
     mb->n_ops = s.n_op;
     mb->coarse |=
         s.n_op > LARGE_STEP_OPS || (double)n_compute * sp->plan->hw.op_ns > base->compute_ns / 4;
@@ -228,186 +240,13 @@ static ps_status measure_microbatch(const ps__search_space *sp, ps__microbatch *
   return PS_OK;
 }
 
-/* ---- recomputation --------------------------------------------------------------------------- */
-
-enum { MAX_MASKS = 1 << PS__MAX_SAVED_SETS };
-/* ns of recomputation in a block, by the sets of saved activations that are there: of its backward
- * pass; again: of its output alone */
-typedef struct recompute_table {
-  double ns[MAX_MASKS], again[MAX_MASKS];
-} recompute_table;
-
-static ps__set tensors_of(const ps__layer_def *d, uint32_t mask) {
-  ps__set have = {{0}};
-  for (uint32_t t = 0; t < d->n_tensors; t++)
-    if (d->tensor[t].saved != PS__NONE && (mask >> d->saved[d->tensor[t].saved].set & 1))
-      ps__put(&have, t);
-  return have;
-}
-
-static void fill_recompute(const ps__search_space *sp, const ps__layer_def *d, const ps__chunk *k,
-                           uint32_t document_rows, recompute_table *out) {
-  const ps__chunk_shape shape = {
-      .n_tokens = k->n_tokens, .row0 = k->row0, .document_rows = document_rows};
-  double op_ns[PS__SET_BITS];
-  for (uint32_t i = 0; i < d->n_fwd; i++) {
-    _Alignas(16) char args[PS__ARGS_BYTES];
-    ps__op_args(&d->fwd[i], &shape, args);
-    /* what runs once a layer pass is left out: the bound stays one */
-    op_ns[i] = ps__op_of_pass(d, &d->fwd[i])
-                   ? 0
-                   : ps__cost_ns(&sp->cost, d->fwd[i].kernel, sp->plan->at->dev[0].compute, args,
-                                 d->fwd[i].kernel->info->work(args));
-  }
-  const uint32_t n_masks = 1u << d->n_sets;
-  const ps__set x = PS__UNION(tensors_of(d, 1), d->carried), /* the input; what is there anyway */
-      always = ps__recompute(d, d->needs, PS__UNION(tensors_of(d, n_masks - 1), x));
-  for (uint32_t mask = 0; mask < n_masks; mask++) {
-    const ps__set ops = ps__recompute(d, d->needs, PS__UNION(tensors_of(d, mask), x));
-    const ps__set again =
-        ps__recompute(d, ps__only((uint32_t)d->output), PS__UNION(tensors_of(d, mask), x));
-    out->ns[mask] = out->again[mask] = 0;
-    for (uint32_t i = 0; i < d->n_fwd; i++) {
-      /* what every mask recomputes, such as norms, is in the base already */
-      if (ps__in(ops, i) && !ps__in(always, i))
-        out->ns[mask] += op_ns[i];
-      if (ps__in(again, i))
-        out->again[mask] += op_ns[i];
-    }
-  }
-}
-
-/* Chunks of one shape have one table: there are as many shapes as slices of a sequence. */
-static bool same_shape(const ps__chunk *a, const ps__chunk *b) {
-  return a->n_tokens == b->n_tokens && a->row0 == b->row0;
-}
-
-/* The chunk of the first group at the same place; @c itself where the last chunk is shorter. */
-static uint32_t like_chunk(const ps__layout *l, uint32_t c) {
-  const uint32_t same = c % l->group[0].n_chunks;
-  return same_shape(&l->chunk[same], &l->chunk[c]) ? same : c;
-}
-
-/* The tables of a chunk's shape follow each other, one for each of the model's definitions. */
-static ps_status recompute_tables(const ps__search_space *sp, const ps__microbatch *mb,
-                                  recompute_table **table, uint32_t **of_chunk) {
-  const ps__layout *l = &mb->layout;
-  const ps_model *m = sp->plan->model;
-  uint32_t n = 0;
-  *table = ps__calloc((size_t)l->n_chunks * m->n_defs, sizeof **table);
-  *of_chunk = ps__malloc(l->n_chunks * sizeof **of_chunk);
-  if (!*table || !*of_chunk)
-    return ps__fail(PS_ENOMEM, "out of memory for %u chunks", l->n_chunks);
-  for (uint32_t c = 0; c < l->n_chunks; c++) {
-    const uint32_t same = like_chunk(l, c);
-    (*of_chunk)[c] = same < c ? (*of_chunk)[same] : n;
-    if (same < c)
-      continue;
-    for (uint32_t d = 0; d < m->n_defs; d++, n++)
-      if (m->def[d]->n_saved)
-        fill_recompute(sp, m->def[d], &l->chunk[c],
-                       sp->plan->cfg.one_document ? (uint32_t)l->seq_len : 0, &(*table)[n]);
-  }
-  return PS_OK;
-}
-
-/* The most bytes that saved activations take of gradients on the host in the first round: a block's
- * largest unit lends them, unless it is frozen and has no gradient (host_of_saved() in passes.c).
- * Where updates are split there is no alias either, but which are is decided after this bound. */
-static uint64_t aliasable_bytes(const ps__search_space *sp) {
-  const ps_model *m = sp->plan->model;
-  uint64_t bytes = 0;
-  for (uint32_t layer = 1; layer < ps__head_layer(m); layer++) {
-    const uint32_t unit = ps__lending_unit(m, layer);
-    if (!m->unit[unit].frozen)
-      bytes += ps__unit_bytes(sp, unit);
-  }
-  return bytes;
-}
+/* ---- bounds ---------------------------------------------------------------------------------- */
 
 /* Rounds of device 0, which has the most. */
 static uint32_t device_rounds(const ps__search_space *sp, const ps__layout *l) {
   const uint32_t n = sp->plan->at->n_devices;
   return (l->n_rounds + n - 1) / n;
 }
-
-/* Whether the last round has all that the first one has. */
-static bool last_is_whole(const ps__layout *l) {
-  const ps__round *last = &l->round[l->n_rounds - 1];
-  if (last->n_chunks < l->round[0].n_chunks)
-    return false;
-  for (uint32_t c = 0; c < l->round[0].n_chunks; c++)
-    if (l->chunk[last->first_chunk + c].n_tokens < l->chunk[c].n_tokens)
-      return false;
-  return true;
-}
-
-/* All rounds give their chunks the same policies by position, as ps__spec holds them. What is
- * device 0's is that of its rounds, or in a ring of its layers. */
-static void sum_saved(const ps__search_space *sp, const ps__microbatch *mb, const ps__candidate *m,
-                      const recompute_table *table, const uint32_t *of_chunk, ps__saved_sums *out) {
-  const ps__layout *l = &mb->layout;
-  ps__policy_allocator of_device[PS_MAX_DEVICES];
-  ps__policy_allocators_of(l, m, of_device);
-  uint64_t first = 0, other = 0; /* offloaded in a first round; in another */
-  uint64_t kept = 0;             /* on device 0 in another */
-  const uint32_t next = ps__is_ring(sp->plan) ? 1 : sp->plan->at->n_devices;
-  *out = (ps__saved_sums){0};
-  for (uint32_t layer = ps__first_saving(sp->plan->model); layer < sp->plan->model->cfg.n_layers;
-       layer++) {
-    const ps__layer *of = &sp->plan->model->layer[layer + 1];
-    const ps__layer_def *def = of->def;
-    const uint32_t device = ps__dealt_to(sp->plan, layer + 1);
-    const bool here = device == 0, again = ps__drops_input(sp, &m->keep, layer),
-               runs_again = ps__drops_input(sp, &m->keep, layer + 1) &&
-                            layer + 1 < sp->plan->model->cfg.n_layers;
-    for (uint32_t c = 0; c < l->round[0].n_chunks; c++) {
-      uint8_t policy[PS__MAX_SAVED];
-      uint32_t mask = 0;
-      uint64_t offloaded = 0;
-      ps__allocate_policies(&of_device[device], def, l->chunk[c].n_tokens, c >= l->chunks_per_round,
-                            ps__at_boundary(sp, l, layer, c), again, policy);
-      for (uint32_t i = 0; i < def->n_saved; i++) {
-        const uint64_t bytes = ps__saved_bytes(&def->saved[i], l->chunk[c].n_tokens);
-        const uint8_t to = policy[i];
-        if (to != PS_POLICY_RECOMPUTE)
-          mask |= 1u << def->saved[i].set;
-        if (to == PS_POLICY_DEVICE && here) {
-          out->device_bytes += bytes;
-          kept += c < l->chunks_per_round ? bytes : 0;
-        }
-        if (to == PS_POLICY_HOST)
-          offloaded += bytes;
-      }
-      first += offloaded;
-      if (c < l->chunks_per_round)
-        other += offloaded;
-      for (uint32_t r = 0; here && r < l->n_rounds; r += next) {
-        if (c >= l->round[r].n_chunks)
-          continue;
-        const uint32_t i = l->round[r].first_chunk + c;
-        const recompute_table *t = &table[of_chunk[i] + of->def_idx];
-        out->recompute_ns += t->ns[mask] + (runs_again ? t->again[mask] : 0);
-        out->offloaded_bytes += (double)offloaded * l->chunk[i].n_tokens / l->chunk[c].n_tokens;
-      }
-    }
-  }
-  /* the rounds of all devices that run first, and those that run second; the last round may be
-   * smaller */
-  const uint64_t aliased = aliasable_bytes(sp);
-  const uint32_t at_once = rounds_at_once(sp, l), left = l->n_rounds - at_once,
-                 whole = at_once - (at_once > 1 && !left && !last_is_whole(l)),
-                 firsts = l->first_rounds < whole ? l->first_rounds : whole;
-  if (ps__is_ring(sp->plan))
-    out->device_bytes = firsts * out->device_bytes + (whole - firsts) * kept;
-  first = firsts * first + (whole - firsts) * other;
-  out->unaliased_bytes = first;
-  out->host_bytes = first > aliased ? first - aliased : 0;
-  if (left && (left < at_once ? left : at_once) * other > out->host_bytes)
-    out->host_bytes = (left < at_once ? left : at_once) * other;
-}
-
-/* ---- bounds ---------------------------------------------------------------------------------- */
 
 static double larger(double a, double b) { return a > b ? a : b; }
 
@@ -416,7 +255,43 @@ static double larger(double a, double b) { return a > b ? a : b; }
 typedef struct traffic {
   double to_device, to_host, host_ops, device_sums, device_updates, updates;
   double blocks; /* parameters of the streamed blocks, once */
+  /* what the prefetch distance saves at most (passes_led()), by its number */
+  double led[PS__N_AHEADS];
 } traffic;
+
+/* How many of the @passes of the layer in each round find its parameters there because of the
+ * prefetch distance, in a step at most. Layer passes are as make_passes() in step/units.c numbers
+ * them. Towards the end of a round those of the next one are due four times as early: with few
+ * layers all of them are. In a ring rounds run behind each other, and what one of them has used
+ * last another one still uses. */
+static double passes_led(const ps__search_space *sp, const ps__layout *l, uint32_t layer,
+                         bool table_on_host, uint32_t ahead, double passes) {
+  const ps_model *m = sp->plan->model;
+  const bool ring = ps__is_ring(sp->plan);
+  const uint32_t layers = m->cfg.n_layers, trained = ps__first_trained(m), lead = 4 * ahead,
+                 first = trained > 1 ? trained : 1,
+                 backward = first <= layers ? layers - first + 1 : 0,
+                 a_round = layers + 3 + backward, behind = ring ? ps__rounds_at_once(sp, l) - 1 : 0,
+                 last = ps__is_block(m, layer) && layer >= first ? 2 * layers + 2 - layer
+                        : layer == 0 && ps__tied(m)              ? layers + 1
+                                                                 : layer,
+                 /* the first block's come with the rows of an embedding on the host */
+      sooner = table_on_host + behind;
+  const double rounds = device_rounds(sp, l);
+  const bool in_round = ring && passes > 1 && layers + 1 - layer <= ahead;
+  const double again = layers + sooner <= lead ? passes : a_round + layer - last <= lead + sooner;
+  return again * (rounds - 1) + in_round * rounds;
+}
+
+/* BYTES of the embedding rows of device 0's tokens. */
+static double lookups_of_device(const ps__search_space *sp, const ps__layout *l) {
+  const uint32_t next = ps__is_ring(sp->plan) ? 1 : sp->plan->at->n_devices;
+  double tokens = 0;
+  for (uint32_t r = 0; r < l->n_rounds; r += next)
+    for (uint32_t c = 0; c < l->round[r].n_chunks; c++)
+      tokens += l->chunk[l->round[r].first_chunk + c].n_tokens;
+  return ps__lookup_bytes(sp, l) * tokens / (double)l->n_tokens;
+}
 
 static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
                             const ps__residency *r) {
@@ -435,7 +310,9 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
    * counted with the saved activations. */
   if (table_on_host) {
     t.to_device = rows * ps__lookup_bytes(sp, l);
-    t.to_host = rows * 4.0 * (double)l->n_tokens;
+    t.to_host = m->unit[0].frozen ? -lookups_of_device(sp, l) : rows * 4.0 * (double)l->n_tokens;
+  }
+  if (table_on_host && !m->unit[0].frozen) {
     t.host_ops = 3 * ps__lookup_bytes(sp, l) + ps__table_bytes(sp);
     t.updates = update * (double)m->unit[0].n;
   }
@@ -462,16 +339,18 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
     const bool may_hold = sp->plan->holds && ps__is_block(m, layer),
                sums_may_leave = may_hold && !ps__totals_on_host(sp->plan);
     if (ps__dealt_to(sp->plan, layer) != 0 || shared) {
-      t.host_ops += frozen ? 0 : added;
+      t.host_ops += frozen || pieces ? 0 : added;
       t.updates += frozen || may_hold ? 0 : update * n;
       continue;
     }
     if (!stays && (frozen || !r->state))
       t.to_device += part * passes * bytes * rounds;
-    else if (stays && !frozen && !r->state)
+    else if (stays && !frozen && !r->state && !sums_may_leave)
       t.to_device += part * bytes;
     if ((frozen || !r->state) && !stays && ps__is_block(m, layer))
       t.blocks += bytes;
+    for (uint32_t ahead = 0; ahead < PS__N_AHEADS && (frozen || !r->state) && !stays; ahead++)
+      t.led[ahead] += part * bytes * passes_led(sp, l, layer, table_on_host, ahead, passes);
     if (frozen)
       continue;
     const bool streamed = in_blocks && !r->state;
@@ -480,14 +359,20 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
       t.to_device += state;
       t.to_host += state;
     }
-    t.to_host += r->state || streamed ? bytes
-                 : grads              ? bytes
-                 : pieces             ? share * bytes * rounds
-                                      : (dealt && layer ? 1 : share) * contributions * bytes;
+    /* in a ring the slices of a shared head may be other devices', but no chunk of the embedding */
+    double sent_by_device = dealt && layer ? contributions : share * contributions;
+    if (dealt && sent_by_device > (m->unit[u].by_chunk ? sums.by_chunk : 0))
+      sent_by_device = m->unit[u].by_chunk ? sums.by_chunk : 0;
+    t.to_host += r->state || streamed               ? bytes
+                 : grads || (may_hold && r->blocks) ? bytes
+                 : pieces                           ? share * bytes * rounds
+                                                    : sent_by_device * bytes;
     if (pieces)
       t.to_device += share * bytes * (rounds - 1);
-    if (grads || pieces)
-      t.device_sums += part * added;
+    if (grads)
+      t.device_sums += added;
+    else if (pieces)
+      ;
     else if (!r->state && !sums_may_leave)
       t.host_ops += added;
     if (r->state || (streamed && !may_hold))
@@ -507,6 +392,17 @@ static traffic with_kept_parameters(const ps__search_space *sp, const traffic *o
   traffic t = *of;
   const double kept = larger((double)s->device_bytes, (double)(ahead * layer_bytes(sp, 1)));
   t.to_device -= (device_rounds(sp, l) - 1) * (kept < t.blocks ? kept : t.blocks);
+  return t;
+}
+
+/* The same for the bound: by what ps__spec.blocks_kept leaves room for, and by what the prefetch
+ * distance keeps. */
+static traffic at_least(const ps__search_space *sp, const traffic *of, const ps__layout *l,
+                        const ps__saved_sums *s, uint32_t ahead) {
+  traffic t = *of;
+  t.to_device -= t.led[ahead] +
+                 (device_rounds(sp, l) - 1) * (s->room_bytes < t.blocks ? s->room_bytes : t.blocks);
+  t.to_device = larger(t.to_device, 0);
   return t;
 }
 
@@ -588,17 +484,18 @@ static double estimate_of(const ps__search_space *sp, const ps__microbatch_base 
 /* @special: those for short host memory, else the usual ones. */
 static ps_status add_candidates(ps__search_space *sp, uint32_t idx, bool special) {
   ps__microbatch *mb = &sp->microbatch[idx];
-  recompute_table *table = NULL;
+  ps__recompute_table *table = NULL;
   uint32_t *of_chunk = NULL;
   const uint32_t step = mb->coarse ? 3 : 1;
-  ps_status st = recompute_tables(sp, mb, &table, &of_chunk);
+  ps_status st = ps__recompute_tables(sp, mb, &table, &of_chunk);
   traffic t[PS__N_RESIDENCIES];
   const ps__microbatch_base *base[PS__N_RESIDENCIES];
-  uint64_t device[PS__N_RESIDENCIES], host[PS__N_RESIDENCIES], free[PS__N_RESIDENCIES];
+  uint64_t stays[PS__N_RESIDENCIES], totals[PS__N_RESIDENCIES], host[PS__N_RESIDENCIES],
+      free[PS__N_RESIDENCIES];
   for (uint32_t r = 0; r < PS__N_RESIDENCIES; r++) {
     t[r] = unit_traffic(sp, &mb->layout, &ps__residencies[r]);
     base[r] = &mb->base[ps__embed_on_host(sp, &mb->layout, &ps__residencies[r])];
-    device[r] = base[r]->device_bytes + ps__staying_bytes(sp, &mb->layout, &ps__residencies[r]);
+    stays[r] = ps__staying_bytes(sp, &mb->layout, &ps__residencies[r], &totals[r]);
     host[r] = base[r]->host_bytes + ps__host_state_bytes(sp, &mb->layout, &ps__residencies[r]);
     free[r] = ps__pageable_bytes(sp, &mb->layout, &ps__residencies[r]);
   }
@@ -619,18 +516,23 @@ static ps_status add_candidates(ps__search_space *sp, uint32_t idx, bool special
             (m.keep.passing && mb->layout.n_rounds > sp->plan->at->n_devices))
           continue;
         if (again != m.keep.again)
-          sum_saved(sp, mb, &m, table, of_chunk, &s);
+          ps__sum_saved(sp, mb, &m, table, of_chunk, &s);
         again = m.keep.again;
         m.streamed = (uint8_t)ps__blocks_of(sp, &m.keep);
         m.ahead = (uint8_t)(i % PS__N_AHEADS);
         const traffic now = with_kept_parameters(sp, &t[m.residency], &mb->layout, &s, m.ahead);
-        m.bound_ns = bound_of(sp, base[m.residency], &s, &now);
+        const traffic least = at_least(sp, &t[m.residency], &mb->layout, &s, m.ahead);
+        m.bound_ns = bound_of(sp, base[m.residency], &s, &least);
         m.estimate_ns = larger(m.bound_ns, estimate_of(sp, base[m.residency], &s, &now, m.ahead));
         const uint64_t saved = m.keep.passing ? s.unaliased_bytes : s.host_bytes,
                        arena = host[m.residency] - base[m.residency]->host_bytes + saved,
                        pinned = arena > free[m.residency] ? arena - free[m.residency] : 0;
-        m.bytes[PS__DEVICE_MEM] =
-            device[m.residency] + s.device_bytes + ps__page_table_bytes(&sp->plan->hw, pinned);
+        const ps__microbatch_base *at = base[m.residency];
+        const uint64_t in_first = at->device_bytes[0] + s.device_bytes,
+                       in_second = at->device_bytes[1] + s.second_bytes + totals[m.residency];
+        m.bytes[PS__DEVICE_MEM] = stays[m.residency] +
+                                  (in_first > in_second ? in_first : in_second) +
+                                  ps__page_table_bytes(&sp->plan->hw, pinned);
         m.bytes[PS__HOST_MEM] = host[m.residency] + saved;
         m.bytes[PS__PINNED_MEM] = pinned;
         if (!ps__grow((void **)&sp->candidate, sp->n_candidates, &sp->cap_candidates,

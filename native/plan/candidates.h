@@ -89,8 +89,9 @@ typedef struct ps__microbatch_base {
   double compute_ns;    /* of the compute stream, without recomputation */
   double forward_ns[2]; /* of forward passes alone: of a step, of the first round */
   uint64_t batch_bytes; /* copied to the device in a step */
-  /* that every candidate takes, besides saved activations and units */
-  uint64_t device_bytes, host_bytes;
+  /* that every candidate takes, besides saved activations and units: on the device in the head of
+   * the first round; with one device, in that of the second; on the host */
+  uint64_t device_bytes[2], host_bytes;
 } ps__microbatch_base;
 
 typedef struct ps__microbatch {
@@ -109,10 +110,12 @@ typedef struct ps__microbatch {
 
 /* What the saved activations of all (layer, chunk) cost, for given parts on the device and host. */
 typedef struct ps__saved_sums {
-  double recompute_ns;               /* of a step, at least */
-  uint64_t device_bytes, host_bytes; /* of the round that takes the most; on the host at least */
-  uint64_t unaliased_bytes;          /* the same on the host, where gradients lend them no memory */
-  double offloaded_bytes;            /* copied to the host, and back, in a step */
+  double recompute_ns;                 /* of a step, at least */
+  uint64_t device_bytes, second_bytes; /* of the first round; with one device, of the second */
+  uint64_t host_bytes;                 /* of the round that takes the most, at least */
+  uint64_t unaliased_bytes; /* the same on the host, where gradients lend them no memory */
+  double offloaded_bytes;   /* copied to the host, and back, in a step */
+  double room_bytes; /* on all devices in a round, as ps__decide() counts it for blocks_kept */
 } ps__saved_sums;
 
 typedef struct ps__search_space {
@@ -164,13 +167,34 @@ double ps__offloaded_part_bytes(const ps__search_space *sp, const ps__candidate 
 double ps__unit_part_bytes(const ps__search_space *sp);
 double ps__total_part_bytes(const ps__search_space *sp, const ps__candidate *m);
 
+/* ---- what is saved (saved.c) ----------------------------------------------------------------- */
+/* How many rounds run at once. */
+static inline uint32_t ps__rounds_at_once(const ps__search_space *sp, const ps__layout *l) {
+  const uint32_t n = sp->plan->at->n_devices;
+  return l->n_rounds < n ? l->n_rounds : n;
+}
+/* What a block recomputes, by what is saved: one for each shape of a chunk and each definition.
+ * ps__recompute_tables() - those of a configuration, and for each chunk the place of its first one.
+ * Errors: PS_ENOMEM. The caller frees both, also after an error.
+ * ps__sum_saved() - of a candidate of which keep.again, device, host and extra are set. All sums
+ * are such that the candidate takes as much or more.
+ * ps__saved_of_round() - BYTES of all that may be saved of a round. */
+typedef struct ps__recompute_table ps__recompute_table;
+ps_status ps__recompute_tables(const ps__search_space *sp, const ps__microbatch *mb,
+                               ps__recompute_table **table, uint32_t **of_chunk);
+void ps__sum_saved(const ps__search_space *sp, const ps__microbatch *mb, const ps__candidate *m,
+                   const ps__recompute_table *table, const uint32_t *of_chunk, ps__saved_sums *out);
+uint64_t ps__saved_of_round(const ps__search_space *sp, const ps__layout *l, uint32_t round);
+
 /* ---- what a residency takes (residency.c) ---------------------------------------------------- */
 /* ps__unit_state_bytes() - BYTES of optimizer state and master weights of a unit.
- * ps__staying_bytes() - device BYTES of the units that stay there, at least.
+ * ps__staying_bytes() - device BYTES of the units' parameters and state that stay there, at least.
+ * *totals: of the totals that are there too, from the first round's backward pass on.
  * ps__host_state_bytes() - host BYTES of parameters, optimizer state and gradients, at least.
  * ps__pageable_bytes() - what of the host's arena need not be pinned, at most. */
 uint64_t ps__unit_state_bytes(const ps__search_space *sp, uint32_t unit);
-uint64_t ps__staying_bytes(const ps__search_space *sp, const ps__layout *l, const ps__residency *r);
+uint64_t ps__staying_bytes(const ps__search_space *sp, const ps__layout *l, const ps__residency *r,
+                           uint64_t *totals);
 uint64_t ps__host_state_bytes(const ps__search_space *sp, const ps__layout *l,
                               const ps__residency *r);
 uint64_t ps__pageable_bytes(const ps__search_space *sp, const ps__layout *l,

@@ -51,6 +51,7 @@ typedef struct ps__search {
   /* BYTES of the optimizer state of the first so many blocks: of all, and of those that one device
    * holds, the one that holds the most (held.c) */
   uint64_t held_bytes[256], held_there[256];
+  uint64_t held_totals[256];           /* BYTES of totals that these blocks may lack on the host */
   int kind;                            /* of the candidates: ps__kind_of() */
   bool large;                          /* not all candidates can be evaluated */
   bool prune;                          /* skip by the slack below, and what is evaluated */

@@ -19,6 +19,17 @@ static uint32_t most_blocks(const ps_plan *p) {
   return p->model->cfg.n_layers < 255 ? p->model->cfg.n_layers : 255;
 }
 
+/* BYTES of a block's totals on the host that a candidate may lack because it holds the block's
+ * state. With several devices totals are complete on the host. */
+static uint64_t total_bytes(const ps_plan *p, uint32_t block) {
+  const ps__layer *l = &p->model->layer[block];
+  const ps__storage w = ps__weight_storage(p->model);
+  uint64_t bytes = 0;
+  for (uint32_t u = l->first_unit; u < l->first_unit + l->n_units && !ps__totals_on_host(p); u++)
+    bytes += p->model->unit[u].frozen ? 0 : ps__stored_bytes(w, p->model->unit[u].n);
+  return bytes;
+}
+
 static uint64_t block_bytes(const ps_plan *p, uint32_t block) {
   const ps__recipe *r = &ps__recipes[ps__plan_row(&p->cfg)];
   const ps__layer *l = &p->model->layer[block];
@@ -37,6 +48,7 @@ void ps__held_init(ps__search *s) {
     uint64_t *here = &on[ps__updater_of_layer(n, s->plan->at->n_devices)];
     *here += bytes;
     s->held_bytes[n] = s->held_bytes[n - 1] + bytes;
+    s->held_totals[n] = s->held_totals[n - 1] + total_bytes(s->plan, n);
     s->held_there[n] = s->held_there[n - 1] > *here ? s->held_there[n - 1] : *here;
   }
 }
@@ -69,7 +81,8 @@ void ps__hold_all_that_fit(const ps__search *s, uint64_t bytes[PS__N_MEMS]) {
   const uint64_t cap = s->cap[PS__DEVICE_MEM], taken = bytes[PS__DEVICE_MEM];
   if (!s->plan->holds || taken >= cap)
     return;
-  const uint64_t held = s->held_bytes[blocks_within(s, cap == UINT64_MAX ? cap : cap - taken)];
+  const uint8_t n = blocks_within(s, cap == UINT64_MAX ? cap : cap - taken);
+  const uint64_t held = s->held_bytes[n] + s->held_totals[n];
   bytes[PS__HOST_MEM] -= held < bytes[PS__HOST_MEM] ? held : bytes[PS__HOST_MEM];
 }
 

@@ -10,11 +10,12 @@ uint64_t ps__unit_state_bytes(const ps__search_space *sp, uint32_t unit) {
          ps__master_bytes(recipe, n);
 }
 
-uint64_t ps__staying_bytes(const ps__search_space *sp, const ps__layout *l,
-                           const ps__residency *r) {
+uint64_t ps__staying_bytes(const ps__search_space *sp, const ps__layout *l, const ps__residency *r,
+                           uint64_t *totals) {
   const ps__contributions sums = ps__contributions_of(l, ps__head_slice(sp->plan, l->chunk_tokens),
                                                       sp->plan->model->dt, false);
   uint64_t bytes = 0;
+  *totals = 0;
   for (uint32_t u = ps__embed_on_host(sp, l, r); u < sp->plan->model->n_units; u++) {
     const uint32_t layer = sp->plan->model->unit[u].layer;
     if (ps__dealt_to(sp->plan, layer) != 0)
@@ -27,7 +28,7 @@ uint64_t ps__staying_bytes(const ps__search_space *sp, const ps__layout *l,
     if (r->state && !sp->plan->model->unit[u].frozen)
       bytes += ps__unit_state_bytes(sp, u);
     if (grads && several && l->n_rounds > 1)
-      bytes += ps__unit_bytes(sp, u);
+      *totals += ps__unit_bytes(sp, u);
   }
   return bytes;
 }

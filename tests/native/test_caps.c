@@ -1,5 +1,5 @@
-/* test_caps.c - what plans are said to take and to lack: a candidate's bound of host memory is one
- * and counts what it can, the caps hold for what runs in the place of the plan's step, and a GPU
+/* test_caps.c - what plans are said to take and to lack: a candidate's bounds of memory and time are
+ * such and count what they can, the caps hold for what runs in the place of the plan's step, and a GPU
  * without attention for rows with several documents is told.
  * Usage: test_caps [all: more candidates, more caps of pinned memory | bounds: no plans that are
  * searched for, which take minutes under a sanitizer] */
@@ -56,7 +56,12 @@ static void check_candidate(const ps__search_space *sp, const ps__candidate *m, 
   const uint64_t arena = s.space_bytes[host];
   CHECK(m->bytes[PS__HOST_MEM] <=
         (ps__kind_of(&m->keep) == PS__KIND_USUAL ? ps__arena_round(arena) : arena) + over);
-  CHECK(m->bytes[PS__PINNED_MEM] <= ps__pinned_bytes(arena, s.pageable_bytes));
+  const uint64_t pinned = ps__pinned_bytes(arena, s.pageable_bytes);
+  CHECK(m->bytes[PS__PINNED_MEM] <= pinned);
+  CHECK(m->bytes[PS__DEVICE_MEM] <=
+        ps__largest_device(s.at, s.space_bytes) +
+            ps__device_overhead(&p->hw, p->model->fp8.on, s.at, s.scratch_bytes, &scratch) +
+            ps__net_memory(p) + ps__page_table_bytes(&p->hw, pinned));
   const uint64_t apart =
       sp->microbatch[m->microbatch].base[ps__embed_on_host(sp, l, &m->keep)].host_bytes;
   const uint32_t at_once = p->at->n_devices;
@@ -171,6 +176,64 @@ static void test_again_in_a_larger_round(void) {
     if (sp.candidate[i].keep.again && n++ % 10 == 0)
       check_candidate(&sp, &sp.candidate[i], false);
   CHECK(n > 100);
+  ps__search_space_free(&sp);
+  CHECK(ps_plan_destroy(p) == PS_OK);
+}
+
+/* All that a step of the candidate takes on the device and on the host, arenas not rounded up, is
+ * its bound or more. So is its time. */
+static void check_all_bounds(const ps__search_space *sp, const ps__candidate *m) {
+  const ps_plan *p = sp->plan;
+  const ps__layout *l = &sp->microbatch[m->microbatch].layout;
+  ps__step_hooks hooks;
+  ps__spec spec;
+  ps__step s;
+  uint64_t scratch, trace;
+  check_candidate(sp, m, false);
+  check_least_time(sp, m);
+  CHECK(ps__candidate_spec(sp, m, l, &spec) == PS_OK);
+  CHECK(ps__step_build(&s, p->model, l, &spec, &hooks) == PS_OK);
+  CHECK(m->bytes[PS__HOST_MEM] <=
+        s.space_bytes[p->at->host] + ps__host_overhead(p, &s, &p->guests, &scratch, &trace));
+  ps__step_free(&s);
+  ps__spec_free(&spec);
+}
+
+/* Each of these had candidates that took less than their bound said: two rounds, of which the first
+ * has no totals in its head, and the second is smaller; slices of a sequence, whose keys and values
+ * are one tensor; a frozen table on the host, which no update reads. */
+static const struct cut {
+  uint32_t seq_len, sequences, chunk_tokens, a_round, n_layers, dim, vocab, n_frozen, grads;
+} cuts[] = {
+    {64, 3, 64, 2, .n_layers = 4, .dim = 32, .vocab = 64, .grads = 32},
+    {4096, 2, 2048, 4, .n_layers = 16, .dim = 16, .vocab = 64},
+    {64, 2, 64, 2, .n_layers = 4, .dim = 32, .vocab = 1 << 17, .n_frozen = 3},
+};
+
+static void test_bounds_of_a_cut(const struct cut *c) {
+  ps_model_config m = model;
+  ps_plan_config cfg = config();
+  ps_hardware machine = {.struct_bytes = sizeof machine};
+  static ps__search_space sp; /* 48 KB */
+  ps_plan *p;
+  uint32_t n = 0;
+  CHECK(ps_hardware_of_gpu(&machine, "h200") == PS_OK);
+  m.n_layers = c->n_layers;
+  m.dim = c->dim, m.ffn_dim = 2 * c->dim;
+  m.vocab_size = c->vocab;
+  cfg.seq_len = c->seq_len;
+  cfg.tokens_per_step = (uint64_t)c->sequences * c->seq_len;
+  cfg.chunk_tokens = c->chunk_tokens;
+  cfg.chunks_per_round = c->a_round;
+  cfg.n_frozen_layers = c->n_frozen;
+  CHECK(ps__plan_new(&p, &m, &cfg, &machine) == PS_OK);
+  CHECK(ps__search_space_init(&sp, p, UINT64_MAX, &p->hooks) == PS_OK);
+  for (size_t i = 0; i < sp.n_candidates; i++) {
+    const ps__candidate *of = &sp.candidate[i];
+    if (of->keep.grads >= c->grads && n++ % (everything ? 1 : 7) == 0)
+      check_all_bounds(&sp, of);
+  }
+  CHECK(n > 50);
   ps__search_space_free(&sp);
   CHECK(ps_plan_destroy(p) == PS_OK);
 }
@@ -454,7 +517,9 @@ int main(int argc, char **argv) {
     test_bounds(0, 4, backend, PS_CLIP_BY_PREVIOUS, 2);
   }
   test_again_in_a_larger_round();
-  printf("ok candidates take as much host memory as they are said to, or more\n");
+  for (size_t i = 0; i < sizeof cuts / sizeof *cuts; i++)
+    test_bounds_of_a_cut(&cuts[i]);
+  printf("ok candidates take as much memory and time as they are said to, or more\n");
   if (argc > 1 && !strcmp(argv[1], "bounds")) {
     CHECK(ps__live_allocations() == before);
     return 0;

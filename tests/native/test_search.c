@@ -1,9 +1,10 @@
 /* The planner's search for random configurations, most of them odd: it ends within a bounded
- * time and memory, and what it plans keeps to its caps. Under UBSan: no number wraps.
+ * time and memory, and what it plans keeps to its caps. Under UBSan: no number wraps. What it rules
+ * candidates out by are bounds: of random candidates, too.
  * PENSTOCK_SEARCHES=N: so many instead of 3 (1 under a sanitizer), from PENSTOCK_SEED on.
  * Usage: test_search [all: 8 searches, of which some take long] */
 #include "check.h"
-#include <penstock/plan.h>
+#include "plan/evaluate.h"
 #include <stdio.h>
 #include <string.h>
 #include <sys/resource.h>
@@ -117,6 +118,100 @@ static void plan_one(uint64_t *state, uint64_t seed, const ps_hardware *cpu) {
   }
 }
 
+/* ---- bounds ---------------------------------------------------------------------------------- */
+
+/* The work of a step of @m: no simulation of it is shorter. @taken: BYTES, arenas not rounded up. */
+static double take(const ps__search_space *sp, const ps__candidate *m, ps__evaluation_arrays *a,
+                   uint64_t taken[PS__N_MEMS]) {
+  const ps_plan *p = sp->plan;
+  uint64_t arena[PS_MAX_PLACES], scratch, trace;
+  ps__step_hooks hooks;
+  ps__spec spec;
+  ps__step s;
+  double ns;
+  CHECK(ps__candidate_spec(sp, m, &sp->microbatch[m->microbatch].layout, &spec) == PS_OK);
+  CHECK(ps__step_emit_in(&s, &a->step, p->model, &sp->microbatch[m->microbatch].layout, &spec,
+                         &hooks) == PS_OK);
+  for (uint32_t i = 0; i < p->at->n_places; i++)
+    arena[i] = ps__memmap_bound(s.vt, s.n_vt, (uint32_t)s.n_op, i);
+  const uint64_t host = arena[p->at->host];
+  taken[PS__PINNED_MEM] = ps__pinned_bytes(host, s.pageable_bytes);
+  taken[PS__HOST_MEM] = host + ps__host_overhead(p, &s, &p->guests, &scratch, &trace);
+  taken[PS__DEVICE_MEM] =
+      ps__largest_device(s.at, arena) +
+      ps__device_overhead(&p->hw, p->model->fp8.on, s.at, s.scratch_bytes, &scratch) +
+      ps__net_memory(p) + ps__page_table_bytes(&p->hw, taken[PS__PINNED_MEM]);
+  CHECK(ps__least_ns(&p->hw, &s, a, &ns) == PS_OK);
+  ps__step_leave(&s, &a->step);
+  ps__spec_free(&spec);
+  return ns;
+}
+
+/* A candidate is not ruled out by more than it takes: neither by its own bounds nor by the work of
+ * the one that keeps all saved activations on the device. */
+static void check_bounds(const ps__search_space *sp, const ps__candidate *m,
+                         ps__evaluation_arrays *a) {
+  ps__candidate all = *m;
+  uint64_t taken[PS__N_MEMS], unused[PS__N_MEMS];
+  const double most = take(sp, m, a, taken) * (1 + 1e-9); /* sums in another order */
+  for (uint32_t i = 0; i < PS__N_MEMS; i++)
+    CHECK(m->bytes[i] <= taken[i]);
+  CHECK(m->bound_ns <= most);
+  all.device = PS__SAVED_PARTS;
+  all.host = 0;
+  CHECK(take(sp, &all, a, unused) <= most);
+}
+
+/* Of one random model and step a few candidates. */
+static uint32_t check_some_bounds(uint64_t seed, const ps_hardware *cpu) {
+  enum { CANDIDATES = 12, MOST_OPS = 20000 };
+  uint64_t at = mix64(seed), *state = &at;
+  const ps_model_config model = random_model(state);
+  ps_plan_config cfg = random_config(state);
+  ps_hardware hw = *cpu;
+  static ps__search_space sp; /* 48 KB */
+  ps__evaluation_arrays arrays = {0};
+  ps_plan *p;
+  uint32_t n = 0;
+  cfg.seq_len = ONE_OF(1, 17, 64, 127, 512, 1025, 8191);
+  cfg.tokens_per_step = cfg.seq_len * ONE_OF(1, 2, 3, 5, 8, 13);
+  cfg.chunk_tokens = rnd_below(state, 2) ? 1 + cfg.seq_len / ONE_OF(2, 3, 7) : 0;
+  cfg.chunk_tokens = cfg.chunk_tokens < cfg.seq_len ? cfg.chunk_tokens : 0;
+  cfg.clip_by = cfg.clip_norm > 0 ? rnd_below(state, 2) : 0;
+  cfg.layout = cfg.n_devices > 1 ? rnd_below(state, 2) && cfg.n_devices <= model.n_layers
+                                       ? PS_LAYOUT_RING
+                                       : PS_LAYOUT_DATA_PARALLEL
+                                 : PS_LAYOUT_AUTO;
+  if (rnd_below(state, 3) == 0)
+    cfg.lora = (ps_lora){.rank = 4, .targets = PS_LORA_ALL, .alpha = 8};
+  else if (rnd_below(state, 3) == 0)
+    cfg.n_frozen_layers = 1 + rnd_below(state, model.n_layers + 1);
+  if (rnd_below(state, 2))
+    CHECK(ps_hardware_of_gpu(&hw, "h200") == PS_OK);
+  CHECK(ps__plan_new(&p, &model, &cfg, &hw) == PS_OK);
+  CHECK(ps__search_space_init(&sp, p, rnd_below(state, 2) ? 0 : UINT64_MAX, &p->hooks) == PS_OK);
+  for (uint32_t i = 0; i < CANDIDATES; i++) {
+    const ps__candidate *m = &sp.candidate[rnd(state) % sp.n_candidates];
+    if (sp.microbatch[m->microbatch].n_ops > MOST_OPS)
+      continue;
+    check_bounds(&sp, m, &arrays);
+    n++;
+  }
+  ps__evaluation_arrays_free(&arrays);
+  ps__search_space_free(&sp);
+  CHECK(ps_plan_destroy(p) == PS_OK);
+  return n;
+}
+
+static void test_bounds(uint64_t first, uint64_t n, const ps_hardware *cpu) {
+  uint64_t checked = 0;
+  for (uint64_t seed = first; seed < first + n; seed++)
+    checked += check_some_bounds(seed, cpu);
+  CHECK(checked > n);
+  printf("ok %llu candidates take as much memory and time as their bounds say, or more\n",
+         (unsigned long long)checked);
+}
+
 /* More of a share than an int can count would fit: the same plan as without a cap. */
 static void test_a_cap_far_beyond(const ps_hardware *cpu) {
   const ps_model_config model = {.struct_bytes = sizeof model,
@@ -210,6 +305,7 @@ int main(int argc, char **argv) {
   ps_hardware hw = {.struct_bytes = sizeof hw};
   CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
   const int64_t before = ps__live_allocations();
+  test_bounds(first, all ? 1000 : SLOWER > 1 ? 4 : 60, &hw);
   test_a_cap_far_beyond(&hw);
   test_shared_evaluations(&hw);
   for (uint64_t seed = first; seed < first + n; seed++) {
