@@ -185,10 +185,24 @@ static ps_status evaluate_rings(ps__search *s) {
   return PS_OK;
 }
 
-/* Whether the step is slower than the best one even if it kept all saved activations on the device:
- * what is offloaded or recomputed adds ops, and the fewer of them stay, the fewer parameters are
- * kept across rounds. Many candidates differ in nothing else, and share what this costs. A block
- * that holds its state may take its update off the busiest stream. */
+/* Whether the step is slower than the best one even if it kept all saved activations on the device.
+ * Many candidates differ in nothing else, and share what this costs.
+ *
+ * Each op of that step has one in the candidate's step on the same stream, with the same arguments
+ * and the same work:
+ *   - the forward, head and backward ops of all chunks, the batch, losses, contributions, sums and
+ *     updates do not depend on policies;
+ *   - an op that it recomputes is one whose results are never saved, or are needed by those alone:
+ *     the candidate, which has no more at hand, recomputes it too;
+ *   - it fetches parameters where they are not there. Blocks are kept across rounds while what is
+ *     saved on the device has room for them, which is the most here, and nothing else of a layer
+ *     pass's fetches depends on policies.
+ * What an op costs alone, and what it takes of shared resources, follows from its stream, arguments
+ * and work. So with any number of threads for sums each stream and each resource works as much in
+ * the candidate's step, or more, and ps__least_ns() is no less.
+ *
+ * A block that holds its state is the exception: how many do follows from the bytes, and its update
+ * may leave the busiest stream. */
 static ps_status is_slower_in_any_case(ps__search *s, const ps__candidate *m, bool *out) {
   double *least = &s->least_ns[m->microbatch][m->residency][m->ahead];
   *out = false;
