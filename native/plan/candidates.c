@@ -150,8 +150,8 @@ static ps_status boundary_bytes(const ps__search_space *sp, const ps__step *s, u
   return PS_OK;
 }
 
-/* Ops that a candidate may lack: they are not on compute streams. What it fetches, sends and adds on
- * the host depends on what stays on the device. */
+/* Ops that a candidate may lack: they are not on compute streams. What it fetches, sends and adds
+ * on the host depends on what stays on the device. */
 static uint64_t ops_of_units(const ps__step *s) {
   uint64_t n = 0;
   for (size_t i = 0; i < s->n_op; i++)

@@ -151,8 +151,8 @@ typedef struct away_bytes {
   uint64_t first, other, last, ends;
 } away_bytes;
 
-/* BYTES on the host of the rounds from @from on that run at once, after the last one's forward pass.
- * In a ring the others have begun to fetch by then: as far ahead as two chunk passes. */
+/* BYTES on the host of the rounds from @from on that run at once, after the last one's forward
+ * pass. In a ring the others have begun to fetch by then: as far ahead as two chunk passes. */
 static uint64_t offloaded_at_once(const ps__search_space *sp, const ps__layout *l, uint32_t from,
                                   const away_bytes *away) {
   const uint64_t fetched = ps__is_ring(sp->plan) ? away->ends : 0;

@@ -1,6 +1,6 @@
-/* test_caps.c - what plans are said to take and to lack: a candidate's bounds of memory and time are
- * such and count what they can, the caps hold for what runs in the place of the plan's step, and a GPU
- * without attention for rows with several documents is told.
+/* test_caps.c - what plans are said to take and to lack: a candidate's bounds of memory and time
+ * are such and count what they can, the caps hold for what runs in the place of the plan's step,
+ * and a GPU without attention for rows with several documents is told.
  * Usage: test_caps [all: more candidates, more caps of pinned memory | bounds: no plans that are
  * searched for, which take minutes under a sanitizer] */
 #include "check.h"

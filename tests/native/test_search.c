@@ -120,7 +120,8 @@ static void plan_one(uint64_t *state, uint64_t seed, const ps_hardware *cpu) {
 
 /* ---- bounds ---------------------------------------------------------------------------------- */
 
-/* The work of a step of @m: no simulation of it is shorter. @taken: BYTES, arenas not rounded up. */
+/* The work of a step of @m: no simulation of it is shorter. @taken: BYTES, arenas not rounded
+ * up. */
 static double take(const ps__search_space *sp, const ps__candidate *m, ps__evaluation_arrays *a,
                    uint64_t taken[PS__N_MEMS]) {
   const ps_plan *p = sp->plan;
