@@ -230,7 +230,7 @@ static void test_bounds_of_a_cut(const struct cut *c) {
   CHECK(ps__search_space_init(&sp, p, UINT64_MAX, &p->hooks) == PS_OK);
   for (size_t i = 0; i < sp.n_candidates; i++) {
     const ps__candidate *of = &sp.candidate[i];
-    if (of->keep.grads >= c->grads && n++ % (everything ? 1 : 7) == 0)
+    if (of->keep.grads >= c->grads && n++ % (everything ? 3 : 7) == 0)
       check_all_bounds(&sp, of);
   }
   CHECK(n > 50);
