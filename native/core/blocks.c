@@ -17,13 +17,13 @@ static uint32_t amax_bits(const float *x, uint32_t n) {
 
 /* ---- codes ----------------------------------------------------------------------------------- */
 
-/* The nearest value. Halfway it is the lower one. */
-static uint32_t nf4_code(float x) {
+enum { NF4_MIDDLES = 15 };
+
+/* The nearest value. Halfway it is the lower one. @middle[i]: halfway from value i to the next. */
+static uint32_t nf4_code(const double *middle, float x) {
   uint32_t code = 0;
-  for (uint32_t step = 8; step; step /= 2) {
-    const double middle = ((double)nf4[code + step - 1] + (double)nf4[code + step]) / 2;
-    code += (double)x > middle ? step : 0;
-  }
+  for (uint32_t step = 8; step; step /= 2)
+    code += (double)x > middle[code + step - 1] ? step : 0;
   return code;
 }
 
@@ -49,8 +49,12 @@ static void quantize_fp8(uint8_t *dst, const float *x, uint32_t n) {
 static void quantize_nf4(uint8_t *dst, const float *x, uint32_t n) {
   const uint16_t scale = ps__f32_to_bf16(ps__bits_float(amax_bits(x, n)));
   const float s = ps__bf16_to_f32(scale);
+  double middle[NF4_MIDDLES];
+  for (uint32_t i = 0; i < NF4_MIDDLES; i++)
+    middle[i] = ((double)nf4[i] + (double)nf4[i + 1]) / 2;
   for (uint32_t i = 0; i < n; i += 2) {
-    const uint32_t low = nf4_code(s > 0 ? x[i] / s : 0), high = nf4_code(s > 0 ? x[i + 1] / s : 0);
+    const uint32_t low = nf4_code(middle, s > 0 ? x[i] / s : 0),
+                   high = nf4_code(middle, s > 0 ? x[i + 1] / s : 0);
     dst[i / 2] = (uint8_t)(low | high << 4);
   }
   memcpy(dst + n / 2, &scale, sizeof scale);

@@ -49,18 +49,31 @@ static void zero_pad(const ps_trainer *t) {
     memset(ps__array_at(t, 0, what, (uint64_t)a->pad * a->dim), 0, row);
 }
 
-/* A quantized parameter, by way of @plain, which has room for PLAIN numbers. */
-enum { PLAIN = 16 * PART };
-static void init_quantized(const ps_trainer *t, const ps_param_info *p, ps__pool *pool, init_job j,
-                           char *plain) {
-  const uint64_t element0 = j.element0;
-  j.dst = plain;
-  j.dtype = t->plan->model->dt;
+/* A quantized parameter, by way of @plain, which has room for PLAIN numbers. Tasks put whole blocks. */
+enum { PLAIN = 64 * PART };
+typedef struct quantized_job {
+  init_job draw;
+  const ps_trainer *t;
+  uint32_t unit;
+  uint64_t at; /* of the unit's elements, the first that is drawn */
+} quantized_job;
+static void init_quantized_part(void *arg, int64_t task, uint32_t worker) {
+  const quantized_job *j = arg;
+  const uint64_t first = (uint64_t)task * PART, left = j->draw.n - first;
+  init_part((void *)&j->draw, task, worker);
+  ps__updated_put(j->t, j->unit, j->at + first, left < PART ? left : PART, j->draw.dtype,
+                  j->draw.dst + first * ps_dtype_bytes(j->draw.dtype));
+}
+static void init_quantized(const ps_trainer *t, const ps_param_info *p, ps__pool *pool,
+                           init_job draw, char *plain) {
+  const uint64_t element0 = draw.element0;
+  draw.dst = plain;
+  draw.dtype = t->plan->model->dt;
   for (uint64_t first = 0; first < p->n; first += PLAIN) {
-    j.n = p->n - first < PLAIN ? p->n - first : PLAIN;
-    j.element0 = element0 + first;
-    ps__pool_run(pool, (int64_t)((j.n + PART - 1) / PART), init_part, &j);
-    ps__updated_put(t, p->unit, p->offset + first, j.n, j.dtype, plain);
+    draw.n = p->n - first < PLAIN ? p->n - first : PLAIN;
+    draw.element0 = element0 + first;
+    quantized_job j = {draw, t, p->unit, p->offset + first};
+    ps__pool_run(pool, (int64_t)((draw.n + PART - 1) / PART), init_quantized_part, &j);
   }
 }
 
