@@ -190,8 +190,8 @@ typedef struct ps__args_moe_scale {
  *                      the weights. E is n_experts, cols the bias's length.
  *                      ptr: R dy[T,cols], R bias[E,cols], R ids u16[T,k], RW dweights f32[T,k].
  * moe_bias_sum         db[e,c] (+)= sum of x[slot[t,j],c], with weighted times weights[t,j], over
- *                      the choices of expert e, whose rows are offsets[e] .. offsets[e+1] - 1. All of
- *                      db is written.
+ *                      the choices of expert e: their rows are offsets[e] .. offsets[e+1] - 1. All
+ *                      of db is written.
  *                      ptr: R x[R,cols], R offsets i32[E+1], R slot i32[T,k], R weights f32[T,k],
  *                      W|RW db[E,cols]. */
 typedef struct ps__args_add_bias {

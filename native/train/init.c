@@ -49,7 +49,8 @@ static void zero_pad(const ps_trainer *t) {
     memset(ps__array_at(t, 0, what, (uint64_t)a->pad * a->dim), 0, row);
 }
 
-/* A quantized parameter, by way of @plain, which has room for PLAIN numbers. Tasks put whole blocks. */
+/* A quantized parameter, by way of @plain, which has room for PLAIN numbers. A task puts whole
+ * blocks. */
 enum { PLAIN = 64 * PART };
 typedef struct quantized_job {
   init_job draw;
