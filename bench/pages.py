@@ -214,6 +214,9 @@ LARGER = (  # model, tokens a sequence, recipe, part of the options
     ("8b", 262144, "bf16", "chunk-tokens=65536"),
     ("7b_1b", 4096, "bf16", ""),
     ("qwen3-30b-a3b", 4096, "bf16", ""),
+    ("qwen3-30b-a3b-20", 4096, "bf16", ""),
+    ("qwen3-30b-a3b", 4096, "bf16", "lora-rank=16"),
+    ("gpt-oss-20b", 4096, "bf16", ""),
     ("qwen3.5-9b", 4096, "bf16", ""),
     ("qwen3.5-9b", 4096, "fp8", ""),
     ("70b", 8192, "fp8", "state-bits=8"),
@@ -233,9 +236,12 @@ def larger() -> str:
              == (model, seq_len, recipe, 1) and options in r["options"]
              and (options or not re.search("lora|state-bits", r["options"]))][-1]  # fmt: skip
         names = {"7b_1b": "7B with experts, 1B active", "qwen3.5-9b": "Qwen3.5-9B's shape",
-                 "qwen3-30b-a3b": "Qwen3-30B-A3B's shape"}  # fmt: skip
+                 "qwen3-30b-a3b": "Qwen3-30B-A3B's shape",
+                 "qwen3-30b-a3b-20": "20 of its 48 blocks",
+                 "gpt-oss-20b": "gpt-oss-20b's shape"}  # fmt: skip
         name = names.get(model, model.upper())
         what = f"{name}, {'LoRA' if 'lora' in options else recipe}"
+        what += " of its attention" if "lora-targets=q_proj,k_proj" in r["options"] else ""
         what += ", 8-bit state, `--clip-by previous`" if "state-bits=8" in options else ""
         out.append([what, f"{seq_len:,}", gpu_of(r), f"{r['device_gib']:g}", f"{r['host_gib']:g}",
                     f"{r['tokens_per_step']:,}", tok(r["tokens_per_s"])])  # fmt: skip
@@ -338,7 +344,6 @@ def fp8_loss() -> str:
     gaps = json.loads((RESULTS / "fp8-seeds-h100.json").read_text())["gaps"]
     rows = [
         ("`--recipe fp8`", "fp8 - bf16"),
-        ("the same with gate and up saved in e4m3 (gone)", "fp8:saved - bf16"),
         ("the same with `--fp8 fast-accumulation`", "fp8:fast - bf16"),
         ("bf16, another seed of its rounding", "bf16~2 - bf16"),
         ("FP8 broken on purpose, after a fifth of the steps", "fp8-broken - bf16"),
