@@ -156,8 +156,13 @@ def puts_blank(tokenizer) -> bool:
     """Whether a text's tokens begin with a blank that the text lacks, as SentencePiece has it (and
     byte-level tokenizers with add_prefix_space). Two texts joined then have other tokens than the
     two have."""
-    first = call(tokenizer.encode, "a", add_special_tokens=False).tokens[:1]
-    return bool(first) and first[0].startswith(("\u2581", "\u0120"))
+    blanks = ("\u2581", "\u0120")
+    for text in ("a", *tokenizer.get_vocab(with_added_tokens=False)):
+        with contextlib.suppress(DataError):
+            tokens = call(tokenizer.encode, text, add_special_tokens=False).tokens
+            if tokens and not text.startswith(blanks):
+                return tokens[0].startswith(blanks)
+    return False
 
 
 # what may be one word: letters and digits, other visible characters, or blanks
