@@ -21,6 +21,7 @@ fp8-broken     recipe fp8 of --broken-build, whose scales are 2^14 times too lar
                --broken-steps, as one that is broken shows it soon
 fp8:OPTIONS    some of first=N, last=N, down, head and fast, as the options --fp8 bf16-first
                and so on of `penstock train`: fp8:first=2,down
+RECIPE:8bit    its optimizer state in 8 bits (--state-bits 8); fp8:8bit,down has both options
 torch-masters  PyTorch eager: fused AdamW on fp32 parameters, bf16 copies of them in the products
 torch-fp8      the same with FP8 operands and sums in fp32, of bench/torch_fp8.py; torch-fp8:x,w has
                but these in FP8 (x: activations, w: weights, dy: gradients of outputs)
@@ -34,8 +35,8 @@ So bf16 against fp32-master shows what stochastic rounding costs, and torch-near
 torch-masters what rounding to nearest does. fp32-master against torch-masters is the control.
 
 With bf16 and bf16~2 there is a gate for recipes of FP8: in each seed the gap to bf16 may be 0.01
-nats, or that of bf16~2 where it is larger. fp8-broken must fail it. Other curves that --end-after
-ended have no gate.
+nats, or that of bf16~2 where it is larger. fp8-broken must fail it. RECIPE:8bit has the same gate,
+beside RECIPE and RECIPE~2. Curves other than fp8-broken that --end-after ended have no gate.
 
 The gap of two curves is the mean of their difference over the last fifth of the steps that both
 have. It is stated as the mean over the seeds, with the standard deviation (n - 1) between them.
@@ -354,19 +355,23 @@ def gaps_of(result):
 
 
 def gate_of(result):
-    """Of each curve in FP8 and seed: its gap to bf16, in nats, what is allowed, and whether it
-    passes. Empty without bf16~2. A curve that --end-after ended has none: its loss still falls too
-    fast. fp8-broken must fail it wherever it ended."""
+    """Of each curve in FP8 or with state of 8 bits, and seed: its gap to the curve that it is held
+    to, in nats, what is allowed, and whether it passes. None where there is no second seed of
+    rounding of that curve. A curve that --end-after ended has none: its loss still falls too fast.
+    fp8-broken must fail it wherever it ended."""
     of = {(r["curve"], r["seed"]): r for r in result["runs"]}
     gate = []
-    for (curve, seed), r in of.items():
-        same, other = of.get(("bf16", seed)), of.get(("bf16~2", seed))
-        whole = len(r["loss"]) == result["steps"] or Curve(curve).name == BROKEN
-        if not (Curve(curve).is_fp8 and same and other and whole):
+    for (name, seed), r in of.items():
+        curve = Curve(name)
+        if not curve.held_to:
+            continue
+        same, other = of.get((curve.held_to, seed)), of.get((f"{curve.held_to}~2", seed))
+        whole = len(r["loss"]) == result["steps"] or curve.name == BROKEN
+        if not (same and other and whole):
             continue
         apart, n_steps = gap(r, same)
         allowed = max(0.01, abs(gap(other, same, n_steps)[0]))
-        row = {"curve": curve, "seed": seed, "steps": n_steps, "gap": apart, "allowed": allowed}
+        row = {"curve": name, "seed": seed, "steps": n_steps, "gap": apart, "allowed": allowed}
         gate.append(row | {"passes": abs(apart) <= allowed})
     return gate
 

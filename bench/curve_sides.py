@@ -4,6 +4,7 @@ learning rate."""
 
 import json
 import math
+import statistics
 import subprocess
 import sys
 import time
@@ -67,6 +68,14 @@ class Batches:
 # ---- the two sides -------------------------------------------------------------------------------
 
 
+def said(metrics, steps):
+    """After each twentieth of the @steps: their mean loss, for whoever waits."""
+    n = max(1, steps // 20)
+    if len(metrics) % n == 0:
+        loss = statistics.fmean(m.loss for m in metrics[-n:])
+        print(f"steps {len(metrics) - n} to {len(metrics) - 1}: {loss:.4f}", file=sys.stderr)
+
+
 def penstock_side(recipe, options, a, where, batches, lrs, seed):
     from penstock import Hardware, ModelConfig, Plan, Trainer
 
@@ -103,7 +112,10 @@ def penstock_side(recipe, options, a, where, batches, lrs, seed):
         weight_decay=DECAY,
         seed=seed,
     ) as trainer:
-        metrics = list(trainer.steps(len(lrs)))
+        metrics = []
+        for done in trainer.steps(len(lrs)):
+            metrics.append(done)
+            said(metrics, a.steps)
     if not np.allclose([m.lr for m in metrics], lrs, rtol=1e-9, atol=0):
         sys.exit("curve.py: the trainer had other learning rates than schedule() says")
     figures = {
@@ -200,6 +212,8 @@ class Curve:
     name      a recipe, fp8-broken, or one of TORCH
     options   arguments of Plan, or of torch_fp8.Llama
     rounding  0, and for ~2 and on the number added to the seed of stochastic rounding
+    held_to   the curve whose loss it should reach: that of the recipe's own state where this one
+              has state of 8 bits, else bf16 where it is FP8, else None
     ValueError: no such curve; its text says which there are.
     """
 
@@ -211,6 +225,7 @@ class Curve:
         "head": "fp8_head",
         "fast": "fp8_fast_accumulation",
     }
+    STATE = "8bit"  # of every recipe of Penstock: optimizer state in 8 bits
     GONE = "saved"  # of results before 2026-11-27: no curve can have it anew
     OPERANDS = ("x", "w", "dy")
 
@@ -233,20 +248,26 @@ class Curve:
             if not set(given) <= set(self.OPERANDS):
                 raise ValueError(f"after the colon give some of {', '.join(self.OPERANDS)}")
             self.options = {"operands": given} if given else {}
-        elif given and not self.is_fp8:
-            raise ValueError("only curves of FP8 have options")
+        elif given and not self.is_fp8 and (self.is_torch or given != [self.STATE]):
+            raise ValueError(f"only curves of FP8 have options, and recipes {self.STATE}")
         else:
             self.options = dict(map(self._option, given))
             if len(self.options) < len(given):
                 raise ValueError("give each option once")
+        self.held_to = "bf16" if self.is_fp8 else None
+        if self.STATE in given:
+            others = ",".join(x for x in given if x != self.STATE)
+            self.held_to = f"{self.name}:{others}" if others else self.name
 
     def _option(self, text):
         if text == self.GONE:
             return text, True
+        if text == self.STATE:
+            return "state_bits", 8
         name, equals, number = text.partition("=")
         counted = name in ("first", "last")
         if name not in self.OPTIONS or counted != bool(equals) or counted != number.isdecimal():
-            raise ValueError("after the colon give first=N, last=N, down, head, fast")
+            raise ValueError("after the colon give first=N, last=N, down, head, fast, 8bit")
         return self.OPTIONS[name], int(number) if counted else True
 
 

@@ -70,17 +70,25 @@ def test_the_gate_of_fp8_is_what_a_seed_of_rounding_moves():
         k: row[k] for k in ("curve", "seed", "gap", "allowed")
     }
     assert row["gap"] == pytest.approx(0.4) and row["allowed"] == pytest.approx(0.5)
+    losses = {"bf16": 1.0, "bf16~2": 1.02, "bf16:8bit": 1.019, "fp8:8bit": 1.019, "fp32:8bit": 2.0}
+    runs = [{"curve": c, "seed": 3, "loss": [x]} for c, x in losses.items()]
+    (row,) = curve.gate_of({"steps": 1, "runs": runs})  # the others' own state has not run
+    assert row["curve"] == "bf16:8bit" and row["passes"] and row["allowed"] == pytest.approx(0.02)
+    runs[2]["loss"] = [1.021]
+    assert not curve.gate_of({"steps": 1, "runs": runs})[0]["passes"]
     without = [{"curve": c, "seed": 1, "loss": [1.0]} for c in ("bf16", "fp8")]
     assert curve.gate_of({"steps": 1, "runs": without}) == []
 
 
 def test_fp8_has_a_gate_and_its_broken_build_is_named(tiny_shard, tmp_path):
     out = tmp_path / "fp8"
-    done = run(out, tiny_shard, "--curves", "bf16", "bf16~2", "fp8")
+    done = run(out, tiny_shard, "--curves", "bf16", "bf16~2", "fp8", "bf16:8bit")
     result = json.loads(out.with_suffix(".json").read_text())
-    assert loss(result, "bf16")[0] == loss(result, "bf16~2")[0]
+    assert loss(result, "bf16")[0] == loss(result, "bf16~2")[0] == loss(result, "bf16:8bit")[0]
     assert loss(result, "bf16") != loss(result, "bf16~2") != loss(result, "fp8")
-    (row,) = result["gate"]
+    assert loss(result, "bf16:8bit") not in (loss(result, "bf16"), loss(result, "bf16~2"))
+    row, of_state = result["gate"]
+    assert of_state["curve"] == "bf16:8bit"
     loss_of_fp8 = loss(result, "fp8")
     assert (
         row["curve"] == "fp8"
@@ -102,8 +110,9 @@ def test_a_name_that_is_no_curve_is_answered(tiny_shard, tmp_path):
         "bf16~": "give fp32, ",
         "torch-fp32~2": "give fp32, ",
         "fp9": "give fp32, ",
-        "bf16:down": "only curves of FP8 have options",
-        "fp8:first": "after the colon give first=N, last=N, down, head, fast",
+        "bf16:down": "only curves of FP8 have options, and recipes 8bit",
+        "torch-masters:8bit": "only curves of FP8 have options",
+        "fp8:first": "after the colon give first=N, last=N, down, head, fast, 8bit",
         "fp8:first=1,first=2": "give each option once",
         "torch-fp8:x,z": "after the colon give some of x, w, dy",
     }.items():
