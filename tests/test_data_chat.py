@@ -190,9 +190,10 @@ def test_pairs_learn_the_completion(folder, tmp_path):
 
 
 def blank_before(kind):
-    """A tokenizer that puts a blank before a text, as those of Llama 2, Mistral and T5, and as a
-    byte-level one that is told to."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    """A tokenizer that puts a blank before a text. normalizer: as that of Llama 2 and Mistral.
+    collapse: as transformers makes that of T5 and ALBERT, which lose line ends and second blanks.
+    bytes: a byte-level one that is told to, with a token for a blank and a line end."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     special = ["<unk>", "</s>"]
     blank = decoders.Replace("▁", " ")
@@ -215,22 +216,33 @@ def blank_before(kind):
     else:
         t = Tokenizer(models.Unigram())
         t.normalizer = normalizers.Replace("\n", " ")  # a line end is no token of its own
+        if kind == "collapse":
+            t.normalizer = normalizers.Sequence(
+                [
+                    t.normalizer,
+                    normalizers.Strip(left=False, right=True),
+                    normalizers.Replace(Regex(" {2,}"), " "),
+                ]
+            )
         t.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
         t.decoder = decoders.Sequence([blank, decoders.Fuse()])
         trainer = trainers.UnigramTrainer(
             vocab_size=60, special_tokens=special, unk_token="<unk>", show_progress=False
         )
-    t.train_from_iterator(["Q: what is it? A: yes def f(x): return 2+2=4 hello"] * 50, trainer)
+    lines = ["Q: what is it? A: yes def f(x): return 2+2=4 hello", "yes \n2 \n", "hello."]
+    t.train_from_iterator(lines * 50, trainer)
+    assert kind != "bytes" or t.encode("\n").tokens == ["ĠĊ"]
     return t
 
 
-@pytest.mark.parametrize("kind", ["normalizer", "unigram", "bytes"])
+@pytest.mark.parametrize("kind", ["normalizer", "unigram", "collapse", "bytes"])
 def test_no_blank_comes_between_a_prompt_and_its_completion(tmp_path, kind):
     t = blank_before(kind)
     pairs = [
         ("Q: what is it? A:", " yes"),
         ("2+2=", "4"),
         ("def f(", "x): return x"),
+        ("hel", "lo"),
         ("", "hello"),
     ]
     source = jsonl(tmp_path / "p.jsonl", [{"prompt": a, "completion": b} for a, b in pairs])
@@ -245,6 +257,21 @@ def test_no_blank_comes_between_a_prompt_and_its_completion(tmp_path, kind):
         assert learned.tolist() == [at < i and n <= i for i in range(at, end + 1)]
         assert t.decode(ids[at:end].tolist()).removeprefix(" ") == prompt + completion
         at = end + 1
+
+
+def test_a_token_of_prompt_and_completion_is_the_completions(tmp_path):
+    """This tokenizer has whole words alone. It does not know "a": that tells nothing of blanks."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocab = {"<unk>": 0, "</s>": 1, "▁hello": 2, "▁yes": 3, "hello": 4}
+    t = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    t.pre_tokenizer = pre_tokenizers.Metaspace()
+    records = [("yes hel", "lo"), ("yes", " hello yes"), ("yes", "")]
+    source = jsonl(tmp_path / "p.jsonl", [{"prompt": a, "completion": b} for a, b in records])
+    data.write_shards([source], tmp_path / "out", t)
+    ids, targets = read_all(tmp_path / "out")
+    assert ids.tolist() == [3, 2, 1, 3, 2, 3, 1, 3, 1]
+    assert (targets >= 0).astype(int).tolist() == [0, 1, 1, 0, 1, 1, 1, 0, 1]
 
 
 @pytest.mark.parametrize("kind", ["normalizer", "bytes"])

@@ -52,25 +52,23 @@ import numpy as np
 from .chat import TARGETS, ChatTemplate, special_tokens, template_files
 from .command import OK, Parser, given, run
 from .documents import Piece, Reader, find_sources, first_record, is_rendered
+from .encode import Encoded, Encoder
 from .files import TOKENIZER_FILES, DataError
 from .hub import TOKENIZER
 from .hub import find as find_model
-from .labels import Labels, add_label_options, document, is_chat, pair
+from .labels import Labels, add_label_options, document, is_chat
 from .packing import LONG, Packer
 from .shards import BEGINS_DOCUMENT, IS_TARGET, WRITABLE, ShardWriter, token_dtype
 from .terminal import progress
 from .tokenizer import (
     EOS_NAMES,
-    call,
     find_bos,
     find_eos,
     load_tokenizer,
-    puts_blank,
     train_tokenizer,
     vocabulary_size,
 )
 
-KINDS = ("text", "pair", "chat", "labelled", "judged")
 BATCH_CHARS = 4 << 20  # of the pieces that are encoded at once
 DEFAULT_SHARD_TOKENS = 100_000_000
 
@@ -78,16 +76,6 @@ OnBytes = Callable[[int], None]
 
 
 # ---- writing -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Encoded:
-    document: int
-    ids: np.ndarray
-    is_target: np.ndarray  # of each token, bool
-    open: bool  # the document may go on, and ends with eos; else these are all its tokens
-    targets: np.ndarray | None = None  # of labelled texts
-    starts: tuple[int, ...] = ()  # where another document begins: the rejected answer
 
 
 class _Splitter:
@@ -105,7 +93,7 @@ class _Splitter:
         self.bos = np.array(bos, np.uint32)
         self.document, self.split, self.open = -1, "train", False
 
-    def add(self, piece: _Encoded) -> None:
+    def add(self, piece: Encoded) -> None:
         train, val = self.writers["train"], self.writers["val"]
         split = (
             "val" if val.n_tokens < self.val_fraction * (train.n_tokens + val.n_tokens) else "train"
@@ -339,10 +327,10 @@ def _encode_all(
     splitter: _Splitter,
     cut: int,
 ) -> None:
-    literal = tokenizer.encode_special_tokens
+    encoder, literal = Encoder(tokenizer, bos, eos, targets), tokenizer.encode_special_tokens
     try:
         for batch in _batches(reader):
-            for piece in _encode(batch, tokenizer, bos, eos, targets, splitter.document):
+            for piece in encoder.pieces(batch, splitter.document):
                 if cut and piece.targets is not None and not piece.starts:
                     piece = _cut(piece, cut, reader.labels)
                 splitter.add(piece)
@@ -352,104 +340,13 @@ def _encode_all(
     splitter.end()
 
 
-def _cut(piece: _Encoded, n: int, labels: Labels) -> _Encoded:
+def _cut(piece: Encoded, n: int, labels: Labels) -> Encoded:
     """The first n tokens of a labelled text, which keep its label."""
     if len(piece.ids) <= n:
         return piece
     labels.n_long += 1
     is_target, targets = document(piece.ids[:n], piece.targets[-1])
-    return _Encoded(piece.document, piece.ids[:n], is_target, False, targets)
-
-
-def _encode(
-    batch: list[Piece], tokenizer, bos: list[int], eos: int, targets: str, last: int
-) -> Iterator[_Encoded]:
-    """Encode pieces, each kind at once. last: the document of the piece before these.
-    "<|endoftext|>" inside a text is encoded as plain characters. In conversations and pairs special
-    tokens are what they are."""
-    by_kind = {k: [p for p in batch if p.kind == k] for k in KINDS}
-    tokenizer.encode_special_tokens = True
-    fast = tokenizer.encode_batch_fast
-
-    def encode(function: Callable, texts: list[str]) -> Iterator:
-        return iter(call(function, texts, add_special_tokens=False))
-
-    texts = iter(_texts(tokenizer, by_kind["text"], last))
-    tokenizer.encode_special_tokens = False
-    prompts = encode(fast, [p.text for p in by_kind["pair"]])
-    completions = iter(_completions(tokenizer, by_kind["pair"]))
-    chats = encode(tokenizer.encode_batch, [p.text for p in by_kind["chat"]])
-    firsts = encode(fast, [p.text for p in by_kind["labelled"] + by_kind["judged"]])
-    labelled = [list(next(firsts).ids) for _ in by_kind["labelled"]]
-    chosen = [list(x.ids) for x in firsts]
-    rejected = encode(fast, [p.completion for p in by_kind["judged"]])
-    labelled, chosen = iter(labelled), iter(chosen)
-    for p in batch:
-        begin = [] if p.rendered else bos
-        if p.kind == "labelled":
-            ids = np.asarray(begin + next(labelled), np.uint32)
-            is_target, targets = document(ids, p.target)
-            yield _Encoded(p.document, ids, is_target, False, targets)
-        elif p.kind == "judged":
-            a, b = begin + next(chosen), begin + list(next(rejected).ids)
-            is_target, targets = pair(len(a), len(b))
-            ids = np.asarray(a + b, np.uint32)
-            yield _Encoded(p.document, ids, is_target, False, targets, (len(a),))
-        elif p.kind == "text":
-            ids = np.asarray(next(texts), np.uint32)
-            yield _Encoded(p.document, ids, np.ones(len(ids), bool), True)
-        elif p.kind == "pair":
-            prompt, completion = [*bos, *next(prompts).ids], next(completions)
-            ids = np.asarray([*prompt, *completion, eos], np.uint32)
-            learned = np.arange(len(ids)) >= (0 if targets == "all" else len(prompt))
-            yield _Encoded(p.document, ids, learned, False)
-        else:
-            encoded = next(chats)
-            begin = np.array([b for b, _ in encoded.offsets], np.int64)
-            learned = np.zeros(len(begin), bool)
-            for a, b in p.spans:
-                learned |= (begin >= a) & (begin < b)
-            yield _Encoded(p.document, np.asarray(encoded.ids, np.uint32), learned, False)
-
-
-def _texts(tokenizer, pieces: list[Piece], last: int) -> list[list[int]]:
-    """The ids of pieces of texts; last: the document of the piece before them."""
-    before = [last, *(p.document for p in pieces)]
-    within = [i for i, p in enumerate(pieces) if p.document == before[i]]
-    ids: list = [None] * len(pieces)
-    if within and puts_blank(tokenizer):
-        for i, after in zip(within, _after_line_end(tokenizer, [pieces[i].text for i in within])):
-            ids[i] = after
-    plain = iter(_plain(tokenizer, [p.text for p, x in zip(pieces, ids) if x is None]))
-    return [next(plain) if x is None else x for x in ids]
-
-
-def _completions(tokenizer, pairs: list[Piece]) -> list[list[int]]:
-    """The ids of completions. Where a line end does not help (_after_line_end()), prompt and
-    completion are encoded as one, and a token of both is the prompt's."""
-    plain = _plain(tokenizer, [p.completion for p in pairs])
-    within = [i for i, p in enumerate(pairs) if p.text and p.completion]
-    if not within or not puts_blank(tokenizer):
-        return plain
-    for i, after in zip(within, _after_line_end(tokenizer, [pairs[i].completion for i in within])):
-        if after is None:
-            prompt = pairs[i].text
-            both = call(tokenizer.encode, prompt + pairs[i].completion, add_special_tokens=False)
-            after = [t for t, (at, _) in zip(both.ids, both.offsets) if at >= len(prompt)]
-        plain[i] = after
-    return plain
-
-
-def _plain(tokenizer, texts: list[str]) -> list[list[int]]:
-    found = call(tokenizer.encode_batch_fast, texts, add_special_tokens=False) if texts else []
-    return [list(e.ids) for e in found]
-
-
-def _after_line_end(tokenizer, texts: list[str]) -> list[list[int] | None]:
-    """The ids of texts that follow another text. A tokenizer that puts a blank before a text would
-    put one there. After a line end, whose ids go, it puts none. None: there it has other ids."""
-    end, *found = _plain(tokenizer, ["\n", *("\n" + t for t in texts)])
-    return [ids[len(end) :] if ids[: len(end)] == end else None for ids in found]
+    return Encoded(piece.document, piece.ids[:n], is_target, False, targets)
 
 
 def _check_written(reader: Reader, writers: dict[str, ShardWriter], val_fraction: float) -> None:

@@ -28,7 +28,7 @@ from pathlib import Path
 from .files import DataError, open_input
 from .shards import READ_BYTES
 
-LAYOUT = 2  # of entries; another number where the same input gives other shards
+LAYOUT = 3  # of entries; another number where the same input gives other shards
 RECORD = "cache.json"  # written last
 OnBytes = Callable[[int], None]
 

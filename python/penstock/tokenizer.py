@@ -152,19 +152,6 @@ def find_bos(tokenizer) -> list[int]:
     return []
 
 
-def puts_blank(tokenizer) -> bool:
-    """Whether a text's tokens begin with a blank that the text lacks, as SentencePiece has it (and
-    byte-level tokenizers with add_prefix_space). Two texts joined then have other tokens than the
-    two have."""
-    blanks = ("\u2581", "\u0120")
-    for text in ("a", *tokenizer.get_vocab(with_added_tokens=False)):
-        with contextlib.suppress(DataError):
-            tokens = call(tokenizer.encode, text, add_special_tokens=False).tokens
-            if tokens and not text.startswith(blanks):
-                return tokens[0].startswith(blanks)
-    return False
-
-
 # what may be one word: letters and digits, other visible characters, or blanks
 _LONG = re.compile(rf"[^\W_]{{{WORD},}}|(?:[^\w\s]|_){{{WORD},}}|\s{{{WORD},}}")
 
