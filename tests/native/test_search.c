@@ -230,7 +230,7 @@ static void test_a_cap_far_beyond(const ps_hardware *cpu) {
                                  .norm_eps = 1e-5f,
                                  .rope = {.theta = 1e4}};
   ps_plan_config cfg = {PLAN_DEFAULTS,     .recipe = PS_RECIPE_BF16,
-                        .seq_len = 1,      .tokens_per_step = SLOWER > 1 ? 16 : 64,
+                        .seq_len = 1,      .tokens_per_step = SLOWER > 1 ? 16 : 24,
                         .chunk_tokens = 1, .chunks_per_round = 4,
                         .clip_norm = 1,    .reserve_bytes = 1 << 28};
   ps_hardware hw = *cpu;
