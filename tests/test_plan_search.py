@@ -243,20 +243,20 @@ def test_no_pinned_round_of_a_deep_model_is_faster_than_the_plan_that_was_found(
 
 
 @pytest.fixture(scope="module")
-def at_24_and_84(tmp_path_factory):
-    """8B on an H200: what is asked for, and the plan of a free search."""
-    model, ask = (
-        ModelConfig.read(ROOT / "models/8b.json"),
-        on_an_h200(tmp_path_factory.mktemp("h200"), 128, seq_len=8192, host_mem="84GiB")
-        | {"device_mem": "24GiB"},
-    )
+def at_14_and_46(tmp_path_factory):
+    """Half of 8B's layers on an H200: what is asked for, and the plan of a free search."""
+    folder = tmp_path_factory.mktemp("h200")
+    config = json.loads((ROOT / "models/8b.json").read_text()) | {"num_hidden_layers": 16}
+    (folder / "config.json").write_text(json.dumps(config))
+    ask = on_an_h200(folder, 128, seq_len=8192, host_mem="46GiB") | {"device_mem": "14GiB"}
+    model = ModelConfig.read(folder)
     return model, ask, Plan(model, **ask)
 
 
-def test_to_pin_the_rounds_that_were_found_costs_nothing(at_24_and_84):
+def test_to_pin_the_rounds_that_were_found_costs_nothing(at_14_and_46):
     """A pinned round's members are few, and what refining between them gains is as much as
     anywhere."""
-    model, ask, plan = at_24_and_84
+    model, ask, plan = at_14_and_46
     found = plan.report
     pinned = Plan(
         model,
@@ -271,10 +271,10 @@ def test_to_pin_the_rounds_that_were_found_costs_nothing(at_24_and_84):
     )
 
 
-def test_what_the_next_forward_pass_waits_for_is_shortened_where_it_waits(at_24_and_84):
-    """AdamW on the host of 8B at 24 GiB takes longer than the first forward pass, so weights go first;
-    without clipping updates run after the backward pass, and nothing is split."""
-    model, ask, plan = at_24_and_84
+def test_what_the_next_forward_pass_waits_for_is_shortened_where_it_waits(at_14_and_46):
+    """AdamW on the host of 16 layers at 14 GiB takes longer than the first forward pass, so weights
+    go first; without clipping updates run after the backward pass, and nothing is split."""
+    model, ask, plan = at_14_and_46
     free = Plan(model, clip_norm=0, **ask)
     r = plan.report
     home = r["n_units"] - r["resident_update_units"] - r["streamed_update_units"]
