@@ -282,7 +282,7 @@ def test_a_resumed_run_needs_the_memory_of_one_that_begins(tiny_model, tiny_shar
     """Whatever the process held at its start: opening a checkpoint does not count."""
     begun = train(tiny_model, tiny_shard, tmp_path / "run", "--steps", 2, "--init-weights")
     assert begun.returncode == 0, begun.stderr
-    for held in range(0, 6 << 10, 1 << 10):
+    for held in range(0, 6 << 10, 2 << 10):
         env = {"LD_PRELOAD": preload(BUILD / "tests/libdisk_shim.so"), "DISK_SHIM_HOLD_KIB": held}
         needs = set()
         for run, how in (("run", ["--resume", "auto"]), ("other", ["--init-weights"])):
