@@ -137,7 +137,7 @@ INSERTS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=600, **FIX)
+@settings(max_examples=300, **FIX)
 @given(dumped, st.data())
 @example(b'{"a": 1, "a": 2}', None)
 def test_mutated_documents_are_accepted_exactly_when_python_accepts_them(shim, data, draw):

@@ -432,7 +432,7 @@ TOKENS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=1500, **FIX)
+@settings(max_examples=750, **FIX)
 @given(
     st.lists(st.tuples(st.sampled_from(["F32", "BF16", "U8", "F4"]), shapes), max_size=4), st.data()
 )
