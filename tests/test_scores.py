@@ -26,6 +26,7 @@ from penstock import (
     merge,
     score,
 )
+from penstock.files import DataError
 from penstock.labels import Labels, document, pair
 from penstock.packing import Packer
 from penstock.score import embeddings, scores
@@ -367,6 +368,12 @@ def test_the_commands(texts, tmp_path, problem):
 def test_what_does_not_go_together_is_refused(directory, changes, why):
     with pytest.raises(InvalidError, match=why):
         plan_for(directory("llama", None), "pairs", tokens_per_step=2 * ROW, **changes)
+
+
+@pytest.mark.parametrize("label", [float("nan"), 1e39, -(10**400), "1"])
+def test_labels_that_are_no_fp32_are_refused(label):
+    with pytest.raises(DataError, match="line 1: 'label' is .{1,40}: give a number"):
+        Labels("regression").target({"label": label}, "line 1")
 
 
 def test_heads_that_are_none_are_refused(directory, tmp_path):

@@ -66,10 +66,10 @@ class Labels:
             if not isinstance(label, (list, tuple)):
                 raise DataError(f"{what}: {self.field!r} is no list of the labels' numbers")
             return sum({1 << self._index(x, what) for x in label})
-        number = np.float32(label) if isinstance(label, (int, float)) else np.float32(np.nan)
-        if not np.isfinite(number):
-            raise DataError(f"{what}: {self.field!r} is {label!r}: give a number")
-        return int(number.view(np.int32))
+        most = float(np.finfo(np.float32).max)
+        if not isinstance(label, (int, float)) or not abs(label) <= most:
+            raise DataError(f"{what}: {self.field!r} is {label!r:.40}: give a number")
+        return int(np.float32(label).view(np.int32))
 
 
 def add_label_options(p) -> None:
