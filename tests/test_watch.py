@@ -124,9 +124,15 @@ def test_a_run_log_of_a_resumed_trainer_goes_on(tiny_model, tiny_shard, tmp_path
             with pytest.raises(DataError, match="in use by another run"):
                 RunLog(tmp_path / "run", trainer)
             for metrics in trainer.steps(3):
-                log.write(metrics)
-    rows = rows_of(tmp_path / "run")
+                log.write(metrics, [("a", "b")])
+        for name in ("metrics", "samples"):
+            with open(tmp_path / f"run/{name}.jsonl", "ab") as file:  # as a killed run leaves it
+                file.write(b'{"step": 2, "prompt": "')
+    metrics = runs.Metrics(tmp_path / "run/metrics.jsonl")
+    metrics.poll()
+    rows = metrics.rows
     assert [(r["step"], r["consumed_samples"]) for r in rows] == [(i, 8 * i + 8) for i in range(5)]
+    assert [row["step"] for row in runs.RunDirectory(tmp_path / "run").samples()] == [1, 2, 3, 4, 5]
 
 
 def test_a_run_log_moves_another_trainings_files_aside_with_force_alone(

@@ -474,8 +474,12 @@ class RunLog:
         path, part = self.path / "samples.jsonl", self.path / "samples.jsonl.part"
         if not path.exists():
             return
-        with open(path, encoding="utf-8") as file, open(part, "w", encoding="utf-8") as kept:
-            kept.writelines(line for line in file if 0 < json.loads(line)["step"] <= first_step)
+        # as bytes: a run that was killed may have left a part of a line, and of a character
+        with open(path, "rb") as file, open(part, "wb") as kept:
+            for line in file:
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    if 0 < json.loads(line)["step"] <= first_step and line.endswith(b"\n"):
+                        kept.write(line)
         os.replace(part, path)
 
     def write(self, metrics, samples=()) -> None:
