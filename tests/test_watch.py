@@ -580,11 +580,13 @@ def test_texts_are_shown(sampled):
 
 
 def test_texts_are_read_whole_whatever_characters_they_have(run):
-    """splitlines() divides at U+2028, and a line that is being written has no end yet."""
+    """splitlines() divides at U+2028, and a line that is being written has no end yet, nor
+    has its last character."""
     directory, texts = runs.RunDirectory(run), ["a\u2028b\x85", "\x1b[2Jc"]
     rows = [{"step": 2, "prompt": "p", "text": text} for text in texts]
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-    (run / "samples.jsonl").write_text("".join(lines) + '{"step": 4, "pro')
+    text = "".join(lines) + '{"step": 4, "prompt": "\u00e9'
+    (run / "samples.jsonl").write_bytes(text.encode()[:-1])
     assert [row["text"] for row in directory.samples()] == texts
     shown = command("watch", run, "--once").stdout
     assert "\ufffd[2Jc" in shown and "\x1b" not in shown

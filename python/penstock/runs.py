@@ -264,8 +264,10 @@ class RunDirectory:
         """The texts that the training has sampled: objects with step, prompt and text."""
         path, out = self.path / "samples.jsonl", []
         try:
-            with open_input(path, "r", encoding="utf-8") as file:
-                lines = file.read().split("\n")[:-1]  # the last line may be half written
+            with open_input(path) as file:
+                text = file.read()
+            whole = text[: text.rfind(b"\n") + 1]  # a line after it may end inside a character
+            lines = whole.decode().split("\n")[:-1]
         except FileNotFoundError:
             return []
         except (OSError, ValueError) as exc:
