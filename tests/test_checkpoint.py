@@ -697,9 +697,12 @@ def test_a_stopped_run_goes_on_from_any_checkpoint(whole, tiny_model, tiny_shard
     assert text.count("does not say which data it was written with") == 1
     text = train(
         *(tiny_model, tiny_shard, out, "--steps", 12, "--lr", 2e-2, "--chunk-tokens", 128),
+        *("--lr-schedule", "linear", "--no-decay", "norm,bias,embedding"),
         *("--force", "--resume", out / "checkpoints/step-00000003"),
     )
     assert "with lr 0.01, and this run has 0.02" in text
+    assert "with lr-schedule constant, and this run has linear" in text
+    assert "with no-decay norm,bias, and this run has norm,bias,embedding" in text
     assert "with chunk-tokens " in text and "loss" in text
     assert metrics(out)[0] == metrics(whole)[0] and metrics(out)[1] != metrics(whole)[1]
     # nothing is left to train: the model is saved all the same

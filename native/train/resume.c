@@ -279,14 +279,17 @@ static const char *begin_with(const ps_checkpoint *c) {
 /* Refuse what differs and must not. */
 static ps_status check_fixed(const ps_checkpoint *c, const ps__setting *s, const void *now,
                              const void *then) {
-  for (; s->key; s++)
-    if (s->fixed && !same_value(s, now, then))
-      return ps__fail(PS_EINVAL,
-                      "%s was written with %s %.10g, and this run has %.10g: give the "
-                      "checkpoint's, or begin a new run with %s %s",
-                      c->dir, s->option, value_of(s, then), value_of(s, now), begin_with(c),
-                      c->dir);
-  return PS_OK;
+  char was[PS__SETTING_TEXT], is[PS__SETTING_TEXT];
+  while (s->key && (!s->fixed || same_value(s, now, then)))
+    s++;
+  if (!s->key)
+    return PS_OK;
+  ps__setting_text(was, s, then);
+  ps__setting_text(is, s, now);
+  return ps__fail(PS_EINVAL,
+                  "%s was written with %s %s, and this run has %s: give the checkpoint's, or begin "
+                  "a new run with %s %s",
+                  c->dir, s->option, was, is, begin_with(c), c->dir);
 }
 
 /* Refuse hosts that cannot train all sequences of the checkpoint's steps: each has equally many. */
@@ -305,12 +308,17 @@ static ps_status check_hosts(const ps_checkpoint *c, const ps_checkpoint_info *n
 /* Report what differs and may. */
 static void report_changes(const ps_checkpoint *c, const ps__setting *s, const void *now,
                            const void *then) {
-  for (; s->key; s++)
-    if (!s->fixed && !same_value(s, now, then))
-      ps__log(PS_LOG_WARN,
-              "%s was written with %s %.10g, and this run has %.10g: it goes on with other bits "
-              "than the run that was not stopped",
-              c->dir, s->option, value_of(s, then), value_of(s, now));
+  char was[PS__SETTING_TEXT], is[PS__SETTING_TEXT];
+  for (; s->key; s++) {
+    if (s->fixed || same_value(s, now, then))
+      continue;
+    ps__setting_text(was, s, then);
+    ps__setting_text(is, s, now);
+    ps__log(PS_LOG_WARN,
+            "%s was written with %s %s, and this run has %s: it goes on with other bits than the "
+            "run that was not stopped",
+            c->dir, s->option, was, is);
+  }
 }
 
 ps_status ps__resume_check_names(const ps_plan *plan, const ps_checkpoint *c, bool convert) {

@@ -35,7 +35,12 @@ typedef struct ps__setting {
   size_t offset;
   bool fixed; /* another value than the checkpoint's is refused, not only reported */
   bool newer; /* a manifest without it was written before there was a choice: it has the default */
+  void (*say)(char *out, size_t bytes,
+              uint32_t value); /* in the option's words; NULL: as numbers */
 } ps__setting;
+enum { PS__SETTING_TEXT = 320 };
+/* The setting's value in @base, as its user writes it. */
+void ps__setting_text(char out[PS__SETTING_TEXT], const ps__setting *s, const void *base);
 extern const ps__setting ps__train_settings[], ps__batch_settings[]; /* a NULL key ends them */
 /* The settings of a trainer's own run after @n_steps of its steps; NAN for what its optimizer does
  * not know. */

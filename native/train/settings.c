@@ -12,16 +12,79 @@ const char *const ps__state_names[PS_N_OPTIMIZERS][PS_MAX_STATES] = {
 };
 _Static_assert(PS_N_OPTIMIZERS == 3, "a new optimizer: name its states above, else no checkpoint");
 
+/* ---- values in words ------------------------------------------------------------------------- */
+
+static void say_word(char *out, size_t bytes, const char *const *words, uint32_t n, uint32_t i) {
+  if (i < n)
+    snprintf(out, bytes, "%s", words[i]);
+  else
+    snprintf(out, bytes, "%u", i);
+}
+
+static void say_schedule(char *out, size_t bytes, uint32_t value) {
+  static const char *const words[] = {[PS_LR_KIND_CONSTANT] = "constant",
+                                      [PS_LR_KIND_COSINE] = "cosine",
+                                      [PS_LR_KIND_LINEAR] = "linear",
+                                      [PS_LR_KIND_WSD] = "wsd"};
+  say_word(out, bytes, words, sizeof words / sizeof *words, value);
+}
+
+static void say_clip_by(char *out, size_t bytes, uint32_t value) {
+  static const char *const words[] = {
+      [PS_CLIP_BY_STEP] = "step", [PS_CLIP_BY_PREVIOUS] = "previous"};
+  say_word(out, bytes, words, sizeof words / sizeof *words, value);
+}
+
+static void say_non_finite(char *out, size_t bytes, uint32_t value) {
+  static const char *const words[] = {[PS_NON_FINITE_STOP] = "stop", [PS_NON_FINITE_SKIP] = "skip"};
+  say_word(out, bytes, words, sizeof words / sizeof *words, value);
+}
+
+static void say_no_decay(char *out, size_t bytes, uint32_t value) {
+  snprintf(out, bytes, "%s%s%s%s", value & PS_NO_DECAY_NORM ? ",norm" : "",
+           value & PS_NO_DECAY_BIAS ? ",bias" : "",
+           value & PS_NO_DECAY_EMBEDDING ? ",embedding" : "", value ? "" : ",none");
+  memmove(out, out + 1, strlen(out));
+}
+
+static void say_base(char *out, size_t bytes, uint32_t value) {
+  snprintf(out, bytes, "%s", ps_base_name((ps_base)value));
+}
+
+static void say_targets(char *out, size_t bytes, uint32_t value) {
+  if (ps_lora_targets_text(out, bytes, value) != PS_OK)
+    snprintf(out, bytes, "%u", value);
+}
+
+void ps__setting_text(char out[PS__SETTING_TEXT], const ps__setting *s, const void *base) {
+  const void *at = (const char *)base + s->offset;
+  const uint32_t *u32 = at;
+  if (s->say)
+    s->say(out, PS__SETTING_TEXT, *u32);
+  else if (s->kind == PS__U64)
+    snprintf(out, PS__SETTING_TEXT, "%llu", (unsigned long long)*(const uint64_t *)at);
+  else if (s->kind == PS__F64)
+    snprintf(out, PS__SETTING_TEXT, "%.10g", *(const double *)at);
+  else if (s->kind == PS__I32)
+    snprintf(out, PS__SETTING_TEXT, "%d", *(const int32_t *)at);
+  else
+    snprintf(out, PS__SETTING_TEXT, "%u", *u32);
+}
+
+/* ---- the settings ---------------------------------------------------------------------------- */
+
 #define TRAIN(key, option, kind, fixed)                                                            \
-  {#key, option, kind, offsetof(ps__settings, train.key), fixed, false}
+  {#key, option, kind, offsetof(ps__settings, train.key), fixed, false, NULL}
 #define PLAN(key, option, kind, fixed)                                                             \
-  {#key, option, kind, offsetof(ps__settings, info.key), fixed, false}
+  {#key, option, kind, offsetof(ps__settings, info.key), fixed, false, NULL}
 #define NEWER(of, key, option, kind)                                                               \
-  {#key, option, kind, offsetof(ps__settings, of.key), false, true}
+  {#key, option, kind, offsetof(ps__settings, of.key), false, true, NULL}
 #define BOTH(key, option, kind) /* fixed, and newer */                                             \
-  {#key, option, kind, offsetof(ps__settings, info.key), true, true}
+  {#key, option, kind, offsetof(ps__settings, info.key), true, true, NULL}
+#define WORD(of, key, option, newer, say)                                                          \
+  {#key, option, PS__U32, offsetof(ps__settings, of.key), false, newer, say}
 const ps__setting ps__train_settings[] = {
-    TRAIN(lr_kind, "lr-schedule", PS__U32, false),
+    WORD(train, lr_kind, "lr-schedule", false, say_schedule),
     TRAIN(lr, "lr", PS__F64, false),
     TRAIN(min_lr, "min-lr", PS__F64, false),
     TRAIN(warmup_steps, "warmup-steps", PS__U64, false),
@@ -33,10 +96,10 @@ const ps__setting ps__train_settings[] = {
     TRAIN(momentum, "momentum", PS__F64, false),
     TRAIN(nesterov, "nesterov", PS__U32, false),
     TRAIN(weight_decay, "weight-decay", PS__F64, false),
-    NEWER(train, no_decay, "no-decay", PS__U32),
+    WORD(train, no_decay, "no-decay", true, say_no_decay),
     PLAN(clip_norm, "clip-norm", PS__F64, false),
-    NEWER(info, clip_by, "clip-by", PS__U32),
-    NEWER(info, non_finite, "non-finite", PS__U32),
+    WORD(info, clip_by, "clip-by", true, say_clip_by),
+    WORD(info, non_finite, "non-finite", true, say_non_finite),
     NEWER(train, max_skips, "max-skips", PS__U64),
     TRAIN(seed, "seed", PS__U64, true),
     TRAIN(shuffle, "shuffle", PS__U32, true),
@@ -45,8 +108,8 @@ const ps__setting ps__train_settings[] = {
     {.key = NULL},
 };
 
-#define LORA(key, kind)                                                                            \
-  {"lora_" #key, "lora-" #key, kind, offsetof(ps__settings, info.lora.key), true, true}
+#define LORA(key, option, kind, say)                                                               \
+  {"lora_" #key, option, kind, offsetof(ps__settings, info.lora.key), true, true, say}
 const ps__setting ps__batch_settings[] = {
     PLAN(n_frozen_layers, "frozen layers", PS__U32, true),
     PLAN(seq_len, "seq-len", PS__U64, true),
@@ -58,11 +121,11 @@ const ps__setting ps__batch_settings[] = {
     PLAN(first_round_chunks, "first-round-chunks", PS__U64, false),
     NEWER(info, first_rounds, "first-rounds", PS__U64),
     PLAN(head_slice_tokens, "head-slice-tokens", PS__U64, false),
-    LORA(rank, PS__U32),
-    LORA(alpha, PS__F64),
-    LORA(targets, PS__U32),
-    LORA(rslora, PS__U32),
-    {"lora_base", "base-dtype", PS__U32, offsetof(ps__settings, info.lora.base), true, true},
+    LORA(rank, "lora-rank", PS__U32, NULL),
+    LORA(alpha, "lora-alpha", PS__F64, NULL),
+    LORA(targets, "lora-targets", PS__U32, say_targets),
+    LORA(rslora, "lora-rslora", PS__U32, NULL),
+    LORA(base, "base-dtype", PS__U32, say_base),
     BOTH(fp8_bf16_first, "fp8-bf16-first", PS__U32),
     BOTH(fp8_bf16_last, "fp8-bf16-last", PS__U32),
     BOTH(fp8_bf16_down, "fp8-bf16-down", PS__U32),
