@@ -390,6 +390,9 @@ def test_heads_that_are_none_are_refused(directory, tmp_path):
     with pytest.raises(FormatError, match='problem_type is "other"'):
         ModelConfig.read(tmp_path)
     write(tmp_path / "data", "regression", documents("regression"))
+    words = ["--model", directory("llama", "single-label"), "--data", tmp_path / "data"]
+    run = program("eval", *words, "--seq-len", ROW, "--backend", "cpu")
+    assert run.returncode == 2 and "penstock: --data: the model has a head for" in run.stderr
     file = tmp_path / "data" / "train-00000.labels"
     raw = file.read_bytes()
     for at, byte, why in ((0, 1, "begins with the words"), (8, 9, "for problem 9"), (24, 7, "CRC")):

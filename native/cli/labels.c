@@ -8,7 +8,7 @@ int cli_take_labels(cli_job *job, const ps_dataset *ds, const char *option) {
   const uint32_t problem = ps_dataset_problem(ds, &n);
   if (problem) {
     const ps_status st = ps_model_config_score(&job->config, problem, n);
-    return st == PS_OK ? CLI_OK : cli_fail_given(option, st);
+    return st == PS_OK ? CLI_OK : cli_fail(CLI_REFUSED, "%s: %s", option, ps_last_error());
   }
   return job->config.problem
              ? cli_fail(CLI_REFUSED,
