@@ -142,7 +142,7 @@ def test_the_plan_is_shown_before_anything_is_reserved_or_loaded(job, tmp_path):
         env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
     )
     assert done.returncode == 2 and re.match(
-        r"penstock: plan\n.*GiB of memory refused", done.stderr, re.S
+        r"penstock: plan\n.*GiB of memory refused: [^:]*: lower --device-mem", done.stderr, re.S
     ), done.stderr
 
 

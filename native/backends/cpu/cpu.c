@@ -54,7 +54,13 @@ static ps_status cpu_map(ps__device *dev, uint32_t space, uint64_t bytes, ps__ma
   if (most)
     return ps__pin_refuse(space, pinned, most, "a test's limit");
   snprintf(what, sizeof what, "space %u", space);
-  PS_TRY(ps__map(&p, bytes, what));
+  const ps_status st = ps__map(&p, bytes, what);
+  if (st != PS_OK) {
+    char why[128];
+    snprintf(why, sizeof why, "%s", ps_last_error());
+    return ps__fail(st, "%s: lower %s", why,
+                    ps__field(host ? "host_mem_bytes" : "device_mem_bytes"));
+  }
   *out = (ps__mapping){.addr = p, .host = p, .bytes = bytes};
   return PS_OK;
 }
