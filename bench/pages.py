@@ -220,6 +220,7 @@ LARGER = (  # model, tokens a sequence, recipe, part of the options
     ("qwen3.5-9b", 4096, "bf16", ""),
     ("qwen3.5-9b", 4096, "fp8", ""),
     ("70b", 8192, "fp8", "state-bits=8"),
+    ("70b", 4096, "bf16", "base-dtype=nf4"),
 )
 
 
@@ -237,10 +238,11 @@ def larger() -> str:
              and (options or not re.search("lora|state-bits", r["options"]))][-1]  # fmt: skip
         names = {"7b_1b": "7B with experts, 1B active", "qwen3.5-9b": "Qwen3.5-9B's shape",
                  "qwen3-30b-a3b": "Qwen3-30B-A3B's shape",
-                 "qwen3-30b-a3b-20": "20 of its 48 blocks",
+                 "qwen3-30b-a3b-20": "20 of Qwen3-30B-A3B's 48 blocks",
                  "gpt-oss-20b": "gpt-oss-20b's shape"}  # fmt: skip
         name = names.get(model, model.upper())
-        what = f"{name}, {'LoRA' if 'lora' in options else recipe}"
+        what = f"{name}, {'LoRA' if 'lora' in r['options'] else recipe}"
+        what += " over NF4" if "base-dtype=nf4" in options else ""
         what += " of its attention" if "lora-targets=q_proj,k_proj" in r["options"] else ""
         what += ", 8-bit state, `--clip-by previous`" if "state-bits=8" in options else ""
         out.append([what, f"{seq_len:,}", gpu_of(r), f"{r['device_gib']:g}", f"{r['host_gib']:g}",
@@ -336,7 +338,9 @@ def fp8_gain() -> str:
             of.setdefault(r["seq_len"], []).append(r["tokens_per_s"] / same["tokens_per_s"])
     said = [f"at {n:,} tokens {min(v):.2f} to {max(v):.2f} in {len(v)} pairs" if v[1:]
             else f"at {n:,} tokens {v[0]:.2f}" for n, v in sorted(of.items())]  # fmt: skip
-    return wrapped(f"Its speed over that of bf16 under the same caps: {', '.join(said)}.")
+    return wrapped(
+        f"Speed of 8B over that in bf16 under the same caps, on H200s: {', '.join(said)}."
+    )
 
 
 def fp8_loss() -> str:
