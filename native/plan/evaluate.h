@@ -147,15 +147,16 @@ ps_status ps__fill_device(ps__search *s, ps__candidate *m, uint64_t taken, doubl
 ps_status ps__local_search(ps__search *s);
 
 /* ---- held.c: state of blocks on the device, where the plan holds state ----------------------- */
-/* ps__held_init() - set s->held_bytes and s->held_there. Needs the plan.
+/* ps__held_init() - set s->held_bytes, s->held_there and s->held_totals. Needs the plan.
  * ps__blocks_to_hold() - how many blocks a candidate that takes @bytes with @held blocks holds
  * rather: as few as the host's cap asks for, and none fewer. @held where the plan holds no state.
- * ps__hold_all_that_fit() - from @bytes without state that is held to host bytes that no candidate
- * like it goes below.
- * ps__without_held() - from the bytes of @m to those of the same candidate that holds none. */
+ * ps__hold_all_that_fit() - from the bounds @bytes of @m, which holds no state, to bytes that the
+ * same candidate does not go below, however many blocks it holds within the device's cap.
+ * ps__without_held() - from the bytes of @m to bytes that the same candidate takes where it holds
+ * none, or more: totals that it lacks because of held state are not added. */
 void ps__held_init(ps__search *s);
 uint8_t ps__blocks_to_hold(const ps__search *s, uint8_t held, const uint64_t bytes[PS__N_MEMS]);
-void ps__hold_all_that_fit(const ps__search *s, uint64_t bytes[PS__N_MEMS]);
+void ps__hold_all_that_fit(const ps__search *s, const ps__candidate *m, uint64_t bytes[PS__N_MEMS]);
 void ps__without_held(const ps__search *s, const ps__candidate *m, uint64_t bytes[PS__N_MEMS]);
 /* ps__evaluate_holding() - ps__evaluate_begin() of @m with as many blocks held as the host's cap
  * asks for. */

@@ -20,7 +20,8 @@ static uint32_t most_blocks(const ps_plan *p) {
 }
 
 /* BYTES of a block's totals on the host that a candidate may lack because it holds the block's
- * state. With several devices totals are complete on the host. */
+ * state: with one contribution a step the gradient goes to the update on the device and has no
+ * total on the host. With several devices totals are complete on the host. */
 static uint64_t total_bytes(const ps_plan *p, uint32_t block) {
   const ps__layer *l = &p->model->layer[block];
   const ps__storage w = ps__weight_storage(p->model);
@@ -77,13 +78,34 @@ uint8_t ps__blocks_to_hold(const ps__search *s, uint8_t held, const uint64_t byt
              : held;
 }
 
-void ps__hold_all_that_fit(const ps__search *s, uint64_t bytes[PS__N_MEMS]) {
-  const uint64_t cap = s->cap[PS__DEVICE_MEM], taken = bytes[PS__DEVICE_MEM];
-  if (!s->plan->holds || taken >= cap)
+/* BYTES of pinned memory that the candidate may lack because it holds the state of @n blocks. What
+ * need not be pinned is not in the bound: under a cap state, and totals that are staged, but not of
+ * blocks that are updated on the device in any case. */
+static uint64_t pinned_bytes(const ps__search *s, const ps__candidate *m, uint8_t n) {
+  const bool state = !s->plan->cfg.pinned_mem_bytes || m->keep.blocks,
+             totals = m->staging < PS__STAGE_TOTALS || m->keep.blocks;
+  return (state ? s->held_bytes[n] : 0) + (totals ? s->held_totals[n] : 0);
+}
+
+static uint64_t without(uint64_t bytes, uint64_t by) { return bytes > by ? bytes - by : 0; }
+
+void ps__hold_all_that_fit(const ps__search *s, const ps__candidate *m,
+                           uint64_t bytes[PS__N_MEMS]) {
+  const uint64_t cap = s->cap[PS__DEVICE_MEM], all = bytes[PS__PINNED_MEM],
+                 apart = without(bytes[PS__DEVICE_MEM], ps__page_table_bytes(&s->plan->hw, all));
+  uint64_t device = apart, pinned = all;
+  uint8_t n = 0;
+  if (!s->plan->holds || apart >= cap)
     return;
-  const uint8_t n = blocks_within(s, cap == UINT64_MAX ? cap : cap - taken);
-  const uint64_t held = s->held_bytes[n] + s->held_totals[n];
-  bytes[PS__HOST_MEM] -= held < bytes[PS__HOST_MEM] ? held : bytes[PS__HOST_MEM];
+  /* first as if nothing were pinned: then page tables are those of what is pinned at least */
+  for (int i = 0; i < 2 && device < cap; i++) {
+    n = blocks_within(s, cap == UINT64_MAX ? cap : cap - device);
+    pinned = without(all, pinned_bytes(s, m, n));
+    device = apart + ps__page_table_bytes(&s->plan->hw, pinned);
+  }
+  bytes[PS__DEVICE_MEM] = device;
+  bytes[PS__PINNED_MEM] = pinned;
+  bytes[PS__HOST_MEM] = without(bytes[PS__HOST_MEM], s->held_bytes[n] + s->held_totals[n]);
 }
 
 void ps__without_held(const ps__search *s, const ps__candidate *m, uint64_t bytes[PS__N_MEMS]) {

@@ -163,6 +163,20 @@ static void check_bounds(const ps__search_space *sp, const ps__candidate *m,
   CHECK(take(sp, &all, a, unused) <= most);
 }
 
+/* The same where the candidate holds the state of its first @held blocks: with caps that it keeps to
+ * exactly, it is not ruled out. */
+static void check_bounds_holding(ps__search *s, const ps__search_space *sp, const ps__candidate *m,
+                                 uint8_t held, ps__evaluation_arrays *a) {
+  ps__candidate holding = *m;
+  uint64_t bytes[PS__N_MEMS];
+  holding.held = held;
+  CHECK(m->bound_ns <= take(sp, &holding, a, s->cap) * (1 + 1e-9));
+  memcpy(bytes, m->bytes, sizeof bytes);
+  ps__hold_all_that_fit(s, m, bytes);
+  for (uint32_t i = 0; i < PS__N_MEMS; i++)
+    CHECK(bytes[i] <= s->cap[i]);
+}
+
 /* Of one random model and step a few candidates. */
 static uint32_t check_some_bounds(uint64_t seed, const ps_hardware *cpu) {
   enum { CANDIDATES = 12, MOST_OPS = 20000 };
@@ -171,6 +185,7 @@ static uint32_t check_some_bounds(uint64_t seed, const ps_hardware *cpu) {
   ps_plan_config cfg = random_config(state);
   ps_hardware hw = *cpu;
   static ps__search_space sp; /* 48 KB */
+  static ps__search search;
   ps__evaluation_arrays arrays = {0};
   ps_plan *p;
   uint32_t n = 0;
@@ -189,13 +204,23 @@ static uint32_t check_some_bounds(uint64_t seed, const ps_hardware *cpu) {
     cfg.n_frozen_layers = 1 + rnd_below(state, model.n_layers + 1);
   if (rnd_below(state, 2))
     CHECK(ps_hardware_of_gpu(&hw, "h200") == PS_OK);
+  cfg.pinned_mem_bytes = rnd_below(state, 2);
   CHECK(ps__plan_new(&p, &model, &cfg, &hw) == PS_OK);
+  p->staging = cfg.pinned_mem_bytes ? rnd_below(state, PS__STAGE_ALL + 1) : PS__STAGE_NONE;
+  p->holds = rnd_below(state, 2) && ps__may_hold(p);
+  memset(&search, 0, sizeof search);
+  search.plan = p;
+  ps__held_init(&search);
   CHECK(ps__search_space_init(&sp, p, rnd_below(state, 2) ? 0 : UINT64_MAX, &p->hooks) == PS_OK);
   for (uint32_t i = 0; i < CANDIDATES; i++) {
     const ps__candidate *m = &sp.candidate[rnd(state) % sp.n_candidates];
     if (sp.microbatch[m->microbatch].n_ops > MOST_OPS)
       continue;
-    check_bounds(&sp, m, &arrays);
+    if (p->holds)
+      check_bounds_holding(&search, &sp, m, (uint8_t)(1 + rnd_below(state, model.n_layers)),
+                           &arrays);
+    else
+      check_bounds(&sp, m, &arrays);
     n++;
   }
   ps__evaluation_arrays_free(&arrays);
