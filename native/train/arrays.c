@@ -35,8 +35,9 @@ typedef struct job {
   uint8_t *form[1 + PS_MAX_STATES];   /* ps__form */
   double (*error)[2];                 /* of each file: ps__form_write() */
   out_file *file;
-  _Atomic uint32_t *left; /* [unit][part]: tensors that are not read yet */
-  char *buffers;          /* PIECE_BYTES for each thread */
+  _Atomic uint32_t *left;     /* [unit][part]: tensors that are not read yet */
+  _Atomic uint32_t on_device; /* with held: so many of these are not in the host's memory */
+  char *buffers;              /* PIECE_BYTES for each thread */
   _Atomic uint32_t failed;
   ps_status st; /* the first failure's, with its message */
   char message[1024];
@@ -187,6 +188,8 @@ static void fill_own(job *j, uint32_t a, bool exact, ps_tensor_spec *specs, disk
         j->o->fused && ps__fused_transposed(p->name) ? form_specs(j, a, s, &name[*n], *n) : 1;
     *n += specs_of;
     atomic_fetch_add(&j->left[p->unit * PS__N_PARTS + part_of(array)], of * specs_of);
+    if (!ps__array_at(j->t, p->unit, array->what, 0))
+      atomic_fetch_add(&j->on_device, of * specs_of);
   }
 }
 
@@ -339,6 +342,13 @@ static ps_status write_tensor(job *j, ps__tensors_file *f, const ps__array *a,
   return PS_OK;
 }
 
+/* After the last one that is not in the host's memory no thread of the writer calls the driver: host
+ * ops that wait for the writer may hold back a device again. A tensor that fails stays counted. */
+static void note_read(job *j, const ps__array *a, const ps_param_info *p) {
+  if (!ps__array_at(j->t, p->unit, a->what, 0) && atomic_fetch_sub(&j->on_device, 1) == 1)
+    ps__engine_awaited(j->t->engine, false);
+}
+
 static ps_status write_held_tensor(job *j, ps__tensors_file *f, const ps__array *a,
                                    const ps_param_info *p, void *buffer) {
   const uint32_t part = part_of(a);
@@ -347,6 +357,7 @@ static ps_status write_held_tensor(job *j, ps__tensors_file *f, const ps__array 
   if (!j->t->plan->model->unit[p->unit].frozen)
     PS_TRY(ps__hold_await(j->t->hold, p->unit, part));
   PS_TRY(write_tensor(j, f, a, p, buffer));
+  note_read(j, a, p);
   if (atomic_fetch_sub(&j->left[p->unit * PS__N_PARTS + part], 1) == 1)
     ps__hold_release(j->t->hold, p->unit, part);
   return PS_OK;

@@ -9,10 +9,12 @@ static bool everything; /* asked for; else every second placement, by turns */
 /* ---- checkpoints ----------------------------------------------------------------------------- */
 
 static _Atomic long write_ns; /* every write takes so long before it reads the data */
+static _Atomic uint64_t n_writes;
 
 /* The library's too: the program's symbol comes first. */
 ssize_t write(int fd, const void *data, size_t bytes) {
   const long ns = atomic_load(&write_ns);
+  atomic_fetch_add(&n_writes, 1);
   if (ns)
     nanosleep(&(struct timespec){.tv_nsec = ns}, NULL);
   return syscall(SYS_write, fd, data, bytes);
@@ -89,6 +91,38 @@ static uint64_t train_in_parts(const ps_plan_config *cfg, ps_plan *before, ps_pl
   CHECK(ps_trainer_destroy(t) == PS_OK);
   CHECK(ps_dataset_close(ds) == PS_OK);
   return state;
+}
+
+static _Atomic uint64_t awaited[2], n_before; /* calls; writes before the first of the latter */
+
+static void note_awaited(ps__device *dev, bool on) {
+  (void)dev;
+  if (atomic_fetch_add(&awaited[on], 1) == 0 && !on)
+    atomic_store(&n_before, atomic_load(&n_writes));
+}
+
+/* Where some units' state is on the device, the backend hears when all of it was read: not as late
+ * as when the files are written. The CPU's backend need not hear of it, and is made to. */
+static void test_awaited(void) {
+  ps_dataset *ds = open_shard();
+  ps_plan *plan = make_plan(PS_RECIPE_BF16, false, MIXED);
+  const ps_train_config c = train_config(ds);
+  ps_trainer *t = make_trainer(plan, &c);
+  const ps__backend *const own = t->engine->backend;
+  ps__backend noting = *own;
+  noting.awaited = note_awaited;
+  t->engine->backend = &noting;
+  train_steps(t, 1);
+  atomic_store(&n_writes, 0);
+  CHECK(ps_trainer_checkpoint(t, new_dir) == PS_OK);
+  CHECK(awaited[true] == 1 && awaited[false] > 0);
+  CHECK(n_writes - n_before > 10); /* tensors of other blocks were yet to be written */
+  t->engine->backend = own;
+  remove_folder(new_dir);
+  CHECK(ps_trainer_destroy(t) == PS_OK);
+  ps_plan_destroy(plan);
+  CHECK(ps_dataset_close(ds) == PS_OK);
+  printf("ok a device may be held back again once its state was read\n");
 }
 
 /* Every recipe with every optimizer, and in 8 bits with one, clipped or not by turns, so that each
@@ -425,6 +459,7 @@ static void test_ramp(void) {
 }
 
 static void all(void) {
+  test_awaited();
   test_resume();
   test_skipped();
   test_many_skipped();

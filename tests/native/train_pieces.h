@@ -83,7 +83,8 @@ typedef enum placement {
   N_PLACEMENTS,
   /* of some tests */
   STATE_STREAMED = N_PLACEMENTS, /* weights stay, state streams */
-  FOUND                          /* what a search without caps finds */
+  MIXED, /* the device holds the state of the first block, which it updates; else as TIGHT */
+  FOUND  /* what a search without caps finds */
 } placement;
 
 static inline void place(ps__spec *s, placement where) {
@@ -96,6 +97,8 @@ static inline void place(ps__spec *s, placement where) {
   s->n_devices = held ? 2 : 1;
   memset(s->update_streamed, where == STREAMED || where == STATE_STREAMED || held, s->n_units);
   memset(s->state_held, held, s->n_units);
+  for (uint32_t u = 0; u < s->n_units && where == MIXED; u++)
+    s->update_streamed[u] = s->state_held[u] = params->unit[u].layer == 1;
   memset(s->update_split, where == IN_PARTS && s->clip && ps__optimizers[s->optimizer].splits,
          s->n_units);
 }
