@@ -46,9 +46,9 @@ typedef struct ps__backend {
   /* Copy @bytes between device memory and host memory that need not be pinned; blocks. Any thread,
    * also while ops run that do not touch these bytes. NULL where the host may touch all spaces. */
   ps_status (*transfer)(ps__device *dev, void *dst, const void *src, uint64_t bytes);
-  /* While it is on, host ops may wait for a thread that calls transfer(). Of the ops that are
-   * submitted meanwhile, none that a device has queued waits for a host stream. Any thread, before
-   * the first of those ops is submitted. NULL where transfer() is. */
+  /* While it is on, host ops may wait for a thread that calls transfer(), and an op that needs a
+   * host stream is queued only after that stream has got there. Any thread; it is on before the
+   * first op is submitted that such a host op holds back. NULL where transfer() is. */
   void (*awaited)(ps__device *dev, bool on);
   /* Before each run, while no stream is being driven: counters to 0, and what its steps need is
    * reserved, so that they need nothing more. @schedule is borrowed until finish(). PS_EINVAL

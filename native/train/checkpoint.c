@@ -109,9 +109,9 @@ static ps_status write_manifest(ps__writing *c, const ps__stage *stage, const ps
 
 /* ---- the writer's thread --------------------------------------------------------------------- */
 
-/* Whether ops of the host may wait for the writer while it reads a device's memory, and devices for
- * those. With clipping they do not: all units whose state is on a device are updated first of the
- * blocks, and before each of these updates the submitting thread waits. */
+/* Whether host ops may wait for the writer while it reads a device's memory, and a device for these
+ * host ops. Not with clipping: blocks whose state is on a device are updated before the other
+ * blocks, and the submitting thread waits before each. */
 static bool reads_beside_waits(const ps_trainer *t) {
   const ps__spec *spec = &t->plan->spec;
   bool reads = false, waits = false;

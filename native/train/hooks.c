@@ -227,9 +227,10 @@ static bool made_by_report(const ps_trainer *t, uint32_t unit, uint32_t part) {
          (part == PS__PART_STATE && t->plan->spec.state_on_disk[unit]);
 }
 
-/* On a GPU the submitting thread awaits a part before it launches the part's update: no stream that
- * the GPU waits for may depend on the writer, which calls the driver (backends/cuda/device.h). Such
- * an update is done later than this: REPORT says so. */
+/* On a GPU the submitting thread awaits a part before it launches the part's update. Such an update
+ * is done later than this: REPORT says so. An update on the host awaits the part on its stream,
+ * which the GPU may wait for, while the writer calls the driver: awaited() of engine/backend.h is
+ * for that. */
 static ps_status update(ps_trainer *t, uint32_t unit, ps__update_part part, const ps_launch *l) {
   const bool writes[PS__N_PARTS] = {
       [PS__PART_WEIGHTS] = part != PS_UPDATE_STATE, [PS__PART_STATE] = part != PS_UPDATE_WEIGHTS};
