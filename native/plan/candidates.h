@@ -176,8 +176,9 @@ static inline uint32_t ps__rounds_at_once(const ps__search_space *sp, const ps__
 /* What a block recomputes, by what is saved: one for each shape of a chunk and each definition.
  * ps__recompute_tables() - those of a configuration, and for each chunk the place of its first one.
  * Errors: PS_ENOMEM. The caller frees both, also after an error.
- * ps__sum_saved() - of a candidate of which keep.again, device, host and extra are set. All sums
- * are such that the candidate takes as much or more.
+ * ps__sum_saved() - of a candidate of which keep.again, device, host and extra are set. The
+ * candidate takes each sum or more; but of room_bytes, which a bound subtracts, it has as much or
+ * less.
  * ps__saved_of_round() - BYTES of all that may be saved of a round. */
 typedef struct ps__recompute_table ps__recompute_table;
 ps_status ps__recompute_tables(const ps__search_space *sp, const ps__microbatch *mb,

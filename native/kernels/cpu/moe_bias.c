@@ -228,7 +228,7 @@ static void sum_task(void *arg, int64_t task, uint32_t worker) {
 }
 
 /* moe_bias_sum
- * shapes  x [R,cols], db [E,cols] of dt, ids, slot and weights [T,k]
+ * shapes  x [R,cols], db [E,cols] of dt, offsets i32[E+1], slot and weights [T,k]
  * bytes   R*cols*dt.   determinism  bitwise: an expert's rows in order, fp32, one rounding */
 ps_status ps__cpu_moe_bias_sum(const ps_launch *l) {
   const ps__args_moe_bias *a = l->args;
