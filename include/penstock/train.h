@@ -49,9 +49,9 @@ typedef enum ps_lr_kind {
  *            -1 or -100.
  * Threads: a thread of the engine calls it, one call at a time, possibly a step ahead of compute.
  *          A GPU waits for the batch, and what is queued behind that may fill the GPU's queue. The
- *          thread that fills the queue then holds the driver's lock until the batch is there. A call
- *          of CUDA would wait for that lock for ever, so neither the function nor a thread that it
- *          waits for may call CUDA.
+ *          thread that fills the queue then holds the driver's lock until the batch is there. A
+ *          call of CUDA would wait for that lock for ever, so neither the function nor a thread
+ *          that it waits for may call CUDA.
  * Errors:  a negative return stops the run, and ps_trainer_wait() returns it. An id that is not in
  *          the vocabulary is PS_EFORMAT. A batch without a counted target is PS_ENUMERIC. */
 typedef ps_status (*ps_batch_fn)(void *user, uint64_t step, int32_t *tokens, int32_t *targets,

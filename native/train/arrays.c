@@ -342,8 +342,9 @@ static ps_status write_tensor(job *j, ps__tensors_file *f, const ps__array *a,
   return PS_OK;
 }
 
-/* After the last one that is not in the host's memory no thread of the writer calls the driver: host
- * ops that wait for the writer may hold back a device again. A tensor that fails stays counted. */
+/* After the last one that is not in the host's memory no thread of the writer calls the driver:
+ * host ops that wait for the writer may hold back a device again. A tensor that fails stays
+ * counted. */
 static void note_read(job *j, const ps__array *a, const ps_param_info *p) {
   if (!ps__array_at(j->t, p->unit, a->what, 0) && atomic_fetch_sub(&j->on_device, 1) == 1)
     ps__engine_awaited(j->t->engine, false);

@@ -163,8 +163,8 @@ static void check_bounds(const ps__search_space *sp, const ps__candidate *m,
   CHECK(take(sp, &all, a, unused) <= most);
 }
 
-/* The same where the candidate holds the state of its first @held blocks: with caps that it keeps to
- * exactly, it is not ruled out. */
+/* The same where the candidate holds the state of its first @held blocks: with caps that it keeps
+ * to exactly, it is not ruled out. */
 static void check_bounds_holding(ps__search *s, const ps__search_space *sp, const ps__candidate *m,
                                  uint8_t held, ps__evaluation_arrays *a) {
   ps__candidate holding = *m;
