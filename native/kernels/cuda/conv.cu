@@ -273,7 +273,7 @@ template <typename T> conv_job<T> conv_job_of(const ps_launch *l) {
 
 template <typename T, int V> cudaError_t conv_fwd_of(const ps_launch *l) {
   conv_job<T> j = conv_job_of<T>(l);
-  cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
+  cudaStream_t stream = ps_stream_of(l);
   const uint32_t least = ps_ceil_div(j.rows, GRID_Y);
   j.tile = least > FWD_ROWS ? least : FWD_ROWS;
   const dim3 grid(ps_ceil_div(j.channels, THREADS * V), ps_ceil_div(j.rows, j.tile));
@@ -394,8 +394,9 @@ template <typename T> struct gate_job {
   float eps;
 };
 
-/* A lane's part of a row: N vectors, every 32nd from column c on. One after the row's end is the
- * row's last, which no sum takes again. */
+/* A lane's part of a row: N vectors of V columns, of which the first begins at column c and each
+ * other one 32*V columns later. Instead of a vector behind the row's end the lane loads the row's
+ * last one, and mean() leaves it out. */
 template <typename T, int V, int N> struct gate_row {
   ps_vec<T, V> x[N], z[N], w[N], d[N];
 
@@ -412,8 +413,9 @@ template <typename T, int V, int N> struct gate_row {
         d[k] = ps_load<T, V>(j.dy + at);
     }
   }
-  /* The mean of what f(part, k, sum) adds for vector k of a part, over the columns in order. This
-   * is the part at c; where N is 1 a row has no other. */
+  /* The mean over the row's columns: f(part, k, sum) adds to sum what vector k of the part gives. A
+   * lane goes over its parts of the row in order. This one begins at c, and the others are loaded;
+   * where N is 1 there are none. */
   template <typename F>
   __device__ __forceinline__ float mean(const gate_job<T> &j, uint32_t row, uint32_t c,
                                         bool backward, F f) const {
@@ -565,7 +567,7 @@ template <typename T> gate_job<T> gate_job_of(const ps_launch *l) {
 
 template <typename T, int V> cudaError_t gate_fwd_of(const ps_launch *l) {
   gate_job<T> j = gate_job_of<T>(l);
-  cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
+  cudaStream_t stream = ps_stream_of(l);
   j.y = (T *)l->ptr[3];
   if (j.dim <= 32 * V)
     gate_fwd_k<T, V, 1><<<ps_ceil_div(j.rows, gate_rows<1> * WARPS), THREADS, 0, stream>>>(j);

@@ -13,6 +13,10 @@
 extern "C" ps_status ps__fail(ps_status code, const char *fmt, ...)
     __attribute__((format(printf, 2, 3)));
 
+static inline cudaStream_t ps_stream_of(const ps_launch *l) {
+  return ((const ps__cuda_exec *)l->exec)->stream;
+}
+
 /* ---- 16 bytes at a time ---------------------------------------------------------------------- */
 
 /* V elements of T as they lie in memory: 16 bytes (V = 8 bf16, 4 fp32) or one element (V = 1)

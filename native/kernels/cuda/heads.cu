@@ -67,7 +67,7 @@ ps_status move(const ps_launch *l, const char *op, bool join) {
   if (st != PS_OK || !a->n_tokens || !n_all)
     return st;
   const uint32_t all = join ? (has_second ? 2 : 1) : 0, first = join ? 0 : 1;
-  cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
+  cudaStream_t stream = ps_stream_of(l);
   PS_DISPATCH(a->dt, whole_parts(a) && ps_all_aligned(l, n_ptr),
               const dim3 grid(ps_ceil_div(n_all, (uint64_t)THREADS * V),
                               a->n_tokens < TOKEN_BLOCKS ? a->n_tokens : TOKEN_BLOCKS);
@@ -99,7 +99,8 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (int e = 0; e < V; e++) {
     v[e] *= sig<T>(gate[e]);
-    v[e] = residual ? __fadd_rn(v[e], add[e]) : v[e]; /* in no element an FMA */
+    v[e] = residual ? __fadd_rn(v[e], add[e])
+                    : v[e]; /* no FMA, so that all elements of a vector round alike */
   }
   ps_store<T, V>(y + i, v);
 }
@@ -118,7 +119,8 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (int e = 0; e < V; e++) {
     const float s = sig<T>(gate[e]);
-    v[e] = fmaf(d[e], v[e], 0.0f) * s * (1.0f - s); /* a sum of one, whose zero is +0 */
+    /* + 0: a product of -0 becomes +0, as in a sum of several columns */
+    v[e] = fmaf(d[e], v[e], 0.0f) * s * (1.0f - s);
     d[e] *= s;
   }
   ps_store<T, V>(dx + i, d);
@@ -169,7 +171,7 @@ extern "C" ps_status ps__cuda_sigmoid_gate_fwd(const ps_launch *l) {
   if (st != PS_OK || !n)
     return st;
   const uint32_t each = a->cols / a->n_gates;
-  cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
+  cudaStream_t stream = ps_stream_of(l);
   PS_DISPATCH(a->dt, ps_whole(a->dt, each == 1 ? n : each) && ps_all_aligned(l, n_ptr),
               gate_fwd_k<T, V><<<ps_ceil_div(n, (uint64_t)THREADS * V), THREADS, 0, stream>>>(
                   (const T *)l->ptr[0], (const T *)l->ptr[1], (T *)l->ptr[2],
@@ -189,7 +191,7 @@ extern "C" ps_status ps__cuda_sigmoid_gate_bwd(const ps_launch *l) {
   if (st != PS_OK || !gates)
     return st;
   const uint32_t each = a->cols / a->n_gates;
-  cudaStream_t stream = ((const ps__cuda_exec *)l->exec)->stream;
+  cudaStream_t stream = ps_stream_of(l);
   if (each == 1)
     PS_DISPATCH(a->dt, ps_whole(a->dt, gates) && ps_all_aligned(l, 5),
                 gate_bwd_each_k<T, V>

@@ -138,13 +138,13 @@ __global__ void __launch_bounds__(THREADS)
     of_row[slot[i]] = weights[i];
 }
 
-/* A block 32 * V columns of a part of an expert's rows: its warps take rows in turn, and their sums
+/* A block: 32*V columns, one part of one expert's rows. Its warps take rows in turn, and their sums
  * are added in order. */
 template <typename T, int V>
 __global__ void __launch_bounds__(THREADS)
     bias_part_k(const T *x, const int32_t *offsets, const float *of_row, float *partial,
                 uint32_t parts, uint32_t cols) {
-  __shared__ float sums[WARPS][32][V + 1]; /* + 1: lanes in banks of their own */
+  __shared__ float sums[WARPS][32][V + 1]; /* + 1 avoids bank conflicts */
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = (blockIdx.x * 32 + lane) * V,
                  e = blockIdx.y / parts, p = blockIdx.y % parts, from = (uint32_t)offsets[e],
                  n = (uint32_t)offsets[e + 1] - from,
@@ -207,8 +207,6 @@ template <typename T, int V> void bias_sum_of(const ps_launch *l) {
           partial, (T *)l->ptr[4], parts, a->cols, a->n_experts, a->accumulate);
 }
 
-cudaStream_t stream_of(const ps_launch *l) { return ((const ps__cuda_exec *)l->exec)->stream; }
-
 } // namespace
 
 /* add_bias
@@ -220,7 +218,7 @@ extern "C" ps_status ps__cuda_add_bias(const ps_launch *l) {
   const uint64_t n = (uint64_t)a->rows * a->cols;
   if (st != PS_OK || !n)
     return st;
-  PS_BY_TYPE(a->dt, add_bias_k<T><<<ps_ceil_div(n, THREADS), THREADS, 0, stream_of(l)>>>(
+  PS_BY_TYPE(a->dt, add_bias_k<T><<<ps_ceil_div(n, THREADS), THREADS, 0, ps_stream_of(l)>>>(
                         (float *)l->ptr[0], (const T *)l->ptr[1], n, a->cols));
   return ps_launched("add_bias", cudaSuccess);
 }
@@ -236,7 +234,7 @@ extern "C" ps_status ps__cuda_moe_clamp_glu(const ps_launch *l) {
     return st;
   const bool whole = ps_whole(a->dt, a->expert_dim) && ps_all_aligned(l, 6);
   PS_DISPATCH(a->dt, whole,
-              (clamp_k<T, V><<<ps_ceil_div(rows, WARPS), THREADS, 0, stream_of(l)>>>(
+              (clamp_k<T, V><<<ps_ceil_div(rows, WARPS), THREADS, 0, ps_stream_of(l)>>>(
                   (const T *)l->ptr[0], (const T *)l->ptr[1], (const uint16_t *)l->ptr[2],
                   (const float *)l->ptr[3], (const int32_t *)l->ptr[4], (T *)l->ptr[5], rows, *a)));
   return ps_launched("moe_clamp_glu", cudaSuccess);
@@ -254,7 +252,7 @@ extern "C" ps_status ps__cuda_moe_clamp_glu_bwd(const ps_launch *l) {
   const bool whole = ps_whole(a->dt, a->expert_dim) && ps_all_aligned(l, 3);
   PS_DISPATCH(
       a->dt, whole,
-      (clamp_bwd_k<T, V><<<ps_ceil_div(rows, WARPS), THREADS, 0, stream_of(l)>>>(
+      (clamp_bwd_k<T, V><<<ps_ceil_div(rows, WARPS), THREADS, 0, ps_stream_of(l)>>>(
           (T *)l->ptr[0], (T *)l->ptr[1], (const T *)l->ptr[2], (const uint16_t *)l->ptr[3],
           (const float *)l->ptr[4], (const int32_t *)l->ptr[5], (float *)l->ptr[6], rows, *a)));
   return ps_launched("moe_clamp_glu_bwd", cudaSuccess);
@@ -269,7 +267,7 @@ extern "C" ps_status ps__cuda_moe_bias_dot(const ps_launch *l) {
   const uint32_t rows = a->n_tokens * a->n_used;
   if (st != PS_OK || !rows)
     return st;
-  PS_BY_TYPE(a->dt, bias_dot_k<T><<<ps_ceil_div(rows, WARPS), THREADS, 0, stream_of(l)>>>(
+  PS_BY_TYPE(a->dt, bias_dot_k<T><<<ps_ceil_div(rows, WARPS), THREADS, 0, ps_stream_of(l)>>>(
                         (const T *)l->ptr[0], (const T *)l->ptr[1], (const uint16_t *)l->ptr[2],
                         (float *)l->ptr[3], rows, *a));
   return ps_launched("moe_bias_dot", cudaSuccess);

@@ -6,8 +6,6 @@ namespace {
 
 enum { THREADS = 256 };
 
-cudaStream_t stream_of(const ps_launch *l) { return ((const ps__cuda_exec *)l->exec)->stream; }
-
 /* @lanes of a warp, a power of two, a row and head. */
 template <typename T, int V>
 __global__ void __launch_bounds__(THREADS) sink_k(T *o, float *lse, const T *sink, uint64_t n,
@@ -84,7 +82,7 @@ template <typename T, int V> void sink_of(const ps_launch *l) {
   uint32_t lanes = 32;
   while (lanes > 1 && lanes / 2 * V >= a->head_dim)
     lanes /= 2;
-  sink_k<T, V><<<ps_ceil_div(n, THREADS / lanes), THREADS, 0, stream_of(l)>>>(
+  sink_k<T, V><<<ps_ceil_div(n, THREADS / lanes), THREADS, 0, ps_stream_of(l)>>>(
       (T *)l->ptr[0], (float *)l->ptr[1], (const T *)l->ptr[2], n, a->n_heads, a->head_dim, lanes);
 }
 template <typename T, int V> void sink_bwd_of(const ps_launch *l) {
@@ -93,11 +91,11 @@ template <typename T, int V> void sink_bwd_of(const ps_launch *l) {
   double *partial = (double *)((const ps__cuda_exec *)l->exec)->scratch;
   const dim3 grid(ps_ceil_div((uint64_t)a->n_heads * each, THREADS), n_tiles);
   if (n_tiles)
-    sink_terms_k<T, V><<<grid, THREADS, 0, stream_of(l)>>>(
+    sink_terms_k<T, V><<<grid, THREADS, 0, ps_stream_of(l)>>>(
         (const T *)l->ptr[0], (const float *)l->ptr[1], (const T *)l->ptr[2], (const T *)l->ptr[3],
         partial, ps_row_tile_rows(a->n_tokens, PS_SINK_TILES), *a);
-  sink_add_k<T><<<a->n_heads, THREADS, 0, stream_of(l)>>>(partial, (T *)l->ptr[4], n_tiles, each,
-                                                          a->accumulate);
+  sink_add_k<T><<<a->n_heads, THREADS, 0, ps_stream_of(l)>>>(partial, (T *)l->ptr[4], n_tiles, each,
+                                                             a->accumulate);
 }
 
 } // namespace
