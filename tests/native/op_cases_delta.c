@@ -15,8 +15,12 @@ static op_operand documents(uint32_t n, uint32_t row0, uint32_t each) {
 }
 
 /* T, row0, C, W, rows a document */
-static const uint32_t conv_test[][5] = {{1, 0, 1, 2, 0},     {5, 0, 19, 4, 2},    {70, 0, 40, 4, 9},
-                                        {130, 33, 64, 4, 0}, {130, 33, 48, 8, 5}, {2, 7, 33, 4, 0}},
+static const uint32_t conv_test[][5] = {{1, 0, 1, 2, 0},     {5, 0, 19, 4, 2},
+                                        {70, 0, 40, 4, 9},   {130, 33, 64, 4, 0},
+                                        {130, 33, 48, 8, 5}, {2, 7, 33, 4, 0},
+                                        {70, 9, 64, 2, 9},   {70, 0, 40, 3, 0},
+                                        {66, 33, 64, 5, 7},  {40, 5, 48, 6, 0},
+                                        {33, 0, 32, 7, 4}},
                       conv_bench[][5] = {{8192, 0, 8192, 4, 2048}};
 
 /* Four products of size up to 3 times 3 and a sum of them, 2^-24 each; exp and the quotient as in
