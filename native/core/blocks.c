@@ -17,10 +17,14 @@ static uint32_t amax_bits(const float *x, uint32_t n) {
 
 /* ---- codes ----------------------------------------------------------------------------------- */
 
-enum { NF4_MIDDLES = 15 };
-
-/* The nearest value. Halfway it is the lower one. @middle[i]: halfway from value i to the next. */
-static uint32_t nf4_code(const double *middle, float x) {
+/* The nearest value. Halfway it is the lower one. */
+static uint32_t nf4_code(float x) {
+  /* halfway between two values */
+  static const double middle[15] = {
+      -0.8480964004993439,  -0.6106329262256622,  -0.4599952697753906,   -0.33967943489551544,
+      -0.23460740596055984, -0.13791173323988914, -0.045525018125772476, 0.03979014977812767,
+      0.1202552504837513,   0.2035212516784668,   0.2920137718319893,    0.3893125355243683,
+      0.5016634166240692,   0.6427869200706482,   0.8614784181118011};
   uint32_t code = 0;
   for (uint32_t step = 8; step; step /= 2)
     code += (double)x > middle[code + step - 1] ? step : 0;
@@ -49,12 +53,8 @@ static void quantize_fp8(uint8_t *dst, const float *x, uint32_t n) {
 static void quantize_nf4(uint8_t *dst, const float *x, uint32_t n) {
   const uint16_t scale = ps__f32_to_bf16(ps__bits_float(amax_bits(x, n)));
   const float s = ps__bf16_to_f32(scale);
-  double middle[NF4_MIDDLES];
-  for (uint32_t i = 0; i < NF4_MIDDLES; i++)
-    middle[i] = ((double)nf4[i] + (double)nf4[i + 1]) / 2;
   for (uint32_t i = 0; i < n; i += 2) {
-    const uint32_t low = nf4_code(middle, s > 0 ? x[i] / s : 0),
-                   high = nf4_code(middle, s > 0 ? x[i + 1] / s : 0);
+    const uint32_t low = nf4_code(s > 0 ? x[i] / s : 0), high = nf4_code(s > 0 ? x[i + 1] / s : 0);
     dst[i / 2] = (uint8_t)(low | high << 4);
   }
   memcpy(dst + n / 2, &scale, sizeof scale);
