@@ -52,6 +52,7 @@ static void zero_pad(const ps_trainer *t) {
 /* A quantized parameter, by way of @plain, which has room for PLAIN numbers. A task puts whole
  * blocks. */
 enum { PLAIN = 64 * PART };
+static_assert(PART % 64 == 0, "blocks have 32 or 64 elements (blocks.h)");
 typedef struct quantized_job {
   init_job draw;
   const ps_trainer *t;
@@ -61,7 +62,8 @@ typedef struct quantized_job {
 static void init_quantized_part(void *arg, int64_t task, uint32_t worker) {
   const quantized_job *j = arg;
   const uint64_t first = (uint64_t)task * PART, left = j->draw.n - first;
-  init_part((void *)&j->draw, task, worker);
+  init_job draw = j->draw;
+  init_part(&draw, task, worker);
   ps__updated_put(j->t, j->unit, j->at + first, left < PART ? left : PART, j->draw.dtype,
                   j->draw.dst + first * ps_dtype_bytes(j->draw.dtype));
 }
