@@ -114,9 +114,12 @@ uint32_t ps__search_space_workers(const ps__search_space *sp, uint32_t n) {
 
 /* ---- what a configuration costs in any case -------------------------------------------------- */
 
-/* The most bytes alive on the device in the head of a round of device 0, without saved activations,
- * without the parameters of the head and of the last layer, which may be among those that stay, and
- * without a gradient's bytes of the last layer. Every candidate of the configuration has the same
+/* The most bytes alive on the device in the head of a round of device 0. Without:
+ *   - saved activations;
+ *   - the parameters of the head and of the last layer, which may be among those that stay;
+ *   - one gradient of the last layer;
+ *   - with several devices, the head's gradient.
+ * Every candidate of the configuration has the same
  * tensors there, and beside them its own saved activations of the round and what stays. So all of
  * these are alive at once. The head's gradient is in the bytes: a total that stays is a tensor of
  * its own beside the contribution that the pass makes, but in the first round, where it counts
@@ -256,7 +259,7 @@ typedef struct traffic {
   double to_device, to_host, host_ops, device_sums, device_updates, updates;
   double blocks; /* parameters of the streamed blocks, once */
   /* what the prefetch distance saves at most (passes_led()), by its number */
-  double led[PS__N_AHEADS];
+  double fetched_ahead[PS__N_AHEADS];
 } traffic;
 
 /* How many of the @passes of the layer in each round find its parameters there because of the
@@ -306,8 +309,9 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
   const ps__contributions sums = ps__contributions_of(l, ps__head_slice(sp->plan, l->chunk_tokens),
                                                       sp->plan->model->dt, false);
   traffic t = {0};
-  /* Its rows' gradients are copied to the host. The first block's inputs are not, but they are
-   * counted with the saved activations. */
+  /* Its rows' gradients are copied to the host; a frozen one has none. The first block's inputs,
+   * which the saved activations count, are not copied: where the embedding is frozen this is
+   * negative. */
   if (table_on_host) {
     t.to_device = rows * ps__lookup_bytes(sp, l);
     t.to_host = m->unit[0].frozen ? -lookups_of_device(sp, l) : rows * 4.0 * (double)l->n_tokens;
@@ -350,7 +354,8 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
     if ((frozen || !r->state) && !stays && ps__is_block(m, layer))
       t.blocks += bytes;
     for (uint32_t ahead = 0; ahead < PS__N_AHEADS && (frozen || !r->state) && !stays; ahead++)
-      t.led[ahead] += part * bytes * passes_led(sp, l, layer, table_on_host, ahead, passes);
+      t.fetched_ahead[ahead] +=
+          part * bytes * passes_led(sp, l, layer, table_on_host, ahead, passes);
     if (frozen)
       continue;
     const bool streamed = in_blocks && !r->state;
@@ -360,20 +365,18 @@ static traffic unit_traffic(const ps__search_space *sp, const ps__layout *l,
       t.to_host += state;
     }
     /* in a ring the slices of a shared head may be other devices', but no chunk of the embedding */
-    double sent_by_device = dealt && layer ? contributions : share * contributions;
-    if (dealt && sent_by_device > (m->unit[u].by_chunk ? sums.by_chunk : 0))
-      sent_by_device = m->unit[u].by_chunk ? sums.by_chunk : 0;
+    double sent_bytes_factor = dealt && layer ? contributions : share * contributions;
+    if (dealt && sent_bytes_factor > (m->unit[u].by_chunk ? sums.by_chunk : 0))
+      sent_bytes_factor = m->unit[u].by_chunk ? sums.by_chunk : 0;
     t.to_host += r->state || streamed               ? bytes
                  : grads || (may_hold && r->blocks) ? bytes
                  : pieces                           ? share * bytes * rounds
-                                                    : sent_by_device * bytes;
+                                                    : sent_bytes_factor * bytes;
     if (pieces)
       t.to_device += share * bytes * (rounds - 1);
     if (grads)
       t.device_sums += added;
-    else if (pieces)
-      ;
-    else if (!r->state && !sums_may_leave)
+    else if (!pieces && !r->state && !sums_may_leave)
       t.host_ops += added;
     if (r->state || (streamed && !may_hold))
       t.device_updates += update * n;
@@ -397,10 +400,10 @@ static traffic with_kept_parameters(const ps__search_space *sp, const traffic *o
 
 /* The same for the bound: by what ps__spec.blocks_kept leaves room for, and by what the prefetch
  * distance keeps. */
-static traffic at_least(const ps__search_space *sp, const traffic *of, const ps__layout *l,
-                        const ps__saved_sums *s, uint32_t ahead) {
+static traffic with_most_kept(const ps__search_space *sp, const traffic *of, const ps__layout *l,
+                              const ps__saved_sums *s, uint32_t ahead) {
   traffic t = *of;
-  t.to_device -= t.led[ahead] +
+  t.to_device -= t.fetched_ahead[ahead] +
                  (device_rounds(sp, l) - 1) * (s->room_bytes < t.blocks ? s->room_bytes : t.blocks);
   t.to_device = larger(t.to_device, 0);
   return t;
@@ -521,7 +524,7 @@ static ps_status add_candidates(ps__search_space *sp, uint32_t idx, bool special
         m.streamed = (uint8_t)ps__blocks_of(sp, &m.keep);
         m.ahead = (uint8_t)(i % PS__N_AHEADS);
         const traffic now = with_kept_parameters(sp, &t[m.residency], &mb->layout, &s, m.ahead);
-        const traffic least = at_least(sp, &t[m.residency], &mb->layout, &s, m.ahead);
+        const traffic least = with_most_kept(sp, &t[m.residency], &mb->layout, &s, m.ahead);
         m.bound_ns = bound_of(sp, base[m.residency], &s, &least);
         m.estimate_ns = larger(m.bound_ns, estimate_of(sp, base[m.residency], &s, &now, m.ahead));
         const uint64_t saved = m.keep.passing ? s.unaliased_bytes : s.host_bytes,

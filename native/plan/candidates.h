@@ -110,9 +110,10 @@ typedef struct ps__microbatch {
 
 /* What the saved activations of all (layer, chunk) cost, for given parts on the device and host. */
 typedef struct ps__saved_sums {
-  double recompute_ns;                 /* of a step, at least */
-  uint64_t device_bytes, second_bytes; /* of the first round; with one device, of the second */
-  uint64_t host_bytes;                 /* of the round that takes the most, at least */
+  double recompute_ns;      /* of a step, at least */
+  uint64_t device_bytes;    /* of the first round, at least */
+  uint64_t second_bytes;    /* of the second round, with one device, at least */
+  uint64_t host_bytes;      /* of the round that takes the most, at least */
   uint64_t unaliased_bytes; /* the same on the host, where gradients lend them no memory */
   double offloaded_bytes;   /* copied to the host, and back, in a step */
   double room_bytes; /* on all devices in a round, as ps__decide() counts it for blocks_kept */

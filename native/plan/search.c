@@ -193,7 +193,7 @@ static ps_status evaluate_rings(ps__search *s) {
  *   - the forward, head and backward ops of all chunks, the batch, losses, contributions, sums and
  *     updates do not depend on policies;
  *   - an op that it recomputes is one whose results are never saved, or are needed by those alone:
- *     the candidate, which has no more at hand, recomputes it too;
+ *     the candidate saves no more, so it recomputes it too;
  *   - it fetches parameters where they are not there. Blocks are kept across rounds while what is
  *     saved on the device has room for them, which is the most here, and nothing else of a layer
  *     pass's fetches depends on policies.
