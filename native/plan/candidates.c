@@ -271,15 +271,18 @@ static double passes_led(const ps__search_space *sp, const ps__layout *l, uint32
                          bool table_on_host, uint32_t ahead, double passes) {
   const ps_model *m = sp->plan->model;
   const bool ring = ps__is_ring(sp->plan);
-  const uint32_t layers = m->cfg.n_layers, trained = ps__first_trained(m), lead = 4 * ahead,
-                 first = trained > 1 ? trained : 1,
-                 backward = first <= layers ? layers - first + 1 : 0,
-                 a_round = layers + 3 + backward, behind = ring ? ps__rounds_at_once(sp, l) - 1 : 0,
-                 last = ps__is_block(m, layer) && layer >= first ? 2 * layers + 2 - layer
+  const uint32_t layers = m->cfg.n_layers;
+  const uint32_t trained = ps__first_trained(m), first = trained > 1 ? trained : 1;
+  const uint32_t lead = 4 * ahead; /* layer passes by which a fetch comes before its use, at most */
+  const uint32_t backward = first <= layers ? layers - first + 1 : 0;
+  const uint32_t a_round = layers + 3 + backward; /* its layer passes */
+  const uint32_t last = ps__is_block(m, layer) && layer >= first ? 2 * layers + 2 - layer
                         : layer == 0 && ps__tied(m)              ? layers + 1
-                                                                 : layer,
-                 /* the first block's come with the rows of an embedding on the host */
-      sooner = table_on_host + behind;
+                                                                 : layer;
+  /* layer passes by which rounds of other devices still use the layer */
+  const uint32_t behind = ring ? ps__rounds_at_once(sp, l) - 1 : 0;
+  /* the first block's come with the rows of an embedding on the host: one pass sooner */
+  const uint32_t sooner = table_on_host + behind;
   const double rounds = device_rounds(sp, l);
   const bool in_round = ring && passes > 1 && layers + 1 - layer <= ahead;
   const double again = layers + sooner <= lead ? passes : a_round + layer - last <= lead + sooner;
