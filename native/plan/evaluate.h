@@ -156,7 +156,8 @@ ps_status ps__local_search(ps__search *s);
  * none, or more: totals that it lacks because of held state are not added. */
 void ps__held_init(ps__search *s);
 uint8_t ps__blocks_to_hold(const ps__search *s, uint8_t held, const uint64_t bytes[PS__N_MEMS]);
-void ps__hold_all_that_fit(const ps__search *s, const ps__candidate *m, uint64_t bytes[PS__N_MEMS]);
+void ps__hold_all_that_fit(const ps__search *s, const ps__candidate *m, uint64_t bytes[PS__N_MEMS],
+                           bool likely);
 void ps__without_held(const ps__search *s, const ps__candidate *m, uint64_t bytes[PS__N_MEMS]);
 /* ps__evaluate_holding() - ps__evaluate_begin() of @m with as many blocks held as the host's cap
  * asks for. */

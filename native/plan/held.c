@@ -78,19 +78,27 @@ uint8_t ps__blocks_to_hold(const ps__search *s, uint8_t held, const uint64_t byt
              : held;
 }
 
+/* BYTES of totals on the host that the candidate lacks because it holds the state of @n blocks, or
+ * more. With several rounds the totals have to lie somewhere until the update: where not on the
+ * host, then on the device, which has room for fewer blocks then. So @likely takes off none. */
+static uint64_t totals_lacked(const ps__search *s, const ps__candidate *m, uint8_t n, bool likely) {
+  const bool one_round = s->space.microbatch[m->microbatch].layout.n_rounds == 1;
+  return one_round || !likely ? s->held_totals[n] : 0;
+}
+
 /* BYTES of pinned memory that the candidate may lack because it holds the state of @n blocks. What
  * need not be pinned is not in the bound: under a cap state, and totals that are staged, but not of
  * blocks that are updated on the device in any case. */
-static uint64_t pinned_bytes(const ps__search *s, const ps__candidate *m, uint8_t n) {
+static uint64_t pinned_bytes(const ps__search *s, const ps__candidate *m, uint8_t n, bool likely) {
   const bool state = !s->plan->cfg.pinned_mem_bytes || m->keep.blocks,
              totals = m->staging < PS__STAGE_TOTALS || m->keep.blocks;
-  return (state ? s->held_bytes[n] : 0) + (totals ? s->held_totals[n] : 0);
+  return (state ? s->held_bytes[n] : 0) + (totals ? totals_lacked(s, m, n, likely) : 0);
 }
 
 static uint64_t without(uint64_t bytes, uint64_t by) { return bytes > by ? bytes - by : 0; }
 
-void ps__hold_all_that_fit(const ps__search *s, const ps__candidate *m,
-                           uint64_t bytes[PS__N_MEMS]) {
+void ps__hold_all_that_fit(const ps__search *s, const ps__candidate *m, uint64_t bytes[PS__N_MEMS],
+                           bool likely) {
   const uint64_t cap = s->cap[PS__DEVICE_MEM], all = bytes[PS__PINNED_MEM],
                  apart = without(bytes[PS__DEVICE_MEM], ps__page_table_bytes(&s->plan->hw, all));
   uint64_t device = apart, pinned = all;
@@ -100,12 +108,13 @@ void ps__hold_all_that_fit(const ps__search *s, const ps__candidate *m,
   /* first as if nothing were pinned: then page tables are those of what is pinned at least */
   for (int i = 0; i < 2 && device < cap; i++) {
     n = blocks_within(s, cap == UINT64_MAX ? cap : cap - device);
-    pinned = without(all, pinned_bytes(s, m, n));
+    pinned = without(all, pinned_bytes(s, m, n, likely));
     device = apart + ps__page_table_bytes(&s->plan->hw, pinned);
   }
   bytes[PS__DEVICE_MEM] = device;
   bytes[PS__PINNED_MEM] = pinned;
-  bytes[PS__HOST_MEM] = without(bytes[PS__HOST_MEM], s->held_bytes[n] + s->held_totals[n]);
+  bytes[PS__HOST_MEM] =
+      without(bytes[PS__HOST_MEM], s->held_bytes[n] + totals_lacked(s, m, n, likely));
 }
 
 void ps__without_held(const ps__search *s, const ps__candidate *m, uint64_t bytes[PS__N_MEMS]) {

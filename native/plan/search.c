@@ -89,12 +89,12 @@ static bool cannot_fit(const ps__search *s, const ps__candidate *m) {
   memcpy(bytes, m->bytes, sizeof bytes);
   if (ps__kind_of(&m->keep) != s->kind)
     return true;
-  ps__hold_all_that_fit(s, m, bytes);
+  ps__hold_all_that_fit(s, m, bytes, false);
   if (!ps__fits(s, bytes))
     return true;
   memcpy(bytes, m->bytes, sizeof bytes);
   add_slack(s, m, bytes);
-  ps__hold_all_that_fit(s, m, bytes);
+  ps__hold_all_that_fit(s, m, bytes, s->prune);
   return !ps__fits(s, bytes);
 }
 
@@ -169,7 +169,7 @@ static ps_status evaluate_rings(ps__search *s) {
     double ns;
     uint64_t bytes[PS__N_MEMS];
     memcpy(bytes, m.bytes, sizeof bytes);
-    ps__hold_all_that_fit(s, &m, bytes);
+    ps__hold_all_that_fit(s, &m, bytes, false);
     if (begun[m.microbatch] || !ps__fits(s, bytes) || is_too_slow(s, &m))
       continue;
     begun[m.microbatch] = true;

@@ -172,7 +172,7 @@ static void check_bounds_holding(ps__search *s, const ps__search_space *sp, cons
   holding.held = held;
   CHECK(m->bound_ns <= take(sp, &holding, a, s->cap) * (1 + 1e-9));
   memcpy(bytes, m->bytes, sizeof bytes);
-  ps__hold_all_that_fit(s, m, bytes);
+  ps__hold_all_that_fit(s, m, bytes, false);
   for (uint32_t i = 0; i < PS__N_MEMS; i++)
     CHECK(bytes[i] <= s->cap[i]);
 }
