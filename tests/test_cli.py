@@ -339,7 +339,20 @@ def test_progress_names_loss_speed_eta_and_both_memories(job, tmp_path):
             done.stdout,
             re.M,
         )
+        and re.search(
+            r"^compute ran [\d.]+ s a step \(planned [\d.]+\): [\d.]+ s of \w+[\w ]* \(planned [\d.]+\), ",
+            done.stdout,
+            re.M,
+        )
     )
+    # what ran and what waited make up the step
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    ran = [t for t in summary["op_times"] if t["stream"] == "compute"]
+    assert min(t["planned_seconds"] for t in ran) > 0
+    waited = sum(s["seconds"] for s in summary["stalls"] if s["stream"] == "compute")
+    busy = next(s["busy"] for s in summary["streams"] if s["name"] == "compute")
+    seconds = sum(t["seconds"] for t in ran)
+    assert seconds / (seconds + waited) == pytest.approx(busy, rel=0.05)
 
 
 def test_demo_takes_the_reference_systems_positions(tiny_model, tiny_shard, tmp_path):

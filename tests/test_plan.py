@@ -350,6 +350,37 @@ def test_stalls_are_the_gaps_of_each_stream(tmp_path):
         plan.stalls(events[:-1])
 
 
+def test_op_times_are_those_of_each_kind_of_op(tmp_path):
+    """They add up to what a stream ran after the first step. Where one op takes longer than
+    planned, its kind says by how much and no other does."""
+    plan = over_a_slow_link(tmp_path)
+    events, _ = plan.simulate(3)
+    planned = plan.op_times(events)
+    took = (events["end_ns"] - events["start_ns"]).astype(np.int64)
+    for stream in range(5):
+        own = took[(events["stream"] == stream) & (events["step"] > 0)].sum()
+        times = [t for t in planned if t["stream"] == stream]
+        assert sum(t["seconds"] for t in times) == pytest.approx(own / 2 * 1e-9, rel=1e-9)
+        assert times == sorted(times, key=lambda t: -t["seconds"])
+    assert sum(t["n_ops"] for t in planned) == plan.schedule.n_ops
+    assert {"gemm gate_up", "attention_bwd"} <= {t["op"] for t in planned if t["stream"] == 0}
+    slow = events.copy()
+    op = next(i for i in range(plan.schedule.n_ops) if plan.schedule.op(i)["name"] == "glu_fwd")
+    slow["end_ns"][2 * plan.schedule.n_ops + op] += 4_000_000
+    off = {
+        t["op"]: t["seconds"] - p["seconds"]
+        for t, p in zip(by_name(plan.op_times(slow)), by_name(planned), strict=True)
+    }
+    assert off.pop("glu_fwd") == pytest.approx(2e-3)
+    assert not any(off.values())
+    with pytest.raises(InvalidError):
+        plan.op_times(events[:-1])
+
+
+def by_name(times: list[dict]) -> list[dict]:
+    return sorted(times, key=lambda t: (t["stream"], t["op"]))
+
+
 def test_device_memory_counts_the_page_tables_of_pinned_host_memory(tmp_path):
     """8 bytes a page of 4 KiB and 16 each 2 MiB, in whole 2 MiB; nothing where nothing is pinned."""
     question = dict(seq_len=128, tokens_per_step=512)

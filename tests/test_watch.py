@@ -435,6 +435,7 @@ def report(run):
     summary = {
         "streams": [{"name": "compute", "busy": 0.75, "wait": 0.125}],
         "stalls": [stall | {"planned_seconds": 0.5}],
+        "op_times": [stall | {"op": HOSTILE, "n_ops": 3, "planned_seconds": 0.125}],
         "while_busy": {"h2d_bytes_per_s": 48.5e9, "d2h_bytes_per_s": 0},
     }
     (run / "summary.json").write_text(json.dumps(summary))
@@ -452,7 +453,7 @@ SECTIONS = (
 def test_a_report_is_one_escaped_page_with_all_its_parts(report, run):
     text, plan = report.read_text(), json.loads((run / "plan.json").read_text())
     assert "<script" not in text and "onerror=alert" not in text.replace(html.escape(HOSTILE), "")
-    assert text.count(html.escape(HOSTILE)) == 2
+    assert text.count(html.escape(HOSTILE)) == 3
     sources = re.findall(r'(?:src|href)="([^"]*)"', text)
     assert sources and all(source.startswith("data:") for source in sources)
     assert re.findall(r'<section id="([^"]*)"', text) == list(SECTIONS)

@@ -467,6 +467,24 @@ typedef struct ps_stall {
 PS_API ps_status ps_plan_stalls(const ps_plan *plan, const ps_trace_event *events, uint64_t n,
                                 ps_stall *stalls, uint64_t room, uint64_t *n_stalls);
 
+/* How long a stream ran one kind of op. */
+enum { PS_OP_NAME = 64 };
+typedef struct ps_op_time {
+  uint32_t stream, n_ops; /* that ran them; a step */
+  double seconds;         /* a step, all of them together */
+  char op[PS_OP_NAME];    /* "gemm gate_up": as timelines name them, and what they are of */
+} ps_op_time;
+
+/* ps_plan_op_times() - how long each stream ran which ops, per step. A simulated trace has the
+ * times that the plan expects, so that both show which ops take longer than planned.
+ * @events  as of ps_plan_stalls(); of several steps the first does not count.
+ * @times   room for @room entries. Sorted by stream, the longest first; with too little room the
+ *          first ones are written.
+ * @n_times  how many there are.
+ * Errors: PS_EINVAL names the event that is not the plan's; PS_ENOMEM. */
+PS_API ps_status ps_plan_op_times(const ps_plan *plan, const ps_trace_event *events, uint64_t n,
+                                  ps_op_time *times, uint64_t room, uint64_t *n_times);
+
 /* BYTES a second while such ops run: copies to the device, copies to the host, the optimizer's
  * updates on the host (read plus written). 0: the plan has none, or they took no time. */
 typedef struct ps_throughput {

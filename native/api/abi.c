@@ -55,6 +55,7 @@ static const struct {
     ENTRY(ps_ramp_stage),
     ENTRY(ps_plan_report),
     ENTRY(ps_stall),
+    ENTRY(ps_op_time),
     ENTRY(ps_throughput),
     ENTRY(ps_train_config),
     ENTRY(ps_step_metrics),

@@ -693,7 +693,7 @@ void cli_progress_end(cli_progress *p);   /* ends an open line */
 void cli_progress_clear(cli_progress *p); /* removes an open line from the terminal */
 
 /* The times of the first CLI_WARMUP_STEPS steps do not count in the median. */
-enum { CLI_MAX_STALLS = 256, CLI_RECENT_LOSSES = 50, CLI_WARMUP_STEPS = 2 };
+enum { CLI_MAX_STALLS = 256, CLI_MAX_OP_TIMES = 512, CLI_RECENT_LOSSES = 50, CLI_WARMUP_STEPS = 2 };
 /* The results of a run, for its summary. */
 struct cli_run_result {
   uint64_t n_done, n_wanted, tokens;
@@ -708,6 +708,10 @@ struct cli_run_result {
   /* what streams waited for, measured and predicted; the longest wait of a stream comes first */
   ps_stall stall[CLI_MAX_STALLS], planned_stall[CLI_MAX_STALLS];
   uint64_t n_stalls, n_planned_stalls;
+  /* how long streams ran which ops, measured and predicted, CLI_MAX_OP_TIMES each, the longest of
+   * a stream first; owned, NULL without a trace */
+  ps_op_time *op_time, *planned_op_time;
+  uint64_t n_op_times, n_planned_op_times;
   ps_throughput throughput;        /* zeros without a trace */
   bool interrupted, saved, failed; /* failed: the trainer stopped with an error */
   bool beside; /* the model is not in --out, which has got another one meanwhile */
@@ -731,8 +735,10 @@ void cli_note_loss(cli_run_result *r, double loss);
  * be written, no further step is submitted, and those in flight are waited for, so that the model
  * can be saved. Exit code. */
 int cli_run_steps(cli_job *job, ps_trainer *t, cli_progress *p, FILE *metrics, cli_run_result *r);
-/* cli_stalls() - fill in both lists of stalls, and the throughput. Exit code. */
-int cli_stalls(cli_run_result *r, const ps_plan *plan, const ps_trace_event *events, uint64_t n);
+/* cli_beside_plan() - fill in the stalls and the ops' times, each measured and predicted, and the
+ * throughput. Exit code. */
+int cli_beside_plan(cli_run_result *r, const ps_plan *plan, const ps_trace_event *events,
+                    uint64_t n);
 void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r);
 /* cli_summary_write() - write summary.json into the run directory and, with --json, to stdout. */
 void cli_summary_remove(const cli_job *job); /* that of an earlier run */

@@ -48,25 +48,39 @@ void cli_stream_fractions(cli_run_result *r, const ps_trace_event *events, uint6
   }
 }
 
-/* Stalls and throughput. The plan's stalls are those of the last two of three simulated
- * steps: the first step begins with idle streams, unlike the steps of a long run. */
-int cli_stalls(cli_run_result *r, const ps_plan *plan, const ps_trace_event *events, uint64_t n) {
+/* The plan's stalls and times are those of the last two of three simulated steps: the first step
+ * begins with idle streams, unlike the steps of a long run. */
+int cli_beside_plan(cli_run_result *r, const ps_plan *plan, const ps_trace_event *events,
+                    uint64_t n) {
   enum { SIMULATED = 3 };
   uint64_t n_ops = ps_schedule_n_ops(ps_plan_schedule((ps_plan *)plan));
+  const uint64_t n_planned = (SIMULATED - 1) * n_ops;
   ps_trace_event *planned = malloc(SIMULATED * n_ops * sizeof *planned);
-  if (!planned)
+  r->op_time = calloc(CLI_MAX_OP_TIMES, sizeof *r->op_time);
+  r->planned_op_time = calloc(CLI_MAX_OP_TIMES, sizeof *r->planned_op_time);
+  if (!planned || !r->op_time || !r->planned_op_time) {
+    free(planned);
     return cli_fail(CLI_FAILED, "out of memory for the simulated trace of %" PRIu64 " ops",
                     SIMULATED * n_ops);
+  }
   ps_status st = ps_plan_stalls(plan, events, n, r->stall, CLI_MAX_STALLS, &r->n_stalls);
+  if (st == PS_OK)
+    st = ps_plan_op_times(plan, events, n, r->op_time, CLI_MAX_OP_TIMES, &r->n_op_times);
   if (st == PS_OK)
     st = ps_plan_throughput(plan, events, n, &r->throughput);
   if (st == PS_OK)
     st = ps_plan_simulate(plan, SIMULATED, planned, NULL);
   if (st == PS_OK)
-    st = ps_plan_stalls(plan, planned + n_ops, (SIMULATED - 1) * n_ops, r->planned_stall,
-                        CLI_MAX_STALLS, &r->n_planned_stalls);
+    st = ps_plan_stalls(plan, planned + n_ops, n_planned, r->planned_stall, CLI_MAX_STALLS,
+                        &r->n_planned_stalls);
+  if (st == PS_OK)
+    st = ps_plan_op_times(plan, planned + n_ops, n_planned, r->planned_op_time, CLI_MAX_OP_TIMES,
+                          &r->n_planned_op_times);
   r->n_stalls = r->n_stalls < CLI_MAX_STALLS ? r->n_stalls : CLI_MAX_STALLS;
   r->n_planned_stalls = r->n_planned_stalls < CLI_MAX_STALLS ? r->n_planned_stalls : CLI_MAX_STALLS;
+  r->n_op_times = r->n_op_times < CLI_MAX_OP_TIMES ? r->n_op_times : CLI_MAX_OP_TIMES;
+  r->n_planned_op_times =
+      r->n_planned_op_times < CLI_MAX_OP_TIMES ? r->n_planned_op_times : CLI_MAX_OP_TIMES;
   free(planned);
   return st == PS_OK ? CLI_OK : cli_fail_status(st, false);
 }
@@ -124,6 +138,48 @@ static void print_stalls(FILE *out, const ps_plan *plan, const cli_run_result *r
   fputc('\n', out);
 }
 
+/* Seconds a step that the plan expects of the same ops. */
+static double planned_of(const cli_run_result *r, const ps_op_time *t) {
+  for (uint64_t i = 0; i < r->n_planned_op_times; i++) {
+    const ps_op_time *p = &r->planned_op_time[i];
+    if (p->stream == t->stream && strcmp(p->op, t->op) == 0)
+      return p->seconds;
+  }
+  return 0;
+}
+
+/* "compute ran 6.882 s a step (planned 6.645): 2.627 s of gemm_fp8 gate_up (planned 2.511), ...":
+ * the three kinds of op that are furthest from the plan. */
+static void print_op_times(FILE *out, const ps_plan *plan, const cli_run_result *r,
+                           uint32_t stream) {
+  enum { SHOWN = 3 };
+  const ps_op_time *far[SHOWN + 1] = {NULL};
+  double off[SHOWN + 1] = {0}, sum = 0, planned = 0;
+  int n = 0;
+  for (uint64_t i = 0; i < r->n_op_times; i++) {
+    const ps_op_time *t = &r->op_time[i];
+    if (t->stream != stream)
+      continue;
+    const double expected = planned_of(r, t), by = fabs(t->seconds - expected);
+    int k = n;
+    for (; k > 0 && off[k - 1] < by; k--) {
+      off[k] = off[k - 1];
+      far[k] = far[k - 1];
+    }
+    off[k] = by;
+    far[k] = t;
+    n += n < SHOWN;
+    sum += t->seconds;
+    planned += expected;
+  }
+  fprintf(out, "%s ran %.3f s a step (planned %.3f)%s", ps_plan_stream_name(plan, stream), sum,
+          planned, n ? ": " : "");
+  for (int i = 0; i < n; i++)
+    fprintf(out, "%s%.3f s of %s (planned %.3f)", i ? ", " : "", far[i]->seconds, far[i]->op,
+            planned_of(r, far[i]));
+  fputc('\n', out);
+}
+
 /* "while they ran  h2d 48.2 GB/s, d2h 47.0 GB/s, updates on the host 96.1 GB/s" */
 static void print_throughput(FILE *out, const ps_throughput *t) {
   const struct {
@@ -152,6 +208,20 @@ static void stalls_json(cli_json *j, const ps_plan *plan, const cli_run_result *
     cli_json_number(j, "seconds", r->stall[i].seconds);
     cli_json_number(j, "planned_seconds",
                     waited(r->planned_stall, r->n_planned_stalls, &r->stall[i], true));
+    cli_json_close(j, '}');
+  }
+  cli_json_close(j, ']');
+}
+
+static void op_times_json(cli_json *j, const ps_plan *plan, const cli_run_result *r) {
+  cli_json_open(j, "op_times", '[');
+  for (uint64_t i = 0; i < r->n_op_times; i++) {
+    cli_json_open(j, NULL, '{');
+    cli_json_text(j, "stream", ps_plan_stream_name(plan, r->op_time[i].stream));
+    cli_json_text(j, "op", r->op_time[i].op);
+    cli_json_count(j, "n_ops", r->op_time[i].n_ops);
+    cli_json_number(j, "seconds", r->op_time[i].seconds);
+    cli_json_number(j, "planned_seconds", planned_of(r, &r->op_time[i]));
     cli_json_close(j, '}');
   }
   cli_json_close(j, ']');
@@ -235,8 +305,10 @@ void cli_summary_print(FILE *out, const cli_job *job, const cli_run_result *r) {
       fprintf(out, "  %-10s %5.1f%%   %5.1f%%\n", ps_plan_stream_name(job->plan, s),
               100 * r->busy[s], 100 * r->wait[s]);
     print_throughput(out, &r->throughput);
-    for (uint32_t d = 0; d < plan->n_devices; d++)
+    for (uint32_t d = 0; d < plan->n_devices; d++) {
+      print_op_times(out, job->plan, r, STREAMS_OF_DEVICE * d);
       print_stalls(out, job->plan, r, STREAMS_OF_DEVICE * d);
+    }
   }
   fprintf(out, "metrics %s", ps_printable(path, sizeof path, r->metrics_path));
   fprintf(out, ", plan %s", ps_printable(path, sizeof path, r->plan_path));
@@ -289,6 +361,7 @@ static void summary_json(FILE *out, const cli_job *job, const cli_run_result *r)
   }
   cli_json_close(&j, ']');
   stalls_json(&j, job->plan, r);
+  op_times_json(&j, job->plan, r);
   cli_json_open(&j, "while_busy", '{');
   cli_json_number(&j, "h2d_bytes_per_s", r->throughput.h2d_bytes_per_s);
   cli_json_number(&j, "d2h_bytes_per_s", r->throughput.d2h_bytes_per_s);

@@ -160,7 +160,7 @@ static int report_trace(const cli_job *job, ps_trainer *t, cli_run_result *r) {
     st = ps_trainer_trace(t, events, n, &n);
   if (st == PS_OK && events) {
     cli_stream_fractions(r, events, n);
-    if (cli_stalls(r, job->plan, events, n) != CLI_OK) {
+    if (cli_beside_plan(r, job->plan, events, n) != CLI_OK) {
       free(events);
       return CLI_FAILED;
     }
@@ -415,6 +415,8 @@ static int train(cli_job *job, ps_checkpoint **from, int *lock) {
   free(r.metrics_path);
   free(r.plan_path);
   free(r.timeline_path);
+  free(r.op_time);
+  free(r.planned_op_time);
   free(r.other_out);
   return code;
 }

@@ -548,6 +548,28 @@ class Plan(Owner):
             for s in out[0 : min(n[0], room)]
         ]
 
+    def op_times(self, trace: np.ndarray) -> list[dict]:
+        """How long each stream ran which ops, from a trace as stalls() takes it: dicts of stream,
+        op ("gemm gate_up"), n_ops and seconds, both a step. They are sorted by stream; the longest
+        of a stream come first. Of a simulated trace they are what the plan expects."""
+        room, n = 512, ffi.new("uint64_t *")
+        out = ffi.new("ps_op_time[]", room)
+        events = _events(trace, "op_times()")
+        check(
+            lib.ps_plan_op_times(
+                self._handle.ptr,
+                ffi.from_buffer("ps_trace_event[]", events),
+                len(events),
+                out,
+                room,
+                n,
+            )
+        )
+        return [
+            {"stream": t.stream, "op": text(t.op), "n_ops": t.n_ops, "seconds": t.seconds}
+            for t in out[0 : min(n[0], room)]
+        ]
+
     def throughput(self, trace: np.ndarray) -> dict:
         """h2d_bytes_per_s, d2h_bytes_per_s and update_bytes_per_s (updates on the host) while such
         ops run, from a trace as stalls() takes it. 0: there are none."""

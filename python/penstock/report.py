@@ -244,9 +244,17 @@ def _stalls(run: RunDirectory) -> str:
         (s["stream"], s["for"], s["from"], s["planned_seconds"], s["seconds"])
         for s in summary["stalls"]
     ]
-    return _table(streams, ("stream", "busy, %, predicted", "busy, %", "waiting, %")) + (
-        "<p>What the streams waited for, in seconds a step:</p>"
+    ops = [  # runs of earlier versions have none
+        (t["stream"], t["op"], t["n_ops"], t["planned_seconds"], t["seconds"])
+        for t in summary.get("op_times", [])
+        if t["stream"].startswith("compute")
+    ]
+    return (
+        _table(streams, ("stream", "busy, %, predicted", "busy, %", "waiting, %"))
+        + "<p>What the streams waited for, in seconds a step:</p>"
         + _table(stalls, ("stream", "for", "from", "predicted", "measured"))
+        + "<p>What the devices computed, in seconds a step:</p>"
+        + _table(ops, ("stream", "op", "ops a step", "predicted", "measured"))
     )
 
 

@@ -113,12 +113,12 @@ class Metrics:
 _NUMBERS = frozenset(
     "predicted_step_s predicted_tokens_per_s seq_len tokens_per_step n_sequences n_rounds "
     "chunks_per_round chunk_tokens n_hosts device_used_bytes device_mem_bytes host_used_bytes "
-    "host_mem_bytes n_threads elements busy wait seconds planned_seconds h2d_bytes_per_s "
+    "host_mem_bytes n_threads n_ops elements busy wait seconds planned_seconds h2d_bytes_per_s "
     "d2h_bytes_per_s update_bytes_per_s other_work_percent".split()
 )
-_TEXTS = frozenset("recipe optimizer bottleneck_stream name device_name stream for from".split())
+_TEXTS = frozenset("recipe optimizer bottleneck_stream name device_name stream for from op".split())
 _OBJECTS = frozenset(("stream_busy_s", "hardware", "while_busy"))
-_LISTS = frozenset(("units", "layers", "streams", "stalls"))
+_LISTS = frozenset(("units", "layers", "streams", "stalls", "op_times"))
 
 
 def _check_kinds(where: str, value, key: str = "", of: str = "") -> None:
