@@ -327,7 +327,7 @@ int main(int argc, char **argv) {
   const uint64_t first = number("PENSTOCK_SEED", all || SLOWER > 1 ? 1 : 5),
                  n = number("PENSTOCK_SEARCHES", all          ? 8
                                                  : SLOWER > 1 ? 1
-                                                              : 3);
+                                                              : 2);
   ps_hardware hw = {.struct_bytes = sizeof hw};
   CHECK(ps_hardware_estimate(&hw, PS_BACKEND_CPU, 0, 2) == PS_OK);
   const int64_t before = ps__live_allocations();

@@ -10,9 +10,10 @@
 #include <math.h>
 
 #ifdef PS_SANITIZED
-enum { CASE_STRIDE = 9, N_MAPS = 300, LEAST_SWITCHES = 3, AGAIN_STRIDE = 3 };
+enum { CASE_STRIDE = 11, N_MAPS = 300, LEAST_SWITCHES = 3, AGAIN_STRIDE = 3 };
 #else
-enum { CASE_STRIDE = 1, N_MAPS = 1000, LEAST_SWITCHES = 30, AGAIN_STRIDE = 1 };
+/* prime to the numbers of devices, optimizers and models */
+enum { CASE_STRIDE = 5, N_MAPS = 1000, LEAST_SWITCHES = 10, AGAIN_STRIDE = 1 };
 #endif
 
 /* ---- moves ----------------------------------------------------------------------------------- */
@@ -258,14 +259,14 @@ static uint32_t check_case(const model *m, uint32_t recipe, uint32_t optimizer, 
 }
 
 /* Every recipe and optimizer, one to four devices, with rings; the models in turn. */
-static void test_switches(int n_trainings) {
+static void test_switches(int n_trainings, uint32_t stride) {
   uint64_t state = 20261127;
   uint32_t n = 0, i = 0;
   for (uint32_t recipe = 0; recipe < PS_N_RECIPES; recipe++)
     for (uint32_t o = 0; o < PS_N_OPTIMIZERS; o++)
       for (uint32_t devices = 1; devices < 4; devices++, i++) {
         const model *m = &models[i % N_MODELS];
-        if (i % CASE_STRIDE || (recipe >= PS_RECIPE_FP8 && m >= models + N_FP8_MODELS))
+        if (i % stride || (recipe >= PS_RECIPE_FP8 && m >= models + N_FP8_MODELS))
           continue;
         n += check_case(m, recipe, o, devices, n_trainings, &state);
       }
@@ -423,7 +424,7 @@ int main(int argc, char **argv) {
     CHECK(ps__model_create(&models[i].made, &models[i].cfg, PS_F32, 0, 0, NULL, NULL,
                            &models[i].lora) == PS_OK);
   const int64_t before = ps__live_allocations();
-  test_switches(all ? 8 : 1);
+  test_switches(all ? 8 : 1, all ? 1 : CASE_STRIDE);
   if (!threads) {
     test_again();
     test_room();
