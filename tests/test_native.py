@@ -34,6 +34,7 @@ def test_native(name):
         ("test_train_beside", "all"),
         ("test_device_faults", "all"),
         ("test_switch", "all"),
+        ("test_observed", "all"),
     ],
 )
 def test_many_random_programs(name, much):

@@ -20,7 +20,7 @@ static void cancel_later(void *arg) {
 
 /* Weights after each of the first steps of a run: of as many as a run that is to be cancelled
  * gets. */
-enum { N_KNOWN = 200 };
+enum { N_KNOWN = 40 };
 static uint64_t known[N_KNOWN];
 static void know_steps(ps_plan *plan, const ps_train_config *c) {
   ps_trainer *t = make_trainer(plan, c);
