@@ -108,8 +108,11 @@ PYTEST_PARALLEL := -n auto --maxprocesses=4 --dist loadgroup --no-loadscope-reor
 test: all native-tests bench-programs venv-test
 test: ## all tests but the long ones (TESTS="files or options of pytest")
 	$(PYTEST) $(PYTEST_PARALLEL) $(or $(TESTS),tests)
-test-long: all native-tests venv-test ## the tests that take minutes (TESTS="...": some)
+test-long: all native-tests venv venv-test
+test-long: ## the tests that take minutes, and all that sanitizers can run (TESTS="...": some tests)
 	$(PYTEST) -m long $(or $(TESTS),tests)
+	@$(if $(TESTS),,VENV="$(VENV)" VENV_TEST="$(VENV_TEST)" BUILD="$(BUILD)" SANITIZE=all \
+	  tests/sanitize.sh)
 test-oldest: all native-tests $(BUILD)/oldest/.done ## tests with the oldest transformers
 	PENSTOCK_BUILD="$(BUILD)" PYTHONPATH="$(BUILD)/oldest:python" $(VENV_TEST)/bin/python -m pytest \
 	  -q -n auto --maxprocesses=4 -m oldest $(or $(TESTS),$$(grep -l 'mark[.]oldest' tests/*.py))

@@ -2,7 +2,7 @@
 # sanitize.sh - the native tests and a short training under ThreadSanitizer, then under
 # AddressSanitizer + UBSan; fuzz targets and the Python package under the latter.
 # Called by `make test-sanitize` with VENV, VENV_TEST and BUILD set; builds into $BUILD/tsan and
-# $BUILD/asan. The two sanitizers run at the same time, each in a shell of its own. A finding ends
+# $BUILD/asan. With SANITIZE=all, as `make test-long` calls it, nothing that is slow is left out. The two sanitizers run at the same time, each in a shell of its own. A finding ends
 # its shell with the sanitizer's report, and both with exit code 1.
 set -eu
 cd "$(dirname "$0")/.."
@@ -31,26 +31,30 @@ fi
 cuda=0
 [ -e /dev/nvidiactl ] && cuda=auto
 
-# PROGRAM NAME LOG. Random programs: each is slow here. So are searches for plans: test_search,
-# test_replan and with ASan test_switch have some. What runs on one thread is no matter of
-# ThreadSanitizer.
+# PROGRAM NAME LOG. Random programs: each is slow here. So are searches for plans and measurements of
+# the machine. What runs on one thread is no matter of ThreadSanitizer.
 one_program='
 program=$(basename "$0") arguments=
-case $1-$program in
+case ${SANITIZE:-}-$1-$program in
   *-test_engine_hazards) arguments=500 ;;
-  asan-test_caps) arguments=bounds ;;
-  tsan-test_hardware | tsan-test_optim | tsan-test_plan | tsan-test_replan | tsan-test_switch)
-    arguments=threads ;;
+  all-*) ;;
+  *-asan-test_caps) arguments=bounds ;;
+  *-test_hardware | *-tsan-test_optim) arguments=threads ;;
+  *-tsan-test_plan | *-tsan-test_replan | *-tsan-test_switch) arguments=threads ;;
+  *-test_plan | *-test_replan | *-test_switch | *-test_generate) arguments=few ;;
 esac
 echo "== $1: $program $arguments"
 "$0" $arguments >"$2.$program" 2>&1 || { cat "$2.$program"; echo "sanitize: $0 failed"; exit 255; }
 '
 
-# NAME: the test programs that are run. Those of GPUs would skip where none is. Bounds of plans are
-# found on one thread: no matter of ThreadSanitizer.
+# NAME: the test programs that are run. Those of GPUs would skip where none is. ThreadSanitizer has no
+# use for those with one thread.
+one_thread="caps cost draw fp8_tile gemm_cache grid many_tensors model timeline"
 programs() {
   for source in tests/native/test_*.c; do
     program=$(basename "$source" .c)
+    [ "$1" = tsan ] && [ "${SANITIZE:-}" != all ] &&
+      case " $one_thread " in *" ${program#test_} "*) continue ;; esac
     case $1-$cuda-$program in
       *-0-test_cuda_* | tsan-*-test_caps) ;;
       *) printf '%s\n' "$build/$1/tests/$program" ;;
@@ -118,7 +122,7 @@ fuzz() {
   for program in "$build"/asan/fuzz/fuzz_*; do
     name=$(basename "$program")
     echo "== asan: $name"
-    "$program" "$work/corpus/${name#fuzz_}" "${FUZZ_SECONDS:-3}" "${FUZZ_SEED:-1}" \
+    "$program" "$work/corpus/${name#fuzz_}" "${FUZZ_SECONDS:-1}" "${FUZZ_SEED:-1}" \
       >"$log" 2>&1 || {
       cat "$log"; echo "sanitize: $name failed; its input is in fuzz-crash or fuzz-slow"; exit 1; }
     tail -1 "$log"

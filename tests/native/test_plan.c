@@ -7,13 +7,13 @@
  * plan that keeps parameters, gradients and saved activations on the device. Memory is poisoned
  * with NaN before the run (and between steps, where they are run one by one), so that a read of
  * what this step did not write shows.
- * Usage: test_plan [all: every case, with more decisions | threads: a third of the cases, for
- * ThreadSanitizer, under which each takes seconds] */
+ * Usage: test_plan [all: every case, with more decisions | few, threads: some of the cases, for
+ * sanitizers: under ThreadSanitizer each takes seconds] */
 #include "random_specs.h"
 
 #ifdef PS_SANITIZED
-/* prime to the numbers of models, shapes and FP8's of both, as 11 is */
-enum { SPECS_A_CASE = 1, CASE_STRIDE = 29, LEAST = 24, N_MAPS = 3, PASSING = 0 };
+/* 13 is prime to the numbers of models, shapes and FP8's of both, as 11 is */
+enum { SPECS_A_CASE = 1, CASE_STRIDE = 13, LEAST = 50, N_MAPS = 3, PASSING = 0 };
 #else
 /* 11 is prime to the numbers of models, shapes and FP8's of both: all are met, in every recipe */
 enum { SPECS_A_CASE = 1, CASE_STRIDE = 11, LEAST = 60, N_MAPS = 6, PASSING = 1 };
@@ -669,7 +669,8 @@ static void test_held_by_several(uint32_t stride) {
 
 int main(int argc, char **argv) {
   const bool all = argc > 1 && !strcmp(argv[1], "all"),
-             threads = argc > 1 && !strcmp(argv[1], "threads");
+             threads = argc > 1 && !strcmp(argv[1], "threads"),
+             few = argc > 1 && !strcmp(argv[1], "few");
   if (!threads)
     test_memmap();
   const char *tmp = getenv("TMPDIR");
@@ -685,13 +686,20 @@ int main(int argc, char **argv) {
     test_state_is_counted();
   const int64_t before = ps__live_allocations();
   uint64_t state = 20261121;
-  const uint32_t less = threads ? 3 : 1, stride = all ? 1 : CASE_STRIDE * less;
+  const uint32_t less = threads ? 9 : few ? 3 : 1, stride = all ? 1 : CASE_STRIDE * less;
   uint32_t n = 0;
   for (uint32_t i = 0; i < N_CASES; i += stride)
     n += run_case(i, all ? SPECS_OF_ALL : SPECS_A_CASE, &state);
   CHECK(n >= LEAST / less);
-  test_held_by_several(all ? 1 : threads ? 13 : 7);
-  test_shared_head(all ? 1 : threads ? 7 : 2, all ? SPECS_OF_ALL : 2, &state);
+  test_held_by_several(all ? 1 : threads ? 17 : few ? 13 : 7);
+  test_shared_head(all       ? 1
+                   : threads ? 17
+                   : few     ? 7
+                             : 2,
+                   all        ? SPECS_OF_ALL
+                   : less > 1 ? 1
+                              : 2,
+                   &state);
   CHECK(ps__live_allocations() == before);
   CHECK(!direct_io || (int)n_passing_to_disk >= PASSING);
   printf("ok %u random plans train to the bits of the resident one%s\n", n,

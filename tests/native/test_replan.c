@@ -1,8 +1,8 @@
 /* test_replan.c - a training that plans again by itself and switches: alone, and with another task.
  * And what may happen meanwhile: kills, cancels, failures, checkpoints, validations, samples.
  * Usage: test_replan [train ROOT SEED: a training that switches at each step, to be killed |
- * threads: without the search for another cut, whose threads are those of the searches for other
- * rates, for ThreadSanitizer] */
+ * few: on one device, for sanitizers | threads: the same without the search for another cut, whose
+ * threads are those of the searches for other rates, for ThreadSanitizer] */
 #include "hosts_ranks.h"
 #include "random_specs.h"
 #include "train/replan.h"
@@ -582,7 +582,8 @@ int main(int argc, char **argv) {
   const char *tmp = getenv("TMPDIR");
   model *m = &models[0];
   const bool child = argc == 4 && !strcmp(argv[1], "train"),
-             threads = argc == 2 && !strcmp(argv[1], "threads");
+             threads = argc == 2 && !strcmp(argv[1], "threads"),
+             few = threads || (argc == 2 && !strcmp(argv[1], "few"));
   if (child)
     snprintf(root, sizeof root, "%s", argv[2]);
   else {
@@ -611,7 +612,7 @@ int main(int argc, char **argv) {
   test_two_tasks();
   test_disagreements();
   know_states();
-  for (n_devices = 1; n_devices <= MOST_DEVICES; n_devices++) {
+  for (n_devices = 1; n_devices <= (few ? 1 : MOST_DEVICES); n_devices++) {
     printf("%u device%s:\n", n_devices, n_devices > 1 ? "s" : "");
     test_beside();
     test_checkpoint();

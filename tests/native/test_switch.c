@@ -3,8 +3,8 @@
  * Moves between two random memory maps are carried out on bytes. Then trainings switch at random
  * steps between plans of random decisions, and have the bits of the training that never switched.
  * What no step may read any more is poisoned with NaN after each switch.
- * Usage: test_switch [all: 200 switches more, of every case | threads: random plans alone, for
- * ThreadSanitizer, under which the searches for other rates take minutes] */
+ * Usage: test_switch [all: 200 switches more, of every case | few: without the searches under full
+ * caps | threads: random plans alone, for ThreadSanitizer, under which searches take minutes] */
 #include "random_specs.h"
 #include "step/moves.h"
 #include <math.h>
@@ -411,7 +411,8 @@ static void test_room(void) {
 
 int main(int argc, char **argv) {
   const bool all = argc > 1 && !strcmp(argv[1], "all"),
-             threads = argc > 1 && !strcmp(argv[1], "threads");
+             threads = argc > 1 && !strcmp(argv[1], "threads"),
+             few = argc > 1 && !strcmp(argv[1], "few");
   const char *tmp = getenv("TMPDIR");
   char root[200];
   if (!threads)
@@ -427,7 +428,8 @@ int main(int argc, char **argv) {
   test_switches(all ? 8 : 1, all ? 1 : CASE_STRIDE);
   if (!threads) {
     test_again();
-    test_room();
+    if (!few)
+      test_room();
   }
   CHECK(ps__live_allocations() == before);
   for (uint32_t i = 0; i < N_MODELS; i++)
