@@ -120,6 +120,20 @@ PLANS = {
             clip_norm=1,
         ),
     ),
+    "cpu-fp8": (
+        CPU,
+        "tiny-llama",
+        {},
+        dict(
+            recipe="fp8",
+            seq_len=64,
+            tokens_per_step=512,
+            device_mem_bytes=6 * MIB,
+            fp8_bf16_first=1,
+            fp8_bf16_last=1,
+            clip_norm=1,
+        ),
+    ),
     "cpu-2-devices-tied-bf16": (
         CPU,
         "tiny-qwen2",
@@ -565,7 +579,13 @@ def check_plan(case, tmp_path, writing):
     )
 
 
-@pytest.mark.parametrize("case", PLANS)
+# Large ones: h200-1b-ring-of-4-devices and cpu-fp8 are such plans too.
+SLOW = ("h200-1b-4-devices-bf16", "h200-1b-fp8")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.long if c in SLOW else ()) for c in PLANS]
+)
 def test_a_plan_and_its_schedule_are_as_ever(case, tmp_path, writing):
     check_plan(case, tmp_path, writing)
 
