@@ -89,7 +89,14 @@ CASES = {
     "llama-bf16-clip-lion": ("llama", "bf16", True, PACKED_ROUNDS | {"optimizer": "lion"}),
     "llama-fp32-master-sgd": ("llama", "fp32-master", False, ONE | {"optimizer": "sgd"}),
 }
-LONG_CASES = ("llama-fp32-clip-packed-rounds", "qwen3-fp32-clip-one-round")
+# Each recipe, model and cut, with clipping or without, is met by those that are not long.
+LONG_CASES = (
+    "llama-fp32-clip-packed-rounds",
+    "llama-bf16-one-round",
+    "llama-fp32-master-long-rounds",
+    "llama-bf16-clip-lion",
+    "qwen3-fp32-clip-one-round",
+)
 
 
 def cases(long=LONG_CASES):
@@ -225,7 +232,7 @@ def test_every_budget_gives_the_same_bits(case, model_dir, hardware):
 PINNED = ("llama-bf16-one-round", "qwen2-fp32-master-clip-packed-rounds")
 
 
-@pytest.mark.parametrize("case", PINNED)
+@pytest.mark.parametrize("case", [pytest.param(PINNED[0], marks=pytest.mark.long), PINNED[1]])
 def test_every_limit_of_pinned_memory_gives_the_same_bits(case, model_dir, hardware):
     name, recipe, clip, cut = CASES[case]
     folder = model_dir(name)
@@ -370,8 +377,7 @@ def virtual_bytes():
     return int(re.search(r"VmSize:\s*(\d+)", Path("/proc/self/status").read_text())[1]) << 10
 
 
-# One of each model and recipe is not long.
-@pytest.mark.parametrize("case", cases([*LONG_CASES, *list(CASES)[-2:], "llama-bf16-one-round"]))
+@pytest.mark.parametrize("case", cases([*LONG_CASES, "qwen2-fp32-long", "llama-fp32-master-sgd"]))
 def test_a_byte_less_than_the_smallest_is_refused_before_anything_is_mapped(
     case, tmp_path, hardware
 ):

@@ -197,6 +197,7 @@ def test_penstock_and_pytorch_have_the_same_curve(curves):
     assert result["gaps"]["torch-masters - fp32-master"]["largest"] == max(gaps)
 
 
+@pytest.mark.long
 def test_with_experts_both_sides_have_the_same_curve_and_loads(tiny_shard, tmp_path):
     """In fp32, with a strong auxiliary loss. One token at another expert moves a load by 0.016."""
     cfg = families.olmoe(

@@ -233,7 +233,7 @@ def test_the_same_command_goes_on_after_a_kill_or_a_fault_in_its_save(inputs):
     assert killed.code == good.code == 0, (killed, good)
     kills, faults = at_the_save(killed.calls), at_the_save(good.calls)
     assert len(kills) > 8
-    go_on(inputs, [(n, None) for n in kills[::2]] + [(n, 0) for n in faults[:4:2]], good)
+    go_on(inputs, [(n, None) for n in kills[::4]] + [(n, 0) for n in faults[:4:2]], good)
 
 
 @pytest.mark.long
@@ -266,7 +266,7 @@ def no_rates(place):
 # name: the command, what is done before it, what must hold, its code when nothing fails; of how
 # many calls one fails by default
 RUNS = {
-    "train": (TRAIN, nothing, check_trained, 0, 13),
+    "train": (TRAIN, nothing, check_trained, 0, 23),
     "train where a model is": (TRAIN, a_model_there, check_refused, 2, 5),
     "info": (INFO, nothing, check_answered, 0, 4),
     "plan": (PLAN, nothing, check_planned, 0, 5),

@@ -115,10 +115,8 @@ def test_the_planner_takes_the_faster_layout(sequences, faster, tmp_path):
     assert ffi.string(lib.ps_layout_name(auto["layout"])).decode() == faster
 
 
-@pytest.mark.parametrize(
-    "model, sequences, caps",
-    [("1b", 16, (6, 40)), pytest.param("8b", 32, (24, 200), marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("model, sequences, caps", [("1b", 16, (6, 40)), ("8b", 32, (24, 200))])
 def test_the_search_of_a_ring_finds_a_fast_cut(model, sequences, caps, tmp_path):
     """Free, it has some 90,000 candidates, of which few fit."""
     options = {"recipe": "bf16", "device_mem": caps[0] << 30, "host_mem": caps[1] << 30}
@@ -129,6 +127,7 @@ def test_the_search_of_a_ring_finds_a_fast_cut(model, sequences, caps, tmp_path)
     assert found["step_s"] < 1.02 * pinned["step_s"]
 
 
+@pytest.mark.long
 def test_a_ring_keeps_as_much_on_every_gpu(tmp_path):
     machine = json.loads((ROOT / "docs/hardware-h200.json").read_text())
     (tmp_path / "machine.json").write_text(json.dumps(machine | {"peer_bytes_per_s": 370e9}))

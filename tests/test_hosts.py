@@ -116,9 +116,12 @@ def trained(model, shard, folder, *more, n=2, **env):
 @pytest.mark.parametrize(
     "more",
     [
-        ("--recipe", "fp32", "--clip-norm", 0.5, "--clip-by", "previous"),
+        pytest.param(
+            ("--recipe", "fp32", "--clip-norm", 0.5, "--clip-by", "previous"),
+            marks=pytest.mark.long,
+        ),
         ("--recipe", "bf16"),
-        ("--recipe", "fp32-master"),
+        pytest.param(("--recipe", "fp32-master"), marks=pytest.mark.long),
     ],
     ids=lambda more: more[1],
 )
@@ -469,7 +472,9 @@ def left_out(said):
     return [line for line in said.splitlines() if "a step trains" in line]
 
 
-@pytest.mark.parametrize("n, hosts, trained", [(8, 2, None), (8, 3, 6)])
+@pytest.mark.parametrize(
+    "n, hosts, trained", [pytest.param(8, 2, None, marks=pytest.mark.long), (8, 3, 6)]
+)
 def test_sequences_that_are_left_out_are_said(n, hosts, trained, given):
     """Rank 0 says it in a line, which --quiet leaves out."""
     model, shard, folder = given

@@ -161,7 +161,7 @@ def test_a_task_that_fails_before_it_measures_ends_all(tiny_model, tiny_shard, t
         assert text.count("\n") == 1
 
 
-@pytest.mark.parametrize("rate", [1e6, 1e10])
+@pytest.mark.parametrize("rate", [1e6, pytest.param(1e10, marks=pytest.mark.long)])
 def test_a_stated_rate_with_other_caps_on_each_host(
     rate, measured, tiny_model, tiny_shard, tmp_path
 ):

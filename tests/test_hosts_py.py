@@ -66,7 +66,7 @@ def weights(folder):
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_script_gives_the_bits_of_the_command(n, tiny_model, tiny_shard, tmp_path):
     done = [t.communicate(timeout=HANGS_S) for t in run_script(tiny_model, tiny_shard, tmp_path, n)]
     lines = done[0][0].splitlines()
@@ -269,7 +269,9 @@ def exchanges(plan):
     return [(op["name"], op["tag"]["layer"]) for op in ops]
 
 
-@pytest.mark.parametrize("recipe, clip", [("bf16", True), ("fp32-master", False)])
+@pytest.mark.parametrize(
+    "recipe, clip", [("bf16", True), pytest.param("fp32-master", False, marks=pytest.mark.long)]
+)
 def test_exchanges_have_one_order_whatever_the_plan(recipe, clip, tiny_model):
     """Under other caps, rates and numbers of devices, with the cut of one plan: in one recipe half
     of the pairs, in the other one the rest."""

@@ -274,7 +274,12 @@ def train(where, plan, steps=3, values=None):
 
 @pytest.mark.parametrize(
     "name, recipe",
-    [("gemma2-deep", r) for r in ("fp32", "fp32-master", "bf16")] + [("qwen3_5-deep", "bf16")],
+    [
+        pytest.param("gemma2-deep", "fp32", marks=pytest.mark.long),
+        ("gemma2-deep", "fp32-master"),
+        pytest.param("gemma2-deep", "bf16", marks=pytest.mark.long),
+        ("qwen3_5-deep", "bf16"),
+    ],
 )
 def test_caps_do_not_change_a_bit(directory, name, recipe):  # noqa: F811
     where = directory(name)
@@ -305,6 +310,7 @@ def test_caps_do_not_change_a_bit(directory, name, recipe):  # noqa: F811
     assert changed == {n for n in before if "lora_" in n}
 
 
+@pytest.mark.long
 def test_32b_plans_under_80_gib_of_host_memory_and_24_of_the_gpu():
     model = ModelConfig.read(ROOT / "models/32b.json")
     hardware = Hardware.read(ROOT / "docs/hardware-h200.json")

@@ -151,7 +151,12 @@ def test_lion_follows_the_papers_algorithm_over_100_steps(model, tiny_model, tin
 
 @pytest.mark.parametrize(
     "recipe,each,bits",
-    [("fp32", 4, 0), ("fp32-master", 4, 0), ("bf16", 2, 0), ("fp24-master", 1.0625, 8)],
+    [
+        pytest.param("fp32", 4, 0, marks=pytest.mark.long),
+        pytest.param("fp32-master", 4, 0, marks=pytest.mark.long),
+        ("bf16", 2, 0),
+        ("fp24-master", 1.0625, 8),
+    ],
 )
 def test_plans_count_half_of_adamws_state(tiny_model, tmp_path, recipe, each, bits):
     """Both arenas together: a state less is its bytes less, to the units of 2 MiB that arenas are."""

@@ -413,7 +413,7 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("name", [pytest.param("qwen2", marks=pytest.mark.long), "qwen3"])
 def test_finite_differences(directory, name):
     """The loss along random directions, through one kind of tensor or all of them, against gradient
     times direction. A direction moves each weight by a random share of its tensor's rms and as much

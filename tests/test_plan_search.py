@@ -253,6 +253,7 @@ def at_14_and_46(tmp_path_factory):
     return model, ask, Plan(model, **ask)
 
 
+@pytest.mark.long
 def test_to_pin_the_rounds_that_were_found_costs_nothing(at_14_and_46):
     """A pinned round's members are few, and what refining between them gains is as much as
     anywhere."""
@@ -271,6 +272,7 @@ def test_to_pin_the_rounds_that_were_found_costs_nothing(at_14_and_46):
     )
 
 
+@pytest.mark.long
 def test_what_the_next_forward_pass_waits_for_is_shortened_where_it_waits(at_14_and_46):
     """AdamW on the host of 16 layers at 14 GiB takes longer than the first forward pass, so weights
     go first; without clipping updates run after the backward pass, and nothing is split."""
@@ -288,6 +290,7 @@ def test_what_the_next_forward_pass_waits_for_is_shortened_where_it_waits(at_14_
     )
 
 
+@pytest.mark.long
 def test_more_goes_home_in_the_first_round_where_gradients_leave_their_homes_to_it(tmp_path):
     config = json.loads((ROOT / "models/8b.json").read_text()) | {"max_position_embeddings": 65536}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -359,9 +362,8 @@ def test_the_advice_for_a_long_sequence_is_near_the_smallest_plan(tmp_path):
     assert float(re.search(r"needs ([0-9.]+) GiB", str(refused.value))[1]) < 36
 
 
-@pytest.mark.parametrize(
-    "device_mem, recipe", [("8GiB", "bf16"), pytest.param("10GiB", "fp8", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("device_mem, recipe", [("8GiB", "bf16"), ("10GiB", "fp8")])
 def test_the_smallest_caps_of_a_large_model_are_enough(device_mem, recipe):
     """A search that looks for the fastest first is over before it comes to what fits so tightly."""
     model = ModelConfig.read(ROOT / "models/1b.json")

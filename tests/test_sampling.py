@@ -65,7 +65,7 @@ CASES = {
 }
 
 
-LONG = {"llama-bf16", "llama-frozen", "qwen2-lora-master", "qwen2-tied-master"}
+LONG = set(CASES) - {"llama-lora", "qwen3-tied-fp32-clip"}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_texts_are_a_generators_under_every_cap_and_training_is_unchanged(
         assert generator.run(PROMPTS, **HOW) == want[0][-1]
 
 
-@pytest.mark.parametrize("frozen", [0, 2])
+@pytest.mark.parametrize("frozen", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_texts_do_not_depend_on_where_experts_are(tmp_path, frozen):
     """On the device, where frozen ones stay; copied with their block; or on demand, which needs all
     of the host's memory pinned."""

@@ -55,9 +55,9 @@ def sweep(folder, scenario, stride):
 @pytest.mark.parametrize(
     "scenario",
     [
-        "trainer-fresh-single-beside",
+        pytest.param("trainer-fresh-single-beside", marks=pytest.mark.long),
         "trainer-single-sharded-beside",
-        "trainer-sharded-single-refused",
+        pytest.param("trainer-sharded-single-refused", marks=pytest.mark.long),
         "init-sharded-single-beside",
     ],
 )

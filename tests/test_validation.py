@@ -70,7 +70,7 @@ CASES = {
 }
 
 
-LONG = {"llama-bf16", "qwen2-tied-fp32-clip"}
+LONG = {"llama-bf16", "qwen2-tied-fp32-clip", "qwen3-tied-bf16-clip"}
 
 
 @pytest.mark.parametrize(
