@@ -109,22 +109,27 @@ def gpu_missing():
     return None
 
 
-# What takes a minute or more, longest first: begun last, one of these would run alone at the end.
+# What takes longest, in this order: begun last, one of these would run alone at the end.
 BEGUN_FIRST = [
-    "test_budget.py",
-    "test_plan_search.py",
-    "test_native.py",
-    "test_golden.py",
-    "test_generate.py",
-    "test_parity.py",
-    "test_install.py",
     "test_hosts.py",
+    "test_native.py",
+    "test_budget.py",
     "test_hosts_plan.py",
-    "test_faults.py",
     "test_curve.py",
+    "test_disk.py",
+    "test_gpus.py",
+    "test_parity.py",
+    "test_families.py",
     "test_hardware.py",
-    "test_cli_progress.py",
+    "test_golden.py",
+    "test_faults.py",
+    "test_plan.py",
+    "test_generate.py",
+    "test_plan_search.py",
     "test_python_misuse.py",
+    "test_cli_progress.py",
+    "test_demo.py",
+    "test_defaults.py",
 ]
 
 
