@@ -101,7 +101,7 @@ SMALL = (
 )
 
 
-@settings(max_examples=8, **SLOW)
+@settings(max_examples=5, **SLOW)
 @given(question=questions())
 @example(question=SMALL)
 def test_more_memory_is_never_slower(question, tmp_path):
@@ -136,7 +136,7 @@ def test_more_memory_is_never_slower(question, tmp_path):
     assert np.isfinite(step).any() and step.min() >= free["step_s"]
 
 
-@settings(max_examples=10, **SLOW)
+@settings(max_examples=6, **SLOW)
 @given(question=questions(), share=st.floats(0, 1))
 def test_a_report_is_consistent_and_the_plan_the_same_when_asked_again(question, share, tmp_path):
     change, ask, hardware = question
@@ -570,11 +570,12 @@ LOWER = {
             ", or give state_bits 8 or disk DIR with disk_mem 4715MiB or optimizer lion or lora.rank "
             "or frozen_layers",
         ),
-        (
+        pytest.param(
             9.7,
             {"keep_grads": False},
             ", or give state_bits 8 or clip_by previous or disk DIR with disk_mem 4715MiB or "
             "optimizer lion or lora.rank or frozen_layers",
+            marks=pytest.mark.long,
         ),
         (
             5.4,
