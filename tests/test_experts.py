@@ -183,7 +183,10 @@ def state_of(trainer):
     return hashlib.sha256(b"".join(weights)).hexdigest()
 
 
-@pytest.mark.parametrize("name, recipe", [("qwen3_moe", "fp32"), ("deepseek_v3", "bf16")])
+@pytest.mark.parametrize(
+    "name, recipe",
+    [pytest.param("qwen3_moe", "fp32", marks=pytest.mark.long), ("deepseek_v3", "bf16")],
+)
 def test_the_same_bits_under_every_plan(directory, name, recipe, tmp_path):
     """Caps, so placements and what is made again; threads; two devices; a resume. Each chunk is of
     two sequences, but the last."""

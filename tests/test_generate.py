@@ -77,7 +77,7 @@ def tokens(model, prompts, run=SAMPLED, **options):
 # ---- what tokens do not depend on ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
 def test_tokens_do_not_depend_on_the_batch(model, prompts, dtype):
     """40 tokens drawn from 512: a logit that differed would change some of them."""
     together, _ = tokens(model, prompts, dtype=dtype)
@@ -150,7 +150,7 @@ def fetched(routes, steps, caches):
     return wanted, missed
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.long), "bf16"])
 def test_experts_on_demand_give_the_same_tokens(sparse, prompts, dtype):
     """Under every cap, and the same as whole blocks; too few slots are refused."""
     where, _ = sparse

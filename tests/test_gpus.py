@@ -103,7 +103,9 @@ def planned_on(*args, **options):
     return plan_on(*args, **options).report
 
 
-@pytest.mark.parametrize("sequences, faster", [(1, "ring"), (4, "data-parallel")])
+@pytest.mark.parametrize(
+    "sequences, faster", [(1, "ring"), pytest.param(4, "data-parallel", marks=pytest.mark.long)]
+)
 def test_the_planner_takes_the_faster_layout(sequences, faster, tmp_path):
     """One sequence is one round, which leaves a GPU idle without a ring."""
     auto, *each = (

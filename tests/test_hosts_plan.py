@@ -115,7 +115,7 @@ def test_a_kept_rate_is_of_its_machines_alone(measured, tiny_model, tiny_shard, 
 LATER = json.dumps(rate_file(3e15, layout=2))
 
 
-@pytest.mark.parametrize("text", ["a line\n", LATER])
+@pytest.mark.parametrize("text", [pytest.param("a line\n", marks=pytest.mark.long), LATER])
 def test_a_file_that_is_broken_or_of_another_version_is_measured_anew(
     text, measured, tiny_model, tiny_shard, tmp_path
 ):
@@ -138,7 +138,7 @@ def test_a_rate_that_cannot_be_kept_stops_nothing(measured, tiny_model, tiny_sha
     assert planned_rate(tmp_path / "run") > 1e6
 
 
-@pytest.mark.parametrize("rates", [(5e8, 0), (3e9, 5e8)])
+@pytest.mark.parametrize("rates", [pytest.param((5e8, 0), marks=pytest.mark.long), (3e9, 5e8)])
 def test_a_rate_that_is_stated_wins_over_a_kept_one(
     rates, measured, tiny_model, tiny_shard, tmp_path
 ):

@@ -396,6 +396,7 @@ def test_the_smallest_caps_of_a_large_model_on_two_devices_are_enough():
     assert report["host_used_bytes"] <= host and report["n_devices"] == 2
 
 
+@pytest.mark.long
 def test_a_machine_with_too_little_memory_is_told_what_it_lacks():
     """No cap of host memory is given, so it is the machine's that is short, and no device's."""
     model = ModelConfig.read(ROOT / "models/1b.json")

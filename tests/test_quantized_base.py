@@ -186,7 +186,9 @@ def plain_copy(where, dense):
     return out
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(
+    "base", [pytest.param(b, marks=pytest.mark.long if b == "fp8" else ()) for b in BASES]
+)
 def test_text_of_a_quantized_base_is_that_of_its_dequantized_values(tmp_path, base):
     """By a generator, with blocks that stay and that are streamed, and beside the training."""
     wide = WIDTHS | dict(hidden_size=256, intermediate_size=1024, num_hidden_layers=8)

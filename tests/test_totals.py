@@ -159,7 +159,7 @@ def test_fp32_master_adds_up_as_bf16_does(directory):
     check(directory("tiny-llama"), "tiny-llama", "fp32-master", copies=64)
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen2"])
+@pytest.mark.parametrize("name", [pytest.param("tiny-llama", marks=pytest.mark.long), "tiny-qwen2"])
 def test_the_cap_does_not_change_the_bits_of_long_sums(directory, name):
     """Rounds of 10 chunks, two contributions each, 20 in all; slices of 20 tokens: wherever totals
     are."""
