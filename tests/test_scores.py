@@ -370,9 +370,18 @@ def test_what_does_not_go_together_is_refused(directory, changes, why):
         plan_for(directory("llama", None), "pairs", tokens_per_step=2 * ROW, **changes)
 
 
-@pytest.mark.parametrize("label", [float("nan"), 1e39, -(10**400), "1"])
-def test_labels_that_are_no_fp32_are_refused(label):
-    with pytest.raises(DataError, match="line 1: 'label' is .{1,40}: give a number"):
+@pytest.mark.parametrize(
+    "label, why",
+    [
+        (float("nan"), "give a number$"),
+        ("1", "give a number$"),
+        (1e39, "give one from -3.4e38 to 3.4e38$"),
+        (-(10**400), "give one from -3.4e38 to 3.4e38$"),
+    ],
+    ids=["nan", "text", "large", "no double"],
+)
+def test_labels_that_are_no_fp32_are_refused(label, why):
+    with pytest.raises(DataError, match="line 1: 'label' is .{1,80}: " + why):
         Labels("regression").target({"label": label}, "line 1")
 
 

@@ -66,9 +66,13 @@ class Labels:
             if not isinstance(label, (list, tuple)):
                 raise DataError(f"{what}: {self.field!r} is no list of the labels' numbers")
             return sum({1 << self._index(x, what) for x in label})
-        most = float(np.finfo(np.float32).max)
-        if not isinstance(label, (int, float)) or not abs(label) <= most:
+        if not isinstance(label, (int, float)) or label != label:
             raise DataError(f"{what}: {self.field!r} is {label!r:.40}: give a number")
+        if abs(label) > float(np.finfo(np.float32).max):
+            raise DataError(
+                f"{what}: {self.field!r} is {label!r:.40}, and fp32 holds no such number: give one "
+                "from -3.4e38 to 3.4e38"
+            )
         return int(np.float32(label).view(np.int32))
 
 
