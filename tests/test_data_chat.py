@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from penstock import Dataset, data, rendering
 from penstock.chat import ChatTemplate
+from penstock.documents import Piece
+from penstock.encode import Encoder
 from penstock.shards import BEGINS_DOCUMENT, read_shard
 from test_data_py import run
 
@@ -257,6 +259,18 @@ def test_no_blank_comes_between_a_prompt_and_its_completion(tmp_path, kind):
         assert learned.tolist() == [at < i and n <= i for i in range(at, end + 1)]
         assert t.decode(ids[at:end].tolist()).removeprefix(" ") == prompt + completion
         at = end + 1
+
+
+@pytest.mark.parametrize("kind", ["normalizer", "unigram", "collapse", "bytes"])
+def test_a_completion_is_encoded_once(kind, monkeypatch):
+    """Line ends are lost by two of these tokenizers: they are not tried before each text."""
+    t, encoded = blank_before(kind), []
+    encoder = Encoder(t, [], t.token_to_id("</s>"), "answers")
+    monkeypatch.setattr(
+        encoder, "_with_offsets", lambda texts: encoded.extend(texts) or t.encode_batch(texts)
+    )
+    batch = [Piece(i, "pair", "Q: what", completion=x) for i, x in enumerate(("yes", "it is"))]
+    assert len(list(encoder.pieces(batch, -1))) == len(encoded) == 2
 
 
 def test_a_token_of_prompt_and_completion_is_the_completions(tmp_path):

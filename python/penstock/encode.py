@@ -35,17 +35,28 @@ class Encoded:
     starts: tuple[int, ...] = ()  # where another document begins: the rejected answer
 
 
-def puts_blank(tokenizer) -> bool:
-    """Whether a text's tokens begin with a blank that the text lacks. Two texts joined then have
-    other tokens than the two have. A text that the tokenizer does not know tells nothing."""
+def blank_before(tokenizer) -> str | None:
+    """A text whose tokens begin with a blank that the text lacks; None: the tokenizer puts none.
+    Two texts joined have other tokens than the two have, where it does. A text that the tokenizer
+    does not know tells nothing."""
     model = tokenizer.model
     unknown = {getattr(model, "unk_token", None)}
     for text in ("a", *tokenizer.get_vocab(with_added_tokens=False)):
         with contextlib.suppress(DataError):
             tokens = call(tokenizer.encode, text, add_special_tokens=False).tokens
             if tokens and tokens[0] not in unknown and not text.startswith(tuple(BLANKS)):
-                return tokens[0].startswith(tuple(BLANKS))
-    return False
+                return text if tokens[0].startswith(tuple(BLANKS)) else None
+    return None
+
+
+def behind(separator: str, encoded) -> list[int] | None:
+    """The ids of what follows the separator in @encoded. None: it is no token of its own there."""
+    offsets = encoded.offsets
+    n = sum(begin < len(separator) for begin, _ in offsets)
+    separate = any(token.strip(BLANKS) for token in encoded.tokens[:n])
+    if separate and all(end <= len(separator) for _, end in offsets[:n]):
+        return list(encoded.ids[n:])
+    return None
 
 
 class Encoder:
@@ -54,7 +65,10 @@ class Encoder:
 
     def __init__(self, tokenizer, bos: list[int], eos: int, targets: str):
         self.tokenizer, self.bos, self.eos, self.targets = tokenizer, bos, eos, targets
-        self.puts_blank = puts_blank(tokenizer)
+        text = blank_before(tokenizer)
+        self.puts_blank = text is not None
+        # A separator that is lost before one text, as T5 loses line ends, is lost before all.
+        self.separators = [s for s in SEPARATORS if text and self._separates(s, text)]
 
     def pieces(self, batch: list[Piece], last_document: int) -> Iterator[Encoded]:
         """The pieces of @batch encoded, each kind at once. @last_document: that of the piece before
@@ -108,8 +122,8 @@ class Encoder:
     def _texts(self, pieces: list[Piece], last_document: int) -> list[list[int]]:
         before = [last_document, *(p.document for p in pieces)]
         follows = [p.document == b for p, b in zip(pieces, before)]
-        behind = iter(self._behind([p.text for p, f in zip(pieces, follows) if f]))
-        ids = [next(behind) if f else None for f in follows]
+        following = iter(self._behind([p.text for p, f in zip(pieces, follows) if f]))
+        ids = [next(following) if f else None for f in follows]
         alone = iter(self._ids([p.text for p, x in zip(pieces, ids) if x is None]))
         return [next(alone) if x is None else x for x in ids]
 
@@ -118,8 +132,8 @@ class Encoder:
         completion's, so that all of the completion is learned."""
         prompts = self._ids([p.text for p in pairs])
         follows = [bool(p.text and p.completion) for p in pairs]
-        behind = iter(self._behind([p.completion for p, f in zip(pairs, follows) if f]))
-        ids = [next(behind) if f else None for f in follows]
+        following = iter(self._behind([p.completion for p, f in zip(pairs, follows) if f]))
+        ids = [next(following) if f else None for f in follows]
         alone = [i for i, x in enumerate(ids) if x is None and not (follows[i] and self.puts_blank)]
         for i, x in zip(alone, self._ids([pairs[i].completion for i in alone])):
             ids[i] = x
@@ -130,15 +144,17 @@ class Encoder:
             prompts[i], ids[i] = list(e.ids[:n]), list(e.ids[n:])
         return list(zip(prompts, ids))
 
+    def _separates(self, separator: str, text: str) -> bool:
+        with contextlib.suppress(DataError):
+            return behind(separator, self._with_offsets([separator + text])[0]) is not None
+        return False
+
     def _behind(self, texts: list[str]) -> list[list[int] | None]:
         """The ids that texts have behind other text. None: they are those of the text alone, or no
         separator is a token of its own before it."""
         ids: list = [None] * len(texts)
-        for separator in SEPARATORS if self.puts_blank else ():
+        for separator in self.separators:
             left = [i for i, x in enumerate(ids) if x is None]
             for i, e in zip(left, self._with_offsets([separator + texts[i] for i in left])):
-                n = sum(begin < len(separator) for begin, _ in e.offsets)
-                separate = any(token.strip(BLANKS) for token in e.tokens[:n])
-                if separate and all(end <= len(separator) for _, end in e.offsets[:n]):
-                    ids[i] = list(e.ids[n:])
+                ids[i] = behind(separator, e)
         return ids
