@@ -110,20 +110,19 @@ static bool last_is_whole(const ps__layout *l) {
   return true;
 }
 
-/* What a cell's saved activations take where their policies are @policy, which count as
- * policy_of() in step/passes.c has them: what the chunks of an attention group share, such as keys
- * and values, has the policy of the group's first chunk, @home. BYTES by policy; the group's chunks
- * together have those of what they share, or fewer.
- * *mask: the sets of which something is there. */
-static void count_cell(const ps__layer_def *d, const ps__chunk *k, bool several,
-                       const uint8_t *policy, const uint8_t *home, uint64_t bytes[PS_N_POLICIES],
-                       uint32_t *mask) {
+/* Adds what a block saves of a chunk to the BYTES of each policy, and to *mask the sets of which
+ * something is there. @policy is the chunk's. What the chunks of an attention group share, such as
+ * keys and values, has the policy of the group's first chunk, @group_policy, as policy_of() in
+ * step/passes.c has it. The group's chunks together have the bytes of what they share, or fewer. */
+static void add_saved_bytes(const ps__layer_def *d, const ps__chunk *k, bool several,
+                            const uint8_t *policy, const uint8_t *group_policy,
+                            uint64_t bytes[PS_N_POLICIES], uint32_t *mask) {
   for (uint32_t t = 0; t < d->n_tensors; t++) {
     const ps__tensor_def *of = &d->tensor[t];
     if (of->saved == PS__NONE)
       continue;
     const bool state = of->rows == PS__ROWS_STATE;
-    const uint8_t to = (ps__rows_of_group(of->rows) ? home : policy)[of->saved];
+    const uint8_t to = (ps__rows_of_group(of->rows) ? group_policy : policy)[of->saved];
     if (to != PS_POLICY_RECOMPUTE)
       *mask |= 1u << d->saved[of->saved].set;
     bytes[to] += of->row_bytes * (state ? several : k->n_tokens);
@@ -140,26 +139,28 @@ uint64_t ps__saved_of_round(const ps__search_space *sp, const ps__layout *l, uin
   for (uint32_t layer = ps__first_saving(sp->plan->model) + 1;
        layer < ps__head_layer(sp->plan->model); layer++)
     for (uint32_t c = r->first_chunk; c < r->first_chunk + r->n_chunks; c++)
-      count_cell(ps__layer_of(sp->plan->model, layer), &l->chunk[c],
-                 l->group[l->chunk[c].group].n_chunks > 1, policy, policy, bytes, &mask);
+      add_saved_bytes(ps__layer_of(sp->plan->model, layer), &l->chunk[c],
+                      l->group[l->chunk[c].group].n_chunks > 1, policy, policy, bytes, &mask);
   return bytes[PS_POLICY_DEVICE];
 }
 
-/* BYTES that a first round offloads, another one, the last one; the first one's of the last two
- * layers. */
-typedef struct away_bytes {
-  uint64_t first, other, last, ends;
-} away_bytes;
+/* BYTES that a round offloads to the host. */
+typedef struct offloaded_bytes {
+  uint64_t first;           /* one of the first rounds */
+  uint64_t other;           /* one after the first rounds */
+  uint64_t last;            /* the step's last round, which may have fewer chunks */
+  uint64_t last_two_layers; /* of one of the first rounds, what these layers offload */
+} offloaded_bytes;
 
 /* BYTES on the host of the rounds from @from on that run at once, after the last one's forward
  * pass. In a ring the others have begun to fetch by then: as far ahead as two chunk passes. */
 static uint64_t offloaded_at_once(const ps__search_space *sp, const ps__layout *l, uint32_t from,
-                                  const away_bytes *away) {
-  const uint64_t fetched = ps__is_ring(sp->plan) ? away->ends : 0;
+                                  const offloaded_bytes *round) {
+  const uint64_t fetched = ps__is_ring(sp->plan) ? round->last_two_layers : 0;
   const uint32_t at_once = ps__rounds_at_once(sp, l);
   uint64_t bytes = 0, n = 0;
   for (uint32_t r = from; r < from + at_once && r < l->n_rounds; r++, n++)
-    bytes += r + 1 == l->n_rounds ? away->last : r < l->first_rounds ? away->first : away->other;
+    bytes += r + 1 == l->n_rounds ? round->last : r < l->first_rounds ? round->first : round->other;
   const uint64_t less = n > 1 ? (n - 1) * fetched : 0;
   return bytes > less ? bytes - less : 0;
 }
@@ -172,8 +173,8 @@ void ps__sum_saved(const ps__search_space *sp, const ps__microbatch *mb, const p
   const ps__layout *l = &mb->layout;
   ps__policy_allocator of_device[PS_MAX_DEVICES];
   ps__policy_allocators_of(l, m, of_device);
-  away_bytes away = {0};
-  uint64_t kept = 0; /* on device 0 in another round than the first ones */
+  offloaded_bytes round = {0};
+  uint64_t kept = 0; /* BYTES that device 0 keeps of a round after the first rounds */
   const uint32_t next = ps__is_ring(sp->plan) ? 1 : sp->plan->at->n_devices;
   *out = (ps__saved_sums){0};
   for (uint32_t layer = ps__first_saving(sp->plan->model); layer < sp->plan->model->cfg.n_layers;
@@ -184,7 +185,7 @@ void ps__sum_saved(const ps__search_space *sp, const ps__microbatch *mb, const p
     const bool here = device == 0, again = ps__drops_input(sp, &m->keep, layer),
                runs_again = ps__drops_input(sp, &m->keep, layer + 1) &&
                             layer + 1 < sp->plan->model->cfg.n_layers;
-    uint8_t home[PS__MAX_SAVED]; /* of the group's first chunk */
+    uint8_t group_policy[PS__MAX_SAVED]; /* of the group's first chunk */
     for (uint32_t c = 0; c < l->round[0].n_chunks; c++) {
       const ps__chunk *k = &l->chunk[c];
       uint8_t policy[PS__MAX_SAVED];
@@ -193,11 +194,11 @@ void ps__sum_saved(const ps__search_space *sp, const ps__microbatch *mb, const p
       ps__allocate_policies(&of_device[device], def, k->n_tokens, c >= l->chunks_per_round,
                             ps__at_boundary(sp, l, layer, c), again, policy);
       if (k->row0 == 0)
-        memcpy(home, policy, sizeof home);
+        memcpy(group_policy, policy, sizeof group_policy);
       for (uint32_t i = 0; i < def->n_saved && c < l->chunks_per_round; i++)
         if (policy[i] == PS_POLICY_DEVICE)
           out->room_bytes += (double)ps__saved_bytes(&def->saved[i], k->n_tokens);
-      count_cell(def, k, l->group[k->group].n_chunks > 1, policy, home, bytes, &mask);
+      add_saved_bytes(def, k, l->group[k->group].n_chunks > 1, policy, group_policy, bytes, &mask);
       const uint64_t offloaded = bytes[PS_POLICY_HOST];
       if (here && l->n_rounds > 1 && c < l->round[1].n_chunks) {
         const ps__chunk *second = &l->chunk[l->round[1].first_chunk + c];
@@ -208,12 +209,12 @@ void ps__sum_saved(const ps__search_space *sp, const ps__microbatch *mb, const p
         kept += c < l->chunks_per_round ? bytes[PS_POLICY_DEVICE] : 0;
       }
       const ps__round *last = &l->round[l->n_rounds - 1];
-      away.first += offloaded;
-      away.other += c < l->chunks_per_round ? offloaded : 0;
-      away.last += c < last->n_chunks
-                       ? offloaded * l->chunk[last->first_chunk + c].n_tokens / k->n_tokens
-                       : 0;
-      away.ends += layer + 2 >= sp->plan->model->cfg.n_layers ? offloaded : 0;
+      round.first += offloaded;
+      round.other += c < l->chunks_per_round ? offloaded : 0;
+      round.last += c < last->n_chunks
+                        ? offloaded * l->chunk[last->first_chunk + c].n_tokens / k->n_tokens
+                        : 0;
+      round.last_two_layers += layer + 2 >= sp->plan->model->cfg.n_layers ? offloaded : 0;
       for (uint32_t r = 0; here && r < l->n_rounds; r += next) {
         if (c >= l->round[r].n_chunks)
           continue;
@@ -231,8 +232,8 @@ void ps__sum_saved(const ps__search_space *sp, const ps__microbatch *mb, const p
                    firsts = l->first_rounds < whole ? l->first_rounds : whole;
     out->device_bytes = firsts * out->device_bytes + (whole - firsts) * kept;
   }
-  const uint64_t before = offloaded_at_once(sp, l, 0, &away),
-                 after = offloaded_at_once(sp, l, at_once, &away);
+  const uint64_t before = offloaded_at_once(sp, l, 0, &round),
+                 after = offloaded_at_once(sp, l, at_once, &round);
   out->unaliased_bytes = before;
   out->host_bytes = before > aliased ? before - aliased : 0;
   out->host_bytes = after > out->host_bytes ? after : out->host_bytes;
