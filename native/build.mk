@@ -119,7 +119,7 @@ NATIVE_TESTS := $(TEST_BIN) $(AVX2_LIB) $(addprefix $(BUILD)/bench/,limit gaps g
 # They link the archive: they may call internal (ps__) functions, which the shared library hides.
 $(TEST_BIN): $(BUILD)/tests/%: $(BUILD)/obj/tests/native/%.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
-	$(call run,LINK,$@)$(LINK) $(IN_BUILD) -o $@ $(filter %.o,$^) $(ARCHIVE) $(LIBS)
+	$(call run,LINK,$@)$(LINK) $(WRAP) $(IN_BUILD) -o $@ $(filter %.o,$^) $(ARCHIVE) $(LIBS)
 $(BENCH_BIN): $(BUILD)/bench/%: $(BUILD)/obj/bench/%.o $(ARCHIVE) $(STAMP_link)
 	@mkdir -p $(dir $@)
 	$(call run,LINK,$@)$(LINK) $(IN_BUILD) -o $@ $(filter %.o,$^) $(ARCHIVE) $(PS_LDLIBS) \
@@ -140,6 +140,8 @@ $(addprefix $(BUILD)/,tests/test_cuda_ops tests/libops_shim.so bench/kernels): \
   $(OP_CASES:%.c=$(BUILD)/obj/%.o)
 $(BUILD)/tests/test_draw: $(DRAW_SETS)
 $(BUILD)/tests/test_grid: $(BUILD)/obj/native/cli/cells.o
+# Its engines are made with a backend of its own.
+$(BUILD)/tests/test_train_beside: private WRAP := -Wl,--wrap=ps_engine_create
 $(BUILD)/bench/limit: $(filter-out %/main.o,$(CLI_OBJ))
 $(BUILD)/fuzz/fuzz_toml: $(BUILD)/obj/native/cli/toml.o
 
