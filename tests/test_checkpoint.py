@@ -458,7 +458,7 @@ def test_what_a_run_cannot_go_on_from_is_refused(tiny_model, tiny_shard, tmp_pat
         ),
         (make_plan(tiny_model, tokens_per_step=128), {}, "tokens-per-step 256, and this run has"),
         (same, {"seed": 2}, "seed 1, and this run has 2"),
-        (same, {"shuffle": True}, "shuffle 0, and this run has 1"),
+        (same, {"shuffle": True}, "shuffle false, and this run has true"),
         (same, {"first_step": 5}, "first_step 5"),
     ):
         with pytest.raises(InvalidError, match=words):

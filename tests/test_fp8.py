@@ -406,7 +406,9 @@ def test_older_checkpoints_have_fast_accumulation(directory, tmp_path, exact):
         if exact:
             Trainer.resume(older, directory, make_plan(directory), batch).close()
             return
-        with pytest.raises(ps.InvalidError, match="fp8-fast-accumulation 1, and this run has 0"):
+        with pytest.raises(
+            ps.InvalidError, match="fp8-fast-accumulation true, and this run has false"
+        ):
             Trainer.resume(older, directory, make_plan(directory), batch)
 
 

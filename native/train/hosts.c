@@ -168,14 +168,8 @@ static void hash_exchanges(const ps_trainer *t, char hex[65]) {
 static size_t add_settings(const ps__settings *of, const ps__setting *s, char text[TEXT_BYTES],
                            size_t at) {
   for (; s->key; s++) {
-    const char *field = (const char *)of + s->offset;
-    char value[32];
-    switch (s->kind) {
-    case PS__F64: snprintf(value, sizeof value, "%.17g", *(const double *)field); break;
-    case PS__I32: snprintf(value, sizeof value, "%d", *(const int32_t *)field); break;
-    case PS__U32: snprintf(value, sizeof value, "%u", *(const uint32_t *)field); break;
-    default: snprintf(value, sizeof value, "%llu", (unsigned long long)*(const uint64_t *)field);
-    }
+    char value[PS__SETTING_TEXT];
+    ps__setting_text(value, s, of);
     const int n = snprintf(text + at, TEXT_BYTES - at, "%s = %s\n", s->option, value);
     at += (size_t)n < TEXT_BYTES - at ? (size_t)n : TEXT_BYTES - at - 1;
   }
@@ -208,13 +202,12 @@ ps_status ps__trainer_agree(ps_trainer *t) {
   const int n = snprintf(
       text, sizeof text,
       "model's config.json = %s\ndata = %llu bytes with hash %016llx\nrecipe = %s%s\n"
-      "optimizer = %s\nfp8 = %d\nclip = %d\nclip by the step before = %d\none-document = "
-      "%u\nkeep-grads = %u\n"
+      "optimizer = %s\nfp8 = %s\none_document = %s\nkeep_grads = %s\n"
       "step to go on from (--resume) = %llu\nupdates before = %llu\n",
       model, (unsigned long long)data_bytes, (unsigned long long)data,
       ps_recipe_name((ps_recipe)p->cfg.recipe), p->cfg.state_bits ? ", state in 8 bits" : "",
-      ps_optimizer_name((ps_optimizer)p->cfg.optimizer), p->model->fp8.on, ps__waits_for_norm(p),
-      ps__clips_by_previous(p), p->cfg.one_document, p->cfg.keep_grads,
+      ps_optimizer_name((ps_optimizer)p->cfg.optimizer), p->model->fp8.on ? "true" : "false",
+      p->cfg.one_document ? "true" : "false", p->cfg.keep_grads ? "true" : "false",
       (unsigned long long)t->cfg.first_step, (unsigned long long)t->n_updates);
   size_t at = add_settings(&own, ps__batch_settings, text, (size_t)n);
   at = add_settings(&own, ps__train_settings, text, at);

@@ -56,6 +56,26 @@ static void say_targets(char *out, size_t bytes, uint32_t value) {
     snprintf(out, bytes, "%u", value);
 }
 
+static void say_flag(char *out, size_t bytes, uint32_t value) {
+  snprintf(out, bytes, "%s", value ? "true" : "false");
+}
+
+static void say_token(char *out, size_t bytes, uint32_t value) {
+  if (value > INT32_MAX)
+    snprintf(out, bytes, "none");
+  else
+    snprintf(out, bytes, "%u", value);
+}
+
+/* The fewest digits that read back as @value: "1e-05", not "1.0000000000000001e-05". */
+static void say_double(char out[PS__SETTING_TEXT], double value) {
+  for (int digits = 6; digits <= 17; digits++) {
+    snprintf(out, PS__SETTING_TEXT, "%.*g", digits, value);
+    if (strtod(out, NULL) == value)
+      return;
+  }
+}
+
 void ps__setting_text(char out[PS__SETTING_TEXT], const ps__setting *s, const void *base) {
   const void *at = (const char *)base + s->offset;
   const uint32_t *u32 = at;
@@ -64,9 +84,7 @@ void ps__setting_text(char out[PS__SETTING_TEXT], const ps__setting *s, const vo
   else if (s->kind == PS__U64)
     snprintf(out, PS__SETTING_TEXT, "%llu", (unsigned long long)*(const uint64_t *)at);
   else if (s->kind == PS__F64)
-    snprintf(out, PS__SETTING_TEXT, "%.10g", *(const double *)at);
-  else if (s->kind == PS__I32)
-    snprintf(out, PS__SETTING_TEXT, "%d", *(const int32_t *)at);
+    say_double(out, *(const double *)at);
   else
     snprintf(out, PS__SETTING_TEXT, "%u", *u32);
 }
@@ -79,10 +97,10 @@ void ps__setting_text(char out[PS__SETTING_TEXT], const ps__setting *s, const vo
   {#key, option, kind, offsetof(ps__settings, info.key), fixed, false, NULL}
 #define NEWER(of, key, option, kind)                                                               \
   {#key, option, kind, offsetof(ps__settings, of.key), false, true, NULL}
-#define BOTH(key, option, kind) /* fixed, and newer */                                             \
-  {#key, option, kind, offsetof(ps__settings, info.key), true, true, NULL}
 #define WORD(of, key, option, newer, say)                                                          \
   {#key, option, PS__U32, offsetof(ps__settings, of.key), false, newer, say}
+#define FIXED(of, key, option, kind, newer, say)                                                   \
+  {#key, option, kind, offsetof(ps__settings, of.key), true, newer, say}
 const ps__setting ps__train_settings[] = {
     WORD(train, lr_kind, "lr-schedule", false, say_schedule),
     TRAIN(lr, "lr", PS__F64, false),
@@ -94,7 +112,7 @@ const ps__setting ps__train_settings[] = {
     TRAIN(beta2, "beta2", PS__F64, false),
     TRAIN(eps, "eps", PS__F64, false),
     TRAIN(momentum, "momentum", PS__F64, false),
-    TRAIN(nesterov, "nesterov", PS__U32, false),
+    WORD(train, nesterov, "nesterov", false, say_flag),
     TRAIN(weight_decay, "weight-decay", PS__F64, false),
     WORD(train, no_decay, "no-decay", true, say_no_decay),
     PLAN(clip_norm, "clip-norm", PS__F64, false),
@@ -102,9 +120,9 @@ const ps__setting ps__train_settings[] = {
     WORD(info, non_finite, "non-finite", true, say_non_finite),
     NEWER(train, max_skips, "max-skips", PS__U64),
     TRAIN(seed, "seed", PS__U64, true),
-    TRAIN(shuffle, "shuffle", PS__U32, true),
-    PLAN(document_token, "document-token", PS__I32, true),
-    PLAN(document_end_token, "document-end-token", PS__I32, true),
+    FIXED(train, shuffle, "shuffle", PS__U32, false, say_flag),
+    FIXED(info, document_token, "document-token", PS__I32, false, say_token),
+    FIXED(info, document_end_token, "document-end-token", PS__I32, false, say_token),
     {.key = NULL},
 };
 
@@ -115,7 +133,7 @@ const ps__setting ps__batch_settings[] = {
     PLAN(seq_len, "seq-len", PS__U64, true),
     PLAN(tokens_per_step, "tokens-per-step", PS__U64, true),
     PLAN(n_sequences, "number of sequences in the data", PS__U64, true),
-    BOTH(data_mix, "weights of the data", PS__U64),
+    FIXED(info, data_mix, "weights of the data", PS__U64, true, NULL),
     PLAN(chunk_tokens, "chunk-tokens", PS__U64, false),
     PLAN(chunks_per_round, "chunks-per-round", PS__U64, false),
     PLAN(first_round_chunks, "first-round-chunks", PS__U64, false),
@@ -124,13 +142,13 @@ const ps__setting ps__batch_settings[] = {
     LORA(rank, "lora-rank", PS__U32, NULL),
     LORA(alpha, "lora-alpha", PS__F64, NULL),
     LORA(targets, "lora-targets", PS__U32, say_targets),
-    LORA(rslora, "lora-rslora", PS__U32, NULL),
+    LORA(rslora, "lora-rslora", PS__U32, say_flag),
     LORA(base, "base-dtype", PS__U32, say_base),
-    BOTH(fp8_bf16_first, "fp8-bf16-first", PS__U32),
-    BOTH(fp8_bf16_last, "fp8-bf16-last", PS__U32),
-    BOTH(fp8_bf16_down, "fp8-bf16-down", PS__U32),
-    BOTH(fp8_head, "fp8-head", PS__U32),
-    BOTH(fp8_fast_accumulation, "fp8-fast-accumulation", PS__U32),
+    FIXED(info, fp8_bf16_first, "fp8-bf16-first", PS__U32, true, NULL),
+    FIXED(info, fp8_bf16_last, "fp8-bf16-last", PS__U32, true, NULL),
+    FIXED(info, fp8_bf16_down, "fp8-bf16-down", PS__U32, true, say_flag),
+    FIXED(info, fp8_head, "fp8-head", PS__U32, true, say_flag),
+    FIXED(info, fp8_fast_accumulation, "fp8-fast-accumulation", PS__U32, true, say_flag),
     NEWER(info, n_hosts, "number of hosts", PS__U32),
     NEWER(info, z_loss, "z-loss", PS__F64),
     NEWER(info, label_smoothing, "label-smoothing", PS__F64),

@@ -219,8 +219,9 @@ static void test_two_tasks(void) {
 /* Settings of rank 1 that change the math, of which rank 0 has others. */
 static const struct {
   const char *says;
-  double z_loss, label_smoothing, clip_norm, beta2, weight_decay;
+  double z_loss, label_smoothing, clip_norm, beta2, weight_decay, lr;
   float router_aux;
+  uint32_t lr_kind, clip_by;
   uint64_t warmup_steps;
 } disagreements[] = {{"rank 1 has z-loss = 0.0001", .z_loss = 1e-4},
                      {"rank 1 has label-smoothing = 0.25", .label_smoothing = 0.25},
@@ -228,7 +229,12 @@ static const struct {
                      {"rank 1 has clip-norm = 2, and rank 0 has clip-norm = 0.5", .clip_norm = 2},
                      {"rank 1 has beta2 = 0.5", .beta2 = 0.5},
                      {"rank 1 has weight-decay = 0.75", .weight_decay = 0.75},
-                     {"rank 1 has warmup-steps = 7", .warmup_steps = 7}};
+                     {"rank 1 has warmup-steps = 7", .warmup_steps = 7},
+                     {"rank 1 has lr = 0.1, and", .lr = 0.1},
+                     {"rank 1 has lr-schedule = cosine, and rank 0 has lr-schedule = constant",
+                      .lr_kind = PS_LR_KIND_COSINE},
+                     {"rank 1 has clip-by = previous, and rank 0 has clip-by = step",
+                      .clip_by = PS_CLIP_BY_PREVIOUS}};
 enum { N_DISAGREEMENTS = sizeof disagreements / sizeof *disagreements };
 
 static void disagree(rank *r, ps_hosts *h) {
@@ -247,6 +253,9 @@ static void disagree(rank *r, ps_hosts *h) {
     plan->cfg.clip_norm = d->clip_norm > 0 ? d->clip_norm : plan->cfg.clip_norm;
     c.beta2 = d->beta2 > 0 ? d->beta2 : c.beta2;
     c.weight_decay = d->weight_decay > 0 ? d->weight_decay : c.weight_decay;
+    plan->cfg.clip_by = d->clip_by;
+    c.lr = d->lr > 0 ? d->lr : c.lr;
+    c.lr_kind = d->lr_kind;
     c.warmup_steps = d->warmup_steps;
   }
   CHECK_FAILS(ps_trainer_create(&t, models[0].dir, plan, &c, NULL, NULL), PS_EINVAL,
