@@ -15,6 +15,7 @@ from families import llama, qwen3
 from penstock import (
     Dataset,
     FormatError,
+    Generator,
     Hardware,
     InvalidError,
     Lora,
@@ -33,6 +34,7 @@ from penstock.score import embeddings, scores
 from penstock.shards import BEGINS_DOCUMENT, IS_TARGET, ShardWriter
 from penstock.tokenizer import train_tokenizer
 from penstock.tolerance import note_spread
+from safetensors.torch import load_file, save_file
 from test_hosts import trained
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -278,6 +280,14 @@ def test_lora_trains_the_score_as_peft_saves_it(directory, tmp_path, base):
     assert called(merge.main, *words, "--quiet").returncode == 0
     merged = scores(tmp_path / "merged", flat, ROW, recipe="fp32", hardware=HARDWARE)
     assert np.abs(merged - want).max() < 1e-5 * np.abs(want).max()
+    if base:
+        return
+    with pytest.raises(InvalidError, match="was trained on labelled data .* language model here"):
+        Generator(where, adapter=tmp_path / "adapter", batch=1, context=32)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({n: t for n, t in load_file(file).items() if "score" not in n}, file)
+    with pytest.raises(InvalidError, match="has no head for labels .* trained on labelled data"):
+        Trainer(where, plan, data=tmp_path / "data", adapter=tmp_path / "adapter")
 
 
 # ---- commands ------------------------------------------------------------------------------------
@@ -402,6 +412,10 @@ def test_heads_that_are_none_are_refused(directory, tmp_path):
     words = ["--model", directory("llama", "single-label"), "--data", tmp_path / "data"]
     run = program("eval", *words, "--seq-len", ROW, "--backend", "cpu")
     assert run.returncode == 2 and "penstock: --data: the model has a head for" in run.stderr
+    words[1] = directory("llama", None)
+    run = program("eval", *words, "--seq-len", ROW, "--backend", "cpu")
+    why = "has no head for regression (tensor score.weight): train it on labelled data first"
+    assert run.returncode == 2 and f"penstock: {words[1]}: {why}" in run.stderr, run.stderr
     file = tmp_path / "data" / "train-00000.labels"
     raw = file.read_bytes()
     for at, byte, why in ((0, 1, "begins with the words"), (8, 9, "for problem 9"), (24, 7, "CRC")):

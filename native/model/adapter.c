@@ -230,6 +230,11 @@ static ps_status check_known(const ps_model *m, const ps_tensor_file *f, uint64_
                     "%s: has a tensor %s (modules_to_save), but this model's embedding and head "
                     "are one tensor, which such an adapter would part: it is not supported",
                     dir, info.name);
+  if (param == UINT32_MAX && !strcmp(name, PS__SCORE))
+    return ps__fail(PS_EINVAL,
+                    "%s: was trained on labelled data (it has tensor %s), and is used with a "
+                    "language model here: give labelled data, or another adapter",
+                    dir, info.name);
   if (name == info.name || param == UINT32_MAX)
     return ps__fail(PS_EINVAL,
                     "%s: tensor %.200s has no place in this model: the adapter is of another model",
@@ -251,6 +256,11 @@ static ps_status check_there(const ps_tensor_file *f, const char *dir, const ps_
   if (ps_tensors_find(f, name) != UINT64_MAX ||
       (!all_layers && ps_tensors_find(f, partner) == UINT64_MAX))
     return PS_OK;
+  if (!strcmp(p->name, PS__SCORE))
+    return ps__fail(PS_EINVAL,
+                    "%s: has no head for labels (tensor %s): give an adapter that was trained on "
+                    "labelled data, or data without labels",
+                    dir, name);
   return ps__fail(PS_EINVAL, "%s: has no tensor %s: the adapter is of another model", dir, name);
 }
 

@@ -89,8 +89,15 @@ static ps_status check_known(const ps_model *m, const ps_tensor_file *f, const c
     const uint64_t idx = ps_tensors_find(f, p->name);
     if (idx == UINT64_MAX && (weights ? u->adapter : u->frozen))
       continue;
-    if (idx == UINT64_MAX && weights && !strcmp(p->name, PS__SCORE) && !u->frozen)
+    const bool head = weights && !strcmp(p->name, PS__SCORE);
+    if (idx == UINT64_MAX && head && !u->frozen)
       continue; /* a trainer draws it */
+    if (idx == UINT64_MAX && head)
+      return ps__fail(
+          PS_EINVAL,
+          "%s: has no head for %s (tensor %s): train it on labelled data first, or give "
+          "data without labels",
+          dir, ps_problem_name(m->cfg.problem), p->name);
     if (idx == UINT64_MAX)
       return ps__fail(PS_EFORMAT, "%s: tensor %s is missing from its safetensors", dir, p->name);
     PS_TRY(ps_tensors_info(f, idx, &info));
