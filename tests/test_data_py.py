@@ -221,6 +221,14 @@ def test_force_replaces_all_shards(corpus, tokenizer, tmp_path):
     assert sorted(p.name for p in tmp_path.rglob("*.bin")) == ["train-00000.bin"]
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_folder_with_a_model_or_a_tokenizer_gets_no_data_set(corpus, tokenizer, tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(data.DataError, match=f"has a .*{name}.*: choose another folder"):
+        data.write_shards([corpus], tmp_path, tokenizer)
+    assert [p.read_text() for p in tmp_path.iterdir()] == ["mine"]
+
+
 def test_patterns_folders_and_files_that_are_not_utf8(tmp_path, tokenizer):
     for name, raw in {
         "a.txt": b"one",

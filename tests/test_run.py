@@ -283,6 +283,18 @@ def test_a_model_that_is_there_is_replaced_with_force_only(words, tmp_path):
     assert (tmp_path / "out/model.safetensors").read_bytes() != before
 
 
+@pytest.mark.parametrize("name", ["dataset.json", "tokenizer.json"])
+def test_a_folder_with_a_data_set_or_a_tokenizer_gets_no_model(words, tiny_model, tmp_path, name):
+    model, out = shutil.copytree(tiny_model, tmp_path / "model"), tmp_path / "out"
+    (model / "tokenizer.json").write_text("{}")
+    out.mkdir()
+    (out / name).write_text("mine")
+    command = words("--steps", 1, "--out", "out")
+    command[command.index(str(tiny_model))] = model
+    one_sentence(call(command, tmp_path), 2, f"--out out has a .*{name}.*: give another directory")
+    assert [p.read_text() for p in out.iterdir()] == ["mine"]
+
+
 def test_the_command_that_resumes_replaces_the_runs_own_model(words, tmp_path):
     """The same command goes on after a stop at which the run saved its model. Another run, and a
     model that another run has saved there, are refused."""

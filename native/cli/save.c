@@ -11,6 +11,26 @@
 
 /* ---- before the run -------------------------------------------------------------------------- */
 
+static bool has_file(const char *folder, const char *name) {
+  char *path = cli_path_join(folder, name);
+  const bool has = path && access(path, F_OK) == 0;
+  free(path);
+  return has;
+}
+
+/* The model's tokenizer would replace that of a data set, or one that the user put there. */
+static int check_tokenizer(const cli_job *job, const char *path) {
+  if (has_file(path, "dataset.json"))
+    return cli_fail(CLI_REFUSED, "--out %s has a data set (dataset.json): give another directory",
+                    path);
+  if (has_file(path, "tokenizer.json") && has_file(job->model, "tokenizer.json"))
+    return cli_fail(CLI_REFUSED,
+                    "--out %s has a tokenizer.json, which the model's would replace: give another "
+                    "directory, or replace it with --force",
+                    path);
+  return CLI_OK;
+}
+
 int cli_out_check_empty(const cli_job *job, const char *path) {
   if (job->force)
     return CLI_OK;
@@ -33,9 +53,10 @@ int cli_out_check_empty(const cli_job *job, const char *path) {
   }
   if (d)
     closedir(d);
-  return failed ? cli_fail(CLI_REFUSED, "--out %s cannot be listed, and may have a model: %s", path,
-                           strerror(failed))
-                : code;
+  if (failed)
+    return cli_fail(CLI_REFUSED, "--out %s cannot be listed, and may have a model: %s", path,
+                    strerror(failed));
+  return code == CLI_OK ? check_tokenizer(job, path) : code;
 }
 
 /* ---- room ------------------------------------------------------------------------------------ */

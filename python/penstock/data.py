@@ -166,13 +166,7 @@ def _check_options(
         )
     if not 0.0 <= val_fraction < 1.0:
         raise DataError(f"the validation fraction {val_fraction} is not at least 0 and below 1")
-    old = _existing(out)
-    if old and not force:
-        raise DataError(
-            f"{out} already has a data set ({old[0].name}): choose another folder, or replace it "
-            "with --force"
-        )
-    return old
+    return _check_out(out, force)
 
 
 def write_shards(
@@ -420,6 +414,27 @@ def _existing(out: Path) -> list[Path]:
     return [p for pattern in patterns for p in sorted(out.glob(pattern))]
 
 
+def _check_out(out: Path, force: bool) -> list[Path]:
+    """Refuse a folder whose files would be replaced. Returns those of the data set that it has."""
+    old = _existing(out)
+    model = [*out.glob("config.json"), *out.glob("*.safetensors")]
+    if model:  # whose tokenizer would be replaced
+        raise DataError(f"{out} has a model ({model[0].name}): choose another folder")
+    if force:
+        return old
+    if old:
+        raise DataError(
+            f"{out} already has a data set ({old[0].name}): choose another folder, or replace it "
+            "with --force"
+        )
+    if (out / TOKENIZER).exists():
+        raise DataError(
+            f"{out} has a {TOKENIZER}, which the data set's would replace: choose another folder, "
+            "or replace it with --force"
+        )
+    return old
+
+
 def _move_into_place(work: Path, out: Path, old: list[Path]) -> None:
     """Remove dataset.json first and write it last: a folder that has one is complete."""
     for p in sorted(old, key=lambda p: p.name != "dataset.json"):
@@ -619,10 +634,7 @@ def _run(args: argparse.Namespace) -> dict:
         )
     if args.pack != "best-fit" and args.long != "divide":
         raise DataError(f"--long {args.long} is for --pack best-fit alone")
-    if _existing(Path(args.out)) and not args.force:  # checked before a tokenizer is trained
-        raise DataError(
-            f"{args.out} already has a data set: choose another folder, or replace it with --force"
-        )
+    _check_out(Path(args.out), args.force)  # before a tokenizer is trained
     sources = find_sources(args.files)
     parent = Path(args.out).parent
     if not parent.exists() and not args.quiet:  # its name may be mistyped
