@@ -213,7 +213,8 @@ def test_an_error_amid_updates_says_what_it_means_for_the_model(tiny_model, tiny
     why += r"in a model that is saved now, may be one step ahead of the others\n"
     (what,) = re.findall(why, done.stderr)
     assert done.returncode == 1 and "since the step before" not in what
-    said = f"saving out, as the error left the model after {steps} complete steps\n"
+    many = "" if steps == 1 else "s"
+    said = f"saving out, as the error left the model after {steps} complete step{many}\n"
     assert said in done.stderr and (tmp_path / "out/config.json").exists()
 
 

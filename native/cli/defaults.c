@@ -174,11 +174,11 @@ int cli_defaults_run(cli_job *job, const ps_dataset *ds) {
 
 void cli_defaults_note(const cli_job *job, cli_progress *p) {
   const ps_train_config *c = &job->train_config;
-  cli_progress_note(p, "%llu steps, lr %g%s%s, %s after %llu steps of warm-up, sequences %s",
-                    (unsigned long long)c->total_steps, c->lr, job->lr_of ? " for " : "",
-                    job->lr_of ? job->lr_of : "", cli_lr_schedules[c->lr_kind],
-                    (unsigned long long)c->warmup_steps,
-                    c->shuffle ? "shuffled" : "in their order");
+  cli_progress_note(p, "%llu step%s, lr %g%s%s, %s after %llu step%s of warm-up, sequences %s",
+                    (unsigned long long)c->total_steps, c->total_steps == 1 ? "" : "s", c->lr,
+                    job->lr_of ? " for " : "", job->lr_of ? job->lr_of : "",
+                    cli_lr_schedules[c->lr_kind], (unsigned long long)c->warmup_steps,
+                    c->warmup_steps == 1 ? "" : "s", c->shuffle ? "shuffled" : "in their order");
   if (job->steps_chosen && c->total_steps < FEW_STEPS)
     cli_progress_note(p,
                       "the run has %llu step%s: lower --tokens-per-step (%llu now), or raise "

@@ -243,9 +243,10 @@ int cli_save(cli_job *job, ps_trainer *t, cli_progress *p, cli_run_result *r) {
   bool asking = at_terminal();
   if (cli_interrupts() > 1)
     return cli_fail(CLI_INTERRUPTED, "stopped at once; nothing is saved");
-  cli_progress_note(p, "saving %s, %safter %llu complete steps", job->out,
-                    r->failed ? "as the error left the model " : "",
-                    (unsigned long long)(job->first_step + r->n_done));
+  const uint64_t n = job->first_step + r->n_done;
+  cli_progress_note(p, "saving %s, %safter %llu complete step%s", job->out,
+                    r->failed ? "as the error left the model " : "", (unsigned long long)n,
+                    n == 1 ? "" : "s");
   for (;;) {
     bool other;
     const ps_status st = save_once(job, t, job->first_step + r->n_done, asking || !until, &other);
