@@ -1,6 +1,7 @@
 """safetensors files: read and written as the safetensors library does, and refused with one
 sentence where a header lies."""
 
+import itertools
 import json
 import os
 import struct
@@ -426,6 +427,26 @@ def accepted_by_library(path):
         return None
 
 
+def accepted_as_by_the_library(tmp_path, blob):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(blob)
+    theirs = accepted_by_library(path)
+    try:
+        with ps.Tensors(path) as f:
+            mine = sorted(i[0] for i in f.infos())
+    except ps.Failed as e:
+        assert e.code == ps.EFORMAT
+        ps.one_sentence(e.message, path)
+        # stricter than the library: the header starts with { at once, duplicate keys, 9 or more
+        # dimensions, fractional bytes, odd JSON
+        assert theirs is None or any(
+            w in e.message
+            for w in ("start with {", "twice", "at most 8", "whole bytes", "__metadata__", "U+0000")
+        ), (blob, e.message)
+        return
+    assert theirs == mine, blob
+
+
 TOKENS = [
     b"{", b"}", b"[", b"]", b",", b'"', b"0", b"1", b"4", b"-1", b"18446744073709551616", b"F32",
     b"BF16", b"data_offsets", b"\xff", b"\n", b"null", b"1e3",
@@ -468,23 +489,20 @@ def test_mutated_headers_are_accepted_only_when_the_library_accepts_them(tmp_pat
         if text
         else None,
     )
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(blob)
-    theirs = accepted_by_library(path)
-    try:
-        with ps.Tensors(path) as f:
-            mine = sorted(i[0] for i in f.infos())
-    except ps.Failed as e:
-        assert e.code == ps.EFORMAT
-        ps.one_sentence(e.message, path)
-        # stricter than the library: the header starts with { at once, duplicate keys, 9 or more
-        # dimensions, fractional bytes, odd JSON
-        assert theirs is None or any(
-            w in e.message
-            for w in ("start with {", "twice", "at most 8", "whole bytes", "__metadata__", "U+0000")
-        ), (blob, e.message)
-        return
-    assert theirs == mine, blob
+    accepted_as_by_the_library(tmp_path, blob)
+
+
+def test_each_change_of_two_numbers_is_accepted_only_when_the_library_accepts_it(tmp_path):
+    """Places and shapes of two tensors: drawn mutations seldom come to a hole or an overlap."""
+    numbers = [0, 8, 2, 8, 20, 3]  # of each tensor: begin, end, elements
+    for (i, j), d, e in itertools.product(
+        itertools.combinations(range(6), 2), (0, -1, 1, 4), (0, -1, 1, 4)
+    ):
+        n = list(numbers)
+        n[i] += d
+        n[j] += e
+        header = {"a": entry("F32", [n[2]], n[0], n[1]), "b": entry("F32", [n[5]], n[3], n[4])}
+        accepted_as_by_the_library(tmp_path, raw(json.dumps(header).encode(), b"x" * 20))
 
 
 # ---- directories ---------------------------------------------------------------------------------
