@@ -244,6 +244,7 @@ static void disagree(rank *r, ps_hosts *h) {
   ps_trainer *t = NULL;
   plan->cfg.hosts = h;
   ps_train_config_init(&c);
+  c.total_steps = 40; /* a schedule that decays needs it */
   CHECK(ps_dataset_open(&c.dataset, paths, 1, 96) == PS_OK);
   if (r->rank == 1) {
     const __typeof__(*disagreements) *d = &disagreements[r->count];
