@@ -110,21 +110,24 @@ PS_VEC void gate_bwd_rows(const gate_job *j, int64_t first, int64_t end, uint32_
   for (int64_t t = first; t < end; t++)
     for (size_t k = 0; k < (each == 1 ? 1 : m); k++) {
       const size_t at = (size_t)t * n + k * each, width = each == 1 ? n : each;
-      const ps__v one = sigmoid_of(ps__v_set(ps__load1_f32(j->g, dt, (size_t)t * m + k)));
+      const ps__v gate = ps__v_set(ps__load1_f32(j->g, dt, (size_t)t * m + k)),
+                  one = sigmoid_of(gate);
       ps__v sum = {0};
       for (size_t i = 0; i < width; i += PS_LANES) {
         const ps__v x = ps__v_read(j->x + at * b, dt, i, width, 0.0f),
                     d = ps__v_read(j->dy + at * b, dt, i, width, 0.0f);
         ps__v s = one;
         if (each == 1) {
-          s = sigmoid_of(ps__v_read(j->g + at * b, dt, i, width, 0.0f));
-          ps__v_write(j->dg + at * b, dt, i, width, d * x * s * (1.0f - s));
+          const ps__v g = ps__v_read(j->g + at * b, dt, i, width, 0.0f);
+          s = sigmoid_of(g);
+          ps__v_write(j->dg + at * b, dt, i, width, d * x * s * sigmoid_of(-g));
         }
         sum += d * x;
         ps__v_write(j->dx + at * b, dt, i, width, d * s);
       }
       if (each > 1)
-        ps__store1_f32(j->dg, dt, (size_t)t * m + k, ps__v_sum(sum) * one[0] * (1.0f - one[0]));
+        ps__store1_f32(j->dg, dt, (size_t)t * m + k,
+                       ps__v_sum(sum) * one[0] * sigmoid_of(-gate)[0]);
     }
 }
 
@@ -150,8 +153,8 @@ ps_status ps__cpu_sigmoid_gate_fwd(const ps_launch *l) {
 }
 
 /* sigmoid_gate_bwd
- * math    dx = dy sigmoid(g); dg = sigmoid(g) (1 - sigmoid(g)) times the sum of dy x over the
- *         gate's columns
+ * math    dx = dy sigmoid(g); dg = sigmoid(g) sigmoid(-g) times the sum of dy x over the gate's
+ *         columns: 1 - sigmoid(g) would cancel at large g
  * bytes   5*T*n*sizeof(dt).   determinism  bitwise: a row is one thread's */
 ps_status ps__cpu_sigmoid_gate_bwd(const ps_launch *l) {
   const ps__args_sigmoid_gate *a = l->args;

@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(THREADS)
   for (int e = 0; e < V; e++) {
     const float s = sig<T>(gate[e]);
     /* + 0: a product of -0 becomes +0, as in a sum of several columns */
-    v[e] = fmaf(d[e], v[e], 0.0f) * s * (1.0f - s);
+    v[e] = fmaf(d[e], v[e], 0.0f) * s * sig<T>(-gate[e]);
     d[e] *= s;
   }
   ps_store<T, V>(dx + i, d);
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(THREADS)
   const uint64_t k = ((uint64_t)blockIdx.x * THREADS + threadIdx.x) / 32;
   if (k >= gates)
     return;
-  const float s = sig<T>(ps_to_f32(g[k]));
+  const float gate = ps_to_f32(g[k]), s = sig<T>(gate);
   float sum = 0.0f;
   for (uint32_t c = lane; c < each; c += 32) {
     const uint64_t i = k * each + c;
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(THREADS)
   }
   sum = ps_warp_sum(sum);
   if (lane == 0)
-    dg[k] = ps_from_f32<T>(sum * s * (1.0f - s));
+    dg[k] = ps_from_f32<T>(sum * s * sig<T>(-gate));
 }
 
 } // namespace
@@ -180,8 +180,8 @@ extern "C" ps_status ps__cuda_sigmoid_gate_fwd(const ps_launch *l) {
 }
 
 /* sigmoid_gate_bwd
- * math    dx = dy sigmoid(g); dg = sigmoid(g) (1 - sigmoid(g)) times the sum of dy x over the
- *         gate's columns
+ * math    dx = dy sigmoid(g); dg = sigmoid(g) sigmoid(-g) times the sum of dy x over the gate's
+ *         columns: 1 - sigmoid(g) would cancel at large g
  * bytes   5*T*n*sizeof(dt).   determinism  bitwise: a gate is one thread's or warp's
  * reference  the cpu backend's */
 extern "C" ps_status ps__cuda_sigmoid_gate_bwd(const ps_launch *l) {
