@@ -86,10 +86,19 @@ template <typename T, int V, int W> struct conv_window {
         for (int e = 0; e < V; e++)
           p[e] = fmaf(tap[k][e], x[k][e], p[e]);
   }
-  /* The gradient of p of the last row that entered, from that of y. */
-  __device__ __forceinline__ void slope(float (&ds)[V], int reach, const ps_vec<T, V> &dy) const {
-    float p[V];
-    sum(p, reach);
+  /* The same sum where a row sees all of W taps. */
+  __device__ __forceinline__ void sum(float (&p)[V]) const {
+#pragma unroll
+    for (int e = 0; e < V; e++) {
+      p[e] = fmaf(tap[0][e], x[0][e], 0.0f);
+#pragma unroll
+      for (int k = 1; k < W; k++)
+        p[e] = fmaf(tap[k][e], x[k][e], p[e]);
+    }
+  }
+  /* The gradient of @p of the last row that entered, from that of y. */
+  static __device__ __forceinline__ void slope_of(float (&ds)[V], const float (&p)[V],
+                                                  const ps_vec<T, V> &dy) {
     ps_unpack<T, V>(ds, dy);
 #pragma unroll
     for (int e = 0; e < V; e++) {
@@ -97,38 +106,81 @@ template <typename T, int V, int W> struct conv_window {
       ds[e] *= s * (1.0f + p[e] * (1.0f - s));
     }
   }
+  __device__ __forceinline__ void slope(float (&ds)[V], int reach, const ps_vec<T, V> &dy) const {
+    float p[V];
+    sum(p, reach);
+    slope_of(ds, p, dy);
+  }
+};
+
+/* AHEAD rows from @begin on, but those from @end on. DY: with the gradients of their outputs. */
+template <typename T, int V, int W, bool DY> struct conv_rows {
+  ps_vec<T, V> x[AHEAD], dy[DY ? AHEAD : 1];
+  int32_t doc[AHEAD];
+  __device__ __forceinline__ void load(const conv_job<T> &j, int32_t begin, int32_t end,
+                                       uint32_t c) {
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++)
+      if (begin + i < end) {
+        const size_t at = (size_t)(begin + i) * j.channels + c;
+        x[i] = ps_load<T, V>(j.x + at);
+        if (DY)
+          dy[i] = ps_load<T, V>(j.dy + at);
+        doc[i] = __ldg(j.doc_start + begin + i);
+      }
+  }
+  /* Are all of them before @end, and does each see W rows? */
+  __device__ __forceinline__ bool whole(const conv_job<T> &j, int32_t begin, int32_t end) const {
+    bool all = (int)j.width == W && begin + AHEAD <= end;
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++)
+      all = all && begin + i + (int32_t)j.row0 - (W - 1) >= doc[i];
+    return all;
+  }
 };
 
 /* A thread V channels of a tile of rows. */
 template <typename T, int V, int W>
-__global__ void __launch_bounds__(THREADS) conv_fwd_k(const conv_job<T> j) {
+__global__ void __launch_bounds__(THREADS, W > 4 || sizeof(T) > 2 ? 1 : 2)
+    conv_fwd_k(const conv_job<T> j) {
   const uint32_t c = (blockIdx.x * THREADS + threadIdx.x) * V;
-  const int64_t first = (int64_t)blockIdx.y * j.tile, end = min(first + j.tile, (int64_t)j.rows);
+  const int32_t first = (int32_t)(blockIdx.y * j.tile),
+                end = (int32_t)min(blockIdx.y * j.tile + j.tile, j.rows);
   if (c >= j.channels)
     return;
   conv_window<T, V, W> win(j, c);
-  for (int64_t t = first - (W - 1); t < first; t++)
+  conv_rows<T, V, W, false> next;
+  next.load(j, first, end, c);
+  for (int32_t t = first - (W - 1); t < first; t++)
     win.enter(j, t, c);
-  for (int64_t begin = first; begin < end; begin += AHEAD) {
-    ps_vec<T, V> x[AHEAD];
-    int32_t doc[AHEAD];
+  for (int32_t begin = first; begin < end; begin += AHEAD) {
+    const conv_rows<T, V, W, false> rows = next;
+    next.load(j, begin + AHEAD, end, c);
+    T *to = j.y + (size_t)begin * j.channels + c;
+    const auto give = [&](int i, float (&p)[V]) {
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++)
-      if (begin + i < end) {
-        x[i] = ps_load<T, V>(j.x + (size_t)(begin + i) * j.channels + c);
-        doc[i] = j.doc_start[begin + i];
+      for (int e = 0; e < V; e++)
+        p[e] *= sig<T>(p[e]);
+      ps_store<T, V>(to + (size_t)i * j.channels, p);
+    };
+    if (rows.whole(j, begin, end)) {
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++) {
+        float p[V];
+        win.enter(rows.x[i]);
+        win.sum(p);
+        give(i, p);
       }
+      continue;
+    }
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
       float p[V];
       if (begin + i >= end)
         break;
-      win.enter(x[i]);
-      win.sum(p, win.reach(j, begin + i, doc[i]));
-#pragma unroll
-      for (int e = 0; e < V; e++)
-        p[e] *= sig<T>(p[e]);
-      ps_store<T, V>(j.y + (size_t)(begin + i) * j.channels + c, p);
+      win.enter(rows.x[i]);
+      win.sum(p, win.reach(j, begin + i, rows.doc[i]));
+      give(i, p);
     }
   }
 }
@@ -149,36 +201,61 @@ __global__ void __launch_bounds__(THREADS) conv_tail_k(const conv_job<T> j, T *a
 /* A thread V channels of a tile of rows. Row u gives its gradient ds to the rows that it sees, the
  * last of which is complete W-1 rows later: rows behind the tile are computed once more. */
 template <typename T, int V, int W>
-__global__ void __launch_bounds__(THREADS) conv_bwd_k(const conv_job<T> j) {
+__global__ void __launch_bounds__(THREADS, W > 4 || sizeof(T) > 2 ? 1 : 2)
+    conv_bwd_k(const conv_job<T> j) {
   const uint32_t c = (blockIdx.x * THREADS + threadIdx.x) * V;
-  const int64_t first = (int64_t)blockIdx.y * j.tile, end = min(first + j.tile, (int64_t)j.rows);
+  const int32_t first = (int32_t)(blockIdx.y * j.tile),
+                end = (int32_t)min(blockIdx.y * j.tile + j.tile, j.rows),
+                behind = min(end + W - 1, (int32_t)j.rows);
   float dw[W][V] = {}, sum[W][V] = {}; /* sum[i]: so far of the gradient of row u-(W-1)+i */
   if (c >= j.channels)
     return;
   conv_window<T, V, W> win(j, c);
-  for (int64_t u = first - (W - 1); u < first; u++)
+  conv_rows<T, V, W, true> next;
+  next.load(j, first, behind, c);
+  for (int32_t u = first - (W - 1); u < first; u++)
     win.enter(j, u, c);
-  for (int64_t begin = first; begin < end + W - 1; begin += AHEAD) {
-    ps_vec<T, V> x[AHEAD], dy[AHEAD];
-    int32_t doc[AHEAD];
+  const auto shift = [&] {
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++)
-      if (begin + i < min(end + W - 1, (int64_t)j.rows)) {
-        const size_t at = (size_t)(begin + i) * j.channels + c;
-        x[i] = ps_load<T, V>(j.x + at);
-        dy[i] = ps_load<T, V>(j.dy + at);
-        doc[i] = j.doc_start[begin + i];
+    for (int k = 0; k < W; k++)
+#pragma unroll
+      for (int e = 0; e < V; e++)
+        sum[k][e] = k + 1 < W ? sum[k + 1][e] : 0.0f;
+  };
+  for (int32_t begin = first; begin < end + W - 1; begin += AHEAD) {
+    const conv_rows<T, V, W, true> rows = next;
+    next.load(j, begin + AHEAD, behind, c);
+    if (begin - (W - 1) >= first && rows.whole(j, begin, end)) {
+      T *to = j.dx + (size_t)(begin - (W - 1)) * j.channels + c;
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++) {
+        float p[V], ds[V];
+        win.enter(rows.x[i]);
+        win.sum(p);
+        win.slope_of(ds, p, rows.dy[i]);
+#pragma unroll
+        for (int k = 0; k < W; k++)
+#pragma unroll
+          for (int e = 0; e < V; e++) {
+            sum[k][e] = fmaf(win.tap[k][e], ds[e], sum[k][e]);
+            dw[k][e] = fmaf(ds[e], win.x[k][e], dw[k][e]);
+          }
+        ps_store<T, V>(to + (size_t)i * j.channels, sum[0]);
+        shift();
       }
+      continue;
+    }
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
-      const int64_t u = begin + i, t = u - (W - 1), next = t - ((int64_t)j.rows - (j.width - 1));
+      const int32_t u = begin + i, t = u - (W - 1),
+                    next = t - ((int32_t)j.rows - ((int32_t)j.width - 1));
       if (u >= end + W - 1)
         break;
-      if (u < (int64_t)j.rows) {
+      if (u < (int32_t)j.rows) {
         float ds[V];
-        const int reach = win.reach(j, u, doc[i]);
-        win.enter(x[i]);
-        win.slope(ds, reach, dy[i]);
+        const int reach = win.reach(j, u, rows.doc[i]);
+        win.enter(rows.x[i]);
+        win.slope(ds, reach, rows.dy[i]);
 #pragma unroll
         for (int k = 0; k < W; k++)
           if (win.sees(reach, k))
@@ -196,11 +273,7 @@ __global__ void __launch_bounds__(THREADS) conv_bwd_k(const conv_job<T> j) {
             sum[0][e] += j.carry[(size_t)next * j.channels + c + e];
         ps_store<T, V>(j.dx + (size_t)t * j.channels + c, sum[0]);
       }
-#pragma unroll
-      for (int k = 0; k < W; k++)
-#pragma unroll
-        for (int e = 0; e < V; e++)
-          sum[k][e] = k + 1 < W ? sum[k + 1][e] : 0.0f;
+      shift();
     }
   }
   float *to = j.partial + ((size_t)blockIdx.y * j.channels + c) * j.width;
