@@ -10,7 +10,7 @@
  * products' factors as two that are (fragment.cuh).
  *
  * A block may have 99 KB of shared memory with compute capability 8.6, 8.9 and 12.0: there SMALL
- * kernels run, which load less of what comes next. The others take 147 KB or more. Sums have the
+ * kernels run, which load less of what comes next. The others take 154 KB or more. Sums have the
  * same order in both, so that on one GPU the bits are the same. */
 #include "kernels/cuda/delta_mma.h"
 #include "kernels/cuda/delta_mma_chain.cuh"
@@ -30,12 +30,9 @@ size_t shared_bytes(const ps_launch *l) {
 }
 
 constexpr size_t most(size_t x, size_t y) { return x > y ? x : y; }
-/* What the largest blocks take: of all GPUs, and where not SMALL. */
-constexpr size_t small_bytes = most(chain_small_bytes, sizeof(gradient_shared<true>)),
-                 large_bytes =
-                     most(chain_bytes(CHAIN_MAX_RING - 1), sizeof(gradient_shared<false>));
-static_assert(small_bytes <= 99 << 10 && sizeof(prepare_shared<true>) < small_bytes &&
-                  sizeof(prepare_shared<false>) < large_bytes,
+/* What the largest blocks take on all GPUs. */
+constexpr size_t small_bytes = most(chain_small_bytes, sizeof(gradient_shared<true>));
+static_assert(small_bytes <= 99 << 10 && sizeof(prepare_shared) < small_bytes,
               "a block has 99 KB with compute capability 8.6, 8.9 and 12.0");
 
 mma_job job_of(const ps_launch *l, const ps_delta_mma_scratch &at) {
@@ -46,15 +43,15 @@ mma_job job_of(const ps_launch *l, const ps_delta_mma_scratch &at) {
   j.terms = (piece_terms *)(scratch + at.terms);
   /* what is on its way does not change bits */
   const size_t bytes = shared_bytes(l);
-  j.small = bytes < large_bytes;
+  j.small = bytes < chain_bytes(CHAIN_MAX_RING - 1);
+  j.small_gradient = bytes < sizeof(gradient_shared<false>);
   j.ring = bytes < chain_bytes(CHAIN_MAX_RING) ? CHAIN_MAX_RING - 1 : CHAIN_MAX_RING;
   return j;
 }
 
 cudaError_t prepare(const mma_job &j, cudaStream_t stream) {
-  return launch(j.small ? mma_prepare_k<true> : mma_prepare_k<false>, j, j.n_pieces,
-                j.a.n_key_heads, TILE_THREADS,
-                j.small ? sizeof(prepare_shared<true>) : sizeof(prepare_shared<false>), stream);
+  return launch(mma_prepare_k, j, j.n_pieces, j.a.n_key_heads, TILE_THREADS, sizeof(prepare_shared),
+                stream);
 }
 cudaError_t chain(mma_job &j, void (*small)(const mma_job), void (*large)(const mma_job),
                   const float *from, float *to, cudaStream_t stream) {
@@ -147,9 +144,10 @@ cudaError_t ps_delta_mma_bwd(const ps_launch *l) {
           of = chain(j, mma_reverse_k<true>, mma_reverse_k<false>, has_carry ? carry : nullptr,
                      carry, stream);
         if (of == cudaSuccess)
-          of = launch(j.small ? mma_gradient_k<true> : mma_gradient_k<false>, j, j.n_pieces,
-                      j.a.n_key_heads, GRADIENT_THREADS,
-                      j.small ? sizeof(gradient_shared<true>) : sizeof(gradient_shared<false>),
+          of = launch(j.small_gradient ? mma_gradient_k<true> : mma_gradient_k<false>, j,
+                      j.n_pieces, j.a.n_key_heads, GRADIENT_THREADS,
+                      j.small_gradient ? sizeof(gradient_shared<true>)
+                                       : sizeof(gradient_shared<false>),
                       stream);
         return of;
       });

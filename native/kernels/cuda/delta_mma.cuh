@@ -50,7 +50,7 @@ struct mma_job : delta_rows<bf16> {
   value_state *states, *dstates;
   float4 *sums; /* dq and dk of a key head, as gradient_k's threads have them */
   uint32_t ring;
-  bool small; /* shared memory is: the kernels' SMALL */
+  bool small, small_gradient; /* shared memory is: the SMALL of chains and of mma_gradient_k */
 
   /* Tiles of a value head's columns, in those of whole blocks of the chains. */
   __device__ uint32_t columns() const {
@@ -116,24 +116,18 @@ enum { GATE_HEADS = 2 };
 struct prepare_rows {
   frag_tile q[ROW_TILES][KEY_TILES], k[ROW_TILES][KEY_TILES];
 };
-/* SMALL: l and t come where the rows were, so that two blocks fit. */
-template <bool SMALL> struct prepare_shared {
-  unless_small<SMALL, prepare_rows> own;
+/* l and t come where the rows were: its steps wait for each other, so that it is the number of
+ * blocks an SM has that counts. */
+struct prepare_shared {
   float l[ROWS][LD], t[ROWS][LD], part[2][2 * ROWS], norms[2 * ROWS];
   piece_gates gates[GATE_HEADS];
 
-  __device__ prepare_rows &rows() {
-    if constexpr (SMALL)
-      return *(prepare_rows *)l;
-    else
-      return own;
-  }
+  __device__ prepare_rows &rows() { return *(prepare_rows *)l; }
 };
 static_assert(sizeof(prepare_rows) <= 2 * ROWS * LD * sizeof(float), "rows in l and t");
 
 /* norms[row of q, then of k]: 1/|x|, times the scale of q. */
-template <bool SMALL>
-__device__ inline void find_norms(prepare_shared<SMALL> &s, float scale, uint32_t n) {
+__device__ inline void find_norms(prepare_shared &s, float scale, uint32_t n) {
   const uint32_t row = threadIdx.x % (2 * ROWS), half = threadIdx.x / (2 * ROWS), r = row % ROWS;
   const char *x = (const char *)(row < ROWS ? s.rows().q : s.rows().k);
   float sum = 0.0f;
@@ -153,8 +147,7 @@ __device__ inline void find_norms(prepare_shared<SMALL> &s, float scale, uint32_
 }
 
 /* (1 + L)^-1 - 1 from s.t to tiles of memory. */
-template <bool SMALL>
-__device__ inline void store_inverse(const prepare_shared<SMALL> &s, piece_pairs &to) {
+__device__ inline void store_inverse(const prepare_shared &s, piece_pairs &to) {
   for (uint32_t i = threadIdx.x / 32; i < FRAG_TRIANGLE; i += WARPS) {
     const uint32_t row = i < 1 ? 0 : i < 3 ? 1 : i < 6 ? 2 : 3, col = i - frag_triangle(row, 0);
     frag_sum x;
@@ -174,10 +167,9 @@ __device__ inline void store_inverse(const prepare_shared<SMALL> &s, piece_pairs
 }
 
 /* A block for each piece and key head. */
-template <bool SMALL>
-__global__ void __launch_bounds__(TILE_THREADS, SMALL ? 2 : 3) mma_prepare_k(const mma_job j) {
+__global__ void __launch_bounds__(TILE_THREADS, 4) mma_prepare_k(const mma_job j) {
   extern __shared__ uint4 dynamic[];
-  prepare_shared<SMALL> &s = *(prepare_shared<SMALL> *)dynamic;
+  prepare_shared &s = *(prepare_shared *)dynamic;
   prepare_rows &rows = s.rows();
   const uint32_t piece = blockIdx.x, key = blockIdx.y, n = j.n_rows(piece), tid = threadIdx.x,
                  m = tid / 32 % 4, c = tid / 128 * 2; /* the warp's row of tiles, its columns */
@@ -187,6 +179,14 @@ __global__ void __launch_bounds__(TILE_THREADS, SMALL ? 2 : 3) mma_prepare_k(con
   load_tiles<2 * KEY_TILES, TILE_THREADS>(rows.k[0], j.keys(1, key) + row0, j.ld, n, j.a.key_dim,
                                           tid);
   ps_copy_commit();
+  const auto gates_from = [&](uint32_t h) { /* of GATE_HEADS value heads */
+                                            const uint32_t at = h + tid / ROWS;
+                                            find_gates(tid / ROWS < GATE_HEADS && at < j.share
+                                                           ? &s.gates[tid / ROWS]
+                                                           : nullptr,
+                                                       j, piece, key * j.share + at, tid % ROWS);
+  };
+  gates_from(0);
   ps_copy_wait<0>();
   __syncthreads();
   find_norms(s, j.scale, n);
@@ -208,12 +208,9 @@ __global__ void __launch_bounds__(TILE_THREADS, SMALL ? 2 : 3) mma_prepare_k(con
   }
   for (uint32_t h = 0; h < j.share; h++) {
     const uint32_t head = key * j.share + h, row = tid % ROWS;
-    if (h % GATE_HEADS == 0) {
-      const uint32_t ahead = tid / ROWS;
-      __syncthreads();
-      find_gates(ahead < GATE_HEADS && h + ahead < j.share ? &s.gates[ahead] : nullptr, j, piece,
-                 head + ahead, row);
-    }
+    __syncthreads(); /* nobody is in the rows, or in the gates of the heads before */
+    if (h && h % GATE_HEADS == 0)
+      gates_from(h);
     const piece_gates &gates = s.gates[h % GATE_HEADS];
     piece_terms &terms = j.terms[j.at(piece, head)];
     piece_pairs &pairs = j.pairs[j.at(piece, head)];

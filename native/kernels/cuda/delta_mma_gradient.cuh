@@ -10,8 +10,9 @@
 
 namespace {
 
-/* Warps by fours: of 16 rows, and of 32 columns of keys or 16 rows of the other factor. */
-enum { GRADIENT_THREADS = 512, ACROSS = 4 };
+/* Warps by fours: of 16 rows, and of 32 columns of keys or 16 rows of the other factor. GROUP: tiles
+ * of 16 columns of values from one barrier to the next. */
+enum { GRADIENT_THREADS = 512, ACROSS = 4, GRADIENT_GROUP = 2 };
 
 /* Of 16 columns of values. */
 struct gradient_stage {
@@ -27,7 +28,9 @@ using across_sums = float[ROWS][ACROSS];
 /* SMALL: two stages, and the pairs lie in the second. A head's tiles of columns are even in number,
  * so that its last are in that stage, and the next head's first are not. */
 template <bool SMALL> struct gradient_shared {
-  static constexpr uint32_t RING = SMALL ? 2 : 3;
+  static constexpr uint32_t GROUP = SMALL ? 1 : GRADIENT_GROUP, RING = SMALL       ? 2
+                                                                       : GROUP > 1 ? 2 * GROUP
+                                                                                   : 3;
   gradient_stage ring[RING];
   frag_tile q[ROW_TILES][KEY_TILES], k[ROW_TILES][KEY_TILES];
   unless_small<SMALL, gradient_pairs> own;
@@ -77,51 +80,98 @@ __device__ __forceinline__ void dot_rows(across_sums to, const frag_sum (&x)[2],
   }
 }
 
-/* Begins to load the 16 columns of @step: of the key head's value heads in turn. */
-template <uint32_t RING>
-__device__ __forceinline__ void load_gradient_stage(gradient_stage (&ring)[RING], const mma_job &j,
-                                                    uint32_t step, uint32_t piece, uint32_t key) {
-  const uint32_t columns = j.columns(), h = step / columns, tile = step % columns,
-                 head = key * j.share + h, n = j.n_rows(piece), dv = j.a.value_dim;
-  if (h < j.share) {
-    gradient_stage &to = ring[step % RING];
-    const size_t at = j.column_at(piece, head, tile), row0 = j.row0(piece),
-                 ld = (size_t)j.a.n_value_heads * dv;
-    const uint32_t tid = threadIdx.x, col = tile * 16, valid = col < dv ? dv - col : 0;
-    load_bytes<sizeof to.s, GRADIENT_THREADS>(&to.s, &j.states[at], tid);
-    load_bytes<sizeof to.ds, GRADIENT_THREADS>(&to.ds, &j.dstates[at], tid);
-    if (tid < 256)
-      load_bytes<sizeof to.d, 256>(&to.d, &j.d[at], tid);
-    else
-      load_bytes<sizeof to.dy, 256>(&to.dy, &j.dy[at], tid - 256);
-    if (tid < 128)
-      load_tiles<2, 128>(to.d_o, j.d_o + row0 * ld + (size_t)head * dv + (valid ? col : 0), ld, n,
-                         valid, tid);
-    else if (tid < 256)
-      load_tiles<2, 128>(to.v, j.qkv + row0 * j.ld + j.values(head) + (valid ? col : 0), j.ld, n,
-                         valid, tid - 128);
-  }
-  ps_copy_commit();
-}
+/* What a thread loads of 16 columns of values, tile after tile: those of the key head's value heads
+ * in turn, whose tiles of states, D and dY follow each other in memory. */
+struct gradient_stream {
+  const char *s, *ds, *rows; /* 16 bytes of S, of dS', of D or dY */
+  const bf16 *x;             /* of the gradient of O or of V: its row of a head, or NULL */
+  uint32_t tile, heads, col, to_rows, to_x;
+  bool in; /* the row is there */
 
-/* Two columns of dv, of the thread's row; returns their part of v . dY. */
-template <bool SMALL>
-__device__ __forceinline__ float store_values(const gradient_stage &at,
-                                              const gradient_shared<SMALL> &s, const mma_job &j,
-                                              uint32_t piece, uint32_t head, uint32_t tile) {
-  const uint32_t r = threadIdx.x / 8, c = threadIdx.x % 8 * 2, col = tile * 16 + c;
-  const auto y = [&](uint32_t i) {
-    const uint32_t word = frag_word(i, r % 16);
-    const uint32_t high = at.dy.x[0][r / 16].w[word], low = at.dy.x[1][r / 16].w[word];
-    return r % 2 ? frag_high(high) + frag_high(low) : frag_low(high) + frag_low(low);
-  };
-  const float y0 = y(c), y1 = y(c + 1), beta = s.terms.chain.beta[r];
-  const uint32_t v = at.v[r / 16].w[frag_word(r % 16, c)];
-  if (r < j.n_rows(piece) && col < j.a.value_dim)
-    *(uint32_t *)(j.dqkv + (j.row0(piece) + (size_t)r) * j.ld + j.values(head) + col) =
-        frag_pack(beta * y0, beta * y1);
-  return fmaf(y0, frag_low(v), y1 * frag_high(v));
-}
+  __device__ __forceinline__ gradient_stream(const mma_job &j, uint32_t piece, uint32_t key)
+      : x(nullptr), tile(0), heads(j.share), col(0), to_x(0), in(false) {
+    const uint32_t tid = threadIdx.x, head = key * j.share, r = tid % 8 + tid / 16 % 8 * 8,
+                   c = tid / 8 % 2;
+    const size_t at = j.column_at(piece, head, 0), row0 = j.row0(piece) + r;
+    s = (const char *)&j.states[at] + tid * 16;
+    ds = (const char *)&j.dstates[at] + tid * 16;
+    rows = (const char *)(tid < 256 ? &j.d[at] : &j.dy[at]) + tid % 256 * 16;
+    to_rows = (uint32_t)(tid < 256 ? offsetof(gradient_stage, d) : offsetof(gradient_stage, dy)) +
+              tid % 256 * 16;
+    if (tid < 256) {
+      in = r < j.n_rows(piece);
+      col = c * 8;
+      to_x = (uint32_t)(tid < 128 ? offsetof(gradient_stage, d_o) : offsetof(gradient_stage, v)) +
+             frag_chunk(1, r, c);
+      x = tid < 128 ? j.d_o + (row0 * j.a.n_value_heads + head) * j.a.value_dim
+                    : j.qkv + row0 * j.ld + j.values(head);
+    }
+  }
+  /* Begins to load the next ones, if there are any. */
+  __device__ __forceinline__ void load(gradient_stage &stage, const mma_job &j) {
+    if (heads) {
+      char *const to = (char *)&stage;
+      ps_copy_async(to + offsetof(gradient_stage, s) + threadIdx.x * 16, s);
+      ps_copy_async(to + offsetof(gradient_stage, ds) + threadIdx.x * 16, ds);
+      ps_copy_async(to + to_rows, rows);
+      s += sizeof(value_state);
+      ds += sizeof(value_state);
+      rows += sizeof(value_rows);
+      if (threadIdx.x < 256) {
+        const bool there = in && col < j.a.value_dim;
+        ps_copy_async(to + to_x, there ? x + col : j.qkv, there);
+        col += 16;
+      }
+      if (++tile == j.columns()) {
+        tile = 0;
+        heads--;
+        x += j.a.value_dim;
+        col = col % 16;
+      }
+    }
+    ps_copy_commit();
+  }
+};
+static_assert(sizeof(value_state) == 16 * GRADIENT_THREADS && sizeof(value_rows) == 16 * 256 &&
+                  GRADIENT_THREADS == 512,
+              "a thread's 16 bytes of each");
+
+/* A thread's two columns of a row of dV, tile after tile of a value head. */
+struct gradient_values {
+  uint32_t y, v, half; /* where of dY and V its numbers are, and which of a word's dY */
+  uint32_t col;
+  float beta;
+  bf16 *to;
+  bool in;
+
+  __device__ __forceinline__ gradient_values(const mma_job &j, const piece_terms &terms,
+                                             uint32_t piece, uint32_t head) {
+    const uint32_t r = threadIdx.x / 8, c = threadIdx.x % 8 * 2;
+    y = r / 16 * 128 + frag_word(c, r % 16);
+    v = r / 16 * 128 + frag_word(r % 16, c);
+    half = r % 2 ? 0x3244 : 0x1044; /* of a word, as an fp32 number */
+    col = c;
+    beta = terms.chain.beta[r];
+    in = r < j.n_rows(piece);
+    to = j.dqkv + (j.row0(piece) + (size_t)r) * j.ld + j.values(head) + c;
+  }
+  /* Stores them; returns their part of v . dY. */
+  __device__ __forceinline__ float store(const gradient_stage &at, const mma_job &j) {
+    const uint32_t *const of_y = (const uint32_t *)&at.dy + y;
+    constexpr uint32_t REST = sizeof at.dy.x[0] / 4;
+    const auto number = [&](uint32_t i) {
+      return __uint_as_float(__byte_perm(of_y[i], 0, half)) +
+             __uint_as_float(__byte_perm(of_y[i + REST], 0, half));
+    };
+    const float y0 = number(0), y1 = number(4);
+    const uint32_t of_v = ((const uint32_t *)&at.v)[v];
+    if (in && col < j.a.value_dim)
+      *(uint32_t *)to = frag_pack(beta * y0, beta * y1);
+    col += 16;
+    to += 16;
+    return fmaf(y0, frag_low(of_v), y1 * frag_high(of_v));
+  }
+};
 /* The thread's part of the sum of S dS'. */
 __device__ __forceinline__ float states_dot(const gradient_stage &at) {
   const uint32_t *const s = (const uint32_t *)&at.s, *const ds = (const uint32_t *)&at.ds;
@@ -346,7 +396,7 @@ template <bool SMALL>
 __global__ void __launch_bounds__(GRADIENT_THREADS, 1) mma_gradient_k(const mma_job j) {
   extern __shared__ uint4 dynamic[];
   gradient_shared<SMALL> &s = *(gradient_shared<SMALL> *)dynamic;
-  constexpr uint32_t RING = s.RING;
+  constexpr uint32_t RING = s.RING, GROUP = s.GROUP, AHEAD = RING - GROUP;
   const gradient_pairs &pairs = s.pairs();
   const uint32_t piece = blockIdx.x, key = blockIdx.y, n = j.n_rows(piece), tid = threadIdx.x,
                  lane = tid % 32, m = tid / 32 % 4, c = tid / 128, columns = j.columns();
@@ -356,8 +406,11 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, 1) mma_gradient_k(const mma_
                                               tid);
   load_tiles<2 * KEY_TILES, GRADIENT_THREADS>(s.k[0], j.keys(1, key) + row0, j.ld, n, j.a.key_dim,
                                               tid);
-  for (uint32_t i = 0; i + 1 < RING; i++)
-    load_gradient_stage(s.ring, j, i, piece, key);
+  gradient_stream stream(j, piece, key);
+  uint32_t place = 0;
+#pragma unroll
+  for (uint32_t i = 0; i < AHEAD; i++)
+    stream.load(s.ring[i], j);
   for (uint32_t h = 0; h < j.share; h++) {
     const uint32_t head = key * j.share + h;
     gradient_sums x;
@@ -371,15 +424,22 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, 1) mma_gradient_k(const mma_
     __syncthreads(); /* nobody is in the terms of the head before */
     for (uint32_t i = tid; i < sizeof s.terms / 16; i += GRADIENT_THREADS)
       ((uint4 *)&s.terms)[i] = ((const uint4 *)&j.terms[j.at(piece, head)])[i];
-    for (uint32_t i = 0; i < columns; i++) {
-      const uint32_t step = h * columns + i;
-      ps_copy_wait<RING - 2>();
+    gradient_values values(j, j.terms[j.at(piece, head)], piece, head);
+    for (uint32_t i = 0; i < columns; i += GROUP) {
+      ps_copy_wait<AHEAD - GROUP>();
       __syncthreads();
-      load_gradient_stage(s.ring, j, step + RING - 1, piece, key);
-      const gradient_stage &at = s.ring[step % RING];
-      add_columns(x, at, m, c);
-      vy += store_values(at, s, j, piece, head, i);
-      dot += states_dot(at);
+      const uint32_t to = place < GROUP ? place + AHEAD : place - GROUP;
+#pragma unroll
+      for (uint32_t g = 0; g < GROUP; g++)
+        stream.load(s.ring[to + g], j);
+#pragma unroll
+      for (uint32_t g = 0; g < GROUP; g++) {
+        const gradient_stage &at = s.ring[place + g];
+        add_columns(x, at, m, c);
+        vy += values.store(at, j);
+        dot += states_dot(at);
+      }
+      place = place + GROUP < RING ? place + GROUP : 0;
     }
     dot_rows(s.qs, x.q, s.q[m], m, c);
     dot_rows(s.ks, x.y, s.k[m], m, c);
