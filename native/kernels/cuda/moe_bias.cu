@@ -86,14 +86,31 @@ __global__ void __launch_bounds__(THREADS)
     return;
   const size_t r = (uint32_t)__ldg(slot + at), f = a.expert_dim;
   const float w = __ldg(weights + at);
-  T *row = gu + r * 2 * f;
+  T *row = gu + r * 2 * f, *of_s = ds + r * f;
   const T *b = bias + (size_t)ids[at] * 2 * f;
   float dot = 0.0f;
-  for (uint32_t i = threadIdx.x % 32 * V; i < f; i += 32 * V) {
-    float v[V][2], y[V][2], d[V];
-    read_pairs<T, V>(v, row + 2 * i);
+  uint32_t i = threadIdx.x % 32 * V;
+  ps_vec<T, V> next[3];
+  const auto load = [&](uint32_t i) {
+    next[0] = ps_load<T, V>(row + 2 * i);
+    next[1] = ps_load<T, V>(row + 2 * i + V);
+    next[2] = ps_load<T, V>(of_s + i);
+  };
+  if (i < f)
+    load(i);
+  while (i < f) {
+    float v[V][2], y[V][2], d[V], half[2][V];
+    ps_unpack<T, V>(half[0], next[0]);
+    ps_unpack<T, V>(half[1], next[1]);
+    ps_unpack<T, V>(d, next[2]);
+#pragma unroll
+    for (int k = 0; k < 2 * V; k++)
+      v[k / 2][k % 2] = half[k / V][k % V];
     read_pairs<T, V>(y, b + 2 * i);
-    ps_read<T, V>(d, ds + r * f + i);
+    const uint32_t here = i;
+    i += 32 * V;
+    if (i < f)
+      load(i); /* before what is stored here */
 #pragma unroll
     for (int k = 0; k < V; k++) {
       const clamped c = clamp_at<T>(v[k][0] + y[k][0], v[k][1] + y[k][1], a.alpha, a.limit);
@@ -103,8 +120,8 @@ __global__ void __launch_bounds__(THREADS)
       v[k][1] = c.u_cut ? 0.0f : w * d[k] * c.act;
       d[k] = w * out;
     }
-    write_pairs<T, V>(row + 2 * i, v);
-    ps_store<T, V>(ds + r * f + i, d);
+    write_pairs<T, V>(row + 2 * here, v);
+    ps_store<T, V>(of_s + here, d);
   }
   dot = ps_warp_sum(dot);
   if (threadIdx.x % 32 == 0)
