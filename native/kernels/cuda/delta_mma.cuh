@@ -110,6 +110,28 @@ __device__ __forceinline__ void load_bytes(void *to, const void *from, uint32_t 
       ps_copy_async((char *)to + i + tid * 16, (const char *)from + i + tid * 16);
 }
 
+/* M of tile (row, col) of a piece, at a lane's elements of a tile of sums. No element waits for
+ * another, as they would with a branch each. */
+__device__ __forceinline__ void tile_decays(frag_sum &x, const piece_gates &s, uint32_t row,
+                                            uint32_t col) {
+  double of_row[2], of_col[4];
+  int32_t doc[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    of_row[i] = s.sum[row * 16 + frag_row(2 * i)];
+    doc[i] = s.doc[row * 16 + frag_row(2 * i)];
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    of_col[i] = s.sum[col * 16 + frag_col(i / 2, i % 2)];
+#pragma unroll
+  for (int e = 0; e < 8; e++) {
+    const uint32_t r = row * 16 + frag_row(e % 4), i = col * 16 + frag_col(e / 4, e % 4);
+    const float decay = expf((float)(of_row[e / 2 % 2] - of_col[e / 4 * 2 + e % 2]));
+    x[e / 4][e % 4] = i <= r && doc[e / 2 % 2] <= (int32_t)i ? decay : 0.0f;
+  }
+}
+
 /* ---- prepare --------------------------------------------------------------------------------- */
 
 enum { GATE_HEADS = 2 };
@@ -231,12 +253,13 @@ __global__ void __launch_bounds__(TILE_THREADS, 4) mma_prepare_k(const mma_job j
     for (int u = 0; u < 2; u++) {
       if (c + u > m)
         continue;
-      frag_sum p;
+      frag_sum p, decays;
       frag high, low;
+      tile_decays(decays, gates, m, c + u);
 #pragma unroll
       for (int e = 0; e < 8; e++) {
         const uint32_t r = m * 16 + frag_row(e % 4), i = (c + u) * 16 + frag_col(e / 4, e % 4);
-        const float decay = i <= r ? gates.decay(r, i) * s.norms[ROWS + i] : 0.0f;
+        const float decay = decays[e / 4][e % 4] * s.norms[ROWS + i];
         p[e / 4][e % 4] = qk[u][e / 4][e % 4] * s.norms[r] * decay;
         s.l[r][i] =
             i < r ? (float)gates.beta[r] * (kk[u][e / 4][e % 4] * s.norms[ROWS + r] * decay) : 0.0f;

@@ -85,6 +85,67 @@ __device__ __forceinline__ void load_stage(chain_stage &to, const mma_job &j, ui
   }
   ps_copy_commit();
 }
+/* Of a thread aside: where its part of the first piece is. Of pieces whose rows and columns are all
+ * there it loads the same as load_stage(), with few instructions. */
+template <chain_kind KIND> struct chain_source {
+  const bf16 *k, *v;
+  const char *pairs, *gates;
+  size_t v_ld;
+  uint32_t tid, r, c;
+  bool whole; /* the columns are all there */
+
+  __device__ __forceinline__ chain_source(const mma_job &j, uint32_t head, uint32_t col0,
+                                          uint32_t tid)
+      : v_ld(KIND == CHAIN_REVERSE ? (size_t)j.a.n_value_heads * j.a.value_dim : j.ld), tid(tid),
+        r(tid % 8 + tid / 32 * 8), c(tid / 8 % 4),
+        whole(j.a.key_dim == KEY_TILES * 16 && j.a.value_dim >= col0 + COLUMNS) {
+    const size_t row = j.first + r;
+    k = j.keys(1, head / j.share) + row * j.ld + c * 8;
+    v = (KIND == CHAIN_REVERSE ? j.d_o + (size_t)head * j.a.value_dim : j.qkv + j.values(head)) +
+        col0 + row * v_ld + c * 8;
+    pairs = (const char *)&j.pairs[head] + tid * 16;
+    gates = (const char *)&j.terms[head].chain + tid * 16;
+  }
+  __device__ __forceinline__ bool has(const mma_job &j, uint32_t piece) const {
+    return whole && j.n_rows(piece) == ROWS;
+  }
+  __device__ __forceinline__ void load(chain_stage &to, const mma_job &j, uint32_t piece) const {
+    constexpr uint32_t ROWS_AT_ONCE = ASIDE_THREADS / 4, STEPS = ROWS / ROWS_AT_ONCE,
+                       PAIRS = (has_queries<KIND> ? 2 : 1) * sizeof to.pairs.t;
+    static_assert(STEPS * ROWS_AT_ONCE == ROWS && ROWS_AT_ONCE % 16 == 0 &&
+                      PAIRS % (ASIDE_THREADS * 16) == 0 && COLUMN_TILES == 2,
+                  "four threads a row, of 8 columns each");
+    const bf16 *const keys = k + (size_t)piece * ROWS * j.ld,
+                      *const queries = keys - (size_t)j.a.n_key_heads * j.a.key_dim,
+                      *const values = v + (size_t)piece * ROWS * v_ld;
+    char *const at = (char *)&to.k + frag_chunk(KEY_TILES, r, c);
+#pragma unroll
+    for (uint32_t i = 0; i < STEPS; i++)
+#pragma unroll
+      for (uint32_t e = 0; e < KEY_TILES / 2; e++) {
+        const uint32_t chunk = frag_chunk(KEY_TILES, i * ROWS_AT_ONCE, e * 4);
+        const size_t from = i * ROWS_AT_ONCE * j.ld + e * 32;
+        ps_copy_async(at + chunk, keys + from);
+        if (has_queries<KIND>)
+          ps_copy_async(at + sizeof to.k + chunk, queries + from);
+      }
+    const size_t next = (size_t)piece * j.a.n_value_heads;
+#pragma unroll
+    for (uint32_t i = 0; i < PAIRS; i += ASIDE_THREADS * 16)
+      ps_copy_async((char *)&to.pairs + tid * 16 + i, pairs + next * sizeof to.pairs + i);
+#pragma unroll
+    for (uint32_t i = 0; i < STEPS; i++)
+      ps_copy_async((char *)&to.v + frag_chunk(COLUMN_TILES, r, c) +
+                        frag_chunk(COLUMN_TILES, i * ROWS_AT_ONCE, 0),
+                    values + i * ROWS_AT_ONCE * v_ld);
+    if (tid < sizeof to.gates / 16)
+      ps_copy_async((char *)&to.gates + tid * 16, gates + next * sizeof(piece_terms));
+    ps_copy_commit();
+  }
+};
+static_assert(offsetof(chain_stage, q) == sizeof(chain_stage::k) &&
+                  offsetof(piece_pairs, p) == sizeof(piece_pairs::t),
+              "queries behind keys, P behind (1 + L)^-1");
 /* Where in the ring a step's piece is, and the one before it; there the piece comes that is
  * j.ring - 1 after it. */
 struct chain_place {
@@ -131,14 +192,21 @@ __device__ __forceinline__ void load_first(chain_shared &s, const mma_job &j, ui
 }
 template <chain_kind KIND, bool SMALL>
 __device__ __forceinline__ void load_second(chain_shared &s, const mma_job &j,
+                                            const chain_source<KIND> &source,
                                             const chain_place &place, uint32_t step, uint32_t head,
                                             uint32_t col0, uint32_t tid) {
   if constexpr (SMALL) {
     load_stage<KIND, KEYS>(s.stage[place.before], j, step + 1, head, col0, tid);
     load_stage<KIND, READ_FIRST>(s.stage[0], j, KIND == CHAIN_REVERSE ? step + 1 : step, head, col0,
                                  tid);
-  } else
-    load_stage<KIND, WHOLE>(s.stage[place.before], j, step + j.ring - 1, head, col0, tid);
+  } else {
+    const uint32_t ahead = step + j.ring - 1,
+                   piece = KIND == CHAIN_REVERSE ? j.n_pieces - 1 - ahead : ahead;
+    if (ahead < j.n_pieces && source.has(j, piece))
+      source.load(s.stage[place.before], j, piece);
+    else
+      load_stage<KIND, WHOLE>(s.stage[place.before], j, ahead, head, col0, tid);
+  }
 }
 
 /* f(element of @s, index in [dk,dv] of a head's state), for those that are there. @first: the first
@@ -264,7 +332,7 @@ __device__ __forceinline__ void keep_rows(value_rows &to, const frag_sum (&x)[HA
     frag_store(to.x[1][own.at[i]], low);
   }
 }
-/* frag_add_triangle of a warp's rows. */
+/* Products of triangles, of a warp's rows. */
 template <bool BACK, int PARTS>
 __device__ __forceinline__ void add_triangle(frag_sum (&y)[HALF_ROWS],
                                              const frag (&x)[PARTS][ROW_TILES],
@@ -319,28 +387,6 @@ __device__ __forceinline__ void add_other_half(frag_sum (&x)[ROW_TILES], chain_s
   if (SMALL)
     __syncthreads(); /* the next keys come there */
 }
-/* Of the two warps that carry the state of columns @w. */
-__device__ __forceinline__ void pair_barrier(uint32_t w) {
-  asm volatile("bar.sync %0, %1;" ::"r"(1 + w), "r"(32 * HALVES) : "memory");
-}
-/* x = (m x^T)^T, m 1 + the triangle @m, or its transpose where BACK: each warp its own rows, which
- * are @y, and both get all through @rows. BACK: both have read @rows before. */
-template <bool BACK>
-__device__ __forceinline__ void apply_inverse(frag_sum (&x)[ROW_TILES], frag_sum (&y)[HALF_ROWS],
-                                              const frag_tile (*m)[FRAG_TRIANGLE],
-                                              uint4 (*rows)[32], uint32_t w, const half_rows &own) {
-  frag part[2][ROW_TILES];
-  split_rows(part, x);
-  own.pick(y, x);
-  add_triangle<BACK>(y, part, m, own);
-  if (BACK)
-    pair_barrier(w);
-  give_rows(rows, y, own);
-  pair_barrier(w);
-  frag_clear(x);
-  take_rows(x, rows);
-}
-
 /* ---- forward --------------------------------------------------------------------------------- */
 
 /* A warp's rows of O of a piece, from start Q S in @o: P D is added. */
@@ -386,6 +432,7 @@ __global__ void __launch_bounds__(CHAIN_THREADS, 1) mma_chain_k(const mma_job j)
   const size_t of_state = (size_t)head * j.a.key_dim * j.a.value_dim;
   if (threadIdx.x >= CHAIN_THREADS - ASIDE_THREADS) {
     frag_sum o[HALF_ROWS];
+    const chain_source<KIND> source(j, head, col0, tid);
     load_ahead<KIND, SMALL>(s, j, head, col0, tid);
     __syncthreads();
     for (uint32_t i = 0; i < j.n_pieces; i++, place.next(j)) {
@@ -397,7 +444,7 @@ __global__ void __launch_bounds__(CHAIN_THREADS, 1) mma_chain_k(const mma_job j)
       __syncthreads(); /* S and K S are there; the stage of the piece before is free */
       if (SMALL)
         __syncthreads(); /* as are the halves */
-      load_second<KIND, SMALL>(s, j, place, i, head, col0, tid);
+      load_second<KIND, SMALL>(s, j, source, place, i, head, col0, tid);
       if (OUTPUT) {
         const chain_stage &at = stage_at<SMALL>(s, place.at);
         frag_clear(o);
@@ -461,10 +508,17 @@ __global__ void __launch_bounds__(CHAIN_THREADS, 1) mma_chain_k(const mma_job j)
             fmaf(-at.gates.k_start[row], y, e % 2 ? frag_high(word) : frag_low(word));
       }
     }
-    frag_sum d[HALF_ROWS];
-    apply_inverse<false>(x, d, at.pairs.t, with.rows[w], w, own);
-    if (KEEP)
-      keep_rows(j.d[tile], d, own);
+    frag part[2][ROW_TILES];
+    split_rows(part, x);
+    frag_add_triangle<false, 0, 1, 2, 3>(x, part, at.pairs.t); /* in both warps */
+    if (OUTPUT || KEEP) {
+      frag_sum d[HALF_ROWS];
+      own.pick(d, x);
+      if (OUTPUT)
+        give_rows(with.rows[w], d, own);
+      else
+        keep_rows(j.d[tile], d, own);
+    }
     each_row(x, [&](float &v, uint32_t r) { v *= at.gates.k_end[r]; });
     /* in fp32 a row's term may be all of a state: in three parts */
     add_rows<3>(state, at.gates.keep, x, keys, first);
@@ -490,6 +544,7 @@ __global__ void __launch_bounds__(CHAIN_THREADS, 1) mma_reverse_k(const mma_job 
   chain_place place(j);
   const size_t of_state = (size_t)head * j.a.key_dim * j.a.value_dim;
   if (threadIdx.x >= CHAIN_THREADS - ASIDE_THREADS) {
+    const chain_source<CHAIN_REVERSE> source(j, head, col0, tid);
     load_ahead<CHAIN_REVERSE, SMALL>(s, j, head, col0, tid);
     __syncthreads();
     for (uint32_t i = 0; i < j.n_pieces; i++, place.next(j)) {
@@ -508,7 +563,7 @@ __global__ void __launch_bounds__(CHAIN_THREADS, 1) mma_reverse_k(const mma_job 
       __syncthreads(); /* P^T dO and K dS are there; the stage of the piece before is free */
       if (SMALL)
         __syncthreads(); /* as are the halves */
-      load_second<CHAIN_REVERSE, SMALL>(s, j, place, i, head, col0, tid);
+      load_second<CHAIN_REVERSE, SMALL>(s, j, source, place, i, head, col0, tid);
 #pragma unroll
       for (int r = 0; r < ROW_TILES; r++)
 #pragma unroll
@@ -545,8 +600,11 @@ __global__ void __launch_bounds__(CHAIN_THREADS, 1) mma_reverse_k(const mma_job 
     add_other_half<SMALL>(x, s, j, place, w, half);
     each_row(x, [&](float &v, uint32_t r) { v *= at.gates.k_end[r]; });
     take_rows(x, with.rows[w]);
+    frag part[2][ROW_TILES];
+    split_rows(part, x);
+    frag_add_triangle<true, 0, 1, 2, 3>(x, part, at.pairs.t); /* in both warps */
     frag_sum y[HALF_ROWS];
-    apply_inverse<true>(x, y, at.pairs.t, with.rows[w], w, own);
+    own.pick(y, x);
     keep_rows(j.dy[tile], y, own);
     each_row(x, [&](float &v, uint32_t r) { v *= -at.gates.beta[r] * at.gates.k_start[r]; });
     add_rows<2>(state, at.gates.keep, x, keys, first);

@@ -24,7 +24,14 @@ struct gradient_stage {
 struct gradient_pairs {
   frag_tile dp[2][FRAG_TRIANGLE], dl[2][FRAG_TRIANGLE];
 };
-using across_sums = float[ROWS][ACROSS];
+struct alignas(16) across_sums {
+  float x[ROWS][ACROSS];
+  __device__ __forceinline__ float (&operator[](uint32_t r)) [ACROSS] {
+    return x[r];
+  } __device__ __forceinline__ const float (&operator[](uint32_t r) const)[ACROSS] {
+    return x[r];
+  }
+};
 /* SMALL: two stages, and the pairs lie in the second. A head's tiles of columns are even in number,
  * so that its last are in that stage, and the next head's first are not. */
 template <bool SMALL> struct gradient_shared {
@@ -34,12 +41,13 @@ template <bool SMALL> struct gradient_shared {
   gradient_stage ring[RING];
   frag_tile q[ROW_TILES][KEY_TILES], k[ROW_TILES][KEY_TILES];
   unless_small<SMALL, gradient_pairs> own;
-  piece_terms terms;
-  across_sums qs, ks, ke; /* q . S dO, k . S dY, k . dS' D without norms */
-  across_sums of_m, of_l; /* rows of dM M and of dbeta by L */
-  across_sums column;     /* columns of dM M, by rows of tiles */
+  piece_terms terms[SMALL ? 1 : 2]; /* of a value head and the next */
+  across_sums qs, ks, ke;           /* q . S dO, k . S dY, k . dS' D without norms */
+  across_sums of_m, of_l;           /* rows of dM M and of dbeta by L */
+  across_sums column;               /* columns of dM M, by rows of tiles */
   float vy[ROWS], kept[GRADIENT_THREADS / 32];
 
+  __device__ piece_terms &terms_of(uint32_t head) { return terms[SMALL ? 0 : head % 2]; }
   __device__ gradient_pairs &pairs() {
     if constexpr (SMALL)
       return *(gradient_pairs *)&ring[1];
@@ -62,7 +70,7 @@ __device__ __forceinline__ float column_sum(float x) {
   return x;
 }
 /* to[row][c] = the sum over the row of x . of, tiles of which @of is in shared memory. */
-__device__ __forceinline__ void dot_rows(across_sums to, const frag_sum (&x)[2],
+__device__ __forceinline__ void dot_rows(across_sums &to, const frag_sum (&x)[2],
                                          const frag_tile *of, uint32_t m, uint32_t c) {
   const uint32_t lane = threadIdx.x % 32;
 #pragma unroll
@@ -228,11 +236,19 @@ __device__ __forceinline__ void add_columns(gradient_sums &x, const gradient_sta
 
 /* Tile (m, c) of dP M and dL beta M, and what dM and L give to dg and dbeta. */
 template <bool SMALL>
-__device__ __forceinline__ void find_pairs(gradient_shared<SMALL> &s, const gradient_sums &x,
-                                           uint32_t m, uint32_t c) {
+__device__ __forceinline__ void find_pairs(gradient_shared<SMALL> &s, const piece_terms &terms,
+                                           const gradient_sums &x, uint32_t m, uint32_t c) {
   gradient_pairs &to = s.pairs();
   const uint32_t lane = threadIdx.x % 32;
-  frag_sum product[2], dp, dl; /* q k^T, k k^T of rows as they are */
+  frag_sum product[2], dp, dl; /* product: q k^T, k k^T of rows as they are */
+  tile_decays(dp, terms.gates, m, c);
+#pragma unroll
+  for (int e = 0; e < 8; e++) {
+    const uint32_t r = m * 16 + frag_row(e % 4), i = c * 16 + frag_col(e / 4, e % 4);
+    const float decay = dp[e / 4][e % 4] * terms.norm_k[i];
+    dp[e / 4][e % 4] = x.p[e / 4][e % 4] * (decay * terms.norm_q[r]);
+    dl[e / 4][e % 4] = i < r ? -x.l[e / 4][e % 4] * (decay * terms.norm_k[r]) : 0.0f;
+  }
   frag_clear(product);
 #pragma unroll
   for (int i = 0; i < KEY_TILES; i++) {
@@ -246,14 +262,10 @@ __device__ __forceinline__ void find_pairs(gradient_shared<SMALL> &s, const grad
   float of_m[2] = {}, of_l[2] = {}, column[4] = {};
 #pragma unroll
   for (int e = 0; e < 8; e++) {
-    const uint32_t r = m * 16 + frag_row(e % 4), i = c * 16 + frag_col(e / 4, e % 4);
-    const float decay = i <= r ? s.terms.gates.decay(r, i) * s.terms.norm_k[i] : 0.0f,
-                by_p = x.p[e / 4][e % 4] * (decay * s.terms.norm_q[r]),
-                by_l = i < r ? -x.l[e / 4][e % 4] * (decay * s.terms.norm_k[r]) : 0.0f,
-                beta = s.terms.chain.beta[r], l = by_l * product[1][e / 4][e % 4],
-                all = fmaf(by_p, product[0][e / 4][e % 4], beta * l);
-    dp[e / 4][e % 4] = by_p;
-    dl[e / 4][e % 4] = by_l * beta;
+    const float beta = terms.chain.beta[m * 16 + frag_row(e % 4)],
+                l = dl[e / 4][e % 4] * product[1][e / 4][e % 4],
+                all = fmaf(dp[e / 4][e % 4], product[0][e / 4][e % 4], beta * l);
+    dl[e / 4][e % 4] *= beta;
     of_m[e / 2 % 2] += all;
     of_l[e / 2 % 2] += l;
     column[e / 4 * 2 + e % 2] += all;
@@ -297,31 +309,35 @@ __device__ __forceinline__ void add_pairs(frag_sum (&x)[2], const frag_tile (*of
   frag_add(x[1], low, b[1]);
 }
 
+/* Of a row: the sum of @first to @last across, in order. */
+__device__ __forceinline__ double across_sum(const float (&x)[ACROSS], uint32_t first = 0,
+                                             uint32_t last = ACROSS - 1) {
+  static_assert(ACROSS == 4, "16 bytes");
+  const float4 v = *(const float4 *)x;
+  const float of[] = {v.x, v.y, v.z, v.w};
+  double sum = 0;
+#pragma unroll
+  for (uint32_t c = 0; c < ACROSS; c++)
+    sum += first <= c && c <= last ? (double)of[c] : 0;
+  return sum;
+}
 /* A warp: dba of a value head, and the piece's terms of da_log and ddt_bias. A lane has two rows:
  * 2 lane and the next. */
 template <bool SMALL>
 __device__ __forceinline__ void find_gate_gradients(const gradient_shared<SMALL> &s,
-                                                    const mma_job &j, uint32_t piece,
-                                                    uint32_t head) {
+                                                    const piece_terms &terms, const mma_job &j,
+                                                    uint32_t piece, uint32_t head) {
   const uint32_t lane = threadIdx.x % 32, n = j.n_rows(piece), nv = j.a.n_value_heads;
-  const piece_gates &gates = s.terms.gates;
+  const piece_gates &gates = terms.gates;
   double dg[2], dbeta[2], ends = 0, kept = 0;
 #pragma unroll
   for (int u = 0; u < 2; u++) {
     const uint32_t r = 2 * lane + u, m = r / 16;
-    double of_m = 0, of_l = 0, column = 0, qs = 0, ks = 0, ke = 0;
-#pragma unroll
-    for (uint32_t c = 0; c < ACROSS; c++) {
-      of_m += c <= m ? (double)s.of_m[r][c] : 0;
-      of_l += c <= m ? (double)s.of_l[r][c] : 0;
-      column += c >= m ? (double)s.column[r][c] : 0;
-      qs += (double)s.qs[r][c];
-      ks += (double)s.ks[r][c];
-      ke += (double)s.ke[r][c];
-    }
-    qs *= (double)s.terms.chain.q_start[r];
-    ks *= (double)s.terms.chain.k_start[r];
-    ke *= (double)s.terms.chain.k_end[r];
+    const double of_m = across_sum(s.of_m[r], 0, m), of_l = across_sum(s.of_l[r], 0, m),
+                 column = across_sum(s.column[r], m, ACROSS - 1),
+                 qs = across_sum(s.qs[r]) * (double)terms.chain.q_start[r],
+                 ks = across_sum(s.ks[r]) * (double)terms.chain.k_start[r],
+                 ke = across_sum(s.ke[r]) * (double)terms.chain.k_end[r];
     dg[u] = of_m - column + qs - gates.beta[r] * ks - ke;
     dbeta[u] = of_l + (double)s.vy[r] - ks;
     ends += ke;
@@ -329,6 +345,7 @@ __device__ __forceinline__ void find_gate_gradients(const gradient_shared<SMALL>
 #pragma unroll
   for (int w = 16; w > 0; w /= 2)
     ends += __shfl_xor_sync(0xffffffffu, ends, w);
+#pragma unroll
   for (int i = 0; i < GRADIENT_THREADS / 32; i++)
     kept += (double)s.kept[i];
   /* dg of a row: the sum of those of G from it on */
@@ -339,7 +356,7 @@ __device__ __forceinline__ void find_gate_gradients(const gradient_shared<SMALL>
     sum += lane + w < 32 ? behind : 0;
   }
   const double behind = __shfl_down_sync(0xffffffffu, sum, 1);
-  sum = ends + (double)s.terms.chain.keep * kept + (lane < 31 ? behind : 0);
+  sum = ends + (double)terms.chain.keep * kept + (lane < 31 ? behind : 0);
 #pragma unroll
   for (int u = 1; u >= 0; u--) {
     const uint32_t r = 2 * lane + u;
@@ -370,7 +387,7 @@ __device__ __forceinline__ void find_gate_gradients(const gradient_shared<SMALL>
 __device__ __forceinline__ void store_keys(const mma_job &j, uint32_t piece, uint32_t key,
                                            uint32_t which, const frag_sum (&x)[2],
                                            const frag_tile *of, const float *norm,
-                                           const across_sums dot, uint32_t m, uint32_t c) {
+                                           const across_sums &dot, uint32_t m, uint32_t c) {
   const uint32_t lane = threadIdx.x % 32, n = j.n_rows(piece), dk = j.a.key_dim;
   const float scale = which ? 1.0f : j.scale;
   bf16 *to = j.dqkv + j.row0(piece) * j.ld + j.keys_at(which, key);
@@ -407,7 +424,13 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, 1) mma_gradient_k(const mma_
   load_tiles<2 * KEY_TILES, GRADIENT_THREADS>(s.k[0], j.keys(1, key) + row0, j.ld, n, j.a.key_dim,
                                               tid);
   gradient_stream stream(j, piece, key);
+  const auto load_terms = [&](uint32_t h) {
+    load_bytes<sizeof(piece_terms), GRADIENT_THREADS>(
+        &s.terms_of(h), &j.terms[j.at(piece, key * j.share + h)], tid);
+  };
   uint32_t place = 0;
+  if (!SMALL)
+    load_terms(0);
 #pragma unroll
   for (uint32_t i = 0; i < AHEAD; i++)
     stream.load(s.ring[i], j);
@@ -421,14 +444,18 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, 1) mma_gradient_k(const mma_
 #pragma unroll
     for (int e = 0; e < 8; e++)
       x.p[e / 4][e % 4] = x.l[e / 4][e % 4] = 0.0f;
-    __syncthreads(); /* nobody is in the terms of the head before */
-    for (uint32_t i = tid; i < sizeof s.terms / 16; i += GRADIENT_THREADS)
-      ((uint4 *)&s.terms)[i] = ((const uint4 *)&j.terms[j.at(piece, head)])[i];
+    if (SMALL) {
+      __syncthreads(); /* nobody is in the terms of the head before */
+      load_terms(h);
+    }
+    const piece_terms &terms = s.terms_of(h);
     gradient_values values(j, j.terms[j.at(piece, head)], piece, head);
     for (uint32_t i = 0; i < columns; i += GROUP) {
       ps_copy_wait<AHEAD - GROUP>();
       __syncthreads();
       const uint32_t to = place < GROUP ? place + AHEAD : place - GROUP;
+      if (!SMALL && i == 0 && h + 1 < j.share)
+        load_terms(h + 1);
 #pragma unroll
       for (uint32_t g = 0; g < GROUP; g++)
         stream.load(s.ring[to + g], j);
@@ -447,7 +474,7 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, 1) mma_gradient_k(const mma_
     if (SMALL)
       __syncthreads(); /* nobody is in the last stage, where pairs come */
     if (c <= m)
-      find_pairs(s, x, m, c);
+      find_pairs(s, terms, x, m, c);
 #pragma unroll
     for (int w = 1; w < 8; w *= 2)
       vy += __shfl_xor_sync(0xffffffffu, vy, w);
@@ -459,14 +486,19 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, 1) mma_gradient_k(const mma_
 #pragma unroll
     for (int e = 0; e < 16; e++) {
       const uint32_t r = m * 16 + frag_row(e % 4);
-      const chain_gates &gates = s.terms.chain;
+      const chain_gates &gates = terms.chain;
       float &d = x.d[e / 8][e / 4 % 2][e % 4];
       x.q[e / 8][e / 4 % 2][e % 4] *= gates.q_start[r];
       d = gates.k_end[r] * d - gates.beta[r] * gates.k_start[r] * x.y[e / 8][e / 4 % 2][e % 4];
     }
     __syncthreads();
     if (tid / 32 == GRADIENT_THREADS / 32 - 1)
-      find_gate_gradients(s, j, piece, head);
+      find_gate_gradients(s, terms, j, piece, head);
+    float4 before[8] = {}; /* of the value heads before, on its way */
+    if (h)
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        before[i] = kept[i * GRADIENT_THREADS];
 #pragma unroll
     for (uint32_t k = 0; k < ROW_TILES; k++) {
       if (k <= m) {
@@ -483,9 +515,8 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, 1) mma_gradient_k(const mma_
     for (int i = 0; i < 8; i++) {
       float (&v)[4] = i < 4 ? x.q[i / 2][i % 2] : x.d[i / 2 - 2][i % 2];
       if (h) {
-        const float4 before = kept[i * GRADIENT_THREADS];
-        v[0] = before.x + v[0], v[1] = before.y + v[1];
-        v[2] = before.z + v[2], v[3] = before.w + v[3];
+        v[0] = before[i].x + v[0], v[1] = before[i].y + v[1];
+        v[2] = before[i].z + v[2], v[3] = before[i].w + v[3];
       }
       if (h + 1 < j.share)
         kept[i * GRADIENT_THREADS] = make_float4(v[0], v[1], v[2], v[3]);
@@ -496,8 +527,8 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, 1) mma_gradient_k(const mma_
     dot_rows(s.qs, x.q, s.q[m], m, c);
     dot_rows(s.ks, x.d, s.k[m], m, c);
     __syncthreads();
-    store_keys(j, piece, key, 0, x.q, s.q[m], s.terms.norm_q, s.qs, m, c);
-    store_keys(j, piece, key, 1, x.d, s.k[m], s.terms.norm_k, s.ks, m, c);
+    store_keys(j, piece, key, 0, x.q, s.q[m], terms.norm_q, s.qs, m, c);
+    store_keys(j, piece, key, 1, x.d, s.k[m], terms.norm_k, s.ks, m, c);
   }
 }
 

@@ -132,31 +132,32 @@ enum { FRAG_TRIANGLE = 10 };
 __device__ __forceinline__ constexpr uint32_t frag_triangle(uint32_t i, uint32_t j) {
   return i * (i + 1) / 2 + j;
 }
-/* Tiles A and B of y[16,64] += x m^T, or x m where BACK, which are @y; m [0]: its nearest bf16
- * numbers, [1]: the rest, in shared memory. x: the sum of its PARTS; of three, products of rests
- * count too. */
-template <bool BACK, int A, int B, int PARTS>
-__device__ __forceinline__ void frag_add_triangle(frag_sum (&y)[2], const frag (&x)[PARTS][4],
+/* Tiles AT of y[16,64] += x m^T, or x m where BACK, which are @y; m [0]: its nearest bf16 numbers,
+ * [1]: the rest, in shared memory. x: the sum of its PARTS; of three, products of rests count
+ * too. */
+template <bool BACK, int... AT, int PARTS, int N>
+__device__ __forceinline__ void frag_add_triangle(frag_sum (&y)[N], const frag (&x)[PARTS][4],
                                                   const frag_tile (*m)[FRAG_TRIANGLE]) {
-  constexpr int AT[2] = {A, B};
+  static_assert(N == sizeof...(AT), "a tile of y each");
+  constexpr int at[N] = {AT...};
 #pragma unroll
   for (int k = 0; k < 4; k++) {
-    frag part[2][2];
+    frag part[2][N];
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
-      for (int n = 0; n < 2; n++)
-        if (BACK ? AT[n] <= k : AT[n] >= k)
+      for (int n = 0; n < N; n++)
+        if (BACK ? at[n] <= k : at[n] >= k)
           frag_load<BACK ? FRAG_BT : FRAG_B>(
-              part[i][n], m[i][BACK ? frag_triangle(k, AT[n]) : frag_triangle(AT[n], k)]);
+              part[i][n], m[i][BACK ? frag_triangle(k, at[n]) : frag_triangle(at[n], k)]);
 #pragma unroll
     for (int of_x = 0; of_x < PARTS; of_x++)
 #pragma unroll
       for (int i = 0; i < 2; i++)
         if (of_x + i < (PARTS < 2 ? 2 : PARTS))
 #pragma unroll
-          for (int n = 0; n < 2; n++)
-            if (BACK ? AT[n] <= k : AT[n] >= k)
+          for (int n = 0; n < N; n++)
+            if (BACK ? at[n] <= k : at[n] >= k)
               frag_add(y[n], x[of_x][k], part[i][n]);
   }
 }
