@@ -113,28 +113,88 @@ template <typename T, int V, int W> struct conv_window {
   }
 };
 
-/* AHEAD rows from @begin on, but those from @end on. DY: with the gradients of their outputs. */
+/* Begins to copy BYTES to shared memory, which the thread alone reads. */
+template <int BYTES> __device__ __forceinline__ void copy_own(void *shared, const void *from) {
+  asm volatile(
+      "cp.async.ca.shared.global [%0], [%1], %2;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
+      "l"(from), "n"(BYTES)
+      : "memory");
+}
+
+/* AHEAD rows at a time of a tile, from @begin on, but those from @end on. DY: with the gradients of
+ * their outputs. Where a thread's part of a row is 16 bytes, two groups of rows are on their way in
+ * shared memory while it computes one; else one, in registers. */
 template <typename T, int V, int W, bool DY> struct conv_rows {
-  ps_vec<T, V> x[AHEAD], dy[DY ? AHEAD : 1];
-  int32_t doc[AHEAD];
-  __device__ __forceinline__ void load(const conv_job<T> &j, int32_t begin, int32_t end,
-                                       uint32_t c) {
+  enum { PART = (int)sizeof(T) * V, RING = PART * (DY ? 2 : 1) == 16, GROUPS = RING ? 3 : 2 };
+  struct group {
+    ps_vec<T, V> x[AHEAD], dy[DY ? AHEAD : 1];
+    int32_t doc[AHEAD];
+  } now, next; /* RING: of next the doc alone */
+  uint4 *ring; /* the thread's in each of GROUPS * AHEAD rows of THREADS */
+  int32_t at;  /* next's first row */
+  uint32_t place;
+
+  __device__ __forceinline__ conv_rows(const conv_job<T> &j, int32_t begin, int32_t end, uint32_t c)
+      : at(begin), place(0) {
+    if constexpr (RING) {
+      __shared__ uint4 shared[GROUPS * AHEAD * THREADS];
+      ring = shared + threadIdx.x;
+#pragma unroll
+      for (int i = 0; i + 1 < GROUPS; i++)
+        copy(j, begin + i * AHEAD, end, c, i);
+    }
+    load(j, end, c);
+  }
+  __device__ __forceinline__ void copy(const conv_job<T> &j, int32_t begin, int32_t end, uint32_t c,
+                                       uint32_t to) {
 #pragma unroll
     for (int i = 0; i < AHEAD; i++)
       if (begin + i < end) {
         const size_t at = (size_t)(begin + i) * j.channels + c;
-        x[i] = ps_load<T, V>(j.x + at);
+        uint4 *const row = ring + (to * AHEAD + i) * THREADS;
+        copy_own<PART>(row, j.x + at);
         if (DY)
-          dy[i] = ps_load<T, V>(j.dy + at);
-        doc[i] = __ldg(j.doc_start + begin + i);
+          copy_own<PART>((char *)row + PART, j.dy + at);
       }
+    ps_copy_commit();
   }
-  /* Are all of them before @end, and does each see W rows? */
-  __device__ __forceinline__ bool whole(const conv_job<T> &j, int32_t begin, int32_t end) const {
-    bool all = (int)j.width == W && begin + AHEAD <= end;
+  __device__ __forceinline__ void load(const conv_job<T> &j, int32_t end, uint32_t c) {
 #pragma unroll
     for (int i = 0; i < AHEAD; i++)
-      all = all && begin + i + (int32_t)j.row0 - (W - 1) >= doc[i];
+      if (at + i < end) {
+        if constexpr (!RING) {
+          const size_t from = (size_t)(at + i) * j.channels + c;
+          next.x[i] = ps_load<T, V>(j.x + from);
+          if (DY)
+            next.dy[i] = ps_load<T, V>(j.dy + from);
+        }
+        next.doc[i] = __ldg(j.doc_start + at + i);
+      }
+  }
+  /* The next rows become those of now. */
+  __device__ __forceinline__ void advance(const conv_job<T> &j, int32_t end, uint32_t c) {
+    now = next;
+    if constexpr (RING) {
+      copy(j, at + (GROUPS - 1) * AHEAD, end, c, place ? place - 1 : GROUPS - 1);
+      ps_copy_wait<GROUPS - 1>();
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++) {
+        const T *const row = (const T *)(ring + (place * AHEAD + i) * THREADS);
+        now.x[i] = ps_load<T, V>(row);
+        if (DY)
+          now.dy[i] = ps_load<T, V>(row + V);
+      }
+      place = place + 1 == GROUPS ? 0 : place + 1;
+    }
+    at += AHEAD;
+    load(j, end, c);
+  }
+  /* Are all of now's rows before @end, and does each see W rows? */
+  __device__ __forceinline__ bool whole(const conv_job<T> &j, int32_t end) const {
+    bool all = (int)j.width == W && at <= end;
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++)
+      all = all && at - AHEAD + i + (int32_t)j.row0 - (W - 1) >= now.doc[i];
     return all;
   }
 };
@@ -149,13 +209,11 @@ __global__ void __launch_bounds__(THREADS, W > 4 || sizeof(T) > 2 ? 1 : 2)
   if (c >= j.channels)
     return;
   conv_window<T, V, W> win(j, c);
-  conv_rows<T, V, W, false> next;
-  next.load(j, first, end, c);
+  conv_rows<T, V, W, false> rows(j, first, end, c);
   for (int32_t t = first - (W - 1); t < first; t++)
     win.enter(j, t, c);
   for (int32_t begin = first; begin < end; begin += AHEAD) {
-    const conv_rows<T, V, W, false> rows = next;
-    next.load(j, begin + AHEAD, end, c);
+    rows.advance(j, end, c);
     T *to = j.y + (size_t)begin * j.channels + c;
     const auto give = [&](int i, float (&p)[V]) {
 #pragma unroll
@@ -163,11 +221,11 @@ __global__ void __launch_bounds__(THREADS, W > 4 || sizeof(T) > 2 ? 1 : 2)
         p[e] *= sig<T>(p[e]);
       ps_store<T, V>(to + (size_t)i * j.channels, p);
     };
-    if (rows.whole(j, begin, end)) {
+    if (rows.whole(j, end)) {
 #pragma unroll
       for (int i = 0; i < AHEAD; i++) {
         float p[V];
-        win.enter(rows.x[i]);
+        win.enter(rows.now.x[i]);
         win.sum(p);
         give(i, p);
       }
@@ -178,8 +236,8 @@ __global__ void __launch_bounds__(THREADS, W > 4 || sizeof(T) > 2 ? 1 : 2)
       float p[V];
       if (begin + i >= end)
         break;
-      win.enter(rows.x[i]);
-      win.sum(p, win.reach(j, begin + i, rows.doc[i]));
+      win.enter(rows.now.x[i]);
+      win.sum(p, win.reach(j, begin + i, rows.now.doc[i]));
       give(i, p);
     }
   }
@@ -211,8 +269,7 @@ __global__ void __launch_bounds__(THREADS, W > 4 || sizeof(T) > 2 ? 1 : 2)
   if (c >= j.channels)
     return;
   conv_window<T, V, W> win(j, c);
-  conv_rows<T, V, W, true> next;
-  next.load(j, first, behind, c);
+  conv_rows<T, V, W, true> rows(j, first, behind, c);
   for (int32_t u = first - (W - 1); u < first; u++)
     win.enter(j, u, c);
   const auto shift = [&] {
@@ -223,16 +280,15 @@ __global__ void __launch_bounds__(THREADS, W > 4 || sizeof(T) > 2 ? 1 : 2)
         sum[k][e] = k + 1 < W ? sum[k + 1][e] : 0.0f;
   };
   for (int32_t begin = first; begin < end + W - 1; begin += AHEAD) {
-    const conv_rows<T, V, W, true> rows = next;
-    next.load(j, begin + AHEAD, behind, c);
-    if (begin - (W - 1) >= first && rows.whole(j, begin, end)) {
+    rows.advance(j, behind, c);
+    if (begin - (W - 1) >= first && rows.whole(j, end)) {
       T *to = j.dx + (size_t)(begin - (W - 1)) * j.channels + c;
 #pragma unroll
       for (int i = 0; i < AHEAD; i++) {
         float p[V], ds[V];
-        win.enter(rows.x[i]);
+        win.enter(rows.now.x[i]);
         win.sum(p);
-        win.slope_of(ds, p, rows.dy[i]);
+        win.slope_of(ds, p, rows.now.dy[i]);
 #pragma unroll
         for (int k = 0; k < W; k++)
 #pragma unroll
@@ -253,9 +309,9 @@ __global__ void __launch_bounds__(THREADS, W > 4 || sizeof(T) > 2 ? 1 : 2)
         break;
       if (u < (int32_t)j.rows) {
         float ds[V];
-        const int reach = win.reach(j, u, rows.doc[i]);
-        win.enter(rows.x[i]);
-        win.slope(ds, reach, rows.dy[i]);
+        const int reach = win.reach(j, u, rows.now.doc[i]);
+        win.enter(rows.now.x[i]);
+        win.slope(ds, reach, rows.now.dy[i]);
 #pragma unroll
         for (int k = 0; k < W; k++)
           if (win.sees(reach, k))
