@@ -216,18 +216,17 @@ __global__ void __launch_bounds__(TILE_THREADS, 4) mma_prepare_k(const mma_job j
   frag_clear(kk);
   frag_clear(qk);
 #pragma unroll
-  for (int i = 0; i < KEY_TILES; i++) {
-    frag q, k, b;
-    frag_load<FRAG_A>(q, rows.q[m][i]);
-    frag_load<FRAG_A>(k, rows.k[m][i]);
+  for (int u = 0; u < 2; u++)
+    if (c + u <= m)
 #pragma unroll
-    for (int u = 0; u < 2; u++)
-      if (c + u <= m) {
+      for (int i = 0; i < KEY_TILES; i++) {
+        frag q, k, b;
+        frag_load<FRAG_A>(q, rows.q[m][i]);
+        frag_load<FRAG_A>(k, rows.k[m][i]);
         frag_load<FRAG_B>(b, rows.k[c + u][i]);
         frag_add(kk[u], k, b);
         frag_add(qk[u], q, b);
       }
-  }
   for (uint32_t h = 0; h < j.share; h++) {
     const uint32_t head = key * j.share + h, row = tid % ROWS;
     __syncthreads(); /* nobody is in the rows, or in the gates of the heads before */
