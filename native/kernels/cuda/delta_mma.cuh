@@ -138,15 +138,81 @@ enum { GATE_HEADS = 2 };
 struct prepare_rows {
   frag_tile q[ROW_TILES][KEY_TILES], k[ROW_TILES][KEY_TILES];
 };
-/* l and t come where the rows were: its steps wait for each other, so that it is the number of
- * blocks an SM has that counts. */
+/* l and t come where the rows and `part` were: the steps of an inverse wait for each other, so that
+ * it is the number of heads that an SM has at once that counts. */
 struct prepare_shared {
-  float l[ROWS][LD], t[ROWS][LD], part[2][2 * ROWS], norms[2 * ROWS];
+  float l[GATE_HEADS][ROWS][LD], t[GATE_HEADS][ROWS][LD], norms[2 * ROWS];
   piece_gates gates[GATE_HEADS];
 
   __device__ prepare_rows &rows() { return *(prepare_rows *)l; }
+  __device__ float (*part())[2 * ROWS] { return (float (*)[2 * ROWS]) t[GATE_HEADS - 1]; }
 };
-static_assert(sizeof(prepare_rows) <= 2 * ROWS * LD * sizeof(float), "rows in l and t");
+static_assert(sizeof(prepare_rows) <= sizeof(prepare_shared::l) && GATE_HEADS == 2,
+              "rows in l, part in t");
+static_assert(3 * (sizeof(prepare_shared) + 1024) <= 228 << 10, "three blocks of an SM of 9.0");
+
+/* invert() of @n heads at once: t = (I + l)^-1, the same sums. */
+__device__ inline void invert_heads(prepare_shared &s, uint32_t n) {
+  enum { B = 16, N = ROWS / B, EACH = 4, THREADS = B * B / EACH, UNITS = TILE_THREADS / THREADS };
+  constexpr uint32_t MOST = (GATE_HEADS * (N - 1) + UNITS - 1) / UNITS;
+  const uint32_t tid = threadIdx.x, r = tid % THREADS / EACH, c = tid % EACH * EACH;
+  static_assert(TILE_THREADS >= GATE_HEADS * ROWS, "a thread for each column");
+  if (tid < n * ROWS) {
+    const uint32_t at = tid % ROWS / B * B, col = tid % B;
+    const auto &l = s.l[tid / ROWS];
+    float x[B];
+#pragma unroll
+    for (int i = 0; i < B; i++) {
+      x[i] = i == (int)col ? 1.0f : 0.0f;
+#pragma unroll
+      for (int k = 0; k < i; k++)
+        x[i] = fmaf(-l[at + i][at + k], x[k], x[i]);
+      s.t[tid / ROWS][at + i][at + col] = x[i];
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (uint32_t off = 1; off < N; off++) {
+    /* f(head, first row and column of a block below the diagonal, which of the thread's) */
+    const auto each = [&](auto f) {
+#pragma unroll
+      for (uint32_t i = 0; i < MOST; i++) {
+        const uint32_t unit = tid / THREADS + i * UNITS, head = unit / (N - off),
+                       block = unit % (N - off);
+        if (head < n)
+          f(head, (off + block) * B, block * B, i);
+      }
+    };
+    const auto add = [&](float4 &sum, uint32_t head, float x, uint32_t k, uint32_t col) {
+      const float4 y = *(const float4 *)&s.t[head][k][col + c];
+      sum.x = fmaf(x, y.x, sum.x);
+      sum.y = fmaf(x, y.y, sum.y);
+      sum.z = fmaf(x, y.z, sum.z);
+      sum.w = fmaf(x, y.w, sum.w);
+    };
+    each([&](uint32_t head, uint32_t row, uint32_t col,
+             uint32_t) { /* in place of t_ij */
+                         float4 sum = {};
+#pragma unroll 16
+                         for (uint32_t k = col; k < row; k++)
+                           add(sum, head, s.l[head][row + r][k], k, col);
+                         *(float4 *)&s.t[head][row + r][col + c] = sum;
+    });
+    __syncthreads();
+    float4 sums[MOST];
+    each([&](uint32_t head, uint32_t row, uint32_t col, uint32_t i) {
+      sums[i] = {};
+#pragma unroll
+      for (uint32_t k = 0; k < B; k++)
+        add(sums[i], head, -s.t[head][row + r][row + k], row + k, col);
+    });
+    __syncthreads();
+    each([&](uint32_t head, uint32_t row, uint32_t col, uint32_t i) {
+      *(float4 *)&s.t[head][row + r][col + c] = sums[i];
+    });
+    __syncthreads();
+  }
+}
 
 /* norms[row of q, then of k]: 1/|x|, times the scale of q. */
 __device__ inline void find_norms(prepare_shared &s, float scale, uint32_t n) {
@@ -161,15 +227,16 @@ __device__ inline void find_norms(prepare_shared &s, float scale, uint32_t n) {
     for (int i = 0; i < 4; i++)
       sum = fmaf(frag_high(w[i]), frag_high(w[i]), fmaf(frag_low(w[i]), frag_low(w[i]), sum));
   }
-  s.part[half][row] = sum;
+  s.part()[half][row] = sum;
   __syncthreads();
   if (half == 0)
-    s.norms[row] = r < n ? (row < ROWS ? scale : 1.0f) / sqrtf(sum + s.part[1][row] + 1e-6f) : 0.0f;
+    s.norms[row] =
+        r < n ? (row < ROWS ? scale : 1.0f) / sqrtf(sum + s.part()[1][row] + 1e-6f) : 0.0f;
   __syncthreads();
 }
 
-/* (1 + L)^-1 - 1 from s.t to tiles of memory. */
-__device__ inline void store_inverse(const prepare_shared &s, piece_pairs &to) {
+/* (1 + L)^-1 - 1 from @t to tiles of memory. */
+__device__ inline void store_inverse(const float (*t)[LD], piece_pairs &to) {
   for (uint32_t i = threadIdx.x / 32; i < FRAG_TRIANGLE; i += WARPS) {
     const uint32_t row = i < 1 ? 0 : i < 3 ? 1 : i < 6 ? 2 : 3, col = i - frag_triangle(row, 0);
     frag_sum x;
@@ -177,7 +244,7 @@ __device__ inline void store_inverse(const prepare_shared &s, piece_pairs &to) {
 #pragma unroll
     for (int e = 0; e < 8; e += 2) {
       const float2 v =
-          *(const float2 *)&s.t[row * 16 + frag_row(e % 4)][col * 16 + frag_col(e / 4, 0)];
+          *(const float2 *)&t[row * 16 + frag_row(e % 4)][col * 16 + frag_col(e / 4, 0)];
       const int32_t above = (int32_t)(frag_row(e % 4) - frag_col(e / 4, 0));
       x[e / 4][e % 4] = row == col && above == 0 ? 0.0f : v.x;
       x[e / 4][e % 4 + 1] = row == col && above == 1 ? 0.0f : v.y;
@@ -189,7 +256,7 @@ __device__ inline void store_inverse(const prepare_shared &s, piece_pairs &to) {
 }
 
 /* A block for each piece and key head. */
-__global__ void __launch_bounds__(TILE_THREADS, 4) mma_prepare_k(const mma_job j) {
+__global__ void __launch_bounds__(TILE_THREADS, 3) mma_prepare_k(const mma_job j) {
   extern __shared__ uint4 dynamic[];
   prepare_shared &s = *(prepare_shared *)dynamic;
   prepare_rows &rows = s.rows();
@@ -227,15 +294,16 @@ __global__ void __launch_bounds__(TILE_THREADS, 4) mma_prepare_k(const mma_job j
         frag_add(kk[u], k, b);
         frag_add(qk[u], q, b);
       }
-  for (uint32_t h = 0; h < j.share; h++) {
-    const uint32_t head = key * j.share + h, row = tid % ROWS;
-    __syncthreads(); /* nobody is in the rows, or in the gates of the heads before */
-    if (h && h % GATE_HEADS == 0)
-      gates_from(h);
-    const piece_gates &gates = s.gates[h % GATE_HEADS];
-    piece_terms &terms = j.terms[j.at(piece, head)];
-    piece_pairs &pairs = j.pairs[j.at(piece, head)];
-    if (tid < ROWS) {
+  for (uint32_t first = 0; first < j.share; first += GATE_HEADS) {
+    const uint32_t heads = min((uint32_t)GATE_HEADS, j.share - first);
+    const size_t at = j.at(piece, key * j.share + first);
+    __syncthreads(); /* nobody is in the rows, or in the gates and inverses of the heads before */
+    if (first)
+      gates_from(first);
+    if (tid < heads * ROWS) {
+      const uint32_t row = tid % ROWS;
+      const piece_gates &gates = s.gates[tid / ROWS];
+      piece_terms &terms = j.terms[at + tid / ROWS];
       const float q = s.norms[row], k = s.norms[ROWS + row];
       terms.chain.beta[row] = (float)gates.beta[row];
       terms.chain.k_start[row] = gates.start[row] * k;
@@ -246,30 +314,37 @@ __global__ void __launch_bounds__(TILE_THREADS, 4) mma_prepare_k(const mma_job j
       if (row == n - 1)
         terms.chain.keep = gates.start[row];
     }
-    for (uint32_t i = tid; i < sizeof gates / 16; i += TILE_THREADS)
-      ((uint4 *)&terms.gates)[i] = ((const uint4 *)&gates)[i];
+#pragma unroll 1
+    for (uint32_t h = 0; h < heads; h++) {
+      const piece_gates &gates = s.gates[h];
+      piece_pairs &pairs = j.pairs[at + h];
+      for (uint32_t i = tid; i < sizeof gates / 16; i += TILE_THREADS)
+        ((uint4 *)&j.terms[at + h].gates)[i] = ((const uint4 *)&gates)[i];
 #pragma unroll
-    for (int u = 0; u < 2; u++) {
-      if (c + u > m)
-        continue;
-      frag_sum p, decays;
-      frag high, low;
-      tile_decays(decays, gates, m, c + u);
+      for (int u = 0; u < 2; u++) {
+        if (c + u > m)
+          continue;
+        frag_sum p, decays;
+        frag high, low;
+        tile_decays(decays, gates, m, c + u);
 #pragma unroll
-      for (int e = 0; e < 8; e++) {
-        const uint32_t r = m * 16 + frag_row(e % 4), i = (c + u) * 16 + frag_col(e / 4, e % 4);
-        const float decay = decays[e / 4][e % 4] * s.norms[ROWS + i];
-        p[e / 4][e % 4] = qk[u][e / 4][e % 4] * s.norms[r] * decay;
-        s.l[r][i] =
-            i < r ? (float)gates.beta[r] * (kk[u][e / 4][e % 4] * s.norms[ROWS + r] * decay) : 0.0f;
+        for (int e = 0; e < 8; e++) {
+          const uint32_t r = m * 16 + frag_row(e % 4), i = (c + u) * 16 + frag_col(e / 4, e % 4);
+          const float decay = decays[e / 4][e % 4] * s.norms[ROWS + i];
+          p[e / 4][e % 4] = qk[u][e / 4][e % 4] * s.norms[r] * decay;
+          s.l[h][r][i] =
+              i < r ? (float)gates.beta[r] * (kk[u][e / 4][e % 4] * s.norms[ROWS + r] * decay)
+                    : 0.0f;
+        }
+        frag_split(high, low, p);
+        frag_store(pairs.p[0][frag_triangle(m, c + u)], high);
+        frag_store(pairs.p[1][frag_triangle(m, c + u)], low);
       }
-      frag_split(high, low, p);
-      frag_store(pairs.p[0][frag_triangle(m, c + u)], high);
-      frag_store(pairs.p[1][frag_triangle(m, c + u)], low);
     }
     __syncthreads();
-    invert(s.t, s.l);
-    store_inverse(s, pairs);
+    invert_heads(s, heads);
+    for (uint32_t h = 0; h < heads; h++)
+      store_inverse(s.t[h], j.pairs[at + h]);
   }
 }
 
