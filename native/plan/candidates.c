@@ -5,6 +5,11 @@
 #include <string.h>
 
 enum { LARGE_STEP_OPS = 60000 };
+/* From so many ops in all candidates' steps on a search space is large. */
+static const double LARGE_SPACE_OPS = 2e8;
+/* The same on a GPU where a step has so many ops, however few the candidates are (a pinned round):
+ * the local search gains up to a tenth of such a step. */
+static const double LONG_STEP_OPS = 6000;
 
 const ps__residency ps__residencies[PS__N_RESIDENCIES] = {
     {0, 0, 0, 0, 0, 0, 0},   {0, 0, 1, 0, 0, 0, 0},   {8, 0, 1, 0, 0, 0, 0},
@@ -598,9 +603,21 @@ static ps_status measure_microbatches(ps__search_space *sp, ps__step_hooks *hook
   return st;
 }
 
+bool ps__search_space_is_large(const ps__search_space *sp) {
+  double n = 0, ops = 0;
+  for (size_t i = 0; i < sp->n_candidates; i++)
+    if (ps__kind_of(&sp->candidate[i].keep) == PS__KIND_USUAL) {
+      ops += (double)sp->microbatch[sp->candidate[i].microbatch].n_ops;
+      n++;
+    }
+  return ops > LARGE_SPACE_OPS ||
+         (sp->plan->hw.backend == PS_BACKEND_CUDA && ops > LONG_STEP_OPS * n);
+}
+
 /* Candidates that keep the gradients of blocks on the device are usually slower than others, and
- * where totals pass updates may hold back copies. So there are some only where all others, but
- * those with all state on the device, need more than HOST_IS_SHORT of the host's memory. */
+ * where totals pass updates may hold back copies. A small search space, all of which is evaluated,
+ * has some only where all others, but those with all state on the device, need more than
+ * HOST_IS_SHORT of the host's memory. */
 static const double HOST_IS_SHORT = 0.8;
 
 static bool host_is_short(const ps__search_space *sp, uint64_t host_bytes) {
@@ -618,8 +635,8 @@ ps_status ps__search_space_init(ps__search_space *sp, const ps_plan *plan, uint6
   sp->cost = ps__cost_model_of(&plan->hw, plan->model->fp8.on, plan->at, plan->hw.n_threads, 0);
   PS_TRY(ps__add_microbatches(sp));
   PS_TRY(measure_microbatches(sp, hooks));
-  const bool is_short = host_is_short(sp, host_bytes);
-  for (uint32_t i = 0; is_short && i < sp->n_microbatches; i++)
+  const bool all_kinds = ps__search_space_is_large(sp) || host_is_short(sp, host_bytes);
+  for (uint32_t i = 0; all_kinds && i < sp->n_microbatches; i++)
     PS_TRY(add_candidates(sp, i, true));
   return PS_OK;
 }

@@ -1,9 +1,9 @@
 /* candidates.h - the search space: the plans that the planner considers. It does not depend on the
  * caps.
  *
- * There is one exception: where host memory is short, it also has candidates that keep the
- * gradients of blocks on the device (ps__residency.blocks), and candidates whose totals have no
- * memory of their own on the host (ps__residency.passing).
+ * There is one exception: a small search space has candidates that keep the gradients of blocks on
+ * the device (ps__residency.blocks), and candidates whose totals have no memory of their own on the
+ * host (ps__residency.passing), only where host memory is short.
  * A candidate has:
  *   - a micro-batch configuration: tokens of a chunk, chunks of a round;
  *   - how many parts of the saved bytes stay on the device, and how many are offloaded;
@@ -40,7 +40,7 @@ enum { PS__MAX_MICROBATCHES = 160, PS__N_AHEADS = 3, PS__N_RESIDENCIES = 26 };
 typedef struct ps__residency {
   uint8_t params, grads, head, state, blocks, passing, again;
 } ps__residency;
-/* Candidates of each kind are searched apart from the others. The last two are for short host
+/* Candidates of each kind are searched apart from the others. The last two take the least host
  * memory. */
 enum { PS__KIND_USUAL, PS__KIND_BLOCKS, PS__KIND_PASSING, PS__N_KINDS };
 static inline int ps__kind_of(const ps__residency *r) {
@@ -130,11 +130,15 @@ typedef struct ps__search_space {
 
 /* ps__search_space_init() - all candidates with their bounds and estimates, in no order. Needs
  * plan->model, cfg and hw; @hooks as for ps__step_emit(). @host_bytes: what the host has; where the
- * others need nearly as much, the search space has candidates of the other kinds too.
+ * usual ones need nearly as much, a small search space has candidates of the other kinds too.
  * Errors: PS_ENOMEM, PS_EINVAL. Freed by ps__search_space_free(), also after an error. */
 ps_status ps__search_space_init(ps__search_space *sp, const ps_plan *plan, uint64_t host_bytes,
                                 ps__step_hooks *hooks);
 void ps__search_space_free(ps__search_space *sp);
+/* ps__search_space_is_large() - whether all usual candidates cannot be evaluated, or evaluating
+ * them is not enough. Steps are evaluated with fewer of their rounds then, and the local search
+ * follows. */
+bool ps__search_space_is_large(const ps__search_space *sp);
 /* ps__add_microbatches() - the configurations of @sp, whose plan is set, without their bases
  * (microbatches.c). Errors: PS_ENOMEM; PS_EINVAL where a step has too many ops. */
 ps_status ps__add_microbatches(ps__search_space *sp);

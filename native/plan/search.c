@@ -22,12 +22,6 @@
  * for deep models). Where a search space needs more, the search gives the best of what it
  * evaluated. Those are long steps of deep models on machines where nothing is hidden. */
 static const uint64_t MAX_OPS = 1200000;
-/* From so many ops in all candidates' steps on, steps are evaluated with fewer of their rounds, and
- * the local search follows. */
-static const double LARGE_SPACE_OPS = 2e8;
-/* The same on a GPU where a step has so many ops, however few the candidates are (a pinned round):
- * the local search gains up to a tenth of such a step. */
-static const double LONG_STEP_OPS = 6000;
 /* From here on a candidate is passed over if the slack of those like it says that it does not
  * fit. */
 static const uint64_t PRUNE_OPS = 400000;
@@ -500,34 +494,29 @@ static ps_status find_smallest(ps__search *s) {
   return st;
 }
 
-/* Whether all candidates cannot be evaluated, or evaluating them is not enough. Those for short
- * host memory do not count: a lower cap of the host changes no search of the others. */
-static bool is_large(const ps__search *s) {
-  double n = 0, ops = 0;
-  for (size_t i = 0; i < s->space.n_candidates; i++)
-    if (ps__kind_of(&s->space.candidate[i].keep) == PS__KIND_USUAL) {
-      ops += (double)s->space.microbatch[s->space.candidate[i].microbatch].n_ops;
-      n++;
-    }
-  return ops > LARGE_SPACE_OPS ||
-         (s->plan->hw.backend == PS_BACKEND_CUDA && ops > LONG_STEP_OPS * n);
+/* Whether another plan leaves room for the candidates that were found, once they are varied. */
+static bool is_worth_varying(const ps__search *s) {
+  return s->best[0].ns > 0 && (s->below_ns == 0 || s->best[0].ns < WORTH_VARYING * s->below_ns);
 }
 
-/* The fastest plan under @s's caps, in s->best. */
-static ps_status find(ps__search *s) {
+/* The fastest candidates under @s's caps, in s->best. */
+static ps_status find_candidates(ps__search *s) {
   if (s->below_ns > 0) {
     s->prune = true;
     PS_TRY(find_fastest(s));
-    if (s->best[0].ns == 0 || s->best[0].ns >= WORTH_VARYING * s->below_ns)
+    if (!is_worth_varying(s))
       return PS_OK;
   }
   for (int pass = 0; pass < 2 && s->best[0].ns == 0; pass++) {
     s->prune = pass == 0; /* the second pass finds what fits by a little */
     PS_TRY(find_fastest(s));
   }
-  if (s->best[0].ns == 0)
-    PS_TRY(find_any_that_fits(s));
-  if (s->best[0].ns == 0)
+  return s->best[0].ns > 0 ? PS_OK : find_any_that_fits(s);
+}
+
+/* From the fastest candidates to the fastest plan, in s->best. */
+static ps_status find_near(ps__search *s) {
+  if (!is_worth_varying(s))
     return PS_OK;
   if (!s->large)
     return choose_links(s);
@@ -551,10 +540,12 @@ static uint64_t ladder_cap_below(uint64_t cap) {
   return 0;
 }
 
-/* A search under caps of its own. It runs beside others, so that what it writes is its own. */
+/* A search under caps of its own, or among candidates of one kind. It runs beside others, so that
+ * what it writes is its own. */
 typedef struct ladder_search {
   ps__search *s;
   ps__search_result out;
+  bool varied; /* its best plan has all its rounds, and is compared with those of others */
   ps_status status;
   char why[256];
 } ladder_search;
@@ -572,12 +563,24 @@ static ps_status ladder_search_init(ladder_search *r, const ps__search *s,
   return r->s->evaluated ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for the search");
 }
 
-static void ladder_search_task(void *arg, int64_t i, uint32_t worker) {
+static void note_status(ladder_search *r, ps_status status) {
+  r->status = status;
+  if (status != PS_OK)
+    snprintf(r->why, sizeof r->why, "%s", ps_last_error());
+}
+
+static void find_candidates_task(void *arg, int64_t i, uint32_t worker) {
   ladder_search *r = (ladder_search *)arg + i;
   (void)worker;
-  r->status = find(r->s);
-  if (r->status != PS_OK)
-    snprintf(r->why, sizeof r->why, "%s", ps_last_error());
+  note_status(r, find_candidates(r->s));
+  ps__evaluation_arrays_free(&r->s->arrays);
+}
+
+static void find_near_task(void *arg, int64_t i, uint32_t worker) {
+  ladder_search *r = ((ladder_search **)arg)[i];
+  (void)worker;
+  r->varied = true;
+  note_status(r, find_near(r->s));
 }
 
 /* The estimate of the best candidate that fits under the caps; 0: none fits. */
@@ -591,12 +594,12 @@ static double least_estimate(const ps__search *s, const uint64_t cap[PS__N_MEMS]
 
 enum {
   MAX_LADDER_SEARCHES = PS__N_KINDS + PS__PINNED_MEM,
-  MOST_BUDGETS = 3 /* of a model of 32 layers, for all searches of a plan */
+  MOST_BUDGETS = 3 /* of a model of 32 layers, for the local searches of a plan */
 };
 /* A cap of the ladder is searched where the estimates say that it costs at most so much time. */
 static const double LADDER_WORTH = 1.02;
 
-/* Among candidates for short host memory, kind by kind, where there are any. */
+/* Among candidates of the other kinds, kind by kind, where there are any. */
 static ps_status add_kinds(const ps__search *s, ladder_search r[MAX_LADDER_SEARCHES], uint32_t *n) {
   bool any[PS__N_KINDS] = {false};
   for (size_t i = 0; i < s->space.n_candidates; i++)
@@ -618,7 +621,7 @@ static ps_status add_ladder_search(const ps__search *s, ladder_search r[MAX_LADD
   cap[place] = ladder_cap_below(cap[place]);
   const double most = LADDER_WORTH * least_estimate(s, s->cap),
                here = cap[place] ? least_estimate(s, cap) : 0;
-  if (*n == MAX_LADDER_SEARCHES || ps__budget(s, *n + 1) > MOST_BUDGETS || here == 0 || here > most)
+  if (ps__budget(s, 2) > MOST_BUDGETS || here == 0 || here > most)
     return PS_OK;
   return ladder_search_init(&r[(*n)++], s, cap);
 }
@@ -630,17 +633,18 @@ static ps_status add_ladder_search(const ps__search *s, ladder_search r[MAX_LADD
 static const double ROBUST_MOST = 1.01;
 /* It must gain so much there, and more than it costs here. */
 static const double ROBUST_LEAST_GAIN = 0.005;
-enum { N_FINALISTS = 8 };
+enum { N_FOUND = 8, N_VARIATIONS = 3, N_FINALISTS = N_FOUND + N_VARIATIONS };
 
 typedef struct finalists {
   uint32_t n;
   ps__fastest of[N_FINALISTS];
 } finalists;
 
-/* Of the same cut, as bits depend on it. */
-static void add_finalist(finalists *f, const ps__fastest *fastest, const ps__fastest *one) {
+/* Of the same cut, as bits depend on it. At most @most are there then. */
+static void add_finalist(finalists *f, uint32_t most, const ps__fastest *fastest,
+                         const ps__fastest *one) {
   bool known = one->ns == 0 || one->candidate.microbatch != fastest->candidate.microbatch ||
-               one->ns > ROBUST_MOST * fastest->ns || f->n == N_FINALISTS;
+               one->ns > ROBUST_MOST * fastest->ns || f->n == most;
   for (uint32_t i = 0; i < f->n; i++)
     known |= f->of[i].ns == one->ns;
   if (!known)
@@ -649,9 +653,9 @@ static void add_finalist(finalists *f, const ps__fastest *fastest, const ps__fas
 
 /* The fastest with less offloaded: it recomputes more, and waits less for the host. */
 static ps_status add_variations(ps__search *s, finalists *f, const ps__fastest *fastest) {
-  static const int less[] = {2, 5, 10};
+  static const int less[N_VARIATIONS] = {2, 5, 10};
   const uint32_t n_feasible = s->out->n_feasible; /* of the search alone */
-  for (size_t i = 0; i < sizeof less / sizeof *less; i++) {
+  for (uint32_t i = 0; i < N_VARIATIONS; i++) {
     ps__candidate m = fastest->candidate;
     ps__evaluation e;
     double ns = 0;
@@ -666,7 +670,7 @@ static ps_status add_variations(ps__search *s, finalists *f, const ps__fastest *
       return st;
     if (ns > ROBUST_MOST * fastest->ns)
       break;
-    add_finalist(f, fastest, &(ps__fastest){ns, m});
+    add_finalist(f, N_FINALISTS, fastest, &(ps__fastest){ns, m});
   }
   return PS_OK;
 }
@@ -696,14 +700,72 @@ static ps_status prefer_robust(ps__search *s, finalists *f) {
   return PS_OK;
 }
 
-/* The fastest plan found under the caps, among candidates for short host memory, and under the
+static int by_candidates(const void *pa, const void *pb) {
+  const ladder_search *a = *(ladder_search *const *)pa, *b = *(ladder_search *const *)pb;
+  const double a_ns = a->s->best[0].ns, b_ns = b->s->best[0].ns;
+  if ((a_ns > 0) != (b_ns > 0))
+    return a_ns > 0 ? -1 : 1;
+  if (a_ns != b_ns)
+    return a_ns < b_ns ? -1 : 1;
+  return a < b ? -1 : a > b;
+}
+
+/* A search goes on if its candidates take at most so many times the fastest one's time. */
+static const double WORTH_GOING_ON = 1.05;
+
+/* Which of the @n searches go on from their candidates: in @order from the first on, whose number
+ * it returns. The first search does. Of the others those with the fastest candidates do, as many as
+ * there are budgets. Where there is one budget, another kind of candidates has one too if its
+ * fastest is faster. */
+static uint32_t choose_varied(const ps__search *s, uint32_t n, ladder_search *order[]) {
+  uint32_t varied = 1;
+  qsort(order + 1, n - 1, sizeof *order, by_candidates);
+  const double first_ns = order[0]->s->best[0].ns, other_ns = n > 1 ? order[1]->s->best[0].ns : 0,
+               least_ns =
+                   other_ns > 0 && (first_ns == 0 || other_ns < first_ns) ? other_ns : first_ns;
+  for (; varied < n; varied++) {
+    const double ns = order[varied]->s->best[0].ns;
+    const bool paid = !s->large || ps__budget(s, varied + 1) <= MOST_BUDGETS,
+               faster = varied == 1 && (first_ns == 0 || ns < first_ns);
+    if (ns == 0 || !(paid || faster) || (s->large && ns > WORTH_GOING_ON * least_ns))
+      break;
+  }
+  return varied;
+}
+
+/* Has the @n searches run side by side: first all of them for their fastest candidates, which is a
+ * small part of a search, then those that go on from there. Where none of them comes to a plan, the
+ * others go on too. */
+static ps_status run_ladder(const ps__search *s, ladder_search *r, uint32_t n) {
+  ladder_search *order[MAX_LADDER_SEARCHES];
+  ps__pool *pool;
+  uint32_t begun = 0, end = 0;
+  bool found = false;
+  PS_TRY(ps__pool_create(&pool, s->plan->most_workers ? 1 : ps__search_space_workers(&s->space, n),
+                         "ladder"));
+  ps__pool_run(pool, n, find_candidates_task, r);
+  for (uint32_t i = 0; i < n; i++)
+    order[i] = &r[i];
+  bool failed = false;
+  for (uint32_t i = 0; i < n; i++)
+    failed |= r[i].status != PS_OK;
+  while (!failed && !found && begun < n) {
+    end = begun == 0 ? choose_varied(s, n, order) : n;
+    ps__pool_run(pool, end - begun, find_near_task, order + begun);
+    for (; begun < end; begun++)
+      found |= order[begun]->s->best[0].ns > 0;
+  }
+  ps__pool_destroy(pool);
+  return PS_OK;
+}
+
+/* The fastest plan found under the caps, among candidates of the other kinds, and under the
  * caps with the ladder's next lower cap at one place after the other. The way of a search depends
  * on its caps. Where more memory gains a step little, the search under less may find the faster
  * plan, which fits here too. */
 static ps_status find_on_ladder(ps__search *s) {
   ladder_search r[MAX_LADDER_SEARCHES] = {0};
   ps__fastest found[MAX_LADDER_SEARCHES * PS__N_BEST] = {0};
-  ps__pool *pool;
   uint32_t n = 1;
   ps_status st = ladder_search_init(&r[0], s, s->cap);
   if (st == PS_OK)
@@ -711,19 +773,14 @@ static ps_status find_on_ladder(ps__search *s) {
   for (uint32_t i = 0; i <= PS__HOST_MEM && st == PS_OK && s->large; i++)
     st = add_ladder_search(s, r, &n, i);
   if (st == PS_OK)
-    st = ps__pool_create(&pool, s->plan->most_workers ? 1 : ps__search_space_workers(&s->space, n),
-                         "ladder");
-  if (st == PS_OK) {
-    ps__pool_run(pool, n, ladder_search_task, r);
-    ps__pool_destroy(pool);
-  }
+    st = run_ladder(s, r, n);
   for (uint32_t i = 0; i < n; i++) {
     if (st == PS_OK && r[i].status != PS_OK)
       st = ps__fail(r[i].status, "%s", r[i].why);
-    if (st == PS_OK && r[i].s->best[0].ns > 0 &&
+    if (st == PS_OK && r[i].varied && r[i].s->best[0].ns > 0 &&
         (s->best[0].ns == 0 || r[i].s->best[0].ns < s->best[0].ns))
       s->best[0] = r[i].s->best[0];
-    for (uint32_t k = 0; st == PS_OK && k < PS__N_BEST; k++)
+    for (uint32_t k = 0; st == PS_OK && r[i].varied && k < PS__N_BEST; k++)
       found[i * PS__N_BEST + k] = r[i].s->best[k];
     s->out->n_feasible += r[i].out.n_feasible;
     if (r[i].s) {
@@ -735,8 +792,9 @@ static ps_status find_on_ladder(ps__search *s) {
   if (st != PS_OK || s->best[0].ns == 0 || !s->large || s->plan->counts_guests)
     return st;
   finalists f = {.n = 1, .of = {s->best[0]}};
-  for (size_t i = 0; i < sizeof found / sizeof *found; i++)
-    add_finalist(&f, &s->best[0], &found[i]);
+  for (uint32_t k = 0; k < PS__N_BEST; k++) /* the best of each search, then the next best */
+    for (uint32_t i = 0; i < n; i++)
+      add_finalist(&f, N_FOUND, &s->best[0], &found[i * PS__N_BEST + k]);
   return prefer_robust(s, &f);
 }
 
@@ -767,7 +825,7 @@ static ps_status search(ps_plan *plan, ps__memo *memo, bool sizes_only, double b
   s->prune = true;
   if (st == PS_OK && !sizes_only) {
     qsort(s->space.candidate, s->space.n_candidates, sizeof *s->space.candidate, by_estimate);
-    s->large = is_large(s);
+    s->large = ps__search_space_is_large(&s->space);
   }
   if (st == PS_OK && s->large && !plan->counts_guests) /* guests need all rounds */
     st = ps__search_space_shorten(&s->space);
