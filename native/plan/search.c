@@ -545,14 +545,16 @@ static uint64_t ladder_cap_below(uint64_t cap) {
 typedef struct ladder_search {
   ps__search *s;
   ps__search_result out;
-  bool varied; /* its best plan has all its rounds, and is compared with those of others */
+  bool varied;    /* its best plan has all its rounds, and is compared with those of others */
+  uint32_t place; /* whose cap is one of the ladder's; PS__N_MEMS: none is */
+  uint32_t rank;  /* those with a lower one go on first (choose_varied()) */
   ps_status status;
   char why[256];
 } ladder_search;
 
 static ps_status ladder_search_init(ladder_search *r, const ps__search *s,
                                     const uint64_t cap[PS__N_MEMS]) {
-  *r = (ladder_search){.s = ps__malloc(sizeof *s)};
+  *r = (ladder_search){.s = ps__malloc(sizeof *s), .place = PS__N_MEMS};
   if (!r->s)
     return ps__fail(PS_ENOMEM, "out of memory for the search");
   *r->s = *s;
@@ -561,6 +563,15 @@ static ps_status ladder_search_init(ladder_search *r, const ps__search *s,
   r->s->out = &r->out;
   r->s->evaluated = ps__calloc(s->space.n_candidates + 1, sizeof *r->s->evaluated);
   return r->s->evaluated ? PS_OK : ps__fail(PS_ENOMEM, "out of memory for the search");
+}
+
+static void ladder_search_end(ladder_search *r) {
+  if (r->s) {
+    ps__evaluation_arrays_free(&r->s->arrays);
+    ps__free(r->s->evaluated);
+  }
+  ps__free(r->s);
+  r->s = NULL;
 }
 
 static void note_status(ladder_search *r, ps_status status) {
@@ -593,7 +604,7 @@ static double least_estimate(const ps__search *s, const uint64_t cap[PS__N_MEMS]
 }
 
 enum {
-  MAX_LADDER_SEARCHES = PS__N_KINDS + PS__PINNED_MEM,
+  MAX_LADDER_SEARCHES = PS__N_KINDS + 2 * PS__PINNED_MEM,
   MOST_BUDGETS = 3 /* of a model of 32 layers, for the local searches of a plan */
 };
 /* A cap of the ladder is searched where the estimates say that it costs at most so much time. */
@@ -613,17 +624,55 @@ static ps_status add_kinds(const ps__search *s, ladder_search r[MAX_LADDER_SEARC
   return PS_OK;
 }
 
-/* Under the ladder's next cap below that of @place. */
-static ps_status add_ladder_search(const ps__search *s, ladder_search r[MAX_LADDER_SEARCHES],
-                                   uint32_t *n, uint32_t place) {
+/* Under the ladder's next cap below @above at @place: r->s stays NULL where that is not worth a
+ * search. */
+static ps_status begin_ladder_search(const ps__search *s, const uint64_t above[PS__N_MEMS],
+                                     uint32_t place, ladder_search *r) {
   uint64_t cap[PS__N_MEMS];
-  memcpy(cap, s->cap, sizeof cap);
+  memcpy(cap, above, sizeof cap);
   cap[place] = ladder_cap_below(cap[place]);
   const double most = LADDER_WORTH * least_estimate(s, s->cap),
                here = cap[place] ? least_estimate(s, cap) : 0;
   if (ps__budget(s, 2) > MOST_BUDGETS || here == 0 || here > most)
     return PS_OK;
-  return ladder_search_init(&r[(*n)++], s, cap);
+  PS_TRY(ladder_search_init(r, s, cap));
+  r->place = place;
+  return PS_OK;
+}
+
+/* Whether a search has found the same fastest candidate as the first one. */
+static bool finds_the_same(const ladder_search *r, const ladder_search *first) {
+  return r->s->best[0].ns > 0 && r->s->best[0].ns == first->s->best[0].ns;
+}
+
+/* Searches of a plan, and for each of them one under lower caps. */
+typedef struct ladder {
+  const ps__search *s;
+  ladder_search r[MAX_LADDER_SEARCHES], lower[MAX_LADDER_SEARCHES];
+  uint32_t n;
+} ladder;
+
+/* A search under a cap of the ladder that finds the same as the first one tells nothing new. So one
+ * more begins under the first lower cap that tells something. On the way down most candidates are
+ * known. */
+static void find_lower_task(void *arg, int64_t i, uint32_t worker) {
+  ladder *l = arg;
+  ladder_search *r = &l->r[i], *lower = &l->lower[i];
+  uint64_t cap[PS__N_MEMS];
+  (void)worker;
+  if (r->place == PS__N_MEMS || !finds_the_same(r, l->r))
+    return;
+  memcpy(cap, r->s->cap, sizeof cap);
+  for (bool same = true; same;) {
+    ladder_search_end(lower);
+    note_status(r, begin_ladder_search(l->s, cap, r->place, lower));
+    if (r->status != PS_OK || !lower->s)
+      return;
+    memcpy(cap, lower->s->cap, sizeof cap);
+    note_status(r, find_candidates(lower->s));
+    ps__evaluation_arrays_free(&lower->s->arrays);
+    same = r->status == PS_OK && finds_the_same(lower, l->r);
+  }
 }
 
 /* ---- robust by default ----------------------------------------------------------------------- */
@@ -700,80 +749,112 @@ static ps_status prefer_robust(ps__search *s, finalists *f) {
   return PS_OK;
 }
 
-static int by_candidates(const void *pa, const void *pb) {
+/* A search goes on if its candidates take at most so many times the fastest one's time. */
+static const double WORTH_GOING_ON = 1.05;
+enum { RANK_FIRST, RANK_OTHER, RANK_SAME, RANK_SLOW };
+
+static int by_rank_and_time(const void *pa, const void *pb) {
   const ladder_search *a = *(ladder_search *const *)pa, *b = *(ladder_search *const *)pb;
-  const double a_ns = a->s->best[0].ns, b_ns = b->s->best[0].ns;
-  if ((a_ns > 0) != (b_ns > 0))
-    return a_ns > 0 ? -1 : 1;
-  if (a_ns != b_ns)
-    return a_ns < b_ns ? -1 : 1;
+  if (a->rank != b->rank)
+    return a->rank < b->rank ? -1 : 1;
+  if (a->s->best[0].ns != b->s->best[0].ns)
+    return a->s->best[0].ns < b->s->best[0].ns ? -1 : 1;
   return a < b ? -1 : a > b;
 }
 
-/* A search goes on if its candidates take at most so many times the fastest one's time. */
-static const double WORTH_GOING_ON = 1.05;
+static void rank_searches(ladder *l) {
+  double least = 0;
+  for (uint32_t i = 0; i < l->n; i++) {
+    const double ns = l->r[i].s->best[0].ns;
+    if (ns > 0 && (least == 0 || ns < least))
+      least = ns;
+  }
+  for (uint32_t i = 0; i < l->n; i++) {
+    const double ns = l->r[i].s->best[0].ns;
+    l->r[i].rank = i == 0                                                    ? RANK_FIRST
+                   : ns == 0 || (l->s->large && ns > WORTH_GOING_ON * least) ? RANK_SLOW
+                   : finds_the_same(&l->r[i], l->r)                          ? RANK_SAME
+                                                                             : RANK_OTHER;
+  }
+}
 
-/* Which of the @n searches go on from their candidates: in @order from the first on, whose number
- * it returns. The first search does. Of the others those with the fastest candidates do, as many as
- * there are budgets. Where there is one budget, another kind of candidates has one too if its
- * fastest is faster. */
-static uint32_t choose_varied(const ps__search *s, uint32_t n, ladder_search *order[]) {
+/* How many searches go on from their candidates: in @order, whose first they are. The first search
+ * does. Of the others those with the fastest candidates do, as many as there are budgets, and those
+ * that found the same as the first one last. Where there is one budget, another kind of candidates
+ * has one too if its fastest is faster. */
+static uint32_t choose_varied(ladder *l, ladder_search *order[]) {
   uint32_t varied = 1;
-  qsort(order + 1, n - 1, sizeof *order, by_candidates);
-  const double first_ns = order[0]->s->best[0].ns, other_ns = n > 1 ? order[1]->s->best[0].ns : 0,
-               least_ns =
-                   other_ns > 0 && (first_ns == 0 || other_ns < first_ns) ? other_ns : first_ns;
-  for (; varied < n; varied++) {
-    const double ns = order[varied]->s->best[0].ns;
-    const bool paid = !s->large || ps__budget(s, varied + 1) <= MOST_BUDGETS,
-               faster = varied == 1 && (first_ns == 0 || ns < first_ns);
-    if (ns == 0 || !(paid || faster) || (s->large && ns > WORTH_GOING_ON * least_ns))
+  rank_searches(l);
+  for (uint32_t i = 0; i < l->n; i++)
+    order[i] = &l->r[i];
+  qsort(order, l->n, sizeof *order, by_rank_and_time);
+  const double first = order[0]->s->best[0].ns;
+  for (; varied < l->n && order[varied]->rank < RANK_SLOW; varied++) {
+    const bool paid = !l->s->large || ps__budget(l->s, varied + 1) <= MOST_BUDGETS,
+               faster = varied == 1 && (first == 0 || order[1]->s->best[0].ns < first);
+    if (!paid && !faster)
       break;
   }
   return varied;
 }
 
-/* Has the @n searches run side by side: first all of them for their fastest candidates, which is a
+static bool any_failed(const ladder *l) {
+  bool failed = false;
+  for (uint32_t i = 0; i < l->n; i++)
+    failed |= l->r[i].status != PS_OK;
+  return failed;
+}
+
+/* Has the searches run side by side: first all of them for their fastest candidates, which is a
  * small part of a search, then those that go on from there. Where none of them comes to a plan, the
  * others go on too. */
-static ps_status run_ladder(const ps__search *s, ladder_search *r, uint32_t n) {
+static ps_status run_ladder(ladder *l) {
   ladder_search *order[MAX_LADDER_SEARCHES];
   ps__pool *pool;
-  uint32_t begun = 0, end = 0;
+  const uint32_t n = l->n;
   bool found = false;
-  PS_TRY(ps__pool_create(&pool, s->plan->most_workers ? 1 : ps__search_space_workers(&s->space, n),
-                         "ladder"));
-  ps__pool_run(pool, n, find_candidates_task, r);
+  PS_TRY(ps__pool_create(
+      &pool, l->s->plan->most_workers ? 1 : ps__search_space_workers(&l->s->space, n), "ladder"));
+  ps__pool_run(pool, n, find_candidates_task, l->r);
+  if (!any_failed(l))
+    ps__pool_run(pool, n, find_lower_task, l);
   for (uint32_t i = 0; i < n; i++)
-    order[i] = &r[i];
-  bool failed = false;
-  for (uint32_t i = 0; i < n; i++)
-    failed |= r[i].status != PS_OK;
-  while (!failed && !found && begun < n) {
-    end = begun == 0 ? choose_varied(s, n, order) : n;
+    if (l->lower[i].s)
+      l->r[l->n++] = l->lower[i];
+  for (uint32_t begun = 0, end; !any_failed(l) && !found && begun < l->n; begun = end) {
+    end = begun == 0 ? choose_varied(l, order) : l->n;
     ps__pool_run(pool, end - begun, find_near_task, order + begun);
-    for (; begun < end; begun++)
-      found |= order[begun]->s->best[0].ns > 0;
+    for (uint32_t i = begun; i < end; i++)
+      found |= order[i]->s->best[0].ns > 0;
   }
   ps__pool_destroy(pool);
   return PS_OK;
 }
 
+static ps_status ladder_init(ladder *l, const ps__search *s) {
+  l->s = s;
+  PS_TRY(ladder_search_init(&l->r[l->n++], s, s->cap));
+  PS_TRY(add_kinds(s, l->r, &l->n));
+  for (uint32_t place = 0; place <= PS__HOST_MEM && s->large; place++) {
+    const ps_status st = begin_ladder_search(s, s->cap, place, &l->r[l->n]);
+    l->n += l->r[l->n].s != NULL;
+    PS_TRY(st);
+  }
+  return PS_OK;
+}
+
 /* The fastest plan found under the caps, among candidates of the other kinds, and under the
- * caps with the ladder's next lower cap at one place after the other. The way of a search depends
+ * caps with a lower cap of the ladder at one place after the other. The way of a search depends
  * on its caps. Where more memory gains a step little, the search under less may find the faster
  * plan, which fits here too. */
 static ps_status find_on_ladder(ps__search *s) {
-  ladder_search r[MAX_LADDER_SEARCHES] = {0};
+  ladder l = {0};
   ps__fastest found[MAX_LADDER_SEARCHES * PS__N_BEST] = {0};
-  uint32_t n = 1;
-  ps_status st = ladder_search_init(&r[0], s, s->cap);
+  ps_status st = ladder_init(&l, s);
   if (st == PS_OK)
-    st = add_kinds(s, r, &n);
-  for (uint32_t i = 0; i <= PS__HOST_MEM && st == PS_OK && s->large; i++)
-    st = add_ladder_search(s, r, &n, i);
-  if (st == PS_OK)
-    st = run_ladder(s, r, n);
+    st = run_ladder(&l);
+  const uint32_t n = l.n;
+  ladder_search *r = l.r;
   for (uint32_t i = 0; i < n; i++) {
     if (st == PS_OK && r[i].status != PS_OK)
       st = ps__fail(r[i].status, "%s", r[i].why);
@@ -783,11 +864,7 @@ static ps_status find_on_ladder(ps__search *s) {
     for (uint32_t k = 0; st == PS_OK && r[i].varied && k < PS__N_BEST; k++)
       found[i * PS__N_BEST + k] = r[i].s->best[k];
     s->out->n_feasible += r[i].out.n_feasible;
-    if (r[i].s) {
-      ps__evaluation_arrays_free(&r[i].s->arrays);
-      ps__free(r[i].s->evaluated);
-    }
-    ps__free(r[i].s);
+    ladder_search_end(&r[i]);
   }
   if (st != PS_OK || s->best[0].ns == 0 || !s->large || s->plan->counts_guests)
     return st;
