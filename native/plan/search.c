@@ -682,18 +682,17 @@ static void find_lower_task(void *arg, int64_t i, uint32_t worker) {
 static const double ROBUST_MOST = 1.01;
 /* It must gain so much there, and more than it costs here. */
 static const double ROBUST_LEAST_GAIN = 0.005;
-enum { N_FOUND = 8, N_VARIATIONS = 3, N_FINALISTS = N_FOUND + N_VARIATIONS };
+enum { N_VARIATIONS = 3, N_FINALISTS = MAX_LADDER_SEARCHES * PS__N_BEST + N_VARIATIONS };
 
 typedef struct finalists {
   uint32_t n;
   ps__fastest of[N_FINALISTS];
 } finalists;
 
-/* Of the same cut, as bits depend on it. At most @most are there then. */
-static void add_finalist(finalists *f, uint32_t most, const ps__fastest *fastest,
-                         const ps__fastest *one) {
+/* Of the same cut, as bits depend on it. */
+static void add_finalist(finalists *f, const ps__fastest *fastest, const ps__fastest *one) {
   bool known = one->ns == 0 || one->candidate.microbatch != fastest->candidate.microbatch ||
-               one->ns > ROBUST_MOST * fastest->ns || f->n == most;
+               one->ns > ROBUST_MOST * fastest->ns;
   for (uint32_t i = 0; i < f->n; i++)
     known |= f->of[i].ns == one->ns;
   if (!known)
@@ -719,7 +718,7 @@ static ps_status add_variations(ps__search *s, finalists *f, const ps__fastest *
       return st;
     if (ns > ROBUST_MOST * fastest->ns)
       break;
-    add_finalist(f, N_FINALISTS, fastest, &(ps__fastest){ns, m});
+    add_finalist(f, fastest, &(ps__fastest){ns, m});
   }
   return PS_OK;
 }
@@ -750,7 +749,7 @@ static ps_status prefer_robust(ps__search *s, finalists *f) {
 }
 
 /* A search goes on if its candidates take at most so many times the fastest one's time. */
-static const double WORTH_GOING_ON = 1.05;
+static const double WORTH_GOING_ON = 1.1;
 enum { RANK_FIRST, RANK_OTHER, RANK_SAME, RANK_SLOW };
 
 static int by_rank_and_time(const void *pa, const void *pb) {
@@ -869,9 +868,8 @@ static ps_status find_on_ladder(ps__search *s) {
   if (st != PS_OK || s->best[0].ns == 0 || !s->large || s->plan->counts_guests)
     return st;
   finalists f = {.n = 1, .of = {s->best[0]}};
-  for (uint32_t k = 0; k < PS__N_BEST; k++) /* the best of each search, then the next best */
-    for (uint32_t i = 0; i < n; i++)
-      add_finalist(&f, N_FOUND, &s->best[0], &found[i * PS__N_BEST + k]);
+  for (size_t i = 0; i < sizeof found / sizeof *found; i++)
+    add_finalist(&f, &s->best[0], &found[i]);
   return prefer_robust(s, &f);
 }
 
