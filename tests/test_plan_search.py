@@ -21,10 +21,11 @@ def resident():
 @pytest.mark.long
 @pytest.mark.parametrize("name,seconds", [("8b", 60), ("32b", 120)])
 def test_large_models_are_planned_without_touching_memory(name, seconds):
-    """A plan's time is its search: 8B 4 s and 32B 10 s on two cores; the limits leave room for
-    slower machines. That of memory is told of 1B below."""
+    """A plan's time is its search. SECONDS are of CPU time, as other programs may run beside it:
+    8B takes 10 to 16 s and 32B 9 s, and the limits leave room for slower machines. That of memory
+    is told of 1B below."""
     model = ModelConfig.read(ROOT / f"models/{name}.json")
-    before, begin = resident(), time.monotonic()
+    before, begin = resident(), time.process_time()
     plan = Plan(
         model,
         seq_len=8192,
@@ -32,7 +33,7 @@ def test_large_models_are_planned_without_touching_memory(name, seconds):
         host_mem="4000GiB",
         hardware=rates(host_memory_bytes=1 << 43),
     )
-    assert time.monotonic() - begin < seconds
+    assert time.process_time() - begin < seconds
     assert resident() - before < 512 * MIB < plan.report["device_used_bytes"]
     assert plan.report["device_used_bytes"] <= 20 << 30
 
@@ -101,6 +102,52 @@ def test_a_plan_for_less_memory_is_a_plan_for_more():
     small, large = (Plan(model, device_mem=f"{device}GiB", **ask).report for device in (8, 12))
     # two plans of one time: their simulated ns differ in the 15th digit
     assert large["step_s"] <= small["step_s"] * (1 + 1e-12)
+
+
+# What copies leave for AdamW and for sums on 14 threads of a host that is slower than that of
+# docs/hardware-h200.json: kinds that run at once (memory_shares), then GB/s.
+SHARES = (
+    (4, 54.8, 55.0, 96.2),
+    (5, 50.2, 55.0, 91.9),
+    (6, 54.8, 53.2, 81.9),
+    (7, 36.9, 50.2, 73.1),
+    (8, 54.8, 55.0, 139.6),
+    (9, 44.3, 55.0, 124.0),
+    (10, 54.8, 50.2, 109.7),
+    (11, 31.0, 47.2, 103.3),
+)
+SLOW_HOST = {
+    "accumulate_bytes_per_s": 80e9,
+    "accumulate_sumsq_bytes_per_s": 80e9,
+    "sumsq_bytes_per_s": 80e9,
+    "memory_bytes_per_s": 139e9,
+    "duplex_bytes_per_s": 47.2e9,
+    "gather_bytes_per_s": 177e9,
+    "op_ns": 5900,
+    "idle_gain": 0.75,
+    "idle_most": 0.084,
+    "optimizer_by_threads": [],
+    "memory_shares": [
+        {"kinds": kinds, "threads": 14}
+        | {f"{k}_bytes_per_s": rate * 1e9 for k, rate in zip(("h2d", "d2h", "host"), at_once)}
+        for kinds, *at_once in SHARES
+    ],
+}
+
+
+@pytest.mark.long
+def test_more_of_the_host_is_not_slower_where_its_memory_is_slow(tmp_path):
+    """The usual candidates are 1.9% slower under 94 GiB than under 84. Those that keep blocks'
+    gradients on the device are not. 1% may be what a plan costs that loses less."""
+    machine = json.loads((ROOT / "docs/hardware-h200.json").read_text()) | SLOW_HOST
+    (tmp_path / "machine.json").write_text(json.dumps(machine))
+    (tmp_path / "config.json").write_text((ROOT / "models/8b.json").read_text())
+    command = [BUILD / "bin/penstock", "plan", "--model", tmp_path, "--json"]
+    command += ["--hardware", tmp_path / "machine.json", "--pairs", "24GiB:84GiB", "24GiB:94GiB"]
+    command += ["--seq-len", "4096", "--tokens-per-step", "131072"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    less, more = (json.loads(line)["plan"]["predicted_tokens_per_s"] for line in out.splitlines())
+    assert more > 0.99 * less
 
 
 @pytest.mark.long

@@ -337,6 +337,46 @@ static void test_shared_evaluations(const ps_hardware *hw) {
   printf("ok plans that share evaluations are those made alone\n");
 }
 
+/* How many candidates of another kind the search space has, on a GPU whose host has so much. */
+static size_t n_of_other_kinds(uint32_t n_layers, uint32_t n_sequences, uint64_t host_bytes) {
+  static ps__search_space sp; /* 48 KB */
+  const ps_model_config model = {.struct_bytes = sizeof model,
+                                 .vocab_size = 4096,
+                                 .n_layers = n_layers,
+                                 .dim = 256,
+                                 .n_kv_heads = 2,
+                                 .n_heads = 4,
+                                 .head_dim = 64,
+                                 .ffn_dim = 1024,
+                                 .bos_token_id = -1,
+                                 .eos_token_id = -1,
+                                 .pad_token_id = -1,
+                                 .norm_eps = 1e-5f,
+                                 .rope = {.theta = 1e4}};
+  const ps_plan_config cfg = {PLAN_DEFAULTS,  .recipe = PS_RECIPE_BF16,
+                              .seq_len = 256, .tokens_per_step = 256 * n_sequences,
+                              .clip_norm = 1, .reserve_bytes = 1 << 28};
+  ps_hardware hw = {.struct_bytes = sizeof hw};
+  ps_plan *p;
+  size_t n = 0;
+  CHECK(ps_hardware_of_gpu(&hw, "h200") == PS_OK);
+  CHECK(ps__plan_new(&p, &model, &cfg, &hw) == PS_OK);
+  CHECK(ps__search_space_init(&sp, p, host_bytes, &p->hooks) == PS_OK);
+  for (size_t i = 0; i < sp.n_candidates; i++)
+    n += ps__kind_of(&sp.candidate[i].keep) != PS__KIND_USUAL;
+  ps__search_space_free(&sp);
+  CHECK(ps_plan_destroy(p) == PS_OK);
+  return n;
+}
+
+/* More memory of the host takes no candidate away, where a search does not evaluate all. */
+static void test_kinds(void) {
+  const size_t n_large = n_of_other_kinds(16, 64, 1);
+  CHECK(n_large > 0 && n_of_other_kinds(16, 64, UINT64_MAX) == n_large);
+  CHECK(n_of_other_kinds(2, 1, 1) > 0 && n_of_other_kinds(2, 1, UINT64_MAX) == 0);
+  printf("ok a large search space has candidates of all kinds, however much the host has\n");
+}
+
 int main(int argc, char **argv) {
   const bool all = argc > 1 && !strcmp(argv[1], "all");
   /* the second takes as long as ten others */
@@ -350,6 +390,7 @@ int main(int argc, char **argv) {
   test_bounds(first, all ? 1000 : SLOWER > 1 ? 4 : 60, &hw);
   test_a_cap_far_beyond(&hw);
   test_shared_evaluations(&hw);
+  test_kinds();
   for (uint64_t seed = first; seed < first + n; seed++) {
     uint64_t state = mix64(seed);
     plan_one(&state, seed, &hw);
