@@ -146,6 +146,19 @@ ps_status ps__fill_device(ps__search *s, ps__candidate *m, uint64_t taken, doubl
  * (threads). */
 ps_status ps__local_search(ps__search *s);
 
+/* ---- search.c: one search under the caps of @s ------------------------------------------------ */
+/* ps__sort_by_estimate() - the candidates, the one first that is estimated to be the fastest.
+ * ps__find_candidates() - the fastest candidates under the caps, in s->best.
+ * ps__find_near() - from those to the fastest plan near them, in s->best.
+ * ps__find_smallest_under() - in s->out->smallest the smallest cap at each place, each with a
+ * budget of its own: it is not spent on candidates that another place's cap rules out. Where there
+ * is none, in s->out->any the nearest to all caps.
+ * Errors: PS_ENOMEM; PS_EDEVICE (threads). */
+void ps__sort_by_estimate(ps__search *s);
+ps_status ps__find_candidates(ps__search *s);
+ps_status ps__find_near(ps__search *s);
+ps_status ps__find_smallest_under(ps__search *s);
+
 /* ---- held.c: state of blocks on the device, where the plan holds state ----------------------- */
 /* ps__held_init() - set s->held_bytes, s->held_there and s->held_totals. Needs the plan.
  * ps__blocks_to_hold() - how many blocks a candidate that takes @bytes with @held blocks holds

@@ -318,7 +318,7 @@ static inline uint64_t ps__pinned_bytes(uint64_t arena, uint64_t pageable) {
 }
 void ps__used_bytes(const ps_plan *plan, const ps__step *s, const ps__guests *guests,
                     const uint64_t arena[PS_MAX_PLACES], uint64_t out[PS__N_MEMS]);
-/* ---- search.c -------------------------------------------------------------------------------- */
+/* ---- ladder.c -------------------------------------------------------------------------------- */
 typedef struct ps__search_result {
   /* BYTES by place: the smallest cap that a plan fits in under the other places' caps; 0: none is
    * enough */
