@@ -76,7 +76,7 @@ static double grouped_rate(const ps_hardware *hw, const ps__args_gemm_grouped *a
 }
 
 /* An SM's seconds and the memory's bytes of an element of a state. Of an H200 with 32 heads of 128
- * by 128: 0.72 ms forward and 2.56 ms backward at 8,192 tokens, for which its memory moved 0.43 and
+ * by 128: 0.69 ms forward and 2.05 ms backward at 8,192 tokens, for which its memory moved 0.43 and
  * 2.5 GB (bench/log/2026-11-28-delta-kernels.md). Pieces of rows follow each other and wait for
  * each other, so the rest goes by SMs, not by the peak of products. */
 static double delta_estimate_s(const ps_hardware *hw, double sm_s, double bytes) {
@@ -95,8 +95,8 @@ void ps__delta_rates(const ps_hardware *hw, ps_delta_rate out[PS_MAX_DELTA_RATES
   out[0] =
       hw->backend == PS_BACKEND_CPU
           ? (ps_delta_rate){hw->n_threads, 0, CPU_DELTA_FWD * products, CPU_DELTA_BWD * products}
-          : (ps_delta_rate){32, 0, 1 / delta_estimate_s(hw, 19e-12, 0.10),
-                            1 / delta_estimate_s(hw, 60e-12, 0.58)};
+          : (ps_delta_rate){32, 0, 1 / delta_estimate_s(hw, 18e-12, 0.10),
+                            1 / delta_estimate_s(hw, 44e-12, 0.58)};
 }
 
 /* On the CPU a task is a key head's: where these are no multiple of the threads, some wait. */
