@@ -140,7 +140,7 @@ $(addprefix $(BUILD)/,tests/test_cuda_ops tests/libops_shim.so bench/kernels): \
   $(OP_CASES:%.c=$(BUILD)/obj/%.o)
 $(BUILD)/tests/test_draw: $(DRAW_SETS)
 $(BUILD)/tests/test_grid: $(BUILD)/obj/native/cli/cells.o
-# Its engines are made with a backend of its own.
+# test_train_beside replaces ps_engine_create(): its engines have a backend of its own.
 $(BUILD)/tests/test_train_beside: private WRAP := -Wl,--wrap=ps_engine_create
 $(BUILD)/bench/limit: $(filter-out %/main.o,$(CLI_OBJ))
 $(BUILD)/fuzz/fuzz_toml: $(BUILD)/obj/native/cli/toml.o

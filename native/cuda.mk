@@ -165,8 +165,8 @@ $(BUILD)/obj/native/kernels/cuda/gemm_grouped_90.o: \
 # Machine code of cuda-archs, which nothing links: a library of all of them would be three times as
 # large. Attention libraries have flags of their own, and are for one kind of GPU. Every other build
 # compiles the host's side. The first of ARCHS makes the PTX for all: the kernels have no code that
-# is for a newer GPU alone. It is made with less optimization, in half the time: what does not
-# compile shows there too.
+# is for a newer GPU alone. This code is compiled with less optimization, in half the time, as it is
+# only to show what does not compile.
 ARCHS_SRC := $(filter-out %/attention_flash.cu %/attention_flash4.cu %/gemm_grouped_90.cu,$(CU_SRC))
 ARCHS_OBJ := $(ARCHS_SRC:%.cu=$(BUILD)/archs/%.fatbin)
 archs_code = $(foreach a,$1,-gencode arch=compute_$(firstword $1),code=sm_$(a))

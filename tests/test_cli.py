@@ -340,7 +340,7 @@ def test_progress_names_loss_speed_eta_and_both_memories(job, tmp_path):
             re.M,
         )
         and re.search(
-            r"^compute ran [\d.]+ s a step \(planned [\d.]+\): [\d.]+ s of \w+[\w ]* \(planned [\d.]+\), ",
+            r"^compute ran [\d.]+ s a step \(planned [\d.]+\), furthest from the plan: [\d.]+ s of \w+[\w ]* \(planned [\d.]+\), ",
             done.stdout,
             re.M,
         )

@@ -385,8 +385,8 @@ def test_what_does_not_go_together_is_refused(directory, changes, why):
     [
         (float("nan"), "give a number$"),
         ("1", "give a number$"),
-        (1e39, "give one from -3.4e38 to 3.4e38$"),
-        (-(10**400), "give one from -3.4e38 to 3.4e38$"),
+        (1e39, "give a number from -3.4e38 to 3.4e38$"),
+        (-(10**400), "give a number from -3.4e38 to 3.4e38$"),
     ],
     ids=["nan", "text", "large", "no double"],
 )

@@ -694,7 +694,7 @@ void cli_progress_end(cli_progress *p);   /* ends an open line */
 void cli_progress_clear(cli_progress *p); /* removes an open line from the terminal */
 
 /* The times of the first CLI_WARMUP_STEPS steps do not count in the median. */
-enum { CLI_MAX_STALLS = 256, CLI_MAX_OP_TIMES = 512, CLI_RECENT_LOSSES = 50, CLI_WARMUP_STEPS = 2 };
+enum { CLI_MAX_STALLS = 256, CLI_RECENT_LOSSES = 50, CLI_WARMUP_STEPS = 2 };
 /* The results of a run, for its summary. */
 struct cli_run_result {
   uint64_t n_done, n_wanted, tokens;
@@ -709,8 +709,8 @@ struct cli_run_result {
   /* what streams waited for, measured and predicted; the longest wait of a stream comes first */
   ps_stall stall[CLI_MAX_STALLS], planned_stall[CLI_MAX_STALLS];
   uint64_t n_stalls, n_planned_stalls;
-  /* how long streams ran which ops, measured and predicted, CLI_MAX_OP_TIMES each, the longest of
-   * a stream first; owned, NULL without a trace */
+  /* how long streams ran which ops, measured and predicted, the longest of a stream first; owned,
+   * NULL without a trace */
   ps_op_time *op_time, *planned_op_time;
   uint64_t n_op_times, n_planned_op_times;
   ps_throughput throughput;        /* zeros without a trace */

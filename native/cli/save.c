@@ -18,11 +18,8 @@ static bool has_file(const char *folder, const char *name) {
   return has;
 }
 
-/* The model's tokenizer would replace that of a data set, or one that the user put there. */
+/* The model's tokenizer would replace one that the user put there. */
 static int check_tokenizer(const cli_job *job, const char *path) {
-  if (has_file(path, "dataset.json"))
-    return cli_fail(CLI_REFUSED, "--out %s has a data set (dataset.json): give another directory",
-                    path);
   if (has_file(path, "tokenizer.json") && has_file(job->model, "tokenizer.json"))
     return cli_fail(CLI_REFUSED,
                     "--out %s has a tokenizer.json, which the model's would replace: give another "
@@ -32,6 +29,9 @@ static int check_tokenizer(const cli_job *job, const char *path) {
 }
 
 int cli_out_check_empty(const cli_job *job, const char *path) {
+  if (has_file(path, "dataset.json")) /* whose tokenizer the model's would replace */
+    return cli_fail(CLI_REFUSED, "--out %s has a data set (dataset.json): give another directory",
+                    path);
   if (job->force)
     return CLI_OK;
   DIR *d = opendir(path);

@@ -48,24 +48,31 @@ void cli_stream_fractions(cli_run_result *r, const ps_trace_event *events, uint6
   }
 }
 
-/* The plan's stalls and times are those of the last two of three simulated steps: the first step
- * begins with idle streams, unlike the steps of a long run. */
+static int op_times_of(const ps_plan *plan, const ps_trace_event *events, uint64_t n,
+                       ps_op_time **out, uint64_t *n_out) {
+  uint64_t n_times;
+  ps_status st = ps_plan_op_times(plan, events, n, NULL, 0, &n_times);
+  if (st != PS_OK)
+    return cli_fail_status(st, false);
+  *out = calloc(n_times + 1, sizeof **out);
+  if (!*out)
+    return cli_fail(CLI_FAILED, "out of memory for the times of %" PRIu64 " kinds of op", n_times);
+  st = ps_plan_op_times(plan, events, n, *out, n_times, n_out);
+  return st == PS_OK ? CLI_OK : cli_fail_status(st, false);
+}
+
+/* The plan's stalls and times are those of the last of three simulated steps: the first begins with
+ * idle streams, unlike the steps of a long run, and the second tells what the last one awaited. */
 int cli_beside_plan(cli_run_result *r, const ps_plan *plan, const ps_trace_event *events,
                     uint64_t n) {
   enum { SIMULATED = 3 };
   uint64_t n_ops = ps_schedule_n_ops(ps_plan_schedule((ps_plan *)plan));
   const uint64_t n_planned = (SIMULATED - 1) * n_ops;
   ps_trace_event *planned = malloc(SIMULATED * n_ops * sizeof *planned);
-  r->op_time = calloc(CLI_MAX_OP_TIMES, sizeof *r->op_time);
-  r->planned_op_time = calloc(CLI_MAX_OP_TIMES, sizeof *r->planned_op_time);
-  if (!planned || !r->op_time || !r->planned_op_time) {
-    free(planned);
+  if (!planned)
     return cli_fail(CLI_FAILED, "out of memory for the simulated trace of %" PRIu64 " ops",
                     SIMULATED * n_ops);
-  }
   ps_status st = ps_plan_stalls(plan, events, n, r->stall, CLI_MAX_STALLS, &r->n_stalls);
-  if (st == PS_OK)
-    st = ps_plan_op_times(plan, events, n, r->op_time, CLI_MAX_OP_TIMES, &r->n_op_times);
   if (st == PS_OK)
     st = ps_plan_throughput(plan, events, n, &r->throughput);
   if (st == PS_OK)
@@ -73,16 +80,16 @@ int cli_beside_plan(cli_run_result *r, const ps_plan *plan, const ps_trace_event
   if (st == PS_OK)
     st = ps_plan_stalls(plan, planned + n_ops, n_planned, r->planned_stall, CLI_MAX_STALLS,
                         &r->n_planned_stalls);
-  if (st == PS_OK)
-    st = ps_plan_op_times(plan, planned + n_ops, n_planned, r->planned_op_time, CLI_MAX_OP_TIMES,
-                          &r->n_planned_op_times);
   r->n_stalls = r->n_stalls < CLI_MAX_STALLS ? r->n_stalls : CLI_MAX_STALLS;
   r->n_planned_stalls = r->n_planned_stalls < CLI_MAX_STALLS ? r->n_planned_stalls : CLI_MAX_STALLS;
-  r->n_op_times = r->n_op_times < CLI_MAX_OP_TIMES ? r->n_op_times : CLI_MAX_OP_TIMES;
-  r->n_planned_op_times =
-      r->n_planned_op_times < CLI_MAX_OP_TIMES ? r->n_planned_op_times : CLI_MAX_OP_TIMES;
+  int code = st == PS_OK ? CLI_OK : cli_fail_status(st, false);
+  if (code == CLI_OK)
+    code = op_times_of(plan, events, n, &r->op_time, &r->n_op_times);
+  if (code == CLI_OK)
+    code =
+        op_times_of(plan, planned + n_ops, n_planned, &r->planned_op_time, &r->n_planned_op_times);
   free(planned);
-  return st == PS_OK ? CLI_OK : cli_fail_status(st, false);
+  return code;
 }
 
 static bool is_alike(const ps_stall *a, const ps_stall *b) {
@@ -148,8 +155,8 @@ static double planned_of(const cli_run_result *r, const ps_op_time *t) {
   return 0;
 }
 
-/* "compute ran 6.882 s a step (planned 6.645): 2.627 s of gemm_fp8 gate_up (planned 2.511), ...":
- * the three kinds of op that are furthest from the plan. */
+/* "compute ran 6.882 s a step (planned 6.645), furthest from the plan: 2.627 s of gemm_fp8 gate_up
+ * (planned 2.511), ...": three kinds of op. */
 static void print_op_times(FILE *out, const ps_plan *plan, const cli_run_result *r,
                            uint32_t stream) {
   enum { SHOWN = 3 };
@@ -173,7 +180,7 @@ static void print_op_times(FILE *out, const ps_plan *plan, const cli_run_result 
     planned += expected;
   }
   fprintf(out, "%s ran %.3f s a step (planned %.3f)%s", ps_plan_stream_name(plan, stream), sum,
-          planned, n ? ": " : "");
+          planned, n ? ", furthest from the plan: " : "");
   for (int i = 0; i < n; i++)
     fprintf(out, "%s%.3f s of %s (planned %.3f)", i ? ", " : "", far[i]->seconds, far[i]->op,
             planned_of(r, far[i]));

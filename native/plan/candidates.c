@@ -5,9 +5,9 @@
 #include <string.h>
 
 enum { LARGE_STEP_OPS = 60000 };
-/* From so many ops in all candidates' steps on a search space is large. */
+/* A search space is large where the steps of its usual candidates have more ops in all. */
 static const double LARGE_SPACE_OPS = 2e8;
-/* The same on a GPU where a step has so many ops, however few the candidates are (a pinned round):
+/* On a GPU also where they have more on average, however few candidates there are (a pinned round):
  * the local search gains up to a tenth of such a step. */
 static const double LONG_STEP_OPS = 6000;
 

@@ -1,8 +1,8 @@
 /* ladder.c - the searches of a plan, and which of the plans that they find is taken.
  *
- * The way of a search depends on its caps. So there is one under the plan's caps, one among each
- * other kind of candidates (ps__kind_of()), and one under the next lower cap of a ladder at each
- * place. All of them find their fastest candidates (search.c), which is a small part of a search.
+ * What a search of limited length finds depends on its caps. So there is one under the plan's caps,
+ * one among each other kind of candidates (ps__kind_of()), and one under the next lower cap of a
+ * ladder at each place. All of them find their fastest candidates (search.c), which is a small part of a search.
  * The most promising go on to plans near those. Of the plans that are nearly as fast as the fastest
  * one the most robust is taken: the one that loses least where the host is slower than measured. */
 #include "hardware/hardware_impl.h"
@@ -30,7 +30,7 @@ static uint64_t ladder_cap_below(uint64_t cap) {
 typedef struct ladder_search {
   ps__search *s;
   ps__search_result out;
-  bool varied;    /* its best plan has all its rounds, and is compared with those of others */
+  bool went_on;   /* from its candidates to plans near them; only these compete */
   uint32_t place; /* whose cap is one of the ladder's; PS__N_MEMS: none is */
   uint32_t rank;  /* those with a lower one go on first (choose_varied()) */
   ps_status status;
@@ -75,7 +75,7 @@ static void find_candidates_task(void *arg, int64_t i, uint32_t worker) {
 static void find_near_task(void *arg, int64_t i, uint32_t worker) {
   ladder_search *r = ((ladder_search **)arg)[i];
   (void)worker;
-  r->varied = true;
+  r->went_on = true;
   note_status(r, ps__find_near(r->s));
 }
 
@@ -149,7 +149,9 @@ static void find_lower_task(void *arg, int64_t i, uint32_t worker) {
     return;
   memcpy(cap, r->s->cap, sizeof cap);
   for (bool same = true; same;) {
+    r->out.n_feasible += lower->out.n_feasible; /* of one that is given up */
     ladder_search_end(lower);
+    *lower = (ladder_search){0};
     note_status(r, begin_ladder_search(l->s, cap, r->place, lower));
     if (r->status != PS_OK || !lower->s)
       return;
@@ -303,8 +305,11 @@ static ps_status run_ladder(ladder *l) {
   if (!any_failed(l))
     ps__pool_run(pool, n, find_lower_task, l);
   for (uint32_t i = 0; i < n; i++)
-    if (l->lower[i].s)
-      l->r[l->n++] = l->lower[i];
+    if (l->lower[i].s) {
+      l->r[l->n] = l->lower[i];
+      l->r[l->n].s->out = &l->r[l->n].out;
+      l->n++;
+    }
   for (uint32_t begun = 0, end; !any_failed(l) && !found && begun < l->n; begun = end) {
     end = begun == 0 ? choose_varied(l, order) : l->n;
     ps__pool_run(pool, end - begun, find_near_task, order + begun);
@@ -342,10 +347,10 @@ static ps_status find_on_ladder(ps__search *s) {
   for (uint32_t i = 0; i < n; i++) {
     if (st == PS_OK && r[i].status != PS_OK)
       st = ps__fail(r[i].status, "%s", r[i].why);
-    if (st == PS_OK && r[i].varied && r[i].s->best[0].ns > 0 &&
+    if (st == PS_OK && r[i].went_on && r[i].s->best[0].ns > 0 &&
         (s->best[0].ns == 0 || r[i].s->best[0].ns < s->best[0].ns))
       s->best[0] = r[i].s->best[0];
-    for (uint32_t k = 0; st == PS_OK && r[i].varied && k < PS__N_BEST; k++)
+    for (uint32_t k = 0; st == PS_OK && r[i].went_on && k < PS__N_BEST; k++)
       found[i * PS__N_BEST + k] = r[i].s->best[k];
     s->out->n_feasible += r[i].out.n_feasible;
     ladder_search_end(&r[i]);

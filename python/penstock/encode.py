@@ -67,7 +67,8 @@ class Encoder:
         self.tokenizer, self.bos, self.eos, self.targets = tokenizer, bos, eos, targets
         text = blank_before(tokenizer)
         self.puts_blank = text is not None
-        # A separator that is lost before one text, as T5 loses line ends, is lost before all.
+        # A separator that the normalizer removes, as T5's removes line ends, it removes before
+        # every text.
         self.separators = [s for s in SEPARATORS if text and self._separates(s, text)]
 
     def pieces(self, batch: list[Piece], last_document: int) -> Iterator[Encoded]:

@@ -70,7 +70,7 @@ class Labels:
             raise DataError(f"{what}: {self.field!r} is {label!r:.40}: give a number")
         if abs(label) > float(np.finfo(np.float32).max):
             raise DataError(
-                f"{what}: {self.field!r} is {label!r:.40}, and fp32 holds no such number: give one "
+                f"{what}: {self.field!r} is {label!r:.40}, too large for fp32: give a number "
                 "from -3.4e38 to 3.4e38"
             )
         return int(np.float32(label).view(np.int32))

@@ -552,22 +552,14 @@ class Plan(Owner):
         """How long each stream ran which ops, from a trace as stalls() takes it: dicts of stream,
         op ("gemm gate_up"), n_ops and seconds, both a step. They are sorted by stream; the longest
         of a stream come first. Of a simulated trace they are what the plan expects."""
-        room, n = 512, ffi.new("uint64_t *")
-        out = ffi.new("ps_op_time[]", room)
-        events = _events(trace, "op_times()")
-        check(
-            lib.ps_plan_op_times(
-                self._handle.ptr,
-                ffi.from_buffer("ps_trace_event[]", events),
-                len(events),
-                out,
-                room,
-                n,
-            )
-        )
+        events, n = _events(trace, "op_times()"), ffi.new("uint64_t *")
+        given = self._handle.ptr, ffi.from_buffer("ps_trace_event[]", events), len(events)
+        check(lib.ps_plan_op_times(*given, ffi.NULL, 0, n))
+        out = ffi.new("ps_op_time[]", n[0])
+        check(lib.ps_plan_op_times(*given, out, n[0], n))
         return [
             {"stream": t.stream, "op": text(t.op), "n_ops": t.n_ops, "seconds": t.seconds}
-            for t in out[0 : min(n[0], room)]
+            for t in out
         ]
 
     def throughput(self, trace: np.ndarray) -> dict:

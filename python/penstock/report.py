@@ -249,12 +249,14 @@ def _stalls(run: RunDirectory) -> str:
         for t in summary.get("op_times", [])
         if t["stream"].startswith("compute")
     ]
+    computed = "<p>What the devices computed, in seconds a step:</p>" + _table(
+        ops, ("stream", "op", "ops a step", "predicted", "measured")
+    )
     return (
         _table(streams, ("stream", "busy, %, predicted", "busy, %", "waiting, %"))
         + "<p>What the streams waited for, in seconds a step:</p>"
         + _table(stalls, ("stream", "for", "from", "predicted", "measured"))
-        + "<p>What the devices computed, in seconds a step:</p>"
-        + _table(ops, ("stream", "op", "ops a step", "predicted", "measured"))
+        + (computed if ops else "")
     )
 
 

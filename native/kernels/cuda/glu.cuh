@@ -3,8 +3,8 @@
 #define PS_KERNELS_CUDA_GLU_CUH
 #include "kernels/cuda/cuda_common.cuh"
 
-/* 1 / (1 + exp(-x)); exp to 2 ulp or so, the quotient to 1. Without denormal numbers: 1 or 0 stands
- * for what is that near to it, and inf in the denominator gives 0. */
+/* 1 / (1 + exp(-x)); exp to 2 ulp or so, the quotient to 1. Denormal numbers are flushed: what is
+ * that near to 0 or 1 is 0 or 1, and inf in the denominator gives 0. */
 __device__ __forceinline__ float sigmoid(float x) {
   float e, s;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -1.4426950408889634f));
