@@ -370,7 +370,7 @@ def test_a_resumed_run_has_the_same_bits(directory, tmp_path, lora):
     for changed in ("fp8_bf16_down", "fp8_head", "fp8_fast_accumulation"):
         other = make_plan(directory, **options | {changed: False})
         name = changed.replace("_", "-")
-        with pytest.raises(ps.InvalidError, match=f"{name} 1, and this run has 0"):
+        with pytest.raises(ps.InvalidError, match=f"{name} true, and this run has false"):
             Trainer.resume(checkpoint, directory, other, batch)
 
 

@@ -136,8 +136,8 @@ ps_status ps__search_space_init(ps__search_space *sp, const ps_plan *plan, uint6
                                 ps__step_hooks *hooks);
 void ps__search_space_free(ps__search_space *sp);
 /* ps__search_space_is_large() - whether there are too many usual candidates to evaluate all, or
- * evaluating them is not enough. Steps are evaluated with fewer of their rounds then, and the local search
- * follows. */
+ * evaluating them is not enough. Steps are evaluated with fewer of their rounds then, and the local
+ * search follows. */
 bool ps__search_space_is_large(const ps__search_space *sp);
 /* ps__add_microbatches() - the configurations of @sp, whose plan is set, without their bases
  * (microbatches.c). Errors: PS_ENOMEM; PS_EINVAL where a step has too many ops. */

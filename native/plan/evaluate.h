@@ -146,7 +146,7 @@ ps_status ps__fill_device(ps__search *s, ps__candidate *m, uint64_t taken, doubl
  * (threads). */
 ps_status ps__local_search(ps__search *s);
 
-/* ---- search.c: one search under the caps of @s ------------------------------------------------ */
+/* ---- search.c: one search under the caps of @s ----------------------------------------------- */
 /* ps__sort_by_estimate() - the candidates, the one first that is estimated to be the fastest.
  * ps__find_candidates() - the fastest candidates under the caps, in s->best.
  * ps__find_near() - from those to the fastest plan near them, in s->best.

@@ -2,9 +2,10 @@
  *
  * What a search of limited length finds depends on its caps. So there is one under the plan's caps,
  * one among each other kind of candidates (ps__kind_of()), and one under the next lower cap of a
- * ladder at each place. All of them find their fastest candidates (search.c), which is a small part of a search.
- * The most promising go on to plans near those. Of the plans that are nearly as fast as the fastest
- * one the most robust is taken: the one that loses least where the host is slower than measured. */
+ * ladder at each place. All of them find their fastest candidates (search.c), which is a small
+ * part of a search. The most promising go on to plans near those. Of the plans that are nearly as
+ * fast as the fastest one the most robust is taken: the one that loses least where the host is
+ * slower than measured. */
 #include "hardware/hardware_impl.h"
 #include "plan/evaluate.h"
 #include <stdio.h>
@@ -332,38 +333,51 @@ static ps_status ladder_init(ladder *l, const ps__search *s) {
   return PS_OK;
 }
 
-/* The fastest plan found under the caps, among candidates of the other kinds, and under the
- * caps with a lower cap of the ladder at one place after the other. The way of a search depends
- * on its caps. Where more memory gains a step little, the search under less may find the faster
- * plan, which fits here too. */
-static ps_status find_on_ladder(ps__search *s) {
-  ladder l = {0};
-  ps__fastest found[MAX_LADDER_SEARCHES * PS__N_BEST] = {0};
-  ps_status st = ladder_init(&l, s);
+/* What the searches of a plan found: 30 KB, and stacks may be small. */
+typedef struct all_found {
+  ladder l;
+  ps__fastest plan[MAX_LADDER_SEARCHES * PS__N_BEST];
+  finalists f;
+} all_found;
+
+static ps_status take_found(ps__search *s, all_found *a) {
+  ps_status st = ladder_init(&a->l, s);
   if (st == PS_OK)
-    st = run_ladder(&l);
-  const uint32_t n = l.n;
-  ladder_search *r = l.r;
-  for (uint32_t i = 0; i < n; i++) {
-    if (st == PS_OK && r[i].status != PS_OK)
-      st = ps__fail(r[i].status, "%s", r[i].why);
-    if (st == PS_OK && r[i].went_on && r[i].s->best[0].ns > 0 &&
-        (s->best[0].ns == 0 || r[i].s->best[0].ns < s->best[0].ns))
-      s->best[0] = r[i].s->best[0];
-    for (uint32_t k = 0; st == PS_OK && r[i].went_on && k < PS__N_BEST; k++)
-      found[i * PS__N_BEST + k] = r[i].s->best[k];
-    s->out->n_feasible += r[i].out.n_feasible;
-    ladder_search_end(&r[i]);
+    st = run_ladder(&a->l);
+  for (uint32_t i = 0; i < a->l.n; i++) {
+    ladder_search *r = &a->l.r[i];
+    if (st == PS_OK && r->status != PS_OK)
+      st = ps__fail(r->status, "%s", r->why);
+    if (st == PS_OK && r->went_on && r->s->best[0].ns > 0 &&
+        (s->best[0].ns == 0 || r->s->best[0].ns < s->best[0].ns))
+      s->best[0] = r->s->best[0];
+    for (uint32_t k = 0; st == PS_OK && r->went_on && k < PS__N_BEST; k++)
+      a->plan[i * PS__N_BEST + k] = r->s->best[k];
+    s->out->n_feasible += r->out.n_feasible;
+    ladder_search_end(r);
   }
   if (st != PS_OK || s->best[0].ns == 0 || !s->large || s->plan->counts_guests)
     return st;
-  finalists f = {.n = 1, .of = {s->best[0]}};
-  for (size_t i = 0; i < sizeof found / sizeof *found; i++)
-    add_finalist(&f, &s->best[0], &found[i]);
-  return prefer_robust(s, &f);
+  a->f.of[a->f.n++] = s->best[0];
+  for (size_t i = 0; i < MAX_LADDER_SEARCHES * PS__N_BEST; i++)
+    add_finalist(&a->f, &s->best[0], &a->plan[i]);
+  return prefer_robust(s, &a->f);
 }
 
-/* ---- all searches of a plan -------------------------------------------------------------------- */
+/* The fastest plan found under the caps, among candidates of the other kinds, and under the caps
+ * with a lower cap of the ladder at one place after the other; or one nearly as fast that is more
+ * robust. Where more memory gains a step little, the search under less may find the faster plan,
+ * which fits here too. */
+static ps_status find_on_ladder(ps__search *s) {
+  all_found *a = ps__calloc(1, sizeof *a);
+  if (!a)
+    return ps__fail(PS_ENOMEM, "out of memory for the searches of a plan");
+  const ps_status st = take_found(s, a);
+  ps__free(a);
+  return st;
+}
+
+/* -- all searches of a plan -------------------------------------------------------------------- */
 
 static ps_status keep_best(ps__search *s) {
   ps_plan *plan = s->plan;

@@ -10,8 +10,8 @@
 
 namespace {
 
-/* Warps by fours: of 16 rows, and of 32 columns of keys or 16 rows of the other factor. GROUP: tiles
- * of 16 columns of values from one barrier to the next. */
+/* Warps by fours: of 16 rows, and of 32 columns of keys or 16 rows of the other factor. GROUP:
+ * tiles of 16 columns of values from one barrier to the next. */
 enum { GRADIENT_THREADS = 512, ACROSS = 4, GRADIENT_GROUP = 2 };
 
 /* Of 16 columns of values. */
