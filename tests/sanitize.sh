@@ -2,8 +2,9 @@
 # sanitize.sh - the native tests and a short training under ThreadSanitizer, then under
 # AddressSanitizer + UBSan; fuzz targets and the Python package under the latter.
 # Called by `make test-sanitize` with VENV, VENV_TEST and BUILD set; builds into $BUILD/tsan and
-# $BUILD/asan. With SANITIZE=all, as `make test-long` calls it, nothing that is slow is left out. The two sanitizers run at the same time, each in a shell of its own. A finding ends
-# its shell with the sanitizer's report, and both with exit code 1.
+# $BUILD/asan. With SANITIZE=all, as `make test-long` calls it, nothing that is slow is left out. The
+# two sanitizers run at the same time, each in a shell of its own. A finding ends its shell with the
+# sanitizer's report, and both with exit code 1.
 set -eu
 cd "$(dirname "$0")/.."
 build=${BUILD:-build} venv=${VENV:-$build/venv}; venv_test=${VENV_TEST:-$venv-test}
