@@ -368,8 +368,8 @@ static inline ps_dtype cli_save_dtype(const cli_job *j) {
 }
 
 /* cli_out_check() - check that the model can be saved into @path, whose disk has room. Exit code.
- * cli_out_check_empty() - check that @path has no model, data set or tokenizer yet, or --force is
- * given. Exit code. */
+ * cli_out_check_empty() - check that @path has no data set, and no model or tokenizer yet, or
+ * --force is given. Exit code. */
 /* cli_model_elements() - of --model. Exit code. */
 int cli_model_elements(const cli_job *job, uint64_t *n);
 int cli_out_check(const cli_job *job, const char *path);
