@@ -85,67 +85,6 @@ __device__ __forceinline__ void load_stage(chain_stage &to, const mma_job &j, ui
   }
   ps_copy_commit();
 }
-/* Of a thread aside: where its part of the first piece is. Of pieces whose rows and columns are all
- * there it loads the same as load_stage(), with few instructions. */
-template <chain_kind KIND> struct chain_source {
-  const bf16 *k, *v;
-  const char *pairs, *gates;
-  size_t v_ld;
-  uint32_t tid, r, c;
-  bool whole; /* the columns are all there */
-
-  __device__ __forceinline__ chain_source(const mma_job &j, uint32_t head, uint32_t col0,
-                                          uint32_t tid)
-      : v_ld(KIND == CHAIN_REVERSE ? (size_t)j.a.n_value_heads * j.a.value_dim : j.ld), tid(tid),
-        r(tid % 8 + tid / 32 * 8), c(tid / 8 % 4),
-        whole(j.a.key_dim == KEY_TILES * 16 && j.a.value_dim >= col0 + COLUMNS) {
-    const size_t row = j.first + r;
-    k = j.keys(1, head / j.share) + row * j.ld + c * 8;
-    v = (KIND == CHAIN_REVERSE ? j.d_o + (size_t)head * j.a.value_dim : j.qkv + j.values(head)) +
-        col0 + row * v_ld + c * 8;
-    pairs = (const char *)&j.pairs[head] + tid * 16;
-    gates = (const char *)&j.terms[head].chain + tid * 16;
-  }
-  __device__ __forceinline__ bool has(const mma_job &j, uint32_t piece) const {
-    return whole && j.n_rows(piece) == ROWS;
-  }
-  __device__ __forceinline__ void load(chain_stage &to, const mma_job &j, uint32_t piece) const {
-    constexpr uint32_t ROWS_AT_ONCE = ASIDE_THREADS / 4, STEPS = ROWS / ROWS_AT_ONCE,
-                       PAIRS = (has_queries<KIND> ? 2 : 1) * sizeof to.pairs.t;
-    static_assert(STEPS * ROWS_AT_ONCE == ROWS && ROWS_AT_ONCE % 16 == 0 &&
-                      PAIRS % (ASIDE_THREADS * 16) == 0 && COLUMN_TILES == 2,
-                  "four threads a row, of 8 columns each");
-    const bf16 *const keys = k + (size_t)piece * ROWS * j.ld,
-                      *const queries = keys - (size_t)j.a.n_key_heads * j.a.key_dim,
-                      *const values = v + (size_t)piece * ROWS * v_ld;
-    char *const at = (char *)&to.k + frag_chunk(KEY_TILES, r, c);
-#pragma unroll
-    for (uint32_t i = 0; i < STEPS; i++)
-#pragma unroll
-      for (uint32_t e = 0; e < KEY_TILES / 2; e++) {
-        const uint32_t chunk = frag_chunk(KEY_TILES, i * ROWS_AT_ONCE, e * 4);
-        const size_t from = i * ROWS_AT_ONCE * j.ld + e * 32;
-        ps_copy_async(at + chunk, keys + from);
-        if (has_queries<KIND>)
-          ps_copy_async(at + sizeof to.k + chunk, queries + from);
-      }
-    const size_t next = (size_t)piece * j.a.n_value_heads;
-#pragma unroll
-    for (uint32_t i = 0; i < PAIRS; i += ASIDE_THREADS * 16)
-      ps_copy_async((char *)&to.pairs + tid * 16 + i, pairs + next * sizeof to.pairs + i);
-#pragma unroll
-    for (uint32_t i = 0; i < STEPS; i++)
-      ps_copy_async((char *)&to.v + frag_chunk(COLUMN_TILES, r, c) +
-                        frag_chunk(COLUMN_TILES, i * ROWS_AT_ONCE, 0),
-                    values + i * ROWS_AT_ONCE * v_ld);
-    if (tid < sizeof to.gates / 16)
-      ps_copy_async((char *)&to.gates + tid * 16, gates + next * sizeof(piece_terms));
-    ps_copy_commit();
-  }
-};
-static_assert(offsetof(chain_stage, q) == sizeof(chain_stage::k) &&
-                  offsetof(piece_pairs, p) == sizeof(piece_pairs::t),
-              "queries behind keys, P behind (1 + L)^-1");
 /* Where in the ring a step's piece is, and the one before it; there the piece comes that is
  * j.ring - 1 after it. */
 struct chain_place {
@@ -192,21 +131,14 @@ __device__ __forceinline__ void load_first(chain_shared &s, const mma_job &j, ui
 }
 template <chain_kind KIND, bool SMALL>
 __device__ __forceinline__ void load_second(chain_shared &s, const mma_job &j,
-                                            const chain_source<KIND> &source,
                                             const chain_place &place, uint32_t step, uint32_t head,
                                             uint32_t col0, uint32_t tid) {
   if constexpr (SMALL) {
     load_stage<KIND, KEYS>(s.stage[place.before], j, step + 1, head, col0, tid);
     load_stage<KIND, READ_FIRST>(s.stage[0], j, KIND == CHAIN_REVERSE ? step + 1 : step, head, col0,
                                  tid);
-  } else {
-    const uint32_t ahead = step + j.ring - 1,
-                   piece = KIND == CHAIN_REVERSE ? j.n_pieces - 1 - ahead : ahead;
-    if (ahead < j.n_pieces && source.has(j, piece))
-      source.load(s.stage[place.before], j, piece);
-    else
-      load_stage<KIND, WHOLE>(s.stage[place.before], j, ahead, head, col0, tid);
-  }
+  } else
+    load_stage<KIND, WHOLE>(s.stage[place.before], j, step + j.ring - 1, head, col0, tid);
 }
 
 /* f(element of @s, index in [dk,dv] of a head's state), for those that are there. @first: the first
@@ -432,7 +364,6 @@ __global__ void __launch_bounds__(CHAIN_THREADS, 1) mma_chain_k(const mma_job j)
   const size_t of_state = (size_t)head * j.a.key_dim * j.a.value_dim;
   if (threadIdx.x >= CHAIN_THREADS - ASIDE_THREADS) {
     frag_sum o[HALF_ROWS];
-    const chain_source<KIND> source(j, head, col0, tid);
     load_ahead<KIND, SMALL>(s, j, head, col0, tid);
     __syncthreads();
     for (uint32_t i = 0; i < j.n_pieces; i++, place.next(j)) {
@@ -444,7 +375,7 @@ __global__ void __launch_bounds__(CHAIN_THREADS, 1) mma_chain_k(const mma_job j)
       __syncthreads(); /* S and K S are there; the stage of the piece before is free */
       if (SMALL)
         __syncthreads(); /* as are the halves */
-      load_second<KIND, SMALL>(s, j, source, place, i, head, col0, tid);
+      load_second<KIND, SMALL>(s, j, place, i, head, col0, tid);
       if (OUTPUT) {
         const chain_stage &at = stage_at<SMALL>(s, place.at);
         frag_clear(o);
@@ -544,7 +475,6 @@ __global__ void __launch_bounds__(CHAIN_THREADS, 1) mma_reverse_k(const mma_job 
   chain_place place(j);
   const size_t of_state = (size_t)head * j.a.key_dim * j.a.value_dim;
   if (threadIdx.x >= CHAIN_THREADS - ASIDE_THREADS) {
-    const chain_source<CHAIN_REVERSE> source(j, head, col0, tid);
     load_ahead<CHAIN_REVERSE, SMALL>(s, j, head, col0, tid);
     __syncthreads();
     for (uint32_t i = 0; i < j.n_pieces; i++, place.next(j)) {
@@ -563,7 +493,7 @@ __global__ void __launch_bounds__(CHAIN_THREADS, 1) mma_reverse_k(const mma_job 
       __syncthreads(); /* P^T dO and K dS are there; the stage of the piece before is free */
       if (SMALL)
         __syncthreads(); /* as are the halves */
-      load_second<CHAIN_REVERSE, SMALL>(s, j, source, place, i, head, col0, tid);
+      load_second<CHAIN_REVERSE, SMALL>(s, j, place, i, head, col0, tid);
 #pragma unroll
       for (int r = 0; r < ROW_TILES; r++)
 #pragma unroll
