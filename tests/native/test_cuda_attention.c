@@ -10,8 +10,9 @@
  * and a quarter of u B more for fp32 arithmetic and the approximate exp2. lse: fp32 only, 1e-4
  * absolute. A key wrongly seen or left out among n changes B by about 1/n, so mistakes at a
  * document's begin, where rows see few keys, are far outside. The backward pass of both starts
- * from the cpu's o and lse. All of it with each library that is built in. test_cuda_attention
- * short: only our own kernels that use shared memory, for a sanitizer. */
+ * from the cpu's o and lse. All of it with each library that is built in.
+ * test_cuda_attention LIBRARY: with that one alone (cudnn, flash-attn, flash-attn-4).
+ * test_cuda_attention short: only our own kernels that use shared memory, for a sanitizer. */
 #include "check.h"
 #include "kernels/cpu/cpu.h"
 #include <math.h>
@@ -103,15 +104,13 @@ static const char *refused(const ps__args_attention *a) {
   if (a->softcap > 0 ||
       (a->window && a->window < (n > 1 ? a->document_rows : a->row0 + a->n_tokens)))
     return "left to cuDNN";
-  if (a->head_dim != 64 && a->head_dim != 128)
-    return "head_dim is not 64 or 128";
   if (!strcmp(library, "flash-attn"))
-    return NULL;
-  if (group > 8 && group != 16)
-    return "not built for that many query heads a kv head";
+    return a->head_dim != 64 && a->head_dim != 128 ? "head_dim is not 64 or 128" : NULL;
+  if ((a->head_dim != 64 && a->head_dim != 128 && a->head_dim != 256) || (group > 8 && group != 16))
+    return "not built for that head_dim, or for that many query heads a kv head";
   if (!n)
     return "documents must be of known, equal length";
-  return n > 1 && a->document_rows < 128 ? "documents are shorter than a tile" : NULL;
+  return n > 1 && a->document_rows < 128 ? "documents are shorter than 128 rows" : NULL;
 }
 
 static bool is_refused(const ps__args_attention *a) {
@@ -230,7 +229,7 @@ static void groups(bool deterministic) {
   static const uint32_t group[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 16};
   gpu.deterministic = deterministic;
   for (size_t i = 0; i < sizeof group / sizeof *group; i++)
-    for (uint32_t dim = 64; dim <= 128; dim += 64) {
+    for (uint32_t dim = 64; dim <= 256; dim *= 2) {
       check_case((ps__args_attention){201, 77, 2 * group[i], 2, dim, PS_BF16, 0, ONE, 0, 0, 0, 0},
                  NULL);
       check_case((ps__args_attention){300, 0, 2 * group[i], 2, dim, PS_BF16, 0, 150, 0, 0, 0, 0},
@@ -273,7 +272,7 @@ static void all_known_documents(void) {
     uint32_t d, n;
   } cut[] = {{256, 2}, {129, 3}, {64, 8}, {129, 8}, {2, 40}, {1000, 2}, {128, 70}};
   for (size_t i = 0; i < sizeof cut / sizeof *cut; i++)
-    for (uint32_t dim = 64; dim <= 128; dim += 64)
+    for (uint32_t dim = 64; dim <= 256; dim *= 2)
       for (int deterministic = 0; deterministic < 2; deterministic++) {
         gpu.deterministic = deterministic;
         known_documents(cut[i].d, cut[i].n, 4, i % 2 ? 4 : 2, dim);
@@ -321,8 +320,9 @@ static void four_chunks(const int *lengths, uint32_t document_rows, uint32_t hea
 
 /* Deterministic: the same bits twice. A library that cannot do it for packed documents refuses
  * and says what can. */
-static void same_bits(uint32_t row0, const int *lengths, uint32_t document_rows) {
-  const ps__args_attention a = {2048, row0, 8, 2, 128, PS_BF16, 0, document_rows, 0, 0, 0, 0};
+static void same_bits(uint32_t row0, const int *lengths, uint32_t document_rows,
+                      uint32_t head_dim) {
+  const ps__args_attention a = {2048, row0, 8, 2, head_dim, PS_BF16, 0, document_rows, 0, 0, 0, 0};
   if (is_refused(&a))
     return;
   sample s = make(a, lengths, 9);
@@ -455,10 +455,12 @@ static void everything(void) {
   all_known_documents();
   for (int i = 0; i < 4; i++)
     four_chunks(i == 1 ? documents : NULL, i > 1 ? ONE : FOUND, i == 3 ? 128 : 64);
+  four_chunks(NULL, ONE, 256);
   groups(true);
-  same_bits(1000, NULL, ONE);
-  same_bits(1000, documents, FOUND);
-  same_bits(0, NULL, 512);
+  same_bits(1000, NULL, ONE, 128);
+  same_bits(1000, documents, FOUND, 128);
+  same_bits(0, NULL, 512, 128);
+  same_bits(1000, NULL, ONE, 256);
 }
 
 int main(int argc, char **argv) {
@@ -479,7 +481,7 @@ int main(int argc, char **argv) {
     if (!use(libraries[i]))
       continue;
     n_used++;
-    if (argc < 2)
+    if (argc < 2 || strcmp(argv[1], libraries[i]) == 0)
       everything();
   }
   if (!n_used)

@@ -23,11 +23,12 @@ static const ps_att_provider *const flash4 = &ps_att_flash4;
 static const ps_att_provider *const flash4 = NULL;
 #endif
 enum { N_PROVIDERS = 4 };
-/* In the order of asking. On 9.0 flash-attn-4 is the fastest. From 9.0 on cuDNN is faster than
- * flash-attn; before 9.0 cuDNN has no packed documents. */
-static const ps_att_provider *const newer[N_PROVIDERS] = {flash4, cudnn, flash, &ps_att_plain},
-                                    *const ampere[N_PROVIDERS] = {flash, cudnn, &ps_att_plain,
-                                                                  NULL};
+typedef const ps_att_provider *const order[N_PROVIDERS];
+/* In the order of asking. On 9.0 flash-attn-4 is the fastest, except where cudnn_is_faster(). From
+ * 9.0 on cuDNN is faster than flash-attn; before 9.0 cuDNN has no packed documents. */
+static order newer = {flash4, cudnn, flash, &ps_att_plain},
+             wide = {cudnn, flash4, flash, &ps_att_plain},
+             ampere = {flash, cudnn, &ps_att_plain, NULL};
 static const ps_att_provider *only; /* ps__cuda_attention_only() */
 
 /* Plans, one for each shape; only ever appended to, so launches read without a lock. */
@@ -72,11 +73,19 @@ static ps_status check_shape(const ps__args_attention *a, const char *op) {
   return PS_OK;
 }
 
+/* Heads of 256, 8,192 rows, backward: cuDNN 418 TFLOP/s, flash-attn-4 361; behind a prefix of as
+ * many rows 258 and 380. Deterministic, cuDNN takes six times the scratch. (The log of 2026-11-21,
+ * attention-cuda.) */
+static bool cudnn_is_faster(const ps_att_shape *s) {
+  return s->backward && s->args.head_dim > 128 && !s->args.row0 && !s->deterministic;
+}
+
 /* The first provider that takes the shape; otherwise says why each did not, and what to do. */
 static ps_status choose(const ps_att_shape *s, const char *op, const ps_att_provider **out) {
   char reasons[400] = "";
+  order *const asked = s->sm < 90 ? &ampere : cudnn_is_faster(s) ? &wide : &newer;
   for (int i = 0; i < N_PROVIDERS; i++) {
-    const ps_att_provider *p = (s->sm < 90 ? ampere : newer)[i];
+    const ps_att_provider *p = (*asked)[i];
     if (!p || (only && p != only && p != &ps_att_plain))
       continue;
     const char *why = p->refuses(s);

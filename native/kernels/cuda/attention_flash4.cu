@@ -5,17 +5,18 @@
  * math    as in ops.h; bf16 in and out, fp32 softmax. dQ, and dK and dV of a group of query heads,
  *         are summed in fp32 by the kernels; dK and dV go from there to fp32 dkv without another
  *         rounding (finish_dkv_k). With one query head a kv head they leave in bf16.
- * shapes  head_dim 64 or 128; the groups of generate.py; documents of known length, a batch: [n,
- *         T/n, heads, d] on [n, T/n, kv_heads, d] (with n = 1:
- *         row0+T keys), causal (aligned at the bottom right). Q, K, V, O and log-sum-exp are
- *         strided views of the op's tensors, nothing is gathered.
+ * shapes  head_dim and groups of generate.py; documents of known length, a batch: [n, T/n, heads,
+ *         d] on [n, T/n, kv_heads, d] (with n = 1: row0+T keys), causal (aligned at the bottom
+ *         right). Q, K, V, O and log-sum-exp are strided views of the op's tensors, nothing is
+ *         gathered.
  * scratch backward: rows rounded up to tiles, 4*heads*(d+2) bytes each for dQ and the rows' sums;
- *         keys rounded up to 128, 8*kv_heads*d bytes each for dK and dV (4*kv_heads*d, not rounded
- *         up, with one query head a kv head); deterministic: an int for each tile of dQ, and two of
- *         dK and dV.
+ *         keys rounded up to tiles, 8*kv_heads*d bytes each for dK and dV (4*kv_heads*d, not
+ *         rounded up, with one query head a kv head); deterministic: an int for each tile of dQ,
+ *         and two of dK and dV.
  * time    H200, 32/8 heads of 128, TFLOP/s forward / backward: 8192 rows 686 / 525 (deterministic
  *         500), 2 x 8192 667 / 546, 8192 behind 8192 702 / 586, behind 57344 659 / 590
- *         (the log of 2026-11-21, beside cuDNN's).
+ *         (the log of 2026-11-21, beside cuDNN's). 16/4 heads of 256: 8192 rows 804 / 361, 8192
+ *         behind 8192 836 / 380.
  * determinism  forward always; backward with exec->deterministic: blocks take turns in adding to
  *              dQ, dK and dV. Else they add as they come.
  * reference    the cpu backend's, tests/native/test_cuda_attention.c */
@@ -35,7 +36,6 @@ PS_FLASH4_KERNELS(DECLARE)
 
 namespace {
 
-enum { KEY_TILE = 128 };
 enum kind { PRE, POST, FWD, BWD, BWD_IN_ORDER };
 
 struct kernel {
@@ -48,13 +48,20 @@ struct kernel {
 const kernel kernels[] = {PS_FLASH4_KERNELS(ROW)};
 #undef ROW
 enum { N_KERNELS = sizeof kernels / sizeof *kernels };
+/* What a block has backward. */
+struct tile {
+  uint32_t d, rows, keys;
+};
+#define ROW(d, rows, keys) {d, rows, keys},
+const tile tiles[] = {PS_FLASH4_TILES(ROW)};
+#undef ROW
 /* cudaLibrary_t, once loaded; prepare() is called by one thread at a time */
 void *libraries[N_KERNELS];
 
 struct plan {
   const kernel *pre, *main, *post;
-  uint32_t n, rows, keys;            /* documents; query rows and keys of each */
-  uint32_t tiles_q, tile_q, tiles_k; /* of a document */
+  uint32_t n, rows, keys;                    /* documents; query rows and keys of each */
+  uint32_t tiles_q, tile_q, tiles_k, tile_k; /* of a document */
   /* offsets in scratch; what must be zero lies together */
   size_t lse2, delta, dq, dk, dv, turns, zero, zero_bytes;
 };
@@ -67,6 +74,8 @@ const kernel *find(kind what, uint32_t d, uint32_t group) {
 }
 uint32_t group_of(const ps__args_attention *a) { return a->n_heads / a->n_kv_heads; }
 
+enum { DOCUMENT_ROWS = 128 }; /* of shorter ones, tiles would be mostly empty */
+
 const char *refuses(const ps_att_shape *s) {
   const ps__args_attention *a = &s->args;
   const uint32_t n = ps__attention_documents(a);
@@ -74,14 +83,12 @@ const char *refuses(const ps_att_shape *s) {
     return "needs compute capability 9.0";
   if (ps_att_window(a) || a->softcap > 0.0f)
     return "windows and soft caps are left to cuDNN";
-  if (a->head_dim != 64 && a->head_dim != 128)
-    return "head_dim is not 64 or 128";
   if (!find(FWD, a->head_dim, group_of(a)))
-    return "it was not built for that many query heads a kv head";
+    return "it was not built for that head_dim, or for that many query heads a kv head";
   if (!n)
     return "documents must be of known, equal length";
-  if (n > 1 && a->document_rows < KEY_TILE)
-    return "documents are shorter than a tile of 128 rows";
+  if (n > 1 && a->document_rows < DOCUMENT_ROWS)
+    return "documents are shorter than 128 rows";
   if (((uint64_t)a->row0 + a->n_tokens) * a->head_dim * 4 > INT32_MAX)
     return "the group has too many rows for offsets of 32 bits";
   return NULL;
@@ -95,7 +102,7 @@ void lay_out(plan *p, const ps_att_shape *s, size_t *bytes) {
                all_keys = (size_t)p->n * a->n_kv_heads * p->tiles_k;
   const bool summed = group_of(a) > 1;
   const size_t one =
-      ps_att_round(summed ? all_keys * KEY_TILE * a->head_dim * 4
+      ps_att_round(summed ? all_keys * p->tile_k * a->head_dim * 4
                           : 2 * (size_t)p->n * p->keys * a->n_kv_heads * a->head_dim);
   p->lse2 = 0;
   p->delta = sums;
@@ -143,9 +150,13 @@ ps_status prepare(const ps_att_shape *s, void **out, size_t *scratch_bytes) {
   if (s->backward) {
     p->pre = find(PRE, a->head_dim, 0);
     p->post = find(POST, a->head_dim, 0);
-    p->tile_q = a->head_dim == 64 ? 128 : 64;
+    for (const tile &t : tiles)
+      if (t.d == a->head_dim) {
+        p->tile_q = t.rows;
+        p->tile_k = t.keys;
+      }
     p->tiles_q = ps_ceil_div(p->rows, p->tile_q);
-    p->tiles_k = ps_ceil_div(p->keys, KEY_TILE);
+    p->tiles_k = ps_ceil_div(p->keys, p->tile_k);
     lay_out(p, s, &bytes);
     if (st == PS_OK)
       st = load(p->pre, s->device);
@@ -164,7 +175,7 @@ ps_status prepare(const ps_att_shape *s, void **out, size_t *scratch_bytes) {
 /* ---- dK and dV of a group, in the order in which the kernel's threads hold them, to dkv ------ */
 
 /* dkv[b, row, h] (+)= sums[b, h, row] of dk, by @scale, and of dv: heads h of dk and then of dv,
- * blockIdx.y.
+ * blockIdx.y. For heads of 64 and 128.
  * order   a tile of 128 keys is 2 halves of 64 (a warp group's), of d/8 columns j, of 128 threads,
  *         of 4: thread t of a half has of columns 8j + 2(t%4) and the next one first row t/32*16 +
  *         t%32/4, then the row 8 below (the accumulator of wgmma m64).
@@ -172,12 +183,13 @@ ps_status prepare(const ps_att_shape *s, void **out, size_t *scratch_bytes) {
 template <int D, bool ACCUMULATE>
 __global__ void __launch_bounds__(256)
     finish_dkv_k(const float4 *sums, float *dkv, uint32_t rows, uint32_t kv_heads, float scale) {
+  constexpr uint32_t KEYS = 128;
   const uint32_t which = blockIdx.y / kv_heads, h = blockIdx.y % kv_heads, t = threadIdx.x;
-  const uint32_t row = blockIdx.x * KEY_TILE + t / 32 * 16 + t % 32 / 4;
+  const uint32_t row = blockIdx.x * KEYS + t / 32 * 16 + t % 32 / 4;
   const float4 *from =
       sums +
       (((size_t)(which * gridDim.z + blockIdx.z) * kv_heads + h) * gridDim.x + blockIdx.x) *
-          (KEY_TILE * D / 4) +
+          (KEYS * D / 4) +
       t / 128 * (16 * D) + t % 128;
   const size_t stride = (size_t)2 * kv_heads * D;
   float *to =
@@ -199,14 +211,70 @@ __global__ void __launch_bounds__(256)
   }
 }
 
+/* The same for heads of 256, whose sums are of transposes.
+ * order   a tile of 48 keys is 2 warp groups w, of 2 halves i of the columns, of 6 times 8 keys j,
+ *         of 128 threads, of 4: thread t has of keys 8j + 2(t%4) and the next one first column
+ *         128i + 64w + t/32*16 + t%32/4, then the column 8 to the right. Through shared memory, 24
+ *         keys at a time.
+ * bytes   16*rows*kv_heads*d (24 when accumulating).   determinism  bitwise. */
+template <bool ACCUMULATE>
+__global__ void __launch_bounds__(256)
+    finish_dkv_256_k(const float4 *sums, float *dkv, uint32_t rows, uint32_t kv_heads,
+                     float scale) {
+  /* 4 more columns a row: the keys of a warp's threads fall on different banks. */
+  constexpr uint32_t D = 256, KEYS = 48, AT_ONCE = 24, LD = D + 4;
+  __shared__ __align__(16) float part[AT_ONCE * LD];
+  const uint32_t which = blockIdx.y / kv_heads, h = blockIdx.y % kv_heads, t = threadIdx.x % 128,
+                 column = threadIdx.x / 128 * 64 + t / 32 * 16 + t % 32 / 4;
+  const float4 *from =
+      sums +
+      (((size_t)(which * gridDim.z + blockIdx.z) * kv_heads + h) * gridDim.x + blockIdx.x) *
+          (KEYS * D / 4) +
+      threadIdx.x / 128 * (KEYS * D / 8) + t;
+  const size_t stride = (size_t)2 * kv_heads * D;
+  float *to = dkv + (size_t)blockIdx.z * rows * stride + (size_t)blockIdx.y * D;
+  const float by = which ? 1.0f : scale;
+  for (uint32_t first = 0; first < KEYS; first += AT_ONCE) {
+#pragma unroll
+    for (uint32_t i = 0; i < 2; i++)
+#pragma unroll
+      for (uint32_t j = 0; j < AT_ONCE / 8; j++) {
+        const float4 x = from[(i * (KEYS / 8) + first / 8 + j) * 128];
+        float *at = part + (8 * j + 2 * (t % 4)) * LD + 128 * i + column;
+        at[0] = x.x;
+        at[LD] = x.y;
+        at[8] = x.z;
+        at[LD + 8] = x.w;
+      }
+    __syncthreads();
+#pragma unroll
+    for (uint32_t i = 0; i < AT_ONCE; i += 256 / (D / 4)) {
+      const uint32_t key = i + threadIdx.x / (D / 4), c = threadIdx.x % (D / 4) * 4,
+                     row = blockIdx.x * KEYS + first + key;
+      if (row < rows) {
+        const float4 x = *(const float4 *)(part + key * LD + c);
+        float4 *at = (float4 *)(to + row * stride + c);
+        float4 y = ACCUMULATE ? *at : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        y.x += by * x.x;
+        y.y += by * x.y;
+        y.z += by * x.z;
+        y.w += by * x.w;
+        *at = y;
+      }
+    }
+    __syncthreads();
+  }
+}
+
 void finish_dkv(cudaStream_t stream, const ps__args_attention *a, const plan *p, const void *sums,
                 float *dkv, float scale) {
   const dim3 grid(p->tiles_k, 2 * a->n_kv_heads, p->n);
   const float4 *from = (const float4 *)sums;
-  auto kernel = a->head_dim == 64
-                    ? a->accumulate_dkv ? finish_dkv_k<64, true> : finish_dkv_k<64, false>
-                : a->accumulate_dkv ? finish_dkv_k<128, true>
-                                    : finish_dkv_k<128, false>;
+  auto kernel = a->accumulate_dkv ? finish_dkv_256_k<true> : finish_dkv_256_k<false>;
+  if (a->head_dim == 64)
+    kernel = a->accumulate_dkv ? finish_dkv_k<64, true> : finish_dkv_k<64, false>;
+  else if (a->head_dim == 128)
+    kernel = a->accumulate_dkv ? finish_dkv_k<128, true> : finish_dkv_k<128, false>;
   kernel<<<grid, 256, 0, stream>>>(from, dkv, p->keys, a->n_kv_heads, scale);
 }
 
@@ -264,7 +332,7 @@ operands describe(const ps_launch *l, const ps__args_attention *a, const plan *p
 cudaError_t backward(const ps_launch *l, const ps__args_attention *a, const plan *p, operands *x,
                      char *scratch, cudaStream_t stream) {
   const uint32_t n = p->n, h = a->n_heads, kv = a->n_kv_heads, d = a->head_dim,
-                 rows = p->tiles_q * p->tile_q, keys = p->tiles_k * KEY_TILE;
+                 rows = p->tiles_q * p->tile_q, keys = p->tiles_k * p->tile_k;
   tensor d_o = x->o, dq = x->q, lse2 = packed(scratch + p->lse2, n, h, rows),
          delta = packed(scratch + p->delta, n, h, rows);
   tensor sums = packed(scratch + p->dq, n, h, rows * d), dk, dv;

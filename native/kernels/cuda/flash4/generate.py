@@ -3,9 +3,10 @@
 Run by the Makefile (FLASH_ATTN=4) in an environment with the wheels of
 python/requirements-flash4*.txt; needs no GPU and no PyTorch. OUT gets
   libflash4.a                          the kernels: host functions with the GPU's code inside
-  libcuda_dialect_runtime_static.a     NVIDIA's, which those call flash4_table.h
-  PS_FLASH4_KERNELS(X): X(kind, head_dim, group, name, run) for each; attention_flash4.cu includes
-  it
+  libcuda_dialect_runtime_static.a     NVIDIA's, which those call
+  flash4_table.h                       PS_FLASH4_KERNELS(X): X(kind, head_dim, group, name, run) of
+                                       each kernel; PS_FLASH4_TILES(X): X(head_dim, rows, keys) of a
+                                       block backward. attention_flash4.cu includes it
 """
 
 import importlib.util
@@ -18,12 +19,28 @@ import tempfile
 import types
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
-HEAD_DIMS = (64, 128)
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 16)  # query heads for each kv head, a constant of the kernels
-KEY_TILE = 128
-FORWARD_TILE = {64: 192, 128: 128}  # query rows of a block, by head_dim
-BACKWARD_TILE = {64: 128, 128: 64}
+
+
+class Tiles(NamedTuple):
+    """Rows of queries and of keys that a block has at a time, (queries, keys)."""
+
+    forward: tuple
+    backward: tuple
+    # Of the backward pass: S is computed as its transpose, and so are dK and dV.
+    swap_s: bool
+    swap_dkv: bool
+    stages: int  # of dO and of dS
+
+
+# By head_dim. With 256, the buffers of a pass backward fit beside fewer keys.
+TILES = {
+    64: Tiles((192, 128), (128, 128), True, False, 2),
+    128: Tiles((128, 128), (64, 128), True, False, 2),
+    256: Tiles((128, 80), (64, 48), False, True, 1),
+}
 # The host's code for any x86-64, not for the CPU that builds.
 OPTIONS = "--gpu-arch sm_90a --host-target 'llvm -mtriple=x86_64-unknown-linux-gnu -mcpu=x86-64'"
 
@@ -113,7 +130,7 @@ def semaphores(n):
 
 
 def forward(d, group):
-    tile = FORWARD_TILE[d]
+    tile, keys = TILES[d].forward
     # Packed, a block takes the heads of a group together, and its rows come by TMA only where the
     # group divides the tile.
     kernel = FlashAttentionForwardSm90(
@@ -125,7 +142,7 @@ def forward(d, group):
         is_local=False,
         pack_gqa=group > 1 and tile % group == 0,
         tile_m=tile,
-        tile_n=KEY_TILE,
+        tile_n=keys,
         num_stages=2,
         num_threads=384,
         Q_in_regs=False,
@@ -143,6 +160,8 @@ def forward(d, group):
 
 
 def backward(d, group, deterministic):
+    tiles = TILES[d]
+    tile, keys = tiles.backward
     kernel = FlashAttentionBackwardSm90(
         BFloat16,
         d,
@@ -151,17 +170,17 @@ def backward(d, group, deterministic):
         is_causal=True,
         is_local=False,
         deterministic=deterministic,
-        tile_m=BACKWARD_TILE[d],
-        tile_n=KEY_TILE,
+        tile_m=tile,
+        tile_n=keys,
         Q_stage=2,
-        dO_stage=2,
-        PdS_stage=2,
-        SdP_swapAB=True,
-        dKV_swapAB=False,
+        dO_stage=tiles.stages,
+        PdS_stage=tiles.stages,
+        SdP_swapAB=tiles.swap_s,
+        dKV_swapAB=tiles.swap_dkv,
         dQ_swapAB=False,
         AtomLayoutMSdP=1,
-        AtomLayoutNdKV=2,
-        AtomLayoutMdQ=BACKWARD_TILE[d] // 64,
+        AtomLayoutNdKV=1 if tiles.swap_dkv else 2,
+        AtomLayoutMdQ=tile // 64,
         num_threads=384,
     )
     sums = (
@@ -242,7 +261,9 @@ def backward(d, group, deterministic):
 
 def before(d):
     """delta = rowsum(o d_o), lse2 = lse / ln 2, dq = 0."""
-    kernel = FlashAttentionBackwardPreprocess(BFloat16, d, d, BACKWARD_TILE[d], hdim_multiple_of=32)
+    kernel = FlashAttentionBackwardPreprocess(
+        BFloat16, d, d, TILES[d].backward[0], hdim_multiple_of=32
+    )
 
     @cute.jit
     def run(
@@ -271,8 +292,9 @@ def before(d):
 
 def after(d):
     """dq in bf16 from its sums."""
+    tile = TILES[d].backward[0]
     kernel = FlashAttentionBackwardPostprocess(
-        BFloat16, d, 90, BACKWARD_TILE[d], 256, BACKWARD_TILE[d] // 64, False, hdim_multiple_of=32
+        BFloat16, d, 90, tile, 256, tile // 64, False, hdim_multiple_of=32
     )
 
     @cute.jit
@@ -330,7 +352,7 @@ def main():
     )
     with tempfile.TemporaryDirectory() as work:
         work = Path(work)
-        lines = [compile_one(work, d, *kernel) for d in HEAD_DIMS for kernel in kernels(d)]
+        lines = [compile_one(work, d, *kernel) for d in TILES for kernel in kernels(d)]
         (out / "libflash4.a").unlink(missing_ok=True)
         subprocess.run(["ar", "rcs", out / "libflash4.a", *sorted(work.glob("*.o"))], check=True)
     shutil.copyfile(runtime, out / runtime.name)
@@ -338,6 +360,8 @@ def main():
         "/* Made by native/kernels/cuda/flash4/generate.py. */\n"
         f"#define PS_FLASH4_VERSION {version_number()}u\n#define PS_FLASH4_KERNELS(X) \\\n"
         + " \\\n".join(lines)
+        + "\n#define PS_FLASH4_TILES(X) \\\n"
+        + " \\\n".join(f"  X({d}, {t.backward[0]}, {t.backward[1]})" for d, t in TILES.items())
         + "\n"
     )
     print(f"flash-attn-4: {len(lines)} kernels in {out / 'libflash4.a'}")
