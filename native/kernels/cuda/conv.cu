@@ -1,24 +1,15 @@
 /* conv.cu - short causal convolutions over rows, and the norm with a gate: what is around the gated
  * delta rule (delta.cu). */
+#include "kernels/cuda/conv_ring.cuh"
 #include "kernels/cuda/glu.cuh"
 
 namespace {
 
-/* AHEAD: rows that a thread loads before it computes the first of them. SLAB: columns of a block of
- * the gated norm, where rows have more than a vector a lane. GRID_Y: most blocks in y. */
-enum { THREADS = 256, WARPS = THREADS / 32, FWD_ROWS = 32, AHEAD = 4, SLAB = 256 };
-enum { GRID_Y = 65535 };
+/* SLAB: columns of a block of the gated norm, where rows have more than a vector a lane. GRID_Y:
+ * most blocks in y. */
+enum { WARPS = THREADS / 32, FWD_ROWS = 32, SLAB = 256, GRID_Y = 65535 };
 
 /* ---- convolution ----------------------------------------------------------------------------- */
-
-template <typename T> struct conv_job {
-  const T *x, *w, *before, *dy;
-  const int32_t *doc_start;
-  const float *carry;
-  T *y, *dx;
-  float *partial;
-  uint32_t rows, row0, channels, width, tile;
-};
 
 /* W taps or fewer of V channels from c on: those of rows t-(W-1) .. t, the first of them 0 where
  * there are fewer, and the rows themselves. */
@@ -110,92 +101,6 @@ template <typename T, int V, int W> struct conv_window {
     float p[V];
     sum(p, reach);
     slope_of(ds, p, dy);
-  }
-};
-
-/* Begins to copy BYTES to shared memory, which the thread alone reads. */
-template <int BYTES> __device__ __forceinline__ void copy_own(void *shared, const void *from) {
-  asm volatile(
-      "cp.async.ca.shared.global [%0], [%1], %2;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
-      "l"(from), "n"(BYTES)
-      : "memory");
-}
-
-/* AHEAD rows at a time of a tile, from @begin on, but those from @end on. DY: with the gradients of
- * their outputs. Where a thread's part of a row is 16 bytes, two groups of rows are on their way in
- * shared memory while it computes one; else one, in registers. */
-template <typename T, int V, int W, bool DY> struct conv_rows {
-  enum { PART = (int)sizeof(T) * V, RING = PART * (DY ? 2 : 1) == 16, GROUPS = RING ? 3 : 2 };
-  struct group {
-    ps_vec<T, V> x[AHEAD], dy[DY ? AHEAD : 1];
-    int32_t doc[AHEAD];
-  } now, next; /* RING: of next the doc alone */
-  uint4 *ring; /* the thread's in each of GROUPS * AHEAD rows of THREADS */
-  int32_t at;  /* next's first row */
-  uint32_t place;
-
-  __device__ __forceinline__ conv_rows(const conv_job<T> &j, int32_t begin, int32_t end, uint32_t c)
-      : at(begin), place(0) {
-    if constexpr (RING) {
-      __shared__ uint4 shared[GROUPS * AHEAD * THREADS];
-      ring = shared + threadIdx.x;
-#pragma unroll
-      for (int i = 0; i + 1 < GROUPS; i++)
-        copy(j, begin + i * AHEAD, end, c, i);
-    }
-    load(j, end, c);
-  }
-  __device__ __forceinline__ void copy(const conv_job<T> &j, int32_t begin, int32_t end, uint32_t c,
-                                       uint32_t to) {
-#pragma unroll
-    for (int i = 0; i < AHEAD; i++)
-      if (begin + i < end) {
-        const size_t at = (size_t)(begin + i) * j.channels + c;
-        uint4 *const row = ring + (to * AHEAD + i) * THREADS;
-        copy_own<PART>(row, j.x + at);
-        if (DY)
-          copy_own<PART>((char *)row + PART, j.dy + at);
-      }
-    ps_copy_commit();
-  }
-  __device__ __forceinline__ void load(const conv_job<T> &j, int32_t end, uint32_t c) {
-#pragma unroll
-    for (int i = 0; i < AHEAD; i++)
-      if (at + i < end) {
-        if constexpr (!RING) {
-          const size_t from = (size_t)(at + i) * j.channels + c;
-          next.x[i] = ps_load<T, V>(j.x + from);
-          if (DY)
-            next.dy[i] = ps_load<T, V>(j.dy + from);
-        }
-        next.doc[i] = __ldg(j.doc_start + at + i);
-      }
-  }
-  /* The next rows become those of now. */
-  __device__ __forceinline__ void advance(const conv_job<T> &j, int32_t end, uint32_t c) {
-    now = next;
-    if constexpr (RING) {
-      copy(j, at + (GROUPS - 1) * AHEAD, end, c, place ? place - 1 : GROUPS - 1);
-      ps_copy_wait<GROUPS - 1>();
-#pragma unroll
-      for (int i = 0; i < AHEAD; i++) {
-        const T *const row = (const T *)(ring + (place * AHEAD + i) * THREADS);
-        now.x[i] = ps_load<T, V>(row);
-        if (DY)
-          now.dy[i] = ps_load<T, V>(row + V);
-      }
-      place = place + 1 == GROUPS ? 0 : place + 1;
-    }
-    at += AHEAD;
-    load(j, end, c);
-  }
-  /* Are all of now's rows before @end, and does each see W rows? */
-  __device__ __forceinline__ bool whole(const conv_job<T> &j, int32_t end) const {
-    bool all = (int)j.width == W && at <= end;
-#pragma unroll
-    for (int i = 0; i < AHEAD; i++)
-      all = all && at - AHEAD + i + (int32_t)j.row0 - (W - 1) >= now.doc[i];
-    return all;
   }
 };
 
