@@ -20,6 +20,11 @@
 #define PLAN_DEFAULTS                                                                              \
   .struct_bytes = sizeof(ps_plan_config), .document_token = -1, .document_end_token = -1
 
+/* The first fields of a ps_model_config: no tokens with a meaning, an epsilon of the norms. */
+#define MODEL_DEFAULTS                                                                             \
+  .struct_bytes = sizeof(ps_model_config), .bos_token_id = -1, .eos_token_id = -1,                 \
+  .pad_token_id = -1, .norm_eps = 1e-5f
+
 /* splitmix64 */
 static inline uint64_t mix64(uint64_t x) { return ps__mix64(x + PS__MIX_GAMMA); }
 

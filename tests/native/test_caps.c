@@ -14,20 +14,10 @@ enum { PINNED_MIB = 16, CANDIDATE_STRIDE = 499 };
 enum { SEQ_LEN = 64, SEQUENCES = 8 };
 static bool everything; /* asked for */
 
-static const ps_model_config model = {.struct_bytes = sizeof model,
-                                      .vocab_size = 64,
-                                      .n_layers = 4,
-                                      .dim = 32,
-                                      .n_kv_heads = 2,
-                                      .n_heads = 2,
-                                      .head_dim = 16,
-                                      .ffn_dim = 64,
-                                      .max_positions = 4096,
-                                      .bos_token_id = -1,
-                                      .eos_token_id = -1,
-                                      .pad_token_id = -1,
-                                      .norm_eps = 1e-5f,
-                                      .rope = {.theta = 1e4}};
+static const ps_model_config model = {
+    MODEL_DEFAULTS,        .vocab_size = 64,      .n_layers = 4,  .dim = 32,
+    .n_kv_heads = 2,       .n_heads = 2,          .head_dim = 16, .ffn_dim = 64,
+    .max_positions = 4096, .rope = {.theta = 1e4}};
 static ps_hardware hw;
 
 static ps_plan_config config(void) {

@@ -50,21 +50,14 @@ static const uint32_t place_of[N_STREAMS] = {DEVICE_0, DEVICE_1, DEVICE_2, HOST,
                                              DEVICE_0, DEVICE_1, DEVICE_2, DEVICE_0, DEVICE_1,
                                              DEVICE_2, DEVICE_0, DEVICE_1, DEVICE_2};
 
+#  include "places.h"
+
 static ps_engine_config config(void) {
-  ps_engine_config cfg = {.struct_bytes = sizeof cfg,
-                          .n_places = N_PLACES,
-                          .n_links = N_LINKS,
-                          .n_spaces = N_PLACES,
-                          .n_streams = N_STREAMS};
-  memcpy(cfg.link, links, sizeof links);
-  for (uint32_t i = 0; i < N_PLACES; i++) {
-    cfg.place[i].kind = i == HOST ? PS_PLACE_HOST : PS_PLACE_DEVICE;
-    cfg.place[i].backend = i == HOST ? PS_BACKEND_CPU : PS_BACKEND_CUDA;
-    cfg.place[i].device = i == HOST ? 0 : i;
-    cfg.space[i] = (ps_space_config){.bytes = RP_SPACE_BYTES, .place = i};
+  ps_engine_config cfg = places_config();
+  for (uint32_t i = 0; i < HOST; i++) {
+    cfg.place[i].backend = PS_BACKEND_CUDA;
+    cfg.place[i].device = i;
   }
-  for (uint32_t i = 0; i < N_STREAMS; i++)
-    cfg.stream[i] = (ps_stream_config){.place = place_of[i], .n_threads = 1};
   return cfg;
 }
 
@@ -77,37 +70,6 @@ static ps_engine *open_engine(void) {
 
 /* ---- programs -------------------------------------------------------------------------------- */
 
-static ps_access range(uint32_t space, uint32_t mode, uint64_t offset) {
-  return (ps_access){space, mode, offset, 8};
-}
-
-static void add_copy(ps_program *p, uint32_t stream, ps_access from, ps_access to) {
-  const ps_access access[] = {from, to};
-  const ps_op op = {.stream = stream, .access = access, .n_access = 2};
-  CHECK(ps_program_add(p, &op, NULL) == PS_OK);
-}
-
-static void add_mix(ps_program *p, uint32_t stream, uint32_t n, const ps_access *access) {
-  rp_args args = {.n_access = n, .delay_seed = stream};
-  for (uint32_t i = 0; i < n; i++) {
-    args.mode[i] = (uint8_t)access[i].mode;
-    args.bytes[i] = (uint8_t)access[i].bytes;
-  }
-  const ps_op op = {.kernel = &rp_kernel,
-                    .args = &args,
-                    .args_bytes = sizeof args,
-                    .stream = stream,
-                    .access = access,
-                    .n_access = n};
-  CHECK(ps_program_add(p, &op, NULL) == PS_OK);
-}
-
-static ps_program *empty(void) {
-  ps_program *p;
-  CHECK(ps_program_create(&p, N_PLACES, N_STREAMS) == PS_OK);
-  return p;
-}
-
 /* Random ops, each where its stream may run it. @brittle: the last one is on the host, and fails in
  * the second step. */
 static ps_status fail_later(const ps_launch *l) {
@@ -118,24 +80,8 @@ static const ps_kernel k_fail = {.name = "brittle", .op_class = PS_CLASS_OTHER, 
 static ps_program *random_ops(uint64_t seed, bool brittle) {
   uint64_t r = mix64(seed);
   ps_program *p = empty();
-  while (ps_program_n_ops(p) < RP_MAX_OPS - 1) {
-    if (rnd_below(&r, 2)) {
-      const ps_link *k = &links[rnd_below(&r, N_LINKS)];
-      ps_access from = rp_range(&r, 8, PS_READ), to = rp_range(&r, 8, PS_WRITE);
-      from.space = k->from;
-      to.space = k->to;
-      from.bytes = to.bytes = from.bytes < to.bytes ? from.bytes : to.bytes;
-      add_copy(p, k->stream, from, to);
-    } else {
-      const uint32_t stream = rnd_below(&r, N_OPS_STREAMS);
-      ps_access a[2] = {rp_range(&r, 8, PS_READ), rp_range(&r, 8, PS_READ_WRITE)};
-      a[0].space = a[1].space = place_of[stream];
-      if (rnd_below(&r, 4) == 0)
-        a[0].space = HOST;
-      if (!rp_overlap(&a[0], &a[1]))
-        add_mix(p, stream, 2, a);
-    }
-  }
+  while (ps_program_n_ops(p) < RP_MAX_OPS - 1)
+    add_random(p, &r);
   if (brittle) {
     const ps_access a = range(HOST, PS_READ_WRITE, 0);
     const ps_op op = {.kernel = &k_fail, .stream = HOST_A, .access = &a, .n_access = 1};
@@ -145,14 +91,6 @@ static ps_program *random_ops(uint64_t seed, bool brittle) {
 }
 
 /* ---- runs ------------------------------------------------------------------------------------ */
-
-static void fill(ps_engine *e, uint8_t memory[RP_SPACES][RP_SPACE_BYTES], uint64_t seed) {
-  for (uint32_t i = 0; i < N_PLACES; i++) {
-    for (uint32_t b = 0; b < RP_SPACE_BYTES; b++)
-      memory[i][b] = (uint8_t)mix64(seed + 1000 * i + b);
-    CHECK(ps__engine_write(e, i, 0, memory[i], RP_SPACE_BYTES) == PS_OK);
-  }
-}
 
 static ps_run *start(ps_engine *e, ps_schedule *s, uint32_t trace_steps) {
   const ps_run_config rc = {.struct_bytes = sizeof rc, .trace_steps = trace_steps};
@@ -165,7 +103,9 @@ static ps_run *start(ps_engine *e, ps_schedule *s, uint32_t trace_steps) {
 static bool same_as_serial(ps_engine *e, const ps_program *p, unsigned rules, uint64_t seed) {
   uint8_t memory[RP_SPACES][RP_SPACE_BYTES], got[RP_SPACE_BYTES];
   ps_schedule *s;
-  fill(e, memory, seed);
+  fill(memory, seed);
+  for (uint32_t i = 0; i < N_PLACES; i++)
+    CHECK(ps__engine_write(e, i, 0, memory[i], RP_SPACE_BYTES) == PS_OK);
   CHECK(ps__schedule_compile_masked(&s, p, rules) == PS_OK);
   ps_run *run = start(e, s, seed % 2 ? RP_STEPS : 0);
   CHECK(ps_run_submit(run, RP_STEPS) == PS_OK && ps_run_wait(run, RP_STEPS) == PS_OK);

@@ -25,19 +25,9 @@ static double cpu_s(void) {
 }
 
 static ps_model_config config_8b(void) {
-  return (ps_model_config){.struct_bytes = sizeof(ps_model_config),
-                           .vocab_size = 128256,
-                           .n_layers = LAYERS,
-                           .dim = 4096,
-                           .n_heads = 32,
-                           .n_kv_heads = 8,
-                           .head_dim = 128,
-                           .ffn_dim = 14336,
-                           .bos_token_id = -1,
-                           .eos_token_id = -1,
-                           .pad_token_id = -1,
-                           .norm_eps = 1e-5f,
-                           .rope = {.theta = 5e5}};
+  return (ps_model_config){MODEL_DEFAULTS,  .vocab_size = 128256, .n_layers = LAYERS,
+                           .dim = 4096,     .n_heads = 32,        .n_kv_heads = 8,
+                           .head_dim = 128, .ffn_dim = 14336,     .rope = {.theta = 5e5}};
 }
 
 /* 8B whose blocks have three small matrices more for each of EXPERTS experts, in a frozen unit of

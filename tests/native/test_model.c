@@ -21,7 +21,7 @@ static uint32_t family_called(const char *name) {
 
 static ps_model *create_fp8(const char *family, ps_dtype dt, float embedding_scale,
                             uint8_t odd_flags, const ps__fp8 *fp8) {
-  ps_model_config c = {.struct_bytes = sizeof c,
+  ps_model_config c = {MODEL_DEFAULTS,
                        .family = family_called(family),
                        .vocab_size = 64,
                        .n_layers = LAYERS,
@@ -35,10 +35,6 @@ static ps_model *create_fp8(const char *family, ps_dtype dt, float embedding_sca
                        .expert_dim = 16,
                        .max_positions = 4096,
                        .window = 8,
-                       .bos_token_id = -1,
-                       .eos_token_id = -1,
-                       .pad_token_id = -1,
-                       .norm_eps = 1e-5f,
                        .embedding_scale = embedding_scale,
                        .local_rope_theta = 1e4,
                        .rope = {.theta = 1e6}};

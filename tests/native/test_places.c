@@ -7,6 +7,7 @@
 /* Places, and the spaces of the same numbers. */
 enum { HOST, DEVICE_0, DEVICE_1, N_PLACES };
 enum { HOST_OPS, COMPUTE_0, COMPUTE_1, TO_0, TO_1, ACROSS, BACK, N_STREAMS };
+enum { N_OPS_STREAMS = TO_0 };
 static const ps_link links[] = {{HOST, DEVICE_0, TO_0, 0},
                                 {HOST, DEVICE_1, TO_1, 1},
                                 {DEVICE_0, DEVICE_1, ACROSS, 2},
@@ -16,61 +17,16 @@ enum { N_LINKS = sizeof links / sizeof *links };
 static const uint32_t place_of[N_STREAMS] = {HOST,     DEVICE_0, DEVICE_1, DEVICE_0,
                                              DEVICE_1, DEVICE_0, HOST};
 
-static ps_engine_config config(void) {
-  ps_engine_config cfg = {.struct_bytes = sizeof cfg,
-                          .n_places = N_PLACES,
-                          .n_links = N_LINKS,
-                          .n_spaces = N_PLACES,
-                          .n_streams = N_STREAMS};
-  memcpy(cfg.link, links, sizeof links);
-  for (uint32_t i = 0; i < N_PLACES; i++) {
-    cfg.place[i].kind = i == HOST ? PS_PLACE_HOST : PS_PLACE_DEVICE;
-    cfg.space[i] = (ps_space_config){.bytes = RP_SPACE_BYTES, .place = i};
-  }
-  for (uint32_t i = 0; i < N_STREAMS; i++)
-    cfg.stream[i] = (ps_stream_config){.place = place_of[i], .n_threads = 1};
-  return cfg;
-}
+#include "places.h"
 
 static ps_engine *open_engine(void) {
-  const ps_engine_config cfg = config();
+  const ps_engine_config cfg = places_config();
   ps_engine *e;
   CHECK(ps_engine_create(&e, &cfg) == PS_OK);
   return e;
 }
 
 /* ---- programs -------------------------------------------------------------------------------- */
-
-static ps_access range(uint32_t space, uint32_t mode, uint64_t offset) {
-  return (ps_access){space, mode, offset, 8};
-}
-
-static void add_copy(ps_program *p, uint32_t stream, ps_access from, ps_access to) {
-  const ps_access access[] = {from, to};
-  const ps_op op = {.stream = stream, .access = access, .n_access = 2};
-  CHECK(ps_program_add(p, &op, NULL) == PS_OK);
-}
-
-static void add_mix(ps_program *p, uint32_t stream, uint32_t n, const ps_access *access) {
-  rp_args args = {.n_access = n, .delay_seed = stream};
-  for (uint32_t i = 0; i < n; i++) {
-    args.mode[i] = (uint8_t)access[i].mode;
-    args.bytes[i] = (uint8_t)access[i].bytes;
-  }
-  const ps_op op = {.kernel = &rp_kernel,
-                    .args = &args,
-                    .args_bytes = sizeof args,
-                    .stream = stream,
-                    .access = access,
-                    .n_access = n};
-  CHECK(ps_program_add(p, &op, NULL) == PS_OK);
-}
-
-static ps_program *empty(void) {
-  ps_program *p;
-  CHECK(ps_program_create(&p, N_PLACES, N_STREAMS) == PS_OK);
-  return p;
-}
 
 /* The host's value goes to both devices; both compute; the second also uses the first one's result,
  * and its own goes back to the host. */
@@ -96,24 +52,8 @@ static ps_program *random_ops(uint64_t seed) {
   ps_program *p = empty();
   for (uint32_t stream = HOST_OPS; stream <= COMPUTE_1; stream++)
     add_mix(p, stream, 1, (ps_access[]){range(place_of[stream], PS_READ_WRITE, 0)});
-  while (ps_program_n_ops(p) < 24) {
-    if (rnd_below(&r, 2)) {
-      const ps_link *k = &links[rnd_below(&r, N_LINKS)];
-      ps_access from = rp_range(&r, 8, PS_READ), to = rp_range(&r, 8, PS_WRITE);
-      from.space = k->from;
-      to.space = k->to;
-      from.bytes = to.bytes = from.bytes < to.bytes ? from.bytes : to.bytes;
-      add_copy(p, k->stream, from, to);
-    } else {
-      const uint32_t stream = HOST_OPS + rnd_below(&r, 3);
-      ps_access a[2] = {rp_range(&r, 8, PS_READ), rp_range(&r, 8, PS_READ_WRITE)};
-      a[0].space = a[1].space = place_of[stream];
-      if (rnd_below(&r, 4) == 0)
-        a[0].space = HOST;
-      if (!rp_overlap(&a[0], &a[1]))
-        add_mix(p, stream, 2, a);
-    }
-  }
+  while (ps_program_n_ops(p) < 24)
+    add_random(p, &r);
   return p;
 }
 
@@ -140,11 +80,9 @@ static bool same_as_serial(ps_engine *e, const ps_program *p, unsigned rules, ui
   uint8_t memory[RP_SPACES][RP_SPACE_BYTES];
   ps_schedule *s;
   ps_run *run;
-  for (uint32_t i = 0; i < N_PLACES; i++) {
-    for (uint32_t b = 0; b < RP_SPACE_BYTES; b++)
-      memory[i][b] = (uint8_t)mix64(seed + 1000 * i + b);
+  fill(memory, seed);
+  for (uint32_t i = 0; i < N_PLACES; i++)
     memcpy(ps_engine_space(e, i), memory[i], RP_SPACE_BYTES);
-  }
   CHECK(ps__schedule_compile_masked(&s, p, rules) == PS_OK);
   CHECK(ps_run_create(&run, e, s,
                       &(ps_run_config){.struct_bytes = sizeof(ps_run_config),
@@ -221,7 +159,7 @@ static void test_ops_stay_at_their_place(void) {
 static void test_caps(void) {
   const uint64_t arena = 2 << 20;
   for (uint32_t i = 0; i < N_PLACES; i++) {
-    ps_engine_config cfg = config();
+    ps_engine_config cfg = places_config();
     ps_engine *e;
     char says[96];
     for (uint32_t k = 0; k < N_PLACES; k++) {
@@ -243,7 +181,7 @@ static void test_caps(void) {
 /* Of the host's space all but the first 128 KiB are pinned: links copy from and to these alone. */
 static void test_pageable(void) {
   enum { PART = 128 << 10, UNIT = 2 << 20 };
-  ps_engine_config cfg = config();
+  ps_engine_config cfg = places_config();
   ps_engine *e;
   cfg.space[HOST] = (ps_space_config){.bytes = UNIT, .pageable_bytes = PART + 1000, .place = HOST};
   CHECK(ps_engine_create(&e, &cfg) == PS_OK);
@@ -266,7 +204,7 @@ static void test_pageable(void) {
   CHECK(ps_engine_close(e) == PS_OK);
   cfg.space[HOST].pageable_bytes = UNIT + 1;
   CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "space 0: pageable_bytes 2097153");
-  cfg = config();
+  cfg = places_config();
   cfg.space[DEVICE_0].pageable_bytes = 1;
   CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "space 1: pageable_bytes 1");
   printf("ok links copy from and to pinned memory alone\n");
@@ -274,34 +212,34 @@ static void test_pageable(void) {
 
 static void test_configurations(void) {
   ps_engine *e;
-  ps_engine_config cfg = config();
+  ps_engine_config cfg = places_config();
   cfg.n_places = 0;
   CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "n_places 0 is not in 1..16");
-  cfg = config();
+  cfg = places_config();
   cfg.n_links = PS_MAX_LINKS + 1;
   CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "n_links 81 is not in 0..80");
-  cfg = config();
+  cfg = places_config();
   cfg.place[2].kind = 3;
   CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "place 2: kind 3 is unknown");
-  cfg = config();
+  cfg = places_config();
   cfg.place[HOST].backend = PS_BACKEND_CUDA;
   CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "place 0: backend 1, but the host's is 0");
-  cfg = config();
+  cfg = places_config();
   cfg.place[DEVICE_1].backend = PS_BACKEND_CUDA;
   CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "place 2: backend 1, but that of place 1");
-  cfg = config();
+  cfg = places_config();
   cfg.link[1].to = HOST;
   CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "link 1: from 0 to 0");
-  cfg = config();
+  cfg = places_config();
   cfg.link[4].from = 3;
   CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "link 4: from 3 to 0: no two of 3 places");
-  cfg = config();
+  cfg = places_config();
   cfg.link[0].stream = N_STREAMS;
   CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "link 0: stream 7 is not below 7");
-  cfg = config();
+  cfg = places_config();
   cfg.space[1].place = 3;
   CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "space 1: place 3 is not below 3");
-  cfg = config();
+  cfg = places_config();
   cfg.stream[6].place = 9;
   CHECK_FAILS(ps_engine_create(&e, &cfg), PS_EINVAL, "stream 6: place 9 is not below 3");
   printf("ok an engine refuses places and links by number\n");

@@ -26,7 +26,7 @@ static uint32_t one_of(uint64_t *state, uint32_t n, const uint32_t *of) {
 
 static ps_model_config random_model(uint64_t *state) {
   const uint32_t kv = ONE_OF(1, 2, 4);
-  return (ps_model_config){.struct_bytes = sizeof(ps_model_config),
+  return (ps_model_config){MODEL_DEFAULTS,
                            .vocab_size = ONE_OF(64, 257, 4096, 151936),
                            .n_layers = ONE_OF(1, 2, 3, 7, 16),
                            .dim = 16 * ONE_OF(1, 2, 7, 16),
@@ -36,11 +36,13 @@ static ps_model_config random_model(uint64_t *state) {
                            .ffn_dim = 16 * ONE_OF(1, 3, 8, 172),
                            .max_positions = 1 << 20,
                            .tied_embeddings = rnd_below(state, 2),
-                           .bos_token_id = -1,
-                           .eos_token_id = -1,
-                           .pad_token_id = -1,
-                           .norm_eps = 1e-5f,
                            .rope = {.theta = 1e4}};
+}
+
+static ps_model_config small_model(uint32_t n_layers) {
+  return (ps_model_config){MODEL_DEFAULTS, .vocab_size = 4096, .n_layers = n_layers,
+                           .dim = 256,     .n_kv_heads = 2,    .n_heads = 4,
+                           .head_dim = 64, .ffn_dim = 1024,    .rope = {.theta = 1e4}};
 }
 
 static ps_plan_config random_config(uint64_t *state) {
@@ -240,20 +242,9 @@ static void test_bounds(uint64_t first, uint64_t n, const ps_hardware *cpu) {
 
 /* More of a share than an int can count would fit: the device gets what it gets without a cap. */
 static void test_a_cap_far_beyond(const ps_hardware *cpu) {
-  const ps_model_config model = {.struct_bytes = sizeof model,
-                                 .vocab_size = 64,
-                                 .n_layers = 2,
-                                 .dim = 16,
-                                 .n_kv_heads = 1,
-                                 .n_heads = 1,
-                                 .head_dim = 16,
-                                 .ffn_dim = 16,
-                                 .max_positions = 64,
-                                 .bos_token_id = -1,
-                                 .eos_token_id = -1,
-                                 .pad_token_id = -1,
-                                 .norm_eps = 1e-5f,
-                                 .rope = {.theta = 1e4}};
+  const ps_model_config model = {
+      MODEL_DEFAULTS, .vocab_size = 64, .n_layers = 2, .dim = 16,           .n_kv_heads = 1,
+      .n_heads = 1,   .head_dim = 16,   .ffn_dim = 16, .max_positions = 64, .rope = {.theta = 1e4}};
   const ps_plan_config cfg = {PLAN_DEFAULTS,        .recipe = PS_RECIPE_BF16, .seq_len = 1,
                               .tokens_per_step = 8, .chunk_tokens = 1,        .chunks_per_round = 4,
                               .clip_norm = 1,       .reserve_bytes = 1 << 28};
@@ -296,26 +287,14 @@ static uint64_t number(const char *name, uint64_t otherwise) {
 
 /* Plans under several caps that share evaluations are those made alone. */
 static void test_shared_evaluations(const ps_hardware *hw) {
-  const ps_model_config m = {.struct_bytes = sizeof m,
-                             .vocab_size = 4096,
-                             .n_layers = 7,
-                             .dim = 256,
-                             .n_kv_heads = 2,
-                             .n_heads = 4,
-                             .head_dim = 64,
-                             .ffn_dim = 1024,
-                             .bos_token_id = -1,
-                             .eos_token_id = -1,
-                             .pad_token_id = -1,
-                             .norm_eps = 1e-5f,
-                             .rope = {.theta = 1e4}};
+  const ps_model_config m = small_model(7);
   ps_plan_config c = {PLAN_DEFAULTS, .seq_len = 256, .tokens_per_step = 2048,
                       .reserve_bytes = 1 << 28};
   ps_plan_report all = {.struct_bytes = sizeof all}, r = all;
   ps_evaluations *shared;
   CHECK(ps_evaluations_create(&shared) == PS_OK);
-  for (uint32_t i = 0; i < (SLOWER > 1 ? 2 : 4);
-       i++) { /* all of what a plan takes that has no cap, then less */
+  /* all of what a plan takes that has no cap, then less */
+  for (uint32_t i = 0; i < (SLOWER > 1 ? 2 : 4); i++) {
     ps_plan *alone = NULL, *sharing = NULL;
     c.device_mem_bytes = all.device_used_bytes / 8 * (8 - 2 * i);
     CHECK(ps_plan_create(&alone, &m, &c, hw) == PS_OK);
@@ -340,19 +319,7 @@ static void test_shared_evaluations(const ps_hardware *hw) {
 /* How many candidates of another kind the search space has, on a GPU whose host has so much. */
 static size_t n_of_other_kinds(uint32_t n_layers, uint32_t n_sequences, uint64_t host_bytes) {
   static ps__search_space sp; /* 48 KB */
-  const ps_model_config model = {.struct_bytes = sizeof model,
-                                 .vocab_size = 4096,
-                                 .n_layers = n_layers,
-                                 .dim = 256,
-                                 .n_kv_heads = 2,
-                                 .n_heads = 4,
-                                 .head_dim = 64,
-                                 .ffn_dim = 1024,
-                                 .bos_token_id = -1,
-                                 .eos_token_id = -1,
-                                 .pad_token_id = -1,
-                                 .norm_eps = 1e-5f,
-                                 .rope = {.theta = 1e4}};
+  const ps_model_config model = small_model(n_layers);
   const ps_plan_config cfg = {PLAN_DEFAULTS,  .recipe = PS_RECIPE_BF16,
                               .seq_len = 256, .tokens_per_step = 256 * n_sequences,
                               .clip_norm = 1, .reserve_bytes = 1 << 28};

@@ -6,20 +6,10 @@
 
 enum { SEQ_LEN = 64, N_SEQUENCES = 24 };
 
-static const ps_model_config model = {.struct_bytes = sizeof model,
-                                      .vocab_size = 64,
-                                      .n_layers = 3,
-                                      .dim = 32,
-                                      .n_kv_heads = 2,
-                                      .n_heads = 2,
-                                      .head_dim = 16,
-                                      .ffn_dim = 32,
-                                      .max_positions = 4096,
-                                      .bos_token_id = -1,
-                                      .eos_token_id = -1,
-                                      .pad_token_id = -1,
-                                      .norm_eps = 1e-5f,
-                                      .rope = {.theta = 1e4}};
+static const ps_model_config model = {
+    MODEL_DEFAULTS,        .vocab_size = 64,      .n_layers = 3,  .dim = 32,
+    .n_kv_heads = 2,       .n_heads = 2,          .head_dim = 16, .ffn_dim = 32,
+    .max_positions = 4096, .rope = {.theta = 1e4}};
 
 typedef struct built {
   ps__layout layout;
