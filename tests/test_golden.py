@@ -33,8 +33,6 @@ CPU, H200, RTX4090, RTX5090 = (
     GOLDEN / "hardware-rtx5090.json",
 )
 
-# name: (hardware, config.json of models/ or of families.py, what is changed in it, fields of
-# ps_plan_config)
 DEEP = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -70,289 +68,149 @@ GEMMA3_LARGE = {
     "vocab_size": 262144,
     "max_position_embeddings": 32768,
 }
-FP8_1B = dict(
-    recipe="fp8",
-    seq_len=8192,
-    tokens_per_step=65536,
-    device_mem_bytes=10 * GIB,
-    host_mem_bytes=40 * GIB,
-    fp8_bf16_first=1,
-    fp8_bf16_last=1,
-    clip_norm=1,
-)
+
+
+def row(hardware, model, recipe, seq_len, tokens=0, changed=(), device=0, host=0, **more):
+    """What of the arguments is not 0, and a clip norm of 1 where no other is given."""
+    of = {"recipe": recipe, "seq_len": seq_len, "tokens_per_step": tokens}
+    of |= {"device_mem_bytes": device, "host_mem_bytes": host}
+    return (
+        hardware,
+        model,
+        dict(changed),
+        {k: v for k, v in of.items() if v} | {"clip_norm": 1} | more,
+    )
+
+
+# name: (hardware, config.json of models/ or of families.py, what is changed in it, fields of
+# ps_plan_config)
 PLANS = {
-    "cpu-2-layers-fp32": (
-        CPU,
-        "tiny-llama",
-        {"num_hidden_layers": 2},
-        dict(recipe="fp32", seq_len=64, clip_norm=0),
+    "cpu-2-layers-fp32": row(
+        CPU, "tiny-llama", "fp32", 64, changed={"num_hidden_layers": 2}, clip_norm=0
     ),
-    "cpu-tied-bias-bf16": (
-        CPU,
-        "tiny-qwen2",
-        {},
-        dict(
-            recipe="bf16", seq_len=128, tokens_per_step=2048, device_mem_bytes=4 * MIB, clip_norm=1
-        ),
+    "cpu-tied-bias-bf16": row(CPU, "tiny-qwen2", "bf16", 128, 2048, device=4 * MIB),
+    "cpu-qk-norm-slices-master": row(
+        CPU, "tiny-qwen3", "fp32-master", 2048, 4096, device=16 * MIB, chunk_tokens=500
     ),
-    "cpu-qk-norm-slices-master": (
-        CPU,
-        "tiny-qwen3",
-        {},
-        dict(
-            recipe="fp32-master",
-            seq_len=2048,
-            tokens_per_step=4096,
-            chunk_tokens=500,
-            device_mem_bytes=16 * MIB,
-            clip_norm=1,
-        ),
+    "cpu-host-cap-bf16": row(CPU, "demo", "bf16", 256, device=48 * MIB, host=380 * MIB),
+    "cpu-fp8": row(
+        CPU, "tiny-llama", "fp8", 64, 512, device=6 * MIB, fp8_bf16_first=1, fp8_bf16_last=1
     ),
-    "cpu-host-cap-bf16": (
-        CPU,
-        "demo",
-        {},
-        dict(
-            recipe="bf16",
-            seq_len=256,
-            device_mem_bytes=48 * MIB,
-            host_mem_bytes=380 * MIB,
-            clip_norm=1,
-        ),
+    "cpu-2-devices-tied-bf16": row(
+        CPU, "tiny-qwen2", "bf16", 128, 2048, device=4 * MIB, n_devices=2
     ),
-    "cpu-fp8": (
-        CPU,
-        "tiny-llama",
-        {},
-        dict(
-            recipe="fp8",
-            seq_len=64,
-            tokens_per_step=512,
-            device_mem_bytes=6 * MIB,
-            fp8_bf16_first=1,
-            fp8_bf16_last=1,
-            clip_norm=1,
-        ),
-    ),
-    "cpu-2-devices-tied-bf16": (
+    "cpu-ring-of-3-devices-tied-bf16": row(
         CPU,
         "tiny-qwen2",
-        {},
-        dict(
-            recipe="bf16",
-            seq_len=128,
-            tokens_per_step=2048,
-            device_mem_bytes=4 * MIB,
-            clip_norm=1,
-            n_devices=2,
-        ),
+        "bf16",
+        128,
+        2048,
+        changed={"num_hidden_layers": 7},
+        device=4 * MIB,
+        n_devices=3,
+        layout=2,
     ),
-    "cpu-ring-of-3-devices-tied-bf16": (
-        CPU,
-        "tiny-qwen2",
-        {"num_hidden_layers": 7},
-        dict(
-            recipe="bf16",
-            seq_len=128,
-            tokens_per_step=2048,
-            device_mem_bytes=4 * MIB,
-            clip_norm=1,
-            n_devices=3,
-            layout=2,
-        ),
+    "h200-1b-ring-of-4-devices-bf16": row(
+        H200, "1b", "bf16", 8192, 262144, device=8 * GIB, host=64 * GIB, n_devices=4, layout=2
     ),
-    "h200-1b-ring-of-4-devices-bf16": (
+    "h200-1b-4-devices-bf16": row(
+        H200, "1b", "bf16", 8192, 262144, device=16 * GIB, host=64 * GIB, n_devices=4
+    ),
+    "h200-1b-uncapped-bf16": row(H200, "1b", "bf16", 4096, 16384),
+    "h200-1b-deterministic-fp32": row(
         H200,
         "1b",
-        {},
-        dict(
-            recipe="bf16",
-            seq_len=8192,
-            tokens_per_step=262144,
-            device_mem_bytes=8 * GIB,
-            host_mem_bytes=64 * GIB,
-            clip_norm=1,
-            n_devices=4,
-            layout=2,
-        ),
+        "fp32",
+        4096,
+        16384,
+        device=20 * GIB,
+        host=60 * GIB,
+        chunk_tokens=4096,
+        deterministic=1,
+        keep_grads=1,
     ),
-    "h200-1b-4-devices-bf16": (
+    "h200-1b-fp8": row(
         H200,
         "1b",
-        {},
-        dict(
-            recipe="bf16",
-            seq_len=8192,
-            tokens_per_step=262144,
-            device_mem_bytes=16 * GIB,
-            host_mem_bytes=64 * GIB,
-            clip_norm=1,
-            n_devices=4,
-        ),
+        "fp8",
+        8192,
+        65536,
+        device=10 * GIB,
+        host=40 * GIB,
+        fp8_bf16_first=1,
+        fp8_bf16_last=1,
     ),
-    "h200-1b-uncapped-bf16": (
-        H200,
-        "1b",
-        {},
-        dict(recipe="bf16", seq_len=4096, tokens_per_step=16384, clip_norm=1),
-    ),
-    "h200-1b-deterministic-fp32": (
-        H200,
-        "1b",
-        {},
-        dict(
-            recipe="fp32",
-            seq_len=4096,
-            tokens_per_step=16384,
-            chunk_tokens=4096,
-            device_mem_bytes=20 * GIB,
-            host_mem_bytes=60 * GIB,
-            clip_norm=1,
-            deterministic=1,
-            keep_grads=1,
-        ),
-    ),
-    "h200-1b-fp8": (H200, "1b", {}, FP8_1B),
-    "h200-8b-rounds-bf16": (
+    "h200-8b-rounds-bf16": row(
         H200,
         "8b",
-        {},
-        dict(
-            recipe="bf16",
-            seq_len=8192,
-            tokens_per_step=32768,
-            chunk_tokens=8192,
-            chunks_per_round=2,
-            device_mem_bytes=24 * GIB,
-            host_mem_bytes=84 * GIB,
-            clip_norm=1,
-            one_document=1,
-        ),
+        "bf16",
+        8192,
+        32768,
+        device=24 * GIB,
+        host=84 * GIB,
+        chunk_tokens=8192,
+        chunks_per_round=2,
+        one_document=1,
     ),
-    "rtx4090-tied-bias-24-layers-master": (
+    "rtx4090-tied-bias-24-layers-master": row(
         RTX4090,
         "tiny-qwen2",
-        QWEN2_500M,
-        dict(
-            recipe="fp32-master",
-            seq_len=2048,
-            tokens_per_step=16384,
-            chunk_tokens=4096,
-            device_mem_bytes=6 * GIB,
-            host_mem_bytes=24 * GIB,
-            clip_norm=0,
-        ),
+        "fp32-master",
+        2048,
+        16384,
+        changed=QWEN2_500M,
+        device=6 * GIB,
+        host=24 * GIB,
+        chunk_tokens=4096,
+        clip_norm=0,
     ),
-    "rtx4090-1b-no-clip-bf16": (
-        RTX4090,
-        "1b",
-        {},
-        dict(
-            recipe="bf16",
-            seq_len=2048,
-            tokens_per_step=16384,
-            device_mem_bytes=6 * GIB,
-            host_mem_bytes=16 * GIB,
-            clip_norm=0,
-        ),
+    "rtx4090-1b-no-clip-bf16": row(
+        RTX4090, "1b", "bf16", 2048, 16384, device=6 * GIB, host=16 * GIB, clip_norm=0
     ),
-    "rtx4090-qk-norm-long-bf16": (
+    "rtx4090-qk-norm-long-bf16": row(
         RTX4090,
         "tiny-qwen3",
-        QWEN3_LONG,
-        dict(
-            recipe="bf16",
-            seq_len=32768,
-            tokens_per_step=65536,
-            chunk_tokens=8192,
-            device_mem_bytes=4 * GIB,
-            host_mem_bytes=16 * GIB,
-            clip_norm=1,
-        ),
+        "bf16",
+        32768,
+        65536,
+        changed=QWEN3_LONG,
+        device=4 * GIB,
+        host=16 * GIB,
+        chunk_tokens=8192,
     ),
-    "rtx5090-64-layers-rounds-master": (
+    "rtx5090-64-layers-rounds-master": row(
         RTX5090,
         "32b",
-        DEEP,
-        dict(
-            recipe="fp32-master",
-            seq_len=4096,
-            tokens_per_step=16384,
-            chunk_tokens=8192,
-            chunks_per_round=1,
-            device_mem_bytes=4 * GIB,
-            host_mem_bytes=40 * GIB,
-            clip_norm=1,
-        ),
+        "fp32-master",
+        4096,
+        16384,
+        changed=DEEP,
+        device=4 * GIB,
+        host=40 * GIB,
+        chunk_tokens=8192,
+        chunks_per_round=1,
     ),
-    "rtx5090-64-layers-split-master": (
-        RTX5090,
-        "32b",
-        DEEP,
-        dict(
-            recipe="fp32-master",
-            seq_len=4096,
-            tokens_per_step=8192,
-            device_mem_bytes=6 * GIB,
-            host_mem_bytes=40 * GIB,
-            clip_norm=1,
-        ),
+    "rtx5090-64-layers-split-master": row(
+        RTX5090, "32b", "fp32-master", 4096, 8192, changed=DEEP, device=6 * GIB, host=40 * GIB
     ),
-    "rtx5090-windows-post-norms-frozen-bf16": (
+    "rtx5090-windows-post-norms-frozen-bf16": row(
         RTX5090,
         "gemma3-deep",
-        GEMMA3_LARGE,
-        dict(
-            recipe="bf16",
-            seq_len=8192,
-            tokens_per_step=32768,
-            chunk_tokens=4096,
-            device_mem_bytes=5 * GIB,
-            host_mem_bytes=24 * GIB,
-            clip_norm=1,
-            n_frozen_layers=3,
-        ),
+        "bf16",
+        8192,
+        32768,
+        changed=GEMMA3_LARGE,
+        device=5 * GIB,
+        host=24 * GIB,
+        chunk_tokens=4096,
+        n_frozen_layers=3,
     ),
 }
 LONG_PLANS = {
-    "h200-8b-24-84-bf16": (
-        H200,
-        "8b",
-        {},
-        dict(
-            recipe="bf16",
-            seq_len=8192,
-            tokens_per_step=65536,
-            device_mem_bytes=24 * GIB,
-            host_mem_bytes=84 * GIB,
-            clip_norm=1,
-        ),
-    ),
-    "h200-8b-90-84-bf16": (
-        H200,
-        "8b",
-        {},
-        dict(
-            recipe="bf16",
-            seq_len=8192,
-            tokens_per_step=65536,
-            device_mem_bytes=90 * GIB,
-            host_mem_bytes=84 * GIB,
-            clip_norm=1,
-        ),
-    ),
-    "rtx5090-64-layers-master": (
-        RTX5090,
-        "32b",
-        DEEP,
-        dict(
-            recipe="fp32-master",
-            seq_len=4096,
-            tokens_per_step=16384,
-            device_mem_bytes=6 * GIB,
-            host_mem_bytes=40 * GIB,
-            clip_norm=1,
-        ),
+    "h200-8b-24-84-bf16": row(H200, "8b", "bf16", 8192, 65536, device=24 * GIB, host=84 * GIB),
+    "h200-8b-90-84-bf16": row(H200, "8b", "bf16", 8192, 65536, device=90 * GIB, host=84 * GIB),
+    "rtx5090-64-layers-master": row(
+        RTX5090, "32b", "fp32-master", 4096, 16384, changed=DEEP, device=6 * GIB, host=40 * GIB
     ),
 }
 
