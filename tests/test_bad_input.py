@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import BUILD, HANGS_S, write_shard
+from conftest import BUILD, HANGS_S, words_of_training, write_shard
 from safetensors.torch import load_file, save_file
 
 BINARY = BUILD / "bin/penstock"
@@ -22,21 +22,7 @@ def train(model, data, *more, cwd, file_limit=None):
     def limit():  # writes past the limit then fail with EFBIG, as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
 
-    words = [
-        str(w)
-        for w in (
-            BINARY,
-            "train",
-            "--model",
-            model,
-            "--data",
-            data,
-            "--seq-len",
-            64,
-            "--quiet",
-            *more,
-        )
-    ]
+    words = [BINARY, *words_of_training(model, data, *more)]
     return subprocess.run(
         words,
         capture_output=True,
@@ -89,12 +75,7 @@ def test_parents_of_out_and_of_the_run_directory_are_made_and_named(
     made without a word."""
     ask = [
         BINARY,
-        "train",
-        "--model",
-        tiny_model,
-        "--data",
-        tiny_shard,
-        *"--seq-len 64 --steps 1".split(),
+        *f"train --model {tiny_model} --data {tiny_shard} --seq-len 64 --steps 1".split(),
     ]
     for places, notes in (
         (["--run-dir", "run", "--out", "a/b/c/"], ["--out a/b/c/: its parent a/b"]),
@@ -140,15 +121,7 @@ def test_a_shard_that_is_cut_off_during_the_run_is_named(tiny_model, tmp_path):
     process = subprocess.Popen(
         [
             BINARY,
-            "train",
-            "--model",
-            tiny_model,
-            "--data",
-            shard,
-            *"--seq-len 64 --quiet --run-dir".split(),
-            tmp_path / "run",
-            "--steps",
-            "1000000",
+            *words_of_training(tiny_model, shard, "--run-dir", tmp_path / "run", "--steps", 10**6),
         ],
         stderr=subprocess.PIPE,
         text=True,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import BUILD, ROOT, write_shard
+from conftest import BUILD, ROOT, words_of_training, write_shard
 from penstock import BudgetError, Hardware, ModelConfig, Plan, StateError, Trainer
 
 MIB = 1 << 20
@@ -120,10 +120,7 @@ def model_dir(tmp_path_factory):
                 [
                     sys.executable,
                     ROOT / "models/init_model.py",
-                    folder / "in.json",
-                    folder / "model",
-                    "--seed",
-                    "3",
+                    *f"{folder}/in.json {folder}/model --seed 3".split(),
                 ],
                 check=True,
                 capture_output=True,
@@ -415,24 +412,8 @@ def native_run(folder, shard, run_dir, cache, threads, *options):
     the kernel tells its parent."""
     command = [
         BUILD / "bin/penstock",
-        "train",
-        "--model",
-        folder,
-        "--data",
-        shard,
-        "--seq-len",
-        "64",
-        "--tokens-per-step",
-        "512",
-        "--steps",
-        "5",
-        "--recipe",
-        "fp32",
-        "--threads",
-        str(threads),
-        "--run-dir",
-        run_dir,
-        "--quiet",
+        *words_of_training(folder, shard, "--run-dir", run_dir, "--threads", threads),
+        *"--tokens-per-step 512 --steps 5 --recipe fp32".split(),
         *options,
     ]
     out = subprocess.run(

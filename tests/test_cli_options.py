@@ -317,17 +317,8 @@ def test_more_threads_than_cpus_are_lowered_to_them_in_a_sentence(job, tmp_path)
     )
     assert f", {cpus} threads; no GPU" in done.stderr
     described = ROOT / "tests/golden/hardware-rtx4090.json"
-    done = penstock(
-        "plan",
-        "--model",
-        job["--model"],
-        "--seq-len",
-        64,
-        "--hardware",
-        described,
-        "--threads",
-        1000,
-    )
+    asked = f"plan --model {job['--model']} --seq-len 64 --hardware {described} --threads 1000"
+    done = penstock(*asked.split())
     assert done.returncode == 0 and "--threads 1000 is more than the" in done.stderr
 
 
@@ -363,12 +354,7 @@ def test_profile_says_when_other_work_takes_the_machine(tiny_model, tmp_path):
             "profile", "--backend", "cpu", "--quick", env={"XDG_CACHE_HOME": str(tmp_path)}
         )
         quiet = penstock(
-            "plan",
-            "--quiet",
-            "--model",
-            tiny_model,
-            "--seq-len",
-            64,
+            *f"plan --quiet --model {tiny_model} --seq-len 64".split(),
             env={"XDG_CACHE_HOME": str(tmp_path / "2")},
         )
     finally:

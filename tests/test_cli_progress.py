@@ -94,12 +94,7 @@ def test_a_grid_shows_which_plan_it_is_at_and_leaves_no_line_behind(tiny_model):
     )  # a line is drawn after 0.1 s: four plans may be done before
     seen = on_terminal(
         80,
-        "plan",
-        "--model",
-        tiny_model,
-        "--seq-len",
-        64,
-        "--grid-device",
+        *f"plan --model {tiny_model} --seq-len 64 --grid-device".split(),
         *devices,
         "--grid-host",
         *hosts,

@@ -67,15 +67,9 @@ def environment(libraries, cache=None, **settings):
 def train(model, shard, cwd, env, *more, quiet=True):
     words = [
         BUILD / "bin/penstock",
-        "train",
-        "--model",
-        model,
-        "--data",
-        shard,
-        *"--seq-len 64 --steps 1 --backend cuda --threads 2".split(),
+        *f"train --model {model} --data {shard} --seq-len 64 --steps 1 --threads 2".split(),
+        *"--backend cuda --run-dir run".split(),
         *(["--quiet"] if quiet else []),
-        "--run-dir",
-        "run",
         *more,
     ]
     return subprocess.run(
@@ -203,10 +197,7 @@ def test_the_cpu_is_not_taken_in_silence(standin, tiny_model):
     no word."""
     plan = [
         BUILD / "bin/penstock",
-        "plan",
-        "--model",
-        tiny_model,
-        *"--seq-len 64 --threads 2".split(),
+        *f"plan --model {tiny_model} --seq-len 64 --threads 2".split(),
     ]
     env = environment(*standin, STANDIN_VERSION=11080)
     said, silent = (

@@ -169,18 +169,9 @@ def test_validation_of_one_long_document(corpus, tokenizer, tmp_path):
 
 
 def test_cli_is_reproducible_and_complete(corpus, tmp_path):
+    cut = "--val-fraction 0.1 --shard-tokens 20000".split()
     for name in ("one", "two"):
-        r = run(
-            "--out",
-            tmp_path / name,
-            "--train-tokenizer",
-            500,
-            "--val-fraction",
-            0.1,
-            "--shard-tokens",
-            20000,
-            corpus,
-        )
+        r = run("--out", tmp_path / name, "--train-tokenizer", 500, *cut, corpus)
         assert "3 documents" in r.stdout
     files = sorted(
         p.relative_to(tmp_path / "one") for p in (tmp_path / "one").rglob("*") if p.is_file()
@@ -189,17 +180,7 @@ def test_cli_is_reproducible_and_complete(corpus, tmp_path):
     for f in files:
         assert (tmp_path / "one" / f).read_bytes() == (tmp_path / "two" / f).read_bytes(), f
     # its tokenizer is taken again, from the folder, and gives the same shards
-    run(
-        "--out",
-        tmp_path / "three",
-        "--tokenizer",
-        tmp_path / "one",
-        "--val-fraction",
-        0.1,
-        "--shard-tokens",
-        20000,
-        corpus,
-    )
+    run("--out", tmp_path / "three", "--tokenizer", tmp_path / "one", *cut, corpus)
     for f in files:
         assert (tmp_path / "one" / f).read_bytes() == (tmp_path / "three" / f).read_bytes(), f
 

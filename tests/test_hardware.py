@@ -179,15 +179,7 @@ def test_an_old_file_in_the_cache_is_replaced(profiled, tiny_model, tmp_path, mo
     }
     command = [
         BINARY,
-        "plan",
-        "--backend",
-        "cpu",
-        "--threads",
-        "2",
-        "--model",
-        tiny_model,
-        "--seq-len",
-        "64",
+        *f"plan --backend cpu --threads 2 --model {tiny_model} --seq-len 64".split(),
     ]
     for again in (True, False):
         if again:
@@ -339,13 +331,7 @@ def test_a_described_machine_is_planned_for_with_the_host_memory_that_is_given(p
     config(tmp_path, vocab_size=32768, hidden_size=512)  # 300 MB on the host
     command = [
         BINARY,
-        "plan",
-        "--model",
-        tmp_path,
-        "--seq-len",
-        "64",
-        "--json",
-        "--hardware",
+        *f"plan --model {tmp_path} --seq-len 64 --json --hardware".split(),
         changed(profiled, tmp_path / "a.json", host_memory_bytes=100 << 20),
     ]
     planned = subprocess.run(

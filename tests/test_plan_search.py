@@ -167,14 +167,7 @@ def test_a_grid_never_falls_and_is_what_plans_under_its_caps_are_alone(
     file = ROOT / f"docs/hardware-{machine}.json"
     command = [
         BUILD / "bin/penstock",
-        "plan",
-        "--model",
-        tmp_path,
-        "--seq-len",
-        "4096",
-        "--tokens-per-step",
-        str(tokens),
-        "--json",
+        *f"plan --model {tmp_path} --seq-len 4096 --tokens-per-step {tokens} --json".split(),
         *(("--hardware", file) if file.exists() else ("--gpu-model", machine)),
     ]
     ask = lambda *more: json.loads(
@@ -190,12 +183,10 @@ def test_a_grid_never_falls_and_is_what_plans_under_its_caps_are_alone(
             found["device_mem_bytes"] <= device[d] << 30
             and found["host_mem_bytes"] <= host[h] << 30
         )
-        alone = ask(
-            "--device-mem",
-            str(found["device_mem_bytes"]),
-            "--host-mem",
-            str(found["host_mem_bytes"]),
-        )["predicted_tokens_per_s"]
+        caps = [found["device_mem_bytes"], found["host_mem_bytes"]]
+        alone = ask("--device-mem", str(caps[0]), "--host-mem", str(caps[1]))[
+            "predicted_tokens_per_s"
+        ]
         assert alone == pytest.approx(rate[h, d], rel=1e-12)
 
 

@@ -204,17 +204,9 @@ def test_text_of_a_quantized_base_is_that_of_its_dequantized_values(tmp_path, ba
     want = generated(plain_copy(tmp_path, dense), adapter)
     assert sampled == want == generated(tmp_path, adapter, base) != generated(tmp_path, adapter)
     words = [
-        "generate",
-        "--model",
-        tmp_path,
-        "--adapter",
-        adapter,
-        "--tokens",
-        1,
-        "--plan",
-        "--json",
+        *f"generate --model {tmp_path} --adapter {adapter} --tokens 1 --plan --json".split(),
+        *"--max-new-tokens 12 --backend cpu --base-dtype".split(),
     ]
-    words += ["--max-new-tokens", 12, "--backend", "cpu", "--base-dtype"]
     plans = [json.loads(command(*words, b)[1]) for b in ("bf16", base)]
     n = sum(v.size for v in dense.values())
     block, scale, each = SCALES[base]

@@ -378,17 +378,8 @@ def test_links_in_the_way_are_not_followed(tiny_model, tiny_shard, tmp_path):
     victim.write_text("precious")
     train = [
         BUILD / "bin/penstock",
-        "train",
-        "--model",
-        tiny_model,
-        "--data",
-        tiny_shard,
-        "--seq-len",
-        "64",
-        "--steps",
-        "2",
-        "--trace-steps",
-        "1",
+        *f"train --model {tiny_model} --data {tiny_shard} --seq-len 64 --steps 2".split(),
+        *"--trace-steps 1".split(),
     ]
     env = {**os.environ, "XDG_CACHE_HOME": str(cache)}
     shutil.copytree(os.environ["XDG_CACHE_HOME"], cache, dirs_exist_ok=True)
@@ -450,17 +441,8 @@ def test_ctrl_c_while_saving_is_heard_and_saves_all_or_nothing(
     run = subprocess.Popen(
         [
             BUILD / "bin/penstock",
-            "train",
-            "--model",
-            tiny_model,
-            "--data",
-            tiny_shard,
-            "--seq-len",
-            "64",
-            "--steps",
-            "1",
-            "--out",
-            out,
+            *f"train --model {tiny_model} --data {tiny_shard} --seq-len 64 --steps 1".split(),
+            *("--out", out),
         ],
         env=env,
         stdout=subprocess.PIPE,

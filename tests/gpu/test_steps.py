@@ -484,22 +484,8 @@ def test_the_driver_reports_no_more_than_was_planned(profile, tmp_path):
     (tmp_path / "model/config.json").write_text(json.dumps(wide))
     shard = write_shard(tmp_path / "a.bin", np.random.default_rng(5).integers(0, 32000, 50000))
     train = [
-        "train",
-        "--model",
-        tmp_path / "model",
-        "--init-weights",
-        "--data",
-        shard,
-        "--seq-len",
-        1024,
-        "--tokens-per-step",
-        8192,
-        "--steps",
-        3,
-        "--backend",
-        "cuda",
-        "--quiet",
-        "--run-dir",
+        *f"train --model {tmp_path}/model --init-weights --data {shard} --seq-len 1024".split(),
+        *"--tokens-per-step 8192 --steps 3 --backend cuda --quiet --run-dir".split(),
     ]
     done = penstock(*train, tmp_path / "none", "--device-mem", "1MiB")
     assert done.returncode == 2 and "device memory" in done.stderr, done.stderr
