@@ -15,6 +15,13 @@ GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 OFFSET = ("gemma", "gemma2", "gemma3_text", *DELTA)  # model types whose norms multiply by 1 + w
 
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
 COMMON = dict(
     vocab_size=512,
     hidden_size=64,

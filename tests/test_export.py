@@ -18,20 +18,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import BUILD, ROOT, write_shard
-from families import random_model
+from families import LLAMA3, random_model
 from penstock import Hardware, ModelConfig, Plan, Trainer, compare, data, export
 from penstock._lib import as_dict
 from penstock.files import TOKENIZER_FILES
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 TEXT = "The planner searches for the fastest step: 1,234 candidates, isn't that much?\n\n  Yes."
 
 

@@ -62,26 +62,19 @@ def seeded():
 # ---- the dtypes ----------------------------------------------------------------------------------
 
 
-def encoded(values, fp8, lib=LIB):
-    src, dst = values.numpy(), np.empty(values.numel(), np.uint8)
-    lib.ops_f32_to_fp8(
-        CODE[fp8] - 3,
-        dst.ctypes.data_as(ctypes.c_void_p),
-        src.ctypes.data_as(ctypes.c_void_p),
-        ctypes.c_size_t(src.size),
-    )
+def converted(function, values, fp8, to):
+    src, dst = values.numpy(), np.empty(values.numel(), to)
+    pointers = (x.ctypes.data_as(ctypes.c_void_p) for x in (dst, src))
+    function(CODE[fp8] - 3, *pointers, ctypes.c_size_t(src.size))
     return torch.from_numpy(dst)
+
+
+def encoded(values, fp8, lib=LIB):
+    return converted(lib.ops_f32_to_fp8, values, fp8, np.uint8)
 
 
 def decoded(codes, fp8, lib=LIB):
-    src, dst = codes.numpy(), np.empty(codes.numel(), np.float32)
-    lib.ops_fp8_to_f32(
-        CODE[fp8] - 3,
-        dst.ctypes.data_as(ctypes.c_void_p),
-        src.ctypes.data_as(ctypes.c_void_p),
-        ctypes.c_size_t(src.size),
-    )
-    return torch.from_numpy(dst)
+    return converted(lib.ops_fp8_to_f32, codes, fp8, np.float32)
 
 
 def check_encoding(values, fp8):

@@ -20,7 +20,6 @@ from penstock.model import mxfp4
 from safetensors.torch import load_file
 from test_export import (  # noqa: F401 (directory is a fixture)
     CONFIGS,
-    LLAMA3,
     ONE_WAY,
     TEMPLATE,
     TEXT,

@@ -19,6 +19,7 @@ import reference as ref
 import tolerance
 import torch
 import transformers
+from families import LLAMA3
 from penstock.model import ModelConfig
 from penstock.plan import Hardware, Plan
 from penstock.train import Trainer
@@ -28,13 +29,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 SEQ, N_SEQ, END = 40, 5, 0  # tokens a sequence, sequences a step, the token that ends a document
 STEPS, PEAK, FLOOR, WARMUP, CLIP, EPS = 20, 2e-3, 2e-4, 3, 4.0, 1e-5
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 MODELS = {
     "llama": ("tiny-llama", {}),
     "llama3": ("tiny-llama", {"rope_scaling": LLAMA3}),
