@@ -25,6 +25,15 @@ static double absent(const ps__config_reader *r, const ps__json *from, const cha
   return fallback;
 }
 
+/* Is @v, unless it is NULL, of @type? @what: as a message says it. */
+static ps_status of_type(const ps__config_reader *r, const char *key, const ps__json *v,
+                         ps__json_kind type, const char *what) {
+  if (!v || ps__json_type(v) == type)
+    return PS_OK;
+  return ps__fail(PS_EFORMAT, "%s: %s is %s: it must be %s", r->path, key, ps__config_kind(v),
+                  what);
+}
+
 ps_status ps__config_uint(const ps__config_reader *r, const ps__json *from, const char *key,
                           uint32_t fallback, uint32_t *out) {
   const ps__json *v = ps__config_field(from, key);
@@ -36,9 +45,7 @@ ps_status ps__config_uint(const ps__config_reader *r, const ps__json *from, cons
     *out = fallback;
     return PS_OK;
   }
-  if (ps__json_type(v) != PS_JSON_NUMBER)
-    return ps__fail(PS_EFORMAT, "%s: %s is %s: it must be a whole number", r->path, key,
-                    ps__config_kind(v));
+  PS_TRY(of_type(r, key, v, PS_JSON_NUMBER, "a whole number"));
   if (!ps__json_uint64(v, &u) || u >= UINT32_MAX)
     return ps__fail(PS_EFORMAT,
                     "%s: %s is %.40s: it must be a whole number (without a point or an exponent), "
@@ -51,9 +58,7 @@ ps_status ps__config_uint(const ps__config_reader *r, const ps__json *from, cons
 ps_status ps__config_number(const ps__config_reader *r, const ps__json *from, const char *key,
                             double fallback, double *out) {
   const ps__json *v = ps__config_field(from, key);
-  if (v && ps__json_type(v) != PS_JSON_NUMBER)
-    return ps__fail(PS_EFORMAT, "%s: %s is %s: it must be a number", r->path, key,
-                    ps__config_kind(v));
+  PS_TRY(of_type(r, key, v, PS_JSON_NUMBER, "a number"));
   *out = ps__json_number(v, absent(r, from, key, fallback));
   return PS_OK;
 }
@@ -70,9 +75,7 @@ ps_status ps__config_positive(const ps__config_reader *r, const char *key, doubl
 ps_status ps__config_bool(const ps__config_reader *r, const ps__json *from, const char *key,
                           bool fallback, uint32_t *out) {
   const ps__json *v = ps__config_field(from, key);
-  if (v && ps__json_type(v) != PS_JSON_BOOL)
-    return ps__fail(PS_EFORMAT, "%s: %s is %s: it must be true or false", r->path, key,
-                    ps__config_kind(v));
+  PS_TRY(of_type(r, key, v, PS_JSON_BOOL, "true or false"));
   *out = ps__json_bool(v, fallback);
   return PS_OK;
 }
@@ -85,9 +88,8 @@ ps_status ps__config_token(const ps__config_reader *r, const char *key, uint32_t
     v = ps__config_field(r->outer, key);
   if (v && ps__json_type(v) == PS_JSON_ARRAY)
     v = ps__json_at(v, 0);
-  if (v && ps__json_type(v) != PS_JSON_NUMBER && ps__json_type(v) != PS_JSON_NULL)
-    return ps__fail(PS_EFORMAT, "%s: %s is %s: it must be a token id or a list of them", r->path,
-                    key, ps__config_kind(v));
+  if (v && ps__json_type(v) != PS_JSON_NULL)
+    PS_TRY(of_type(r, key, v, PS_JSON_NUMBER, "a token id or a list of them"));
   *out = v && ps__json_uint64(v, &id) && id < vocab ? (int32_t)id : -1;
   return PS_OK;
 }
@@ -131,9 +133,7 @@ static const char *layer_type(const ps__json *types, size_t i) {
 static ps_status read_layer_types(const ps__config_reader *r, const ps_model_config *c,
                                   const ps__json **out) {
   const ps__json *types = ps__config_field(r->j, "layer_types");
-  if (types && ps__json_type(types) != PS_JSON_ARRAY)
-    return ps__fail(PS_EFORMAT, "%s: layer_types is %s: it must be a list", r->path,
-                    ps__config_kind(types));
+  PS_TRY(of_type(r, "layer_types", types, PS_JSON_ARRAY, "a list"));
   if (types && ps__json_length(types) != c->n_layers)
     return ps__fail(PS_EFORMAT,
                     "%s: layer_types has %zu entries: it must have num_hidden_layers, %u", r->path,
