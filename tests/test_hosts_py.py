@@ -129,8 +129,12 @@ def test_the_variables_of_launchers(launcher, monkeypatch):
         monkeypatch.setenv(name, value)
     task = struct("ps_hosts_task")
     check(lib.ps_hosts_task_find(task))
-    found = (text(task.address), task.rank, task.n_hosts, task.port)
-    assert found == ("127.0.0.1", 1, 3, 29501)
+    found = lambda: (text(task.address), task.rank, task.n_hosts, task.port)
+    assert found() == ("127.0.0.1", 1, 3, 29501)
+    monkeypatch.setenv("MASTER_PORT", "0")
+    with pytest.raises(InvalidError, match="MASTER_PORT is 0"):
+        check(lib.ps_hosts_task_find(task))
+    assert found() == ("127.0.0.1", 1, 3, 29501)  # an output is untouched on failure
 
 
 @pytest.mark.parametrize(

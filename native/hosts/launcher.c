@@ -153,10 +153,10 @@ static ps_status refuse(const launcher *l, uint64_t n, uint64_t local) {
                   script ? " in its Plan" : " ...");
 }
 
-ps_status ps_hosts_task_find(ps_hosts_task *t) {
-  if (!t || t->struct_bytes != sizeof *t)
+ps_status ps_hosts_task_find(ps_hosts_task *out) {
+  if (!out || out->struct_bytes != sizeof *out)
     return ps__fail(PS_EINVAL, "ps_hosts_task_find: out must be given, with its struct_bytes");
-  *t = (ps_hosts_task){.struct_bytes = sizeof *t, .n_hosts = 1};
+  ps_hosts_task t = {.struct_bytes = sizeof t, .n_hosts = 1};
   for (size_t i = 0; i < sizeof launchers / sizeof *launchers; i++) {
     const launcher *l = &launchers[i];
     uint64_t rank = 0, n = 1, local;
@@ -169,15 +169,17 @@ ps_status ps_hosts_task_find(ps_hosts_task *t) {
     if (local > 1)
       return refuse(l, n, local);
     if (n < 2)
-      return PS_OK;
+      break;
     if (n > PS_MAX_HOSTS || rank >= n)
       return ps__fail(PS_EINVAL,
                       "%s says rank %llu of %llu: ranks are below the number of "
                       "tasks, which is at most %d",
                       l->name, (unsigned long long)rank, (unsigned long long)n, PS_MAX_HOSTS);
-    t->rank = (uint32_t)rank;
-    t->n_hosts = (uint32_t)n;
-    return find_address(l, t);
+    t.rank = (uint32_t)rank;
+    t.n_hosts = (uint32_t)n;
+    PS_TRY(find_address(l, &t));
+    break;
   }
+  *out = t;
   return PS_OK;
 }
