@@ -212,7 +212,7 @@ static whose whose_memory(const ps_plan *p) {
 
 /* Refuses where neither cap alone would be enough. */
 static ps_status refuse_both(const ps_plan *p, const ps__search_result *r) {
-  char dev[32], host[32], reserve[32], there[48] = "", has[32], raise[96];
+  char dev[32], host[32], cap[32], reserve[32], there[48] = "", has[32], raise[96];
   ways out;
   const whose of = whose_memory(p);
   const uint64_t machine = p->hw.host_memory_bytes;
@@ -224,13 +224,13 @@ static ps_status refuse_both(const ps_plan *p, const ps__search_result *r) {
     snprintf(there, sizeof there, "; the machine has %s in all", ps__format_bytes(has, machine));
   snprintf(raise, sizeof raise, "raise %s and %s to that", ps__field("device_mem_bytes"),
            ps__field("host_mem_bytes"));
+  ps__format_bytes_apart(dev, r->any[PS__DEVICE_MEM], cap, p->cfg.device_mem_bytes);
+  ps__format_bytes_apart(host, r->any[PS__HOST_MEM], cap, p->cfg.host_mem_bytes);
   return ps__fail(PS_EBUDGET,
                   "no plan fits: the nearest needs %s of device memory%s and %s of host memory%s, "
                   "of which %s is for the process itself%s: %s%s",
-                  ps__format_bytes(dev, r->any[PS__DEVICE_MEM]), of.device,
-                  ps__format_bytes(host, r->any[PS__HOST_MEM]), of.host,
-                  ps__format_bytes(reserve, p->cfg.reserve_bytes), there,
-                  too_small ? "take a machine with more host memory" : raise,
+                  dev, of.device, host, of.host, ps__format_bytes(reserve, p->cfg.reserve_bytes),
+                  there, too_small ? "take a machine with more host memory" : raise,
                   ways_out(&out, p, too_small ? taken : r->any[PS__HOST_MEM],
                            too_small ? machine : p->cfg.host_mem_bytes));
 }
