@@ -115,11 +115,12 @@ static int check(const cli_job *job, bool *other) {
                     "one with --resume auto, give another --run-dir, or begin anew with --force, "
                     "which moves that run's files into a folder earlier-N there",
                     job->run_dir);
-  return cli_fail(CLI_REFUSED,
-                  "the run directory %s has metrics of another run, which left no checkpoint: "
-                  "give another --run-dir, or begin anew with --resume auto, which replaces them, "
-                  "or with --force, which moves that run's files into a folder earlier-N there",
-                  job->run_dir);
+  return cli_fail(
+      CLI_REFUSED,
+      "the run directory %s has metrics of another run, which left no checkpoint: "
+      "give another --run-dir, or begin anew with --force, which moves that run's files "
+      "into a folder earlier-N there",
+      job->run_dir);
 }
 
 int cli_earlier_check(const cli_job *job) {

@@ -32,6 +32,8 @@ static const struct {
     {"import", in_python, "write a GGUF file's model as a directory (Python package)"},
     {"export", in_python, "write a GGUF file or a directory (Python package)"},
     {"compare", in_python, "compare with transformers (Python package)"},
+    {"score", in_python, "print a classifier's scores of texts (Python package)"},
+    {"embed", in_python, "write pooled embeddings of texts (Python package)"},
     {"merge", in_python, "add a LoRA adapter to a model's weights (Python package)"},
     {"watch", in_python, "follow a run in the terminal (Python package)"},
     {"report", in_python, "write a run as an HTML page (Python package)"},
