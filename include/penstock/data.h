@@ -20,6 +20,10 @@
  * are packed, or 0. The byte's bit 0 says that the token is a target, bit 1 that it begins a
  * document. The other words and bits are 0. A shard has masks of its own or a mask file, not both.
  *
+ * NAME.labels beside a shard has the labels of its documents, for models with a `score`
+ * (ps_problem): a header l[0]=20261128, l[1]=1, l[2]=the problem, l[3]=the number of labels,
+ * l[4..5]=n, l[6]=that CRC-32, then an int32 a token.
+ *
  * A dataset is one shard or more, read as one stream of tokens. A folder stands for its *.bin
  * files, sorted by name. The target of a token is the next token of the same shard. Where paths
  * have weights, the dataset is a mix: its parts are read in turn, each by its share. */

@@ -142,9 +142,9 @@ typedef struct ps_generate_stats {
 
 /* ps_generator_run() - generate for @n requests, n_sequences of them at a time, in their order.
  * @requests, what they point to, and @fn are borrowed for the call. @stats may be NULL.
- * Errors: PS_EINVAL names the request, the field and the limit, before any token. PS_ENUMERIC:
- *         logits are not finite. PS_ECANCELLED: @fn said so. PS_EDEVICE. After PS_EINVAL and
- *         PS_ECANCELLED the generator may be used again. */
+ * Errors: PS_EINVAL names the request, the field and the limit, before any token. Messages count
+ *         requests from 1, @fn from 0. PS_ENUMERIC: logits are not finite. PS_ECANCELLED: @fn said
+ *         so. PS_EDEVICE. After PS_EINVAL and PS_ECANCELLED the generator may be used again. */
 PS_API ps_status ps_generator_run(ps_generator *g, const ps_generate_request *requests, uint64_t n,
                                   ps_token_fn fn, void *user, ps_generate_stats *stats);
 

@@ -233,7 +233,8 @@ typedef struct ps_hardware {
 } ps_hardware;
 
 /* ps_hardware_estimate() - the facts that the system and the driver report, and rates from core
- * counts and clocks alone. Errors: PS_EINVAL; on CUDA PS_EDEVICE where there is no such device. */
+ * counts and clocks alone. @n_threads is as ps_hardware_measure() takes it. Errors: PS_EINVAL; on
+ * CUDA PS_EDEVICE where there is no such device. */
 PS_API ps_status ps_hardware_estimate(ps_hardware *out, uint32_t backend, uint32_t device,
                                       uint32_t n_threads);
 

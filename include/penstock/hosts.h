@@ -1,7 +1,7 @@
-/* hosts.h - several hosts that train one model. Each runs one task: a process with an engine and a
- * copy of the model, which drives the host's GPUs or its CPUs. The tasks are numbered from 0: their
- * ranks. They talk over TCP, and a task that fails ends all of them. Gradients go over NCCL or TCP
- * (ps_hosts_choose()). */
+/* penstock/hosts.h - several hosts that train one model. Each runs one task: a process with an
+ * engine and a copy of the model, which drives the host's GPUs or its CPUs. The tasks are numbered
+ * from 0: their ranks. They talk over TCP, and a task that fails ends all of them. Gradients go
+ * over NCCL or TCP (ps_hosts_choose()). */
 #ifndef PENSTOCK_HOSTS_H
 #define PENSTOCK_HOSTS_H
 #include "status.h"
@@ -23,6 +23,7 @@ typedef struct ps_hosts_task {
 /* ps_hosts_task_find() - read what torchrun, srun or mpirun set in the environment: RANK and
  * WORLD_SIZE, SLURM_PROCID and SLURM_STEP_NUM_TASKS, OMPI_COMM_WORLD_RANK and _SIZE, or PMI_RANK
  * and PMI_SIZE. Rank 0 is at MASTER_ADDR and MASTER_PORT, or on the first host of the SLURM step.
+ * @out  its struct_bytes is set before; untouched on error.
  * Errors: PS_EINVAL: several tasks on this host, no address, or a port or rank out of range. The
  *         message says what to type. */
 PS_API ps_status ps_hosts_task_find(ps_hosts_task *out);

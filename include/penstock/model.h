@@ -1,9 +1,11 @@
 /* penstock/model.h - a model: its configuration, its parameters, and where each lies in its unit.
  *
- * A model is a list of UNITS, today one for each layer:
- *   - unit 0 is the embedding;
- *   - units 1..L are the blocks;
- *   - unit L+1 is the head: the final norm and lm_head, with tied embeddings the norm alone. Of a
+ * A model is a list of LAYERS, each of one UNIT or of several that follow each other:
+ *   - layer 0 is the embedding;
+ *   - layers 1..L are the blocks. A block's experts are a unit of their own, after that of its
+ *     other weights. So are a router's correction bias, which is not trained, LoRA's adapters, and
+ *     matrices of a quantized base;
+ *   - layer L+1 is the head: the final norm and lm_head, with tied embeddings the norm alone. Of a
  *     classifier or a reward model it has `score` in lm_head's place.
  * A unit's parameters are one contiguous range of elements, which is what a transfer moves. Its
  * gradient and its optimizer state have the same layout. */
@@ -225,8 +227,8 @@ typedef struct ps_model_config {
 /* ps_model_config_read() - from DIR/config.json or from a config file itself, of a family of
  * ps_model_family_name(). Absent keys have transformers' defaults. A field that changes the math
  * and is not supported, or that the family does not have, is refused by name. Examples: other
- * activations, other RoPE types, biases, experts, quantized weights, another family's
- * multipliers. A file of more than 1 MiB is refused too.
+ * activations, other RoPE types, biases, experts or multipliers that only other families have,
+ * weights that are quantized otherwise than in FP8 or MXFP4. A file of more than 1 MiB is refused.
  * Where DIR ties the head to the embedding, but its safetensors have an lm_head.weight with other
  * values, tied_embeddings is 0, with a warning (ps_log_set()). Where longrope's factor and lengths
  * disagree, the version of transformers that wrote the file decides, with a warning.
@@ -289,9 +291,9 @@ typedef struct ps_model ps_model;
  * them. */
 PS_API ps_status ps_model_create(ps_model **out, const ps_model_config *cfg);
 PS_API void ps_model_destroy(ps_model *m);
-/* ps_model_n_units() - n_layers + 2: one for the embedding, for each block and for the head. The
- * model of a plan with LoRA (ps_plan_model()) has 2 n_layers + 2: the adapters of a block are a
- * unit of their own, after that of its weights.
+/* ps_model_n_units() - of a dense model n_layers + 2: one for the embedding, for each block and for
+ * the head. Experts add units. The model of a plan with LoRA (ps_plan_model()) has one more for the
+ * adapters of each block, and more with a quantized base.
  * ps_model_unit_elements() - elements of a unit with its zero padding, a multiple of 64.
  * ps_model_n_params() - tensors of the model. */
 PS_API uint32_t ps_model_n_units(const ps_model *m);

@@ -1,7 +1,8 @@
 /* penstock/optim.h - the optimizers: what a plan counts of each, and what a trainer is told.
  *
- * An optimizer keeps state[k], k < n_states, of every parameter besides the weight: in bf16 under
- * recipe bf16, else in fp32. Formulas and bytes: docs/design/optimizers.md, "Optimizers".
+ * An optimizer keeps one or two numbers of state for every trained parameter. They are in bf16 with
+ * the recipes BF16, FP24_MASTER and FP8, in fp32 with the others, and in 8 bits with
+ * ps_plan_config.state_bits. Formulas and bytes: docs/design/optimizers.md, "Optimizers".
  *   ADAMW  two states. lr, beta1, beta2, eps, weight_decay (decoupled)
  *   LION   one state. lr, beta1, beta2, weight_decay (decoupled)
  *   SGD    with momentum, one state, as torch.optim.SGD with dampening 0. lr, momentum, nesterov,
@@ -20,7 +21,9 @@ typedef enum ps_optimizer {
   PS_OPTIMIZER_SGD = 2,
   PS_N_OPTIMIZERS = 3
 } ps_optimizer;
-PS_API const char *ps_optimizer_name(ps_optimizer optimizer); /* "adamw", "lion", "sgd" */
+/* ps_optimizer_name() - "adamw", "lion", "sgd"; "unknown" past the last.
+ * ps_optimizer_parse() - an optimizer by its name. Errors: PS_EINVAL names the value. */
+PS_API const char *ps_optimizer_name(ps_optimizer optimizer);
 PS_API ps_status ps_optimizer_parse(ps_optimizer *out, const char *name);
 
 /* The hyperparameters of an optimizer: fields of ps_train_config of the same names. */
@@ -34,7 +37,7 @@ typedef enum ps_hyper {
   PS_HYPER_WEIGHT_DECAY = 6,
   PS_N_HYPERS = 7
 } ps_hyper;
-/* ps_optimizer_default() - its default; NAN where the optimizer does not know it. */
+/* ps_optimizer_default() - the optimizer's default of @hyper; NAN where it has no such one. */
 PS_API double ps_optimizer_default(ps_optimizer optimizer, ps_hyper hyper);
 
 #ifdef __cplusplus

@@ -248,8 +248,9 @@ typedef struct ps_plan_config {
   void *progress_user;
 } ps_plan_config;
 
-/* ps_plan_config_init() - fill in the defaults: AdamW, clip_norm 1, no document tokens, 2 traced
- * steps, PS_DEFAULT for the recipe and the ends of FP8, NAN for lora.alpha.
+/* ps_plan_config_init() - fill in struct_bytes and the defaults: AdamW, clip_norm 1, no document
+ * tokens, 2 traced steps, PS_DEFAULT for the recipe and the ends of FP8, NAN for lora.alpha and
+ * router_aux_loss. What is left to say is seq_len.
  * ps_plan_config_resolve() - fill in what PS_DEFAULT, lora.targets 0 and a lora.alpha of NAN stand
  * for. ps_plan_create() does the same with its own copy. */
 PS_API void ps_plan_config_init(ps_plan_config *cfg);
@@ -441,8 +442,7 @@ PS_API ps_schedule *ps_plan_schedule(ps_plan *plan);
  * its number where there are several ("compute 1"); then "host", "io". Of several devices then
  * come "p2p 0" and so on, copies to other devices, and "sums 0", additions of what they send. Of
  * several hosts "net" comes then: exchanges with the other hosts. With a disk "disk read" and "disk
- * write" are the last. Static storage; NULL past the
- * last. */
+ * write" are the last. Static storage; NULL past the last. */
 PS_API const char *ps_plan_stream_name(const ps_plan *plan, uint32_t stream);
 /* ps_plan_simulate() - the predicted trace of @n_steps steps; arguments as ps_sim_run(). */
 PS_API ps_status ps_plan_simulate(const ps_plan *plan, uint64_t n_steps, ps_trace_event *events,

@@ -4,7 +4,10 @@
  * Its outputs are written last, and stay untouched on failure. The library never prints, exits or
  * aborts. A failure's message is kept for the thread that made the call; see ps_last_error().
  * Handles, configs and outputs are not NULL, unless a function says what NULL stands for: such a
- * NULL is not looked for, and mostly ends the program. */
+ * NULL is not looked for, and mostly ends the program.
+ * A config begins with struct_bytes: its sizeof, which the caller sets, or an ..._init() function.
+ * A config of another size is PS_EINVAL. An output's struct_bytes is set by the call, unless a
+ * function asks for it before. */
 #ifndef PENSTOCK_STATUS_H
 #define PENSTOCK_STATUS_H
 #include <stddef.h>
@@ -40,8 +43,10 @@ typedef enum ps_status {
   PS_ESTATE = -7,     /* called in the wrong order */
   PS_ECANCELLED = -8, /* stopped on request */
   PS_EDEVICE = -9,    /* the device or a thread failed; sticky on its run */
-  PS_ENUMERIC = -10,  /* a loss or a gradient is not finite; the message names step and tensor */
-  PS_EINTERNAL = -11  /* a defect of this library */
+  /* a loss, a gradient or a logit is not finite, or a batch has no counted target; the message
+   * names the step */
+  PS_ENUMERIC = -10,
+  PS_EINTERNAL = -11 /* a defect of this library */
 } ps_status;
 
 /* ps_status_name() - "PS_EINVAL" and so on; static storage, "PS_E?" for an unknown code. */

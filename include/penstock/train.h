@@ -4,7 +4,7 @@
  * state are host-resident. The step's program streams them to the device as the plan says; what
  * the plan keeps device-resident stays there for the whole run.
  *
- *   ps_train_config cfg = {.struct_bytes = sizeof cfg};
+ *   ps_train_config cfg;
  *   ps_train_config_init(&cfg);
  *   cfg.dataset = dataset;
  *   ps_trainer_create(&t, "model", plan, &cfg, NULL, NULL);
@@ -136,8 +136,9 @@ typedef struct ps_train_config {
   ps_dataset *val_dataset;
 } ps_train_config;
 
-/* ps_train_config_init() - fill in the defaults: the optimizer's own hyperparameters (all NAN), a
- * constant learning rate, no decay of norms and biases, at most 10 skipped steps in a row. */
+/* ps_train_config_init() - fill in struct_bytes and the defaults: the optimizer's own
+ * hyperparameters (all NAN), a constant learning rate, no decay of norms and biases, at most 10
+ * skipped steps in a row. */
 PS_API void ps_train_config_init(ps_train_config *cfg);
 
 /* ps_train_config_check() - check @cfg, for a plan with this optimizer, without data: ranges and
@@ -153,8 +154,8 @@ typedef struct ps_step_metrics {
   /* With z-loss or label smoothing (ps_plan_config): what was minimized, and the z-loss in it, both
    * as means. Else loss, and 0. */
   double objective, z_loss;
-  /* Of a model with a `score`, the mean of what score_loss calls right (PS_PROBLEM_*): the accuracy
-   * of labels and pairs; of regression the mean absolute error. NAN of a language model */
+  /* Of a model with a `score` (ps_problem): the fraction of documents, of labels or of pairs that
+   * are judged right; of regression the mean absolute error. NAN of a language model */
   double right;
   uint64_t tokens, valid_tokens; /* of the batch; those whose target is counted */
   double grad_norm;              /* global L2 norm before clipping */
@@ -241,7 +242,9 @@ PS_API ps_status ps_trainer_destroy(ps_trainer *t);
 
 /* ps_trainer_submit() - queue @n more steps. They run in order on the engine's threads, and the
  * end of one overlaps with the beginning of the next.
- * Blocks: the first call alone, until device-resident weights and state are on the device.
+ * Blocks: the first call, until device-resident weights and state are on the device; a call before
+ *         whose steps the trainer switches to another plan; and one during a checkpoint, as
+ *         ps_trainer_checkpoint_begin() says. Else no.
  * Errors: PS_EBUSY: more than 64 steps would be submitted and not reported: wait for some first.
  *         PS_ESTATE: the call is made inside the trainer's own batch function.
  *         PS_ENOMEM, PS_EDEVICE: the run cannot start (the first call alone).
