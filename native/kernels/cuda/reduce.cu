@@ -167,26 +167,38 @@ __global__ void __launch_bounds__(128) colsum_k(const T *dy, float *partial, uin
     partial[(size_t)blockIdx.y * cols + c + k] = sum[k];
 }
 
-enum { ADD_COLS = 32, ADD_SLICES = 16 };
-/* Thread (x, y): column x, tiles y, y+16, ... in order; then the 16 slices in order. */
+enum { ADD_COLS = 8, ADD_SLICES = 16, ADD_AHEAD = 16 };
+/* Thread (x, y): column x, tiles y, y+16, ... in order; then the 16 slices in order. The loads of
+ * ADD_AHEAD tiles stand in no branch, so that none waits for another: those behind the last tile
+ * load that tile, and add nothing. */
 template <typename T>
 __global__ void __launch_bounds__(ADD_COLS *ADD_SLICES)
     add_partials_k(T *out, const float *partial, uint32_t n_tiles, uint32_t ld, uint32_t cols,
                    bool accumulate) {
   __shared__ float slice[ADD_SLICES][ADD_COLS];
   const uint32_t c = blockIdx.x * ADD_COLS + threadIdx.x;
-  float sum = 0.0f;
-  if (c < cols)
-#pragma unroll 16
-    for (uint32_t g = threadIdx.y; g < n_tiles; g += ADD_SLICES)
-      sum += partial[(size_t)g * ld + c];
+  float sum = 0.0f, before = 0.0f;
+  if (c < cols) {
+    if (accumulate && threadIdx.y == 0)
+      before = ps_to_f32(out[c]);
+    for (uint32_t g = threadIdx.y; g < n_tiles; g += ADD_AHEAD * ADD_SLICES) {
+      float v[ADD_AHEAD];
+#pragma unroll
+      for (int i = 0; i < ADD_AHEAD; i++)
+        v[i] = partial[(size_t)min(g + i * ADD_SLICES, n_tiles - 1) * ld + c];
+#pragma unroll
+      for (int i = 0; i < ADD_AHEAD; i++)
+        sum += g + i * ADD_SLICES < n_tiles ? v[i] : 0.0f;
+    }
+  }
   slice[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.y || c >= cols)
     return;
+#pragma unroll
   for (int s = 1; s < ADD_SLICES; s++)
     sum += slice[s][threadIdx.x];
-  out[c] = ps_from_f32<T>(accumulate ? ps_to_f32(out[c]) + sum : sum);
+  out[c] = ps_from_f32<T>(accumulate ? before + sum : sum);
 }
 
 cudaError_t ps_add_partials(cudaStream_t stream, void *out, uint32_t dt, const float *partial,
