@@ -83,6 +83,18 @@ template <typename T, int V> __device__ __forceinline__ void ps_store(T *p, cons
     ps_put<T, V>(p, v);
   }
 }
+/* fp32 numbers whose place is aligned to 16 bytes, where V is a multiple of 4. */
+template <int V> __device__ __forceinline__ void ps_put_f32(float *p, const float (&x)[V]) {
+  constexpr int N = V % 4 ? 1 : 4;
+#pragma unroll
+  for (int i = 0; i < V; i += N) {
+    ps_vec<float, N> v;
+#pragma unroll
+    for (int k = 0; k < N; k++)
+      v.e[k] = x[i + k];
+    ps_put<float, N>(p + i, v);
+  }
+}
 /* Of bf16 by words: taken out one by one, each number would have a register of its own. */
 template <typename T, int V>
 __device__ __forceinline__ void ps_unpack(float (&x)[V], const ps_vec<T, V> &v) {
