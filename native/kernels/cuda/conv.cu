@@ -233,6 +233,12 @@ __global__ void __launch_bounds__(THREADS, W > 4 || sizeof(T) > 2 ? 1 : 2)
     }
   }
   float *to = j.partial + ((size_t)blockIdx.y * j.channels + c) * j.width;
+  if (W == 4 && j.width == 4) {
+#pragma unroll
+    for (int e = 0; e < V; e++)
+      ps_put_f32<4>(to + e * 4, {dw[0][e], dw[1][e], dw[2][e], dw[3][e]});
+    return;
+  }
 #pragma unroll
   for (int k = 0; k < W; k++)
 #pragma unroll
