@@ -21,64 +21,83 @@
  *         qk_norm T*(A+K)*sizeof(dt) more;
  *         8192 x (4096 + 2*1024) bf16 -> forward 201 MB, 42 us at 4.8 TB/s; backward 235 MB, 49
  *         us. Measured on an H200, of copy bandwidth:
- *         forward 91%, 52 us, with qk_norm 66%, 72 us; backward 94%, 59 us, with qk_norm 68%,
- *         109 us
+ *         forward 91%, 52 us, with qk_norm 86%, 55 us; backward 94%, 59 us, with qk_norm 74%,
+ *         102 us
  * determinism  bitwise: a head is made by fixed threads; dw: tiles of rows by shape, in order,
  *              then fixed trees.
  * reference    the cpu backend's: 1 ulp of bf16; fp32 within 4e-7 of the head's largest, 1e-5
  *              with the norm */
 #include "kernels/cuda/qkv.cuh"
 
-/* A block a token and a slice of `each` heads, q, k and v alike; half/V neighbouring threads a
- * head (a power of two up to 32 with NORM), each with V pairs. The data is on its way while the
- * angles are made. */
-template <typename T, int V, bool NORM>
-__global__ void __launch_bounds__(SLICE_THREADS)
+/* A block TOKENS tokens and a slice of `each` heads, q, k and v alike; half/V neighbouring threads a
+ * head (a power of two up to 32 with NORM), each with V pairs of each token. The data is on its way
+ * while the angles are made. */
+template <typename T, int V, uint32_t TOKENS, bool NORM>
+__global__ void __launch_bounds__(SLICE_THREADS, NORM ? 3 : 4)
     qkv_fwd_k(const qkv_job<T> j, const rope_table rope, uint32_t each) {
-  __shared__ alignas(16) float cosines[MAX_HALF], sines[MAX_HALF];
-  const uint32_t d = j.head_dim, half = d / 2, g = half / V, t = blockIdx.x,
-                 head0 = blockIdx.y * each, i = threadIdx.x % g * V,
-                 lower = lower_of(i, rope.turned), upper = upper_of(i, rope.turned, half);
+  __shared__ alignas(16) float cosines[TOKENS][MAX_HALF], sines[TOKENS][MAX_HALF];
+  const uint32_t d = j.head_dim, half = d / 2, g = half / V, t0 = blockIdx.x * TOKENS,
+                 tokens = min(TOKENS, j.n_tokens - t0), head0 = blockIdx.y * each,
+                 i = threadIdx.x % g * V, lower = lower_of(i, rope.turned),
+                 upper = upper_of(i, rope.turned, half);
   const uint32_t heads = min(each, j.n_q + 2 * j.n_k - head0),
                  head = head0 + min(threadIdx.x / g, heads - 1);
   const bool is_q = head < j.n_q, is_v = head >= j.n_q + j.n_k, turn = !is_v && i < rope.turned;
-  const T *in = j.qkv + ((size_t)t * (j.n_q + 2 * j.n_k) + head) * d;
-  const uint4 raw[2] = {*(const uint4 *)(in + lower), *(const uint4 *)(in + upper)};
-  float lo[V], hi[V], c[V], s[V], a[V], b[V];
-  for (uint32_t k = threadIdx.x; k < rope.turned; k += blockDim.x)
-    angle_of(cosines[k], sines[k], rope, k, j.pos[t]);
-  __syncthreads();
-  unpack<T, V>(lo, raw[0]);
-  unpack<T, V>(hi, raw[1]);
+  uint4 raw[TOKENS][2];
+  ps_vec<T, V> weights[2];
+#pragma unroll
+  for (uint32_t n = 0; n < TOKENS; n++) {
+    const T *in = j.qkv + ((size_t)min(t0 + n, j.n_tokens - 1) * (j.n_q + 2 * j.n_k) + head) * d;
+    raw[n][0] = *(const uint4 *)(in + lower);
+    raw[n][1] = *(const uint4 *)(in + upper);
+  }
+  for (uint32_t k = threadIdx.x; k < tokens * rope.turned; k += blockDim.x) {
+    const uint32_t n = k / rope.turned, p = k % rope.turned;
+    angle_of(cosines[n][p], sines[n][p], rope, p, j.pos[t0 + n]);
+  }
   if constexpr (NORM) {
-    float ss = 0.0f, wl[V], wh[V];
+    const T *w = is_q ? j.wq : j.wk;
+    weights[0] = ps_load<T, V>(w + lower);
+    weights[1] = ps_load<T, V>(w + upper);
+  }
+  __syncthreads();
 #pragma unroll
-    for (int k = 0; k < V; k++)
-      ss += lo[k] * lo[k] + hi[k] * hi[k];
-    const float rstd = 1.0f / sqrtf(head_sum(ss, g) / (float)d + j.eps);
-    if (!is_v) {
-      ps_read<T, V>(wl, (is_q ? j.wq : j.wk) + lower);
-      ps_read<T, V>(wh, (is_q ? j.wq : j.wk) + upper);
+  for (uint32_t n = 0; n < TOKENS; n++) {
+    float lo[V], hi[V], c[V], s[V], a[V], b[V];
+    unpack<T, V>(lo, raw[n][0]);
+    unpack<T, V>(hi, raw[n][1]);
+    if constexpr (NORM) {
+      float ss = 0.0f, wl[V], wh[V];
 #pragma unroll
-      for (int k = 0; k < V; k++) {
-        lo[k] = rounded<T>(lo[k] * rstd * (wl[k] + j.offset));
-        hi[k] = rounded<T>(hi[k] * rstd * (wh[k] + j.offset));
+      for (int k = 0; k < V; k++)
+        ss += lo[k] * lo[k] + hi[k] * hi[k];
+      const float rstd = 1.0f / sqrtf(head_sum(ss, g) / (float)d + j.eps);
+      if (!is_v) {
+        ps_unpack<T, V>(wl, weights[0]);
+        ps_unpack<T, V>(wh, weights[1]);
+#pragma unroll
+        for (int k = 0; k < V; k++) {
+          lo[k] = lo[k] * rstd * (wl[k] + j.offset);
+          hi[k] = hi[k] * rstd * (wh[k] + j.offset);
+        }
+        round_all<T, V>(lo);
+        round_all<T, V>(hi);
       }
     }
-  }
-  read_f32<V>(c, cosines + i);
-  read_f32<V>(s, sines + i);
+    read_f32<V>(c, cosines[n] + i);
+    read_f32<V>(s, sines[n] + i);
 #pragma unroll
-  for (int k = 0; k < V; k++) {
-    a[k] = turn ? lo[k] * c[k] - hi[k] * s[k] : lo[k];
-    b[k] = turn ? hi[k] * c[k] + lo[k] * s[k] : hi[k];
+    for (int k = 0; k < V; k++) {
+      a[k] = turn ? lo[k] * c[k] - hi[k] * s[k] : lo[k];
+      b[k] = turn ? hi[k] * c[k] + lo[k] * s[k] : hi[k];
+    }
+    if (threadIdx.x / g >= heads || n >= tokens)
+      continue;
+    const size_t t = t0 + n;
+    T *out = is_q ? j.q + (t * j.n_q + head) * d : j.kv + (t * 2 * j.n_k + head - j.n_q) * d;
+    ps_store<T, V>(out + lower, a);
+    ps_store<T, V>(out + upper, b);
   }
-  if (threadIdx.x / g >= heads)
-    return;
-  T *out = is_q ? j.q + ((size_t)t * j.n_q + head) * d
-                : j.kv + ((size_t)t * 2 * j.n_k + head - j.n_q) * d;
-  ps_store<T, V>(out + lower, a);
-  ps_store<T, V>(out + upper, b);
 }
 
 /* The same for any even head_dim and rotary_dim: a warp a head, pairs lane, lane + 32, ... NORM: as
@@ -211,11 +230,14 @@ static void launch_fwd(const ps_launch *l, const ps__args_qkv *a, const rope_tab
   }
   const bool fit = vectors_fit(l, a, ps__qkv_pointers(a));
   const uint32_t each = ps_qkv_heads_each(a);
-  const dim3 grid(a->n_tokens, ps_qkv_slices(a));
+  const uint32_t slices = ps_qkv_slices(a);
   if (fit && a->qk_norm)
-    qkv_fwd_k<T, V, true><<<grid, slice_threads<V>(a), 0, stream>>>(j, rope, each);
+    qkv_fwd_k<T, V, 2, true>
+        <<<dim3(ps_ceil_div(a->n_tokens, 2), slices), slice_threads<V>(a), 0, stream>>>(j, rope,
+                                                                                        each);
   else if (fit)
-    qkv_fwd_k<T, V, false><<<grid, slice_threads<V>(a), 0, stream>>>(j, rope, each);
+    qkv_fwd_k<T, V, 1, false>
+        <<<dim3(a->n_tokens, slices), slice_threads<V>(a), 0, stream>>>(j, rope, each);
   else if (a->qk_norm == PS_QK_NORM_ROW)
     qkv_fwd_row_k<T><<<a->n_tokens, THREADS, 0, stream>>>(j, rope);
   else if (a->qk_norm == PS_QK_NORM_LATE)

@@ -97,6 +97,19 @@ template <typename T> __device__ __forceinline__ float rounded(float x) {
   return ps_to_f32(ps_from_f32<T>(x));
 }
 
+/* Of bf16 two at a time: one alone is converted in the unit for exponentials and roots. */
+template <typename T, int V> __device__ __forceinline__ void round_all(float (&x)[V]) {
+  if constexpr (sizeof(T) == 2) {
+    ps_vec<__nv_bfloat162, V / 2> v;
+#pragma unroll
+    for (int i = 0; i < V / 2; i++)
+      v.e[i] = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+#pragma unroll
+    for (int i = 0; i < V; i++)
+      x[i] = __bfloat162float(i % 2 ? v.e[i / 2].y : v.e[i / 2].x);
+  }
+}
+
 template <typename T, int V>
 __device__ __forceinline__ void unpack(float (&x)[V], const uint4 &raw) {
   const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
