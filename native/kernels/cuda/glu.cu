@@ -193,29 +193,28 @@ template <typename T, bool GELU> struct gated_gradient {
   }
 };
 
+/* As ps_see_k(), but for two amax. */
 template <typename T, bool GELU>
-__global__ void __launch_bounds__(PS__TILE_THREADS)
-    glu_bwd_see_k(gated_gradient<T, GELU> src, uint32_t rows, uint32_t n_tiles, uint32_t *of_s,
-                  uint32_t *of_gu) {
-  const uint32_t across = (src.f + PS__TILE - 1) / PS__TILE;
+__global__ void __launch_bounds__(PS__TILE_THREADS, sizeof(T) == 2 ? 3 : 2)
+    glu_bwd_see_k(gated_gradient<T, GELU> src, uint32_t rows, uint32_t *of_s, uint32_t *of_gu) {
+  const uint32_t across = (src.f + PS__TILE - 1) / PS__TILE, row0 = blockIdx.x / across * PS__TILE,
+                 col = blockIdx.x % across * PS__TILE + ps__part_col(threadIdx.x);
   uint32_t s = 0, gu = 0;
-  for (uint32_t n = blockIdx.x; n < n_tiles; n += gridDim.x)
 #pragma unroll 1
-    for (int i = 0; i < PS__TILE_PARTS; i++) {
-      const uint32_t row = n / across * PS__TILE + ps__part_row(threadIdx.x, i),
-                     col = n % across * PS__TILE + ps__part_col(threadIdx.x);
-      typename gated_gradient<T, GELU>::part p;
-      if (row >= rows || col >= src.f)
-        continue;
-      src.load(p, row, col);
+  for (int i = 0; i < PS__TILE_PARTS; i++) {
+    const uint32_t row = row0 + ps__part_row(threadIdx.x, i);
+    typename gated_gradient<T, GELU>::part p;
+    if (row >= rows || col >= src.f)
+      break; /* nor is the next part there */
+    src.load(p, row, col);
 #pragma unroll
-      for (int k = 0; k < PS__PART_ROWS; k++) {
-        const typename gated_gradient<T, GELU>::made m = src.work(p, k);
-        ps_see8<T>(&s, m.s);
-        ps_see8<T>(&gu, m.dg);
-        ps_see8<T>(&gu, m.du);
-      }
+    for (int k = 0; k < PS__PART_ROWS; k++) {
+      const typename gated_gradient<T, GELU>::made m = src.work(p, k);
+      ps_see8<T>(&s, m.s);
+      ps_see8<T>(&gu, m.dg);
+      ps_see8<T>(&gu, m.du);
     }
+  }
   ps_keep_amax(ps_amax_bits<T>(s), of_s);
   __syncthreads();
   ps_keep_amax(ps_amax_bits<T>(gu), of_gu);
@@ -284,8 +283,8 @@ static cudaError_t quantize_gradient(const gated_gradient<T, GELU> &src, const p
     e = ps_clear_amax(s.scale, stream);
   if (e != cudaSuccess)
     return e;
-  glu_bwd_see_k<<<ps_see_blocks(n), PS__TILE_THREADS, 0, stream>>>(
-      src, s.rows, n, (uint32_t *)s.scale + 1, (uint32_t *)gu.scale + 1);
+  glu_bwd_see_k<<<n, PS__TILE_THREADS, 0, stream>>>(src, s.rows, (uint32_t *)s.scale + 1,
+                                                    (uint32_t *)gu.scale + 1);
   PS_BY_FP8(dt_q, glu_bwd_put_k<T, GELU, Q><<<n, PS__TILE_THREADS, 0, stream>>>(src, gu, s));
   return cudaGetLastError();
 }
@@ -307,7 +306,7 @@ static cudaError_t quantize_gradient_of(const ps_launch *l, const ps_quantized &
  * shapes  ds [T,F], gu, dgu [T,2F], dgut [2F,T], st [F,T], multiples of 16; no aliasing
  * bytes   an element of s: 6 of bf16 for the two amax, 6 for the codes, 5 of codes. 8192 x 14336
  *         bf16: 2.00 GB, 416 us at an H200's 4.8 TB/s, less what the second pass finds in L2;
- *         measured 526 us there (bench/log/2026-11-24-fp8-h200.md)
+ *         measured 496 us there (bench/log/2026-11-21-cuda-memory-bound.md)
  * determinism  bitwise: elementwise, maxima and sums of whole numbers
  * reference    as glu_quantize's */
 extern "C" ps_status ps__cuda_glu_bwd_quantize(const ps_launch *l) {

@@ -98,6 +98,8 @@ extern "C" ps_status ps__cuda_quantize(const ps_launch *l) {
 
 /* ---- for timing products --------------------------------------------------------------------- */
 
+enum { DRAW_BLOCKS = 1056 };
+
 /* An element's code: of a sum of four bytes of a hash, about N(0, 1) and at most 3.5 away. Of @size
  * 1/16 of the largest number that is e4m3's N(0, 28). */
 template <uint32_t Q>
@@ -120,7 +122,7 @@ extern "C" ps_status ps__cuda_draw_fp8(const ps__cuda_exec *exec, void *q, uint6
                                        uint32_t dt) {
   if (n % 4 || !ps_aligned(q))
     return ps__fail(PS_EINTERNAL, "draw_fp8: %llu elements at %p", (unsigned long long)n, q);
-  PS_BY_FP8(dt, draw_k<Q><<<PS_SEE_BLOCKS, 256, 0, exec->stream>>>(
-                    (uint8_t *)q, n, Q == PS__E4M3 ? 28.0f : 3584.0f));
+  PS_BY_FP8(dt, draw_k<Q><<<DRAW_BLOCKS, 256, 0, exec->stream>>>((uint8_t *)q, n,
+                                                                 Q == PS__E4M3 ? 28.0f : 3584.0f));
   return ps_launched("draw_fp8", cudaSuccess);
 }

@@ -189,31 +189,26 @@ __device__ __forceinline__ void ps_put_runs(uint8_t *qt, const uint32_t *tile, u
 static inline uint32_t ps_tiles(uint32_t rows, uint32_t cols) {
   return ps_ceil_div(rows, PS__TILE) * ps_ceil_div(cols, PS__TILE);
 }
-/* Blocks of the first pass: at most eight on each SM of an H200, whatever the GPU. */
-enum { PS_SEE_BLOCKS = 1056 };
-static inline uint32_t ps_see_blocks(uint32_t n_tiles) {
-  return n_tiles < PS_SEE_BLOCKS ? n_tiles : PS_SEE_BLOCKS;
-}
-
+/* A block a tile, in the first pass too: registers decide how many blocks an SM holds, so that of a
+ * fixed number of blocks with many tiles each the last ones would run on a few SMs. */
 template <typename SRC>
 __global__ void __launch_bounds__(PS__TILE_THREADS)
-    ps_see_k(SRC src, uint32_t rows, uint32_t cols, uint32_t n_tiles, uint32_t *amax) {
+    ps_see_k(SRC src, uint32_t rows, uint32_t cols, uint32_t *amax) {
   using T = typename SRC::type;
-  const uint32_t across = (cols + PS__TILE - 1) / PS__TILE;
+  const uint32_t across = (cols + PS__TILE - 1) / PS__TILE, row0 = blockIdx.x / across * PS__TILE,
+                 col = blockIdx.x % across * PS__TILE + ps__part_col(threadIdx.x);
   uint32_t most = 0;
-  for (uint32_t n = blockIdx.x; n < n_tiles; n += gridDim.x)
 #pragma unroll
-    for (int i = 0; i < PS__TILE_PARTS; i++) {
-      const uint32_t row = n / across * PS__TILE + ps__part_row(threadIdx.x, i),
-                     col = n % across * PS__TILE + ps__part_col(threadIdx.x);
-      typename SRC::part part;
-      if (row >= rows || col >= cols)
-        continue;
-      src.load(part, row, col);
+  for (int i = 0; i < PS__TILE_PARTS; i++) {
+    const uint32_t row = row0 + ps__part_row(threadIdx.x, i);
+    typename SRC::part part;
+    if (row >= rows || col >= cols)
+      break; /* nor is the next part there */
+    src.load(part, row, col);
 #pragma unroll
-      for (int k = 0; k < PS__PART_ROWS; k++)
-        ps_see8<T>(&most, src.value(part, k));
-    }
+    for (int k = 0; k < PS__PART_ROWS; k++)
+      ps_see8<T>(&most, src.value(part, k));
+  }
   ps_keep_amax(ps_amax_bits<T>(most), amax);
 }
 
@@ -287,9 +282,8 @@ static inline cudaError_t ps_clear_amax(float *scale, cudaStream_t stream) {
 
 template <typename SRC>
 static cudaError_t ps_see(const SRC &src, const ps_quantized &z, cudaStream_t stream) {
-  const uint32_t n = ps_tiles(z.rows, z.cols);
-  ps_see_k<SRC><<<ps_see_blocks(n), PS__TILE_THREADS, 0, stream>>>(src, z.rows, z.cols, n,
-                                                                   (uint32_t *)z.scale + 1);
+  ps_see_k<SRC><<<ps_tiles(z.rows, z.cols), PS__TILE_THREADS, 0, stream>>>(src, z.rows, z.cols,
+                                                                           (uint32_t *)z.scale + 1);
   return cudaGetLastError();
 }
 template <typename SRC>
