@@ -106,7 +106,94 @@ extern "C" ps_status ps__cuda_rmsnorm_fwd(const ps_launch *l) {
 
 /* ---- forward, quantized ---------------------------------------------------------------------- */
 
-/* A block a row: the amax of y, and rstd of each row for the second pass. */
+/* The sum over a block of eight warps, by one warp whose lane has what each warp's namesake would
+ * have: @sum[w] of warp w. In each of the first three steps half of the lanes take half of the
+ * warps. The tree is ps_block_sum()'s, and so are the bits. */
+__device__ __forceinline__ float sum_of_eight(float (&sum)[8]) {
+  const uint32_t lane = threadIdx.x % 32;
+#pragma unroll
+  for (uint32_t w = 16, n = 4; n > 0; w /= 2, n /= 2)
+#pragma unroll
+    for (uint32_t i = 0; i < n; i++) {
+      const bool high = lane & w;
+      const float give = high ? sum[i] : sum[n + i];
+      sum[i] = (high ? sum[n + i] : sum[i]) + __shfl_xor_sync(0xffffffffu, give, w);
+    }
+  float x = sum[0]; /* of warp lane / 4 */
+#pragma unroll
+  for (uint32_t w = 2; w > 0; w /= 2)
+    x += __shfl_xor_sync(0xffffffffu, x, w);
+#pragma unroll
+  for (uint32_t w = 16; w > 2; w /= 2)
+    x += __shfl_xor_sync(0xffffffffu, x, w);
+  return x;
+}
+
+__device__ __forceinline__ void eight_of(float (&x)[PS__PART_COLS], const uint4 &words) {
+  union {
+    uint4 words;
+    ps_eight<__nv_bfloat16> x;
+  } c = {words};
+  ps_unpack8(x, c.x);
+}
+
+/* The amax of y, and rstd of each row for the second pass. A warp a row of bf16, whose vectors are
+ * all on their way at once: no warp waits for another. Rows have at most WARP_VECTORS vectors a
+ * lane, and a warp takes several, as w + offset is in shared memory. */
+enum { WARP_VECTORS = 16 };
+__global__ void __launch_bounds__(FWD_THREADS, 2)
+    norm_see_warps_k(const __nv_bfloat16 *x, const __nv_bfloat16 *w, float *rstds, uint32_t *amax,
+                     uint32_t rows, uint32_t cols, float eps, float offset) {
+  using T = __nv_bfloat16;
+  constexpr uint32_t V = PS__PART_COLS, WARPS = FWD_THREADS / 32;
+  extern __shared__ __align__(16) float weights[]; /* w + offset */
+  const uint32_t lane = threadIdx.x % 32;
+  uint32_t most = 0;
+  uint4 keep[WARP_VECTORS]; /* words: of numbers, each zero would have a register of its own */
+  auto at = [&](uint32_t k) { return (k * 32 + lane) * V; };
+  for (uint32_t i = threadIdx.x; i < cols / V; i += FWD_THREADS) {
+    float g[V];
+    ps_read<T, V>(g, w + i * V);
+#pragma unroll
+    for (uint32_t e = 0; e < V; e++)
+      g[e] += offset;
+    *(float4 *)(weights + i * V) = {g[0], g[1], g[2], g[3]};
+    *(float4 *)(weights + i * V + 4) = {g[4], g[5], g[6], g[7]};
+  }
+  __syncthreads();
+  for (uint32_t r = blockIdx.x * WARPS + threadIdx.x / 32; r < rows; r += gridDim.x * WARPS) {
+    float sum[WARPS] = {}, v[V], g[V];
+#pragma unroll
+    for (uint32_t k = 0; k < WARP_VECTORS; k++) {
+      keep[k] = {0, 0, 0, 0}; /* adds nothing */
+      if (at(k) < cols)
+        keep[k] = *(const uint4 *)(x + (size_t)r * cols + at(k));
+    }
+#pragma unroll
+    for (uint32_t k = 0; k < WARP_VECTORS; k++) {
+      eight_of(v, keep[k]);
+#pragma unroll
+      for (uint32_t e = 0; e < V; e++)
+        sum[k % WARPS] += v[e] * v[e];
+    }
+    const float rstd = 1.0f / sqrtf(sum_of_eight(sum) / (float)cols + eps);
+    if (lane == 0)
+      rstds[r] = rstd;
+#pragma unroll
+    for (uint32_t k = 0; k < WARP_VECTORS; k++)
+      if (at(k) < cols) {
+        eight_of(v, keep[k]);
+        ps_unpack8(g, ps_load8(weights + at(k)));
+#pragma unroll
+        for (uint32_t e = 0; e < V; e++)
+          v[e] = v[e] * rstd * g[e];
+        ps_see8<T>(&most, ps_round8<T>(v));
+      }
+  }
+  ps_keep_amax(ps_amax_bits<T>(most), amax);
+}
+
+/* The same for any rows, a block a row. */
 template <typename T>
 __global__ void __launch_bounds__(FWD_THREADS)
     norm_see_k(const T *x, const T *w, float *rstds, uint32_t *amax, uint32_t cols, float eps,
@@ -160,6 +247,15 @@ template <typename T> struct norm_output {
   }
 };
 
+/* Rows a warp takes, so many that loads of w count little and there are warps enough for a GPU; 0
+ * where a block a row is faster. */
+static uint32_t warp_rows(const ps__args_rmsnorm *n) {
+  const uint32_t most = WARP_VECTORS * 32 * PS__PART_COLS;
+  if (n->dt != PS_BF16 || n->cols < most / 2 || n->cols > most)
+    return 0;
+  return n->rows >= 8192 ? 4 : n->rows >= 4096 ? 2 : 0;
+}
+
 template <typename T>
 static cudaError_t norm_quantize(const ps_launch *l, const ps__args_rmsnorm_quantize *a,
                                  const ps_quantized &z) {
@@ -170,8 +266,16 @@ static cudaError_t norm_quantize(const ps_launch *l, const ps__args_rmsnorm_quan
   cudaError_t e = ps_clear_amax(z.scale, exec->stream);
   if (e != cudaSuccess)
     return e;
-  norm_see_k<T><<<n->rows, FWD_THREADS, 0, exec->stream>>>(
-      x, w, rstd, (uint32_t *)z.scale + 1, n->cols, n->eps, ps_offset(n->weight_offset));
+  uint32_t *amax = (uint32_t *)z.scale + 1;
+  const uint32_t each = warp_rows(n);
+  if (each)
+    norm_see_warps_k<<<ps_ceil_div(n->rows, each * FWD_THREADS / 32), FWD_THREADS,
+                       n->cols * sizeof(float), exec->stream>>>(
+        (const __nv_bfloat16 *)x, (const __nv_bfloat16 *)w, rstd, amax, n->rows, n->cols, n->eps,
+        ps_offset(n->weight_offset));
+  else
+    norm_see_k<T><<<n->rows, FWD_THREADS, 0, exec->stream>>>(x, w, rstd, amax, n->cols, n->eps,
+                                                             ps_offset(n->weight_offset));
   e = cudaGetLastError();
   return e != cudaSuccess
              ? e
@@ -186,8 +290,8 @@ static cudaError_t norm_quantize(const ps_launch *l, const ps__args_rmsnorm_quan
  * shapes  x, q [rows,cols], qt [cols,rows], multiples of 16, w [cols]; no aliasing
  * bytes   an element: 2 of bf16 for amax, 2 for its code, 1 a form; scratch: rstd, 4 a row.
  *         8192 x 4096 bf16 in one form: 168 MB, 35 us at an H200's 4.8 TB/s, less what the second
- *         pass finds in L2; measured 52 us there, 57 in the form COLS
- *         (bench/log/2026-11-24-fp8-h200.md)
+ *         pass finds in L2; measured 48 us there in the form ROWS
+ *         (bench/log/2026-11-21-cuda-memory-bound.md)
  * determinism  bitwise: a row's sum as rmsnorm_fwd's, a maximum and sums of whole numbers.
  * reference    the cpu backend's, whose sums have another order: y may be a neighbour in bf16, so
  *              amax too, and a code too; the scale differs where amax/1.75 is a power of two or
