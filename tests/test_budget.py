@@ -387,17 +387,19 @@ def test_a_byte_less_than_the_smallest_is_refused_before_anything_is_mapped(
     # the process's own memory is given, so that a cap can be exact
     kw |= {"hardware": hardware, "reserve": 64 * MIB, "threads": 2}
     least = dict(zip(("device", "host"), Plan.smallest(model, **kw), strict=True))
-    device, host = least.values()
-    assert device > 2 * UNIT
+    assert least["device"] > 2 * UNIT
     for what, cap in least.items():
         Plan(model, **{f"{what}_mem": cap}, **kw)
-        before = virtual_bytes()
-        with pytest.raises(BudgetError) as refusal:
-            Plan(model, **{f"{what}_mem": cap - 1}, **kw)
+        mapped = []
+        for _ in range(3):  # the allocator and the search's threads may map some once
+            before = virtual_bytes()
+            with pytest.raises(BudgetError) as refusal:
+                Plan(model, **{f"{what}_mem": cap - 1}, **kw)
+            mapped.append(virtual_bytes() - before)
         text = str(refusal.value)
         assert f"of {what} memory" in text and f"{what}_mem" in text and "\n" not in text
-        assert str(device if what == "device" else host) in text
-        assert virtual_bytes() - before < UNIT, "no arena was mapped"
+        assert str(cap) in text
+        assert min(mapped) < UNIT, "no arena was mapped"
 
 
 HELD = """

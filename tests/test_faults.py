@@ -201,13 +201,25 @@ def check_planned(run, good):
 RESUMED = [*TRAIN, *"--checkpoint-every 1 --resume auto".split()]
 
 
+def allowed_losses(run, good):
+    """Those of @good; where the write of a step's line failed, all but one."""
+    losses = good.losses()
+    lost = run.failed[0] == "fflush" and run.failed[1].endswith("/metrics.jsonl")
+    return [losses] + [losses[:i] + losses[i + 1 :] for i in range(len(losses)) if lost]
+
+
 def ended_and_again(work, nth, error, good):
     """Killed at the @nth call that changes something, or (@error) with the @nth of all failing; then
     the same command to its end."""
     variable = "DISK_SHIM_FAIL" if error is not None else "DISK_SHIM_KILL"
     run = Run(work, RESUMED, nothing, nth, error or 0, variable)
     run.end()
-    assert run.code == 0 and run.model() == good.model() and run.losses() == good.losses(), run
+    assert run.model() == good.model(), run
+    if run.code == 2:  # a look at the new model failed, so no note says that it is this run's
+        assert run.failed[0] in LOOKS and ".penstock-save" in run.failed[1], run
+        assert len(run.said) == 1 and "already has a model" in run.said[0], run
+    else:
+        assert run.code == 0 and run.losses() in allowed_losses(run, good), run
     # a removal that failed once is made up for; what could not be looked at may be another's
     left = [name for name in leftovers(run) if not name.endswith("/.penstock-note")]
     assert run.failed[0] in LOOKS or not left, (run, left)
