@@ -89,7 +89,7 @@ PS_API ps_status ps_trainer_checkpoints_check(const ps_trainer *t, const char *f
 /* ps_trainer_checkpoint_running() - 1 while ps_trainer_checkpoint_end() would block. */
 PS_API int ps_trainer_checkpoint_running(const ps_trainer *t);
 /* ps_trainer_checkpoint_end() - wait until the checkpoint that was begun is on the disk.
- * @out    NULL, or a report, whose struct_bytes is set before. It is filled in on PS_OK.
+ * @out    NULL, or a report whose struct_bytes the caller has set. It is filled in on PS_OK.
  * Blocks: the steps that it is of must have been submitted, and need not have been waited for.
  * Errors: PS_EIO: what could not be written, and why. PS_ENOMEM. PS_EDEVICE. PS_ECANCELLED.
  *         PS_ESTATE: none was begun; an error stopped the run before the checkpoint's last step
@@ -115,7 +115,8 @@ PS_API ps_status ps_checkpoint_open(ps_checkpoint **out, const char *dir);
 PS_API ps_status ps_checkpoint_latest(ps_checkpoint **out, const char *folder);
 PS_API void ps_checkpoint_close(ps_checkpoint *c);            /* NULL is a no-op */
 PS_API const char *ps_checkpoint_dir(const ps_checkpoint *c); /* valid until close */
-/* ps_checkpoint_get_info() - fill in @out, whose struct_bytes is set before. Errors: PS_EINVAL. */
+/* ps_checkpoint_get_info() - fill in @out, whose struct_bytes the caller has set.
+ * Errors: PS_EINVAL. */
 PS_API ps_status ps_checkpoint_get_info(const ps_checkpoint *c, ps_checkpoint_info *out);
 /* ps_checkpoint_config() - set @cfg to the checkpoint's settings: schedule, hyperparameters, seed,
  * shuffle. Data is not among them. */

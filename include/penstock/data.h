@@ -22,7 +22,7 @@
  *
  * NAME.labels beside a shard has the labels of its documents, for models with a `score`
  * (ps_problem): a header l[0]=20261128, l[1]=1, l[2]=the problem, l[3]=the number of labels,
- * l[4..5]=n, l[6]=that CRC-32, then an int32 a token.
+ * l[4..5]=n, l[6]=the CRC-32 as in a mask, then an int32 a token.
  *
  * A dataset is one shard or more, read as one stream of tokens. A folder stands for its *.bin
  * files, sorted by name. The target of a token is the next token of the same shard. Where paths

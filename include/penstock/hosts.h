@@ -23,7 +23,7 @@ typedef struct ps_hosts_task {
 /* ps_hosts_task_find() - read what torchrun, srun or mpirun set in the environment: RANK and
  * WORLD_SIZE, SLURM_PROCID and SLURM_STEP_NUM_TASKS, OMPI_COMM_WORLD_RANK and _SIZE, or PMI_RANK
  * and PMI_SIZE. Rank 0 is at MASTER_ADDR and MASTER_PORT, or on the first host of the SLURM step.
- * @out  its struct_bytes is set before; untouched on error.
+ * @out  the caller has set its struct_bytes; untouched on error.
  * Errors: PS_EINVAL: several tasks on this host, no address, or a port or rank out of range. The
  *         message says what to type. */
 PS_API ps_status ps_hosts_task_find(ps_hosts_task *out);

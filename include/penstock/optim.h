@@ -37,7 +37,7 @@ typedef enum ps_hyper {
   PS_HYPER_WEIGHT_DECAY = 6,
   PS_N_HYPERS = 7
 } ps_hyper;
-/* ps_optimizer_default() - the optimizer's default of @hyper; NAN where it has no such one. */
+/* ps_optimizer_default() - the optimizer's default of @hyper; NAN where it has no @hyper. */
 PS_API double ps_optimizer_default(ps_optimizer optimizer, ps_hyper hyper);
 
 #ifdef __cplusplus

@@ -250,7 +250,7 @@ typedef struct ps_plan_config {
 
 /* ps_plan_config_init() - fill in struct_bytes and the defaults: AdamW, clip_norm 1, no document
  * tokens, 2 traced steps, PS_DEFAULT for the recipe and the ends of FP8, NAN for lora.alpha and
- * router_aux_loss. What is left to say is seq_len.
+ * router_aux_loss. The caller still has to set seq_len.
  * ps_plan_config_resolve() - fill in what PS_DEFAULT, lora.targets 0 and a lora.alpha of NAN stand
  * for. ps_plan_create() does the same with its own copy. */
 PS_API void ps_plan_config_init(ps_plan_config *cfg);

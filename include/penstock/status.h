@@ -5,9 +5,9 @@
  * aborts. A failure's message is kept for the thread that made the call; see ps_last_error().
  * Handles, configs and outputs are not NULL, unless a function says what NULL stands for: such a
  * NULL is not looked for, and mostly ends the program.
- * A config begins with struct_bytes: its sizeof, which the caller sets, or an ..._init() function.
- * A config of another size is PS_EINVAL. An output's struct_bytes is set by the call, unless a
- * function asks for it before. */
+ * A config begins with struct_bytes, its sizeof: the caller or an ..._init() function sets it.
+ * A config of another size is PS_EINVAL. The call sets an output's struct_bytes, unless a function
+ * says that the caller has set it. */
 #ifndef PENSTOCK_STATUS_H
 #define PENSTOCK_STATUS_H
 #include <stddef.h>

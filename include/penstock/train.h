@@ -154,8 +154,8 @@ typedef struct ps_step_metrics {
   /* With z-loss or label smoothing (ps_plan_config): what was minimized, and the z-loss in it, both
    * as means. Else loss, and 0. */
   double objective, z_loss;
-  /* Of a model with a `score` (ps_problem): the fraction of documents, of labels or of pairs that
-   * are judged right; of regression the mean absolute error. NAN of a language model */
+  /* Of a model with a `score` (ps_problem): the fraction of documents, labels or pairs that are
+   * judged right; of regression the mean absolute error. NAN of a language model */
   double right;
   uint64_t tokens, valid_tokens; /* of the batch; those whose target is counted */
   double grad_norm;              /* global L2 norm before clipping */
@@ -242,9 +242,9 @@ PS_API ps_status ps_trainer_destroy(ps_trainer *t);
 
 /* ps_trainer_submit() - queue @n more steps. They run in order on the engine's threads, and the
  * end of one overlaps with the beginning of the next.
- * Blocks: the first call, until device-resident weights and state are on the device; a call before
- *         whose steps the trainer switches to another plan; and one during a checkpoint, as
- *         ps_trainer_checkpoint_begin() says. Else no.
+ * Blocks: the first call, until device-resident weights and state are on the device; a call
+ *         for whose steps the trainer first switches to another plan; a call during a checkpoint,
+ *         as ps_trainer_checkpoint_begin() says. No other call blocks.
  * Errors: PS_EBUSY: more than 64 steps would be submitted and not reported: wait for some first.
  *         PS_ESTATE: the call is made inside the trainer's own batch function.
  *         PS_ENOMEM, PS_EDEVICE: the run cannot start (the first call alone).

@@ -73,9 +73,9 @@ static ps_status check_shape(const ps__args_attention *a, const char *op) {
   return PS_OK;
 }
 
-/* Heads of 256, 8,192 rows, backward: cuDNN 418 TFLOP/s, flash-attn-4 361; behind a prefix of as
- * many rows 258 and 380. Deterministic, cuDNN takes six times the scratch. (The log of 2026-11-21,
- * attention-cuda.) */
+/* Backward, heads of 256, 8,192 rows: cuDNN reaches 418 TFLOP/s, flash-attn-4 361. After a prefix
+ * of 8,192 rows they reach 258 and 380. When deterministic, cuDNN takes six times the scratch
+ * (bench/log/2026-11-21-attention-cuda.md). */
 static bool cudnn_is_faster(const ps_att_shape *s) {
   return s->backward && s->args.head_dim > 128 && !s->args.row0 && !s->deterministic;
 }

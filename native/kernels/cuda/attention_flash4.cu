@@ -14,9 +14,9 @@
  *         rounded up, with one query head a kv head); deterministic: an int for each tile of dQ,
  *         and two of dK and dV.
  * time    H200, 32/8 heads of 128, TFLOP/s forward / backward: 8192 rows 686 / 525 (deterministic
- *         500), 2 x 8192 667 / 546, 8192 behind 8192 702 / 586, behind 57344 659 / 590
- *         (the log of 2026-11-21, beside cuDNN's). 16/4 heads of 256: 8192 rows 804 / 361, 8192
- *         behind 8192 836 / 380.
+ *         500), 2 x 8192 667 / 546, 8192 after 8192 702 / 586, after 57344 659 / 590. 16/4 heads of
+ *         256: 8192 rows 804 / 361, 8192 after 8192 836 / 380. Beside cuDNN's:
+ *         bench/log/2026-11-21-attention-cuda.md
  * determinism  forward always; backward with exec->deterministic: blocks take turns in adding to
  *              dQ, dK and dV. Else they add as they come.
  * reference    the cpu backend's, tests/native/test_cuda_attention.c */
@@ -48,7 +48,7 @@ struct kernel {
 const kernel kernels[] = {PS_FLASH4_KERNELS(ROW)};
 #undef ROW
 enum { N_KERNELS = sizeof kernels / sizeof *kernels };
-/* What a block has backward. */
+/* Query rows and keys that a block of the backward pass has at a time, by head_dim. */
 struct tile {
   uint32_t d, rows, keys;
 };
@@ -74,7 +74,7 @@ const kernel *find(kind what, uint32_t d, uint32_t group) {
 }
 uint32_t group_of(const ps__args_attention *a) { return a->n_heads / a->n_kv_heads; }
 
-enum { DOCUMENT_ROWS = 128 }; /* of shorter ones, tiles would be mostly empty */
+enum { DOCUMENT_ROWS = 128 }; /* the least; tiles of shorter documents would be mostly empty */
 
 const char *refuses(const ps_att_shape *s) {
   const ps__args_attention *a = &s->args;
@@ -211,17 +211,17 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-/* The same for heads of 256, whose sums are of transposes.
- * order   a tile of 48 keys is 2 warp groups w, of 2 halves i of the columns, of 6 times 8 keys j,
- *         of 128 threads, of 4: thread t has of keys 8j + 2(t%4) and the next one first column
- *         128i + 64w + t/32*16 + t%32/4, then the column 8 to the right. Through shared memory, 24
- *         keys at a time.
+/* The same for heads of 256, whose sums are those of dK's and dV's transposes.
+ * order   a tile of 48 keys is [2 warp groups w][2 halves i of the columns][6 groups j of 8 keys]
+ *         [128 threads t][4]. Of keys 8j + 2(t%4) and the next one, thread t has first column
+ *         128i + 64w + t/32*16 + t%32/4, then the column 8 to the right. The sums pass through
+ *         shared memory, 24 keys at a time.
  * bytes   16*rows*kv_heads*d (24 when accumulating).   determinism  bitwise. */
 template <bool ACCUMULATE>
 __global__ void __launch_bounds__(256)
     finish_dkv_256_k(const float4 *sums, float *dkv, uint32_t rows, uint32_t kv_heads,
                      float scale) {
-  /* 4 more columns a row: the keys of a warp's threads fall on different banks. */
+  /* 4 more columns a row, so that the keys of a warp's threads fall on different banks. */
   constexpr uint32_t D = 256, KEYS = 48, AT_ONCE = 24, LD = D + 4;
   __shared__ __align__(16) float part[AT_ONCE * LD];
   const uint32_t which = blockIdx.y / kv_heads, h = blockIdx.y % kv_heads, t = threadIdx.x % 128,

@@ -31,13 +31,13 @@ template <int BYTES> __device__ __forceinline__ void copy_own(void *shared, cons
  *         `now` and asks for a later one. Where whole() is true each row of `now` sees W rows, and
  *         sums need no conditions. A row sees fewer where its document begins less than W-1 rows
  *         before.
- * layout  RING, where a thread's part of a row is 16 bytes: of 8 channels of bf16 or 4 of fp32;
- *         with DY of 4 of bf16, first x's, then dy's. The ring is uint4 [GROUPS][AHEAD][THREADS] in
+ * layout  RING is 1 where a thread's part of a row is 16 bytes: 8 channels of bf16 or 4 of fp32;
+ *         with DY 4 of bf16, first x's, then dy's. The ring is uint4 [GROUPS][AHEAD][THREADS] in
  *         shared memory, and group g is at place g % GROUPS. A thread reads what it copied itself,
  *         so there is no barrier. A copy goes to the place of the group before `now`, which the
  *         thread has read. Without RING `next` is in registers.
  * bytes   RING: 48 KiB of shared memory a block, the most that a kernel may declare. Two groups are
- *         on their way while one is computed, 32 KiB a block. Without RING one is.
+ *         on their way while one is computed, 32 KiB a block. Without RING one group is.
  *         HBM: each row once, PART bytes a thread, with DY twice as many. */
 template <typename T, int V, int W, bool DY> struct conv_rows {
   enum { PART = (int)sizeof(T) * V, RING = PART * (DY ? 2 : 1) == 16, GROUPS = RING ? 3 : 2 };

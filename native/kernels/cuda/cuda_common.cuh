@@ -83,7 +83,7 @@ template <typename T, int V> __device__ __forceinline__ void ps_store(T *p, cons
     ps_put<T, V>(p, v);
   }
 }
-/* fp32 numbers whose place is aligned to 16 bytes, where V is a multiple of 4. */
+/* Store V fp32 numbers. Where V is a multiple of 4, @p is aligned to 16 bytes. */
 template <int V> __device__ __forceinline__ void ps_put_f32(float *p, const float (&x)[V]) {
   constexpr int N = V % 4 ? 1 : 4;
 #pragma unroll

@@ -1,4 +1,4 @@
-/* gated_norm.cu - the norm with a gate of each head, behind the gated delta rule (delta.cu). */
+/* gated_norm.cu - the norm with a gate of each head, after the gated delta rule (delta.cu). */
 #include "kernels/cuda/glu.cuh"
 
 namespace {
@@ -15,7 +15,7 @@ template <typename T> struct gate_job {
 };
 
 /* A lane's part of a row: N vectors of V columns, of which the first begins at column c and each
- * other one 32*V columns later. Instead of a vector behind the row's end the lane loads the row's
+ * other one 32*V columns later. Instead of a vector past the row's end the lane loads the row's
  * last one, and mean() leaves it out. */
 template <typename T, int V, int N> struct gate_row {
   ps_vec<T, V> x[N], z[N], w[N], d[N];
@@ -73,8 +73,8 @@ template <typename T, int V, int N> struct gate_row {
 /* Rows that a warp loads before it computes the first of them. */
 template <int N> constexpr uint32_t gate_rows = N == 1 ? 2 : 1;
 
-/* A warp gate_rows rows and heads, N vectors a lane. Blocks of another y have other columns of the
- * rows; each sums all of them. */
+/* A warp has gate_rows rows, and a lane N vectors of each. Blocks of another y store other columns
+ * of the rows; each block sums all columns. */
 template <typename T, int V, int N>
 __global__ void __launch_bounds__(THREADS) gate_fwd_k(const gate_job<T> j) {
   constexpr uint32_t ROWS = gate_rows<N>;
@@ -106,8 +106,8 @@ __global__ void __launch_bounds__(THREADS) gate_fwd_k(const gate_job<T> j) {
   }
 }
 
-/* The same for a block and a tile of rows, whose dw are in its warps' registers; a warp takes every
- * WARPS-th row. */
+/* The backward pass. A block has a tile of rows, whose dw are in its warps' registers. A warp takes
+ * every WARPS-th row. */
 template <typename T, int V, int N>
 __global__ void __launch_bounds__(THREADS) gate_bwd_k(const gate_job<T> j) {
   constexpr uint32_t ROWS = gate_rows<N>, COLS = N * 32 * V;

@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(PS__TILE_THREADS, 2)
   };
   fetch(0); /* before what needs the scales */
   const float of_gu = ps_inverse<Q>(gu), of_s = ps_inverse<PS__E4M3>(s);
-  /* of bf16 both parts in a row: what a loop carries would be taken apart into halves of words */
+  /* bf16: both parts unrolled, as the compiler splits what a loop carries into halves of words */
 #pragma unroll(sizeof(T) == 2 ? PS__TILE_PARTS : 1)
   for (int i = 0; i < PS__TILE_PARTS; i++) {
     const uint32_t part_row = ps__part_row(threadIdx.x, i), row = row0 + part_row;

@@ -30,8 +30,8 @@
 #include "kernels/cuda/qkv.cuh"
 
 /* A block has TOKENS tokens and a slice of `each` heads, q, k and v alike. half/V neighbouring
- * threads have a head (a power of two up to 32 with NORM), each with V pairs of each token. The
- * data is on its way while the angles are made. */
+ * threads (with NORM a power of two up to 32) have a head, and each thread V pairs of each token.
+ * The data is on its way while the angles are made. */
 template <typename T, int V, uint32_t TOKENS, bool NORM>
 __global__ void __launch_bounds__(SLICE_THREADS, NORM ? 3 : 4)
     qkv_fwd_k(const qkv_job<T> j, const rope_table rope, uint32_t each) {

@@ -97,7 +97,7 @@ template <typename T> __device__ __forceinline__ float rounded(float x) {
   return ps_to_f32(ps_from_f32<T>(x));
 }
 
-/* Of bf16 two at a time: one alone is converted in the unit for exponentials and roots. */
+/* Round @x to bf16 two at a time: the unit for exponentials and roots converts one alone. */
 template <typename T, int V> __device__ __forceinline__ void round_all(float (&x)[V]) {
   if constexpr (sizeof(T) == 2) {
     ps_vec<__nv_bfloat162, V / 2> v;

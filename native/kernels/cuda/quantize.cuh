@@ -189,8 +189,8 @@ __device__ __forceinline__ void ps_put_runs(uint8_t *qt, const uint32_t *tile, u
 static inline uint32_t ps_tiles(uint32_t rows, uint32_t cols) {
   return ps_ceil_div(rows, PS__TILE) * ps_ceil_div(cols, PS__TILE);
 }
-/* A block a tile, in the first pass too: registers decide how many blocks an SM holds, so that of a
- * fixed number of blocks with many tiles each the last ones would run on a few SMs. */
+/* A block has one tile, in the first pass too. Registers decide how many blocks an SM holds. Of a
+ * fixed number of blocks with many tiles each, the last ones would run on a few SMs. */
 template <typename SRC>
 __global__ void __launch_bounds__(PS__TILE_THREADS)
     ps_see_k(SRC src, uint32_t rows, uint32_t cols, uint32_t *amax) {

@@ -169,8 +169,8 @@ __global__ void __launch_bounds__(128) colsum_k(const T *dy, float *partial, uin
 
 enum { ADD_COLS = 8, ADD_SLICES = 16, ADD_AHEAD = 16 };
 /* Thread (x, y): column x, tiles y, y+16, ... in order; then the 16 slices in order. The loads of
- * ADD_AHEAD tiles stand in no branch, so that none waits for another: those behind the last tile
- * load that tile, and add nothing. */
+ * ADD_AHEAD tiles stand in no branch, so that none waits for another. A load past the last tile
+ * reads the last tile again, and adds nothing. */
 template <typename T>
 __global__ void __launch_bounds__(ADD_COLS *ADD_SLICES)
     add_partials_k(T *out, const float *partial, uint32_t n_tiles, uint32_t ld, uint32_t cols,

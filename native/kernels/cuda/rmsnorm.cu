@@ -106,9 +106,9 @@ extern "C" ps_status ps__cuda_rmsnorm_fwd(const ps_launch *l) {
 
 /* ---- forward, quantized ---------------------------------------------------------------------- */
 
-/* The sum over a block of eight warps, by one warp whose lane has what each warp's namesake would
- * have: @sum[w] of warp w. In each of the first three steps half of the lanes take half of the
- * warps. The tree is ps_block_sum()'s, and so are the bits. */
+/* By one warp, the sum that ps_block_sum() takes over a block of eight: @sum[w] of a lane is what
+ * the same lane of warp w would have. In each of the first three steps half of the lanes take half
+ * of the warps. The tree is ps_block_sum()'s, and so are the bits. */
 __device__ __forceinline__ float sum_of_eight(float (&sum)[8]) {
   const uint32_t lane = threadIdx.x % 32;
 #pragma unroll
@@ -137,9 +137,9 @@ __device__ __forceinline__ void eight_of(float (&x)[PS__PART_COLS], const uint4 
   ps_unpack8(x, c.x);
 }
 
-/* The amax of y, and rstd of each row for the second pass. A warp a row of bf16, whose vectors are
- * all on their way at once: no warp waits for another. Rows have at most WARP_VECTORS vectors a
- * lane, and a warp takes several, as w + offset is in shared memory. */
+/* The amax of y, and rstd of each row for the second pass. A warp has a row of bf16 at a time. The
+ * row's vectors are all on their way at once, at most WARP_VECTORS a lane, and no warp waits for
+ * another. A warp takes several rows, as its block first puts w + offset in shared memory. */
 enum { WARP_VECTORS = 16 };
 __global__ void __launch_bounds__(FWD_THREADS, 2)
     norm_see_warps_k(const __nv_bfloat16 *x, const __nv_bfloat16 *w, float *rstds, uint32_t *amax,
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(FWD_THREADS, 2)
   extern __shared__ __align__(16) float weights[]; /* w + offset */
   const uint32_t lane = threadIdx.x % 32;
   uint32_t most = 0;
-  uint4 keep[WARP_VECTORS]; /* words: of numbers, each zero would have a register of its own */
+  uint4 keep[WARP_VECTORS]; /* words: as numbers, each zero would take a register */
   auto at = [&](uint32_t k) { return (k * 32 + lane) * V; };
   for (uint32_t i = threadIdx.x; i < cols / V; i += FWD_THREADS) {
     float g[V];
@@ -247,8 +247,8 @@ template <typename T> struct norm_output {
   }
 };
 
-/* Rows a warp takes, so many that loads of w count little and there are warps enough for a GPU; 0
- * where a block a row is faster. */
+/* Rows that a warp takes: so many that loads of w count little, and so few that there are warps
+ * enough for a GPU. 0 where a block a row is faster. */
 static uint32_t warp_rows(const ps__args_rmsnorm *n) {
   const uint32_t most = WARP_VECTORS * 32 * PS__PART_COLS;
   if (n->dt != PS_BF16 || n->cols < most / 2 || n->cols > most)
@@ -336,8 +336,8 @@ __device__ __forceinline__ void sum_two(float (&x)[2], float (*shared)[WARPS]) {
   }
 }
 
-/* BYTES of a row on its way, and how many there are, the one that is worked on counted: three, four
- * of short rows, or what 96 KB hold. */
+/* Bytes of a row in shared memory, and how many rows are there, with the one that is worked on:
+ * four of at most 12 KiB, three of at most 24 KiB, else what 96 KiB hold. */
 template <int THREADS, int NV, bool ADD>
 constexpr int bwd_row_bytes = (ADD ? 3 : 2) * NV * THREADS * 16;
 template <int THREADS, int NV, bool ADD>

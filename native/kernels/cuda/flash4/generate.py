@@ -29,13 +29,13 @@ class Tiles(NamedTuple):
 
     forward: tuple
     backward: tuple
-    # Of the backward pass: S is computed as its transpose, and so are dK and dV.
+    # Of the backward pass: whether S, and whether dK and dV, are computed as transposes.
     swap_s: bool
     swap_dkv: bool
     stages: int  # of dO and of dS
 
 
-# By head_dim. With 256, the buffers of a pass backward fit beside fewer keys.
+# By head_dim. With 256, the buffers of the backward pass fit only where a block has fewer keys.
 TILES = {
     64: Tiles((192, 128), (128, 128), True, False, 2),
     128: Tiles((128, 128), (64, 128), True, False, 2),
