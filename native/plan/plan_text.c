@@ -329,10 +329,10 @@ static void write_text(text *t, const ps_plan *p) {
         (unsigned long long)r->held_state_units);
   if (r->split_update_units)
     say(t,
-        "%s %llu units on the host in two parts: the weights first, the state after all "
+        "%s %llu unit%s on the host in two parts: the weights first, the state after all "
         "weights\n",
         r->streamed_update_units ? "                " : "updates         ",
-        (unsigned long long)r->split_update_units);
+        (unsigned long long)r->split_update_units, r->split_update_units == 1 ? "" : "s");
   if (p->spec.embed_on_host)
     say(t, "embedding        gathered on the host, its gradient added there\n");
   say(t, "activations      first round: %s on the device, %s offloaded, %s recomputed\n",
