@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 /* ---- before the run -------------------------------------------------------------------------- */
 
@@ -97,17 +98,25 @@ ps_train_config cli_train_config(const cli_job *job, ps_dataset *ds, ps_dataset 
 
 /* ---- output files ---------------------------------------------------------------------------- */
 
-/* Makes and locks the run directory, and moves another run's files aside. Where steps are left,
- * writes plan.json, run.toml and a metrics.jsonl with the steps before this run, of which a new run
- * has none; removes the summary of the steps before. */
+/* Makes and locks the run directory, and moves another run's files aside. A directory that it made
+ * is removed where that fails. Where steps are left, writes plan.json, run.toml and a metrics.jsonl
+ * with the steps before this run, of which a new run has none; removes the summary of the steps
+ * before. */
 static int open_outputs(cli_job *job, cli_progress *p, cli_run_result *r, FILE **metrics,
                         int *lock) {
+  struct stat st;
+  const bool makes = stat(job->run_dir, &st) != 0 && errno == ENOENT;
   int failed = cli_folder_make(job->run_dir);
   if (failed)
     return cli_fail(CLI_FAILED, "%s cannot be made: %s", job->run_dir, strerror(failed));
   int code = cli_run_lock(job->run_dir, true, lock);
   if (code == CLI_OK)
     code = cli_earlier_move(job, p);
+  if (code != CLI_OK && makes) {
+    cli_run_unlock(job->run_dir, *lock);
+    *lock = -1;
+    (void)rmdir(job->run_dir); /* where it is empty */
+  }
   if (code != CLI_OK)
     return code;
   cli_leftovers_clear(job, true);
